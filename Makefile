@@ -1,0 +1,36 @@
+# make run: set everything up, then the main job. make test: the same set-up, then the tests.
+# PIP_ARGS adds options to every pip install (a CPU build of torch, say).
+
+PYTHON ?= python3
+PIP_ARGS ?=
+BIN := .venv/bin
+WORKERS ?=
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: run test lint format setup clean
+
+run: setup
+	$(BIN)/python scripts/main_job.py
+
+test: setup
+	$(BIN)/python -m pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+format: setup
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+setup: .venv/.stamp
+
+.venv/.stamp: pyproject.toml setup.py constraints.txt $(wildcard csrc/*/*.cpp csrc/*/*.h)
+	test -d .venv || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install -q $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build *.egg-info
