@@ -1,0 +1,78 @@
+// Messages between processes of one host over shared memory.
+//
+// Every ordered pair of ranks has a ring of bytes. Nobody serves it in the background: a send copies what fits and
+// queues the rest, and whoever waits, for whatever, moves all that can be moved on its side. So ranks that send to each
+// other at the same time, or more than a ring holds, cannot wait for each other.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <vector>
+
+#include "waiting.h"
+
+namespace host {
+
+// Not for several threads at a time.
+class Channels {
+public:
+    // `descriptor`: an open file of `required_bytes(size, ring_bytes)` zero bytes that all ranks map; it may be closed
+    // afterwards. Only what was used of a ring takes memory. `ring_bytes`: a power of two from 64 to 2^31.
+    Channels(int descriptor, int rank, int size, std::size_t ring_bytes);
+    ~Channels();
+    Channels(const Channels&) = delete;
+    Channels& operator=(const Channels&) = delete;
+
+    static std::size_t required_bytes(int size, std::size_t ring_bytes);
+
+    // Both return at once with the message's number among those to (from) that rank. Its memory must remain until it is
+    // done; messages of a pair are matched in their order.
+    std::uint64_t send(const void* data, std::size_t bytes, int to);
+    std::uint64_t receive(void* data, std::size_t bytes, int from);
+
+    // Whether all of it is in the ring; in the receiver's memory.
+    bool is_sent(std::uint64_t number, int to);
+    bool is_received(std::uint64_t number, int from);
+
+    // Return once it is. Throw PeerError if the other rank has ended or after `timeout_s`; a receive throws
+    // std::runtime_error if the message has another size.
+    void wait_sent(std::uint64_t number, int to, double timeout_s);
+    void wait_received(std::uint64_t number, int from, double timeout_s);
+
+private:
+    struct Ring;
+    struct Outgoing {
+        const char* data;     // what is not yet in the ring
+        std::size_t missing;  // bytes of it
+        bool is_announced;    // its size is in the ring
+    };
+    struct Incoming {
+        char* data;  // where the next bytes go
+        std::size_t expected, missing;  // bytes in all, and still to come
+    };
+    // This rank's ends of the rings to and from another.
+    struct Peer {
+        std::deque<Outgoing> sends;
+        std::deque<Incoming> receives;
+        std::uint64_t sent = 0, received = 0;  // messages done
+        std::optional<std::uint64_t> announced;  // size of the message whose bytes come next
+    };
+
+    Ring& ring(int from, int to) const;
+    Counter& counter(int rank) const;
+    void progress();
+    void push(int to);
+    void pull(int from);
+    void check_size(int from) const;
+
+    std::size_t ring_bytes_;
+    std::size_t mapped_bytes_;
+    int rank_;
+    int size_;
+    std::vector<Peer> peers_;
+    char* memory_;
+};
+
+}  // namespace host

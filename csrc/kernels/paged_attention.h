@@ -1,0 +1,46 @@
+// Attention of one new token a sequence over keys and values in pages, for the CPU.
+//
+// A page holds PAGE tokens of one layer. Its keys lie as [kv_heads, head_dim, PAGE] and its values as
+// [kv_heads, PAGE, head_dim]: a vector register takes one coordinate of all keys of a page, and then a run of
+// coordinates of one value, so that neither loop adds up across a register. What lies behind a sequence's end is never
+// read.
+#pragma once
+
+#include <cstdint>
+
+namespace kernels {
+
+constexpr int PAGE = 16;
+
+enum class DType { float32, float64, bfloat16 };
+
+struct Shape {
+    int64_t kv_heads;
+    int64_t group;  // query heads that share a kv head
+    int64_t head_dim;
+};
+
+struct Cache {
+    void* keys;
+    void* values;
+};
+
+// The pages of the sequences: row i of `table`, `stride` wide, lists those of sequence i in order.
+struct Sequences {
+    int64_t count;
+    const int32_t* table;
+    int64_t stride;
+    const int64_t* lengths;  // tokens in the cache, without the new one
+};
+
+// Puts the key and the value [kv_heads, head_dim] of token i at `places[i]` = page * PAGE + place in the page.
+void write(DType dtype, Shape shape, Cache cache, int64_t tokens, const int64_t* places, const void* key,
+           const void* value);
+
+// Writes key and value [count, kv_heads, head_dim] of the new tokens behind their sequences; `out` gets
+// softmax(scale * query keys^T) values, [count, kv_heads * group, head_dim], over the sequence and the new token.
+// With `window` > 0 only the last `window` of these are attended to.
+void attend(DType dtype, Shape shape, Cache cache, Sequences sequences, const void* query, const void* key,
+            const void* value, double scale, int64_t window, void* out);
+
+}  // namespace kernels

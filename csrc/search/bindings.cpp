@@ -1,0 +1,298 @@
+// The Python module realhf.search._search: the only file that knows of pybind11.
+//
+// A problem arrives as the dictionary that is also its JSON form (realhf/search/problem.py).
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <map>
+#include <string>
+#include <tuple>
+
+#include "osdp.h"
+#include "problem.h"
+#include "reallocation.h"
+#include "search.h"
+#include "simulator.h"
+#include "solve.h"
+
+namespace py = pybind11;
+using namespace realhf::search;
+
+namespace {
+
+std::vector<Parent> parents_of(const py::dict& node) {
+    std::vector<Parent> parents;
+    for (const auto& [parent, back] : node["parents"].cast<std::vector<std::pair<int, int>>>()) {
+        parents.push_back({parent, back});
+    }
+    return parents;
+}
+
+std::vector<int> occupies_of(const std::string& word, int source, int target) {
+    if (word == "both") return {source, target};
+    if (word == "source") return {source};
+    if (word == "target") return {target};
+    throw std::invalid_argument("planning problem: occupies must be both, source or target, not " + word);
+}
+
+// The calls whose devices a transfer occupies: listed in `on`, or named by `occupies`.
+std::vector<int> places_of(const py::dict& transfer, int source, int target) {
+    if (transfer.contains("on")) return transfer["on"].cast<std::vector<int>>();
+    return occupies_of(transfer["occupies"].cast<std::string>(), source, target);
+}
+
+// A list of numbers, or a contiguous buffer of doubles, which takes no time to read.
+std::vector<double> numbers_of(const py::handle& numbers) {
+    if (!PyObject_CheckBuffer(numbers.ptr())) return numbers.cast<std::vector<double>>();
+    const py::buffer_info info = py::reinterpret_borrow<py::buffer>(numbers).request();
+    const bool is_flat = info.ndim == 1 && (info.size < 2 || info.strides[0] == sizeof(double));
+    if (!is_flat || !info.item_type_is_equivalent_to<double>()) {
+        throw std::invalid_argument("planning problem: times must be a list of numbers or a buffer of doubles");
+    }
+    const double* const begin = static_cast<const double*>(info.ptr);
+    return {begin, begin + info.size};
+}
+
+// A field of an option, which is a dictionary or an object: there are ten thousands, so that names are made once.
+class Field {
+public:
+    explicit Field(const char* name) : name_(py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name))) {}
+
+    py::object operator()(const py::handle& row) const {
+        const py::object found = of(row);
+        if (!found) throw py::key_error("an option lacks " + name_.cast<std::string>());
+        return found;
+    }
+
+    // Null where there is none.
+    py::object of(const py::handle& row) const {
+        if (PyDict_Check(row.ptr())) {
+            return py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(row.ptr(), name_.ptr()));
+        }
+        py::object found = py::reinterpret_steal<py::object>(PyObject_GetAttr(row.ptr(), name_.ptr()));
+        if (!found) PyErr_Clear();
+        return found;
+    }
+
+private:
+    py::object name_;
+};
+
+struct OptionFields {
+    Field devices{"devices"}, strategy{"strategy"}, time_us{"time_us"}, time_s{"time_s"}, static_bytes{"static_bytes"},
+        dynamic_bytes{"dynamic_bytes"}, copy_bytes{"copy_bytes"};
+};
+
+// Times are in seconds (`time_s`, `seconds`) or all in microseconds (`time_us`, `times_us`).
+Problem problem_of(const py::dict& tables) {
+    Problem problem;
+    problem.num_devices = tables["num_devices"].cast<int>();
+    problem.device_memory_bytes = tables["device_memory_bytes"].cast<double>();
+    problem.steps = tables["steps"].cast<int>();
+    problem.max_steps_in_flight = tables["max_steps_in_flight"].cast<int>();
+    std::map<std::string, int> strategies;
+    const OptionFields fields;
+    for (const py::handle& item : tables["calls"]) {
+        const py::dict node = py::reinterpret_borrow<py::dict>(item);
+        Call call{node["home"].cast<int>(), parents_of(node), {}};
+        for (const py::handle& row : node["options"]) {
+            const auto label = strategies.emplace(fields.strategy(row).cast<std::string>(), strategies.size()).first;
+            const py::tuple devices = py::reinterpret_steal<py::tuple>(PySequence_Tuple(fields.devices(row).ptr()));
+            if (!devices || devices.size() != 2) throw std::invalid_argument("planning problem: devices are two numbers");
+            const Field& time = fields.time_s.of(row) ? fields.time_s : fields.time_us;
+            call.options.push_back({devices[0].cast<int>(), devices[1].cast<int>(), label->second,
+                                    time(row).cast<double>(), fields.static_bytes(row).cast<double>(),
+                                    fields.dynamic_bytes(row).cast<double>(), fields.copy_bytes(row).cast<double>()});
+        }
+        problem.calls.push_back(std::move(call));
+    }
+    for (const py::handle& item : tables["transfers"]) {
+        const py::dict node = py::reinterpret_borrow<py::dict>(item);
+        const int source = node["source"].cast<int>(), target = node["target"].cast<int>();
+        const char* times = node.contains("times_us") ? "times_us" : "seconds";
+        problem.transfers.push_back({source, target, places_of(node, source, target), parents_of(node),
+                                     node["rows"].cast<std::vector<int>>(), node["columns"].cast<std::vector<int>>(),
+                                     node["num_columns"].cast<int>(), numbers_of(node[times]),
+                                     node.contains("free_if_unmoved") && node["free_if_unmoved"].cast<bool>()});
+    }
+    problem.check();
+    return problem;
+}
+
+void check_plan(const Problem& problem, const Plan& plan) {
+    if (plan.size() != problem.calls.size()) throw std::invalid_argument("a plan names one option for every call");
+    for (std::size_t i = 0; i < plan.size(); ++i) {
+        if (plan[i] < 0 || plan[i] >= static_cast<int>(problem.calls[i].options.size())) {
+            throw std::invalid_argument("call " + std::to_string(i) + " has no option " + std::to_string(plan[i]));
+        }
+    }
+}
+
+py::dict dict_of(const Evaluation& evaluation) {
+    py::dict result;
+    result["step_time"] = evaluation.step_time;
+    result["peak_bytes"] = evaluation.peak_bytes;
+    result["feasible"] = evaluation.feasible;
+    result["cost"] = evaluation.cost;
+    return result;
+}
+
+py::dict dict_of(const Solution& solution) {
+    py::dict result;
+    result["plan"] = solution.plan;
+    result["evaluation"] = dict_of(solution.evaluation);
+    result["lower_bound"] = solution.lower_bound;
+    result["proven"] = solution.proven;
+    result["evaluations"] = solution.counts.total();
+    result["search_full"] = solution.search_counts.full;
+    result["search_rejected"] = solution.search_counts.rejected;
+    result["search_cpu_s"] = solution.search_cpu_s;
+    result["trace"] = solution.trace;
+    return result;
+}
+
+using LayoutTuple = std::tuple<int, int, int, int, int>;
+
+ModelLayout layout_of(const LayoutTuple& layout) {
+    const auto& [first, size, dp, tp, pp] = layout;
+    return {first, size, dp, tp, pp};
+}
+
+std::vector<ModelLayout> layouts_of(const std::vector<LayoutTuple>& layouts) {
+    std::vector<ModelLayout> result;
+    for (const LayoutTuple& layout : layouts) result.push_back(layout_of(layout));
+    return result;
+}
+
+ModelSizes sizes_of(const py::dict& sizes) {
+    const auto size = [&](const char* name) { return sizes[name].cast<std::int64_t>(); };
+    return {sizes["num_layers"].cast<int>(), size("layer_sharded"),   size("layer_replicated"),
+            size("embedding_sharded"),       size("embedding_replicated"), size("head_sharded"),
+            size("head_replicated"),         sizes["tied"].cast<bool>()};
+}
+
+struct Table {
+    std::vector<double> numbers;
+};
+
+using OsdpMode = std::tuple<double, std::int64_t, bool>;
+using OsdpOperator = std::tuple<int, std::int64_t, std::vector<OsdpMode>>;
+
+py::dict solve_osdp(const std::vector<OsdpOperator>& operators, std::int64_t memory_bytes,
+                    std::int64_t bytes_per_sample, double seconds_per_sample, int min_batch, int max_batch,
+                    double time_limit_s) {
+    osdp::Problem problem{{}, memory_bytes, bytes_per_sample, seconds_per_sample};
+    for (const auto& [slices, gather_bytes, modes] : operators) {
+        osdp::Operator op{slices, gather_bytes, {}};
+        for (const auto& [seconds, bytes, gathers] : modes) op.modes.push_back({seconds, bytes, gathers});
+        problem.operators.push_back(std::move(op));
+    }
+    osdp::Solution solution;
+    {
+        py::gil_scoped_release release;
+        solution = osdp::solve(problem, min_batch, max_batch, time_limit_s);
+    }
+    py::dict result;
+    result["feasible"] = solution.feasible;
+    result["batch"] = solution.batch;
+    result["step_s"] = solution.step_s;
+    result["lower_bound_s"] = solution.lower_bound_s;
+    result["proven"] = solution.proven;
+    result["slices"] = solution.slices;
+    result["smallest_fixed_bytes"] = solution.smallest_fixed_bytes;
+    result["knapsacks"] = solution.knapsacks;
+    result["states"] = solution.states;
+    return result;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_search, module) {
+    module.doc() = "Simulator and search over planning problems (csrc/search).";
+
+    py::class_<Problem>(module, "Problem")
+        .def(py::init(&problem_of), py::arg("tables"))
+        .def("evaluate",
+             [](const Problem& problem, const Plan& plan) {
+                 check_plan(problem, plan);
+                 return dict_of(evaluate(problem, plan));
+             })
+        .def(
+            "evaluate_all",
+            [](const Problem& problem, const Plan& plan, int call) {
+                check_plan(problem, plan);
+                if (call < 0 || call >= static_cast<int>(plan.size())) throw std::invalid_argument("no such call");
+                std::vector<std::pair<double, bool>> results;
+                for (const Evaluation& e : evaluate_all(problem, plan, call)) {
+                    results.emplace_back(e.step_time, e.feasible);
+                }
+                return results;
+            },
+            "[(step_time, feasible)] of the plans with each option of one call", py::arg("plan"), py::arg("call"))
+        .def(
+            "trace",
+            [](const Problem& problem, const Plan& plan, int steps) {
+                check_plan(problem, plan);
+                std::vector<std::tuple<int, int, double, double>> events;
+                for (const Event& event : Simulator(problem, steps).trace(plan)) {
+                    events.emplace_back(event.node, event.step, event.start, event.end);
+                }
+                return events;
+            },
+            "[(node, step, start_s, end_s)] in the order in which the nodes were taken", py::arg("plan"),
+            py::arg("steps"))
+        .def(
+            "solve",
+            [](const Problem& problem, std::uint64_t seed, std::int64_t evaluations, double seconds, int threads,
+               bool single_moves, bool proves) {
+                Solution solution;
+                {
+                    py::gil_scoped_release release;
+                    solution = solve(problem, {seed, evaluations, seconds, threads, single_moves, proves});
+                }
+                return dict_of(solution);
+            },
+            py::kw_only(), py::arg("seed"), py::arg("evaluations"), py::arg("seconds"), py::arg("threads"),
+            py::arg("single_moves"), py::arg("proves"))
+        .def(
+            "evaluations_per_s",
+            [](const Problem& problem, const Plan& plan, std::int64_t evaluations) {
+                check_plan(problem, plan);
+                return evaluations_per_s(problem, plan, evaluations);
+            },
+            "full evaluations of plans that differ in one call from the one before, per second of CPU time",
+            py::arg("plan"), py::arg("evaluations"))
+        .def("greedy_plan", &greedy_plan)
+        .def("smallest_plan", [](const Problem& problem, std::uint64_t seed) { return smallest_plan(problem, seed); });
+
+    py::class_<Table>(module, "Table", py::buffer_protocol(), "Numbers in the engine's memory; see memoryview(table)")
+        .def_buffer([](Table& table) {
+            return py::buffer_info(table.numbers.data(), static_cast<py::ssize_t>(table.numbers.size()), true);
+        });
+
+    module.def(
+        "moved",
+        [](const py::dict& sizes, const LayoutTuple& source, const LayoutTuple& target) {
+            const Moved m = moved(sizes_of(sizes), layout_of(source), layout_of(target));
+            return std::make_pair(m.worst, m.total);
+        },
+        "(elements the worst device of the target lacks, elements all devices lack)", py::arg("sizes"),
+        py::arg("source"), py::arg("target"));
+
+    module.def(
+        "reallocation_table",
+        [](const py::dict& sizes, const std::vector<LayoutTuple>& sources, const std::vector<LayoutTuple>& targets,
+           std::pair<double, double> within_node, std::pair<double, double> across_nodes, int devices_per_node) {
+            const Links links{{within_node.first, within_node.second}, {across_nodes.first, across_nodes.second},
+                              devices_per_node};
+            return Table{reallocation_table(sizes_of(sizes), layouts_of(sources), layouts_of(targets), links)};
+        },
+        "Seconds of the reallocations of sources x targets, row-major, given (latency_s, s_per_element) of the links",
+        py::arg("sizes"), py::arg("sources"), py::arg("targets"), py::kw_only(), py::arg("within_node"),
+        py::arg("across_nodes"), py::arg("devices_per_node"));
+
+    module.def("solve_osdp", &solve_osdp,
+               "Operators are (slices, gather_bytes, [(seconds, bytes, gathers)] of one slice); see csrc/search/osdp.h",
+               py::arg("operators"), py::arg("memory_bytes"), py::arg("bytes_per_sample"),
+               py::arg("seconds_per_sample"), py::arg("min_batch"), py::arg("max_batch"), py::arg("time_limit_s"));
+}

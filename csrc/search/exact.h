@@ -1,0 +1,35 @@
+// Branch and bound over plans: proves how far from the best a plan can be, and finds better ones.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <limits>
+
+#include "problem.h"
+#include "search.h"
+
+namespace realhf::search {
+
+struct ExactLimits {
+    std::int64_t bounds = std::numeric_limits<std::int64_t>::max();  // how many bounds may be computed, about
+    double until_s = std::numeric_limits<double>::infinity();        // on the incumbent's clock
+    const std::atomic<bool>* stop = nullptr;
+    int threads = 1;
+};
+
+struct Certificate {
+    double lower_bound;  // no feasible plan has a makespan below
+    bool proven;         // the incumbent is optimal
+    Counts counts;       // plans evaluated on the way
+};
+
+// Raises a lower bound towards the incumbent's cost: asks again and again whether there is a plan in the lower half of
+// the gap, each time answered by a depth-first search. A call's options are first taken together mesh by mesh (with the
+// least time and memory of any of them), then one by one; after each choice what cannot be part of a plan below the
+// target leaves the other calls' domains. No dominance is used: an option is dropped only by a bound.
+//
+// Feasible plans better than the incumbent are offered to it. With one thread and no time limit the outcome depends
+// on nothing but the problem, the incumbent and the number of bounds.
+Certificate prove(const Problem& problem, const ExactLimits& limits, Incumbent& incumbent);
+
+}  // namespace realhf::search

@@ -1,0 +1,103 @@
+// Changes of a plan that a search tries.
+#include "moves.h"
+
+#include <algorithm>
+#include <map>
+#include <tuple>
+#include <utility>
+
+namespace realhf::search {
+namespace {
+
+bool dominates(const Option& a, const Option& b) {
+    const bool not_worse = a.time <= b.time && a.static_bytes <= b.static_bytes &&
+                           a.dynamic_bytes <= b.dynamic_bytes && a.copy_bytes <= b.copy_bytes;
+    const bool better = a.time < b.time || a.static_bytes < b.static_bytes || a.dynamic_bytes < b.dynamic_bytes ||
+                        a.copy_bytes < b.copy_bytes;
+    return not_worse && better;
+}
+
+void set(Change& change, Plan& plan, int call, int option) {
+    change.call[change.count] = call;
+    change.before[change.count] = plan[call];
+    ++change.count;
+    plan[call] = option;
+}
+
+}  // namespace
+
+Moves::Moves(const Problem& problem) : problem_(problem), calls_(problem.calls.size()) {
+    std::map<std::pair<int, int>, int> meshes;
+    std::map<std::tuple<int, int, int>, int> layouts;
+    for (std::size_t c = 0; c < problem.calls.size(); ++c) {
+        for (const Option& option : problem.calls[c].options) {
+            const int mesh = meshes.emplace(std::pair{option.first, option.size}, meshes.size()).first->second;
+            const std::tuple layout{option.first, option.size, option.strategy};
+            calls_[c].mesh_of.push_back(mesh);
+            calls_[c].layout_of.push_back(layouts.emplace(layout, layouts.size()).first->second);
+        }
+    }
+    for (std::size_t c = 0; c < problem.calls.size(); ++c) {
+        Index& index = calls_[c];
+        const std::vector<Option>& options = problem.calls[c].options;
+        std::vector<std::vector<int>> members(meshes.size());
+        index.by_mesh.resize(meshes.size());
+        index.by_layout.resize(layouts.size());
+        for (int i = 0; i < static_cast<int>(options.size()); ++i) {
+            members[index.mesh_of[i]].push_back(i);
+            index.by_layout[index.layout_of[i]].push_back(i);
+        }
+        for (std::size_t mesh = 0; mesh < members.size(); ++mesh) {
+            for (int i : members[mesh]) {
+                const bool kept = std::none_of(members[mesh].begin(), members[mesh].end(),
+                                               [&](int j) { return dominates(options[j], options[i]); });
+                if (kept) index.by_mesh[mesh].push_back(i), index.frontier.push_back(i);
+            }
+        }
+    }
+}
+
+Change Moves::single(Plan& plan, Random& random) const {
+    Change change;
+    const int call = random.below(plan.size());
+    set(change, plan, call, random.below(problem_.calls[call].options.size()));
+    return change;
+}
+
+Change Moves::coupled(Plan& plan, Random& random) const {
+    Change change;
+    const int a = random.below(plan.size()), b = random.below(plan.size());
+    const Index& of_a = calls_[a];
+    const Index& of_b = calls_[b];
+    const double kind = random.uniform();
+    if (kind < 0.10) return single(plan, random);
+    if (kind < 0.40) {
+        set(change, plan, a, random.pick(of_a.frontier));
+    } else if (kind < 0.60) {  // another strategy on the same mesh
+        const std::vector<int>& same = of_a.by_mesh[of_a.mesh_of[plan[a]]];
+        set(change, plan, a, random.pick(same));
+    } else if (a == b) {
+        set(change, plan, a, random.pick(of_a.frontier));
+    } else if (kind < 0.72) {
+        set(change, plan, a, random.pick(of_a.frontier));
+        set(change, plan, b, random.pick(of_b.frontier));
+    } else if (kind < 0.80) {  // the layout of another call: nothing to reallocate
+        const std::vector<int>& same = of_b.by_layout[of_a.layout_of[plan[a]]];
+        if (!same.empty()) set(change, plan, b, random.pick(same));
+    } else if (kind < 0.92) {  // both onto one new mesh
+        const int option = random.pick(of_a.frontier);
+        const std::vector<int>& same = of_b.by_mesh[of_a.mesh_of[option]];
+        set(change, plan, a, option);
+        if (!same.empty()) set(change, plan, b, random.pick(same));
+    } else {  // each onto the other's mesh
+        const std::vector<int>& for_a = of_a.by_mesh[of_b.mesh_of[plan[b]]];
+        const std::vector<int>& for_b = of_b.by_mesh[of_a.mesh_of[plan[a]]];
+        if (!for_a.empty() && !for_b.empty()) {
+            set(change, plan, a, random.pick(for_a));
+            set(change, plan, b, random.pick(for_b));
+        }
+    }
+    return change;
+}
+
+}  // namespace realhf::search

@@ -1,0 +1,80 @@
+// What a planning problem may be.
+#include "problem.h"
+
+#include <cmath>
+#include <stdexcept>
+
+namespace realhf::search {
+namespace {
+
+void require(bool holds, const std::string& message) {
+    if (!holds) throw std::invalid_argument("planning problem: " + message);
+}
+
+void check_call(const Problem& problem, int index) {
+    const Call& call = problem.calls[index];
+    const std::string name = "call " + std::to_string(index);
+    require(call.home >= 0 && call.home < static_cast<int>(problem.calls.size()), name + " has no such home");
+    require(!call.options.empty(), name + " has no option");
+    for (const Option& option : call.options) {
+        require(option.first >= 0 && option.size >= 1 && option.first + option.size <= problem.num_devices,
+                name + " has an option outside the devices");
+        for (double number : {option.time, option.static_bytes, option.dynamic_bytes, option.copy_bytes}) {
+            require(std::isfinite(number) && number >= 0, name + " has an option with a negative or missing number");
+        }
+    }
+}
+
+void check_transfer(const Problem& problem, int index) {
+    const Transfer& transfer = problem.transfers[index];
+    const std::string name = "transfer " + std::to_string(index);
+    const int num_calls = static_cast<int>(problem.calls.size());
+    require(transfer.source >= 0 && transfer.source < num_calls && transfer.target >= 0 && transfer.target < num_calls,
+            name + " is between unknown calls");
+    require(transfer.on.size() == 1 || transfer.on.size() == 2, name + " must be on the devices of one or two calls");
+    for (int call : transfer.on) require(call >= 0 && call < num_calls, name + " is on the devices of an unknown call");
+    require(transfer.rows.size() == problem.calls[transfer.source].options.size() &&
+                transfer.columns.size() == problem.calls[transfer.target].options.size(),
+            name + " needs a row for every option of its source and a column for every one of its target");
+    require(transfer.num_columns >= 1 && transfer.times.size() % transfer.num_columns == 0,
+            name + " has an incomplete table");
+    const int num_rows = static_cast<int>(transfer.times.size()) / transfer.num_columns;
+    for (int row : transfer.rows) require(row >= 0 && row < num_rows, name + " lacks a row");
+    for (int column : transfer.columns) require(column >= 0 && column < transfer.num_columns, name + " lacks a column");
+    for (double time : transfer.times) {
+        require(std::isfinite(time) && time >= 0, name + " has a negative or missing time");
+    }
+}
+
+void check_acyclic_within_step(const Problem& problem) {
+    const int n = problem.num_nodes();
+    std::vector<bool> done(n, false);
+    for (int round = 0, finished = 0; finished < n; ++round) {
+        require(round <= n, "the nodes of a step form a cycle");
+        for (int node = 0; node < n; ++node) {
+            bool ready = !done[node];
+            for (const Parent& parent : problem.parents(node)) {
+                ready = ready && (parent.steps_back > 0 || done[parent.node]);
+            }
+            if (ready) done[node] = true, ++finished;
+        }
+    }
+}
+
+}  // namespace
+
+void Problem::check() const {
+    require(num_devices >= 1 && steps >= 1 && max_steps_in_flight >= 1 && device_memory_bytes > 0,
+            "devices, memory, steps and steps in flight must be positive");
+    require(!calls.empty() && calls.size() <= kMaxCalls, "there must be 1 to 64 calls");
+    for (int i = 0; i < static_cast<int>(calls.size()); ++i) check_call(*this, i);
+    for (int i = 0; i < static_cast<int>(transfers.size()); ++i) check_transfer(*this, i);
+    for (int node = 0; node < num_nodes(); ++node) {
+        for (const Parent& parent : parents(node)) {
+            require(parent.node >= 0 && parent.node < num_nodes() && parent.steps_back >= 0, "unknown parent");
+        }
+    }
+    check_acyclic_within_step(*this);
+}
+
+}  // namespace realhf::search

@@ -1,0 +1,53 @@
+// How many parameters a change of layout moves, and how long that takes, in closed form.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace realhf::search {
+
+struct ModelLayout {
+    int first, size, dp, tp, pp;
+
+    bool same_strategy(const ModelLayout& other) const {
+        return size == other.size && dp == other.dp && tp == other.tp && pp == other.pp;
+    }
+};
+
+// Elements of the parts of a model. "Sharded" parameters are divided over tp, the others are held by every rank.
+struct ModelSizes {
+    int num_layers;
+    std::int64_t layer_sharded, layer_replicated;          // one layer
+    std::int64_t embedding_sharded, embedding_replicated;  // on the first stage
+    std::int64_t head_sharded, head_replicated;            // on the last stage
+    bool tied;                                             // the embedding is on the last stage, too
+};
+
+struct Moved {
+    std::int64_t worst;  // elements that the worst destination device lacks
+    std::int64_t total;  // elements that all destination devices lack
+};
+
+// What the devices of `target` lack that they need, given what they hold under `source`: the size of the target's
+// boxes minus the size of their intersection with the source's boxes on the same device.
+Moved moved(const ModelSizes& model, const ModelLayout& source, const ModelLayout& target);
+
+// A message takes latency_s + elements x s_per_element.
+struct Link {
+    double latency_s, s_per_element;
+};
+
+// The first is used where both meshes lie within one and the same node.
+struct Links {
+    Link within_node, across_nodes;
+    int devices_per_node;
+};
+
+// Seconds of the reallocations of sources x targets, row-major. Every element that is lacking crosses a link once; the
+// time is that of the busiest one: the most that a device receives, or an equal share of everything for each device
+// that sends. Zero if nothing moves. Where two meshes lie matters only by their distance, if they overlap, and by
+// whether they share a node, so that there is little to compute for millions of pairs.
+std::vector<double> reallocation_table(const ModelSizes& model, const std::vector<ModelLayout>& sources,
+                                       const std::vector<ModelLayout>& targets, const Links& links);
+
+}  // namespace realhf::search

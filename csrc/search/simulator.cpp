@@ -1,0 +1,192 @@
+// Algorithm 1 of the ReaL paper, table-driven.
+#include "simulator.h"
+
+#include <algorithm>
+#include <array>
+#include <cassert>
+
+namespace realhf::search {
+
+Simulator::Simulator(const Problem& problem, int steps)
+    : problem_(problem),
+      graph_(problem, steps),
+      num_calls_(static_cast<int>(problem.calls.size())),
+      num_nodes_(problem.num_nodes()),
+      transfers_of_(num_calls_),
+      placed_(num_calls_, -1),
+      meshes_(num_calls_, Mesh{0, 0}),
+      overlaps_(num_calls_, 0),
+      durations_(num_nodes_, 0),
+      stale_(problem.transfers.size(), 0),
+      waits_(graph_.num_instances),
+      ready_at_(graph_.num_instances),
+      last_end_(num_calls_),
+      ready_(graph_.num_instances) {
+    for (int node = 0; node < num_nodes_; ++node) {
+        const std::vector<int> places = problem.places(node);
+        first_place_.push_back(places.front());
+        second_place_.push_back(places.back());
+    }
+    for (int i = 0; i < static_cast<int>(problem.transfers.size()); ++i) {
+        transfers_of_[problem.transfers[i].source].push_back(i);
+        if (problem.transfers[i].target != problem.transfers[i].source) {
+            transfers_of_[problem.transfers[i].target].push_back(i);
+        }
+    }
+    for (int instance = 0; instance < graph_.num_instances; ++instance) {
+        node_of_.push_back(instance % num_nodes_);
+        if (graph_.num_parents[instance] == 0) initially_ready_.push_back({0, instance});
+    }
+    find_least_after();
+}
+
+void Simulator::find_least_after() {
+    std::vector<double> least(num_nodes_, 0);  // transfers may be free
+    for (int i = 0; i < num_calls_; ++i) {
+        least[i] = std::numeric_limits<double>::infinity();
+        for (const Option& option : problem_.calls[i].options) least[i] = std::min(least[i], option.time);
+    }
+    least_after_.assign(graph_.num_instances, 0);
+    std::vector<int> order, waits = graph_.num_parents;
+    for (const Ready& source : initially_ready_) order.push_back(source.instance);
+    for (std::size_t i = 0; i < order.size(); ++i) {
+        for (int k = graph_.first_child[order[i]]; k < graph_.first_child[order[i] + 1]; ++k) {
+            if (--waits[graph_.children[k]] == 0) order.push_back(graph_.children[k]);
+        }
+    }
+    for (auto at = order.rbegin(); at != order.rend(); ++at) {
+        for (int k = graph_.first_child[*at]; k < graph_.first_child[*at + 1]; ++k) {
+            const int child = graph_.children[k];
+            least_after_[*at] = std::max(least_after_[*at], least[node_of_[child]] + least_after_[child]);
+        }
+    }
+    // The sums above and those of a simulation may round differently, and a limit may be met exactly.
+    for (double& time : least_after_) time *= 1 - 1e-12;
+}
+
+void Simulator::place_call(int call, const Option& option) {
+    const Mesh mesh{option.first, option.first + option.size};
+    durations_[call] = option.time;
+    if (meshes_[call].begin == mesh.begin && meshes_[call].end == mesh.end) return;
+    meshes_[call] = mesh;
+    std::uint64_t overlaps = 0;
+    const std::uint64_t self = std::uint64_t{1} << call;
+    for (int other = 0; other < num_calls_; ++other) {
+        const std::uint64_t shares = mesh.begin < meshes_[other].end && meshes_[other].begin < mesh.end;
+        overlaps |= shares << other;
+        overlaps_[other] = (overlaps_[other] & ~self) | (shares << call);
+    }
+    overlaps_[call] = overlaps;
+}
+
+void Simulator::place(const Plan& plan) {
+    bool any_stale = false;
+    for (int call = 0; call < num_calls_; ++call) {
+        if (placed_[call] == plan[call]) continue;
+        placed_[call] = plan[call];
+        place_call(call, problem_.calls[call].options[plan[call]]);
+        for (int transfer : transfers_of_[call]) stale_[transfer] = 1, any_stale = true;
+    }
+    if (!any_stale) return;
+    for (int i = 0; i < static_cast<int>(stale_.size()); ++i) {
+        if (!stale_[i]) continue;
+        const Transfer& transfer = problem_.transfers[i];
+        durations_[num_calls_ + i] = problem_.transfer_time(transfer, plan[transfer.source], plan[transfer.target]);
+        stale_[i] = 0;
+    }
+}
+
+double Simulator::run(double limit, std::vector<Event>* events) {
+    std::copy(graph_.num_parents.begin(), graph_.num_parents.end(), waits_.begin());
+    std::fill(ready_at_.begin(), ready_at_.end(), 0.0);
+    std::fill(last_end_.begin(), last_end_.end(), 0.0);
+    std::copy(initially_ready_.begin(), initially_ready_.end(), ready_.begin());
+    int num_ready = static_cast<int>(initially_ready_.size());
+    Ready* const ready = ready_.data();
+    const int* const children = graph_.children.data();
+
+    double makespan = 0;
+    [[maybe_unused]] int taken = 0;
+    while (num_ready > 0) {
+        int next = 0;
+        for (int i = 1; i < num_ready; ++i) {
+            const bool earlier = ready[i].time < ready[next].time ||
+                                 (ready[i].time == ready[next].time && ready[i].instance < ready[next].instance);
+            next = earlier ? i : next;
+        }
+        const Ready current = ready[next];
+        ready[next] = ready[--num_ready];
+        const int node = node_of_[current.instance];
+        const int first = first_place_[node], second = second_place_[node];
+
+        double start = current.time;
+        for (std::uint64_t rest = overlaps_[first] | overlaps_[second]; rest; rest &= rest - 1) {
+            start = std::max(start, last_end_[__builtin_ctzll(rest)]);
+        }
+        const double end = start + durations_[node];
+        last_end_[first] = end;
+        last_end_[second] = end;
+        makespan = std::max(makespan, end);
+        if (end + least_after_[current.instance] > limit) return std::numeric_limits<double>::infinity();
+        if (events) events->push_back({node, current.instance / num_nodes_, start, end});
+        ++taken;
+        for (int k = graph_.first_child[current.instance]; k < graph_.first_child[current.instance + 1]; ++k) {
+            const int child = children[k];
+            ready_at_[child] = std::max(ready_at_[child], end);
+            if (--waits_[child] == 0) ready[num_ready++] = {ready_at_[child], child};
+        }
+    }
+    assert(taken == graph_.num_instances);
+    return makespan;
+}
+
+double Simulator::makespan(const Plan& plan, double limit) {
+    place(plan);
+    return run(limit, nullptr);
+}
+
+std::vector<Event> Simulator::trace(const Plan& plan) {
+    std::vector<Event> events;
+    place(plan);
+    run(std::numeric_limits<double>::infinity(), &events);
+    return events;
+}
+
+double Simulator::bytes_at(const Plan& plan, int device) const {
+    double statics = 0, dynamic = 0;
+    for (int i = 0; i < num_calls_; ++i) {
+        const Call& call = problem_.calls[i];
+        const Option& option = call.options[plan[i]];
+        if (device < option.first || device >= option.first + option.size) continue;
+        const bool at_home = call.home == i || option.same_layout(problem_.calls[call.home].options[plan[call.home]]);
+        statics += option.static_bytes;
+        dynamic = std::max(dynamic, option.dynamic_bytes + (at_home ? 0 : option.copy_bytes));
+    }
+    return statics + dynamic;
+}
+
+double Simulator::peak_bytes(const Plan& plan) {
+    // The first device of the call that begins last on a device has all calls that this device has.
+    double peak = 0;
+    for (int i = 0; i < num_calls_; ++i) {
+        peak = std::max(peak, bytes_at(plan, problem_.calls[i].options[plan[i]].first));
+    }
+    return peak;
+}
+
+double Simulator::total_bytes(const Plan& plan) {
+    std::array<int, 2 * kMaxCalls> borders;
+    for (int i = 0; i < num_calls_; ++i) {
+        const Option& option = problem_.calls[i].options[plan[i]];
+        borders[2 * i] = option.first;
+        borders[2 * i + 1] = option.first + option.size;
+    }
+    std::sort(borders.begin(), borders.begin() + 2 * num_calls_);
+    double total = 0;
+    for (int k = 0; k + 1 < 2 * num_calls_; ++k) {  // devices between two borders are all alike
+        total += (borders[k + 1] - borders[k]) * bytes_at(plan, borders[k]);
+    }
+    return total;
+}
+
+}  // namespace realhf::search

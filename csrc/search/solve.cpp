@@ -1,0 +1,159 @@
+// Search and proof together, on several threads.
+#include "solve.h"
+
+#include <time.h>
+
+#include <algorithm>
+#include <atomic>
+#include <thread>
+
+#include "exact.h"
+#include "random.h"
+#include "simulator.h"
+
+namespace realhf::search {
+namespace {
+
+constexpr std::int64_t kEvaluationsPerChain = 50'000;  // fewer are better spent in one chain
+constexpr std::int64_t kMostChains = 8;
+// A bound takes as long as some ten evaluations: a large budget is mostly for the search.
+constexpr std::int64_t kBoundsInFull = 100'000;
+constexpr std::int64_t kEvaluationsPerBound = 8;
+
+double thread_cpu_s() {
+    timespec now;
+    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &now);
+    return now.tv_sec + 1e-9 * now.tv_nsec;
+}
+
+struct Effort {
+    Counts counts;
+    double cpu_s = 0;
+};
+
+Searched measured(const Problem& problem, const Preparation& prepared, std::uint64_t seed,
+                  const HeuristicLimits& limits, Incumbent& incumbent, Effort& effort) {
+    const double start = thread_cpu_s();
+    Searched result = heuristic_search(problem, prepared, seed, limits, incumbent);
+    effort.cpu_s += thread_cpu_s() - start;
+    effort.counts.add(result.counts);
+    return result;
+}
+
+std::uint64_t chain_seed(std::uint64_t seed, std::uint64_t chain) { return seed + chain * 0x9E3779B97F4A7C15ULL; }
+
+using Trace = std::vector<std::pair<double, double>>;
+
+// A fixed number of chains, whatever the number of threads that run them. Returns the best costs over time.
+Trace search_by_count(const Problem& problem, const SolveOptions& options, Incumbent& incumbent,
+                     std::vector<Effort>& efforts) {
+    const std::int64_t chains = std::clamp<std::int64_t>(options.evaluations / kEvaluationsPerChain, 1, kMostChains);
+    const Preparation prepared(problem, options.seed);
+    std::vector<Searched> found(chains);
+    std::vector<Trace> traces(chains);
+    std::atomic<std::int64_t> next{0};
+    std::vector<std::thread> threads;
+    for (int t = 0; t < options.threads; ++t) {
+        threads.emplace_back([&, t] {
+            for (std::int64_t chain; (chain = next++) < chains;) {
+                HeuristicLimits limits;
+                limits.evaluations = options.evaluations / chains + (chain < options.evaluations % chains);
+                limits.single_moves = options.single_moves;
+                const double start_s = incumbent.seconds();
+                Incumbent own;  // what the others find must not matter
+                found[chain] = measured(problem, prepared, chain_seed(options.seed, chain), limits, own, efforts[t]);
+                for (const auto& [at_s, cost] : own.trace()) traces[chain].emplace_back(start_s + at_s, cost);
+            }
+        });
+    }
+    for (std::thread& thread : threads) thread.join();
+    for (const Searched& searched : found) incumbent.offer(searched.plan, searched.fits, searched.cost);
+    Trace merged;
+    for (const Trace& trace : traces) merged.insert(merged.end(), trace.begin(), trace.end());
+    return merged;
+}
+
+// The first part of the time all threads search; then one goes on, if there are several, and the others prove.
+Certificate search_by_time(const Problem& problem, const SolveOptions& options, Incumbent& incumbent,
+                           std::vector<Effort>& efforts) {
+    const Preparation prepared(problem, options.seed);
+    const auto search = [&](int t, double until_s, const std::atomic<bool>* stop, std::uint64_t chain) {
+        HeuristicLimits limits;
+        limits.until_s = until_s;
+        limits.stop = stop;
+        limits.single_moves = options.single_moves;
+        measured(problem, prepared, chain_seed(options.seed, chain), limits, incumbent, efforts[t]);
+    };
+    const double first_s = options.proves ? std::min(options.seconds / 3, std::max(0.3, options.seconds / 20))
+                                          : options.seconds;
+    std::vector<std::thread> threads;
+    for (int t = 0; t < options.threads; ++t) threads.emplace_back(search, t, first_s, nullptr, t);
+    for (std::thread& thread : threads) thread.join();
+    if (!options.proves) {
+        ExactLimits limits;
+        limits.bounds = 0;
+        return prove(problem, limits, incumbent);
+    }
+    std::atomic<bool> proven{false};
+    std::thread searching;
+    if (options.threads > 1) searching = std::thread(search, 0, options.seconds, &proven, options.threads);
+    ExactLimits limits;
+    limits.until_s = options.seconds;
+    limits.threads = std::max(1, options.threads - 1);
+    const Certificate certificate = prove(problem, limits, incumbent);
+    proven = certificate.proven;
+    if (searching.joinable()) searching.join();
+    return certificate;
+}
+
+}  // namespace
+
+Solution solve(const Problem& problem, const SolveOptions& options) {
+    Incumbent incumbent;
+    std::vector<Effort> efforts(options.threads);
+    Certificate certificate{0, false, {}};
+    Trace trace;
+    if (options.evaluations > 0) {
+        trace = search_by_count(problem, options, incumbent, efforts);
+        ExactLimits limits;
+        limits.bounds = std::min(options.evaluations, kBoundsInFull + options.evaluations / kEvaluationsPerBound);
+        if (!options.proves) limits.bounds = 0;  // the bound that holds for all plans, and no more
+        certificate = prove(problem, limits, incumbent);
+    } else {
+        certificate = search_by_time(problem, options, incumbent, efforts);
+    }
+    Effort effort;
+    for (const Effort& e : efforts) effort.counts.add(e.counts), effort.cpu_s += e.cpu_s;
+    Solution solution;
+    solution.plan = incumbent.plan();
+    solution.evaluation = evaluate(problem, solution.plan);
+    solution.lower_bound = certificate.lower_bound / problem.steps;
+    solution.proven = certificate.proven;
+    solution.search_counts = effort.counts;
+    solution.search_cpu_s = effort.cpu_s;
+    solution.counts = effort.counts;
+    solution.counts.add(certificate.counts);
+    const Trace last = incumbent.trace();
+    trace.insert(trace.end(), last.begin(), last.end());
+    std::sort(trace.begin(), trace.end());
+    for (const auto& point : trace) {
+        if (solution.trace.empty() || point.second < solution.trace.back().second) solution.trace.push_back(point);
+    }
+    return solution;
+}
+
+double evaluations_per_s(const Problem& problem, Plan plan, std::int64_t evaluations) {
+    Simulator simulator(problem);
+    Random random(1);
+    const double start = thread_cpu_s();
+    volatile double sink = 0;  // the results must be computed
+    for (std::int64_t i = 0; i < evaluations; ++i) {
+        const int call = random.below(plan.size());
+        plan[call] = random.below(problem.calls[call].options.size());
+        sink = simulator.peak_bytes(plan) + simulator.makespan(plan);
+    }
+    (void)sink;
+    return evaluations / (thread_cpu_s() - start);
+}
+
+}  // namespace realhf::search

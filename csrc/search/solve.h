@@ -1,0 +1,40 @@
+// Search and proof together, on several threads.
+#pragma once
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "problem.h"
+#include "search.h"
+
+namespace realhf::search {
+
+// Exactly one of `evaluations` and `seconds` limits the work; the other is 0.
+struct SolveOptions {
+    std::uint64_t seed = 0;
+    std::int64_t evaluations = 0;  // of the heuristic search; the proof may compute as many bounds, or fewer of many
+    double seconds = 0;
+    int threads = 1;
+    bool single_moves = false;
+    bool proves = true;
+};
+
+struct Solution {
+    Plan plan;
+    Evaluation evaluation;
+    double lower_bound;  // on makespan / steps of feasible plans; infinity if there is none
+    bool proven;         // the plan is optimal, or there is no feasible one
+    Counts counts;
+    double search_cpu_s;  // of all threads in the heuristic search
+    Counts search_counts; // in it
+    std::vector<std::pair<double, double>> trace;  // (seconds, best makespan / steps)
+};
+
+// With a number of evaluations the plan and the bound are the same whatever the number of threads.
+Solution solve(const Problem& problem, const SolveOptions& options);
+
+// Full evaluations per second of CPU time, of random plans each of which differs in one call from the one before.
+double evaluations_per_s(const Problem& problem, Plan plan, std::int64_t evaluations);
+
+}  // namespace realhf::search

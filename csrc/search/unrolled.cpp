@@ -1,0 +1,38 @@
+// The graph of several steps.
+#include "unrolled.h"
+
+namespace realhf::search {
+
+Unrolled::Unrolled(const Problem& problem, int steps)
+    : num_nodes(problem.num_nodes()), num_instances(steps * num_nodes), num_parents(num_instances, 0) {
+    std::vector<std::vector<int>> lists(num_instances);
+    const auto add_edge = [&](int parent, int child) {
+        lists[parent].push_back(child);
+        ++num_parents[child];
+    };
+    std::vector<bool> is_first(num_nodes, true), is_last(num_nodes, true);
+    for (int node = 0; node < num_nodes; ++node) {
+        for (const Parent& parent : problem.parents(node)) {
+            if (parent.steps_back == 0) is_first[node] = false, is_last[parent.node] = false;
+            for (int step = parent.steps_back; step < steps; ++step) {
+                add_edge((step - parent.steps_back) * num_nodes + parent.node, step * num_nodes + node);
+            }
+        }
+    }
+    for (int step = problem.max_steps_in_flight; step < steps; ++step) {
+        for (int last = 0; last < num_nodes; ++last) {
+            for (int first = 0; is_last[last] && first < num_nodes; ++first) {
+                if (is_first[first]) {
+                    add_edge((step - problem.max_steps_in_flight) * num_nodes + last, step * num_nodes + first);
+                }
+            }
+        }
+    }
+    first_child.push_back(0);
+    for (const std::vector<int>& list : lists) {
+        children.insert(children.end(), list.begin(), list.end());
+        first_child.push_back(static_cast<int>(children.size()));
+    }
+}
+
+}  // namespace realhf::search
