@@ -1,0 +1,212 @@
+"""What an experiment is: a dataclass under `@auto`."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
+
+from realhf.api.compute import ComputeConfig
+from realhf.api.errors import UserError
+from realhf.api.graph import ModelFunctionCallDef
+from realhf.api.model import DType
+
+LearningRateSchedule = Literal["constant", "linear", "cosine"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW with a linear warm-up, then a schedule over all optimizer steps of the run.
+
+    schedule: `constant`, or a `linear` or `cosine` decay to `final_lr_ratio` of `lr` at the end.
+    fp32_gradients: gradients of parameters below float32 are summed in float32 over micro-batches and ranks.
+    offload_states: optimizer states and master copy lie in host memory between optimizer steps.
+    """
+
+    lr: float = 1e-4
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    warmup_steps: int = 0
+    schedule: LearningRateSchedule = "linear"
+    final_lr_ratio: float = 0.1
+    max_grad_norm: float = 1.0
+    fp32_gradients: bool = True
+    offload_states: bool = False
+
+    def __post_init__(self) -> None:
+        if self.lr <= 0 or self.max_grad_norm <= 0:
+            raise UserError(f"lr={self.lr} and max_grad_norm={self.max_grad_norm} must be above 0")
+        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
+            raise UserError(f"beta1={self.beta1} and beta2={self.beta2} must be from 0 to below 1")
+        if self.schedule not in get_args(LearningRateSchedule):
+            known = ", ".join(get_args(LearningRateSchedule))
+            raise UserError(f"schedule={self.schedule!r} is not known; choose one of {known}")
+        if self.warmup_steps < 0 or not 0 <= self.final_lr_ratio <= 1:
+            raise UserError(
+                f"warmup_steps={self.warmup_steps} must not be negative and final_lr_ratio={self.final_lr_ratio} must "
+                "be from 0 to 1"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSetup:
+    """Where a model's weights come from, and how it is trained.
+
+    `checkpoint` is a directory that a run wrote (`RUN_DIR/checkpoints/latest/MODEL`) or that of a Hugging Face
+    checkpoint (config.json, safetensors); without one the weights are random, from the experiment's seed. `new_head`
+    takes the trunk from the checkpoint and makes a fresh head (a reward model from a language model).
+    `compute` says how training spends memory and time.
+    """
+
+    checkpoint: str | None = None
+    new_head: bool = False
+    optimizer: OptimizerConfig | None = None
+    dtype: DType = "float32"
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+
+    def __post_init__(self) -> None:
+        files = ("index.json", "config.json")
+        if self.checkpoint is not None and not any((Path(self.checkpoint) / file).is_file() for file in files):
+            raise UserError(
+                f"checkpoint {self.checkpoint}: neither index.json nor config.json there; give the directory of a "
+                "model's checkpoint, which a finished run has under RUN_DIR/checkpoints/latest/MODEL, or that of a "
+                "Hugging Face checkpoint"
+            )
+
+
+@runtime_checkable
+class Dataset(Protocol):
+    """Rows of per-sample data, read from files that every worker can see. Implementations are in `realhf.data`."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The keys that every row has."""
+
+    def check(self) -> int:
+        """Reads every line once, on the launcher; returns the number of rows.
+
+        Raises:
+            UserError: naming the file, the line and the remedy.
+        """
+
+    def lengths(self) -> dict[str, tuple[float, int]]:
+        """Mean and largest number of tokens of every key, for the planner. Raises as `check` does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """Calls made on held-out rows before the first step, every `every_steps` steps, and after the last one.
+
+    Each call runs in the layout of the training graph's call of the same model, of the same
+    interface type if there is one. All rows of `dataset` go through in batches of `batch_size`.
+    """
+
+    rpcs: Sequence[ModelFunctionCallDef]
+    dataset: Dataset
+    batch_size: int
+    every_steps: int | None = None
+
+
+class Experiment(Protocol):
+    """The attributes that the system reads from an experiment under `@auto`."""
+
+    seed: int
+    steps: int
+
+    @property
+    def rpcs(self) -> Sequence[ModelFunctionCallDef]: ...
+
+    @property
+    def models(self) -> Mapping[str, ModelSetup]: ...
+
+    @property
+    def dataset(self) -> Dataset: ...
+
+    @property
+    def evaluation(self) -> Evaluation | None: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class AutoSettings:
+    """The arguments of `@auto`."""
+
+    batch_size: int
+    nodelist: str | None = None
+    max_steps_in_flight: int = 2
+    search_evaluations: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise UserError(f"batch_size={self.batch_size} must be at least 1")
+
+
+SETTINGS_ATTRIBUTE = "__realhf_auto__"
+T = TypeVar("T")
+
+
+def auto(
+    *, batch_size: int, nodelist: str | None = None, max_steps_in_flight: int = 2, search_evaluations: int | None = None
+) -> Callable[[type[T]], type[T]]:
+    """Makes a dataclass an experiment that `realhf run` can plan, schedule and launch (ReaL, section 4).
+
+    Args:
+        batch_size: samples a step (the global batch).
+        nodelist: the nodes to run on, in SLURM's notation (`node[01-02]`); None leaves it to the command line.
+        max_steps_in_flight: how many steps may overlap; the planner and the master share this bound.
+        search_evaluations: the plan search's budget, a number of plans, so that a plan can be reproduced; None: one
+            that grows with the number of options.
+
+    Raises:
+        UserError: the class is no dataclass or lacks a field or property that an experiment needs.
+    """
+    settings = AutoSettings(
+        batch_size=batch_size,
+        nodelist=nodelist,
+        max_steps_in_flight=max_steps_in_flight,
+        search_evaluations=search_evaluations,
+    )
+
+    def decorate(cls: type[T]) -> type[T]:
+        if not dataclasses.is_dataclass(cls):
+            raise UserError(f"@auto on {cls.__name__}: write @dataclass below @auto, so that it has fields to set")
+        fields = {field.name for field in dataclasses.fields(cls)}
+        missing = [name for name in ("seed", "steps") if name not in fields]
+        missing += [name for name in ("rpcs", "dataset") if not hasattr(cls, name)]
+        if missing:
+            raise UserError(
+                f"@auto on {cls.__name__}: {', '.join(missing)} missing; an experiment has the fields seed and steps "
+                "and the properties rpcs and dataset (and, where needed, models and evaluation)"
+            )
+        setattr(cls, SETTINGS_ATTRIBUTE, settings)
+        return cls
+
+    return decorate
+
+
+def auto_settings(experiment: Any) -> AutoSettings:
+    """The settings given to `@auto` on the class of `experiment`."""
+    settings = getattr(experiment, SETTINGS_ATTRIBUTE)
+    assert isinstance(settings, AutoSettings)
+    batch_size = getattr(experiment, "batch_size", None)  # a field of that name overrides the decorator's
+    return dataclasses.replace(settings, batch_size=batch_size) if batch_size is not None else settings
+
+
+def models_of(experiment: Any) -> dict[str, ModelSetup]:
+    """The setup of every model of the experiment, with defaults for those it does not mention.
+
+    Raises:
+        UserError: a setup for a model that no call uses, or a trained model without an optimizer.
+    """
+    given = dict(getattr(experiment, "models", {}))
+    calls = list(experiment.rpcs)
+    used = {call.model_name for call in calls}
+    for name in given:
+        if name not in used:
+            raise UserError(f"models: {name!r} is used by no call; the calls use {', '.join(sorted(used))}")
+    for call in calls:
+        setup = given.setdefault(call.model_name, ModelSetup())
+        if call.trains and setup.optimizer is None:
+            raise UserError(f"{call.name} trains {call.model_name!r}, which has no optimizer; give one in models")
+    return given

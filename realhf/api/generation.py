@@ -1,0 +1,51 @@
+"""How a model's responses are drawn: the options of a generate call."""
+
+from dataclasses import dataclass
+
+from realhf.api.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOptions:
+    """The distribution that tokens are drawn from, and where a response ends.
+
+    Tokens are drawn from softmax(logits / temperature), of which `top_k` and then `top_p` keep a part. A response ends
+    with the end token, with a stop sequence (which stays in it) or after `max_new_tokens`.
+    """
+
+    max_new_tokens: int
+    eos_token: int
+    """-1: no token ends a response."""
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """Draw from the k most likely tokens, and those as likely as the last of them; 0: from all."""
+    top_p: float = 1.0
+    """Draw from the fewest most likely tokens whose probabilities sum to at least this."""
+    min_new_tokens: int = 0
+    """The end token is not drawn, and stop sequences do not end a response, before it has so many tokens."""
+    stop_sequences: tuple[tuple[int, ...], ...] = ()
+    """As tokens: a stop string that a tokenizer cuts in several ways needs an entry for each."""
+    kv_cache_tokens: int | None = None
+    """Room for keys and values on a device, in tokens; sequences wait for room, or are computed anew where it runs out.
+    None: as much as the largest possible need."""
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
+        if self.temperature < 0:
+            raise UserError(f"temperature={self.temperature} must be 0 (the most likely token) or above")
+        if self.eos_token < -1:
+            raise UserError(f"eos_token={self.eos_token} must be the number of a token, or -1 for none")
+        if self.top_k < 0:
+            raise UserError(f"top_k={self.top_k} must be a number of tokens, or 0 for all")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1")
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise UserError(
+                f"min_new_tokens={self.min_new_tokens} must be from 0 to max_new_tokens={self.max_new_tokens}"
+            )
+        if not all(self.stop_sequences):
+            raise UserError(f"stop_sequences={self.stop_sequences}: an empty sequence stops nothing; leave it out")
+        if self.kv_cache_tokens is not None and self.kv_cache_tokens < 1:
+            raise UserError(f"kv_cache_tokens={self.kv_cache_tokens} must be at least 1, or None")

@@ -1,0 +1,208 @@
+"""The dataflow graph: model function calls and the edges between them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from realhf.api.architectures import architecture
+from realhf.api.errors import UserError
+from realhf.api.interface import InterfaceConfig
+from realhf.api.model import DecoderConfig, model_type
+
+
+class ModelInterfaceType(Enum):
+    GENERATE = "generate"
+    INFERENCE = "inference"
+    TRAIN_STEP = "train_step"
+
+
+GENERATE = ModelInterfaceType.GENERATE
+INFERENCE = ModelInterfaceType.INFERENCE
+TRAIN_STEP = ModelInterfaceType.TRAIN_STEP
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFunctionCallDef:
+    """One node of the dataflow graph (ReaL, section 3).
+
+    `model_type` is an architecture, the name of one (`llama7b-critic`), or the directory of a Hugging Face checkpoint,
+    whose config.json then says it (`-critic` behind it asks for a scalar head).
+    `input_data` and `output_data` are keys of per-sample data; a key is produced by one call or
+    by the data set. Calls with one `model_name` share one set of parameters.
+    `mini_batches` is the number of optimizer steps a train_step call makes on the batch.
+    """
+
+    model_name: str
+    model_type: DecoderConfig | str
+    interface_type: ModelInterfaceType
+    interface_impl: InterfaceConfig
+    input_data: Sequence[str] = ()
+    output_data: Sequence[str] = ()
+    mini_batches: int = 1
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", f"{self.model_name}_{self.interface_type.value}")
+        for field in ("input_data", "output_data"):
+            if isinstance(getattr(self, field), str):
+                raise UserError(f"{self.name}: {field}={getattr(self, field)!r} must be a list of keys")
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+        if isinstance(self.model_type, str):
+            is_path = "/" in self.model_type or Path(self.model_type).is_dir()
+            found = architecture(self.model_type) if is_path else model_type(self.model_type)
+            object.__setattr__(self, "model_type", found)
+        if self.mini_batches < 1 or (self.mini_batches > 1 and self.interface_type is not TRAIN_STEP):
+            raise UserError(f"{self.name}: mini_batches={self.mini_batches} must be 1, or at least 1 for a train_step")
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The architecture, after a named model type was looked up."""
+        assert isinstance(self.model_type, DecoderConfig)
+        return self.model_type
+
+    @property
+    def trains(self) -> bool:
+        return self.interface_type is TRAIN_STEP
+
+
+EdgeKind = Literal["data", "version"]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """`child` of step t starts after `parent` of step t - steps_back has ended."""
+
+    parent: str
+    child: str
+    steps_back: int
+    kind: EdgeKind
+    keys: tuple[str, ...] = ()
+
+
+class DataflowGraph:
+    """The validated calls of one step and all edges among the steps.
+
+    Args:
+        calls: the `rpcs` of an experiment, in any order.
+        dataset_keys: the keys that every row of the data set has.
+
+    Raises:
+        UserError: a key without a producer or with two, a cycle, two calls of one name, or a
+            model name with two architectures.
+    """
+
+    def __init__(self, calls: Sequence[ModelFunctionCallDef], dataset_keys: Sequence[str]):
+        self.dataset_keys = tuple(dataset_keys)
+        _check_names(calls)
+        self.producers = _find_producers(calls, self.dataset_keys)
+        data_edges = self._data_edges(calls)
+        parents: dict[str, set[str]] = {call.name: set() for call in calls}
+        for edge in data_edges:
+            parents[edge.child].add(edge.parent)
+        position = {call.name: i for i, call in enumerate(calls)}
+        self.calls = {name: next(c for c in calls if c.name == name) for name in _sorted_calls(parents, position)}
+        self.edges = data_edges + self._version_edges()
+        self._check_acyclic_within_step()
+
+    @property
+    def models(self) -> dict[str, DecoderConfig]:
+        """Architecture of every model name, in order of first use."""
+        return {call.model_name: call.config for call in self.calls.values()}
+
+    def calls_of(self, model_name: str) -> list[ModelFunctionCallDef]:
+        return [call for call in self.calls.values() if call.model_name == model_name]
+
+    def parents(self, name: str) -> list[Edge]:
+        return [edge for edge in self.edges if edge.child == name]
+
+    def consumers(self, key: str) -> list[str]:
+        return [call.name for call in self.calls.values() if key in call.input_data]
+
+    def _data_edges(self, calls: Sequence[ModelFunctionCallDef]) -> list[Edge]:
+        edges = []
+        for call in calls:
+            by_producer: dict[str, list[str]] = {}
+            for key in call.input_data:
+                if key in self.producers:
+                    by_producer.setdefault(self.producers[key], []).append(key)
+            edges += [Edge(parent, call.name, 0, "data", tuple(keys)) for parent, keys in by_producer.items()]
+        return edges
+
+    def _version_edges(self) -> list[Edge]:
+        """Edges between calls of one model: readers of step t, then its training, then step t + 1."""
+        edges = []
+        for model in self.models:
+            trains = [call.name for call in self.calls_of(model) if call.trains]
+            readers = [call.name for call in self.calls_of(model) if not call.trains]
+            if not trains:
+                continue
+            edges += [Edge(reader, trains[0], 0, "version") for reader in readers]
+            edges += [Edge(a, b, 0, "version") for a, b in pairwise(trains)]
+            edges += [Edge(trains[-1], name, 1, "version") for name in [*readers, trains[0]]]
+        return edges
+
+    def _check_acyclic_within_step(self) -> None:
+        parents: dict[str, set[str]] = {name: set() for name in self.calls}
+        for edge in self.edges:
+            if edge.steps_back == 0:
+                parents[edge.child].add(edge.parent)
+        _sorted_calls(parents, {name: i for i, name in enumerate(self.calls)})
+
+
+def _check_names(calls: Sequence[ModelFunctionCallDef]) -> None:
+    if not calls:
+        raise UserError("the experiment's rpcs is empty; return at least one ModelFunctionCallDef")
+    seen: dict[str, ModelFunctionCallDef] = {}
+    models: dict[str, ModelFunctionCallDef] = {}
+    for call in calls:
+        if call.name in seen:
+            raise UserError(f"two calls are named {call.name!r}; give one of them another name=")
+        seen[call.name] = call
+        first = models.setdefault(call.model_name, call)
+        if first.config != call.config:
+            raise UserError(
+                f"model_name={call.model_name!r} has two architectures: {first.name} uses {first.config}, "
+                f"{call.name} uses {call.config}; calls that share a model name share one set of "
+                "parameters, so give them one model_type or two model names"
+            )
+
+
+def _find_producers(calls: Sequence[ModelFunctionCallDef], dataset_keys: tuple[str, ...]) -> dict[str, str]:
+    producers: dict[str, str] = {}
+    for call in calls:
+        for key in call.output_data:
+            other = "the data set" if key in dataset_keys else producers.get(key)
+            if other:
+                raise UserError(f"key {key!r} has two producers, {other} and {call.name}; rename one of the outputs")
+            producers[key] = call.name
+    known = sorted({*producers, *dataset_keys})
+    for call in calls:
+        for key in call.input_data:
+            if key not in known:
+                raise UserError(
+                    f"{call.name}: input key {key!r} has no producer; no call lists it in output_data and the "
+                    f"data set does not have it; the known keys are {', '.join(known)}"
+                )
+    return producers
+
+
+def _sorted_calls(parents: dict[str, set[str]], position: dict[str, int]) -> list[str]:
+    """Topological order; calls that are free to go keep the order in which they were listed."""
+    sorter = TopologicalSorter(parents)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        cycle = " -> ".join(error.args[1])  # each is a parent of the next
+        raise UserError(f"the calls form a cycle: {cycle}; remove one of these inputs") from None
+    order: list[str] = []
+    ready: list[str] = []
+    while sorter.is_active():
+        ready = sorted([*ready, *sorter.get_ready()], key=position.__getitem__)
+        order.append(ready.pop(0))
+        sorter.done(order[-1])
+    return order

@@ -1,0 +1,193 @@
+"""The execution plan: where every call runs, how, and in which order. A file people can edit."""
+
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from realhf.api.errors import UserError
+from realhf.api.graph import DataflowGraph
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
+from realhf.api.model import DecoderConfig
+
+FORMAT = "execution-plan/1"
+
+
+class CallPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where and how one call runs.
+
+    `devices` is (first device, number of devices); `micro_batches` is the number of forward
+    passes that each data-parallel rank divides its part of a mini-batch into; `predicted_s` the
+    planner's estimate of the call alone, reallocation and transfer excluded.
+    """
+
+    devices: tuple[int, int]
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    micro_batches: int = 1
+    predicted_s: float | None = None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return DeviceMesh(*self.devices)
+
+    @property
+    def strategy(self) -> ParallelStrategy:
+        return ParallelStrategy(self.dp, self.tp, self.pp)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.mesh, self.strategy)
+
+
+class OrderEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One call of the steady-state order: in period t it is the call of step t - steps_back that runs."""
+
+    call: str
+    steps_back: int = 0
+
+
+class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The plan of one experiment on one cluster.
+
+    `order` is one period of the total order in which the master issues calls, every call once;
+    empty means one step after the other. `models` holds the architecture the plan was made for
+    and may be left out in a plan written by hand.
+    """
+
+    num_devices: int
+    calls: dict[str, CallPlan]
+    devices_per_node: int | None = None
+    order: tuple[OrderEntry, ...] = ()
+    max_steps_in_flight: int = 2
+    predicted_step_s: float | None = None
+    models: dict[str, DecoderConfig] = {}
+    format: str = FORMAT
+    notes: dict[str, str | int | float | bool] = {}
+
+    def layout(self, call: str) -> Layout:
+        return self.calls[call].layout
+
+    def home(self, graph: DataflowGraph, model: str) -> str:
+        """The call in whose layout a model's parameters live between calls: the one that trains it, else its first."""
+        calls = graph.calls_of(model)
+        return next((call.name for call in calls if call.trains), calls[0].name)
+
+    def unrolled(self, graph: DataflowGraph, steps: int) -> list[tuple[str, int]]:
+        """All (call, step) of a run of `steps` steps in the order in which they are issued."""
+        period = self.order or tuple(OrderEntry(call=name) for name in graph.calls)
+        depth = max(entry.steps_back for entry in period)
+        return [
+            (entry.call, t - entry.steps_back)
+            for t in range(steps + depth)
+            for entry in period
+            if 0 <= t - entry.steps_back < steps
+        ]
+
+
+def load_plan(path: str | Path) -> ExecutionPlan:
+    """Reads a plan file.
+
+    Raises:
+        UserError: the file is missing, is not JSON, or holds an unknown or ill-typed field.
+    """
+    try:
+        plan = msgspec.json.decode(Path(path).read_bytes(), type=ExecutionPlan)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the plan ({error.strerror}); give --plan a file that exists") from None
+    except (msgspec.DecodeError, UserError) as error:
+        raise UserError(f"{path}: not an execution plan: {error}; write one with `realhf plan`") from None
+    if plan.format != FORMAT:
+        raise UserError(f"{path}: format {plan.format!r} is not {FORMAT!r}; make the plan again with `realhf plan`")
+    return plan
+
+
+def save_plan(plan: ExecutionPlan, path: str | Path) -> None:
+    """Writes a plan file atomically."""
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
+
+
+def write_atomically(path: str | Path, content: bytes) -> None:
+    """Writes a file such that a reader sees the old content or the new, never a part."""
+    path = Path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part.write_bytes(content)
+    part.replace(path)
+
+
+def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> None:
+    """Raises UserError when `plan` cannot run `graph` with `batch_size` samples a step."""
+    if set(plan.calls) != set(graph.calls):
+        raise UserError(
+            f"the plan is for other calls: it has {_names(plan.calls)}, the experiment has {_names(graph.calls)}; "
+            "make a plan for this experiment with `realhf plan`"
+        )
+    for model, config in graph.models.items():
+        if plan.models.get(model, config) != config:
+            raise UserError(
+                f"the plan is for another model: its {model!r} is {plan.models[model]}, the experiment's is {config}; "
+                "make a plan for this experiment with `realhf plan`"
+            )
+    for name, call in plan.calls.items():
+        definition = graph.calls[name]
+        first, count = call.devices
+        if min(call.dp, call.tp, call.pp, call.micro_batches) < 1:
+            raise UserError(f"{name}: dp, tp, pp and micro_batches must be at least 1")
+        if call.strategy.size != count:
+            raise UserError(f"{name}: {call.strategy} needs {call.strategy.size} devices but devices={[first, count]}")
+        if first < 0 or first + count > plan.num_devices:
+            raise UserError(
+                f"{name}: devices={[first, count]} do not lie within the {plan.num_devices} devices of the plan"
+            )
+        check_strategy(name, definition.config, call.strategy)
+        per_mini_batch, rest = divmod(batch_size, definition.mini_batches)
+        if rest:
+            raise UserError(f"{name}: mini_batches={definition.mini_batches} does not divide batch_size={batch_size}")
+        if per_mini_batch % (call.dp * call.micro_batches):
+            raise UserError(
+                f"{name}: dp={call.dp} x micro_batches={call.micro_batches} does not divide the mini-batch of "
+                f"{per_mini_batch} samples; choose a product that divides {per_mini_batch}"
+            )
+    _check_homes(plan, graph)
+    _check_order(plan, graph)
+
+
+def _check_homes(plan: ExecutionPlan, graph: DataflowGraph) -> None:
+    """A trained model's gradients and optimizer states stay in one place."""
+    for call in graph.calls.values():
+        home = plan.home(graph, call.model_name)
+        if call.trains and plan.layout(call.name) != plan.layout(home):
+            raise UserError(
+                f"{call.name} is planned as {plan.layout(call.name)} but {home} trains the same model as "
+                f"{plan.layout(home)}; give all train_step calls of one model the same devices, dp, tp and pp"
+            )
+
+
+def _check_order(plan: ExecutionPlan, graph: DataflowGraph) -> None:
+    if plan.max_steps_in_flight < 1:
+        raise UserError(f"max_steps_in_flight={plan.max_steps_in_flight} must be at least 1")
+    if not plan.order:
+        return
+    place = {entry.call: (entry.steps_back, i) for i, entry in enumerate(plan.order)}
+    if sorted(entry.call for entry in plan.order) != sorted(graph.calls):
+        raise UserError(f"order must name every call once; the calls are {_names(graph.calls)}")
+    for entry in plan.order:
+        if not 0 <= entry.steps_back < plan.max_steps_in_flight:
+            raise UserError(
+                f"order: steps_back={entry.steps_back} of {entry.call} must be from 0 to "
+                f"{plan.max_steps_in_flight - 1}, since max_steps_in_flight={plan.max_steps_in_flight}"
+            )
+    for edge in graph.edges:
+        parent_back, parent_place = place[edge.parent]
+        child_back, child_place = place[edge.child]
+        # The parent of step t - edge.steps_back is issued in period t - edge.steps_back + parent_back.
+        if (parent_back - edge.steps_back, parent_place) >= (child_back, child_place):
+            raise UserError(
+                f"order: {edge.child} comes before {edge.parent}, of which it needs the result; move it behind"
+            )
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

@@ -1,0 +1,175 @@
+"""A run, resolved: what the launcher writes into the run directory and master and workers read back."""
+
+import hashlib
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from realhf.api.errors import UserError
+from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings, Evaluation, ModelSetup, auto_settings, models_of
+from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
+from realhf.api.interface import check_implementation
+from realhf.api.layout import Layout
+from realhf.api.plan import ExecutionPlan, check_plan, load_plan
+
+
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that decides what a run does, beside its plan: `experiment.json`.
+
+    `record` lists keys whose data every step writes below `rollouts/`; `replay` is such a folder
+    of an earlier run, whose responses are taken instead of drawing new ones.
+    """
+
+    experiment_file: str
+    experiment_class: str
+    values: dict[str, Any]
+    working_directory: str
+    num_workers: int
+    devices_per_node: int
+    record: tuple[str, ...] = ()
+    replay: str | None = None
+    checkpoint_every_steps: int | None = None
+    call_timeout_s: float = 600.0
+    setup_timeout_s: float = 300.0
+    network_interface: str | None = None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A validated experiment with its plan.
+
+    Raises:
+        UserError: at construction of any of its parts, before a process starts.
+    """
+
+    spec: RunSpec
+    experiment: Any
+    plan: ExecutionPlan
+
+    @cached_property
+    def settings(self) -> AutoSettings:
+        return auto_settings(self.experiment)
+
+    @cached_property
+    def graph(self) -> DataflowGraph:
+        return DataflowGraph(self.experiment.rpcs, self.experiment.dataset.keys)
+
+    @cached_property
+    def models(self) -> dict[str, ModelSetup]:
+        return models_of(self.experiment)
+
+    @cached_property
+    def evaluation(self) -> Evaluation | None:
+        return getattr(self.experiment, "evaluation", None)
+
+    @cached_property
+    def evaluation_graph(self) -> DataflowGraph | None:
+        return DataflowGraph(self.evaluation.rpcs, self.evaluation.dataset.keys) if self.evaluation else None
+
+    @cached_property
+    def homes(self) -> dict[str, Layout]:
+        """The layout in which each model's parameters live between calls."""
+        return {model: self.plan.layout(self.plan.home(self.graph, model)) for model in self.graph.models}
+
+    def evaluation_layout(self, call: ModelFunctionCallDef) -> Layout:
+        """Where an evaluation call runs: as the training graph's call most like it."""
+        return self.plan.layout(evaluation_twin(self.graph, call))
+
+    def check(self) -> None:
+        """Raises UserError if the plan does not fit the experiment, the evaluation does not fit the plan, or an
+        interface has no implementation."""
+        for graph in (self.graph, self.evaluation_graph):
+            for call in graph.calls.values() if graph else ():
+                check_implementation(call.name, call.interface_impl)
+        check_plan(self.plan, self.graph, self.settings.batch_size)
+        if self.plan.num_devices > self.spec.num_workers:
+            raise UserError(
+                f"the plan is for {self.plan.num_devices} devices but the run has {self.spec.num_workers} workers; "
+                f"give --num-workers {self.plan.num_devices} or another plan"
+            )
+        if self.evaluation:
+            assert self.evaluation_graph
+            for call in self.evaluation_graph.calls.values():
+                dp = self.evaluation_layout(call).strategy.dp
+                if self.evaluation.batch_size % dp:
+                    raise UserError(
+                        f"{call.name}: dp={dp} does not divide the evaluation's batch_size={self.evaluation.batch_size}"
+                    )
+
+
+def evaluation_twin(graph: DataflowGraph, call: ModelFunctionCallDef) -> str:
+    """The training graph's call whose layout an evaluation call takes: same model, same interface type if possible."""
+    same_model = graph.calls_of(call.model_name)
+    if not same_model:
+        raise UserError(
+            f"evaluation call {call.name} uses model {call.model_name!r}, which the experiment's rpcs do not have"
+        )
+    same_type = [c.name for c in same_model if c.interface_type is call.interface_type]
+    return same_type[0] if same_type else same_model[0].name
+
+
+def load_experiment_class(path: str | Path, name: str | None = None) -> type[Any]:
+    """The class under `@auto` in a Python file (`name` where there are several).
+
+    The file's folder is put at the end of `sys.path`, so that modules beside it can be imported: by
+    the file itself, and by the workers where they implement an interface.
+
+    Raises:
+        UserError: no such file, an error while importing it, or not exactly one such class.
+    """
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise UserError(f"{path}: no such file; give the path of an experiment, such as experiments/ppo.py")
+    # The dataclass machinery looks classes up in sys.modules, hence the entry and its unique name.
+    module_name = f"realhf_experiment_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except UserError as error:
+        raise UserError(f"{path}{_line_in(file, error)}: {error}") from error
+    except Exception as error:
+        line = _line_in(file, error)
+        raise UserError(f"{path}{line}: cannot be imported: {type(error).__name__}: {error}") from error
+    classes = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, type) and SETTINGS_ATTRIBUTE in vars(value) and value.__module__ == module_name
+    }
+    if name is not None and name in classes:
+        return classes[name]
+    if len(classes) != 1:
+        found = ", ".join(classes) or "none"
+        raise UserError(f"{path}: an experiment file has one class under @auto; found {found}")
+    return next(iter(classes.values()))
+
+
+def _line_in(file: Path, error: Exception) -> str:
+    """`:LINE` of the deepest place in `file` that `error` came from, or nothing."""
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        return f":{error.lineno}"
+    trace, line = error.__traceback__, ""
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(file):
+            line = f":{trace.tb_lineno}"
+        trace = trace.tb_next
+    return line
+
+
+def load_run(spec_path: Path, plan_path: Path) -> Run:
+    """Reads a run back from its directory, as master and workers do."""
+    spec = msgspec.json.decode(spec_path.read_bytes(), type=RunSpec)
+    os.chdir(spec.working_directory)  # relative paths of the experiment mean what they meant to the user
+    cls = load_experiment_class(spec.experiment_file, spec.experiment_class)
+    return Run(spec, msgspec.convert(spec.values, type=cls), load_plan(plan_path))

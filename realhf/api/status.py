@@ -1,0 +1,33 @@
+"""`status.json`: where a run stands, for the launcher and for people."""
+
+import time
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from realhf.api.plan import write_atomically
+
+RunState = Literal["starting", "running", "done", "failed", "interrupted"]
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    """`status.json`: where the run stands. `message` says what went wrong, if something did."""
+
+    state: RunState
+    step: int
+    steps: int
+    message: str = ""
+    updated: float = 0.0
+
+
+def write_status(path: Path, status: Status) -> None:
+    write_atomically(path, msgspec.json.encode(msgspec.structs.replace(status, updated=time.time())) + b"\n")
+
+
+def read_status(path: Path) -> Status | None:
+    """The status, or None before the first one was written."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Status)
+    except FileNotFoundError:
+        return None

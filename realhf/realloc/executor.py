@@ -1,0 +1,177 @@
+"""Carries out a reallocation plan: packs, sends, receives and unpacks, bucket by bucket, with a deadline."""
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realhf.realloc.layout import Box
+from realhf.realloc.planner import DeviceRound, ReallocationPlan
+
+BoxedTensors = Mapping[str, tuple[Box, Tensor]]  # parameter name -> (its box here, a view of exactly that shape)
+
+_CHECKSUM_CHUNK = 1 << 20  # elements
+
+
+class ReallocationError(RuntimeError):
+    """A peer did not send or receive its part; the text names the model, the bucket, the peer and the parameters."""
+
+
+def execute(
+    plan: ReallocationPlan,
+    rank: int,
+    source_tensors: BoxedTensors,
+    target_tensors: BoxedTensors,
+    group: dist.ProcessGroup | None = None,
+    *,
+    model_name: str = "model",
+    timeout_s: float = 600.0,
+) -> None:
+    """Fills `target_tensors` from the `source_tensors` of all ranks.
+
+    Every rank that holds source or target boxes calls it with the same plan, made from exactly these boxes; a
+    device's index is its rank in `group` (default: the world). The others return at once. A target may be the
+    same view as the source of that name (nothing is copied), but must not overlap the storage of a source otherwise.
+    With NCCL all ranks of the group must have made one collective call in it before (a rule of batch_isend_irecv).
+    Beyond the tensors it needs two buckets of memory: one to send, one to receive.
+
+    Raises:
+        ReallocationError: a peer did not answer within `timeout_s` for one bucket, or died.
+        ValueError: the tensors are not all of one dtype, or not of the size that the plan counts with.
+    """
+    with torch.no_grad():
+        _check_dtype(plan, [tensor for _, tensor in (*source_tensors.values(), *target_tensors.values())])
+        for box in plan.local_copies.get(rank, ()):
+            source, target = part(source_tensors, box), part(target_tensors, box)
+            if source.data_ptr() != target.data_ptr() or source.stride() != target.stride():
+                target.copy_(source)
+        for each_round in plan.device_rounds.get(rank, ()):
+            bucket = f"reallocation of {model_name}, bucket {each_round.index + 1} of {len(plan.rounds)}: rank {rank}"
+            _run_round(each_round, source_tensors, target_tensors, group, bucket, timeout_s)
+
+
+def part(tensors: BoxedTensors, box: Box) -> Tensor:
+    """The view of the part `box` of the parameter `box.name`.
+
+    Raises:
+        ValueError: `tensors` does not hold all of `box`: it is not what the plan was made for.
+    """
+    held, tensor = tensors.get(box.name, (None, None))
+    if held is None or tensor is None or held.intersect(box) != box or tuple(tensor.shape) != held.shape:
+        has = "nothing of it" if held is None or tensor is None else f"{held} in a tensor of {tuple(tensor.shape)}"
+        raise ValueError(f"the plan moves {box} but this rank has {has}; pass the tensors the plan was made for")
+    return tensor[box.slices_in(held)]
+
+
+def checksum(tensor: Tensor) -> int:
+    """A position-dependent sum of the bits of `tensor`, 0 <= sum < 2^64; whoever changes one element changes it.
+
+    Equal contents give equal sums on every device and for every stride. Costs one pass and 16 MB.
+    """
+    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    # An odd factor has an inverse modulo 2^64, so that no change of a single element can cancel out.
+    factors = torch.arange(_CHECKSUM_CHUNK, dtype=torch.int64, device=tensor.device).mul_(2).add_(1)
+    rows = tensor.detach() if tensor.dim() else tensor.detach()[None]
+    row_elements = max(1, rows.numel() // max(1, rows.shape[0]))
+    first = 0
+    for chunk in rows.split(max(1, _CHECKSUM_CHUNK // row_elements)):
+        for piece in chunk.reshape(-1).split(_CHECKSUM_CHUNK):
+            bits = piece.view(width).to(torch.int64)
+            # factor of the element first + i is 2 (first + i) + 1
+            total += (bits * factors[: piece.numel()]).sum() + 2 * first * bits.sum()
+            first += piece.numel()
+    return int(total.item()) % 2**64
+
+
+def _run_round(
+    each_round: DeviceRound,
+    source_tensors: BoxedTensors,
+    target_tensors: BoxedTensors,
+    group: dist.ProcessGroup | None,
+    bucket: str,
+    timeout_s: float,
+) -> None:
+    """Posts all sends and receives of one round, then waits for all of them.
+
+    A rank waits only for peers that are in the same or an earlier round, whatever the meshes, and has posted its own
+    part of this round before it waits: by induction over the rounds nobody waits forever.
+    """
+    _, like = next(iter((*source_tensors.values(), *target_tensors.values())))
+    messages: list[tuple[str, int, Sequence[Box], Tensor]] = []
+    for peer, boxes in sorted(each_round.sends.items()):
+        buffer = torch.empty(sum(box.size for box in boxes), dtype=like.dtype, device=like.device)
+        _for_each_box(buffer, boxes, lambda box, packed: packed.copy_(part(source_tensors, box)))
+        messages.append(("receive", peer, boxes, buffer))
+    for peer, boxes in sorted(each_round.receives.items()):
+        buffer = torch.empty(sum(box.size for box in boxes), dtype=like.dtype, device=like.device)
+        messages.append(("send", peer, boxes, buffer))
+    deadline = time.monotonic() + timeout_s
+    works = _post(messages, group, bucket)
+    # Several messages have one work where the backend makes one call of them (NCCL).
+    for index, work in enumerate(works):
+        waited_for = messages if len(works) < len(messages) else [messages[index]]
+        try:
+            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
+        except RuntimeError as error:
+            waited_s = time.monotonic() - deadline + timeout_s
+            raise ReallocationError(
+                f"{bucket} waited {waited_s:.1f} s (at most {timeout_s:g}) in vain for {_names(waited_for)}: {error}"
+            ) from error
+    for peers_part, _, boxes, buffer in messages:
+        if peers_part == "send":
+            _for_each_box(buffer, boxes, lambda box, packed: part(target_tensors, box).copy_(packed))
+
+
+def _post(
+    messages: Sequence[tuple[str, int, Sequence[Box], Tensor]], group: dist.ProcessGroup | None, bucket: str
+) -> list[Any]:
+    group = group or dist.group.WORLD
+    try:
+        return dist.batch_isend_irecv(
+            [
+                # As bytes: the wire need not know the dtype.
+                dist.P2POp(
+                    dist.irecv if peers_part == "send" else dist.isend,
+                    buffer.view(torch.uint8),
+                    group=group,
+                    group_peer=peer,
+                )
+                for peers_part, peer, _, buffer in messages
+            ]
+        )
+    except RuntimeError as error:
+        raise ReallocationError(f"{bucket} could not reach {_names(messages)}: {error}") from error
+
+
+def _for_each_box(buffer: Tensor, boxes: Sequence[Box], action: Callable[[Box, Tensor], object]) -> None:
+    """Calls `action` on every box and its place in the flat `buffer`, in the shape of the box."""
+    start = 0
+    for box in boxes:
+        action(box, buffer[start : start + box.size].view(box.shape))
+        start += box.size
+
+
+def _names(messages: Sequence[tuple[str, int, Sequence[Box], Tensor]]) -> str:
+    """`rank 3 to send model.norm.weight and 4 more`, for every message."""
+    texts = []
+    for peers_part, peer, boxes, _ in messages:
+        names = list(dict.fromkeys(box.name for box in boxes))
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        texts.append(f"rank {peer} to {peers_part} {names[0]}{more}")
+    return ", ".join(texts)
+
+
+def _check_dtype(plan: ReallocationPlan, tensors: Sequence[Tensor]) -> None:
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1:
+        raise ValueError(f"a reallocation moves tensors of one dtype, not of {sorted(map(str, dtypes))}; split it")
+    if tensors and tensors[0].element_size() != plan.element_bytes:
+        raise ValueError(
+            f"the plan counts {plan.element_bytes} bytes an element, {tensors[0].dtype} has "
+            f"{tensors[0].element_size()}; plan with element_bytes={tensors[0].element_size()}"
+        )

@@ -1,0 +1,61 @@
+"""Boxes: which part of which global parameter lies on which device. No torch here: the planner counts
+bytes with it, the workers execute it (design contract: parameters are boxes)."""
+
+from dataclasses import dataclass
+
+from realhf.api.layout import Layout, stage_layers
+from realhf.api.model import DecoderConfig
+from realhf.models.parameters import ParameterSpec, decoder_parameters
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular part of the global parameter `name`: from `offset`, of `shape`, one entry a dimension."""
+
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def size(self) -> int:
+        size = 1
+        for extent in self.shape:
+            size *= extent
+        return size
+
+    def intersect(self, other: "Box") -> "Box | None":
+        """The common part of two boxes of one parameter, None where there is none."""
+        if self.name != other.name:
+            return None
+        offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
+        end = (min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True))
+        shape = tuple(e - o for e, o in zip(end, offset, strict=True))
+        return Box(self.name, offset, shape) if all(extent > 0 for extent in shape) else None
+
+    def slices_in(self, holder: "Box") -> tuple[slice, ...]:
+        """Where this box lies in an array that holds exactly `holder`, which contains it."""
+        return tuple(
+            slice(a - b, a - b + extent) for a, b, extent in zip(self.offset, holder.offset, self.shape, strict=True)
+        )
+
+
+def box_of(spec: ParameterSpec, tp: int, tp_index: int) -> Box:
+    """The part of a parameter that tensor-parallel rank `tp_index` of `tp` holds."""
+    offset, shape = [0] * len(spec.shape), list(spec.shape)
+    if spec.shard_dim is not None:
+        shape[spec.shard_dim] //= tp
+        offset[spec.shard_dim] = tp_index * shape[spec.shard_dim]
+    return Box(spec.name, tuple(offset), tuple(shape))
+
+
+def device_boxes(model: DecoderConfig, layout: Layout, device: int) -> list[Box]:
+    """The boxes that `device` holds under `layout`, in the order of the model's parameters; [] outside the mesh."""
+    if device not in layout.mesh.devices:
+        return []
+    _, tp_index, stage = layout.coordinates(device)
+    layers = stage_layers(model.num_layers, layout.strategy.pp, stage)
+    return [
+        box_of(spec, layout.strategy.tp, tp_index)
+        for spec in decoder_parameters(model)
+        if spec.is_on_stage(layers, stage, layout.strategy.pp)
+    ]
