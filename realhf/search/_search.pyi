@@ -1,0 +1,72 @@
+"""Types of the C++ module (csrc/search/bindings.cpp)."""
+
+from collections.abc import Sequence
+from typing import Any, TypedDict
+
+from typing_extensions import Buffer
+
+class Evaluation(TypedDict):
+    step_time: float
+    peak_bytes: float
+    feasible: bool
+    cost: float
+
+class Solution(TypedDict):
+    plan: list[int]
+    evaluation: Evaluation
+    lower_bound: float
+    proven: bool
+    evaluations: int
+    search_full: int
+    search_rejected: int
+    search_cpu_s: float
+    trace: list[tuple[float, float]]
+
+class Problem:
+    def __init__(self, tables: dict[str, Any]) -> None: ...
+    def evaluate(self, plan: Sequence[int]) -> Evaluation: ...
+    def evaluate_all(self, plan: Sequence[int], call: int) -> list[tuple[float, bool]]: ...
+    def trace(self, plan: Sequence[int], steps: int) -> list[tuple[int, int, float, float]]: ...
+    def solve(
+        self, *, seed: int, evaluations: int, seconds: float, threads: int, single_moves: bool, proves: bool
+    ) -> Solution: ...
+    def evaluations_per_s(self, plan: Sequence[int], evaluations: int) -> float: ...
+    def greedy_plan(self) -> list[int]: ...
+    def smallest_plan(self, seed: int) -> list[int]: ...
+
+LayoutRow = tuple[int, int, int, int, int]
+
+class Table(Buffer):
+    def __buffer__(self, flags: int) -> memoryview: ...
+
+def moved(sizes: dict[str, Any], source: LayoutRow, target: LayoutRow) -> tuple[int, int]: ...
+def reallocation_table(
+    sizes: dict[str, Any],
+    sources: Sequence[LayoutRow],
+    targets: Sequence[LayoutRow],
+    *,
+    within_node: tuple[float, float],
+    across_nodes: tuple[float, float],
+    devices_per_node: int,
+) -> Table: ...
+
+class OsdpSolution(TypedDict):
+    feasible: bool
+    batch: int
+    step_s: float
+    lower_bound_s: float
+    proven: bool
+    slices: list[list[int]]
+    smallest_fixed_bytes: int
+    knapsacks: int
+    states: int
+
+def solve_osdp(
+    operators: Sequence[tuple[int, int, Sequence[tuple[float, int, bool]]]],
+    memory_bytes: int,
+    bytes_per_sample: int,
+    seconds_per_sample: float,
+    min_batch: int,
+    max_batch: int,
+    time_limit_s: float,
+) -> OsdpSolution: ...

@@ -1,0 +1,112 @@
+"""Clusters by name (`h100-16x8`) or from a YAML file of node groups."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from realhf.api.errors import UserError
+from realhf.search.cluster import Cluster
+from realhf.search.hardware import load_hardware
+
+_NAME = re.compile(r"(?P<hardware>.+)-(?P<nodes>\d+)x(?P<devices>\d+)")
+_SUFFIXES = (".yaml", ".yml")
+GIB = 2**30
+EXAMPLE = "groups: [{hardware: h100, nodes: 16, devices_per_node: 8}]"
+
+
+class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`nodes` equal nodes. `device_memory_gb` (GiB) takes the place of the hardware description's."""
+
+    hardware: str
+    nodes: int
+    devices_per_node: int
+    device_memory_gb: float | None = None
+
+    def __post_init__(self) -> None:
+        for field in ("nodes", "devices_per_node"):
+            if getattr(self, field) < 1:
+                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
+        if self.device_memory_gb is not None and self.device_memory_gb <= 0:
+            raise ValueError(f"device_memory_gb={self.device_memory_gb} must be above 0")
+
+    def cluster(self, root: Path | None = None) -> Cluster:
+        """Raises UserError for unknown hardware."""
+        hardware = load_hardware(self.hardware, root)
+        memory = hardware.device_memory_bytes if self.device_memory_gb is None else int(self.device_memory_gb * GIB)
+        return Cluster(
+            num_nodes=self.nodes,
+            devices_per_node=self.devices_per_node,
+            device_memory_bytes=memory,
+            hardware=hardware.name,
+        )
+
+
+class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    groups: tuple[NodeGroup, ...]
+
+    def __post_init__(self) -> None:
+        if not self.groups:
+            raise ValueError("groups is empty; give at least one")
+
+
+def parse_clusters(text: str, root: Path | None = None) -> dict[str, Cluster]:
+    """The clusters of a comma list, by what they were called.
+
+    Raises:
+        UserError: as `parse_cluster`, or a cluster given twice.
+    """
+    clusters: dict[str, Cluster] = {}
+    for word in text.split(","):
+        name = word.strip()
+        if name in clusters:
+            raise UserError(f"--cluster: {name!r} is given twice")
+        clusters[name] = parse_cluster(name, root)
+    return clusters
+
+
+def parse_cluster(text: str, root: Path | None = None) -> Cluster:
+    """`HARDWARE-NODESxDEVICES`, or the path of a YAML file; `root` is the folder of the hardware descriptions.
+
+    Raises:
+        UserError: neither of them, unknown hardware, or a file with a missing, unknown or ill-typed field.
+    """
+    if text.endswith(_SUFFIXES):
+        return _read(Path(text), root)
+    match = _NAME.fullmatch(text)
+    if not match:
+        raise UserError(
+            f"cluster {text!r} is neither HARDWARE-NODESxDEVICES (h100-16x8: 16 nodes of 8 devices) nor a .yaml file"
+        )
+    try:
+        group = NodeGroup(hardware=match["hardware"], nodes=int(match["nodes"]), devices_per_node=int(match["devices"]))
+    except ValueError as error:
+        raise UserError(f"cluster {text!r}: {error}") from None
+    return group.cluster(root)
+
+
+def with_memory(cluster: Cluster, memory_gb: float | None) -> Cluster:
+    """The cluster with `memory_gb` (GiB) a device; None leaves it.
+
+    Raises:
+        UserError: the memory is not above 0.
+    """
+    if memory_gb is None:
+        return cluster
+    if memory_gb <= 0:
+        raise UserError(f"--memory-gb {memory_gb:g} must be above 0")
+    return replace(cluster, device_memory_bytes=int(memory_gb * GIB))
+
+
+def _read(path: Path, root: Path | None) -> Cluster:
+    try:
+        file = msgspec.yaml.decode(path.read_bytes(), type=ClusterFile)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the cluster ({error.strerror}); write one like {EXAMPLE}") from None
+    except (msgspec.DecodeError, ValueError) as error:
+        raise UserError(f"{path}: not a cluster: {error}; write it like {EXAMPLE}") from None
+    if len(file.groups) > 1:
+        kinds = ", ".join(f"{group.nodes} x {group.hardware}" for group in file.groups)
+        raise UserError(f"{path}: {len(file.groups)} groups ({kinds}); plans are made for one group, so give one")
+    return file.groups[0].cluster(root)

@@ -1,0 +1,103 @@
+"""What an engine does: the choices of an implementation that change the seconds and bytes of a call."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from realhf.api.errors import UserError
+from realhf.api.graph import GENERATE, TRAIN_STEP, ModelInterfaceType
+from realhf.api.model import DType
+from realhf.search.hardware import DTYPE_BYTES
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFeatures:
+    """The defaults are this project's engine as it is; others describe an engine that is measured or planned for.
+
+    zero1: optimizer states and master copy are divided over dp; gradients are reduce-scattered and parameters
+        all-gathered once a mini-batch (ZeRO, Rajbhandari et al., 2020, section 5.1). Else all of it is on every rank.
+    fp32_gradients: gradients of parameters below fp32 are kept, summed and reduced in fp32.
+    recomputation: only a layer's input is kept for the backward pass, which runs the layer's forward again
+        (Chen et al., 2016; full recomputation of Korthikanti et al., 2022, section 5).
+    cuda_graphs: a decode step is replayed as a graph and not launched kernel by kernel.
+    full_logits: logits are gathered over tp, and every rank makes its passes over the whole vocabulary. Else each
+        rank keeps its part of the vocabulary (Megatron-LM, section 3).
+    response_logits: of a prompt and its response as one sequence, logits are made of the response's tokens only.
+    gathers_drawn_logits: the logits of the tokens that generation draws are full ones, whatever the others are.
+    logits_chunk_bytes: unless full, logits exist for so many bytes of tokens at a time, and the backward pass
+        projects all but the last of these chunks again; None: for all tokens of a micro-batch.
+    sequence_parallel: in training, what lies between the tensor-parallel products is divided over tp along the
+        tokens; an all-gather and a reduce-scatter stand in the place of every all-reduce (Korthikanti et al., 2022,
+        section 4.2), and between stages every rank sends its tokens only.
+    blocking_sends: a pipeline stage does not compute while it sends, as it never does while it receives.
+    sharded_operators: where the states of a train call do not fit, operators whose parameters and gradients are divided
+        over dp, too, and gathered for each use (`realhf.search.sharding`; OSDP, IJCAI 2023).
+    """
+
+    zero1: bool = True
+    fp32_gradients: bool = True
+    recomputation: bool = False
+    cuda_graphs: bool = False
+    full_logits: bool = False
+    response_logits: bool = True
+    gathers_drawn_logits: bool = True
+    logits_chunk_bytes: int | None = 4 << 20  # as in realhf/parallel/vocabulary.py
+    sequence_parallel: bool = False
+    blocking_sends: bool = False
+    sharded_operators: bool = False
+
+    def gradient_bytes(self, dtype: DType) -> int:
+        """Bytes of one element of the gradient of parameters of `dtype`."""
+        return max(DTYPE_BYTES[dtype], 4) if self.fp32_gradients else DTYPE_BYTES[dtype]
+
+    def during(self, interface: ModelInterfaceType) -> "EngineFeatures":
+        """What holds in a call of this kind."""
+        if interface is TRAIN_STEP:
+            return self
+        gathers = self.full_logits or (self.gathers_drawn_logits and interface is GENERATE)
+        return replace(self, sequence_parallel=False, full_logits=gathers)
+
+
+ENGINE = EngineFeatures()
+
+# What the command line calls them: the field, its value in an engine that has the feature, and in one that has not.
+FEATURES: dict[str, tuple[str, Any, Any]] = {
+    "zero1": ("zero1", True, False),
+    "fp32-gradients": ("fp32_gradients", True, False),
+    "recomputation": ("recomputation", True, False),
+    "cuda-graphs": ("cuda_graphs", True, False),
+    "sharded-logits": ("full_logits", False, True),
+    "response-logits": ("response_logits", True, False),
+    "sharded-sampling": ("gathers_drawn_logits", False, True),
+    "chunked-logits": ("logits_chunk_bytes", EngineFeatures.logits_chunk_bytes, None),
+    "sequence-parallel": ("sequence_parallel", True, False),
+    "overlapped-sends": ("blocking_sends", False, True),
+    "sharded-operators": ("sharded_operators", True, False),
+}
+WITHOUT = "no-"
+
+
+def with_features(names: Sequence[str], engine: EngineFeatures = ENGINE) -> EngineFeatures:
+    """`engine` with the named features, and without those named `no-...`.
+
+    Raises:
+        UserError: a name is not known.
+    """
+    for name in names:
+        if name.removeprefix(WITHOUT) not in FEATURES:
+            raise UserError(
+                f"feature {name!r} is not known; choose from {', '.join(FEATURES)}, each with {WITHOUT} before it to "
+                "plan without it"
+            )
+        field, present, absent = FEATURES[name.removeprefix(WITHOUT)]
+        engine = replace(engine, **{field: absent if name.startswith(WITHOUT) else present})
+    return engine
+
+
+def differences(features: EngineFeatures, engine: EngineFeatures = ENGINE) -> list[str]:
+    """By what `features` differs from `engine`, in the names of the command line."""
+    return [
+        name if getattr(features, field) == present else WITHOUT + name
+        for name, (field, present, _) in FEATURES.items()
+        if getattr(features, field) != getattr(engine, field)
+    ]

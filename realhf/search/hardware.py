@@ -1,0 +1,126 @@
+"""Descriptions of hardware: what the analytic cost model knows of a machine."""
+
+import math
+from pathlib import Path
+
+import msgspec
+
+import realhf
+from realhf.api.errors import UserError
+from realhf.api.model import DType
+
+DTYPE_BYTES: dict[DType, int] = {"float32": 4, "float64": 8, "bfloat16": 2}
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one device and its links achieve: reached rates, not peaks. Bandwidths are per device and direction.
+
+    `layer_launch_s` is what a layer's forward costs whatever its size (kernel launches, the
+    interpreter), added to its compute and not hidden by it; `decode_launch_s` the same for a layer of one
+    decode step, `decode_graph_launch_s` where the step is replayed as a CUDA graph; `call_overhead_s` a
+    request's way from the master to the workers and back, with what a call prepares; `sampling_s`
+    drawing the tokens of one decode step of one micro-batch, with what the step costs the host.
+    """
+
+    name: str
+    description: str
+    matmul_flops: dict[DType, float]
+    memory_bandwidth: float
+    device_memory_bytes: int
+    devices_per_node: int
+    intra_node_bandwidth: float
+    intra_node_latency_s: float
+    inter_node_bandwidth: float
+    inter_node_latency_s: float
+    layer_launch_s: float
+    decode_launch_s: float
+    decode_graph_launch_s: float
+    call_overhead_s: float
+    sampling_s: float
+
+    def __post_init__(self) -> None:
+        for field in ("memory_bandwidth", "device_memory_bytes", "devices_per_node", "intra_node_bandwidth",
+                      "inter_node_bandwidth"):  # fmt: skip
+            if getattr(self, field) <= 0:
+                raise ValueError(f"{field}={getattr(self, field)} must be above 0")
+        for field in ("intra_node_latency_s", "inter_node_latency_s", "layer_launch_s", "decode_launch_s",
+                      "decode_graph_launch_s", "call_overhead_s", "sampling_s"):  # fmt: skip
+            if getattr(self, field) < 0:
+                raise ValueError(f"{field}={getattr(self, field)} must not be negative")
+        if not self.matmul_flops or min(self.matmul_flops.values()) <= 0:
+            raise ValueError("matmul_flops must give a rate above 0 for at least one dtype")
+
+    def flops(self, dtype: DType) -> float:
+        """Matrix-multiplication FLOP/s.
+
+        Raises:
+            UserError: the description has no figure for this dtype.
+        """
+        if dtype not in self.matmul_flops:
+            known = ", ".join(self.matmul_flops)
+            raise UserError(f"hardware {self.name}: no matmul_flops for dtype {dtype!r}; it has {known}")
+        return self.matmul_flops[dtype]
+
+    def send_s(self, size_bytes: float, *, crosses_nodes: bool) -> float:
+        """One message: latency + bytes / bandwidth."""
+        if crosses_nodes:
+            return self.inter_node_latency_s + size_bytes / self.inter_node_bandwidth
+        return self.intra_node_latency_s + size_bytes / self.intra_node_bandwidth
+
+    def all_reduce_s(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
+        """The faster of a ring and a tree, as NCCL and gloo choose by size; 0 for a group of one.
+
+        Ring: 2 (n - 1) messages of 1 / n of the data (Patarasuk and Yuan, 2009, section 3). Double binary tree:
+        the whole data up and down in a pipeline, latency of 2 ceil(log2 n) hops (Sanders, Speck and Träff, 2009).
+        `per_node`: members in each node of a group that crosses nodes; see `link`.
+        """
+        if group_size <= 1:
+            return 0.0
+        latency_s, bandwidth = self.link(crosses_nodes, per_node)
+        ring = 2 * (group_size - 1) * (latency_s + size_bytes / group_size / bandwidth)
+        tree = 2 * (math.ceil(math.log2(group_size)) * latency_s + size_bytes / bandwidth)
+        return min(ring, tree)
+
+    def all_gather_s(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
+        """Ring all-gather of `size_bytes` in all: (n - 1) messages of 1 / n of the data. So is a reduce-scatter."""
+        latency_s, bandwidth = self.link(crosses_nodes, per_node)
+        return (group_size - 1) * (latency_s + size_bytes / group_size / bandwidth)
+
+    def link(self, crosses_nodes: bool, per_node: int) -> tuple[float, float]:
+        """(mean latency of a hop, bandwidth) of a group's ring.
+
+        Every member brings its own network link: a group with k members in each node runs k rings that
+        leave the node at different members, up to what a device can send within the node; one hop of k crosses.
+        """
+        if not crosses_nodes:
+            return self.intra_node_latency_s, self.intra_node_bandwidth
+        latency_s = (self.inter_node_latency_s + (per_node - 1) * self.intra_node_latency_s) / per_node
+        bandwidth = per_node * self.inter_node_bandwidth
+        return latency_s, bandwidth if per_node == 1 else min(bandwidth, self.intra_node_bandwidth)
+
+
+def profiles_root() -> Path:
+    """The folder `profiles/` of the checkout."""
+    return Path(realhf.__file__).resolve().parent.parent / "profiles"
+
+
+def load_hardware(name: str, root: Path | None = None) -> Hardware:
+    """Reads `ROOT/hardware/NAME.yaml`; `root` is the checkout's `profiles/` by default.
+
+    Raises:
+        UserError: no such description, or a missing, unknown or ill-typed field.
+    """
+    folder = (root or profiles_root()) / "hardware"
+    path = folder / f"{name}.yaml"
+    try:
+        text = path.read_bytes()
+    except OSError:
+        known = ", ".join(sorted(p.stem for p in folder.glob("*.yaml"))) or "none"
+        raise UserError(f"hardware={name!r} is not known; choose one of {known}, or write {path}") from None
+    try:
+        hardware = msgspec.yaml.decode(text, type=Hardware, strict=False)
+    except (msgspec.DecodeError, ValueError) as error:
+        raise UserError(f"{path}: not a hardware description: {error}; profiles/README.md lists the fields") from None
+    if hardware.name != name:
+        raise UserError(f"{path}: name is {hardware.name!r}; the file name and the field must agree")
+    return hardware

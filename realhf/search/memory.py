@@ -1,0 +1,189 @@
+"""Bytes on a device: what stays there and what a call needs while it runs."""
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from realhf.api.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
+from realhf.api.layout import ParallelStrategy, stage_layers
+from realhf.api.model import DecoderConfig, DType
+from realhf.models.parameters import decoder_parameters
+from realhf.realloc.planner import DEFAULT_BUCKET_BYTES
+from realhf.search.features import ENGINE, EngineFeatures
+from realhf.search.hardware import DTYPE_BYTES
+from realhf.search.options import Option, mini_batch_size
+from realhf.search.timings import kv_bytes_per_token_layer
+from realhf.search.workload import Workload
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Elements of a model's parts; "sharded" parameters are divided over tp, the others are on every rank."""
+
+    num_layers: int
+    layer_sharded: int
+    layer_replicated: int
+    embedding_sharded: int
+    embedding_replicated: int
+    head_sharded: int
+    head_replicated: int
+    tied: bool
+
+    def on_stage(self, tp: int, pp: int, stage: int) -> int:
+        """Elements on one tensor-parallel rank of a pipeline stage."""
+        layers = len(stage_layers(self.num_layers, pp, stage))
+        total = layers * (self.layer_sharded // tp + self.layer_replicated)
+        if stage == 0 or (self.tied and stage == pp - 1):
+            total += self.embedding_sharded // tp
+        if stage == 0:
+            total += self.embedding_replicated  # of learned positions, which are never tied
+        if stage == pp - 1:
+            total += self.head_sharded // tp + self.head_replicated
+        return total
+
+    def largest(self, strategy: ParallelStrategy) -> int:
+        """Elements on the device that holds the most: no stage has more layers than the first."""
+        return max(self.on_stage(strategy.tp, strategy.pp, stage) for stage in (0, strategy.pp - 1))
+
+
+@lru_cache(maxsize=64)
+def model_sizes(model: DecoderConfig) -> ModelSizes:
+    """The sizes, summed over the model's parameters (all layers are alike)."""
+    sums = {(place, sharded): 0 for place in ("embedding", "layer", "head") for sharded in (True, False)}
+    tied = False
+    for spec in decoder_parameters(model):
+        sums[spec.place, spec.shard_dim is not None] += spec.size
+        tied = tied or spec.tied
+    return ModelSizes(
+        num_layers=model.num_layers,
+        layer_sharded=sums["layer", True] // model.num_layers,
+        layer_replicated=sums["layer", False] // model.num_layers,
+        embedding_sharded=sums["embedding", True],
+        embedding_replicated=sums["embedding", False],
+        head_sharded=sums["head", True],
+        head_replicated=sums["head", False],
+        tied=tied,
+    )
+
+
+def parameter_bytes(model: DecoderConfig, strategy: ParallelStrategy, dtype: DType) -> int:
+    """Parameters on the device that holds the most of them."""
+    return model_sizes(model).largest(strategy) * DTYPE_BYTES[dtype]
+
+
+def copy_bytes(model: DecoderConfig, strategy: ParallelStrategy, dtype: DType) -> int:
+    """A reallocated copy of the parameters, and the two buckets that fill it: one to send, one to receive."""
+    return parameter_bytes(model, strategy, dtype) + 2 * DEFAULT_BUCKET_BYTES
+
+
+def static_bytes(
+    model: DecoderConfig, strategy: ParallelStrategy, dtype: DType, *, trained: bool, features: EngineFeatures = ENGINE
+) -> int:
+    """What the home of a model keeps on each device.
+
+    Parameters; for a trained model also gradients and the two states of AdamW (at least in fp32), and below
+    fp32 a master copy in fp32 (ReaL, section 5.1, "static memory"). All are on every rank of a
+    data-parallel group, but with ZeRO-1 states and master copy are divided over it (16 or 4 + 12 / dp bytes
+    a parameter in bf16, 2 more with gradients in fp32; ZeRO, section 5.1).
+    """
+    item = DTYPE_BYTES[dtype]
+    elements = model_sizes(model).largest(strategy)
+    if not trained:
+        return elements * item
+    optimizer = 2 * max(item, 4) + (4 if item < 4 else 0)
+    updated = math.ceil(elements / strategy.dp) if features.zero1 else elements
+    return elements * (item + features.gradient_bytes(dtype)) + updated * optimizer
+
+
+def activation_elements(model: DecoderConfig, tp: int, *, sequence_parallel: bool = False) -> float:
+    """Elements that one layer keeps a token for its backward pass, without recomputation.
+
+    Replicated over tp unless sequence-parallel: the inputs of both norms and their outputs, 4 hidden. Divided: q,
+    k, v and their rotated copies, attention's output, and gate, up, silu(gate) and their product. Attention
+    keeps one number a head (flash attention); it is left out.
+    """
+    kv = model.num_kv_heads * model.head_dim
+    divided = 3 * model.query_size + 3 * kv + (4 if model.mlp == "gated" else 2) * model.active_intermediate_size
+    # A mixture also keeps what goes into and comes out of every expert of a token.
+    whole = (4 + 2 * model.experts.per_token) * model.hidden_size
+    return whole / (tp if sequence_parallel else 1) + divided / tp
+
+
+def kept_elements(
+    model: DecoderConfig, tp: int, layers: int, in_flight: int, features: EngineFeatures = ENGINE
+) -> float:
+    """Elements a token that a stage of `layers` layers keeps for the backward passes of `in_flight` micro-batches.
+
+    With recomputation: the input of every layer, hidden, and one whole layer while it is run again
+    (Korthikanti et al., 2022, section 5).
+    """
+    layer = activation_elements(model, tp, sequence_parallel=features.sequence_parallel)
+    if not features.recomputation:
+        return in_flight * layers * layer
+    kept = model.hidden_size / (tp if features.sequence_parallel else 1)
+    return in_flight * layers * kept + layer
+
+
+def logits_bytes_per_token(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures = ENGINE) -> float:
+    """One array of logits a token, fp32 at least: the whole vocabulary, or 1 / tp of it. A value is one number."""
+    item = max(DTYPE_BYTES[dtype], 4)
+    if model.head == "scalar":
+        return item
+    return model.vocab_size / (1 if features.full_logits else tp) * item
+
+
+def logits_bytes(
+    tokens: float, model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures = ENGINE
+) -> float:
+    """One array of the logits of `tokens` tokens, as far as they exist at once."""
+    size_bytes = tokens * logits_bytes_per_token(model, dtype, tp, features)
+    chunk = None if features.full_logits or model.head == "scalar" else features.logits_chunk_bytes
+    return size_bytes if chunk is None else min(size_bytes, chunk)
+
+
+def dynamic_bytes(
+    call: ModelFunctionCallDef,
+    option: Option,
+    batch_size: int,
+    workload: Workload,
+    dtype: DType,
+    features: EngineFeatures = ENGINE,
+) -> float:
+    """The most that the call allocates on a device while it runs, without a reallocated copy of its parameters.
+
+    Lengths are the maxima. Train: activations of the micro-batches in flight on a stage (1F1B: pp - stage
+    of them, at most all; Narayanan et al., 2021, section 2.2) and three fp32 arrays of logits on the last stage
+    (logits, probabilities, gradient). Inference: one layer's activations and two arrays of logits. Generate: the
+    KV cache of grouped-query heads, prefill's activations of one layer, and two arrays of logits of one token a
+    sequence; of the micro-batches, at least pp, pp are in flight at once and the others wait without a cache.
+    """
+    model, strategy, lengths = call.config, option.layout.strategy, workload.of(call.name)
+    tp, pp, features = strategy.tp, strategy.pp, features.during(call.interface_type)
+    item = DTYPE_BYTES[dtype]
+    samples = mini_batch_size(call, batch_size) // strategy.dp
+    activations = activation_elements(model, tp, sequence_parallel=features.sequence_parallel) * item
+    if call.interface_type is GENERATE:
+        parts = generation_parts(samples, option.micro_batches, pp)
+        per_part = math.ceil(samples / parts)
+        layers = len(stage_layers(model.num_layers, pp, 0))
+        cache = kv_bytes_per_token_layer(model, dtype) / tp * layers * lengths.max_tokens  # a sequence
+        prefill = lengths.max_prompt_tokens * activations
+        logits = logits_bytes(per_part, model, dtype, tp, features)
+        return min(parts, pp) * per_part * cache + per_part * prefill + 2 * logits
+    tokens = samples // option.micro_batches * lengths.max_tokens
+    logits = logits_bytes(tokens, model, dtype, tp, features)
+    if call.interface_type is not TRAIN_STEP:
+        return tokens * activations + 2 * logits
+
+    def stage_bytes(stage: int) -> float:
+        layers, in_flight = len(stage_layers(model.num_layers, pp, stage)), min(option.micro_batches, pp - stage)
+        kept = kept_elements(model, tp, layers, in_flight, features) * item
+        return tokens * kept + (3 * logits if stage == pp - 1 else 0)
+
+    # The first stage has the most layers and micro-batches in flight, the last one the logits.
+    return max(stage_bytes(0), stage_bytes(pp - 1))
+
+
+def generation_parts(samples: int, micro_batches: int, pp: int) -> int:
+    """Parts that a rank's samples are generated in: one for every stage at least, none empty."""
+    return min(max(micro_batches, pp), samples)

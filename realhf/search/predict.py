@@ -1,0 +1,76 @@
+"""What a plan would take: seconds per call and per step, and memory."""
+
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from realhf.api.errors import UserError
+from realhf.api.graph import DataflowGraph
+from realhf.api.model import DType
+from realhf.api.plan import ExecutionPlan, check_plan
+from realhf.search.cluster import Cluster
+from realhf.search.options import Option
+from realhf.search.problem import build_problem
+from realhf.search.reference import device_bytes, makespan_s, simulate
+from realhf.search.timings import Costs
+from realhf.search.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prediction:
+    """`plan` is the given plan with predicted_s and predicted_step_s filled in.
+
+    `call_s` has the seconds of each call, `transfer_s` those of each data transfer and
+    reallocation by name; `step_s` is the mean over the problem's unrolled steps in the plan's order;
+    `device_bytes` what each device needs at its peak, `fits` whether all of it fits.
+    """
+
+    plan: ExecutionPlan
+    call_s: dict[str, float]
+    transfer_s: dict[str, float]
+    step_s: float
+    device_bytes: list[float]
+    fits: bool
+
+
+def predict(
+    plan: ExecutionPlan,
+    graph: DataflowGraph,
+    *,
+    batch_size: int,
+    workload: Workload,
+    cluster: Cluster,
+    costs: Costs,
+    dtype: DType,
+) -> Prediction:
+    """Predicts a plan, searched or made by hand, run in its own order.
+
+    Raises:
+        UserError: the plan cannot run the graph, or is for more devices than the cluster has.
+    """
+    check_plan(plan, graph, batch_size)
+    if plan.num_devices > cluster.num_devices:
+        raise UserError(
+            f"the plan is for {plan.num_devices} devices but the cluster has {cluster.num_devices}; "
+            "give a larger cluster or make a plan for this one with `realhf plan`"
+        )
+    options = {name: [Option(call.layout, call.micro_batches)] for name, call in plan.calls.items()}
+    problem = build_problem(
+        graph, options, batch_size=batch_size, workload=workload, cluster=cluster, costs=costs,
+        max_steps_in_flight=plan.max_steps_in_flight, dtype=dtype,
+    )  # fmt: skip
+    choice = [0] * len(problem.calls)
+    number = {name: i for i, name in enumerate(graph.calls)}
+    sequence = [(number[call], step) for call, step in plan.unrolled(graph, problem.steps)]
+    step_s = makespan_s(simulate(problem, choice, problem.steps, sequence)) / problem.steps
+    needs = device_bytes(problem, choice)
+    call_s = {call.name: call.options[0].time_s for call in problem.calls}
+    filled = {name: replace(call, predicted_s=call_s[name]) for name, call in plan.calls.items()}
+    return Prediction(
+        plan=replace(plan, calls=filled, predicted_step_s=step_s),
+        call_s=call_s,
+        transfer_s={transfer.name: transfer.seconds[0] for transfer in problem.transfers},
+        step_s=step_s,
+        device_bytes=needs,
+        fits=max(needs) <= cluster.device_memory_bytes,
+    )

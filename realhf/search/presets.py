@@ -1,0 +1,226 @@
+"""Plans by rule, to compare a searched plan with."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from realhf.api.errors import UserError
+from realhf.api.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.model import DType
+from realhf.api.plan import CallPlan, ExecutionPlan
+from realhf.search.cluster import Cluster
+from realhf.search.cost import CallCost
+from realhf.search.mapping import Mapper
+from realhf.search.memory import dynamic_bytes, static_bytes
+from realhf.search.options import Option, legal_strategies, micro_batch_counts, mini_batch_size
+from realhf.search.predict import Prediction, predict
+from realhf.search.searcher import native_problem, search_problem
+from realhf.search.task import PlanningTask
+from realhf.search.timings import Costs
+from realhf.search.workload import Workload
+
+GIB = 2**30
+SEED, EVALUATIONS = 0, 20_000  # of the search for the best strategies within a preset's meshes
+
+
+@dataclass(frozen=True, kw_only=True)
+class PresetResult:
+    """The plan of a preset with its prediction; `problem` says why it cannot run, and is empty if it can."""
+
+    name: str
+    prediction: Prediction | None
+    problem: str = ""
+
+
+def evaluate_presets(task: PlanningTask) -> list[PresetResult]:
+    """All presets, each predicted as the searched plan is, in its own best order."""
+    return [_evaluate(name, task, preset) for name, preset in PRESETS.items()]
+
+
+def _evaluate(name: str, task: PlanningTask, preset: Callable[[PlanningTask], ExecutionPlan]) -> PresetResult:
+    try:
+        prediction = task.predict_in_best_order(preset(task))
+    except UserError as error:
+        return PresetResult(name=name, prediction=None, problem=str(error))
+    if prediction.fits:
+        return PresetResult(name=name, prediction=prediction)
+    device, need = max(enumerate(prediction.device_bytes), key=lambda entry: entry[1])
+    limit = task.cluster.device_memory_bytes
+    problem = f"needs {need / GIB:.1f} GiB on device {device}, which has {limit / GIB:.1f} GiB"
+    return PresetResult(name=name, prediction=prediction, problem=problem)
+
+
+def colocate(task: PlanningTask) -> ExecutionPlan:
+    """Every model on all devices, each call with the best strategy for itself."""
+    everything = DeviceMesh(0, task.cluster.num_devices)
+    return _best_on(task, dict.fromkeys(task.graph.models, everything), "colocate")
+
+
+def split(task: PlanningTask) -> ExecutionPlan:
+    """What generates, with untrained models of the same architecture, on one half; the other models on the other.
+
+    With PPO: actor and reference on the first half, critic and reward on the second.
+
+    Raises:
+        UserError: the devices cannot be halved, or no model is left for the second half.
+    """
+    graph, num_devices = task.graph, task.cluster.num_devices
+    generating = [call.model_name for call in graph.calls.values() if call.interface_type is GENERATE]
+    leading = generating or list(graph.models)[:1]
+    trained = {call.model_name for call in graph.calls.values() if call.trains}
+    shapes = {graph.models[name] for name in leading}
+    first = {
+        name for name, shape in graph.models.items() if name in leading or (name not in trained and shape in shapes)
+    }
+    if len(first) == len(graph.models):
+        raise UserError("split: all models belong to the side of generation; nothing is left for the other half")
+    half = num_devices // 2
+    per_node = task.cluster.devices_per_node
+    whole = half % per_node == 0 if task.cluster.num_nodes > 1 else half & (half - 1) == 0
+    if num_devices % 2 or not whole:
+        raise UserError(
+            f"split: {num_devices} devices cannot be halved into device meshes; take an even number of nodes"
+        )
+    sides = {name: DeviceMesh(0 if name in first else half, half) for name in graph.models}
+    return _best_on(task, sides, "split")
+
+
+def standalone(task: PlanningTask) -> ExecutionPlan:
+    """Each model on devices of its own, in the numbers that HybridFlow's algorithm gives to singletons.
+
+    Raises:
+        UserError: there are fewer devices than models, or no allocation fits into memory.
+    """
+    singletons = tuple((name,) for name in task.graph.models)
+    mapping = Mapper(task).best([singletons])
+    meshes = {task.graph.calls[name].model_name: call.mesh for name, call in mapping.calls.items()}
+    return _best_on(task, meshes, "standalone")
+
+
+def hybridflow(task: PlanningTask) -> ExecutionPlan:
+    """HybridFlow's mapping; see `realhf.search.mapping`."""
+    return task.plan(Mapper(task).best().calls, "hybridflow")
+
+
+def heuristic(task: PlanningTask) -> ExecutionPlan:
+    return heuristic_plan(
+        task.graph,
+        batch_size=task.batch_size,
+        workload=task.workload,
+        cluster=task.cluster,
+        costs=task.costs,
+        max_steps_in_flight=task.max_steps_in_flight,
+        dtype=task.dtype,
+    )
+
+
+def _best_on(task: PlanningTask, meshes: Mapping[str, DeviceMesh], preset: str) -> ExecutionPlan:
+    """The fastest strategies and micro-batches if every model has its mesh (the least memory if none fit)."""
+    options: dict[str, list[Option]] = {}
+    for call in task.graph.calls.values():
+        mesh, mini_batch = meshes[call.model_name], mini_batch_size(call, task.batch_size)
+        options[call.name] = [
+            Option(Layout(mesh, strategy), count)
+            for strategy in legal_strategies(call.config, mesh.size)
+            for count in micro_batch_counts(strategy, mini_batch)
+        ]
+        if not options[call.name]:
+            raise UserError(
+                f"{preset}: no (dp, tp, pp) on {mesh.size} devices is legal for {call.name} with mini-batches of "
+                f"{mini_batch} samples; choose a batch size that the number of devices divides"
+            )
+    native = native_problem(task.problem(options))
+    found = search_problem(native, seed=SEED, evaluations=EVALUATIONS)
+    choice = found.choice if found.feasible else native.smallest_plan(SEED)
+    calls = {name: options[name][index].call_plan() for name, index in zip(task.graph.calls, choice, strict=True)}
+    return task.plan(calls, preset)
+
+
+def heuristic_plan(
+    graph: DataflowGraph,
+    *,
+    batch_size: int,
+    workload: Workload,
+    cluster: Cluster,
+    costs: Costs,
+    max_steps_in_flight: int,
+    dtype: DType,
+) -> ExecutionPlan:
+    """All calls the same on all devices: tensor parallelism as far as it is legal within a node, data parallelism
+    with the rest, pipeline stages only where dp would not divide a mini-batch or the models not fit into
+    memory (after Megatron-LM's advice).
+
+    Each call takes its fastest number of micro-batches that fits into memory beside all models, or
+    its smallest. The plan has predictions; whether it fits says `predict`.
+
+    Raises:
+        UserError: no strategy on all devices is legal for all calls.
+    """
+    trained = {call.model_name for call in graph.calls.values() if call.trains}
+
+    def static(strategy: ParallelStrategy) -> int:
+        return sum(
+            static_bytes(model, strategy, dtype, trained=name in trained, features=costs.features)
+            for name, model in graph.models.items()
+        )
+
+    def need(call: ModelFunctionCallDef, option: Option) -> float:
+        kept = static(option.layout.strategy)
+        return kept + dynamic_bytes(call, option, batch_size, workload, dtype, costs.features)
+
+    def options(call: ModelFunctionCallDef, strategy: ParallelStrategy) -> list[Option]:
+        layout = Layout(DeviceMesh(0, cluster.num_devices), strategy)
+        return [Option(layout, n) for n in micro_batch_counts(strategy, mini_batch_size(call, batch_size))]
+
+    def excess(strategy: ParallelStrategy) -> float:
+        """Bytes over the limit, with each call's smallest option."""
+        least = (min(need(call, o) for o in options(call, strategy)) for call in graph.calls.values())
+        return max(max(least) - cluster.device_memory_bytes, 0.0)
+
+    strategies = _common_strategies(graph, batch_size, cluster)
+    strategy = min(strategies, key=lambda s: (excess(s), -s.tp, -s.dp))
+    calls: dict[str, CallPlan] = {}
+    for call in graph.calls.values():
+        cost = CallCost(call=call, batch_size=batch_size, workload=workload, cluster=cluster, costs=costs, dtype=dtype)
+
+        def key(option: Option, call: ModelFunctionCallDef = call, cost: CallCost = cost) -> tuple[float, float]:
+            over = max(need(call, option) - cluster.device_memory_bytes, 0.0)
+            return over, cost.seconds(strategy, option.micro_batches)
+
+        calls[call.name] = min(options(call, strategy), key=key).call_plan()
+    plan = ExecutionPlan(
+        num_devices=cluster.num_devices,
+        devices_per_node=cluster.devices_per_node,
+        calls=calls,
+        max_steps_in_flight=max_steps_in_flight,
+        models=graph.models,
+        notes={"preset": "heuristic", "hardware": cluster.hardware},
+    )
+    return predict(
+        plan, graph, batch_size=batch_size, workload=workload, cluster=cluster, costs=costs, dtype=dtype
+    ).plan
+
+
+def _common_strategies(graph: DataflowGraph, batch_size: int, cluster: Cluster) -> list[ParallelStrategy]:
+    """The strategies on all devices that are legal for all calls, with tensor-parallel groups within a node."""
+    common: set[ParallelStrategy] | None = None
+    for call in graph.calls.values():
+        mini_batch = mini_batch_size(call, batch_size)
+        legal = {s for s in legal_strategies(call.config, cluster.num_devices) if mini_batch % s.dp == 0}
+        common = legal if common is None else common & legal
+    within_node = [s for s in common or () if cluster.devices_per_node % s.tp == 0]
+    if not within_node:
+        raise UserError(
+            f"heuristic plan: no (dp, tp, pp) on {cluster.num_devices} devices is legal for all calls with "
+            f"batch_size={batch_size}; choose another number of devices or a batch size that it divides"
+        )
+    return sorted(within_node)
+
+
+PRESETS: dict[str, Callable[[PlanningTask], ExecutionPlan]] = {
+    "heuristic": heuristic,
+    "colocate": colocate,
+    "split": split,
+    "standalone": standalone,
+    "hybridflow": hybridflow,
+}

@@ -1,0 +1,348 @@
+"""The planning problem as plain tables: what the searcher gets, and what can be written to a file."""
+
+from array import array
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, TypeVar
+
+import msgspec
+
+from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
+from realhf.api.layout import Layout, ParallelStrategy
+from realhf.api.model import DecoderConfig, DType
+from realhf.api.plan import ExecutionPlan
+from realhf.search.cluster import Cluster
+from realhf.search.cost import CallCost, reallocation_table, transfer_s
+from realhf.search.hardware import DTYPE_BYTES, Hardware
+from realhf.search.memory import copy_bytes, dynamic_bytes, static_bytes
+from realhf.search.options import Option
+from realhf.search.timings import Costs
+from realhf.search.workload import Workload
+
+STEPS = 4  # unrolled steps: the objective is their makespan / STEPS, so that overlap across steps counts
+MANY_STEPS = 16  # where more than two steps overlap: filling and draining such a pipeline must not outweigh its overlap
+
+ParentRow = tuple[int, int]  # (node, steps back); nodes are numbered calls first, then transfers
+
+
+class ReallocationTable(Protocol):
+    """Seconds of the reallocations of sources x targets, row-major (`realhf.search.cost.reallocation_s`)."""
+
+    def __call__(
+        self,
+        model: DecoderConfig,
+        sources: Sequence[Layout],
+        targets: Sequence[Layout],
+        *,
+        item: int,
+        cluster: Cluster,
+        hardware: Hardware,
+    ) -> Sequence[float]: ...
+
+
+class OptionRow(msgspec.Struct, frozen=True, kw_only=True):
+    """An option of a call: seconds, and bytes on each of its devices (csrc/search/problem.h)."""
+
+    devices: tuple[int, int]
+    strategy: str
+    micro_batches: int
+    time_s: float
+    static_bytes: float
+    dynamic_bytes: float
+    copy_bytes: float
+
+
+class CallTable(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    home: int
+    parents: list[ParentRow]
+    options: list[OptionRow]
+
+
+class TransferTable(msgspec.Struct, frozen=True, kw_only=True):
+    """A move between two calls: option i of the source and j of the target take
+    seconds[rows[i] * num_columns + columns[j]]. There can be millions: a list, or a buffer of doubles."""
+
+    name: str
+    source: int
+    target: int
+    parents: list[ParentRow]
+    rows: list[int]
+    columns: list[int]
+    num_columns: int
+    seconds: Sequence[float]
+    occupies: Literal["both", "source", "target"] = "both"
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the search needs and nothing about how the numbers came about."""
+
+    num_devices: int
+    device_memory_bytes: float
+    steps: int
+    max_steps_in_flight: int
+    calls: list[CallTable]
+    transfers: list[TransferTable]
+
+
+def steps_unrolled(max_steps_in_flight: int) -> int:
+    """How many steps are simulated, by how many of them may overlap."""
+    return STEPS if max_steps_in_flight <= 2 else MANY_STEPS
+
+
+def homes(graph: DataflowGraph) -> dict[str, str]:
+    """For every call, the call in whose layout its model's parameters live (`ExecutionPlan.home`)."""
+    empty = ExecutionPlan(num_devices=1, calls={})
+    return {name: empty.home(graph, call.model_name) for name, call in graph.calls.items()}
+
+
+def build_problem(
+    graph: DataflowGraph,
+    options: Mapping[str, Sequence[Option]],
+    *,
+    batch_size: int,
+    workload: Workload,
+    cluster: Cluster,
+    costs: Costs,
+    max_steps_in_flight: int,
+    dtype: DType,
+    reallocations: ReallocationTable = reallocation_table,
+) -> Problem:
+    """The tables for a choice among `options` of every call.
+
+    Nodes: the calls; a data transfer for every data edge; a reallocation for every call that is
+    not its model's home. Both kinds of transfer start when the call's parents have ended, and the
+    call when its transfers have: the master issues them together, since the copy that a
+    reallocation makes is freed after the call and must not occupy memory before.
+    """
+    builder = _Builder(graph, options, batch_size, workload, cluster, costs, dtype, reallocations)
+    return Problem(
+        num_devices=cluster.num_devices,
+        device_memory_bytes=cluster.device_memory_bytes,
+        steps=steps_unrolled(max_steps_in_flight),
+        max_steps_in_flight=max_steps_in_flight,
+        calls=[builder.call_table(call) for call in graph.calls.values()],
+        transfers=builder.transfers,
+    )
+
+
+K = TypeVar("K")
+
+
+class _Builder:
+    def __init__(
+        self,
+        graph: DataflowGraph,
+        options: Mapping[str, Sequence[Option]],
+        batch_size: int,
+        workload: Workload,
+        cluster: Cluster,
+        costs: Costs,
+        dtype: DType,
+        reallocations: ReallocationTable,
+    ):
+        self.graph, self.options, self.batch_size, self.workload = graph, options, batch_size, workload
+        self.cluster, self.costs, self.dtype, self.reallocations = cluster, costs, dtype, reallocations
+        self.homes = homes(graph)
+        self.number = {name: i for i, name in enumerate(graph.calls)}
+        self.layouts = {name: _layouts(options[name]) for name in graph.calls}
+        self.transfers: list[TransferTable] = []
+        for call in graph.calls.values():
+            self._add_transfers(call)
+
+    def call_table(self, call: ModelFunctionCallDef) -> CallTable:
+        """Waits for its version edges and its transfers; a data edge is a transfer's business."""
+        index = self.number[call.name]
+        parents = [(self.number[e.parent], e.steps_back) for e in self.graph.parents(call.name) if e.kind != "data"]
+        first = len(self.number)
+        parents += [(first + i, 0) for i, transfer in enumerate(self.transfers) if transfer.target == index]
+        return CallTable(
+            name=call.name, home=self.number[self.homes[call.name]], parents=parents, options=self._option_rows(call)
+        )
+
+    def _option_rows(self, call: ModelFunctionCallDef) -> list[OptionRow]:
+        """Where the mesh lies changes nothing: what is known of a strategy holds for all meshes of its size."""
+        is_home = self.homes[call.name] == call.name
+        cost = CallCost(
+            call=call, batch_size=self.batch_size, workload=self.workload, cluster=self.cluster, costs=self.costs,
+            dtype=self.dtype, shares_devices=len(self.graph.calls) > 1,
+        )  # fmt: skip
+        known: dict[ParallelStrategy, _StrategyRow] = {}
+        layouts, numbers = self.layouts[call.name]
+        by_layout = []
+        for layout in layouts:
+            if layout.strategy not in known:
+                known[layout.strategy] = self._strategy_row(call, layout.strategy, is_home)
+            by_layout.append(((layout.mesh.first, layout.mesh.size), known[layout.strategy]))
+        rows = []
+        for option, number in zip(self.options[call.name], numbers, strict=True):
+            devices, row = by_layout[number]
+            if option.micro_batches not in row.by_micro_batches:
+                row.by_micro_batches[option.micro_batches] = self._needs(call, option, row, cost)
+            needs = row.by_micro_batches[option.micro_batches]
+            rows.append(
+                OptionRow(
+                    devices=devices,
+                    strategy=needs.label,
+                    micro_batches=option.micro_batches,
+                    time_s=needs.time_s,
+                    static_bytes=needs.static_bytes,
+                    dynamic_bytes=needs.dynamic_bytes,
+                    copy_bytes=row.copy_bytes,
+                )
+            )
+        return rows
+
+    def _needs(self, call: ModelFunctionCallDef, option: Option, row: "_StrategyRow", cost: CallCost) -> "_Needs":
+        strategy, micro_batches = option.layout.strategy, option.micro_batches
+        seconds = cost.seconds(strategy, micro_batches)
+        dynamic = dynamic_bytes(call, option, self.batch_size, self.workload, self.dtype, self.costs.features)
+        sharding = cost.sharding(strategy, micro_batches) if self.homes[call.name] == call.name else None
+        if sharding is None:
+            return _Needs(row.label, seconds, row.static_bytes, dynamic)
+        # No call finds whole parameters in such a home: a label of its own makes each take a copy, and the time to
+        # gather what it is made of is added here, once a copy.
+        copies = len(self.graph.calls_of(call.model_name)) - 1
+        seconds += copies * sharding.regather_s
+        label = f"{row.label} sharded"
+        return _Needs(label, seconds, float(sharding.static_bytes), dynamic + sharding.gather_bytes)
+
+    def _strategy_row(self, call: ModelFunctionCallDef, strategy: ParallelStrategy, is_home: bool) -> "_StrategyRow":
+        if is_home:
+            features = self.costs.features
+            static = static_bytes(call.config, strategy, self.dtype, trained=call.trains, features=features)
+            return _StrategyRow(str(strategy), float(static), 0.0)
+        if call.trains:
+            # The optimizer's states stay at home, so that every training of a model has one layout.
+            return _StrategyRow(str(strategy), 0.0, 2.0 * self.cluster.device_memory_bytes)
+        return _StrategyRow(str(strategy), 0.0, float(copy_bytes(call.config, strategy, self.dtype)))
+
+    def _add_transfers(self, call: ModelFunctionCallDef) -> None:
+        edges = self.graph.parents(call.name)
+        for edge in edges:
+            if edge.kind == "data":
+                self.transfers.append(self._data_transfer(call, edge.parent, len(edge.keys)))
+        home = self.homes[call.name]
+        if home != call.name:
+            parents = [(self.number[edge.parent], edge.steps_back) for edge in edges]
+            self.transfers.append(self._reallocation(call, home, parents))
+
+    def _reallocation(self, call: ModelFunctionCallDef, home: str, parents: list[ParentRow]) -> TransferTable:
+        (sources, rows), (targets, columns) = self.layouts[home], self.layouts[call.name]
+        return TransferTable(
+            name=f"{call.model_name}: {home} -> {call.name}",
+            source=self.number[home],
+            target=self.number[call.name],
+            parents=parents,
+            rows=rows,
+            columns=columns,
+            num_columns=len(targets),
+            seconds=self.reallocations(
+                call.config,
+                sources,
+                targets,
+                item=DTYPE_BYTES[self.dtype],
+                cluster=self.cluster,
+                hardware=self.costs.hardware,
+            ),
+        )
+
+    def _data_transfer(self, call: ModelFunctionCallDef, parent: str, keys: int) -> TransferTable:
+        """Of the meshes only single devices and single nodes matter, of the strategy dp: the table is small.
+
+        What a call that runs ahead of training (stale rollouts) has made leaves while it makes the next: had the
+        transfer to wait for the source's devices, it would stand behind all steps that were ready before it.
+        """
+        runs_ahead = any(edge.kind == "version" and edge.steps_back > 1 for edge in self.graph.parents(parent))
+        sources, rows = _distinct(self.layouts[parent], self._place)
+        targets, columns = _distinct(self.layouts[call.name], lambda layout: (self._place(layout), layout.strategy.dp))
+        return TransferTable(
+            name=f"data: {parent} -> {call.name}",
+            source=self.number[parent],
+            target=self.number[call.name],
+            parents=[(self.number[parent], 0)],
+            occupies="target" if runs_ahead else "both",
+            rows=rows,
+            columns=columns,
+            num_columns=len(targets),
+            seconds=self._transfer_seconds(call, keys, sources, targets),
+        )
+
+    def _transfer_seconds(
+        self,
+        call: ModelFunctionCallDef,
+        keys: int,
+        sources: Sequence["_Place"],
+        targets: Sequence[tuple["_Place", int]],
+    ) -> "array[float]":
+        """Row-major. A row is that of meshes on different nodes, but for the few targets on the source's own node."""
+
+        def seconds(dp: int, crosses_nodes: bool) -> float:
+            return transfer_s(
+                keys, call, dp, crosses_nodes=crosses_nodes, batch_size=self.batch_size, workload=self.workload,
+                hardware=self.costs.hardware,
+            )  # fmt: skip
+
+        degrees = {dp for _, dp in targets}
+        across, within = ({dp: seconds(dp, crosses) for dp in degrees} for crosses in (True, False))
+        between_nodes = array("d", [across[dp] for _, dp in targets])
+        on_node: dict[int | None, list[int]] = {}  # numbers of targets
+        for number, ((_, node), _) in enumerate(targets):
+            on_node.setdefault(node, []).append(number)
+        table = array("d")
+        for device, node in sources:
+            row = between_nodes[:]
+            for number in on_node.get(node, []) if node is not None else []:
+                (target_device, _), dp = targets[number]
+                # One and the same device has the data already.
+                row[number] = 0.0 if device is not None and device == target_device else within[dp]
+            table += row
+        return table
+
+    def _place(self, layout: Layout) -> "_Place":
+        mesh = layout.mesh
+        first, last = self.cluster.node_of(mesh.first), self.cluster.node_of(mesh.first + mesh.size - 1)
+        return mesh.first if mesh.size == 1 else None, first if first == last else None
+
+
+_Place = tuple[int | None, int | None]  # the device if the mesh is one, the node that it lies in if it is within one
+_Numbered = tuple[list[Layout], list[int]]  # distinct layouts, and for every option the number of its own
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """What is known of a strategy with a number of micro-batches."""
+
+    label: str
+    time_s: float
+    static_bytes: float
+    dynamic_bytes: float
+
+
+@dataclass(frozen=True)
+class _StrategyRow:
+    label: str
+    static_bytes: float
+    copy_bytes: float
+    by_micro_batches: dict[int, _Needs] = field(default_factory=dict)
+
+
+def _layouts(options: Sequence[Option]) -> _Numbered:
+    """Options of one layout usually follow one another, and share it: few have to be compared."""
+    numbers: dict[Layout, int] = {}
+    places: list[int] = []
+    last: Layout | None = None
+    for option in options:
+        if option.layout is not last:
+            last = option.layout
+            number = numbers.setdefault(last, len(numbers))
+        places.append(number)
+    return list(numbers), places
+
+
+def _distinct(numbered: _Numbered, key: Callable[[Layout], K]) -> tuple[list[K], list[int]]:
+    """The distinct keys of the layouts, and for every option the number of its own."""
+    layouts, places = numbered
+    numbers: dict[K, int] = {}
+    of_layout = [numbers.setdefault(key(layout), len(numbers)) for layout in layouts]
+    return list(numbers), [of_layout[place] for place in places]

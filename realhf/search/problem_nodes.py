@@ -1,0 +1,50 @@
+"""What the nodes of a planning problem file, calls and transfers, may be whatever the version of the format."""
+
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Protocol
+
+import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=1)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+ParentName = tuple[str, NotNegative]  # (call or transfer, steps back)
+Devices = tuple[NotNegative, Count]  # (first, number)
+
+MAX_CALLS = 64  # csrc/search/problem.h
+
+
+class Node(Protocol):
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def parents(self) -> list[ParentName]: ...
+
+
+def numbers(names: Sequence[str]) -> dict[str, int]:
+    """Numbers the distinct names in the order of their first appearance."""
+    return {name: i for i, name in enumerate(dict.fromkeys(names))}
+
+
+def node_complaints(nodes: Sequence[Node]) -> Iterator[str]:
+    """Names that are given twice or to nobody."""
+    names = [node.name for node in nodes]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        yield f"two nodes have the name {twice!r}; names of calls and transfers must differ"
+    for node in nodes:
+        for parent, _ in node.parents:
+            if parent not in names:
+                yield f"{node.name!r}: parents names {parent!r}, which is no call and no transfer of the file"
+
+
+def cycle_complaints(nodes: Sequence[Node]) -> Iterator[str]:
+    waiting = {node.name: {parent for parent, back in node.parents if back == 0} for node in nodes}
+    while waiting:
+        done = {name for name, parents in waiting.items() if not parents & waiting.keys()}
+        if not done:
+            yield (
+                "the nodes of a step wait for one another in a circle; parents must not form a cycle with 0 steps back"
+            )
+            return
+        waiting = {name: parents for name, parents in waiting.items() if name not in done}

@@ -1,0 +1,125 @@
+"""The meaning of a planning problem, slow and plain: simulation and memory of one plan.
+
+The searcher's C++ evaluates millions of plans and has to agree with this, device by device.
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from realhf.search.problem import CallTable, OptionRow, Problem, TransferTable
+
+
+@dataclass(frozen=True)
+class Event:
+    """Node `node` of step `step` ran from `start_s` to `end_s`; nodes are numbered calls first, then transfers."""
+
+    node: int
+    step: int
+    start_s: float
+    end_s: float
+
+
+class Simulation:
+    """Nodes with durations and devices under one choice of options, and the clocks of the devices."""
+
+    def __init__(self, problem: Problem, choice: Sequence[int]):
+        self.problem = problem
+        self.nodes: list[CallTable | TransferTable] = [*problem.calls, *problem.transfers]
+        chosen = _chosen(problem, choice)
+        self.devices = [set(_range(option)) for option in chosen]
+        self.durations = [option.time_s for option in chosen]
+        for transfer in problem.transfers:
+            source, target = self.devices[transfer.source], self.devices[transfer.target]
+            self.devices.append({"both": source | target, "source": source, "target": target}[transfer.occupies])
+            row, column = transfer.rows[choice[transfer.source]], transfer.columns[choice[transfer.target]]
+            self.durations.append(transfer.seconds[row * transfer.num_columns + column])
+        self.free_at = [0.0] * problem.num_devices
+        self.end: dict[tuple[int, int], float] = {}  # by (step, node)
+
+    def parents(self, step: int, node: int) -> list[tuple[int, int]]:
+        """All (step, node) that must have ended, those of the bound on steps in flight included."""
+        table = self.nodes[node]
+        parents = [(step - back, parent) for parent, back in table.parents if step >= back]
+        is_source = all(back > 0 for _, back in table.parents)
+        if is_source and step >= self.problem.max_steps_in_flight:
+            parents += [(step - self.problem.max_steps_in_flight, other) for other in range(len(self.nodes))]
+        return parents
+
+    def ready_s(self, step: int, node: int) -> float:
+        return max((self.end[parent] for parent in self.parents(step, node)), default=0.0)
+
+    def run_node(self, step: int, node: int) -> Event:
+        """Starts a node when it is ready and its devices are free."""
+        start = max([self.ready_s(step, node), *(self.free_at[d] for d in self.devices[node])])
+        end = start + self.durations[node]
+        for device in self.devices[node]:
+            self.free_at[device] = end
+        self.end[step, node] = end
+        return Event(node, step, start, end)
+
+
+def simulate(problem: Problem, choice: Sequence[int], steps: int, order: Sequence[tuple[int, int]] = ()) -> list[Event]:
+    """Algorithm 1 of the ReaL paper over `steps` steps: nodes in the order in which they become ready; ties: the
+    earlier step, then the node's number. Returns the events in that order.
+
+    `order` lists all (call, step), every parent before its children: calls that share a device
+    then run in that order. Transfers remain free to run as soon as they are ready.
+    """
+    simulation = Simulation(problem, choice)
+    instances = [(step, node) for step in range(steps) for node in range(len(simulation.nodes))]
+    before = {instance: simulation.parents(*instance) for instance in instances}
+    last_on_device: dict[int, tuple[int, int]] = {}
+    for call, step in order:
+        earlier = {last_on_device[d] for d in simulation.devices[call] if d in last_on_device}
+        before[step, call] = [*before[step, call], *earlier]
+        last_on_device.update(dict.fromkeys(simulation.devices[call], (step, call)))
+    waits = {instance: len(parents) for instance, parents in before.items()}
+    children: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for instance, parents in before.items():
+        for parent in parents:
+            children.setdefault(parent, []).append(instance)
+    queue = [(0.0, *instance) for instance in instances if not waits[instance]]
+    heapq.heapify(queue)
+    events = []
+    while queue:
+        _, step, node = heapq.heappop(queue)
+        events.append(simulation.run_node(step, node))
+        for child in children.get((step, node), []):
+            waits[child] -= 1
+            if not waits[child]:
+                heapq.heappush(queue, (simulation.ready_s(*child), *child))
+    assert len(events) == len(instances), "the nodes form a cycle, or the order breaks an edge"
+    return events
+
+
+def device_bytes(problem: Problem, choice: Sequence[int]) -> list[float]:
+    """What each device needs: static bytes of all calls placed on it, plus the largest dynamic need of one of them.
+
+    A call whose layout is not that of its home holds a copy of its parameters while it runs.
+    """
+    chosen = _chosen(problem, choice)
+    needs = []
+    for device in range(problem.num_devices):
+        static, dynamic = 0.0, 0.0
+        for call, option in zip(problem.calls, chosen, strict=True):
+            if device in _range(option):
+                home = chosen[call.home]
+                at_home = (home.devices, home.strategy) == (option.devices, option.strategy)
+                static += option.static_bytes
+                dynamic = max(dynamic, option.dynamic_bytes + (0.0 if at_home else option.copy_bytes))
+        needs.append(static + dynamic)
+    return needs
+
+
+def makespan_s(events: Iterable[Event]) -> float:
+    return max(event.end_s for event in events)
+
+
+def _chosen(problem: Problem, choice: Sequence[int]) -> list[OptionRow]:
+    return [call.options[index] for call, index in zip(problem.calls, choice, strict=True)]
+
+
+def _range(option: OptionRow) -> range:
+    first, size = option.devices
+    return range(first, first + size)

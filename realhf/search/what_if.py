@@ -1,0 +1,109 @@
+"""What if the models were larger, the sequences longer: changes to an experiment that only a plan needs."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from realhf.api.architectures import architecture
+from realhf.api.errors import UserError
+from realhf.api.graph import ModelFunctionCallDef
+from realhf.api.model import DType
+from realhf.search.features import ENGINE, EngineFeatures
+
+ROLES = {"actor": ("actor", "reference", "ref"), "critic": ("critic", "reward", "cost")}
+
+# The setting of ReaL's and HybridFlow's measurements, where architectures are replaced and nothing else is said.
+DEFAULT_TOKENS = 1024
+DEFAULT_DTYPE: DType = "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """`model_types` gives model names another architecture; None leaves the experiment's own value.
+
+    Raises:
+        UserError: a number below 1, or a negative staleness.
+    """
+
+    model_types: Mapping[str, str] = field(default_factory=dict)
+    prompt_tokens: int | None = None
+    new_tokens: int | None = None
+    batch_size: int | None = None
+    dtype: DType | None = None
+    staleness: int = 0
+    features: EngineFeatures = ENGINE
+
+    def __post_init__(self) -> None:
+        for name in ("prompt_tokens", "new_tokens", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
+        if self.staleness < 0:
+            raise UserError(f"--staleness {self.staleness} must be at least 0")
+
+    @property
+    def needs_no_data(self) -> bool:
+        """Whether the lengths of the prompts are known without the data set."""
+        return bool(self.model_types) or self.prompt_tokens is not None
+
+    def with_defaults(self) -> "WhatIf":
+        """Replaced architectures come with the lengths and the dtype of published measurements."""
+        if not self.model_types:
+            return self
+        return replace(
+            self,
+            prompt_tokens=self.prompt_tokens or DEFAULT_TOKENS,
+            new_tokens=self.new_tokens or DEFAULT_TOKENS,
+            dtype=self.dtype or DEFAULT_DTYPE,
+        )
+
+    def apply(self, calls: Sequence[ModelFunctionCallDef]) -> list[ModelFunctionCallDef]:
+        """The calls with the other architectures under their own heads.
+
+        Raises:
+            UserError: no call uses such a model, or an architecture is not known.
+        """
+        used = list(dict.fromkeys(call.model_name for call in calls))
+        for name in self.model_types:
+            if name not in used:
+                raise UserError(f"--model-type {name}=...: no call uses such a model; there are {', '.join(used)}")
+        types = {name: architecture(value) for name, value in self.model_types.items()}
+        return [
+            replace(call, model_type=types[call.model_name].with_head(call.config.head))
+            if call.model_name in types
+            else call
+            for call in calls
+        ]
+
+
+def parse_model_types(
+    calls: Sequence[ModelFunctionCallDef], *, actor: str | None, critic: str | None, pairs: Sequence[str]
+) -> dict[str, str]:
+    """Architectures by model name: of --actor, --critic, and NAME=ARCHITECTURE words, of which the latter win.
+
+    Raises:
+        UserError: a word of another form, or an experiment without a model of the role.
+    """
+    used = list(dict.fromkeys(call.model_name for call in calls))
+    types: dict[str, str] = {}
+    for role, value in (("actor", actor), ("critic", critic)):
+        if value is None:
+            continue
+        names = [name for name in used if name in ROLES[role]]
+        if not names:
+            raise UserError(
+                f"--{role} {value}: no model is named {' or '.join(ROLES[role])}; the experiment has "
+                f"{', '.join(used)}, so give --model-type NAME={value}"
+            )
+        types |= dict.fromkeys(names, value)
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not (name and separator and value):
+            raise UserError(f"--model-type {pair}: write it NAME=ARCHITECTURE, for example {used[0]}=llama3-70b")
+        types[name] = value
+    return types
+
+
+def keys_without_producer(calls: Sequence[ModelFunctionCallDef]) -> tuple[str, ...]:
+    """What the calls read and none of them writes: the keys that a data set would have."""
+    written = {key for call in calls for key in call.output_data}
+    return tuple(dict.fromkeys(key for call in calls for key in call.input_data if key not in written))
