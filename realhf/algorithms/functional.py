@@ -1,0 +1,209 @@
+"""The mathematics of the algorithms: functions of tensors, without side effects and without a model.
+
+Packed tensors hold the response tokens of all samples end to end, `[responses]` in the shape
+comments; a response's token j is predicted by the state before it, which is the position of the
+token before it in the sequence.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from realhf.parallel.vocabulary import Logits, TokenLogprobs
+
+
+def at_least_fp32(x: Tensor) -> Tensor:
+    """`x` in float32, or as it is where it has more precision."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+def predicting_places(lengths: Sequence[int], prompt_lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Where in packed sequences the states stand that predict the response tokens.
+
+    Args:
+        lengths: tokens of each sequence, prompt and response.
+        prompt_lengths: tokens of each prompt, at least 1.
+
+    Returns:
+        [responses] int64: indices p into the packed tokens; `tokens[p + 1]` is the response token
+        that the model's output at p predicts.
+    """
+    places, start = [], 0
+    for length, prompt_length in zip(lengths, prompt_lengths, strict=True):
+        assert 1 <= prompt_length <= length, f"a prompt of {prompt_length} tokens in a sequence of {length}"
+        places.append(torch.arange(start + prompt_length - 1, start + length - 1, device=device))
+        start += length
+    return torch.cat(places)
+
+
+def last_places(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """[batch] int64: index of each sequence's last token in the packed tokens."""
+    return torch.tensor(lengths, device=device).cumsum(0) - 1
+
+
+def token_statistics(
+    logits: Tensor | Logits, tokens: Tensor, temperature: float = 1.0, *, with_entropy: bool = False
+) -> TokenLogprobs:
+    """Log-probability of `tokens` [n] and whether each is the most likely one; on demand the distributions' entropy.
+
+    Args:
+        logits: [n, vocab]; those of a model's head are never whole in memory.
+    """
+    if isinstance(logits, Logits):
+        return logits.of_tokens(tokens, temperature, with_entropy=with_entropy)
+    scaled = at_least_fp32(logits) / temperature
+    picked = scaled.gather(-1, tokens[:, None])[:, 0]
+    entropy = torch.distributions.Categorical(logits=scaled).entropy() if with_entropy else None
+    return TokenLogprobs(picked - scaled.logsumexp(-1), picked >= scaled.amax(-1), entropy)
+
+
+def token_logprobs(logits: Tensor | Logits, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+    """log softmax(logits / temperature) at `tokens` [n], in at least float32: [n]; see `token_statistics`."""
+    return token_statistics(logits, tokens, temperature).logprob
+
+
+def cross_entropy(logits: Tensor | Logits, tokens: Tensor) -> Tensor:
+    """-log softmax(logits) at `tokens`, [n], in at least float32; not reduced."""
+    return -token_logprobs(logits, tokens)
+
+
+def kl_k1(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    """Per token log p - log q, where the tokens were drawn from p: unbiased for KL(p || q), may be negative."""
+    return logprob - ref_logprob
+
+
+def kl_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    """Per token r - 1 - log r with r = q / p, tokens drawn from p: unbiased for KL(p || q), never negative.
+
+    Source: J. Schulman, "Approximating KL Divergence" (2020); the estimate that GRPO uses.
+    """
+    log_ratio = ref_logprob - logprob
+    return log_ratio.exp() - 1 - log_ratio
+
+
+def standardised_score(score: Tensor, mean: float, std: float, clip: float) -> Tensor:
+    """(score - mean) / std, clipped to [-clip, clip]."""
+    return ((score - mean) / std).clamp(-clip, clip)
+
+
+def kl_penalised_rewards(score: Tensor, logprob: Tensor, ref_logprob: Tensor, kl_coef: float) -> Tensor:
+    """The reward of every token of one response.
+
+        r_j = -kl_coef * (logprob_j - ref_logprob_j), plus `score` at the last token.
+
+    Args:
+        score: [1], of the whole response.
+        logprob, ref_logprob: [response], of the drawn tokens under the policy that drew them and
+            under the reference.
+
+    Returns:
+        [response].
+
+    Source: Ouyang et al., "Training language models to follow instructions" (2022), section 3.5.
+    """
+    rewards = -kl_coef * kl_k1(logprob, ref_logprob)
+    rewards[-1] += score[0]
+    return rewards
+
+
+def gae(
+    rewards: Sequence[Tensor], values: Sequence[Tensor], gamma: float, lam: float
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Generalised advantage estimates of a batch of responses.
+
+        delta_j = r_j + gamma * V_{j+1} - V_j
+        A_j     = delta_j + gamma * lam * A_{j+1}
+
+    with V = A = 0 behind the last token: a response that was cut off at the maximum length
+    counts as ended.
+
+    Args:
+        rewards: per sample [response].
+        values: per sample [response]; values[j] is that of the state that predicts token j.
+
+    Returns:
+        (advantages, returns), each per sample [response]; returns = advantages + values.
+
+    Source: Schulman et al., "High-dimensional continuous control using GAE" (2016), equation 16.
+    """
+    lengths = [len(r) for r in rewards]
+    # Zeros behind the end give delta = A = 0 there, so padding needs no mask.
+    r = torch.nn.utils.rnn.pad_sequence(list(rewards), batch_first=True)  # [batch, longest]
+    v = torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True)
+    v_next = torch.cat([v[:, 1:], torch.zeros_like(v[:, :1])], 1)
+    delta = r + gamma * v_next - v
+    advantage = torch.zeros_like(delta)
+    running = torch.zeros_like(delta[:, 0])
+    for j in reversed(range(delta.shape[1])):
+        running = delta[:, j] + gamma * lam * running
+        advantage[:, j] = running
+    advantages = [row[:n] for row, n in zip(advantage, lengths, strict=True)]
+    return advantages, [a + value for a, value in zip(advantages, values, strict=True)]
+
+
+def moments(x: Tensor) -> Tensor:
+    """[3] float64: sum, sum of squares, count; those of several ranks add up."""
+    x = x.double()
+    return torch.stack([x.sum(), x.square().sum(), torch.full_like(x.sum(), x.numel())])
+
+
+def mean_and_variance(moments_: Tensor) -> tuple[float, float]:
+    """Mean and (biased) variance from what `moments` counted."""
+    total, square, count = moments_.tolist()
+    mean = total / count
+    return mean, max(square / count - mean * mean, 0.0)
+
+
+def whiten(x: Tensor, moments_: Tensor, eps: float = 1e-8) -> Tensor:
+    """(x - mean) / sqrt(variance + eps), with the moments of the whole batch, of which `x` may be a part."""
+    mean, variance = mean_and_variance(moments_)
+    return (x - mean) * (variance + eps) ** -0.5
+
+
+def ppo_policy_loss(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """The clipped surrogate, per token and not reduced.
+
+        ratio = exp(logprob - old_logprob)
+        L     = max(-ratio * A, -clamp(ratio, 1 - clip, 1 + clip) * A)
+
+    Args:
+        logprob: [responses] with gradient; old_logprob, advantage: [responses].
+
+    Returns:
+        (L [responses], is_clipped [responses]: True where the clip took the gradient away).
+
+    Source: Schulman et al., "Proximal policy optimization algorithms" (2017), equation 7.
+    """
+    ratio = (logprob - old_logprob).exp()
+    free = -ratio * advantage
+    clipped = -ratio.clamp(1 - clip, 1 + clip) * advantage
+    return torch.maximum(free, clipped), clipped > free
+
+
+def clipped_value_loss(value: Tensor, old_value: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
+    """Half the squared error, with a value that may leave the old one by at most `clip`; per token.
+
+        L = 1/2 max((V - R)^2, (clamp(V, V_old - clip, V_old + clip) - R)^2)
+
+    Returns:
+        (L [responses], is_clipped [responses]).
+    """
+    free = (value - returns).square()
+    clipped = (torch.minimum(torch.maximum(value, old_value - clip), old_value + clip) - returns).square()
+    return 0.5 * torch.maximum(free, clipped), clipped > free
+
+
+def pairwise_loss(chosen: Tensor, rejected: Tensor, score_square_coef: float = 0.0) -> Tensor:
+    """The Bradley-Terry loss of each pair, with a pull of the scores towards 0.
+
+        L = -log sigmoid(s_chosen - s_rejected) + c * (s_chosen^2 + s_rejected^2)
+
+    Args:
+        chosen, rejected: scores [pairs].
+
+    Returns:
+        [pairs].
+    """
+    margin = at_least_fp32(chosen) - at_least_fp32(rejected)
+    return -torch.nn.functional.logsigmoid(margin) + score_square_coef * (chosen.square() + rejected.square())

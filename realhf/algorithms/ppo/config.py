@@ -1,0 +1,84 @@
+"""Hyperparameters of PPO, and the settings of its six calls."""
+
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from realhf.api.errors import UserError
+from realhf.api.generation import GenerationOptions
+from realhf.api.interface import InterfaceConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOHyperparameters(GenerationOptions):
+    """What the calls of PPO share; how rollouts are drawn is part of it.
+
+    The reward of a response is (score - reward_mean) / reward_std, clipped to +-reward_clip, at
+    its last token, and -kl_coef * log(policy / reference) at every token.
+    """
+
+    max_new_tokens: int = 9
+    eos_token: int = 2
+    gamma: float = 1.0
+    lam: float = 0.95
+    kl_coef: float = 0.05
+    policy_clip: float = 0.2
+    value_clip: float = 0.2
+    whiten_advantages: bool = True
+    reward_mean: float = 0.0
+    reward_std: float = 1.0
+    reward_clip: float = 5.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.temperature == 0:
+            raise UserError("temperature=0 draws no samples to learn from; PPO needs a temperature above 0")
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise UserError(f"{name}={getattr(self, name)} must be from 0 to 1")
+        if self.kl_coef < 0:
+            raise UserError(f"kl_coef={self.kl_coef} must be 0 or above")
+        for name in ("policy_clip", "value_clip", "reward_std", "reward_clip"):
+            if getattr(self, name) <= 0:
+                raise UserError(f"{name}={getattr(self, name)} must be above 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOActor(InterfaceConfig):
+    """GENERATE: `prompt` -> `seq`, `logprob` and, if listed, `margin`.
+
+    TRAIN_STEP on `prompt`, `seq`, `logprob`, `ref_logprob`, `reward`, `value`.
+    Statistics of training: `reward_mean` (of the scores as the reward model gave them), `kl` (mean
+    over tokens of log(policy / reference)), `kl_per_sequence` (its sum over a response),
+    `response_length`, `entropy` (sampled), `clip_fraction`, `actor_loss`, `actor_grad_norm`, `actor_lr`.
+    """
+
+    implementation: ClassVar[str] = "realhf.algorithms.ppo.interface:PPOActorInterface"
+
+    ppo: PPOHyperparameters = field(default_factory=PPOHyperparameters)
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.ppo.max_new_tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOReference(InterfaceConfig):
+    """INFERENCE: `prompt`, `seq` -> `ref_logprob` [response], under the temperature of the rollouts."""
+
+    implementation: ClassVar[str] = "realhf.algorithms.ppo.interface:PPOReferenceInterface"
+
+    ppo: PPOHyperparameters = field(default_factory=PPOHyperparameters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOCritic(InterfaceConfig):
+    """INFERENCE: `prompt`, `seq` -> `value` [response], of the states that predict the response's tokens.
+
+    TRAIN_STEP on `prompt`, `seq`, `logprob`, `ref_logprob`, `reward`, `value`.
+    Statistics of training: `critic_loss`, `critic_grad_norm`, `critic_lr`, `value_clip_fraction`,
+    `value_mean`, `return_mean`, `explained_variance` (of the returns, by the values of the rollout).
+    """
+
+    implementation: ClassVar[str] = "realhf.algorithms.ppo.interface:PPOCriticInterface"
+
+    ppo: PPOHyperparameters = field(default_factory=PPOHyperparameters)

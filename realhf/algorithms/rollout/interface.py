@@ -1,0 +1,49 @@
+"""Generation as a model function call, and the helper with which every algorithm generates."""
+
+from torch import Tensor
+
+from realhf.algorithms.rollout.config import Rollout
+from realhf.api.generation import GenerationOptions
+from realhf.engine.batch import Batch
+from realhf.engine.interface import CallResult, Context, GenerationOutput, Model
+
+
+def generate(model: Model, batch: Batch, context: Context, options: GenerationOptions) -> GenerationOutput:
+    """Samples one response to every `prompt`; a key `forced_response` replaces the draws (replay)."""
+    return model.generate(
+        batch,
+        "prompt",
+        options,
+        sample_key=(context.seed, context.step),
+        micro_batches=context.micro_batches,
+        forced=batch.data.get("forced_response"),
+        return_logits="logits" in context.record,
+    )
+
+
+def responses(batch: Batch, sequences: list[Tensor]) -> list[Tensor]:
+    """Per sample [response]: what follows the prompt in `sequences`."""
+    return [seq[len(prompt) :] for prompt, seq in zip(batch.data["prompt"], sequences, strict=True)]
+
+
+class RolloutInterface:
+    """See `Rollout`."""
+
+    def __init__(self, config: Rollout):
+        self.config = config
+
+    def generate(self, model: Model, batch: Batch, context: Context) -> CallResult:
+        c = self.config
+        out = generate(model, batch, context, c)
+        if not context.holds_outputs:
+            return CallResult()
+        columns = {
+            c.sequence_key: out.sequences,
+            "logprob": out.logprobs,
+            "untruncated_logprob": out.untruncated_logprobs,
+            "margin": out.margins,
+            "logits": out.logits,
+        }
+        outputs = {key: values for key, values in columns.items() if values}
+        lengths = [len(r) for r in responses(batch, out.sequences)]
+        return CallResult(outputs=outputs, stats={"response_length": (float(sum(lengths)), len(lengths))})

@@ -1,0 +1,18 @@
+"""Settings of supervised fine-tuning."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from realhf.api.interface import InterfaceConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFT(InterfaceConfig):
+    """TRAIN_STEP on `tokens` (prompt and answer) and `prompt_length`: cross entropy of the answers' tokens.
+
+    The loss is the mean over the answer tokens of the mini-batch; prompts are read and not learned.
+    Statistics: `loss`, `token_accuracy`, `grad_norm`, `lr`.
+    """
+
+    implementation: ClassVar[str] = "realhf.algorithms.sft.interface:SFTInterface"
+    sequence_keys: ClassVar[tuple[str, ...]] = ("tokens",)

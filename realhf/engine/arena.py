@@ -1,0 +1,27 @@
+"""One contiguous tensor with named views: what collectives and the optimizer see as a single vector."""
+
+from math import prod
+
+import torch
+from torch import Tensor
+
+from realhf.realloc.shards import FlatLayout
+
+
+class Arena:
+    """Tensors laid one behind the other as `layout` says, in `flat`, a vector of zeros at first.
+
+    The padding between views stays zero: it adds nothing to norms, and AdamW keeps zeros at zero.
+    """
+
+    def __init__(self, layout: FlatLayout, dtype: torch.dtype, device: torch.device):
+        self.layout = layout
+        self.flat = torch.zeros(layout.size, dtype=dtype, device=device)
+
+    def views(self) -> dict[str, Tensor]:
+        """Every name's view of `flat`."""
+        shapes = self.layout.shapes
+        return {
+            name: self.flat[start : start + prod(shapes[name])].view(shapes[name])
+            for name, start in self.layout.starts.items()
+        }

@@ -1,0 +1,110 @@
+"""Per-sample data on a worker, and the packed form in which the compute takes it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from heapq import heappop, heappush
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Variable-length sequences laid end to end.
+
+    `values` is [tokens, ...]; `cu_seqlens` [batch + 1] int32 holds the borders; sequence i is
+    `values[cu_seqlens[i] : cu_seqlens[i + 1]]`.
+    """
+
+    values: Tensor
+    cu_seqlens: Tensor
+
+    @property
+    def lengths(self) -> list[int]:
+        return self.cu_seqlens.diff().tolist()
+
+    def unpack(self) -> list[Tensor]:
+        return list(self.values.split(self.lengths))
+
+
+def pack(sequences: Sequence[Tensor]) -> Packed:
+    """Packs tensors [length, ...] of equal trailing shape."""
+    values = torch.cat(list(sequences))
+    lengths = torch.tensor([0, *(len(s) for s in sequences)], dtype=torch.int32, device=values.device)
+    return Packed(values, lengths.cumsum(0, dtype=torch.int32))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Some samples of one step: `data[key][i]` belongs to sample `ids[i]` and is [length, ...].
+
+    A scalar of a sample is a tensor [1]. `ids` are the places of the samples in the global batch. Runs of `together`
+    samples are never divided over micro-batches, for a loss on pairs.
+    """
+
+    ids: tuple[int, ...]
+    data: dict[str, list[Tensor]]
+    together: int = 1
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def packed(self, key: str) -> Packed:
+        return pack(self.data[key])
+
+    def select(self, places: Sequence[int]) -> "Batch":
+        """The samples at the given places of this batch (not: of the given ids)."""
+        return Batch(
+            tuple(self.ids[i] for i in places),
+            {key: [column[i] for i in places] for key, column in self.data.items()},
+        )
+
+    def split(self, parts: int) -> list["Batch"]:
+        """`parts` equal runs of samples; `parts` divides the number of samples."""
+        size, rest = divmod(len(self), parts)
+        assert not rest, f"{parts} parts do not divide {len(self)} samples"
+        return [self.select(range(i * size, (i + 1) * size)) for i in range(parts)]
+
+    def balanced(self, key: str, parts: int) -> list[list[int]]:
+        """The places of the samples, divided into `parts` micro-batches of about equally many tokens of `key`.
+
+        See `balanced_places`; none is empty, and each has its samples in the order of the batch.
+        """
+        lengths = [len(value) for value in self.data[key]]
+        runs = [sum(lengths[i : i + self.together]) for i in range(0, len(lengths), self.together)]
+        return [
+            [run * self.together + i for run in places for i in range(self.together)]
+            for places in balanced_places(runs, parts)
+        ]
+
+    def to(self, device: torch.device) -> "Batch":
+        """The same samples on `device`."""
+        data = {key: [value.to(device) for value in column] for key, column in self.data.items()}
+        return replace(self, data=data)
+
+    def with_data(self, **columns: list[Tensor]) -> "Batch":
+        return replace(self, data={**self.data, **columns})
+
+
+def balanced_places(sizes: Sequence[int], parts: int) -> list[list[int]]:
+    """The places of `sizes` in `parts` groups of about equal sums: the largest first, each to the smallest group so
+    far (Graham 1969, LPT; at most 4/3 of the best possible). Depends on nothing but the sizes.
+
+    No sum exceeds that of ceil(n / parts) times the largest, which memory is planned for.
+    """
+    assert 1 <= parts <= len(sizes), f"{parts} parts of {len(sizes)}"
+    groups: list[list[int]] = [[] for _ in range(parts)]
+    heap = [(0, group) for group in range(parts)]
+    for place in sorted(range(len(sizes)), key=lambda i: (-sizes[i], i)):
+        total, group = heappop(heap)
+        groups[group].append(place)
+        heappush(heap, (total + sizes[place], group))
+    return [sorted(group) for group in groups]
+
+
+def concatenate(batches: Sequence[Batch]) -> Batch:
+    keys = batches[0].data.keys()
+    return Batch(
+        tuple(i for b in batches for i in b.ids),
+        {key: [value for b in batches for value in b.data[key]] for key in keys},
+    )

@@ -1,0 +1,91 @@
+"""From a configuration and a place in a layout to a decoder whose parameters lie in one arena."""
+
+import hashlib
+from collections.abc import Container
+
+import torch
+from torch import Tensor, nn
+
+from realhf.api.model import DecoderConfig
+from realhf.engine.arena import Arena
+from realhf.models.decoder import Decoder
+from realhf.models.parameters import ParameterSpec, decoder_parameters
+from realhf.parallel.groups import ParallelGroups
+from realhf.realloc.layout import Box, device_boxes
+from realhf.realloc.shards import flat_layout
+
+_INITIAL_STD = 0.02
+
+
+def build_arena(config: DecoderConfig, groups: ParallelGroups, dtype: torch.dtype, device: torch.device) -> Arena:
+    """The storage of this rank's parameters, in the order of `realhf.realloc.shards.flat_layout`; zeros."""
+    return Arena(flat_layout(config, groups.layout, groups.rank), dtype, device)
+
+
+def build_decoder(
+    config: DecoderConfig,
+    groups: ParallelGroups,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    arena: Arena | None = None,
+) -> Decoder:
+    """This rank's part of a model, all parameters views of `arena` (made here if not given).
+
+    The parameters are zeros and need no gradient until `attach_gradients`.
+    """
+    arena = arena or build_arena(config, groups, dtype, torch.device(device))
+    with torch.device("meta"):
+        decoder = Decoder(config, groups)
+    views = arena.views()
+    for name, placeholder in list(decoder.named_parameters()):
+        owner, leaf = name.rsplit(".", 1)
+        assert placeholder.shape == views[name].shape, f"{name}: {placeholder.shape} is not {views[name].shape}"
+        setattr(decoder.get_submodule(owner), leaf, nn.Parameter(views.pop(name), requires_grad=False))
+    assert not views, f"the decoder lacks {sorted(views)}"
+    return decoder
+
+
+def attach_gradients(decoder: Decoder, gradients: Arena) -> None:
+    """Makes every `.grad` a view of `gradients`, into which backward passes then add, in its dtype."""
+    views = gradients.views()
+    for name, parameter in decoder.named_parameters():
+        parameter.requires_grad_(True)
+        parameter.grad_dtype = gradients.flat.dtype
+        parameter.grad = views[name]
+
+
+def boxes(decoder: Decoder) -> dict[str, tuple[Box, Tensor]]:
+    """This rank's parameters: name -> (which part of the global parameter, its local tensor)."""
+    local = dict(decoder.named_parameters())
+    groups = decoder.groups
+    return {
+        box.name: (box, local[box.name].detach()) for box in device_boxes(decoder.config, groups.layout, groups.rank)
+    }
+
+
+def initialise(decoder: Decoder, seed: int, names: Container[str] | None = None) -> None:
+    """Fills the parameters (only `names`, if given) with the random weights of `seed`.
+
+    Every global parameter is drawn whole, in float32, from a generator keyed by the seed and its
+    name, then cut: the weights depend neither on the layout nor on the other parameters.
+    """
+    specs = {spec.name: spec for spec in decoder_parameters(decoder.config)}
+    for name, (box, local) in boxes(decoder).items():
+        if names is None or name in names:
+            where = tuple(slice(start, start + extent) for start, extent in zip(box.offset, box.shape, strict=True))
+            local.copy_(initial_value(specs[name], seed)[where])
+
+
+def initial_value(spec: ParameterSpec, seed: int) -> Tensor:
+    """The whole initial parameter, float32 on the CPU.
+
+    Norms are one (zero where one is added to them), biases zero, matrices normal with deviation 0.02, a
+    scalar head normal with deviation 1 / sqrt(hidden + 1), which gives first values of about one
+    (Stiennon et al. 2020, appendix B.1).
+    """
+    if spec.initial != "normal":
+        return torch.full(spec.shape, 1.0 if spec.initial == "one" else 0.0)
+    digest = hashlib.blake2b(f"{seed}/{spec.name}".encode(), digest_size=8).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    std = (spec.shape[1] + 1) ** -0.5 if spec.name == "score.weight" else _INITIAL_STD
+    return torch.randn(spec.shape, generator=generator) * std

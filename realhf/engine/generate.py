@@ -1,0 +1,219 @@
+"""Rollouts of a batch: continuous batching over a paged KV cache, on the tensor- and pipeline-parallel ranks."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+
+import torch
+from torch import Tensor
+
+from realhf.api.errors import UserError
+from realhf.api.generation import GenerationOptions
+from realhf.api.layout import stage_layers
+from realhf.engine.batch import Batch
+from realhf.engine.batching import Scheduler, pages_for
+from realhf.engine.choice import TokenChoice
+from realhf.engine.interface import GenerationOutput
+from realhf.engine.kv_cache import PAGE, KVCache
+from realhf.engine.lane import Lane
+from realhf.engine.ring import Ring
+from realhf.models.decoder import Decoder
+from realhf.parallel.linear import pack
+from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+
+# Prompts are computed in steps of about so many tokens: enough for full speed, and activations stay small.
+MAX_PREFILL_TOKENS = 4096
+
+
+@dataclass(frozen=True)
+class GenerationReport:
+    """What happened in a call on this rank: steps through the model, preemptions, bytes of the KV cache."""
+
+    steps: int
+    preemptions: int
+    cache_bytes: int
+
+
+def generate(
+    decoder: Decoder,
+    batch: Batch,
+    prompt_key: str,
+    options: GenerationOptions,
+    *,
+    sample_key: tuple[int, int],
+    micro_batches: int,
+    forced: Sequence[Tensor] | None = None,
+    limits: Sequence[int] | None = None,
+    return_logits: bool = False,
+    timeout_s: float = 600.0,
+) -> GenerationOutput:
+    """Samples a response for every prompt; all ranks of a data-parallel group call it with the same arguments.
+
+    The random number of a token is that of (seed, step, the sample's id, the token's place in its
+    sequence): responses depend on neither the other samples, the order in which they are computed nor the
+    layout, up to the rounding of the logits. Samples with the same prompt share its computation and its
+    keys and values. The KV cache is allocated once, and freed at the end.
+
+    Args:
+        decoder: this rank's part of a model with a language-model head.
+        batch: the samples of this data-parallel group; `batch.data[prompt_key][i]` is a prompt [length] int64.
+        prompt_key: see `batch`.
+        options: how tokens are drawn.
+        sample_key: (seed, step).
+        micro_batches: at most 1 / micro_batches of the samples are computed together (pp such parts are in flight at
+            once to keep all stages busy); the others wait and take the places of those that end.
+        forced: responses to replay, in the order of the batch: they take the place of the draws, their
+            log-probabilities are computed.
+        limits: the longest response of each sample, where it is below `max_new_tokens`.
+        return_logits: also give back the logits of every drawn token.
+        timeout_s: how long to wait for a pipeline stage.
+
+    Returns:
+        the rollouts in the order of the batch on the rank with `groups.holds_outputs`, an empty
+        output on the others.
+
+    Raises:
+        ValueError: a prompt is empty, or a forced response or a limit is not from 1 to `max_new_tokens`.
+        UserError: the KV cache's budget does not hold the longest sequence.
+        RunError: another pipeline stage did not answer in time.
+    """
+    return generate_and_report(
+        decoder, batch, prompt_key, options, sample_key=sample_key, micro_batches=micro_batches, forced=forced,
+        limits=limits, return_logits=return_logits, timeout_s=timeout_s,
+    )[0]  # fmt: skip
+
+
+def generate_and_report(
+    decoder: Decoder,
+    batch: Batch,
+    prompt_key: str,
+    options: GenerationOptions,
+    *,
+    sample_key: tuple[int, int],
+    micro_batches: int,
+    forced: Sequence[Tensor] | None = None,
+    limits: Sequence[int] | None = None,
+    return_logits: bool = False,
+    timeout_s: float = 600.0,
+) -> tuple[GenerationOutput, GenerationReport]:
+    """See `generate`."""
+    prompts = batch.data[prompt_key]
+    _check(decoder, prompts, options, forced, limits)
+    groups, pp = decoder.groups, decoder.groups.layout.strategy.pp
+    weight = next(decoder.parameters())  # for its dtype and device
+    runs = _even_runs(len(batch), pp)
+    with torch.inference_mode(), packed_weights(decoder):
+        lanes = [
+            _lane(
+                decoder,
+                TokenChoice(
+                    prompts[run.start : run.stop],
+                    options,
+                    sample_key,
+                    batch.ids[run.start : run.stop],
+                    None if forced is None else forced[run.start : run.stop],
+                    None if limits is None else limits[run.start : run.stop],
+                    weight.device,
+                ),
+                max_running=-(-len(batch) // max(micro_batches, pp)),
+                budget_tokens=options.kv_cache_tokens,
+                num_lanes=len(runs),
+                return_logits=return_logits,
+            )
+            for run in runs
+        ]
+        Ring(groups, lanes, weight.new_empty(0, decoder.config.hidden_size), timeout_s).run()
+    report = GenerationReport(
+        steps=sum(lane.steps for lane in lanes),
+        preemptions=sum(lane.scheduler.preemptions for lane in lanes),
+        cache_bytes=sum(lane.cache.size_bytes for lane in lanes),
+    )
+    if not groups.holds_outputs:
+        return GenerationOutput(), report
+    # Outside of inference mode, so that training may differentiate through what it computes from these.
+    outputs = [lane.output(prompts[run.start : run.stop]) for lane, run in zip(lanes, runs, strict=True)]
+    names = [field.name for field in fields(GenerationOutput)]
+    return GenerationOutput(**{name: [x for o in outputs for x in getattr(o, name)] for name in names}), report
+
+
+def _lane(
+    decoder: Decoder,
+    choice: TokenChoice,
+    *,
+    max_running: int,
+    budget_tokens: int | None,
+    num_lanes: int,
+    return_logits: bool,
+) -> Lane:
+    """A part of the batch with its own pages."""
+    config, groups = decoder.config, decoder.groups
+    strategy = groups.layout.strategy
+    needs = sorted((pages_for(length, PAGE) for length in choice.longest().tolist()), reverse=True)
+    max_running = min(max_running, len(needs))
+    num_pages = enough = sum(needs[:max_running])
+    if budget_tokens is not None:
+        num_pages = min(num_pages, budget_tokens // num_lanes // PAGE)
+        if num_pages < needs[0]:
+            raise UserError(
+                f"kv_cache_tokens={budget_tokens} is room for {num_pages} pages of {PAGE} tokens in each of "
+                f"{num_lanes} parts of the batch, and one sequence of {int(choice.longest().max())} tokens "
+                f"needs {needs[0]}; set it to at least {needs[0] * PAGE * num_lanes}"
+            )
+    scheduler = Scheduler(
+        choice.prompt_lengths.tolist(),
+        choice.twins(),
+        num_pages=num_pages,
+        page_size=PAGE,
+        max_running=max_running,
+        max_prefill_tokens=MAX_PREFILL_TOKENS,
+        holds_all=num_pages == enough,
+    )
+    layers = stage_layers(config.num_layers, strategy.pp, groups.stage)
+    like = next(decoder.parameters())
+    cache = KVCache(layers, num_pages, config.num_kv_heads // strategy.tp, config.head_dim, like)
+    return Lane(decoder, choice, scheduler, cache, return_logits=return_logits)
+
+
+def _check(
+    decoder: Decoder,
+    prompts: list[Tensor],
+    options: GenerationOptions,
+    forced: Sequence[Tensor] | None,
+    limits: Sequence[int] | None,
+) -> None:
+    assert decoder.config.head == "lm", "generation needs a language-model head"
+    for i, prompt in enumerate(prompts):
+        if not len(prompt):
+            raise ValueError(f"prompt {i} of the batch is empty; give every prompt at least one token")
+    assert forced is None or len(forced) == len(prompts), f"{len(forced)} responses for {len(prompts)} prompts"
+    assert limits is None or len(limits) == len(prompts), f"{len(limits)} limits for {len(prompts)} prompts"
+    for i, limit in enumerate(limits or ()):
+        if not 1 <= limit <= options.max_new_tokens:
+            raise ValueError(f"limit {i} is {limit}; give it 1 to max_new_tokens={options.max_new_tokens}")
+    for i, response in enumerate(forced or ()):
+        if not 1 <= len(response) <= options.max_new_tokens:
+            raise ValueError(
+                f"forced response {i} has {len(response)} tokens; give it 1 to max_new_tokens={options.max_new_tokens}"
+            )
+
+
+def _even_runs(count: int, parts: int) -> list[range]:
+    """`range(count)` in at most `parts` runs, none empty, whose lengths differ by one at most."""
+    parts = min(parts, count)
+    return [range(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
+
+
+@contextmanager
+def packed_weights(decoder: Decoder) -> Iterator[None]:
+    """Linears have their weights in the kernels' order too, as long as many steps use the same ones.
+
+    It takes the memory of the linears' weights once more, and the time of about one decode step.
+    """
+    linears = [m for m in decoder.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
+    try:
+        for module in linears:
+            module.packed = pack(module.weight)
+        yield
+    finally:
+        for module in linears:
+            module.packed = None

@@ -1,0 +1,121 @@
+"""What an algorithm sees: the model it is called on, the call's context, and what it gives back."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from realhf.api.generation import GenerationOptions
+from realhf.api.model import DecoderConfig
+from realhf.engine.batch import Batch
+
+# A statistic is (weighted sum, weight): parts from several ranks add up, and sum / weight is the mean.
+Stats = dict[str, tuple[float, float]]
+
+# The output of a model's head: values [tokens], or `realhf.parallel.vocabulary.Logits` [tokens, vocab], which are
+# computed only as far as they are asked for. Callbacks know which of the two their model has.
+Head = Any
+
+# (output of the model's head on a micro-batch, packed; the micro-batch)
+#   -> per-sample tensors by key, each [length, ...]
+Postprocess = Callable[[Head, Batch], dict[str, list[Tensor]]]
+
+# (output of the model's head on a micro-batch, packed; the micro-batch)
+#   -> (loss summed over its terms, a scalar with gradient; statistics)
+LossFunction = Callable[[Head, Batch], tuple[Tensor, Stats]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerationOutput:
+    """The rollouts of a batch, in the order of its samples; empty on ranks that hold no outputs.
+
+    sequences[i]: [prompt + response], int64, the end token included where one was drawn;
+    logprobs[i]: [response], of the drawn tokens under the distribution they were drawn from;
+    untruncated_logprobs[i]: [response], under the whole distribution of the same temperature;
+    margins[i]: [response] float64, by how much the random number missed the nearest other
+    token's interval of the cumulative distribution (1 where the choice was forced or greedy).
+    logits[i]: [response, vocab], only if asked for.
+    """
+
+    sequences: list[Tensor] = field(default_factory=list)
+    logprobs: list[Tensor] = field(default_factory=list)
+    untruncated_logprobs: list[Tensor] = field(default_factory=list)
+    margins: list[Tensor] = field(default_factory=list)
+    logits: list[Tensor] = field(default_factory=list)
+
+
+class Model(Protocol):
+    """One rank's part of a model, laid out for the call. All ranks of the mesh call the same methods."""
+
+    config: DecoderConfig
+
+    def forward(
+        self, batch: Batch, tokens_key: str, postprocess: Postprocess, micro_batches: int
+    ) -> dict[str, list[Tensor]]:
+        """Runs the model without gradients on `batch.data[tokens_key]`.
+
+        Returns what `postprocess` gave, concatenated over the micro-batches, on the ranks of the
+        last pipeline stage; {} elsewhere. The head's output is the same on all ranks there.
+        """
+
+    def train_step(
+        self, batch: Batch, tokens_key: str, loss: LossFunction, weight: Callable[[Batch], float], micro_batches: int
+    ) -> Stats:
+        """One optimizer step on one mini-batch.
+
+        The gradient is that of sum(loss) / sum(weight) over all micro-batches of all
+        data-parallel ranks. Returns this data-parallel rank's statistics plus `loss`, and
+        `grad_norm`, `lr` (weight 1), on the last stage; {} elsewhere.
+        """
+
+    def generate(
+        self,
+        batch: Batch,
+        prompt_key: str,
+        options: GenerationOptions,
+        *,
+        sample_key: tuple[int, int],
+        micro_batches: int,
+        forced: Sequence[Tensor] | None = None,
+        return_logits: bool = False,
+    ) -> GenerationOutput:
+        """Samples a response for every prompt. `sample_key` is (seed, step): with the sample's id
+        and the position it determines every random number. `forced` replaces the draws by given
+        responses and leaves everything else as it is."""
+
+
+class Context(Protocol):
+    """What surrounds a call."""
+
+    seed: int
+    step: int
+    micro_batches: int
+    holds_outputs: bool
+    """True on the one rank of each data-parallel group whose outputs and statistics are taken."""
+    record: frozenset[str]
+    """Keys that the run records although no call consumes them, such as `logits` or `margin`."""
+
+    def sum_over_data_parallel(self, values: Tensor) -> Tensor:
+        """The element-wise sum over the data-parallel ranks, the same bits on every rank."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallResult:
+    """Outputs by key, one tensor [length, ...] a sample in the order of the call's batch, and statistics.
+
+    Taken only from ranks where `holds_outputs` is true; others may leave both empty.
+    """
+
+    outputs: dict[str, list[Tensor]] = field(default_factory=dict)
+    stats: Stats = field(default_factory=dict)
+
+
+class Interface(Protocol):
+    """An implementation has those of the three methods that its calls use."""
+
+    def generate(self, model: Model, batch: Batch, context: Context) -> CallResult: ...
+
+    def inference(self, model: Model, batch: Batch, context: Context) -> CallResult: ...
+
+    def train_step(self, model: Model, mini_batches: Sequence[Batch], context: Context) -> CallResult: ...

@@ -1,0 +1,173 @@
+"""One rank's part of a model, laid out for a call: what interfaces are called with."""
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from realhf.api.compute import ComputeConfig
+from realhf.api.errors import UserError
+from realhf.api.experiment import OptimizerConfig
+from realhf.api.generation import GenerationOptions
+from realhf.api.model import DecoderConfig
+from realhf.engine import build
+from realhf.engine.batch import Batch
+from realhf.engine.forward import forward
+from realhf.engine.generate import generate
+from realhf.engine.interface import GenerationOutput, LossFunction, Postprocess, Stats
+from realhf.engine.pipeline import Neighbours
+from realhf.engine.train import Trainer
+from realhf.models.checkpoint import CheckpointReader
+from realhf.models.checkpoint_index import STEPS_KEY, of_kind
+from realhf.parallel.groups import ParallelGroups
+from realhf.realloc.layout import Box
+from realhf.realloc.shards import boxes_in, counted_range
+
+
+class ShardedModel:
+    """Implements `realhf.engine.interface.Model` on the parameters that this rank holds under a layout.
+
+    The parameters are zeros until `initialise`, or until something writes into `boxes()` and calls
+    `parameters_changed`. Without an `optimizer` there are neither gradients nor optimizer state,
+    and `train_step` is an error.
+    """
+
+    def __init__(
+        self,
+        config: DecoderConfig,
+        groups: ParallelGroups,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        optimizer: OptimizerConfig | None = None,
+        total_optimizer_steps: int = 0,
+        compute: ComputeConfig | None = None,
+        timeout_s: float = 600.0,
+    ):
+        self.config, self.groups = config, groups
+        self.tokens_processed = 0  # of all batches so far, on ranks that hold outputs
+        self.arena = build.build_arena(config, groups, dtype, torch.device(device))
+        self.decoder = build.build_decoder(config, groups, dtype, device, self.arena)
+        self._neighbours = Neighbours(groups, config.hidden_size, self.arena.flat, timeout_s)
+        self.trainer: Trainer | None = None
+        if optimizer is not None:
+            self.trainer = Trainer(
+                self.decoder, self._neighbours, self.arena, optimizer, total_optimizer_steps, compute or ComputeConfig()
+            )
+
+    def initialise(self, seed: int) -> None:
+        """Random weights that depend on the seed alone, whatever the layout; see `build.initialise`."""
+        build.initialise(self.decoder, seed)
+        self.parameters_changed()
+
+    def boxes(self) -> dict[str, tuple[Box, Tensor]]:
+        """name -> (which part of the global parameter, the local tensor, to be read or written in place)."""
+        return build.boxes(self.decoder)
+
+    def parameters_changed(self) -> None:
+        """To be called after the parameters were written from outside."""
+        if self.trainer is not None:
+            self.trainer.optimizer.parameters_changed()
+
+    def optimizer_state(self) -> list[tuple[Box, Tensor]]:
+        """See `Trainer.state`; [] without an optimizer."""
+        return [] if self.trainer is None else self.trainer.state()
+
+    def state(self) -> list[tuple[Box, Tensor]]:
+        """What this rank writes of the model: boxes of parameters and of the optimizer's states (`NAME@exp_avg`).
+
+        Views of the live tensors, in the order and of the places that
+        `realhf.models.checkpoint_index.state_owners` gives this rank: every element of the model is in one rank's.
+        """
+        assert self.trainer is not None, "a model without an optimizer has parameters alone: `boxes`"
+        groups = self.groups
+        counted = counted_range(self.config, groups.layout, groups.rank)
+        parameters = [
+            (box, self.arena.flat[start : start + box.size].view(box.shape))
+            for box, start in boxes_in(self.config, groups.layout, groups.rank, counted)
+        ]
+        kinds = len(self.trainer.optimizer.state)
+        states = self.trainer.state(only_counted=True)
+        return [
+            piece
+            for i, parameter in enumerate(parameters)
+            for piece in (parameter, *states[i * kinds : (i + 1) * kinds])
+        ]
+
+    def load_state(self, reader: CheckpointReader) -> None:
+        """Takes parameters, optimizer states and step from a checkpoint with all of them, saved in any layout.
+
+        What was saved in the dtypes of this model comes back bit by bit. A model of a wider dtype takes its
+        parameters from the master copy, and one of a narrower dtype its master copy from the parameters.
+
+        Raises:
+            UserError: another architecture, no optimizer states, or a damaged file.
+        """
+        assert self.trainer is not None, "a model without an optimizer reads parameters alone into `boxes`"
+        reader.check_architecture(self.config)
+        saved = set(reader.names())
+        steps = reader.metadata.get(STEPS_KEY)
+        if not isinstance(steps, int) or not any("@" in name for name in saved):
+            raise UserError(
+                f"checkpoint {reader.directory} holds no optimizer states; start from its parameters, or choose a "
+                "checkpoint that was saved with them"
+            )
+        is_wide = not self.trainer.optimizer.has_master
+        for box, tensor in self.boxes().values():
+            master = of_kind(box, "master")
+            reader.read_into(tensor, master if is_wide and master.name in saved else box)
+        for box, tensor in self.trainer.state():
+            name, _, kind = box.name.partition("@")
+            is_missing = kind == "master" and box.name not in saved
+            reader.read_into(tensor, Box(name, box.offset, box.shape) if is_missing else box)
+        self.optimizer_steps = steps
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps made so far; settable, for a loaded checkpoint."""
+        return 0 if self.trainer is None else self.trainer.optimizer.step_count
+
+    @optimizer_steps.setter
+    def optimizer_steps(self, steps: int) -> None:
+        assert self.trainer is not None, "a model without an optimizer makes no optimizer steps"
+        self.trainer.optimizer.step_count = steps
+
+    def forward(
+        self, batch: Batch, tokens_key: str, postprocess: Postprocess, micro_batches: int
+    ) -> dict[str, list[Tensor]]:
+        self._count(batch.data[tokens_key])
+        return forward(self.decoder, self._neighbours, batch, tokens_key, postprocess, micro_batches)
+
+    def train_step(
+        self, batch: Batch, tokens_key: str, loss: LossFunction, weight: Callable[[Batch], float], micro_batches: int
+    ) -> Stats:
+        assert self.trainer is not None, "train_step on a model that was built without an optimizer"
+        self._count(batch.data[tokens_key])
+        return self.trainer.train_step(batch, tokens_key, loss, weight, micro_batches)
+
+    def generate(
+        self,
+        batch: Batch,
+        prompt_key: str,
+        options: GenerationOptions,
+        *,
+        sample_key: tuple[int, int],
+        micro_batches: int,
+        forced: Sequence[Tensor] | None = None,
+        return_logits: bool = False,
+    ) -> GenerationOutput:
+        output = generate(
+            self.decoder,
+            batch,
+            prompt_key,
+            options,
+            sample_key=sample_key,
+            micro_batches=micro_batches,
+            forced=forced,
+            return_logits=return_logits,
+            timeout_s=self._neighbours.timeout_s,
+        )
+        self._count(output.sequences)
+        return output
+
+    def _count(self, sequences: Sequence[Tensor]) -> None:
+        self.tokens_processed += sum(map(len, sequences))

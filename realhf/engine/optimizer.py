@@ -1,0 +1,102 @@
+"""AdamW on a flat vector of parameters, and its learning rate."""
+
+import math
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from realhf.api.experiment import OptimizerConfig
+
+# Elements whose states are brought from the host at once, where they are kept there.
+_OFFLOAD_CHUNK = 2**26
+
+
+def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
+    """The rate of optimizer step `step` (from 0): linear warm-up to `lr` over `warmup_steps` steps, then
+    the schedule, which decays towards `final_lr_ratio * lr` at step `total_steps` and stays there."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = min(1.0, (step - config.warmup_steps) / max(1, total_steps - config.warmup_steps))
+    match config.schedule:
+        case "constant":
+            remaining = 1.0
+        case "linear":
+            remaining = 1.0 - progress
+        case "cosine":  # Loshchilov and Hutter 2017, equation 5, without restarts
+            remaining = 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * (config.final_lr_ratio + (1.0 - config.final_lr_ratio) * remaining)
+
+
+def gradient_dtype(parameters: torch.dtype, config: OptimizerConfig) -> torch.dtype:
+    """What gradients are summed in over micro-batches and ranks, for parameters of a dtype."""
+    return torch.promote_types(parameters, torch.float32) if config.fp32_gradients else parameters
+
+
+class FlatAdamW:
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) on `parameters`, a vector that it changes in place.
+
+    The vector may be any part of a model's arena. Moments have its dtype; below float32 they
+    are float32, and so is a master copy of the parameters, which the vector is then rounded from
+    (Micikevicius et al. 2018, section 3.1). With `offload_states`, all of these lie in host memory between steps.
+    """
+
+    def __init__(self, parameters: Tensor, config: OptimizerConfig, total_steps: int):
+        self.config, self.total_steps = config, total_steps
+        self.parameters = parameters.detach()
+        self.step_count = 0
+        wide = torch.promote_types(parameters.dtype, torch.float32)
+        self.has_master = wide != parameters.dtype
+        kinds = ["exp_avg", "exp_avg_sq", *(["master"] if self.has_master else [])]
+        # Made here, not at the first step, so that a checkpoint can be loaded into them.
+        device = torch.device("cpu") if config.offload_states else parameters.device
+        is_pinned = config.offload_states and parameters.device.type == "cuda"  # copies need not wait then
+        self.state = {
+            kind: torch.zeros(parameters.shape, dtype=wide, device=device, pin_memory=is_pinned) for kind in kinds
+        }
+        self.parameters_changed()
+
+    @property
+    def lr(self) -> float:
+        """The rate of the next step."""
+        return learning_rate(self.config, self.step_count, self.total_steps)
+
+    def parameters_changed(self) -> None:
+        """Takes over parameters that were written from outside, where a master copy would undo that."""
+        if self.has_master:
+            self.state["master"].copy_(self.parameters)
+
+    def step(self, gradients: Tensor) -> None:
+        """One update with `gradients`, a vector like the parameters."""
+        chunk = _OFFLOAD_CHUNK if self.config.offload_states else max(1, len(self.parameters))
+        for start in range(0, len(self.parameters), chunk):
+            part = slice(start, start + chunk)
+            self._step(self.parameters[part], gradients[part], {kind: s[part] for kind, s in self.state.items()})
+        self.step_count += 1
+
+    def _step(self, parameters: Tensor, gradients: Tensor, kept: dict[str, Tensor]) -> None:
+        state = kept
+        if self.config.offload_states:
+            state = {k: s.to(parameters.device, non_blocking=True, copy=True) for k, s in kept.items()}
+        target = state["master"] if self.has_master else parameters
+        adamw(
+            [target],
+            [gradients.to(target.dtype)],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [torch.tensor(float(self.step_count), device=target.device)],
+            fused=True,  # one pass over memory, no temporaries
+            amsgrad=False,
+            beta1=self.config.beta1,
+            beta2=self.config.beta2,
+            lr=self.lr,
+            weight_decay=self.config.weight_decay,
+            eps=self.config.eps,
+            maximize=False,
+        )
+        if self.has_master:
+            parameters.copy_(target)
+        if state is not kept:
+            for kind, tensor in state.items():
+                kept[kind].copy_(tensor)

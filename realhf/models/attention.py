@@ -1,0 +1,62 @@
+"""Causal attention over packed sequences: the one seam between the decoder and its kernels."""
+
+from itertools import groupby
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+class Attention(Protocol):
+    """What a decoder layer calls. Packed training and the KV cache of generation each implement it."""
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+        """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim], all after
+        rotation; returns [tokens, heads, head_dim]. `layer` is the global layer index. A token attends
+        to the last `window` tokens of its sequence, itself included; to all of them if None."""
+
+
+class PackedAttention:
+    """Causal self-attention inside each packed sequence, without padding.
+
+    Neighbours of one length go through one kernel call: a batch packed in order of length costs as
+    many calls as it has distinct lengths.
+    """
+
+    def __init__(self, lengths: list[int]):
+        self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]  # (sequences, length)
+
+    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+        sizes = [count * length for count, length in self.runs]
+        dtype, parts = query.dtype, []
+        if dtype == torch.bfloat16 and query.device.type == "cpu" and torch.is_grad_enabled() and query.requires_grad:
+            # The CPU kernel's backward pass is up to six times slower in bfloat16, and never faster.
+            query, key, value = query.float(), key.float(), value.float()
+        # Split, not sliced: the gradient of a slice is as large as what it was taken from.
+        for run, *qkv in zip(self.runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
+            q, k, v = (x.unflatten(0, run).transpose(1, 2) for x in qkv)  # [sequences, heads, length, head_dim]
+            parts.append(_causal(q, k, v, window).transpose(1, 2).flatten(0, 1))
+        return torch.cat(parts).to(dtype)
+
+
+def _causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """Attention of q [sequences, heads, length, head_dim] to k and v [sequences, kv_heads, length, head_dim]."""
+    length, is_grouped = q.shape[2], q.shape[1] != k.shape[1]
+    if window is None or window >= length:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
+    parts = []
+    # Queries in blocks of a window's length: work grows with length x window, not with the length's square.
+    for start in range(0, length, window):
+        end, first = min(start + window, length), max(start - window + 1, 0)
+        queries = torch.arange(start, end, device=q.device)[:, None]
+        keys = torch.arange(first, end, device=q.device)
+        may_see = (keys <= queries) & (keys > queries - window)  # [block, keys]
+        k_part, v_part = k[:, :, first:end], v[:, :, first:end]
+        parts.append(F.scaled_dot_product_attention(q[:, :, start:end], k_part, v_part, may_see, enable_gqa=is_grouped))
+    return torch.cat(parts, dim=2)
+
+
+def packed_positions(lengths: list[int]) -> Tensor:
+    """Position of every packed token inside its sequence: [tokens] int64."""
+    return torch.cat([torch.arange(length) for length in lengths])

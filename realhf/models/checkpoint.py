@@ -1,0 +1,194 @@
+"""Checkpoints as boxes: each rank writes the boxes it owns, any layout reads the boxes it wants."""
+
+import hashlib
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from realhf.api.errors import UserError
+from realhf.api.model import DecoderConfig, DType
+from realhf.models.checkpoint_index import (
+    SavedBox,
+    box_file,
+    check_architecture,
+    digest_file,
+    file_keys,
+    finish,
+    present,
+    read_index,
+    staging_directory,
+    write_durably,
+)
+from realhf.realloc.layout import Box
+
+TORCH_DTYPE = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
+DTYPE_NAME: dict[torch.dtype, DType] = {
+    torch.float32: "float32",
+    torch.float64: "float64",
+    torch.bfloat16: "bfloat16",
+}
+
+
+def write_boxes(
+    directory: Path | str, rank: int, owned: Sequence[Box], tensors: Mapping[str, tuple[Box, Tensor]]
+) -> None:
+    """Writes the boxes that `rank` owns; the checkpoint `directory` appears when `finish` has been called.
+
+    `tensors` holds, by name, what this rank has: a box that contains the owned box of that name, and its tensor.
+    States beside a parameter are named `<parameter>@<kind>`. Returns when the file is on the disk.
+
+    Raises:
+        ValueError: an owned box does not lie in what the rank has.
+    """
+    pieces = []
+    for box in owned:
+        held, tensor = tensors.get(box.name, (None, None))
+        if held is None or tensor is None or held.intersect(box) != box:
+            raise ValueError(
+                f"rank {rank} owns {box} of the checkpoint but holds {held}; write what the layout gives it"
+            )
+        pieces.append((box, tensor.detach()[box.slices_in(held)]))
+    write_pieces(directory, rank, pieces)
+
+
+def write_pieces(
+    directory: Path | str, rank: int, pieces: Sequence[tuple[Box, Tensor]], *, hashed: bool = False
+) -> None:
+    """As `write_boxes`, with boxes and tensors of their shapes, of which several may be of one parameter.
+
+    `hashed` makes a digest of the file, which `CheckpointReader.check_content` compares.
+    """
+    if not pieces:
+        return
+    keys = file_keys([box for box, _ in pieces])
+    assert len(set(keys)) == len(keys), f"a box twice in the file of rank {rank}"
+    # A file holds no two tensors of one storage, hence the copies.
+    content = {
+        key: tensor.detach().to("cpu", copy=True).contiguous() for key, (_, tensor) in zip(keys, pieces, strict=True)
+    }
+    staging = staging_directory(Path(directory))
+    staging.mkdir(parents=True, exist_ok=True)
+    path = staging / box_file(rank)
+    (staging / digest_file(rank)).unlink(missing_ok=True)  # of an attempt that was interrupted
+    partial = path.with_name(path.name + ".tmp")
+    save_file(content, partial)
+    with partial.open("rb") as file:
+        os.fsync(file.fileno())
+        if hashed:
+            write_durably(staging / digest_file(rank), hashlib.file_digest(file, "sha256").hexdigest().encode())
+    partial.replace(path)
+
+
+def save_model(
+    directory: Path | str,
+    model: DecoderConfig,
+    state: Mapping[str, Tensor],
+    metadata: Mapping[str, Any] | None = None,
+) -> None:
+    """Saves a whole model that one process holds: global name -> whole tensor (and `<name>@<kind>` states)."""
+    whole = {name: (Box(name, (0,) * tensor.dim(), tuple(tensor.shape)), tensor) for name, tensor in state.items()}
+    owned = [box for box, _ in whole.values()]
+    write_boxes(directory, 0, owned, whole)
+    dtype = next(tensor.dtype for name, tensor in state.items() if "@" not in name)
+    finish(directory, model, DTYPE_NAME[dtype], {0: owned}, metadata)
+
+
+class CheckpointReader:
+    """Reads any box of a checkpoint, whatever layout it was saved under; only the parts wanted are read.
+
+    Raises:
+        UserError: `directory` holds no complete, undamaged checkpoint.
+    """
+
+    def __init__(self, directory: Path | str) -> None:
+        self.directory = present(Path(directory))
+        self.index = read_index(self.directory)
+        self._saved: dict[str, list[tuple[str, SavedBox]]] = {}
+        for saved_file in self.index.files:
+            for saved in saved_file.boxes:
+                self._saved.setdefault(saved.name, []).append((saved_file.file, saved))
+        self._open_files: dict[str, Any] = {}
+
+    @property
+    def metadata(self) -> dict[str, Any]:
+        return self.index.metadata
+
+    def names(self) -> list[str]:
+        """Everything there is to read: parameters, and states beside them as `<parameter>@<kind>`."""
+        return list(self._saved)
+
+    def check_content(self) -> None:
+        """Reads all files whose digest is in the index. Raises UserError naming one whose content is another."""
+        for saved_file in self.index.files:
+            path = self.directory / saved_file.file
+            if saved_file.sha256:
+                with path.open("rb") as file:
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                if found != saved_file.sha256:
+                    raise UserError(
+                        f"checkpoint file {path} has other content than when it was saved (sha256 {found}, not "
+                        f"{saved_file.sha256}); restore it or use another checkpoint"
+                    )
+
+    def check_architecture(self, model: DecoderConfig, ignore_head: bool = False) -> None:
+        """See `realhf.models.checkpoint_index.check_architecture`."""
+        check_architecture(self.index, self.directory, model, ignore_head)
+
+    def read(self, box: Box) -> Tensor:
+        """The contents of `box`, in the dtype they were saved in, on the CPU.
+
+        Raises:
+            UserError: the checkpoint has no such parameter, or a file is damaged.
+        """
+        file, saved = self._parts(box)[0]
+        tensor = torch.empty(box.shape, dtype=TORCH_DTYPE[self._slice(file, saved).get_dtype()])
+        self.read_into(tensor, box)
+        return tensor
+
+    def read_into(self, tensor: Tensor, box: Box) -> None:
+        """Fills `tensor`, of the shape of `box`, converting to its dtype. Raises as `read` does."""
+        if tuple(tensor.shape) != box.shape:
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} cannot take {box}")
+        for file, saved in self._parts(box):
+            common = box.intersect(saved.box)
+            assert common is not None
+            with torch.no_grad():
+                tensor[common.slices_in(box)].copy_(self._slice(file, saved)[common.slices_in(saved.box)])
+
+    def _parts(self, box: Box) -> list[tuple[str, SavedBox]]:
+        """The saved boxes that together make up `box`, with their files."""
+        if box.name not in self._saved:
+            raise UserError(
+                f"checkpoint {self.directory} has no parameter {box.name}, only {len(self._saved)} others such as "
+                f"{next(iter(self._saved), 'none')}; choose a checkpoint of this architecture"
+            )
+        parts = [(file, saved) for file, saved in self._saved[box.name] if box.intersect(saved.box)]
+        if sum(common.size for _, saved in parts if (common := box.intersect(saved.box))) != box.size:
+            raise UserError(
+                f"checkpoint {self.directory} does not hold all of {box.name} at offset {box.offset}, shape "
+                f"{box.shape}; choose a checkpoint of this architecture"
+            )
+        return parts
+
+    def _slice(self, file: str, saved: SavedBox) -> Any:
+        try:
+            if file not in self._open_files:
+                self._open_files[file] = safe_open(self.directory / file, framework="pt")
+            found = self._open_files[file].get_slice(saved.key or saved.name)
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"checkpoint file {self.directory / file} cannot be read at {saved.name} ({error}); "
+                f"restore it or use another checkpoint"
+            ) from error
+        if tuple(found.get_shape()) != saved.shape:
+            raise UserError(
+                f"checkpoint file {self.directory / file} has {saved.name} in shape {found.get_shape()}, not "
+                f"{list(saved.shape)} as its index says; restore it or use another checkpoint"
+            )
+        return found

@@ -1,0 +1,341 @@
+"""The index of a checkpoint: which file holds which box. No torch here: the master finishes a checkpoint with it.
+
+A checkpoint is a directory of `boxes-<rank>.safetensors` files and an `index.json`. Every owner writes its file into
+a staging directory beside the target (`realhf.models.checkpoint.write_boxes`); then one process checks the files,
+writes the index and renames the directory (`finish`): a directory of the final name is always complete.
+"""
+
+import os
+import shutil
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, asdict, fields
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from realhf.api.errors import UserError
+from realhf.api.layout import Layout
+from realhf.api.model import DecoderConfig, DType
+from realhf.models.parameters import decoder_parameters
+from realhf.realloc.layout import Box, device_boxes
+from realhf.realloc.shards import boxes_in, counted_range
+
+FORMAT = "realhf-checkpoint/1"
+INDEX_FILE = "index.json"
+# Of the metadata of a checkpoint with optimizer states: how many optimizer steps had been made.
+STEPS_KEY = "optimizer_steps"
+
+SAFETENSORS_DTYPE: dict[str, str] = {"float32": "F32", "float64": "F64", "bfloat16": "BF16"}
+
+
+class SavedBox(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One box of `name` in a file: of `<parameter>`, or `<parameter>@<kind>` for a state beside it.
+
+    `key` is its key in the file, where it is not the name.
+    """
+
+    name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+    key: str = ""
+
+    @property
+    def box(self) -> Box:
+        return Box(self.name, self.offset, self.shape)
+
+
+class SavedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`sha256` is the hexadecimal digest of the file's content, where its writer made one."""
+
+    file: str
+    size_bytes: int
+    boxes: list[SavedBox]
+    sha256: str = ""
+
+
+class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What `index.json` holds. `dtype` is that of the parameters; states beside them may have another."""
+
+    format: str
+    architecture: dict[str, Any]
+    dtype: DType
+    files: list[SavedFile]
+    metadata: dict[str, Any] = {}
+
+
+class HeaderEntry(msgspec.Struct, frozen=True):
+    """What the header of a safetensors file says of one tensor."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
+def box_file(rank: int) -> str:
+    """Name of the file that `rank` writes."""
+    return f"boxes-{rank}.safetensors"
+
+
+def digest_file(rank: int) -> str:
+    """Name of the file beside it with the digest of its content, until it is in the index."""
+    return box_file(rank) + ".sha256"
+
+
+def staging_directory(directory: Path) -> Path:
+    """Where the files of an unfinished checkpoint lie: beside the target, so that a rename completes it."""
+    return directory.with_name(f".{directory.name}.partial")
+
+
+def of_kind(box: Box, kind: str) -> Box:
+    """The box of a state beside a parameter, of the same place and shape: `<name>@exp_avg` for kind `exp_avg`."""
+    return Box(f"{box.name}@{kind}", box.offset, box.shape) if kind else box
+
+
+def checkpoint_owners(model: DecoderConfig, layout: Layout, kinds: Sequence[str] = ("",)) -> dict[int, list[Box]]:
+    """Who writes what: each distinct box of the layout exactly once, spread over its holders by size.
+
+    `kinds` lists what is saved of each box: "" the parameter, others the states beside it (`exp_avg`), which the same
+    device writes. Devices that write nothing are in the table with an empty list.
+    """
+    holders: dict[Box, list[int]] = {}
+    for device in layout.mesh.devices:
+        for box in device_boxes(model, layout, device):
+            holders.setdefault(box, []).append(device)
+    owned: dict[int, list[Box]] = {device: [] for device in layout.mesh.devices}
+    elements = dict.fromkeys(layout.mesh.devices, 0)
+    for box, devices in holders.items():
+        owner = min(devices, key=lambda device: (elements[device], device))
+        elements[owner] += box.size
+        owned[owner].extend(of_kind(box, kind) for kind in kinds)
+    return owned
+
+
+def optimizer_kinds(dtype: DType) -> tuple[str, ...]:
+    """The states that AdamW has beside each parameter of `dtype`: two moments, below float32 a master copy."""
+    return ("exp_avg", "exp_avg_sq", "master") if dtype == "bfloat16" else ("exp_avg", "exp_avg_sq")
+
+
+def state_owners(model: DecoderConfig, layout: Layout, dtype: DType) -> dict[int, list[Box]]:
+    """Who writes what of a checkpoint with optimizer states: each device the part of its shard that counts.
+
+    Every element of every parameter, and of the states beside it, is in it once (`counted_range`).
+    """
+    kinds = ("", *optimizer_kinds(dtype))
+    return {
+        device: [
+            of_kind(box, kind)
+            for box, _ in boxes_in(model, layout, device, counted_range(model, layout, device))
+            for kind in kinds
+        ]
+        for device in layout.mesh.devices
+    }
+
+
+def file_keys(boxes: Sequence[Box]) -> list[str]:
+    """The key of every box in the file that holds them: its name, with its offset where several have that name."""
+    count = Counter(box.name for box in boxes)
+    return [box.name if count[box.name] == 1 else f"{box.name}#{','.join(map(str, box.offset))}" for box in boxes]
+
+
+def finish(
+    directory: Path | str,
+    model: DecoderConfig,
+    dtype: DType,
+    owners: Mapping[int, Sequence[Box]],
+    metadata: Mapping[str, Any] | None = None,
+) -> CheckpointIndex:
+    """Completes the checkpoint `directory` after every owner has written its boxes; replaces one of that name.
+
+    `metadata` is anything JSON can hold: step, seed, position in the data.
+
+    Raises:
+        ValueError: the owners do not cover every parameter of the model exactly once.
+        UserError: a file is missing, truncated or holds other boxes; the target is left as it was.
+    """
+    directory = Path(directory)
+    _check_cover(model, owners)
+    staging = staging_directory(directory)
+    files = []
+    for rank, boxes in sorted(owners.items()):
+        if boxes:
+            size_bytes = _check_file(staging / box_file(rank), boxes, SAFETENSORS_DTYPE[dtype])
+            saved = [
+                SavedBox(name=box.name, offset=box.offset, shape=box.shape, key="" if key == box.name else key)
+                for box, key in zip(boxes, file_keys(boxes), strict=True)
+            ]
+            digest = staging / digest_file(rank)
+            sha256 = digest.read_text().strip() if digest.is_file() else ""
+            files.append(SavedFile(file=box_file(rank), size_bytes=size_bytes, boxes=saved, sha256=sha256))
+    index = CheckpointIndex(
+        format=FORMAT, architecture=asdict(model), dtype=dtype, files=files, metadata=dict(metadata or {})
+    )
+    for stale in {path.name for path in staging.iterdir()} - {saved_file.file for saved_file in files}:
+        (staging / stale).unlink()  # of an attempt that was interrupted
+    write_durably(staging / INDEX_FILE, msgspec.json.format(msgspec.json.encode(index)))
+    replace_directory(staging, directory)
+    return index
+
+
+def read_index(directory: Path | str) -> CheckpointIndex:
+    """The index of a checkpoint whose files are all there, of the right size.
+
+    Raises:
+        UserError: no checkpoint, not a complete one, of another format, or a damaged one.
+    """
+    directory = present(Path(directory))
+    path = directory / INDEX_FILE
+    if not path.is_file():
+        reason = "has no index.json: it is no complete checkpoint" if directory.is_dir() else "does not exist"
+        raise UserError(f"checkpoint {directory} {reason}; name the directory that a finished save made")
+    try:
+        raw = msgspec.json.decode(path.read_bytes())
+        found = raw.get("format") if isinstance(raw, dict) else None
+        if found != FORMAT:
+            raise UserError(f"{path} has format {found!r}, this version reads {FORMAT!r}; convert or save it again")
+        index = msgspec.convert(raw, CheckpointIndex)
+    except msgspec.MsgspecError as error:
+        raise UserError(f"{path} is damaged ({error}); use another checkpoint") from error
+    for saved_file in index.files:
+        if Path(saved_file.file).name != saved_file.file:
+            raise UserError(
+                f"{path} names the file {saved_file.file!r}, which is not a plain name; use another checkpoint"
+            )
+        _check_size(directory / saved_file.file, saved_file.size_bytes)
+    return index
+
+
+def check_architecture(
+    index: CheckpointIndex, directory: Path, model: DecoderConfig, ignore_head: bool = False
+) -> None:
+    """Raises UserError where the checkpoint is of another architecture than `model`.
+
+    `ignore_head` allows another head on the same trunk: a reward model that starts from a language model.
+    """
+    ignored = {"head", "tied_embeddings"} if ignore_head else set()
+    wanted = msgspec.json.decode(msgspec.json.encode(model))
+    # Fields that a checkpoint does not mention came later; it was saved when every model had their defaults.
+    defaults = {f.name: f.default for f in fields(model) if f.default is not MISSING}
+    saved = msgspec.json.decode(msgspec.json.encode(defaults)) | index.architecture
+    differing = [
+        f"{name}={saved.get(name)!r} (the model has {wanted.get(name)!r})"
+        for name in {**wanted, **saved}
+        if name not in ignored and saved.get(name) != wanted.get(name)
+    ]
+    if differing:
+        raise UserError(
+            f"checkpoint {directory} is of another architecture: {', '.join(differing)}; "
+            f"load it into a model of its own architecture or choose another checkpoint"
+        )
+
+
+def write_durably(path: Path, content: bytes) -> None:
+    """Writes a file that is either whole or absent, on the disk when this returns."""
+    partial = path.with_name(path.name + ".tmp")
+    with partial.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    partial.replace(path)
+
+
+def _check_cover(model: DecoderConfig, owners: Mapping[int, Sequence[Box]]) -> None:
+    """Each parameter, and each state beside one, must be owned as a whole: disjoint boxes of its full size."""
+    shapes = {spec.name: spec.shape for spec in decoder_parameters(model)}
+    by_name: dict[str, list[Box]] = {name: [] for name in shapes}
+    for boxes in owners.values():
+        for box in boxes:
+            if box.name.partition("@")[0] not in shapes:
+                raise ValueError(f"{box.name} is no parameter of the model; own the boxes of this architecture")
+            by_name.setdefault(box.name, []).append(box)
+    for name, boxes in by_name.items():
+        whole = Box(name, (0,) * len(shapes[name.partition("@")[0]]), shapes[name.partition("@")[0]])
+        is_disjoint = not any(a.intersect(b) for i, a in enumerate(boxes) for b in boxes[:i])
+        is_inside = all(whole.intersect(box) == box for box in boxes)
+        if not (is_disjoint and is_inside and sum(box.size for box in boxes) == whole.size):
+            raise ValueError(f"the owners do not cover {name} of shape {whole.shape} exactly once; boxes: {boxes}")
+
+
+def read_header(path: Path) -> dict[str, HeaderEntry]:
+    """What a safetensors file says it holds; the file is as long as that needs.
+
+    The format: 8 bytes little-endian length n, n bytes of JSON {key: {dtype, shape, data_offsets}}, the data.
+
+    Raises:
+        UserError: the file is missing, truncated or no safetensors file.
+    """
+    _check_size(path, None)
+    size_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        try:
+            header = _decode_header(file.read(header_bytes) if header_bytes <= size_bytes - 8 else b"")
+        except msgspec.MsgspecError as error:
+            raise UserError(
+                f"checkpoint file {path} is truncated or no safetensors file; save or copy the checkpoint again"
+            ) from error
+    _check_size(path, 8 + header_bytes + max((entry.data_offsets[1] for entry in header.values()), default=0))
+    return header
+
+
+def _check_file(path: Path, boxes: Sequence[Box], parameter_dtype: str) -> int:
+    """Size in bytes of the safetensors file, which holds exactly `boxes` according to its own header."""
+    header = read_header(path)
+    found = {name: entry.shape for name, entry in header.items()}
+    wanted = {key: box.shape for key, box in zip(file_keys(boxes), boxes, strict=True)}
+    if found != wanted:
+        differing = sorted(name for name in found.keys() | wanted.keys() if found.get(name) != wanted.get(name))
+        raise UserError(
+            f"checkpoint file {path} holds other boxes than its owner should write: {differing[0]} has shape "
+            f"{found.get(differing[0])}, not {wanted.get(differing[0])}; save the checkpoint again"
+        )
+    for name, entry in header.items():
+        if "@" not in name and entry.dtype != parameter_dtype:
+            raise UserError(f"checkpoint file {path}: {name} is {entry.dtype}, not {parameter_dtype}; save it again")
+    return path.stat().st_size
+
+
+def _decode_header(content: bytes) -> dict[str, HeaderEntry]:
+    raw = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+    raw.pop("__metadata__", None)
+    return {name: msgspec.json.decode(entry, type=HeaderEntry) for name, entry in raw.items()}
+
+
+def _check_size(path: Path, size_bytes: int | None) -> None:
+    if not path.is_file():
+        raise UserError(f"checkpoint file {path} is missing; restore it or use another checkpoint")
+    found = path.stat().st_size
+    if size_bytes is not None and found != size_bytes:
+        raise UserError(
+            f"checkpoint file {path} has {found} bytes, not {size_bytes}: it is truncated or was changed; "
+            f"restore it or use another checkpoint"
+        )
+
+
+def present(directory: Path) -> Path:
+    """Where the checkpoint of a name is: there, or moved aside where a process that replaced it died in between."""
+    old = _moved_aside(directory)
+    return old if old.exists() and not directory.exists() else directory
+
+
+def _moved_aside(directory: Path) -> Path:
+    return directory.with_name(f".{directory.name}.old")
+
+
+def replace_directory(staging: Path, directory: Path) -> None:
+    """Renames `staging` to `directory`; a directory already there is moved aside first, then removed.
+
+    At every moment one of the two has a complete checkpoint (`present`).
+    """
+    old = _moved_aside(directory)
+    if directory.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        directory.rename(old)
+    staging.rename(directory)
+    parent = os.open(directory.parent, os.O_RDONLY)
+    try:
+        os.fsync(parent)
+    finally:
+        os.close(parent)
+    shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,131 @@
+"""Converts a checkpoint between Hugging Face's format and boxes, in one process without a GPU.
+
+`python -m realhf.models.convert` is what `realhf convert` runs: the command line itself does not load torch.
+"""
+
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import torch
+
+from realhf.api.errors import UserError
+from realhf.api.hugging_face import config_content, family_of
+from realhf.api.model import DecoderConfig, DType
+from realhf.models.checkpoint import CheckpointReader, write_boxes
+from realhf.models.checkpoint_index import finish
+from realhf.models.hugging_face_files import CONFIG_FILE, HuggingFaceDirectory, is_hugging_face
+from realhf.models.hugging_face_weights import HuggingFaceReader, in_parts, write_hugging_face
+from realhf.models.parameters import decoder_parameters, parameter_count
+from realhf.realloc.layout import Box
+
+# In a checkpoint of boxes: what came with the weights and is needed to convert back.
+COMPANION_FOLDER = "hugging_face"
+
+_DTYPES: dict[str, DType] = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float32"}
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """What to convert. `dtype` None keeps that of the source (float16 becomes float32); `like` is a Hugging Face
+    directory whose config.json and tokenizer the result gets."""
+
+    source: str
+    target: str
+    dtype: DType | None = None
+    like: str | None = None
+    max_file_bytes: int = 5 * 10**9
+
+
+def convert(conversion: Conversion, say: Say) -> None:
+    """Converts in the direction that the source asks for, and tells `say` every step.
+
+    Raises:
+        UserError: the source cannot be read, or the target exists.
+    """
+    if Path(conversion.target).exists():
+        raise UserError(f"{conversion.target} exists already; give a new directory, or remove it first")
+    if is_hugging_face(conversion.source):
+        to_boxes(conversion, say)
+    else:
+        to_hugging_face(conversion, say)
+
+
+def to_boxes(conversion: Conversion, say: Say) -> None:
+    """From a Hugging Face directory to a checkpoint of boxes."""
+    source, target = HuggingFaceDirectory(conversion.source), Path(conversion.target)
+    has_values = "score.weight" in source.tensors
+    model = source.model.with_head("scalar") if has_values else source.model
+    _describe(f"{source.path}: Hugging Face {source.family.model_type}", model, say)
+    reader = HuggingFaceReader(source.path, model)
+    dtype = conversion.dtype or _DTYPES[next(iter(source.tensors.values()))[1].dtype]
+    shapes = {spec.name: spec.shape for spec in decoder_parameters(model)}
+    owners: dict[int, list[Box]] = {}
+    for rank, names in enumerate(in_parts(shapes, getattr(torch, dtype).itemsize, conversion.max_file_bytes)):
+        boxes = {name: Box(name, (0,) * len(shapes[name]), shapes[name]) for name in names}
+        say(f"reading {len(names)} parameters, from {names[0]} to {names[-1]}, as {dtype}")
+        owners[rank] = list(boxes.values())
+        held = {name: (box, reader.read(box).to(getattr(torch, dtype))) for name, box in boxes.items()}
+        write_boxes(target, rank, owners[rank], held)
+    finish(target, model, dtype, owners, {"converted_from": str(source.path)})
+    folder = target / COMPANION_FOLDER
+    folder.mkdir()
+    for path in [source.path / CONFIG_FILE, *source.companions()]:
+        say(f"copying {path.name}")
+        shutil.copyfile(path, folder / path.name)
+    say(f"{target}: checkpoint of {len(owners)} file{'s' if len(owners) > 1 else ''}, {dtype}")
+
+
+def to_hugging_face(conversion: Conversion, say: Say) -> None:
+    """From a checkpoint of boxes to a Hugging Face directory."""
+    reader, target = CheckpointReader(conversion.source), Path(conversion.target)
+    model = msgspec.convert(reader.index.architecture, DecoderConfig)
+    _describe(f"{reader.directory}: checkpoint of boxes", model, say)
+    states = sum("@" in name for name in reader.names())
+    if states:
+        say(f"leaving out {states} optimizer states, which the format has no place for")
+    like = Path(conversion.like) if conversion.like else reader.directory / COMPANION_FOLDER
+    has_like = is_hugging_face(like)
+    if conversion.like and not has_like:
+        raise UserError(f"--like {like}: no config.json there; give the directory of a Hugging Face checkpoint")
+    companions = HuggingFaceDirectory(like).companions() if has_like else []
+    if not companions:
+        say("no tokenizer to copy; --like DIR takes one from there")
+    files = write_hugging_face(
+        target,
+        model,
+        conversion.dtype or reader.index.dtype,
+        reader.read_into,
+        like=config_content(like / CONFIG_FILE) if has_like else None,
+        companions=companions,
+        max_file_bytes=conversion.max_file_bytes,
+    )
+    for path in files:
+        say(f"wrote {path.name}, {path.stat().st_size:,} bytes")
+    family = family_of(config_content(target / CONFIG_FILE)).model_type
+    say(f"{target}: Hugging Face {family}, {conversion.dtype or reader.index.dtype}")
+
+
+def _describe(what: str, model: DecoderConfig, say: Say) -> None:
+    head = "scalar head" if model.head == "scalar" else "tied embeddings" if model.tied_embeddings else "untied"
+    say(f"{what}, {parameter_count(model):,} parameters, {model.num_layers} layers, {head}")
+
+
+def main() -> int:
+    """Runs the conversion given as JSON; returns 0, or 2 where the input was wrong."""
+    torch.set_num_threads(1)
+    try:
+        convert(msgspec.json.decode(sys.argv[1], type=Conversion), lambda line: print(line, flush=True))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

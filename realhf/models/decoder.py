@@ -1,0 +1,178 @@
+"""The decoder: one pipeline stage of a model of any family, written as for one device.
+
+Tensor parallelism enters through the sizes of the local weights and the three layer classes of
+`realhf.parallel.tensor`; head counts are inferred from them. With one stage and no group this is
+the whole model on one device. What differs between families (norms, MLP, positions, biases, windows)
+is chosen by the fields of `DecoderConfig` when a module is made.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from realhf.api.compute import Recomputation
+from realhf.api.layout import stage_layers
+from realhf.api.model import DecoderConfig
+from realhf.models.attention import Attention
+from realhf.models.mlp import feed_forward
+from realhf.models.norms import RMSNorm, hidden_norm
+from realhf.models.recomputation import run_layer
+from realhf.models.rotary import rotary_tables, rotate
+from realhf.parallel.groups import ParallelGroups
+from realhf.parallel.sequence import TokenShards, enter, gather_outputs
+from realhf.parallel.tensor import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+)
+from realhf.parallel.vocabulary import Logits
+
+
+class SelfAttention(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int, tp: int, group: dist.ProcessGroup | None):
+        super().__init__()
+        hidden, bias = config.hidden_size, config.qkv_bias
+        self.layer, self.head_dim, self.window, self.group = layer, config.head_dim, config.window(layer), group
+        self.q_proj = ColumnParallelLinear((config.query_size // tp, hidden), bias=bias)
+        self.k_proj = ColumnParallelLinear((config.kv_size // tp, hidden), bias=bias)
+        self.v_proj = ColumnParallelLinear((config.kv_size // tp, hidden), bias=bias)
+        self.o_proj = RowParallelLinear((hidden, config.query_size // tp), group, bias=config.attention_output_bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, group)
+            self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, group)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention, shards: TokenShards | None = None
+    ) -> Tensor:
+        x = enter(x, self.group, shards)
+        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
+        out = attend(self.layer, q, k, v, self.window)  # [tokens, heads / tp, head_dim]
+        return self.o_proj(out.flatten(-2), shards)
+
+
+class DecoderLayer(nn.Module):
+    def __init__(self, config: DecoderConfig, layer: int, tp: int, group: dist.ProcessGroup | None):
+        super().__init__()
+        self.input_layernorm = hidden_norm(config)
+        self.self_attn = SelfAttention(config, layer, tp, group)
+        self.post_attention_layernorm = hidden_norm(config)
+        self.mlp = feed_forward(config, tp, group)
+
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention, shards: TokenShards | None = None
+    ) -> Tensor:
+        """With `shards`, x and what is returned are this rank's tokens; cos and sin are of all tokens."""
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend, shards)
+        return x + self.mlp(self.post_attention_layernorm(x), shards)
+
+
+class PositionEmbedding(nn.Module):
+    """A learned vector for every position; every tensor-parallel rank has all of them."""
+
+    def __init__(self, max_positions: int, hidden_size: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(max_positions, hidden_size))
+
+    def forward(self, positions: Tensor) -> Tensor:
+        return F.embedding(positions, self.weight)  # [tokens, hidden]
+
+
+class _Trunk(nn.Module):
+    """The parameters that Hugging Face keeps under `model.`"""
+
+    def __init__(self, config: DecoderConfig, layers: range, tp: int, groups: ParallelGroups):
+        super().__init__()
+        if groups.is_first_stage:
+            self.embed_tokens = VocabParallelEmbedding((config.vocab_size // tp, config.hidden_size), groups.tensor)
+            if config.positions == "learned":
+                self.embed_positions = PositionEmbedding(config.max_positions, config.hidden_size)
+        self.layers = nn.ModuleDict({str(i): DecoderLayer(config, i, tp, groups.tensor) for i in layers})
+        if groups.is_last_stage:
+            self.norm = hidden_norm(config)
+
+
+class Decoder(nn.Module):
+    """This rank's stage and tensor-parallel part of a model; parameters are uninitialised.
+
+    Parameter names and shapes are those of `realhf.realloc.layout.device_boxes`.
+    """
+
+    def __init__(self, config: DecoderConfig, groups: ParallelGroups):
+        super().__init__()
+        strategy = groups.layout.strategy
+        self.config, self.groups = config, groups
+        layers = stage_layers(config.num_layers, strategy.pp, groups.stage)
+        self.model = _Trunk(config, layers, strategy.tp, groups)
+        if not groups.is_last_stage:
+            return
+        if config.head == "scalar":
+            self.score = ColumnParallelLinear((1, config.hidden_size))
+        elif not config.tied_embeddings:
+            self.lm_head = ColumnParallelLinear((config.vocab_size // strategy.tp, config.hidden_size))
+        elif not groups.is_first_stage:
+            # The second copy of the tied embedding; the training engine sums both gradients.
+            self.model.embed_tokens = VocabParallelEmbedding(
+                (config.vocab_size // strategy.tp, config.hidden_size), groups.tensor
+            )
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        attend: Attention,
+        head_rows: Tensor | None = None,
+        shards: TokenShards | None = None,
+        recomputation: Recomputation = "off",
+    ) -> Tensor | Logits:
+        """One stage.
+
+        Args:
+            x: tokens [tokens] int64 on the first stage, else the previous stage's hidden states
+                [tokens, hidden].
+            positions: place of every token in its sequence [tokens].
+            head_rows: which rows the head is run on, in the order of its output (last stage; None: all).
+            shards: sequence parallelism: hidden states between layers and stages are this rank's tokens.
+            recomputation: see `realhf.models.recomputation.run_layer`.
+
+        Returns:
+            hidden states [tokens, hidden]; on the last stage logits [tokens, vocab], of which none is computed yet, or
+            values [tokens].
+        """
+        if self.groups.is_first_stage:
+            x = self.embed(x, positions, shards)
+        cos, sin = rotary_tables(positions, self.config, x.dtype)
+        for layer in self.model.layers.values():
+            x = run_layer(recomputation, layer, x, cos, sin, attend, shards)
+        if not self.groups.is_last_stage:
+            return x
+        return self.output(x, head_rows, shards)
+
+    def embed(self, tokens: Tensor, positions: Tensor, shards: TokenShards | None = None) -> Tensor:
+        """What the first layer gets on the first stage: [tokens, hidden], from tokens and positions [tokens]."""
+        x = self.model.embed_tokens(tokens, shards)
+        if self.config.scale_embeddings:
+            x = x * x.new_tensor(self.config.hidden_size**0.5)  # rounded to the dtype of x first, as in Gemma
+        if self.config.positions == "learned":
+            x = x + self.model.embed_positions(positions if shards is None else positions[shards.own])
+        return x
+
+    def output(self, x: Tensor, rows: Tensor | None = None, shards: TokenShards | None = None) -> Tensor | Logits:
+        """The final norm and the head on hidden states [tokens, hidden] of the last stage: see `forward`."""
+        x = self.model.norm(x)
+        if self.config.head == "scalar":
+            values = gather_outputs(self.score(x).squeeze(-1), shards)  # [tokens]
+            return values if rows is None else values.index_select(0, rows)
+        x = enter(x, self.groups.tensor, shards)
+        x = x if rows is None else x.index_select(0, rows)
+        if self.config.tied_embeddings:
+            return Logits(x, self.model.embed_tokens.weight, self.groups.tensor)
+        return Logits(x, self.lm_head.weight, self.groups.tensor, self.lm_head.packed)
+
+    def head(self, x: Tensor) -> Tensor:
+        """As `output`, with the logits complete on every tensor-parallel rank."""
+        output = self.output(x)
+        return output.full() if isinstance(output, Logits) else output

@@ -1,0 +1,164 @@
+"""A Hugging Face checkpoint directory: its config, and which file holds which tensor. No torch here.
+
+A launcher finds out with it, from the headers of the files, whether a model can be loaded before anything starts.
+"""
+
+from collections.abc import Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from realhf.api.errors import UserError
+from realhf.api.hugging_face import config_content, decoder_of, family_of
+from realhf.api.model import DecoderConfig
+from realhf.models.checkpoint_index import HeaderEntry, check_architecture, read_header, read_index
+from realhf.models.hugging_face import Source, is_ignored, sources
+
+CONFIG_FILE = "config.json"
+WEIGHTS_FILE = "model.safetensors"
+WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
+
+# What goes along with the weights, where it is there.
+COMPANION_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+
+_DTYPES = ("F64", "F32", "BF16", "F16")
+_HEADS = ("lm_head.weight", "score.weight")
+
+
+class HuggingFaceDirectory:
+    """What is in a checkpoint directory, by its config.json, its index and the headers of its files.
+
+    Raises:
+        UserError: no such directory, a config.json that cannot be used, no safetensors, a missing or truncated file.
+    """
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        if not self.path.is_dir():
+            raise UserError(f"checkpoint {path} does not exist; give the directory of a Hugging Face checkpoint")
+        self.config = config_content(self.path / CONFIG_FILE)
+        self.family = family_of(self.config, self.path / CONFIG_FILE)
+        self.model: DecoderConfig = decoder_of(self.config, self.path / CONFIG_FILE)  # under a language-model head
+
+    @cached_property
+    def tensors(self) -> dict[str, tuple[Path, HeaderEntry]]:
+        """Every tensor by name: the file that holds it, its dtype and shape."""
+        held = {name: (path, entry) for path in self._files() for name, entry in read_header(path).items()}
+        for name, file in self._weight_map().items():
+            if name not in held:
+                raise UserError(f"{self.path / file} lacks the tensor {name} that the index puts there; copy it again")
+        return held
+
+    def companions(self) -> list[Path]:
+        """Tokenizer and generation files that are there."""
+        return [self.path / name for name in COMPANION_FILES if (self.path / name).is_file()]
+
+    def sources(self, model: DecoderConfig) -> dict[str, Source]:
+        """Parameter of `model` -> where this checkpoint has it, under the names that it uses."""
+        found = sources(model, self.family.model_type)
+        if any(name.startswith("transformer.") for name in self.tensors) or self.family.model_type != "gpt2":
+            return found
+        # Saved from the base model, as the published GPT-2 is: names have no prefix.
+        return {
+            name: Source(s.tensor.removeprefix("transformer."), s.shape, s.offset, s.transposed)
+            for name, s in found.items()
+        }
+
+    def check(self, model: DecoderConfig, new_head: bool = False) -> None:
+        """Raises UserError, naming field or tensor, where `model` cannot be loaded from this checkpoint.
+
+        With `new_head` the head's own tensors are not asked for, whatever head the checkpoint has.
+        """
+        self._check_architecture(model)
+        wanted = {name: s for name, s in self.sources(model).items() if not (new_head and name in _HEADS)}
+        for source in wanted.values():
+            self._check_tensor(source, model)
+        used = {source.tensor for source in wanted.values()}
+        allowed = set(_HEADS) if new_head or model.tied_embeddings else set()
+        for name in self.tensors:
+            if name not in used | allowed and not is_ignored(name):
+                raise UserError(
+                    f"checkpoint {self.path} has the tensor {name}, which a {self.family.model_type} of its "
+                    "config.json does not have; choose a checkpoint whose files and config.json belong together"
+                    + (", or a new head (new_head=True)" if name in _HEADS else "")
+                )
+
+    def _check_architecture(self, model: DecoderConfig) -> None:
+        ours, theirs = (msgspec.to_builtins(m.with_head("scalar")) for m in (model, self.model))
+        differing = [f"{k}={theirs[k]!r} (the model has {ours[k]!r})" for k in ours if ours[k] != theirs[k]]
+        if model.head == "lm" and model.tied_embeddings != self.model.tied_embeddings:
+            differing.append(f"tied_embeddings={self.model.tied_embeddings} (the model has {model.tied_embeddings})")
+        if differing:
+            raise UserError(
+                f"checkpoint {self.path} is of another architecture: {', '.join(differing)}; take the model's "
+                "architecture from its config.json or choose another checkpoint"
+            )
+
+    def _check_tensor(self, source: Source, model: DecoderConfig) -> None:
+        if source.tensor not in self.tensors:
+            remedy = "choose a complete checkpoint"
+            if source.tensor == "score.weight":
+                remedy = "it has no scalar head: start with a new one (new_head=True)"
+            raise UserError(f"checkpoint {self.path} lacks the tensor {source.tensor}; {remedy}")
+        file, entry = self.tensors[source.tensor]
+        if entry.shape != source.shape:
+            raise UserError(
+                f"{file}: {source.tensor} has shape {list(entry.shape)}, but config.json asks for "
+                f"{list(source.shape)}; choose a checkpoint whose files and config.json belong together"
+            )
+        if entry.dtype not in _DTYPES:
+            raise UserError(
+                f"{file}: {source.tensor} is of dtype {entry.dtype}, which a parameter cannot be; choose a checkpoint "
+                f"in one of {', '.join(_DTYPES)}, not a quantized one"
+            )
+
+    def _files(self) -> list[Path]:
+        if (self.path / WEIGHTS_INDEX_FILE).is_file():
+            return [self.path / name for name in sorted(set(self._weight_map().values()))]
+        if (self.path / WEIGHTS_FILE).is_file():
+            return [self.path / WEIGHTS_FILE]
+        others = sorted(p.name for p in self.path.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
+        why = f" (only {others[0]}, which needs pickle and is not read)" if others else ""
+        raise UserError(
+            f"checkpoint {self.path} has neither {WEIGHTS_FILE} nor {WEIGHTS_INDEX_FILE}{why}; "
+            "save it again with save_pretrained(..., safe_serialization=True)"
+        )
+
+    def _weight_map(self) -> Mapping[str, str]:
+        path = self.path / WEIGHTS_INDEX_FILE
+        if not path.is_file():
+            return {}
+        try:
+            index: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+            weight_map = msgspec.convert(index.get("weight_map"), dict[str, str])
+        except msgspec.MsgspecError as error:
+            raise UserError(f"{path} is damaged ({error}); copy the checkpoint again") from error
+        for file in set(weight_map.values()):
+            if Path(file).name != file:
+                raise UserError(f"{path} names the file {file!r}, which is not a plain name; use another checkpoint")
+        return weight_map
+
+
+def is_hugging_face(directory: Path | str) -> bool:
+    """Whether a checkpoint directory is Hugging Face's rather than one of boxes."""
+    return (Path(directory) / CONFIG_FILE).is_file()
+
+
+def check_checkpoint(directory: Path | str, model: DecoderConfig, new_head: bool = False) -> None:
+    """Raises UserError where `model` cannot be loaded from a checkpoint of either kind; reads no tensor."""
+    if is_hugging_face(directory):
+        HuggingFaceDirectory(directory).check(model, new_head)
+    else:
+        check_architecture(read_index(directory), Path(directory), model, ignore_head=new_head)

@@ -1,0 +1,95 @@
+"""The feed-forward half of a layer: gated, plain, or a mixture of experts."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from realhf.api.model import Activation, DecoderConfig
+from realhf.parallel.sequence import TokenShards, enter, gather_outputs, leave
+from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+
+
+def activate(x: Tensor, activation: Activation) -> Tensor:
+    match activation:
+        case "silu":
+            return F.silu(x)
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "relu":
+            return F.relu(x)
+
+
+class GatedMLP(nn.Module):
+    """down(activation(gate(x)) * up(x)) (Shazeer, 2020)."""
+
+    def __init__(self, config: DecoderConfig, tp: int, group: dist.ProcessGroup | None):
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.activation, self.group = config.activation, group
+        self.gate_proj = ColumnParallelLinear((inner // tp, hidden), bias=bias)
+        self.up_proj = ColumnParallelLinear((inner // tp, hidden), bias=bias)
+        self.down_proj = RowParallelLinear((hidden, inner // tp), group, bias=bias)
+
+    def forward(self, x: Tensor, shards: TokenShards | None = None) -> Tensor:
+        x = enter(x, self.group, shards)
+        return self.down_proj(activate(self.gate_proj(x), self.activation) * self.up_proj(x), shards)
+
+
+class PlainMLP(nn.Module):
+    """down(activation(up(x)))."""
+
+    def __init__(self, config: DecoderConfig, tp: int, group: dist.ProcessGroup | None):
+        super().__init__()
+        hidden, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.activation, self.group = config.activation, group
+        self.up_proj = ColumnParallelLinear((inner // tp, hidden), bias=bias)
+        self.down_proj = RowParallelLinear((hidden, inner // tp), group, bias=bias)
+
+    def forward(self, x: Tensor, shards: TokenShards | None = None) -> Tensor:
+        inner = activate(self.up_proj(enter(x, self.group, shards)), self.activation)
+        return self.down_proj(inner, shards)
+
+
+class MixtureOfExperts(nn.Module):
+    """Every token through the experts that the router prefers, their outputs weighted by its probabilities.
+
+    Every rank has a part of every expert, divided as a dense MLP is; all ranks route alike (Jiang et al., 2024).
+    """
+
+    def __init__(self, config: DecoderConfig, tp: int, group: dist.ProcessGroup | None):
+        super().__init__()
+        self.config, self.group = config.experts, group
+        self.gate = ColumnParallelLinear((config.experts.count, config.hidden_size))
+        # Without a group: the parts of all experts are summed over the ranks at once.
+        self.experts = nn.ModuleList(GatedMLP(config, tp, None) for _ in range(config.experts.count))
+
+    def forward(self, x: Tensor, shards: TokenShards | None = None) -> Tensor:
+        chosen, weights = self._route(x)  # [tokens, per_token] each
+        chosen = gather_outputs(chosen, shards)
+        # A rank sees only its part of what the experts give, hence only a part of these two gradients.
+        x, weights = enter(x, self.group, shards), enter(weights, self.group, shards)
+        order = chosen.flatten().argsort(stable=True)  # rows of (token, choice) by expert
+        rows = x.repeat_interleave(self.config.per_token, dim=0)[order]
+        counts = chosen.flatten().bincount(minlength=self.config.count).tolist()
+        parts = zip(self.experts, rows.split(counts), strict=True)
+        given = torch.cat([expert(part) for expert, part in parts if len(part)])
+        by_token = given[order.argsort()].unflatten(0, chosen.shape)  # [tokens, per_token, hidden]
+        return leave((by_token * weights[..., None]).sum(dim=1), self.group, shards)
+
+    def _route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        logits = self.gate(x)  # [tokens, experts]
+        probabilities = logits.to(torch.promote_types(x.dtype, torch.float32)).softmax(-1)
+        weights, chosen = probabilities.topk(self.config.per_token, dim=-1)
+        if self.config.normalised:
+            weights = weights / weights.sum(-1, keepdim=True)
+        return chosen, weights.to(x.dtype)
+
+
+def feed_forward(config: DecoderConfig, tp: int, group: dist.ProcessGroup | None) -> nn.Module:
+    """What the architecture has between the second norm and the residual sum: [tokens, hidden] -> the same."""
+    if config.experts.count:
+        return MixtureOfExperts(config, tp, group)
+    return GatedMLP(config, tp, group) if config.mlp == "gated" else PlainMLP(config, tp, group)

@@ -1,0 +1,66 @@
+"""The norms of the families."""
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from realhf.api.model import DecoderConfig
+from realhf.parallel.regions import copy_to_group
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension, the root in float32 at least (Zhang and Sennrich, 2019).
+
+    `group`: the tensor-parallel ranks that apply the weight each to its own heads; its gradient is the sum of theirs.
+    """
+
+    def __init__(self, size: int, eps: float, group: dist.ProcessGroup | None = None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps, self.group = eps, group
+
+    def forward(self, x: Tensor) -> Tensor:
+        return copy_to_group(self.weight, self.group) * _normalised(x, self.eps).to(x.dtype)
+
+
+class PlusOneRMSNorm(nn.Module):
+    """x / rms(x) * (1 + weight), all of it in float32 at least (Gemma)."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        normalised = _normalised(x, self.eps)
+        return (normalised * (1.0 + self.weight.to(normalised.dtype))).to(x.dtype)
+
+
+class LayerNorm(nn.Module):
+    """(x - mean) / deviation * weight + bias over the last dimension."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.bias = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+def hidden_norm(config: DecoderConfig) -> nn.Module:
+    """The norm of hidden states [tokens, hidden] that the architecture asks for."""
+    match config.norm:
+        case "rms":
+            return RMSNorm(config.hidden_size, config.rms_norm_eps)
+        case "rms_plus_one":
+            return PlusOneRMSNorm(config.hidden_size, config.rms_norm_eps)
+        case "layer":
+            return LayerNorm(config.hidden_size, config.rms_norm_eps)
+
+
+def _normalised(x: Tensor, eps: float) -> Tensor:
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)

@@ -1,0 +1,44 @@
+"""Activation recomputation: a layer's forward runs again in the backward pass instead of keeping what it made."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from realhf.api.compute import Recomputation
+
+
+def run_layer(recomputation: Recomputation, layer: Callable[..., Tensor], *args: Any) -> Tensor:
+    """`layer(*args)`, with the same values and gradients whatever is recomputed.
+
+    "full" keeps the layer's inputs only (Chen et al., 2016). "selective" keeps what products and attention gave as
+    well, and makes the rest again, which is cheap: norms, rotation, activation functions, residual sums, and the sums
+    over a tensor-parallel group (after Korthikanti et al., 2022, section 5). All ranks of a group recompute in the same
+    order, so their collectives meet.
+    """
+    if recomputation == "off" or not torch.is_grad_enabled():
+        return layer(*args)
+    context = {} if recomputation == "full" else {"context_fn": _keeping_products}
+    return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False, **context)
+
+
+_aten = torch.ops.aten
+_PRODUCTS = {
+    _aten.mm.default,
+    _aten.addmm.default,
+    _aten._scaled_dot_product_flash_attention.default,
+    _aten._scaled_dot_product_flash_attention_for_cpu.default,
+    _aten._scaled_dot_product_efficient_attention.default,
+    _aten._scaled_dot_product_cudnn_attention.default,
+}
+
+
+def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    is_product = operation in _PRODUCTS or operation.namespace == "mkldnn"
+    return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+_keeping_products = partial(create_selective_checkpoint_contexts, _policy)

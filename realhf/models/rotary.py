@@ -1,0 +1,79 @@
+"""Rotary positions, and how their angles are scaled for longer sequences."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from realhf.api.model import DecoderConfig, RopeScaling
+
+
+def rotary_tables(positions: Tensor, config: DecoderConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """cos and sin of the rotary angles, each [tokens, 1, head_dim] in `dtype` (RoFormer, equation 34).
+
+    [tokens, 1, 0] where positions are not rotary: `rotate` then changes nothing.
+    """
+    wide = torch.promote_types(dtype, torch.float32)
+    if config.positions != "rotary":
+        empty = torch.empty(len(positions), 1, 0, dtype=dtype, device=positions.device)
+        return empty, empty
+    places = positions.to(wide)[:, None]  # [tokens, 1]
+    exponents = torch.arange(0, config.head_dim, 2, dtype=wide, device=positions.device) / config.head_dim
+    angles = places / _periods(places, exponents, config)  # [tokens, head_dim / 2]
+    angles = torch.cat([angles, angles], dim=-1)[:, None, :]
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotates x [tokens, heads, head_dim]; the halves of a head are the two coordinates."""
+    if not cos.shape[-1]:
+        return x
+    signed = torch.cat([-sin[..., : sin.shape[-1] // 2], sin[..., sin.shape[-1] // 2 :]], dim=-1)
+    if torch.is_grad_enabled() and x.requires_grad:
+        return _Rotation.apply(x, cos, signed)
+    return _rotated(x, cos, signed)
+
+
+class _Rotation(torch.autograd.Function):
+    """The gradient of a rotation is the rotation back: written out, it makes no zeros to add slices to."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, signed_sin)
+        return _rotated(x, cos, signed_sin)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, signed_sin = ctx.saved_tensors
+        return _rotated(grad, cos, -signed_sin), None, None
+
+
+def _rotated(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
+    """`signed_sin`: the sines, those of the first half negative."""
+    first, second = x.chunk(2, dim=-1)
+    return (x * cos).addcmul_(torch.cat([second, first], dim=-1), signed_sin)
+
+
+def _periods(places: Tensor, exponents: Tensor, config: DecoderConfig) -> Tensor:
+    """Tokens per radian of every pair of coordinates: [head_dim / 2], or [tokens, head_dim / 2] if they differ."""
+    scaling, theta = config.rope_scaling, config.rope_theta
+    match scaling.kind:
+        case "none":
+            return theta**exponents
+        case "linear":
+            return theta**exponents * scaling.factor
+        case "dynamic":
+            # The sequence is as long as it was when the token was its last one.
+            length = (places + 1).clamp(min=scaling.original_positions)
+            growth = scaling.factor * length / scaling.original_positions - (scaling.factor - 1)
+            return (theta * growth ** (config.head_dim / (config.head_dim - 2))) ** exponents
+        case "llama3":
+            return _llama3_periods(theta**exponents, scaling)
+
+
+def _llama3_periods(periods: Tensor, scaling: RopeScaling) -> Tensor:
+    low, high = scaling.low_frequency_factor, scaling.high_frequency_factor
+    turns = scaling.original_positions / (2 * math.pi * periods)  # in a sequence of the original length
+    kept = ((turns - low) / (high - low)).clamp(0.0, 1.0)  # 1: a high frequency, kept; 0: a low one, divided
+    return periods / ((1 - kept) / scaling.factor + kept)

@@ -1,0 +1,70 @@
+"""Sums and gathers of flat vectors divided into equal shards, one a rank: the one seam between backends.
+
+NCCL and host memory have both collectives. gloo's reduce-scatter is an all-reduce of which a part is kept, and its
+all-gather copies through a second vector; here ranks exchange shards as messages, and every rank broadcasts its shard.
+Both move the bytes of the two halves of a ring all-reduce (ZeRO, Rajbhandari et al., 2020, section 7.2.1), in place.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realhf.parallel import host_group
+
+HAS_BOTH = (dist.Backend.NCCL, host_group.BACKEND)
+BUCKET_BYTES = 16 * 2**20  # of what gloo receives at once
+
+
+def reduce_scatter(flat: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The sum over the group of this rank's shard of `flat`: a view of it. What is in the other shards is lost.
+
+    On the CPU the sum is made in the order of the ranks, whoever keeps the shard: it does not depend on where an
+    element lies. Below float32 it is rounded once.
+    """
+    if group is None:
+        return flat
+    shards = flat.chunk(group.size())
+    own = shards[group.rank()]
+    if dist.get_backend(group) in HAS_BOTH:
+        # Newer names of torch first: the older ones warn.
+        scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+        scatter(own, flat, group=group)
+        return own
+    step = max(1, BUCKET_BYTES // flat.element_size() // (group.size() - 1))
+    for start in range(0, len(own), step):
+        _sum_of_shards([shard[start : start + step] for shard in shards], group)
+    return own
+
+
+def all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Fills every shard of `flat` with what the rank has in it whose shard it is."""
+    if group is None:
+        return
+    shards = flat.chunk(group.size())
+    if dist.get_backend(group) in HAS_BOTH:
+        gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+        gather(flat, shards[group.rank()], group=group)
+        return
+    works = [dist.broadcast(s, group=group, group_src=rank, async_op=True) for rank, s in enumerate(shards)]
+    for work in works:
+        work.wait()
+
+
+def _sum_of_shards(pieces: list[Tensor], group: dist.ProcessGroup) -> None:
+    """Leaves the sum over the group of the piece of this rank in its place; pieces[i] is of rank i's shard."""
+    own, operations, terms = pieces[group.rank()], [], []
+    for peer, piece in enumerate(pieces):
+        if piece is own:
+            terms.append(own)
+            continue
+        terms.append(torch.empty_like(own))
+        # As bytes: the wire need not know the dtype.
+        operations.append(dist.P2POp(dist.isend, piece.view(torch.uint8), group=group, group_peer=peer))
+        operations.append(dist.P2POp(dist.irecv, terms[-1].view(torch.uint8), group=group, group_peer=peer))
+    for work in dist.batch_isend_irecv(operations):
+        work.wait()
+    total = terms[0].to(torch.promote_types(own.dtype, torch.float32))
+    for term in terms[1:]:
+        total.add_(term)
+    if total is not own:
+        own.copy_(total)

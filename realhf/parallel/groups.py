@@ -1,0 +1,132 @@
+"""Process groups of the layouts of a run, made once and in one order on every rank."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from realhf.api.layout import Layout
+from realhf.parallel import host_group
+
+
+@dataclass(frozen=True)
+class ParallelGroups:
+    """This rank's place in a layout and the groups it communicates in: None where a group would have one member."""
+
+    layout: Layout
+    rank: int
+    tensor: dist.ProcessGroup | None = None
+    data: dist.ProcessGroup | None = None
+    # The stages, which talk point to point, by global rank. None also where they do not share the memory of a host:
+    # messages then go through the world group, which is what None stands for in torch's calls.
+    pipeline: dist.ProcessGroup | None = None
+    # First and last stage, which both hold a tied embedding; None where there is one stage.
+    tied: dist.ProcessGroup | None = None
+    # All ranks of the layout, for sums over the whole model such as the gradient norm.
+    model: dist.ProcessGroup | None = None
+
+    @property
+    def dp_index(self) -> int:
+        return self.layout.coordinates(self.rank)[0]
+
+    @property
+    def tp_index(self) -> int:
+        return self.layout.coordinates(self.rank)[1]
+
+    @property
+    def stage(self) -> int:
+        return self.layout.coordinates(self.rank)[2]
+
+    @property
+    def is_first_stage(self) -> bool:
+        return self.stage == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        return self.stage == self.layout.strategy.pp - 1
+
+    @property
+    def holds_outputs(self) -> bool:
+        """True on the one rank of a data-parallel group whose outputs are taken."""
+        return self.rank == self.layout.output_device(self.dp_index)
+
+    def stage_rank(self, stage: int) -> int:
+        """Global rank of the pipeline peer at `stage` (negative counts from the last)."""
+        return self.layout.device(self.dp_index, self.tp_index, stage % self.layout.strategy.pp)
+
+
+class GroupTable:
+    """The process groups of several layouts.
+
+    torch needs every rank of the world to make every group in the same order, so all of them
+    are made here at once from the run's plan; groups of equal ranks are shared. On CPU, a group whose
+    ranks are on one host talks through its memory.
+    """
+
+    def __init__(self, layouts: Iterable[Layout], rank: int, timeout_s: float = 600.0):
+        self.rank = rank
+        self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._layouts = list(dict.fromkeys(layouts))
+        hosts = _hosts()
+        for layout in self._layouts:
+            pipelines = [ranks for ranks in _pipelines(layout) if _share_memory(ranks, hosts)]
+            for ranks in _collective_groups(layout) + pipelines:
+                if len(ranks) > 1 and ranks not in self._groups:
+                    backend = host_group.BACKEND if _share_memory(ranks, hosts) else None
+                    timeout = timedelta(seconds=timeout_s)
+                    self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+
+    def groups(self, layout: Layout) -> ParallelGroups:
+        """The groups of this rank in `layout`, one of those given at construction."""
+        dp, tp, stage = layout.coordinates(self.rank)
+        return ParallelGroups(
+            layout,
+            self.rank,
+            tensor=self._find(layout.tensor_group(dp, stage)),
+            data=self._find(layout.data_group(tp, stage)),
+            pipeline=self._find_pipeline(layout.pipeline_group(dp, tp)),
+            tied=self._find(_tied_group(layout, dp, tp)),
+            model=self._find(list(layout.mesh.devices)),
+        )
+
+    def _find(self, ranks: list[int]) -> dist.ProcessGroup | None:
+        return self._groups[tuple(ranks)] if len(ranks) > 1 and self.rank in ranks else None
+
+    def _find_pipeline(self, ranks: list[int]) -> dist.ProcessGroup | None:
+        group = self._groups.get(tuple(ranks))  # of other memories it may be there for collectives
+        return group if group is not None and dist.get_backend(group) == host_group.BACKEND else None
+
+
+def _hosts() -> list[int]:
+    """For every rank of the world: equal for ranks that can share memory, different for any two where none can."""
+    world = dist.get_world_size()
+    if dist.get_backend() != dist.Backend.GLOO:
+        return list(range(world))
+    hosts = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
+    dist.all_gather(hosts, torch.tensor([host_group.host_identity()]))
+    return [int(host) for host in hosts]
+
+
+def _share_memory(ranks: tuple[int, ...], hosts: list[int]) -> bool:
+    return len({hosts[rank] for rank in ranks}) == 1
+
+
+def _tied_group(layout: Layout, dp: int, tp: int) -> list[int]:
+    pipeline = layout.pipeline_group(dp, tp)
+    return sorted({pipeline[0], pipeline[-1]})
+
+
+def _pipelines(layout: Layout) -> list[tuple[int, ...]]:
+    s = layout.strategy
+    return [tuple(layout.pipeline_group(dp, tp)) for dp in range(s.dp) for tp in range(s.tp)]
+
+
+def _collective_groups(layout: Layout) -> list[tuple[int, ...]]:
+    s = layout.strategy
+    groups = [layout.tensor_group(dp, pp) for dp in range(s.dp) for pp in range(s.pp)]
+    groups += [layout.data_group(tp, pp) for tp in range(s.tp) for pp in range(s.pp)]
+    groups += [_tied_group(layout, dp, tp) for dp in range(s.dp) for tp in range(s.tp)]
+    groups.append(list(layout.mesh.devices))
+    return [tuple(ranks) for ranks in groups]

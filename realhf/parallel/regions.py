@@ -1,0 +1,65 @@
+"""Where tensor-parallel computation begins and ends: identities and sums that are each other's gradient (Megatron-LM,
+section 3)."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+class _CopyToGroup(torch.autograd.Function):
+    """Identity forward, sum over the group backward: stands before a column-parallel linear."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        grad = grad.contiguous().clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class _SumOverGroup(torch.autograd.Function):
+    """Sum over the group forward, identity backward: stands behind a row-parallel linear."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        x = x.contiguous().clone()
+        dist.all_reduce(x, group=group)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+class _GatherLastDim(torch.autograd.Function):
+    """Concatenation of the ranks' last dimensions forward, the own part of the gradient backward.
+
+    The backward is right because every rank computes the same loss from the gathered tensor.
+    """
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.width, ctx.index = x.shape[-1], dist.get_rank(group)
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts, dim=-1)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.narrow(-1, ctx.index * ctx.width, ctx.width), None
+
+
+def copy_to_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    return x if group is None else _CopyToGroup.apply(x, group)
+
+
+def sum_over_group(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    return x if group is None else _SumOverGroup.apply(x, group)
+
+
+def gather_last_dim(x: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    return x if group is None else _GatherLastDim.apply(x, group)

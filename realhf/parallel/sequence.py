@@ -1,0 +1,117 @@
+"""Sequence parallelism: between the tensor-parallel products every rank has its own tokens (Korthikanti et al., 2022,
+section 4.2.2).
+
+An all-gather of tokens stands before column-parallel products, a reduce-scatter behind row-parallel ones. Together they
+move the bytes of the all-reduce that they replace; norms, residual sums and what these keep for the backward pass are
+divided.
+"""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realhf.parallel.regions import copy_to_group, sum_over_group
+
+
+@dataclass(frozen=True)
+class TokenShards:
+    """The tokens of a micro-batch divided over a tensor-parallel group in runs.
+
+    Runs are equally long but for the last ones, where the group does not divide the tokens: these are shorter or empty,
+    and collectives pad them.
+    """
+
+    group: dist.ProcessGroup
+    tokens: int
+
+    @property
+    def longest(self) -> int:
+        return -(-self.tokens // dist.get_world_size(self.group))
+
+    @property
+    def own(self) -> slice:
+        """Which tokens this rank has."""
+        start = min(dist.get_rank(self.group) * self.longest, self.tokens)
+        return slice(start, min(start + self.longest, self.tokens))
+
+    @property
+    def count(self) -> int:
+        """How many tokens this rank has."""
+        return self.own.stop - self.own.start
+
+
+def enter(x: Tensor, group: dist.ProcessGroup | None, shards: TokenShards | None) -> Tensor:
+    """What a column-parallel product takes: x of all tokens [tokens, ...], equal on all ranks.
+
+    The gradient of x is the sum of what comes from all ranks' products.
+    """
+    return copy_to_group(x, group) if shards is None else _Gather.apply(x, shards)
+
+
+def leave(x: Tensor, group: dist.ProcessGroup | None, shards: TokenShards | None) -> Tensor:
+    """The sum over the group of a row-parallel product's parts x [tokens, ...], of this rank's tokens if divided."""
+    return sum_over_group(x, group) if shards is None else _SumOfOwn.apply(x, shards)
+
+
+def gather_outputs(x: Tensor, shards: TokenShards | None) -> Tensor:
+    """x [own tokens, ...] of all tokens, for a loss that every rank computes alike from all of it."""
+    return x if shards is None else _GatherForLoss.apply(x, shards)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, shards: TokenShards) -> Tensor:
+        ctx.shards = shards
+        return _all_gather(x, shards)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _reduce_scatter(grad, ctx.shards), None
+
+
+class _SumOfOwn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, shards: TokenShards) -> Tensor:
+        ctx.shards = shards
+        return _reduce_scatter(x, shards)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return _all_gather(grad, ctx.shards), None
+
+
+class _GatherForLoss(torch.autograd.Function):
+    """The gradient needs no sum: every rank has all of it."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, shards: TokenShards) -> Tensor:
+        ctx.shards = shards
+        return _all_gather(x, shards)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        return grad[ctx.shards.own], None
+
+
+def _all_gather(x: Tensor, shards: TokenShards) -> Tensor:
+    """[tokens, ...] from this rank's [count, ...]."""
+    ranks = dist.get_world_size(shards.group)
+    if len(x) < shards.longest:
+        x = torch.cat([x, x.new_zeros(shards.longest - len(x), *x.shape[1:])])
+    whole = x.new_empty(ranks * shards.longest, *x.shape[1:])
+    dist.all_gather(list(whole.split(shards.longest)), x.contiguous(), group=shards.group)
+    return whole[: shards.tokens]  # padding is behind the last token only
+
+
+def _reduce_scatter(x: Tensor, shards: TokenShards) -> Tensor:
+    """The sum over the group of this rank's tokens [count, ...], from every rank's [tokens, ...]."""
+    padding = dist.get_world_size(shards.group) * shards.longest - len(x)
+    if padding:
+        x = torch.cat([x, x.new_zeros(padding, *x.shape[1:])])
+    own = x.new_empty(shards.longest, *x.shape[1:])
+    # The newer name of torch first: the older one warns where there are both.
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    scatter(own, x.contiguous(), group=shards.group)
+    return own[: shards.count]

@@ -1,0 +1,184 @@
+"""The output of a language-model head, never whole: log-probabilities from parts of the vocabulary and of the tokens.
+
+Each tensor-parallel rank has its part of the vocabulary (Megatron-LM, Shoeybi et al., 2020, section 3). Logits exist
+for a chunk of tokens at a time, so their memory depends neither on the batch nor on the length of its sequences; the
+backward pass projects a chunk again.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realhf.parallel.linear import linear, weight_gradient
+from realhf.parallel.regions import gather_last_dim
+
+# Of one array of logits of a chunk, in the precision of its softmax. Small enough that the passes over a chunk find
+# it in a core's cache or near, large enough for efficient products.
+CHUNK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Of given tokens, all [n], in at least float32.
+
+    logprob: log softmax(logits / temperature) at the token, with gradient.
+    is_top: True where no other token is more likely.
+    entropy: of the distribution, in nats, with gradient; None unless asked for.
+    """
+
+    logprob: Tensor
+    is_top: Tensor
+    entropy: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Logits:
+    """The logits [n, vocab] of a head: its input and its weight. `logits[rows]` are those of the given rows.
+
+    hidden: [n, hidden], behind the final norm, equal on all ranks of `group`. The gradient that the methods give it
+        is the part that comes through this rank's vocabulary; who made it sums over the group
+        (`realhf.parallel.sequence.enter`).
+    weight: [vocab / tp, hidden], this rank's rows.
+    packed: see `realhf.parallel.linear.pack`; `full` takes it.
+    """
+
+    hidden: Tensor
+    weight: Tensor
+    group: dist.ProcessGroup | None = None
+    packed: Tensor | None = None
+    chunk_bytes: int = CHUNK_BYTES
+
+    def __getitem__(self, rows: Tensor) -> "Logits":
+        """`rows`: indices [m] int64, or a mask [n] bool."""
+        return replace(self, hidden=self.hidden[rows])
+
+    def __len__(self) -> int:
+        return len(self.hidden)
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    def full(self) -> Tensor:
+        """[n, vocab] in the dtype of the weights, the same on every rank: as many bytes as it looks."""
+        return gather_last_dim(linear(self.hidden, self.weight, packed=self.packed), self.group)
+
+    def of_tokens(self, tokens: Tensor, temperature: float = 1.0, *, with_entropy: bool = False) -> TokenLogprobs:
+        """Log-probabilities of `tokens` [n] int64, without the logits of all rows at once.
+
+        Every rank of the group gets the same bits; one all-gather of a few numbers a token is all that they exchange.
+        """
+        assert tokens.shape == self.hidden.shape[:1], f"{tuple(tokens.shape)} tokens for {len(self)} rows of logits"
+        keeps = torch.is_grad_enabled() and (self.hidden.requires_grad or self.weight.requires_grad)
+        logprob, entropy, is_top = _TokenLogprobs.apply(
+            self.hidden, self.weight, tokens, _Softmax(temperature, self.group, self.chunk_bytes, with_entropy), keeps
+        )
+        return TokenLogprobs(logprob, is_top, entropy if with_entropy else None)
+
+
+@dataclass(frozen=True)
+class _Softmax:
+    """What does not change from chunk to chunk."""
+
+    temperature: float
+    group: dist.ProcessGroup | None
+    chunk_bytes: int
+    with_entropy: bool
+
+    def chunks(self, rows: int, vocab: int, item: int) -> Iterator[slice]:
+        size = max(1, self.chunk_bytes // (vocab * item))
+        return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+    def scaled(self, hidden: Tensor, weight: Tensor) -> Tensor:
+        """logits / temperature [rows, vocab / tp] of some rows, in at least float32, a new tensor."""
+        logits = linear(hidden, weight).to(_wide(hidden.dtype))
+        return logits if self.temperature == 1.0 else logits.div_(self.temperature)
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """(hidden, weight, tokens) -> (log-probability, entropy or zeros, is_top), each [n].
+
+    With p = softmax(z), z = logits / temperature, the gradients of z are, Kronecker's delta at the token t,
+
+        d log p_t / d z_j = delta_jt - p_j
+        d H / d z_j       = -p_j (z_j - logsumexp(z) + H)
+    """
+
+    @staticmethod
+    def forward(
+        ctx, hidden: Tensor, weight: Tensor, tokens: Tensor, softmax: _Softmax, keeps: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        wide, rows, vocab = _wide(hidden.dtype), len(hidden), len(weight)
+        rank = 0 if softmax.group is None else dist.get_rank(softmax.group)
+        local = tokens - rank * vocab
+        is_here = (local >= 0) & (local < vocab)
+        local = local.masked_fill(~is_here, 0)
+        # Of this rank's part: logsumexp, greatest logit, the token's logit (0 if elsewhere), mean logit under softmax.
+        own = hidden.new_zeros((4, rows), dtype=wide)
+        kept = None
+        for at in softmax.chunks(rows, vocab, wide.itemsize):
+            z = softmax.scaled(hidden[at], weight)
+            torch.logsumexp(z, -1, out=own[0, at])
+            torch.amax(z, -1, out=own[1, at])
+            own[2, at] = z.gather(-1, local[at, None])[:, 0]
+            if softmax.with_entropy:
+                own[3, at] = ((z - own[0, at, None]).exp_() * z).sum(-1)
+            kept = z
+        own[2].masked_fill_(~is_here, 0.0)
+        logsumexp, greatest, picked, mean = _over_vocabulary(own, softmax.group)
+        entropy = logsumexp - mean if softmax.with_entropy else torch.zeros_like(logsumexp)
+        if keeps:
+            # The last chunk's logits stay: a batch of one chunk is then projected once.
+            ctx.save_for_backward(hidden, weight, local, is_here, logsumexp, entropy, kept)
+            ctx.softmax = softmax
+        is_top = picked >= greatest
+        ctx.mark_non_differentiable(is_top)
+        return picked - logsumexp, entropy, is_top
+
+    @staticmethod
+    def backward(
+        ctx, grad_logprob: Tensor, grad_entropy: Tensor, _: Tensor
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+        hidden, weight, local, is_here, logsumexp, entropy, kept = ctx.saved_tensors
+        softmax, rows = ctx.softmax, len(hidden)
+        chunks = list(softmax.chunks(rows, len(weight), logsumexp.dtype.itemsize))
+        grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        # Chunks add up in float32 at least.
+        grad_weight = torch.zeros_like(weight, dtype=logsumexp.dtype) if ctx.needs_input_grad[1] else None
+        at_token = grad_logprob * is_here
+        for i, at in enumerate(chunks):
+            z = kept if i == len(chunks) - 1 else softmax.scaled(hidden[at], weight)
+            log_p = z - logsumexp[at, None]
+            if softmax.with_entropy:
+                scale = grad_logprob[at, None] + grad_entropy[at, None] * (log_p + entropy[at, None])
+            else:
+                scale = grad_logprob[at, None]
+            grad = log_p.exp_().mul_(scale).neg_()  # [rows, vocab / tp]
+            grad.scatter_add_(-1, local[at, None], at_token[at, None])
+            if softmax.temperature != 1.0:
+                grad.div_(softmax.temperature)
+            grad = grad.to(hidden.dtype)
+            if grad_hidden is not None:
+                grad_hidden[at] = linear(grad, weight.T)
+            if grad_weight is not None:
+                grad_weight += weight_gradient(grad, hidden[at])
+        return grad_hidden, None if grad_weight is None else grad_weight.to(weight.dtype), None, None, None
+
+
+def _over_vocabulary(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """[4, n] of the whole vocabulary from every rank's rows (see `_TokenLogprobs.forward`)."""
+    if group is None:
+        return own
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own, group=group)
+    logsumexp, greatest, picked, mean = torch.stack(parts, 1)  # [tp, n] each
+    whole = logsumexp.logsumexp(0)
+    share = (logsumexp - whole).exp()  # of the probability that lies in a rank's part
+    return torch.stack([whole, greatest.amax(0), picked.sum(0), (share * mean).sum(0)])
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
