@@ -1,0 +1,58 @@
+"""Entry of the master process: `python -m realhf.master RUN_DIR [HOST]`; it listens on HOST, else on this host."""
+
+import asyncio
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from realhf.api.errors import RunError, UserError
+from realhf.api.run import load_run
+from realhf.master.master import Master
+from realhf.scheduler.run_directory import RunDirectory
+from realhf.transport.codec import Codec
+from realhf.transport.keys import load_master_keys
+from realhf.transport.messages import ToMaster, ToWorker
+from realhf.transport.rendezvous import MasterAddress, publish_master, withdraw_master
+from realhf.transport.server import Server
+
+
+async def serve(directory: RunDirectory, host: str) -> None:
+    """Runs the experiment that the run directory describes, listening on `host`."""
+    run = load_run(directory.experiment, directory.plan)
+    keys = load_master_keys(directory.keys, num_workers=run.spec.num_workers)
+    server: Server[ToMaster, ToWorker] = Server(
+        host, keys, incoming=Codec[ToMaster](ToMaster), outgoing=Codec[ToWorker](ToWorker)
+    )
+    try:
+        publish_master(directory.rendezvous, MasterAddress(address=server.address, public_key=keys.own.public.decode()))
+        master = Master(run, directory, server)
+        task = asyncio.ensure_future(master.run())
+        loop = asyncio.get_running_loop()
+        loop.add_signal_handler(signal.SIGTERM, task.cancel)
+        try:
+            await task
+        except asyncio.CancelledError:
+            master.interrupted()
+            raise
+    finally:
+        withdraw_master(directory.rendezvous)
+        server.close()
+
+
+def main() -> int:
+    directory = RunDirectory.open(Path(sys.argv[1]))
+    host = sys.argv[2] if len(sys.argv) > 2 else socket.gethostname()
+    try:
+        asyncio.run(serve(directory, host))
+    except (RunError, UserError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except asyncio.CancelledError:
+        print("terminated", file=sys.stderr)
+        return 143
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,236 @@
+"""The asyncio shell around the schedule: turns actions into requests and replies into events."""
+
+import asyncio
+import itertools
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from realhf.api.graph import DataflowGraph
+from realhf.api.layout import Layout
+from realhf.api.plan import CallPlan
+from realhf.master.data import DataDirectory, Partition, partition
+from realhf.master.state import Action, FinishStep, Issue, Node, Schedule
+from realhf.transport.messages import (
+    BatchKey,
+    CallFunction,
+    FreeBatch,
+    Reallocate,
+    Release,
+    Reply,
+    SaveCheckpoint,
+    Span,
+    Split,
+    ToWorker,
+    Transfer,
+)
+
+
+@dataclass
+class CallRecord:
+    """What is known of one call that has ended: the replies of its compute phase."""
+
+    node: Node
+    model: str
+    spans: dict[int, Span] = field(default_factory=dict)
+    stats: dict[str, tuple[float, float]] = field(default_factory=dict)
+    tokens: int = 0
+
+    @property
+    def start(self) -> float:
+        return min(span.start for span in self.spans.values())
+
+    @property
+    def end(self) -> float:
+        return max(span.end for span in self.spans.values())
+
+    def mean_stats(self) -> dict[str, float]:
+        return {name: total / weight for name, (total, weight) in self.stats.items() if weight}
+
+
+@dataclass
+class _Request:
+    """One request to a worker that has not been answered yet."""
+
+    what: str
+    node: Node | None
+
+
+@dataclass(frozen=True)
+class GraphRunner:
+    """What `Dispatcher` needs to know of a graph to run it.
+
+    `homes` are the layouts in which the parameters live; `batch_size` the samples of a step.
+    """
+
+    split: Split
+    graph: DataflowGraph
+    calls: dict[str, CallPlan]
+    homes: dict[str, Layout]
+    batch_size: int
+
+
+SendRequest = Callable[[int, ToWorker], Awaitable[None]]
+OnSpan = Callable[[int, Span], None]
+
+
+class Dispatcher:
+    """Sends requests, matches replies to them, and knows since when each worker has been at its oldest one."""
+
+    def __init__(self, send: SendRequest, num_workers: int, on_span: OnSpan):
+        self._send = send
+        self._num_workers = num_workers
+        self._on_span = on_span
+        self._ids = itertools.count()
+        self._requests: list[dict[int, _Request]] = [{} for _ in range(num_workers)]  # by worker, the oldest first
+        self._busy_since = [0.0] * num_workers
+        self._replies: asyncio.Queue[tuple[int, Reply]] = asyncio.Queue()
+
+    def reply(self, worker: int, reply: Reply) -> None:
+        """Hands over a worker's reply."""
+        self._replies.put_nowait((worker, reply))
+
+    def describe(self, worker: int) -> str:
+        """What `worker` was asked to do and has not answered, for error messages."""
+        return next((request.what for request in self._requests[worker].values()), "no request")
+
+    def late(self, timeout_s: float, now: float) -> list[int]:
+        """The workers that have been at one request for longer than `timeout_s`.
+
+        A worker executes its requests one by one, so the time of a request starts when the one before is answered.
+        """
+        busy = [worker for worker, requests in enumerate(self._requests) if requests]
+        return [worker for worker in busy if now - self._busy_since[worker] > timeout_s]
+
+    async def run_steps(
+        self,
+        runner: GraphRunner,
+        order: list[tuple[str, int]],
+        max_steps_in_flight: int,
+        on_step: Callable[[int, list[CallRecord]], None],
+    ) -> None:
+        """Runs all calls of `order`; `on_step` gets the calls of every step as soon as all have ended."""
+        layouts = {name: call.layout for name, call in runner.calls.items()}
+        schedule = Schedule(runner.graph, order, layouts, runner.homes, max_steps_in_flight)
+        directories: dict[int, DataDirectory] = {}
+        records: dict[Node, CallRecord] = {}
+        pending: dict[Node, int] = {}
+
+        async def perform(actions: list[Action]) -> None:
+            for action in actions:
+                match action:
+                    case Issue(node):
+                        directories.setdefault(node.step, DataDirectory())
+                        records[node] = CallRecord(node, runner.graph.calls[node.call].model_name)
+                        pending[node] = await self._issue(runner, node)
+                    case FinishStep(step):
+                        directories.pop(step, None)
+                        await self._broadcast(FreeBatch(batch=BatchKey(runner.split, step)))
+                        on_step(step, [records.pop(node) for node in sorted(records) if node.step == step])
+
+        await perform(schedule.start())
+        while not schedule.finished:
+            worker, reply = await self._replies.get()
+            node = self._answered(worker, reply).node
+            if node is None:
+                continue
+            record = records[node]
+            record.spans[worker] = reply.span
+            record.tokens += reply.tokens
+            for name, (total, weight) in reply.stats.items():
+                old_total, old_weight = record.stats.get(name, (0.0, 0.0))
+                record.stats[name] = (old_total + total, old_weight + weight)
+            directories[node.step].record(worker, reply.outputs)
+            pending[node] -= 1
+            if not pending[node]:
+                del pending[node]
+                await self._push(runner, node, directories[node.step])
+                await perform(schedule.ended(node))
+        await self._drain()
+
+    async def save(self, directory: str, writers: dict[int, tuple[str, ...]]) -> None:
+        """Has every worker in `writers` write its boxes of the given models; returns when all have."""
+        for worker, models in writers.items():
+            request_id = self._expect(worker, f"checkpoint {directory}", None)
+            await self._send(worker, SaveCheckpoint(request_id=request_id, directory=directory, models=models))
+        await self._drain()
+
+    async def _issue(self, runner: GraphRunner, node: Node) -> int:
+        """Sends the requests of one call in the order in which they are to be executed; returns
+        the number of replies that end the call."""
+        definition, plan = runner.graph.calls[node.call], runner.calls[node.call]
+        batch, layout = BatchKey(runner.split, node.step), plan.layout
+        home = runner.homes[definition.model_name]
+        if layout != home:
+            for worker in sorted({*home.mesh.devices, *layout.mesh.devices}):
+                request_id = self._expect(
+                    worker, f"reallocation of {definition.model_name} for {_name(node, batch)}", None
+                )
+                await self._send(
+                    worker,
+                    Reallocate(
+                        request_id=request_id, batch=batch, call=node.call, model=definition.model_name, layout=layout
+                    ),
+                )
+        parts = partition(runner.batch_size, definition.mini_batches, layout.strategy.dp)
+        await self._send_call(node, batch, plan, parts)
+        if layout != home:
+            for worker in layout.mesh.devices:
+                await self._send(worker, Release(model=definition.model_name, layout=layout))
+        return layout.mesh.size
+
+    async def _push(self, runner: GraphRunner, node: Node, directory: DataDirectory) -> None:
+        """Sends a call's outputs to the calls that will need them, before later calls occupy the workers."""
+        batch = BatchKey(runner.split, node.step)
+        for consumer in runner.graph.calls.values():
+            keys = [key for key in consumer.input_data if runner.graph.producers.get(key) == node.call]
+            layout = runner.calls[consumer.name].layout
+            parts = partition(runner.batch_size, consumer.mini_batches, layout.strategy.dp)
+            for worker, moves in sorted(directory.plan_transfer(layout, parts, keys).items()):
+                message = Transfer(batch=batch, sends=tuple(moves.sends), receives=tuple(moves.receives))
+                await self._send(worker, message)
+
+    async def _send_call(self, node: Node, batch: BatchKey, plan: CallPlan, parts: Partition) -> None:
+        layout = plan.layout
+        for worker in layout.mesh.devices:
+            request_id = self._expect(worker, _name(node, batch), node)
+            mini_batches = parts[layout.coordinates(worker)[0]]
+            await self._send(
+                worker,
+                CallFunction(
+                    request_id=request_id,
+                    batch=batch,
+                    call=node.call,
+                    layout=layout,
+                    mini_batches=tuple(mini_batches),
+                    micro_batches=plan.micro_batches,
+                ),
+            )
+
+    def _expect(self, worker: int, what: str, node: Node | None) -> int:
+        if not self._requests[worker]:
+            self._busy_since[worker] = time.monotonic()
+        request_id = next(self._ids)
+        self._requests[worker][request_id] = _Request(what, node)
+        return request_id
+
+    def _answered(self, worker: int, reply: Reply) -> _Request:
+        self._busy_since[worker] = time.monotonic()
+        if reply.wait:
+            self._on_span(worker, reply.wait)
+        self._on_span(worker, reply.span)
+        return self._requests[worker].pop(reply.request_id)
+
+    async def _broadcast(self, message: ToWorker) -> None:
+        for worker in range(self._num_workers):
+            await self._send(worker, message)
+
+    async def _drain(self) -> None:
+        """Waits for the answers that nobody waits for otherwise (reallocations, checkpoints)."""
+        while any(self._requests):
+            worker, reply = await self._replies.get()
+            self._answered(worker, reply)
+
+
+def _name(node: Node, batch: BatchKey) -> str:
+    return f"{node.call} of {batch}"

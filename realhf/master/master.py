@@ -1,0 +1,262 @@
+"""The master worker: waits for the workers, runs the plan step by step, and records what happened."""
+
+import asyncio
+import contextlib
+import time
+from pathlib import Path
+
+import msgspec
+
+from realhf.api.errors import RunError
+from realhf.api.plan import CallPlan
+from realhf.api.run import Run, evaluation_twin
+from realhf.api.status import RunState, Status, write_status
+from realhf.master.loop import CallRecord, Dispatcher, GraphRunner
+from realhf.master.records import JsonLines, Trace, step_metrics
+from realhf.models.checkpoint_index import checkpoint_owners, finish
+from realhf.scheduler.base import worker_name
+from realhf.scheduler.run_directory import RunDirectory
+from realhf.transport.messages import Failure, Heartbeat, Hello, Ready, Reply, Shutdown, ToMaster, ToWorker
+from realhf.transport.server import Server
+
+# Workers send a heartbeat every second. One that sends none is given up after the longer time; where
+# something else is wrong already, it is the one to blame after the shorter.
+HEARTBEAT_TIMEOUT_S = 20.0
+SUSPICIOUS_SILENCE_S = 3.0
+WATCH_EVERY_S = 1.0
+# After the first failure, others are waited for this long: the first to be heard is often a peer
+# of the one that caused it, which may also have fallen silent.
+FAILURE_GRACE_S = 4.0
+
+
+class Master:
+    """Runs one experiment over workers that connect to `server`."""
+
+    def __init__(self, run: Run, directory: RunDirectory, server: "Server[ToMaster, ToWorker]"):
+        self._run, self._directory, self._server = run, directory, server
+        self._num_workers = run.spec.num_workers
+        self._trace = Trace(directory.trace, self._num_workers)
+        self._metrics = JsonLines(directory.metrics)
+        self._evaluations = JsonLines(directory.evaluations)
+        self._dispatcher = Dispatcher(server.send, self._num_workers, self._trace.add)
+        self._heard: dict[int, float] = {}
+        self._activity: dict[int, str] = {}
+        self._ready: set[int] = set()
+        self._all_ready = asyncio.Event()
+        self._step = 0
+        self._previous_end = time.time()
+
+    async def run(self) -> None:
+        """Runs to the end.
+
+        Raises:
+            RunError: a worker failed, fell silent, or did not answer in time.
+        """
+        self._write_status("starting")
+        receiver = asyncio.create_task(self._receive())
+        watchdog = asyncio.create_task(self._watch())
+        driver = asyncio.create_task(self._drive())
+        try:
+            done, _ = await asyncio.wait({receiver, watchdog, driver}, return_when=asyncio.FIRST_COMPLETED)
+            if driver in done and driver.exception() is not None:
+                # It could not send to a worker that is gone; that worker may have said why.
+                done |= (await asyncio.wait({receiver}, timeout=FAILURE_GRACE_S))[0]
+            for task in (receiver, watchdog, driver):
+                if task in done:
+                    task.result()
+            self._write_status("done")
+        except RunError as error:
+            self._write_status("failed", str(error))
+            raise
+        finally:
+            for task in (receiver, watchdog, driver):
+                task.cancel()
+            await asyncio.gather(receiver, watchdog, driver, return_exceptions=True)
+            self._trace.close()
+            self._metrics.close()
+            self._evaluations.close()
+
+    def interrupted(self) -> None:
+        """Notes that somebody ended the run."""
+        self._write_status("interrupted", "the run was interrupted")
+
+    async def _drive(self) -> None:
+        await self._wait_until_ready()
+        self._write_status("running")
+        await self._evaluate(0)
+        for first, last in self._segments(self._run.experiment.steps):
+            self._previous_end = time.time()
+            await self._train(first, last)
+            if self._evaluates_after(last):
+                await self._evaluate(last)
+            if self._saves_after(last):
+                await self._save(last)
+        for worker in range(self._num_workers):
+            await self._server.send(worker, Shutdown())
+
+    async def _wait_until_ready(self) -> None:
+        timeout_s = self._run.spec.setup_timeout_s
+        try:
+            await asyncio.wait_for(self._all_ready.wait(), timeout_s)
+        except TimeoutError:
+            missing = sorted(set(range(self._num_workers)) - self._ready)
+            states = ", ".join(f"worker {i} ({self._activity.get(i, 'never heard of')})" for i in missing)
+            raise RunError(
+                f"not ready within {timeout_s:g} s: {states}; read {self._directory.log(worker_name(missing[0]))}"
+            ) from None
+
+    def _segments(self, steps: int) -> list[tuple[int, int]]:
+        """Runs of steps [first, last) between which everything comes to rest for an evaluation or a checkpoint."""
+        borders = [step for step in range(1, steps + 1) if self._evaluates_after(step) or self._saves_after(step)]
+        return list(zip([0, *borders], borders, strict=False))
+
+    def _evaluates_after(self, step: int) -> bool:
+        evaluation = self._run.evaluation
+        every = evaluation.every_steps if evaluation else None
+        return evaluation is not None and (step == self._run.experiment.steps or bool(every and step % every == 0))
+
+    def _saves_after(self, step: int) -> bool:
+        every = self._run.spec.checkpoint_every_steps
+        return step == self._run.experiment.steps or bool(every and step % every == 0)
+
+    async def _train(self, first: int, last: int) -> None:
+        run = self._run
+        runner = GraphRunner("train", run.graph, run.plan.calls, run.homes, run.settings.batch_size)
+        order = [(call, first + step) for call, step in run.plan.unrolled(run.graph, last - first)]
+        await self._dispatcher.run_steps(runner, order, run.plan.max_steps_in_flight, self._record_step)
+
+    def _record_step(self, step: int, records: list[CallRecord]) -> None:
+        metrics = step_metrics(step + 1, records, self._run.plan, self._previous_end)
+        self._previous_end = max(record.end for record in records)
+        self._metrics.write(metrics)
+        self._trace.flush()
+        self._step = step + 1
+        self._write_status("running")
+
+    async def _evaluate(self, step: int) -> None:
+        run, evaluation, graph = self._run, self._run.evaluation, self._run.evaluation_graph
+        if evaluation is None or graph is None:
+            return
+        twins = {name: run.plan.calls[evaluation_twin(run.graph, call)] for name, call in graph.calls.items()}
+        calls = {name: _with_one_micro_batch(twin) for name, twin in twins.items()}
+        runner = GraphRunner("evaluation", graph, calls, run.homes, evaluation.batch_size)
+        batches = evaluation.dataset.check() // evaluation.batch_size
+        order = [(call, batch) for batch in range(batches) for call in graph.calls]
+        totals: dict[str, tuple[float, float]] = {}
+
+        def add(_: int, records: list[CallRecord]) -> None:
+            for record in records:
+                for name, (total, weight) in record.stats.items():
+                    old = totals.get(name, (0.0, 0.0))
+                    totals[name] = (old[0] + total, old[1] + weight)
+
+        await self._dispatcher.run_steps(runner, order, 1, add)
+        means = {name: total / weight for name, (total, weight) in totals.items() if weight}
+        self._evaluations.write({"step": step, **means})
+
+    async def _save(self, step: int) -> None:
+        """Writes the parameters of every trained model to checkpoints/step-N and points `latest` there."""
+        run = self._run
+        trained = {call.model_name for call in run.graph.calls.values() if call.trains}
+        target = self._directory.checkpoints / f"step-{step}"
+        part = target.with_name(f".{target.name}.part")
+        owners = {model: checkpoint_owners(run.graph.models[model], run.homes[model]) for model in trained}
+        part.mkdir()
+        writers: dict[int, tuple[str, ...]] = {}
+        for model in sorted(owners):
+            for worker in owners[model]:
+                writers[worker] = (*writers.get(worker, ()), model)
+        await self._dispatcher.save(str(part), writers)
+        for model in sorted(owners):
+            metadata = {"step": step, "seed": run.experiment.seed}
+            finish(part / model, run.graph.models[model], run.models[model].dtype, owners[model], metadata)
+        part.replace(target)
+        _point_to(self._directory.checkpoints / "latest", target)
+
+    async def _receive(self) -> None:
+        while True:
+            worker, message = await self._server.recv()
+            self._heard[worker] = time.monotonic()
+            match message:
+                case Reply():
+                    self._dispatcher.reply(worker, message)
+                case Heartbeat(activity=activity):
+                    self._activity[worker] = activity
+                case Hello():
+                    pass
+                case Ready():
+                    self._ready.add(worker)
+                    if len(self._ready) == self._num_workers:
+                        self._all_ready.set()
+                case Failure():
+                    raise await self._explain(worker, message)
+
+    async def _explain(self, worker: int, failure: Failure) -> RunError:
+        """Waits a moment for other failures; the one that does not blame a peer is the cause, else a silent worker."""
+        failures = {worker: failure}
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(FAILURE_GRACE_S):
+                while all(f.blames_peer for f in failures.values()) and len(failures) < self._num_workers:
+                    other, message = await self._server.recv()
+                    self._heard[other] = time.monotonic()
+                    if isinstance(message, Failure):
+                        failures[other] = message
+        others = {w: heard for w, heard in self._heard.items() if w not in failures}
+        if all(f.blames_peer for f in failures.values()) and (silent := _silent(others, SUSPICIOUS_SILENCE_S)):
+            return self._silence(silent)
+        cause = min(failures, key=lambda w: (failures[w].blames_peer, w))
+        return RunError(
+            f"worker {cause} failed in {self._dispatcher.describe(cause)}; log: "
+            f"{self._directory.log(worker_name(cause))}\n{failures[cause].text.rstrip()}"
+        )
+
+    async def _watch(self) -> None:
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(WATCH_EVERY_S)
+            if time.monotonic() - before > 2 * WATCH_EVERY_S:
+                continue  # this process stood still, so heartbeats and replies may be waiting to be read
+            late = self._dispatcher.late(self._run.spec.call_timeout_s, time.monotonic())
+            if silent := _silent(self._heard, SUSPICIOUS_SILENCE_S if late else HEARTBEAT_TIMEOUT_S):
+                raise self._silence(silent)
+            if late:
+                who = ", ".join(f"worker {worker} in {self._dispatcher.describe(worker)}" for worker in late)
+                logs = ", ".join(str(self._directory.log(worker_name(worker))) for worker in late)
+                raise RunError(
+                    f"no answer within {self._run.spec.call_timeout_s:g} s from {who}; raise --call-timeout-s if this "
+                    f"may take longer; log: {logs}"
+                )
+
+    def _silence(self, workers: list[int]) -> RunError:
+        """What to say of workers that send no heartbeats."""
+        now = time.monotonic()
+        return RunError(
+            "\n".join(
+                f"worker {worker} has been silent for {now - self._heard[worker]:.0f} s; it was in "
+                f"{self._dispatcher.describe(worker)} ({self._activity.get(worker, 'no heartbeat yet')}); "
+                f"log: {self._directory.log(worker_name(worker))}"
+                for worker in workers
+            )
+        )
+
+    def _write_status(self, state: RunState, message: str = "") -> None:
+        steps = self._run.experiment.steps
+        write_status(self._directory.status, Status(state=state, step=self._step, steps=steps, message=message))
+
+
+def _silent(heard: dict[int, float], longer_than_s: float) -> list[int]:
+    """The workers that were not heard of for so long."""
+    now = time.monotonic()
+    return sorted(worker for worker, time_s in heard.items() if now - time_s > longer_than_s)
+
+
+def _with_one_micro_batch(call: CallPlan) -> CallPlan:
+    return msgspec.structs.replace(call, micro_batches=1)
+
+
+def _point_to(link: Path, target: Path) -> None:
+    """Makes `link` a relative symbolic link to its sibling `target`, atomically."""
+    part = link.with_name(f".{link.name}.part")
+    part.unlink(missing_ok=True)
+    part.symlink_to(target.name)
+    part.replace(link)

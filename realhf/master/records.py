@@ -1,0 +1,101 @@
+"""What a run leaves for people to read: metrics.jsonl, evaluations.jsonl, trace.json."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+
+from realhf.api.plan import ExecutionPlan
+from realhf.master.loop import CallRecord
+from realhf.transport.messages import Span
+
+
+class JsonLines:
+    """Appends JSON objects to a file, a line each, visible to readers at once."""
+
+    def __init__(self, path: Path):
+        self._file = path.open("ab")
+
+    def write(self, value: dict[str, Any]) -> None:
+        self._file.write(msgspec.json.encode(value) + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Trace:
+    """`trace.json` in Chrome's trace event format (Perfetto opens it): one row a worker, times in microseconds.
+
+    Events are appended as they come; the format allows a file that a crash cut off before its
+    closing bracket.
+    """
+
+    def __init__(self, path: Path, num_workers: int):
+        self._file: IO[bytes] = path.open("wb")
+        self._start = time.time()
+        self._file.write(b"[\n")
+        names = [
+            {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": f"worker-{i}"}}
+            for i in range(num_workers)
+        ]
+        self._file.write(b",\n".join(msgspec.json.encode(name) for name in names))
+
+    def add(self, worker: int, span: Span) -> None:
+        event = {
+            "name": span.name,
+            "cat": span.phase,
+            "ph": "X",
+            "pid": 0,
+            "tid": worker,
+            "ts": round((span.start - self._start) * 1e6),
+            "dur": round((span.end - span.start) * 1e6),
+        }
+        self._file.write(b",\n" + msgspec.json.encode(event))
+
+    def flush(self) -> None:
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.write(b"\n]\n")
+        self._file.close()
+
+
+def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, previous_end: float) -> dict[str, Any]:
+    """One line of metrics.jsonl.
+
+    `time_s` is from the end of the previous step (or the start of the run) to the end of this
+    one, so that overlapping steps add up to the time of the run. A statistic keeps its name if
+    one call has it, else the model's name stands before it. `tokens` are the tokens of the
+    sequences of the global batch, each counted once.
+    """
+    end = max(record.end for record in records)
+    time_s = end - previous_end
+    tokens = max(record.tokens for record in records)
+    counts: dict[str, int] = {}
+    for record in records:
+        for name in record.stats:
+            counts[name] = counts.get(name, 0) + 1
+    stats: dict[str, float] = {}
+    for record in records:
+        for name, value in record.mean_stats().items():
+            stats[name if counts[name] == 1 else f"{record.model}_{name}"] = value
+    calls = {
+        record.node.call: {
+            "start": record.start,
+            "end": record.end,
+            "seconds": record.end - record.start,
+            "predicted_s": plan.calls[record.node.call].predicted_s,
+        }
+        for record in records
+    }
+    return {
+        "step": step,
+        "time_s": time_s,
+        "tokens": tokens,
+        "tokens_per_s": tokens / time_s if time_s > 0 else 0.0,
+        **stats,
+        "calls": calls,
+    }

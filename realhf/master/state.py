@@ -1,0 +1,126 @@
+"""The master's state machine: which calls may be issued now. Pure: events in, actions out, no I/O.
+
+Calls are issued in the plan's total order as far as devices are shared: a call goes out when its
+parents are done and every earlier call that shares a device with it has gone out. Every worker
+executes what it gets first in, first out, so the earliest unfinished call of the order can always
+proceed: no deadlock, and the same order on every device in every run.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from realhf.api.graph import DataflowGraph
+from realhf.api.layout import Layout
+
+
+@dataclass(frozen=True, order=True)
+class Node:
+    """Model function call `call` of step `step`."""
+
+    step: int
+    call: str
+
+
+@dataclass(frozen=True)
+class Issue:
+    """Action: send the call, and before it the reallocation that it needs, to the workers."""
+
+    node: Node
+
+
+@dataclass(frozen=True)
+class FinishStep:
+    """Action: all calls of the step have ended; its data may go."""
+
+    step: int
+
+
+Action = Issue | FinishStep
+
+
+class Schedule:
+    """Issues the calls of steps `order` covers.
+
+    Args:
+        graph: the calls and their edges.
+        order: every (call, step) of these steps, in the plan's order.
+        layouts: where each call runs.
+        homes: where each model's parameters live.
+        max_steps_in_flight: step t may start when step t - max_steps_in_flight has finished.
+    """
+
+    def __init__(
+        self,
+        graph: DataflowGraph,
+        order: Sequence[tuple[str, int]],
+        layouts: dict[str, Layout],
+        homes: dict[str, Layout],
+        max_steps_in_flight: int,
+    ):
+        self._graph = graph
+        self._waiting = [Node(step, call) for call, step in order]
+        self._window = max_steps_in_flight
+        self._unfinished: dict[int, set[str]] = {}
+        for node in self._waiting:
+            self._unfinished.setdefault(node.step, set()).add(node.call)
+        self._done: set[Node] = set()
+        self._first_step = min(self._unfinished, default=0)
+        self._devices = {call: participants(graph, call, layouts, homes) for call in graph.calls}
+
+    @property
+    def finished(self) -> bool:
+        return not self._unfinished
+
+    def start(self) -> list[Action]:
+        """The calls that can go out at the beginning."""
+        return list(self._issue())
+
+    def ended(self, node: Node) -> list[Action]:
+        """What follows from the end of a call that was issued."""
+        self._done.add(node)
+        calls = self._unfinished[node.step]
+        calls.remove(node.call)
+        actions: list[Action] = []
+        if not calls:
+            del self._unfinished[node.step]
+            actions.append(FinishStep(node.step))
+        return [*actions, *self._issue()]
+
+    def _issue(self) -> Iterator[Issue]:
+        oldest = min(self._unfinished, default=0)
+        held_devices: set[int] = set()
+        still_waiting = []
+        for i, node in enumerate(self._waiting):
+            if len(held_devices) == self._num_devices:
+                still_waiting += self._waiting[i:]
+                break
+            devices = self._devices[node.call]
+            if node.step < oldest + self._window and self._parents_done(node) and not devices & held_devices:
+                yield Issue(node)
+            else:
+                still_waiting.append(node)
+                held_devices |= devices
+        self._waiting = still_waiting
+
+    @property
+    def _num_devices(self) -> int:
+        return len(frozenset().union(*self._devices.values()))
+
+    def _parents_done(self, node: Node) -> bool:
+        return all(
+            node.step - edge.steps_back < self._first_step
+            or Node(node.step - edge.steps_back, edge.parent) in self._done
+            for edge in self._graph.parents(node.call)
+        )
+
+
+def participants(
+    graph: DataflowGraph, call: str, layouts: dict[str, Layout], homes: dict[str, Layout]
+) -> frozenset[int]:
+    """The devices that take part in a call: its own mesh, and the mesh its parameters come from if they
+    must be reallocated. Its inputs are on their way already: they were sent when they were made."""
+    definition, layout = graph.calls[call], layouts[call]
+    devices = set(layout.mesh.devices)
+    if homes[definition.model_name] != layout:
+        devices |= set(homes[definition.model_name].mesh.devices)
+    return frozenset(devices)

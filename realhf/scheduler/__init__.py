@@ -1,0 +1,1 @@
+"""Starts the processes of a run, watches them, ends them: here or under SLURM."""

@@ -1,0 +1,75 @@
+"""A flight recorder: what a process is doing, in a file that survives the process's violent end."""
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+# One byte that tells which of two slots is valid, padded; then the slots, each a time, a length
+# and a text. A new text goes to the other slot and the byte is flipped last: a process killed in
+# the middle of it leaves the previous text whole.
+_HEADER_BYTES = 8
+_SLOT_BYTES = 252
+_SLOT = struct.Struct("<dH")
+_FILE_BYTES = _HEADER_BYTES + 2 * _SLOT_BYTES
+MAX_TEXT_BYTES = _SLOT_BYTES - _SLOT.size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activity:
+    """What a process was doing and since when (seconds since the epoch)."""
+
+    text: str
+    since: float
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class ActivityWriter:
+    """Records the current activity of this process in `path`, a few microseconds a time.
+
+    The file is memory-mapped: what was set is in the system's hands at once, even if the process
+    is killed the next moment. For one thread.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.text = ""
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        try:
+            os.ftruncate(handle, _FILE_BYTES)
+            self._map = mmap.mmap(handle, _FILE_BYTES)
+        finally:
+            os.close(handle)
+        self._slot = 0
+        self.set("")
+
+    def set(self, text: str) -> None:
+        """Records `text`, such as "step 4 actor_generate: compute"; cut at MAX_TEXT_BYTES."""
+        data = text.encode(errors="replace")[:MAX_TEXT_BYTES]
+        slot = 1 - self._slot
+        start = _HEADER_BYTES + slot * _SLOT_BYTES
+        _SLOT.pack_into(self._map, start, time.time(), len(data))
+        self._map[start + _SLOT.size : start + _SLOT.size + len(data)] = data
+        self._map[0] = slot
+        self._slot = slot
+        self.text = text
+
+    def close(self) -> None:
+        self._map.close()
+
+
+def read_activity(path: Path) -> Activity | None:
+    """What was last recorded in `path`, by a process that may be alive or dead; None if there is no record."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return None
+    if len(data) != _FILE_BYTES or data[0] > 1:
+        return None
+    start = _HEADER_BYTES + data[0] * _SLOT_BYTES
+    since, length = _SLOT.unpack_from(data, start)
+    text = data[start + _SLOT.size : start + _SLOT.size + min(length, MAX_TEXT_BYTES)]
+    return Activity(text=text.decode(errors="replace"), since=since) if text else None

@@ -1,0 +1,80 @@
+"""What a launcher is: it starts processes from specs, tells which have ended, and leaves none behind."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+MASTER = "master"
+WORKER_INDEX_VARIABLE = "REALHF_WORKER_INDEX"
+
+
+def worker_name(index: int) -> str:
+    return f"worker-{index}"
+
+
+def worker_index(environ: Mapping[str, str]) -> int | None:
+    """The index that a launcher gave to this worker process through its environment, None outside of one."""
+    text = environ.get(WORKER_INDEX_VARIABLE)
+    return None if text is None else int(text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSpec:
+    """One process to start: `name` is "master" or "worker-INDEX".
+
+    `env` is added to the launcher's own environment; a worker finds its index in it besides
+    (`worker_index`). What the process prints goes to `log_path`.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    log_path: Path
+
+    def __post_init__(self) -> None:
+        assert self.name == MASTER or worker_name(self.index or 0) == self.name, f"process name {self.name!r}"
+        assert self.argv, f"{self.name} has no command"
+
+    @property
+    def index(self) -> int | None:
+        """The worker's index, None for the master."""
+        prefix, _, index = self.name.partition("-")
+        return int(index) if prefix == "worker" and index.isdecimal() else None
+
+
+# The exit code of a process of whose end only the cluster knows.
+UNKNOWN_RETURNCODE = 255
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exit:
+    """How a process ended: `returncode` is its exit code, or -N if signal N killed it (as in subprocess).
+
+    `note` is what the cluster had to say about it, such as a node failure; empty if nothing.
+    """
+
+    name: str
+    returncode: int
+    log_path: Path
+    note: str = ""
+
+
+class Launcher(Protocol):
+    """Starts, watches and ends the processes of one run. Used from one thread, `start` called once."""
+
+    def start(self, specs: Sequence[ProcessSpec]) -> None:
+        """Starts one process a spec. Raises UserError or RunError if that cannot be; then none is left."""
+
+    def poll(self) -> list[Exit]:
+        """The processes that have ended since the last poll, in the order in which they ended. Does not wait.
+
+        Raises RunError where the launcher has lost sight of them or gives up; then none is left.
+        """
+
+    def stop(self, *, grace_s: float = 5.0) -> None:
+        """Ends what is left: asks (SIGTERM), and after `grace_s` kills. Returns when nothing is left.
+
+        May be called at any time and more than once; what it ended is not reported by `poll`.
+        Raises RunError where something cannot be ended.
+        """

@@ -1,0 +1,88 @@
+"""Watches a run from outside until it ends, and says in one message why it ended badly."""
+
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from realhf.api.errors import RunError
+from realhf.api.status import read_status
+from realhf.scheduler.activity import read_activity
+from realhf.scheduler.base import MASTER, Exit, Launcher, ProcessSpec
+from realhf.scheduler.run_directory import RunDirectory
+
+POLL_S = 0.1
+# After a first bad end, the others are given this long to end as well: the first to be seen is
+# not always the cause, and the master takes a few seconds to find it out.
+SETTLE_S = 10.0
+WORKERS_END_S = 60.0
+STOP_GRACE_S = 3.0
+LOG_LINES = 8
+
+
+def supervise(
+    launcher: Launcher, specs: Sequence[ProcessSpec], directory: RunDirectory, on_poll: Callable[[], None]
+) -> None:
+    """Starts the processes and returns when all have ended well; `on_poll` is called ten times a second.
+
+    Raises:
+        RunError: one ended badly; by then all are gone. Whatever else is raised (Ctrl-C), all are stopped first.
+    """
+    exits: dict[str, Exit] = {}
+    try:
+        launcher.start(specs)
+        deadline: float | None = None
+        while len(exits) < len(specs):
+            exits |= {end.name: end for end in launcher.poll()}
+            on_poll()
+            bad = [end for end in exits.values() if end.returncode != 0]
+            if bad and _is_settled(exits, len(specs)):
+                break
+            if deadline is None and (bad or MASTER in exits):
+                deadline = time.monotonic() + (SETTLE_S if bad else WORKERS_END_S)
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            time.sleep(POLL_S)
+        on_poll()
+    finally:
+        launcher.stop(grace_s=STOP_GRACE_S)
+    bad = [end for end in exits.values() if end.returncode != 0]
+    if bad:
+        raise RunError(_explain(bad, directory))
+    if len(exits) < len(specs):
+        late = ", ".join(spec.name for spec in specs if spec.name not in exits)
+        raise RunError(f"the master ended but {late} did not within {WORKERS_END_S:g} s; logs in {directory.logs}")
+
+
+def _is_settled(exits: dict[str, Exit], num_processes: int) -> bool:
+    """Whether the cause is known: a process was killed, or the master has written down what failed."""
+    return any(end.returncode < 0 for end in exits.values()) or MASTER in exits or len(exits) == num_processes
+
+
+def _explain(bad: Sequence[Exit], directory: RunDirectory) -> str:
+    """The most telling of several bad ends: who was killed, else what the master heard, else all."""
+    killed = [end for end in bad if end.returncode < 0]
+    status = read_status(directory.status)
+    if not killed and status is not None and status.state == "failed":
+        return status.message
+    return "\n".join(_describe(end, directory) for end in killed or bad)
+
+
+def _describe(end: Exit, directory: RunDirectory) -> str:
+    activity = read_activity(directory.activity(end.name))
+    if end.returncode < 0:
+        names = {number.value: f" ({number.name})" for number in signal.Signals}  # most real-time signals have none
+        how = f"was killed by signal {-end.returncode}{names.get(-end.returncode, '')}"
+    else:
+        how = f"ended with exit code {end.returncode}"
+    where = f"; last activity: {activity}" if activity else ""
+    note = f" ({end.note})" if end.note else ""
+    tail = "".join(f"\n  | {line}" for line in _last_lines(end.log_path))
+    return f"{end.name} {how}{where}{note}; log: {end.log_path}{tail}"
+
+
+def _last_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()[-LOG_LINES:]
+    except FileNotFoundError:
+        return []

@@ -1,0 +1,1 @@
+"""Typed, authenticated messages between the master and its workers."""

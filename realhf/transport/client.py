@@ -1,0 +1,161 @@
+"""A worker's end: a thread does the network, so heartbeats flow while the main thread computes."""
+
+import contextlib
+import math
+import os
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+import zmq
+
+from realhf.transport.codec import Codec, UndecodableError
+from realhf.transport.keys import WorkerKeys
+
+Incoming = TypeVar("Incoming")
+Outgoing = TypeVar("Outgoing")
+
+_ENVELOPE_BYTES = 256
+
+
+class Client(Generic[Incoming, Outgoing]):
+    """One connection to the master; `send` and `receive` may be called from any thread.
+
+    `heartbeat` is called on the network thread every `heartbeat_s` and what it returns is sent;
+    it must be quick. A broken connection is made again by itself; what was under way in that
+    moment may be lost.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        keys: WorkerKeys,
+        *,
+        incoming: Codec[Incoming],
+        outgoing: Codec[Outgoing],
+        heartbeat: Callable[[], Outgoing],
+        heartbeat_s: float = 1.0,
+    ) -> None:
+        self.num_dropped = 0
+        self._address = address
+        self._incoming = incoming
+        self._outgoing = outgoing
+        self._heartbeat = heartbeat
+        self._heartbeat_s = heartbeat_s
+        self._outbox: deque[bytes] = deque()
+        self._inbox: queue.SimpleQueue[Incoming | _Ended] = queue.SimpleQueue()
+        self._closing = threading.Event()
+        self._wake_reader, self._wake_writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._context = zmq.Context()
+        self._context.set(zmq.BLOCKY, False)  # a process that ends without `close` must not hang
+        self._socket = self._connect(keys)
+        self._thread = threading.Thread(target=self._serve, name="transport", daemon=True)
+        self._thread.start()
+
+    def _connect(self, keys: WorkerKeys) -> "zmq.Socket[bytes]":
+        socket = self._context.socket(zmq.DEALER)
+        socket.curve_serverkey = keys.master
+        socket.curve_publickey = keys.own.public
+        socket.curve_secretkey = keys.own.secret
+        socket.setsockopt(zmq.MAXMSGSIZE, self._incoming.max_bytes + _ENVELOPE_BYTES)
+        socket.setsockopt(zmq.SNDHWM, 0)  # the thread never waits in a send
+        socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.RECONNECT_IVL, 100)
+        socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
+        if "[" in self._address:
+            socket.setsockopt(zmq.IPV6, 1)
+        socket.connect(self._address)
+        return socket
+
+    def send(self, message: Outgoing) -> None:
+        """Queues `message`. Raises ValueError where it is over the size limit."""
+        data = self._outgoing.encode(message)
+        if self._closing.is_set():
+            raise RuntimeError(f"the connection to {self._address} was closed")
+        self._outbox.append(data)
+        self._wake()
+
+    def receive(self, timeout_s: float) -> Incoming | None:
+        """The next message of the master, or None after `timeout_s` without one.
+
+        Raises RuntimeError where the connection was closed or its thread failed.
+        """
+        try:
+            message = self._inbox.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if isinstance(message, _Ended):
+            self._inbox.put(message)  # for whoever asks next
+            raise RuntimeError(f"the connection to {self._address} has ended") from message.cause
+        return message
+
+    def close(self, *, flush_s: float = 2.0) -> None:
+        """Ends the connection; what is queued still goes out if that takes no longer than `flush_s`."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._wake()
+        self._thread.join()
+        self._socket.close(linger=int(1000 * flush_s))
+        self._context.term()
+        os.close(self._wake_reader)
+        os.close(self._wake_writer)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the pipe is full of wake-ups already
+            os.write(self._wake_writer, b"\0")
+
+    def _serve(self) -> None:
+        cause: BaseException | None = None
+        try:
+            self._exchange()
+        except BaseException as error:  # the main thread must learn of it: it waits for messages
+            cause = error
+        finally:
+            self._inbox.put(_Ended(cause))
+
+    def _exchange(self) -> None:
+        socket = self._socket
+        poller = zmq.Poller()
+        poller.register(socket, zmq.POLLIN)
+        poller.register(self._wake_reader, zmq.POLLIN)
+        next_beat_s = time.monotonic() + self._heartbeat_s
+        while True:
+            closing = self._closing.is_set()  # read first, so that what was queued before it is sent below
+            now_s = time.monotonic()
+            if now_s >= next_beat_s:
+                next_beat_s = now_s + self._heartbeat_s
+                socket.send(self._outgoing.encode(self._heartbeat()))
+            while self._outbox:
+                socket.send(self._outbox.popleft())
+            if closing:
+                return
+            ready = dict(poller.poll(max(0, math.ceil(1000 * (next_beat_s - time.monotonic())))))
+            if self._wake_reader in ready:
+                os.read(self._wake_reader, 4096)
+            if socket in ready:
+                self._drain()
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                frames = self._socket.recv_multipart(zmq.DONTWAIT)
+            except zmq.Again:
+                return
+            if len(frames) != 1:
+                self.num_dropped += 1
+                continue
+            try:
+                self._inbox.put(self._incoming.decode(frames[0]))
+            except UndecodableError:
+                self.num_dropped += 1
+
+
+class _Ended:
+    """Put into the inbox when the network thread ends, with the error that ended it, if any."""
+
+    def __init__(self, cause: BaseException | None) -> None:
+        self.cause = cause

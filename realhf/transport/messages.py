@@ -1,0 +1,164 @@
+"""Everything that master and workers say to each other. Typed and data only: nothing here is code."""
+
+from typing import Literal
+
+import msgspec
+
+from realhf.api.layout import Layout
+
+Split = Literal["train", "evaluation"]
+Phase = Literal["setup", "reallocation", "transfer", "compute", "checkpoint", "waiting"]
+
+
+class BatchKey(msgspec.Struct, frozen=True, array_like=True):
+    """The global batch of one step of training, or one batch of the evaluation rows."""
+
+    split: Split
+    step: int
+
+    def __str__(self) -> str:
+        """For people, who count from 1."""
+        return f"step {self.step + 1}" if self.split == "train" else f"evaluation batch {self.step + 1}"
+
+
+class KeyMetadata(msgspec.Struct, frozen=True, kw_only=True):
+    """What the master knows of a key's data: sample `ids[i]` has a tensor [lengths[i], *trailing] of `dtype`."""
+
+    dtype: str
+    trailing: tuple[int, ...]
+    ids: tuple[int, ...]
+    lengths: tuple[int, ...]
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Something a worker did from `start` to `end`, in seconds since the epoch."""
+
+    phase: Phase
+    name: str
+    start: float
+    end: float
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Base of all messages; the tag is the class name."""
+
+
+# Master to worker. A worker executes requests one by one in the order in which they come.
+
+
+class Send(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of a transfer: the data of `key` of samples `ids` goes to `peer`."""
+
+    peer: int
+    key: str
+    ids: tuple[int, ...]
+
+
+class Receive(msgspec.Struct, frozen=True, kw_only=True):
+    """Part of a transfer: the data described by `metadata` comes from `peer`."""
+
+    peer: int
+    key: str
+    metadata: KeyMetadata
+
+
+class Transfer(Message, frozen=True, kw_only=True):
+    """Moves per-sample data between workers, point to point. It is started and not waited for: the
+    call that needs the data waits. There is no reply."""
+
+    batch: BatchKey
+    sends: tuple[Send, ...] = ()
+    receives: tuple[Receive, ...] = ()
+
+
+class Reallocate(Message, frozen=True, kw_only=True):
+    """Brings a copy of a model's parameters from its home layout into `layout`."""
+
+    request_id: int
+    batch: BatchKey
+    call: str
+    model: str
+    layout: Layout
+
+
+class CallFunction(Message, frozen=True, kw_only=True):
+    """Runs a model function call on this worker's samples: `mini_batches[j]` are the ids of mini-batch j."""
+
+    request_id: int
+    batch: BatchKey
+    call: str
+    layout: Layout
+    mini_batches: tuple[tuple[int, ...], ...]
+    micro_batches: int
+
+
+class Release(Message, frozen=True, kw_only=True):
+    """Frees the copy of a model's parameters that `Reallocate` made."""
+
+    model: str
+    layout: Layout
+
+
+class FreeBatch(Message, frozen=True, kw_only=True):
+    """Forgets all data of a batch."""
+
+    batch: BatchKey
+
+
+class SaveCheckpoint(Message, frozen=True, kw_only=True):
+    """Writes this worker's boxes of `models` below `directory` (`directory`/MODEL/boxes-RANK.safetensors)."""
+
+    request_id: int
+    directory: str
+    models: tuple[str, ...]
+
+
+class Shutdown(Message, frozen=True, kw_only=True):
+    """Ends the worker's process."""
+
+
+# Worker to master.
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """The first message of a worker."""
+
+    worker: int
+    pid: int
+    host: str
+
+
+class Ready(Message, frozen=True, kw_only=True):
+    """The worker holds its models and takes requests."""
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Sent every second whatever the worker computes; `activity` says what that is."""
+
+    activity: str
+
+
+class Reply(Message, frozen=True, kw_only=True):
+    """A request is done."""
+
+    request_id: int
+    span: Span
+    # What it waited for before, if it did.
+    wait: Span | None = None
+    outputs: dict[str, KeyMetadata] = {}
+    # (weighted sum, weight) by name; only from ranks that hold outputs.
+    stats: dict[str, tuple[float, float]] = {}
+    # Tokens of the sequences this call processed, each counted once in its data-parallel group.
+    tokens: int = 0
+
+
+class Failure(Message, frozen=True, kw_only=True):
+    """A request, or the setup (None), raised. `blames_peer`: the error is that another worker went away."""
+
+    request_id: int | None
+    text: str
+    blames_peer: bool = False
+
+
+ToWorker = Transfer | Reallocate | CallFunction | Release | FreeBatch | SaveCheckpoint | Shutdown
+ToMaster = Hello | Ready | Heartbeat | Reply | Failure

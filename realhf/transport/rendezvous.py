@@ -1,0 +1,64 @@
+"""How workers find the master: one small file in the run directory, written atomically."""
+
+import os
+import time
+from pathlib import Path
+
+import msgspec
+
+from realhf.api.errors import RunError
+
+_FILE = "master.json"
+
+
+class MasterAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where the master of this run listens (`tcp://host:port`) and its public key (Z85)."""
+
+    address: str
+    public_key: str
+
+
+def publish_master(directory: Path, master: MasterAddress) -> None:
+    """Writes the master's address for the workers, replacing that of an earlier start of the run."""
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    temporary = directory / f".{_FILE}.{os.getpid()}"
+    with temporary.open("wb") as file:
+        file.write(msgspec.json.encode(master))
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(directory / _FILE)
+
+
+def withdraw_master(directory: Path) -> None:
+    """Takes the address back, so that workers of the next start do not knock at a dead master's port."""
+    (directory / _FILE).unlink(missing_ok=True)
+
+
+def wait_for_master(directory: Path, *, timeout_s: float, public_key: bytes | None = None) -> MasterAddress:
+    """The master's address, as soon as it is there.
+
+    With `public_key`, an address published under another key is waited past as that of another
+    run's master. Raises RunError after `timeout_s`, naming the file.
+    """
+    path = directory / _FILE
+    deadline = time.monotonic() + timeout_s
+    pause_s = 0.01
+    while True:
+        seen = "it was not written"
+        try:
+            master = msgspec.json.decode(path.read_bytes(), type=MasterAddress)
+        except FileNotFoundError:
+            pass
+        except msgspec.MsgspecError as error:
+            seen = f"what it holds is no address: {error}"
+        else:
+            if public_key is None or master.public_key.encode() == public_key:
+                return master
+            seen = "it was published under a key other than this run's"
+        if time.monotonic() + pause_s > deadline:
+            raise RunError(
+                f"the master did not publish its address in {path} within {timeout_s:g} s ({seen}); "
+                "look into the master's log, and check that the run directory is on a file system that all nodes share"
+            )
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, 0.5)  # a thousand workers must not hammer a shared file system

@@ -1,0 +1,279 @@
+"""The model worker: executes the master's requests on one device, one after the other."""
+
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realhf.api.graph import DataflowGraph, ModelFunctionCallDef, ModelInterfaceType
+from realhf.api.interface import InterfaceConfig
+from realhf.api.layout import Layout
+from realhf.api.run import Run
+from realhf.data.loader import DatasetReader
+from realhf.engine.batch import Batch, concatenate
+from realhf.engine.interface import CallResult
+from realhf.engine.model import ShardedModel
+from realhf.models.checkpoint import write_boxes
+from realhf.models.checkpoint_index import checkpoint_owners
+from realhf.models.hugging_face_weights import open_checkpoint
+from realhf.parallel.groups import GroupTable, ParallelGroups
+from realhf.realloc.executor import execute
+from realhf.realloc.planner import plan_between
+from realhf.transport.messages import (
+    BatchKey,
+    CallFunction,
+    FreeBatch,
+    Reallocate,
+    Release,
+    Reply,
+    SaveCheckpoint,
+    Span,
+    Split,
+    Transfer,
+)
+from realhf.worker import rollouts
+from realhf.worker.mailbox import Mailbox
+from realhf.worker.store import SampleStore, describe
+
+Request = Transfer | Reallocate | CallFunction | Release | FreeBatch | SaveCheckpoint
+
+# Rollouts of an evaluation draw other random numbers than those of training.
+EVALUATION_SEED_OFFSET = 0x5EED
+
+
+class CallContext:
+    """The context of one call (see `realhf.engine.interface.Context`)."""
+
+    def __init__(
+        self, seed: int, step: int, micro_batches: int, groups: ParallelGroups, record: frozenset[str] = frozenset()
+    ):
+        self.seed, self.step, self.micro_batches, self.record = seed, step, micro_batches, record
+        self.holds_outputs = groups.holds_outputs
+        self._data_group = groups.data
+
+    def sum_over_data_parallel(self, values: Tensor) -> Tensor:
+        total = values.clone()
+        if self._data_group is not None:
+            dist.all_reduce(total, group=self._data_group)
+        return total
+
+
+class ModelWorker:
+    """Holds the home part of every model that lives on this device, and copies for calls laid out otherwise.
+
+    Args:
+        set_activity: told in words what the worker does, for heartbeats and post-mortems.
+    """
+
+    def __init__(self, run: Run, rank: int, device: torch.device, run_dir: Path, set_activity: Callable[[str], None]):
+        self._run, self._rank, self._device, self._run_dir = run, rank, device, run_dir
+        self._set_activity = set_activity
+        self._timeout_s = run.spec.call_timeout_s
+        self._groups = GroupTable((call.layout for call in run.plan.calls.values()), rank, self._timeout_s)
+        self._graphs: dict[Split, DataflowGraph] = {"train": run.graph}
+        self._readers: dict[Split, DatasetReader] = {
+            "train": DatasetReader(run.experiment.dataset, run.experiment.seed, run.settings.batch_size)
+        }
+        if run.evaluation and run.evaluation_graph:
+            self._graphs["evaluation"] = run.evaluation_graph
+            self._readers["evaluation"] = DatasetReader(run.evaluation.dataset, None, run.evaluation.batch_size)
+        self._store = SampleStore()
+        self._mailbox = Mailbox(self._store, device, self._timeout_s)
+        self._interfaces: dict[tuple[Split, str], Any] = {}
+        self._models: dict[tuple[str, Layout], ShardedModel] = {}
+        for name, home in run.homes.items():
+            if rank in home.mesh.devices:
+                self._set_activity(f"setup: model {name}")
+                self._models[name, home] = self._build_home(name, home)
+
+    def handle(self, request: Request) -> Reply | None:
+        """Executes one request; what it raises ends the run."""
+        match request:
+            case CallFunction():
+                return self._call(request)
+            case Transfer(batch=batch, sends=sends, receives=receives):
+                self._mailbox.post(batch, sends, receives)
+            case Reallocate(request_id=request_id, batch=batch, call=call):
+                with self._timed("reallocation", f"{call} of {batch}") as span:
+                    self._reallocate(request.model, request.layout)
+                return Reply(request_id=request_id, span=span())
+            case Release(model=model, layout=layout):
+                del self._models[model, layout]
+            case FreeBatch(batch=batch):
+                self._mailbox.free(batch)
+                self._store.free(batch)
+            case SaveCheckpoint(request_id=request_id):
+                with self._timed("checkpoint", request.directory) as span:
+                    self._save(Path(request.directory), request.models)
+                return Reply(request_id=request_id, span=span())
+        return None
+
+    @contextmanager
+    def _timed(self, phase, name):
+        self._set_activity(f"{name}: {phase}")
+        start = time.time()
+        yield lambda: Span(phase, name, start, time.time())
+        self._set_activity(f"waiting, after {name}: {phase}")
+
+    def _build_home(self, name: str, home: Layout) -> ShardedModel:
+        run, setup = self._run, self._run.models[name]
+        steps = run.experiment.steps * sum(c.mini_batches for c in run.graph.calls_of(name) if c.trains)
+        model = ShardedModel(
+            run.graph.models[name],
+            self._groups.groups(home),
+            getattr(torch, setup.dtype),
+            self._device,
+            optimizer=setup.optimizer if steps else None,
+            total_optimizer_steps=steps,
+            compute=setup.compute,
+            timeout_s=self._timeout_s,
+        )
+        if setup.checkpoint is None or setup.new_head:
+            model.initialise(run.experiment.seed)
+        if setup.checkpoint is not None:
+            reader = open_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)
+            for box, tensor in model.boxes().values():
+                if not (setup.new_head and box.name in HEAD_PARAMETERS):
+                    reader.read_into(tensor, box)
+            model.parameters_changed()
+        return model
+
+    def _reallocate(self, name: str, layout: Layout) -> None:
+        home, dtype = self._run.homes[name], getattr(torch, self._run.models[name].dtype)
+        source = self._models.get((name, home))
+        target = None
+        if self._rank in layout.mesh.devices:
+            target = ShardedModel(
+                self._run.graph.models[name],
+                self._groups.groups(layout),
+                dtype,
+                self._device,
+                timeout_s=self._timeout_s,
+            )
+            self._models[name, layout] = target
+        plan = plan_between(
+            self._run.graph.models[name], home, layout, self._run.spec.devices_per_node, element_bytes=dtype.itemsize
+        )
+        execute(
+            plan,
+            self._rank,
+            source.boxes() if source else {},
+            target.boxes() if target else {},
+            model_name=name,
+            timeout_s=self._timeout_s,
+        )
+
+    def _call(self, request: CallFunction) -> Reply:
+        split, step = request.batch.split, request.batch.step
+        definition = self._graphs[split].calls[request.call]
+        groups = self._groups.groups(request.layout)
+        wait = self._collect(request, definition)
+        mini_batches = [self._inputs(request.batch, definition, ids) for ids in request.mini_batches]
+        model = self._models[definition.model_name, request.layout]
+        seed = self._run.experiment.seed + (EVALUATION_SEED_OFFSET if split == "evaluation" else 0)
+        record = frozenset(self._run.spec.record)
+        context = CallContext(seed, step, request.micro_batches, groups, record)
+        with self._timed("compute", f"{request.call} of {request.batch}") as span:
+            tokens_before = model.tokens_processed
+            result = self._compute(split, definition, model, mini_batches, context)
+        reply = Reply(request_id=request.request_id, span=span(), wait=wait)
+        if not groups.holds_outputs:
+            return reply
+        return Reply(
+            request_id=request.request_id,
+            span=reply.span,
+            wait=wait,
+            outputs=self._keep(request, definition, result.outputs),
+            stats=result.stats,
+            tokens=model.tokens_processed - tokens_before,
+        )
+
+    def _collect(self, request: CallFunction, definition: ModelFunctionCallDef) -> Span | None:
+        """Waits for the inputs that are on their way here; returns that wait, if there was one."""
+        if not self._mailbox.is_expecting(request.batch, definition.input_data):
+            return None
+        with self._timed("transfer", f"{request.call} of {request.batch}") as span:
+            self._mailbox.collect(request.batch, definition.input_data)
+        return span()
+
+    def _compute(
+        self,
+        split: Split,
+        definition: ModelFunctionCallDef,
+        model: ShardedModel,
+        mini_batches: Sequence[Batch],
+        context: CallContext,
+    ) -> CallResult:
+        interface = self._interface(split, definition)
+        match definition.interface_type:
+            case ModelInterfaceType.TRAIN_STEP:
+                return interface.train_step(model, mini_batches, context)
+            case ModelInterfaceType.INFERENCE:
+                return interface.inference(model, concatenate(mini_batches), context)
+            case ModelInterfaceType.GENERATE:
+                return interface.generate(model, concatenate(mini_batches), context)
+
+    def _inputs(self, batch: BatchKey, definition: ModelFunctionCallDef, ids: tuple[int, ...]) -> Batch:
+        """The call's input columns: rows of the data set are read here, the rest was made or transferred."""
+        graph = self._graphs[batch.split]
+        from_rows = [key for key in definition.input_data if key in graph.dataset_keys]
+        samples = self._readers[batch.split].read(batch.step, ids, from_rows).to(self._device)
+        samples = self._store.add_columns(batch, samples, [k for k in definition.input_data if k in graph.producers])
+        if (
+            self._run.spec.replay
+            and batch.split == "train"
+            and definition.interface_type is ModelInterfaceType.GENERATE
+        ):
+            prompt_key, sequence_key = definition.input_data[0], definition.output_data[0]
+            recorded = rollouts.read(Path(self._run.spec.replay), batch.step, definition.name, sequence_key)
+            responses = [
+                recorded[i][len(prompt) :].to(self._device)
+                for i, prompt in zip(ids, samples.data[prompt_key], strict=True)
+            ]
+            samples = samples.with_data(forced_response=responses)
+        return samples
+
+    def _keep(self, request: CallFunction, definition: ModelFunctionCallDef, outputs: dict[str, list[Tensor]]) -> dict:
+        """Stores the outputs that the call declares, records those the run asks for; returns their metadata."""
+        ids = [sample for mini_batch in request.mini_batches for sample in mini_batch]
+        missing = [key for key in definition.output_data if key not in outputs]
+        if missing:
+            raise KeyError(
+                f"{definition.name} declares the outputs {list(definition.output_data)} but its interface "
+                f"{type(definition.interface_impl).__name__} returned {sorted(outputs)}; {missing} is missing"
+            )
+        for key in definition.output_data:
+            self._store.put(request.batch, key, ids, outputs[key])
+        recorded = {key: outputs[key] for key in self._run.spec.record if key in outputs}
+        if recorded and request.batch.split == "train":
+            folder = self._run_dir / "rollouts"
+            rollouts.record(folder, request.batch.step, definition.name, self._rank, recorded, ids)
+        return {key: describe(ids, outputs[key]) for key in definition.output_data}
+
+    def _interface(self, split: Split, definition: ModelFunctionCallDef) -> Any:
+        key = (split, definition.name)
+        if key not in self._interfaces:
+            self._interfaces[key] = load_interface(definition.interface_impl)
+        return self._interfaces[key]
+
+    def _save(self, directory: Path, models: Sequence[str]) -> None:
+        for name in models:
+            home = self._run.homes[name]
+            owned = checkpoint_owners(self._run.graph.models[name], home)[self._rank]
+            write_boxes(directory / name, self._rank, owned, self._models[name, home].boxes())
+
+
+HEAD_PARAMETERS = ("lm_head.weight", "score.weight")
+
+
+def load_interface(config: InterfaceConfig) -> Any:
+    """The implementation that the class of `config` names, made with `config`. The name comes from
+    the experiment's code, never from a message."""
+    module, _, name = type(config).implementation.partition(":")
+    return getattr(importlib.import_module(module), name)(config)
