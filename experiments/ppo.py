@@ -1,0 +1,147 @@
+"""PPO on the sorting task: four models, six calls."""
+
+from dataclasses import dataclass, field
+
+from realhf.algorithms.evaluation.config import SampledAccuracy
+from realhf.algorithms.ppo.config import PPOActor, PPOCritic, PPOHyperparameters, PPOReference
+from realhf.algorithms.reward.config import SequenceReward
+from realhf.api.experiment import Evaluation, ModelSetup, OptimizerConfig, auto
+from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef
+from realhf.api.model import DecoderConfig, DType
+from realhf.data import sort_task
+from realhf.data.datasets import PromptDataset
+
+ROLLOUT = ["prompt", "seq", "logprob", "ref_logprob", "reward", "value"]
+
+
+@auto(batch_size=128)
+@dataclass(frozen=True, kw_only=True)
+class PPOExperiment:
+    """The actor answers; reward, reference and critic judge; actor and critic learn.
+
+    `sft_checkpoint` (RUN_DIR/checkpoints/latest/sft of a run of sft.py) starts actor and
+    reference, `reward_checkpoint` (.../latest/reward of reward.py) reward and critic; where one is
+    empty, its models start from random weights.
+    """
+
+    seed: int = 0
+    steps: int = 80
+    batch_size: int = 128
+    mini_batches: int = 2
+    model: DecoderConfig = sort_task.SORT_MODEL
+    dtype: DType = "float32"
+    sft_checkpoint: str = ""
+    reward_checkpoint: str = ""
+    actor_lr: float = 1e-4
+    critic_lr: float = 3e-4
+    warmup_steps: int = 5
+    ppo: PPOHyperparameters = field(default_factory=PPOHyperparameters)
+    data_dir: str = "runs/data"
+    evaluate: bool = True
+
+    @property
+    def rpcs(self) -> list[ModelFunctionCallDef]:
+        scalar = self.model.with_head("scalar")
+        return [
+            ModelFunctionCallDef(
+                model_name="actor",
+                model_type=self.model,
+                interface_type=GENERATE,
+                interface_impl=PPOActor(ppo=self.ppo),
+                input_data=["prompt"],
+                output_data=["seq", "logprob"],
+            ),
+            ModelFunctionCallDef(
+                model_name="reward",
+                model_type=scalar,
+                interface_type=INFERENCE,
+                interface_impl=SequenceReward(),
+                input_data=["seq"],
+                output_data=["reward"],
+            ),
+            ModelFunctionCallDef(
+                model_name="reference",
+                model_type=self.model,
+                interface_type=INFERENCE,
+                interface_impl=PPOReference(ppo=self.ppo),
+                input_data=["prompt", "seq"],
+                output_data=["ref_logprob"],
+            ),
+            ModelFunctionCallDef(
+                model_name="critic",
+                model_type=scalar,
+                interface_type=INFERENCE,
+                interface_impl=PPOCritic(ppo=self.ppo),
+                input_data=["prompt", "seq"],
+                output_data=["value"],
+            ),
+            ModelFunctionCallDef(
+                model_name="actor",
+                model_type=self.model,
+                interface_type=TRAIN_STEP,
+                interface_impl=PPOActor(ppo=self.ppo),
+                input_data=ROLLOUT,
+                mini_batches=self.mini_batches,
+            ),
+            ModelFunctionCallDef(
+                model_name="critic",
+                model_type=scalar,
+                interface_type=TRAIN_STEP,
+                interface_impl=PPOCritic(ppo=self.ppo),
+                input_data=ROLLOUT,
+                mini_batches=self.mini_batches,
+            ),
+        ]
+
+    @property
+    def models(self) -> dict[str, ModelSetup]:
+        sft, reward = self.sft_checkpoint or None, self.reward_checkpoint or None
+        actor = OptimizerConfig(lr=self.actor_lr, warmup_steps=self.warmup_steps)
+        critic = OptimizerConfig(lr=self.critic_lr, warmup_steps=self.warmup_steps)
+        return {
+            "actor": ModelSetup(checkpoint=sft, optimizer=actor, dtype=self.dtype),
+            "reference": ModelSetup(checkpoint=sft, dtype=self.dtype),
+            "reward": ModelSetup(checkpoint=reward, dtype=self.dtype),
+            "critic": ModelSetup(checkpoint=reward, optimizer=critic, dtype=self.dtype),
+        }
+
+    @property
+    def dataset(self) -> PromptDataset:
+        return self._prompts("prompts.jsonl")
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        if not self.evaluate:
+            return None
+        return Evaluation(
+            rpcs=[
+                self._accuracy_call("accuracy", self.ppo.temperature),
+                self._accuracy_call("accuracy_greedy", 0.0),
+            ],
+            dataset=self._prompts("evaluation.jsonl", with_answer=True),
+            batch_size=128,
+        )
+
+    def _accuracy_call(self, name: str, temperature: float) -> ModelFunctionCallDef:
+        return ModelFunctionCallDef(
+            name=f"actor_{name}",
+            model_name="actor",
+            model_type=self.model,
+            interface_type=GENERATE,
+            interface_impl=SampledAccuracy(
+                max_new_tokens=self.ppo.max_new_tokens,
+                eos_token=self.ppo.eos_token,
+                temperature=temperature,
+                name=name,
+            ),
+            input_data=["prompt", "answer"],
+        )
+
+    def _prompts(self, file: str, *, with_answer: bool = False) -> PromptDataset:
+        data = sort_task.ensure(self.data_dir)
+        return PromptDataset(
+            path=str(data / file),
+            tokenizer=str(data / "tokenizer.json"),
+            max_prompt_tokens=sort_task.MAX_PROMPT_TOKENS,
+            with_answer=with_answer,
+        )

@@ -1,0 +1,81 @@
+"""Supervised fine-tuning of a tiny model on the sorting task, from random weights."""
+
+from dataclasses import dataclass
+
+from realhf.algorithms.evaluation.config import SampledAccuracy
+from realhf.algorithms.sft.config import SFT
+from realhf.api.experiment import Evaluation, ModelSetup, OptimizerConfig, auto
+from realhf.api.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
+from realhf.api.model import DecoderConfig, DType
+from realhf.data import sort_task
+from realhf.data.datasets import PromptDataset, SFTDataset
+
+
+@auto(batch_size=128)
+@dataclass(frozen=True, kw_only=True)
+class SFTExperiment:
+    """One model, one call: train_step."""
+
+    seed: int = 0
+    steps: int = 400
+    batch_size: int = 128
+    model: DecoderConfig = sort_task.SORT_MODEL
+    dtype: DType = "float32"
+    lr: float = 1e-3
+    warmup_steps: int = 30
+    weight_decay: float = 0.01
+    data_dir: str = "runs/data"
+    evaluate: bool = True
+
+    @property
+    def rpcs(self) -> list[ModelFunctionCallDef]:
+        return [
+            ModelFunctionCallDef(
+                model_name="sft",
+                model_type=self.model,
+                interface_type=TRAIN_STEP,
+                interface_impl=SFT(),
+                input_data=["tokens", "prompt_length"],
+            )
+        ]
+
+    @property
+    def models(self) -> dict[str, ModelSetup]:
+        optimizer = OptimizerConfig(lr=self.lr, warmup_steps=self.warmup_steps, weight_decay=self.weight_decay)
+        return {"sft": ModelSetup(optimizer=optimizer, dtype=self.dtype)}
+
+    @property
+    def dataset(self) -> SFTDataset:
+        data = sort_task.ensure(self.data_dir)
+        return SFTDataset(
+            path=str(data / "sft.jsonl"),
+            tokenizer=str(data / "tokenizer.json"),
+            max_prompt_tokens=sort_task.MAX_PROMPT_TOKENS,
+        )
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        if not self.evaluate:
+            return None
+        data = sort_task.ensure(self.data_dir)
+        return Evaluation(
+            rpcs=[
+                ModelFunctionCallDef(
+                    name="sft_accuracy",
+                    model_name="sft",
+                    model_type=self.model,
+                    interface_type=GENERATE,
+                    interface_impl=SampledAccuracy(
+                        max_new_tokens=sort_task.MAX_NEW_TOKENS, eos_token=sort_task.EOS_TOKEN
+                    ),
+                    input_data=["prompt", "answer"],
+                )
+            ],
+            dataset=PromptDataset(
+                path=str(data / "evaluation.jsonl"),
+                tokenizer=str(data / "tokenizer.json"),
+                max_prompt_tokens=sort_task.MAX_PROMPT_TOKENS,
+                with_answer=True,
+            ),
+            batch_size=128,
+        )

@@ -1,0 +1,70 @@
+"""The command line: `realhf run | plan | search | profile | convert | report | doctor`."""
+
+import argparse
+import importlib
+import signal
+import sys
+from collections.abc import Sequence
+
+from realhf.api.errors import RunError, UserError
+
+COMMANDS = {
+    "run": "plan an experiment, start its workers, and train",
+    "plan": "find the fastest execution plan, or predict a given one",
+    "search": "find the fastest plan of a planning problem given as a file",
+    "profile": "measure this machine, once per model type",
+    "convert": "convert a checkpoint from or to Hugging Face's format",
+    "report": "write a run's report.html",
+    "doctor": "check the installation and this machine",
+}
+
+
+OSDP = "--osdp"  # makes `realhf plan` one of a model's operators, with arguments of its own
+
+
+def parser(command: str | None = None, *, osdp: bool = False) -> argparse.ArgumentParser:
+    """The parser with all commands, of which only `command` has its arguments: the others are not imported.
+
+    `osdp`: `plan` has the arguments of `plan --osdp`.
+    """
+    top = argparse.ArgumentParser(
+        prog="realhf",
+        description="Plans and runs reinforcement-learning training of language models.",
+        epilog="example: realhf run experiments/ppo.py --steps 10",
+    )
+    commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, summary in COMMANDS.items():
+        if name == command:
+            module = "osdp" if name == "plan" and osdp else name
+            importlib.import_module(f"realhf.cli.{module}").add_command(commands)
+        else:
+            commands.add_parser(name, help=summary)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command.
+
+    Returns the exit code: 0 all of it worked, 1 it failed, 2 the input was wrong, 130 interrupted.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    try:
+        command = next((word for word in words if word in COMMANDS), None)
+        top = parser(command, osdp=any(word == OSDP or word.startswith(f"{OSDP}=") for word in words))
+        arguments, rest = top.parse_known_args(words)
+        if rest and not arguments.takes_experiment_fields:
+            top.error(f"unknown arguments: {' '.join(rest)}")
+        arguments.overrides = rest
+        code: int = arguments.execute(arguments)
+        return code
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except RunError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        if argv is None:  # this process ends now: a second Ctrl-C must not turn its exit code into a signal's
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+        print("interrupted", file=sys.stderr)
+        return 130

@@ -1,0 +1,51 @@
+"""`realhf convert`: between Hugging Face checkpoints and those of runs."""
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, get_args
+
+import msgspec
+
+from realhf.api.errors import UserError
+from realhf.api.model import DType
+
+DESCRIPTION = """Converts a checkpoint, offline and without a GPU: a Hugging Face directory (config.json, safetensors,
+tokenizer) into a checkpoint of boxes, or such a checkpoint (RUN_DIR/checkpoints/latest/MODEL) into a
+directory that transformers' from_pretrained reads. Says every step it makes."""
+
+EXAMPLE = """examples:
+  realhf convert path/to/Qwen3-0.6B converted/qwen3
+  realhf convert runs/mine/checkpoints/latest/actor exported/actor --like path/to/Qwen3-0.6B"""
+
+
+def add_command(commands: Any) -> None:
+    command = commands.add_parser(
+        "convert",
+        help="convert a checkpoint from or to Hugging Face's format",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("source", metavar="SOURCE", help="a Hugging Face directory, or a checkpoint of boxes")
+    command.add_argument("target", metavar="TARGET", help="the directory to write; it must not exist")
+    command.add_argument("--dtype", choices=get_args(DType), help="of the result (default: that of the source)")
+    command.add_argument("--like", metavar="DIR", help="a Hugging Face directory whose tokenizer and config to take")
+    command.add_argument("--max-file-gb", type=float, default=5.0, help="largest file in GB of 10^9 bytes (default 5)")
+    command.set_defaults(execute=execute, takes_experiment_fields=False)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    if Path(arguments.target).exists():
+        raise UserError(f"{arguments.target} exists already; give a new directory, or remove it first")
+    conversion = {
+        "source": arguments.source,
+        "target": arguments.target,
+        "dtype": arguments.dtype,
+        "like": arguments.like,
+        "max_file_bytes": int(arguments.max_file_gb * 1e9),
+    }
+    # In a process of its own: tensors are read there, and this one stays without torch.
+    words = [sys.executable, "-m", "realhf.models.convert", msgspec.json.encode(conversion).decode()]
+    return subprocess.run(words, check=False).returncode

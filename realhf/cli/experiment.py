@@ -1,0 +1,43 @@
+"""From the words of a command line to an experiment."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from realhf.api.run import load_experiment_class
+
+FIELDS_OPTION = "--fields"
+
+
+def add_experiment_arguments(command: argparse.ArgumentParser) -> None:
+    """The arguments that name an experiment and the devices it may use."""
+    command.add_argument("experiment", help="a Python file with one dataclass under @auto")
+    command.add_argument("--plan", type=Path, help="take this plan.json instead of searching for one")
+    command.add_argument("--num-workers", type=int, help="devices to use (default: the GPUs here, else the CPU cores)")
+    command.add_argument("--nodes", type=int, default=1, help="number of nodes (default 1)")
+    command.add_argument("--gpus-per-node", type=int, help="devices a node (default: --num-workers / --nodes)")
+    budget = command.add_mutually_exclusive_group()
+    budget.add_argument(
+        "--evaluations", type=int, metavar="N", help="budget of the plan search, a number of plans; reproducible"
+    )
+    budget.add_argument(
+        "--seconds", type=float, metavar="S", help="budget of the plan search in seconds, on all cores of this machine"
+    )
+    command.add_argument(
+        "--hardware", help="hardware description or file under profiles/hardware (default: this machine)"
+    )
+    command.set_defaults(takes_experiment_fields=True)
+
+
+def build_experiment(path: str, overrides: list[str]) -> Any:
+    """The experiment of a file with its fields set from `--field value` words.
+
+    A wrong word is explained and ends the process with 2; `--fields` lists all fields and ends it with 0.
+    """
+    cls = load_experiment_class(path)
+    prog = f"realhf COMMAND {path}"
+    if FIELDS_OPTION in overrides:
+        tyro.cli(cls, args=["--help"], prog=prog, config=(tyro.conf.AvoidSubcommands,))
+    return tyro.cli(cls, args=overrides, prog=prog, config=(tyro.conf.AvoidSubcommands,), add_help=False)

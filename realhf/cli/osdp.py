@@ -1,0 +1,204 @@
+"""`realhf plan --osdp MODEL`: which operators of a model to shard within the memory of a device."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from realhf.api.architectures import architecture
+from realhf.api.errors import UserError
+from realhf.api.model import DecoderConfig
+from realhf.models.parameters import parameter_count
+from realhf.search.hardware import DTYPE_BYTES, load_hardware
+from realhf.search.osdp import (
+    GIB,
+    MODES,
+    Mode,
+    OsdpPlan,
+    OsdpProblem,
+    best_slicing,
+    decoder_problem,
+    ring,
+    sliced,
+    uniform_plan,
+)
+
+DESCRIPTION = """Chooses for every operator of a model whether data parallelism replicates it, shards only its
+optimizer states (ZeRO-1) or shards all of it, so that training is fastest within the memory of a device;
+exactly, with a proof. Needs no GPU. MODEL is a named architecture or the path of a Hugging Face config.json."""
+
+EXAMPLE = """examples:
+  realhf plan --osdp llama3-7b --devices 8 --memory-gb 40
+  realhf plan --osdp llama3-7b --devices 64 --memory-gb 80 --batch 2 --recompute --json osdp.json
+  realhf plan --osdp path/to/config.json --devices 8 --memory-gb 16 --sequence-length 512"""
+
+NAMES: dict[Mode, str] = {"replicated": "all replicated", "zero1": "all ZeRO-1", "sharded": "all sharded"}
+
+
+def add_command(commands: Any) -> None:
+    command = commands.add_parser(
+        "plan",
+        prog="realhf plan --osdp MODEL",
+        usage="realhf plan --osdp MODEL --devices N --memory-gb M [options]",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument(
+        "--osdp",
+        dest="model",
+        metavar="MODEL",
+        required=True,
+        help="llama3-7b, qwen3-8b, llama3-13b-critic, ..., or the path of a config.json",
+    )
+    command.add_argument("--devices", type=int, required=True, help="devices of the data-parallel group")
+    command.add_argument("--memory-gb", type=float, required=True, help="memory of a device in GiB (2^30 bytes)")
+    command.add_argument("--batch", type=int, help="samples a device and step (default: the fastest per sample)")
+    command.add_argument("--max-batch", type=int, default=512, help="largest batch to consider (default 512)")
+    command.add_argument("--sequence-length", type=int, default=2048, help="tokens of a sample (default 2048)")
+    command.add_argument("--slices", type=int, default=4, help="cut operators into up to so many slices (default 4)")
+    command.add_argument("--modes", default=",".join(MODES), help=f"modes to choose from (default {','.join(MODES)})")
+    command.add_argument("--recompute", action="store_true", help="recompute activations: saves memory, gathers again")
+    command.add_argument("--prefetch", action="store_true", help="hold two gathered slices instead of one")
+    command.add_argument("--dtype", choices=list(DTYPE_BYTES), default="bfloat16", help="default bfloat16")
+    command.add_argument("--hardware", default="h100", help="description under profiles/hardware (default h100)")
+    command.add_argument(
+        "--launch-us", type=float, default=10.0, help="cost of starting a collective in microseconds (default 10)"
+    )
+    command.add_argument("--seconds", type=float, default=1.0, help="time limit of the search (default 1)")
+    command.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
+    command.set_defaults(execute=execute, takes_experiment_fields=False)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    model = architecture(arguments.model)
+    batches = _batches(arguments)
+    problems = [sliced(_problem(arguments, model), slices) for slices in _slicings(arguments.slices)]
+    plan = best_slicing(problems, batches, time_limit_s=arguments.seconds)
+    uniform = {mode: _best_uniform(problems, mode, batches) for mode in MODES}
+    console = Console()
+    console.print(
+        f"{arguments.model}: {parameter_count(model):,} parameters on {arguments.devices} x {arguments.hardware}, "
+        f"samples of {arguments.sequence_length} tokens, {arguments.dtype}",
+        highlight=False,
+    )
+    console.print(comparison_table(plan, uniform))
+    console.print(modes_table(plan))
+    if plan.proven:
+        verdict = "proven: no other choice is faster"
+    else:
+        verdict = f"no choice is more than {plan.seconds_per_sample / plan.lower_bound_s - 1:.2e} faster"
+    console.print(f"{verdict}; found in {1e3 * plan.search_s:.1f} ms", highlight=False)
+    if arguments.json:
+        try:
+            arguments.json.write_text(json.dumps(as_json(plan, uniform), indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"--json {arguments.json}: {error.strerror}; give a file that can be written") from None
+        console.print(f"written to {arguments.json}", highlight=False, soft_wrap=True)
+    return 0
+
+
+def _problem(arguments: argparse.Namespace, model: DecoderConfig) -> OsdpProblem:
+    if not 0 < arguments.memory_gb < 1e6:
+        raise UserError(f"--memory-gb {arguments.memory_gb} must be above 0; give the GiB of one device")
+    if arguments.devices < 2:
+        raise UserError(f"--devices {arguments.devices} must be at least 2: with one device there is nothing to shard")
+    hardware = load_hardware(arguments.hardware)
+    return decoder_problem(
+        model,
+        links=ring(hardware, arguments.devices, launch_s=arguments.launch_us * 1e-6),
+        memory_bytes=int(arguments.memory_gb * GIB),
+        sequence_length=arguments.sequence_length,
+        flops=hardware.flops(arguments.dtype),
+        dtype=arguments.dtype,
+        modes=tuple(arguments.modes.split(",")),
+        recompute=arguments.recompute,
+        prefetch=arguments.prefetch,
+    )
+
+
+def _batches(arguments: argparse.Namespace) -> range:
+    smallest, largest = (arguments.batch, arguments.batch) if arguments.batch is not None else (1, arguments.max_batch)
+    if smallest < 1 or largest < 1:
+        raise UserError(f"--batch or --max-batch {largest} must be at least 1")
+    return range(smallest, largest + 1)
+
+
+def _slicings(most: int) -> list[int]:
+    """1, 2, 4, ... and `most` itself: whole operators have the lower latency, sliced ones the smaller gathers."""
+    if not 1 <= most <= 64:
+        raise UserError(f"--slices {most} must be from 1 to 64")
+    return sorted({most, *(2**i for i in range(most.bit_length()))})
+
+
+def _best_uniform(problems: Sequence[OsdpProblem], mode: Mode, batches: range) -> OsdpPlan | None:
+    plans = [plan for problem in problems if (plan := uniform_plan(problem, mode, batches))]
+    return min(plans, key=lambda plan: plan.seconds_per_sample, default=None)
+
+
+def comparison_table(plan: OsdpPlan, uniform: dict[Mode, OsdpPlan | None]) -> Table:
+    """The chosen plan beside the plans with one mode for all operators."""
+    limit = plan.problem.memory_bytes / GIB
+    table = Table(title="operator-sharded data parallelism", title_justify="left")
+    columns = ("plan", "batch", "step s", "comm. s", "samples/s", f"GiB of {limit:g}", "ratio")
+    for column in columns:
+        table.add_column(column, justify="left" if column == "plan" else "right", no_wrap=True)
+    rows = {"chosen": plan, **{NAMES[mode]: other for mode, other in uniform.items()}}
+    for name, row in rows.items():
+        if row is None:
+            table.add_row(name, "-", "-", "-", "-", "too large", "-")
+            continue
+        table.add_row(
+            name,
+            str(row.batch),
+            f"{row.step_s:.4f}",
+            f"{row.communication_s:.4f}",
+            f"{row.samples_per_s:.2f}",
+            f"{row.memory_bytes / GIB:.2f}",
+            f"{row.seconds_per_sample / plan.seconds_per_sample:.3f}",
+        )
+    return table
+
+
+def modes_table(plan: OsdpPlan) -> Table:
+    """How many slices of each kind of operator are in each mode."""
+    slices = max((op.slices for op in plan.problem.operators), default=1)
+    title = "whole operators in each mode" if slices == 1 else f"slices in each mode (large operators have {slices})"
+    table = Table(title=title, title_justify="left")
+    table.add_column("operator")
+    for mode in plan.problem.modes:
+        table.add_column(mode, justify="right")
+    for kind, counts in plan.slices_by_kind().items():
+        table.add_row(kind, *(str(counts[mode]) for mode in plan.problem.modes))
+    return table
+
+
+def as_json(plan: OsdpPlan, uniform: dict[Mode, OsdpPlan | None]) -> dict[str, Any]:
+    """What `--json` writes; `slices` has the number of slices in each mode for every operator by name."""
+
+    def totals(some: OsdpPlan) -> dict[str, Any]:
+        return {
+            "batch": some.batch,
+            "step_s": some.step_s,
+            "communication_s": some.communication_s,
+            "samples_per_s": some.samples_per_s,
+            "memory_bytes": some.memory_bytes,
+        }
+
+    return {
+        **totals(plan),
+        "memory_limit_bytes": plan.problem.memory_bytes,
+        "num_devices": plan.problem.links.num_devices,
+        "lower_bound_s_per_sample": plan.lower_bound_s,
+        "proven": plan.proven,
+        "search_s": plan.search_s,
+        "slices": {
+            op.name: dict(zip(plan.problem.modes, row, strict=True))
+            for op, row in zip(plan.problem.operators, plan.slices, strict=True)
+        },
+        "uniform": {mode: totals(other) if other else None for mode, other in uniform.items()},
+    }

@@ -1,0 +1,143 @@
+"""What `realhf plan` prints: the plan, its comparison with others, why not otherwise, cases side by side."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rich import box
+from rich.table import Table
+
+from realhf.api.plan import CallPlan, ExecutionPlan
+from realhf.search.analysis import Analysis
+from realhf.search.comparison import Comparison
+from realhf.search.task import PlanningTask
+
+GIB = 2**30
+SAME = 5e-4  # relative differences below it are not worth a number
+
+
+@dataclass(frozen=True, kw_only=True)
+class CaseResult:
+    """The searched plan of one cluster or staleness; `problem` says why there is none.
+
+    `generates_apart`: generation and training of a model have no device in common.
+    """
+
+    name: str
+    analysis: Analysis | None
+    problem: str = ""
+    generates_apart: bool = False
+
+
+def plan_table(plan: ExecutionPlan) -> Table:
+    """The calls of a plan in the order in which they are issued."""
+    table = _table("execution plan", "call", "devices", "dp", "tp", "pp", "micro-batches", "predicted s")
+    order = [entry.call for entry in plan.order] or list(plan.calls)
+    for name in order:
+        call = plan.calls[name]
+        predicted = "-" if call.predicted_s is None else f"{call.predicted_s:.3f}"
+        table.add_row(
+            name, devices_text(call), str(call.dp), str(call.tp), str(call.pp), str(call.micro_batches), predicted
+        )
+    return table
+
+
+def comparison_table(comparison: Comparison) -> Table:
+    """The plan and the presets: times, memory, the busiest device, and the largest part of the longest chain."""
+    table = _table("comparison", "plan", "s/step", "x", "tokens/s", "peak GiB", "busiest", "limited by")
+    base = comparison.plan.analysis
+    assert base is not None
+    for candidate in (comparison.plan, *comparison.presets):
+        analysis = candidate.analysis
+        if analysis is None:
+            table.add_row(candidate.name, *["-"] * 6)
+        elif candidate.problem:  # the times of a plan that cannot run say nothing
+            table.add_row(candidate.name, "-", "-", "-", f"{analysis.peak_bytes / GIB:.1f}", "-", "memory")
+        else:
+            table.add_row(
+                candidate.name,
+                f"{analysis.step_s:.4g}",
+                f"{analysis.step_s / base.step_s:.2f}",
+                f"{analysis.tokens_per_s:,.0f}",
+                f"{analysis.peak_bytes / GIB:.1f}",
+                f"{analysis.busy:.0%}",
+                analysis.bottleneck,
+            )
+    return table
+
+
+def problems(comparison: Comparison) -> list[str]:
+    """One line for each preset that cannot run, saying why."""
+    return [f"{candidate.name}: {candidate.problem}" for candidate in comparison.presets if candidate.problem]
+
+
+def alternatives_table(comparison: Comparison) -> Table:
+    """For each call, the best other layout, what the step would cost with it, and how many others do not fit."""
+    title = "why not: the best other layout of each call, the rest of the plan as it is"
+    table = _table(title, "call", "instead", "s/step", "slower by", "too large")
+    table.columns[1].justify = "left"
+    for alternative in comparison.alternatives:
+        refused = f"{alternative.num_too_large / max(alternative.num_options, 1):.0%}"
+        if alternative.option is None:
+            table.add_row(alternative.call, "nothing else fits", "-", "-", refused)
+            continue
+        table.add_row(
+            alternative.call,
+            option_text(alternative.option),
+            f"{alternative.step_s:.4g}",
+            difference_text(alternative.slower_s / alternative.planned_step_s),
+            refused,
+        )
+    return table
+
+
+def case_table(results: Sequence[CaseResult]) -> Table:
+    """Clusters, or values of staleness, side by side."""
+    table = _table("side by side", "case", "s/step", "tokens/s", "GPU-h/Mtok", "peak GiB", "limited by")
+    for result in results:
+        analysis = result.analysis
+        if analysis is None:
+            table.add_row(result.name, *["-"] * 5)
+            continue
+        table.add_row(
+            result.name,
+            f"{analysis.step_s:.4g}",
+            f"{analysis.tokens_per_s:,.0f}",
+            f"{analysis.gpu_hours_per_million_tokens:.3g}",
+            f"{analysis.peak_bytes / GIB:.1f}",
+            analysis.bottleneck,
+        )
+    return table
+
+
+def setting_text(task: PlanningTask) -> str:
+    """The cluster and the workload in one line."""
+    cluster, workload = task.cluster, task.workload
+    tokens = f"{workload.prompt_tokens:.4g}"
+    if workload.new_tokens:
+        tokens += f" + {workload.new_tokens:.4g}"
+    return (
+        f"{cluster.num_nodes} x {cluster.devices_per_node} {cluster.hardware} with "
+        f"{cluster.device_memory_bytes / GIB:.1f} GiB each; {task.batch_size} samples of {tokens} tokens a step, "
+        f"{task.dtype}"
+    )
+
+
+def difference_text(share: float) -> str:
+    return "the same" if abs(share) < SAME else f"{share:+.1%}"
+
+
+def option_text(call: CallPlan) -> str:
+    """`0-31 dp2 tp8 pp2 mb4`: devices, strategy, micro-batches."""
+    return f"{devices_text(call)} dp{call.dp} tp{call.tp} pp{call.pp} mb{call.micro_batches}"
+
+
+def devices_text(call: CallPlan) -> str:
+    first, count = call.devices
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i else "left", no_wrap=True)
+    return table

@@ -1,0 +1,226 @@
+"""From an experiment and a cluster to a plan: searched, or read and predicted."""
+
+import argparse
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from realhf.api.errors import UserError
+from realhf.api.experiment import AutoSettings, auto_settings, models_of
+from realhf.api.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
+from realhf.api.model import DType
+from realhf.api.plan import ExecutionPlan, check_plan, load_plan
+from realhf.search.cluster import Cluster
+from realhf.search.hardware import load_hardware
+from realhf.search.options import call_options
+from realhf.search.predict import Prediction
+from realhf.search.problem import Problem
+from realhf.search.remedies import find_remedies, smallest_peak_bytes
+from realhf.search.searcher import SearchResult, search_plan
+from realhf.search.task import PlanningTask, with_staleness
+from realhf.search.timings import Costs, load_costs
+from realhf.search.what_if import WhatIf, keys_without_producer
+from realhf.search.workload import Workload
+
+CPU = "cpu"
+DEFAULT_GPU = "h100"
+
+
+class Planner:
+    """Everything that planning an experiment on a cluster needs, put together once.
+
+    Raises:
+        UserError: the experiment or the cluster is not valid, or a profile cannot be read.
+    """
+
+    def __init__(self, experiment: Any, cluster: Cluster, profiles: Path | None = None, what_if: WhatIf | None = None):
+        self.experiment, self.cluster = experiment, cluster
+        self.what_if = (what_if or WhatIf()).with_defaults()
+        settings: AutoSettings = auto_settings(experiment)
+        stale = self.what_if.staleness
+        self.settings = replace(
+            settings,
+            batch_size=self.what_if.batch_size or settings.batch_size,
+            # Generation that runs ahead of training by `stale` steps needs that many more of them open.
+            max_steps_in_flight=max(settings.max_steps_in_flight, stale + 2 if stale else 1),
+        )
+        calls = self.what_if.apply(experiment.rpcs)
+        keys = keys_without_producer(calls) if self.what_if.needs_no_data else experiment.dataset.keys
+        self.graph = with_staleness(DataflowGraph(calls, keys), self.what_if.staleness)
+        self.dtype: DType = self.what_if.dtype or _common_dtype(experiment)
+        self.workload = workload_of(self.graph, self._lengths(), self.what_if.new_tokens)
+        self.costs: Costs = load_costs(
+            self.graph.models,
+            dtype=self.dtype,
+            hardware=cluster.hardware,
+            root=profiles,
+            features=self.what_if.features,
+        )
+
+    @property
+    def task(self) -> PlanningTask:
+        return PlanningTask(
+            graph=self.graph,
+            batch_size=self.settings.batch_size,
+            workload=self.workload,
+            cluster=self.cluster,
+            costs=self.costs,
+            max_steps_in_flight=self.settings.max_steps_in_flight,
+            dtype=self.dtype,
+        )
+
+    def search(self, evaluations: int | None = None, seconds: float | None = None) -> SearchResult:
+        """The cheapest plan found with a budget of `evaluations` (default: that of `@auto`) or `seconds`.
+
+        Raises:
+            UserError: no plan is legal, or none fits; the text names the smallest changes that would help.
+        """
+        try:
+            return search_plan(
+                self.graph,
+                batch_size=self.settings.batch_size,
+                workload=self.workload,
+                cluster=self.cluster,
+                costs=self.costs,
+                seed=self.experiment.seed,
+                evaluations=evaluations or self.settings.search_evaluations,
+                seconds=seconds,
+                max_steps_in_flight=self.settings.max_steps_in_flight,
+                dtype=self.dtype,
+            )
+        except UserError as error:
+            smallest = smallest_peak_bytes(self.task)
+            if smallest is None or smallest <= self.cluster.device_memory_bytes:
+                raise  # memory is not what was wrong
+            raise UserError(f"{error}; {find_remedies(self.task)}") from None
+
+    def problem(self) -> Problem:
+        """The tables of all legal options: what `search` solves."""
+        calls = self.graph.calls.values()
+        return self.task.problem(
+            {call.name: call_options(call, self.settings.batch_size, self.cluster) for call in calls}
+        )
+
+    def predict(self, plan: ExecutionPlan) -> Prediction:
+        """What a given plan would take; the plan that comes back has the predictions filled in."""
+        return self.task.predict(plan)
+
+    def predict_in_best_order(self, plan: ExecutionPlan) -> Prediction:
+        """The prediction of a plan's calls in the fastest order for this experiment, whatever its own order."""
+        in_flight = self.settings.max_steps_in_flight
+        return self.task.predict_in_best_order(
+            msgspec.structs.replace(plan, order=(), max_steps_in_flight=in_flight, predicted_step_s=None)
+        )
+
+    def _lengths(self) -> dict[str, tuple[float, int]]:
+        """Mean and largest number of tokens of every key of the data set."""
+        if not self.what_if.needs_no_data:
+            lengths: dict[str, tuple[float, int]] = self.experiment.dataset.lengths()
+            return lengths
+        tokens = self.what_if.prompt_tokens
+        assert tokens is not None, "with_defaults gives them"
+        return {key: (float(tokens), tokens) for key in self.graph.dataset_keys}
+
+
+def plan_for(experiment: Any, arguments: argparse.Namespace) -> tuple[ExecutionPlan, Cluster]:
+    """The plan that the command line asks for: that of --plan, with predictions, or the best one found."""
+    given = load_plan(arguments.plan) if arguments.plan else None
+    cluster = cluster_of(arguments, given.num_devices if given else None)
+    if given:
+        # Before anything is predicted: the errors of a plan for something else are the clearer ones.
+        settings = auto_settings(experiment)
+        check_plan(given, DataflowGraph(experiment.rpcs, experiment.dataset.keys), settings.batch_size)
+    planner = Planner(experiment, cluster)
+    if given:
+        return planner.predict(given).plan, cluster
+    return planner.search(arguments.evaluations, arguments.seconds).plan, cluster
+
+
+def cluster_of(arguments: argparse.Namespace, num_devices: int | None = None) -> Cluster:
+    """The cluster of the command line's --nodes, --gpus-per-node, --num-workers and --hardware.
+
+    `num_devices` is taken where the command line says nothing (a given plan's).
+
+    Raises:
+        UserError: the numbers contradict each other, or the hardware is not known.
+    """
+    if arguments.nodes < 1:
+        raise UserError(f"--nodes {arguments.nodes} must be at least 1")
+    total = arguments.num_workers
+    if total is None and arguments.gpus_per_node is None:
+        total = num_devices or local_devices()
+    per_node = arguments.gpus_per_node or total // arguments.nodes
+    if per_node < 1 or (total is not None and per_node * arguments.nodes != total):
+        raise UserError(
+            f"--num-workers {total} is not --nodes {arguments.nodes} x --gpus-per-node {per_node}; give any two of them"
+        )
+    hardware = load_hardware(arguments.hardware or (DEFAULT_GPU if _has_gpus() else CPU))
+    return Cluster(
+        num_nodes=arguments.nodes,
+        devices_per_node=per_node,
+        device_memory_bytes=hardware.device_memory_bytes,
+        hardware=hardware.name,
+    )
+
+
+def local_devices() -> int:
+    """The number of GPUs of this machine, or of its cores where there is none."""
+    return sum(name.removeprefix("nvidia").isdigit() for name in os.listdir("/dev")) or len(os.sched_getaffinity(0))
+
+
+def workload_of(graph: DataflowGraph, lengths: dict[str, tuple[float, int]], new_tokens: int | None = None) -> Workload:
+    """How many tokens each call reads and writes, from the data set's lengths and the limits of generation.
+
+    `new_tokens` takes the place of those limits.
+    """
+    generate = [call for call in graph.calls.values() if call.interface_type is GENERATE]
+    rollout = _generation(generate[0], lengths, new_tokens) if generate else None
+    calls = {}
+    for call in graph.calls.values():
+        if call.interface_type is GENERATE:
+            calls[call.name] = _generation(call, lengths, new_tokens)
+        elif call.interface_impl.sequence_keys or rollout is None:
+            calls[call.name] = _reading(call, lengths, rollout)
+    base = rollout or next(iter(calls.values()))
+    return Workload(
+        prompt_tokens=base.prompt_tokens,
+        new_tokens=base.new_tokens,
+        max_prompt_tokens=base.max_prompt_tokens,
+        max_new_tokens=base.max_new_tokens,
+        calls=calls,
+    )
+
+
+def _generation(call: ModelFunctionCallDef, lengths: dict[str, tuple[float, int]], new_tokens: int | None) -> Workload:
+    mean, longest = lengths[call.input_data[0]]
+    new_tokens = new_tokens or getattr(call.interface_impl, "max_new_tokens", None)
+    if not isinstance(new_tokens, int):
+        raise UserError(
+            f"{call.name}: {type(call.interface_impl).__name__} has no max_new_tokens, so that the planner does not "
+            "know how long it generates; add a field or property of that name"
+        )
+    return Workload(prompt_tokens=mean, new_tokens=new_tokens, max_prompt_tokens=longest, max_new_tokens=new_tokens)
+
+
+def _reading(call: ModelFunctionCallDef, lengths: dict[str, tuple[float, int]], rollout: Workload | None) -> Workload:
+    """The sum over the sequences that the call reads for one sample; what was generated counts as a rollout."""
+    generated = (rollout.tokens, rollout.max_tokens) if rollout else (0.0, 0)
+    keys = call.interface_impl.sequence_keys or call.input_data[:1]
+    sizes = [lengths.get(key, generated) for key in keys]
+    return Workload(
+        prompt_tokens=sum(mean for mean, _ in sizes), max_prompt_tokens=sum(longest for _, longest in sizes)
+    )
+
+
+def _common_dtype(experiment: Any) -> DType:
+    dtypes = {setup.dtype for setup in models_of(experiment).values()}
+    if len(dtypes) > 1:
+        raise UserError(f"the models have several dtypes ({', '.join(sorted(dtypes))}); give all of them one")
+    return dtypes.pop()
+
+
+def _has_gpus() -> bool:
+    return any(name.removeprefix("nvidia").isdigit() for name in os.listdir("/dev"))

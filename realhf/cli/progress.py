@@ -1,0 +1,142 @@
+"""What a person sees while a run goes on, and the table at its end."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
+from rich.table import Table
+
+from realhf.report.run_data import CallTime, call_times, read_run
+from realhf.scheduler.run_directory import RunDirectory
+
+# Statistics shown beside the step, those that exist.
+SHOWN = ("reward_mean", "accuracy", "loss", "actor_loss", "kl", "tokens_per_s")
+PLAIN_LINES_EVERY_S = 2.0
+
+
+class Tail:
+    """The JSON lines that a file gained since the last look."""
+
+    def __init__(self, path: Path):
+        self._path, self._offset = path, 0
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        if not self._path.exists():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                yield msgspec.json.decode(line)
+
+
+class Progress:
+    """A bar on a terminal, a line now and then elsewhere."""
+
+    def __init__(self, directory: RunDirectory, steps: int):
+        self.step = 0
+        self._steps = steps
+        self._metrics, self._evaluations = Tail(directory.metrics), Tail(directory.evaluations)
+        self._console = Console(stderr=True)
+        self._bar: Bar | None = None
+        self._task = TaskID(0)
+        self._last_line_s = 0.0
+        self._job = ""
+
+    def __enter__(self) -> "Progress":
+        if self._console.is_terminal:
+            columns = (
+                TextColumn("step"),
+                MofNCompleteColumn(),
+                BarColumn(),
+                TimeRemainingColumn(),
+                TextColumn("{task.description}"),
+            )
+            self._bar = Bar(*columns, console=self._console)
+            self._bar.start()
+            self._task = self._bar.add_task("starting", total=self._steps)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def show_job(self, status: str) -> None:
+        """Shows the state of a SLURM job when it is another than the last one shown."""
+        if status != self._job:
+            self._job = status
+            self._say(status)
+
+    def update(self) -> None:
+        """Shows what is new in the run directory."""
+        for evaluation in self._evaluations.read():
+            self._say(f"evaluation after step {evaluation['step']}: {_format(evaluation)}")
+        for metrics in self._metrics.read():
+            self.step = metrics["step"]
+            if self._bar is not None:
+                self._bar.update(self._task, completed=self.step, description=_format(metrics, SHOWN))
+            elif metrics["calls"] and self._is_due(metrics):
+                self._say(f"step {self.step}/{self._steps} {metrics['time_s']:.2f} s  {_format(metrics, SHOWN)}")
+
+    def _is_due(self, metrics: dict[str, Any]) -> bool:
+        end_s = max(call["end"] for call in metrics["calls"].values())
+        if end_s - self._last_line_s < PLAIN_LINES_EVERY_S and self.step != self._steps:
+            return False
+        self._last_line_s = end_s
+        return True
+
+    def _say(self, text: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(text, highlight=False)
+        else:
+            print(text, file=sys.stderr, flush=True)
+
+
+def _format(values: dict[str, Any], names: tuple[str, ...] | None = None) -> str:
+    chosen = [n for n in (names or values) if n in values and n != "step" and isinstance(values[n], int | float)]
+    return "  ".join(f"{name} {values[name]:.4g}" for name in chosen)
+
+
+def call_table(times: Sequence[CallTime]) -> Table:
+    """Measured (median) against predicted seconds of every call."""
+    table = Table(title="calls, seconds", title_justify="left")
+    table.add_column("call")
+    for column in ("measured (median)", "predicted", "measured / predicted"):
+        table.add_column(column, justify="right")
+    for time in times:
+        numbers = (time.measured_s, time.predicted_s, time.ratio)
+        table.add_row(time.call, *("-" if number is None else f"{number:.3f}" for number in numbers))
+    return table
+
+
+def print_summary(directory: RunDirectory, seconds: float) -> None:
+    """The end of a good run: evaluations before and after, speed, the calls, and where everything lies."""
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    run = read_run(directory)
+    metrics, evaluations = run.metrics, run.evaluations
+    if len(evaluations) > 1:
+        table = Table(title="evaluation", title_justify="left")
+        for name in ("", "before", "after"):
+            table.add_column(name, justify="right" if name else "left")
+        for name, before in evaluations[0].items():
+            if name != "step" and name in evaluations[-1]:
+                table.add_row(name, f"{before:.4g}", f"{evaluations[-1][name]:.4g}")
+        console.print(table)
+    if metrics:
+        console.print(call_table(call_times(run.plan, metrics)))
+        tokens, time_s = sum(m["tokens"] for m in metrics), sum(m["time_s"] for m in metrics)
+        console.print(
+            f"{len(metrics)} steps in {seconds:.1f} s, start included; {tokens / time_s:.0f} tokens/s", highlight=False
+        )
+    console.print(f"run directory: {directory.path}", highlight=False, soft_wrap=True)
+    console.print(f"report: {directory.report}", highlight=False, soft_wrap=True)

@@ -1,0 +1,32 @@
+"""`realhf report`: one HTML file about a run."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from realhf.scheduler.run_directory import RunDirectory
+
+DESCRIPTION = """Writes RUN_DIR/report.html: metrics, predicted against measured times, the last steps on every worker,
+the plan. Works while the run goes on and after it failed, and needs no network to be read."""
+
+EXAMPLE = """example:
+  realhf report runs/ppo-20260101-120000"""
+
+
+def add_command(commands: Any) -> None:
+    command = commands.add_parser(
+        "report",
+        help="write a run's report.html",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the directory of a run, whatever its state")
+    command.set_defaults(execute=execute, takes_experiment_fields=False)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    from realhf.report.page import write_report  # plotly takes a while to import; the other commands need none
+
+    print(write_report(RunDirectory(arguments.run_dir)))
+    return 0

@@ -1,0 +1,157 @@
+"""`realhf search`: the fastest plan of a planning problem that is given as a file."""
+
+import argparse
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from realhf.api.errors import UserError
+from realhf.search import _search
+from realhf.search.certificate import Certificate
+from realhf.search.planned_file import PlannedFile
+from realhf.search.problem_file import ProblemFile, load_problem, native_tables, unit_us
+
+DEFAULT_SECONDS = 10.0
+MIN_EVALUATIONS = 100
+GIB = 2**30
+
+DESCRIPTION = """Finds the fastest plan of a planning problem (a file of the format planning-problem/1, or
+/2 as `realhf plan --dump-problem` writes it) and proves how
+far from the best it can be. Ends early when the plan is proven optimal. With --evaluations instead of --seconds the
+plan depends on nothing but the file, the seed and that number."""
+
+EXAMPLE = """example:
+  realhf search problem.json --seconds 10 --seed 1 --threads 2 --json found.json"""
+
+
+def add_command(commands: Any) -> None:
+    command = commands.add_parser(
+        "search",
+        help="find the fastest plan of a planning problem given as a file",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("file", type=Path, metavar="FILE", help="the problem: a planning-problem/1 or /2 JSON file")
+    budget = command.add_mutually_exclusive_group()
+    budget.add_argument(
+        "--seconds", type=float, metavar="S", help=f"how long to search at most (default: {DEFAULT_SECONDS:g})"
+    )
+    budget.add_argument(
+        "--evaluations", type=int, metavar="N", help="how many plans to evaluate, whatever the time; reproducible"
+    )
+    command.add_argument("--seed", type=int, default=0, help="of all random numbers (default: 0)")
+    command.add_argument("--threads", type=int, metavar="T", help="default: one for every core")
+    command.add_argument(
+        "--moves",
+        choices=("all", "single"),
+        default="all",
+        help="single: Metropolis-Hastings that changes one call at a time and nothing else, without a proof",
+    )
+    command.add_argument("--json", type=Path, metavar="OUT", help="write the result to this file")
+    command.set_defaults(execute=execute, takes_experiment_fields=False)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    _check(arguments)
+    problem = load_problem(arguments.file)
+    result = solve_file(
+        problem,
+        seed=arguments.seed,
+        evaluations=arguments.evaluations or 0,
+        seconds=0.0 if arguments.evaluations else arguments.seconds or DEFAULT_SECONDS,
+        threads=arguments.threads or len(os.sched_getaffinity(0)),
+        single_moves=arguments.moves == "single",
+    )
+    if arguments.json:
+        try:
+            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
+        except OSError as error:
+            raise UserError(f"--json {arguments.json}: cannot be written ({error.strerror})") from error
+    _print(problem, result)
+    return 0
+
+
+def solve_file(
+    problem: ProblemFile | PlannedFile,
+    *,
+    seed: int,
+    evaluations: int,
+    seconds: float,
+    threads: int,
+    single_moves: bool = False,
+) -> dict[str, Any]:
+    """Searches a problem until `evaluations` or `seconds` (the other is 0) are used up.
+
+    Returns what `realhf search --json` writes. `lower_bound_us` is None if it is proven that no
+    plan fits into memory, which `proven` then stands for.
+    """
+    native, unit = _search.Problem(native_tables(problem)), unit_us(problem)
+    start = time.perf_counter()
+    solution = native.solve(
+        seed=seed,
+        evaluations=evaluations,
+        seconds=seconds,
+        threads=threads,
+        single_moves=single_moves,
+        proves=not single_moves,
+    )
+    elapsed = time.perf_counter() - start
+    evaluation = solution["evaluation"]
+    nothing_fits = solution["proven"] and not evaluation["feasible"]
+    return {
+        "plan": dict(zip([call.name for call in problem.calls], solution["plan"], strict=True)),
+        "us_per_step": evaluation["step_time"] * unit,
+        "peak_bytes": int(evaluation["peak_bytes"]),
+        "feasible": evaluation["feasible"],
+        "lower_bound_us": None if nothing_fits else solution["lower_bound"] * unit,
+        "proven": solution["proven"],
+        "evaluations": solution["evaluations"],
+        "evaluations_per_s": solution["evaluations"] / max(elapsed, 1e-9),
+        "full_evaluations": solution["search_full"],
+        "early_rejections": solution["search_rejected"],
+        "seconds": elapsed,
+        "seed": seed,
+        "trace": [(at_s, cost * unit) for at_s, cost in solution["trace"]],
+    }
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name, least in (("seconds", 0.01), ("evaluations", MIN_EVALUATIONS), ("seed", 0), ("threads", 1)):
+        value = getattr(arguments, name)
+        if value is not None and not least <= value < 2**63:
+            raise UserError(f"--{name} {value} must be at least {least}")
+
+
+def _print(problem: ProblemFile | PlannedFile, result: dict[str, Any]) -> None:
+    console = Console(highlight=False)
+    table = Table(title="plan", title_justify="left")
+    for column in ("call", "option", "devices", "strategy", "s"):
+        table.add_column(column, justify="left" if column in ("call", "strategy") else "right")
+    for call in problem.calls:
+        number = result["plan"][call.name]
+        option = call.options[number]
+        first, count = option.devices
+        devices = f"{first}" if count == 1 else f"{first}-{first + count - 1}"
+        table.add_row(call.name, str(number), devices, option.strategy, f"{option.time_s:.3f}")
+    console.print(table)
+    certificate = Certificate(
+        best=result["us_per_step"],
+        lower_bound=result["lower_bound_us"],
+        feasible=result["feasible"],
+        proven=result["proven"],
+    )
+    bound = "-" if certificate.lower_bound is None else f"{certificate.lower_bound / 1e6:.6f} s"
+    console.print(f"best        {certificate.best / 1e6:.6f} s a step")
+    console.print(f"lower bound {bound}: {certificate.verdict()}")
+    limit = problem.device_memory_bytes / GIB
+    console.print(f"memory      {result['peak_bytes'] / GIB:.2f} of {limit:.2f} GiB on the fullest device")
+    console.print(
+        f"evaluations {result['evaluations']:,} in {result['seconds']:.2f} s "
+        f"({result['full_evaluations']:,} to the end, {result['early_rejections']:,} rejected early)"
+    )

@@ -1,0 +1,220 @@
+"""The figures of a report: curves, predicted against measured times, the timeline."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from realhf.report.run_data import CallTime
+from realhf.report.timeline import EVALUATION, WAITING, Timeline
+
+PHASE_COLOURS = {
+    "compute": "#3b6fb6",
+    "reallocation": "#e8833a",
+    "transfer": "#3f9e6e",
+    "checkpoint": "#8e6bb0",
+    EVALUATION: "#9cc3e6",
+    WAITING: "#e6e8ec",
+}
+LABELLED_PHASES = ("compute", "checkpoint")
+OTHER_COLOUR = "#9aa0a6"
+LINE_COLOURS = ("#3b6fb6", "#e8833a", "#3f9e6e", "#8e6bb0", "#c2574f", "#7a8290")
+PREDICTED_COLOUR, MEASURED_COLOUR = "#b8c4d6", "#3b6fb6"
+COLUMNS = 3
+MAX_POINTS_WITH_MARKERS = 40
+# Curves that most people look at first, in this order; each is also found as a part of a name (actor_loss).
+MAIN_STATISTICS = ("reward_mean", "kl", "loss", "response_length", "token_accuracy", "tokens_per_s")
+NO_STATISTICS = ("step", "calls", "time_s", "tokens")
+
+Curve = tuple[list[int], list[float | None]]
+
+
+def curves_of(lines: Sequence[dict[str, Any]]) -> dict[str, Curve]:
+    """Statistic -> (steps, values), for everything in the lines that is a number somewhere; None where it is not."""
+    names = dict.fromkeys(name for line in lines for name in line if name not in NO_STATISTICS)
+    curves = {}
+    for name in names:
+        values = [_number(line.get(name)) for line in lines]
+        if any(value is not None for value in values):
+            curves[name] = ([line["step"] for line in lines], values)
+    return curves
+
+
+def split_curves(metrics: Sequence[dict[str, Any]]) -> tuple[dict[str, Curve], dict[str, Curve]]:
+    """The curves to show first, in order of importance, and the others."""
+    curves = curves_of(metrics)
+    main = {
+        name: curves[name]
+        for wanted in MAIN_STATISTICS
+        for name in curves
+        if name == wanted or name.endswith(f"_{wanted}")
+    }
+    return main, {name: curve for name, curve in curves.items() if name not in main}
+
+
+def accuracy_curves(evaluations: Sequence[dict[str, Any]]) -> dict[str, Curve]:
+    """What the evaluations measured, their accuracies; all of it if nothing is called so."""
+    curves = curves_of(evaluations)
+    return {
+        name: curve for name, curve in curves.items() if name.startswith("accuracy") and "length" not in name
+    } or curves
+
+
+def curves_figure(charts: dict[str, dict[str, Curve]]) -> go.Figure:
+    """Small charts side by side over the steps: title -> its curves by name."""
+    rows = -(-len(charts) // COLUMNS)
+    height = 70 + 190 * rows
+    figure = make_subplots(
+        rows=rows,
+        cols=COLUMNS,
+        subplot_titles=list(charts),
+        horizontal_spacing=0.07,
+        vertical_spacing=min(0.5, 75 / height),
+    )
+    for index, (title, curves) in enumerate(charts.items()):
+        row, column = index // COLUMNS + 1, index % COLUMNS + 1
+        for colour, (name, (steps, values)) in zip(_cycle(len(curves)), curves.items(), strict=True):
+            has_markers = len(steps) <= MAX_POINTS_WITH_MARKERS
+            line = go.Scatter(
+                x=steps,
+                y=values,
+                name=name,
+                mode="lines+markers" if has_markers else "lines",
+                line={"color": colour, "width": 2},
+                marker={"size": 5},
+                hovertemplate=f"step %{{x}}<br>{name} %{{y:.4g}}<extra></extra>",
+                showlegend=False,
+            )
+            figure.add_trace(line, row=row, col=column)
+        if list(curves) != [title]:
+            _name_inside(figure, list(curves), row, column)
+        numbers = [value for _, values in curves.values() for value in values if value is not None]
+        if title == EVALUATION and all(0 <= number <= 1 for number in numbers):
+            figure.update_yaxes(range=[-0.03, 1.03], row=row, col=column)
+    last_step = max(steps[-1] for curves in charts.values() for steps, _ in curves.values())
+    figure.update_xaxes(range=[-0.02 * last_step, 1.03 * last_step], tick0=0, dtick=_step_between_ticks(last_step))
+    figure.update_yaxes(nticks=5, tickformat="~g")
+    figure.update_annotations(font_size=13)
+    return styled(figure, height, {"l": 48, "r": 12, "t": 36, "b": 34})
+
+
+def times_figure(times: Sequence[CallTime]) -> go.Figure:
+    """Predicted and measured seconds of every call, as bars."""
+    calls = [time.call for time in times]
+    figure = go.Figure()
+    bars = [("measured (median)", MEASURED_COLOUR, [time.measured_s for time in times])]
+    if any(time.predicted_s is not None for time in times):
+        bars.append(("predicted", PREDICTED_COLOUR, [time.predicted_s for time in times]))
+    for name, colour, seconds in bars:
+        figure.add_bar(
+            y=calls,
+            x=seconds,
+            name=name,
+            orientation="h",
+            marker_color=colour,
+            text=["" if value is None else f"{value:.3g} s" for value in seconds],
+            textposition="outside",
+            cliponaxis=False,
+            hovertemplate=f"%{{y}}<br>{name} %{{x:.4g}} s<extra></extra>",
+        )
+    figure.update_layout(barmode="group", bargap=0.3, legend={"traceorder": "normal"} | LEGEND_ABOVE)
+    figure.update_xaxes(title="seconds", rangemode="tozero")
+    figure.update_yaxes(autorange="reversed", automargin=True, ticksuffix="  ")
+    # Room at the right for the numbers behind the longest bar.
+    longest = max((s for _, _, seconds in bars for s in seconds if s is not None), default=1.0)
+    figure.update_xaxes(range=[0, longest * 1.12])
+    return styled(figure, 90 + 24 * len(bars) * len(calls) + 12 * len(calls), {"l": 20, "r": 20, "t": 36, "b": 44})
+
+
+def timeline_figure(timeline: Timeline) -> go.Figure:
+    """One row a worker, its time coloured by phase."""
+    figure = go.Figure()
+    row_height = max(24, min(44, 900 // timeline.num_workers))
+    for phase in dict.fromkeys([*PHASE_COLOURS, *(segment.phase for segment in timeline.segments)]):
+        segments = [segment for segment in timeline.segments if segment.phase == phase]
+        if not segments:
+            continue
+        figure.add_bar(
+            y=[f"worker {segment.worker}" for segment in segments],
+            x=[segment.duration_s for segment in segments],
+            base=[segment.start_s for segment in segments],
+            name=f"{phase} {timeline.share(phase):.1%}",
+            orientation="h",
+            width=0.78,
+            marker={"color": PHASE_COLOURS.get(phase, OTHER_COLOUR), "line": {"color": "white", "width": 0.5}},
+            text=[_short(segment.label, two_lines=row_height >= 40) for segment in segments],
+            textposition="inside" if phase in LABELLED_PHASES else "none",
+            textfont={"color": "white"},
+            textangle=0,
+            insidetextanchor="middle",
+            customdata=[[segment.label, segment.start_s, segment.end_s] for segment in segments],
+            hovertemplate=f"<b>{phase}</b> %{{customdata[0]}}<br>%{{x:.4f}} s, from %{{customdata[1]:.3f}} to "
+            "%{customdata[2]:.3f} s<extra>%{y}</extra>",
+        )
+    figure.update_layout(barmode="overlay", uniformtext={"minsize": 9, "mode": "hide"}, legend=LEGEND_ABOVE)
+    rows = [f"worker {worker}" for worker in range(timeline.num_workers)]
+    figure.update_xaxes(title="seconds", range=[0, timeline.duration_s])
+    figure.update_yaxes(
+        categoryorder="array", categoryarray=rows, autorange="reversed", automargin=True, ticksuffix="  "
+    )
+    return styled(figure, 100 + row_height * len(rows), {"l": 20, "r": 20, "t": 36, "b": 44})
+
+
+LEGEND_ABOVE = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}
+
+
+def _short(label: str, two_lines: bool) -> str:
+    """ "actor_generate, step 3" -> "actor / generate", on two lines where a row has room for them."""
+    call = label.split(",")[0]
+    return call.replace("_", "<br>", 1) if two_lines else call
+
+
+def styled(figure: go.Figure, height: int, margin: dict[str, int]) -> go.Figure:
+    """The figure in the looks of all figures; `height` and `margin` in pixels."""
+    figure.update_layout(
+        template="plotly_white",
+        height=height,
+        margin=margin,
+        font={"family": "system-ui, -apple-system, Segoe UI, Roboto, sans-serif", "size": 12, "color": "#30363d"},
+        hoverlabel={"font_size": 12},
+        paper_bgcolor="rgba(0,0,0,0)",
+    )
+    figure.update_xaxes(automargin=True)
+    return figure
+
+
+def _name_inside(figure: go.Figure, names: Sequence[str], row: int, column: int) -> None:
+    """The names of the curves in their colours, at the top left of their chart, in place of a legend."""
+    for index, (name, colour) in enumerate(zip(names, _cycle(len(names)), strict=True)):
+        figure.add_annotation(
+            text=name,
+            font={"color": colour},
+            showarrow=False,
+            x=0.02,
+            y=0.97 - 0.13 * index,
+            xref="x domain",
+            yref="y domain",
+            xanchor="left",
+            yanchor="top",
+            row=row,
+            col=column,
+        )
+
+
+def _step_between_ticks(last_step: int) -> int:
+    """The smallest of 1, 2, 5, 10, 20, ... that gives at most six ticks: steps are whole numbers."""
+    size = 1
+    while True:
+        for factor in (1, 2, 5):
+            if last_step <= 5 * factor * size:
+                return factor * size
+        size *= 10
+
+
+def _cycle(count: int) -> list[str]:
+    return [LINE_COLOURS[i % len(LINE_COLOURS)] for i in range(count)]
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

@@ -1,0 +1,160 @@
+"""What a run directory holds, read back: of a run that goes on, has finished or has crashed."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from realhf.api.errors import UserError
+from realhf.api.plan import ExecutionPlan, load_plan
+from realhf.api.status import Status, read_status
+from realhf.scheduler.run_directory import RunDirectory
+
+# A report shows the last steps only; the trace of a long run is not read whole.
+TRACE_TAIL_BYTES = 64 * 2**20
+
+
+class TraceEvent(msgspec.Struct, frozen=True):
+    """One event of `trace.json`: worker `tid` did `name` in phase `cat`; `ts` and `dur` are microseconds."""
+
+    name: str
+    ph: str
+    tid: int
+    cat: str = ""
+    ts: float = 0.0
+    dur: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """All that a report is made from. `status` is None and the sequences are empty before there is anything."""
+
+    path: Path
+    plan: ExecutionPlan
+    status: Status | None
+    experiment: dict[str, Any]
+    metrics: list[dict[str, Any]]
+    evaluations: list[dict[str, Any]]
+    events: list[TraceEvent]
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens of all steps over the time of all steps, None before the first."""
+        time_s = sum(line["time_s"] for line in self.metrics)
+        return sum(line["tokens"] for line in self.metrics) / time_s if time_s > 0 else None
+
+    @property
+    def median_step_s(self) -> float | None:
+        return statistics.median(line["time_s"] for line in self.metrics) if self.metrics else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallTime:
+    """Seconds of one call: as planned (None if the plan says nothing), and the median over the steps measured."""
+
+    call: str
+    predicted_s: float | None
+    measured_s: float | None
+
+    @property
+    def ratio(self) -> float | None:
+        """Measured over predicted, None if either is missing."""
+        return self.measured_s / self.predicted_s if self.predicted_s and self.measured_s is not None else None
+
+
+def read_run(directory: RunDirectory) -> RunData:
+    """Reads what is there.
+
+    Raises:
+        UserError: the directory is none of a run, or one of its files is damaged other than by
+            being cut off at its end.
+    """
+    if not directory.plan.is_file():
+        raise UserError(f"{directory.path} is no run directory: it has no plan.json; give the --run-dir of a run")
+    return RunData(
+        path=directory.path,
+        plan=load_plan(directory.plan),
+        status=_read_status(directory.status),
+        experiment=_read_object(directory.experiment),
+        metrics=read_json_lines(directory.metrics),
+        evaluations=read_json_lines(directory.evaluations),
+        events=read_trace(directory.trace),
+    )
+
+
+def read_json_lines(path: Path) -> list[dict[str, Any]]:
+    """All objects of a JSON lines file, [] where there is no file yet.
+
+    A last line without its line break is left out: it is still being written, or its writer died.
+
+    Raises:
+        UserError: a line is not a JSON object; names file and line.
+    """
+    if not path.is_file():
+        return []
+    complete, _, _ = path.read_bytes().rpartition(b"\n")
+    values = []
+    for number, line in enumerate(complete.splitlines(), start=1):
+        try:
+            values.append(msgspec.json.decode(line, type=dict[str, Any]))
+        except msgspec.DecodeError as error:
+            raise UserError(f"{path}:{number}: not a JSON object ({error}); remove the line") from None
+    return values
+
+
+def read_trace(path: Path, tail_bytes: int = TRACE_TAIL_BYTES) -> list[TraceEvent]:
+    """The events in the last `tail_bytes` of a trace with one event a line, [] where there is no file yet.
+
+    The closing bracket may be missing and the last line cut off, as a crash leaves them.
+
+    Raises:
+        UserError: another line is not an event; names file and event.
+    """
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        file.seek(max(0, size - tail_bytes))
+        lines = file.read().splitlines()
+    lines = [line.strip().rstrip(b",") for line in lines[1:]]  # the first is the bracket, or a line cut by the seek
+    decoder = msgspec.json.Decoder(TraceEvent)
+    events = []
+    for number, line in enumerate(lines, start=1):
+        if line in (b"", b"]"):
+            continue
+        try:
+            events.append(decoder.decode(line))
+        except msgspec.DecodeError as error:
+            if number == len(lines):
+                break
+            raise UserError(f"{path}: event {number} is none ({error}); remove the file or its line") from None
+    return events
+
+
+def call_times(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> list[CallTime]:
+    """Predicted and measured seconds of every call of the plan, in its order."""
+    times = []
+    for name, call in plan.calls.items():
+        seconds = [line["calls"][name]["seconds"] for line in metrics if name in line["calls"]]
+        measured_s = statistics.median(seconds) if seconds else None
+        times.append(CallTime(call=name, predicted_s=call.predicted_s, measured_s=measured_s))
+    return times
+
+
+def _read_status(path: Path) -> Status | None:
+    try:
+        return read_status(path)
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path}: not the status of a run ({error}); remove the file") from None
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise UserError(f"{path}: not a JSON object ({error}); remove the file") from None

@@ -1,0 +1,128 @@
+"""What every worker did during the last complete steps of a run."""
+
+import re
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from realhf.api.plan import ExecutionPlan
+from realhf.report.run_data import TraceEvent
+
+WAITING = "waiting"
+EVALUATION = "evaluation"
+STEPS_SHOWN = 2
+
+_EVALUATION_MARK = " of evaluation batch "
+_EVENT_NAME = re.compile(r"(?P<call>.+) of step (?P<step>\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Segment:
+    """Worker `worker` was in `phase` from `start_s` to `end_s` of the timeline; `label` says with what."""
+
+    worker: int
+    phase: str
+    label: str
+    start_s: float
+    end_s: float
+
+    @property
+    def duration_s(self) -> float:
+        return self.end_s - self.start_s
+
+
+@dataclass(frozen=True, kw_only=True)
+class Timeline:
+    """The segments of all workers; each worker's follow each other without a gap from 0 to `duration_s`.
+
+    `steps` counts from 1, as `metrics.jsonl` does.
+    """
+
+    steps: tuple[int, ...]
+    num_workers: int
+    duration_s: float
+    segments: tuple[Segment, ...]
+
+    def share(self, phase: str) -> float:
+        """The part of all workers' time that went into `phase`, from 0 to 1."""
+        return sum(s.duration_s for s in self.segments if s.phase == phase) / (self.duration_s * self.num_workers)
+
+
+def last_steps(plan: ExecutionPlan, events: Sequence[TraceEvent]) -> Timeline | None:
+    """The last two neighbouring steps of which every call was computed by every worker it is planned on.
+
+    One step if there are no two, None if there is none. Steps overlap: what belongs to other
+    steps but lies within the time shown is there too.
+    """
+    spans = [event for event in events if event.ph == "X"]
+    complete = _complete_steps(plan, spans)
+    if not complete:
+        return None
+    last = complete[-1]
+    steps = [step for step in complete if last - STEPS_SHOWN < step <= last]
+    shown = [span for span in spans if (name := _call_and_step(span)) and name[1] in steps]
+    start = min(span.ts for span in shown)
+    end = max(span.ts + span.dur for span in shown)
+    num_workers = max(plan.num_devices, 1 + max(span.tid for span in spans))
+    by_worker: dict[int, list[TraceEvent]] = defaultdict(list)
+    for span in sorted(spans, key=lambda span: span.ts):
+        if span.ts + span.dur > start and span.ts < end:
+            by_worker[span.tid].append(span)
+    return Timeline(
+        steps=tuple(steps),
+        num_workers=num_workers,
+        duration_s=(end - start) / 1e6,
+        segments=tuple(
+            segment for worker in range(num_workers) for segment in _segments(by_worker[worker], worker, start, end)
+        ),
+    )
+
+
+def _complete_steps(plan: ExecutionPlan, spans: Sequence[TraceEvent]) -> list[int]:
+    computed_by: dict[tuple[str, int], set[int]] = defaultdict(set)
+    for span in spans:
+        name = _call_and_step(span)
+        if span.cat == "compute" and name is not None:
+            computed_by[name].add(span.tid)
+    steps = sorted({step for _, step in computed_by})
+    return [
+        step
+        for step in steps
+        if all(computed_by[name, step] >= set(call.mesh.devices) for name, call in plan.calls.items())
+    ]
+
+
+def _segments(spans: Sequence[TraceEvent], worker: int, start: float, end: float) -> list[Segment]:
+    """One worker's spans, in order, cut to `start` and `end` (microseconds), with waiting in the gaps."""
+    segments: list[Segment] = []
+    now = start
+
+    def add(phase: str, label: str, until: float) -> None:
+        nonlocal now
+        if until > now:
+            times = {"start_s": (now - start) / 1e6, "end_s": (until - start) / 1e6}
+            segments.append(Segment(worker=worker, phase=phase, label=label, **times))
+            now = until
+
+    for span in spans:
+        add(WAITING, "", span.ts)
+        phase, label = _describe(span)
+        add(phase, label, min(span.ts + span.dur, end))
+    add(WAITING, "", end)
+    return segments
+
+
+def _describe(span: TraceEvent) -> tuple[str, str]:
+    """Phase and label of a span; computing for an evaluation is told apart from computing for a step."""
+    name = _call_and_step(span)
+    if name is not None:
+        call, step = name
+        return span.cat, f"{call}, step {step}"
+    is_evaluating = span.cat == "compute" and _EVALUATION_MARK in span.name
+    return EVALUATION if is_evaluating else span.cat, span.name
+
+
+def _call_and_step(span: TraceEvent) -> tuple[str, int] | None:
+    """What the workers named the span after. None for what belongs to no step."""
+    match = _EVENT_NAME.fullmatch(span.name)
+    return (match["call"], int(match["step"])) if match else None

@@ -1,0 +1,75 @@
+"""The main job in miniature: profile this machine, fine-tune, train a reward model, then PPO; ends with a table."""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from realhf.cli.progress import call_table
+from realhf.report.run_data import call_times, read_json_lines, read_run
+from realhf.scheduler.run_directory import RunDirectory
+
+
+def realhf(*words: str) -> None:
+    """One `realhf` command; a failure ends this script with its exit code."""
+    print(f"\n$ realhf {' '.join(words)}", flush=True)
+    code = subprocess.call([sys.executable, "-m", "realhf.cli", *words])
+    if code:
+        sys.exit(code)
+
+
+def score_distribution(evaluation: dict) -> tuple[float, float]:
+    """Mean and deviation of the reward model's scores of the fine-tuned model's samples."""
+    mean, square = evaluation["sample_score"], evaluation["sample_score_square"]
+    return mean, max(square - mean**2, 1e-6) ** 0.5
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--root", type=Path, help="where the run directories go (default runs/main-TIME)")
+    parser.add_argument("--num-workers", type=int, default=min(2, len(os.sched_getaffinity(0))))
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    root = arguments.root or Path("runs") / time.strftime("main-%Y%m%d-%H%M%S")
+    common = ["--num-workers", str(arguments.num_workers), "--seed", str(arguments.seed)]
+    started = time.monotonic()
+
+    realhf("profile", "experiments/ppo.py", "--num-workers", str(arguments.num_workers))
+    realhf("run", "experiments/sft.py", "--run-dir", str(root / "sft"), *common)
+    sft = ["--sft-checkpoint", str(root / "sft/checkpoints/latest/sft")]
+    realhf("run", "experiments/reward.py", "--run-dir", str(root / "reward"), *common, *sft)
+    mean, std = score_distribution(read_json_lines(root / "reward/evaluations.jsonl")[-1])
+    reward = ["--reward-checkpoint", str(root / "reward/checkpoints/latest/reward")]
+    standardise = ["--ppo.reward-mean", f"{mean:.6f}", "--ppo.reward-std", f"{std:.6f}"]
+    realhf("run", "experiments/ppo.py", "--run-dir", str(root / "ppo"), *common, *sft, *reward, *standardise)
+    print_result(root, time.monotonic() - started)
+
+
+def print_result(root: Path, seconds: float) -> None:
+    """What the job won, how fast it was, how well that was predicted, and where everything lies."""
+    run = read_run(RunDirectory.open(root / "ppo"))
+    before, *_, after = run.evaluations
+    accuracy = Table(title="held-out prompts answered right", title_justify="left")
+    accuracy.add_column("sampling")
+    for column in ("after sft", "after ppo", "gain"):
+        accuracy.add_column(column, justify="right")
+    for label, key in (("temperature 1", "accuracy"), ("greedy", "accuracy_greedy")):
+        gain = 100 * (after[key] - before[key])
+        accuracy.add_row(label, f"{before[key]:.1%}", f"{after[key]:.1%}", f"{gain:+.1f} points")
+    tokens_per_s = sum(line["tokens"] for line in run.metrics) / sum(line["time_s"] for line in run.metrics)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print("\nthe main job: fine-tuning, reward model, PPO")
+    console.print(accuracy)
+    console.print(call_table(call_times(run.plan, run.metrics)))
+    console.print(f"PPO: {tokens_per_s:.0f} tokens/s; whole job: {seconds:.0f} s")
+    console.print(f"run directories: {root}")
+    console.print(f"report: {root / 'ppo/report.html'}")
+
+
+if __name__ == "__main__":
+    main()
