@@ -1,0 +1,75 @@
+"""What every benchmark needs: its arguments, where it ran, and the result as a table and one JSON line."""
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+
+def parse_arguments(description: str | None) -> argparse.Namespace:
+    """`--quick` (under a minute) and `--json FILE`."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="under a minute")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
+    return parser.parse_args()
+
+
+def case(name: str, value: float, unit: str, *, baseline: float, ratio: float, target: float, holds: bool) -> dict:
+    """One measured case; `ratio` says how many times better than the baseline of the same run."""
+    return {
+        "case": name,
+        "value": value,
+        "unit": unit,
+        "baseline": baseline,
+        "ratio": ratio,
+        "target": target,
+        "holds": holds,
+    }
+
+
+def finish(benchmark: str, results: list[dict], json_file: Path | None) -> None:
+    """Prints the table and, as the last line, the JSON object; writes it to `json_file` if given."""
+    table = Table(title=benchmark, title_justify="left")
+    for column in ("case", "value", "unit", "baseline", "ratio", "target", "holds"):
+        table.add_column(column)
+    for row in results:
+        numbers = [f"{row[key]:.4g}" for key in ("baseline", "ratio", "target")]
+        table.add_row(row["case"], f"{row['value']:.4g}", row["unit"], *numbers, "yes" if row["holds"] else "no")
+    Console(stderr=True).print(table)
+    result: dict[str, Any] = {
+        "benchmark": benchmark,
+        "commit": _commit(),
+        "hardware": f"{os.cpu_count()} cores, {_processor()}, one thread a worker",
+        "results": results,
+    }
+    if json_file:
+        json_file.write_text(json.dumps(result, indent=1) + "\n")
+    print(json.dumps(result))
+
+
+def realhf(*words: str) -> None:
+    """One `realhf` command, quietly; if it fails, the benchmark ends with what it said."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "realhf.cli", *words]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.exit(f"realhf {' '.join(words)} failed:\n{done.stderr}")
+
+
+def _commit() -> str:
+    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return done.stdout.strip() or "unknown"
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return platform.machine()

@@ -1,0 +1,101 @@
+"""PPO on this machine: the searched plan against the heuristic one, and both against their predictions.
+
+Both plans run in turn, several times each, in one invocation, so that what else the machine does
+falls on both. `--quick` takes fewer steps.
+"""
+
+import statistics
+import tempfile
+from pathlib import Path
+
+from common import case, finish, parse_arguments, realhf
+
+from realhf.api.plan import ExecutionPlan, save_plan
+from realhf.api.run import load_experiment_class
+from realhf.cli.planning import CPU, Planner
+from realhf.report.run_data import read_json_lines
+from realhf.search.cluster import Cluster
+from realhf.search.hardware import load_hardware
+from realhf.search.presets import heuristic_plan
+
+EXPERIMENT = "experiments/ppo.py"
+NUM_WORKERS = 2
+WARM_UP_STEPS = 2
+PREDICTION_TARGET = 0.20  # largest error of the predicted step that counts as good
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__)
+    rounds, steps = (1, 8) if arguments.quick else (3, 20)
+    realhf("profile", EXPERIMENT, "--force", "--num-workers", str(NUM_WORKERS))
+    plans = make_plans()
+    seconds: dict[str, list[float]] = {name: [] for name in plans}
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(rounds):
+            for name, plan in plans.items():
+                seconds[name] += step_seconds(Path(folder) / f"{name}-{turn}", plan, steps)
+    finish("main_job", compare(plans, {n: statistics.median(s) for n, s in seconds.items()}), arguments.json)
+
+
+def make_plans() -> dict[str, ExecutionPlan]:
+    """The heuristic plan (all calls alike on all devices) and the searched one."""
+    hardware = load_hardware(CPU)
+    cluster = Cluster(
+        devices_per_node=NUM_WORKERS, device_memory_bytes=hardware.device_memory_bytes, hardware=hardware.name
+    )
+    planner = Planner(load_experiment_class(EXPERIMENT)(), cluster)
+    assert planner.costs.profiled, "the profile was just made"
+    heuristic = heuristic_plan(
+        planner.graph,
+        batch_size=planner.settings.batch_size,
+        workload=planner.workload,
+        cluster=cluster,
+        costs=planner.costs,
+        max_steps_in_flight=planner.settings.max_steps_in_flight,
+        dtype=planner.dtype,
+    )
+    return {"heuristic": heuristic, "searched": planner.search().plan}
+
+
+def step_seconds(run_dir: Path, plan: ExecutionPlan, steps: int) -> list[float]:
+    """Measured seconds of every step after the first few."""
+    plan_file = run_dir.with_suffix(".json")
+    save_plan(plan, plan_file)
+    words = ["run", EXPERIMENT, "--plan", str(plan_file), "--steps", str(steps), "--no-evaluate"]
+    realhf(*words, "--num-workers", str(plan.num_devices), "--run-dir", str(run_dir))
+    return [line["time_s"] for line in read_json_lines(run_dir / "metrics.jsonl")][WARM_UP_STEPS:]
+
+
+def compare(plans: dict[str, ExecutionPlan], measured: dict[str, float]) -> list[dict]:
+    """The searched plan's time against the heuristic one's, and each one's prediction against its time."""
+    ratio = measured["heuristic"] / measured["searched"]
+    cases = [
+        case(
+            "step, searched plan against heuristic plan",
+            measured["searched"],
+            "s",
+            baseline=measured["heuristic"],
+            ratio=ratio,
+            target=1.0,
+            holds=ratio >= 1.0,
+        )
+    ]
+    for name, plan in plans.items():
+        predicted = plan.predicted_step_s or 0.0
+        error = abs(predicted / measured[name] - 1)
+        cases.append(
+            case(
+                f"predicted step, {name} plan, against the measured one",
+                predicted,
+                "s",
+                baseline=measured[name],
+                ratio=predicted / measured[name],
+                target=PREDICTION_TARGET,
+                holds=error <= PREDICTION_TARGET,
+            )
+        )
+    return cases
+
+
+if __name__ == "__main__":
+    main()

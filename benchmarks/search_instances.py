@@ -1,0 +1,197 @@
+"""Large planning problems out of the cost model, as planning-problem/1 files: what the search is measured on.
+
+python benchmarks/search_instances.py FOLDER
+"""
+
+import random
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
+
+from msgspec.structs import replace
+
+from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef, ModelInterfaceType
+from realhf.api.interface import InterfaceConfig
+from realhf.api.model import DecoderConfig
+from realhf.search.cluster import Cluster
+from realhf.search.options import Option, call_options
+from realhf.search.problem import Problem, TransferTable, build_problem
+from realhf.search.problem_dump import Moves, simple_file
+from realhf.search.problem_file import ProblemFile, save_problem
+from realhf.search.task import PlanningTask
+from realhf.search.timings import load_costs
+from realhf.search.workload import Workload
+
+STEPS = 3
+DEVICES_PER_NODE = 8
+BATCH_SIZE = 512
+MINI_BATCHES = 8
+LENGTHS = Workload(prompt_tokens=1024, new_tokens=1024)
+LLAMA_7B = DecoderConfig(
+    hidden_size=4096, intermediate_size=11008, num_layers=32, num_heads=32, num_kv_heads=32, vocab_size=32000
+)
+LLAMA_34B = DecoderConfig(
+    hidden_size=8192, intermediate_size=22016, num_layers=48, num_heads=64, num_kv_heads=8, vocab_size=32000
+)
+LLAMA_70B = DecoderConfig(
+    hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64, num_kv_heads=8, vocab_size=32000
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Instance:
+    """PPO of an actor and a 7B critic; meshes are aligned powers of two of at least `smallest` devices.
+
+    `uneven`: every option takes longer by a random part of itself, up to this, so that no two
+    places of the cluster are alike and a proof has no symmetry to use.
+    """
+
+    actor: DecoderConfig
+    num_nodes: int
+    smallest: int
+    uneven: float = 0.0
+
+
+INSTANCES = {
+    "34b_32": Instance(actor=LLAMA_34B, num_nodes=4, smallest=2),
+    "34b_64": Instance(actor=LLAMA_34B, num_nodes=8, smallest=4),
+    "70b_64": Instance(actor=LLAMA_70B, num_nodes=8, smallest=4),
+    "70b_128": Instance(actor=LLAMA_70B, num_nodes=16, smallest=4),
+    "34b_32_uneven": Instance(actor=LLAMA_34B, num_nodes=4, smallest=2, uneven=0.1),
+    "70b_128_uneven": Instance(actor=LLAMA_70B, num_nodes=16, smallest=4, uneven=0.1),
+    "70b_1024": Instance(actor=LLAMA_70B, num_nodes=128, smallest=8),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Interface(InterfaceConfig):
+    implementation: ClassVar[str] = "none:none"
+
+
+def instance(name: str) -> ProblemFile:
+    """One of INSTANCES."""
+    chosen = INSTANCES[name]
+    cluster = Cluster(
+        num_nodes=chosen.num_nodes, devices_per_node=DEVICES_PER_NODE, device_memory_bytes=80 * 10**9, hardware="h100"
+    )
+    graph = _ppo(chosen.actor, LLAMA_7B.with_head("scalar"))
+    options = {
+        call.name: [o for o in call_options(call, BATCH_SIZE, cluster) if _is_aligned(o, chosen.smallest)]
+        for call in graph.calls.values()
+    }
+    tables = build_problem(
+        graph,
+        options,
+        batch_size=BATCH_SIZE,
+        workload=LENGTHS,
+        cluster=cluster,
+        costs=load_costs(graph.models, dtype="bfloat16", hardware=cluster.hardware),
+        max_steps_in_flight=STEPS,
+        dtype="bfloat16",
+        reallocations=lambda _, sources, targets, **links: [0.0] * (len(sources) * len(targets)),  # see _moves
+    )
+    problem = _made_uneven(tables, chosen.uneven)
+    moves = _moves_of(graph)
+    return simple_file(problem, graph, DEVICES_PER_NODE, steps=STEPS, label=lambda row: row.strategy, moves=moves)
+
+
+def planning_task(num_nodes: int) -> PlanningTask:
+    """PPO of a 70B actor and a 7B critic with all options, as `realhf plan` would plan it."""
+    graph = _ppo(LLAMA_70B, LLAMA_7B.with_head("scalar"))
+    cluster = Cluster(
+        num_nodes=num_nodes, devices_per_node=DEVICES_PER_NODE, device_memory_bytes=80 * 10**9, hardware="h100"
+    )
+    return PlanningTask(
+        graph=graph,
+        batch_size=BATCH_SIZE,
+        workload=LENGTHS,
+        cluster=cluster,
+        costs=load_costs(graph.models, dtype="bfloat16", hardware=cluster.hardware),
+        max_steps_in_flight=2,
+        dtype="bfloat16",
+    )
+
+
+def _ppo(actor: DecoderConfig, critic: DecoderConfig) -> DataflowGraph:
+    def call(
+        model: str, config: DecoderConfig, kind: ModelInterfaceType, reads: str, writes: str = ""
+    ) -> ModelFunctionCallDef:
+        return ModelFunctionCallDef(
+            model_name=model,
+            model_type=config,
+            interface_type=kind,
+            interface_impl=_Interface(),
+            input_data=reads.split(),
+            output_data=writes.split(),
+            mini_batches=MINI_BATCHES if kind is TRAIN_STEP else 1,
+        )
+
+    rollouts = "seq logp rewards ref_logp values"
+    return DataflowGraph(
+        [
+            call("actor", actor, GENERATE, "prompts", "seq logp"),
+            call("reward", critic, INFERENCE, "seq", "rewards"),
+            call("ref", actor, INFERENCE, "seq", "ref_logp"),
+            call("critic", critic, INFERENCE, "seq", "values"),
+            call("actor", actor, TRAIN_STEP, rollouts),
+            call("critic", critic, TRAIN_STEP, rollouts),
+        ],
+        ["prompts"],
+    )
+
+
+def _is_aligned(option: Option, smallest: int) -> bool:
+    mesh = option.layout.mesh
+    return mesh.size >= smallest and mesh.size & (mesh.size - 1) == 0 and mesh.first % mesh.size == 0
+
+
+def _made_uneven(problem: Problem, uneven: float) -> Problem:
+    rng = random.Random(0)
+    calls = [
+        replace(call, options=[replace(row, time_s=row.time_s * (1 + uneven * rng.random())) for row in call.options])
+        for call in problem.calls
+    ]
+    return replace(problem, calls=calls)
+
+
+def _moves_of(graph: DataflowGraph) -> Moves:
+    def moves(problem: Problem, transfer: TransferTable) -> dict[str, int]:
+        source, target = problem.calls[transfer.source], problem.calls[transfer.target]
+        model = graph.calls[target.name].config
+        return _moves(model, [row.strategy for row in source.options], [row.strategy for row in target.options])
+
+    return moves
+
+
+def _moves(model: DecoderConfig, sources: Sequence[str], targets: Sequence[str]) -> dict[str, int]:
+    """Microseconds for a parameter broadcast: a shard of the target at 40 GB/s, less with more sources."""
+    parameter_bytes = (
+        2
+        * model.num_layers
+        * (4 * model.hidden_size * model.hidden_size + 3 * model.hidden_size * model.intermediate_size)
+    )
+    table = {}
+    for source in dict.fromkeys(sources):
+        for target in dict.fromkeys(targets):
+            a, b = _degrees(source), _degrees(target)
+            held = parameter_bytes / (b["tp"] * b["pp"])
+            table[f"{source}>{target}"] = round(held / 40e9 * 1e6 * (1 + 1 / a["dp"]) / 2) + 1000
+    return table
+
+
+def _degrees(strategy: str) -> dict[str, int]:
+    """{"dp": 2, "tp": 4, "pp": 1} of "dp2 tp4 pp1"."""
+    return {word[:2]: int(word[2:]) for word in strategy.split()}
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    folder = Path(sys.argv[1])
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in INSTANCES:
+        problem = instance(name)
+        save_problem(problem, folder / f"{name}.json")
+        print(name, [len(call.options) for call in problem.calls], len({o.devices for o in problem.calls[0].options}))
