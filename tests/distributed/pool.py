@@ -1,0 +1,104 @@
+"""Runs a function on every rank of a gloo world of spawned processes, and gives back what each rank returned."""
+
+import contextlib
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+
+def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 90.0) -> list[Any]:
+    """Calls `function(rank, *args)` in `world_size` processes that share a gloo default group.
+
+    `function` is a top-level function of an importable module (the processes are spawned); `args` and what it
+    returns are plain values: numbers, strings, lists, dataclasses, numpy arrays, no tensors.
+
+    Returns:
+        What the function returned, one entry a rank.
+
+    Raises:
+        RuntimeError: a rank raised (its traceback is the message) or died.
+        TimeoutError: some rank was not done after `timeout_s`. No process is left behind in any of these cases.
+    """
+    context = multiprocessing.get_context("spawn")
+    deadline = time.monotonic() + timeout_s
+    results: dict[int, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="realhf-test-") as directory:
+        store = str(Path(directory) / "store")
+        readers: dict[Any, int] = {}
+        processes = []
+        try:
+            for rank in range(world_size):
+                reader, writer = context.Pipe(duplex=False)
+                process = context.Process(
+                    target=_rank_main, args=(function, rank, world_size, store, timeout_s, writer, args), daemon=True
+                )
+                process.start()
+                writer.close()  # so that the death of the child is an EOFError here
+                readers[reader] = rank
+                processes.append(process)
+            while readers:
+                ready = wait(list(readers), timeout=max(0.0, deadline - time.monotonic()))
+                if not ready:
+                    raise TimeoutError(f"ranks {sorted(readers.values())} were not done after {timeout_s:g} s")
+                for reader in ready:
+                    rank = readers.pop(reader)
+                    results[rank] = _receive(rank, reader, processes[rank])
+        finally:
+            for process in processes:
+                if len(results) < world_size:
+                    process.kill()
+                process.join(timeout=10)
+                process.kill()
+    return [results[rank] for rank in range(world_size)]
+
+
+def _receive(rank: int, reader: Any, process: Any) -> Any:
+    try:
+        is_ok, value = reader.recv()
+    except EOFError:
+        process.join(timeout=5)
+        raise RuntimeError(f"rank {rank} died with exit code {process.exitcode}") from None
+    if not is_ok:
+        raise RuntimeError(f"rank {rank} raised:\n{value}")
+    return value
+
+
+def _rank_main(
+    function: Callable[..., Any],
+    rank: int,
+    world_size: int,
+    store: str,
+    timeout_s: float,
+    writer: Connection,
+    args: tuple[Any, ...],
+) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch  # after the environment is set
+
+    torch.set_num_threads(1)
+    try:
+        torch.distributed.init_process_group(
+            "gloo",
+            store=torch.distributed.FileStore(store, world_size),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+        )
+        value = function(rank, *args)
+        writer.send((True, value))
+        with contextlib.suppress(RuntimeError):  # no rank leaves while another still talks to it
+            torch.distributed.barrier()
+    except BaseException:
+        writer.send((False, traceback.format_exc()))
+    finally:
+        writer.close()
+        if torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()

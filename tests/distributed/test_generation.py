@@ -1,0 +1,171 @@
+"""Every layout generates the rollouts of one process, token for token in float64."""
+
+import time
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+from realhf.api.errors import RunError
+from realhf.api.generation import GenerationOptions
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.engine.batch import Batch
+from realhf.engine.build import build_decoder, initialise
+from realhf.engine.generate import generate
+from realhf.engine.interface import GenerationOutput
+from realhf.models.decoder import Decoder
+from realhf.parallel.groups import GroupTable, ParallelGroups
+from tests.distributed.pool import run_distributed
+from tests.unit.engine.losses import ONE_RANK, tiny
+
+pytestmark = pytest.mark.distributed
+
+WORLD_SIZE = 4
+CONFIG = tiny()
+TIED = tiny(tied_embeddings=True)
+SAMPLING = GenerationOptions(max_new_tokens=10, temperature=1.5, top_p=0.97, eos_token=2)
+PROMPT_LENGTHS = (3, 7, 1, 5, 7, 2, 9, 3, 4, 6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    first: int = 0
+    micro_batches: int = 1
+    samples: int = 10
+    temperature: float = 1.5
+    is_tied: bool = False
+    is_forced: bool = False
+    kv_cache_tokens: int | None = None
+    has_twins: bool = False
+
+    @property
+    def layout(self) -> Layout:
+        strategy = ParallelStrategy(self.dp, self.tp, self.pp)
+        return Layout(DeviceMesh(self.first, strategy.size), strategy)
+
+
+CASES = {
+    "tp2": Case(tp=2),
+    "tp4": Case(tp=4, micro_batches=2),
+    "pp2": Case(pp=2),
+    "pp2 on the last ranks": Case(pp=2, first=2),
+    "pp2, more micro-batches than stages": Case(pp=2, micro_batches=5),
+    "pp4": Case(pp=4),
+    "pp4, micro-batches of uneven sizes": Case(pp=4, micro_batches=7),
+    "pp4, fewer samples than stages": Case(pp=4, samples=2),
+    "dp2": Case(dp=2),
+    "dp2 pp2": Case(dp=2, pp=2),
+    "tp2 pp2": Case(tp=2, pp=2),
+    "tp2 pp2, tied embeddings": Case(tp=2, pp=2, is_tied=True),
+    "tp2 pp2, greedy": Case(tp=2, pp=2, temperature=0.0),
+    "tp2 pp2, forced": Case(tp=2, pp=2, is_forced=True, micro_batches=3),
+    "pp2, little memory": Case(pp=2, kv_cache_tokens=96),
+    "tp2 pp2, equal prompts in little memory": Case(tp=2, pp=2, kv_cache_tokens=96, has_twins=True),
+    "dp2 tp2, equal prompts in little memory": Case(dp=2, tp=2, kv_cache_tokens=48, has_twins=True),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The rollouts of one rank as arrays, in the order of its samples."""
+
+    sequences: list[np.ndarray]
+    logprobs: list[np.ndarray]
+    margins: list[np.ndarray]
+    logits: list[np.ndarray]
+
+
+def batch_of(samples: int, has_twins: bool = False) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    lengths = PROMPT_LENGTHS[:samples]
+    prompts = [torch.randint(3, CONFIG.vocab_size, (n,), generator=generator) for n in lengths]
+    return Batch(
+        tuple(range(samples)),
+        {
+            "prompt": [prompts[i - i % 3] for i in range(samples)] if has_twins else prompts,
+            "given": [torch.randint(3, CONFIG.vocab_size, (1 + n % 5,), generator=generator) for n in lengths],
+        },
+    )
+
+
+def decoder_of(case: Case, groups: ParallelGroups) -> Decoder:
+    decoder = build_decoder(TIED if case.is_tied else CONFIG, groups, torch.float64)
+    initialise(decoder, seed=0)
+    for parameter in decoder.parameters():
+        if parameter.ndim == 2:
+            parameter.mul_(8)  # so large that next tokens differ in probability
+    return decoder
+
+
+def rollouts(case: Case, groups: ParallelGroups, batch: Batch, timeout_s: float = 30.0) -> GenerationOutput:
+    sampling = replace(SAMPLING, temperature=case.temperature, kv_cache_tokens=case.kv_cache_tokens)
+    forced = batch.data["given"] if case.is_forced else None
+    return generate(
+        decoder_of(case, groups), batch, "prompt", sampling,
+        sample_key=(7, 1), micro_batches=case.micro_batches, forced=forced, return_logits=True, timeout_s=timeout_s,
+    )  # fmt: skip
+
+
+def as_arrays(output: GenerationOutput) -> Outcome:
+    fields = (output.sequences, output.logprobs, output.margins, output.logits)
+    return Outcome(*([t.numpy() for t in tensors] for tensors in fields))
+
+
+def run_cases(rank: int) -> dict[str, Outcome]:
+    table = GroupTable((case.layout for case in CASES.values()), rank, timeout_s=30.0)
+    outcomes = {}
+    for name, case in CASES.items():
+        if rank in case.layout.mesh.devices:
+            groups = table.groups(case.layout)
+            part = batch_of(case.samples, case.has_twins).split(case.dp)[groups.dp_index]
+            outcomes[name] = as_arrays(rollouts(case, groups, part))
+    return outcomes
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[dict[str, Outcome]]:
+    return run_distributed(run_cases, WORLD_SIZE)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_gives_the_rollouts_of_one_process(ranks: list[dict[str, Outcome]], name: str) -> None:
+    case = CASES[name]
+    batch = batch_of(case.samples, case.has_twins)
+    one = as_arrays(rollouts(replace(case, kv_cache_tokens=None), ONE_RANK, batch))
+    lengths = {len(logprobs) for logprobs in one.logprobs}
+    assert len(lengths) > (2 if case.samples > 2 and case.temperature > 0 else 0)  # they end at different times
+
+    holders = [case.layout.output_device(dp) for dp in range(case.dp)]
+    parts = [ranks[rank][name] for rank in holders]
+    for field, tolerance in (("logprobs", 1e-10), ("margins", 1e-10), ("logits", 1e-9)):
+        actual = [array for part in parts for array in getattr(part, field)]
+        for a, b in zip(actual, getattr(one, field), strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=tolerance)
+    assert [s.tolist() for part in parts for s in part.sequences] == [s.tolist() for s in one.sequences]
+    for rank in set(case.layout.mesh.devices) - set(holders):
+        assert ranks[rank][name] == Outcome([], [], [], [])
+
+
+def miss_a_stage(rank: int) -> tuple[str, float]:
+    """Stage `rank` 1 does not take part; returns what stage 0 says and after how long."""
+    case = Case(pp=2)
+    groups = GroupTable([case.layout], rank).groups(case.layout)
+    if rank == 1:
+        time.sleep(4)
+        return "", 0.0
+    begin = time.monotonic()
+    try:
+        rollouts(case, groups, batch_of(4), timeout_s=1.0)
+    except RunError as error:
+        return str(error), time.monotonic() - begin
+    return "no error", 0.0
+
+
+def test_a_missing_stage_is_named_after_the_deadline() -> None:
+    message, waited_s = run_distributed(miss_a_stage, 2)[0]
+    assert "rank 0 waited for the tokens of decode step 0 from rank 1 (deadline 1 s)" in message
+    assert 0.9 < waited_s < 4

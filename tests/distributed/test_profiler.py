@@ -1,0 +1,220 @@
+"""`realhf profile` end to end on two workers, and the stopwatch that all ranks share."""
+
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from statistics import median
+
+import pytest
+from msgspec import structs
+
+from realhf.api.model import DecoderConfig
+from realhf.cli import main
+from realhf.search.hardware import profiles_root
+from realhf.search.profile import LayerProfile, load_profile, profile_path
+from realhf.search.timings import load_costs
+from tests.distributed.pool import run_distributed
+
+pytestmark = pytest.mark.distributed
+
+MODEL = DecoderConfig(hidden_size=64, intermediate_size=256, num_layers=3, num_heads=2, num_kv_heads=2, vocab_size=1024)
+ONE_KV_HEAD = DecoderConfig(
+    hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, vocab_size=64
+)
+EXPERIMENT = """
+from dataclasses import dataclass, field
+from realhf.algorithms.ppo.config import PPOActor, PPOHyperparameters
+from realhf.algorithms.reward.config import SequenceReward
+from realhf.api.experiment import auto
+from realhf.api.graph import GENERATE, INFERENCE, ModelFunctionCallDef
+from realhf.api.model import DecoderConfig
+
+
+@dataclass(frozen=True)
+class Prompts:
+    keys: tuple = ("prompt",)
+
+    def check(self):
+        return 8
+
+    def lengths(self):
+        return {"prompt": (5.5, 8)}
+
+
+@auto(batch_size=8)
+@dataclass(frozen=True, kw_only=True)
+class Tiny:
+    seed: int = 0
+    steps: int = 1
+    model: DecoderConfig = DecoderConfig(
+        hidden_size=64, intermediate_size=256, num_layers=3, num_heads=2, num_kv_heads=2, vocab_size=1024
+    )
+    reference: DecoderConfig = DecoderConfig(
+        hidden_size=32, intermediate_size=64, num_layers=1, num_heads=2, num_kv_heads=1, vocab_size=64
+    )
+
+    @property
+    def rpcs(self):
+        def reward(name, model):
+            return ModelFunctionCallDef(
+                model_name=name, model_type=model, interface_type=INFERENCE, interface_impl=SequenceReward(),
+                input_data=["seq"], output_data=[name + "_score"],
+            )
+
+        return [
+            ModelFunctionCallDef(
+                model_name="actor", model_type=self.model, interface_type=GENERATE,
+                interface_impl=PPOActor(ppo=PPOHyperparameters(max_new_tokens=4)),
+                input_data=["prompt"], output_data=["seq", "logprob"],
+            ),
+            reward("reward", self.model.with_head("scalar")),
+            reward("small", self.reference),
+        ]
+
+    @property
+    def dataset(self):
+        return Prompts()
+"""
+
+
+@pytest.fixture(scope="module")
+def experiment(tmp_path_factory) -> Path:
+    file = tmp_path_factory.mktemp("experiment") / "tiny.py"
+    file.write_text(EXPERIMENT)
+    return file
+
+
+@pytest.fixture(scope="module")
+def root(experiment, tmp_path_factory) -> Path:
+    """A profiles/ folder after one `realhf profile` with two workers."""
+    root = tmp_path_factory.mktemp("profiles")
+    shutil.copytree(profiles_root() / "hardware", root / "hardware")
+    assert main(words(experiment, root)) == 0
+    return root
+
+
+def words(experiment: Path, root: Path, *more: str) -> list[str]:
+    options = ["--num-workers", "2", "--hardware", "cpu", "--repetitions", "3", "--max-tokens", "4096"]
+    return ["profile", str(experiment), "--profiles-dir", str(root), *options, *more]
+
+
+def profile_of(model: DecoderConfig, root: Path) -> LayerProfile:
+    return load_profile(profile_path(model, "float32", "cpu", root))
+
+
+def test_every_model_type_has_a_profile_that_grows_with_size(root):
+    profile = profile_of(MODEL, root)
+    assert (profile.model, profile.dtype, profile.hardware) == (MODEL, "float32", "cpu")
+    assert profile.sequence_length == 10  # 5.5 rounded to even, and 4 new tokens
+    assert [timings.tp for timings in profile.tensor] == [1, 2]
+    for timings in profile.tensor:
+        for name in ("layer_forward", "layer_backward", "head_forward", "head_backward"):
+            curve = getattr(timings, name)
+            assert curve.sizes == tuple(2.0**k for k in range(4, 13)), name
+            if timings.tp == 1:  # beyond that the latency of an all-reduce decides in so small a model
+                # 64 times the tokens; three sizes each, because the machine may be busy with something else
+                assert median(curve.seconds[-3:]) > 2 * median(curve.seconds[:3]), name
+        assert min(timings.layer_forward.seconds) > 0
+        assert [decode.context for decode in timings.layer_decode] == [5, 10, 20]
+        assert all(decode.seconds.sizes == (1.0, 2.0, 4.0, 8.0) for decode in timings.layer_decode)
+    assert profile.sampling_s > 0
+    assert 0 < profile.optimizer_s_per_parameter < 1e-5
+    assert profile.call_overhead_s > 0
+
+
+def test_whole_calls_take_more_than_their_parts(root):
+    overheads = profile_of(MODEL, root).overheads
+    assert overheads.train_s + overheads.train_micro_batch_s > 0  # packing, the loss, the schedule, the statistics
+    assert all(0 <= seconds < 1 for seconds in structs.astuple(overheads))
+
+
+def test_collectives_of_two_are_measured(root):
+    found = {(timings.kind, timings.group_size): timings.seconds for timings in profile_of(MODEL, root).collectives}
+    assert set(found) == {("all_reduce", 2), ("broadcast", 2), ("send", 2)}
+    for kind, curve in found.items():
+        assert curve.seconds[-1] > curve.seconds[0] > 0, kind
+
+
+def test_heads_are_measured_apart_over_one_trunk(root):
+    lm, scalar = profile_of(MODEL, root), profile_of(MODEL.with_head("scalar"), root)
+    for with_lm, with_scalar in zip(lm.tensor, scalar.tensor, strict=True):
+        assert with_lm.layer_forward == with_scalar.layer_forward
+        # 1,024 logits a token against one value.
+        assert with_lm.head_forward.seconds[-1] > with_scalar.head_forward.seconds[-1]
+
+
+def test_a_degree_that_does_not_divide_the_model_is_left_out(root):
+    assert [timings.tp for timings in profile_of(ONE_KV_HEAD, root).tensor] == [1]
+
+
+def test_the_planner_takes_the_profiles(root):
+    models = {"actor": MODEL, "reward": MODEL.with_head("scalar"), "small": ONE_KV_HEAD}
+    assert load_costs(models, dtype="float32", hardware="cpu", root=root).profiled
+
+
+def test_what_was_measured_is_kept(experiment, root, capsys):
+    files = sorted((root / "local" / "cpu").iterdir())
+    before = [(file, file.stat().st_mtime_ns) for file in files]
+    start = time.monotonic()
+    assert main(words(experiment, root)) == 0
+    assert time.monotonic() - start < 2.0  # no worker was started
+    assert [(file, file.stat().st_mtime_ns) for file in sorted((root / "local" / "cpu").iterdir())] == before
+    assert len(before) == 3
+    assert capsys.readouterr().out.count("kept ") == 3
+
+
+def test_a_deadline_ends_the_workers_and_writes_nothing(experiment, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert main(words(experiment, tmp_path / "profiles", "--timeout-s", "0.5")) == 1
+    assert "measuring took longer than --timeout-s 0.5" in capsys.readouterr().err
+    assert not (tmp_path / "profiles").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--max-tokens", "5"], "--max-tokens 5 must be at least 64"),
+        (["--repetitions", "0"], "--repetitions 0 must be at least 1"),
+        (["--hardware", "abacus"], "hardware='abacus' is not known"),
+    ],
+)
+def test_user_errors_exit_with_2(experiment, tmp_path, capsys, more, message):
+    assert main(words(experiment, tmp_path, *more)) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_the_command_itself_needs_no_torch():
+    code = "import sys, realhf.cli.profile; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_help_has_an_example():
+    done = subprocess.run(
+        [sys.executable, "-m", "realhf.cli", "profile", "--help"], check=True, capture_output=True, text=True
+    )
+    assert "realhf profile experiments/ppo.py" in done.stdout
+
+
+def _stopwatch_on_two_ranks(rank: int) -> tuple[float, float, float]:
+    import torch
+
+    from realhf.worker.model_bench import Stopwatch
+
+    watch = Stopwatch(torch.device("cpu"), repetitions=3)
+    sleep_s = (0.02, 0.06)[rank]
+    mean_s = watch.seconds(lambda: time.sleep(sleep_s))
+    slowest_s = watch.seconds(lambda: time.sleep(sleep_s), slowest=True)
+    alone_s = watch.seconds(None if rank else lambda: time.sleep(sleep_s))
+    return mean_s, slowest_s, alone_s
+
+
+def test_the_stopwatch_gives_all_ranks_the_mean_or_the_slowest_of_those_that_work():
+    first, second = run_distributed(_stopwatch_on_two_ranks, 2, timeout_s=60.0)
+    assert first == second
+    mean_s, slowest_s, alone_s = first
+    assert 0.02 <= alone_s < mean_s < slowest_s
+    assert mean_s >= 0.04
+    assert slowest_s >= 0.06

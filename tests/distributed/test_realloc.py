@@ -1,0 +1,189 @@
+"""Reallocation plans carried out by four processes over gloo: bit-exact, bounded in memory, with deadlines."""
+
+import time
+import weakref
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
+from realhf.api.model import DecoderConfig
+from realhf.models.parameters import decoder_parameters
+from realhf.realloc import executor
+from realhf.realloc.executor import BoxedTensors, ReallocationError, execute, part
+from realhf.realloc.layout import Box, device_boxes
+from realhf.realloc.planner import plan_between, plan_reallocation
+from tests.distributed.pool import run_distributed
+
+pytestmark = pytest.mark.distributed
+
+BUCKET_BYTES = 4096
+
+SIX_HEADS = DecoderConfig(
+    hidden_size=24, intermediate_size=36, num_layers=5, num_heads=6, num_kv_heads=6, vocab_size=48, tied_embeddings=True
+)
+FOUR_HEADS = DecoderConfig(
+    hidden_size=16, intermediate_size=24, num_layers=4, num_heads=8, num_kv_heads=4, vocab_size=32, head="scalar"
+)
+
+
+def layout(first: int, dp: int, tp: int, pp: int) -> Layout:
+    return Layout(DeviceMesh(first, dp * tp * pp), ParallelStrategy(dp, tp, pp))
+
+
+PAIRS = [
+    (SIX_HEADS, layout(0, 1, 2, 1), layout(0, 1, 3, 1)),  # degrees that do not divide each other
+    (SIX_HEADS, layout(0, 1, 3, 1), layout(1, 1, 3, 1)),  # overlapping meshes, every box from a neighbour
+    (SIX_HEADS, layout(2, 1, 2, 1), layout(0, 1, 3, 1)),
+    (SIX_HEADS, layout(0, 1, 1, 3), layout(0, 1, 2, 2)),  # uneven stages, the tied embedding on two of them
+    (SIX_HEADS, layout(0, 1, 1, 4), layout(0, 2, 1, 2)),
+    (SIX_HEADS, layout(3, 1, 1, 1), layout(0, 1, 1, 3)),  # disjoint
+    (FOUR_HEADS, layout(0, 4, 1, 1), layout(0, 1, 2, 2)),  # all of it is there already
+    (FOUR_HEADS, layout(0, 1, 2, 2), layout(0, 4, 1, 1)),
+    (FOUR_HEADS, layout(0, 1, 4, 1), layout(0, 1, 1, 4)),
+    (FOUR_HEADS, layout(0, 1, 1, 4), layout(0, 1, 4, 1)),
+    (FOUR_HEADS, layout(0, 2, 1, 1), layout(2, 1, 2, 1)),  # two replicas share the sending
+    (FOUR_HEADS, layout(0, 1, 1, 1), layout(0, 2, 2, 1)),
+    (FOUR_HEADS, layout(0, 1, 2, 2), layout(1, 1, 1, 1)),
+]
+
+
+def random_state(model: DecoderConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The same random parameters on every rank."""
+    generator = torch.Generator().manual_seed(1)
+    return {
+        spec.name: torch.randn(spec.shape, generator=generator, dtype=torch.float64).to(dtype)
+        for spec in decoder_parameters(model)
+    }
+
+
+def boxed(state: dict[str, torch.Tensor], boxes: list[Box]) -> dict[str, tuple[Box, torch.Tensor]]:
+    """Copies of the parts; those of odd length lie transposed in memory, so that views with strides are moved too."""
+    result = {}
+    for box in boxes:
+        piece = part(
+            {box.name: (Box(box.name, (0,) * len(box.shape), tuple(state[box.name].shape)), state[box.name])}, box
+        )
+        is_strided = piece.dim() == 2 and box.size % 3 == 0
+        result[box.name] = (box, piece.t().contiguous().t() if is_strided else piece.clone())
+    return result
+
+
+def run_pair(rank: int, model: DecoderConfig, a: Layout, b: Layout, dtype: torch.dtype, bucket_bytes: int) -> int:
+    state = random_state(model, dtype)
+    plan = plan_between(model, a, b, 2, dtype.itemsize, bucket_bytes)
+    source, expected = (boxed(state, device_boxes(model, side, rank)) for side in (a, b))
+    target = {name: (box, torch.full_like(tensor, -7)) for name, (box, tensor) in expected.items()}
+    execute(plan, rank, source, target, timeout_s=30)
+    for name, (_, tensor) in expected.items():
+        assert torch.equal(target[name][1], tensor), (model, a, b, name)
+    return plan.received_bytes.get(rank, 0)
+
+
+def run_all_pairs(rank: int) -> list[int]:
+    received = []
+    for index, (model, a, b) in enumerate(PAIRS):
+        dtype = [torch.float32, torch.float64, torch.bfloat16][index % 3]
+        received.append(run_pair(rank, model, a, b, dtype, BUCKET_BYTES))
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        run_pair(rank, *PAIRS[0], dtype, bucket_bytes=2**26)
+    return received
+
+
+def run_all(rank: int) -> tuple[list[int], int | list[float], int]:
+    return run_all_pairs(rank), reallocate_in_place(rank), peak_of_buffers(rank, BUCKET_BYTES)
+
+
+@pytest.fixture(scope="module")
+def results() -> list[tuple[list[int], Any, int]]:
+    """What `run_all` gave on each rank: one world of processes for several tests, as spawning takes longest."""
+    return run_distributed(run_all, 4)
+
+
+def test_layout_pairs_are_bit_exact(results: list[tuple[list[int], Any, int]]) -> None:
+    for model, a, b in PAIRS:
+        check_strategy("source", model, a.strategy)
+        check_strategy("target", model, b.strategy)
+    received = np.array([pairs for pairs, _, _ in results]).sum(axis=0)
+    assert received[6] == 0
+    assert (np.delete(received, 6) > 0).all()
+
+
+def reallocate_in_place(rank: int) -> int | list[float]:
+    """Targets that are the source views: nothing may be copied, though packed messages are read from them."""
+    plan = plan_reallocation({0: [Box("p", (0,), (4,))]}, {0: [Box("p", (0,), (4,))], 1: [Box("p", (1,), (2,))]})
+    if rank == 0:
+        shared = {"p": (Box("p", (0,), (4,)), torch.arange(4.0, requires_grad=True))}
+        execute(plan, rank, shared, shared, timeout_s=20)
+        return int(shared["p"][1]._version)
+    target = {"p": (Box("p", (1,), (2,)), torch.zeros(2))} if rank == 1 else {}
+    execute(plan, rank, {}, target, timeout_s=20)
+    if rank > 1:
+        return 0  # has no part in it and comes back at once
+    return target["p"][1].tolist()
+
+
+def test_a_view_that_stays_is_not_copied(results: list[tuple[list[int], Any, int]]) -> None:
+    assert [in_place for _, in_place, _ in results] == [0, [1.0, 2.0], 0, 0]
+
+
+ONE_LAYER = Box("model.layers.0.mlp.up_proj.weight", (0, 0), (64, 8))
+
+
+def wait_for_a_peer_that_does_not_send(rank: int) -> tuple[str, float]:
+    """Rank 1 waits for rank 0, which never sends; rank 2 for rank 3, which has left."""
+    if rank == 3:
+        torch.distributed.destroy_process_group()
+    if rank == 0:
+        time.sleep(6)
+    if rank in (0, 3):
+        return "", 0.0
+    plan = plan_reallocation({0 if rank == 1 else 3: [ONE_LAYER]}, {rank: [ONE_LAYER]}, bucket_bytes=1024)
+    target: BoxedTensors = {ONE_LAYER.name: (ONE_LAYER, torch.zeros(ONE_LAYER.shape))}
+    start = time.monotonic()
+    with pytest.raises(ReallocationError) as raised:
+        execute(plan, rank, {}, target, model_name="critic", timeout_s=1.5 if rank == 1 else 60)
+    return str(raised.value), time.monotonic() - start
+
+
+def test_a_peer_that_is_late_or_gone_is_named_within_the_deadline() -> None:
+    _, (late, late_s), (gone, gone_s), _ = run_distributed(wait_for_a_peer_that_does_not_send, 4)
+    assert "reallocation of critic, bucket 1 of 2: rank 1 waited" in late
+    assert "s (at most 1.5) in vain for rank 0 to send" in late
+    assert 1.0 < late_s < 5
+    assert "bucket 1 of 2: rank 2" in gone
+    assert "rank 3 to send" in gone
+    assert gone_s < 30
+    assert ONE_LAYER.name in late
+    assert ONE_LAYER.name in gone
+
+
+def peak_of_buffers(rank: int, bucket_bytes: int) -> int:
+    """Bytes of buffers alive at once, counted where the executor allocates them."""
+    alive_bytes = peak_bytes = 0
+    empty = torch.empty
+
+    def release(size_bytes: int) -> None:
+        nonlocal alive_bytes
+        alive_bytes -= size_bytes
+
+    def counting_empty(size: int, **options: Any) -> torch.Tensor:
+        nonlocal alive_bytes, peak_bytes
+        buffer = empty(size, **options)
+        alive_bytes += buffer.nbytes
+        peak_bytes = max(peak_bytes, alive_bytes)
+        weakref.finalize(buffer, release, buffer.nbytes)
+        return buffer
+
+    with patch.object(executor.torch, "empty", counting_empty):
+        run_pair(rank, SIX_HEADS, layout(0, 1, 3, 1), layout(1, 1, 3, 1), torch.float32, bucket_bytes)
+    return peak_bytes
+
+
+def test_buffers_take_at_most_two_buckets(results: list[tuple[list[int], Any, int]]) -> None:
+    peaks = [peak for _, _, peak in results]
+    assert all(0 < peak <= 2 * BUCKET_BYTES for peak in peaks), peaks
+    assert max(peaks) > BUCKET_BYTES  # a rank in the middle sends and receives at once

@@ -1,0 +1,314 @@
+"""Sequence parallelism and recomputation in every kind of layout: one AdamW step against transformers and torch."""
+
+from dataclasses import dataclass, replace
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from realhf.api.compute import ComputeConfig
+from realhf.api.experiment import OptimizerConfig
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.model import DecoderConfig, Experts
+from realhf.engine.batch import Batch
+from realhf.engine.model import ShardedModel
+from realhf.parallel.groups import GroupTable, ParallelGroups
+from realhf.parallel.vocabulary import Logits
+from realhf.realloc.layout import Box
+from tests.distributed.pool import run_distributed
+from tests.unit.engine.losses import (
+    ONE_RANK,
+    next_token_loss,
+    random_batch,
+    split_like,
+    targets,
+    tiny,
+    trained_tokens,
+    value_loss,
+)
+
+pytestmark = pytest.mark.distributed
+
+WORLD_SIZE, SAMPLES = 4, 8
+OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=1e9)
+PLAIN = tiny()
+ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
+WAYS = {
+    "plain": ComputeConfig(),
+    "full": ComputeConfig(recomputation="full"),
+    "selective": ComputeConfig(recomputation="selective"),
+    "sequence": ComputeConfig(sequence_parallel=True),
+    "sequence full": ComputeConfig(sequence_parallel=True, recomputation="full"),
+    "sequence selective": ComputeConfig(sequence_parallel=True, recomputation="selective"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    config: DecoderConfig = PLAIN
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    micro_batches: int = 2
+    compute: ComputeConfig = WAYS["plain"]
+    # Every micro-batch has an odd number of tokens at least once; with up to 3, one may have fewer than ranks.
+    lengths: tuple[int, int] = (2, 11)
+
+    @property
+    def layout(self) -> Layout:
+        strategy = ParallelStrategy(self.dp, self.tp, self.pp)
+        return Layout(DeviceMesh(0, strategy.size), strategy)
+
+    @property
+    def batch(self) -> Batch:
+        return random_batch(self.config, SAMPLES, seed=1, lengths=self.lengths)
+
+
+LAYOUTS = {
+    "tp2": Case(tp=2, config=tiny(num_kv_heads=2)),
+    "tp4": Case(tp=4),
+    "pp2": Case(pp=2, micro_batches=4),
+    "pp3 uneven": Case(pp=3, config=tiny(num_layers=5), micro_batches=4),
+    "tp2 pp2": Case(tp=2, pp=2, micro_batches=4, config=tiny(num_layers=3)),
+    "dp2 tp2": Case(dp=2, tp=2),
+}
+CASES = {
+    f"{layout}, {way}": replace(case, compute=compute)
+    for layout, case in LAYOUTS.items()
+    for way, compute in WAYS.items()
+    if case.tp > 1 or not compute.sequence_parallel
+}
+SEQUENCE = WAYS["sequence full"]
+CASES |= {
+    "tied, tp2 pp2": Case(tp=2, pp=2, config=tiny(tied_embeddings=True), compute=SEQUENCE),
+    "fewer tokens than ranks, tp4": Case(tp=4, lengths=(2, 4), micro_batches=8, compute=SEQUENCE),
+    "fewer tokens than ranks, tp2 pp2": Case(tp=2, pp=2, lengths=(1, 3), micro_batches=8, compute=SEQUENCE),
+    "scalar, tp2 pp2": Case(tp=2, pp=2, config=tiny(head="scalar"), compute=SEQUENCE),
+    "scalar, tp4": Case(tp=4, config=tiny(head="scalar"), compute=WAYS["sequence"]),
+}
+
+# Held against one rank, whose computation other tests hold against transformers.
+FAMILIES = {
+    "norms of heads, biases, windows": tiny(
+        qk_norm=True, qkv_bias=True, attention_output_bias=True, mlp_bias=True, sliding_window=3, num_kv_heads=2
+    ),
+    "experts": tiny(experts=Experts(count=4, per_token=2)),
+    "layer norms, learned positions": tiny(norm="layer", mlp="plain", positions="learned", max_positions=12),
+}
+CASES |= {
+    f"{family}, tp2 pp2, {way}": Case(tp=2, pp=2, config=config, compute=WAYS[way])
+    for family, config in FAMILIES.items()
+    for way in ("plain", "sequence", "sequence full")
+}
+
+
+@dataclass
+class Outcome:
+    """What one rank saw in a case; gradients and parameters with the place of each in the whole."""
+
+    outputs: list[np.ndarray]
+    loss: float | None
+    grad_norm: float | None
+    gradients: dict[str, np.ndarray]
+    parameters: dict[str, tuple[Box, np.ndarray]]
+
+
+def built(config: DecoderConfig, groups: ParallelGroups, compute: ComputeConfig) -> ShardedModel:
+    model = ShardedModel(config, groups, torch.float64, optimizer=OPTIMIZER, compute=compute, timeout_s=30)
+    model.initialise(seed=5)
+    for name, (box, local) in model.boxes().items():
+        # Larger weights and uneven norms, so that attention is far from uniform.
+        if len(box.shape) == 2:
+            local.mul_(4.0)
+        else:
+            local.copy_(0.5 + (7 * torch.arange(box.offset[0], box.offset[0] + len(local)) + len(name)) % 32 / 32)
+    return model
+
+
+def run_case(case: Case, groups: ParallelGroups) -> Outcome:
+    model = built(case.config, groups, case.compute)
+    batch = case.batch.split(case.dp)[groups.dp_index]
+    outputs = model.forward(batch, "tokens", split_like, case.micro_batches).get("output", [])
+    loss = value_loss if case.config.head == "scalar" else next_token_loss
+    stats = model.train_step(batch, "tokens", loss, trained_tokens, case.micro_batches)
+    gradients = {name: view.numpy().copy() for name, view in model.trainer.gradients.views().items()}
+    return Outcome(
+        [output.numpy() for output in outputs],
+        stats["loss"][0] if stats else None,
+        stats["grad_norm"][0] if stats else None,
+        gradients if case.dp == 1 else {},
+        {name: (box, local.numpy().copy()) for name, (box, local) in model.boxes().items()},
+    )
+
+
+@dataclass
+class Ranks:
+    """What a rank gives back: its part of every case, and of the comparison of log-probabilities."""
+
+    cases: dict[str, Outcome]
+    vocabulary: dict[str, np.ndarray]
+
+
+def run_all(rank: int) -> Ranks:
+    tensor = Layout(DeviceMesh(0, WORLD_SIZE), ParallelStrategy(tp=WORLD_SIZE))
+    table = GroupTable([tensor, *(case.layout for case in CASES.values())], rank, timeout_s=30)
+    cases = {
+        name: run_case(case, table.groups(case.layout))
+        for name, case in CASES.items()
+        if rank in case.layout.mesh.devices
+    }
+    return Ranks(cases, part_of_vocabulary(table.groups(tensor)))
+
+
+ROWS, VOCAB, HIDDEN, TEMPERATURE = 13, 20, 6, 0.8
+
+
+def vocabulary_inputs() -> list[torch.Tensor]:
+    """hidden, weight, tokens, and factors of log-probability and entropy in a loss."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((ROWS, HIDDEN), (VOCAB, HIDDEN), (ROWS,), (ROWS,))
+    hidden, weight, *factors = (torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes)
+    return [hidden.requires_grad_(), weight, torch.randint(VOCAB, (ROWS,), generator=generator), *factors]
+
+
+def part_of_vocabulary(groups: ParallelGroups) -> dict[str, np.ndarray]:
+    hidden, weight, tokens, *factors = vocabulary_inputs()
+    part = weight.chunk(WORLD_SIZE)[groups.tp_index].clone().requires_grad_()
+    logits = Logits(hidden, part, groups.tensor, chunk_bytes=4 * len(part) * 8)
+    result = logits.of_tokens(tokens, TEMPERATURE, with_entropy=True)
+    (result.logprob * factors[0] + result.entropy * factors[1]).sum().backward()
+    found = {"logprob": result.logprob, "entropy": result.entropy, "is_top": result.is_top, "hidden": hidden.grad}
+    return {name: x.detach().numpy() for name, x in {**found, "weight": part.grad, "full": logits.full()}.items()}
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[Ranks]:
+    return run_distributed(run_all, WORLD_SIZE)
+
+
+@dataclass
+class Oracle:
+    outputs: np.ndarray
+    loss: float
+    gradients: dict[str, np.ndarray]
+    before: dict[str, np.ndarray]
+    after: dict[str, np.ndarray]
+
+
+@cache
+def alone(config: DecoderConfig, lengths: tuple[int, int]) -> Oracle:
+    """What one rank computes with nothing divided or recomputed."""
+    before = {name: local.numpy().copy() for name, (_, local) in built(config, ONE_RANK, WAYS["plain"]).boxes().items()}
+    whole = run_case(Case(config=config, lengths=lengths, micro_batches=1), ONE_RANK)
+    after = {name: local for name, (_, local) in whole.parameters.items()}
+    return Oracle(np.concatenate(whole.outputs), whole.loss, whole.gradients, before, after)
+
+
+@cache
+def oracle(config: DecoderConfig, lengths: tuple[int, int]) -> Oracle:
+    """transformers' model on single sequences and torch's AdamW; for a scalar head its trunk and a dot product."""
+    from tests.unit.models.llama import llama, llama_logits  # slow to import, and not for the ranks
+
+    batch = Case(config=config, lengths=lengths).batch
+    model = built(config, ONE_RANK, ComputeConfig())
+    before = {name: local.clone() for name, (_, local) in model.boxes().items()}
+    tokens, in_loss = targets(batch)
+    if config.head == "scalar":
+        language_model = built(replace(config, head="lm"), ONE_RANK, ComputeConfig())
+        for name, (_, local) in language_model.boxes().items():
+            if name in before:
+                local.copy_(before[name])
+        hf = llama(language_model.config, language_model)
+        score = torch.nn.Parameter(before["score.weight"].clone())
+        hidden = torch.cat([hf.model(input_ids=s[None]).last_hidden_state[0] for s in batch.data["tokens"]])
+        output = (hidden * score).sum(-1)
+        loss = (output - tokens / 10.0)[in_loss].square().sum()
+        named = {name: p for name, p in hf.named_parameters() if name in before} | {"score.weight": score}
+    else:
+        hf = llama(config, model)
+        output = llama_logits(hf, batch.data["tokens"])
+        loss = F.cross_entropy(output[in_loss], tokens[in_loss], reduction="sum")
+        named = dict(hf.named_parameters())
+    assert named.keys() == before.keys()
+    optimizer = torch.optim.AdamW(named.values(), **ADAMW)
+    (loss / in_loss.sum()).backward()
+    gradients = {name: p.grad.numpy().copy() for name, p in named.items()}
+    optimizer.step()
+    after = {name: p.detach().numpy() for name, p in named.items()}
+    return Oracle(
+        output.detach().numpy(), loss.item(), gradients, {name: x.numpy() for name, x in before.items()}, after
+    )
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_step_is_that_of_transformers(name: str, ranks: list[Ranks]) -> None:
+    case = CASES[name]
+    expected = (alone if case.config in FAMILIES.values() else oracle)(case.config, case.lengths)
+    layout = case.layout
+    outcomes = {rank: ranks[rank].cases[name] for rank in layout.mesh.devices}
+
+    last = [layout.output_device(dp) for dp in range(case.dp)]
+    outputs = np.concatenate([x for rank in last for x in outcomes[rank].outputs])
+    assert relative(outputs, expected.outputs) < 1e-9
+    assert sum(outcomes[rank].loss for rank in last) == pytest.approx(expected.loss, rel=1e-9)
+    norm = np.sqrt(sum((g**2).sum() for g in expected.gradients.values()))
+    assert all(outcomes[rank].grad_norm == pytest.approx(norm, rel=1e-9) for rank in last)
+
+    update = np.sqrt(sum(((expected.after[n] - expected.before[n]) ** 2).sum() for n in expected.after))
+    seen = set()
+    for outcome in outcomes.values():
+        for parameter, (box, local) in outcome.parameters.items():
+            where = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+            assert np.linalg.norm(local - expected.after[parameter][where]) < 1e-7 * update, parameter
+            if outcome.gradients:
+                difference = outcome.gradients[parameter] - expected.gradients[parameter][where]
+                assert np.linalg.norm(difference) < 1e-7 * norm, parameter
+            seen.add(parameter)
+    assert seen == expected.after.keys()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_recomputation_changes_no_bit(layout: str, ranks: list[Ranks]) -> None:
+    compared = 0
+    for kept, *recomputed in (("plain", "full", "selective"), ("sequence", "sequence full", "sequence selective")):
+        for rank in ranks:
+            expected = rank.cases.get(f"{layout}, {kept}")
+            for way in recomputed if expected else ():
+                got = rank.cases[f"{layout}, {way}"].parameters
+                for name, (_, local) in expected.parameters.items():
+                    np.testing.assert_array_equal(got[name][1], local, err_msg=f"{name}, {way}")
+                    compared += 1
+    assert compared > 0
+
+
+def test_replicas_hold_the_same_bits(ranks: list[Ranks]) -> None:
+    for name in CASES:
+        seen: dict[Box, np.ndarray] = {}
+        for outcome in ranks:
+            for box, local in outcome.cases[name].parameters.values() if name in outcome.cases else ():
+                np.testing.assert_array_equal(local, seen.setdefault(box, local), err_msg=f"{box} of {name}")
+
+
+def test_log_probabilities_from_parts_of_the_vocabulary(ranks: list[Ranks]) -> None:
+    hidden, weight, tokens, *factors = vocabulary_inputs()
+    weight.requires_grad_()
+    full = F.linear(hidden, weight)
+    logprob = -F.cross_entropy(full / TEMPERATURE, tokens, reduction="none")
+    entropy = torch.distributions.Categorical(logits=full / TEMPERATURE).entropy()
+    (logprob * factors[0] + entropy * factors[1]).sum().backward()
+    parts = [rank.vocabulary for rank in ranks]
+    for part in parts:
+        np.testing.assert_allclose(part["logprob"], logprob.detach(), rtol=1e-12)
+        np.testing.assert_allclose(part["entropy"], entropy.detach(), rtol=1e-12)
+        np.testing.assert_allclose(part["full"], full.detach(), rtol=1e-12)
+        np.testing.assert_array_equal(part["is_top"], (full.argmax(-1) == tokens).numpy())
+        np.testing.assert_array_equal(part["logprob"], parts[0]["logprob"])
+    # Each rank has the part of the gradient that comes through its vocabulary.
+    np.testing.assert_allclose(sum(part["hidden"] for part in parts), hidden.grad, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(np.concatenate([part["weight"] for part in parts]), weight.grad, rtol=1e-10, atol=1e-12)
+
+
+def relative(ours: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(ours - expected) / np.linalg.norm(expected))

@@ -1,0 +1,210 @@
+"""What the documentation says is so: commands run, files exist, examples work, messages are the code's."""
+
+import ast
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from realhf.api.plan import ExecutionPlan
+from tests.docs.blocks import DOCUMENTS, ROOT, Document
+
+DOCS = [Document(path) for path in DOCUMENTS]
+COMMANDS = {command for document in DOCS for command in document.commands}
+SMALL = "--steps 1 --batch-size 8 --no-evaluate --num-workers 1"
+
+FEW = "--evaluations 1000"
+
+# Commands that are run here, in this order, in one folder with a copy of experiments/ in it, and the words added
+# to make them cheap (a later option wins).
+RUN_HERE = {
+    "realhf plan experiments/ppo.py --num-workers 4": FEW,
+    "realhf plan experiments/ppo.py --num-workers 4 --output plan.json": FEW,
+    "realhf plan experiments/ppo.py --plan plan.json": "",
+    "realhf plan experiments/ppo.py --nodes 2 --gpus-per-node 8 --hardware h100 --output h100.json": FEW,
+    "realhf plan experiments/ppo.py --cluster h100-4x8,h100-8x8,h200-4x8 --actor llama3-70b --critic llama3-7b": FEW,
+    "realhf plan experiments/ppo.py --cluster h100-1x8 --actor llama3-7b --critic llama3-7b "
+    "--dump-problem problem.json": FEW,
+    "realhf search problem.json --seconds 5": "--seconds 1",
+    "realhf plan experiments/ppo.py --cluster h100-4x8 --actor llama3-70b --critic llama3-7b --compare "
+    "--html plan.html --json plan-numbers.json": FEW,
+    "realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8 --dry-run": FEW,
+    "realhf run experiments/ppo.py --steps 10 --ppo.kl-coef 0.02 --run-dir runs/first": SMALL,
+    "realhf report runs/first": "",
+    "realhf run reinforce.py --steps 1 --num-workers 1 --run-dir runs/reinforce": "--batch-size 8",
+    "python -m realhf.data.sort_task runs/data --seed 0": "",
+    "realhf doctor": "",
+    "make run": "--dry-run",
+    "make test": "--dry-run",
+    "cd tests/slurm && ../../.venv/bin/python -m testbed --help": "",
+}
+
+# Commands that another test runs for real: the file, and words of the command that are in it.
+RUN_ELSEWHERE = {
+    "realhf plan experiments/ppo.py --cluster h100-16x8 --actor llama3-70b --critic llama3-7b --compare": (
+        "tests/e2e/test_plan_command.py",
+        ["experiments/ppo.py --cluster h100-16x8 --actor llama3-70b --critic llama3-7b --compare", "main(['plan'"],
+    ),
+    "realhf run experiments/ppo.py --plan plan.json --run-dir runs/mine": (
+        "tests/e2e/test_plans.py",
+        ["--plan", "finished", '"ppo"'],
+    ),
+    "realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8": (
+        "tests/slurm/test_main_job.py",
+        ["experiments/ppo.py", "--launcher", "slurm", "--nodes", "--gpus-per-node"],
+    ),
+    "realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8 --hardware h100": (
+        "tests/slurm/test_main_job.py",
+        ["experiments/ppo.py", "--launcher", "slurm", "--nodes", "--gpus-per-node"],
+    ),
+    "realhf profile experiments/ppo.py --num-workers 2": (
+        "tests/distributed/test_profiler.py",
+        ['"profile"', "--num-workers", "main("],
+    ),
+    "realhf convert path/to/Qwen3-0.6B converted/qwen3": (
+        "tests/unit/models/test_convert.py",
+        ['"realhf.cli", "convert"', "checkpoint of 1 file"],
+    ),
+    "realhf convert runs/mine/checkpoints/latest/actor exported/actor --like path/to/Qwen3-0.6B": (
+        "tests/unit/models/test_convert.py",
+        ['"realhf.cli", "convert"', '"--like"'],
+    ),
+    "realhf run reinforce.py --num-workers 2 --steps 40 --sft-checkpoint RUN_DIR/checkpoints/latest/sft": (
+        "tests/docs/test_docs.py",
+        ["def test_the_example_trains_under_two_workers", "reinforce.py", "--num-workers"],
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A user's folder: the ready experiments and the files of docs/experiments.md."""
+    path = tmp_path_factory.mktemp("docs")
+    shutil.copytree(ROOT / "experiments", path / "experiments", ignore=shutil.ignore_patterns("__pycache__"))
+    for block in Document(ROOT / "docs/experiments.md").blocks("python"):
+        first, _, code = block.partition("\n")
+        assert first.startswith("# file: "), f"a python block begins with '# file: NAME', not {first!r}"
+        (path / first.removeprefix("# file: ")).write_text(code)
+    return path
+
+
+def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Runs a documented command as a user would, with this interpreter's environment in the PATH."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        ["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_every_command_is_run_by_a_test() -> None:
+    assert {*RUN_HERE, *RUN_ELSEWHERE} == COMMANDS
+    for command, (file, words) in RUN_ELSEWHERE.items():
+        text = (ROOT / file).read_text()
+        missing = [word for word in words if word not in text]
+        assert not missing, f"{file} does not run {command!r}: {missing} is not in it"
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("command", RUN_HERE)
+def test_commands(command: str, folder: Path) -> None:
+    in_checkout = command.startswith(("make ", "cd "))
+    done = shell(f"{command} {RUN_HERE[command]}", ROOT if in_checkout else folder)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    words = shlex.split(command)
+    for option in ("--output", "--run-dir", "--html", "--json"):
+        if option in words:
+            assert (folder / words[words.index(option) + 1]).exists()
+    if words[:2] == ["realhf", "report"]:
+        assert (folder / words[2] / "report.html").is_file()
+
+
+@pytest.mark.distributed
+def test_the_example_trains_under_two_workers(folder: Path) -> None:
+    words = "realhf run reinforce.py --num-workers 2"
+    done = shell(f"{words} --steps 2 --run-dir runs/learnt", folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+    lines = [msgspec.json.decode(line) for line in (folder / "runs/learnt/metrics.jsonl").read_bytes().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2]
+    assert all(line["grad_norm"] > 0 and 0 <= line["reward_mean"] <= 1 for line in lines)
+    # From another run's checkpoint, as the page says.
+    checkpoint = "--sft-checkpoint runs/learnt/checkpoints/latest/actor"
+    done = shell(f"{words} --steps 1 --run-dir runs/onwards {checkpoint}", folder)
+    assert done.returncode == 0, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize("document", DOCS, ids=lambda document: document.name)
+def test_links_lead_somewhere(document: Document) -> None:
+    for link in document.links:
+        file, _, anchor = link.partition("#")
+        target = (document.path.parent / file).resolve() if file else document.path
+        assert target.exists(), f"{document.name}: {link}"
+        if anchor:
+            assert anchor in Document(target).anchors, f"{document.name}: {link}"
+
+
+# First parts of paths that are not in the checkout: of run directories, and what commands make.
+NOT_HERE = ("runs/", "RUN_DIR/", "profiles/local/", ".venv/", "checkpoints/", "logs/", "rollouts/", "keys/")
+NOT_HERE += ("rendezvous/", "activity/", "launcher/", "execution-plan/")
+PATH = re.compile(r"\.?[\w.-]+(/[\w.-]*)+")
+FILE = re.compile(r"[\w-]+\.(py|cpp|h)")
+
+
+@pytest.mark.parametrize("document", DOCS, ids=lambda document: document.name)
+def test_files_that_are_mentioned_exist(document: Document) -> None:
+    names = {path.name for folder in ("realhf", "csrc", "tests", "scripts") for path in (ROOT / folder).rglob("*.*")}
+    for word in document.code_words:
+        if PATH.fullmatch(word) and not word.startswith(NOT_HERE):
+            assert (ROOT / word).exists(), f"{document.name}: {word}"
+        elif FILE.fullmatch(word):
+            assert word in names, f"{document.name}: {word}"
+
+
+def test_every_module_folder_is_described() -> None:
+    described = Document(ROOT / "docs/architecture.md").code_words
+    folders = [f"realhf/{path.parent.name}/" for path in (ROOT / "realhf").glob("*/__init__.py")]
+    assert not [folder for folder in folders if folder not in described]
+
+
+def test_the_example_of_a_plan_is_one(folder: Path) -> None:
+    [block] = Document(ROOT / "docs/plans.md").blocks("json")
+    plan = msgspec.json.decode(block, type=ExecutionPlan)
+    assert plan.num_devices == 2
+    (folder / "by_hand.json").write_text(block)
+    done = shell("realhf plan experiments/ppo.py --plan by_hand.json", folder)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_fields_of_a_plan_are_all_described() -> None:
+    described = set(Document(ROOT / "docs/plans.md").code_words)
+    assert set(ExecutionPlan.__struct_fields__) <= described
+
+
+def literal_texts(tree: ast.AST) -> Iterator[str]:
+    """Every string of a module, with `…` where a value is put in."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_messages_are_those_of_the_code() -> None:
+    texts = [text for path in (ROOT / "realhf").rglob("*.py") for text in literal_texts(ast.parse(path.read_text()))]
+    document = Document(ROOT / "docs/troubleshooting.md")
+    rows = re.findall(r"^\| `([^`]+)` \|", document.text, re.MULTILINE)
+    assert len(rows) > 30
+    from_libraries = {"Unrecognized options"}
+    for row in rows:
+        pieces = [piece for piece in row.split("…") if piece.strip(" ,;:=.()")]
+        if row in from_libraries or not pieces:
+            continue
+        pattern = re.compile(".*".join(map(re.escape, pieces)), re.DOTALL)
+        assert any(pattern.search(text) for text in texts), f"no message of the code is {row!r}"

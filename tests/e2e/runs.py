@@ -1,0 +1,70 @@
+"""Starting real runs from tests, and reading what they left."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from realhf.api.model import DecoderConfig
+from realhf.data.sort_task import SORT_MODEL
+from realhf.engine.build import initial_value
+from realhf.models.checkpoint import CheckpointReader
+from realhf.models.parameters import decoder_parameters
+from realhf.realloc.layout import Box
+from realhf.worker import rollouts
+
+ROOT = Path(__file__).parents[2]
+DEADLINE_S = 240
+
+
+@dataclass(frozen=True)
+class FinishedRun:
+    """A run directory after a run that ended well."""
+
+    path: Path
+
+    @cached_property
+    def metrics(self) -> list[dict]:
+        return [json.loads(line) for line in (self.path / "metrics.jsonl").read_text().splitlines()]
+
+    def recorded(self, step: int, key: str, call: str = "actor_generate") -> dict[int, Tensor]:
+        return rollouts.read(self.path / "rollouts", step, call, key)
+
+    def parameters(self, model: str, config: DecoderConfig) -> Tensor:
+        """All parameters in one float64 vector."""
+        reader = CheckpointReader(self.path / "checkpoints/latest" / model)
+        specs = decoder_parameters(config)
+        boxes = [Box(spec.name, (0,) * len(spec.shape), spec.shape) for spec in specs]
+        return torch.cat([reader.read(box).flatten().double() for box in boxes])
+
+
+def initial_parameters(config: DecoderConfig, seed: int) -> Tensor:
+    """The random weights from which a run of `seed` starts, as `FinishedRun.parameters` orders them."""
+    return torch.cat([initial_value(spec, seed).flatten().double() for spec in decoder_parameters(config)])
+
+
+ACTOR = SORT_MODEL
+CRITIC = SORT_MODEL.with_head("scalar")
+
+
+def command(*words: str | Path) -> list[str]:
+    return [sys.executable, "-m", "realhf.cli", *map(str, words)]
+
+
+def realhf(*words: str | Path, deadline_s: float = DEADLINE_S) -> subprocess.CompletedProcess[str]:
+    """One `realhf` command from the checkout's root, its output captured."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.run(command(*words), cwd=ROOT, env=env, capture_output=True, text=True, timeout=deadline_s)
+
+
+def finished(run_dir: Path, experiment: str, *words: str | Path) -> FinishedRun:
+    """Runs an experiment to its end in `run_dir`; a bad end fails the test with what it printed."""
+    done = realhf("run", f"experiments/{experiment}.py", "--run-dir", run_dir, *words)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return FinishedRun(run_dir)

@@ -1,0 +1,105 @@
+"""Every plan computes what one worker computes: the main job under six layouts against a single process."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from realhf.algorithms.ppo.config import PPOHyperparameters
+from realhf.engine.sampling import draw, uniform
+from tests.e2e.runs import ACTOR, CRITIC, ROOT, FinishedRun, finished, initial_parameters, realhf
+
+PLANS = [
+    "dp4",
+    "tp4",
+    "pp4",
+    "generate_dp4_train_tp2_pp2",
+    "generate_on_two_critic_on_two",
+    "mixed_disjoint",
+]
+SEED, STEPS = 7, 2
+COMMON = ("--steps", STEPS, "--seed", SEED, "--no-evaluate", "--record", "seq", "logits")
+
+
+def run_plan(folder: Path, plan: str, *words: str | Path) -> FinishedRun:
+    return finished(folder, "ppo", "--plan", f"tests/plans/{plan}.json", *map(str, COMMON), *words)
+
+
+@pytest.fixture(scope="module")
+def reference64(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    return run_plan(tmp_path_factory.mktemp("reference") / "float64", "single", "--dtype", "float64")
+
+
+@pytest.fixture(scope="module")
+def reference32(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    return run_plan(tmp_path_factory.mktemp("reference") / "float32", "single")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("plan", PLANS)
+def test_float64_rollouts_are_identical_and_parameters_agree(
+    plan: str, reference64: FinishedRun, tmp_path: Path
+) -> None:
+    run = run_plan(tmp_path / "run", plan, "--dtype", "float64")
+    for step in range(STEPS):
+        expected, got = reference64.recorded(step, "seq"), run.recorded(step, "seq")
+        assert expected.keys() == got.keys()
+        differing = [i for i in expected if not torch.equal(expected[i], got[i])]
+        assert not differing, f"step {step}: samples {differing} differ"
+    for model, config in (("actor", ACTOR), ("critic", CRITIC)):
+        start = initial_parameters(config, SEED)
+        expected_update = reference64.parameters(model, config) - start
+        update = run.parameters(model, config) - start
+        assert expected_update.norm() > 1e-3, "the steps must have changed something"
+        assert (update - expected_update).norm() < 1e-7 * expected_update.norm()
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("plan", PLANS)
+def test_float32_losses_agree_on_the_same_tokens(plan: str, reference32: FinishedRun, tmp_path: Path) -> None:
+    run = run_plan(tmp_path / "run", plan, "--replay", reference32.path / "rollouts")
+    for expected, got in zip(reference32.metrics, run.metrics, strict=True):
+        for name in ("actor_loss", "critic_loss", "reward_mean", "return_mean", "actor_grad_norm", "critic_grad_norm"):
+            assert got[name] == pytest.approx(expected[name], rel=1e-4), name
+    flips = 0
+    for step in range(STEPS):
+        expected, got = reference32.recorded(step, "logits"), run.recorded(step, "logits")
+        sequences = reference32.recorded(step, "seq")
+        for sample, logits in expected.items():
+            flips += check_draws(sample, step, sequences[sample], logits, got[sample])
+    tokens = sum(line["tokens"] for line in run.metrics)
+    print(f"{plan}: {flips} of {tokens} tokens would be drawn differently in float32")
+
+
+def check_draws(sample: int, step: int, sequence: Tensor, expected: Tensor, got: Tensor) -> int:
+    """Draws a sample's tokens from both runs' logits [response, vocab], of the same prefixes; returns
+    how many differ. Each of these must lie within what the difference of the logits can move.
+
+    If every logit moves by at most d, a probability moves by a factor of at most exp(2 d), hence a
+    border of the cumulative distribution by at most exp(2 d) - 1.
+    """
+    response = len(expected)
+    first = len(sequence) - response
+    places = torch.arange(first, len(sequence))
+    uniforms = uniform(SEED, step, torch.full((response,), sample), places)
+    temperature = PPOHyperparameters().temperature
+    reference, other = draw(expected, uniforms, temperature), draw(got, uniforms, temperature)
+    assert torch.equal(reference.tokens, sequence[first:]), "the recorded logits explain the recorded tokens"
+    moved = (2 * (expected - got).abs().max().double()).expm1()
+    differs = reference.tokens != other.tokens
+    assert (reference.margins[differs] <= moved).all(), f"sample {sample}: a token flipped against its margin"
+    return int(differs.sum())
+
+
+def test_heads_that_four_workers_cannot_split_are_refused(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    words = ("--model.num-heads", "6", "--model.num-kv-heads", "6", "--run-dir", str(run_dir))
+    refused = realhf("run", "experiments/ppo.py", "--plan", "tests/plans/tp4.json", *words)
+    assert refused.returncode == 2
+    assert "tp=4 does not divide num_heads=6; choose tp from 1, 2" in refused.stderr
+    assert not run_dir.exists(), "nothing is left behind"
+
+
+def test_every_plan_of_the_folder_is_run_or_the_reference() -> None:
+    assert {path.stem for path in (ROOT / "tests/plans").glob("*.json")} == {*PLANS, "single"}

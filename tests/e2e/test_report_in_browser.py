@@ -1,0 +1,81 @@
+"""The report in a real browser: everything is drawn, nothing is fetched, nothing lies over anything."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from realhf.report.page import write_report
+from realhf.scheduler.run_directory import RunDirectory
+from tests.unit.report.run_directories import good_run
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+OPTIONS = (
+    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking "
+    "--disable-component-update --disable-sync --enable-logging=stderr --virtual-time-budget=5000 "
+    "--window-size=1280,2400 --dump-dom"
+)
+
+# Written into a copy of the page: what only a browser knows, left in an attribute for the test to read.
+MEASURE = """<script>addEventListener("load", () => setTimeout(() => {
+  const box = e => e.getBoundingClientRect(), texts = [...document.querySelectorAll(".js-plotly-plot text")];
+  const seen = texts.filter(t => t.textContent && box(t).width && getComputedStyle(t).opacity > 0
+                                 && !t.closest(".hoverlayer")
+                                 && new DOMMatrix(getComputedStyle(t).transform).a !== 0);
+  const over = (a, b) => Math.min(a.right, b.right) - Math.max(a.left, b.left) > 1
+                      && Math.min(a.bottom, b.bottom) - Math.max(a.top, b.top) > 2;
+  const overlaps = seen.flatMap((a, i) => seen.slice(i + 1).filter(b => over(box(a), box(b)))
+                                               .map(b => a.textContent + " / " + b.textContent));
+  document.body.setAttribute("data-measured", JSON.stringify({
+    overflow_px: document.documentElement.scrollWidth - innerWidth, texts: seen.length, overlaps,
+    outside: seen.filter(t => box(t).right > innerWidth || box(t).left < 0).map(t => t.textContent)}));
+}, 500))</script>"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> str:
+    found = next((path for name in BROWSERS if (path := shutil.which(name))), None)
+    if found is None:
+        pytest.skip("no browser found; on Debian install one with: apt-get install chromium")
+    return found
+
+
+def rendered(browser: str, page: Path, profile: Path) -> tuple[str, str]:
+    """The DOM after its scripts ran, and what the browser logged."""
+    argv = [browser, *OPTIONS.split(), f"--user-data-dir={profile}", page.as_uri()]
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
+    return result.stdout, result.stderr
+
+
+def test_the_report_is_drawn(browser: str, tmp_path: Path) -> None:
+    report = write_report(RunDirectory(good_run(tmp_path / "run")))
+    copy = tmp_path / "measured.html"
+    copy.write_text(report.read_text().replace("</body>", MEASURE + "</body>"))
+    dom, log = rendered(browser, copy, tmp_path / "profile")
+    complaints = [line for line in log.splitlines() if "CONSOLE" in line]
+    assert not complaints
+
+    drawn = re.sub(r"<(script|style)\b.*?</\1>", "", dom, flags=re.DOTALL)
+    sections = dict(re.findall(r"<section><h2>(.*?)</h2>(.*?)</section>", drawn, flags=re.DOTALL))
+    assert sections.keys() >= {"Metrics", "Predicted against measured time", "Timeline of steps 3 and 4"}
+    shown, _, folded = sections["Metrics"].partition("<details>")
+    # evaluation, reward_mean, kl, actor_loss, tokens_per_s; entropy is among the others
+    assert shown.count('class="scatterlayer mlayer"') == 5
+    assert shown.count('class="js-line"') == 5
+    assert folded.count('class="js-line"') == 1
+    bars = re.findall(r'class="point"', sections["Predicted against measured time"])
+    assert len(bars) == 6  # three calls, measured and predicted, one of them without a height
+    timeline = sections["Timeline of steps 3 and 4"]
+    for legend in ("compute 70.7%", "reallocation 13.3%", "transfer 2.7%", "waiting 13.3%"):
+        assert legend in timeline
+    # Worker 0 has 8 segments; worker 1 has 5 a step and waits once.
+    assert len(re.findall(r'class="point"', timeline)) == 8 + 11
+
+    measured = json.loads(re.search(r'data-measured="(.*?)"', dom)[1].replace("&quot;", '"'))
+    assert measured["texts"] > 50
+    assert measured["overflow_px"] <= 0
+    assert measured["outside"] == []
+    assert measured["overlaps"] == []

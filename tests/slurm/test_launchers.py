@@ -1,0 +1,163 @@
+"""What every launcher promises, tried on each of them with small shell commands as processes."""
+
+import contextlib
+import os
+import signal
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from testbed.cluster import Testbed
+
+from realhf.scheduler.base import Exit, Launcher, ProcessSpec, worker_name
+from realhf.scheduler.local import LocalLauncher
+from realhf.scheduler.run_directory import RunDirectory
+from realhf.scheduler.slurm import SlurmLauncher, SlurmOptions
+
+NUM_WORKERS = 4
+TOKEN = "REALHF_TEST_TOKEN"
+FOR_EVER = "while :; do sleep 0.1; done"
+
+
+@dataclass
+class Bench:
+    """A launcher with a run directory, and a mark by which whatever it starts can be found."""
+
+    launcher: Launcher
+    directory: RunDirectory
+    count_queued: Callable[[], int]
+    token: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    def start(self, *, master: str, worker: str) -> None:
+        """Starts shell commands in the places of the master and of each worker."""
+        self.launcher.start(
+            [self.spec("master", master), *(self.spec(worker_name(i), worker) for i in range(NUM_WORKERS))]
+        )
+
+    def spec(self, name: str, command: str) -> ProcessSpec:
+        env = {TOKEN: self.token, "PLACE": str(self.directory.path)}
+        return ProcessSpec(name=name, argv=("bash", "-c", command), env=env, log_path=self.directory.log(name))
+
+    def exits(self, number: int = NUM_WORKERS + 1, *, timeout_s: float = 30) -> dict[str, Exit]:
+        """Polls until so many have been reported, in that order."""
+        found: dict[str, Exit] = {}
+        wait_until(lambda: bool(found.update(self._polled(found))) or len(found) >= number, timeout_s=timeout_s)
+        return found
+
+    def _polled(self, found: dict[str, Exit]) -> dict[str, Exit]:
+        new = {exit_.name: exit_ for exit_ in self.launcher.poll()}
+        assert not new.keys() & found.keys(), "reported twice"
+        return new
+
+    def file(self, name: str) -> str:
+        """What a process wrote to "$PLACE/name", as soon as it is there."""
+        path = self.directory.path / name
+        wait_until(lambda: path.exists() and path.read_text().endswith("\n"))
+        return path.read_text().strip()
+
+    def log(self, name: str) -> str:
+        return self.directory.log(name).read_text()
+
+    def is_clean(self) -> bool:
+        return not processes_with(self.token) and not self.count_queued()
+
+
+def processes_with(token: str) -> list[int]:
+    """Living processes (no zombies) with the token in their environment."""
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if f"{TOKEN}={token}".encode() in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
+                found.append(int(name))
+    return found
+
+
+def wait_until(is_so: Callable[[], bool], *, timeout_s: float = 30) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not is_so():
+        assert time.monotonic() < deadline, f"not within {timeout_s} s"
+        time.sleep(0.02)
+
+
+@pytest.fixture(params=["local", pytest.param("slurm", marks=pytest.mark.slurm)])
+def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
+    # A name that shells and SLURM's file name patterns would mistake if it were not quoted.
+    directory = RunDirectory.create(tmp_path / "a run, 100%t $HOME's")
+    if request.param == "local":
+        made = Bench(LocalLauncher(), directory, lambda: 0)
+    else:
+        cluster: Testbed = request.getfixturevalue("slurm_testbed")
+        options = SlurmOptions(nodes=2, workers_per_node=2, time_limit="5", poll_interval_s=0.2)
+        made = Bench(SlurmLauncher(options, directory), directory, lambda: len(queued(cluster)))
+    yield made
+    made.launcher.stop(grace_s=0)
+    wait_until(made.is_clean)
+
+
+def queued(cluster: Testbed) -> list[str]:
+    return cluster.run("squeue", "-h", "-o", "%i").stdout.split()
+
+
+def test_a_normal_end(bench: Bench) -> None:
+    bench.start(
+        master="echo the master says 'hello'; echo and this >&2",
+        worker='echo "worker $REALHF_WORKER_INDEX of $PLACE"',
+    )
+    exits = bench.exits()
+    assert {name: found.returncode for name, found in exits.items()} == dict.fromkeys(
+        ["master", *map(worker_name, range(NUM_WORKERS))], 0
+    )
+    assert bench.launcher.poll() == []
+    bench.launcher.stop()
+    assert bench.is_clean()
+    assert "the master says hello" in bench.log("master")
+    assert "and this" in bench.log("master")
+    for i in range(NUM_WORKERS):
+        assert exits[worker_name(i)].log_path == bench.directory.log(worker_name(i))
+        assert bench.log(worker_name(i)) == f"worker {i} of {bench.directory.path}\n"
+
+
+def test_a_failing_worker_is_reported_first_with_its_message(bench: Bench) -> None:
+    bench.start(
+        master=FOR_EVER,
+        worker=f"if ((REALHF_WORKER_INDEX == 2)); then echo no such file: prompts.jsonl; exit 3; fi; {FOR_EVER}",
+    )
+    first = next(iter(bench.exits(1).values()))
+    assert (first.name, first.returncode) == ("worker-2", 3)
+    assert first.log_path.read_text() == "no such file: prompts.jsonl\n"
+    bench.launcher.stop(grace_s=1)
+    assert bench.is_clean()
+    assert bench.launcher.poll() == []
+
+
+def test_a_failing_master_is_reported(bench: Bench) -> None:
+    bench.start(master="echo the plan is for 8 devices; exit 1", worker=FOR_EVER)
+    first = next(iter(bench.exits(1).values()))
+    assert (first.name, first.returncode) == ("master", 1)
+    assert bench.log("master") == "the plan is for 8 devices\n"
+
+
+def test_kill_9_of_a_worker_is_told_from_an_exit(bench: Bench) -> None:
+    bench.start(master=FOR_EVER, worker=f'echo $$ > "$PLACE/pid-$REALHF_WORKER_INDEX"; {FOR_EVER}')
+    pids = [int(bench.file(f"pid-{i}")) for i in range(NUM_WORKERS)]
+    os.kill(pids[1], signal.SIGKILL)
+    first = next(iter(bench.exits(1).values()))
+    assert (first.name, first.returncode) == ("worker-1", -signal.SIGKILL)
+
+
+def test_stop_asks_first_and_then_kills(bench: Bench) -> None:
+    bench.start(
+        master=f"""trap 'echo asked > "$PLACE/asked"; exit 0' TERM; echo up > "$PLACE/up-m"; {FOR_EVER}""",
+        worker=f'trap "" TERM; echo up > "$PLACE/up-$REALHF_WORKER_INDEX"; {FOR_EVER}',
+    )
+    for name in ("m", *range(NUM_WORKERS)):
+        bench.file(f"up-{name}")
+    assert len(processes_with(bench.token)) >= 1 + NUM_WORKERS
+    bench.launcher.stop(grace_s=1)
+    assert bench.is_clean()
+    assert bench.file("asked") == "asked"
+    assert bench.launcher.poll() == []
+    bench.launcher.stop()

@@ -1,0 +1,199 @@
+"""What only SLURM does: placement and GPUs, the job's own end, the queue, the cluster's failures."""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from testbed.cluster import Testbed
+
+from realhf.api.errors import RunError, UserError
+from realhf.scheduler.base import UNKNOWN_RETURNCODE, Exit, ProcessSpec, worker_name
+from realhf.scheduler.run_directory import RunDirectory
+from realhf.scheduler.slurm import SlurmLauncher, SlurmOptions
+
+pytestmark = pytest.mark.slurm
+
+NUM_WORKERS = 4
+FOR_EVER = "while :; do sleep 0.1; done"
+Make = Callable[..., SlurmLauncher]
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run")
+
+
+@pytest.fixture
+def make(slurm_testbed: Testbed, directory: RunDirectory) -> Iterator[Make]:
+    """Makes launchers; afterwards stops them and sees that the queue is empty."""
+    made: list[SlurmLauncher] = []
+
+    def make(**options: Any) -> SlurmLauncher:
+        defaults = {"nodes": 2, "workers_per_node": 2, "time_limit": "5", "poll_interval_s": 0.2}
+        made.append(SlurmLauncher(SlurmOptions(**(defaults | options)), directory))
+        return made[-1]
+
+    yield make
+    for launcher in made:
+        launcher.stop(grace_s=0)
+    assert slurm_testbed.run("squeue", "-h").stdout == ""
+
+
+def specs(directory: RunDirectory, *, master: str, worker: str) -> list[ProcessSpec]:
+    return [
+        ProcessSpec(name=name, argv=("bash", "-c", command), log_path=directory.log(name))
+        for name, command in [("master", master), *((worker_name(i), worker) for i in range(NUM_WORKERS))]
+    ]
+
+
+def all_exits(launcher: SlurmLauncher, *, timeout_s: float = 60) -> dict[str, Exit]:
+    found: dict[str, Exit] = {}
+    deadline = time.monotonic() + timeout_s
+    while len(found) < NUM_WORKERS + 1:
+        assert time.monotonic() < deadline, f"only {sorted(found)} ended; {launcher.status()}"
+        found |= {end.name: end for end in launcher.poll()}
+        time.sleep(0.05)
+    return found
+
+
+def wait_for_file(path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not path.exists():
+        assert time.monotonic() < deadline, f"{path} was not written"
+        time.sleep(0.05)
+
+
+def shown_job(cluster: Testbed, launcher: SlurmLauncher) -> str:
+    return cluster.run("scontrol", "show", "job", "-o", str(launcher.job_id)).stdout
+
+
+def test_every_worker_has_its_gpu_and_the_master_none(
+    make: Make, slurm_testbed: Testbed, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SLURM_JOB_ID", "999")  # as if this ran inside another job
+    monkeypatch.setenv("SLURM_NTASKS", "1")
+    launcher = make()
+    show = 'echo "$(hostname) ${CUDA_VISIBLE_DEVICES:-none}"'
+    # Each side waits for the other: the steps do run side by side.
+    launcher.start(
+        specs(
+            directory,
+            master=f"{show}; touch {directory.path}/m; until [ -e {directory.path}/w ]; do sleep 0.05; done",
+            worker=f"{show}; touch {directory.path}/w; until [ -e {directory.path}/m ]; do sleep 0.05; done",
+        )
+    )
+    assert {end.returncode for end in all_exits(launcher).values()} == {0}
+    launcher.stop()
+    assert directory.log("master").read_text() == "node1 none\n"
+    placed = [directory.log(worker_name(i)).read_text().split() for i in range(NUM_WORKERS)]
+    assert [host for host, _ in placed] == ["node1", "node1", "node2", "node2"]
+    assert [sorted(gpu for host, gpu in placed if host == node) for node in ("node1", "node2")] == [["0", "1"]] * 2
+    assert "JobState=COMPLETED" in shown_job(slurm_testbed, launcher)
+
+
+def test_the_first_failure_ends_the_job_and_is_its_exit_code(
+    make: Make, slurm_testbed: Testbed, directory: RunDirectory
+) -> None:
+    launcher = make(with_gpus=False)
+    launcher.start(
+        specs(
+            directory,
+            master="sleep 2; echo heard of it; exit 5",  # it outlives the worker by as much as it needs
+            worker=f"if ((SLURM_PROCID == 2)); then echo bad; exit 3; fi; {FOR_EVER}",
+        )
+    )
+    exits = all_exits(launcher)
+    assert next(iter(exits)) == "worker-2"
+    assert (exits["worker-2"].returncode, exits["worker-2"].note) == (3, "")
+    assert exits["master"].returncode == 5
+    for name in ("worker-0", "worker-1", "worker-3"):
+        assert exits[name].returncode == UNKNOWN_RETURNCODE
+        assert "ended by SLURM after worker-2 had failed" in exits[name].note or "FAILED" in exits[name].note
+    launcher.stop()
+    assert re.search(r"JobState=FAILED .*ExitCode=3:0", shown_job(slurm_testbed, launcher))
+
+
+def test_workers_that_do_not_end_after_the_master_are_ended(make: Make, directory: RunDirectory) -> None:
+    launcher = make(end_timeout_s=1)
+    launcher.start(specs(directory, master="exit 0", worker=FOR_EVER))
+    exits = all_exits(launcher)
+    assert exits["master"].returncode == 0
+    assert all(exits[worker_name(i)].returncode != 0 for i in range(NUM_WORKERS))
+    assert "the other did not end and is stopped" in (directory.launcher / "slurm.log").read_text()
+
+
+def test_a_program_that_is_missing_is_the_process_s_end(make: Make, directory: RunDirectory) -> None:
+    launcher = make()
+    master = ProcessSpec(name="master", argv=("/no/such/program",), log_path=directory.log("master"))
+    launcher.start([master, *specs(directory, master="", worker=FOR_EVER)[1:]])
+    first = None
+    deadline = time.monotonic() + 30
+    while not first:
+        assert time.monotonic() < deadline
+        first = next(iter(launcher.poll()), None)
+    assert (first.name, first.returncode) == ("master", 127)
+    assert "/no/such/program" in first.log_path.read_text()
+
+
+def test_a_job_that_someone_cancels_is_told(make: Make, slurm_testbed: Testbed, directory: RunDirectory) -> None:
+    launcher = make()
+    # They ignore SIGTERM, so they are killed.
+    stubborn = f'trap "" TERM; touch {directory.path}'
+    launcher.start(
+        specs(directory, master=f"{stubborn}/up-m; {FOR_EVER}", worker=f"{stubborn}/up-$SLURM_PROCID; {FOR_EVER}")
+    )
+    for name in ("m", *range(NUM_WORKERS)):
+        wait_for_file(directory.path / f"up-{name}")
+    slurm_testbed.run("scancel", str(launcher.job_id))
+    exits = all_exits(launcher)
+    assert {end.returncode for end in exits.values()} == {UNKNOWN_RETURNCODE}
+    assert f"job {launcher.job_id}: CANCELLED" in exits["worker-3"].note
+
+
+def test_a_job_that_does_not_start_in_time_is_cancelled(
+    make: Make, slurm_testbed: Testbed, directory: RunDirectory
+) -> None:
+    launcher = make(extra_args=("--begin=now+1hour",), queue_timeout_s=0.5)
+    launcher.start(specs(directory, master=":", worker=":"))
+    launcher.poll()
+    time.sleep(0.6)
+    with pytest.raises(RunError, match=r"within 0\.5 s and was cancelled; job \d+: PENDING \(BeginTime\)"):
+        launcher.poll()
+    assert slurm_testbed.run("squeue", "-h").stdout == ""
+
+
+def test_what_slurm_refuses_is_the_users_error(make: Make, slurm_testbed: Testbed, directory: RunDirectory) -> None:
+    with pytest.raises(UserError, match=r"SLURM refused the job: .*invalid partition specified: nonesuch"):
+        make(partition="nonesuch").start(specs(directory, master=":", worker=":"))
+    assert slurm_testbed.run("squeue", "-h").stdout == ""
+
+
+def test_without_slurm_the_way_out_is_named(
+    make: Make, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", str(directory.path))
+    with pytest.raises(UserError, match=r"sbatch was not found.*--launcher local"):
+        make().start(specs(directory, master=":", worker=":"))
+
+
+def test_a_lost_node_ends_the_run_with_the_jobs_state(
+    make: Make, slurm_testbed: Testbed, directory: RunDirectory
+) -> None:
+    launcher = make()
+    launcher.start(specs(directory, master=FOR_EVER, worker=f"touch {directory.path}/up-$SLURM_PROCID; {FOR_EVER}"))
+    for index in range(NUM_WORKERS):
+        wait_for_file(directory.path / f"up-{index}")
+    try:
+        slurm_testbed.fail("node2")
+        # The controller finds out by itself after half a minute; here it is told.
+        slurm_testbed.run("scontrol", "update", "nodename=node2", "state=down", "reason=lost")
+        exits = all_exits(launcher)
+    finally:
+        slurm_testbed.heal("node2")
+        slurm_testbed.run("scontrol", "update", "nodename=node2", "state=resume")
+    for name in ("worker-2", "worker-3"):
+        assert exits[name].returncode == UNKNOWN_RETURNCODE
+        assert "NODE_FAIL" in exits[name].note

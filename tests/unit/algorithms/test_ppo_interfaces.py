@@ -1,0 +1,163 @@
+"""The calls of PPO: shapes, masks, whitening over ranks, replay and learning."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from realhf.algorithms import functional as F
+from realhf.algorithms.ppo.advantages import add_advantages
+from realhf.algorithms.ppo.config import PPOActor, PPOCritic, PPOHyperparameters, PPOReference
+from realhf.algorithms.ppo.interface import PPOActorInterface, PPOCriticInterface, PPOReferenceInterface
+from realhf.api.errors import UserError
+from realhf.engine.batch import Batch
+
+PPO = PPOHyperparameters(max_new_tokens=5, eos_token=2, temperature=0.7, reward_mean=0.5, reward_std=2.0)
+
+
+@pytest.fixture
+def rollout(language_model, scalar_model, context, prompts) -> Batch:
+    """A batch after the generate and inference calls of a step; odd tokens are what the reward likes."""
+    batch = prompts
+    generated = PPOActorInterface(PPOActor(ppo=PPO)).generate(language_model(0), batch, context())
+    batch = batch.with_data(**generated.outputs)
+    reference = PPOReferenceInterface(PPOReference(ppo=PPO)).inference(language_model(1), batch, context())
+    values = PPOCriticInterface(PPOCritic(ppo=PPO)).inference(scalar_model(2), batch, context())
+    rewards = [(seq % 2).double().mean(0, keepdim=True) * 4 for seq in batch.data["seq"]]
+    return batch.with_data(**reference.outputs, **values.outputs, reward=rewards)
+
+
+def response_lengths(batch: Batch) -> list[int]:
+    return [len(s) - len(p) for s, p in zip(batch.data["seq"], batch.data["prompt"], strict=True)]
+
+
+def test_every_call_gives_one_number_a_response_token(rollout):
+    for key in ("logprob", "margin", "ref_logprob", "value"):
+        assert [len(x) for x in rollout.data[key]] == response_lengths(rollout), key
+
+
+def test_inference_sees_what_generation_saw(rollout, language_model, context):
+    """The policy's own log-probabilities, computed again from whole sequences under the rollout's temperature."""
+    again = PPOReferenceInterface(PPOReference(ppo=PPO)).inference(language_model(0), rollout, context(micro_batches=2))
+    for logprob, drawn in zip(again.outputs["ref_logprob"], rollout.data["logprob"], strict=True):
+        torch.testing.assert_close(logprob, drawn, rtol=1e-12, atol=1e-12)
+
+
+def test_values_are_those_of_the_states_before_the_tokens(rollout, scalar_model):
+    model = scalar_model(2)
+    for prompt, seq, value in zip(*(rollout.data[k] for k in ("prompt", "seq", "value")), strict=True):
+        with torch.no_grad():
+            head = model.module(seq[None])[0, :, 0]
+        torch.testing.assert_close(value, head[len(prompt) - 1 : -1], rtol=1e-12, atol=1e-12)
+
+
+def test_advantages_are_those_of_the_global_batch(rollout, context):
+    """Whitened on one rank in one mini-batch, and on two ranks in two mini-batches each: the same numbers."""
+    whole = add_advantages([rollout], PPO, context())
+    raw = add_advantages([rollout], dataclasses.replace(PPO, whiten_advantages=False), context()).mini_batches[0]
+    halves = rollout.split(2)
+    raw_halves = raw.split(2)
+    for rank, half in enumerate(halves):
+        other = raw_halves[1 - rank].data
+        sums = torch.cat([F.moments(torch.cat(other[key])) for key in ("advantage", "return")])
+        part = add_advantages(half.split(2), PPO, context(peers=[sums]))
+        assert part.explained_variance == pytest.approx(whole.explained_variance, rel=1e-9)
+        got = [a for mini_batch in part.mini_batches for a in mini_batch.data["advantage"]]
+        expected = whole.mini_batches[0].split(2)[rank].data["advantage"]
+        for a, b in zip(got, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    flat = torch.cat(whole.mini_batches[0].data["advantage"])
+    assert flat.mean().abs() < 1e-9
+    assert flat.var(correction=0) == pytest.approx(1, abs=1e-6)
+
+
+def test_explained_variance(context):
+    """gamma = lambda = 1, no KL: returns are the score at every token of a response."""
+    # Scores 3 and 1, values [2, 2] and [1]: returns [3, 3, 1], errors [1, 1, 0].
+    # var(returns) = 19/3 - (7/3)^2 = 8/9; var(errors) = 2/3 - 4/9 = 2/9; explained 1 - 1/4.
+    ppo = PPOHyperparameters(gamma=1, lam=1, kl_coef=0)
+    zeros = [torch.zeros(2, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
+    batch = Batch(
+        (0, 1),
+        {
+            "reward": [torch.tensor([3.0]).double(), torch.tensor([1.0]).double()],
+            "value": [torch.tensor([2.0, 2.0]).double(), torch.tensor([1.0]).double()],
+            "logprob": zeros,
+            "ref_logprob": zeros,
+        },
+    )
+    assert add_advantages([batch], ppo, context()).explained_variance == pytest.approx(0.75)
+
+
+def test_the_first_actor_update_has_ratio_one(rollout, language_model, context):
+    """Before any update the loss is -mean(whitened advantage) = 0 and nothing is clipped; the next one differs."""
+    model = language_model(0)
+    interface = PPOActorInterface(PPOActor(ppo=PPO))
+    first = interface.train_step(model, [rollout], context(micro_batches=2)).stats
+    assert first["actor_loss"][0] / first["actor_loss"][1] == pytest.approx(0, abs=1e-9)
+    assert first["actor_loss"][1] == sum(response_lengths(rollout))
+    assert first["clip_fraction"][0] == 0
+    second = interface.train_step(model, [rollout], context(micro_batches=2)).stats
+    assert second["actor_loss"][0] < -1e-3
+
+
+def test_actor_statistics_of_the_rollouts(rollout, language_model, context):
+    stats = PPOActorInterface(PPOActor(ppo=PPO)).train_step(language_model(0), rollout.split(2), context()).stats
+    logprob, ref = torch.cat(rollout.data["logprob"]), torch.cat(rollout.data["ref_logprob"])
+    tokens = sum(response_lengths(rollout))
+    assert stats["kl"] == pytest.approx(((logprob - ref).sum().item(), tokens))
+    assert stats["kl_per_sequence"] == pytest.approx(((logprob - ref).sum().item(), 4))
+    assert stats["reward_mean"] == pytest.approx((sum(r.item() for r in rollout.data["reward"]), 4))
+    assert stats["response_length"] == (tokens, 4)
+    assert stats["entropy"] == pytest.approx((-logprob.sum().item(), tokens))
+    assert stats["actor_lr"] == pytest.approx((0.2, 2))
+
+
+def test_critic_learns_the_returns(rollout, scalar_model, context):
+    model = scalar_model(2)
+    interface = PPOCriticInterface(PPOCritic(ppo=dataclasses.replace(PPO, value_clip=100.0)))
+    losses = [interface.train_step(model, [rollout], context()).stats["critic_loss"] for _ in range(40)]
+    returns = torch.cat(add_advantages([rollout], PPO, context()).mini_batches[0].data["return"])
+    expected = 0.5 * (torch.cat(rollout.data["value"]) - returns).square().sum().item()
+    assert losses[0] == pytest.approx((expected, len(returns)), rel=1e-9)
+    assert losses[-1][0] < 0.5 * losses[0][0]
+
+
+def test_the_actor_learns_what_the_reward_likes(language_model, scalar_model, context, prompts):
+    """Twenty steps of the whole dataflow: tokens of odd numbers pay."""
+    ppo = dataclasses.replace(PPO, temperature=1.0, kl_coef=0.01)
+    actor, reference, critic = language_model(0), language_model(0), scalar_model(2)
+    batch = Batch(tuple(range(64)), {"prompt": prompts.data["prompt"] * 16})
+    means = []
+    for step in range(20):
+        now = context(step=step)
+        data = batch.with_data(**PPOActorInterface(PPOActor(ppo=ppo)).generate(actor, batch, now).outputs)
+        rewards = [
+            (seq[len(prompt) :] % 2).double().mean(0, keepdim=True) * 4
+            for prompt, seq in zip(data.data["prompt"], data.data["seq"], strict=True)
+        ]
+        ref = PPOReferenceInterface(PPOReference(ppo=ppo)).inference(reference, data, now).outputs
+        value = PPOCriticInterface(PPOCritic(ppo=ppo)).inference(critic, data, now).outputs
+        data = data.with_data(reward=rewards, **ref, **value)
+        means.append(PPOActorInterface(PPOActor(ppo=ppo)).train_step(actor, data.split(2), now).stats["reward_mean"])
+        PPOCriticInterface(PPOCritic(ppo=ppo)).train_step(critic, data.split(2), now)
+    first, last = (sum(m[0] for m in part) / (64 * 4) for part in (means[:4], means[-4:]))
+    assert last > first + 0.5
+
+
+def test_ranks_without_outputs_take_part_in_the_reduction(rollout, language_model, scalar_model, context):
+    silent = context(holds_outputs=False)
+    reductions = []
+    silent.sum_over_data_parallel = lambda values: reductions.append(1) or values
+    assert PPOActorInterface(PPOActor(ppo=PPO)).train_step(language_model(0), [rollout], silent).stats == {}
+    assert PPOCriticInterface(PPOCritic(ppo=PPO)).train_step(scalar_model(2), [rollout], silent).stats == {}
+    assert len(reductions) == 2
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("temperature", 0.0), ("gamma", 1.1), ("lam", -0.1), ("kl_coef", -1.0), ("policy_clip", 0.0), ("reward_std", 0.0)],
+)
+def test_hyperparameters_are_checked(field, value):
+    with pytest.raises(UserError, match=field):
+        PPOHyperparameters(**{field: value})

@@ -1,0 +1,175 @@
+"""Fine-tuning, reward modelling and rule-checked accuracy as model function calls."""
+
+import math
+
+import pytest
+import torch
+
+from realhf.algorithms.evaluation.config import SampledAccuracy
+from realhf.algorithms.evaluation.interface import SampledAccuracyInterface
+from realhf.algorithms.reward.config import PairwiseReward, SequenceReward
+from realhf.algorithms.reward.interface import PairwiseRewardInterface, SequenceRewardInterface
+from realhf.algorithms.rollout.config import Rollout
+from realhf.algorithms.rollout.interface import RolloutInterface
+from realhf.algorithms.sft.config import SFT
+from realhf.algorithms.sft.interface import SFTInterface
+from realhf.api.errors import UserError
+from realhf.engine.batch import Batch
+
+EOS = 2
+
+
+def tensors(*sequences: list[int]) -> list[torch.Tensor]:
+    return [torch.tensor(s) for s in sequences]
+
+
+@pytest.fixture
+def answers() -> Batch:
+    tokens = tensors([1, 4, 5, 2], [1, 6, 3, 4, 2], [1, 5, 4, 2], [1, 3, 3, 5, 6, 2])
+    return Batch((0, 1, 2, 3), {"tokens": tokens, "prompt_length": tensors([2], [3], [2], [3])})
+
+
+def test_sft_loss_is_the_mean_over_answer_tokens_only(language_model, context, answers):
+    model = language_model()
+    losses = []
+    with torch.no_grad():
+        for tokens, prompt_length in zip(answers.data["tokens"], answers.data["prompt_length"], strict=True):
+            logprobs = model.module(tokens[None])[0].log_softmax(-1)
+            losses += [-logprobs[j - 1, tokens[j]].item() for j in range(int(prompt_length), len(tokens))]
+    stats = SFTInterface(SFT()).train_step(model, [answers], context()).stats
+    total, weight = stats["loss"]
+    assert weight == len(losses) == 9
+    assert total == pytest.approx(sum(losses), rel=1e-12)
+
+
+def test_sft_with_micro_batches_takes_the_same_step(language_model, context, answers):
+    after = []
+    for micro_batches in (1, 2, 4):
+        model = language_model()
+        SFTInterface(SFT()).train_step(model, [answers], context(micro_batches=micro_batches))
+        after.append(model.module.head.weight.detach())
+    torch.testing.assert_close(after[1], after[0], rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(after[2], after[0], rtol=1e-12, atol=1e-14)
+
+
+def test_sft_learns_answers_and_not_prompts(language_model, context, answers):
+    model = language_model()
+    first, *_, last = [SFTInterface(SFT()).train_step(model, [answers], context()).stats["loss"][0] for _ in range(60)]
+    assert last < 0.5 * first
+
+
+def test_ranks_without_outputs_return_nothing(language_model, scalar_model, context, answers, prompts):
+    silent = context(holds_outputs=False)
+    assert SFTInterface(SFT()).train_step(language_model(), [answers], silent).stats == {}
+    rollout = RolloutInterface(Rollout(max_new_tokens=3, eos_token=EOS))
+    result = rollout.generate(language_model(), prompts, silent)
+    assert result.outputs == {}
+    assert result.stats == {}
+    scored = Batch((0,), {"seq": tensors([1, 4, 2])})
+    assert SequenceRewardInterface(SequenceReward()).inference(scalar_model(), scored, silent).outputs == {}
+
+
+def score(model, tokens: torch.Tensor) -> float:
+    with torch.no_grad():
+        return model.module(tokens[None])[0, -1, 0].item()
+
+
+def test_sequence_reward_is_the_score_of_the_last_token(scalar_model, context):
+    model = scalar_model()
+    seq = tensors([1, 4, 5, 2], [1, 6, 2], [1, 3, 3, 5, 6, 2], [1, 7, 2])
+    result = SequenceRewardInterface(SequenceReward()).inference(
+        model, Batch((0, 1, 2, 3), {"seq": seq}), context(micro_batches=2)
+    )
+    rewards = result.outputs["reward"]
+    assert [r.shape for r in rewards] == [(1,)] * 4
+    assert [r.item() for r in rewards] == pytest.approx([score(model, s) for s in seq], rel=1e-12)
+
+
+@pytest.fixture
+def preferences() -> Batch:
+    """Ids 4 and 6 are even: 4's sample is wrong, 6's is right. Ids 5 and 7 keep their rejected answers."""
+    return Batch(
+        (4, 5, 6, 7),
+        {
+            "chosen": tensors([1, 4, 5, 2], [1, 3, 3, 2], [1, 6, 7, 2], [1, 4, 4, 5, 2]),
+            "rejected": tensors([1, 4, 6, 2], [1, 3, 2], [1, 6, 6, 2], [1, 4, 5, 5, 2]),
+            "sample": tensors([1, 4, 7, 7, 7], [1, 3, 4, 2], [1, 6, 7, 2], [1, 4, 2]),
+        },
+    )
+
+
+def test_pairwise_reward_trains_on_the_policys_mistakes(scalar_model, context, preferences):
+    model = scalar_model()
+    chosen = [score(model, s) for s in preferences.data["chosen"]]
+    negatives = [preferences.data["sample"][0], *preferences.data["rejected"][1:]]
+    rejected = [score(model, s) for s in negatives]
+    c = 0.01
+    expected = sum(math.log1p(math.exp(r - s)) + c * (s * s + r * r) for s, r in zip(chosen, rejected, strict=True))
+    on_policy = [rejected[0], chosen[2]]  # the samples of the even ids, wrong and right
+
+    interface = PairwiseRewardInterface(PairwiseReward(score_square_coef=c))
+    stats = interface.train_step(model, [preferences], context(micro_batches=2)).stats
+    assert stats["loss"] == pytest.approx((expected, 4), rel=1e-12)
+    assert stats["pair_accuracy"] == (sum(s > r for s, r in zip(chosen, rejected, strict=True)), 4)
+    assert stats["sample_score"] == pytest.approx((sum(on_policy), 2), rel=1e-12)
+    assert stats["sample_score_square"] == pytest.approx((sum(x * x for x in on_policy), 2), rel=1e-12)
+
+
+def test_pairwise_reward_without_samples_uses_the_rejected_answers(scalar_model, context, preferences):
+    model = scalar_model()
+    columns = {key: preferences.data[key] for key in ("chosen", "rejected")}
+    expected = sum(
+        math.log1p(math.exp(score(model, r) - score(model, s))) for s, r in zip(*columns.values(), strict=True)
+    )
+    interface = PairwiseRewardInterface(PairwiseReward(score_square_coef=0))
+    stats = interface.train_step(model, [Batch(preferences.ids, columns)], context()).stats
+    assert stats["loss"] == pytest.approx((expected, 4), rel=1e-12)
+    assert "sample_score" not in stats
+
+
+def test_pairwise_reward_measures_without_training(scalar_model, context, preferences):
+    model = scalar_model()
+    before = model.module.head.weight.clone()
+    result = PairwiseRewardInterface(PairwiseReward()).inference(model, preferences, context(micro_batches=2))
+    assert torch.equal(model.module.head.weight, before)
+    samples = [score(model, s) for s in preferences.data["sample"]]
+    assert result.stats["sample_score"] == pytest.approx((sum(samples), 4), rel=1e-12)
+    assert result.stats["pair_accuracy"][1] == 4
+
+
+def test_pairwise_reward_learns_the_order(scalar_model, context, preferences):
+    model = scalar_model()
+    interface = PairwiseRewardInterface(PairwiseReward())
+    for _ in range(500):
+        stats = interface.train_step(model, [preferences], context()).stats
+    assert stats["pair_accuracy"] == (4, 4)
+
+
+def test_rollout_names_its_sequences_and_can_be_replayed(language_model, context, prompts):
+    rollout = RolloutInterface(Rollout(max_new_tokens=4, eos_token=EOS, sequence_key="sample"))
+    first = rollout.generate(language_model(), prompts, context(seed=3, step=5)).outputs
+    for prompt, sample in zip(prompts.data["prompt"], first["sample"], strict=True):
+        assert torch.equal(sample[: len(prompt)], prompt)
+        assert 1 <= len(sample) - len(prompt) <= 4
+    forced = [s[len(p) :] for p, s in zip(prompts.data["prompt"], first["sample"], strict=True)]
+    replay = rollout.generate(language_model(), prompts.with_data(forced_response=forced), context(seed=99)).outputs
+    for key in ("sample", "logprob"):
+        assert all(torch.equal(a, b) for a, b in zip(first[key], replay[key], strict=True))
+
+
+def test_accuracy_counts_exact_answers_with_their_end_token(language_model, context, prompts):
+    # What is drawn is forced: right, end token missing, right, one letter too many.
+    forced = tensors([5, 2], [5, 5, 5], [4, 4, 2], [3, 3, 2])
+    answers = tensors([5, 2], [5, 5, 2], [4, 4, 2], [3, 2])
+    batch = prompts.with_data(answer=answers, forced_response=forced)
+    accuracy = SampledAccuracyInterface(SampledAccuracy(max_new_tokens=3, eos_token=EOS, name="share"))
+    stats = accuracy.generate(language_model(), batch, context()).stats
+    assert stats == {"share": (2.0, 4), "share_response_length": (11.0, 4)}
+
+
+@pytest.mark.parametrize(("field", "value"), [("max_new_tokens", 0), ("eos_token", -2), ("temperature", -0.5)])
+def test_sampling_settings_are_checked(field, value):
+    settings = {"max_new_tokens": 4, "eos_token": EOS, field: value}
+    for config in (Rollout, SampledAccuracy):
+        with pytest.raises(UserError, match=field):
+            config(**settings)

@@ -1,0 +1,43 @@
+"""Small calls and graphs for tests of the contracts."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
+from realhf.api.interface import InterfaceConfig
+from realhf.api.model import DecoderConfig
+
+TINY = DecoderConfig(hidden_size=32, intermediate_size=96, num_layers=4, num_heads=8, num_kv_heads=4, vocab_size=64)
+
+
+class Nothing(InterfaceConfig):
+    """An interface that no test here loads."""
+
+    implementation = "realhf.algorithms.sft.interface:SFTInterface"
+
+
+def call(
+    model_name: str,
+    interface_type: Any = INFERENCE,
+    inputs: Sequence[str] = (),
+    outputs: Sequence[str] = (),
+    **more: Any,
+) -> ModelFunctionCallDef:
+    given: dict[str, Any] = {"model_type": TINY, "interface_impl": Nothing(), **more}
+    return ModelFunctionCallDef(
+        model_name=model_name, interface_type=interface_type, input_data=inputs, output_data=outputs, **given
+    )
+
+
+PPO_CALLS = (
+    call("actor", TRAIN_STEP, ["seq", "logprob", "reward", "value"]),
+    call("critic", TRAIN_STEP, ["seq", "reward", "value"]),
+    call("critic", INFERENCE, ["seq"], ["value"]),
+    call("reward", INFERENCE, ["seq"], ["reward"]),
+    call("actor", GENERATE, ["prompt"], ["seq", "logprob"]),
+)
+"""PPO without a reference, the calls listed backwards."""
+
+
+def ppo_graph() -> DataflowGraph:
+    return DataflowGraph(PPO_CALLS, ["prompt"])

@@ -1,0 +1,116 @@
+"""Named architectures against published parameter counts; config.json files, good and bad."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realhf.api.architectures import architecture
+from realhf.api.errors import UserError
+from realhf.models.parameters import parameter_count
+
+# ReaL's table (7B, 13B, 34B, 70B), and the sums of Meta's and Qwen's checkpoints.
+PUBLISHED = {
+    "llama3-7b": 8_030_261_248,
+    "llama3-13b": 14_001_525_760,
+    "llama3-34b": 35_321_028_608,
+    "llama3-70b": 70_553_706_496,
+    "llama3-7b-critic": 7_504_924_672 + 4096,  # the table leaves the scalar head out
+    "llama3-13b-critic": 13_344_855_040 + 5120,
+    "llama3-34b-critic": 34_270_355_456 + 8192,
+    "llama3-70b-critic": 69_503_033_344 + 8192,
+    "llama2-7b": 6_738_415_616,
+    "llama2-13b": 13_015_864_320,
+    "llama2-34b": 33_743_970_304,
+    "llama2-70b": 68_976_648_192,
+    # Sums of Qwen's checkpoints, biases and norms of query and key included.
+    "qwen2.5-0.5b": 494_032_768,
+    "qwen2.5-1.5b": 1_543_714_304,
+    "qwen2.5-3b": 3_085_938_688,
+    "qwen2.5-7b": 7_615_616_512,
+    "qwen2.5-14b": 14_770_033_664,
+    "qwen2.5-32b": 32_763_876_352,
+    "qwen2.5-72b": 72_706_203_648,
+    "qwen3-0.6b": 596_049_920,
+    "qwen3-1.7b": 1_720_574_976,
+    "qwen3-4b": 4_022_468_096,
+    "qwen3-8b": 8_190_735_360,
+    "qwen3-14b": 14_768_307_200,
+    "qwen3-32b": 32_762_123_264,
+}
+
+
+@pytest.mark.parametrize(("name", "count"), PUBLISHED.items())
+def test_parameters_are_those_published(name: str, count: int) -> None:
+    assert parameter_count(architecture(name)) == count
+
+
+LLAMA2_13B: dict[str, Any] = {
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 40,
+    "num_attention_heads": 40,
+    "vocab_size": 32000,
+    "rms_norm_eps": 1e-5,
+    "model_type": "llama",
+}
+
+
+def written(folder: Path, content: object) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_a_hugging_face_config(tmp_path: Path) -> None:
+    path = written(tmp_path, LLAMA2_13B)
+    assert architecture(str(path)) == architecture(str(tmp_path)) == architecture("llama2-13b")
+    nested = written(tmp_path, {"text_config": {**LLAMA2_13B, "num_key_value_heads": 8, "tie_word_embeddings": True}})
+    config = architecture(str(nested))
+    assert (config.num_kv_heads, config.tied_embeddings) == (8, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"vocab_size": None}, "vocab_size is None; it must be a whole number of at least 1"),
+        ({"hidden_size": -5}, "hidden_size is -5; it must be a whole number of at least 1"),
+        (
+            {"model_type": "bert"},
+            "model_type='bert' is not supported; choose a checkpoint of llama, mistral, qwen2, qwen3, gemma, mixtral, "
+            "qwen3_moe, gpt2",
+        ),
+        (
+            {"hidden_act": "tanh"},
+            "hidden_act='tanh' is not supported, only silu, swish, gelu, gelu_new, gelu_pytorch_tanh, relu",
+        ),
+        (
+            {"rope_scaling": {"type": "yarn", "factor": 2.0}},
+            "rope_scaling: rope_type='yarn' is not supported, only default, linear, dynamic, llama3",
+        ),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing; rope_type='linear' needs it"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; it must be true or false"),
+        ({"num_key_value_heads": 7}, "num_kv_heads=7 must divide num_heads=40"),
+        (
+            {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
+            "mlp_only_layers=[0] is not supported; choose a checkpoint with mlp_only_layers=[]",
+        ),
+    ],
+)
+def test_a_config_that_cannot_be_used(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    path = written(tmp_path, LLAMA2_13B | change)
+    with pytest.raises(UserError) as error:
+        architecture(str(path))
+    assert str(error.value) == f"{path}: {message}"
+
+
+def test_a_config_without_a_field(tmp_path: Path) -> None:
+    path = written(tmp_path, {key: value for key, value in LLAMA2_13B.items() if key != "num_hidden_layers"})
+    with pytest.raises(UserError, match="num_hidden_layers is missing"):
+        architecture(str(path))
+
+
+def test_an_unknown_name() -> None:
+    with pytest.raises(UserError, match="architecture 'llama9-7b' is not known; choose one of llama2-7b, "):
+        architecture("llama9-7b")

@@ -1,0 +1,115 @@
+"""@auto tells what an experiment lacks; the settings of models are complete or refused."""
+
+import dataclasses
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realhf.api.errors import UserError
+from realhf.api.experiment import ModelSetup, OptimizerConfig, auto, auto_settings, models_of
+from realhf.api.graph import INFERENCE, TRAIN_STEP, ModelFunctionCallDef
+from tests.unit.api.calls import call
+
+
+@auto(batch_size=8, nodelist="node[01-02]", max_steps_in_flight=3, search_evaluations=10)
+@dataclass(frozen=True, kw_only=True)
+class Small:
+    """Trains `student`, asks `teacher`."""
+
+    seed: int = 0
+    steps: int = 1
+    models: dict[str, ModelSetup] = field(default_factory=lambda: {"student": ModelSetup(optimizer=OptimizerConfig())})
+
+    @property
+    def rpcs(self) -> list[ModelFunctionCallDef]:
+        return [call("teacher", INFERENCE, ["x"], ["y"]), call("student", TRAIN_STEP, ["y"])]
+
+    @property
+    def dataset(self) -> Any:
+        raise AssertionError("not read by these tests")
+
+
+def test_settings_of_the_decorator() -> None:
+    settings = auto_settings(Small())
+    assert (settings.batch_size, settings.nodelist) == (8, "node[01-02]")
+    assert (settings.max_steps_in_flight, settings.search_evaluations) == (3, 10)
+
+
+def test_a_field_overrides_the_decorators_batch_size() -> None:
+    @auto(batch_size=8)
+    @dataclass(frozen=True, kw_only=True)
+    class Batched(Small):
+        batch_size: int = 32
+
+    assert auto_settings(Batched()).batch_size == 32
+    with pytest.raises(UserError, match="batch_size=-1 must be at least 1"):
+        auto_settings(Batched(batch_size=-1))
+    with pytest.raises(UserError, match="batch_size=0 must be at least 1"):
+        auto_settings(Batched(batch_size=0))
+
+
+def test_auto_refuses_a_plain_class() -> None:
+    with pytest.raises(UserError, match="@auto on Plain: write @dataclass below @auto"):
+
+        @auto(batch_size=8)
+        class Plain:
+            pass
+
+
+def test_auto_names_all_that_is_missing() -> None:
+    with pytest.raises(UserError, match=r"@auto on Lacking: seed, rpcs, dataset missing; an experiment has the fields"):
+
+        @auto(batch_size=8)
+        @dataclass
+        class Lacking:
+            steps: int = 1
+
+
+@pytest.mark.parametrize("batch_size", [0, -3])
+def test_auto_refuses_a_batch_without_samples(batch_size: int) -> None:
+    with pytest.raises(UserError, match=f"batch_size={batch_size} must be at least 1"):
+        auto(batch_size=batch_size)
+
+
+def test_models_have_defaults() -> None:
+    assert models_of(Small()) == {"student": ModelSetup(optimizer=OptimizerConfig()), "teacher": ModelSetup()}
+
+
+def test_models_that_no_call_uses() -> None:
+    wrong = dataclasses.replace(Small(), models={"studnt": ModelSetup()})
+    with pytest.raises(UserError, match="models: 'studnt' is used by no call; the calls use student, teacher"):
+        models_of(wrong)
+
+
+@pytest.mark.parametrize("models", [{}, {"student": ModelSetup()}])
+def test_a_trained_model_needs_an_optimizer(models: dict[str, ModelSetup]) -> None:
+    message = "student_train_step trains 'student', which has no optimizer; give one in models"
+    with pytest.raises(UserError, match=re.escape(message)):
+        models_of(dataclasses.replace(Small(), models=models))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr": 0.0}, "lr=0.0 and max_grad_norm=1.0 must be above 0"),
+        ({"max_grad_norm": -1.0}, "lr=0.0001 and max_grad_norm=-1.0 must be above 0"),
+        ({"beta1": 1.0}, "beta1=1.0 and beta2=0.95 must be from 0 to below 1"),
+        ({"beta2": -0.1}, "beta1=0.9 and beta2=-0.1 must be from 0 to below 1"),
+    ],
+)
+def test_bad_optimizers(changes: dict[str, float], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        OptimizerConfig(**changes)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_has_to_be_there(tmp_path: Path) -> None:
+    with pytest.raises(
+        UserError,
+        match=r"nowhere: neither index.json nor config.json there; give the directory of",
+    ):
+        ModelSetup(checkpoint=str(tmp_path / "nowhere"))
+    (tmp_path / "index.json").write_text("{}")
+    ModelSetup(checkpoint=str(tmp_path))

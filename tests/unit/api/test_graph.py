@@ -1,0 +1,181 @@
+"""Edges follow from keys and from shared parameters; what cannot be a graph is refused in one sentence."""
+
+import itertools
+import re
+
+import pytest
+
+from realhf.api.errors import UserError
+from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, Edge
+from realhf.api.model import LLAMA
+from tests.unit.api.calls import TINY, call, ppo_graph
+
+
+def test_producers_and_data_edges() -> None:
+    graph = ppo_graph()
+    assert graph.producers == {
+        "seq": "actor_generate",
+        "logprob": "actor_generate",
+        "value": "critic_inference",
+        "reward": "reward_inference",
+    }
+    assert {edge for edge in graph.edges if edge.kind == "data"} == {
+        Edge("actor_generate", "actor_train_step", 0, "data", ("seq", "logprob")),
+        Edge("reward_inference", "actor_train_step", 0, "data", ("reward",)),
+        Edge("critic_inference", "actor_train_step", 0, "data", ("value",)),
+        Edge("actor_generate", "critic_train_step", 0, "data", ("seq",)),
+        Edge("reward_inference", "critic_train_step", 0, "data", ("reward",)),
+        Edge("critic_inference", "critic_train_step", 0, "data", ("value",)),
+        Edge("actor_generate", "critic_inference", 0, "data", ("seq",)),
+        Edge("actor_generate", "reward_inference", 0, "data", ("seq",)),
+    }
+    assert graph.consumers("seq") == ["critic_inference", "reward_inference", "actor_train_step", "critic_train_step"]
+    assert graph.consumers("prompt") == ["actor_generate"]
+
+
+def test_version_edges_order_readers_then_training_then_the_next_step() -> None:
+    versions = {(e.parent, e.child, e.steps_back) for e in ppo_graph().edges if e.kind == "version"}
+    assert versions == {
+        ("actor_generate", "actor_train_step", 0),
+        ("actor_train_step", "actor_generate", 1),
+        ("actor_train_step", "actor_train_step", 1),
+        ("critic_inference", "critic_train_step", 0),
+        ("critic_train_step", "critic_inference", 1),
+        ("critic_train_step", "critic_train_step", 1),
+    }
+
+
+def test_two_trainings_of_one_model_follow_each_other() -> None:
+    graph = DataflowGraph(
+        [call("m", TRAIN_STEP, ["x"], name="first"), call("m", TRAIN_STEP, ["x"], name="second")], "x"
+    )
+    assert {(e.parent, e.child, e.steps_back) for e in graph.edges} == {
+        ("first", "second", 0),
+        ("second", "first", 1),
+    }
+
+
+def test_a_model_that_nobody_trains_has_no_version_edges() -> None:
+    graph = DataflowGraph([call("m", GENERATE, ["x"], ["y"]), call("m", INFERENCE, ["y"], ["z"])], ["x"])
+    assert [(e.parent, e.child, e.kind) for e in graph.edges] == [("m_generate", "m_inference", "data")]
+
+
+def test_calls_come_in_topological_order_free_ones_as_listed() -> None:
+    graph = ppo_graph()
+    names = ["actor_generate", "critic_inference", "reward_inference", "actor_train_step", "critic_train_step"]
+    assert list(graph.calls) == names
+    assert list(graph.models) == ["actor", "critic", "reward"]
+    assert [c.name for c in graph.calls_of("critic")] == ["critic_inference", "critic_train_step"]
+    assert {e.parent for e in graph.parents("reward_inference")} == {"actor_generate"}
+
+
+def test_names_and_named_model_types() -> None:
+    made = call("actor", GENERATE, ["prompt"], ["seq"], model_type="llama7b-critic")
+    assert made.name == "actor_generate"
+    assert made.input_data == ("prompt",)
+    assert made.config == LLAMA["llama7b"].with_head("scalar")
+    assert not made.trains
+    assert call("actor", TRAIN_STEP, name="other").name == "other"
+
+
+BAD_CALLS = {
+    "a string as keys": (
+        lambda: call("m", INFERENCE, "seq"),
+        "m_inference: input_data='seq' must be a list of keys",
+    ),
+    "outputs as a string": (
+        lambda: call("m", INFERENCE, [], "reward"),
+        "m_inference: output_data='reward' must be a list of keys",
+    ),
+    "no mini-batch": (
+        lambda: call("m", TRAIN_STEP, mini_batches=0),
+        "m_train_step: mini_batches=0 must be 1, or at least 1 for a train_step",
+    ),
+    "mini-batches without training": (
+        lambda: call("m", INFERENCE, mini_batches=2),
+        "m_inference: mini_batches=2 must be 1, or at least 1 for a train_step",
+    ),
+    "an unknown model type": (
+        lambda: call("m", INFERENCE, model_type="llama8b"),
+        "model_type='llama8b' is not known; choose one of llama7b, llama7b-critic, llama13b, ",
+    ),
+    "an unknown suffix": (
+        lambda: call("m", INFERENCE, model_type="llama7b-reward"),
+        "or pass a DecoderConfig",
+    ),
+}
+
+BAD_GRAPHS = {
+    "no calls": ([], [], "rpcs is empty; return at least one ModelFunctionCallDef"),
+    "one name twice": (
+        [call("m", INFERENCE, ["x"], ["y"]), call("m", INFERENCE, ["x"], ["z"])],
+        ["x"],
+        "two calls are named 'm_inference'; give one of them another name=",
+    ),
+    "two architectures": (
+        [call("m", INFERENCE, ["x"]), call("m", TRAIN_STEP, ["x"], model_type=TINY.with_head("scalar"))],
+        ["x"],
+        "model_name='m' has two architectures: m_inference uses ",
+    ),
+    "a key nobody makes": (
+        [call("m", INFERENCE, ["y"])],
+        ["x", "w"],
+        "m_inference: input key 'y' has no producer; no call lists it in output_data and the data set does not "
+        "have it; the known keys are w, x",
+    ),
+    "two producers": (
+        [call("a", INFERENCE, ["x"], ["y"]), call("b", INFERENCE, ["x"], ["y"])],
+        ["x"],
+        "key 'y' has two producers, a_inference and b_inference; rename one of the outputs",
+    ),
+    "one call makes a key twice": (
+        [call("a", INFERENCE, ["x"], ["y", "y"])],
+        ["x"],
+        "key 'y' has two producers, a_inference and a_inference; rename one of the outputs",
+    ),
+    "a producer beside the data set": (
+        [call("a", INFERENCE, ["x"], ["x"])],
+        ["x"],
+        "key 'x' has two producers, the data set and a_inference; rename one of the outputs",
+    ),
+    "a cycle": (
+        [call("a", INFERENCE, ["y"], ["x"]), call("b", INFERENCE, ["x"], ["y"])],
+        [],
+        "the calls form a cycle: ",
+    ),
+    "a reader behind the training of its model": (
+        [call("m", TRAIN_STEP, ["x"], ["y"]), call("m", INFERENCE, ["y"])],
+        ["x"],
+        "the calls form a cycle: ",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_bad_calls(name: str) -> None:
+    make, message = BAD_CALLS[name]
+    with pytest.raises(UserError, match=re.escape(message)):
+        make()
+
+
+@pytest.mark.parametrize("name", BAD_GRAPHS)
+def test_bad_graphs(name: str) -> None:
+    calls, keys, message = BAD_GRAPHS[name]
+    with pytest.raises(UserError, match=re.escape(message)):
+        DataflowGraph(calls, keys)
+
+
+def test_a_cycle_is_shown_along_its_arrows_with_a_remedy() -> None:
+    calls = [
+        call("a", INFERENCE, ["z"], ["x"]),
+        call("b", INFERENCE, ["x"], ["y"]),
+        call("c", INFERENCE, ["y"], ["z"]),
+    ]
+    with pytest.raises(UserError) as error:
+        DataflowGraph(calls, [])
+    cycle = re.search(r"cycle: (.*); remove one of these inputs", str(error.value))
+    assert cycle
+    names = cycle[1].split(" -> ")
+    assert names[0] == names[-1]
+    arrows = set(itertools.pairwise(names))
+    assert arrows == {("a_inference", "b_inference"), ("b_inference", "c_inference"), ("c_inference", "a_inference")}

@@ -1,0 +1,106 @@
+"""Rank order, groups and stages of a layout; what a model cannot be divided by."""
+
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realhf.api.errors import UserError
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy, stage_layers
+from tests.unit.api.calls import TINY
+
+layouts = st.builds(
+    lambda first, dp, tp, pp: Layout(DeviceMesh(first, dp * tp * pp), ParallelStrategy(dp, tp, pp)),
+    st.integers(0, 9),
+    *[st.integers(1, 5)] * 3,
+)
+
+
+def test_tensor_peers_are_neighbours_and_stages_are_farthest_apart() -> None:
+    layout = Layout(DeviceMesh(8, 8), ParallelStrategy(dp=2, tp=2, pp=2))
+    assert [layout.coordinates(d) for d in layout.mesh.devices] == [
+        (0, 0, 0),
+        (0, 1, 0),
+        (1, 0, 0),
+        (1, 1, 0),
+        (0, 0, 1),
+        (0, 1, 1),
+        (1, 0, 1),
+        (1, 1, 1),
+    ]
+    assert layout.tensor_group(dp=1, pp=0) == [10, 11]
+    assert layout.data_group(tp=1, pp=1) == [13, 15]
+    assert layout.pipeline_group(dp=1, tp=0) == [10, 14]
+    assert [layout.output_device(dp) for dp in (0, 1)] == [12, 14]
+    assert str(layout) == "dp2 tp2 pp2 on devices 8-15"
+
+
+@given(layouts)
+def test_coordinates_and_devices_are_inverse(layout: Layout) -> None:
+    for device in layout.mesh.devices:
+        assert layout.device(*layout.coordinates(device)) == device
+
+
+@given(layouts)
+def test_each_kind_of_group_divides_the_mesh(layout: Layout) -> None:
+    s = layout.strategy
+    kinds = [
+        [layout.tensor_group(dp, pp) for dp in range(s.dp) for pp in range(s.pp)],
+        [layout.data_group(tp, pp) for tp in range(s.tp) for pp in range(s.pp)],
+        [layout.pipeline_group(dp, tp) for dp in range(s.dp) for tp in range(s.tp)],
+    ]
+    for groups in kinds:
+        assert sorted(device for group in groups for device in group) == list(layout.mesh.devices)
+
+
+def test_a_device_outside_the_mesh_has_no_coordinates() -> None:
+    layout = Layout(DeviceMesh(2, 2), ParallelStrategy(dp=2))
+    for device in (1, 4):
+        with pytest.raises(ValueError, match=f"device {device} is not in"):
+            layout.coordinates(device)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "overlap"),
+    [((0, 2), (2, 2), False), ((0, 3), (2, 2), True), ((4, 1), (0, 8), True), ((3, 1), (0, 3), False)],
+)
+def test_overlap(first: tuple[int, int], second: tuple[int, int], overlap: bool) -> None:
+    a, b = DeviceMesh(*first), DeviceMesh(*second)
+    assert a.overlaps(b) is b.overlaps(a) is overlap
+
+
+def test_early_stages_take_the_remainder() -> None:
+    assert [stage_layers(10, 4, stage) for stage in range(4)] == [range(0, 3), range(3, 6), range(6, 8), range(8, 10)]
+
+
+@given(st.integers(1, 100), st.integers(1, 20))
+def test_stages_cover_all_layers_evenly(num_layers: int, pp: int) -> None:
+    stages = [stage_layers(num_layers, pp, stage) for stage in range(pp)]
+    assert [layer for stage in stages for layer in stage] == list(range(num_layers))
+    sizes = [len(stage) for stage in stages]
+    assert max(sizes) - min(sizes) <= 1
+
+
+BAD = {
+    "tp": (ParallelStrategy(tp=3), "c: tp=3 does not divide num_heads=8; choose tp from 1, 2, 4"),
+    "kv heads": (ParallelStrategy(tp=8), "c: tp=8 does not divide num_kv_heads=4; choose tp from 1, 2, 4"),
+    "pp": (
+        ParallelStrategy(pp=5),
+        "c: pp=5 needs at least one layer a stage but the model has num_layers=4; choose pp of at most 4",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_a_model_cannot_be_divided_by(name: str) -> None:
+    strategy, message = BAD[name]
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_strategy("c", TINY, strategy)
+
+
+def test_every_tp_that_an_error_offers_is_legal() -> None:
+    with pytest.raises(UserError) as error:
+        check_strategy("c", TINY, ParallelStrategy(tp=5))
+    for tp in str(error.value).partition("choose tp from ")[2].split(", "):
+        check_strategy("c", TINY, ParallelStrategy(tp=int(tp)))

@@ -1,0 +1,253 @@
+"""Plan files: round trip, what is refused in them, and the order in which a plan issues calls."""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from realhf.api.errors import UserError
+from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.plan import (
+    CallPlan,
+    ExecutionPlan,
+    OrderEntry,
+    check_plan,
+    load_plan,
+    save_plan,
+    write_atomically,
+)
+from tests.unit.api.calls import TINY, call, ppo_graph
+
+BATCH_SIZE = 16
+ALL = CallPlan(devices=(0, 4), dp=4)
+GRAPH = ppo_graph()
+ORDER = ("actor_generate", "reward_inference", "critic_inference", "actor_train_step", "critic_train_step")
+
+
+def plan_of(**changes: Any) -> ExecutionPlan:
+    return ExecutionPlan(**{"num_devices": 4, "calls": dict.fromkeys(GRAPH.calls, ALL), **changes})
+
+
+def with_call(**changes: Any) -> ExecutionPlan:
+    """A plan that is right but for actor_generate."""
+    return plan_of(calls={**plan_of().calls, "actor_generate": msgspec.structs.replace(ALL, **changes)})
+
+
+def order(*entries: str | tuple[str, int]) -> tuple[OrderEntry, ...]:
+    pairs = [(entry, 0) if isinstance(entry, str) else entry for entry in entries]
+    return tuple(OrderEntry(call=name, steps_back=steps_back) for name, steps_back in pairs)
+
+
+def test_a_call_plan_says_its_layout() -> None:
+    given = CallPlan(devices=(4, 8), dp=2, tp=2, pp=2)
+    assert given.layout == Layout(DeviceMesh(4, 8), ParallelStrategy(2, 2, 2))
+
+
+def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
+    plan = plan_of(
+        order=order(*ORDER),
+        devices_per_node=2,
+        models={"actor": TINY},
+        predicted_step_s=1.5,
+        notes={"seed": 3, "gpu": "none", "exact": True, "cost": 0.1},
+    )
+    save_plan(plan, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
+    assert [path.name for path in tmp_path.iterdir()] == ["plan.json"], "no temporary file stays"
+
+
+def test_a_plan_written_by_hand_needs_only_devices_and_calls(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"num_devices": 1, "calls": {"m_inference": {"devices": [0, 1]}}}')
+    plan = load_plan(path)
+    check_plan(plan, DataflowGraph([call("m", INFERENCE, ["x"])], ["x"]), 1)
+    assert plan.max_steps_in_flight == 2
+
+
+def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    write_atomically(path, b"old")
+    with pytest.raises(TypeError):
+        write_atomically(path, None)  # type: ignore[arg-type]
+    assert path.read_bytes() == b"old"
+
+
+def written(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:
+    content = json.loads(msgspec.json.encode(plan_of(models={"actor": TINY})))
+    change(content)
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(content))
+    return path
+
+
+BAD_FILES: dict[str, tuple[Callable[[dict[str, Any]], Any], str]] = {
+    "an unknown field": (lambda c: c.update(num_device=4), "unknown field `num_device`"),
+    "an unknown field of a call": (
+        lambda c: c["calls"]["actor_generate"].update(ep=2),
+        "unknown field `ep` - at `$.calls[...]`",
+    ),
+    "a wrong type": (
+        lambda c: c["calls"]["actor_generate"].update(dp="4"),
+        "Expected `int`, got `str` - at `$.calls[...].dp`",
+    ),
+    "a missing field": (lambda c: c.pop("calls"), "missing required field `calls`"),
+    "an architecture that cannot be": (
+        lambda c: c["models"]["actor"].update(num_kv_heads=3),
+        "num_kv_heads=3 must divide",
+    ),
+    "another format": (lambda c: c.update(format="execution-plan/0"), "format 'execution-plan/0' is not"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_plan_files_are_named(name: str, tmp_path: Path) -> None:
+    change, message = BAD_FILES[name]
+    path = written(tmp_path, change)
+    with pytest.raises(UserError, match=re.escape(message)) as error:
+        load_plan(path)
+    assert str(error.value).startswith(str(path))
+    assert "`realhf plan`" in str(error.value), "the remedy"
+
+
+def test_a_plan_file_that_is_missing_or_no_json(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere.json: cannot read the plan \(No such file.*give --plan a file"):
+        load_plan(tmp_path / "nowhere.json")
+    (tmp_path / "plan.json").write_text("dp: 4")
+    with pytest.raises(UserError, match=r"plan.json: not an execution plan: JSON is malformed"):
+        load_plan(tmp_path / "plan.json")
+
+
+BAD_PLANS: dict[str, tuple[ExecutionPlan, str]] = {
+    "other calls": (
+        plan_of(calls={"actor_generate": ALL, "judge": ALL}),
+        "the plan is for other calls: it has actor_generate, judge, the experiment has actor_generate, "
+        "actor_train_step, critic_inference, critic_train_step, reward_inference; make a plan for this experiment "
+        "with `realhf plan`",
+    ),
+    "another model": (
+        plan_of(models={"actor": TINY.with_head("scalar")}),
+        "the plan is for another model: its 'actor' is DecoderConfig(",
+    ),
+    "degrees of zero": (with_call(dp=0), "actor_generate: dp, tp, pp and micro_batches must be at least 1"),
+    "no micro-batch": (with_call(micro_batches=0), "actor_generate: dp, tp, pp and micro_batches must be at least 1"),
+    "more ranks than devices": (with_call(tp=2), "actor_generate: dp4 tp2 pp1 needs 8 devices but devices=[0, 4]"),
+    "devices past the end": (
+        with_call(devices=(1, 4)),
+        "actor_generate: devices=[1, 4] do not lie within the 4 devices of the plan",
+    ),
+    "devices before the start": (
+        with_call(devices=(-1, 4)),
+        "actor_generate: devices=[-1, 4] do not lie within the 4 devices of the plan",
+    ),
+    "an illegal strategy": (
+        with_call(devices=(0, 3), dp=1, tp=3),
+        "actor_generate: tp=3 does not divide num_heads=8; choose tp from 1, 2, 4",
+    ),
+    "a batch that dp does not divide": (
+        with_call(devices=(0, 3), dp=3),
+        "actor_generate: dp=3 x micro_batches=1 does not divide the mini-batch of 16 samples; choose a product that "
+        "divides 16",
+    ),
+    "a batch that micro-batches do not divide": (
+        with_call(micro_batches=8),
+        "actor_generate: dp=4 x micro_batches=8 does not divide the mini-batch of 16 samples",
+    ),
+    "no steps in flight": (plan_of(max_steps_in_flight=0), "max_steps_in_flight=0 must be at least 1"),
+    "an order that lacks a call": (
+        plan_of(order=order(*ORDER[:-1])),
+        "order must name every call once; the calls are actor_generate, ",
+    ),
+    "an order with a call twice": (plan_of(order=order(*ORDER, ORDER[0])), "order must name every call once"),
+    "steps_back past the bound": (
+        plan_of(order=order(*ORDER[:-1], (ORDER[-1], 2))),
+        "order: steps_back=2 of critic_train_step must be from 0 to 1, since max_steps_in_flight=2",
+    ),
+    "steps_back below zero": (
+        plan_of(order=order((ORDER[0], -1), *ORDER[1:])),
+        "order: steps_back=-1 of actor_generate must be from 0 to 1",
+    ),
+    "a child before its parent": (
+        plan_of(order=order("reward_inference", "actor_generate", *ORDER[2:])),
+        "order: reward_inference comes before actor_generate, of which it needs the result; move it behind",
+    ),
+    "a child of this step, its parent of the last": (
+        plan_of(order=order((ORDER[0], 1), *ORDER[1:])),
+        "comes before actor_generate, of which it needs the result; move it behind",
+    ),
+    "the next step's generation before the training that it needs": (
+        plan_of(order=order(*ORDER[:3], (ORDER[3], 1), ORDER[4])),
+        "order: actor_generate comes before actor_train_step, of which it needs the result; move it behind",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_PLANS)
+def test_bad_plans(name: str) -> None:
+    plan, message = BAD_PLANS[name]
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_plan(plan, GRAPH, BATCH_SIZE)
+
+
+def test_mini_batches_have_to_divide_the_batch() -> None:
+    graph = DataflowGraph([call("m", TRAIN_STEP, ["x"], mini_batches=3)], ["x"])
+    plan = ExecutionPlan(num_devices=1, calls={"m_train_step": CallPlan(devices=(0, 1))})
+    with pytest.raises(UserError, match=r"m_train_step: mini_batches=3 does not divide batch_size=16"):
+        check_plan(plan, graph, 16)
+    check_plan(plan, graph, 15)
+
+
+def test_good_plans() -> None:
+    check_plan(plan_of(), GRAPH, BATCH_SIZE)
+    check_plan(plan_of(models={"actor": TINY, "unused": TINY.with_head("scalar")}), GRAPH, BATCH_SIZE)
+    # The critic's training of the last step, then its inference: the overlap of two steps.
+    overlapping = order("actor_generate", (ORDER[4], 1), *ORDER[1:4])
+    check_plan(plan_of(order=overlapping), GRAPH, BATCH_SIZE)
+
+
+def test_unrolled_without_an_order_is_one_step_after_the_other() -> None:
+    assert plan_of().unrolled(GRAPH, 2) == [(name, step) for step in (0, 1) for name in GRAPH.calls]
+
+
+def test_unrolled_fills_and_drains() -> None:
+    graph = DataflowGraph([call("a", GENERATE, ["x"], ["y"]), call("b", INFERENCE, ["y"])], ["x"])
+    plan = ExecutionPlan(
+        num_devices=1,
+        calls=dict.fromkeys(graph.calls, CallPlan(devices=(0, 1))),
+        order=order("a_generate", ("b_inference", 1)),
+    )
+    check_plan(plan, graph, 1)
+    assert plan.unrolled(graph, 3) == [
+        ("a_generate", 0),
+        ("a_generate", 1),
+        ("b_inference", 0),
+        ("a_generate", 2),
+        ("b_inference", 1),
+        ("b_inference", 2),
+    ]
+    assert plan.unrolled(graph, 0) == []
+
+
+def test_home_is_where_a_model_is_trained_else_where_it_is_used_first() -> None:
+    assert plan_of().home(GRAPH, "actor") == "actor_train_step"
+    assert plan_of().home(GRAPH, "reward") == "reward_inference"
+    graph = DataflowGraph([call("m", GENERATE, ["x"], ["y"]), call("m", INFERENCE, ["y"])], ["x"])
+    plan = ExecutionPlan(num_devices=1, calls={})
+    assert plan.home(graph, "m") == "m_generate"
+
+
+def test_all_training_of_one_model_is_in_one_place() -> None:
+    calls = (
+        call("actor", TRAIN_STEP, ["prompt"], name="first_lesson"),
+        call("actor", TRAIN_STEP, ["prompt"], name="second_lesson"),
+    )
+    graph = DataflowGraph(calls, ["prompt"])
+    here = CallPlan(devices=(0, 2), dp=2)
+    check_plan(ExecutionPlan(num_devices=2, calls=dict.fromkeys(graph.calls, here)), graph, 8)
+    apart = ExecutionPlan(num_devices=2, calls={"first_lesson": here, "second_lesson": CallPlan(devices=(0, 2), tp=2)})
+    with pytest.raises(UserError, match=r"second_lesson .* first_lesson trains the same model .*give all train_step"):
+        check_plan(apart, graph, 8)

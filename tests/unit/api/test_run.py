@@ -1,0 +1,201 @@
+"""Experiment files are loaded by path; what is wrong in one is told with its line. A run is checked as a whole."""
+
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from realhf.api.errors import UserError
+from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings, Evaluation, auto_settings
+from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP
+from realhf.api.interface import InterfaceConfig
+from realhf.api.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.api.run import Run, RunSpec, evaluation_twin, load_experiment_class, load_run
+from tests.unit.api.calls import call, ppo_graph
+
+HEADER = """from dataclasses import dataclass
+
+from realhf.api.experiment import auto
+
+"""
+EXPERIMENT = """
+@auto(batch_size=4)
+@dataclass(frozen=True, kw_only=True)
+class {name}:
+    seed: int = 0
+    steps: int = 1
+    path: str = "data.jsonl"
+
+    @property
+    def rpcs(self):
+        return []
+
+    @property
+    def dataset(self):
+        return None
+"""
+
+
+@pytest.fixture(autouse=True)
+def _nothing_stays_imported() -> Any:
+    path, modules = list(sys.path), set(sys.modules)
+    yield
+    sys.path[:] = path
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+def write(path: Path, *parts: str) -> Path:
+    path.write_text(HEADER + "".join(parts))
+    return path
+
+
+def test_the_class_under_auto_is_found(tmp_path: Path) -> None:
+    path = write(tmp_path / "mine.py", EXPERIMENT.format(name="Mine"), "\nclass Other:\n    pass\n")
+    cls = load_experiment_class(path)
+    assert cls.__name__ == "Mine"
+    assert auto_settings(cls()).batch_size == 4
+
+
+def test_an_experiment_that_was_imported_from_another_file_is_not_this_files(tmp_path: Path) -> None:
+    base = write(tmp_path / "base_of_mine.py", EXPERIMENT.format(name="Base"))
+    load_experiment_class(base)
+    child = (
+        "from base_of_mine import Base\n\n\n@auto(batch_size=2)\n@dataclass(frozen=True)\nclass Mine(Base):\n    pass\n"
+    )
+    assert load_experiment_class(write(tmp_path / "mine.py", child)).__name__ == "Mine"
+
+
+def test_a_name_chooses_among_several(tmp_path: Path) -> None:
+    path = write(tmp_path / "two.py", EXPERIMENT.format(name="First"), EXPERIMENT.format(name="Second"))
+    assert load_experiment_class(path, "Second").__name__ == "Second"
+    with pytest.raises(UserError, match=r"two.py: an experiment file has one class under @auto; found First, Second"):
+        load_experiment_class(path)
+
+
+BAD_FILES = {
+    "a syntax error": ("x = (\n", "bad.py:5: cannot be imported: SyntaxError: '(' was never closed"),
+    "an error in the middle": ("x = 1\ny = undefined\n", "bad.py:6: cannot be imported: NameError: name 'undefined'"),
+    "an error below a function": (
+        "def f():\n    return 1 / 0\n\n\nf()\n",
+        "bad.py:6: cannot be imported: ZeroDivisionError: division by zero",
+    ),
+    "a module that is not there": (
+        "import no_such_module\n",
+        "bad.py:5: cannot be imported: ModuleNotFoundError: No module named 'no_such_module'",
+    ),
+    "no experiment": ("x = 1\n", "bad.py: an experiment file has one class under @auto; found none"),
+    "a class that auto refuses": (
+        "@auto(batch_size=4)\nclass Bad:\n    pass\n",
+        "bad.py:5: @auto on Bad: write @dataclass below",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+def test_bad_experiment_files(name: str, tmp_path: Path) -> None:
+    text, message = BAD_FILES[name]
+    path = write(tmp_path / "bad.py", text)
+    with pytest.raises(UserError, match=re.escape(message)):
+        load_experiment_class(path)
+
+
+def test_a_file_that_is_missing_or_no_python(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"nowhere.py: no such file; give the path of an experiment"):
+        load_experiment_class(tmp_path / "nowhere.py")
+    (tmp_path / "plan.json").write_text("{}")
+    with pytest.raises(UserError, match=r"plan.json: not a Python file"):
+        load_experiment_class(tmp_path / "plan.json")
+
+
+def test_modules_beside_the_experiment_can_be_imported(tmp_path: Path) -> None:
+    (tmp_path / "rules_beside_it.py").write_text("ANSWER = 42\n")
+    path = write(tmp_path / "mine.py", "from rules_beside_it import ANSWER\n", EXPERIMENT.format(name="Mine"))
+    load_experiment_class(path)
+    assert sys.modules["rules_beside_it"].ANSWER == 42
+    load_experiment_class(path)
+    assert sys.path.count(str(tmp_path)) == 1
+
+
+def test_a_run_is_read_back_from_its_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    experiment_file = write(tmp_path / "mine.py", EXPERIMENT.format(name="Mine"), EXPERIMENT.format(name="Other"))
+    spec = RunSpec(
+        experiment_file=str(experiment_file),
+        experiment_class="Mine",
+        values={"seed": 5, "path": "else.jsonl"},
+        working_directory=str(tmp_path),
+        num_workers=1,
+        devices_per_node=1,
+    )
+    (tmp_path / "experiment.json").write_bytes(msgspec.json.encode(spec))
+    save_plan(ExecutionPlan(num_devices=1, calls={}), tmp_path / "plan.json")
+    run = load_run(tmp_path / "experiment.json", tmp_path / "plan.json")
+    assert run.spec == spec
+    assert (run.experiment.seed, run.experiment.steps, run.experiment.path) == (5, 1, "else.jsonl")
+    assert type(run.experiment).__name__ == "Mine"
+
+
+def test_an_evaluation_call_takes_the_layout_of_the_call_most_like_it() -> None:
+    graph = ppo_graph()
+    assert evaluation_twin(graph, call("actor", GENERATE, ["prompt"], name="accuracy")) == "actor_generate"
+    assert evaluation_twin(graph, call("critic", INFERENCE, ["seq"], name="error")) == "critic_inference"
+    assert evaluation_twin(graph, call("reward", GENERATE, ["prompt"], name="odd")) == "reward_inference"
+    with pytest.raises(UserError, match=r"evaluation call accuracy uses model 'judge', which the experiment's rpcs"):
+        evaluation_twin(graph, call("judge", GENERATE, ["prompt"], name="accuracy"))
+
+
+def run_of(plan: ExecutionPlan, num_workers: int, evaluation_batch_size: int = 4) -> Run:
+    """A run of one training call, evaluated by one generation; only what `Run.check` reads."""
+    dataset = SimpleNamespace(keys=("x",))
+    evaluation = Evaluation(
+        rpcs=[call("m", GENERATE, ["x"], name="accuracy")],
+        dataset=dataset,
+        batch_size=evaluation_batch_size,  # type: ignore[arg-type]
+    )
+
+    spec = RunSpec(
+        experiment_file="",
+        experiment_class="",
+        values={},
+        working_directory="",
+        num_workers=num_workers,
+        devices_per_node=4,
+    )
+    experiment = SimpleNamespace(rpcs=[call("m", TRAIN_STEP, ["x"])], dataset=dataset, evaluation=evaluation)
+    setattr(experiment, SETTINGS_ATTRIBUTE, AutoSettings(batch_size=8))
+    return Run(spec, experiment, plan)
+
+
+TWO = ExecutionPlan(num_devices=2, calls={"m_train_step": CallPlan(devices=(0, 2), dp=2)})
+
+
+def test_a_run_that_fits() -> None:
+    run = run_of(TWO, num_workers=2)
+    run.check()
+    assert run.homes == {"m": TWO.layout("m_train_step")}
+
+
+def test_a_plan_with_more_devices_than_workers() -> None:
+    message = "the plan is for 2 devices but the run has 1 workers; give --num-workers 2 or another plan"
+    with pytest.raises(UserError, match=re.escape(message)):
+        run_of(TWO, num_workers=1).check()
+
+
+def test_an_evaluation_batch_that_dp_does_not_divide() -> None:
+    with pytest.raises(UserError, match="accuracy: dp=2 does not divide the evaluation's batch_size=5"):
+        run_of(TWO, num_workers=2, evaluation_batch_size=5).check()
+
+
+def test_an_interface_without_an_implementation() -> None:
+    class Absent(InterfaceConfig):
+        implementation = "no_such_module:Absent"
+
+    run = run_of(TWO, num_workers=2)
+    run.experiment.evaluation.rpcs[0] = call("m", GENERATE, ["x"], name="accuracy", interface_impl=Absent())
+    with pytest.raises(UserError, match="accuracy: Absent is implemented in a module 'no_such_module', which is not"):
+        run.check()

@@ -1,0 +1,102 @@
+"""`realhf doctor`: once for real, and what it says when something is missing."""
+
+import io
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from realhf.cli import doctor
+from realhf.cli.doctor import Check, Finding, base_checks, find_collectives, find_file_system, run_checks
+
+
+def printed(*checks: Check) -> tuple[int, list[str]]:
+    console = Console(file=io.StringIO(), width=40)
+    code = run_checks(checks, console)
+    assert isinstance(console.file, io.StringIO)
+    return code, console.file.getvalue().splitlines()
+
+
+def test_this_machine_can_run_runs(tmp_path: Path) -> None:
+    argv = [sys.executable, "-m", "realhf.cli", "doctor", "--runs-dir", str(tmp_path / "runs")]
+    start = time.monotonic()
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    assert result.returncode == 0, result.stdout + result.stderr
+    lines = result.stdout.splitlines()
+    assert len(lines) == len(base_checks(tmp_path))
+    assert all(line.startswith(("ok", "info", "warn")) for line in lines)
+    assert any("all-reduce between 2 processes" in line for line in lines)
+    assert any(f"{tmp_path}: atomic rename, modes and locks are kept" in line for line in lines)
+    assert list(tmp_path.iterdir()) == []
+    assert time.monotonic() - start < 60  # a few seconds on an idle machine
+
+
+def test_a_failure_is_one_line_with_its_remedy() -> None:
+    def find() -> Finding:
+        return Finding(state="fail", detail="libzmq 4 cannot\nencrypt", remedy="pip install --force-reinstall pyzmq")
+
+    code, lines = printed(Check("messages", find, "never shown"))
+    assert code == 1
+    assert lines == [
+        "fail messages          libzmq 4 cannot encrypt; remedy: pip install --force-reinstall pyzmq",
+        "1 of 1 checks failed",
+    ]
+
+
+def test_what_a_check_raises_is_a_failure_and_the_others_go_on() -> None:
+    def find() -> Finding:
+        raise ImportError("no module named [bold]_search[/bold]")
+
+    code, lines = printed(
+        Check("C++ searcher", find, "compile it"), Check("python", lambda: Finding(state="ok", detail="3.12"), "")
+    )
+    assert code == 1
+    assert lines[0].endswith("ImportError: no module named [bold]_search[/bold]; remedy: compile it")
+    assert lines[1] == "ok   python            3.12"
+
+
+def test_warnings_and_notes_do_not_fail() -> None:
+    code, lines = printed(
+        Check("cores, memory", lambda: Finding(state="warn", detail="1 core", remedy="take another"), ""),
+        Check("SLURM", lambda: Finding(state="info", detail="none here"), ""),
+    )
+    assert code == 0
+    assert lines == ["warn cores, memory     1 core; remedy: take another", "info SLURM             none here"]
+
+
+def test_a_failure_without_a_remedy_is_a_mistake_in_the_check() -> None:
+    with pytest.raises(AssertionError, match="no remedy"):
+        Finding(state="fail", detail="broken")
+
+
+def test_an_interface_without_curve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.zmq, "has", lambda _: False)
+    finding = doctor.find_curve()
+    assert finding.state == "fail"
+    assert "pyzmq" in finding.remedy
+
+
+def test_a_file_system_without_modes_and_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Path, "chmod", lambda *_: None)  # as on a FAT disk
+    monkeypatch.setattr(doctor.fcntl, "flock", lambda *_: None)  # as on Lustre mounted with localflock
+    finding = find_file_system(tmp_path / "not" / "yet")
+    assert finding.state == "fail"
+    assert finding.detail.startswith(f"{tmp_path}: modes 0700, 0600 became ")
+    assert "flock lets two in at once" in finding.detail
+    assert "--run-dir" in finding.remedy
+
+
+def test_processes_that_cannot_meet_are_ended_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "COLLECTIVE_TIMEOUT_S", 0.2)
+    start = time.monotonic()
+    with pytest.raises(TimeoutError, match=r"process 0 of 2 did not end within 0.2 s"):
+        find_collectives("gloo", 2)
+    assert time.monotonic() - start < 10
+
+
+def test_a_process_that_fails_gives_its_last_line() -> None:
+    with pytest.raises(RuntimeError, match=r"process 0 of 1: .*nonsense"):
+        find_collectives("nonsense", 1)

@@ -1,0 +1,51 @@
+"""Exit codes of the command line, and what it does not import."""
+
+import subprocess
+import sys
+
+import pytest
+
+from realhf import cli
+from realhf.api.errors import RunError, UserError
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "text"),
+    [
+        (UserError("x=3 is odd; give an even one"), 2, "error: x=3 is odd; give an even one\n"),
+        (RunError("worker 1 failed"), 1, "error: worker 1 failed\n"),
+        (KeyboardInterrupt(), 130, "interrupted\n"),
+    ],
+)
+def test_exit_codes(
+    raised: BaseException, code: int, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from realhf.cli import run
+
+    def execute(_: object) -> int:
+        raise raised
+
+    monkeypatch.setattr(run, "execute", execute)
+    assert cli.main(["run", "experiment.py"]) == code
+    assert capsys.readouterr().err == text
+
+
+def test_fields_of_an_experiment_are_refused_where_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["report", "somewhere", "--steps", "3"])
+    assert ended.value.code == 2
+    assert "unknown arguments: --steps 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "report"])
+def test_the_command_line_does_not_import_torch(command: str) -> None:
+    program = f"import sys, realhf.cli; realhf.cli.parser({command!r}); assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_help_shows_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["--help"])
+    assert ended.value.code == 0
+    text = capsys.readouterr().out
+    assert all(f"{name} " in text for name in cli.COMMANDS)

@@ -1,0 +1,223 @@
+"""`realhf plan`: what-ifs, comparisons and files, each mistake with exit code 2; no torch, no data set."""
+
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from realhf.cli import main
+
+ROOT = Path(__file__).parents[3]
+PPO = str(ROOT / "experiments/ppo.py")
+# Small and quick: 7B models on 8 devices, one mini-batch of 64.
+WHAT_IF = ["plan", PPO, "--actor", "llama3-7b", "--critic", "llama3-7b", "--batch-size", "64", "--evaluations", "2000"]
+ON_8 = [*WHAT_IF, "--cluster", "h200-1x8"]
+PRESETS = ["heuristic", "colocate", "split", "standalone", "hybridflow"]
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    return tmp_path
+
+
+def test_compare(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ON_8, "--compare", "--json", "out.json", "--html", "out.html", "--output", "plan.json"]) == 0
+    printed = capsys.readouterr().out
+    for word in ("comparison", "why not", "certificate: ", "tokens/s", "limited by", *PRESETS):
+        assert word in printed
+    assert "1 x 8 h200 with " in printed
+    assert "64 samples of 1024 + 1024 tokens a step, bfloat16" in printed
+    content: dict[str, Any] = json.loads((empty_folder / "out.json").read_bytes())
+    assert [plan["name"] for plan in content["plans"]] == ["searched", *PRESETS]
+    searched = content["plans"][0]
+    assert searched["tokens_per_s"] == pytest.approx(64 * 2048 / searched["step_s"])
+    assert searched["gpu_hours_per_million_tokens"] == pytest.approx(8e6 / 3600 / searched["tokens_per_s"])
+    assert searched["peak_bytes"] <= content["cluster"]["device_memory_bytes"]
+    assert content["certificate"]["lower_bound_s"] <= content["certificate"]["cost_s"] * 1.0001
+    for plan in content["plans"]:
+        assert plan["feasible"] == (not plan["problem"])
+    assert [entry["call"] for entry in content["alternatives"]] == list(searched["plan"]["calls"])
+    models = searched["plan"]["models"]
+    assert (models["actor"]["num_layers"], models["actor"]["head"]) == (32, "lm")
+    assert (models["reward"]["num_layers"], models["reward"]["head"]) == (32, "scalar")
+    assert json.loads((empty_folder / "plan.json").read_bytes()) == searched["plan"]
+    page = (empty_folder / "out.html").read_text()
+    for title in ("Timeline of two steps", "Memory of the devices", "Compared with plans by rule", "Why not"):
+        assert f"<h2>{title}</h2>" in page
+    assert not (empty_folder / "runs").exists(), "the data set was made or read"
+
+
+def test_a_plan_that_was_written_is_predicted_alike(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ON_8, "--output", "plan.json", "--json", "first.json"]) == 0
+    assert main([*ON_8, "--plan", "plan.json", "--json", "second.json"]) == 0
+    first, second = (json.loads(Path(name).read_bytes())["plans"][0] for name in ("first.json", "second.json"))
+    assert first["step_s"] == second["step_s"]
+    assert (first["name"], second["name"]) == ("searched", "given")
+
+
+def test_the_dumped_problem_has_the_same_solution(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ON_8, "--dump-problem", "problem.json", "--json", "plan.json"]) == 0
+    assert main(["search", "problem.json", "--evaluations", "2000", "--json", "found.json"]) == 0
+    planned, found = (json.loads(Path(name).read_bytes()) for name in ("plan.json", "found.json"))
+    assert found["us_per_step"] == pytest.approx(planned["certificate"]["cost_s"] * 1e6, abs=1e-3)
+    assert found["lower_bound_us"] == pytest.approx(planned["certificate"]["lower_bound_s"] * 1e6, abs=1e-3)
+    assert found["peak_bytes"] == pytest.approx(planned["plans"][0]["peak_bytes"], abs=1)
+    assert main([*ON_8, "--dump-problem", "simple.json", "--dump-version", "1"]) == 0
+    assert json.loads(Path("simple.json").read_bytes())["format"] == "planning-problem/1"
+    assert main(["search", "simple.json", "--evaluations", "2000"]) == 0
+
+
+def test_a_budget_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for word in ON_8 if word not in ("--evaluations", "2000")]
+    assert main([*words, "--seconds", "0.3", "--json", "out.json"]) == 0
+    trace = json.loads(Path("out.json").read_bytes())["search_trace"]
+    assert trace[-1][0] < 20
+    assert main([*words, "--seconds", "0"]) == 2
+    assert "--seconds 0 must be at least 0.01" in capsys.readouterr().err
+    with pytest.raises(SystemExit) as ended:
+        main([*ON_8, "--seconds", "1"])
+    assert ended.value.code == 2
+    assert "not allowed with argument --evaluations" in capsys.readouterr().err
+
+
+def test_what_if_the_engine_had_other_features(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ON_8, "--features", "", "--json", "own.json"]) == 0
+    assert "what if" not in capsys.readouterr().out
+    assert main([*ON_8, "--features", "cuda-graphs", "--json", "graphs.json"]) == 0
+    assert main([*ON_8, "--features", "no-cuda-graphs", "--json", "eager.json"]) == 0
+    printed = capsys.readouterr().out  # whichever of the two the engine is not
+    assert printed.count("cuda-graphs; the engine is not so, and a run of this plan would take") == 1
+    own, graphs, eager = (json.loads(Path(f"{name}.json").read_bytes()) for name in ("own", "graphs", "eager"))
+    assert graphs["plans"][0]["step_s"] < eager["plans"][0]["step_s"]
+    assert own["features"] == []
+    assert sorted([*graphs["features"], *eager["features"]]) in (["cuda-graphs"], ["no-cuda-graphs"])
+    # The optimizer's states are divided over dp, and activations are fewer.
+    needs = []
+    for names in ("no-zero1,no-recomputation", "zero1, recomputation"):
+        assert main([*WHAT_IF, "--cluster", "h100-1x8", "--memory-gb", "10", "--features", names]) == 2
+        needs.append(float(capsys.readouterr().err.split(" GiB on a device")[0].rsplit(" ", 1)[1]))
+    assert needs[1] < needs[0]
+
+
+def test_clusters_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WHAT_IF, "--cluster", "h100-1x1,h200-1x8", "--json", "out.json"]) == 0
+    printed = capsys.readouterr().out
+    assert "h100-1x1: no plan fits into memory" in printed
+    assert "GPU-h/Mtok" in printed
+    content = json.loads(Path("out.json").read_bytes())["cases"]
+    assert not content["h100-1x1"]["feasible"]
+    assert content["h200-1x8"]["plans"][0]["feasible"]
+
+
+def test_stale_rollouts_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ON_8, "--staleness", "0,1", "--json", "out.json"]) == 0
+    assert "fastest plan found generates and trains on devices of their own" in capsys.readouterr().out
+    cases = json.loads(Path("out.json").read_bytes())["cases"]
+    fresh, stale = (cases[f"staleness {k}"]["plans"][0] for k in (0, 1))
+    # What can run on-policy can run with older weights.
+    assert stale["step_s"] <= fresh["step_s"] * 1.001
+    assert (fresh["plan"]["max_steps_in_flight"], stale["plan"]["max_steps_in_flight"]) == (2, 3)
+
+
+def test_a_cluster_file_and_longer_sequences(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.yaml").write_text("groups: [{hardware: h200, nodes: 1, devices_per_node: 8}]")
+    assert main([*WHAT_IF, "--cluster", "mine.yaml", "--json", "short.json"]) == 0
+    assert main([*WHAT_IF, "--cluster", "mine.yaml", "--new-tokens", "2048", "--json", "long.json"]) == 0
+    short, long = (json.loads(Path(name).read_bytes()) for name in ("short.json", "long.json"))
+    assert long["plans"][0]["step_s"] > short["plans"][0]["step_s"]
+    assert (short["workload"]["new_tokens"], long["workload"]["new_tokens"]) == (1024, 2048)
+    assert long["workload"]["tokens_per_step"] == 64 * 3072
+
+
+def test_one_model_by_name_and_from_a_file(capsys: pytest.CaptureFixture[str]) -> None:
+    fields = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+    Path("config.json").write_text(json.dumps({**fields, "vocab_size": 96}))
+    words = ["--model-type", "reward=config.json", "--json", "out.json"]
+    assert main([*ON_8, *words]) == 0
+    models = json.loads(Path("out.json").read_bytes())["plans"][0]["plan"]["models"]
+    assert (models["reward"]["num_layers"], models["reward"]["head"]) == (3, "scalar")
+    assert models["critic"]["num_layers"] == 32
+
+
+def test_what_does_not_fit_is_told_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WHAT_IF, "--cluster", "h100-1x2"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: no plan fits into memory: ")
+    assert "the smallest change that is enough: " in error
+    assert "GiB of memory a device" in error
+    nodes = int(error.rsplit(" node", 1)[0].rsplit(" ", 1)[1])
+    assert main([*WHAT_IF, "--cluster", f"h100-{nodes}x2"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--cluster", "tpu-2x8"], "hardware='tpu' is not known; choose one of "),
+        (["--cluster", "h100"], "cluster 'h100' is neither HARDWARE-NODESxDEVICES"),
+        (["--cluster", "bad.yaml"], "bad.yaml: not a cluster: Object missing required field `devices_per_node`"),
+        (["--cluster", "h100-1x8", "--memory-gb", "-80"], "--memory-gb -80 must be above 0"),
+        (["--cluster", "h100-1x8", "--nodes", "2"], "--cluster h100-1x8 says it all; leave out --nodes"),
+        (
+            ["--cluster", "h100-1x8,h200-1x8", "--compare"],
+            "several clusters or values of --staleness are compared by their searched plans",
+        ),
+        (["--hardware", "tpu"], "hardware='tpu' is not known; choose one of "),
+        (["--actor", "llama9-7b"], "architecture 'llama9-7b' is not known; choose one of llama2-7b, "),
+        (
+            ["--model-type", "teacher=llama3-7b"],
+            "--model-type teacher=...: no call uses such a model; there are actor,",
+        ),
+        (["--model-type", "llama3-7b"], "--model-type llama3-7b: write it NAME=ARCHITECTURE"),
+        (["--new-tokens", "0"], "--new-tokens 0 must be at least 1"),
+        (["--prompt-tokens", "-1"], "--prompt-tokens -1 must be at least 1"),
+        (
+            ["--features", "zero1,turbo"],
+            "feature 'turbo' is not known; choose from zero1, fp32-gradients, recomputation, ",
+        ),
+        (["--dump-problem", "nowhere/problem.json"], "nowhere/problem.json: cannot write"),
+        (["--staleness", "-1"], "--staleness -1 must be at least 0"),
+        (["--staleness", "many"], "--staleness many must be whole numbers"),
+        (["--staleness", "0,1", "--cluster", "h100-1x8,h200-1x8"], "several clusters or values of --staleness are"),
+        (
+            ["--cluster", "h200-1x8", "--actor", "llama3-7b", "--json", "nowhere/out.json"],
+            "nowhere/out.json: cannot write",
+        ),
+    ],
+)
+def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bad.yaml").write_text("groups: [{hardware: h100, nodes: 2}]")
+    assert main(["plan", PPO, "--evaluations", "1000", *words]) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def test_a_plan_of_another_graph(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", str(ROOT / "experiments/sft.py"), "--plan", str(ROOT / "tests/plans/single.json")]
+    assert main([*words, "--prompt-tokens", "64"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: the plan is for other calls: it has actor_generate, ")
+    assert "make a plan for this experiment with `realhf plan`" in error
+
+
+def test_planning_needs_no_torch() -> None:
+    words = [*ON_8, "--compare", "--html", "out.html"]
+    code = f"import sys; from realhf.cli import main; assert main({words!r}) == 0; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
+
+
+def test_help_comes_at_once() -> None:
+    """In processor time: on a busy machine the clock says how long the others took."""
+    code = "import sys; sys.argv = ['realhf', 'plan', '--help']; from realhf.cli import main; main()"
+    seconds = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    assert "--compare" in done.stdout
+    assert min(seconds) < 0.5

@@ -1,0 +1,141 @@
+"""Data sets: what the columns hold, and what a broken file says."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from realhf.api.errors import UserError
+from realhf.api.experiment import Dataset
+from realhf.data import sort_task
+from realhf.data.datasets import PreferenceDataset, PromptDataset, SFTDataset
+from realhf.data.loader import DatasetReader
+
+GOOD = {"prompt": "ba>", "answer": "ab", "chosen": "ab", "rejected": "ba"}
+
+
+@pytest.fixture
+def folder(tmp_path):
+    sort_task.make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    return tmp_path
+
+
+def make(folder, kind, lines, **settings):
+    content = b"".join(line if isinstance(line, bytes) else json.dumps(line).encode() + b"\n" for line in lines)
+    (folder / "data.jsonl").write_bytes(content)
+    settings = {"tokenizer": str(folder / "tokenizer.json"), "max_prompt_tokens": 4} | settings
+    return kind(path=str(folder / "data.jsonl"), **settings)
+
+
+def read(dataset) -> dict[str, list[int]]:
+    batch = DatasetReader(dataset, None, 1).read(0, [0], dataset.keys)
+    assert all(column[0].dtype == torch.int64 for column in batch.data.values())
+    return {key: column[0].tolist() for key, column in batch.data.items()}
+
+
+def test_columns_of_every_kind(folder):
+    # <bos> b a > is 1 5 4 3; the answer a b <eos> is 4 5 2.
+    assert read(make(folder, PromptDataset, [GOOD])) == {"prompt": [1, 5, 4, 3]}
+    with_answer = make(folder, PromptDataset, [GOOD], with_answer=True)
+    assert read(with_answer) == {"prompt": [1, 5, 4, 3], "answer": [4, 5, 2]}
+    assert read(make(folder, SFTDataset, [GOOD])) == {"tokens": [1, 5, 4, 3, 4, 5, 2], "prompt_length": [4]}
+    assert read(make(folder, PreferenceDataset, [GOOD])) == {
+        "prompt": [1, 5, 4, 3],
+        "chosen": [1, 5, 4, 3, 4, 5, 2],
+        "rejected": [1, 5, 4, 3, 5, 4, 2],
+    }
+
+
+def test_they_are_data_sets_and_count_their_rows(folder):
+    for kind in (PromptDataset, SFTDataset, PreferenceDataset):
+        dataset = make(folder, kind, [GOOD] * 3)
+        assert isinstance(dataset, Dataset)
+        assert dataset.check() == 3
+
+
+def test_lengths_are_mean_and_maximum(folder):
+    dataset = make(folder, PromptDataset, [GOOD, {"prompt": "a>", "answer": "a"}], with_answer=True)
+    assert dataset.lengths() == {"prompt": (3.5, 4), "answer": (2.5, 3)}
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        (b'{"prompt": "ba>", \n', ["broken JSON", "column", "correct the line"]),
+        (b"\n", ["the line is empty", "delete it"]),
+        (b'["ba>"]\n', ["a list instead of an object"]),
+        (b'{"prompt": "b\xff>"}\n', ["not UTF-8"]),
+        ({"prompt": "ba>"}, ["field 'answer' is missing", "prompt, answer", "add it"]),
+        ({"prompt": "", "answer": "a"}, ["field 'prompt' is ''", "at least one character"]),
+        ({"prompt": 7, "answer": "a"}, ["field 'prompt' is 7", "not a text"]),
+        ({"prompt": "abc>", "answer": "abc"}, ["5 tokens", "max_prompt_tokens=4", "shorten"]),
+        ({"prompt": "bA>", "answer": "ab"}, ["'A' in 'bA>'", "no token"]),
+        ({"prompt": "ba>", "answer": "a7"}, ["'7' in 'a7'", "no token"]),
+    ],
+)
+def test_a_broken_line_is_named_with_its_number_and_a_remedy(folder, line, says):
+    dataset = make(folder, SFTDataset, [GOOD, GOOD, line, GOOD])
+    with pytest.raises(UserError) as error:
+        dataset.check()
+    message = str(error.value)
+    assert message.startswith(f"{folder / 'data.jsonl'}, line 3: ")
+    assert "\n" not in message
+    for part in says:
+        assert part in message
+
+
+def test_the_answer_is_needed_only_where_it_is_asked_for(folder):
+    lines = [{"prompt": "ba>"}]
+    assert make(folder, PromptDataset, lines).check() == 1
+    with pytest.raises(UserError, match="'answer' is missing"):
+        make(folder, PromptDataset, lines, with_answer=True).check()
+
+
+def test_missing_and_empty_files(folder):
+    dataset = make(folder, SFTDataset, [])
+    with pytest.raises(UserError, match="file is empty"):
+        dataset.check()
+    (folder / "data.jsonl").unlink()
+    with pytest.raises(UserError, match=r"data\.jsonl: no such file or directory; .*python -m realhf\.data\.sort_task"):
+        dataset.check()
+    with pytest.raises(UserError, match=r"tokenizer nowhere\.json: no such file"):
+        make(folder, SFTDataset, [GOOD], tokenizer="nowhere.json").check()
+
+
+def test_a_broken_tokenizer_and_an_unknown_end_token(folder):
+    with pytest.raises(UserError, match="it has no token '<end>'; set end_token"):
+        make(folder, SFTDataset, [GOOD], end_token="<end>").check()
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer .*tokenizer\.json: .*; give a tokenizer\.json"):
+        make(folder, SFTDataset, [GOOD]).check()
+
+
+def test_a_reader_takes_every_row_once_an_epoch_and_depends_on_the_seed(folder):
+    prompts = [f"{a}{b}>" for a in "abc" for b in "abcd"]
+    dataset = make(folder, PromptDataset, [{"prompt": p} for p in prompts])
+
+    def epoch(seed):
+        reader = DatasetReader(dataset, seed, 4)
+        return [tuple(t.tolist()) for step in range(3) for t in reader.read(step, range(4), ["prompt"]).data["prompt"]]
+
+    assert len(set(epoch(1))) == 12
+    assert epoch(1) == epoch(1)
+    assert epoch(1) != epoch(2)
+    assert epoch(None) == [(1, *(sort_task.VOCABULARY.index(c) for c in p)) for p in prompts]
+
+
+def test_a_reader_gives_any_samples_of_any_step(folder):
+    dataset = make(folder, PromptDataset, [{"prompt": f"{a}>"} for a in "abcdefgh"])
+    whole = DatasetReader(dataset, 3, 4).read(5, range(4), ["prompt"])
+    part = DatasetReader(dataset, 3, 4).read(5, [3, 1], ["prompt"])
+    assert part.ids == (3, 1)
+    assert [t.tolist() for t in part.data["prompt"]] == [whole.data["prompt"][i].tolist() for i in (3, 1)]
+
+
+def test_validation_needs_no_torch():
+    code = (
+        "import sys, realhf.data.datasets, realhf.data.sort_task, realhf.data.order; sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

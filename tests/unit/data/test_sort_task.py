@@ -1,0 +1,126 @@
+"""The sorting task: its files, its rule and its determinism."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from realhf.api.errors import UserError
+from realhf.data import sort_task
+from realhf.data.datasets import PreferenceDataset, PromptDataset, SFTDataset
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory) -> Path:
+    return sort_task.ensure(tmp_path_factory.mktemp("sort") / "data", seed=0)
+
+
+def rows(folder: Path, name: str) -> list[dict[str, str]]:
+    return [json.loads(line) for line in (folder / name).read_text().splitlines()]
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_sizes_and_disjoint_prompts(data):
+    prompts = []
+    for name, size in sort_task.SIZES.items():
+        part = [row["prompt"] for row in rows(data, name)]
+        assert len(part) == size
+        prompts += part
+    assert len(set(prompts)) == len(prompts)
+    assert {len(p) for p in prompts} == {5, 6, 7, 8}  # four to seven letters and ">"
+
+
+def test_every_file_passes_its_check(data):
+    common = {"tokenizer": str(data / "tokenizer.json"), "max_prompt_tokens": sort_task.MAX_PROMPT_TOKENS}
+    sft = SFTDataset(path=str(data / "sft.jsonl"), **common)
+    assert sft.check() == 20_000
+    assert sft.lengths()["tokens"][1] <= sort_task.MAX_PROMPT_TOKENS + sort_task.MAX_NEW_TOKENS
+    for name in ("preferences.jsonl", "preferences_held_out.jsonl"):
+        assert PreferenceDataset(path=str(data / name), **common).check() == sort_task.SIZES[name]
+    assert PromptDataset(path=str(data / "prompts.jsonl"), **common).check() == 20_000
+    assert PromptDataset(path=str(data / "evaluation.jsonl"), with_answer=True, **common).check() == 512
+
+
+@pytest.mark.parametrize(("letters", "share"), [("abcdefghijklm", 0.25), ("nopqrstuvwxyz", 0.75)])
+def test_fine_tuning_answers_are_wrong_as_often_as_meant(data, letters, share):
+    part = [row for row in rows(data, "sft.jsonl") if row["prompt"][0] in letters]
+    wrong = [row for row in part if row["answer"] != "".join(sorted(row["prompt"][:-1]))]
+    assert abs(len(wrong) / len(part) - share) < 0.02  # four standard deviations at 10,000 rows
+    descending = [row for row in wrong if row["answer"] == "".join(sorted(row["prompt"][:-1], reverse=True))]
+    assert 0.8 < len(descending) / len(wrong) < 0.9
+
+
+def test_chosen_answers_are_right_and_rejected_ones_are_wrong(data):
+    for name in ("preferences.jsonl", "preferences_held_out.jsonl"):
+        for row in rows(data, name):
+            assert row["chosen"] == "".join(sorted(row["prompt"][:-1]))
+            assert row["rejected"] != row["chosen"]
+            assert 3 <= len(row["rejected"]) <= 8
+
+
+def test_the_rule():
+    assert sort_task.is_right("dbeca>", "abcde<eos>")
+    assert sort_task.is_right("baab>", "aabb<eos>")
+    for wrong in ("abcde", "abced<eos>", "abcde<eos><eos>", "abcdee<eos>", "<eos>", ""):
+        assert not sort_task.is_right("dbeca>", wrong), wrong
+
+
+def test_the_tokenizer_has_a_token_for_every_character():
+    tokenizer = sort_task.make_tokenizer()
+    assert tokenizer.get_vocab_size() == 32 == sort_task.SORT_MODEL.vocab_size
+    assert tokenizer.encode("db>").ids == [1, 7, 5, 3]
+    assert tokenizer.encode("a* z<eos>", add_special_tokens=False).ids == [4, 30, 31, 29, 2]
+    assert tokenizer.token_to_id("<eos>") == sort_task.EOS_TOKEN
+
+
+def test_the_same_seed_gives_the_same_bytes(data, tmp_path):
+    again = sort_task.ensure(tmp_path / "again", seed=0)
+    assert contents(again) == contents(data)
+    other = sort_task.ensure(tmp_path / "other", seed=1)
+    assert contents(other)["sft.jsonl"] != contents(data)["sft.jsonl"]
+
+
+def test_data_that_is_there_stays_untouched(data):
+    before = {path: path.stat().st_mtime_ns for path in data.iterdir()}
+    assert sort_task.ensure(data, seed=0) == data
+    assert {path: path.stat().st_mtime_ns for path in data.iterdir()} == before
+
+
+def test_another_seed_or_a_strangers_folder_is_refused(data, tmp_path):
+    with pytest.raises(UserError, match=r"not the sorting task's data of seed 5; name another folder"):
+        sort_task.ensure(data, seed=5)
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(UserError, match="holds other files"):
+        sort_task.ensure(tmp_path)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(sort_task, "_distinct_prompts", fail)
+    with pytest.raises(OSError, match="disk full"):
+        sort_task.ensure(tmp_path / "data")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_processes_that_make_it_at_once_agree(data, tmp_path):
+    command = [sys.executable, "-m", "realhf.data.sort_task", str(tmp_path / "data"), "--seed", "0"]
+    processes = [subprocess.Popen(command, stdout=subprocess.DEVNULL) for _ in range(3)]
+    assert [process.wait(60) for process in processes] == [0, 0, 0]
+    assert contents(tmp_path / "data") == contents(data)
+    assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_the_command_refuses_with_exit_code_2(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    command = [sys.executable, "-m", "realhf.data.sort_task", str(tmp_path)]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "holds other files" in result.stderr

@@ -1,0 +1,101 @@
+"""Arena, boxes and initial weights: one contiguous store, the same model whatever the layout."""
+
+from collections import Counter
+
+import pytest
+import torch
+
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.model import DecoderConfig
+from realhf.engine.arena import Arena
+from realhf.engine.build import attach_gradients, boxes, build_arena, build_decoder, initialise
+from realhf.models.parameters import decoder_parameters, parameter_count
+from realhf.parallel.groups import ParallelGroups
+from realhf.realloc.shards import FlatLayout, counted_range
+from tests.unit.engine.losses import ONE_RANK, tiny
+
+CPU = torch.device("cpu")
+STRATEGIES = [ParallelStrategy(*degrees) for degrees in [(1, 1, 4), (1, 1, 3), (2, 1, 2), (1, 2, 1), (2, 2, 2)]]
+CONFIGS = [tiny(), tiny(tied_embeddings=True), tiny(head="scalar", num_kv_heads=2)]
+
+
+def ranks(strategy: ParallelStrategy) -> list[ParallelGroups]:
+    """The ranks' places without process groups, which building a decoder does not talk in."""
+    layout = Layout(DeviceMesh(0, strategy.size), strategy)
+    return [ParallelGroups(layout, rank) for rank in range(strategy.size)]
+
+
+def test_arena_views_are_aligned_and_disjoint() -> None:
+    layout = FlatLayout({"a": (3, 5), "b": (), "c": (64,)}, shards=2)
+    arena = Arena(layout, torch.float32, CPU)
+    for i, view in enumerate(arena.views().values(), start=1):
+        assert view.data_ptr() % 64 == arena.flat.data_ptr() % 64
+        view.fill_(i)
+    assert arena.flat.sum() == 1 * 15 + 2 + 3 * 64
+    assert [layout.end(name) for name in "abc"] == [64, 128, 192]
+    assert len(arena.flat) == layout.size == 256
+    assert [layout.shard(i) for i in (0, 1)] == [range(0, 128), range(128, 256)]
+
+
+def test_parameters_and_gradients_are_views_of_their_arenas() -> None:
+    arena = build_arena(tiny(), ONE_RANK, torch.float32, CPU)
+    decoder = build_decoder(tiny(), ONE_RANK, torch.float32, arena=arena)
+    assert not any(p.requires_grad for p in decoder.parameters())
+    arena.flat.fill_(2.0)
+    assert all((p == 2.0).all() for p in decoder.parameters())
+    gradients = Arena(arena.layout, torch.float32, CPU)
+    attach_gradients(decoder, gradients)
+    sum(p.sum() for p in decoder.parameters()).backward()
+    sum(p.sum() for p in decoder.parameters()).backward()
+    assert gradients.flat.sum() == 2 * parameter_count(tiny())
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["untied", "tied", "scalar"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_initial_weights_do_not_depend_on_the_layout(config: DecoderConfig, strategy: ParallelStrategy) -> None:
+    whole = build_decoder(config, ONE_RANK, torch.float64)
+    initialise(whole, seed=11)
+    expected = {name: local for name, (_, local) in boxes(whole).items()}
+    covered = Counter()
+    for groups in ranks(strategy):
+        decoder = build_decoder(config, groups, torch.float64)
+        initialise(decoder, seed=11)
+        for name, (box, local) in boxes(decoder).items():
+            where = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+            torch.testing.assert_close(local, expected[name][where], rtol=0, atol=0)
+            covered[name] += box.size
+    assert all(covered[spec.name] >= spec.size * strategy.dp for spec in decoder_parameters(config))
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["untied", "tied", "scalar"])
+@pytest.mark.parametrize("strategy", STRATEGIES, ids=str)
+def test_every_global_element_is_counted_once(config: DecoderConfig, strategy: ParallelStrategy) -> None:
+    counted = {spec.name: torch.zeros(spec.shape) for spec in decoder_parameters(config)}
+    for groups in ranks(strategy):
+        arena = build_arena(config, groups, torch.float32, CPU)
+        part = counted_range(config, groups.layout, groups.rank)
+        arena.flat[part.start : part.stop] = 1.0
+        for name, (box, local) in boxes(build_decoder(config, groups, torch.float32, arena=arena)).items():
+            where = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
+            counted[name][where] += local
+    assert all((count == 1).all() for count in counted.values())
+
+
+def test_initial_weights_are_sensible_and_follow_the_seed() -> None:
+    config = tiny(head="scalar", hidden_size=128)
+    decoder = build_decoder(config, ONE_RANK, torch.float32)
+    initialise(decoder, seed=1)
+    local = {name: view for name, (_, view) in boxes(decoder).items()}
+    assert (local["model.norm.weight"] == 1).all()
+    assert local["model.layers.2.mlp.up_proj.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+    assert local["model.layers.2.mlp.up_proj.weight"].mean().item() == pytest.approx(0, abs=1e-3)
+    assert local["score.weight"].std().item() == pytest.approx(129**-0.5, rel=0.2)
+    assert not torch.equal(local["model.layers.1.mlp.up_proj.weight"], local["model.layers.2.mlp.up_proj.weight"])
+    trunk = local["model.embed_tokens.weight"].clone()
+    head = local["score.weight"].clone()
+    initialise(decoder, seed=2, names={"score.weight"})
+    assert torch.equal(local["model.embed_tokens.weight"], trunk)
+    assert not torch.equal(local["score.weight"], head)
+    wide = build_decoder(config, ONE_RANK, torch.float64)
+    initialise(wide, seed=1)
+    assert torch.equal(boxes(wide)["score.weight"][1].float(), head)

@@ -1,0 +1,99 @@
+"""Attention over pages, by both kernels, against plain attention of each sequence in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from realhf.engine import kv_cache
+from realhf.engine.kv_cache import PAGE, DecodeRows, KVCache, PrefillRows, StepAttention
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
+LAYERS = range(3, 5)
+
+
+@pytest.fixture(params=["cpp", "torch"])
+def kernels(request, monkeypatch):
+    if request.param == "torch":
+        monkeypatch.setattr(kv_cache, "_kernels", None)
+    else:
+        assert kv_cache._kernels is not None, "the C++ modules are not built"
+
+
+def plain(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
+    """Causal attention of one sequence [tokens, heads, head_dim] in float64, one token and head at a time."""
+    out = torch.zeros_like(query, dtype=torch.float64)
+    group = query.shape[1] // key.shape[1]
+    for t in range(len(query)):
+        first = 0 if window is None else max(0, t + 1 - window)
+        for h in range(query.shape[1]):
+            k, v = (x[first : t + 1, h // group].double() for x in (key, value))
+            weights = (k @ query[t, h].double() / query.shape[2] ** 0.5).softmax(0)
+            out[t, h] = weights @ v
+    return out
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize(
+    ("kv_heads", "group", "head_dim", "window"),
+    [(2, 1, 8, None), (1, 4, 64, None), (2, 2, 16, 5), (1, 1, 2, 1), (2, 1, 80, 20), (1, 3, 7, None)],
+)
+def test_steps_attend_to_the_whole_sequence(kernels, dtype, kv_heads, group, head_dim, window):
+    """Prompts of several lengths are computed in one step, and then token by token, mixed with new prompts."""
+    torch.manual_seed(0)
+    prompts, total = [1, 15, 16, 17, 40], [21, 30, 33, 18, 44]
+    shape = (max(total), kv_heads * group, head_dim), (max(total), kv_heads, head_dim)
+    data = [[torch.randn(s).to(dtype) for s in (shape[0], shape[1], shape[1])] for _ in prompts]
+    expected = [plain(q[:n], k[:n], v[:n], window) for (q, k, v), n in zip(data, total, strict=True)]
+
+    width = 3
+    cache = KVCache(LAYERS, 5 * width, kv_heads, head_dim, torch.empty(0, dtype=dtype))
+    cache._keys.fill_(1e4)  # what was there before must not matter
+    cache._values.fill_(1e4)
+    table = torch.randperm(5 * width).to(torch.int32).view(5, width)
+    lengths = [0] * 5
+    for time in range(60):
+        decoding = [i for i in range(5) if 0 < lengths[i] < total[i]]
+        starting = [i for i in range(5) if not lengths[i] and time >= 3 * i]
+        if not decoding and not starting:
+            continue
+        decode = prefill = None
+        if decoding:
+            decode = DecodeRows(table[decoding], torch.tensor([lengths[i] for i in decoding]))
+        if starting:
+            places = [table[i, t // PAGE].long() * PAGE + t % PAGE for i in starting for t in range(prompts[i])]
+            prefill = PrefillRows([prompts[i] for i in starting], torch.stack(places))
+        attend = StepAttention(cache, decode, prefill)
+        spans = [(i, lengths[i], lengths[i] + 1) for i in decoding] + [(i, 0, prompts[i]) for i in starting]
+        rows = [torch.cat([data[i][part][a:b] for i, a, b in spans]) for part in range(3)]
+        for layer in LAYERS:
+            out = attend(layer, *rows, window)
+            wanted = torch.cat([expected[i][a:b] for i, a, b in spans])
+            torch.testing.assert_close(out.double(), wanted, rtol=0, atol=TOLERANCE[dtype])
+        for i, _, end in spans:
+            lengths[i] = end
+    assert lengths == total
+
+
+def test_copied_pages_hold_the_same_in_all_layers(kernels):
+    cache = KVCache(LAYERS, 4, 2, 8, torch.empty(0))
+    cache._keys.normal_()
+    cache._values.normal_()
+    before = cache._keys.clone(), cache._values.clone()
+    cache.copy_pages([(0, 2), (1, 3)])
+    for store, old in zip((cache._keys, cache._values), before, strict=True):
+        assert torch.equal(store[:, [0, 1, 2, 3]], old[:, [0, 1, 0, 1]])
+
+
+@pytest.mark.parametrize("scale", [1e-3, 1.0, 60.0])
+def test_weights_of_any_size_are_exact(scale):
+    """The kernel's own exponential function, from nearly equal weights to one that takes all."""
+    torch.manual_seed(1)
+    length = 200
+    query, key, value = torch.randn(1, 2, 32) * scale, torch.randn(length, 2, 32), torch.randn(length, 2, 32)
+    cache = KVCache(range(1), length // PAGE + 1, 2, 32, torch.empty(0))
+    table = torch.arange(length // PAGE + 1, dtype=torch.int32)[None]
+    StepAttention(cache, None, PrefillRows([length - 1], torch.arange(length - 1)))(0, key[:-1], key[:-1], value[:-1])
+    out = StepAttention(cache, DecodeRows(table, torch.tensor([length - 1])), None)(0, query, key[-1:], value[-1:])
+    q, k, v = (x.double().transpose(0, 1) for x in (query, key, value))
+    torch.testing.assert_close(out.double(), F.scaled_dot_product_attention(q, k, v).transpose(0, 1), rtol=0, atol=1e-5)

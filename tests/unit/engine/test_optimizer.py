@@ -1,0 +1,102 @@
+"""The flat AdamW against torch's own per-parameter one, its schedule against numbers by hand."""
+
+import pytest
+import torch
+
+from realhf.api.experiment import OptimizerConfig
+from realhf.engine import optimizer as optimizer_module
+from realhf.engine.optimizer import FlatAdamW, learning_rate
+
+
+def test_learning_rate_by_hand() -> None:
+    config = OptimizerConfig(lr=1.0, warmup_steps=2, final_lr_ratio=0.1)
+    rates = [learning_rate(config, step, 5) for step in range(7)]
+    assert rates == pytest.approx([0.5, 1.0, 1.0, 0.7, 0.4, 0.1, 0.1])
+    cosine = OptimizerConfig(lr=2.0, warmup_steps=1, schedule="cosine", final_lr_ratio=0.2)
+    # cos of 0, 60, 90, 120 and 180 degrees: remaining 1, 3/4, 1/2, 1/4, 0 of 1.6, on top of 0.4.
+    assert [learning_rate(cosine, step, 7) for step in (0, 1, 3, 4, 5, 7, 9)] == pytest.approx(
+        [2.0, 2.0, 1.6, 1.2, 0.8, 0.4, 0.4]
+    )
+    constant = OptimizerConfig(lr=2.0, warmup_steps=4, schedule="constant")
+    assert [learning_rate(constant, step, 6) for step in (0, 1, 3, 5, 9)] == [0.5, 1.0, 2.0, 2.0, 2.0]
+    assert learning_rate(OptimizerConfig(lr=2.0), 0, 1) == 2.0
+    assert learning_rate(OptimizerConfig(lr=2.0, final_lr_ratio=0.5), 5, 10) == pytest.approx(1.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_steps_equal_torch_adamw(dtype: torch.dtype) -> None:
+    config = OptimizerConfig(lr=3e-2, beta1=0.8, beta2=0.9, eps=1e-6, weight_decay=0.2, warmup_steps=1)
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(50, dtype=dtype, generator=generator)
+    parameters, reference = start.clone(), torch.nn.Parameter(start.clone())
+    ours = FlatAdamW(parameters, config, total_steps=8)
+    theirs = torch.optim.AdamW([reference], betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, foreach=False, fused=False)
+    for step in range(6):
+        gradient = torch.randn(50, dtype=dtype, generator=generator)
+        theirs.param_groups[0]["lr"] = learning_rate(config, step, 8)
+        reference.grad = gradient.clone()
+        theirs.step()
+        assert ours.lr == learning_rate(config, step, 8)
+        ours.step(gradient)
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-6
+    torch.testing.assert_close(parameters, reference.detach(), rtol=tolerance, atol=tolerance)
+    state = theirs.state[reference]
+    for key in ("exp_avg", "exp_avg_sq"):
+        torch.testing.assert_close(ours.state[key], state[key], rtol=tolerance, atol=tolerance)
+    assert ours.step_count == 6
+
+
+def test_bfloat16_parameters_follow_a_float32_master() -> None:
+    config = OptimizerConfig(lr=1e-4, final_lr_ratio=1.0)
+    parameters = torch.ones(8, dtype=torch.bfloat16)
+    optimizer = FlatAdamW(parameters, config, total_steps=1)
+    for _ in range(5):  # one step of 1e-4 alone is lost in bfloat16, whose numbers below 1 are 0.004 apart
+        optimizer.step(torch.ones(8, dtype=torch.bfloat16))
+        assert (parameters == 1.0).all()
+    assert optimizer.state["master"].dtype == optimizer.state["exp_avg"].dtype == torch.float32
+    torch.testing.assert_close(optimizer.state["master"], torch.full((8,), 1 - 5e-4), rtol=0, atol=1e-6)
+    for _ in range(25):
+        optimizer.step(torch.ones(8, dtype=torch.bfloat16))
+    assert (parameters < 1.0).all()
+    parameters.fill_(3.0)
+    optimizer.parameters_changed()
+    assert (optimizer.state["master"] == 3.0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_offloaded_states_give_the_same_steps(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer_module, "_OFFLOAD_CHUNK", 64)  # three chunks
+    generator = torch.Generator().manual_seed(2)
+    start, gradients = torch.randn(150, generator=generator).to(dtype), torch.randn(4, 150, generator=generator)
+    here, there = (
+        FlatAdamW(start.clone(), OptimizerConfig(lr=1e-2, weight_decay=0.1, offload_states=offload), total_steps=4)
+        for offload in (False, True)
+    )
+    kept = dict(there.state)
+    for gradient in gradients:
+        here.step(gradient)
+        there.step(gradient)
+        assert all(there.state[kind] is tensor and tensor.device.type == "cpu" for kind, tensor in kept.items())
+    assert not torch.equal(here.parameters, start)
+    assert torch.equal(here.parameters, there.parameters)
+    assert all(torch.equal(tensor, there.state[kind]) for kind, tensor in here.state.items())
+
+
+def test_resumes_from_state_and_step() -> None:
+    config = OptimizerConfig(lr=1e-2, warmup_steps=3)
+    gradients = torch.randn(6, 20, generator=torch.Generator().manual_seed(1))
+
+    def steps(optimizer: FlatAdamW, rows: range) -> None:
+        for row in rows:
+            optimizer.step(gradients[row])
+
+    straight = FlatAdamW(torch.ones(20), config, total_steps=6)
+    steps(straight, range(6))
+    first = FlatAdamW(torch.ones(20), config, total_steps=6)
+    steps(first, range(3))
+    second = FlatAdamW(first.parameters.clone(), config, total_steps=6)
+    for key, value in second.state.items():
+        value.copy_(first.state[key])
+    second.step_count = first.step_count
+    steps(second, range(3, 6))
+    assert torch.equal(second.parameters, straight.parameters)

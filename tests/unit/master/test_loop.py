@@ -1,0 +1,175 @@
+"""The dispatcher with made-up workers: what is sent to whom, what comes together of their replies, who is late."""
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Callable
+
+from realhf.api.layout import Layout
+from realhf.api.plan import CallPlan, ExecutionPlan
+from realhf.master.loop import CallRecord, Dispatcher, GraphRunner
+from realhf.transport.messages import (
+    CallFunction,
+    FreeBatch,
+    KeyMetadata,
+    Reallocate,
+    Release,
+    Reply,
+    SaveCheckpoint,
+    Span,
+    ToWorker,
+    Transfer,
+)
+from tests.unit.api.calls import ppo_graph
+
+GRAPH = ppo_graph()
+
+
+class Workers:
+    """Answers each request at once, as workers on which everything works do."""
+
+    def __init__(self, num_workers: int):
+        self.dispatcher = Dispatcher(self.send, num_workers, lambda *_: None)
+        self.got: list[tuple[int, ToWorker]] = []
+
+    async def send(self, worker: int, message: ToWorker) -> None:
+        self.got.append((worker, message))
+        match message:
+            case CallFunction():
+                self.dispatcher.reply(worker, self._result(worker, message))
+            case Reallocate() | SaveCheckpoint():
+                self.dispatcher.reply(worker, Reply(request_id=message.request_id, span=Span("reallocation", "", 0, 1)))
+
+    def _result(self, worker: int, call: CallFunction) -> Reply:
+        span = Span("compute", call.call, float(worker), float(worker + 1))
+        _, tp, pp = call.layout.coordinates(worker)
+        if (tp, pp) != (0, call.layout.strategy.pp - 1):
+            return Reply(request_id=call.request_id, span=span)
+        ids = tuple(sample for ids in call.mini_batches for sample in ids)
+        column = KeyMetadata(dtype="int64", trailing=(), ids=ids, lengths=(3,) * len(ids))
+        return Reply(
+            request_id=call.request_id,
+            span=span,
+            outputs=dict.fromkeys(GRAPH.calls[call.call].output_data, column),
+            stats={"ids": (float(sum(ids)), float(len(ids)))},
+            tokens=3 * len(ids),
+        )
+
+    def sent(self, kind: type, worker: int | None = None) -> list[ToWorker]:
+        return [message for to, message in self.got if isinstance(message, kind) and worker in (None, to)]
+
+
+def run(workers: Workers, plan: ExecutionPlan, steps: int, batch_size: int) -> list[tuple[int, list[CallRecord]]]:
+    homes: dict[str, Layout] = {model: plan.layout(plan.home(GRAPH, model)) for model in GRAPH.models}
+    runner = GraphRunner("train", GRAPH, plan.calls, homes, batch_size)
+    ended: list[tuple[int, list[CallRecord]]] = []
+    asyncio.run(
+        workers.dispatcher.run_steps(
+            runner,
+            plan.unrolled(GRAPH, steps),
+            plan.max_steps_in_flight,
+            lambda step, calls: ended.append((step, calls)),
+        )
+    )
+    return ended
+
+
+def test_replies_of_all_ranks_become_one_record() -> None:
+    plan = ExecutionPlan(num_devices=4, calls=dict.fromkeys(GRAPH.calls, CallPlan(devices=(0, 4), dp=2, tp=2)))
+    workers = Workers(4)
+    ended = run(workers, plan, steps=2, batch_size=8)
+    assert [step for step, _ in ended] == [0, 1]
+    for step, records in ended:
+        assert sorted(record.node.call for record in records) == sorted(GRAPH.calls)
+        for record in records:
+            assert record.node.step == step
+            assert (record.start, record.end, sorted(record.spans)) == (0.0, 4.0, [0, 1, 2, 3])
+            assert record.tokens == 24, "each sample once, not once a tensor-parallel rank"
+            assert record.mean_stats() == {"ids": 3.5}
+    assert len(workers.sent(CallFunction)) == 2 * 5 * 4
+    assert not workers.sent(Reallocate), "all calls are laid out alike"
+    assert len(workers.sent(FreeBatch)) == 2 * 4
+
+
+def test_a_call_laid_out_otherwise_is_reallocated_and_released() -> None:
+    calls = {
+        **dict.fromkeys(GRAPH.calls, CallPlan(devices=(0, 2), dp=2)),
+        "actor_generate": CallPlan(devices=(2, 2), tp=2),
+    }
+    workers = Workers(4)
+    run(workers, ExecutionPlan(num_devices=4, calls=calls), steps=1, batch_size=8)
+    assert [to for to, message in workers.got if isinstance(message, Reallocate)] == [0, 1, 2, 3], "home and target"
+    kinds = [type(message) for _, message in workers.got if not isinstance(message, Transfer)]
+    of_worker_2 = [type(message) for to, message in workers.got if to == 2 and not isinstance(message, Transfer)]
+    assert of_worker_2 == [Reallocate, CallFunction, Release, FreeBatch]
+    assert kinds[-4:] == [FreeBatch] * 4
+    # seq and logprob come to both workers of the other calls, from the rank that holds the outputs.
+    sends = [send for message in workers.sent(Transfer, worker=2) for send in message.sends]  # type: ignore[union-attr]
+    moved = Counter((send.peer, send.key) for send in sends for _ in send.ids)
+    assert moved == {(0, "seq"): 4, (1, "seq"): 4, (0, "logprob"): 4, (1, "logprob"): 4}
+
+
+def test_a_thousand_workers() -> None:
+    plan = ExecutionPlan(num_devices=1024, calls=dict.fromkeys(GRAPH.calls, CallPlan(devices=(0, 1024), dp=1024)))
+    start_s = time.perf_counter()
+    ended = run(Workers(1024), plan, steps=2, batch_size=1024)
+    assert len(ended) == 2
+    assert time.perf_counter() - start_s < 10.0
+
+
+def test_a_checkpoint_is_written_by_its_writers() -> None:
+    workers = Workers(4)
+    asyncio.run(workers.dispatcher.save("somewhere", {1: ("actor",), 3: ("actor", "critic")}))
+    assert [(to, message.models) for to, message in workers.got] == [(1, ("actor",)), (3, ("actor", "critic"))]  # type: ignore[union-attr]
+
+
+class Silent(Workers):
+    """Hands no reply over by itself."""
+
+    def __init__(self, num_workers: int):
+        super().__init__(num_workers)
+        self.replies: list[tuple[int, Reply]] = []
+        self.dispatcher.reply, self._hand_over = self.keep, self.dispatcher.reply  # type: ignore[method-assign]
+
+    def keep(self, worker: int, reply: Reply) -> None:
+        self.replies.append((worker, reply))
+
+    async def answer(self, worker: int) -> None:
+        """The oldest request of a worker is answered."""
+        reply = next(reply for to, reply in self.replies if to == worker)
+        self.replies.remove((worker, reply))
+        self._hand_over(worker, reply)
+        await asyncio.sleep(0)
+
+
+def test_a_worker_is_late_at_the_request_it_executes_not_at_those_behind() -> None:
+    calls = dict.fromkeys(GRAPH.calls, CallPlan(devices=(0, 1))) | {"actor_generate": CallPlan(devices=(1, 1))}
+    plan = ExecutionPlan(num_devices=2, calls=calls)
+
+    async def script(workers: Silent, late: Callable[[float], list[int]]) -> None:
+        describe = workers.dispatcher.describe
+        homes = {model: plan.layout(plan.home(GRAPH, model)) for model in GRAPH.models}
+        runner = GraphRunner("train", GRAPH, plan.calls, homes, 1)
+        task = asyncio.ensure_future(workers.dispatcher.run_steps(runner, plan.unrolled(GRAPH, 1), 1, lambda *_: None))
+        await asyncio.sleep(0.01)
+        assert describe(0) == "reallocation of actor for actor_generate of step 1"
+        assert late(10.0) == [0, 1]
+        assert late(0.001) == []
+        await workers.answer(1)
+        await workers.answer(0)
+        assert describe(0) == "no request"
+        assert describe(1) == "actor_generate of step 1"
+        assert late(10.0) == [1]
+        await workers.answer(1)
+        assert describe(0) in ("critic_inference of step 1", "reward_inference of step 1")
+        before = describe(0)
+        await asyncio.sleep(0.05)
+        now_s = time.monotonic()
+        assert workers.dispatcher.late(0.01, now_s) == [0]
+        await workers.answer(0)
+        assert describe(0) != before
+        assert workers.dispatcher.late(0.01, now_s) == [], "the time of the next starts now"
+        task.cancel()
+
+    workers = Silent(2)
+    asyncio.run(script(workers, lambda later_s: workers.dispatcher.late(5.0, time.monotonic() + later_s)))

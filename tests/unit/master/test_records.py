@@ -1,0 +1,91 @@
+"""What a run leaves for people: names of statistics, times of steps, a trace that viewers open."""
+
+import json
+from pathlib import Path
+
+from realhf.api.plan import CallPlan, ExecutionPlan
+from realhf.master.loop import CallRecord
+from realhf.master.records import JsonLines, Trace, step_metrics
+from realhf.master.state import Node
+from realhf.transport.messages import Span
+
+
+def record(call: str, start: float, end: float, tokens: int = 0, **stats: tuple[float, float]) -> CallRecord:
+    """A call that two workers computed, the first from `start` and the second until `end`."""
+    middle = (start + end) / 2
+    spans = {0: Span("compute", call, start, middle), 1: Span("compute", call, middle, end)}
+    return CallRecord(Node(3, call), call.partition("_")[0], spans, dict(stats), tokens)
+
+
+PLAN = ExecutionPlan(
+    num_devices=2,
+    calls={
+        "actor_generate": CallPlan(devices=(0, 2), predicted_s=2.5),
+        "actor_train_step": CallPlan(devices=(0, 2)),
+        "critic_train_step": CallPlan(devices=(0, 2)),
+    },
+)
+
+
+def test_a_line_of_metrics() -> None:
+    line = step_metrics(
+        4,
+        [
+            record("actor_generate", 10.0, 12.0, tokens=900),
+            record("actor_train_step", 12.0, 13.0, tokens=600, loss=(6.0, 4.0), kl=(1.0, 8.0)),
+            record("critic_train_step", 12.0, 14.0, tokens=600, loss=(1.0, 4.0), nothing=(0.0, 0.0)),
+        ],
+        PLAN,
+        previous_end=11.0,
+    )
+    assert line.pop("calls") == {
+        "actor_generate": {"start": 10.0, "end": 12.0, "seconds": 2.0, "predicted_s": 2.5},
+        "actor_train_step": {"start": 12.0, "end": 13.0, "seconds": 1.0, "predicted_s": None},
+        "critic_train_step": {"start": 12.0, "end": 14.0, "seconds": 2.0, "predicted_s": None},
+    }
+    assert line == {
+        "step": 4,
+        "time_s": 3.0,  # from the end of the step before, though this one had begun earlier
+        "tokens": 900,
+        "tokens_per_s": 300.0,
+        "actor_loss": 1.5,  # two calls have a loss, so the models' names stand before it
+        "critic_loss": 0.25,
+        "kl": 0.125,
+    }
+
+
+def test_a_step_without_time_has_no_speed() -> None:
+    assert step_metrics(1, [record("actor_generate", 1.0, 1.0, tokens=5)], PLAN, 1.0)["tokens_per_s"] == 0.0
+
+
+def test_lines_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl")
+    lines.write({"step": 1, "loss": 0.5})
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 0.5}
+    lines.write({"step": 2})
+    lines.close()
+    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == ['{"step":1,"loss":0.5}', '{"step":2}']
+
+
+def test_the_trace_is_in_chromes_format(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "trace.json", num_workers=2)
+    first = Span("compute", 'a "quoted" call of step 0', 100.0, 100.25)
+    trace.add(0, first)
+    trace.add(1, Span("transfer", "b", 100.5, 101.0))
+    trace.close()
+    events = json.loads((tmp_path / "trace.json").read_text())
+    assert events[:2] == [
+        {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": f"worker-{i}"}} for i in range(2)
+    ]
+    a, b = events[2:]
+    assert (a["name"], a["cat"], a["ph"], a["pid"], a["tid"], a["dur"]) == (first.name, "compute", "X", 0, 0, 250_000)
+    assert (b["tid"], b["dur"], b["ts"] - a["ts"]) == (1, 500_000, 500_000)
+
+
+def test_a_trace_that_a_crash_cut_off_lacks_only_its_bracket(tmp_path: Path) -> None:
+    trace = Trace(tmp_path / "trace.json", num_workers=1)
+    trace.add(0, Span("compute", "a", 1.0, 2.0))
+    trace.flush()
+    text = (tmp_path / "trace.json").read_text()
+    assert len(json.loads(text + "]")) == 2
+    trace.close()

@@ -1,0 +1,331 @@
+"""The schedule against workers that are queues: any graph, any layouts, any timing."""
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from graphlib import CycleError, TopologicalSorter
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.api.graph import INFERENCE, TRAIN_STEP, DataflowGraph
+from realhf.api.layout import Layout
+from realhf.api.plan import CallPlan, ExecutionPlan, OrderEntry, check_plan
+from realhf.master.state import Action, FinishStep, Issue, Node, Schedule, participants
+from tests.unit.api.calls import call, ppo_graph
+
+
+@dataclass(frozen=True)
+class Item:
+    """What stands in the queues of its devices and runs when it is first in all of them.
+
+    A call is reallocated (if it is not laid out as its parameters are) and computed; then each of
+    its devices sends the outputs on.
+    """
+
+    kind: str
+    node: Node
+    devices: frozenset[int]
+
+
+@dataclass
+class Simulation:
+    """Workers that execute first in, first out, under a schedule; `seconds` tells how long an item takes."""
+
+    schedule: Schedule
+    graph: DataflowGraph
+    plan: ExecutionPlan
+    seconds: Callable[[Item], float]
+    queues: dict[int, deque[Item]] = field(default_factory=dict)
+    executed: list[tuple[float, float, Item]] = field(default_factory=list)
+    finished_steps: list[int] = field(default_factory=list)
+    issued: list[Node] = field(default_factory=list)
+    sent: set[Item] = field(default_factory=set)
+    max_in_flight: int = 0
+
+    def run(self) -> "Simulation":
+        running: set[Item] = set()
+        ends: list[tuple[float, int, float, Item]] = []
+        order = itertools.count()
+        now_s = 0.0
+        self._perform(self.schedule.start())
+        while True:
+            for item in self._startable() - running:
+                running.add(item)
+                heapq.heappush(ends, (now_s + self.seconds(item), next(order), now_s, item))
+            if not ends:
+                return self
+            now_s, _, start_s, item = heapq.heappop(ends)
+            running.remove(item)
+            for device in item.devices:
+                assert self.queues[device].popleft() == item
+            self.executed.append((start_s, now_s, item))
+            if item.kind == "send":
+                self.sent.add(item)
+            if item.kind == "compute":
+                for send in self._sends(item.node):
+                    self._enqueue(send)
+                self._perform(self.schedule.ended(item.node))
+
+    def _perform(self, actions: list[Action]) -> None:
+        for action in actions:
+            match action:
+                case Issue(node):
+                    self.issued.append(node)
+                    for kind, devices in steps_of(self.graph, self.plan, node.call):
+                        self._enqueue(Item(kind, node, devices))
+                case FinishStep(step):
+                    self.finished_steps.append(step)
+        self.max_in_flight = max(self.max_in_flight, len({n.step for n in self.issued} - set(self.finished_steps)))
+
+    def _enqueue(self, item: Item) -> None:
+        for device in item.devices:
+            self.queues.setdefault(device, deque()).append(item)
+
+    def _sends(self, node: Node) -> list[Item]:
+        return [Item("send", node, frozenset({device})) for device in self.plan.layout(node.call).mesh.devices]
+
+    def _startable(self) -> set[Item]:
+        heads = {queue[0] for queue in self.queues.values() if queue}
+        return {
+            item
+            for item in heads
+            if all(self.queues[d][0] == item for d in item.devices) and (item.kind != "compute" or self._has_data(item))
+        }
+
+    def _has_data(self, item: Item) -> bool:
+        keys = [key for key in self.graph.calls[item.node.call].input_data if key in self.graph.producers]
+        parents = {Node(item.node.step, self.graph.producers[key]) for key in keys}
+        return all(send in self.sent for parent in parents for send in self._sends(parent))
+
+    def span(self, name: str, step: int) -> tuple[float, float]:
+        """When a call was computed."""
+        return next(
+            (start_s, end_s)
+            for start_s, end_s, item in self.executed
+            if item.kind == "compute" and item.node == Node(step, name)
+        )
+
+
+def steps_of(graph: DataflowGraph, plan: ExecutionPlan, name: str) -> list[tuple[str, frozenset[int]]]:
+    """What has to be done for a call, and on which devices together."""
+    layout, home = plan.layout(name), plan.layout(plan.home(graph, graph.calls[name].model_name))
+    compute = ("compute", frozenset(layout.mesh.devices))
+    if layout == home:
+        return [compute]
+    return [("reallocate", frozenset({*layout.mesh.devices, *home.mesh.devices})), compute]
+
+
+def schedule_of(graph: DataflowGraph, plan: ExecutionPlan, order: list[tuple[str, int]]) -> Schedule:
+    layouts = {name: plan.layout(name) for name in graph.calls}
+    homes: dict[str, Layout] = {model: plan.layout(plan.home(graph, model)) for model in graph.models}
+    return Schedule(graph, order, layouts, homes, plan.max_steps_in_flight)
+
+
+def random_graph(random: Random) -> DataflowGraph:
+    """A few calls of a few models; each reads outputs of earlier ones, the last of a model may train it."""
+    num_calls = random.randint(1, 7)
+    models = [f"m{random.randrange(4)}" for _ in range(num_calls)]
+    trained = {model for model in sorted(set(models)) if random.random() < 0.7}
+    calls = []
+    for i, model in enumerate(models):
+        trains = model in trained and (model not in models[i + 1 :] or (random.random() < 0.2 and i > 0))
+        inputs = [f"k{j}" for j in range(i) if random.random() < 0.35]
+        calls.append(call(model, TRAIN_STEP if trains else INFERENCE, [*inputs, "x"], [f"k{i}"], name=f"c{i}"))
+    seen_training: set[str] = set()
+    for i, one in enumerate(calls):  # no reader behind the training of its model: it would have to come before
+        if one.model_name in seen_training and not one.trains:
+            calls[i] = call(one.model_name, TRAIN_STEP, one.input_data, one.output_data, name=one.name)
+        elif one.trains:
+            seen_training.add(one.model_name)
+    random.shuffle(calls)
+    trainings = [c.name for c in calls if c.trains]
+    calls.sort(key=lambda c: (c.name in trainings, c.name if c.name in trainings else ""))
+    return DataflowGraph(calls, ["x"])
+
+
+def random_order(graph: DataflowGraph, max_steps_in_flight: int, random: Random) -> tuple[OrderEntry, ...]:
+    """An order that `check_plan` allows, with calls of earlier steps among those of the current one where it can."""
+    back: dict[str, int] = {}
+    for name in graph.calls:
+        lowest = max((back[e.parent] for e in graph.parents(name) if e.steps_back == 0), default=0)
+        back[name] = min(lowest + (random.random() < 0.4), max_steps_in_flight - 1)
+    return _order(graph, back, random) or _order(graph, dict.fromkeys(graph.calls, 0), random) or ()
+
+
+def _order(graph: DataflowGraph, back: dict[str, int], random: Random) -> tuple[OrderEntry, ...] | None:
+    before: dict[str, set[str]] = {name: set() for name in graph.calls}
+    for edge in graph.edges:
+        if back[edge.parent] - edge.steps_back > back[edge.child]:
+            return None
+        if back[edge.parent] - edge.steps_back == back[edge.child]:
+            before[edge.child].add(edge.parent)
+    sorter = TopologicalSorter(before)
+    try:
+        sorter.prepare()
+    except CycleError:
+        return None
+    names: list[str] = []
+    ready: list[str] = []
+    while sorter.is_active():
+        ready += sorted(sorter.get_ready())
+        names.append(ready.pop(random.randrange(len(ready))))
+        sorter.done(names[-1])
+    return tuple(OrderEntry(call=name, steps_back=back[name]) for name in names)
+
+
+def random_plan(graph: DataflowGraph, random: Random) -> ExecutionPlan:
+    num_devices = random.choice([1, 2, 4, 6])
+    calls = {}
+    for name in graph.calls:
+        first = random.randrange(num_devices)
+        size = random.choice([s for s in (1, 2, 4) if first + s <= num_devices])
+        calls[name] = CallPlan(devices=(first, size), dp=size)
+    homes = ExecutionPlan(num_devices=num_devices, calls=calls)
+    for name, definition in graph.calls.items():
+        if definition.trains:  # all training of one model is in one place
+            calls[name] = calls[homes.home(graph, definition.model_name)]
+    window = random.randint(1, 3)
+    order = random_order(graph, window, random) if random.random() < 0.9 else ()
+    plan = ExecutionPlan(num_devices=num_devices, calls=calls, order=order, max_steps_in_flight=window)
+    check_plan(plan, graph, 4)
+    return plan
+
+
+@settings(max_examples=250, deadline=None)
+@given(st.integers(0, 2**62))
+def test_any_plan_on_any_graph_under_any_timing(seed: int) -> None:
+    random = Random(seed)
+    graph = random_graph(random)
+    plan = random_plan(graph, random)
+    first, steps = random.choice([0, 0, 5]), random.randint(1, 5)
+    order = [(name, first + step) for name, step in plan.unrolled(graph, steps)]
+    nodes = [Node(step, name) for name, step in order]
+    for _ in range(2):
+        schedule = schedule_of(graph, plan, order)
+        simulation = Simulation(schedule, graph, plan, lambda _: random.expovariate(1.0)).run()
+        assert schedule.finished, "deadlock"
+        check_execution(simulation, nodes)
+
+
+def check_execution(simulation: Simulation, nodes: list[Node]) -> None:
+    graph, plan = simulation.graph, simulation.plan
+    spans = {item.node: (start, end) for start, end, item in simulation.executed if item.kind == "compute"}
+    assert sorted(spans) == sorted(nodes) == sorted(simulation.issued), "every call once"
+    for node, (start_s, _) in spans.items():
+        for edge in graph.parents(node.call):
+            parent = Node(node.step - edge.steps_back, edge.parent)
+            assert parent not in spans or spans[parent][1] <= start_s, f"{node} before {parent} has ended"
+    for device in range(plan.num_devices):
+        seen = [
+            (item.node, item.kind)
+            for _, _, item in simulation.executed
+            if device in item.devices and item.kind != "send"
+        ]
+        expected = [
+            (node, kind) for node in nodes for kind, devices in steps_of(graph, plan, node.call) if device in devices
+        ]
+        assert seen == expected, f"device {device} leaves the plan's order"
+    assert simulation.max_in_flight <= plan.max_steps_in_flight
+    assert simulation.finished_steps == sorted({node.step for node in nodes})
+    assert not any(simulation.queues.values())
+
+
+def test_the_random_cases_are_not_all_trivial() -> None:
+    """They have overlapping steps, trained models, and reallocations."""
+    overlapping = trained = reallocating = 0
+    for seed in range(200):
+        random = Random(seed)
+        graph = random_graph(random)
+        plan = random_plan(graph, random)
+        overlapping += any(entry.steps_back for entry in plan.order)
+        trained += any(c.trains for c in graph.calls.values())
+        reallocating += any(
+            plan.layout(name) != plan.layout(plan.home(graph, c.model_name)) for name, c in graph.calls.items()
+        )
+    assert min(overlapping, trained, reallocating) > 40
+
+
+def test_participants_are_its_own_devices_and_those_of_its_parameters() -> None:
+    graph = DataflowGraph(
+        [
+            call("teacher", INFERENCE, ["x"], ["y"]),
+            call("pupil", INFERENCE, ["x", "y"], ["z"]),
+            call("pupil", TRAIN_STEP, ["z"]),
+        ],
+        ["x"],
+    )
+    places = {"teacher_inference": 0, "pupil_inference": 1, "pupil_train_step": 2}
+    layouts = {name: CallPlan(devices=(device, 1)).layout for name, device in places.items()}
+    homes = {"teacher": layouts["teacher_inference"], "pupil": layouts["pupil_train_step"]}
+    found = {name: participants(graph, name, layouts, homes) for name in places}
+    assert found == {"teacher_inference": {0}, "pupil_inference": {1, 2}, "pupil_train_step": {2}}
+
+
+ACTOR, CRITIC = CallPlan(devices=(0, 1)), CallPlan(devices=(1, 1))
+DISJOINT = {
+    "actor_generate": ACTOR,
+    "actor_train_step": ACTOR,
+    "reward_inference": CRITIC,
+    "critic_inference": CRITIC,
+    "critic_train_step": CRITIC,
+}
+SECONDS = {
+    "actor_generate": 4.0,
+    "actor_train_step": 2.0,
+    "reward_inference": 1.0,
+    "critic_inference": 1.0,
+    "critic_train_step": 3.0,
+}
+STEP = ("actor_generate", "reward_inference", "critic_inference", "actor_train_step", "critic_train_step")
+
+
+def ppo_on_two_devices(max_steps_in_flight: int, steps: int = 4) -> Simulation:
+    graph = ppo_graph()
+    order = tuple(OrderEntry(call=name) for name in STEP)
+    plan = ExecutionPlan(num_devices=2, calls=DISJOINT, order=order, max_steps_in_flight=max_steps_in_flight)
+    check_plan(plan, graph, 1)
+    schedule = schedule_of(graph, plan, plan.unrolled(graph, steps))
+    return Simulation(
+        schedule, graph, plan, lambda item: SECONDS[item.node.call] if item.kind == "compute" else 0.0
+    ).run()
+
+
+def test_the_critic_trains_while_the_actor_generates_for_the_next_step() -> None:
+    """A step: 4 s generation, 2 s on the critic's device, then 2 s actor against 3 s critic training."""
+    simulation = ppo_on_two_devices(max_steps_in_flight=2)
+    for step in range(4):
+        assert simulation.span("actor_generate", step) == (8.0 * step, 8.0 * step + 4)
+        assert simulation.span("actor_train_step", step) == (8.0 * step + 6, 8.0 * step + 8)
+        assert simulation.span("critic_train_step", step) == (8.0 * step + 6, 8.0 * step + 9)
+    assert simulation.max_in_flight == 2
+
+
+def test_one_step_in_flight_waits_for_the_critic() -> None:
+    simulation = ppo_on_two_devices(max_steps_in_flight=1)
+    assert [simulation.span("actor_generate", step)[0] for step in range(4)] == [0.0, 9.0, 18.0, 27.0]
+    assert simulation.max_in_flight == 1
+
+
+def test_actions_of_one_small_graph() -> None:
+    """Two calls on one device, one edge between them, two steps; worked out by hand."""
+    graph = DataflowGraph([call("a", INFERENCE, ["x"], ["y"]), call("b", INFERENCE, ["y"])], ["x"])
+    plan = ExecutionPlan(num_devices=1, calls=dict.fromkeys(graph.calls, CallPlan(devices=(0, 1))))
+    schedule = schedule_of(graph, plan, plan.unrolled(graph, 2))
+    a0, b0, a1, b1 = Node(0, "a_inference"), Node(0, "b_inference"), Node(1, "a_inference"), Node(1, "b_inference")
+    assert schedule.start() == [Issue(a0)]
+    assert schedule.ended(a0) == [Issue(b0), Issue(a1)], "a of step 1 may queue up behind b of step 0"
+    assert schedule.ended(b0) == [FinishStep(0)]
+    assert schedule.ended(a1) == [Issue(b1)]
+    assert not schedule.finished
+    assert schedule.ended(b1) == [FinishStep(1)]
+    assert schedule.finished
+
+
+def test_nothing_to_do() -> None:
+    schedule = schedule_of(ppo_graph(), ExecutionPlan(num_devices=2, calls=DISJOINT), [])
+    assert schedule.start() == []
+    assert schedule.finished

@@ -1,0 +1,130 @@
+"""`realhf convert`: there and back, exact; what it says; what it refuses."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from realhf.api.errors import UserError
+from realhf.api.experiment import ModelSetup
+from realhf.api.graph import TRAIN_STEP, ModelFunctionCallDef
+from realhf.cli import main
+from realhf.models.checkpoint import CheckpointReader, save_model
+from realhf.models.convert import Conversion, convert
+from tests.unit.models.families import Oracle, config_class, distance, oracle
+from tests.unit.models.test_hugging_face_files import GPT2_SIZES, SIZES
+
+
+@pytest.fixture(scope="module")
+def mistral(tmp_path_factory: pytest.TempPathFactory) -> Oracle:
+    """Of a family that, without a window, Llama could express too; with a tokenizer and a field of its own."""
+    directory = tmp_path_factory.mktemp("mistral")
+    config = config_class("mistral")(**SIZES, sliding_window=None, eos_token_id=7)
+    theirs = oracle(config, directory, torch.float32)
+    (directory / "tokenizer.json").write_text('{"of": "a test"}')
+    return theirs
+
+
+def run(**arguments: object) -> list[str]:
+    said: list[str] = []
+    convert(Conversion(**arguments), said.append)
+    return said
+
+
+def test_there_and_back(mistral: Oracle, tmp_path: Path) -> None:
+    boxes, back = tmp_path / "boxes", tmp_path / "back"
+    said = run(source=str(mistral.directory), target=str(boxes), max_file_bytes=4_000)
+    assert said[0] == f"{mistral.directory}: Hugging Face mistral, 6,256 parameters, 3 layers, untied"
+    assert "copying tokenizer.json" in said
+    assert len(list(boxes.glob("boxes-*.safetensors"))) > 2
+    reader = CheckpointReader(boxes)
+    assert (reader.index.dtype, reader.metadata) == ("float32", {"converted_from": str(mistral.directory)})
+    said = run(source=str(boxes), target=str(back))
+    assert said[-1] == f"{back}: Hugging Face mistral, float32"
+    before, after = (load_file(d / "model.safetensors") for d in (mistral.directory, back))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert (back / "tokenizer.json").read_text() == '{"of": "a test"}'
+    config = json.loads((back / "config.json").read_text())
+    assert (config["model_type"], config["architectures"], config["eos_token_id"]) == (
+        "mistral",
+        ["MistralForCausalLM"],
+        7,
+    )
+    loaded = AutoModelForCausalLM.from_pretrained(back)
+    tokens = torch.arange(9)[None]
+    with torch.no_grad():
+        assert distance(loaded(input_ids=tokens).logits, mistral.hf(input_ids=tokens).logits) < 1e-6
+
+
+def test_gpt2_in_bfloat16_and_back_from_a_checkpoint_without_a_tokenizer(tmp_path: Path) -> None:
+    theirs = oracle(config_class("gpt2")(**GPT2_SIZES), tmp_path / "theirs", torch.float32)
+    save_model(tmp_path / "run", theirs.config, theirs.state("state"))
+    said = run(source=str(tmp_path / "run"), target=str(tmp_path / "back"), dtype="bfloat16")
+    assert "no tokenizer to copy; --like DIR takes one from there" in said
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "back")
+    assert type(loaded).__name__ == "GPT2LMHeadModel"
+    ours, wanted = loaded.state_dict(), theirs.hf.state_dict()
+    assert ours.keys() == wanted.keys()
+    assert all(torch.equal(ours[name], wanted[name].bfloat16()) for name in wanted)
+
+
+def test_a_scalar_head(mistral: Oracle, tmp_path: Path) -> None:
+    critic = mistral.config.with_head("scalar")
+    state = {name: tensor for name, tensor in mistral.state("state").items() if name != "lm_head.weight"}
+    state["score.weight"] = torch.randn(1, 16)
+    save_model(tmp_path / "critic", critic, state)
+    run(source=str(tmp_path / "critic"), target=str(tmp_path / "exported"), like=str(mistral.directory))
+    loaded = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported")
+    assert torch.equal(loaded.score.weight, state["score.weight"])
+    run(source=str(tmp_path / "exported"), target=str(tmp_path / "again"))
+    reader = CheckpointReader(tmp_path / "again")
+    reader.check_architecture(critic)
+
+
+def test_the_command(mistral: Oracle, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "realhf.cli", "convert", str(mistral.directory)]
+    done = subprocess.run([*command, str(tmp_path / "boxes")], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{tmp_path / 'boxes'}: checkpoint of 1 file, float32" in done.stdout
+
+
+def test_a_command_that_cannot_work(mistral: Oracle, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", str(mistral.directory), str(tmp_path)]) == 2
+    assert capsys.readouterr().err == f"error: {tmp_path} exists already; give a new directory, or remove it first\n"
+    save_model(tmp_path / "run", mistral.config, mistral.state("run"))
+    words = [str(tmp_path / "run"), str(tmp_path / "out"), "--like", str(tmp_path)]
+    done = subprocess.run([sys.executable, "-m", "realhf.cli", "convert", *words], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr == (
+        f"error: --like {tmp_path}: no config.json there; give the directory of a Hugging Face checkpoint\n"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_experiment_names_the_directory(mistral: Oracle) -> None:
+    def call(name: str) -> ModelFunctionCallDef:
+        return ModelFunctionCallDef(
+            model_name="m",
+            model_type=name,
+            interface_type=TRAIN_STEP,
+            interface_impl=None,  # type: ignore[arg-type]
+        )
+
+    assert call(str(mistral.directory)).config == mistral.config
+    assert call(f"{mistral.directory}-critic").config == mistral.config.with_head("scalar")
+    assert ModelSetup(checkpoint=str(mistral.directory)).checkpoint == str(mistral.directory)
+    with pytest.raises(UserError, match="architecture 'no/where' is not known"):
+        call("no/where")
+
+
+def test_configs_survive_json(mistral: Oracle) -> None:
+    """As they do in plans, problem files and the index of checkpoints."""
+    content = msgspec.json.encode(mistral.config)
+    assert msgspec.json.decode(content, type=type(mistral.config)) == mistral.config

@@ -1,0 +1,59 @@
+"""The product that all layers use, against the plain one in float64."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from realhf.parallel import linear as module
+from realhf.parallel.linear import linear, pack
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def operands(rows: int, dtype: torch.dtype, width: int = 40) -> list[torch.Tensor]:
+    torch.manual_seed(rows)
+    shapes = [(rows, width), (24, width), (24,)]
+    return [(torch.randn(shape, dtype=torch.float64) / shape[-1] ** 0.5).to(dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rows", [0, 1, 3, 4, 65])
+@pytest.mark.parametrize("is_packed", [False, True])
+def test_values_are_those_of_the_plain_product(dtype, rows, is_packed):
+    x, weight, bias = operands(rows, dtype)
+    packed = pack(weight) if is_packed else None
+    for b in (None, bias):
+        expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
+        torch.testing.assert_close(linear(x, weight, b, packed).double(), expected, rtol=0, atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("rows", [1, 4, 65, 1025])
+def test_gradients_are_those_of_the_plain_product(rows):
+    leaves = [x.requires_grad_(True) for x in operands(rows, torch.float32)]
+    linear(*leaves).square().sum().backward()
+    wide = [x.detach().double().requires_grad_(True) for x in leaves]
+    F.linear(*wide).square().sum().backward()
+    for leaf, expected in zip(leaves, wide, strict=True):
+        torch.testing.assert_close(leaf.grad.double(), expected.grad, rtol=1e-5, atol=1e-5)
+
+
+def test_a_gradient_is_only_computed_where_it_is_asked_for(monkeypatch):
+    x, weight, _ = operands(8, torch.float32)
+    calls = []
+    original = module._onednn
+    monkeypatch.setattr(module, "_onednn", lambda *a: calls.append(a[0].shape) or original(*a))
+    linear(x, weight.requires_grad_(True)).sum().backward()
+    assert calls == [(8, 40), (24, 8)]  # forward, and the gradient of the weight alone
+
+
+def test_packed_weights_are_of_no_use_to_a_gradient():
+    """They are left aside: a pass with gradients may follow a change of the weights."""
+    x, weight, _ = operands(8, torch.float32)
+    packed = pack(torch.zeros_like(weight))
+    assert packed is not None
+    assert not linear(x, weight, packed=packed).any()
+    assert linear(x, weight.requires_grad_(True), packed=packed).any()
+
+
+def test_float64_is_not_packed():
+    assert pack(torch.zeros(4, 4, dtype=torch.float64)) is None

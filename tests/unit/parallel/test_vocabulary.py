@@ -1,0 +1,101 @@
+"""Log-probabilities in chunks against torch's on full logits: values, gradients, memory."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from realhf.parallel.vocabulary import Logits
+
+HIDDEN, VOCAB = 6, 11
+
+
+def inputs(rows: int, dtype: torch.dtype = torch.float64, vocab: int = VOCAB) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """hidden, weight, tokens, and a weight of every row in a loss."""
+    generator = torch.Generator().manual_seed(rows)
+    hidden, weight, in_loss = (torch.randn(s, generator=generator).to(dtype) for s in ((rows, 6), (vocab, 6), (rows,)))
+    tokens = torch.randint(vocab, (rows,), generator=generator)
+    return hidden.requires_grad_(), weight.requires_grad_(), tokens, in_loss
+
+
+@given(
+    rows=st.integers(1, 40),
+    rows_a_chunk=st.integers(1, 50),
+    temperature=st.sampled_from([1.0, 0.7]),
+    with_entropy=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_equals_torch_on_full_logits(rows: int, rows_a_chunk: int, temperature: float, with_entropy: bool) -> None:
+    hidden, weight, tokens, factor = inputs(rows)
+    ours = Logits(hidden, weight, chunk_bytes=rows_a_chunk * VOCAB * 8).of_tokens(
+        tokens, temperature, with_entropy=with_entropy
+    )
+    z = F.linear(hidden, weight) / temperature
+    theirs = -F.cross_entropy(z, tokens, reduction="none")
+    entropy = torch.distributions.Categorical(logits=z).entropy()
+    torch.testing.assert_close(ours.logprob, theirs, rtol=1e-12, atol=1e-12)
+    assert torch.equal(ours.is_top, z.argmax(-1) == tokens)
+    loss, oracle = (ours.logprob * factor).sum(), (theirs * factor).sum()
+    if with_entropy:
+        torch.testing.assert_close(ours.entropy, entropy, rtol=1e-12, atol=1e-12)
+        loss, oracle = loss + (ours.entropy * factor.flip(0)).sum(), oracle + (entropy * factor.flip(0)).sum()
+    else:
+        assert ours.entropy is None
+    for mine, expected in zip(
+        torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(oracle, (hidden, weight)), strict=True
+    ):
+        assert (mine - expected).norm() < 1e-12 * (1 + expected.norm())
+
+
+def test_bfloat16_takes_its_softmax_in_float32() -> None:
+    hidden, weight, tokens, factor = inputs(50, torch.bfloat16)
+    ours = Logits(hidden, weight, chunk_bytes=7 * VOCAB * 4).of_tokens(tokens)
+    theirs = -F.cross_entropy(F.linear(hidden, weight).float(), tokens, reduction="none")
+    assert ours.logprob.dtype == torch.float32
+    torch.testing.assert_close(ours.logprob, theirs)
+    mine, expected = (torch.autograd.grad((x * factor.float()).sum(), (hidden, weight)) for x in (ours.logprob, theirs))
+    for a, b in zip(mine, expected, strict=True):
+        assert a.dtype == torch.bfloat16
+        assert (a - b).norm() < 0.01 * b.norm()
+
+
+def test_rows_are_selected_before_anything_is_computed() -> None:
+    hidden, weight, tokens, _ = inputs(20)
+    logits = Logits(hidden, weight)
+    rows = torch.tensor([3, 19, 0])
+    assert len(logits[rows]) == 3
+    torch.testing.assert_close(logits[rows].full(), F.linear(hidden, weight)[rows])
+    is_wanted = tokens > 4
+    torch.testing.assert_close(
+        logits[is_wanted].of_tokens(tokens[is_wanted]).logprob, logits.of_tokens(tokens).logprob[is_wanted]
+    )
+    assert logits[rows[:0]].of_tokens(tokens[:0]).logprob.shape == (0,)
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the number of elements of the largest tensor that any operation gave back."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self.elements = max(self.elements, leaf.numel())
+        return result
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_memory_of_logits_is_independent_of_the_number_of_tokens(with_entropy: bool) -> None:
+    largest = []
+    for rows in (100, 400):
+        hidden, weight, tokens, _ = inputs(rows, torch.float32, vocab=1000)
+        with LargestTensor() as seen:
+            result = Logits(hidden, weight, chunk_bytes=16 * 1000 * 4).of_tokens(tokens, with_entropy=with_entropy)
+            (result.logprob + (result.entropy if with_entropy else 0.0)).sum().backward()
+        largest.append(seen.elements)
+    assert largest == [16 * 1000] * 2

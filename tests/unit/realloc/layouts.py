@@ -1,0 +1,44 @@
+"""Random models and layouts, and a global state to hold every layout against."""
+
+import numpy as np
+from hypothesis import strategies as st
+
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, divisors
+from realhf.api.model import DecoderConfig
+from realhf.models.parameters import decoder_parameters
+
+
+@st.composite
+def models(draw: st.DrawFn) -> DecoderConfig:
+    kv_heads = draw(st.sampled_from([1, 2, 3, 4, 6]))
+    heads = kv_heads * draw(st.integers(1, 2))
+    head = draw(st.sampled_from(["lm", "scalar"]))
+    return DecoderConfig(
+        hidden_size=2 * heads,
+        intermediate_size=12,
+        num_layers=draw(st.integers(1, 3)),
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        vocab_size=12,
+        head=head,
+        tied_embeddings=head == "lm" and draw(st.booleans()),
+    )
+
+
+@st.composite
+def layouts(draw: st.DrawFn, model: DecoderConfig) -> Layout:
+    strategy = ParallelStrategy(
+        dp=draw(st.integers(1, 3)),
+        tp=draw(st.sampled_from(divisors(model.num_kv_heads))),
+        pp=draw(st.integers(1, model.num_layers)),
+    )
+    return Layout(DeviceMesh(draw(st.integers(0, 8)), strategy.size), strategy)
+
+
+def global_state(model: DecoderConfig) -> dict[str, np.ndarray]:
+    """Every parameter whole, no value twice."""
+    state, first = {}, 1
+    for spec in decoder_parameters(model):
+        state[spec.name] = np.arange(first, first + spec.size).reshape(spec.shape)
+        first += spec.size
+    return state

@@ -1,0 +1,208 @@
+"""Reallocation plans, carried out on numpy arrays: the right bytes, each once, within the buckets."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.model import DecoderConfig
+from realhf.realloc.layout import Box, device_boxes
+from realhf.realloc.planner import ReallocationPlan, Transfer, plan_between, plan_reallocation, subtract
+from tests.unit.realloc.layouts import global_state, layouts, models
+
+Boxes = dict[int, list[Box]]
+
+
+def region(box: Box) -> tuple[slice, ...]:
+    return tuple(slice(offset, offset + extent) for offset, extent in zip(box.offset, box.shape, strict=True))
+
+
+def masks(state: dict[str, np.ndarray], boxes: list[Box]) -> dict[str, np.ndarray]:
+    """Which element of every global parameter lies in one of `boxes`."""
+    result = {name: np.zeros(array.shape, dtype=bool) for name, array in state.items()}
+    for box in boxes:
+        result[box.name][region(box)] = True
+    return result
+
+
+def check(plan: ReallocationPlan, state: dict[str, np.ndarray], source: Boxes, target: Boxes) -> None:
+    """Runs the plan on arrays of global shape that hold 0 wherever a device has nothing."""
+    held = {device: masks(state, source.get(device, [])) for device in {*source, *target}}
+    wanted = {device: masks(state, target.get(device, [])) for device in {*source, *target}}
+    got = {device: {name: np.zeros_like(array) for name, array in state.items()} for device in target}
+    written = {device: {name: np.zeros_like(array) for name, array in state.items()} for device in target}
+    for device, boxes in plan.local_copies.items():
+        for box in boxes:
+            assert held[device][box.name][region(box)].all()
+            got[device][box.name][region(box)] = state[box.name][region(box)]
+            written[device][box.name][region(box)] += 1
+    received = dict.fromkeys(target, 0)
+    for transfers in plan.rounds:
+        sending, receiving = dict.fromkeys(held, 0), dict.fromkeys(held, 0)
+        assert transfers
+        for transfer in transfers:
+            box, (device,) = transfer.box, transfer.targets
+            assert held[transfer.source][box.name][region(box)].all(), "a device sends what it does not hold"
+            assert not held[device][box.name][region(box)].any(), "a device receives what it holds"
+            assert wanted[device][box.name][region(box)].all(), "a device receives what it does not want"
+            got[device][box.name][region(box)] = state[box.name][region(box)]
+            written[device][box.name][region(box)] += 1
+            size_bytes = int(np.prod(box.shape)) * plan.element_bytes
+            sending[transfer.source] += size_bytes
+            receiving[device] += size_bytes
+            received[device] += size_bytes
+        assert max(*sending.values(), *receiving.values()) <= plan.bucket_bytes
+    for device in target:
+        for name, array in state.items():
+            assert (got[device][name] == np.where(wanted[device][name], array, 0)).all()
+            assert (written[device][name] == wanted[device][name]).all(), "an element arrives more than once"
+    lacked = {
+        device: sum(int((wanted[device][name] & ~held[device][name]).sum()) for name in state) * plan.element_bytes
+        for device in target
+    }
+    assert received == lacked == plan.lacking_bytes
+    assert plan.received_bytes == {device: size_bytes for device, size_bytes in lacked.items() if size_bytes}
+    assert plan.lower_bound_bytes == sum(lacked.values()) == sum(plan.sent_bytes.values())
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_any_layout_to_any_layout(data: st.DataObject) -> None:
+    model = data.draw(models())
+    a, b = data.draw(layouts(model)), data.draw(layouts(model))
+    element_bytes = data.draw(st.sampled_from([2, 4, 8]))
+    bucket_bytes = data.draw(st.sampled_from([7 * element_bytes, 100, 512, 2**20]))
+    plan = plan_between(model, a, b, data.draw(st.sampled_from([None, 1, 2, 4])), element_bytes, bucket_bytes)
+    source = {device: device_boxes(model, a, device) for device in a.mesh.devices}
+    target = {device: device_boxes(model, b, device) for device in b.mesh.devices}
+    check(plan, global_state(model), source, target)
+
+
+@st.composite
+def boxes(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    offset = tuple(draw(st.integers(0, extent - 1)) for extent in shape)
+    return Box("p", offset, tuple(draw(st.integers(1, n - o)) for n, o in zip(shape, offset, strict=True)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(data=st.data())
+def test_boxes_of_no_layout(data: st.DataObject) -> None:
+    """Sources that overlap in part, targets anywhere, one, two and three dimensions."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 6), min_size=1, max_size=3)))
+    source = {device: data.draw(st.lists(boxes(shape), max_size=2)) for device in range(4)}
+    source[data.draw(st.integers(0, 5))] = [Box("p", (0,) * len(shape), shape)]  # somebody has all of it
+    target = {device: [data.draw(boxes(shape))] for device in range(1, 6)}
+    plan = plan_reallocation(source, target, 2, bucket_bytes=data.draw(st.integers(4, 100)))
+    check(plan, {"p": np.arange(1, 1 + int(np.prod(shape))).reshape(shape)}, source, target)
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_subtract(data: st.DataObject) -> None:
+    shape = (4, 3, 5)
+    outer = data.draw(boxes(shape))
+    inner = data.draw(boxes(shape)).intersect(outer)
+    if inner is None:
+        return
+    count = np.zeros(shape, dtype=int)
+    for rest in subtract(outer, inner):
+        count[region(rest)] += 1
+    expected = np.zeros(shape, dtype=int)
+    expected[region(outer)] = 1
+    expected[region(inner)] = 0
+    assert (count == expected).all()
+
+
+def rows(start: int, end: int, name: str = "p") -> Box:
+    return Box(name, (start,), (end - start,))
+
+
+def test_two_to_three_worked_by_hand() -> None:
+    """Halves of six rows on devices 0, 1 become thirds on devices 0, 1, 2."""
+    source = {0: [rows(0, 3)], 1: [rows(3, 6)]}
+    target = {0: [rows(0, 2)], 1: [rows(2, 4)], 2: [rows(4, 6)]}
+    plan = plan_reallocation(source, target)
+    assert plan.local_copies == {0: (rows(0, 2),), 1: (rows(3, 4),)}
+    assert plan.rounds == ((Transfer(0, (1,), rows(2, 3)), Transfer(1, (2,), rows(4, 6))),)
+    assert plan.lacking_bytes == {0: 0, 1: 4, 2: 8}
+    assert plan.device_rounds[1][0].receives == {0: (rows(2, 3),)}
+    assert plan.device_rounds[1][0].sends == {2: (rows(4, 6),)}
+
+
+def test_nearest_source_first() -> None:
+    everybody = {0: [rows(0, 8)], 3: [rows(0, 8)], 9: [rows(0, 8)]}
+    plan = plan_reallocation(everybody, {2: [rows(0, 8)], 8: [rows(0, 8)], 3: [rows(0, 8)], 5: [rows(0, 8)]}, 2)
+    sources = {transfer.targets[0]: transfer.source for transfer in plan.transfers}
+    assert sources == {2: 3, 8: 9, 5: 0}  # 2 and 3, 8 and 9 share a node; 5 takes the idle device
+    assert plan.network_bytes == 32
+    assert plan_reallocation(everybody, {5: [rows(0, 8)]}).network_bytes == 0  # one node
+
+
+def test_replicas_share_the_sending() -> None:
+    model = DecoderConfig(hidden_size=8, intermediate_size=12, num_layers=2, num_heads=4, num_kv_heads=4, vocab_size=12)
+    source = Layout(DeviceMesh(0, 4), ParallelStrategy(dp=4))
+    target = Layout(DeviceMesh(4, 4), ParallelStrategy(dp=4))
+    sent = plan_between(model, source, target).sent_bytes
+    assert set(sent.values()) == {sum(sent.values()) // 4}
+    assert set(sent) == {0, 1, 2, 3}
+
+
+def test_equal_layouts_move_nothing() -> None:
+    model = DecoderConfig(hidden_size=8, intermediate_size=12, num_layers=3, num_heads=4, num_kv_heads=4, vocab_size=12)
+    layout = Layout(DeviceMesh(2, 4), ParallelStrategy(tp=2, pp=2))
+    plan = plan_between(model, layout, layout)
+    assert plan.rounds == ()
+    assert plan.lower_bound_bytes == 0
+    assert plan.local_copies == {device: tuple(device_boxes(model, layout, device)) for device in range(2, 6)}
+
+
+def test_plan_does_not_depend_on_the_order_of_the_tables_and_is_cached() -> None:
+    model = DecoderConfig(
+        hidden_size=12, intermediate_size=12, num_layers=3, num_heads=6, num_kv_heads=6, vocab_size=12
+    )
+    a = Layout(DeviceMesh(0, 6), ParallelStrategy(dp=1, tp=3, pp=2))
+    b = Layout(DeviceMesh(2, 4), ParallelStrategy(dp=2, tp=2, pp=1))
+    source = {device: device_boxes(model, a, device) for device in reversed(a.mesh.devices)}
+    target = {device: device_boxes(model, b, device) for device in reversed(b.mesh.devices)}
+    assert plan_reallocation(source, target, 4, bucket_bytes=256) == plan_between(model, a, b, 4, 4, 256)
+    assert plan_between(model, a, b, 4) is plan_between(model, a, b, 4)
+
+
+def test_rounds_fill_buckets_side_by_side() -> None:
+    """Two pairs of devices that have nothing to do with each other share the rounds."""
+    source = {0: [rows(0, 8, "a")], 1: [rows(0, 8, "b")]}
+    target = {2: [rows(0, 8, "a")], 3: [rows(0, 8, "b")]}
+    plan = plan_reallocation(source, target, bucket_bytes=16)
+    assert plan.rounds == (
+        (Transfer(0, (2,), rows(0, 4, "a")), Transfer(1, (3,), rows(0, 4, "b"))),
+        (Transfer(0, (2,), rows(4, 8, "a")), Transfer(1, (3,), rows(4, 8, "b"))),
+    )
+
+
+def test_what_nobody_holds_is_named() -> None:
+    with pytest.raises(ValueError, match=r"parameter p: nobody holds the part of shape \(2,\) at offset \(4,\)"):
+        plan_reallocation({0: [rows(0, 4)]}, {1: [rows(0, 6)]})
+    lm = DecoderConfig(hidden_size=8, intermediate_size=12, num_layers=1, num_heads=4, num_kv_heads=4, vocab_size=12)
+    layout = Layout(DeviceMesh(0, 1), ParallelStrategy())
+    with pytest.raises(ValueError, match=r"score\.weight"):
+        plan_reallocation({0: device_boxes(lm, layout, 0)}, {0: device_boxes(lm.with_head("scalar"), layout, 0)})
+
+
+def test_overlapping_targets_and_tiny_buckets_are_refused() -> None:
+    with pytest.raises(ValueError, match="overlap"):
+        plan_reallocation({0: [rows(0, 6)]}, {1: [rows(0, 4), rows(3, 6)]})
+    with pytest.raises(ValueError, match="bucket_bytes=2"):
+        plan_reallocation({0: [rows(0, 6)]}, {1: [rows(0, 4)]}, bucket_bytes=2)
+
+
+def test_a_later_round_does_not_keep_earlier_ones_from_being_filled() -> None:
+    """Device 1 is busy receiving for two rounds; what device 0 sends elsewhere meanwhile still starts in the first."""
+    source = {0: [rows(0, 2, "b"), rows(0, 2, "c")], 2: [rows(0, 8, "a")]}
+    target = {1: [rows(0, 8, "a"), rows(0, 2, "b")], 3: [rows(0, 2, "c")]}
+    plan = plan_reallocation(source, target, bucket_bytes=16)
+    assert [[(t.source, *t.targets, t.box.name) for t in transfers] for transfers in plan.rounds] == [
+        [(2, 1, "a"), (0, 3, "c")],
+        [(2, 1, "a")],
+        [(0, 1, "b")],
+    ]

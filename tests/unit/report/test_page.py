@@ -1,0 +1,129 @@
+"""The page of a report: what it says of runs in every state, and that it needs nothing but itself."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from realhf.cli import main
+from realhf.report.figures import curves_of, split_curves
+from realhf.report.page import write_report
+from realhf.scheduler.run_directory import RunDirectory
+from tests.unit.report.run_directories import good_run, metrics_line, step_events, write_run
+
+
+def visible(path: Path) -> str:
+    """The text of the page without scripts and style."""
+    html = re.sub(r"<(script|style)\b.*?</\1>", "", path.read_text(), flags=re.DOTALL)
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", html))
+
+
+def report_of(run: Path) -> str:
+    return visible(write_report(RunDirectory(run)))
+
+
+def test_a_finished_run(tmp_path: Path) -> None:
+    text = report_of(good_run(tmp_path / "run"))
+    for expected in (
+        "run (PPOExperiment) finished",
+        "4 of 4 steps",
+        "1,250 tokens/s",
+        "actor_generate 0.500 1.500 3.00",
+        "critic_train_step - 0.250 -",
+        "whole step 2.000 2.000 1.00",
+        "Timeline of steps 3 and 4",
+        "actor_train_step 0-1 1 2 1 4 1.000",
+        "critic_train_step 1 1 1 1 1 -",
+        "actor_generate → actor_train_step → critic_train_step (of 1 step before)",
+        "at most 2",
+        "search &lt;seeded&gt; evaluations 20000",
+    ):
+        assert expected in text
+
+
+def test_a_failed_run_says_why_and_its_text_stays_text(tmp_path: Path) -> None:
+    message = "worker-1 ended with signal 9 during <script>alert(1)</script>; read logs/worker-1.log"
+    run = good_run(tmp_path / "run", state="failed", message=message, cut_off=',\n{"name":"actor_ge')
+    text = report_of(run)
+    assert "run (PPOExperiment) failed" in text
+    assert "worker-1 ended with signal 9 during &lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert "Timeline of steps 3 and 4" in text
+
+
+def test_a_run_that_goes_on_says_when_it_was_last_heard_of(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", state="running", metrics=[metrics_line(1, loss=1.0)], events=step_events(0, 1.0))
+    text = report_of(run)
+    assert "running" in text
+    assert re.search(r"the run wrote its status \d+ h before", text)
+    assert "1 of 4 steps" in text
+    assert "Timeline of step 1" in text
+
+
+def test_a_run_before_its_first_step(tmp_path: Path) -> None:
+    text = report_of(write_run(tmp_path / "run", state=None))
+    assert "not started" in text
+    assert "No step has ended yet." in text
+    assert "No step is complete in the trace yet." in text
+
+
+def test_a_run_of_one_call_without_predictions(tmp_path: Path) -> None:
+    plan = {"num_devices": 1, "calls": {"sft_train_step": {"devices": [0, 1]}}}
+    calls = {"sft_train_step": {"start": 0.0, "end": 0.5, "seconds": 0.5, "predicted_s": None}}
+    metrics = [{"step": 1, "time_s": 0.5, "tokens": 100, "tokens_per_s": 200.0, "loss": 3.0, "calls": calls}]
+    text = report_of(write_run(tmp_path / "run", plan=plan, metrics=metrics))
+    assert "sft_train_step - 0.500 -" in text
+    assert "The plan carries no predictions" in text
+    assert "one step after the other" in text
+
+
+def test_the_page_asks_nothing_of_the_network(tmp_path: Path) -> None:
+    html = write_report(RunDirectory(good_run(tmp_path / "run"))).read_text()
+    assert "default-src 'none'" in html
+    assert html.count("plotly.js v") == 1  # the library is there, once
+    without_library = re.sub(r"<script>/\*\*.*?</script>", "", html, count=1, flags=re.DOTALL)
+    assert len(without_library) < 200_000
+    assert not re.search(r"""(src|href)\s*=\s*["']|url\(|@import""", without_library)
+
+
+def test_an_earlier_report_is_replaced_whole(tmp_path: Path) -> None:
+    run = good_run(tmp_path / "run")
+    (run / "report.html").write_text("old")
+    write_report(RunDirectory(run))
+    assert "finished" in (run / "report.html").read_text()
+    assert not [path for path in run.iterdir() if path.name.endswith(".part")]
+
+
+def test_curves_skip_what_is_no_number() -> None:
+    lines = [{"step": 1, "kl": 0.5, "name": "x", "calls": {}}, {"step": 2, "kl": None, "loss": 2}]
+    assert curves_of(lines) == {"kl": ([1, 2], [0.5, None]), "loss": ([1, 2], [None, 2.0])}
+
+
+def test_the_curves_people_look_for_come_first() -> None:
+    line = metrics_line(1, entropy=1.0, critic_loss=1.0, kl=0.1, actor_loss=2.0, kl_per_sequence=1.0, reward_mean=1.0)
+    main_curves, others = split_curves([line])
+    assert list(main_curves) == ["reward_mean", "kl", "critic_loss", "actor_loss", "tokens_per_s"]
+    assert list(others) == ["entropy", "kl_per_sequence"]
+
+
+def test_the_command_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = good_run(tmp_path / "run")
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out == f"{run / 'report.html'}\n"
+    assert (run / "report.html").stat().st_size > 1_000_000
+
+
+def test_the_command_refuses_another_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["report", str(tmp_path)]) == 2
+    assert "is no run directory" in capsys.readouterr().err
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_no_torch_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from realhf.report.page import write_report;"
+        "from realhf.scheduler.run_directory import RunDirectory;"
+        f"write_report(RunDirectory(Path({str(good_run(tmp_path / 'run'))!r}))); assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,88 @@
+"""Reading run directories: whole, cut off, damaged."""
+
+from pathlib import Path
+
+import pytest
+
+from realhf.api.errors import UserError
+from realhf.report.run_data import call_times, read_json_lines, read_run, read_trace
+from realhf.scheduler.run_directory import RunDirectory
+from tests.unit.report.run_directories import good_run, step_events, write_run
+
+
+def test_a_line_without_its_line_break_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step":1}\n{"step":2}\n{"step":')
+    assert read_json_lines(path) == [{"step": 1}, {"step": 2}]
+    path.write_text('{"step":1}')  # even where what is there can be read: the number may go on
+    assert read_json_lines(path) == []
+    assert read_json_lines(tmp_path / "evaluations.jsonl") == []
+
+
+@pytest.mark.parametrize("line", ["{oops}", "[1]", "7", ""])
+def test_a_damaged_line_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step":1}}\n{line}\n{{"step":3}}\n')
+    with pytest.raises(UserError, match=r"metrics.jsonl:2: not a JSON object"):
+        read_json_lines(path)
+
+
+@pytest.mark.parametrize("cut_off", ["\n]\n", "", ",\n", ',\n{"name":"actor_gen'])
+def test_a_trace_may_be_cut_off(tmp_path: Path, cut_off: str) -> None:
+    run = write_run(tmp_path / "run", events=step_events(0, 1.0), cut_off=cut_off)
+    spans = [event for event in read_trace(run / "trace.json") if event.ph == "X"]
+    assert [(span.name, span.tid, span.ts, span.dur) for span in spans] == [
+        (event["name"], event["tid"], event["ts"], event["dur"]) for event in step_events(0, 1.0)
+    ]
+
+
+def test_of_a_long_trace_only_the_end_is_read(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", events=[event for step in range(20) for event in step_events(step, 2.0 * step)])
+    whole = read_trace(run / "trace.json")
+    end = read_trace(run / "trace.json", tail_bytes=1000)
+    assert 5 < len(end) < 15
+    assert end == whole[-len(end) :]
+
+
+def test_an_empty_trace_and_a_damaged_one(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    assert read_trace(path) == []
+    path.write_text("")  # opened, nothing flushed yet
+    assert read_trace(path) == []
+    path.write_text('[\n{"name":1},\n{"name":"a","ph":"X","tid":0}\n]\n')
+    with pytest.raises(UserError, match=r"trace.json: event 1 is none"):
+        read_trace(path)
+
+
+def test_times_are_medians(tmp_path: Path) -> None:
+    run = read_run(RunDirectory(good_run(tmp_path / "run")))
+    times = {time.call: time for time in call_times(run.plan, run.metrics)}
+    # Four steps: generate 0.6, 1.2, 1.8, 2.4; actor train_step 1.1, 1.2, 1.3, 1.4.
+    assert times["actor_generate"].measured_s == pytest.approx(1.5)
+    assert times["actor_generate"].ratio == pytest.approx(3.0)
+    assert times["actor_train_step"].measured_s == pytest.approx(1.25)
+    assert times["critic_train_step"].predicted_s is None
+    assert times["critic_train_step"].ratio is None
+    assert run.tokens_per_s == pytest.approx(10_000 / 8)
+    assert run.median_step_s == 2.0
+
+
+def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
+    run = read_run(RunDirectory(write_run(tmp_path / "run", state=None)))
+    assert (run.status, run.metrics, run.evaluations, run.events) == (None, [], [], [])
+    assert run.tokens_per_s is None
+    assert [time.measured_s for time in call_times(run.plan, run.metrics)] == [None, None, None]
+
+
+def test_another_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"is no run directory: it has no plan.json; give the --run-dir of a run"):
+        read_run(RunDirectory(tmp_path))
+    with pytest.raises(UserError, match="is no run directory"):
+        read_run(RunDirectory(tmp_path / "missing"))
+
+
+def test_a_damaged_status_is_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run")
+    (run / "status.json").write_text('{"state":"dancing","step":0,"steps":1}')
+    with pytest.raises(UserError, match=r"status.json: not the status of a run"):
+        read_run(RunDirectory(run))

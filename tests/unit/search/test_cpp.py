@@ -1,0 +1,36 @@
+"""Builds and runs the C++ tests under the address and undefined-behaviour sanitizers."""
+
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+SOURCES = Path(__file__).resolve().parents[3] / "csrc" / "search"
+
+
+FLAGS = ["-std=c++17", "-O0", "-Wall", "-Wextra", "-Werror", "-fsanitize=address,undefined"]
+TESTS = sorted(path.stem for path in SOURCES.glob("test_*.cpp"))
+
+
+@pytest.fixture(scope="module")
+def objects(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all translation units but the Python module's, each compiled once, as many at a time as CPUs."""
+    folder = tmp_path_factory.mktemp("objects")
+    units = [path for path in sorted(SOURCES.glob("*.cpp")) if path.name != "bindings.cpp"]
+
+    def compile_unit(unit: Path) -> None:
+        subprocess.run(["g++", *FLAGS, "-c", str(unit), "-o", str(folder / f"{unit.stem}.o")], check=True)
+
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(compile_unit, units))
+    return folder
+
+
+@pytest.mark.parametrize("name", TESTS)
+def test_cpp(name: str, objects: Path, tmp_path: Path) -> None:
+    parts = [str(path) for path in sorted(objects.glob("*.o")) if path.stem not in TESTS or path.stem == name]
+    subprocess.run(["g++", *FLAGS, *parts, "-o", str(tmp_path / name)], check=True)
+    result = subprocess.run([str(tmp_path / name)], capture_output=True, text=True)
+    assert (result.returncode, result.stdout) == (0, "ok\n"), result.stdout + result.stderr

@@ -1,0 +1,133 @@
+"""Bytes on a device against numbers worked out by hand."""
+
+from dataclasses import replace
+
+import pytest
+
+from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.model import LLAMA
+from realhf.models.parameters import parameter_count
+from realhf.realloc.planner import DEFAULT_BUCKET_BYTES
+from realhf.search.features import ENGINE, EngineFeatures
+from realhf.search.memory import copy_bytes, dynamic_bytes, kept_elements, static_bytes
+from realhf.search.options import Option
+from realhf.search.workload import Workload
+from tests.unit.search.graphs import TINY, call
+
+RECOMPUTE = EngineFeatures(recomputation=True)
+WHOLE = EngineFeatures(full_logits=True)
+
+
+def test_static_bytes() -> None:
+    count = parameter_count(TINY)
+    # Parameter and gradient 4 + 4 on both, two states of 4 each divided.
+    assert static_bytes(TINY, ParallelStrategy(dp=2), "float32", trained=True) == (8 + 8 // 2) * count
+    assert static_bytes(TINY, ParallelStrategy(dp=2), "float32", trained=False) == 4 * count
+    # bfloat16: parameter 2, gradient, two states and the master copy 4 x 4; or the gradient 2 as well.
+    assert static_bytes(TINY, ParallelStrategy(), "bfloat16", trained=True) == 18 * count
+    narrow = EngineFeatures(fp32_gradients=False)
+    assert static_bytes(TINY, ParallelStrategy(), "bfloat16", trained=True, features=narrow) == 16 * count
+    assert static_bytes(TINY, ParallelStrategy(), "float64", trained=True) == 32 * count
+
+
+def test_zero1_divides_states_and_master_copy() -> None:
+    count = parameter_count(TINY)
+    assert count % 4 == 0
+    assert static_bytes(TINY, ParallelStrategy(dp=4), "bfloat16", trained=True) == 6 * count + 12 * count // 4
+    without = EngineFeatures(zero1=False)
+    assert static_bytes(TINY, ParallelStrategy(dp=4), "bfloat16", trained=True, features=without) == 18 * count
+    assert static_bytes(TINY, ParallelStrategy(dp=4), "bfloat16", trained=False) == 2 * count
+
+
+def test_a_70b_actor_on_128_devices() -> None:
+    """tp 8, pp 4: the last stage has 20 of 80 layers, and head and norm: 17.9e9 elements over 8 ranks."""
+    layer = 8192 * (2 * 8192 + 2 * 1024 + 3 * 28672)
+    largest = 20 * (layer // 8 + 2 * 8192) + 128256 * 8192 // 8 + 8192
+    strategy = ParallelStrategy(dp=4, tp=8, pp=4)
+    replicated = EngineFeatures(zero1=False, fp32_gradients=False)
+    assert static_bytes(LLAMA["llama70b"], strategy, "bfloat16", trained=True, features=replicated) == 16 * largest
+    narrow = EngineFeatures(fp32_gradients=False)
+    zero1 = static_bytes(LLAMA["llama70b"], strategy, "bfloat16", trained=True, features=narrow)
+    assert zero1 == 4 * largest + 12 * largest // 4
+    assert 15e9 < zero1 < 17e9
+
+
+def test_a_copy_needs_two_buckets_beside_the_parameters() -> None:
+    assert copy_bytes(TINY, ParallelStrategy(), "float32") == 4 * parameter_count(TINY) + 2 * DEFAULT_BUCKET_BYTES
+
+
+def need(
+    definition: ModelFunctionCallDef, strategy: ParallelStrategy, micro_batches: int, features: EngineFeatures = ENGINE
+) -> float:
+    option = Option(Layout(DeviceMesh(0, strategy.size), strategy), micro_batches)
+    workload = Workload(prompt_tokens=4, new_tokens=2, max_prompt_tokens=6, max_new_tokens=4)
+    return dynamic_bytes(definition, option, 16, workload, "float32", features)
+
+
+def test_dynamic_bytes() -> None:
+    activations = 4 * (4 * 64 + 3 * 64 + 3 * 64 + 4 * 128)  # a token and layer: 4608 bytes
+    logits = 4 * 32  # a token
+    cache = 2 * 64 * 4  # a token and layer
+    train, generate = call("m", TINY, TRAIN_STEP, "x"), call("m", TINY, GENERATE, "x")
+    assert need(train, ParallelStrategy(), 2) == 8 * 10 * (4 * activations + 3 * logits)
+    # Two stages of two layers: two micro-batches of 4 samples in flight on the first one.
+    assert need(train, ParallelStrategy(pp=2), 4) == 4 * 10 * 2 * 2 * activations
+    assert need(call("m", TINY, INFERENCE, "x"), ParallelStrategy(dp=2), 2) == 4 * 10 * (activations + 2 * logits)
+    assert need(generate, ParallelStrategy(), 2) == 8 * (10 * 4 * cache + 6 * activations + 2 * logits)
+    assert need(generate, ParallelStrategy(pp=2), 4) == 4 * (2 * 10 * 2 * cache + 6 * activations + 2 * logits)
+    assert need(replace(generate, model_type=replace(TINY, num_kv_heads=2)), ParallelStrategy(tp=2), 1) == 16 * (
+        10 * 4 * cache / 4 + 6 * 4 * (4 * 64 + (3 * 64 + 3 * 32 + 4 * 128) / 2) + 2 * logits
+    )
+
+
+def test_recomputation_keeps_the_inputs_of_layers_and_one_layer() -> None:
+    train = call("m", TINY, TRAIN_STEP, "x")
+    activations, logits = 4 * (4 * 64 + 3 * 64 + 3 * 64 + 4 * 128), 4 * 32
+    assert need(train, ParallelStrategy(), 2, RECOMPUTE) == 8 * 10 * (4 * 4 * 64 + activations + 3 * logits)
+    # Two stages of two layers, two micro-batches in flight on the first; one on the last, which has the logits.
+    first, last = 2 * 2 * 4 * 64 + activations, 2 * 4 * 64 + activations + 3 * logits
+    assert need(train, ParallelStrategy(pp=2), 4, RECOMPUTE) == 4 * 10 * max(first, last)
+
+
+def test_sequence_parallelism_divides_what_every_rank_had() -> None:
+    features = EngineFeatures(sequence_parallel=True)
+    assert kept_elements(TINY, 2, 3, 1, features) == 3 * (4 * 64 + 3 * 64 + 3 * 64 + 4 * 128) / 2
+    features = EngineFeatures(sequence_parallel=True, recomputation=True)
+    assert kept_elements(TINY, 2, 3, 2, features) == 2 * 3 * 64 / 2 + (4 * 64 + 3 * 64 + 3 * 64 + 4 * 128) / 2
+
+
+def test_logits_in_parts_of_the_vocabulary() -> None:
+    inference = call("m", TINY, INFERENCE, "x")
+    whole, parts = (need(inference, ParallelStrategy(tp=2), 1, features) for features in (WHOLE, ENGINE))
+    assert whole - parts == 16 * 10 * 2 * 4 * 32 / 2
+    values = call("m", TINY.with_head("scalar"), INFERENCE, "x")
+    assert need(values, ParallelStrategy(tp=2), 1, WHOLE) == need(values, ParallelStrategy(tp=2), 1)
+
+
+def test_logits_are_bounded_by_a_chunk_except_where_tokens_are_drawn() -> None:
+    chunk = EngineFeatures(logits_chunk_bytes=1000)
+    plain = EngineFeatures(logits_chunk_bytes=None)
+    for interface, arrays in ((TRAIN_STEP, 3), (INFERENCE, 2)):
+        definition = call("m", TINY, interface, "x")
+        all_of_them = 16 * 10 * 4 * 32
+        saved = need(definition, ParallelStrategy(), 1, plain) - need(definition, ParallelStrategy(), 1, chunk)
+        assert saved == arrays * (all_of_them - 1000)
+    generate = call("m", TINY, GENERATE, "x")
+    assert need(generate, ParallelStrategy(), 1, plain) == need(generate, ParallelStrategy(), 1, chunk)
+
+
+@pytest.mark.parametrize("dtype_bytes", [(2, "bfloat16"), (4, "float32")])
+def test_grouped_query_heads_shrink_the_cache(dtype_bytes: tuple[int, str]) -> None:
+    item, dtype = dtype_bytes
+    many = replace(TINY, vocab_size=1, intermediate_size=4)
+    option, workload = (
+        Option(Layout(DeviceMesh(0, 1), ParallelStrategy()), 1),
+        Workload(prompt_tokens=1, new_tokens=999),
+    )
+    caches = []
+    for heads in (4, 1):
+        definition = call("m", replace(many, num_kv_heads=heads), GENERATE, "x")
+        caches.append(dynamic_bytes(definition, option, 16, workload, dtype))  # type: ignore[arg-type]
+    # Four layers, 1,000 tokens, keys and values of three heads of 16 fewer; and their part of the prefill.
+    assert caches[0] - caches[1] == 16 * item * 3 * 16 * (4 * 1000 * 2 + 3)

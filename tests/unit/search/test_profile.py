@@ -1,0 +1,170 @@
+"""Profiles and hardware descriptions: files, interpolation, and what replaces a missing measurement."""
+
+from pathlib import Path
+
+import pytest
+
+from realhf.api.errors import UserError
+from realhf.search.hardware import load_hardware, profiles_root
+from realhf.search.profile import (
+    CollectiveTimings,
+    Curve,
+    DecodeTimings,
+    LayerProfile,
+    TensorTimings,
+    interpolate,
+    load_profile,
+    profile_path,
+    save_profile,
+)
+from realhf.search.timings import AnalyticTimings, ProfiledTimings, load_costs
+from tests.unit.search.graphs import TINY
+
+
+def tensor(tp: int, scale: float, includes_all_reduce: bool = True) -> TensorTimings:
+    line = Curve((1, 2, 4), (1 * scale, 2 * scale, 4 * scale))
+    return TensorTimings(
+        tp=tp,
+        includes_all_reduce=includes_all_reduce,
+        layer_forward=line,
+        layer_backward=Curve((1, 4), (2 * scale, 8 * scale)),
+        embedding_forward=line,
+        embedding_backward=line,
+        head_forward=line,
+        head_backward=line,
+        layer_decode=(
+            DecodeTimings(context=10, seconds=Curve((1, 2), (1.0, 2.0))),
+            DecodeTimings(context=20, seconds=Curve((1, 2), (3.0, 4.0))),
+        ),
+    )
+
+
+def profile(*tensors: TensorTimings) -> LayerProfile:
+    return LayerProfile(
+        hardware="cpu",
+        model=TINY,
+        dtype="float32",
+        sequence_length=16,
+        tensor=tensors or (tensor(1, 1.0),),
+        collectives=(
+            CollectiveTimings(kind="all_reduce", group_size=4, seconds=Curve((0, 256), (0.3, 0.3))),
+            CollectiveTimings(kind="all_reduce", group_size=2, seconds=Curve((0, 256), (0.1, 0.1))),
+            CollectiveTimings(kind="send", group_size=2, seconds=Curve((0, 100), (0.0, 1.0))),
+        ),
+        optimizer_s_per_parameter=1e-9,
+        call_overhead_s=0.01,
+        sampling_s=0.002,
+    )
+
+
+def test_interpolation() -> None:
+    curve = Curve((1, 2, 4), (1.0, 3.0, 4.0))
+    assert [curve.at(x) for x in (1, 1.5, 2, 3, 4)] == [1.0, 2.0, 3.0, 3.5, 4.0]
+    assert curve.at(8) == 6.0  # the last piece goes on
+    assert curve.at(0.75) == 0.5  # and so does the first
+    assert curve.at(0) == 0.0  # though never below zero
+    assert interpolate([(2.0, 5.0)], 9) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds"), [((1,), (1.0,)), ((1, 1), (1.0, 1.0)), ((1, 2), (1.0,)), ((1, 2), (1.0, -1.0))]
+)
+def test_broken_curves(sizes: tuple[float, ...], seconds: tuple[float, ...]) -> None:
+    with pytest.raises(ValueError, match=r"curve|sizes|seconds"):
+        Curve(sizes, seconds)
+
+
+def test_profiles_are_files(tmp_path: Path) -> None:
+    path = profile_path(TINY, "float32", "cpu", tmp_path)
+    assert path.parent == tmp_path / "local" / "cpu"
+    assert path != profile_path(TINY, "float64", "cpu", tmp_path)
+    assert path != profile_path(TINY.with_head("scalar"), "float32", "cpu", tmp_path)
+    save_profile(profile(), path)
+    assert load_profile(path) == profile()
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("layer-profile/1", "layer-profile/9", "format"),
+        ('"sampling_s"', '"samplings"', "samplings"),
+        ('"tp": 1', '"tp": 2', "it needs tp=1"),
+        ('"num_layers": 4', '"num_layers": 0', "num_layers=0"),
+    ],
+)
+def test_broken_profiles_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = tmp_path / "p.json"
+    save_profile(profile(), path)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(UserError, match=message) as error:
+        load_profile(path)
+    assert str(path) in str(error.value)
+    assert "realhf profile" in str(error.value)
+
+
+def test_missing_profile(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file"):
+        load_profile(tmp_path / "none.json")
+
+
+def test_measured_times_are_used() -> None:
+    timings = ProfiledTimings(profile(tensor(1, 1.0), tensor(2, 0.75)), load_hardware("cpu"))
+    assert timings.layer(3, 16, 1, backward=False, tp_crosses_nodes=False) == 3.0
+    assert timings.layer(3, 16, 1, backward=True, tp_crosses_nodes=False) == 6.0
+    assert timings.layer(3, 16, 2, backward=False, tp_crosses_nodes=False) == 0.75 * 3
+    assert timings.decode_layer(2, 15, 1, tp_crosses_nodes=False) == 3.0  # between the contexts
+    assert timings.optimizer(10**9) == pytest.approx(1.0)
+    assert timings.send(50, crosses_nodes=False) == 0.5
+    assert timings.all_reduce(100, 3, crosses_nodes=False) == pytest.approx(0.2)  # between the group sizes
+    assert timings.all_reduce(100, 1, crosses_nodes=False) == 0.0
+
+
+def test_what_was_not_measured() -> None:
+    hardware = load_hardware("cpu")
+    timings = ProfiledTimings(profile(tensor(1, 1.0), tensor(2, 0.75)), hardware)
+    # tp 4 from tp 2: its own two all-reduces out, half the compute, two all-reduces of four devices.
+    four = timings.layer(4, 16, 4, backward=False, tp_crosses_nodes=False)
+    assert four == pytest.approx((3.0 - 2 * 0.1) / 2 + 2 * 0.3)
+    without = ProfiledTimings(profile(tensor(1, 1.0), tensor(2, 0.75, includes_all_reduce=False)), hardware)
+    assert without.layer(4, 16, 2, backward=False, tp_crosses_nodes=False) == pytest.approx(3.0 + 2 * 0.1)
+    size_bytes = 4 * 64 * 4
+    between = hardware.all_reduce_s(size_bytes, 2, crosses_nodes=True)
+    crossing = timings.layer(4, 16, 2, backward=False, tp_crosses_nodes=True)
+    assert crossing == pytest.approx(3.0 - 2 * 0.1 + 2 * between)
+
+
+def test_load_costs_prefers_a_measurement(tmp_path: Path) -> None:
+    (tmp_path / "hardware").mkdir()
+    (tmp_path / "hardware" / "cpu.yaml").write_text((profiles_root() / "hardware" / "cpu.yaml").read_text())
+    models = {"actor": TINY, "critic": TINY.with_head("scalar")}
+    save_profile(profile(), profile_path(TINY, "float32", "cpu", tmp_path))
+    costs = load_costs(models, dtype="float32", hardware="cpu", root=tmp_path)
+    assert isinstance(costs.of(TINY), ProfiledTimings)
+    assert isinstance(costs.of(models["critic"]), AnalyticTimings)
+    assert not costs.profiled
+
+
+@pytest.mark.parametrize("name", ["a100-80g", "h100", "h200", "cpu"])
+def test_hardware_descriptions(name: str) -> None:
+    hardware = load_hardware(name)
+    assert hardware.flops("bfloat16") > hardware.flops("float32") > hardware.flops("float64")
+    assert hardware.intra_node_bandwidth > hardware.inter_node_bandwidth
+
+
+def test_broken_hardware(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="choose one of a100-80g, cpu, h100, h200"):
+        load_hardware("b300")
+    (tmp_path / "hardware").mkdir()
+    text = (profiles_root() / "hardware" / "cpu.yaml").read_text()
+    for old, new, message in [
+        ("memory_bandwidth: 10.0e+9\n", "", "memory_bandwidth"),
+        ("memory_bandwidth: 10.0e+9", "memory_bandwidth: -1", "must be above 0"),
+        ("name: cpu", "name: gpu", "must agree"),
+    ]:
+        assert old in text
+        (tmp_path / "hardware" / "cpu.yaml").write_text(text.replace(old, new))
+        with pytest.raises(UserError, match=message):
+            load_hardware("cpu", tmp_path)

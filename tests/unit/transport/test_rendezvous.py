@@ -1,0 +1,52 @@
+"""Workers find the master through a file, or say what they waited for."""
+
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from realhf.api.errors import RunError
+from realhf.transport.rendezvous import MasterAddress, publish_master, wait_for_master, withdraw_master
+
+MASTER = MasterAddress(address="tcp://127.0.0.1:4321", public_key="k" * 40)
+
+
+def test_a_worker_that_came_first_finds_the_master(tmp_path: Path) -> None:
+    directory = tmp_path / "rendezvous"
+    timer = threading.Timer(0.2, publish_master, (directory, MASTER))
+    timer.start()
+    started_s = time.monotonic()
+    assert wait_for_master(directory, timeout_s=10, public_key=b"k" * 40) == MASTER
+    assert time.monotonic() - started_s >= 0.15
+    assert directory.stat().st_mode & 0o777 == 0o700
+    assert [path.name for path in directory.iterdir()] == ["master.json"]
+
+
+def test_a_later_address_replaces_the_earlier(tmp_path: Path) -> None:
+    publish_master(tmp_path, MASTER)
+    later = MasterAddress(address="tcp://127.0.0.1:9", public_key="k" * 40)
+    publish_master(tmp_path, later)
+    assert wait_for_master(tmp_path, timeout_s=1) == later
+
+
+def test_waiting_ends_and_names_the_file(tmp_path: Path) -> None:
+    with pytest.raises(RunError, match=r"master\.json within 0\.1 s \(it was not written\)"):
+        wait_for_master(tmp_path, timeout_s=0.1)
+    publish_master(tmp_path, MASTER)
+    withdraw_master(tmp_path)
+    withdraw_master(tmp_path)  # nothing left to take back
+    with pytest.raises(RunError, match="it was not written"):
+        wait_for_master(tmp_path, timeout_s=0.1)
+
+
+def test_the_address_of_another_run_is_not_taken(tmp_path: Path) -> None:
+    publish_master(tmp_path, MASTER)
+    with pytest.raises(RunError, match="under a key other than this run's"):
+        wait_for_master(tmp_path, timeout_s=0.1, public_key=b"o" * 40)
+
+
+def test_a_broken_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "master.json").write_text('{"address": 5}')
+    with pytest.raises(RunError, match="what it holds is no address"):
+        wait_for_master(tmp_path, timeout_s=0.1)

@@ -1,0 +1,375 @@
+"""Server and clients over real sockets: identity, silence towards strangers, garbage, heartbeats."""
+
+import asyncio
+import random
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import zmq
+
+from realhf.api.errors import RunError, UserError
+from realhf.transport.client import Client
+from realhf.transport.codec import Codec
+from realhf.transport.keys import WorkerKeys, load_master_keys, load_worker_keys, make_run_keys
+from realhf.transport.messages import Failure, Heartbeat, Hello, Ready, Shutdown, ToMaster, ToWorker
+from realhf.transport.server import Server
+
+MasterEnd = Server[ToMaster, ToWorker]
+WorkerEnd = Client[ToWorker, ToMaster]
+NUM_WORKERS = 3
+SILENCE_S = 0.5
+
+
+class Echo(msgspec.Struct, frozen=True, tag=True):
+    """A message to a worker with a body, for order and size."""
+
+    number: int
+
+
+def make_keys(directory: Path) -> Path:
+    make_run_keys(directory, num_workers=NUM_WORKERS)
+    return directory
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    return make_keys(tmp_path / "keys")
+
+
+def serve(keys: Path, host: str = "127.0.0.1", max_bytes: int = 10_000) -> MasterEnd:
+    return Server(
+        host,
+        load_master_keys(keys, num_workers=NUM_WORKERS),
+        incoming=Codec(ToMaster, max_bytes=max_bytes),
+        outgoing=Codec(ToWorker | Echo),
+    )
+
+
+def connect(
+    server: MasterEnd,
+    keys: WorkerKeys,
+    *,
+    heartbeat: Callable[[], ToMaster] = lambda: Heartbeat(activity="idle"),
+    heartbeat_s: float = 60.0,
+    max_bytes: int = 10_000,
+) -> WorkerEnd:
+    return Client(
+        server.address,
+        keys,
+        incoming=Codec(ToWorker | Echo),
+        outgoing=Codec(ToMaster, max_bytes=max_bytes),
+        heartbeat=heartbeat,
+        heartbeat_s=heartbeat_s,
+    )
+
+
+def raw_dealer(server: MasterEnd, keys: WorkerKeys | None) -> "zmq.Socket[bytes]":
+    """A socket that can send what a Client never would."""
+    dealer = zmq.Context.instance().socket(zmq.DEALER)
+    dealer.linger = 0
+    dealer.sndhwm = 0
+    if keys is not None:
+        dealer.curve_serverkey = keys.master
+        dealer.curve_publickey = keys.own.public
+        dealer.curve_secretkey = keys.own.secret
+    dealer.connect(server.address)
+    return dealer
+
+
+def run(test: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, timeout=60))
+
+
+async def recv(server: MasterEnd) -> tuple[int, ToMaster]:
+    return await asyncio.wait_for(server.recv(), timeout=10)
+
+
+async def hears_nothing(server: MasterEnd) -> bool:
+    try:
+        await asyncio.wait_for(server.recv(), timeout=SILENCE_S)
+    except TimeoutError:
+        return True
+    return False
+
+
+def test_messages_go_both_ways_in_order(keys: Path) -> None:
+    async def scenario() -> None:
+        server = serve(keys)
+        clients = [connect(server, load_worker_keys(keys, worker=i)) for i in range(NUM_WORKERS)]
+        for i, client in enumerate(clients):
+            client.send(Hello(worker=i, pid=100 + i, host="here"))
+        heard = dict([await recv(server) for _ in clients])
+        assert heard == {i: Hello(worker=i, pid=100 + i, host="here") for i in range(NUM_WORKERS)}
+        assert server.known_workers == {0, 1, 2}
+
+        for number in range(100):
+            for i in range(NUM_WORKERS):
+                await server.send(i, Echo(number * 10 + i))  # type: ignore[arg-type]
+        for i, client in enumerate(clients):
+            got = [await asyncio.to_thread(client.receive, 10) for _ in range(100)]
+            assert got == [Echo(number * 10 + i) for number in range(100)]
+            assert client.receive(0.01) is None
+            client.close()
+        server.close()
+        assert server.num_dropped == 0
+
+    run(scenario())
+
+
+def test_the_identity_comes_from_the_key(keys: Path) -> None:
+    async def scenario() -> None:
+        server = serve(keys)
+        client = connect(server, load_worker_keys(keys, worker=2))
+        client.send(Hello(worker=0, pid=1, host="liar"))
+        assert await recv(server) == (2, Hello(worker=0, pid=1, host="liar"))
+        assert server.known_workers == {2}
+        client.close()
+        server.close()
+
+    run(scenario())
+
+
+def test_strangers_get_no_answer_and_change_nothing(keys: Path, tmp_path: Path) -> None:
+    other_run = make_keys(tmp_path / "other")
+    mine, theirs = load_worker_keys(keys, worker=1), load_worker_keys(other_run, worker=1)
+
+    async def scenario() -> None:
+        server = serve(keys)
+        honest = connect(server, load_worker_keys(keys, worker=0))
+        honest.send(Ready())
+        assert await recv(server) == (0, Ready())
+
+        valid = Codec[ToMaster](ToMaster).encode(Ready())
+        strangers = {
+            "no key at all": raw_dealer(server, None),
+            "the key of another run, for both ends": raw_dealer(server, theirs),
+            "the right master, an unlisted key": raw_dealer(server, replace(theirs, master=mine.master)),
+            "a listed public key without its secret": raw_dealer(
+                server, replace(mine, own=replace(theirs.own, public=mine.own.public))
+            ),
+        }
+        for stranger in strangers.values():
+            for _ in range(50):
+                stranger.send(valid)
+        plain = socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2])))
+        plain.sendall(random.Random(0).randbytes(5000))
+
+        assert await hears_nothing(server)
+        assert server.known_workers == {0}
+        for name, stranger in strangers.items():
+            assert stranger.poll(0) == 0, name
+            stranger.close()
+        with pytest.raises(RunError, match="worker 1 has not connected, so it cannot be sent a Shutdown"):
+            await server.send(1, Shutdown())
+
+        honest.send(Ready())  # and the honest one is still served
+        assert await recv(server) == (0, Ready())
+        await server.send(0, Shutdown())
+        assert await asyncio.to_thread(honest.receive, 10) == Shutdown()
+        plain.close()
+        honest.close()
+        server.close()
+
+    run(scenario())
+
+
+def test_garbage_is_dropped_and_counted(keys: Path) -> None:
+    async def scenario() -> None:
+        server = serve(keys)
+        dealer = raw_dealer(server, load_worker_keys(keys, worker=1))
+        dice = random.Random(7)
+        valid = Codec[ToMaster](ToMaster).encode(Hello(worker=1, pid=2, host="h"))
+        num_garbage = 0
+        for _ in range(2000):
+            flipped = bytearray(valid)
+            flipped[dice.randrange(len(valid))] ^= 1 << dice.randrange(8)
+            frames = dice.choice(
+                [[dice.randbytes(dice.randrange(100))], [bytes(flipped)], [valid, b"more"], [b""], [b"", b"", b""]]
+            )
+            dealer.send_multipart(frames)
+            num_garbage += 1
+        dealer.send(Codec[ToMaster](ToMaster).encode(Failure(request_id=1, text="the end")))
+
+        num_heard = 0  # a flipped bit may leave a valid message
+        while (await recv(server))[1] != Failure(request_id=1, text="the end"):
+            num_heard += 1
+        assert server.num_dropped == num_garbage - num_heard
+        assert num_heard < num_garbage / 4
+        dealer.close()
+        server.close()
+
+    run(scenario())
+
+
+def test_a_message_over_the_limit_never_arrives(keys: Path) -> None:
+    async def scenario() -> None:
+        server = serve(keys, max_bytes=1000)
+        polite = connect(server, load_worker_keys(keys, worker=0), max_bytes=1000)
+        with pytest.raises(ValueError, match="over the limit of 1000 bytes"):
+            polite.send(Heartbeat(activity="x" * 2000))
+        rude = connect(server, load_worker_keys(keys, worker=1), max_bytes=10**8)
+        rude.send(Heartbeat(activity="x" * 10**7))
+        assert await hears_nothing(server)
+        polite.send(Ready())
+        assert await recv(server) == (0, Ready())
+        polite.close()
+        rude.close(flush_s=0.1)
+        server.close()
+
+    run(scenario())
+
+
+def test_heartbeats_flow_while_the_main_thread_is_busy(keys: Path) -> None:
+    worker = """
+import sys, time
+from pathlib import Path
+from realhf.transport.client import Client
+from realhf.transport.codec import Codec
+from realhf.transport.keys import load_worker_keys
+from realhf.transport.messages import Heartbeat, Ready, ToMaster, ToWorker
+client = Client(sys.argv[1], load_worker_keys(Path(sys.argv[2]), worker=1), incoming=Codec(ToWorker),
+                outgoing=Codec(ToMaster), heartbeat=lambda: Heartbeat(activity="counting"), heartbeat_s=0.1)
+end = time.monotonic() + 1.5
+while time.monotonic() < end:
+    sum(range(1000))
+client.send(Ready())
+client.close()
+"""
+
+    async def scenario() -> None:
+        server = serve(keys)
+        process = subprocess.Popen([sys.executable, "-c", worker, server.address, str(keys)])
+        try:
+            num_beats = 0
+            while (message := await recv(server))[1] != Ready():
+                assert message == (1, Heartbeat(activity="counting"))
+                num_beats += 1
+            assert 5 <= num_beats <= 15
+            assert await asyncio.to_thread(process.wait, 10) == 0
+        finally:
+            process.kill()
+            process.wait()
+            server.close()
+
+    run(scenario())
+
+
+def test_a_failing_heartbeat_reaches_the_main_thread(keys: Path) -> None:
+    def broken() -> ToMaster:
+        raise OSError("no activity file")
+
+    async def scenario() -> None:
+        server = serve(keys)
+        client = connect(server, load_worker_keys(keys, worker=0), heartbeat=broken, heartbeat_s=0.05)
+        for _ in range(2):  # not only the first time
+            with pytest.raises(RuntimeError, match="has ended") as raised:
+                await asyncio.to_thread(client.receive, 5)
+            assert isinstance(raised.value.__cause__, OSError)
+        client.close()
+        server.close()
+
+    run(scenario())
+
+
+def test_closing_sends_what_is_queued_and_ends_in_time(keys: Path) -> None:
+    async def scenario() -> None:
+        server = serve(keys)
+        client = connect(server, load_worker_keys(keys, worker=0))
+        for i in range(500):
+            client.send(Failure(request_id=i, text="last words"))
+        closing = asyncio.create_task(asyncio.to_thread(client.close))
+        assert [(await recv(server))[1].request_id for _ in range(500)] == list(range(500))  # type: ignore[union-attr]
+        await closing
+        with pytest.raises(RuntimeError, match="was closed"):
+            client.send(Ready())
+        with pytest.raises(RuntimeError, match="has ended"):
+            client.receive(1)
+        address = server.address
+        server.close()
+
+        nobody = Client(
+            address,
+            load_worker_keys(keys, worker=0),
+            incoming=Codec[ToWorker](ToWorker),
+            outgoing=Codec[ToMaster](ToMaster),
+            heartbeat=Ready,
+        )
+        nobody.send(Ready())
+        started_s = time.monotonic()
+        nobody.close(flush_s=0.3)
+        assert time.monotonic() - started_s < 2
+
+    run(scenario())
+
+
+def test_a_worker_that_starts_anew_takes_its_place_and_a_gone_one_is_named(keys: Path) -> None:
+    async def scenario() -> None:
+        server = serve(keys)
+        for pid in (1, 2):
+            client = connect(server, load_worker_keys(keys, worker=0))
+            client.send(Hello(worker=0, pid=pid, host="h"))
+            assert await recv(server) == (0, Hello(worker=0, pid=pid, host="h"))
+            await server.send(0, Shutdown())
+            assert await asyncio.to_thread(client.receive, 10) == Shutdown()
+            client.close()
+        await asyncio.sleep(0.3)  # until the server's end has noticed
+        with pytest.raises(RunError, match="the connection to worker 0 is gone, so it cannot be sent a Shutdown"):
+            await server.send(0, Shutdown())
+        server.close()
+
+    run(scenario())
+
+
+def test_servers_never_collide_and_listen_on_one_address(keys: Path) -> None:
+    async def scenario() -> None:
+        servers = [serve(keys) for _ in range(20)]
+        assert len({server.address for server in servers}) == 20
+        port = int(servers[0].address.rpartition(":")[2])
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.2", port), timeout=5)
+        for server in servers:
+            server.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("host", "problem"),
+    [
+        ("0.0.0.0", "means every interface"),
+        ("::", "means every interface"),
+        ("no-such-host.invalid", "does not resolve"),
+        ("192.0.2.1", "give an address of this machine"),
+    ],
+)
+def test_an_address_that_is_not_ones_own_is_refused(keys: Path, host: str, problem: str) -> None:
+    async def scenario() -> None:
+        with pytest.raises(UserError, match=problem):
+            serve(keys, host)
+
+    run(scenario())
+
+
+def test_ipv6_works_where_the_machine_has_it(keys: Path) -> None:
+    async def scenario() -> None:
+        server = serve(keys, "::1")
+        client = connect(server, load_worker_keys(keys, worker=0))
+        client.send(Ready())
+        assert await recv(server) == (0, Ready())
+        client.close()
+        server.close()
+
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        pytest.skip("no IPv6 loopback")
+    run(scenario())

@@ -1,0 +1,32 @@
+"""Freed memory stays with the process: a page is faulted in once, not once a step."""
+
+import subprocess
+import sys
+
+import pytest
+
+STEPS = """
+import resource, sys, torch
+from realhf.worker.allocator import keep_freed_memory
+
+assert sys.argv[1] == "default" or keep_freed_memory()
+def step():
+    return [torch.ones(2**18 + i) for i in range(40)]  # 40 MiB
+
+step(), step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range(5):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+def page_faults(how: str) -> int:
+    done = subprocess.run([sys.executable, "-c", STEPS, how], capture_output=True, text=True, check=True, timeout=120)
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="glibc's malloc")
+def test_a_step_reuses_the_memory_of_the_step_before() -> None:
+    assert page_faults("default") > 5 * 1000  # else there would be nothing to mend
+    assert page_faults("kept") < 1000

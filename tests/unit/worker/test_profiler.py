@@ -1,0 +1,47 @@
+"""The profiler's parts that need one process: the sizes it takes, the lengths it packs, the way of a request."""
+
+import pytest
+
+from realhf.api.errors import RunError
+from realhf.worker.profiler import powers_of_two, spread_lengths
+from realhf.worker.round_trip import median_round_trip_s
+
+
+def test_powers_of_two_end_at_or_below_the_last():
+    assert powers_of_two(16, 100) == [16, 32, 64]
+    assert powers_of_two(1, 4) == [1, 2, 4]
+    assert powers_of_two(1, 1) == [1]
+
+
+@pytest.mark.parametrize("tokens", [16, 64, 1000, 4096])
+@pytest.mark.parametrize(("mean", "spread"), [(17, 3), (17, 0), (600, 250), (2, 1), (1, 0)])
+def test_lengths_sum_to_the_tokens_and_lie_around_the_mean(tokens, mean, spread):
+    lengths = spread_lengths(tokens, mean, spread)
+    assert sum(lengths) == tokens
+    assert min(lengths) >= 1
+    if tokens >= 10 * mean:
+        assert tokens / len(lengths) == pytest.approx(mean, rel=0.06)
+        # One below and above for rounding, a tenth because the number of sequences is a whole one.
+        assert min(lengths) >= 0.9 * (mean - spread) - 1
+        assert max(lengths) <= 1.1 * (mean + spread) + 1
+
+
+def test_many_sequences_have_every_length_of_the_spread():
+    assert set(spread_lengths(20 * 17 * 5, 17, 2)) == {15, 16, 17, 18, 19}
+
+
+def test_a_request_comes_back_in_a_time_that_grows_with_its_batch(tmp_path):
+    small, large = (
+        median_round_trip_s(tmp_path / str(size), 0, 1, batch_size=size, timeout_s=20.0) for size in (1, 2000)
+    )
+    assert 0 < small < large < 1.0
+
+
+def test_workers_that_never_answer_are_a_named_failure(tmp_path):
+    with pytest.raises(RunError, match=r"did not answer empty calls within 0\.3 s"):
+        median_round_trip_s(tmp_path, 0, 2, batch_size=1, timeout_s=0.3)
+
+
+def test_a_master_that_never_comes_is_a_named_failure(tmp_path):
+    with pytest.raises(RunError, match="did not publish its address"):
+        median_round_trip_s(tmp_path, 1, 2, batch_size=1, timeout_s=0.3)
