@@ -63,6 +63,7 @@ def check_specs(options: SlurmOptions, specs: Sequence[ProcessSpec]) -> tuple[Pr
     masters = [spec for spec in specs if spec.name == MASTER]
     workers = [spec for spec in specs if spec.name != MASTER]
     assert len(masters) == 1, f"{len(masters)} masters"
+    assert masters[0].log_path.name == f"{MASTER}.log", masters[0].log_path
     if len(workers) != options.num_workers:
         raise UserError(
             f"{options.nodes} nodes with {options.workers_per_node} workers each are {options.num_workers} workers, "
@@ -72,7 +73,7 @@ def check_specs(options: SlurmOptions, specs: Sequence[ProcessSpec]) -> tuple[Pr
         # All are tasks of one step: one command, told apart by the index in the environment.
         assert worker.index == index, f"{worker.name} at place {index}"
         assert (worker.argv, worker.env) == (workers[0].argv, workers[0].env), f"{worker.name} differs from worker-0"
-        assert worker.log_path == workers[0].log_path.with_name(f"{worker.name}.log"), worker.log_path
+        assert worker.log_path == masters[0].log_path.with_name(f"{worker.name}.log"), worker.log_path
     return masters[0], workers[0]
 
 
@@ -88,17 +89,16 @@ def sbatch_text(options: SlurmOptions, specs: Sequence[ProcessSpec], directory: 
         # Without --exact steps wait for each other; with --mem=0 the first does not take all memory.
         ["--exact", "--mem=0", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", '--nodelist="$first_host"'],
         ["--gres=none"] if options.with_gpus else [],
-        output=master.log_path,
     )
     worker_step = _srun(
         ["--exact", "--mem=0", f"--nodes={options.nodes}", f"--ntasks={options.num_workers}"],
         [f"--ntasks-per-node={options.workers_per_node}", f"--cpus-per-task={options.cpus_per_worker}"],
         ["--gpus-per-task=1"] if options.with_gpus else [],
-        output=worker.log_path.with_name("worker-%t.log"),  # %t is the task's number in its step
     )
     return _TEMPLATE.format(
         header=header,
         exits=shlex.quote(str(exits_folder(directory))),
+        logs=shlex.quote(str(master.log_path.parent)),
         index_variable=WORKER_INDEX_VARIABLE,
         master_step=master_step,
         master_command=_command(master),
@@ -132,11 +132,8 @@ def _literal(path: Path) -> str:
     return str(path).replace("%", "%%")
 
 
-def _srun(*args: list[str], output: Path) -> str:
-    folder = _literal(output.parent)
-    flat = [*(arg for part in args for arg in part), "--kill-on-bad-exit=1", "--open-mode=append"]
-    flat.append("--output=" + shlex.quote(f"{folder}/{output.name}"))
-    return " \\\n    ".join(["srun", *flat])
+def _srun(*args: list[str]) -> str:
+    return " \\\n    ".join(["srun", *(arg for part in args for arg in part), "--kill-on-bad-exit=1"])
 
 
 def _command(spec: ProcessSpec) -> str:
@@ -150,8 +147,9 @@ _TEMPLATE = """\
 set -u
 
 # What each task runs. It leaves its exit code in a file, since srun's own tells neither which task
-# failed first nor of a node that was lost. SIGTERM is for the command, which may take its time.
-export REALHF_EXITS={exits}
+# failed first nor of a node that was lost. It writes its log itself: what passes through srun may
+# come later than the exit code. SIGTERM is for the command, which may take its time.
+export REALHF_EXITS={exits} REALHF_LOGS={logs}
 task='
 trap : TERM
 name=$0
@@ -159,7 +157,7 @@ if [ "$name" = worker ]; then
     export {index_variable}=$SLURM_PROCID
     name=worker-$SLURM_PROCID
 fi
-"$@"
+"$@" >> "$REALHF_LOGS/$name.log" 2>&1
 code=$?
 echo "$code" > "$REALHF_EXITS/.$name" && mv "$REALHF_EXITS/.$name" "$REALHF_EXITS/$name"
 exit "$code"
