@@ -1,6 +1,7 @@
 """How a model's responses are drawn: the options of a generate call."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from realhf.api.errors import UserError
 
@@ -10,7 +11,7 @@ class GenerationOptions:
     """The distribution that tokens are drawn from, and where a response ends.
 
     Tokens are drawn from softmax(logits / temperature), of which `top_k` and then `top_p` keep a part. A response ends
-    with the end token, with a stop sequence (which stays in it) or after `max_new_tokens`.
+    with the end token, with a stop sequence or a stop string (which stay in it), or after `max_new_tokens`.
     """
 
     max_new_tokens: int
@@ -23,9 +24,15 @@ class GenerationOptions:
     top_p: float = 1.0
     """Draw from the fewest most likely tokens whose probabilities sum to at least this."""
     min_new_tokens: int = 0
-    """The end token is not drawn, and stop sequences do not end a response, before it has so many tokens."""
+    """The end token is not drawn, and what would stop a response does not, before it has so many tokens."""
     stop_sequences: tuple[tuple[int, ...], ...] = ()
-    """As tokens: a stop string that a tokenizer cuts in several ways needs an entry for each."""
+    """As tokens, for those who know them: a text may be cut into tokens in several ways."""
+    stop_strings: tuple[str, ...] = ()
+    """As text, however it is cut into tokens: a response ends with the token that completes one of them in the text of
+    the response. That token may hold more text behind it; it stays, as the string does. Special tokens count as their
+    text (`<|im_end|>`)."""
+    tokenizer: str = ""
+    """A `tokenizer.json`, which turns responses into text; for stop strings only."""
     kv_cache_tokens: int | None = None
     """Room for keys and values on a device, in tokens; sequences wait for room, or are computed anew where it runs out.
     None: as much as the largest possible need."""
@@ -47,5 +54,12 @@ class GenerationOptions:
             )
         if not all(self.stop_sequences):
             raise UserError(f"stop_sequences={self.stop_sequences}: an empty sequence stops nothing; leave it out")
+        if not all(self.stop_strings):
+            raise UserError(f"stop_strings={self.stop_strings}: an empty string is in every text; leave it out")
+        if self.stop_strings and not Path(self.tokenizer).is_file():
+            raise UserError(
+                f"tokenizer={self.tokenizer!r}: no such file, and stop_strings={self.stop_strings} are looked for in "
+                "the text of a response; give the path of the model's tokenizer.json"
+            )
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < 1:
             raise UserError(f"kv_cache_tokens={self.kv_cache_tokens} must be at least 1, or None")

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.generation import GenerationOptions
+from realhf.engine.interface import EndCheck
 from realhf.engine.sampling import Draw, Truncation, draw, replay, uniform
 
 _UNIFORMS_AT_ONCE = 64  # positions of a response whose random numbers are made together
@@ -25,6 +26,7 @@ class TokenChoice:
         forced: responses that take the place of the draws.
         limits: tokens of each response at most; None: `max_new_tokens`.
         device: of the logits.
+        is_end: says of a response whether its last token ends it, besides what the options say.
     """
 
     def __init__(
@@ -36,7 +38,9 @@ class TokenChoice:
         forced: Sequence[Tensor] | None,
         limits: Sequence[int] | None,
         device: torch.device,
+        is_end: EndCheck | None = None,
     ):
+        self._is_end = is_end
         self.options, self.sample_key, self.device = options, sample_key, device
         self.ids = torch.tensor(ids)
         self.is_forced = forced is not None
@@ -94,6 +98,10 @@ class TokenChoice:
             places = lengths[:, None] + 1 - len(stop) + np.arange(len(stop))  # [n, stop]
             is_whole = given >= len(stop)  # a stop sequence lies within the response
             is_end |= may_end & is_whole & (self.tokens[sequences[:, None], places.clip(0)] == stop).all(1)
+        if self._is_end is not None:
+            for i in np.flatnonzero(may_end & ~is_end):
+                start, length = self.prompt_lengths[sequences[i]], lengths[i] + 1
+                is_end[i] = self._is_end(self.tokens[sequences[i], start:length])
         return is_end
 
     def _random_numbers(self, sequences: np.ndarray, given: np.ndarray) -> np.ndarray:

@@ -13,7 +13,7 @@ from realhf.api.layout import stage_layers
 from realhf.engine.batch import Batch
 from realhf.engine.batching import Scheduler, pages_for
 from realhf.engine.choice import TokenChoice
-from realhf.engine.interface import GenerationOutput
+from realhf.engine.interface import EndCheck, GenerationOutput
 from realhf.engine.kv_cache import PAGE, KVCache
 from realhf.engine.lane import Lane
 from realhf.engine.ring import Ring
@@ -45,6 +45,7 @@ def generate(
     forced: Sequence[Tensor] | None = None,
     limits: Sequence[int] | None = None,
     return_logits: bool = False,
+    is_end: EndCheck | None = None,
     timeout_s: float = 600.0,
 ) -> GenerationOutput:
     """Samples a response for every prompt; all ranks of a data-parallel group call it with the same arguments.
@@ -66,6 +67,7 @@ def generate(
             log-probabilities are computed.
         limits: the longest response of each sample, where it is below `max_new_tokens`.
         return_logits: also give back the logits of every drawn token.
+        is_end: finds `options.stop_strings` in a response (`realhf.algorithms.rollout.stop_strings`).
         timeout_s: how long to wait for a pipeline stage.
 
     Returns:
@@ -79,7 +81,7 @@ def generate(
     """
     return generate_and_report(
         decoder, batch, prompt_key, options, sample_key=sample_key, micro_batches=micro_batches, forced=forced,
-        limits=limits, return_logits=return_logits, timeout_s=timeout_s,
+        limits=limits, return_logits=return_logits, is_end=is_end, timeout_s=timeout_s,
     )[0]  # fmt: skip
 
 
@@ -94,11 +96,13 @@ def generate_and_report(
     forced: Sequence[Tensor] | None = None,
     limits: Sequence[int] | None = None,
     return_logits: bool = False,
+    is_end: EndCheck | None = None,
     timeout_s: float = 600.0,
 ) -> tuple[GenerationOutput, GenerationReport]:
     """See `generate`."""
     prompts = batch.data[prompt_key]
     _check(decoder, prompts, options, forced, limits)
+    assert is_end is not None or not options.stop_strings, "stop strings need `is_end`: the engine knows no text"
     groups, pp = decoder.groups, decoder.groups.layout.strategy.pp
     weight = next(decoder.parameters())  # for its dtype and device
     runs = _even_runs(len(batch), pp)
@@ -114,6 +118,7 @@ def generate_and_report(
                     None if forced is None else forced[run.start : run.stop],
                     None if limits is None else limits[run.start : run.stop],
                     weight.device,
+                    is_end,
                 ),
                 max_running=-(-len(batch) // max(micro_batches, pp)),
                 budget_tokens=options.kv_cache_tokens,

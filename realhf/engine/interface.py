@@ -4,6 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import numpy as np
 from torch import Tensor
 
 from realhf.api.generation import GenerationOptions
@@ -24,6 +25,10 @@ Postprocess = Callable[[Head, Batch], dict[str, list[Tensor]]]
 # (output of the model's head on a micro-batch, packed; the micro-batch)
 #   -> (loss summed over its terms, a scalar with gradient; statistics)
 LossFunction = Callable[[Head, Batch], tuple[Tensor, Stats]]
+
+# (tokens of a response so far, [length] int64) -> whether it ends with the last of them. A pure function: all ranks of
+# a data-parallel group ask it about every token, and must decide alike.
+EndCheck = Callable[[np.ndarray], bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,10 +84,12 @@ class Model(Protocol):
         micro_batches: int,
         forced: Sequence[Tensor] | None = None,
         return_logits: bool = False,
+        is_end: EndCheck | None = None,
     ) -> GenerationOutput:
         """Samples a response for every prompt. `sample_key` is (seed, step): with the sample's id
         and the position it determines every random number. `forced` replaces the draws by given
-        responses and leaves everything else as it is."""
+        responses and leaves everything else as it is. `is_end` looks for `options.stop_strings`,
+        because the engine knows no text."""
 
 
 class Context(Protocol):

@@ -14,7 +14,7 @@ from realhf.engine import build
 from realhf.engine.batch import Batch
 from realhf.engine.forward import forward
 from realhf.engine.generate import generate
-from realhf.engine.interface import GenerationOutput, LossFunction, Postprocess, Stats
+from realhf.engine.interface import EndCheck, GenerationOutput, LossFunction, Postprocess, Stats
 from realhf.engine.pipeline import Neighbours
 from realhf.engine.train import Trainer
 from realhf.models.checkpoint import CheckpointReader
@@ -154,6 +154,7 @@ class ShardedModel:
         micro_batches: int,
         forced: Sequence[Tensor] | None = None,
         return_logits: bool = False,
+        is_end: EndCheck | None = None,
     ) -> GenerationOutput:
         output = generate(
             self.decoder,
@@ -164,6 +165,7 @@ class ShardedModel:
             micro_batches=micro_batches,
             forced=forced,
             return_logits=return_logits,
+            is_end=is_end,
             timeout_s=self._neighbours.timeout_s,
         )
         self._count(output.sequences)

@@ -1,5 +1,6 @@
 """Every layout generates the rollouts of one process, token for token in float64."""
 
+import tempfile
 import time
 from dataclasses import dataclass, replace
 
@@ -7,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from realhf.algorithms.rollout.stop_strings import StopStrings
 from realhf.api.errors import RunError
 from realhf.api.generation import GenerationOptions
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
@@ -18,6 +20,7 @@ from realhf.models.decoder import Decoder
 from realhf.parallel.groups import GroupTable, ParallelGroups
 from tests.distributed.pool import run_distributed
 from tests.unit.engine.losses import ONE_RANK, tiny
+from tests.unit.engine.texts import first_end, two_letter_tokenizer
 
 pytestmark = pytest.mark.distributed
 
@@ -25,6 +28,7 @@ WORLD_SIZE = 4
 CONFIG = tiny()
 TIED = tiny(tied_embeddings=True)
 SAMPLING = GenerationOptions(max_new_tokens=10, temperature=1.5, top_p=0.97, eos_token=2)
+STOP_STRINGS = ("abba", "bbb")
 PROMPT_LENGTHS = (3, 7, 1, 5, 7, 2, 9, 3, 4, 6)
 
 
@@ -41,6 +45,7 @@ class Case:
     is_forced: bool = False
     kv_cache_tokens: int | None = None
     has_twins: bool = False
+    stop_strings: tuple[str, ...] = ()
 
     @property
     def layout(self) -> Layout:
@@ -65,6 +70,9 @@ CASES = {
     "tp2 pp2, forced": Case(tp=2, pp=2, is_forced=True, micro_batches=3),
     "pp2, little memory": Case(pp=2, kv_cache_tokens=96),
     "tp2 pp2, equal prompts in little memory": Case(tp=2, pp=2, kv_cache_tokens=96, has_twins=True),
+    "tp2, stop strings": Case(tp=2, stop_strings=STOP_STRINGS),
+    "pp2, stop strings": Case(pp=2, stop_strings=STOP_STRINGS, micro_batches=3),
+    "tp2 pp2, stop strings in little memory": Case(tp=2, pp=2, stop_strings=STOP_STRINGS, kv_cache_tokens=96),
     "dp2 tp2, equal prompts in little memory": Case(dp=2, tp=2, kv_cache_tokens=48, has_twins=True),
 }
 
@@ -103,16 +111,36 @@ def decoder_of(case: Case, groups: ParallelGroups) -> Decoder:
 
 def rollouts(case: Case, groups: ParallelGroups, batch: Batch, timeout_s: float = 30.0) -> GenerationOutput:
     sampling = replace(SAMPLING, temperature=case.temperature, kv_cache_tokens=case.kv_cache_tokens)
-    forced = batch.data["given"] if case.is_forced else None
     return generate(
         decoder_of(case, groups), batch, "prompt", sampling,
-        sample_key=(7, 1), micro_batches=case.micro_batches, forced=forced, return_logits=True, timeout_s=timeout_s,
+        sample_key=(7, 1), micro_batches=case.micro_batches, forced=batch.data["given"] if case.is_forced else None,
+        is_end=stop_strings() if case.stop_strings else None, return_logits=True, timeout_s=timeout_s,
     )  # fmt: skip
+
+
+def stop_strings() -> StopStrings:
+    with tempfile.TemporaryDirectory() as folder:
+        two_letter_tokenizer(CONFIG.vocab_size).save(path := f"{folder}/tokenizer.json")
+        return StopStrings(path, STOP_STRINGS)
 
 
 def as_arrays(output: GenerationOutput) -> Outcome:
     fields = (output.sequences, output.logprobs, output.margins, output.logits)
     return Outcome(*([t.numpy() for t in tensors] for tensors in fields))
+
+
+def cut(outcome: Outcome, batch: Batch, strings: tuple[str, ...]) -> Outcome:
+    """What is left of rollouts without stop strings, whose text is looked at after every token."""
+    tokenizer, starts = two_letter_tokenizer(CONFIG.vocab_size), [len(prompt) for prompt in batch.data["prompt"]]
+    responses = [sequence[start:].tolist() for sequence, start in zip(outcome.sequences, starts, strict=True)]
+    ends = [first_end(tokenizer, response, strings, SAMPLING.eos_token) for response in responses]
+    assert sum(end < len(response) for end, response in zip(ends, responses, strict=True)) > 2
+    sequences = [s[: start + end] for s, start, end in zip(outcome.sequences, starts, ends, strict=True)]
+    rest = [
+        [a[:end] for a, end in zip(arrays, ends, strict=True)]
+        for arrays in (outcome.logprobs, outcome.margins, outcome.logits)
+    ]
+    return Outcome(sequences, *rest)
 
 
 def run_cases(rank: int) -> dict[str, Outcome]:
@@ -135,7 +163,9 @@ def ranks() -> list[dict[str, Outcome]]:
 def test_a_layout_gives_the_rollouts_of_one_process(ranks: list[dict[str, Outcome]], name: str) -> None:
     case = CASES[name]
     batch = batch_of(case.samples, case.has_twins)
-    one = as_arrays(rollouts(replace(case, kv_cache_tokens=None), ONE_RANK, batch))
+    one = as_arrays(rollouts(replace(case, kv_cache_tokens=None, stop_strings=()), ONE_RANK, batch))
+    if case.stop_strings:
+        one = cut(one, batch, case.stop_strings)
     lengths = {len(logprobs) for logprobs in one.logprobs}
     assert len(lengths) > (2 if case.samples > 2 and case.temperature > 0 else 0)  # they end at different times
 

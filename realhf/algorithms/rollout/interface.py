@@ -1,8 +1,11 @@
 """Generation as a model function call, and the helper with which every algorithm generates."""
 
+from functools import lru_cache
+
 from torch import Tensor
 
 from realhf.algorithms.rollout.config import Rollout
+from realhf.algorithms.rollout.stop_strings import StopStrings
 from realhf.api.generation import GenerationOptions
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, GenerationOutput, Model
@@ -18,7 +21,13 @@ def generate(model: Model, batch: Batch, context: Context, options: GenerationOp
         micro_batches=context.micro_batches,
         forced=batch.data.get("forced_response"),
         return_logits="logits" in context.record,
+        is_end=_stop_strings(options.tokenizer, options.stop_strings) if options.stop_strings else None,
     )
+
+
+@lru_cache(maxsize=8)  # a tokenizer takes a second to read
+def _stop_strings(tokenizer: str, strings: tuple[str, ...]) -> StopStrings:
+    return StopStrings(tokenizer, strings)
 
 
 def responses(batch: Batch, sequences: list[Tensor]) -> list[Tensor]:

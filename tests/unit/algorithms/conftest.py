@@ -77,6 +77,7 @@ class SingleProcessModel:
         micro_batches,
         forced=None,
         return_logits=False,
+        is_end=None,
     ) -> GenerationOutput:
         generator = torch.Generator().manual_seed(hash(sample_key) % 2**31)
         sequences = [p.clone() for p in batch.data[prompt_key]]

@@ -17,6 +17,8 @@ from realhf.api.generation import GenerationOptions
         ({"top_p": 1.1}, "top_p=1.1 must be above 0 and at most 1"),
         ({"min_new_tokens": 5}, "min_new_tokens=5 must be from 0 to max_new_tokens=4"),
         ({"stop_sequences": ((3,), ())}, "an empty sequence stops nothing"),
+        ({"stop_strings": ("a", "")}, "an empty string is in every text; leave it out"),
+        ({"stop_strings": ("a",)}, "tokenizer='': no such file, .* give the path of the model's tokenizer.json"),
         ({"kv_cache_tokens": 0}, "kv_cache_tokens=0 must be at least 1"),
     ],
 )

@@ -15,6 +15,7 @@ from transformers.generation.logits_process import (
 )
 
 from realhf.algorithms.functional import token_logprobs
+from realhf.algorithms.rollout.stop_strings import StopStrings
 from realhf.api.errors import UserError
 from realhf.api.generation import GenerationOptions
 from realhf.api.model import DecoderConfig
@@ -26,6 +27,7 @@ from realhf.engine.sampling import draw, uniform
 from realhf.models.attention import PackedAttention, packed_positions
 from realhf.models.decoder import Decoder
 from tests.unit.engine.losses import ONE_RANK, tiny
+from tests.unit.engine.texts import first_end, two_letter_tokenizer
 
 EOS = 2
 KEY = (5, 3)
@@ -73,10 +75,11 @@ def prompts(config: DecoderConfig, lengths: Sequence[int] = PROMPT_LENGTHS) -> B
 
 def rollout(decoder: Decoder, batch: Batch, micro_batches: int = 1, **options) -> GenerationOutput:
     forced, return_logits = options.pop("forced", None), options.pop("return_logits", False)
+    is_end = options.pop("is_end", None)
     sampling = GenerationOptions(**{"max_new_tokens": 12, "eos_token": EOS, **options})
     return generate(
         decoder, batch, "prompt", sampling,
-        sample_key=KEY, micro_batches=micro_batches, forced=forced, return_logits=return_logits,
+        sample_key=KEY, micro_batches=micro_batches, forced=forced, return_logits=return_logits, is_end=is_end,
     )  # fmt: skip
 
 
@@ -236,6 +239,28 @@ def test_stop_sequences_end_a_response_where_it_first_has_one():
             assert response.tolist() == whole[: min(ends, default=12)]
             lengths.add(len(response))
         assert len(lengths) > 3
+
+
+def test_stop_strings_end_a_response_where_its_text_first_has_one(tmp_path):
+    """However it is cut into tokens, among end tokens and full lengths, in a cache with room for few."""
+    tokenizer = two_letter_tokenizer(GROUPED.vocab_size)
+    tokenizer.save(path := str(tmp_path / "tokenizer.json"))
+    strings = ("abba", "bbbb")
+    decoder = decoder_of(GROUPED, llama(GROUPED, torch.float64))
+    batch = prompts(GROUPED, PROMPT_LENGTHS * 6)
+    free = responses(batch, rollout(decoder, batch, temperature=1.5, eos_token=-1))
+    stopped = rollout(
+        decoder, batch, temperature=1.5, stop_strings=strings, tokenizer=path, is_end=StopStrings(path, strings),
+        kv_cache_tokens=96,
+    )  # fmt: skip
+    reasons, cuts = set(), set()
+    for response, whole in zip(responses(batch, stopped), map(Tensor.tolist, free), strict=True):
+        end = first_end(tokenizer, whole, strings, EOS)
+        assert response.tolist() == whole[:end]
+        reasons.add("end token" if whole[end - 1] == EOS else "length" if end == 12 else "string")
+        cuts.add(tuple(whole[max(0, end - 2) : end]))
+    assert reasons == {"end token", "length", "string"}
+    assert len(cuts) > 10
 
 
 def test_a_prompt_does_not_complete_a_stop_sequence():
