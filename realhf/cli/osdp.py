@@ -85,6 +85,7 @@ def execute(arguments: argparse.Namespace) -> int:
         f"{arguments.model}: {parameter_count(model):,} parameters on {arguments.devices} x {arguments.hardware}, "
         f"samples of {arguments.sequence_length} tokens, {arguments.dtype}",
         highlight=False,
+        soft_wrap=True,
     )
     console.print(comparison_table(plan, uniform))
     console.print(modes_table(plan))
@@ -92,7 +93,7 @@ def execute(arguments: argparse.Namespace) -> int:
         verdict = "proven: no other choice is faster"
     else:
         verdict = f"no choice is more than {plan.seconds_per_sample / plan.lower_bound_s - 1:.2e} faster"
-    console.print(f"{verdict}; found in {1e3 * plan.search_s:.1f} ms", highlight=False)
+    console.print(f"{verdict}; found in {1e3 * plan.search_s:.1f} ms", highlight=False, soft_wrap=True)
     if arguments.json:
         try:
             arguments.json.write_text(json.dumps(as_json(plan, uniform), indent=1) + "\n")

@@ -141,7 +141,9 @@ def execute(arguments: argparse.Namespace) -> int:
     if given:
         prediction = planner.predict(given)
         if not prediction.fits:
-            console.print("warning: this plan does not fit into the memory of the devices", highlight=False)
+            console.print(
+                "warning: this plan does not fit into the memory of the devices", highlight=False, soft_wrap=True
+            )
         candidate = Candidate(
             name=GIVEN, analysis=analyse(task, prediction), problem="" if prediction.fits else "memory"
         )
@@ -243,7 +245,9 @@ def _compare_cases(
     if len({what_if.staleness for _, what_if in cases.values()}) > 1:
         first = next((result.name for result in results if result.generates_apart), None)
         words = f"from {first} on the" if first else "with none of these the"
-        console.print(f"{words} fastest plan found generates and trains on devices of their own", highlight=False)
+        console.print(
+            f"{words} fastest plan found generates and trains on devices of their own", highlight=False, soft_wrap=True
+        )
     if arguments.json:
         _write_json(console, arguments.json, {"cases": summaries})
 
@@ -269,22 +273,24 @@ def _print_totals(console: Console, planner: Planner, candidate: Candidate) -> N
     source = (
         "measured layer timings" if planner.costs.profiled else "the analytic model (no profile; see `realhf profile`)"
     )
-    console.print(f"predicted step: {analysis.step_s:.3f} s, from {source}", highlight=False)
+    console.print(f"predicted step: {analysis.step_s:.3f} s, from {source}", highlight=False, soft_wrap=True)
     console.print(
         f"{analysis.tokens_per_s:,.0f} tokens/s, {analysis.gpu_hours_per_million_tokens:.3g} GPU-hours per million "
         "tokens",
         highlight=False,
+        soft_wrap=True,
     )
     console.print(f"limited by {analysis.limits}", highlight=False, soft_wrap=True)
     try:
         simple = heuristic(planner.task)
     except UserError:
-        console.print("heuristic plan (all calls alike on all devices): none is legal", highlight=False)
+        console.print("heuristic plan (all calls alike on all devices): none is legal", highlight=False, soft_wrap=True)
         return
     ratio = (simple.predicted_step_s or 0.0) / analysis.step_s
     console.print(
         f"heuristic plan (all calls alike on all devices): {simple.predicted_step_s:.3f} s, {ratio:.2f} x this one",
         highlight=False,
+        soft_wrap=True,
     )
 
 

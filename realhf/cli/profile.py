@@ -89,7 +89,7 @@ def execute(arguments: argparse.Namespace) -> int:
         console.print(timings_table(profile))
         _print_collectives(console, profile)
         console.print(f"written to {target.path}", highlight=False, soft_wrap=True)
-    console.print(f"measured in {time.monotonic() - started:.0f} s", highlight=False)
+    console.print(f"measured in {time.monotonic() - started:.0f} s", highlight=False, soft_wrap=True)
     return 0
 
 
@@ -126,11 +126,13 @@ def _print_collectives(console: Console, profile: LayerProfile) -> None:
             f"all-reduce over {timings.group_size}: {1e6 * latency_s:.0f} us for {timings.seconds.sizes[0]:.0f} bytes, "
             f"{size_bytes / seconds / 1e9:.2f} GB/s at {size_bytes / 2**20:.0f} MiB",
             highlight=False,
+            soft_wrap=True,
         )
     console.print(
         f"call {1000 * profile.call_overhead_s:.2f} ms, sampling {1000 * profile.sampling_s:.2f} ms, "
         f"optimizer {1e9 * profile.optimizer_s_per_parameter:.2f} ns a parameter",
         highlight=False,
+        soft_wrap=True,
     )
 
 

@@ -97,7 +97,7 @@ class Progress:
 
     def _say(self, text: str) -> None:
         if self._bar is not None:
-            self._bar.console.print(text, highlight=False)
+            self._bar.console.print(text, highlight=False, soft_wrap=True)
         else:
             print(text, file=sys.stderr, flush=True)
 
@@ -136,7 +136,9 @@ def print_summary(directory: RunDirectory, seconds: float) -> None:
         console.print(call_table(call_times(run.plan, metrics)))
         tokens, time_s = sum(m["tokens"] for m in metrics), sum(m["time_s"] for m in metrics)
         console.print(
-            f"{len(metrics)} steps in {seconds:.1f} s, start included; {tokens / time_s:.0f} tokens/s", highlight=False
+            f"{len(metrics)} steps in {seconds:.1f} s, start included; {tokens / time_s:.0f} tokens/s",
+            highlight=False,
+            soft_wrap=True,
         )
     console.print(f"run directory: {directory.path}", highlight=False, soft_wrap=True)
     console.print(f"report: {directory.report}", highlight=False, soft_wrap=True)

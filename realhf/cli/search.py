@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,11 +148,12 @@ def _print(problem: ProblemFile | PlannedFile, result: dict[str, Any]) -> None:
         proven=result["proven"],
     )
     bound = "-" if certificate.lower_bound is None else f"{certificate.lower_bound / 1e6:.6f} s"
-    console.print(f"best        {certificate.best / 1e6:.6f} s a step")
-    console.print(f"lower bound {bound}: {certificate.verdict()}")
+    say = partial(console.print, soft_wrap=True)
+    say(f"best        {certificate.best / 1e6:.6f} s a step")
+    say(f"lower bound {bound}: {certificate.verdict()}")
     limit = problem.device_memory_bytes / GIB
-    console.print(f"memory      {result['peak_bytes'] / GIB:.2f} of {limit:.2f} GiB on the fullest device")
-    console.print(
+    say(f"memory      {result['peak_bytes'] / GIB:.2f} of {limit:.2f} GiB on the fullest device")
+    say(
         f"evaluations {result['evaluations']:,} in {result['seconds']:.2f} s "
         f"({result['full_evaluations']:,} to the end, {result['early_rejections']:,} rejected early)"
     )
