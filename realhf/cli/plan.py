@@ -10,6 +10,7 @@ import msgspec
 from rich.console import Console
 
 from realhf.api.errors import UserError
+from realhf.api.experiment import models_of
 from realhf.api.plan import ExecutionPlan, load_plan, save_plan, write_atomically
 from realhf.cli.experiment import add_experiment_arguments, build_experiment
 from realhf.cli.plan_tables import (
@@ -26,7 +27,7 @@ from realhf.search.analysis import analyse, generates_apart
 from realhf.search.cluster import Cluster
 from realhf.search.clusters import parse_clusters, with_memory
 from realhf.search.comparison import GIVEN, SEARCHED, Candidate, Comparison, certificate_of, compare, summary
-from realhf.search.features import FEATURES, differences, with_features
+from realhf.search.features import FEATURES
 from realhf.search.hardware import DTYPE_BYTES
 from realhf.search.presets import heuristic
 from realhf.search.problem_dump import planned_file, simple_file
@@ -127,7 +128,7 @@ def execute(arguments: argparse.Namespace) -> int:
     planner = Planner(experiment, cluster, what_if=what_if)
     task = planner.task
     console.print(setting_text(task), highlight=False, soft_wrap=True)
-    lacking = differences(what_if.features)
+    lacking = what_if.unlike(models_of(experiment).values())
     if lacking:
         console.print(
             f"what if: an engine with {', '.join(lacking)}; the engine is not so, and a run of this plan would take "
@@ -211,7 +212,7 @@ def _what_if(arguments: argparse.Namespace, experiment: Any, staleness: int) -> 
         batch_size=arguments.batch_size,
         dtype=arguments.dtype,
         staleness=staleness,
-        features=with_features([name.strip() for name in arguments.features.split(",") if name.strip()]),
+        features=tuple(name.strip() for name in arguments.features.split(",") if name.strip()),
     )
 
 

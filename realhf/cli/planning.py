@@ -57,7 +57,8 @@ class Planner:
             dtype=self.dtype,
             hardware=cluster.hardware,
             root=profiles,
-            features=self.what_if.features,
+            features=self.what_if.engine(),
+            of_models={name: self.what_if.engine(setup) for name, setup in models_of(experiment).items()},
         )
 
     @property

@@ -82,7 +82,8 @@ class CallCost:
 
     def sharding(self, strategy: ParallelStrategy, micro_batches: int) -> Sharding | None:
         """What is sharded over dp because it would not fit otherwise; None: nothing, or it would not fit even so."""
-        if not self.costs.features.sharded_operators or not self.call.trains or strategy.dp == 1:
+        features = self.costs.features_of(self.call.model_name)
+        if not features.sharded_operators or not self.call.trains or strategy.dp == 1:
             return None
         crosses = crossings(strategy, self.cluster)
         return shard(
@@ -95,12 +96,12 @@ class CallCost:
             shares_devices=self.shares_devices,
             link=self.costs.hardware.link(crosses.data, crosses.data_per_node),
             dtype=self.dtype,
-            features=self.costs.features,
+            features=features,
         )
 
     @cached_property
     def features(self) -> EngineFeatures:
-        return self.costs.features.during(self.call.interface_type)
+        return self.costs.features_of(self.call.model_name).during(self.call.interface_type)
 
     @cached_property
     def timings(self) -> Timings:
@@ -189,8 +190,8 @@ class _Part:
     def _stage_s(self, stage: int, tokens: float, *, train: bool, head_tokens: float | None = None) -> float:
         """One micro-batch on one stage: forward, and backward for training; with the messages that it receives.
 
-        With recomputation, the backward pass runs the layers' forward again, its all-reduces included; the
-        embedding and the head are not recomputed.
+        With recomputation, the backward pass runs the layers' forward again, or all but its products, in both cases
+        with its all-reduces; the embedding and the head are not recomputed.
         """
         tp, pp, crosses = self.strategy.tp, self.strategy.pp, self.crosses.tensor
         layers = len(stage_layers(self.model.num_layers, pp, stage))
@@ -199,8 +200,8 @@ class _Part:
         seconds = overheads.train_micro_batch_s if train else overheads.forward_micro_batch_s
         for backward in (False, True) if train else (False,):
             seconds += layers * self.timings.layer(tokens, length, tp, backward=backward, tp_crosses_nodes=crosses)
-            if backward and self.features.recomputation:
-                seconds += layers * self.timings.layer(tokens, length, tp, backward=False, tp_crosses_nodes=crosses)
+            if backward:
+                seconds += layers * self._recomputation_s(tokens, length)
             if stage == 0:
                 seconds += self.timings.embedding(tokens, tp, backward=backward, tp_crosses_nodes=crosses)
             if stage == pp - 1:
@@ -209,6 +210,17 @@ class _Part:
             first, last = (pp - 1, 0) if backward else (0, pp - 1)
             seconds += self._hops(stage, first, last) * (self._send_s(tokens) + overheads.message_s)
         return seconds
+
+    def _recomputation_s(self, tokens: float, length: float) -> float:
+        """What the backward pass of one layer computes again."""
+        tp, crosses = self.strategy.tp, self.crosses.tensor
+        match self.features.recomputation:
+            case "full":
+                return self.timings.layer(tokens, length, tp, backward=False, tp_crosses_nodes=crosses)
+            case "selective":
+                return self.timings.recomputed(tokens, tp, tp_crosses_nodes=crosses)
+            case "off":
+                return 0.0
 
     @property
     def _head_tokens(self) -> float:

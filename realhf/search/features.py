@@ -4,7 +4,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from realhf.api.compute import Recomputation
 from realhf.api.errors import UserError
+from realhf.api.experiment import ModelSetup
 from realhf.api.graph import GENERATE, TRAIN_STEP, ModelInterfaceType
 from realhf.api.model import DType
 from realhf.search.hardware import DTYPE_BYTES
@@ -17,8 +19,9 @@ class EngineFeatures:
     zero1: optimizer states and master copy are divided over dp; gradients are reduce-scattered and parameters
         all-gathered once a mini-batch (ZeRO, Rajbhandari et al., 2020, section 5.1). Else all of it is on every rank.
     fp32_gradients: gradients of parameters below fp32 are kept, summed and reduced in fp32.
-    recomputation: only a layer's input is kept for the backward pass, which runs the layer's forward again
-        (Chen et al., 2016; full recomputation of Korthikanti et al., 2022, section 5).
+    recomputation: "full": only a layer's input is kept for the backward pass, which runs the layer's forward again
+        (Chen et al., 2016; Korthikanti et al., 2022, section 5); "selective": all but products and attention is made
+        again. A model's setup says it (`of_setup`).
     cuda_graphs: a decode step is replayed as a graph and not launched kernel by kernel.
     full_logits: logits are gathered over tp, and every rank makes its passes over the whole vocabulary. Else each
         rank keeps its part of the vocabulary (Megatron-LM, section 3).
@@ -28,15 +31,17 @@ class EngineFeatures:
         projects all but the last of these chunks again; None: for all tokens of a micro-batch.
     sequence_parallel: in training, what lies between the tensor-parallel products is divided over tp along the
         tokens; an all-gather and a reduce-scatter stand in the place of every all-reduce (Korthikanti et al., 2022,
-        section 4.2), and between stages every rank sends its tokens only.
+        section 4.2), and between stages every rank sends its tokens only. A model's setup says it (`of_setup`).
     blocking_sends: a pipeline stage does not compute while it sends, as it never does while it receives.
     sharded_operators: where the states of a train call do not fit, operators whose parameters and gradients are divided
         over dp, too, and gathered for each use (`realhf.search.sharding`; OSDP, IJCAI 2023).
+    packs_weights: generation keeps the linears' weights in the order of its kernels as well: on the CPU, in float32
+        and bfloat16. The hardware's description says it.
     """
 
     zero1: bool = True
     fp32_gradients: bool = True
-    recomputation: bool = False
+    recomputation: Recomputation = "off"
     cuda_graphs: bool = False
     full_logits: bool = False
     response_logits: bool = True
@@ -45,6 +50,7 @@ class EngineFeatures:
     sequence_parallel: bool = False
     blocking_sends: bool = False
     sharded_operators: bool = False
+    packs_weights: bool = False
 
     def gradient_bytes(self, dtype: DType) -> int:
         """Bytes of one element of the gradient of parameters of `dtype`."""
@@ -64,7 +70,8 @@ ENGINE = EngineFeatures()
 FEATURES: dict[str, tuple[str, Any, Any]] = {
     "zero1": ("zero1", True, False),
     "fp32-gradients": ("fp32_gradients", True, False),
-    "recomputation": ("recomputation", True, False),
+    "recomputation": ("recomputation", "full", "off"),
+    "selective-recomputation": ("recomputation", "selective", "off"),
     "cuda-graphs": ("cuda_graphs", True, False),
     "sharded-logits": ("full_logits", False, True),
     "response-logits": ("response_logits", True, False),
@@ -75,6 +82,17 @@ FEATURES: dict[str, tuple[str, Any, Any]] = {
     "sharded-operators": ("sharded_operators", True, False),
 }
 WITHOUT = "no-"
+
+
+def of_setup(setup: ModelSetup, engine: EngineFeatures = ENGINE) -> EngineFeatures:
+    """What `engine` does for a model of this setup: the one place where a setup's choices become costs."""
+    optimizer = setup.optimizer
+    return replace(
+        engine,
+        sequence_parallel=setup.compute.sequence_parallel,
+        recomputation=setup.compute.recomputation,
+        fp32_gradients=engine.fp32_gradients if optimizer is None else optimizer.fp32_gradients,
+    )
 
 
 def with_features(names: Sequence[str], engine: EngineFeatures = ENGINE) -> EngineFeatures:
@@ -98,6 +116,7 @@ def differences(features: EngineFeatures, engine: EngineFeatures = ENGINE) -> li
     """By what `features` differs from `engine`, in the names of the command line."""
     return [
         name if getattr(features, field) == present else WITHOUT + name
-        for name, (field, present, _) in FEATURES.items()
+        for name, (field, present, absent) in FEATURES.items()
         if getattr(features, field) != getattr(engine, field)
+        and getattr(features, field) in (present, absent)  # not the other kind of recomputation
     ]

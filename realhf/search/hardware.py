@@ -19,7 +19,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     interpreter), added to its compute and not hidden by it; `decode_launch_s` the same for a layer of one
     decode step, `decode_graph_launch_s` where the step is replayed as a CUDA graph; `call_overhead_s` a
     request's way from the master to the workers and back, with what a call prepares; `sampling_s`
-    drawing the tokens of one decode step of one micro-batch, with what the step costs the host.
+    drawing the tokens of one decode step of one micro-batch, with what the step costs the host. `packs_weights`: see
+    `realhf.search.features.EngineFeatures`.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     decode_graph_launch_s: float
     call_overhead_s: float
     sampling_s: float
+    packs_weights: bool = False
 
     def __post_init__(self) -> None:
         for field in ("memory_bandwidth", "device_memory_bytes", "devices_per_node", "intra_node_bandwidth",

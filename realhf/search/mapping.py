@@ -230,14 +230,15 @@ class Mapper:
         return self._options[key]
 
     def _static(self, call: ModelFunctionCallDef, option: Option) -> float:
-        strategy, features = option.layout.strategy, self.task.costs.features
+        strategy, features = option.layout.strategy, self.task.costs.features_of(call.model_name)
         if sharding := self._sharding(call, option):
             return sharding.static_bytes
         return static_bytes(call.config, strategy, self.task.dtype, trained=call.trains, features=features)
 
     def _dynamic(self, call: ModelFunctionCallDef, option: Option) -> float:
         task, sharding = self.task, self._sharding(call, option)
-        dynamic = dynamic_bytes(call, option, task.batch_size, task.workload, task.dtype, task.costs.features)
+        features = task.costs.features_of(call.model_name)
+        dynamic = dynamic_bytes(call, option, task.batch_size, task.workload, task.dtype, features)
         return dynamic + (sharding.gather_bytes if sharding else 0)
 
     def _sharding(self, call: ModelFunctionCallDef, option: Option) -> Sharding | None:

@@ -15,6 +15,8 @@ from realhf.search.options import Option, mini_batch_size
 from realhf.search.timings import kv_bytes_per_token_layer
 from realhf.search.workload import Workload
 
+PAGE_TOKENS = 16  # of the KV cache, as in realhf/engine/kv_cache.py
+
 
 @dataclass(frozen=True)
 class ModelSizes:
@@ -95,6 +97,36 @@ def static_bytes(
     return elements * (item + features.gradient_bytes(dtype)) + updated * optimizer
 
 
+@lru_cache(maxsize=1024)
+def linear_elements(model: DecoderConfig, strategy: ParallelStrategy) -> int:
+    """Weights of the linears on the device that holds the most: of the layers, and of a head that is not tied."""
+    tp, pp = strategy.tp, strategy.pp
+    linears = [s for s in decoder_parameters(model) if s.place != "embedding" and len(s.shape) == 2]
+
+    def on_stage(stage: int) -> int:
+        layers = stage_layers(model.num_layers, pp, stage)
+        here = (spec for spec in linears if spec.is_on_stage(layers, stage, pp))
+        return sum(spec.size if spec.shard_dim is None else spec.size // tp for spec in here)
+
+    return max(on_stage(0), on_stage(pp - 1))
+
+
+def packed_bytes(
+    model: DecoderConfig, strategy: ParallelStrategy, dtype: DType, features: EngineFeatures = ENGINE
+) -> int:
+    """The second copy of the linears' weights while a call generates (`realhf.engine.generate.packed_weights`)."""
+    if not features.packs_weights or dtype == "float64":
+        return 0
+    return linear_elements(model, strategy) * DTYPE_BYTES[dtype]
+
+
+def cache_bytes(model: DecoderConfig, strategy: ParallelStrategy, dtype: DType, tokens: int) -> float:
+    """Keys and values of a sequence, in whole pages, on the first stage: no other has more layers."""
+    layers = len(stage_layers(model.num_layers, strategy.pp, 0))
+    kept = math.ceil(tokens / PAGE_TOKENS) * PAGE_TOKENS
+    return kv_bytes_per_token_layer(model, dtype) / strategy.tp * layers * kept
+
+
 def activation_elements(model: DecoderConfig, tp: int, *, sequence_parallel: bool = False) -> float:
     """Elements that one layer keeps a token for its backward pass, without recomputation.
 
@@ -109,19 +141,37 @@ def activation_elements(model: DecoderConfig, tp: int, *, sequence_parallel: boo
     return whole / (tp if sequence_parallel else 1) + divided / tp
 
 
+def selective_elements(model: DecoderConfig, tp: int, *, sequence_parallel: bool = False) -> float:
+    """Elements that one layer keeps a token for its backward pass with selective recomputation.
+
+    Its input, and what products and attention give (`realhf.models.recomputation`): q, k, v, attention's output, gate
+    and up, divided over tp; the outputs of the two row-parallel products whole, since they are summed afterwards.
+    """
+    experts = model.experts.per_token if model.experts.count else 1
+    divided = 2 * model.query_size + 2 * model.kv_size
+    divided += (2 if model.mlp == "gated" else 1) * model.active_intermediate_size
+    kept_input = model.hidden_size / (tp if sequence_parallel else 1)
+    return kept_input + (1 + experts) * model.hidden_size + divided / tp
+
+
 def kept_elements(
     model: DecoderConfig, tp: int, layers: int, in_flight: int, features: EngineFeatures = ENGINE
 ) -> float:
     """Elements a token that a stage of `layers` layers keeps for the backward passes of `in_flight` micro-batches.
 
-    With recomputation: the input of every layer, hidden, and one whole layer while it is run again
-    (Korthikanti et al., 2022, section 5).
+    With recomputation: the input of every layer, hidden, or `selective_elements`; and one whole layer while it is run
+    again (Korthikanti et al., 2022, section 5).
     """
     layer = activation_elements(model, tp, sequence_parallel=features.sequence_parallel)
-    if not features.recomputation:
-        return in_flight * layers * layer
-    kept = model.hidden_size / (tp if features.sequence_parallel else 1)
-    return in_flight * layers * kept + layer
+    match features.recomputation:
+        case "off":
+            return in_flight * layers * layer
+        case "selective":
+            kept = selective_elements(model, tp, sequence_parallel=features.sequence_parallel)
+            return in_flight * layers * kept + max(layer - kept, 0)
+        case "full":
+            kept = model.hidden_size / (tp if features.sequence_parallel else 1)
+            return in_flight * layers * kept + layer
 
 
 def logits_bytes_per_token(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures = ENGINE) -> float:
@@ -154,8 +204,9 @@ def dynamic_bytes(
     Lengths are the maxima. Train: activations of the micro-batches in flight on a stage (1F1B: pp - stage
     of them, at most all; Narayanan et al., 2021, section 2.2) and three fp32 arrays of logits on the last stage
     (logits, probabilities, gradient). Inference: one layer's activations and two arrays of logits. Generate: the
-    KV cache of grouped-query heads, prefill's activations of one layer, and two arrays of logits of one token a
-    sequence; of the micro-batches, at least pp, pp are in flight at once and the others wait without a cache.
+    KV cache of grouped-query heads in whole pages, prefill's activations of one layer, two arrays of logits of one
+    token a sequence, and on a CPU the linears' weights once more; of the micro-batches, at least pp, pp are in flight
+    at once and the others wait without a cache.
     """
     model, strategy, lengths = call.config, option.layout.strategy, workload.of(call.name)
     tp, pp, features = strategy.tp, strategy.pp, features.during(call.interface_type)
@@ -165,11 +216,11 @@ def dynamic_bytes(
     if call.interface_type is GENERATE:
         parts = generation_parts(samples, option.micro_batches, pp)
         per_part = math.ceil(samples / parts)
-        layers = len(stage_layers(model.num_layers, pp, 0))
-        cache = kv_bytes_per_token_layer(model, dtype) / tp * layers * lengths.max_tokens  # a sequence
+        cache = cache_bytes(model, strategy, dtype, lengths.max_tokens)  # a sequence
         prefill = lengths.max_prompt_tokens * activations
         logits = logits_bytes(per_part, model, dtype, tp, features)
-        return min(parts, pp) * per_part * cache + per_part * prefill + 2 * logits
+        weights = packed_bytes(model, strategy, dtype, features)
+        return min(parts, pp) * per_part * cache + per_part * prefill + 2 * logits + weights
     tokens = samples // option.micro_batches * lengths.max_tokens
     logits = logits_bytes(tokens, model, dtype, tp, features)
     if call.interface_type is not TRAIN_STEP:

@@ -160,13 +160,13 @@ def heuristic_plan(
 
     def static(strategy: ParallelStrategy) -> int:
         return sum(
-            static_bytes(model, strategy, dtype, trained=name in trained, features=costs.features)
+            static_bytes(model, strategy, dtype, trained=name in trained, features=costs.features_of(name))
             for name, model in graph.models.items()
         )
 
     def need(call: ModelFunctionCallDef, option: Option) -> float:
         kept = static(option.layout.strategy)
-        return kept + dynamic_bytes(call, option, batch_size, workload, dtype, costs.features)
+        return kept + dynamic_bytes(call, option, batch_size, workload, dtype, costs.features_of(call.model_name))
 
     def options(call: ModelFunctionCallDef, strategy: ParallelStrategy) -> list[Option]:
         layout = Layout(DeviceMesh(0, cluster.num_devices), strategy)

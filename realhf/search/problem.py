@@ -196,7 +196,8 @@ class _Builder:
     def _needs(self, call: ModelFunctionCallDef, option: Option, row: "_StrategyRow", cost: CallCost) -> "_Needs":
         strategy, micro_batches = option.layout.strategy, option.micro_batches
         seconds = cost.seconds(strategy, micro_batches)
-        dynamic = dynamic_bytes(call, option, self.batch_size, self.workload, self.dtype, self.costs.features)
+        features = self.costs.features_of(call.model_name)
+        dynamic = dynamic_bytes(call, option, self.batch_size, self.workload, self.dtype, features)
         sharding = cost.sharding(strategy, micro_batches) if self.homes[call.name] == call.name else None
         if sharding is None:
             return _Needs(row.label, seconds, row.static_bytes, dynamic)
@@ -209,7 +210,7 @@ class _Builder:
 
     def _strategy_row(self, call: ModelFunctionCallDef, strategy: ParallelStrategy, is_home: bool) -> "_StrategyRow":
         if is_home:
-            features = self.costs.features
+            features = self.costs.features_of(call.model_name)
             static = static_bytes(call.config, strategy, self.dtype, trained=call.trains, features=features)
             return _StrategyRow(str(strategy), float(static), 0.0)
         if call.trains:

@@ -239,6 +239,7 @@ def without_hopeless(
     Wherever the model lives, its parameters are on the call's devices beside what the call allocates.
     """
     needs: dict[tuple[ParallelStrategy, int], float] = {}
+    features = costs.features_of(call.model_name)
     cost = CallCost(call=call, batch_size=batch_size, workload=workload, cluster=cluster, costs=costs, dtype=dtype)
     kept = []
     for option in options:
@@ -246,10 +247,8 @@ def without_hopeless(
         if shape not in needs:
             needs[shape] = parameter_bytes(call.config, option.layout.strategy, dtype)
             if call.trains:  # at home, as every training of a model is, with the optimizer's states
-                needs[shape] = static_bytes(
-                    call.config, option.layout.strategy, dtype, trained=True, features=costs.features
-                )
-            needs[shape] += dynamic_bytes(call, option, batch_size, workload, dtype, costs.features)
+                needs[shape] = static_bytes(call.config, option.layout.strategy, dtype, trained=True, features=features)
+            needs[shape] += dynamic_bytes(call, option, batch_size, workload, dtype, features)
             if cost.sharding(*shape):
                 needs[shape] = 0.0  # operators are sharded so that it fits
         if needs[shape] <= cluster.device_memory_bytes:

@@ -96,7 +96,7 @@ def added_links(
     these only the bytes are saved: they are one message for all operators, and its latency stays.
     """
     item, gradient = DTYPE_BYTES[dtype], features.gradient_bytes(dtype)
-    gathers = 3 if features.recomputation else 2
+    gathers = 3 if features.recomputation == "full" else 2
     before = (item if features.zero1 else gradient) + gradient
     added = micro_batches * (gathers * item + gradient) - before
     return Links(

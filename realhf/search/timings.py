@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Protocol
@@ -39,6 +39,9 @@ class Timings(Protocol):
 
     def decode_layer(self, sequences: float, context: float, tp: int, *, tp_crosses_nodes: bool) -> float:
         """One layer of one decode step of `sequences` sequences with `context` tokens in their caches."""
+
+    def recomputed(self, tokens: float, tp: int, *, tp_crosses_nodes: bool) -> float:
+        """What selective recomputation makes again of one layer: all of its forward but products and attention."""
 
     def optimizer(self, parameters: float) -> float: ...
 
@@ -103,6 +106,10 @@ class AnalyticTimings:
         elementwise = passes * tokens * self.elementwise_bytes(tp) / self.hardware.memory_bandwidth
         reduces = 2 * self._reduce(tokens, tp, tp_crosses_nodes)
         return passes * self.hardware.layer_launch_s + compute + elementwise + reduces
+
+    def recomputed(self, tokens: float, tp: int, *, tp_crosses_nodes: bool) -> float:
+        elementwise = tokens * self.elementwise_bytes(tp) / self.hardware.memory_bandwidth
+        return self.hardware.layer_launch_s + elementwise + 2 * self._reduce(tokens, tp, tp_crosses_nodes)
 
     def elementwise_bytes(self, tp: int) -> float:
         """Memory traffic of one layer's forward beside its products, a token; every kernel reads and writes its arrays.
@@ -241,6 +248,11 @@ class ProfiledTimings:
         seconds = interpolate([(float(d.context), d.seconds.at(sequences)) for d in timings.layer_decode], context)
         return self._with_reduces(timings, seconds, sequences, tp, 2, tp_crosses_nodes)
 
+    def recomputed(self, tokens: float, tp: int, *, tp_crosses_nodes: bool) -> float:
+        """Of the hardware's description, because a profile measures whole layers."""
+        analytic = AnalyticTimings(model=self.profile.model, dtype=self.profile.dtype, hardware=self.hardware)
+        return analytic.recomputed(tokens, tp, tp_crosses_nodes=tp_crosses_nodes)
+
     def optimizer(self, parameters: float) -> float:
         return parameters * self.profile.optimizer_s_per_parameter
 
@@ -297,11 +309,19 @@ def kv_bytes_per_token_layer(model: DecoderConfig, dtype: DType) -> int:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the cost model needs to know: timings of every model type, the links of the hardware, the engine's ways."""
+    """What the cost model needs to know: timings of every model type, the links of the hardware, the engine's ways.
+
+    `of_models` has what the engine does for single models, by name, where their setups choose it.
+    """
 
     hardware: Hardware
     timings: Mapping[DecoderConfig, Timings]
     features: EngineFeatures = ENGINE
+    of_models: Mapping[str, EngineFeatures] = field(default_factory=dict)
+
+    def features_of(self, model_name: str) -> EngineFeatures:
+        """What the engine does for a model."""
+        return self.of_models.get(model_name, self.features)
 
     def of(self, model: DecoderConfig, features: EngineFeatures | None = None) -> Timings:
         """The timings of a model, the analytic ones under `features`; what was measured is as it was measured."""
@@ -323,13 +343,18 @@ def load_costs(
     hardware: str,
     root: Path | None = None,
     features: EngineFeatures = ENGINE,
+    of_models: Mapping[str, EngineFeatures] | None = None,
 ) -> Costs:
     """Measured timings where `ROOT/local/HARDWARE` has a profile of the model type, else the analytic model.
+
+    `features` and `of_models`: see `Costs`; whether generation packs weights is taken from the hardware.
 
     Raises:
         UserError: no such hardware, a broken profile, or a profile of another model.
     """
     description = load_hardware(hardware, root)
+    features = replace(features, packs_weights=description.packs_weights)
+    of_models = {name: replace(own, packs_weights=description.packs_weights) for name, own in (of_models or {}).items()}
     timings: dict[DecoderConfig, Timings] = {}
     for model in models.values():
         path = profile_path(model, dtype, hardware, root)
@@ -340,4 +365,4 @@ def load_costs(
         if (profile.model, profile.dtype) != (model, dtype):
             raise UserError(f"{path}: the profile is of another model or dtype; measure it again with `realhf profile`")
         timings[model] = ProfiledTimings(profile, description)
-    return Costs(description, timings, features)
+    return Costs(description, timings, features, of_models)

@@ -1,13 +1,14 @@
 """What if the models were larger, the sequences longer: changes to an experiment that only a plan needs."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from realhf.api.architectures import architecture
 from realhf.api.errors import UserError
+from realhf.api.experiment import ModelSetup
 from realhf.api.graph import ModelFunctionCallDef
 from realhf.api.model import DType
-from realhf.search.features import ENGINE, EngineFeatures
+from realhf.search.features import EngineFeatures, differences, of_setup, with_features
 
 ROLES = {"actor": ("actor", "reference", "ref"), "critic": ("critic", "reward", "cost")}
 
@@ -20,8 +21,10 @@ DEFAULT_DTYPE: DType = "bfloat16"
 class WhatIf:
     """`model_types` gives model names another architecture; None leaves the experiment's own value.
 
+    `features` are names of `realhf.search.features.FEATURES`: what an engine would have or lack, for all models.
+
     Raises:
-        UserError: a number below 1, or a negative staleness.
+        UserError: a number below 1, a negative staleness, or an unknown feature.
     """
 
     model_types: Mapping[str, str] = field(default_factory=dict)
@@ -30,7 +33,7 @@ class WhatIf:
     batch_size: int | None = None
     dtype: DType | None = None
     staleness: int = 0
-    features: EngineFeatures = ENGINE
+    features: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("prompt_tokens", "new_tokens", "batch_size"):
@@ -39,6 +42,7 @@ class WhatIf:
                 raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
         if self.staleness < 0:
             raise UserError(f"--staleness {self.staleness} must be at least 0")
+        with_features(self.features)
 
     @property
     def needs_no_data(self) -> bool:
@@ -55,6 +59,15 @@ class WhatIf:
             new_tokens=self.new_tokens or DEFAULT_TOKENS,
             dtype=self.dtype or DEFAULT_DTYPE,
         )
+
+    def engine(self, setup: ModelSetup | None = None) -> EngineFeatures:
+        """What the engine in question does for a model of this setup (None: of the default one)."""
+        return with_features(self.features, of_setup(setup or ModelSetup()))
+
+    def unlike(self, setups: Iterable[ModelSetup]) -> list[str]:
+        """By what that differs from what the engine does for models of these setups, in the command line's names."""
+        found = {name: None for setup in setups for name in differences(self.engine(setup), of_setup(setup))}
+        return list(found)
 
     def apply(self, calls: Sequence[ModelFunctionCallDef]) -> list[ModelFunctionCallDef]:
         """The calls with the other architectures under their own heads.

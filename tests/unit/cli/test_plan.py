@@ -4,12 +4,19 @@ import json
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from realhf.api.compute import ComputeConfig
+from realhf.api.experiment import ModelSetup
+from realhf.api.run import load_experiment_class
 from realhf.cli import main
+from realhf.cli.planning import Planner
+from realhf.search.cluster import Cluster
+from realhf.search.what_if import WhatIf
 
 ROOT = Path(__file__).parents[3]
 PPO = str(ROOT / "experiments/ppo.py")
@@ -84,6 +91,26 @@ def test_a_budget_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
         main([*ON_8, "--seconds", "1"])
     assert ended.value.code == 2
     assert "not allowed with argument --evaluations" in capsys.readouterr().err
+
+
+def test_a_model_is_priced_as_its_setup_says() -> None:
+    class Recomputing(load_experiment_class(PPO)):  # type: ignore[misc]
+        @property
+        def models(self) -> dict[str, ModelSetup]:
+            full = ComputeConfig(recomputation="full")
+            return {**super().models, "actor": replace(super().models["actor"], compute=full)}
+
+    cluster = Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**32, hardware="cpu")
+    needs = {}
+    for features in ((), ("no-recomputation",)):
+        planner = Planner(Recomputing(), cluster, what_if=WhatIf(prompt_tokens=64, features=features))
+        rows = {call.name: call for call in planner.problem().calls}
+        needs[features] = {
+            name: next(o.dynamic_bytes for o in rows[name].options if o.devices == (0, 1) and o.micro_batches == 1)
+            for name in ("actor_train_step", "critic_train_step")
+        }
+    assert needs[()]["actor_train_step"] < 0.5 * needs["no-recomputation",]["actor_train_step"]
+    assert needs[()]["critic_train_step"] == needs["no-recomputation",]["critic_train_step"]
 
 
 def test_what_if_the_engine_had_other_features(capsys: pytest.CaptureFixture[str]) -> None:

@@ -194,7 +194,7 @@ def test_overheads_of_whole_calls() -> None:
 def test_recomputation_runs_the_layers_forward_again() -> None:
     definition = call("m", TINY, TRAIN_STEP, "x", mini_batches=2)
     without, recomputed = (
-        seconds(definition, 1, 1, 2, 2, EngineFeatures(recomputation=again)) for again in (False, True)
+        seconds(definition, 1, 1, 2, 2, EngineFeatures(recomputation=again)) for again in ("off", "full")
     )
     # Two layers of 1 s a stage, in 3 slots of each of the two mini-batches; neither embedding nor head.
     assert recomputed - without == pytest.approx(2 * 3 * 2)

@@ -4,18 +4,26 @@ from dataclasses import replace
 
 import pytest
 
+from realhf.api.compute import ComputeConfig
+from realhf.api.errors import UserError
+from realhf.api.experiment import ModelSetup, OptimizerConfig
 from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model import LLAMA
 from realhf.models.parameters import parameter_count
 from realhf.realloc.planner import DEFAULT_BUCKET_BYTES
-from realhf.search.features import ENGINE, EngineFeatures
-from realhf.search.memory import copy_bytes, dynamic_bytes, kept_elements, static_bytes
+from realhf.search.cluster import Cluster
+from realhf.search.cost import CallCost
+from realhf.search.features import ENGINE, EngineFeatures, of_setup
+from realhf.search.memory import cache_bytes, copy_bytes, dynamic_bytes, kept_elements, packed_bytes, static_bytes
 from realhf.search.options import Option
+from realhf.search.problem import build_problem
+from realhf.search.timings import load_costs
+from realhf.search.what_if import WhatIf
 from realhf.search.workload import Workload
-from tests.unit.search.graphs import TINY, call
+from tests.unit.search.graphs import TINY, call, ppo
 
-RECOMPUTE = EngineFeatures(recomputation=True)
+RECOMPUTE = EngineFeatures(recomputation="full")
 WHOLE = EngineFeatures(full_logits=True)
 
 
@@ -68,16 +76,16 @@ def need(
 def test_dynamic_bytes() -> None:
     activations = 4 * (4 * 64 + 3 * 64 + 3 * 64 + 4 * 128)  # a token and layer: 4608 bytes
     logits = 4 * 32  # a token
-    cache = 2 * 64 * 4  # a token and layer
+    cache = 2 * 64 * 4  # a token and layer; the 10 tokens of a sequence take a page of 16
     train, generate = call("m", TINY, TRAIN_STEP, "x"), call("m", TINY, GENERATE, "x")
     assert need(train, ParallelStrategy(), 2) == 8 * 10 * (4 * activations + 3 * logits)
     # Two stages of two layers: two micro-batches of 4 samples in flight on the first one.
     assert need(train, ParallelStrategy(pp=2), 4) == 4 * 10 * 2 * 2 * activations
     assert need(call("m", TINY, INFERENCE, "x"), ParallelStrategy(dp=2), 2) == 4 * 10 * (activations + 2 * logits)
-    assert need(generate, ParallelStrategy(), 2) == 8 * (10 * 4 * cache + 6 * activations + 2 * logits)
-    assert need(generate, ParallelStrategy(pp=2), 4) == 4 * (2 * 10 * 2 * cache + 6 * activations + 2 * logits)
+    assert need(generate, ParallelStrategy(), 2) == 8 * (16 * 4 * cache + 6 * activations + 2 * logits)
+    assert need(generate, ParallelStrategy(pp=2), 4) == 4 * (2 * 16 * 2 * cache + 6 * activations + 2 * logits)
     assert need(replace(generate, model_type=replace(TINY, num_kv_heads=2)), ParallelStrategy(tp=2), 1) == 16 * (
-        10 * 4 * cache / 4 + 6 * 4 * (4 * 64 + (3 * 64 + 3 * 32 + 4 * 128) / 2) + 2 * logits
+        16 * 4 * cache / 4 + 6 * 4 * (4 * 64 + (3 * 64 + 3 * 32 + 4 * 128) / 2) + 2 * logits
     )
 
 
@@ -90,10 +98,20 @@ def test_recomputation_keeps_the_inputs_of_layers_and_one_layer() -> None:
     assert need(train, ParallelStrategy(pp=2), 4, RECOMPUTE) == 4 * 10 * max(first, last)
 
 
+def test_selective_recomputation_keeps_what_products_and_attention_gave() -> None:
+    # The input and two outputs of 64; q, k, v, attention's output of 64; gate and up of 128.
+    kept, whole = 3 * 64 + 4 * 64 + 2 * 128, 4 * 64 + 3 * 64 + 3 * 64 + 4 * 128
+    features = EngineFeatures(recomputation="selective")
+    assert kept_elements(TINY, 1, 3, 2, features) == 2 * 3 * kept + whole - kept
+    features = EngineFeatures(recomputation="selective", sequence_parallel=True)
+    divided = (64 + 4 * 64 + 2 * 128) / 2
+    assert kept_elements(TINY, 2, 3, 2, features) == 2 * 3 * (2 * 64 + divided) + whole / 2 - (2 * 64 + divided)
+
+
 def test_sequence_parallelism_divides_what_every_rank_had() -> None:
     features = EngineFeatures(sequence_parallel=True)
     assert kept_elements(TINY, 2, 3, 1, features) == 3 * (4 * 64 + 3 * 64 + 3 * 64 + 4 * 128) / 2
-    features = EngineFeatures(sequence_parallel=True, recomputation=True)
+    features = EngineFeatures(sequence_parallel=True, recomputation="full")
     assert kept_elements(TINY, 2, 3, 2, features) == 2 * 3 * 64 / 2 + (4 * 64 + 3 * 64 + 3 * 64 + 4 * 128) / 2
 
 
@@ -129,5 +147,89 @@ def test_grouped_query_heads_shrink_the_cache(dtype_bytes: tuple[int, str]) -> N
     for heads in (4, 1):
         definition = call("m", replace(many, num_kv_heads=heads), GENERATE, "x")
         caches.append(dynamic_bytes(definition, option, 16, workload, dtype))  # type: ignore[arg-type]
-    # Four layers, 1,000 tokens, keys and values of three heads of 16 fewer; and their part of the prefill.
-    assert caches[0] - caches[1] == 16 * item * 3 * 16 * (4 * 1000 * 2 + 3)
+    # Four layers, 1,000 tokens in 63 pages, keys and values of three heads of 16 fewer; and their part of the prefill.
+    assert caches[0] - caches[1] == 16 * item * 3 * 16 * (4 * 63 * 16 * 2 + 3)
+
+
+def test_the_cache_is_made_of_whole_pages() -> None:
+    # Keys and values of 64 numbers of 4 bytes; two of four layers on the first of two stages, heads divided over two.
+    a_token = 2 * 64 * 4
+    sizes = [cache_bytes(TINY, ParallelStrategy(), "float32", tokens) for tokens in (1, 16, 17, 1000)]
+    assert sizes == [4 * a_token * kept for kept in (16, 16, 32, 1008)]
+    assert cache_bytes(TINY, ParallelStrategy(tp=2, pp=2), "float32", 17) == 2 * a_token / 2 * 32
+
+
+def test_a_cpu_has_the_weights_of_the_linears_twice_while_it_generates() -> None:
+    cpu = EngineFeatures(packs_weights=True)
+    layer, head = 4 * 64 * 64 + 3 * 64 * 128, 32 * 64
+    linears = {
+        ParallelStrategy(): 4 * layer + head,
+        ParallelStrategy(tp=2): (4 * layer + head) // 2,
+        ParallelStrategy(pp=2): 2 * layer + head,  # of the last stage
+        ParallelStrategy(dp=2): 4 * layer + head,
+    }
+    generate = call("m", TINY, GENERATE, "x")
+    for strategy, elements in linears.items():
+        added = need(generate, strategy, 1, cpu) - need(generate, strategy, 1)
+        assert added == packed_bytes(TINY, strategy, "float32", cpu) == 4 * elements
+    assert packed_bytes(replace(TINY, tied_embeddings=True), ParallelStrategy(), "bfloat16", cpu) == 2 * 4 * layer
+    assert packed_bytes(TINY, ParallelStrategy(), "float64", cpu) == 0  # the kernels have no order of their own for it
+    inference = call("m", TINY, INFERENCE, "x")
+    assert need(inference, ParallelStrategy(), 1, cpu) == need(inference, ParallelStrategy(), 1)
+
+
+def test_each_model_has_the_features_of_its_setup() -> None:
+    setups = {
+        "actor": ModelSetup(compute=ComputeConfig(recomputation="full")),
+        "critic": ModelSetup(compute=ComputeConfig(recomputation="selective", sequence_parallel=True)),
+    }
+    graph, strategy = ppo(mini_batches=1), ParallelStrategy(tp=2)
+    costs = load_costs(
+        graph.models, dtype="float32", hardware="h100", of_models={name: of_setup(s) for name, s in setups.items()}
+    )
+    workload = Workload(prompt_tokens=8, new_tokens=8)
+    option = Option(Layout(DeviceMesh(0, 2), strategy), 1)
+    problem = build_problem(
+        graph, {name: [option] for name in graph.calls}, batch_size=16, workload=workload,
+        cluster=Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**34, hardware="h100"),
+        costs=costs, max_steps_in_flight=1, dtype="float32",
+    )  # fmt: skip
+    rows = {table.name: table.options[0] for table in problem.calls}
+    layer = 4 * 64 + (3 * 64 + 3 * 64 + 4 * 128) / 2
+    kept = 2 * 64 + (64 + 4 * 64 + 2 * 128) / 2
+    critic_layer = (4 * 64 + 3 * 64 + 3 * 64 + 4 * 128) / 2
+    assert rows["actor_train_step"].dynamic_bytes == 256 * (4 * (4 * 64 + layer) + 3 * 4 * 32 / 2)
+    assert rows["critic_train_step"].dynamic_bytes == 256 * (4 * (4 * kept + critic_layer - kept) + 3 * 4)
+    assert rows["ref_inference"].dynamic_bytes == 256 * (4 * layer + 2 * 4 * 32 / 2)
+    # The backward pass has a third of an extra forward more, or only the cheap parts of one.
+    plain = load_costs(graph.models, dtype="float32", hardware="h100")
+    seconds = {}
+    for name, ways in (("own", costs), ("plain", plain)):
+        for train in ("actor_train_step", "critic_train_step"):
+            cost = CallCost(
+                call=graph.calls[train], batch_size=16, workload=workload,
+                cluster=Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**34, hardware="h100"),
+                costs=ways, dtype="float32",
+            )  # fmt: skip
+            seconds[name, train] = cost.seconds(strategy, 1)
+    timings = plain.of(TINY)
+    again = 4 * timings.layer(256, 16, 2, backward=False, tp_crosses_nodes=False)
+    assert seconds["own", "actor_train_step"] - seconds["plain", "actor_train_step"] == pytest.approx(again)
+    assert 0 < seconds["own", "critic_train_step"] - seconds["plain", "critic_train_step"] < again
+
+
+def test_what_if_goes_before_the_setup() -> None:
+    setup = ModelSetup(
+        compute=ComputeConfig(recomputation="full", sequence_parallel=True),
+        optimizer=OptimizerConfig(fp32_gradients=False),
+    )
+    own = EngineFeatures(recomputation="full", sequence_parallel=True, fp32_gradients=False)
+    assert WhatIf().engine(setup) == own
+    assert WhatIf().unlike([setup]) == []
+    asked = WhatIf(features=("selective-recomputation", "no-sequence-parallel"))
+    assert asked.engine(setup) == replace(own, recomputation="selective", sequence_parallel=False)
+    assert asked.unlike([setup]) == ["selective-recomputation", "no-sequence-parallel"]
+    assert asked.unlike([ModelSetup(), setup]) == ["selective-recomputation", "no-sequence-parallel"]
+    assert asked.engine() == EngineFeatures(recomputation="selective")
+    with pytest.raises(UserError, match="feature 'turbo' is not known"):
+        WhatIf(features=("turbo",))

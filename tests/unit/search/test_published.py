@@ -161,7 +161,7 @@ def test_recomputation_zero1_and_graphs_change_what_they_should() -> None:
     def with_features(**features: bool) -> MeasuredTable:
         return structs.replace(table, features=replace(table.features, **features))
 
-    recomputed, kept = predict_s(table, train, H100), predict_s(with_features(recomputation=False), train, H100)
+    recomputed, kept = predict_s(table, train, H100), predict_s(with_features(recomputation="off"), train, H100)
     assert 1.25 < recomputed / kept < 1.34  # a forward is a third of forward and backward, less the embedding's ends
     assert predict_s(with_features(zero1=False), train, H100) > recomputed
     eager = predict_s(table, structs.replace(generate, cuda_graphs=False), H100)

@@ -1,0 +1,61 @@
+"""The planner's bytes against what the engine really allocates."""
+
+import pytest
+import torch
+
+from realhf.api.compute import ComputeConfig
+from realhf.api.experiment import OptimizerConfig
+from realhf.api.generation import GenerationOptions
+from realhf.engine.batch import Batch
+from realhf.engine.build import build_decoder
+from realhf.engine.generate import generate_and_report, packed_weights
+from realhf.engine.interface import Stats
+from realhf.engine.kv_cache import PAGE
+from realhf.engine.memory import PeakMemory
+from realhf.engine.model import ShardedModel
+from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from realhf.parallel.vocabulary import Logits
+from realhf.search.memory import PAGE_TOKENS, cache_bytes, linear_elements, selective_elements
+from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens
+
+ONE = ONE_RANK.layout.strategy
+
+
+@pytest.mark.parametrize("new_tokens", [12, 13, 14])
+def test_the_cache(new_tokens: int) -> None:
+    """In pages of 16: a prompt of 20 tokens and 12 more fill two of them."""
+    assert PAGE == PAGE_TOKENS
+    config = tiny(num_kv_heads=2)
+    decoder = build_decoder(config, ONE_RANK, torch.float32)
+    batch = Batch((0, 1, 2), {"prompt": [torch.arange(20)] * 3})
+    options = GenerationOptions(max_new_tokens=new_tokens, eos_token=-1)
+    _, report = generate_and_report(decoder, batch, "prompt", options, sample_key=(0, 0), micro_batches=1)
+    assert report.cache_bytes == 3 * cache_bytes(config, ONE, "float32", 20 + new_tokens)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, {"mlp": "plain", "qkv_bias": True}], ids=str)
+def test_the_weights_that_are_packed(changes: dict) -> None:
+    config = tiny(num_kv_heads=2, **changes)
+    decoder = build_decoder(config, ONE_RANK, torch.float32)
+    linears = [m for m in decoder.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
+    with packed_weights(decoder):
+        assert sum(m.packed is not None and m.weight.numel() for m in linears) == linear_elements(config, ONE)
+
+
+def test_what_selective_recomputation_keeps() -> None:
+    config = tiny(num_layers=6, num_kv_heads=2)
+    batch = random_batch(config, 4, lengths=(60, 70))
+    tokens = sum(map(len, batch.data["tokens"]))
+    compute, memory, live = ComputeConfig(recomputation="selective"), PeakMemory(), []
+    model = ShardedModel(config, ONE_RANK, torch.float64, optimizer=OptimizerConfig(), compute=compute)
+    model.initialise(seed=0)
+
+    def loss(output: Logits, part: Batch) -> tuple[torch.Tensor, Stats]:
+        live.append(memory.live_bytes)
+        return next_token_loss(output, part)
+
+    with memory:
+        model.train_step(batch, "tokens", loss, trained_tokens, micro_batches=1)
+    kept = live[0] / (8 * tokens * config.num_layers)
+    planned = selective_elements(config, 1)
+    assert planned < kept < planned + 30  # of all layers together: rotary tables and what the head has
