@@ -18,6 +18,14 @@ class Arena:
         self.layout = layout
         self.flat = torch.zeros(layout.size, dtype=dtype, device=device)
 
+    def free(self) -> None:
+        """Gives the memory back; all views stay what they are, for `allocate`, and must not be read until then."""
+        self.flat.untyped_storage().resize_(0)
+
+    def allocate(self) -> None:
+        """Gets memory again after `free`, with arbitrary contents, the padding's too."""
+        self.flat.untyped_storage().resize_(self.flat.nbytes)
+
     def views(self) -> dict[str, Tensor]:
         """Every name's view of `flat`."""
         shapes = self.layout.shapes

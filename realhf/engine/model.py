@@ -59,6 +59,15 @@ class ShardedModel:
         build.initialise(self.decoder, seed)
         self.parameters_changed()
 
+    def free_parameters(self) -> None:
+        """Gives the parameters' memory back, and keeps all that is built on them. Not for a model that trains."""
+        assert self.trainer is None, "gradients and optimizer states go with the parameters"
+        self.arena.free()
+
+    def allocate_parameters(self) -> None:
+        """Memory for the parameters after `free_parameters`, to be written through `boxes()` before any use."""
+        self.arena.allocate()
+
     def boxes(self) -> dict[str, tuple[Box, Tensor]]:
         """name -> (which part of the global parameter, the local tensor, to be read or written in place)."""
         return build.boxes(self.decoder)
