@@ -244,7 +244,7 @@ class _Builder:
                 targets,
                 item=DTYPE_BYTES[self.dtype],
                 cluster=self.cluster,
-                hardware=self.costs.hardware,
+                hardware=self.costs.of(call.config).links,
             ),
         )
 

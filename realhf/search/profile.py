@@ -99,6 +99,20 @@ class CallOverheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ValueError(f"overheads must not be negative: {self}")
 
 
+class ReallocationTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole model moved from one device to its neighbour: `latency_s + bytes / bandwidth` seconds.
+
+    Packing and unpacking are in both, and the work for each parameter: those of a layer go with its bytes.
+    """
+
+    latency_s: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        if self.latency_s < 0 or self.bandwidth <= 0:
+            raise ValueError(f"latency_s={self.latency_s} must not be negative, bandwidth={self.bandwidth} above 0")
+
+
 class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was measured of one model type in one dtype on one machine. `profiles/README.md` describes every field."""
 
@@ -112,6 +126,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     call_overhead_s: float
     sampling_s: float
     overheads: CallOverheads = CallOverheads()
+    reallocation: ReallocationTimings | None = None
     measured: dict[str, str | int | float] = {}
     format: str = FORMAT
 

@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from realhf.api.errors import UserError
 from realhf.api.model import DecoderConfig, DType
 from realhf.search.features import ENGINE, EngineFeatures
@@ -58,6 +60,10 @@ class Timings(Protocol):
 
     @property
     def overheads(self) -> CallOverheads: ...
+
+    @property
+    def links(self) -> Hardware:
+        """The links as a reallocation of this model uses them."""
 
 
 def layer_matmul_elements(model: DecoderConfig) -> int:
@@ -197,6 +203,10 @@ class AnalyticTimings:
         return CallOverheads()
 
     @property
+    def links(self) -> Hardware:
+        return self.hardware
+
+    @property
     def _item(self) -> int:
         return DTYPE_BYTES[self.dtype]
 
@@ -281,6 +291,15 @@ class ProfiledTimings:
     @property
     def overheads(self) -> CallOverheads:
         return self.profile.overheads
+
+    @property
+    def links(self) -> Hardware:
+        measured = self.profile.reallocation
+        if measured is None:
+            return self.hardware
+        return msgspec.structs.replace(
+            self.hardware, intra_node_latency_s=measured.latency_s, intra_node_bandwidth=measured.bandwidth
+        )
 
     @cached_property
     def _all_reduces(self) -> list[tuple[float, Curve]]:

@@ -66,6 +66,10 @@ class Stopwatch:
         rest_s = statistics.median(both - one for one, both in turns)
         return self._combine(part_s, part), max(self._combine(rest_s, whole), 0.0)
 
+    def largest(self, value: float) -> float:
+        """The largest of all ranks' values."""
+        return self._over_ranks(value, dist.ReduceOp.MAX)
+
     def _effort(self, work: Work | None) -> tuple[int, int]:
         """(how often to repeat `work` within a reading, how many readings to take), after warming it up."""
         estimate = 0.0

@@ -39,12 +39,14 @@ from realhf.search.profile import (
     Curve,
     DecodeTimings,
     LayerProfile,
+    ReallocationTimings,
     TensorTimings,
     save_profile,
 )
 from realhf.worker.allocator import keep_freed_memory
 from realhf.worker.call_bench import SEQUENCES, CallBench
 from realhf.worker.model_bench import ModelBench, Stopwatch
+from realhf.worker.reallocation_bench import neighbours, reallocation
 from realhf.worker.round_trip import median_round_trip_s
 
 SMALLEST_TOKENS = 16
@@ -76,7 +78,9 @@ class Profiler:
         self.pipeline = Layout(DeviceMesh(0, 2 * pairs), ParallelStrategy(dp=pairs, pp=2)) if pairs else None
         # Neighbours, who measure messages: by the same way as those of pipeline stages.
         self.pairs = [Layout(DeviceMesh(2 * i, 2), ParallelStrategy(pp=2)) for i in range(pairs)]
-        layouts = [*self.layouts.values(), *([self.pipeline] if self.pipeline else []), *self.pairs]
+        self.neighbours = neighbours(rank, workers)
+        alone = [Layout(DeviceMesh(device, 1), ParallelStrategy()) for device in range(2 * pairs)]
+        layouts = [*self.layouts.values(), *([self.pipeline] if self.pipeline else []), *self.pairs, *alone]
         self.table = GroupTable(layouts, rank, job.timeout_s)
 
     def profiles(self) -> list[LayerProfile]:
@@ -107,6 +111,7 @@ class Profiler:
                 call_overhead_s=call_overhead_s,
                 sampling_s=shared[_trunk(target.model), target.dtype].sampling_s,
                 overheads=shared[_trunk(target.model), target.dtype].overheads,
+                reallocation=shared[_trunk(target.model), target.dtype].reallocation,
                 measured=self._circumstances(),
             )
             for target, timings in zip(self.job.targets, tensor, strict=True)
@@ -121,7 +126,12 @@ class Profiler:
         sampling_s = bench.sampling(sequences, self.job.sequence_length)
         optimizer_s = self._optimizer_s_per_parameter(target)
         self.set_activity(f"measuring whole calls, {target.dtype}")
-        return _Shared(tensor, sampling_s, optimizer_s, self._overheads(target, optimizer_s))
+        overheads = self._overheads(target, optimizer_s)
+        self.set_activity(f"measuring reallocation, {target.dtype}")
+        moved = None
+        if self.job.num_workers > 1:
+            moved = reallocation(target, self.neighbours, self.table, self.rank, self.device, self.watch)
+        return _Shared(tensor, sampling_s, optimizer_s, overheads, moved)
 
     def _tensor(self, target: ProfileTarget, tp: int) -> TensorTimings:
         bench, sizes = self._bench(target, tp), self._token_sizes
@@ -263,6 +273,7 @@ class _Shared:
     sampling_s: float
     optimizer_s_per_parameter: float
     overheads: CallOverheads
+    reallocation: ReallocationTimings | None
 
 
 def powers_of_two(first: int, last: int) -> list[int]:

@@ -25,7 +25,7 @@ from realhf.search.cost import (
     transfer_s,
 )
 from realhf.search.features import ENGINE, EngineFeatures
-from realhf.search.hardware import load_hardware
+from realhf.search.hardware import Hardware, load_hardware
 from realhf.search.memory import model_sizes, parameter_bytes
 from realhf.search.options import Option, call_options, legal_strategies
 from realhf.search.problem import build_problem
@@ -46,6 +46,7 @@ class RoundTimings:
     call_overhead_s: float = 7.0
     sampling_s: float = 0.25
     overheads: CallOverheads = NO_OVERHEADS
+    links: Hardware = CPU
 
     def layer(self, tokens: float, sequence_length: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
         return 2.0 if backward else 1.0
