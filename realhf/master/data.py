@@ -2,7 +2,9 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
 
+from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.api.layout import Layout
 from realhf.transport.messages import KeyMetadata, Receive, Send
 
@@ -10,21 +12,55 @@ from realhf.transport.messages import KeyMetadata, Receive, Send
 Partition = list[list[tuple[int, ...]]]
 
 
-def partition(batch_size: int, mini_batches: int, dp: int) -> Partition:
-    """Divides the samples of a global batch: mini-batches first, each then evenly over dp.
+def partition(batch_size: int, mini_batches: int, dp: int, lengths: Mapping[int, int] | None = None) -> Partition:
+    """Divides the samples of a global batch: mini-batches first, each then over dp in equal numbers.
 
-    The mini-batches are the same samples under every layout, so that the optimizer's steps are.
+    The mini-batches are the same samples under every layout, so that the optimizer's steps are. Where the `lengths` of
+    the samples are known, the ranks get about equally many tokens of each. Their numbers of samples stay equal: the
+    memory of a call, its micro-batches and the KV cache are planned for that many.
     """
     per_mini_batch = batch_size // mini_batches
-    per_rank = per_mini_batch // dp
-    assert per_rank * dp * mini_batches == batch_size, "checked when the plan was"
-    return [
-        [
-            tuple(range(j * per_mini_batch + d * per_rank, j * per_mini_batch + (d + 1) * per_rank))
-            for j in range(mini_batches)
-        ]
-        for d in range(dp)
-    ]
+    assert per_mini_batch // dp * dp * mini_batches == batch_size, "checked when the plan was"
+    mini = [range(j * per_mini_batch, (j + 1) * per_mini_batch) for j in range(mini_batches)]
+    return [list(of_rank) for of_rank in zip(*(_shares(ids, dp, lengths) for ids in mini), strict=True)]
+
+
+def _shares(ids: range, dp: int, lengths: Mapping[int, int] | None) -> list[tuple[int, ...]]:
+    """The samples of each rank, in the order of their ids; runs of them where another division is not better."""
+    size = len(ids) // dp
+    runs = [tuple(ids[d * size : (d + 1) * size]) for d in range(dp)]
+    if lengths is None:
+        return runs
+
+    def worst(shares: list[tuple[int, ...]]) -> int:
+        return max(sum(lengths[sample] for sample in share) for share in shares)
+
+    return min(runs, _by_tokens(ids, dp, lengths), key=worst)  # runs, if both are as good
+
+
+def _by_tokens(ids: range, dp: int, lengths: Mapping[int, int]) -> list[tuple[int, ...]]:
+    """The longest sample first, each to the rank with the fewest tokens so far that still has a place.
+
+    Graham's rule (1969, LPT) with equal numbers.
+    """
+    shares: list[list[int]] = [[] for _ in range(dp)]
+    open_ranks = [(0, rank) for rank in range(dp)]  # a heap of (tokens, rank)
+    for sample in sorted(ids, key=lambda sample: (-lengths[sample], sample)):
+        tokens, rank = heappop(open_ranks)
+        shares[rank].append(sample)
+        if len(shares[rank]) < len(ids) // dp:
+            heappush(open_ranks, (tokens + lengths[sample], rank))
+    return [tuple(sorted(share)) for share in shares]
+
+
+def length_key(graph: DataflowGraph, call: ModelFunctionCallDef) -> str | None:
+    """The input by whose lengths the samples of a call are divided.
+
+    It is the first of the call's sequences, else of its inputs, that a call makes. None: all are of the data set, of
+    which the master knows no lengths.
+    """
+    keys = (*call.interface_impl.sequence_keys, *call.input_data)
+    return next((key for key in keys if key in graph.producers and key in call.input_data), None)
 
 
 @dataclass
@@ -51,6 +87,11 @@ class DataDirectory:
 
     def __init__(self) -> None:
         self._columns: dict[str, _Column] = {}
+
+    def lengths(self, key: str, count: int) -> Mapping[int, int] | None:
+        """The length of every sample of a key; None as long as not all `count` of them have been made."""
+        column = self._columns.get(key)
+        return column.length if column is not None and len(column.length) == count else None
 
     def record(self, worker: int, outputs: Mapping[str, KeyMetadata]) -> None:
         """Notes what a worker's reply says it now holds."""

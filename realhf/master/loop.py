@@ -6,10 +6,10 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
-from realhf.api.graph import DataflowGraph
+from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.api.layout import Layout
 from realhf.api.plan import CallPlan
-from realhf.master.data import DataDirectory, Partition, partition
+from realhf.master.data import DataDirectory, Partition, length_key, partition
 from realhf.master.state import Action, FinishStep, Issue, Node, Schedule
 from realhf.transport.messages import (
     BatchKey,
@@ -120,9 +120,9 @@ class Dispatcher:
             for action in actions:
                 match action:
                     case Issue(node):
-                        directories.setdefault(node.step, DataDirectory())
+                        directory = directories.setdefault(node.step, DataDirectory())
                         records[node] = CallRecord(node, runner.graph.calls[node.call].model_name)
-                        pending[node] = await self._issue(runner, node)
+                        pending[node] = await self._issue(runner, node, directory)
                     case FinishStep(step):
                         directories.pop(step, None)
                         await self._broadcast(FreeBatch(batch=BatchKey(runner.split, step)))
@@ -155,7 +155,7 @@ class Dispatcher:
             await self._send(worker, SaveCheckpoint(request_id=request_id, directory=directory, models=models))
         await self._drain()
 
-    async def _issue(self, runner: GraphRunner, node: Node) -> int:
+    async def _issue(self, runner: GraphRunner, node: Node, directory: DataDirectory) -> int:
         """Sends the requests of one call in the order in which they are to be executed; returns
         the number of replies that end the call."""
         definition, plan = runner.graph.calls[node.call], runner.calls[node.call]
@@ -172,7 +172,8 @@ class Dispatcher:
                         request_id=request_id, batch=batch, call=node.call, model=definition.model_name, layout=layout
                     ),
                 )
-        parts = partition(runner.batch_size, definition.mini_batches, layout.strategy.dp)
+        parts = _parts(runner, definition, directory)
+        assert parts is not None, "its inputs have been made"
         await self._send_call(node, batch, plan, parts)
         if layout != home:
             for worker in layout.mesh.devices:
@@ -180,12 +181,23 @@ class Dispatcher:
         return layout.mesh.size
 
     async def _push(self, runner: GraphRunner, node: Node, directory: DataDirectory) -> None:
-        """Sends a call's outputs to the calls that will need them, before later calls occupy the workers."""
-        batch = BatchKey(runner.split, node.step)
-        for consumer in runner.graph.calls.values():
-            keys = [key for key in consumer.input_data if runner.graph.producers.get(key) == node.call]
+        """Sends a call's outputs to the calls that will need them, before later calls occupy the workers.
+
+        Which rank of a consumer gets a sample is known with the lengths that divide its samples; what is made earlier
+        goes out then. So the division does not depend on which of two calls ends first.
+        """
+        batch, graph = BatchKey(runner.split, node.step), runner.graph
+        for consumer in graph.calls.values():
+            parts = _parts(runner, consumer, directory)
+            if parts is None:
+                continue
+            divides = graph.producers.get(length_key(graph, consumer) or "") == node.call
+            keys = [
+                key
+                for key in consumer.input_data
+                if (divides or graph.producers.get(key) == node.call) and directory.lengths(key, runner.batch_size)
+            ]
             layout = runner.calls[consumer.name].layout
-            parts = partition(runner.batch_size, consumer.mini_batches, layout.strategy.dp)
             for worker, moves in sorted(directory.plan_transfer(layout, parts, keys).items()):
                 message = Transfer(batch=batch, sends=tuple(moves.sends), receives=tuple(moves.receives))
                 await self._send(worker, message)
@@ -230,6 +242,16 @@ class Dispatcher:
         while any(self._requests):
             worker, reply = await self._replies.get()
             self._answered(worker, reply)
+
+
+def _parts(runner: GraphRunner, call: ModelFunctionCallDef, directory: DataDirectory) -> Partition | None:
+    """Who works on what of a call; None as long as the lengths that decide it are not known."""
+    key = length_key(runner.graph, call)
+    lengths = None if key is None else directory.lengths(key, runner.batch_size)
+    if key is not None and lengths is None:
+        return None
+    dp = runner.calls[call.name].layout.strategy.dp
+    return partition(runner.batch_size, call.mini_batches, dp, lengths)
 
 
 def _name(node: Node, batch: BatchKey) -> str:

@@ -1,15 +1,18 @@
 """Every rank gets the samples that it works on, once; the sends are the receives."""
 
 from dataclasses import dataclass
+from itertools import combinations
 from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.master.data import DataDirectory, partition
+from realhf.master.data import DataDirectory, Partition, length_key, partition
 from realhf.transport.messages import KeyMetadata
+from tests.unit.api.calls import Nothing, call
 
 
 @pytest.mark.parametrize("dp", [1, 2, 4])
@@ -32,6 +35,64 @@ def test_mini_batches_are_the_same_samples_under_every_dp(mini_batches: int) -> 
 
 def test_a_partition_by_hand() -> None:
     assert partition(8, 2, 2) == [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]
+
+
+def worst_rank(parts: Partition, lengths: dict[int, int], mini_batch: int) -> int:
+    return max(sum(lengths[sample] for sample in rank[mini_batch]) for rank in parts)
+
+
+def least_possible(samples: list[int], dp: int, lengths: dict[int, int]) -> int:
+    """Tokens of the worst rank in the best of all divisions into equal numbers."""
+    if not samples:
+        return 0
+    first, *rest = samples
+    return min(
+        max(
+            lengths[first] + sum(lengths[sample] for sample in others),
+            least_possible([s for s in rest if s not in others], dp - 1, lengths),
+        )
+        for others in combinations(rest, len(samples) // dp - 1)
+    )
+
+
+@pytest.mark.parametrize(("dp", "samples"), [(2, 8), (3, 9), (4, 8)])
+def test_the_worst_rank_has_few_more_tokens_than_it_must(dp: int, samples: int) -> None:
+    random, ratios, runs = Random(dp), [], []
+    for _ in range(30):
+        lengths = {sample: random.randint(1, random.choice([20, 200])) for sample in range(samples)}
+        parts = partition(samples, 1, dp, lengths)
+        assert sorted(sample for rank in parts for sample in rank[0]) == list(range(samples))
+        assert {len(rank[0]) for rank in parts} == {samples // dp}
+        least = least_possible(list(range(samples)), dp, lengths)
+        ratios.append(worst_rank(parts, lengths, 0) / least)
+        runs.append(worst_rank(partition(samples, 1, dp), lengths, 0) / least)
+    assert max(ratios) < 1.2
+    assert sum(ratios) / len(ratios) < 1.03
+    assert sum(runs) / len(runs) > 1.15  # what the lengths are good for
+
+
+def test_a_partition_by_tokens_by_hand() -> None:
+    # 9 and 1, 7 and 2 (10 and 9 tokens); 5 and 5, 5 and 5, as they stand.
+    lengths = dict(enumerate([9, 7, 2, 1, 5, 5, 5, 5]))
+    assert partition(8, 2, 2, lengths) == [[(0, 3), (4, 5)], [(1, 2), (6, 7)]]
+    # One sample a rank: nothing to gain.
+    assert partition(4, 1, 4, lengths) == [[(0,)], [(1,)], [(2,)], [(3,)]]
+
+
+def test_the_lengths_of_the_first_sequence_that_is_made_divide() -> None:
+    class Pairs(Nothing):
+        sequence_keys = ("chosen", "sample")
+
+    graph = DataflowGraph(
+        [
+            call("policy", GENERATE, ["prompt"], ["score", "sample"]),
+            call("reward", TRAIN_STEP, ["score", "chosen", "sample"], interface_impl=Pairs()),
+            call("other", INFERENCE, ["prompt", "score"]),
+        ],
+        ["prompt", "chosen"],
+    )
+    keys = {name: length_key(graph, made) for name, made in graph.calls.items()}
+    assert keys == {"policy_generate": None, "reward_train_step": "sample", "other_inference": "score"}
 
 
 @dataclass

@@ -5,6 +5,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from realhf.api.graph import INFERENCE, DataflowGraph
 from realhf.api.layout import Layout
 from realhf.api.plan import CallPlan, ExecutionPlan
 from realhf.master.loop import CallRecord, Dispatcher, GraphRunner
@@ -20,7 +21,7 @@ from realhf.transport.messages import (
     ToWorker,
     Transfer,
 )
-from tests.unit.api.calls import ppo_graph
+from tests.unit.api.calls import call, ppo_graph
 
 GRAPH = ppo_graph()
 
@@ -28,7 +29,10 @@ GRAPH = ppo_graph()
 class Workers:
     """Answers each request at once, as workers on which everything works do."""
 
-    def __init__(self, num_workers: int):
+    length = staticmethod(lambda key, sample: 3)
+
+    def __init__(self, num_workers: int, graph: DataflowGraph = GRAPH):
+        self.graph = graph
         self.dispatcher = Dispatcher(self.send, num_workers, lambda *_: None)
         self.got: list[tuple[int, ToWorker]] = []
 
@@ -46,11 +50,14 @@ class Workers:
         if (tp, pp) != (0, call.layout.strategy.pp - 1):
             return Reply(request_id=call.request_id, span=span)
         ids = tuple(sample for ids in call.mini_batches for sample in ids)
-        column = KeyMetadata(dtype="int64", trailing=(), ids=ids, lengths=(3,) * len(ids))
+        outputs = {
+            key: KeyMetadata(dtype="int64", trailing=(), ids=ids, lengths=tuple(self.length(key, i) for i in ids))
+            for key in self.graph.calls[call.call].output_data
+        }
         return Reply(
             request_id=call.request_id,
             span=span,
-            outputs=dict.fromkeys(GRAPH.calls[call.call].output_data, column),
+            outputs=outputs,
             stats={"ids": (float(sum(ids)), float(len(ids)))},
             tokens=3 * len(ids),
         )
@@ -126,8 +133,8 @@ def test_a_checkpoint_is_written_by_its_writers() -> None:
 class Silent(Workers):
     """Hands no reply over by itself."""
 
-    def __init__(self, num_workers: int):
-        super().__init__(num_workers)
+    def __init__(self, num_workers: int, graph: DataflowGraph = GRAPH):
+        super().__init__(num_workers, graph)
         self.replies: list[tuple[int, Reply]] = []
         self.dispatcher.reply, self._hand_over = self.keep, self.dispatcher.reply  # type: ignore[method-assign]
 
@@ -140,6 +147,73 @@ class Silent(Workers):
         self.replies.remove((worker, reply))
         self._hand_over(worker, reply)
         await asyncio.sleep(0)
+
+
+def test_ranks_get_equally_many_tokens_of_what_was_generated() -> None:
+    plan = ExecutionPlan(num_devices=2, calls=dict.fromkeys(GRAPH.calls, CallPlan(devices=(0, 2), dp=2)))
+    workers = Workers(2)
+    workers.length = lambda key, sample: 8 - sample  # type: ignore[method-assign]
+    run(workers, plan, steps=1, batch_size=8)
+    shares: dict[str, list[tuple[int, ...]]] = {}
+    for message in workers.sent(CallFunction):
+        shares.setdefault(message.call, []).append(message.mini_batches[0])  # type: ignore[union-attr]
+    assert shares.pop("actor_generate") == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert len(shares) == 4
+    for share in shares.values():
+        assert share == [(0, 3, 4, 7), (1, 2, 5, 6)]  # 8 + 5 + 4 + 1 and 7 + 6 + 3 + 2
+    # Every rank lacks two of the samples that the other generated, whose data comes to it once.
+    sends = [(to, send) for to, message in workers.got if isinstance(message, Transfer) for send in message.sends]
+    assert {(to, send.ids) for to, send in sends if send.key == "seq"} == {(0, (1, 2)), (1, (4, 7))}
+
+
+async def until_idle() -> None:
+    """Everything here is done within some turns of the event loop: nothing waits for anything outside."""
+    for _ in range(100):
+        await asyncio.sleep(0)
+
+
+def test_the_division_does_not_depend_on_who_ends_first() -> None:
+    graph = DataflowGraph(
+        [
+            call("a", INFERENCE, ["prompt"], ["x"]),
+            call("b", INFERENCE, ["prompt"], ["y"]),
+            call("c", INFERENCE, ["y", "x"], []),
+        ],
+        ["prompt"],
+    )
+    calls = {
+        "a_inference": CallPlan(devices=(0, 1)),
+        "b_inference": CallPlan(devices=(1, 1)),
+        "c_inference": CallPlan(devices=(2, 2), dp=2),
+    }
+    plan = ExecutionPlan(num_devices=4, calls=calls)
+
+    async def script(workers: Silent, order: tuple[int, int]) -> list[tuple[int, str]]:
+        homes = {model: plan.layout(plan.home(graph, model)) for model in graph.models}
+        runner = GraphRunner("train", graph, plan.calls, homes, 4)
+        task = asyncio.ensure_future(workers.dispatcher.run_steps(runner, plan.unrolled(graph, 1), 1, lambda *_: None))
+        for worker in (*order, 2, 3):
+            await until_idle()
+            await workers.answer(worker)
+        await task
+        got = [(to, message) for to, message in workers.got if isinstance(message, CallFunction | Transfer)]
+        for to, message in got:
+            if isinstance(message, CallFunction) and to >= 2:
+                assert message.mini_batches == (((0, 3),), ((1, 2),))[to - 2]
+        return sorted(
+            (receive.peer, to, receive.key, receive.metadata.ids)
+            for to, message in got
+            if isinstance(message, Transfer)
+            for receive in message.receives
+        )
+
+    received = []
+    for order in ((0, 1), (1, 0)):
+        workers = Silent(4, graph)
+        workers.length = lambda key, sample: 4 - sample if key == "y" else 1 + 9 * (sample == 0)
+        received.append(asyncio.run(script(workers, order)))
+    assert received[0] == received[1]
+    assert [entry[2:] for entry in received[0]] == [("x", (0, 3)), ("x", (1, 2)), ("y", (0, 3)), ("y", (1, 2))]
 
 
 def test_a_worker_is_late_at_the_request_it_executes_not_at_those_behind() -> None:
