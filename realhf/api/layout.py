@@ -23,18 +23,23 @@ class DeviceMesh:
 
 @dataclass(frozen=True, order=True)
 class ParallelStrategy:
-    """Degrees of data, tensor and pipeline parallelism; their product is the mesh size."""
+    """Degrees of data, tensor and pipeline parallelism; their product is the mesh size.
+
+    With `chunks` above 1 the pipeline is interleaved: each stage holds so many model chunks, runs of layers that are
+    pp runs apart (Narayanan et al., 2021, section 2.2).
+    """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    chunks: int = 1
 
     @property
     def size(self) -> int:
         return self.dp * self.tp * self.pp
 
     def __str__(self) -> str:
-        return f"dp{self.dp} tp{self.tp} pp{self.pp}"
+        return f"dp{self.dp} tp{self.tp} pp{self.pp}" + (f" chunks{self.chunks}" if self.chunks > 1 else "")
 
 
 @dataclass(frozen=True, order=True)
@@ -79,10 +84,25 @@ class Layout:
 
 
 def stage_layers(num_layers: int, pp: int, stage: int) -> range:
-    """The layers of a pipeline stage: contiguous, the earlier stages take the remainder."""
+    """The layers of a pipeline stage without chunks: contiguous, the earlier stages take the remainder."""
     base, extra = divmod(num_layers, pp)
     first = stage * base + min(stage, extra)
     return range(first, first + base + (stage < extra))
+
+
+def chunk_layers(num_layers: int, strategy: ParallelStrategy, stage: int) -> tuple[range, ...]:
+    """The layers of each model chunk of a pipeline stage.
+
+    Chunk c of stage s is stage c * pp + s of a pipeline with chunks times as many. A stage has as many layers in all
+    as it would have without chunks.
+    """
+    virtual = strategy.pp * strategy.chunks
+    return tuple(stage_layers(num_layers, virtual, first + stage) for first in range(0, virtual, strategy.pp))
+
+
+def held_layers(num_layers: int, strategy: ParallelStrategy, stage: int) -> set[int]:
+    """The layers of all chunks of a pipeline stage."""
+    return {layer for chunk in chunk_layers(num_layers, strategy, stage) for layer in chunk}
 
 
 def divisors(n: int) -> list[int]:
@@ -105,4 +125,10 @@ def check_strategy(call: str, model: DecoderConfig, strategy: ParallelStrategy) 
         raise UserError(
             f"{call}: pp={pp} needs at least one layer a stage but the model has num_layers={model.num_layers}; "
             f"choose pp of at most {model.num_layers}"
+        )
+    if strategy.chunks > 1 and not 1 < pp <= model.num_layers // strategy.chunks:
+        legal = [c for c in range(1, model.num_layers // pp + 1) if pp > 1 or c == 1]
+        raise UserError(
+            f"{call}: chunks={strategy.chunks} needs more than one stage and a layer for each chunk, but pp={pp} and "
+            f"num_layers={model.num_layers}; choose chunks from {', '.join(map(str, legal))}"
         )

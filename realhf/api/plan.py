@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from realhf.api.errors import UserError
-from realhf.api.graph import DataflowGraph
+from realhf.api.graph import GENERATE, DataflowGraph
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
 from realhf.api.model import DecoderConfig
 
@@ -19,13 +19,15 @@ class CallPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     `devices` is (first device, number of devices); `micro_batches` is the number of forward
     passes that each data-parallel rank divides its part of a mini-batch into; `predicted_s` the
-    planner's estimate of the call alone, reallocation and transfer excluded.
+    planner's estimate of the call alone, reallocation and transfer excluded. `chunks` is the number
+    of model chunks of each pipeline stage; above 1 the pipeline is interleaved.
     """
 
     devices: tuple[int, int]
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    chunks: int = 1
     micro_batches: int = 1
     predicted_s: float | None = None
 
@@ -35,11 +37,16 @@ class CallPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def strategy(self) -> ParallelStrategy:
-        return ParallelStrategy(self.dp, self.tp, self.pp)
+        return ParallelStrategy(self.dp, self.tp, self.pp, self.chunks)
 
     @property
     def layout(self) -> Layout:
         return Layout(self.mesh, self.strategy)
+
+    @property
+    def stages_text(self) -> str:
+        """For tables: `2`, or `2 x 3` for two stages of three chunks."""
+        return str(self.pp) if self.chunks == 1 else f"{self.pp} x {self.chunks}"
 
 
 class OrderEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -133,8 +140,8 @@ def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> No
     for name, call in plan.calls.items():
         definition = graph.calls[name]
         first, count = call.devices
-        if min(call.dp, call.tp, call.pp, call.micro_batches) < 1:
-            raise UserError(f"{name}: dp, tp, pp and micro_batches must be at least 1")
+        if min(call.dp, call.tp, call.pp, call.chunks, call.micro_batches) < 1:
+            raise UserError(f"{name}: dp, tp, pp, chunks and micro_batches must be at least 1")
         if call.strategy.size != count:
             raise UserError(f"{name}: {call.strategy} needs {call.strategy.size} devices but devices={[first, count]}")
         if first < 0 or first + count > plan.num_devices:
@@ -142,6 +149,11 @@ def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> No
                 f"{name}: devices={[first, count]} do not lie within the {plan.num_devices} devices of the plan"
             )
         check_strategy(name, definition.config, call.strategy)
+        if call.chunks > 1 and definition.interface_type is GENERATE:
+            raise UserError(
+                f"{name}: chunks={call.chunks} is for train_step and inference calls, and this one generates; leave "
+                "chunks out here: the parameters are reallocated between layouts with chunks and without"
+            )
         per_mini_batch, rest = divmod(batch_size, definition.mini_batches)
         if rest:
             raise UserError(f"{name}: mini_batches={definition.mini_batches} does not divide batch_size={batch_size}")
@@ -161,7 +173,7 @@ def _check_homes(plan: ExecutionPlan, graph: DataflowGraph) -> None:
         if call.trains and plan.layout(call.name) != plan.layout(home):
             raise UserError(
                 f"{call.name} is planned as {plan.layout(call.name)} but {home} trains the same model as "
-                f"{plan.layout(home)}; give all train_step calls of one model the same devices, dp, tp and pp"
+                f"{plan.layout(home)}; give all train_step calls of one model the same devices, dp, tp, pp and chunks"
             )
 
 

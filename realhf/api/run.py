@@ -13,10 +13,10 @@ import msgspec
 
 from realhf.api.errors import UserError
 from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings, Evaluation, ModelSetup, auto_settings, models_of
-from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
+from realhf.api.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
 from realhf.api.interface import check_implementation
 from realhf.api.layout import Layout
-from realhf.api.plan import ExecutionPlan, check_plan, load_plan
+from realhf.api.plan import CallPlan, ExecutionPlan, check_plan, load_plan
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,9 +77,12 @@ class Run:
         """The layout in which each model's parameters live between calls."""
         return {model: self.plan.layout(self.plan.home(self.graph, model)) for model in self.graph.models}
 
-    def evaluation_layout(self, call: ModelFunctionCallDef) -> Layout:
-        """Where an evaluation call runs: as the training graph's call most like it."""
-        return self.plan.layout(evaluation_twin(self.graph, call))
+    def evaluation_plan(self, call: ModelFunctionCallDef) -> CallPlan:
+        """How an evaluation call runs: as the training graph's call most like it, in one micro-batch; generation
+        without model chunks."""
+        twin = self.plan.calls[evaluation_twin(self.graph, call)]
+        chunks = 1 if call.interface_type is GENERATE else twin.chunks
+        return msgspec.structs.replace(twin, micro_batches=1, chunks=chunks)
 
     def check(self) -> None:
         """Raises UserError if the plan does not fit the experiment, the evaluation does not fit the plan, or an
@@ -96,7 +99,7 @@ class Run:
         if self.evaluation:
             assert self.evaluation_graph
             for call in self.evaluation_graph.calls.values():
-                dp = self.evaluation_layout(call).strategy.dp
+                dp = self.evaluation_plan(call).dp
                 if self.evaluation.batch_size % dp:
                     raise UserError(
                         f"{call.name}: dp={dp} does not divide the evaluation's batch_size={self.evaluation.batch_size}"

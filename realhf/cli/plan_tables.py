@@ -36,7 +36,7 @@ def plan_table(plan: ExecutionPlan) -> Table:
         call = plan.calls[name]
         predicted = "-" if call.predicted_s is None else f"{call.predicted_s:.3f}"
         table.add_row(
-            name, devices_text(call), str(call.dp), str(call.tp), str(call.pp), str(call.micro_batches), predicted
+            name, devices_text(call), str(call.dp), str(call.tp), call.stages_text, str(call.micro_batches), predicted
         )
     return table
 
@@ -128,7 +128,7 @@ def difference_text(share: float) -> str:
 
 def option_text(call: CallPlan) -> str:
     """`0-31 dp2 tp8 pp2 mb4`: devices, strategy, micro-batches."""
-    return f"{devices_text(call)} dp{call.dp} tp{call.tp} pp{call.pp} mb{call.micro_batches}"
+    return f"{devices_text(call)} {call.strategy} mb{call.micro_batches}"
 
 
 def devices_text(call: CallPlan) -> str:

@@ -9,7 +9,8 @@ from torch import Tensor
 from realhf.api.compute import Recomputation
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Postprocess
-from realhf.engine.pipeline import Neighbours, forward_schedule
+from realhf.engine.pipeline import Neighbours, run_forward
+from realhf.engine.schedule import Pass
 from realhf.models.attention import PackedAttention
 from realhf.models.decoder import Decoder
 from realhf.parallel.sequence import TokenShards
@@ -74,14 +75,15 @@ def run_stage(
     hidden: Tensor | None,
     shards: TokenShards | None = None,
     recomputation: Recomputation = "off",
+    chunk: int = 0,
 ) -> Tensor | Logits:
-    """This stage on `hidden` (on the tokens, on the first stage).
+    """A model chunk of this stage on `hidden` (on the tokens, the first chunk of the first stage).
 
-    Returns hidden states [tokens, hidden] in the order of the packing (with `shards`: this rank's of them); on the last
-    stage the head's output in the order of the batch.
+    Returns hidden states [tokens, hidden] in the order of the packing (with `shards`: this rank's of them); of the
+    model's last layers the head's output in the order of the batch.
     """
     x = micro_batch.tokens if hidden is None else hidden
-    return decoder(x, micro_batch.positions, micro_batch.attend, micro_batch.restore, shards, recomputation)
+    return decoder(x, micro_batch.positions, micro_batch.attend, micro_batch.restore, shards, recomputation, chunk)
 
 
 @torch.no_grad()
@@ -99,12 +101,13 @@ def forward(
     packed = [pack_micro_batch(part.data[tokens_key], neighbours.like.device) for part in parts]
     outputs: dict[str, dict[int, Tensor]] = {}  # by place in the batch
 
-    def run(i: int, hidden: Tensor | None) -> Tensor:
-        output = run_stage(decoder, packed[i], hidden)
-        if decoder.groups.is_last_stage:
+    def run(forward: Pass, hidden: Tensor | None) -> Tensor:
+        i = forward.micro_batch
+        output = run_stage(decoder, packed[i], hidden, chunk=forward.chunk)
+        if decoder.has_head(forward.chunk):
             for key, values in postprocess(output, parts[i]).items():
                 outputs.setdefault(key, {}).update(zip(places[i], values, strict=True))
         return output
 
-    forward_schedule(neighbours, [len(p.tokens) for p in packed], run)
+    run_forward(neighbours, [len(p.tokens) for p in packed], run)
     return {key: [values[place] for place in sorted(values)] for key, values in outputs.items()}

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from realhf.api.errors import UserError
 from realhf.api.generation import GenerationOptions
-from realhf.api.layout import stage_layers
 from realhf.engine.batch import Batch
 from realhf.engine.batching import Scheduler, pages_for
 from realhf.engine.choice import TokenChoice
@@ -76,7 +75,7 @@ def generate(
 
     Raises:
         ValueError: a prompt is empty, or a forced response or a limit is not from 1 to `max_new_tokens`.
-        UserError: the KV cache's budget does not hold the longest sequence.
+        UserError: the KV cache's budget does not hold the longest sequence, or the layout has model chunks.
         RunError: another pipeline stage did not answer in time.
     """
     return generate_and_report(
@@ -173,7 +172,7 @@ def _lane(
         max_prefill_tokens=MAX_PREFILL_TOKENS,
         holds_all=num_pages == enough,
     )
-    layers = stage_layers(config.num_layers, strategy.pp, groups.stage)
+    (layers,) = decoder.chunks
     like = next(decoder.parameters())
     cache = KVCache(layers, num_pages, config.num_kv_heads // strategy.tp, config.head_dim, like)
     return Lane(decoder, choice, scheduler, cache, return_logits=return_logits)
@@ -187,6 +186,11 @@ def _check(
     limits: Sequence[int] | None,
 ) -> None:
     assert decoder.config.head == "lm", "generation needs a language-model head"
+    if len(decoder.chunks) > 1:
+        raise UserError(
+            f"generate in {decoder.groups.layout.strategy}: tokens go round stages of one chunk; reallocate the "
+            "parameters to a layout with chunks=1"
+        )
     for i, prompt in enumerate(prompts):
         if not len(prompt):
             raise ValueError(f"prompt {i} of the batch is empty; give every prompt at least one token")

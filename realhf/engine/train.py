@@ -16,7 +16,8 @@ from realhf.engine.build import attach_gradients
 from realhf.engine.forward import pack_micro_batch, run_stage
 from realhf.engine.interface import LossFunction, Stats
 from realhf.engine.optimizer import FlatAdamW, gradient_dtype
-from realhf.engine.pipeline import Neighbours, one_forward_one_backward
+from realhf.engine.pipeline import Neighbours, run_training
+from realhf.engine.schedule import Pass
 from realhf.models.checkpoint_index import of_kind
 from realhf.models.decoder import Decoder
 from realhf.models.parameters import decoder_parameters, sees_own_tokens
@@ -123,16 +124,17 @@ class Trainer:
         counts = [len(p.tokens) if s is None else s.count for p, s in zip(packed, shards, strict=True)]
         sums = _Sums()
 
-        def run(i: int, hidden: Tensor | None) -> Tensor:
-            output = run_stage(self.decoder, packed[i], hidden, shards[i], self.compute.recomputation)
-            if not self.decoder.groups.is_last_stage:
+        def run(forward: Pass, hidden: Tensor | None) -> Tensor:
+            i, chunk = forward.micro_batch, forward.chunk
+            output = run_stage(self.decoder, packed[i], hidden, shards[i], self.compute.recomputation, chunk)
+            if not self.decoder.has_head(chunk):
                 return output
             value, stats = loss(output, parts[i])
             sums.add(value, stats)
             return value / global_weight
 
         self.gradients.flat.zero_()
-        one_forward_one_backward(self.neighbours, counts, run)
+        run_training(self.neighbours, counts, run)
         return sums
 
     def _shards(self, tokens: int) -> TokenShards | None:

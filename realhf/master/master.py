@@ -5,11 +5,8 @@ import contextlib
 import time
 from pathlib import Path
 
-import msgspec
-
 from realhf.api.errors import RunError
-from realhf.api.plan import CallPlan
-from realhf.api.run import Run, evaluation_twin
+from realhf.api.run import Run
 from realhf.api.status import RunState, Status, write_status
 from realhf.master.loop import CallRecord, Dispatcher, GraphRunner
 from realhf.master.records import JsonLines, Trace, step_metrics
@@ -137,8 +134,7 @@ class Master:
         run, evaluation, graph = self._run, self._run.evaluation, self._run.evaluation_graph
         if evaluation is None or graph is None:
             return
-        twins = {name: run.plan.calls[evaluation_twin(run.graph, call)] for name, call in graph.calls.items()}
-        calls = {name: _with_one_micro_batch(twin) for name, twin in twins.items()}
+        calls = {name: run.evaluation_plan(call) for name, call in graph.calls.items()}
         runner = GraphRunner("evaluation", graph, calls, run.homes, evaluation.batch_size)
         batches = evaluation.dataset.check() // evaluation.batch_size
         order = [(call, batch) for batch in range(batches) for call in graph.calls]
@@ -248,10 +244,6 @@ def _silent(heard: dict[int, float], longer_than_s: float) -> list[int]:
     """The workers that were not heard of for so long."""
     now = time.monotonic()
     return sorted(worker for worker, time_s in heard.items() if now - time_s > longer_than_s)
-
-
-def _with_one_micro_batch(call: CallPlan) -> CallPlan:
-    return msgspec.structs.replace(call, micro_batches=1)
 
 
 def _point_to(link: Path, target: Path) -> None:

@@ -6,13 +6,16 @@ the whole model on one device. What differs between families (norms, MLP, positi
 is chosen by the fields of `DecoderConfig` when a module is made.
 """
 
+from collections.abc import Iterable
+from itertools import chain
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realhf.api.compute import Recomputation
-from realhf.api.layout import stage_layers
+from realhf.api.layout import chunk_layers
 from realhf.api.model import DecoderConfig
 from realhf.models.attention import Attention
 from realhf.models.mlp import feed_forward
@@ -84,7 +87,7 @@ class PositionEmbedding(nn.Module):
 class _Trunk(nn.Module):
     """The parameters that Hugging Face keeps under `model.`"""
 
-    def __init__(self, config: DecoderConfig, layers: range, tp: int, groups: ParallelGroups):
+    def __init__(self, config: DecoderConfig, layers: Iterable[int], tp: int, groups: ParallelGroups):
         super().__init__()
         if groups.is_first_stage:
             self.embed_tokens = VocabParallelEmbedding((config.vocab_size // tp, config.hidden_size), groups.tensor)
@@ -96,7 +99,7 @@ class _Trunk(nn.Module):
 
 
 class Decoder(nn.Module):
-    """This rank's stage and tensor-parallel part of a model; parameters are uninitialised.
+    """This rank's stage (all its model chunks) and tensor-parallel part of a model; parameters are uninitialised.
 
     Parameter names and shapes are those of `realhf.realloc.layout.device_boxes`.
     """
@@ -105,8 +108,8 @@ class Decoder(nn.Module):
         super().__init__()
         strategy = groups.layout.strategy
         self.config, self.groups = config, groups
-        layers = stage_layers(config.num_layers, strategy.pp, groups.stage)
-        self.model = _Trunk(config, layers, strategy.tp, groups)
+        self.chunks = chunk_layers(config.num_layers, strategy, groups.stage)
+        self.model = _Trunk(config, chain(*self.chunks), strategy.tp, groups)
         if not groups.is_last_stage:
             return
         if config.head == "scalar":
@@ -127,29 +130,35 @@ class Decoder(nn.Module):
         head_rows: Tensor | None = None,
         shards: TokenShards | None = None,
         recomputation: Recomputation = "off",
+        chunk: int = 0,
     ) -> Tensor | Logits:
-        """One stage.
+        """One stage, or one of its model chunks.
 
         Args:
-            x: tokens [tokens] int64 on the first stage, else the previous stage's hidden states
+            x: tokens [tokens] int64 for the first chunk of the first stage, else the hidden states of the chunk before
                 [tokens, hidden].
             positions: place of every token in its sequence [tokens].
             head_rows: which rows the head is run on, in the order of its output (last stage; None: all).
             shards: sequence parallelism: hidden states between layers and stages are this rank's tokens.
             recomputation: see `realhf.models.recomputation.run_layer`.
+            chunk: which of `chunks`.
 
         Returns:
-            hidden states [tokens, hidden]; on the last stage logits [tokens, vocab], of which none is computed yet, or
-            values [tokens].
+            hidden states [tokens, hidden]; of the last chunk of the last stage logits [tokens, vocab], of which none is
+            computed yet, or values [tokens].
         """
-        if self.groups.is_first_stage:
+        if self.groups.is_first_stage and chunk == 0:
             x = self.embed(x, positions, shards)
         cos, sin = rotary_tables(positions, self.config, x.dtype)
-        for layer in self.model.layers.values():
-            x = run_layer(recomputation, layer, x, cos, sin, attend, shards)
-        if not self.groups.is_last_stage:
+        for i in self.chunks[chunk]:
+            x = run_layer(recomputation, self.model.layers[str(i)], x, cos, sin, attend, shards)
+        if not self.has_head(chunk):
             return x
         return self.output(x, head_rows, shards)
+
+    def has_head(self, chunk: int) -> bool:
+        """Whether the head follows on the layers of `chunk`."""
+        return self.groups.is_last_stage and chunk == len(self.chunks) - 1
 
     def embed(self, tokens: Tensor, positions: Tensor, shards: TokenShards | None = None) -> Tensor:
         """What the first layer gets on the first stage: [tokens, hidden], from tokens and positions [tokens]."""

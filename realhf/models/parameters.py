@@ -1,5 +1,6 @@
 """The parameters of a decoder: names, global shapes, how each is divided. No torch here."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Literal
 
@@ -32,7 +33,7 @@ class ParameterSpec:
             size *= extent
         return size
 
-    def is_on_stage(self, layers: range, stage: int, pp: int) -> bool:
+    def is_on_stage(self, layers: Collection[int], stage: int, pp: int) -> bool:
         """Whether the stage that has `layers` holds it; a tied embedding is on the first and the last stage."""
         if self.place == "layer":
             return self.layer in layers

@@ -3,7 +3,7 @@ bytes with it, the workers execute it (design contract: parameters are boxes).""
 
 from dataclasses import dataclass
 
-from realhf.api.layout import Layout, stage_layers
+from realhf.api.layout import Layout, held_layers
 from realhf.api.model import DecoderConfig
 from realhf.models.parameters import ParameterSpec, decoder_parameters
 
@@ -53,7 +53,7 @@ def device_boxes(model: DecoderConfig, layout: Layout, device: int) -> list[Box]
     if device not in layout.mesh.devices:
         return []
     _, tp_index, stage = layout.coordinates(device)
-    layers = stage_layers(model.num_layers, layout.strategy.pp, stage)
+    layers = held_layers(model.num_layers, layout.strategy, stage)
     return [
         box_of(spec, layout.strategy.tp, tp_index)
         for spec in decoder_parameters(model)

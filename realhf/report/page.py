@@ -198,7 +198,7 @@ def _timeline(run: RunData) -> str:
 def _plan(plan: ExecutionPlan) -> str:
     header = ["call", "devices", "dp", "tp", "pp", "micro-batches", "predicted, s"]
     rows = [
-        [name, _devices(*c.devices), str(c.dp), str(c.tp), str(c.pp), str(c.micro_batches), _seconds(c.predicted_s)]
+        [name, _devices(*c.devices), str(c.dp), str(c.tp), c.stages_text, str(c.micro_batches), _seconds(c.predicted_s)]
         for name, c in plan.calls.items()
     ]
     words = [

@@ -190,7 +190,7 @@ def _calls(analysis: Analysis) -> str:
             _range(call.mesh.devices),
             str(call.dp),
             str(call.tp),
-            str(call.pp),
+            call.stages_text,
             str(call.micro_batches),
             "-" if call.predicted_s is None else f"{call.predicted_s:.3f}",
             f"{analysis.chain.get(name, 0):.0%}",
@@ -323,7 +323,7 @@ def _search_figure(comparison: Comparison) -> go.Figure:
 
 def _option(call: CallPlan) -> str:
     plural = "" if call.micro_batches == 1 else "es"
-    return f"{_range(call.mesh.devices)}: dp{call.dp} tp{call.tp} pp{call.pp}, {call.micro_batches} micro-batch{plural}"
+    return f"{_range(call.mesh.devices)}: {call.strategy}, {call.micro_batches} micro-batch{plural}"
 
 
 def _range(devices: Sequence[Any] | range) -> str:

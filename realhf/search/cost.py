@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
 from realhf.api.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, stage_layers
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, held_layers, stage_layers
 from realhf.api.model import DecoderConfig, DType
 from realhf.search.cluster import Cluster, share_a_node
 from realhf.search.features import EngineFeatures
@@ -183,9 +183,14 @@ class _Part:
     def _pipeline_s(self, stages: list[float]) -> float:
         """All stages once, and the slowest for each further micro-batch.
 
-        (m + pp - 1) slots where the stages are equal (GPipe and 1F1B, Narayanan et al., 2021, section 2.2).
+        (m + pp - 1) slots where the stages are equal (GPipe and 1F1B, Narayanan et al., 2021, section 2.2). With model
+        chunks the other stages take 1 / chunks of that, for micro-batches in multiples of pp; what lacks of the
+        last multiple is waited for all the same, but for one chunk of each (`realhf.engine.schedule.training_order`).
         """
-        return sum(stages) + (self.micro_batches - 1) * max(stages)
+        slowest, chunks = max(stages), self.strategy.chunks
+        lacking = -self.micro_batches % self.strategy.pp if chunks > 1 else 0
+        slots = self.micro_batches + lacking * (1 - 1 / chunks)
+        return slots * slowest + (sum(stages) - slowest) / chunks
 
     def _stage_s(self, stage: int, tokens: float, *, train: bool, head_tokens: float | None = None) -> float:
         """One micro-batch on one stage: forward, and backward for training; with the messages that it receives.
@@ -246,8 +251,10 @@ class _Part:
         return seconds
 
     def _hops(self, stage: int, first: int, last: int) -> int:
-        """Messages of one pass from stage `first` to `last` that keep `stage` from computing."""
-        return (stage != first) + (self.features.blocking_sends and stage != last)
+        """Messages of one pass from stage `first` to `last`, round and round, that keep `stage` from computing."""
+        chunks = self.strategy.chunks
+        received, sent = chunks - (stage == first), chunks - (stage == last)
+        return received + (sent if self.features.blocking_sends else 0)
 
     def _send_s(self, tokens: float) -> float:
         """Hidden states to the next stage; every tensor-parallel rank sends all of them, or its part of the tokens."""
@@ -270,7 +277,8 @@ def moved_elements(model: DecoderConfig, source: Layout, target: Layout) -> tupl
 
     A device lacks the boxes it needs under `target` minus those it holds under `source`
     (`realhf.realloc.layout.device_boxes`); here in closed form, from the two pairs of pipeline
-    and tensor index. The search's tables come from the same formula in C++.
+    and tensor index. The search's tables come from the same formula in C++, which
+    does not know model chunks.
     """
     worst = total = 0
     for device in target.mesh.devices:
@@ -291,10 +299,10 @@ def _held_by_both(model: DecoderConfig, layouts: tuple[Layout, Layout], device: 
         last = layout.strategy.pp - 1
         begins.append(tp_index * whole // layout.strategy.tp)
         ends.append((tp_index + 1) * whole // layout.strategy.tp)
-        layers.append(stage_layers(model.num_layers, layout.strategy.pp, stage))
+        layers.append(held_layers(model.num_layers, layout.strategy, stage))
         embeddings.append(stage == 0 or (sizes.tied and stage == last))
         heads.append(stage == last)
-    common = max(min(r.stop for r in layers) - max(r.start for r in layers), 0)
+    common = len(layers[0] & layers[1])
     sharded, replicated = common * sizes.layer_sharded, common * sizes.layer_replicated
     if all(embeddings):
         sharded, replicated = sharded + sizes.embedding_sharded, replicated + sizes.embedding_replicated

@@ -3,10 +3,12 @@
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 from realhf.api.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
-from realhf.api.layout import ParallelStrategy, stage_layers
+from realhf.api.layout import ParallelStrategy, chunk_layers, stage_layers
 from realhf.api.model import DecoderConfig, DType
+from realhf.engine.schedule import training_order
 from realhf.models.parameters import decoder_parameters
 from realhf.realloc.planner import DEFAULT_BUCKET_BYTES
 from realhf.search.features import ENGINE, EngineFeatures
@@ -32,7 +34,7 @@ class ModelSizes:
     tied: bool
 
     def on_stage(self, tp: int, pp: int, stage: int) -> int:
-        """Elements on one tensor-parallel rank of a pipeline stage."""
+        """Elements on one tensor-parallel rank of a pipeline stage; model chunks make no difference."""
         layers = len(stage_layers(self.num_layers, pp, stage))
         total = layers * (self.layer_sharded // tp + self.layer_replicated)
         if stage == 0 or (self.tied and stage == pp - 1):
@@ -201,12 +203,11 @@ def dynamic_bytes(
 ) -> float:
     """The most that the call allocates on a device while it runs, without a reallocated copy of its parameters.
 
-    Lengths are the maxima. Train: activations of the micro-batches in flight on a stage (1F1B: pp - stage
-    of them, at most all; Narayanan et al., 2021, section 2.2) and three fp32 arrays of logits on the last stage
-    (logits, probabilities, gradient). Inference: one layer's activations and two arrays of logits. Generate: the
-    KV cache of grouped-query heads in whole pages, prefill's activations of one layer, two arrays of logits of one
-    token a sequence, and on a CPU the linears' weights once more; of the micro-batches, at least pp, pp are in flight
-    at once and the others wait without a cache.
+    Lengths are the maxima. Train: activations of the layers in flight on a stage (`layers_in_flight`) and three fp32
+    arrays of logits on the last stage (logits, probabilities, gradient). Inference: one layer's activations and two
+    arrays of logits. Generate: the KV cache of grouped-query heads in whole pages, prefill's activations of one layer,
+    two arrays of logits of one token a sequence, and on a CPU the linears' weights once more; of the micro-batches, at
+    least pp, pp are in flight at once and the others wait without a cache.
     """
     model, strategy, lengths = call.config, option.layout.strategy, workload.of(call.name)
     tp, pp, features = strategy.tp, strategy.pp, features.during(call.interface_type)
@@ -227,12 +228,29 @@ def dynamic_bytes(
         return tokens * activations + 2 * logits
 
     def stage_bytes(stage: int) -> float:
-        layers, in_flight = len(stage_layers(model.num_layers, pp, stage)), min(option.micro_batches, pp - stage)
-        kept = kept_elements(model, tp, layers, in_flight, features) * item
+        layers = layers_in_flight(model.num_layers, strategy, stage, option.micro_batches)
+        kept = kept_elements(model, tp, layers, 1, features) * item
         return tokens * kept + (3 * logits if stage == pp - 1 else 0)
 
     # The first stage has the most layers and micro-batches in flight, the last one the logits.
     return max(stage_bytes(0), stage_bytes(pp - 1))
+
+
+def layers_in_flight(num_layers: int, strategy: ParallelStrategy, stage: int, micro_batches: int) -> int:
+    """The most layers, each counted once a micro-batch, that wait on a stage for their backward pass.
+
+    (Interleaved) 1F1B: without chunks those of pp - stage micro-batches, at most of all (Narayanan et al., 2021,
+    section 2.2); with chunks those of pp micro-batches on the first stage too, but more on the others.
+    """
+    # The third pp micro-batches find as many in flight as the second.
+    return _layers_in_flight(num_layers, strategy.pp, strategy.chunks, stage, min(micro_batches, 2 * strategy.pp))
+
+
+@lru_cache(maxsize=4096)
+def _layers_in_flight(num_layers: int, pp: int, chunks: int, stage: int, micro_batches: int) -> int:
+    layers = [len(chunk) for chunk in chunk_layers(num_layers, ParallelStrategy(pp=pp, chunks=chunks), stage)]
+    order = training_order(pp, stage, chunks, micro_batches)
+    return max(accumulate(layers[run.chunk] if run.is_forward else -layers[run.chunk] for run in order))
 
 
 def generation_parts(samples: int, micro_batches: int, pp: int) -> int:

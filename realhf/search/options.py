@@ -25,6 +25,7 @@ class Option:
             dp=strategy.dp,
             tp=strategy.tp,
             pp=strategy.pp,
+            chunks=strategy.chunks,
             micro_batches=self.micro_batches,
             predicted_s=predicted_s,
         )
@@ -39,7 +40,7 @@ def is_legal(model: DecoderConfig, strategy: ParallelStrategy) -> bool:
 
 
 def legal_strategies(model: DecoderConfig, num_devices: int) -> list[ParallelStrategy]:
-    """All (dp, tp, pp) whose product is `num_devices` and by which the model can be divided."""
+    """All (dp, tp, pp) whose product is `num_devices` and by which the model can be divided; none with chunks."""
     strategies = [
         ParallelStrategy(num_devices // (tp * pp), tp, pp)
         for tp in divisors(num_devices)

@@ -16,6 +16,7 @@ from realhf.api.plan import CallPlan, ExecutionPlan, check_plan
 from realhf.search import _search
 from realhf.search.cluster import Cluster, has_all_meshes
 from realhf.search.cost import CallCost
+from realhf.search.cost import reallocation_table as reallocation_table_in_python
 from realhf.search.hardware import Hardware
 from realhf.search.memory import dynamic_bytes, model_sizes, parameter_bytes, static_bytes
 from realhf.search.options import Option, call_options
@@ -273,8 +274,13 @@ def reallocation_table(
     item: int,
     cluster: Cluster,
     hardware: Hardware,
-) -> "memoryview[float]":
-    """As `realhf.search.cost.reallocation_table`, computed in C++; a buffer of doubles in its memory."""
+) -> Sequence[float]:
+    """As `realhf.search.cost.reallocation_table`, computed in C++; a buffer of doubles in its memory.
+
+    Layouts with model chunks, which only plans made by hand have, are left to Python: C++ does not know them.
+    """
+    if any(layout.strategy.chunks > 1 for layout in (*sources, *targets)):
+        return reallocation_table_in_python(model, sources, targets, item=item, cluster=cluster, hardware=hardware)
     table = _search.reallocation_table(
         asdict(model_sizes(model)),
         [_layout_row(s) for s in sources],

@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 
 from realhf.api.errors import UserError
 from realhf.api.graph import ModelFunctionCallDef
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, stage_layers
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, held_layers
 from realhf.api.model import DecoderConfig, DType
 from realhf.models.parameters import decoder_parameters
 from realhf.search.features import EngineFeatures
@@ -180,7 +180,7 @@ def stage_operators(
     tp, pp = strategy.tp, strategy.pp
     sizes = model_sizes(model)
     stage = max((0, pp - 1), key=lambda number: sizes.on_stage(tp, pp, number))
-    layers = stage_layers(model.num_layers, pp, stage)
+    layers = held_layers(model.num_layers, strategy, stage)
     item = DTYPE_BYTES[dtype]
     optimizer = 2 * max(item, 4) + (4 if item < 4 else 0)
     elements: dict[str, tuple[str, int]] = {}

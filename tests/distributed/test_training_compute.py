@@ -1,4 +1,4 @@
-"""Sequence parallelism and recomputation in every kind of layout: one AdamW step against transformers and torch."""
+"""Sequence parallelism, recomputation and model chunks in all kinds of layouts: one AdamW step against transformers."""
 
 from dataclasses import dataclass, replace
 from functools import cache
@@ -51,6 +51,7 @@ class Case:
     dp: int = 1
     tp: int = 1
     pp: int = 1
+    chunks: int = 1
     micro_batches: int = 2
     compute: ComputeConfig = WAYS["plain"]
     # Every micro-batch has an odd number of tokens at least once; with up to 3, one may have fewer than ranks.
@@ -58,7 +59,7 @@ class Case:
 
     @property
     def layout(self) -> Layout:
-        strategy = ParallelStrategy(self.dp, self.tp, self.pp)
+        strategy = ParallelStrategy(self.dp, self.tp, self.pp, self.chunks)
         return Layout(DeviceMesh(0, strategy.size), strategy)
 
     @property
@@ -87,6 +88,11 @@ CASES |= {
     "fewer tokens than ranks, tp2 pp2": Case(tp=2, pp=2, lengths=(1, 3), micro_batches=8, compute=SEQUENCE),
     "scalar, tp2 pp2": Case(tp=2, pp=2, config=tiny(head="scalar"), compute=SEQUENCE),
     "scalar, tp4": Case(tp=4, config=tiny(head="scalar"), compute=WAYS["sequence"]),
+    # Five layers: two in the first chunk of the first stage. Three micro-batches are no multiple of two stages.
+    "pp2, 2 uneven chunks": Case(pp=2, chunks=2, config=tiny(num_layers=5), micro_batches=3),
+    "tied, tp2 pp2, 2 chunks": Case(
+        tp=2, pp=2, chunks=2, config=tiny(num_layers=4, tied_embeddings=True), micro_batches=4, compute=SEQUENCE
+    ),
 }
 
 # Held against one rank, whose computation other tests hold against transformers.
@@ -116,7 +122,7 @@ class Outcome:
 
 
 def built(config: DecoderConfig, groups: ParallelGroups, compute: ComputeConfig) -> ShardedModel:
-    model = ShardedModel(config, groups, torch.float64, optimizer=OPTIMIZER, compute=compute, timeout_s=30)
+    model = ShardedModel(config, groups, torch.float64, optimizer=OPTIMIZER, compute=compute, timeout_s=80)
     model.initialise(seed=5)
     for name, (box, local) in model.boxes().items():
         # Larger weights and uneven norms, so that attention is far from uniform.
@@ -153,13 +159,17 @@ class Ranks:
 
 def run_all(rank: int) -> Ranks:
     tensor = Layout(DeviceMesh(0, WORLD_SIZE), ParallelStrategy(tp=WORLD_SIZE))
-    table = GroupTable([tensor, *(case.layout for case in CASES.values())], rank, timeout_s=30)
-    cases = {
+    table = GroupTable([tensor, *(case.layout for case in CASES.values())], rank, timeout_s=80)
+    return Ranks(run_cases(CASES, table), part_of_vocabulary(table.groups(tensor)))
+
+
+def run_cases(cases: dict[str, Case], table: GroupTable) -> dict[str, Outcome]:
+    """Those of this rank."""
+    return {
         name: run_case(case, table.groups(case.layout))
-        for name, case in CASES.items()
-        if rank in case.layout.mesh.devices
+        for name, case in cases.items()
+        if table.rank in case.layout.mesh.devices
     }
-    return Ranks(cases, part_of_vocabulary(table.groups(tensor)))
 
 
 ROWS, VOCAB, HIDDEN, TEMPERATURE = 13, 20, 6, 0.8
@@ -185,7 +195,7 @@ def part_of_vocabulary(groups: ParallelGroups) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[Ranks]:
-    return run_distributed(run_all, WORLD_SIZE)
+    return run_distributed(run_all, WORLD_SIZE, timeout_s=240)
 
 
 @dataclass
@@ -245,10 +255,13 @@ def oracle(config: DecoderConfig, lengths: tuple[int, int]) -> Oracle:
 @pytest.mark.parametrize("name", CASES)
 def test_one_step_is_that_of_transformers(name: str, ranks: list[Ranks]) -> None:
     case = CASES[name]
+    check_step(case, {rank: ranks[rank].cases[name] for rank in case.layout.mesh.devices})
+
+
+def check_step(case: Case, outcomes: dict[int, Outcome]) -> None:
+    """Outputs, loss, gradients and parameters of all ranks against the oracle's."""
     expected = (alone if case.config in FAMILIES.values() else oracle)(case.config, case.lengths)
     layout = case.layout
-    outcomes = {rank: ranks[rank].cases[name] for rank in layout.mesh.devices}
-
     last = [layout.output_device(dp) for dp in range(case.dp)]
     outputs = np.concatenate([x for rank in last for x in outcomes[rank].outputs])
     assert relative(outputs, expected.outputs) < 1e-9

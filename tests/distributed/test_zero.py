@@ -40,11 +40,12 @@ OPTIMIZER = OptimizerConfig(
     lr=1e-2, weight_decay=0.1, warmup_steps=1, schedule="cosine", final_lr_ratio=0.2, max_grad_norm=0.4
 )
 PLAIN, TIED = tiny(vocab_size=30), tiny(num_layers=3, tied_embeddings=True)
+FIVE_LAYERS = tiny(num_layers=5)
 Arrays = dict[str, np.ndarray]
 
 
-def layout(dp: int = 1, tp: int = 1, pp: int = 1, first: int = 0) -> Layout:
-    return Layout(DeviceMesh(first, dp * tp * pp), ParallelStrategy(dp, tp, pp))
+def layout(dp: int = 1, tp: int = 1, pp: int = 1, first: int = 0, chunks: int = 1) -> Layout:
+    return Layout(DeviceMesh(first, dp * tp * pp), ParallelStrategy(dp, tp, pp, chunks))
 
 
 @dataclass(frozen=True)
@@ -63,6 +64,7 @@ CASES = {
     "dp2 tp2, then pp3": Case(layout(dp=2, tp=2), layout(pp=3, first=1)),
     "tied, dp2 pp2, then dp2 tp2": Case(layout(dp=2, pp=2), layout(dp=2, tp=2), TIED),
     "tied, pp3, then dp4": Case(layout(pp=3), layout(dp=4), TIED),
+    "dp2 pp2 in 2 chunks, then pp3": Case(layout(dp=2, pp=2, chunks=2), layout(pp=3), FIVE_LAYERS),
     "bfloat16, dp2 tp2, then dp3": Case(layout(dp=2, tp=2), layout(dp=3), PLAIN, "bfloat16"),
 }
 

@@ -7,7 +7,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realhf.api.errors import UserError
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy, stage_layers
+from realhf.api.layout import (
+    DeviceMesh,
+    Layout,
+    ParallelStrategy,
+    check_strategy,
+    chunk_layers,
+    held_layers,
+    stage_layers,
+)
 from tests.unit.api.calls import TINY
 
 layouts = st.builds(
@@ -82,6 +90,26 @@ def test_stages_cover_all_layers_evenly(num_layers: int, pp: int) -> None:
     assert max(sizes) - min(sizes) <= 1
 
 
+def test_chunks_are_pp_runs_of_layers_apart() -> None:
+    strategy = ParallelStrategy(pp=2, chunks=2)
+    assert [chunk_layers(5, strategy, stage) for stage in range(2)] == [
+        (range(0, 2), range(3, 4)),
+        (range(2, 3), range(4, 5)),
+    ]
+    assert held_layers(5, strategy, 0) == {0, 1, 3}
+    assert str(strategy) == "dp1 tp1 pp2 chunks2"
+
+
+@given(st.integers(1, 60), st.integers(1, 6), st.integers(1, 5))
+def test_chunks_cover_all_layers_and_leave_stages_as_long(num_layers: int, pp: int, chunks: int) -> None:
+    strategy = ParallelStrategy(pp=pp, chunks=chunks)
+    stages = [chunk_layers(num_layers, strategy, stage) for stage in range(pp)]
+    in_order = [layer for chunk in range(chunks) for stage in stages for layer in stage[chunk]]
+    assert in_order == list(range(num_layers))
+    plain = [len(stage_layers(num_layers, pp, stage)) for stage in range(pp)]
+    assert [len(held_layers(num_layers, strategy, stage)) for stage in range(pp)] == plain
+
+
 BAD = {
     "tp": (ParallelStrategy(tp=3), "c: tp=3 does not divide num_heads=8; choose tp from 1, 2, 4"),
     "kv heads": (ParallelStrategy(tp=8), "c: tp=8 does not divide num_kv_heads=4; choose tp from 1, 2, 4"),
@@ -89,6 +117,12 @@ BAD = {
         ParallelStrategy(pp=5),
         "c: pp=5 needs at least one layer a stage but the model has num_layers=4; choose pp of at most 4",
     ),
+    "more chunks than layers": (
+        ParallelStrategy(pp=2, chunks=3),
+        "c: chunks=3 needs more than one stage and a layer for each chunk, but pp=2 and num_layers=4; "
+        "choose chunks from 1, 2",
+    ),
+    "chunks of one stage": (ParallelStrategy(chunks=2), "but pp=1 and num_layers=4; choose chunks from 1"),
 }
 
 

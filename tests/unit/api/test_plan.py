@@ -69,6 +69,21 @@ def test_a_plan_written_by_hand_needs_only_devices_and_calls(tmp_path: Path) -> 
     assert plan.max_steps_in_flight == 2
 
 
+def test_a_plan_may_have_model_chunks(tmp_path: Path) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text('{"num_devices": 2, "calls": {"m_train_step": {"devices": [0, 2], "pp": 2, "chunks": 2}}}')
+    plan = load_plan(path)
+    check_plan(plan, DataflowGraph([call("m", TRAIN_STEP, ["x"])], ["x"]), 1)
+    assert plan.layout("m_train_step").strategy == ParallelStrategy(pp=2, chunks=2)
+    assert plan.calls["m_train_step"].stages_text == "2 x 2"
+    save_plan(plan, path)
+    assert load_plan(path) == plan
+    with pytest.raises(
+        UserError, match=r"actor_generate: chunks=2 is for train_step and inference .* leave chunks out"
+    ):
+        check_plan(with_call(dp=2, pp=2, chunks=2), GRAPH, BATCH_SIZE)
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_atomically(path, b"old")
@@ -133,8 +148,11 @@ BAD_PLANS: dict[str, tuple[ExecutionPlan, str]] = {
         plan_of(models={"actor": TINY.with_head("scalar")}),
         "the plan is for another model: its 'actor' is DecoderConfig(",
     ),
-    "degrees of zero": (with_call(dp=0), "actor_generate: dp, tp, pp and micro_batches must be at least 1"),
-    "no micro-batch": (with_call(micro_batches=0), "actor_generate: dp, tp, pp and micro_batches must be at least 1"),
+    "degrees of zero": (with_call(dp=0), "actor_generate: dp, tp, pp, chunks and micro_batches must be at least 1"),
+    "no micro-batch": (
+        with_call(micro_batches=0),
+        "actor_generate: dp, tp, pp, chunks and micro_batches must be at least 1",
+    ),
     "more ranks than devices": (with_call(tp=2), "actor_generate: dp4 tp2 pp1 needs 8 devices but devices=[0, 4]"),
     "devices past the end": (
         with_call(devices=(1, 4)),

@@ -1,6 +1,7 @@
-"""The order of forward and backward passes on every stage, and what a silent neighbour leads to."""
+"""Schedules carried out without neighbours, and what a silent neighbour leads to."""
 
 from datetime import timedelta
+from itertools import permutations
 
 import pytest
 import torch
@@ -9,74 +10,80 @@ from torch import Tensor
 
 from realhf.api.errors import RunError
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.engine.pipeline import Neighbours, forward_schedule, one_forward_one_backward
+from realhf.engine.pipeline import Neighbours, Transfer, run_forward, run_training
+from realhf.engine.schedule import Pass, training_order
 from realhf.parallel.groups import ParallelGroups
 
 HIDDEN = 3
 
 
 class Recorder(Neighbours):
-    """Neighbours that answer at once with ones; notes what was sent to and received from which stage."""
+    """Neighbours that answer at once with ones; notes the tokens sent to and received from each stage."""
 
-    def __init__(self, pp: int, stage: int):
-        layout = Layout(DeviceMesh(0, pp), ParallelStrategy(pp=pp))
+    def __init__(self, pp: int, stage: int, chunks: int = 1):
+        layout = Layout(DeviceMesh(0, pp), ParallelStrategy(pp=pp, chunks=chunks))
         super().__init__(ParallelGroups(layout, stage), HIDDEN, torch.zeros(1, dtype=torch.float64), timeout_s=7)
-        self.events: list[str] = []
-        self.messages: list[tuple[int, tuple[int, ...] | None, int | None]] = []
+        self.messages: list[tuple[str, int, int]] = []
 
-    def _exchange(self, stage: int, send: Tensor | None, receive_tokens: int | None) -> Tensor | None:
-        if send is not None or receive_tokens is not None:
-            self.messages.append((stage, None if send is None else tuple(send.shape), receive_tokens))
-        return None if receive_tokens is None else torch.ones(receive_tokens, HIDDEN, dtype=torch.float64)
+    def receive(self, stage: int, tokens: int) -> Transfer:
+        self.messages.append(("from", stage, tokens))
+        return Transfer(torch.ones(tokens, HIDDEN, dtype=torch.float64), stage)
+
+    def send(self, stage: int, tensor: Tensor) -> None:
+        assert tensor.shape[1:] == (HIDDEN,)
+        self.messages.append(("to", stage, len(tensor)))
 
 
-def run(pp: int, stage: int, counts: list[int]) -> Recorder:
-    recorder = Recorder(pp, stage)
+def run(pp: int, stage: int, chunks: int, counts: list[int]) -> Recorder:
+    recorder = Recorder(pp, stage, chunks)
     weight = torch.nn.Parameter(torch.ones(HIDDEN, dtype=torch.float64))
+    events: list[Pass] = []
 
-    def forward(i: int, hidden: Tensor | None) -> Tensor:
-        assert (hidden is None) == (stage == 0)
-        recorder.events.append(f"F{i}")
+    def forward(run: Pass, hidden: Tensor | None) -> Tensor:
+        virtual, i = run.chunk * pp + stage, run.micro_batch
+        assert (hidden is None) == (virtual == 0)
+        events.append(run)
         output = weight * (torch.ones(counts[i], HIDDEN, dtype=torch.float64) if hidden is None else hidden)
-        output.register_hook(lambda gradient: recorder.events.append(f"B{i}"))
-        return output.sum() if stage == pp - 1 else output
+        output.register_hook(lambda gradient: events.append(Pass("backward", run.chunk, i)))
+        return output.sum() if virtual == pp * chunks - 1 else output
 
-    one_forward_one_backward(recorder, counts, forward)
-    torch.testing.assert_close(weight.grad, torch.full_like(weight, sum(counts)))
+    run_training(recorder, counts, forward)
+    torch.testing.assert_close(weight.grad, torch.full_like(weight, chunks * sum(counts)))
+    assert events == training_order(pp, stage, chunks, len(counts))
     return recorder
 
 
-@pytest.mark.parametrize(
-    ("stage", "events"),
-    [
-        (0, "F0 F1 F2 B0 F3 B1 F4 B2 B3 B4"),
-        (1, "F0 F1 B0 F2 B1 F3 B2 F4 B3 B4"),
-        (2, "F0 B0 F1 B1 F2 B2 F3 B3 F4 B4"),
-    ],
-)
-def test_one_forward_one_backward_order(stage: int, events: str) -> None:
-    assert " ".join(run(3, stage, [4, 2, 5, 1, 3]).events) == events
-
-
-@pytest.mark.parametrize("pp", [1, 2, 3, 4])
+@pytest.mark.parametrize(("pp", "chunks"), [(1, 1), (2, 1), (3, 1), (4, 1), (2, 2), (2, 3), (3, 2)])
 @pytest.mark.parametrize("count", [1, 2, 3, 5])
-def test_both_sides_of_a_link_see_the_same_messages(pp: int, count: int) -> None:
+def test_both_sides_of_a_link_see_the_same_messages(pp: int, chunks: int, count: int) -> None:
     counts = [3, 1, 4, 2, 5][:count]
-    stages = [run(pp, stage, counts) for stage in range(pp)]
-    for stage in range(pp - 1):
-        up, down = (
-            [m for m in stages[s].messages if m[0] == other] for s, other in ((stage, stage + 1), (stage + 1, stage))
-        )
-        for sender, receiver in ((up, down), (down, up)):
-            sent = [shape for _, shape, _ in sender if shape is not None]
-            received = [(tokens, HIDDEN) for _, _, tokens in receiver if tokens is not None]
-            assert sent == received == [(n, HIDDEN) for n in counts]
+    stages = [run(pp, stage, chunks, counts).messages for stage in range(pp)]
+    for one, other in permutations(range(pp), 2):
+        sent = [tokens for kind, stage, tokens in stages[one] if (kind, stage) == ("to", other)]
+        received = [tokens for kind, stage, tokens in stages[other] if (kind, stage) == ("from", one)]
+        assert sent == received
+    links = 2 * (pp * chunks - 1)
+    assert sum(tokens for messages in stages for kind, _, tokens in messages if kind == "to") == links * sum(counts)
 
 
-def test_forward_schedule_sends_every_output_on() -> None:
+def test_forward_sends_every_output_on() -> None:
     recorder = Recorder(3, 1)
-    forward_schedule(recorder, [2, 4], lambda i, hidden: hidden * 2)
-    assert recorder.messages == [(0, None, 2), (2, (2, HIDDEN), None), (0, None, 4), (2, (4, HIDDEN), None)]
+    run_forward(recorder, [2, 4], lambda run, hidden: hidden * 2)
+    links = {
+        (kind, stage): [n for k, s, n in recorder.messages if (k, s) == (kind, stage)]
+        for kind, stage, _ in recorder.messages
+    }
+    assert links == {("from", 0): [2, 4], ("to", 2): [2, 4]}
+
+
+def test_nothing_is_sent_of_no_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "isend", None)
+    monkeypatch.setattr(dist, "irecv", None)
+    layout = Layout(DeviceMesh(0, 2), ParallelStrategy(pp=2))
+    neighbours = Neighbours(ParallelGroups(layout, 0), HIDDEN, torch.zeros(1), timeout_s=7)
+    neighbours.send(1, torch.zeros(0, HIDDEN))
+    assert neighbours.take(neighbours.receive(1, 0)).shape == (0, HIDDEN)
+    neighbours.flush()
 
 
 def test_a_silent_neighbour_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,11 +92,11 @@ def test_a_silent_neighbour_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
             raise RuntimeError(f"timed out after {timeout.total_seconds():g} s")
 
     layout = Layout(DeviceMesh(4, 4), ParallelStrategy(tp=2, pp=2))
-    monkeypatch.setattr(dist, "batch_isend_irecv", lambda operations: [NeverDone() for _ in operations])
-    monkeypatch.setattr(dist, "P2POp", lambda *operation: operation)
+    monkeypatch.setattr(dist, "isend", lambda *message: NeverDone())
+    monkeypatch.setattr(dist, "irecv", lambda *message: NeverDone())
     neighbours = Neighbours(ParallelGroups(layout, 7), HIDDEN, torch.zeros(1), timeout_s=7)
     with pytest.raises(RunError, match=r"rank 7 \(pipeline stage 1\) .* a message from rank 5, .*timed out after 7 s"):
-        neighbours.exchange_previous(receive_tokens=2)
-    neighbours.exchange_previous(send=torch.zeros(2, HIDDEN))
+        neighbours.take(neighbours.receive(0, tokens=2))
+    neighbours.send(0, torch.zeros(2, HIDDEN))
     with pytest.raises(RunError, match=r"rank 7 .* the delivery of a message to rank 5"):
         neighbours.flush()

@@ -16,7 +16,7 @@ def models(draw: st.DrawFn) -> DecoderConfig:
     return DecoderConfig(
         hidden_size=2 * heads,
         intermediate_size=12,
-        num_layers=draw(st.integers(1, 3)),
+        num_layers=draw(st.integers(1, 5)),
         num_heads=heads,
         num_kv_heads=kv_heads,
         vocab_size=12,
@@ -27,10 +27,12 @@ def models(draw: st.DrawFn) -> DecoderConfig:
 
 @st.composite
 def layouts(draw: st.DrawFn, model: DecoderConfig) -> Layout:
+    pp = draw(st.integers(1, model.num_layers))
     strategy = ParallelStrategy(
         dp=draw(st.integers(1, 3)),
         tp=draw(st.sampled_from(divisors(model.num_kv_heads))),
-        pp=draw(st.integers(1, model.num_layers)),
+        pp=pp,
+        chunks=draw(st.integers(1, model.num_layers // pp)) if pp > 1 else 1,
     )
     return Layout(DeviceMesh(draw(st.integers(0, 8)), strategy.size), strategy)
 

@@ -3,19 +3,30 @@
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from realhf.api.compute import ComputeConfig
 from realhf.api.errors import UserError
 from realhf.api.experiment import ModelSetup, OptimizerConfig
 from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, chunk_layers
 from realhf.api.model import LLAMA
+from realhf.engine.schedule import training_order
 from realhf.models.parameters import parameter_count
 from realhf.realloc.planner import DEFAULT_BUCKET_BYTES
 from realhf.search.cluster import Cluster
 from realhf.search.cost import CallCost
 from realhf.search.features import ENGINE, EngineFeatures, of_setup
-from realhf.search.memory import cache_bytes, copy_bytes, dynamic_bytes, kept_elements, packed_bytes, static_bytes
+from realhf.search.memory import (
+    cache_bytes,
+    copy_bytes,
+    dynamic_bytes,
+    kept_elements,
+    layers_in_flight,
+    packed_bytes,
+    static_bytes,
+)
 from realhf.search.options import Option
 from realhf.search.problem import build_problem
 from realhf.search.timings import load_costs
@@ -87,6 +98,32 @@ def test_dynamic_bytes() -> None:
     assert need(replace(generate, model_type=replace(TINY, num_kv_heads=2)), ParallelStrategy(tp=2), 1) == 16 * (
         16 * 4 * cache / 4 + 6 * 4 * (4 * 64 + (3 * 64 + 3 * 32 + 4 * 128) / 2) + 2 * logits
     )
+
+
+def test_layers_in_flight_in_chunks() -> None:
+    # Four layers on two stages: F0 F1 F0' F1' on the first, one layer each; F0 F1 F0' on the last, then a backward.
+    two = ParallelStrategy(pp=2, chunks=2)
+    assert [layers_in_flight(4, two, stage, 4) for stage in (0, 1)] == [4, 3]
+    assert [layers_in_flight(4, two, stage, 1) for stage in (0, 1)] == [2, 2]
+    # Five layers: two in the first chunk of the first stage. B0' F2 B1' F3 leave the first chunk of each micro-batch.
+    assert layers_in_flight(5, two, 0, 4) == 8
+    assert layers_in_flight(5, two, 0, 2) == 6
+    activations, train = 4 * (4 * 64 + 3 * 64 + 3 * 64 + 4 * 128), call("m", TINY, TRAIN_STEP, "x")
+    assert need(train, two, 4) == 4 * 10 * max(4 * activations, 3 * activations + 3 * 4 * 32)
+
+
+@given(st.integers(2, 4), st.integers(1, 3), st.integers(1, 20), st.integers(0, 5))
+def test_no_more_layers_are_in_flight_later(pp: int, chunks: int, micro_batches: int, more_layers: int) -> None:
+    strategy, num_layers = ParallelStrategy(pp=pp, chunks=chunks), pp * chunks + more_layers
+    for stage in range(pp):
+        layers = [len(chunk) for chunk in chunk_layers(num_layers, strategy, stage)]
+        live = peak = 0
+        for run in training_order(pp, stage, chunks, micro_batches):
+            live += layers[run.chunk] if run.is_forward else -layers[run.chunk]
+            peak = max(peak, live)
+        assert layers_in_flight(num_layers, strategy, stage, micro_batches) == peak
+        if chunks == 1:
+            assert peak == min(micro_batches, pp - stage) * layers[0]
 
 
 def test_recomputation_keeps_the_inputs_of_layers_and_one_layer() -> None:
