@@ -18,6 +18,7 @@ PLANS = [
     "generate_on_two_critic_on_two",
     "mixed_disjoint",
 ]
+ALL_PLANS = [*PLANS, pytest.param("interleaved", marks=pytest.mark.slow)]
 SEED, STEPS = 7, 2
 COMMON = ("--steps", STEPS, "--seed", SEED, "--no-evaluate", "--record", "seq", "logits")
 
@@ -37,7 +38,7 @@ def reference32(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ALL_PLANS)
 def test_float64_rollouts_are_identical_and_parameters_agree(
     plan: str, reference64: FinishedRun, tmp_path: Path
 ) -> None:
@@ -56,7 +57,7 @@ def test_float64_rollouts_are_identical_and_parameters_agree(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("plan", ALL_PLANS)
 def test_float32_losses_agree_on_the_same_tokens(plan: str, reference32: FinishedRun, tmp_path: Path) -> None:
     run = run_plan(tmp_path / "run", plan, "--replay", reference32.path / "rollouts")
     for expected, got in zip(reference32.metrics, run.metrics, strict=True):
@@ -102,4 +103,4 @@ def test_heads_that_four_workers_cannot_split_are_refused(tmp_path: Path) -> Non
 
 
 def test_every_plan_of_the_folder_is_run_or_the_reference() -> None:
-    assert {path.stem for path in (ROOT / "tests/plans").glob("*.json")} == {*PLANS, "single"}
+    assert {path.stem for path in (ROOT / "tests/plans").glob("*.json")} == {*PLANS, "interleaved", "single"}
