@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from realhf.algorithms.evaluation.config import SampledAccuracy
 from realhf.algorithms.ppo.config import PPOActor, PPOCritic, PPOHyperparameters, PPOReference
 from realhf.algorithms.reward.config import SequenceReward
+from realhf.api.architectures import architecture_of
 from realhf.api.experiment import Evaluation, ModelSetup, OptimizerConfig, auto
 from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.api.model import DecoderConfig, DType
@@ -21,7 +22,8 @@ class PPOExperiment:
 
     `sft_checkpoint` (RUN_DIR/checkpoints/latest/sft of a run of sft.py) starts actor and
     reference, `reward_checkpoint` (.../latest/reward of reward.py) reward and critic; where one is
-    empty, its models start from random weights.
+    empty, its models start from random weights. Both may be Hugging Face directories, whose architectures take
+    the place of `model`; with `new_value_head` reward and critic get fresh heads on the trunk of a language model.
     """
 
     seed: int = 0
@@ -32,6 +34,7 @@ class PPOExperiment:
     dtype: DType = "float32"
     sft_checkpoint: str = ""
     reward_checkpoint: str = ""
+    new_value_head: bool = False
     actor_lr: float = 1e-4
     critic_lr: float = 3e-4
     warmup_steps: int = 5
@@ -41,11 +44,12 @@ class PPOExperiment:
 
     @property
     def rpcs(self) -> list[ModelFunctionCallDef]:
-        scalar = self.model.with_head("scalar")
+        actor = architecture_of(self.sft_checkpoint, self.model)
+        scalar = architecture_of(self.reward_checkpoint, self.model).with_head("scalar")
         return [
             ModelFunctionCallDef(
                 model_name="actor",
-                model_type=self.model,
+                model_type=actor,
                 interface_type=GENERATE,
                 interface_impl=PPOActor(ppo=self.ppo),
                 input_data=["prompt"],
@@ -61,7 +65,7 @@ class PPOExperiment:
             ),
             ModelFunctionCallDef(
                 model_name="reference",
-                model_type=self.model,
+                model_type=actor,
                 interface_type=INFERENCE,
                 interface_impl=PPOReference(ppo=self.ppo),
                 input_data=["prompt", "seq"],
@@ -77,7 +81,7 @@ class PPOExperiment:
             ),
             ModelFunctionCallDef(
                 model_name="actor",
-                model_type=self.model,
+                model_type=actor,
                 interface_type=TRAIN_STEP,
                 interface_impl=PPOActor(ppo=self.ppo),
                 input_data=ROLLOUT,
@@ -101,8 +105,8 @@ class PPOExperiment:
         return {
             "actor": ModelSetup(checkpoint=sft, optimizer=actor, dtype=self.dtype),
             "reference": ModelSetup(checkpoint=sft, dtype=self.dtype),
-            "reward": ModelSetup(checkpoint=reward, dtype=self.dtype),
-            "critic": ModelSetup(checkpoint=reward, optimizer=critic, dtype=self.dtype),
+            "reward": ModelSetup(checkpoint=reward, new_head=self.new_value_head, dtype=self.dtype),
+            "critic": ModelSetup(checkpoint=reward, new_head=self.new_value_head, optimizer=critic, dtype=self.dtype),
         }
 
     @property
@@ -126,7 +130,7 @@ class PPOExperiment:
         return ModelFunctionCallDef(
             name=f"actor_{name}",
             model_name="actor",
-            model_type=self.model,
+            model_type=architecture_of(self.sft_checkpoint, self.model),
             interface_type=GENERATE,
             interface_impl=SampledAccuracy(
                 max_new_tokens=self.ppo.max_new_tokens,

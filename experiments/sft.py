@@ -1,9 +1,10 @@
-"""Supervised fine-tuning of a tiny model on the sorting task, from random weights."""
+"""Supervised fine-tuning on the sorting task: of a tiny model from random weights, or of a checkpoint."""
 
 from dataclasses import dataclass
 
 from realhf.algorithms.evaluation.config import SampledAccuracy
 from realhf.algorithms.sft.config import SFT
+from realhf.api.architectures import architecture_of
 from realhf.api.experiment import Evaluation, ModelSetup, OptimizerConfig, auto
 from realhf.api.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.api.model import DecoderConfig, DType
@@ -14,13 +15,19 @@ from realhf.data.datasets import PromptDataset, SFTDataset
 @auto(batch_size=128)
 @dataclass(frozen=True, kw_only=True)
 class SFTExperiment:
-    """One model, one call: train_step."""
+    """One model, one call: train_step.
+
+    `sft_checkpoint` (RUN_DIR/checkpoints/latest/sft, or a Hugging Face directory, whose architecture takes the place of
+    `model`) is where it starts; empty: random weights. `with_optimizer` takes the optimizer's states of a run as well.
+    """
 
     seed: int = 0
     steps: int = 400
     batch_size: int = 128
     model: DecoderConfig = sort_task.SORT_MODEL
     dtype: DType = "float32"
+    sft_checkpoint: str = ""
+    with_optimizer: bool = False
     lr: float = 1e-3
     warmup_steps: int = 30
     weight_decay: float = 0.01
@@ -28,11 +35,15 @@ class SFTExperiment:
     evaluate: bool = True
 
     @property
+    def architecture(self) -> DecoderConfig:
+        return architecture_of(self.sft_checkpoint, self.model)
+
+    @property
     def rpcs(self) -> list[ModelFunctionCallDef]:
         return [
             ModelFunctionCallDef(
                 model_name="sft",
-                model_type=self.model,
+                model_type=self.architecture,
                 interface_type=TRAIN_STEP,
                 interface_impl=SFT(),
                 input_data=["tokens", "prompt_length"],
@@ -42,7 +53,11 @@ class SFTExperiment:
     @property
     def models(self) -> dict[str, ModelSetup]:
         optimizer = OptimizerConfig(lr=self.lr, warmup_steps=self.warmup_steps, weight_decay=self.weight_decay)
-        return {"sft": ModelSetup(optimizer=optimizer, dtype=self.dtype)}
+        checkpoint = self.sft_checkpoint or None
+        setup = ModelSetup(
+            checkpoint=checkpoint, with_optimizer=self.with_optimizer, optimizer=optimizer, dtype=self.dtype
+        )
+        return {"sft": setup}
 
     @property
     def dataset(self) -> SFTDataset:
@@ -63,7 +78,7 @@ class SFTExperiment:
                 ModelFunctionCallDef(
                     name="sft_accuracy",
                     model_name="sft",
-                    model_type=self.model,
+                    model_type=self.architecture,
                     interface_type=GENERATE,
                     interface_impl=SampledAccuracy(
                         max_new_tokens=sort_task.MAX_NEW_TOKENS, eos_token=sort_task.EOS_TOKEN

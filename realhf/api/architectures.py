@@ -92,3 +92,13 @@ def architecture(name: str) -> DecoderConfig:
             "or give the path of a Hugging Face config.json"
         )
     return config.with_head("scalar") if base != name else config
+
+
+def architecture_of(checkpoint: str, otherwise: DecoderConfig) -> DecoderConfig:
+    """The architecture of a Hugging Face directory; `otherwise` where `checkpoint` is none (a run's, or empty).
+
+    Raises:
+        UserError: its config.json cannot be read, or is of a family that is not supported.
+    """
+    is_hugging_face = bool(checkpoint) and (Path(checkpoint) / "config.json").is_file()
+    return architecture(checkpoint) if is_hugging_face else otherwise

@@ -56,12 +56,15 @@ class ModelSetup:
 
     `checkpoint` is a directory that a run wrote (`RUN_DIR/checkpoints/latest/MODEL`) or that of a Hugging Face
     checkpoint (config.json, safetensors); without one the weights are random, from the experiment's seed. `new_head`
-    takes the trunk from the checkpoint and makes a fresh head (a reward model from a language model).
+    takes the trunk from the checkpoint and makes a fresh head (a reward model from a language model). `with_optimizer`
+    takes the optimizer's states and step from it too, and not the parameters alone: training goes on where it was, with
+    a schedule over the steps made and those to come; rows of the data set are read from the beginning.
     `compute` says how training spends memory and time.
     """
 
     checkpoint: str | None = None
     new_head: bool = False
+    with_optimizer: bool = False
     optimizer: OptimizerConfig | None = None
     dtype: DType = "float32"
     compute: ComputeConfig = field(default_factory=ComputeConfig)
@@ -73,6 +76,11 @@ class ModelSetup:
                 f"checkpoint {self.checkpoint}: neither index.json nor config.json there; give the directory of a "
                 "model's checkpoint, which a finished run has under RUN_DIR/checkpoints/latest/MODEL, or that of a "
                 "Hugging Face checkpoint"
+            )
+        if self.with_optimizer and (self.checkpoint is None or self.new_head or self.optimizer is None):
+            raise UserError(
+                f"with_optimizer=True takes the optimizer's states from a checkpoint of the same model: give "
+                f"checkpoint ({self.checkpoint}) and optimizer, without new_head ({self.new_head}), or leave it out"
             )
 
 

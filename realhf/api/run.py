@@ -77,6 +77,10 @@ class Run:
         """The layout in which each model's parameters live between calls."""
         return {model: self.plan.layout(self.plan.home(self.graph, model)) for model in self.graph.models}
 
+    def optimizer_steps(self, model: str) -> int:
+        """Optimizer steps of a model in each step of the run; 0: it is not trained."""
+        return sum(call.mini_batches for call in self.graph.calls_of(model) if call.trains)
+
     def evaluation_plan(self, call: ModelFunctionCallDef) -> CallPlan:
         """How an evaluation call runs: as the training graph's call most like it, in one micro-batch; generation
         without model chunks."""

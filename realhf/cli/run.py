@@ -19,6 +19,7 @@ from realhf.api.status import RunState, Status, write_status
 from realhf.cli.experiment import add_experiment_arguments, build_experiment
 from realhf.cli.planning import plan_for
 from realhf.cli.progress import Progress, print_summary
+from realhf.models.checkpoint_index import initial_optimizer_steps
 from realhf.models.hugging_face_files import check_checkpoint
 from realhf.scheduler.base import MASTER, Launcher, ProcessSpec, worker_name
 from realhf.scheduler.local import LocalLauncher
@@ -137,6 +138,7 @@ def _check(run: Run, num_rows: int) -> None:
     for name, setup in run.models.items():  # looked up once here: a checkpoint that does not fit is found now
         if setup.checkpoint is not None:
             check_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)
+            initial_optimizer_steps(setup)
     if run.evaluation:
         rows = run.evaluation.dataset.check()
         if rows % run.evaluation.batch_size:

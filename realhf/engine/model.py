@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from realhf.api.compute import ComputeConfig
-from realhf.api.errors import UserError
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
 from realhf.api.model import DecoderConfig
@@ -18,7 +17,7 @@ from realhf.engine.interface import EndCheck, GenerationOutput, LossFunction, Po
 from realhf.engine.pipeline import Neighbours
 from realhf.engine.train import Trainer
 from realhf.models.checkpoint import CheckpointReader
-from realhf.models.checkpoint_index import STEPS_KEY, of_kind
+from realhf.models.checkpoint_index import of_kind, optimizer_steps
 from realhf.parallel.groups import ParallelGroups
 from realhf.realloc.layout import Box
 from realhf.realloc.shards import boxes_in, counted_range
@@ -114,12 +113,7 @@ class ShardedModel:
         assert self.trainer is not None, "a model without an optimizer reads parameters alone into `boxes`"
         reader.check_architecture(self.config)
         saved = set(reader.names())
-        steps = reader.metadata.get(STEPS_KEY)
-        if not isinstance(steps, int) or not any("@" in name for name in saved):
-            raise UserError(
-                f"checkpoint {reader.directory} holds no optimizer states; start from its parameters, or choose a "
-                "checkpoint that was saved with them"
-            )
+        steps = optimizer_steps(reader.index, reader.directory)
         is_wide = not self.trainer.optimizer.has_master
         for box, tensor in self.boxes().values():
             master = of_kind(box, "master")

@@ -10,7 +10,7 @@ from realhf.api.run import Run
 from realhf.api.status import RunState, Status, write_status
 from realhf.master.loop import CallRecord, Dispatcher, GraphRunner
 from realhf.master.records import JsonLines, Trace, step_metrics
-from realhf.models.checkpoint_index import checkpoint_owners, finish
+from realhf.models.checkpoint_index import STEPS_KEY, finish, initial_optimizer_steps, state_owners
 from realhf.scheduler.base import worker_name
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.messages import Failure, Heartbeat, Hello, Ready, Reply, Shutdown, ToMaster, ToWorker
@@ -151,12 +151,14 @@ class Master:
         self._evaluations.write({"step": step, **means})
 
     async def _save(self, step: int) -> None:
-        """Writes the parameters of every trained model to checkpoints/step-N and points `latest` there."""
+        """Writes every trained model, with its optimizer's states, to checkpoints/step-N and points `latest` there."""
         run = self._run
         trained = {call.model_name for call in run.graph.calls.values() if call.trains}
         target = self._directory.checkpoints / f"step-{step}"
         part = target.with_name(f".{target.name}.part")
-        owners = {model: checkpoint_owners(run.graph.models[model], run.homes[model]) for model in trained}
+        owners = {
+            model: state_owners(run.graph.models[model], run.homes[model], run.models[model].dtype) for model in trained
+        }
         part.mkdir()
         writers: dict[int, tuple[str, ...]] = {}
         for model in sorted(owners):
@@ -164,7 +166,8 @@ class Master:
                 writers[worker] = (*writers.get(worker, ()), model)
         await self._dispatcher.save(str(part), writers)
         for model in sorted(owners):
-            metadata = {"step": step, "seed": run.experiment.seed}
+            made = initial_optimizer_steps(run.models[model]) + step * run.optimizer_steps(model)
+            metadata = {"step": step, "seed": run.experiment.seed, STEPS_KEY: made}
             finish(part / model, run.graph.models[model], run.models[model].dtype, owners[model], metadata)
         part.replace(target)
         _point_to(self._directory.checkpoints / "latest", target)

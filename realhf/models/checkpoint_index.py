@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 
 from realhf.api.errors import UserError
+from realhf.api.experiment import ModelSetup
 from realhf.api.layout import Layout
 from realhf.api.model import DecoderConfig, DType
 from realhf.models.parameters import decoder_parameters
@@ -204,6 +205,28 @@ def read_index(directory: Path | str) -> CheckpointIndex:
             )
         _check_size(directory / saved_file.file, saved_file.size_bytes)
     return index
+
+
+def optimizer_steps(index: CheckpointIndex, directory: Path | str) -> int:
+    """How many optimizer steps had been made when a checkpoint with optimizer states was saved.
+
+    Raises:
+        UserError: it holds none.
+    """
+    steps = index.metadata.get(STEPS_KEY)
+    if not isinstance(steps, int) or not any("@" in box.name for file in index.files for box in file.boxes):
+        raise UserError(
+            f"checkpoint {directory} holds no optimizer states; start from its parameters, or choose a "
+            "checkpoint that was saved with them"
+        )
+    return steps
+
+
+def initial_optimizer_steps(setup: ModelSetup) -> int:
+    """How many optimizer steps a model starts with. Raises UserError where the checkpoint has no optimizer states."""
+    if not setup.with_optimizer or setup.checkpoint is None:
+        return 0
+    return optimizer_steps(read_index(setup.checkpoint), setup.checkpoint)
 
 
 def check_architecture(

@@ -19,8 +19,8 @@ from realhf.data.loader import DatasetReader
 from realhf.engine.batch import Batch, concatenate
 from realhf.engine.interface import CallResult
 from realhf.engine.model import ShardedModel
-from realhf.models.checkpoint import write_boxes
-from realhf.models.checkpoint_index import checkpoint_owners
+from realhf.models.checkpoint import CheckpointReader, write_pieces
+from realhf.models.checkpoint_index import initial_optimizer_steps
 from realhf.models.hugging_face_weights import open_checkpoint
 from realhf.parallel.groups import GroupTable, ParallelGroups
 from realhf.realloc.executor import execute
@@ -125,17 +125,20 @@ class ModelWorker:
 
     def _build_home(self, name: str, home: Layout) -> ShardedModel:
         run, setup = self._run, self._run.models[name]
-        steps = run.experiment.steps * sum(c.mini_batches for c in run.graph.calls_of(name) if c.trains)
+        steps = run.experiment.steps * run.optimizer_steps(name)
         model = ShardedModel(
             run.graph.models[name],
             self._groups.groups(home),
             getattr(torch, setup.dtype),
             self._device,
             optimizer=setup.optimizer if steps else None,
-            total_optimizer_steps=steps,
+            total_optimizer_steps=initial_optimizer_steps(setup) + steps,
             compute=setup.compute,
             timeout_s=self._timeout_s,
         )
+        if setup.with_optimizer and setup.checkpoint is not None and steps:
+            model.load_state(CheckpointReader(setup.checkpoint))
+            return model
         if setup.checkpoint is None or setup.new_head:
             model.initialise(run.experiment.seed)
         if setup.checkpoint is not None:
@@ -268,9 +271,8 @@ class ModelWorker:
 
     def _save(self, directory: Path, models: Sequence[str]) -> None:
         for name in models:
-            home = self._run.homes[name]
-            owned = checkpoint_owners(self._run.graph.models[name], home)[self._rank]
-            write_boxes(directory / name, self._rank, owned, self._models[name, home].boxes())
+            model = self._models[name, self._run.homes[name]]
+            write_pieces(directory / name, self._rank, model.state())
 
 
 HEAD_PARAMETERS = ("lm_head.weight", "score.weight")

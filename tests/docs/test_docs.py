@@ -64,6 +64,10 @@ RUN_ELSEWHERE = {
         "tests/slurm/test_main_job.py",
         ["experiments/ppo.py", "--launcher", "slurm", "--nodes", "--gpus-per-node"],
     ),
+    "realhf run experiments/ppo.py --sft-checkpoint path/to/tiny --reward-checkpoint path/to/tiny --new-value-head": (
+        "tests/e2e/test_checkpoints.py",
+        ['"ppo"', "--sft-checkpoint", "--reward-checkpoint", "--new-value-head"],
+    ),
     "realhf profile experiments/ppo.py --num-workers 2": (
         "tests/distributed/test_profiler.py",
         ['"profile"', "--num-workers", "main("],

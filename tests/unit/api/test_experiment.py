@@ -113,3 +113,12 @@ def test_a_checkpoint_has_to_be_there(tmp_path: Path) -> None:
         ModelSetup(checkpoint=str(tmp_path / "nowhere"))
     (tmp_path / "index.json").write_text("{}")
     ModelSetup(checkpoint=str(tmp_path))
+
+
+def test_optimizer_states_come_from_a_checkpoint_of_the_same_model(tmp_path: Path) -> None:
+    (tmp_path / "index.json").write_text("{}")
+    whole = {"checkpoint": str(tmp_path), "optimizer": OptimizerConfig(), "with_optimizer": True}
+    ModelSetup(**whole)
+    for changes in ({"checkpoint": None}, {"optimizer": None}, {"new_head": True}):
+        with pytest.raises(UserError, match="with_optimizer=True takes the optimizer's states from a checkpoint"):
+            ModelSetup(**{**whole, **changes})

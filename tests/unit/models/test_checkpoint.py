@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,10 +14,19 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from realhf.api.errors import UserError
+from realhf.api.experiment import ModelSetup, OptimizerConfig
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model import DecoderConfig
 from realhf.models.checkpoint import CheckpointReader, save_model, write_boxes, write_pieces
-from realhf.models.checkpoint_index import checkpoint_owners, finish, of_kind, staging_directory, state_owners
+from realhf.models.checkpoint_index import (
+    STEPS_KEY,
+    checkpoint_owners,
+    finish,
+    initial_optimizer_steps,
+    of_kind,
+    staging_directory,
+    state_owners,
+)
 from realhf.models.parameters import decoder_parameters
 from realhf.realloc.layout import Box, device_boxes
 from tests.unit.realloc.layouts import layouts, models
@@ -127,6 +137,18 @@ def test_one_process_saves_a_whole_model(tmp_path: Path) -> None:
     }
     box = Box("model.layers.3.mlp.down_proj.weight", (2, 5), (7, 11))
     assert torch.equal(CheckpointReader(tmp_path / "whole").read(box), state[box.name][2:9, 5:16])
+
+
+def test_steps_of_an_optimizer_that_was_saved_or_not(tmp_path: Path) -> None:
+    state = random_state(MODEL)
+    save_model(tmp_path / "with", MODEL, state, {STEPS_KEY: 7})
+    save_model(tmp_path / "without", MODEL, {name: t for name, t in state.items() if "@" not in name})
+    setup = ModelSetup(checkpoint=str(tmp_path / "with"), optimizer=OptimizerConfig())
+    assert initial_optimizer_steps(setup) == 0
+    assert initial_optimizer_steps(replace(setup, with_optimizer=True)) == 7
+    lacking = replace(setup, checkpoint=str(tmp_path / "without"), with_optimizer=True)
+    with pytest.raises(UserError, match="without holds no optimizer states; start from its parameters"):
+        initial_optimizer_steps(lacking)
 
 
 def test_unfinished_is_no_checkpoint_and_a_later_save_replaces(tmp_path: Path) -> None:
