@@ -23,7 +23,11 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Everything that decides what a run does, beside its plan: `experiment.json`.
 
     `record` lists keys whose data every step writes below `rollouts/`; `replay` is such a folder
-    of an earlier run, whose responses are taken instead of drawing new ones.
+    of an earlier run, whose responses are taken instead of drawing new ones. The first reallocation of a model into
+    a layout is verified by checksums, then those of every `verify_reallocations_every`-th step; 0: none.
+
+    Raises:
+        UserError: at construction, `verify_reallocations_every` is negative.
     """
 
     experiment_file: str
@@ -35,9 +39,17 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     record: tuple[str, ...] = ()
     replay: str | None = None
     checkpoint_every_steps: int | None = None
+    verify_reallocations_every: int = 100
     call_timeout_s: float = 600.0
     setup_timeout_s: float = 300.0
     network_interface: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.verify_reallocations_every < 0:
+            raise UserError(
+                f"--verify-reallocations-every {self.verify_reallocations_every} is a number of steps; "
+                "give 1 to verify every reallocation, 0 to verify none"
+            )
 
 
 @dataclass(frozen=True)

@@ -53,6 +53,14 @@ def add_command(commands: Any) -> None:
     command.add_argument("--record", nargs="+", default=[], metavar="KEY", help="write these keys' data to rollouts/")
     command.add_argument("--replay", type=Path, help="a rollouts/ folder whose responses are taken, none drawn")
     command.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="also save every so many steps")
+    command.add_argument(
+        "--verify-reallocations-every",
+        type=int,
+        default=100,
+        metavar="STEPS",
+        help="compare checksums of reallocated parameters every so many steps, beside the first time "
+        "(default 100; 1: always, 0: never)",
+    )
     command.add_argument("--call-timeout-s", type=float, default=600.0, help="longest a call may take (default 600)")
     command.add_argument(
         "--setup-timeout-s", type=float, default=300.0, help="longest the start may take (default 300)"
@@ -124,6 +132,7 @@ def _spec(arguments: argparse.Namespace, experiment: Any, cluster: Cluster) -> R
         record=tuple(arguments.record),
         replay=str(arguments.replay.resolve()) if arguments.replay else None,
         checkpoint_every_steps=arguments.checkpoint_every,
+        verify_reallocations_every=arguments.verify_reallocations_every,
         call_timeout_s=arguments.call_timeout_s,
         setup_timeout_s=arguments.setup_timeout_s,
         network_interface=interface,

@@ -2,8 +2,9 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,15 @@ from realhf.realloc.planner import DeviceRound, ReallocationPlan
 
 BoxedTensors = Mapping[str, tuple[Box, Tensor]]  # parameter name -> (its box here, a view of exactly that shape)
 
-_CHECKSUM_CHUNK = 1 << 20  # elements
+
+@dataclass(frozen=True)
+class Message:
+    """What this rank sends to or receives from `peer`, packed in `buffer`; `peers_part` of it is the peer's."""
+
+    peers_part: Literal["send", "receive"]
+    peer: int
+    boxes: Sequence[Box]
+    buffer: Tensor
 
 
 class ReallocationError(RuntimeError):
@@ -67,27 +76,6 @@ def part(tensors: BoxedTensors, box: Box) -> Tensor:
     return tensor[box.slices_in(held)]
 
 
-def checksum(tensor: Tensor) -> int:
-    """A position-dependent sum of the bits of `tensor`, 0 <= sum < 2^64; whoever changes one element changes it.
-
-    Equal contents give equal sums on every device and for every stride. Costs one pass and 16 MB.
-    """
-    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    # An odd factor has an inverse modulo 2^64, so that no change of a single element can cancel out.
-    factors = torch.arange(_CHECKSUM_CHUNK, dtype=torch.int64, device=tensor.device).mul_(2).add_(1)
-    rows = tensor.detach() if tensor.dim() else tensor.detach()[None]
-    row_elements = max(1, rows.numel() // max(1, rows.shape[0]))
-    first = 0
-    for chunk in rows.split(max(1, _CHECKSUM_CHUNK // row_elements)):
-        for piece in chunk.reshape(-1).split(_CHECKSUM_CHUNK):
-            bits = piece.view(width).to(torch.int64)
-            # factor of the element first + i is 2 (first + i) + 1
-            total += (bits * factors[: piece.numel()]).sum() + 2 * first * bits.sum()
-            first += piece.numel()
-    return int(total.item()) % 2**64
-
-
 def _run_round(
     each_round: DeviceRound,
     source_tensors: BoxedTensors,
@@ -102,16 +90,30 @@ def _run_round(
     part of this round before it waits: by induction over the rounds nobody waits forever.
     """
     _, like = next(iter((*source_tensors.values(), *target_tensors.values())))
-    messages: list[tuple[str, int, Sequence[Box], Tensor]] = []
+    messages: list[Message] = []
     for peer, boxes in sorted(each_round.sends.items()):
         buffer = torch.empty(sum(box.size for box in boxes), dtype=like.dtype, device=like.device)
         _for_each_box(buffer, boxes, lambda box, packed: packed.copy_(part(source_tensors, box)))
-        messages.append(("receive", peer, boxes, buffer))
+        messages.append(Message("receive", peer, boxes, buffer))
     for peer, boxes in sorted(each_round.receives.items()):
         buffer = torch.empty(sum(box.size for box in boxes), dtype=like.dtype, device=like.device)
-        messages.append(("send", peer, boxes, buffer))
+        messages.append(Message("send", peer, boxes, buffer))
+    exchange(messages, group, bucket, timeout_s)
+    for message in messages:
+        if message.peers_part == "send":
+            _for_each_box(message.buffer, message.boxes, lambda box, packed: part(target_tensors, box).copy_(packed))
+
+
+def exchange(messages: Sequence[Message], group: dist.ProcessGroup | None, label: str, timeout_s: float) -> None:
+    """Posts all messages, then waits for all of them; `label` begins the text of an error.
+
+    Raises:
+        ReallocationError: a peer did not answer within `timeout_s`, or died.
+    """
+    if not messages:
+        return
     deadline = time.monotonic() + timeout_s
-    works = _post(messages, group, bucket)
+    works = _post(messages, group, label)
     # Several messages have one work where the backend makes one call of them (NCCL).
     for index, work in enumerate(works):
         waited_for = messages if len(works) < len(messages) else [messages[index]]
@@ -120,32 +122,27 @@ def _run_round(
         except RuntimeError as error:
             waited_s = time.monotonic() - deadline + timeout_s
             raise ReallocationError(
-                f"{bucket} waited {waited_s:.1f} s (at most {timeout_s:g}) in vain for {_names(waited_for)}: {error}"
+                f"{label} waited {waited_s:.1f} s (at most {timeout_s:g}) in vain for {_names(waited_for)}: {error}"
             ) from error
-    for peers_part, _, boxes, buffer in messages:
-        if peers_part == "send":
-            _for_each_box(buffer, boxes, lambda box, packed: part(target_tensors, box).copy_(packed))
 
 
-def _post(
-    messages: Sequence[tuple[str, int, Sequence[Box], Tensor]], group: dist.ProcessGroup | None, bucket: str
-) -> list[Any]:
+def _post(messages: Sequence[Message], group: dist.ProcessGroup | None, label: str) -> list[Any]:
     group = group or dist.group.WORLD
     try:
         return dist.batch_isend_irecv(
             [
                 # As bytes: the wire need not know the dtype.
                 dist.P2POp(
-                    dist.irecv if peers_part == "send" else dist.isend,
-                    buffer.view(torch.uint8),
+                    dist.irecv if message.peers_part == "send" else dist.isend,
+                    message.buffer.view(torch.uint8),
                     group=group,
-                    group_peer=peer,
+                    group_peer=message.peer,
                 )
-                for peers_part, peer, _, buffer in messages
+                for message in messages
             ]
         )
     except RuntimeError as error:
-        raise ReallocationError(f"{bucket} could not reach {_names(messages)}: {error}") from error
+        raise ReallocationError(f"{label} could not reach {_names(messages)}: {error}") from error
 
 
 def _for_each_box(buffer: Tensor, boxes: Sequence[Box], action: Callable[[Box, Tensor], object]) -> None:
@@ -156,13 +153,13 @@ def _for_each_box(buffer: Tensor, boxes: Sequence[Box], action: Callable[[Box, T
         start += box.size
 
 
-def _names(messages: Sequence[tuple[str, int, Sequence[Box], Tensor]]) -> str:
+def _names(messages: Sequence[Message]) -> str:
     """`rank 3 to send model.norm.weight and 4 more`, for every message."""
     texts = []
-    for peers_part, peer, boxes, _ in messages:
-        names = list(dict.fromkeys(box.name for box in boxes))
+    for message in messages:
+        names = list(dict.fromkeys(box.name for box in message.boxes))
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        texts.append(f"rank {peer} to {peers_part} {names[0]}{more}")
+        texts.append(f"rank {message.peer} to {message.peers_part} {names[0]}{more}")
     return ", ".join(texts)
 
 

@@ -25,6 +25,7 @@ from realhf.models.hugging_face_weights import open_checkpoint
 from realhf.parallel.groups import GroupTable, ParallelGroups
 from realhf.realloc.executor import execute
 from realhf.realloc.planner import plan_between
+from realhf.realloc.verification import VerificationSchedule, verify
 from realhf.transport.messages import (
     BatchKey,
     CallFunction,
@@ -85,6 +86,7 @@ class ModelWorker:
         if run.evaluation and run.evaluation_graph:
             self._graphs["evaluation"] = run.evaluation_graph
             self._readers["evaluation"] = DatasetReader(run.evaluation.dataset, None, run.evaluation.batch_size)
+        self._verification = VerificationSchedule(run.spec.verify_reallocations_every)
         self._store = SampleStore()
         self._mailbox = Mailbox(self._store, device, self._timeout_s)
         self._interfaces: dict[tuple[Split, str], Any] = {}
@@ -103,7 +105,7 @@ class ModelWorker:
                 self._mailbox.post(batch, sends, receives)
             case Reallocate(request_id=request_id, batch=batch, call=call):
                 with self._timed("reallocation", f"{call} of {batch}") as span:
-                    self._reallocate(request.model, request.layout)
+                    self._reallocate(request.model, request.layout, batch.step)
                 return Reply(request_id=request_id, span=span())
             case Release(model=model, layout=layout):
                 self._models[model, layout].free_parameters()
@@ -149,7 +151,7 @@ class ModelWorker:
             model.parameters_changed()
         return model
 
-    def _reallocate(self, name: str, layout: Layout) -> None:
+    def _reallocate(self, name: str, layout: Layout, step: int) -> None:
         home, dtype = self._run.homes[name], getattr(torch, self._run.models[name].dtype)
         source = self._models.get((name, home))
         target = self._models.get((name, layout))
@@ -167,14 +169,10 @@ class ModelWorker:
         plan = plan_between(
             self._run.graph.models[name], home, layout, self._run.spec.devices_per_node, element_bytes=dtype.itemsize
         )
-        execute(
-            plan,
-            self._rank,
-            source.boxes() if source else {},
-            target.boxes() if target else {},
-            model_name=name,
-            timeout_s=self._timeout_s,
-        )
+        source_boxes, target_boxes = source.boxes() if source else {}, target.boxes() if target else {}
+        execute(plan, self._rank, source_boxes, target_boxes, model_name=name, timeout_s=self._timeout_s)
+        if self._verification.is_due(name, layout, step):
+            verify(plan, self._rank, source_boxes, target_boxes, model_name=name, timeout_s=self._timeout_s)
 
     def _call(self, request: CallFunction) -> Reply:
         split, step = request.batch.split, request.batch.step

@@ -2,7 +2,8 @@
 
 import time
 import weakref
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
@@ -13,9 +14,10 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strate
 from realhf.api.model import DecoderConfig
 from realhf.models.parameters import decoder_parameters
 from realhf.realloc import executor
-from realhf.realloc.executor import BoxedTensors, ReallocationError, execute, part
+from realhf.realloc.executor import BoxedTensors, Message, ReallocationError, execute, part
 from realhf.realloc.layout import Box, device_boxes
 from realhf.realloc.planner import plan_between, plan_reallocation
+from realhf.realloc.verification import VerificationError, verify
 from tests.distributed.pool import run_distributed
 
 pytestmark = pytest.mark.distributed
@@ -78,6 +80,7 @@ def run_pair(rank: int, model: DecoderConfig, a: Layout, b: Layout, dtype: torch
     source, expected = (boxed(state, device_boxes(model, side, rank)) for side in (a, b))
     target = {name: (box, torch.full_like(tensor, -7)) for name, (box, tensor) in expected.items()}
     execute(plan, rank, source, target, timeout_s=30)
+    verify(plan, rank, source, target, timeout_s=30)
     for name, (_, tensor) in expected.items():
         assert torch.equal(target[name][1], tensor), (model, a, b, name)
     return plan.received_bytes.get(rank, 0)
@@ -93,21 +96,35 @@ def run_all_pairs(rank: int) -> list[int]:
     return received
 
 
-def run_all(rank: int) -> tuple[list[int], int | list[float], int]:
-    return run_all_pairs(rank), reallocate_in_place(rank), peak_of_buffers(rank, BUCKET_BYTES)
+class Results(NamedTuple):
+    """Of one rank."""
+
+    received: list[int]
+    in_place: int | list[float]
+    peak_bytes: int
+    complaint: str
+
+
+def run_all(rank: int) -> Results:
+    return Results(
+        run_all_pairs(rank),
+        reallocate_in_place(rank),
+        peak_of_buffers(rank, BUCKET_BYTES),
+        corrupt_a_part(rank),
+    )
 
 
 @pytest.fixture(scope="module")
-def results() -> list[tuple[list[int], Any, int]]:
+def results() -> list[Results]:
     """What `run_all` gave on each rank: one world of processes for several tests, as spawning takes longest."""
     return run_distributed(run_all, 4)
 
 
-def test_layout_pairs_are_bit_exact(results: list[tuple[list[int], Any, int]]) -> None:
+def test_layout_pairs_are_bit_exact(results: list[Results]) -> None:
     for model, a, b in PAIRS:
         check_strategy("source", model, a.strategy)
         check_strategy("target", model, b.strategy)
-    received = np.array([pairs for pairs, _, _ in results]).sum(axis=0)
+    received = np.array([result.received for result in results]).sum(axis=0)
     assert received[6] == 0
     assert (np.delete(received, 6) > 0).all()
 
@@ -126,8 +143,8 @@ def reallocate_in_place(rank: int) -> int | list[float]:
     return target["p"][1].tolist()
 
 
-def test_a_view_that_stays_is_not_copied(results: list[tuple[list[int], Any, int]]) -> None:
-    assert [in_place for _, in_place, _ in results] == [0, [1.0, 2.0], 0, 0]
+def test_a_view_that_stays_is_not_copied(results: list[Results]) -> None:
+    assert [result.in_place for result in results] == [0, [1.0, 2.0], 0, 0]
 
 
 ONE_LAYER = Box("model.layers.0.mlp.up_proj.weight", (0, 0), (64, 8))
@@ -135,6 +152,7 @@ ONE_LAYER = Box("model.layers.0.mlp.up_proj.weight", (0, 0), (64, 8))
 
 def wait_for_a_peer_that_does_not_send(rank: int) -> tuple[str, float]:
     """Rank 1 waits for rank 0, which never sends; rank 2 for rank 3, which has left."""
+    torch.distributed.barrier()  # nobody leaves while another still connects
     if rank == 3:
         torch.distributed.destroy_process_group()
     if rank == 0:
@@ -183,7 +201,35 @@ def peak_of_buffers(rank: int, bucket_bytes: int) -> int:
     return peak_bytes
 
 
-def test_buffers_take_at_most_two_buckets(results: list[tuple[list[int], Any, int]]) -> None:
-    peaks = [peak for _, _, peak in results]
+def test_buffers_take_at_most_two_buckets(results: list[Results]) -> None:
+    peaks = [result.peak_bytes for result in results]
     assert all(0 < peak <= 2 * BUCKET_BYTES for peak in peaks), peaks
     assert max(peaks) > BUCKET_BYTES  # a rank in the middle sends and receives at once
+
+
+def corrupt_a_part(rank: int) -> str:
+    """One bit of what rank 2 receives from rank 0 flips on the way; what verification says of it."""
+    model, a, b = FOUR_HEADS, layout(0, 1, 2, 1), layout(2, 1, 2, 1)
+    plan = plan_between(model, a, b)
+    source, target = (boxed(random_state(model, torch.float32), device_boxes(model, side, rank)) for side in (a, b))
+
+    def post_and_flip(messages: Sequence[Message], *rest: Any) -> None:
+        executor_exchange(messages, *rest)
+        if rank == 2:
+            messages[0].buffer.view(torch.uint8)[5] ^= 0x10
+
+    executor_exchange = executor.exchange
+    with patch.object(executor, "exchange", post_and_flip):
+        execute(plan, rank, source, target, timeout_s=30)
+    try:
+        verify(plan, rank, source, target, model_name="critic", timeout_s=30)
+    except VerificationError as error:
+        return str(error)
+    return ""
+
+
+def test_a_flipped_bit_is_named_by_the_rank_that_has_it(results: list[Results]) -> None:
+    complaints = [result.complaint for result in results]
+    assert [bool(complaint) for complaint in complaints] == [False, False, True, False]
+    assert "rank 2 holds other values than rank 0 sent of parameter model.embed_tokens.weight" in complaints[2]
+    assert "shape (16, 16) at offset (0, 0);" in complaints[2]  # half of 32 x 16

@@ -140,6 +140,12 @@ def test_a_run_is_read_back_from_its_directory(tmp_path: Path, monkeypatch: pyte
     assert type(run.experiment).__name__ == "Mine"
 
 
+def test_a_negative_number_of_steps_between_verifications_is_refused() -> None:
+    plan = ExecutionPlan(num_devices=1, calls={})
+    with pytest.raises(UserError, match=r"--verify-reallocations-every -1 is a number of steps; give 1 .*, 0 to"):
+        msgspec.structs.replace(run_of(plan, 1).spec, verify_reallocations_every=-1)
+
+
 def test_an_evaluation_call_takes_the_layout_of_the_call_most_like_it() -> None:
     graph = ppo_graph()
     assert evaluation_twin(graph, call("actor", GENERATE, ["prompt"], name="accuracy")) == "actor_generate"

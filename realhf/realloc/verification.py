@@ -1,0 +1,128 @@
+"""Checks that a reallocation delivered what was sent: a checksum for every part, which follows the data."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realhf.api.layout import Layout
+from realhf.realloc.executor import BoxedTensors, Message, ReallocationError, exchange, part
+from realhf.realloc.layout import Box
+from realhf.realloc.planner import ReallocationPlan
+
+_CHUNK = 1 << 20  # elements
+
+
+class VerificationError(ReallocationError):
+    """A rank holds other values than were sent to it; the text names the parameter, the part and both ranks."""
+
+
+class VerificationSchedule:
+    """Which reallocations of a run are verified: the first of each model and layout, then all of every N-th step.
+
+    A function of the requests alone, so that all ranks of a reallocation decide alike.
+    """
+
+    def __init__(self, every_steps: int):
+        """`every_steps`: 1 verifies each reallocation, 0 none."""
+        self._every_steps = every_steps
+        self._seen: set[tuple[str, Layout]] = set()
+
+    def is_due(self, model: str, layout: Layout, step: int) -> bool:
+        """Whether this reallocation, which from now on has been seen, is to be verified."""
+        if not self._every_steps:
+            return False
+        is_first = (model, layout) not in self._seen
+        self._seen.add((model, layout))
+        return is_first or step % self._every_steps == 0
+
+
+def verify(
+    plan: ReallocationPlan,
+    rank: int,
+    source_tensors: BoxedTensors,
+    target_tensors: BoxedTensors,
+    group: dist.ProcessGroup | None = None,
+    *,
+    model_name: str = "model",
+    timeout_s: float = 600.0,
+) -> None:
+    """Compares what each rank received, or copied, with what its sender holds. To be called by all ranks that
+    called `execute` with the same arguments, after it, while the tensors are as it left them.
+
+    A rank sums up the parts that it sent and that it received, sends one message of 8 bytes a part to each rank it
+    had sent to, and compares. It is one more round of the plan, and cannot deadlock for the same reason.
+
+    Raises:
+        VerificationError: a part of this rank differs.
+        ReallocationError: a peer did not send its sums within `timeout_s`, or died.
+    """
+    with torch.no_grad():
+        label = f"reallocation of {model_name}, verification: rank {rank}"
+        differing = [(rank, box) for box in _differing_copies(plan, rank, source_tensors, target_tensors)]
+        sends: dict[int, list[Box]] = {}
+        receives: dict[int, list[Box]] = {}
+        for each_round in plan.device_rounds.get(rank, ()):
+            for boxes_of, of_round in ((sends, each_round.sends), (receives, each_round.receives)):
+                for peer, boxes in of_round.items():
+                    boxes_of.setdefault(peer, []).extend(boxes)
+        messages = [
+            Message("receive", peer, boxes, _sums(source_tensors, boxes)) for peer, boxes in sorted(sends.items())
+        ]
+        own = {peer: _sums(target_tensors, boxes) for peer, boxes in sorted(receives.items())}
+        received = [Message("send", peer, receives[peer], torch.empty_like(sums)) for peer, sums in own.items()]
+        exchange([*messages, *received], group, label, timeout_s)
+        for message in received:
+            differs = own[message.peer] != message.buffer
+            differing += [(message.peer, message.boxes[index]) for index in differs.nonzero().flatten().tolist()]
+    if differing:
+        sender, box = differing[0]
+        more = f" and {len(differing) - 1} more parts" if len(differing) > 1 else ""
+        raise VerificationError(
+            f"reallocation of {model_name}: rank {rank} holds other values than rank {sender} sent of parameter "
+            f"{box.name}, the part of shape {box.shape} at offset {box.offset}{more}; a link or a memory changed them: "
+            "go on from the last checkpoint, without that machine if it happens again"
+        )
+
+
+def checksum(tensor: Tensor) -> int:
+    """A position-dependent sum of the bits of `tensor`, 0 <= sum < 2^64; whoever changes one element changes it.
+
+    Equal contents give equal sums on every device and for every stride. Costs one pass and 16 MB.
+    """
+    return int(bit_sum(tensor).item()) % 2**64
+
+
+def bit_sum(tensor: Tensor) -> Tensor:
+    """The checksum as a scalar of int64, modulo 2^64, on the tensor's device: nobody waits for it there."""
+    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    # An odd factor has an inverse modulo 2^64, so that no change of a single element can cancel out.
+    length = min(_CHUNK, tensor.numel())
+    factors = torch.arange(length, dtype=torch.int64, device=tensor.device).mul_(2).add_(1)
+    rows = tensor.detach() if tensor.dim() else tensor.detach()[None]
+    row_elements = max(1, rows.numel() // max(1, rows.shape[0]))
+    first = 0
+    for chunk in rows.split(max(1, _CHUNK // row_elements)):
+        for piece in chunk.reshape(-1).split(_CHUNK):
+            bits = piece.view(width).to(torch.int64)
+            # factor of the element first + i is 2 (first + i) + 1
+            total += (bits * factors[: piece.numel()]).sum() + 2 * first * bits.sum()
+            first += piece.numel()
+    return total
+
+
+def _sums(tensors: BoxedTensors, boxes: Sequence[Box]) -> Tensor:
+    return torch.stack([bit_sum(part(tensors, box)) for box in boxes])
+
+
+def _differing_copies(
+    plan: ReallocationPlan, rank: int, source_tensors: BoxedTensors, target_tensors: BoxedTensors
+) -> list[Box]:
+    """The parts that this rank copied within its own memory, and that are not what they were copied from."""
+    boxes = plan.local_copies.get(rank, ())
+    if not boxes:
+        return []
+    differs = _sums(source_tensors, boxes) != _sums(target_tensors, boxes)
+    return [boxes[index] for index in differs.nonzero().flatten().tolist()]
