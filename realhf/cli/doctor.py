@@ -3,8 +3,6 @@
 import argparse
 import contextlib
 import fcntl
-import importlib.metadata
-import importlib.util
 import os
 import platform
 import shutil
@@ -80,7 +78,7 @@ def add_command(commands: Any) -> None:
     command.add_argument(
         "--runs-dir", type=Path, default=Path("runs"), help="where run directories are to lie (default runs)"
     )
-    command.add_argument("--gpu", action="store_true", help="also check CUDA, NCCL and flash-attn on every GPU here")
+    command.add_argument("--gpu", action="store_true", help="also check CUDA, NCCL and attention on every GPU here")
     command.set_defaults(execute=execute, takes_experiment_fields=False)
 
 
@@ -121,6 +119,7 @@ def base_checks(runs_dir: Path) -> list[Check]:
         Check(
             "run directories", partial(find_file_system, runs_dir), "give a --run-dir on a local disk, NFS or Lustre"
         ),
+        Check("attention", partial(find_attention, "cpu"), reinstall),
         Check("SLURM", find_slurm, "install the SLURM client commands"),
         Check("cores, memory", find_cores_and_memory, "use a machine of which psutil can read cores and memory"),
     ]
@@ -132,7 +131,7 @@ def gpu_checks() -> list[Check]:
         Check("CUDA", find_cuda, "install the NVIDIA driver and a CUDA build of torch (https://pytorch.org)"),
         Check("GPU arithmetic", find_gpu_matmul, "see `nvidia-smi` for errors and other processes on the GPUs"),
         Check("NCCL", find_nccl, "install a CUDA build of torch with NCCL; NCCL_DEBUG=INFO says more"),
-        Check("flash-attn", find_flash_attention, "pip install flash-attn --no-build-isolation"),
+        Check("GPU attention", partial(find_attention, "cuda"), "pip install flash-attn --no-build-isolation"),
     ]
 
 
@@ -359,8 +358,12 @@ def find_nccl() -> Finding:
     return Finding(state=reduced.state, detail=f"{version}, {reduced.detail}, one a GPU")
 
 
-def find_flash_attention() -> Finding:
-    if importlib.util.find_spec("flash_attn") is None:
-        return Finding(state="info", detail="not installed: attention runs on torch's own kernels")
-    importlib.import_module("flash_attn")  # built for another torch, it fails here
-    return Finding(state="ok", detail=importlib.metadata.version("flash-attn"))
+def find_attention(device: str) -> Finding:
+    """Which kernels runs on this machine would take."""
+    import torch
+
+    from realhf.engine.paged_attention import describe_attention
+
+    if device == "cuda" and not torch.cuda.is_available():
+        return Finding(state="info", detail="no GPU to choose for")
+    return Finding(state="ok", detail="; ".join(describe_attention(device)))

@@ -13,8 +13,9 @@ from realhf.engine.batch import Batch
 from realhf.engine.batching import Scheduler, pages_for
 from realhf.engine.choice import TokenChoice
 from realhf.engine.interface import EndCheck, GenerationOutput
-from realhf.engine.kv_cache import PAGE, KVCache
+from realhf.engine.kv_cache import KVCache
 from realhf.engine.lane import Lane
+from realhf.engine.paged_attention import paged_kernels
 from realhf.engine.ring import Ring
 from realhf.models.decoder import Decoder
 from realhf.parallel.linear import pack
@@ -152,29 +153,31 @@ def _lane(
     """A part of the batch with its own pages."""
     config, groups = decoder.config, decoder.groups
     strategy = groups.layout.strategy
-    needs = sorted((pages_for(length, PAGE) for length in choice.longest().tolist()), reverse=True)
+    like = next(decoder.parameters())
+    kernels = paged_kernels(like, config.head_dim)
+    page = kernels.page
+    needs = sorted((pages_for(length, page) for length in choice.longest().tolist()), reverse=True)
     max_running = min(max_running, len(needs))
     num_pages = enough = sum(needs[:max_running])
     if budget_tokens is not None:
-        num_pages = min(num_pages, budget_tokens // num_lanes // PAGE)
+        num_pages = min(num_pages, budget_tokens // num_lanes // page)
         if num_pages < needs[0]:
             raise UserError(
-                f"kv_cache_tokens={budget_tokens} is room for {num_pages} pages of {PAGE} tokens in each of "
+                f"kv_cache_tokens={budget_tokens} is room for {num_pages} pages of {page} tokens in each of "
                 f"{num_lanes} parts of the batch, and one sequence of {int(choice.longest().max())} tokens "
-                f"needs {needs[0]}; set it to at least {needs[0] * PAGE * num_lanes}"
+                f"needs {needs[0]}; set it to at least {needs[0] * page * num_lanes}"
             )
     scheduler = Scheduler(
         choice.prompt_lengths.tolist(),
         choice.twins(),
         num_pages=num_pages,
-        page_size=PAGE,
+        page_size=page,
         max_running=max_running,
         max_prefill_tokens=MAX_PREFILL_TOKENS,
         holds_all=num_pages == enough,
     )
     (layers,) = decoder.chunks
-    like = next(decoder.parameters())
-    cache = KVCache(layers, num_pages, config.num_kv_heads // strategy.tp, config.head_dim, like)
+    cache = KVCache(layers, num_pages, config.num_kv_heads // strategy.tp, config.head_dim, like, kernels)
     return Lane(decoder, choice, scheduler, cache, return_logits=return_logits)
 
 

@@ -7,10 +7,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realhf.engine.batching import Running, Scheduler, Step
+from realhf.engine.batching import Running, Scheduler, Step, pages_for
 from realhf.engine.choice import TokenChoice
 from realhf.engine.interface import GenerationOutput
-from realhf.engine.kv_cache import PAGE, DecodeRows, KVCache, PrefillRows, StepAttention
+from realhf.engine.kv_cache import KVCache, PrefillRows, StepAttention
+from realhf.engine.paged_attention import DecodeRows
 from realhf.engine.sampling import Draw
 from realhf.models.attention import packed_positions
 from realhf.models.decoder import Decoder
@@ -40,7 +41,7 @@ class Lane:
         self.decoder, self.choice, self.scheduler, self.cache = decoder, choice, scheduler, cache
         self.return_logits = return_logits
         self.device = next(decoder.parameters()).device
-        width = max((length // PAGE + 1 for length in choice.longest().tolist()), default=1)
+        width = max(pages_for(length, cache.kernels.page) for length in choice.longest().tolist())
         self._table = np.zeros((scheduler.max_running, width), dtype=np.int32)
         self._draws: list[tuple[np.ndarray, Draw]] = []  # (sequences, draw) of every step
         self._logits: list[Tensor] = []
@@ -66,12 +67,13 @@ class Lane:
         decode = prefill = None
         positions = [torch.from_numpy(self._lengths[:decodes] - 1)]
         if decodes:
-            table = torch.from_numpy(self._table[[s.slot for s in step.decodes]])
-            decode = DecodeRows(table.to(self.device), positions[0].to(self.device))
+            lengths = positions[0].to(self.device, self.cache.kernels.lengths_dtype)
+            decode = DecodeRows(torch.from_numpy(self._decode_table()).to(self.device), lengths)
         if step.prefills:
             lengths = [p.length for p in step.prefills]
             positions.append(packed_positions(lengths))
-            places = [torch.from_numpy(_places(p.members[0], p.length)) for p in step.prefills]
+            page = self.cache.kernels.page
+            places = [torch.from_numpy(_places(p.members[0], p.length, page)) for p in step.prefills]
             prefill = PrefillRows(lengths, torch.cat(places).to(self.device))
         return StepInputs(
             tokens=self._tokens() if self.decoder.groups.is_first_stage else None,
@@ -132,6 +134,12 @@ class Lane:
         parts += [known[prefill.members[0].index, : prefill.length] for prefill in self.step.prefills]
         return torch.from_numpy(np.concatenate(parts)).to(self.device)
 
+    def _decode_table(self) -> np.ndarray:
+        """The pages of the decodes [decodes, pages] int32, as many columns as the longest of them has pages."""
+        slots, page = [s.slot for s in self.step.decodes], self.cache.kernels.page
+        longest = int(self._lengths[: len(slots)].max()) - 1
+        return self._table[slots, : pages_for(longest, page)]
+
     def _head_rows(self) -> Tensor | None:
         """Which rows of the last stage's output the drawing sequences continue; None: row i for sequence i."""
         if not self.step.prefills:
@@ -143,7 +151,7 @@ class Lane:
         return torch.tensor(rows, device=self.device)
 
 
-def _places(sequence: Running, length: int) -> np.ndarray:
+def _places(sequence: Running, length: int, page: int) -> np.ndarray:
     """[length] int64: where the tokens of a sequence are kept."""
-    starts = np.array(sequence.pages, dtype=np.int64) * PAGE
-    return (starts[:, None] + np.arange(PAGE)).reshape(-1)[:length]
+    starts = np.array(sequence.pages, dtype=np.int64) * page
+    return (starts[:, None] + np.arange(page)).reshape(-1)[:length]

@@ -1,11 +1,21 @@
 """Causal attention over packed sequences: the one seam between the decoder and its kernels."""
 
+from collections.abc import Sequence
+from functools import cached_property
 from itertools import groupby
 from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from realhf.models.attention_kernels import (
+    boundaries,
+    flash_attention,
+    machine,
+    packed_kernel,
+    torch_varlen_attention,
+)
 
 
 class Attention(Protocol):
@@ -20,14 +30,37 @@ class Attention(Protocol):
 class PackedAttention:
     """Causal self-attention inside each packed sequence, without padding.
 
-    Neighbours of one length go through one kernel call: a batch packed in order of length costs as
-    many calls as it has distinct lengths.
+    One call of a kernel for all sequences where the machine has one (`realhf.models.attention_kernels`). Else
+    neighbours of one length go through one call: a batch packed in order of length costs as many as it has distinct
+    lengths.
     """
 
-    def __init__(self, lengths: list[int]):
-        self.runs = [(len(list(run)), length) for length, run in groupby(lengths)]  # (sequences, length)
+    def __init__(self, lengths: Sequence[int]):
+        self.lengths = list(lengths)
+        self._cu_seqlens: Tensor | None = None
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
+        here = machine(query.device.type)
+        match packed_kernel(here, query.dtype, query.shape[-1], window):
+            case "flash-attn":
+                return flash_attention(query, key, value, *self._borders(query.device), window)
+            case "torch varlen":
+                return torch_varlen_attention(query, key, value, *self._borders(query.device), window, here.varlen)
+            case "scaled dot products":
+                return self._by_length(query, key, value, window)
+
+    @cached_property
+    def runs(self) -> list[tuple[int, int]]:
+        """Neighbours of equal lengths: (sequences, length)."""
+        return [(len(list(run)), length) for length, run in groupby(self.lengths)]
+
+    def _borders(self, device: torch.device) -> tuple[Tensor, int]:
+        """cu_seqlens on the device, where all layers find them, and the longest length."""
+        if self._cu_seqlens is None:
+            self._cu_seqlens = boundaries(self.lengths, device)
+        return self._cu_seqlens, max(self.lengths)
+
+    def _by_length(self, query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
         sizes = [count * length for count, length in self.runs]
         dtype, parts = query.dtype, []
         if dtype == torch.bfloat16 and query.device.type == "cpu" and torch.is_grad_enabled() and query.requires_grad:

@@ -34,10 +34,12 @@ _PRODUCTS = {
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
 }
+# oneDNN's products, flash-attn's kernels and those behind `torch.nn.attention.varlen`.
+_PRODUCT_NAMESPACES = {"mkldnn", "flash_attn", "torch_attn"}
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    is_product = operation in _PRODUCTS or operation.namespace == "mkldnn"
+    is_product = operation in _PRODUCTS or operation.namespace in _PRODUCT_NAMESPACES
     return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
 
 

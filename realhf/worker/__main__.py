@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from realhf.api.errors import RunError
 from realhf.api.run import Run, load_run
+from realhf.engine.paged_attention import describe_attention
 from realhf.parallel.host_group import PeerError
 from realhf.scheduler.activity import ActivityWriter
 from realhf.scheduler.base import worker_index, worker_name
@@ -56,6 +57,7 @@ def serve(
 ) -> None:
     """Sets up and executes requests until told to stop. Raises what a request raises, with its id noted."""
     device = pick_device()
+    print(f"attention on {device.type}:", *describe_attention(device.type), sep="\n  ", flush=True)
     activity.set("setup: joining the other workers")
     join_world(directory, run, rank, device)
     worker = ModelWorker(run, rank, device, directory.path, activity.set)

@@ -20,9 +20,10 @@ from realhf.engine.batching import Scheduler, pages_for
 from realhf.engine.choice import TokenChoice
 from realhf.engine.forward import pack_micro_batch
 from realhf.engine.generate import packed_weights
-from realhf.engine.kv_cache import PAGE, DecodeRows, KVCache, StepAttention
+from realhf.engine.kv_cache import KVCache, StepAttention
 from realhf.engine.lane import Lane
 from realhf.engine.optimizer import gradient_dtype
+from realhf.engine.paged_attention import DecodeRows, PagedKernels, paged_kernels
 from realhf.models.attention import Attention
 from realhf.models.decoder import rotary_tables
 from realhf.parallel.groups import ParallelGroups
@@ -162,10 +163,11 @@ class ModelBench:
         """Seconds of one layer for one token of `sequences` sequences with `context` tokens in their caches."""
         if self.groups is None:
             return self.watch.seconds(None)
-        pages = pages_for(context, PAGE)  # of a sequence
+        kernels = self._kernels()
+        pages = pages_for(context, kernels.page)  # of a sequence
         cache = self._cache(sequences * pages)
         table = torch.arange(sequences * pages, dtype=torch.int32, device=self.device).view(sequences, pages)
-        lengths = torch.full((sequences,), context, device=self.device)
+        lengths = torch.full((sequences,), context, dtype=kernels.lengths_dtype, device=self.device)
         attend = StepAttention(cache, DecodeRows(table, lengths), None)
         cos, sin = rotary_tables(lengths, self.model, self.dtype)
         x = self._hidden(sequences)
@@ -180,11 +182,12 @@ class ModelBench:
         options = GenerationOptions(max_new_tokens=_MOST_STEPS, eos_token=-1)
         prompts, ids = [self._tokens(context)] * sequences, range(sequences)
         choice = TokenChoice(prompts, options, (0, 0), ids, None, None, self.device)
+        page = self._kernels().page
         scheduler = Scheduler(
             [context] * sequences,
             range(sequences),  # as if the prompts were different
-            num_pages=sequences * pages_for(context + _MOST_STEPS, PAGE),
-            page_size=PAGE,
+            num_pages=sequences * pages_for(context + _MOST_STEPS, page),
+            page_size=page,
             max_running=sequences,
             max_prefill_tokens=sequences * context,
         )
@@ -207,8 +210,10 @@ class ModelBench:
     def _cache(self, pages: int) -> KVCache:
         assert self.groups is not None
         kv_heads = self.model.num_kv_heads // self.groups.layout.strategy.tp
-        like = torch.empty(0, dtype=self.dtype, device=self.device)
-        return KVCache(range(LAYERS), pages, kv_heads, self.model.head_dim, like)
+        return KVCache(range(LAYERS), pages, kv_heads, self.model.head_dim, self._hidden(0))
+
+    def _kernels(self) -> PagedKernels:
+        return paged_kernels(self._hidden(0), self.model.head_dim)
 
     def _forward_and_backward(self, run: Callable[[Tensor], Tensor] | None, x: Tensor | None) -> tuple[float, float]:
         """Forward as inference does it, and what a pass with gradients takes beyond that."""

@@ -1,12 +1,17 @@
 """Attention over pages, by both kernels, against plain attention of each sequence in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.engine import kv_cache
-from realhf.engine.kv_cache import PAGE, DecodeRows, KVCache, PrefillRows, StepAttention
+from realhf.engine import paged_attention
+from realhf.engine.kv_cache import KVCache, PrefillRows, StepAttention
+from realhf.engine.paged_attention import PAGE, DecodeRows, FlashKernels, paged_kernel
+from realhf.models.attention_kernels import Machine
+from tests.unit.models import flash
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 2e-2}
 LAYERS = range(3, 5)
@@ -15,9 +20,9 @@ LAYERS = range(3, 5)
 @pytest.fixture(params=["cpp", "torch"])
 def kernels(request, monkeypatch):
     if request.param == "torch":
-        monkeypatch.setattr(kv_cache, "_kernels", None)
+        monkeypatch.setattr(paged_attention, "_kernels", None)
     else:
-        assert kv_cache._kernels is not None, "the C++ modules are not built"
+        assert paged_attention._kernels is not None, "the C++ modules are not built"
 
 
 def plain(query: Tensor, key: Tensor, value: Tensor, window: int | None) -> Tensor:
@@ -97,3 +102,45 @@ def test_weights_of_any_size_are_exact(scale):
     out = StepAttention(cache, DecodeRows(table, torch.tensor([length - 1])), None)(0, query, key[-1:], value[-1:])
     q, k, v = (x.double().transpose(0, 1) for x in (query, key, value))
     torch.testing.assert_close(out.double(), F.scaled_dot_product_attention(q, k, v).transpose(0, 1), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("machine", "dtype", "head_dim", "has_cpp", "expected"),
+    [
+        (Machine(device="cpu"), torch.bfloat16, 64, True, "C++"),
+        (Machine(device="cpu"), torch.float16, 64, True, "gathered pages"),
+        (Machine(device="cpu"), torch.float32, 64, False, "gathered pages"),
+        (flash.HOPPER, torch.bfloat16, 64, True, "gathered pages"),
+        (replace(flash.HOPPER, flash_attn=(2, 8)), torch.bfloat16, 64, True, "flash-attn"),
+        (replace(flash.HOPPER, flash_attn=(2, 8)), torch.bfloat16, 36, True, "gathered pages"),
+        (replace(flash.HOPPER, flash_attn=(2, 8)), torch.float32, 64, True, "gathered pages"),
+    ],
+)
+def test_which_kernel_attends_over_pages(machine, dtype, head_dim, has_cpp, expected):
+    assert paged_kernel(machine, dtype, head_dim, has_cpp=has_cpp) == expected
+
+
+@pytest.mark.parametrize("window", [None, 100])
+def test_flash_attention_is_asked_for_the_whole_sequence(monkeypatch, window):
+    """Pages of 256 tokens, the last one full, begun, or about to begin."""
+    flash.install_flash_attn(monkeypatch)
+    torch.manual_seed(0)
+    prompts = [255, 256, 3]
+    steps, kv_heads, group, head_dim = 3, 2, 2, 8
+    kernels = FlashKernels()
+    cache = KVCache(range(1), 7, kv_heads, head_dim, torch.empty(0, dtype=torch.bfloat16), kernels)
+    table = torch.tensor([[4, 1], [0, 6], [2, 5]], dtype=torch.int32)
+    shape = (max(prompts) + steps, kv_heads * group, head_dim), (max(prompts) + steps, kv_heads, head_dim)
+    data = [[torch.randn(s).bfloat16() for s in (shape[0], shape[1], shape[1])] for _ in prompts]
+    places = [table[i, t // 256].long() * 256 + t % 256 for i, n in enumerate(prompts) for t in range(n)]
+    rows = [torch.cat([data[i][part][:n] for i, n in enumerate(prompts)]) for part in range(3)]
+    StepAttention(cache, None, PrefillRows(prompts, torch.stack(places)))(0, *rows)
+    for step in range(steps):
+        lengths = torch.tensor([n + step for n in prompts], dtype=kernels.lengths_dtype)
+        query, key, value = (torch.stack([data[i][p][n + step] for i, n in enumerate(prompts)]) for p in range(3))
+        out = StepAttention(cache, DecodeRows(table, lengths), None)(0, query, key, value, window)
+        for i, n in enumerate(prompts):
+            first = 0 if window is None else max(0, n + step + 1 - window)
+            q, k, v = query[i : i + 1], *(data[i][p][first : n + step + 1] for p in (1, 2))
+            wanted = flash.attend(q.double(), k.double(), v.double(), (-1, -1), causal=True)
+            torch.testing.assert_close(out[i : i + 1].double(), wanted, rtol=0, atol=2e-2)

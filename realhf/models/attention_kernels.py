@@ -1,0 +1,154 @@
+"""Which kernel attends within packed sequences: chosen by what is there and what is asked for, never by trying.
+
+On a GPU flash-attn's where it is installed (Dao, 2023), else the same kernel as torch has it
+(`torch.nn.attention.varlen`). Both compute in half precision alone; whatever they do not take goes through torch's
+scaled dot products.
+"""
+
+import importlib.metadata
+import importlib.util
+import inspect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from realhf.api.errors import UserError
+
+PackedKernel = Literal["flash-attn", "torch varlen", "scaled dot products"]
+
+# Of flash-attn 2 and of torch's build of it.
+_HALF = (torch.bfloat16, torch.float16)
+_FLASH_CAPABILITY = (8, 0)
+_FLASH_HEAD_DIM, _FLASH_HEAD_MULTIPLE = 256, 8
+# The first with all that is used here: windows, pages, gradients that are the same in every run.
+_FLASH_ATTN_VERSION = (2, 6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What the choice of a kernel depends on besides the tensors.
+
+    device: of the tensors, as torch calls it.
+    compute_capability: of the GPU.
+    flash_attn: the version of flash-attn, None where it is not installed or too old.
+    varlen: the options of torch's `varlen_attn`, which grew from version to version; none where torch lacks it.
+    """
+
+    device: str
+    compute_capability: tuple[int, int] = (0, 0)
+    flash_attn: tuple[int, ...] | None = None
+    varlen: frozenset[str] = frozenset()
+
+    def runs_flash(self, dtype: torch.dtype, head_dim: int) -> bool:
+        """Whether flash attention's kernels, whoever built them, take heads of so many numbers of `dtype`."""
+        is_capable = self.device == "cuda" and self.compute_capability >= _FLASH_CAPABILITY
+        is_head = head_dim <= _FLASH_HEAD_DIM and head_dim % _FLASH_HEAD_MULTIPLE == 0
+        return is_capable and is_head and dtype in _HALF
+
+
+@lru_cache
+def machine(device: str) -> Machine:
+    """This machine, for tensors on `device`; looked at once.
+
+    Raises:
+        UserError: flash-attn is installed for another torch.
+    """
+    if device != "cuda":
+        return Machine(device=device)
+    return Machine(
+        device=device,
+        compute_capability=torch.cuda.get_device_capability(),
+        flash_attn=_flash_attn_version(),
+        varlen=_varlen_options(),
+    )
+
+
+def packed_kernel(machine: Machine, dtype: torch.dtype, head_dim: int, window: int | None) -> PackedKernel:
+    """What attends within packed sequences, forward and backward."""
+    if not machine.runs_flash(dtype, head_dim):
+        return "scaled dot products"
+    if machine.flash_attn is not None:
+        return "flash-attn"
+    # Without windows there is no causal mask either, which is a window that is open to the left.
+    return "torch varlen" if "window_size" in machine.varlen else "scaled dot products"
+
+
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, longest: int, window: int | None
+) -> Tensor:
+    """Causal attention within each sequence by flash-attn, [tokens, heads, head_dim] as `query`.
+
+    Args:
+        query: [tokens, heads, head_dim].
+        key, value: [tokens, kv_heads, head_dim].
+        cu_seqlens: [sequences + 1] int32 on the device, the borders of the sequences.
+        longest: tokens of the longest sequence.
+        window: see `realhf.models.attention.Attention`.
+    """
+    from flash_attn import flash_attn_varlen_func
+
+    return flash_attn_varlen_func(
+        query, key, value, cu_seqlens, cu_seqlens, longest, longest,
+        causal=True, window_size=window_borders(window), deterministic=True,
+    )  # fmt: skip
+
+
+def torch_varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    longest: int,
+    window: int | None,
+    options: frozenset[str],
+) -> Tensor:
+    """The same by torch's `varlen_attn`, which has `options`."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    grouped = {}
+    group = query.shape[1] // key.shape[1]
+    if group > 1 and "enable_gqa" in options:
+        grouped = {"enable_gqa": True}
+    elif group > 1:
+        key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    return varlen_attn(
+        query, key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=window_borders(window), **grouped
+    )
+
+
+def window_borders(window: int | None) -> tuple[int, int]:
+    """How many tokens before and behind its own a query attends to, as flash attention counts; -1: all."""
+    return (-1 if window is None else window - 1, 0)
+
+
+def boundaries(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """cu_seqlens [sequences + 1] int32 of sequences laid end to end."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+
+
+def _flash_attn_version() -> tuple[int, ...] | None:
+    try:
+        version = importlib.metadata.version("flash-attn")  # flash-attn-4 has a folder of the same name
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    try:
+        importlib.import_module("flash_attn")
+    except ImportError as error:
+        raise UserError(
+            f"flash-attn {version} does not load with torch {torch.__version__} ({error}); install a build for this "
+            "torch (pip install flash-attn --no-build-isolation), or remove it: torch's own kernel then takes its place"
+        ) from error
+    numbers = tuple(int(part) for part in version.split(".")[:2])
+    return numbers if numbers >= _FLASH_ATTN_VERSION else None
+
+
+def _varlen_options() -> frozenset[str]:
+    if importlib.util.find_spec("torch.nn.attention.varlen") is None:
+        return frozenset()
+    from torch.nn.attention.varlen import varlen_attn
+
+    return frozenset(inspect.signature(varlen_attn).parameters)
