@@ -5,7 +5,8 @@ bfloat16. Both sides take turns; the best processor time of each counts (one thr
 an idle machine that is the time on the wall, and on a busy one it still says who needs less). Also: the share of what
 the machine could do (products at the rate of large ones, or weights, keys and values read once a step, whichever
 takes longer), memory beyond the weights, and in bfloat16 how far the log-probabilities of generation and of the
-training forward lie apart. `--quick` takes the small one.
+training forward lie apart. `--quick` takes the small one. Where there is a GPU: how near decoding with 1.5 billion
+parameters comes to the bandwidth of its memory (`on_gpu.py`), and nothing else.
 """
 
 import ctypes
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import torch
 from common import case, finish, parse_arguments
+from on_gpu import generation_cases
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
@@ -44,6 +46,9 @@ TARGETS |= {("8 to 64", "generation"): 3.0, ("8 to 64", "inference"): 1.4}
 
 def main() -> None:
     arguments = parse_arguments(__doc__)
+    if torch.cuda.is_available():
+        finish("generation", generation_cases(quick=arguments.quick), arguments.json)
+        return
     torch.set_num_threads(1)
     results: list[dict] = []
     for name in ("4M",) if arguments.quick else MODELS:

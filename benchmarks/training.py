@@ -3,7 +3,8 @@
 Two Llamas from random weights, 64 sequences a step, one optimizer step on each: prompts of 32 tokens, responses of 64,
 or of 8 to 64 where transformers pads and we pack. Both sides compute the cross entropy of the responses, clip the
 gradient and take an AdamW step, in turns, and the best time of each counts. Speed has a
-target; the other two are for reading.
+target; the other two are for reading. Where there is a GPU: training with 1.5 billion parameters against the rate of a
+large product (`on_gpu.py`), and nothing else.
 
 Command: OMP_NUM_THREADS=1 python benchmarks/training.py --json benchmarks/results/training.json
 (the result kept there is of --quick).
@@ -15,6 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from common import case, finish, parse_arguments
+from on_gpu import training_cases
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -175,6 +177,9 @@ def measure(name: str, dtype: torch.dtype, lengths: str, rounds: int) -> list[di
 
 def main() -> None:
     arguments = parse_arguments(__doc__)
+    if torch.cuda.is_available():
+        finish("training", training_cases(quick=arguments.quick), arguments.json)
+        return
     torch.set_num_threads(1)
     models = ["4M"] if arguments.quick else list(MODELS)
     rounds = 2 if arguments.quick else 5

@@ -2,8 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
 from realhf.api.errors import UserError
+
+DecodeGraphs = Literal["kept", "call", "off"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,6 +39,9 @@ class GenerationOptions:
     kv_cache_tokens: int | None = None
     """Room for keys and values on a device, in tokens; sequences wait for room, or are computed anew where it runs out.
     None: as much as the largest possible need."""
+    decode_graphs: DecodeGraphs = "kept"
+    """On a GPU, decode steps as CUDA graphs: "kept" with the KV cache from call to call, made anew in each "call", or
+    "off", kernel by kernel. The tokens are the same; what is kept takes its memory in training too."""
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -61,5 +67,8 @@ class GenerationOptions:
                 f"tokenizer={self.tokenizer!r}: no such file, and stop_strings={self.stop_strings} are looked for in "
                 "the text of a response; give the path of the model's tokenizer.json"
             )
+        if self.decode_graphs not in get_args(DecodeGraphs):
+            known = ", ".join(get_args(DecodeGraphs))
+            raise UserError(f"decode_graphs={self.decode_graphs!r} is not known; choose one of {known}")
         if self.kv_cache_tokens is not None and self.kv_cache_tokens < 1:
             raise UserError(f"kv_cache_tokens={self.kv_cache_tokens} must be at least 1, or None")

@@ -12,8 +12,8 @@ from realhf.api.generation import GenerationOptions
 from realhf.engine.batch import Batch
 from realhf.engine.batching import Scheduler, pages_for
 from realhf.engine.choice import TokenChoice
+from realhf.engine.decode_graphs import DecodeWorkspace, capture_of
 from realhf.engine.interface import EndCheck, GenerationOutput
-from realhf.engine.kv_cache import KVCache
 from realhf.engine.lane import Lane
 from realhf.engine.paged_attention import paged_kernels
 from realhf.engine.ring import Ring
@@ -46,6 +46,7 @@ def generate(
     limits: Sequence[int] | None = None,
     return_logits: bool = False,
     is_end: EndCheck | None = None,
+    workspace: DecodeWorkspace | None = None,
     timeout_s: float = 600.0,
 ) -> GenerationOutput:
     """Samples a response for every prompt; all ranks of a data-parallel group call it with the same arguments.
@@ -53,7 +54,7 @@ def generate(
     The random number of a token is that of (seed, step, the sample's id, the token's place in its
     sequence): responses depend on neither the other samples, the order in which they are computed nor the
     layout, up to the rounding of the logits. Samples with the same prompt share its computation and its
-    keys and values. The KV cache is allocated once, and freed at the end.
+    keys and values. The KV cache is allocated once.
 
     Args:
         decoder: this rank's part of a model with a language-model head.
@@ -68,6 +69,7 @@ def generate(
         limits: the longest response of each sample, where it is below `max_new_tokens`.
         return_logits: also give back the logits of every drawn token.
         is_end: finds `options.stop_strings` in a response (`realhf.algorithms.rollout.stop_strings`).
+        workspace: of the calls before, for this decoder; else the pages of the KV cache are freed at the end.
         timeout_s: how long to wait for a pipeline stage.
 
     Returns:
@@ -81,7 +83,7 @@ def generate(
     """
     return generate_and_report(
         decoder, batch, prompt_key, options, sample_key=sample_key, micro_batches=micro_batches, forced=forced,
-        limits=limits, return_logits=return_logits, is_end=is_end, timeout_s=timeout_s,
+        limits=limits, return_logits=return_logits, is_end=is_end, workspace=workspace, timeout_s=timeout_s,
     )[0]  # fmt: skip
 
 
@@ -97,6 +99,7 @@ def generate_and_report(
     limits: Sequence[int] | None = None,
     return_logits: bool = False,
     is_end: EndCheck | None = None,
+    workspace: DecodeWorkspace | None = None,
     timeout_s: float = 600.0,
 ) -> tuple[GenerationOutput, GenerationReport]:
     """See `generate`."""
@@ -106,6 +109,7 @@ def generate_and_report(
     groups, pp = decoder.groups, decoder.groups.layout.strategy.pp
     weight = next(decoder.parameters())  # for its dtype and device
     runs = _even_runs(len(batch), pp)
+    workspace = workspace or DecodeWorkspace(capture_of(decoder, options))
     with torch.inference_mode(), packed_weights(decoder):
         lanes = [
             _lane(
@@ -122,10 +126,12 @@ def generate_and_report(
                 ),
                 max_running=-(-len(batch) // max(micro_batches, pp)),
                 budget_tokens=options.kv_cache_tokens,
+                workspace=workspace,
+                place=place,
                 num_lanes=len(runs),
                 return_logits=return_logits,
             )
-            for run in runs
+            for place, run in enumerate(runs)
         ]
         Ring(groups, lanes, weight.new_empty(0, decoder.config.hidden_size), timeout_s).run()
     report = GenerationReport(
@@ -147,14 +153,14 @@ def _lane(
     *,
     max_running: int,
     budget_tokens: int | None,
+    workspace: DecodeWorkspace,
+    place: int,
     num_lanes: int,
     return_logits: bool,
 ) -> Lane:
-    """A part of the batch with its own pages."""
+    """The part of the batch at `place` of `num_lanes`, with its own pages."""
     config, groups = decoder.config, decoder.groups
-    strategy = groups.layout.strategy
-    like = next(decoder.parameters())
-    kernels = paged_kernels(like, config.head_dim)
+    kernels = paged_kernels(next(decoder.parameters()), config.head_dim)
     page = kernels.page
     needs = sorted((pages_for(length, page) for length in choice.longest().tolist()), reverse=True)
     max_running = min(max_running, len(needs))
@@ -177,8 +183,8 @@ def _lane(
         holds_all=num_pages == enough,
     )
     (layers,) = decoder.chunks
-    cache = KVCache(layers, num_pages, config.num_kv_heads // strategy.tp, config.head_dim, like, kernels)
-    return Lane(decoder, choice, scheduler, cache, return_logits=return_logits)
+    cache, graphs = workspace.lane(place, decoder, kernels, layers, num_pages, max_rows=max_running, width=needs[0])
+    return Lane(decoder, choice, scheduler, cache, return_logits=return_logits, graphs=graphs)
 
 
 def _check(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from realhf.engine.batching import Running, Scheduler, Step, pages_for
 from realhf.engine.choice import TokenChoice
+from realhf.engine.decode_graphs import DecodeGraphs
 from realhf.engine.interface import GenerationOutput
 from realhf.engine.kv_cache import KVCache, PrefillRows, StepAttention
 from realhf.engine.paged_attention import DecodeRows
@@ -36,9 +37,17 @@ class Lane:
     """
 
     def __init__(
-        self, decoder: Decoder, choice: TokenChoice, scheduler: Scheduler, cache: KVCache, *, return_logits: bool
+        self,
+        decoder: Decoder,
+        choice: TokenChoice,
+        scheduler: Scheduler,
+        cache: KVCache,
+        *,
+        return_logits: bool,
+        graphs: DecodeGraphs | None = None,
     ):
         self.decoder, self.choice, self.scheduler, self.cache = decoder, choice, scheduler, cache
+        self.graphs = graphs
         self.return_logits = return_logits
         self.device = next(decoder.parameters()).device
         width = max(pages_for(length, cache.kernels.page) for length in choice.longest().tolist())
@@ -87,6 +96,9 @@ class Lane:
 
         Returns hidden states, or on the last stage logits [drawing, vocab], complete on every tensor-parallel rank.
         """
+        if self.graphs is not None and not self.step.prefills:
+            x = self._tokens() if hidden is None else hidden
+            return self.graphs(x, self._lengths - 1, self._decode_table())
         inputs = self.inputs()
         x = inputs.tokens if hidden is None else hidden
         out = self.decoder(x, inputs.positions, inputs.attend, inputs.head_rows)
@@ -99,7 +111,7 @@ class Lane:
         if self.decoder.groups.holds_outputs:
             self._draws.append((self._sequences, drawn))
             if self.return_logits:
-                self._logits.append(logits)
+                self._logits.append(logits if self.graphs is None else logits.clone())
         return drawn.tokens
 
     def accept(self, tokens: Tensor) -> None:

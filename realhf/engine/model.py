@@ -11,6 +11,7 @@ from realhf.api.generation import GenerationOptions
 from realhf.api.model import DecoderConfig
 from realhf.engine import build
 from realhf.engine.batch import Batch
+from realhf.engine.decode_graphs import DecodeWorkspace, capture_of
 from realhf.engine.forward import forward
 from realhf.engine.generate import generate
 from realhf.engine.interface import EndCheck, GenerationOutput, LossFunction, Postprocess, Stats
@@ -46,6 +47,7 @@ class ShardedModel:
         self.tokens_processed = 0  # of all batches so far, on ranks that hold outputs
         self.arena = build.build_arena(config, groups, dtype, torch.device(device))
         self.decoder = build.build_decoder(config, groups, dtype, device, self.arena)
+        self._workspace: DecodeWorkspace | None = None
         self._neighbours = Neighbours(groups, config.hidden_size, self.arena.flat, timeout_s)
         self.trainer: Trainer | None = None
         if optimizer is not None:
@@ -169,10 +171,19 @@ class ShardedModel:
             forced=forced,
             return_logits=return_logits,
             is_end=is_end,
+            workspace=self._workspace_for(options),
             timeout_s=self._neighbours.timeout_s,
         )
         self._count(output.sequences)
         return output
+
+    def _workspace_for(self, options: GenerationOptions) -> DecodeWorkspace | None:
+        """What generation keeps between calls."""
+        if options.decode_graphs != "kept":
+            self._workspace = None
+        elif self._workspace is None:
+            self._workspace = DecodeWorkspace(capture_of(self.decoder, options))
+        return self._workspace
 
     def _count(self, sequences: Sequence[Tensor]) -> None:
         self.tokens_processed += sum(map(len, sequences))

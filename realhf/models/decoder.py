@@ -164,7 +164,8 @@ class Decoder(nn.Module):
         """What the first layer gets on the first stage: [tokens, hidden], from tokens and positions [tokens]."""
         x = self.model.embed_tokens(tokens, shards)
         if self.config.scale_embeddings:
-            x = x * x.new_tensor(self.config.hidden_size**0.5)  # rounded to the dtype of x first, as in Gemma
+            # Rounded to the dtype of x first, as in Gemma; a number, since a tensor would come from the host.
+            x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype, device="cpu").item()
         if self.config.positions == "learned":
             x = x + self.model.embed_positions(positions if shards is None else positions[shards.own])
         return x

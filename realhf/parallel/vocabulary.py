@@ -15,9 +15,10 @@ from torch import Tensor
 from realhf.parallel.linear import linear, weight_gradient
 from realhf.parallel.regions import gather_last_dim
 
-# Of one array of logits of a chunk, in the precision of its softmax. Small enough that the passes over a chunk find
-# it in a core's cache or near, large enough for efficient products.
-CHUNK_BYTES = 4 << 20
+# Of one array of logits of a chunk, in the precision of its softmax. On a CPU small enough that the passes over a
+# chunk find it in a core's cache or near, large enough for efficient products. On a GPU much larger: every chunk adds
+# to the whole gradient of the weight, and a few MiB are only a few rows.
+CHUNK_BYTES, GPU_CHUNK_BYTES = 4 << 20, 512 << 20
 
 
 @dataclass(frozen=True)
@@ -43,13 +44,14 @@ class Logits:
         (`realhf.parallel.sequence.enter`).
     weight: [vocab / tp, hidden], this rank's rows.
     packed: see `realhf.parallel.linear.pack`; `full` takes it.
+    chunk_bytes: of the logits that exist at a time; None: what suits the device.
     """
 
     hidden: Tensor
     weight: Tensor
     group: dist.ProcessGroup | None = None
     packed: Tensor | None = None
-    chunk_bytes: int = CHUNK_BYTES
+    chunk_bytes: int | None = None
 
     def __getitem__(self, rows: Tensor) -> "Logits":
         """`rows`: indices [m] int64, or a mask [n] bool."""
@@ -73,8 +75,9 @@ class Logits:
         """
         assert tokens.shape == self.hidden.shape[:1], f"{tuple(tokens.shape)} tokens for {len(self)} rows of logits"
         keeps = torch.is_grad_enabled() and (self.hidden.requires_grad or self.weight.requires_grad)
+        chunk_bytes = self.chunk_bytes or (CHUNK_BYTES if self.device.type == "cpu" else GPU_CHUNK_BYTES)
         logprob, entropy, is_top = _TokenLogprobs.apply(
-            self.hidden, self.weight, tokens, _Softmax(temperature, self.group, self.chunk_bytes, with_entropy), keeps
+            self.hidden, self.weight, tokens, _Softmax(temperature, self.group, chunk_bytes, with_entropy), keeps
         )
         return TokenLogprobs(logprob, is_top, entropy if with_entropy else None)
 

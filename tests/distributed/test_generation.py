@@ -14,11 +14,13 @@ from realhf.api.generation import GenerationOptions
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.engine.batch import Batch
 from realhf.engine.build import build_decoder, initialise
+from realhf.engine.decode_graphs import DecodeWorkspace
 from realhf.engine.generate import generate
 from realhf.engine.interface import GenerationOutput
 from realhf.models.decoder import Decoder
 from realhf.parallel.groups import GroupTable, ParallelGroups
 from tests.distributed.pool import run_distributed
+from tests.unit.engine.captures import EagerCapture
 from tests.unit.engine.losses import ONE_RANK, tiny
 from tests.unit.engine.texts import first_end, two_letter_tokenizer
 
@@ -46,6 +48,7 @@ class Case:
     kv_cache_tokens: int | None = None
     has_twins: bool = False
     stop_strings: tuple[str, ...] = ()
+    is_replayed: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -73,6 +76,8 @@ CASES = {
     "tp2, stop strings": Case(tp=2, stop_strings=STOP_STRINGS),
     "pp2, stop strings": Case(pp=2, stop_strings=STOP_STRINGS, micro_batches=3),
     "tp2 pp2, stop strings in little memory": Case(tp=2, pp=2, stop_strings=STOP_STRINGS, kv_cache_tokens=96),
+    "pp2, decode steps replayed": Case(pp=2, is_replayed=True),
+    "tp2 pp2, decode steps replayed in little memory": Case(tp=2, pp=2, is_replayed=True, kv_cache_tokens=96),
     "dp2 tp2, equal prompts in little memory": Case(dp=2, tp=2, kv_cache_tokens=48, has_twins=True),
 }
 
@@ -115,6 +120,7 @@ def rollouts(case: Case, groups: ParallelGroups, batch: Batch, timeout_s: float 
         decoder_of(case, groups), batch, "prompt", sampling,
         sample_key=(7, 1), micro_batches=case.micro_batches, forced=batch.data["given"] if case.is_forced else None,
         is_end=stop_strings() if case.stop_strings else None, return_logits=True, timeout_s=timeout_s,
+        workspace=DecodeWorkspace(EagerCapture()) if case.is_replayed else None,
     )  # fmt: skip
 
 
