@@ -1,7 +1,7 @@
 """From a configuration and a place in a layout to a decoder whose parameters lie in one arena."""
 
 import hashlib
-from collections.abc import Container
+from collections.abc import Callable, Container
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +43,16 @@ def build_decoder(
         setattr(decoder.get_submodule(owner), leaf, nn.Parameter(views.pop(name), requires_grad=False))
     assert not views, f"the decoder lacks {sorted(views)}"
     return decoder
+
+
+def megatron_layers(
+    config: DecoderConfig, groups: ParallelGroups, dtype: torch.dtype, device: torch.device
+) -> Callable[..., Tensor]:
+    """See `realhf.engine.megatron`, which is loaded now; UserError where it cannot be used."""
+    from realhf.engine.megatron import MegatronLayers, check_megatron
+
+    check_megatron(config, groups.layout.strategy, device)
+    return MegatronLayers(config, dtype)
 
 
 def attach_gradients(decoder: Decoder, gradients: Arena) -> None:

@@ -49,6 +49,8 @@ class ShardedModel:
         self.decoder = build.build_decoder(config, groups, dtype, device, self.arena)
         self._workspace: DecodeWorkspace | None = None
         self._neighbours = Neighbours(groups, config.hidden_size, self.arena.flat, timeout_s)
+        if compute is not None and compute.backend == "megatron" and optimizer is not None:
+            self.decoder.trains_layer = build.megatron_layers(config, groups, dtype, torch.device(device))
         self.trainer: Trainer | None = None
         if optimizer is not None:
             self.trainer = Trainer(
@@ -61,8 +63,10 @@ class ShardedModel:
         self.parameters_changed()
 
     def free_parameters(self) -> None:
-        """Gives the parameters' memory back, and keeps all that is built on them. Not for a model that trains."""
+        """Gives the memory of parameters and KV cache back, and keeps what is built on the parameters. Not for a model
+        that trains."""
         assert self.trainer is None, "gradients and optimizer states go with the parameters"
+        self._workspace = None
         self.arena.free()
 
     def allocate_parameters(self) -> None:

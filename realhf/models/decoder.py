@@ -6,7 +6,8 @@ the whole model on one device. What differs between families (norms, MLP, positi
 is chosen by the fields of `DecoderConfig` when a module is made.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
 
 import torch
@@ -108,6 +109,8 @@ class Decoder(nn.Module):
         super().__init__()
         strategy = groups.layout.strategy
         self.config, self.groups = config, groups
+        # What computes a layer in passes with gradients in place of its own modules: (layer, *its arguments) -> Tensor.
+        self.trains_layer: Callable[..., Tensor] | None = None
         self.chunks = chunk_layers(config.num_layers, strategy, groups.stage)
         self.model = _Trunk(config, chain(*self.chunks), strategy.tp, groups)
         if not groups.is_last_stage:
@@ -151,7 +154,10 @@ class Decoder(nn.Module):
             x = self.embed(x, positions, shards)
         cos, sin = rotary_tables(positions, self.config, x.dtype)
         for i in self.chunks[chunk]:
-            x = run_layer(recomputation, self.model.layers[str(i)], x, cos, sin, attend, shards)
+            layer = self.model.layers[str(i)]
+            if self.trains_layer is not None and torch.is_grad_enabled():
+                layer = partial(self.trains_layer, layer)
+            x = run_layer(recomputation, layer, x, cos, sin, attend, shards)
         if not self.has_head(chunk):
             return x
         return self.output(x, head_rows, shards)

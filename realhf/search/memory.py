@@ -17,7 +17,7 @@ from realhf.search.options import Option, mini_batch_size
 from realhf.search.timings import kv_bytes_per_token_layer
 from realhf.search.workload import Workload
 
-PAGE_TOKENS = 16  # of the KV cache, as in realhf/engine/kv_cache.py
+PAGE_TOKENS = 16  # of the KV cache, as in realhf/engine/paged_attention.py; of flash-attn 256
 
 
 @dataclass(frozen=True)

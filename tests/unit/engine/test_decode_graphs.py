@@ -132,3 +132,5 @@ def test_a_model_keeps_them_as_long_as_it_is_asked_to():
     assert none is None
     assert new is not None
     assert new is not first
+    model.free_parameters()
+    assert model._workspace is None  # their pages go with the parameters
