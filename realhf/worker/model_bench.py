@@ -18,6 +18,7 @@ from realhf.engine import build
 from realhf.engine.arena import Arena
 from realhf.engine.batching import Scheduler, pages_for
 from realhf.engine.choice import TokenChoice
+from realhf.engine.decode_graphs import capture_of
 from realhf.engine.forward import pack_micro_batch
 from realhf.engine.generate import packed_weights
 from realhf.engine.kv_cache import KVCache, StepAttention
@@ -171,8 +172,13 @@ class ModelBench:
         attend = StepAttention(cache, DecodeRows(table, lengths), None)
         cos, sin = rotary_tables(lengths, self.model, self.dtype)
         x = self._hidden(sequences)
+
+        def step() -> None:
+            self._layers(x, cos, sin, attend)
+
+        capture = capture_of(self.decoder, GenerationOptions(max_new_tokens=1, eos_token=-1))
         with packed_weights(self.decoder):
-            return self.watch.seconds(lambda: self._layers(x, cos, sin, attend)) / LAYERS
+            return self.watch.seconds(step if capture is None else capture(step)) / LAYERS
 
     @torch.inference_mode()
     def sampling(self, sequences: int, context: int) -> float:

@@ -10,9 +10,9 @@ from realhf.engine.batch import Batch
 from realhf.engine.build import build_decoder
 from realhf.engine.generate import generate_and_report, packed_weights
 from realhf.engine.interface import Stats
-from realhf.engine.kv_cache import PAGE
 from realhf.engine.memory import PeakMemory
 from realhf.engine.model import ShardedModel
+from realhf.engine.paged_attention import PAGE
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from realhf.parallel.vocabulary import Logits
 from realhf.search.memory import PAGE_TOKENS, cache_bytes, linear_elements, selective_elements
