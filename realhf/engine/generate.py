@@ -159,8 +159,7 @@ def _lane(
     return_logits: bool,
 ) -> Lane:
     """The part of the batch at `place` of `num_lanes`, with its own pages."""
-    config, groups = decoder.config, decoder.groups
-    kernels = paged_kernels(next(decoder.parameters()), config.head_dim)
+    kernels = paged_kernels(next(decoder.parameters()), decoder.config.head_dim)
     page = kernels.page
     needs = sorted((pages_for(length, page) for length in choice.longest().tolist()), reverse=True)
     max_running = min(max_running, len(needs))
