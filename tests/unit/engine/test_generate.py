@@ -18,6 +18,7 @@ from realhf.algorithms.functional import token_logprobs
 from realhf.algorithms.rollout.stop_strings import StopStrings
 from realhf.api.errors import UserError
 from realhf.api.generation import GenerationOptions
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model import DecoderConfig
 from realhf.engine.batch import Batch, concatenate
 from realhf.engine.build import build_decoder
@@ -26,6 +27,7 @@ from realhf.engine.interface import GenerationOutput
 from realhf.engine.sampling import draw, uniform
 from realhf.models.attention import PackedAttention, packed_positions
 from realhf.models.decoder import Decoder
+from realhf.parallel.groups import ParallelGroups
 from tests.unit.engine.losses import ONE_RANK, tiny
 from tests.unit.engine.texts import first_end, two_letter_tokenizer
 
@@ -404,3 +406,10 @@ def test_what_cannot_be_generated_is_refused():
         forced = [torch.tensor([3]), torch.full((length,), 3)]
         with pytest.raises(ValueError, match=f"forced response 1 has {length} tokens; .* max_new_tokens=12"):
             rollout(decoder, batch, forced=forced)
+
+
+def test_model_chunks_are_refused():
+    layout = Layout(DeviceMesh(0, 2), ParallelStrategy(pp=2, chunks=2))
+    decoder = build_decoder(tiny(num_layers=4), ParallelGroups(layout, 0), torch.float32)
+    with pytest.raises(UserError, match=r"generate in dp1 tp1 pp2 chunks2: .* to a layout with chunks=1"):
+        rollout(decoder, prompts(GROUPED, [3]))
