@@ -82,13 +82,8 @@ class _SumOfOwn(torch.autograd.Function):
         return _all_gather(grad, ctx.shards), None
 
 
-class _GatherForLoss(torch.autograd.Function):
+class _GatherForLoss(_Gather):
     """The gradient needs no sum: every rank has all of it."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, shards: TokenShards) -> Tensor:
-        ctx.shards = shards
-        return _all_gather(x, shards)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
