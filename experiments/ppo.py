@@ -6,6 +6,7 @@ from realhf.algorithms.evaluation.config import SampledAccuracy
 from realhf.algorithms.ppo.config import PPOActor, PPOCritic, PPOHyperparameters, PPOReference
 from realhf.algorithms.reward.config import SequenceReward
 from realhf.api.architectures import architecture_of
+from realhf.api.compute import ComputeConfig
 from realhf.api.experiment import Evaluation, ModelSetup, OptimizerConfig, auto
 from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.api.model import DecoderConfig, DType
@@ -24,6 +25,7 @@ class PPOExperiment:
     reference, `reward_checkpoint` (.../latest/reward of reward.py) reward and critic; where one is
     empty, its models start from random weights. Both may be Hugging Face directories, whose architectures take
     the place of `model`; with `new_value_head` reward and critic get fresh heads on the trunk of a language model.
+    `compute` is that of all four models.
     """
 
     seed: int = 0
@@ -38,6 +40,7 @@ class PPOExperiment:
     actor_lr: float = 1e-4
     critic_lr: float = 3e-4
     warmup_steps: int = 5
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
     ppo: PPOHyperparameters = field(default_factory=PPOHyperparameters)
     data_dir: str = "runs/data"
     evaluate: bool = True
@@ -103,10 +106,18 @@ class PPOExperiment:
         actor = OptimizerConfig(lr=self.actor_lr, warmup_steps=self.warmup_steps)
         critic = OptimizerConfig(lr=self.critic_lr, warmup_steps=self.warmup_steps)
         return {
-            "actor": ModelSetup(checkpoint=sft, optimizer=actor, dtype=self.dtype),
-            "reference": ModelSetup(checkpoint=sft, dtype=self.dtype),
-            "reward": ModelSetup(checkpoint=reward, new_head=self.new_value_head, dtype=self.dtype),
-            "critic": ModelSetup(checkpoint=reward, new_head=self.new_value_head, optimizer=critic, dtype=self.dtype),
+            "actor": ModelSetup(checkpoint=sft, optimizer=actor, dtype=self.dtype, compute=self.compute),
+            "reference": ModelSetup(checkpoint=sft, dtype=self.dtype, compute=self.compute),
+            "reward": ModelSetup(
+                checkpoint=reward, new_head=self.new_value_head, dtype=self.dtype, compute=self.compute
+            ),
+            "critic": ModelSetup(
+                checkpoint=reward,
+                new_head=self.new_value_head,
+                optimizer=critic,
+                dtype=self.dtype,
+                compute=self.compute,
+            ),
         }
 
     @property

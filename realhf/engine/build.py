@@ -1,7 +1,7 @@
 """From a configuration and a place in a layout to a decoder whose parameters lie in one arena."""
 
 import hashlib
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,7 @@ from realhf.engine.arena import Arena
 from realhf.models.decoder import Decoder
 from realhf.models.parameters import ParameterSpec, decoder_parameters
 from realhf.parallel.groups import ParallelGroups
+from realhf.realloc.held import by_name
 from realhf.realloc.layout import Box, device_boxes
 from realhf.realloc.shards import flat_layout
 
@@ -34,9 +35,14 @@ def build_decoder(
     The parameters are zeros and need no gradient until `attach_gradients`.
     """
     arena = arena or build_arena(config, groups, dtype, torch.device(device))
+    return decoder_on(config, groups, arena.views())
+
+
+def decoder_on(config: DecoderConfig, groups: ParallelGroups, views: dict[str, Tensor]) -> Decoder:
+    """This rank's part of a model, whose parameters are `views`, by name."""
     with torch.device("meta"):
         decoder = Decoder(config, groups)
-    views = arena.views()
+    views = dict(views)
     for name, placeholder in list(decoder.named_parameters()):
         owner, leaf = name.rsplit(".", 1)
         assert placeholder.shape == views[name].shape, f"{name}: {placeholder.shape} is not {views[name].shape}"
@@ -74,16 +80,25 @@ def boxes(decoder: Decoder) -> dict[str, tuple[Box, Tensor]]:
 
 
 def initialise(decoder: Decoder, seed: int, names: Container[str] | None = None) -> None:
-    """Fills the parameters (only `names`, if given) with the random weights of `seed`.
+    """Fills the parameters (only `names`, if given) with the random weights of `seed`; see `fill_initial`."""
+    fill_initial(decoder.config, boxes(decoder).values(), seed, names)
+
+
+def fill_initial(
+    config: DecoderConfig, held: Iterable[tuple[Box, Tensor]], seed: int, names: Container[str] | None = None
+) -> None:
+    """Fills tensors with their boxes' part of the random weights of `seed`.
 
     Every global parameter is drawn whole, in float32, from a generator keyed by the seed and its
     name, then cut: the weights depend neither on the layout nor on the other parameters.
     """
-    specs = {spec.name: spec for spec in decoder_parameters(decoder.config)}
-    for name, (box, local) in boxes(decoder).items():
+    specs = {spec.name: spec for spec in decoder_parameters(config)}
+    for name, of_name in by_name(held).items():
         if names is None or name in names:
-            where = tuple(slice(start, start + extent) for start, extent in zip(box.offset, box.shape, strict=True))
-            local.copy_(initial_value(specs[name], seed)[where])
+            whole = initial_value(specs[name], seed)
+            for box, local in of_name:
+                where = tuple(slice(start, start + extent) for start, extent in zip(box.offset, box.shape, strict=True))
+                local.copy_(whole[where])
 
 
 def initial_value(spec: ParameterSpec, seed: int) -> Tensor:

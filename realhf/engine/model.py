@@ -10,9 +10,12 @@ from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
 from realhf.api.model import DecoderConfig
 from realhf.engine import build
+from realhf.engine.arena import Arena
 from realhf.engine.batch import Batch
+from realhf.engine.data_parallel import Parameters, ReplicatedParameters
 from realhf.engine.decode_graphs import DecodeWorkspace, capture_of
 from realhf.engine.forward import forward
+from realhf.engine.fsdp import ShardedParameters
 from realhf.engine.generate import generate
 from realhf.engine.interface import EndCheck, GenerationOutput, LossFunction, Postprocess, Stats
 from realhf.engine.pipeline import Neighbours
@@ -21,13 +24,13 @@ from realhf.models.checkpoint import CheckpointReader
 from realhf.models.checkpoint_index import of_kind, optimizer_steps
 from realhf.parallel.groups import ParallelGroups
 from realhf.realloc.layout import Box
-from realhf.realloc.shards import boxes_in, counted_range
+from realhf.realloc.shards import shard_boxes
 
 
 class ShardedModel:
     """Implements `realhf.engine.interface.Model` on the parameters that this rank holds under a layout.
 
-    The parameters are zeros until `initialise`, or until something writes into `boxes()` and calls
+    The parameters are zeros until `initialise`, or until something writes into `held()` and calls
     `parameters_changed`. Without an `optimizer` there are neither gradients nor optimizer state,
     and `train_step` is an error.
     """
@@ -45,21 +48,23 @@ class ShardedModel:
     ):
         self.config, self.groups = config, groups
         self.tokens_processed = 0  # of all batches so far, on ranks that hold outputs
-        self.arena = build.build_arena(config, groups, dtype, torch.device(device))
-        self.decoder = build.build_decoder(config, groups, dtype, device, self.arena)
+        compute = compute or ComputeConfig()
+        is_sharded = compute.data_parallel == "fsdp" and groups.data is not None
+        self.parameters: Parameters = (ShardedParameters if is_sharded else ReplicatedParameters)(
+            config, groups, dtype, torch.device(device)
+        )
+        self.decoder = self.parameters.decoder
         self._workspace: DecodeWorkspace | None = None
-        self._neighbours = Neighbours(groups, config.hidden_size, self.arena.flat, timeout_s)
-        if compute is not None and compute.backend == "megatron" and optimizer is not None:
+        self._neighbours = Neighbours(groups, config.hidden_size, self.parameters.flat, timeout_s)
+        if compute.backend == "megatron" and optimizer is not None:
             self.decoder.trains_layer = build.megatron_layers(config, groups, dtype, torch.device(device))
         self.trainer: Trainer | None = None
         if optimizer is not None:
-            self.trainer = Trainer(
-                self.decoder, self._neighbours, self.arena, optimizer, total_optimizer_steps, compute or ComputeConfig()
-            )
+            self.trainer = Trainer(self.parameters, self._neighbours, optimizer, total_optimizer_steps, compute)
 
     def initialise(self, seed: int) -> None:
-        """Random weights that depend on the seed alone, whatever the layout; see `build.initialise`."""
-        build.initialise(self.decoder, seed)
+        """Random weights that depend on the seed alone, whatever the layout; see `build.fill_initial`."""
+        build.fill_initial(self.config, self.parameters.held(), seed)
         self.parameters_changed()
 
     def free_parameters(self) -> None:
@@ -70,12 +75,27 @@ class ShardedModel:
         self.arena.free()
 
     def allocate_parameters(self) -> None:
-        """Memory for the parameters after `free_parameters`, to be written through `boxes()` before any use."""
+        """Memory for the parameters after `free_parameters`, to be written through `held()` before any use."""
         self.arena.allocate()
 
+    def held(self) -> list[tuple[Box, Tensor]]:
+        """(which part of a global parameter, the local tensor, to be read or written in place), for all that this rank
+        keeps; fully sharded, a parameter may have several boxes here or none."""
+        return self.parameters.held()
+
     def boxes(self) -> dict[str, tuple[Box, Tensor]]:
-        """name -> (which part of the global parameter, the local tensor, to be read or written in place)."""
-        return build.boxes(self.decoder)
+        """As `held`, by name; not for a fully sharded model."""
+        return {box.name: (box, tensor) for box, tensor in self._replicated.held()}
+
+    @property
+    def arena(self) -> Arena:
+        """What the parameters lie in; not for a fully sharded model."""
+        return self._replicated.arena
+
+    @property
+    def _replicated(self) -> ReplicatedParameters:
+        assert isinstance(self.parameters, ReplicatedParameters), "a fully sharded model keeps no whole parameters"
+        return self.parameters
 
     def parameters_changed(self) -> None:
         """To be called after the parameters were written from outside."""
@@ -92,19 +112,15 @@ class ShardedModel:
         Views of the live tensors, in the order and of the places that
         `realhf.models.checkpoint_index.state_owners` gives this rank: every element of the model is in one rank's.
         """
-        assert self.trainer is not None, "a model without an optimizer has parameters alone: `boxes`"
-        groups = self.groups
-        counted = counted_range(self.config, groups.layout, groups.rank)
-        parameters = [
-            (box, self.arena.flat[start : start + box.size].view(box.shape))
-            for box, start in boxes_in(self.config, groups.layout, groups.rank, counted)
-        ]
+        assert self.trainer is not None, "a model without an optimizer has parameters alone: `held`"
+        groups, shard = self.groups, self.parameters.shard
+        counted = shard_boxes(self.config, groups.layout, groups.rank, self.parameters.data_parallel, only_counted=True)
         kinds = len(self.trainer.optimizer.state)
         states = self.trainer.state(only_counted=True)
         return [
             piece
-            for i, parameter in enumerate(parameters)
-            for piece in (parameter, *states[i * kinds : (i + 1) * kinds])
+            for i, (box, at) in enumerate(counted)
+            for piece in ((box, shard[at : at + box.size].view(box.shape)), *states[i * kinds : (i + 1) * kinds])
         ]
 
     def load_state(self, reader: CheckpointReader) -> None:
@@ -116,12 +132,12 @@ class ShardedModel:
         Raises:
             UserError: another architecture, no optimizer states, or a damaged file.
         """
-        assert self.trainer is not None, "a model without an optimizer reads parameters alone into `boxes`"
+        assert self.trainer is not None, "a model without an optimizer reads parameters alone into `held`"
         reader.check_architecture(self.config)
         saved = set(reader.names())
         steps = optimizer_steps(reader.index, reader.directory)
         is_wide = not self.trainer.optimizer.has_master
-        for box, tensor in self.boxes().values():
+        for box, tensor in self.held():
             master = of_kind(box, "master")
             reader.read_into(tensor, master if is_wide and master.name in saved else box)
         for box, tensor in self.trainer.state():
@@ -144,7 +160,8 @@ class ShardedModel:
         self, batch: Batch, tokens_key: str, postprocess: Postprocess, micro_batches: int
     ) -> dict[str, list[Tensor]]:
         self._count(batch.data[tokens_key])
-        return forward(self.decoder, self._neighbours, batch, tokens_key, postprocess, micro_batches)
+        with self.parameters.computing():
+            return forward(self.decoder, self._neighbours, batch, tokens_key, postprocess, micro_batches)
 
     def train_step(
         self, batch: Batch, tokens_key: str, loss: LossFunction, weight: Callable[[Batch], float], micro_batches: int
@@ -165,25 +182,26 @@ class ShardedModel:
         return_logits: bool = False,
         is_end: EndCheck | None = None,
     ) -> GenerationOutput:
-        output = generate(
-            self.decoder,
-            batch,
-            prompt_key,
-            options,
-            sample_key=sample_key,
-            micro_batches=micro_batches,
-            forced=forced,
-            return_logits=return_logits,
-            is_end=is_end,
-            workspace=self._workspace_for(options),
-            timeout_s=self._neighbours.timeout_s,
-        )
+        with self.parameters.whole():
+            output = generate(
+                self.decoder,
+                batch,
+                prompt_key,
+                options,
+                sample_key=sample_key,
+                micro_batches=micro_batches,
+                forced=forced,
+                return_logits=return_logits,
+                is_end=is_end,
+                workspace=self._workspace_for(options),
+                timeout_s=self._neighbours.timeout_s,
+            )
         self._count(output.sequences)
         return output
 
     def _workspace_for(self, options: GenerationOptions) -> DecodeWorkspace | None:
-        """What generation keeps between calls."""
-        if options.decode_graphs != "kept":
+        """What generation keeps between calls; nothing where the parameters lie elsewhere in the next one."""
+        if options.decode_graphs != "kept" or isinstance(self.parameters, ShardedParameters):
             self._workspace = None
         elif self._workspace is None:
             self._workspace = DecodeWorkspace(capture_of(self.decoder, options))

@@ -18,7 +18,7 @@ def save_state(
 ) -> None:
     """Every rank of the layout calls it; when it returns on one, `directory` is complete on the disk.
 
-    Every rank writes what it alone updates (ZeRO-1), so that nothing is gathered. `metadata` is kept beside the
+    Every rank writes what it alone updates, so that nothing is gathered. `metadata` is kept beside the
     optimizer's step, its configuration and the length of its schedule. `ShardedModel.load_state` reads it back.
 
     Raises:
@@ -29,14 +29,15 @@ def save_state(
     write_pieces(directory, groups.rank, model.state(), hashed=hashed)
     _meet(model)
     if groups.rank == groups.layout.mesh.first:
-        dtype = DTYPE_NAME[model.arena.flat.dtype]
+        dtype = DTYPE_NAME[model.parameters.flat.dtype]
         schedule = {"optimizer": asdict(optimizer.config), "total_optimizer_steps": optimizer.total_steps}
         content = {STEPS_KEY: optimizer.step_count, **schedule, **(metadata or {})}
-        finish(directory, model.config, dtype, state_owners(model.config, groups.layout, dtype), content)
+        owners = state_owners(model.config, groups.layout, dtype, model.parameters.data_parallel)
+        finish(directory, model.config, dtype, owners, content)
     _meet(model)
 
 
 def _meet(model: ShardedModel) -> None:
     """Returns when all ranks of the layout are here."""
     if model.groups.model is not None:
-        dist.all_reduce(torch.zeros(1, device=model.arena.flat.device), group=model.groups.model)
+        dist.all_reduce(torch.zeros(1, device=model.parameters.flat.device), group=model.groups.model)

@@ -10,21 +10,17 @@ from torch import Tensor
 
 from realhf.api.compute import ComputeConfig
 from realhf.api.experiment import OptimizerConfig
-from realhf.engine.arena import Arena
 from realhf.engine.batch import Batch
-from realhf.engine.build import attach_gradients
+from realhf.engine.data_parallel import Parameters
 from realhf.engine.forward import pack_micro_batch, run_stage
 from realhf.engine.interface import LossFunction, Stats
 from realhf.engine.optimizer import FlatAdamW, gradient_dtype
 from realhf.engine.pipeline import Neighbours, run_training
 from realhf.engine.schedule import Pass
 from realhf.models.checkpoint_index import of_kind
-from realhf.models.decoder import Decoder
-from realhf.models.parameters import decoder_parameters, sees_own_tokens
-from realhf.parallel.collectives import all_gather, reduce_scatter
 from realhf.parallel.sequence import TokenShards
 from realhf.realloc.layout import Box
-from realhf.realloc.shards import boxes_in, counted_range
+from realhf.realloc.shards import counted_slices, shard_boxes
 
 
 @dataclass
@@ -43,27 +39,23 @@ class _Sums:
 
 
 class Trainer:
-    """The training state of one rank's part of a model: gradients of the decoder's arena, and the optimizer of
-    this data-parallel rank's shard of it (ZeRO-1: Rajbhandari et al., 2020, section 5.1)."""
+    """The training state of one rank's part of a model: the optimizer of the shard of the parameters that this
+    data-parallel rank updates (ZeRO: Rajbhandari et al., 2020, section 5)."""
 
     def __init__(
         self,
-        decoder: Decoder,
+        parameters: Parameters,
         neighbours: Neighbours,
-        arena: Arena,
         config: OptimizerConfig,
         total_optimizer_steps: int,
         compute: ComputeConfig,
     ):
-        self.decoder, self.neighbours, self.arena, self.compute = decoder, neighbours, arena, compute
-        self.gradients = Arena(arena.layout, gradient_dtype(arena.flat.dtype, config), arena.flat.device)
-        attach_gradients(decoder, self.gradients)
-        groups = decoder.groups
-        shard = arena.layout.shard(groups.dp_index)
-        self._shard = slice(shard.start, shard.stop)
-        self.optimizer = FlatAdamW(arena.flat[self._shard], config, total_optimizer_steps)
-        counted = counted_range(decoder.config, groups.layout, groups.rank)
-        self._counted = slice(counted.start, counted.stop)
+        self.parameters, self.decoder, self.neighbours = parameters, parameters.decoder, neighbours
+        self.compute = compute
+        parameters.attach_gradients(gradient_dtype(parameters.flat.dtype, config))
+        self.optimizer = FlatAdamW(parameters.shard, config, total_optimizer_steps)
+        groups = self.decoder.groups
+        self._counted = counted_slices(self.decoder.config, groups.layout, groups.rank, parameters.data_parallel)
 
     def train_step(
         self, batch: Batch, tokens_key: str, loss: LossFunction, weight: Callable[[Batch], float], micro_batches: int
@@ -83,16 +75,15 @@ class Trainer:
                 f"{global_weight}, which must be finite and above 0; is there any token to train on?"
             )
         sums = self._accumulate(parts, tokens_key, loss, global_weight)
-        self._reduce_gradients()
+        gradients = self.parameters.reduce_gradients(sequence_parallel=self.compute.sequence_parallel)
         lr = self.optimizer.lr
-        norm = self._gradient_norm()
+        norm = self._norm(gradients)
         self._check(norm, sums)
         limit = self.optimizer.config.max_grad_norm
-        gradients = self.gradients.flat[self._shard]
         if norm > limit:
             gradients.mul_(limit / (norm + 1e-6))  # the guard is torch's clip_grad_norm_'s
         self.optimizer.step(gradients)
-        all_gather(self.arena.flat, self.decoder.groups.data)
+        self.parameters.publish()
         if not self.decoder.groups.is_last_stage:
             return {}
         return {
@@ -109,17 +100,19 @@ class Trainer:
         They cover this rank's shard, so that a parameter may have several boxes here or none; with `only_counted`, the
         part of it that no other rank has (`counted_range`).
         """
-        groups, first = self.decoder.groups, self._shard.start
-        part = self._counted if only_counted else self._shard
+        groups = self.decoder.groups
+        boxes = shard_boxes(
+            self.decoder.config, groups.layout, groups.rank, self.parameters.data_parallel, only_counted=only_counted
+        )
         return [
-            (of_kind(box, kind), flat[start - first : start - first + box.size].view(box.shape))
-            for box, start in boxes_in(self.decoder.config, groups.layout, groups.rank, range(part.start, part.stop))
+            (of_kind(box, kind), flat[at : at + box.size].view(box.shape))
+            for box, at in boxes
             for kind, flat in self.optimizer.state.items()
         ]
 
     def _accumulate(self, parts: list[Batch], tokens_key: str, loss: LossFunction, global_weight: float) -> _Sums:
-        """Leaves this rank's gradient of sum(loss) / global_weight in the gradient arena."""
-        packed = [pack_micro_batch(part.data[tokens_key], self.arena.flat.device) for part in parts]
+        """Leaves this rank's gradient of sum(loss) / global_weight with the parameters."""
+        packed = [pack_micro_batch(part.data[tokens_key], self.parameters.flat.device) for part in parts]
         shards = [self._shards(len(p.tokens)) for p in packed]
         counts = [len(p.tokens) if s is None else s.count for p, s in zip(packed, shards, strict=True)]
         sums = _Sums()
@@ -133,39 +126,22 @@ class Trainer:
             sums.add(value, stats)
             return value / global_weight
 
-        self.gradients.flat.zero_()
-        run_training(self.neighbours, counts, run)
+        self.parameters.zero_gradients()
+        with self.parameters.computing():
+            run_training(self.neighbours, counts, run)
         return sums
 
     def _shards(self, tokens: int) -> TokenShards | None:
         group = self.decoder.groups.tensor
         return TokenShards(group, tokens) if self.compute.sequence_parallel and group is not None else None
 
-    def _reduce_gradients(self) -> None:
-        """Leaves the sum over the layout in this rank's shard of the gradient arena."""
-        groups = self.decoder.groups
-        if self.compute.sequence_parallel and groups.tensor is not None:
-            self._sum_over_own_tokens(groups.tensor)
-        if self.decoder.config.tied_embeddings and groups.tied is not None:
-            dist.all_reduce(self.decoder.model.embed_tokens.weight.grad, group=groups.tied)
-        reduce_scatter(self.gradients.flat, groups.data)
-
-    def _sum_over_own_tokens(self, group: dist.ProcessGroup) -> None:
-        """Sums what each rank of a tensor-parallel group has of the gradients of its own tokens."""
-        names = {spec.name for spec in decoder_parameters(self.decoder.config) if sees_own_tokens(spec)}
-        views = [view for name, view in self.gradients.views().items() if name in names]
-        if views:
-            total = torch.cat([view.flatten() for view in views])
-            dist.all_reduce(total, group=group)
-            for view, part in zip(views, total.split([view.numel() for view in views]), strict=True):
-                view.copy_(part.view_as(view))
-
-    def _gradient_norm(self) -> float:
-        """The Euclidean norm of the whole model's gradient, the same on every rank.
+    def _norm(self, gradients: Tensor) -> float:
+        """The Euclidean norm of the whole model's gradient, of which this is the shard's; the same on every rank.
 
         In float64: a float32 sum depends on the layout in the fifth digit.
         """
-        square = torch.linalg.vector_norm(self.gradients.flat[self._counted], dtype=torch.float64).square()
+        parts = [torch.linalg.vector_norm(gradients[part], dtype=torch.float64).square() for part in self._counted]
+        square = torch.stack(parts).sum()
         if self.decoder.groups.model is not None:
             dist.all_reduce(square, group=self.decoder.groups.model)
         return math.sqrt(square.item())
@@ -174,7 +150,7 @@ class Trainer:
         group = self.decoder.groups.data
         if group is None:
             return value
-        total = torch.tensor(value, dtype=torch.float64, device=self.arena.flat.device)
+        total = torch.tensor(value, dtype=torch.float64, device=self.parameters.flat.device)
         dist.all_reduce(total, group=group)
         return total.item()
 

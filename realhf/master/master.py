@@ -157,7 +157,13 @@ class Master:
         target = self._directory.checkpoints / f"step-{step}"
         part = target.with_name(f".{target.name}.part")
         owners = {
-            model: state_owners(run.graph.models[model], run.homes[model], run.models[model].dtype) for model in trained
+            model: state_owners(
+                run.graph.models[model],
+                run.homes[model],
+                run.models[model].dtype,
+                run.models[model].compute.data_parallel,
+            )
+            for model in trained
         }
         part.mkdir()
         writers: dict[int, tuple[str, ...]] = {}

@@ -2,7 +2,7 @@
 
 import hashlib
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from realhf.models.checkpoint_index import (
     staging_directory,
     write_durably,
 )
+from realhf.realloc.held import by_name, part
 from realhf.realloc.layout import Box
 
 TORCH_DTYPE = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
@@ -35,26 +36,17 @@ DTYPE_NAME: dict[torch.dtype, DType] = {
 }
 
 
-def write_boxes(
-    directory: Path | str, rank: int, owned: Sequence[Box], tensors: Mapping[str, tuple[Box, Tensor]]
-) -> None:
+def write_boxes(directory: Path | str, rank: int, owned: Sequence[Box], held: Iterable[tuple[Box, Tensor]]) -> None:
     """Writes the boxes that `rank` owns; the checkpoint `directory` appears when `finish` has been called.
 
-    `tensors` holds, by name, what this rank has: a box that contains the owned box of that name, and its tensor.
-    States beside a parameter are named `<parameter>@<kind>`. Returns when the file is on the disk.
+    `held` is what this rank has; an owned box lies in one of these. States beside a parameter are named
+    `<parameter>@<kind>`. Returns when the file is on the disk.
 
     Raises:
         ValueError: an owned box does not lie in what the rank has.
     """
-    pieces = []
-    for box in owned:
-        held, tensor = tensors.get(box.name, (None, None))
-        if held is None or tensor is None or held.intersect(box) != box:
-            raise ValueError(
-                f"rank {rank} owns {box} of the checkpoint but holds {held}; write what the layout gives it"
-            )
-        pieces.append((box, tensor.detach()[box.slices_in(held)]))
-    write_pieces(directory, rank, pieces)
+    tensors = by_name(held)
+    write_pieces(directory, rank, [(box, part(tensors, box).detach()) for box in owned])
 
 
 def write_pieces(
@@ -92,8 +84,8 @@ def save_model(
     metadata: Mapping[str, Any] | None = None,
 ) -> None:
     """Saves a whole model that one process holds: global name -> whole tensor (and `<name>@<kind>` states)."""
-    whole = {name: (Box(name, (0,) * tensor.dim(), tuple(tensor.shape)), tensor) for name, tensor in state.items()}
-    owned = [box for box, _ in whole.values()]
+    whole = [(Box(name, (0,) * tensor.dim(), tuple(tensor.shape)), tensor) for name, tensor in state.items()]
+    owned = [box for box, _ in whole]
     write_boxes(directory, 0, owned, whole)
     dtype = next(tensor.dtype for name, tensor in state.items() if "@" not in name)
     finish(directory, model, DTYPE_NAME[dtype], {0: owned}, metadata)

@@ -15,13 +15,14 @@ from typing import Any
 
 import msgspec
 
+from realhf.api.compute import DataParallel
 from realhf.api.errors import UserError
 from realhf.api.experiment import ModelSetup
 from realhf.api.layout import Layout
 from realhf.api.model import DecoderConfig, DType
 from realhf.models.parameters import decoder_parameters
 from realhf.realloc.layout import Box, device_boxes
-from realhf.realloc.shards import boxes_in, counted_range
+from realhf.realloc.shards import shard_boxes
 
 FORMAT = "realhf-checkpoint/1"
 INDEX_FILE = "index.json"
@@ -118,7 +119,9 @@ def optimizer_kinds(dtype: DType) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", "master") if dtype == "bfloat16" else ("exp_avg", "exp_avg_sq")
 
 
-def state_owners(model: DecoderConfig, layout: Layout, dtype: DType) -> dict[int, list[Box]]:
+def state_owners(
+    model: DecoderConfig, layout: Layout, dtype: DType, data_parallel: DataParallel = "zero1"
+) -> dict[int, list[Box]]:
     """Who writes what of a checkpoint with optimizer states: each device the part of its shard that counts.
 
     Every element of every parameter, and of the states beside it, is in it once (`counted_range`).
@@ -127,7 +130,7 @@ def state_owners(model: DecoderConfig, layout: Layout, dtype: DType) -> dict[int
     return {
         device: [
             of_kind(box, kind)
-            for box, _ in boxes_in(model, layout, device, counted_range(model, layout, device))
+            for box, _ in shard_boxes(model, layout, device, data_parallel, only_counted=True)
             for kind in kinds
         ]
         for device in layout.mesh.devices

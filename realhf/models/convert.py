@@ -70,7 +70,7 @@ def to_boxes(conversion: Conversion, say: Say) -> None:
         boxes = {name: Box(name, (0,) * len(shapes[name]), shapes[name]) for name in names}
         say(f"reading {len(names)} parameters, from {names[0]} to {names[-1]}, as {dtype}")
         owners[rank] = list(boxes.values())
-        held = {name: (box, reader.read(box).to(getattr(torch, dtype))) for name, box in boxes.items()}
+        held = [(box, reader.read(box).to(getattr(torch, dtype))) for box in boxes.values()]
         write_boxes(target, rank, owners[rank], held)
     finish(target, model, dtype, owners, {"converted_from": str(source.path)})
     folder = target / COMPANION_FOLDER

@@ -38,16 +38,19 @@ def reduce_scatter(flat: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 def all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> None:
     """Fills every shard of `flat` with what the rank has in it whose shard it is."""
+    for work in start_all_gather(flat, group):
+        work.wait()
+
+
+def start_all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
+    """As `all_gather`; `flat` is filled once all that is returned has been waited for."""
     if group is None:
-        return
+        return []
     shards = flat.chunk(group.size())
     if dist.get_backend(group) in HAS_BOTH:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        gather(flat, shards[group.rank()], group=group)
-        return
-    works = [dist.broadcast(s, group=group, group_src=rank, async_op=True) for rank, s in enumerate(shards)]
-    for work in works:
-        work.wait()
+        return [gather(flat, shards[group.rank()], group=group, async_op=True)]
+    return [dist.broadcast(s, group=group, group_src=rank, async_op=True) for rank, s in enumerate(shards)]
 
 
 def _sum_of_shards(pieces: list[Tensor], group: dist.ProcessGroup) -> None:

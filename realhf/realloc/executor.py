@@ -1,7 +1,7 @@
 """Carries out a reallocation plan: packs, sends, receives and unpacks, bucket by bucket, with a deadline."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal
@@ -10,10 +10,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from realhf.realloc.held import HeldBoxes, by_name, part
 from realhf.realloc.layout import Box
 from realhf.realloc.planner import DeviceRound, ReallocationPlan
-
-BoxedTensors = Mapping[str, tuple[Box, Tensor]]  # parameter name -> (its box here, a view of exactly that shape)
 
 
 @dataclass(frozen=True)
@@ -33,14 +32,14 @@ class ReallocationError(RuntimeError):
 def execute(
     plan: ReallocationPlan,
     rank: int,
-    source_tensors: BoxedTensors,
-    target_tensors: BoxedTensors,
+    source: Sequence[tuple[Box, Tensor]],
+    target: Sequence[tuple[Box, Tensor]],
     group: dist.ProcessGroup | None = None,
     *,
     model_name: str = "model",
     timeout_s: float = 600.0,
 ) -> None:
-    """Fills `target_tensors` from the `source_tensors` of all ranks.
+    """Fills the tensors of `target` from those of `source` on all ranks, each a view of the shape of its box.
 
     Every rank that holds source or target boxes calls it with the same plan, made from exactly these boxes; a
     device's index is its rank in `group` (default: the world). The others return at once. A target may be the
@@ -53,33 +52,21 @@ def execute(
         ValueError: the tensors are not all of one dtype, or not of the size that the plan counts with.
     """
     with torch.no_grad():
-        _check_dtype(plan, [tensor for _, tensor in (*source_tensors.values(), *target_tensors.values())])
+        _check_dtype(plan, [tensor for _, tensor in (*source, *target)])
+        source_tensors, target_tensors = by_name(source), by_name(target)
         for box in plan.local_copies.get(rank, ()):
-            source, target = part(source_tensors, box), part(target_tensors, box)
-            if source.data_ptr() != target.data_ptr() or source.stride() != target.stride():
-                target.copy_(source)
+            ours, wanted = part(source_tensors, box), part(target_tensors, box)
+            if ours.data_ptr() != wanted.data_ptr() or ours.stride() != wanted.stride():
+                wanted.copy_(ours)
         for each_round in plan.device_rounds.get(rank, ()):
             bucket = f"reallocation of {model_name}, bucket {each_round.index + 1} of {len(plan.rounds)}: rank {rank}"
             _run_round(each_round, source_tensors, target_tensors, group, bucket, timeout_s)
 
 
-def part(tensors: BoxedTensors, box: Box) -> Tensor:
-    """The view of the part `box` of the parameter `box.name`.
-
-    Raises:
-        ValueError: `tensors` does not hold all of `box`: it is not what the plan was made for.
-    """
-    held, tensor = tensors.get(box.name, (None, None))
-    if held is None or tensor is None or held.intersect(box) != box or tuple(tensor.shape) != held.shape:
-        has = "nothing of it" if held is None or tensor is None else f"{held} in a tensor of {tuple(tensor.shape)}"
-        raise ValueError(f"the plan moves {box} but this rank has {has}; pass the tensors the plan was made for")
-    return tensor[box.slices_in(held)]
-
-
 def _run_round(
     each_round: DeviceRound,
-    source_tensors: BoxedTensors,
-    target_tensors: BoxedTensors,
+    source_tensors: HeldBoxes,
+    target_tensors: HeldBoxes,
     group: dist.ProcessGroup | None,
     bucket: str,
     timeout_s: float,
@@ -89,7 +76,7 @@ def _run_round(
     A rank waits only for peers that are in the same or an earlier round, whatever the meshes, and has posted its own
     part of this round before it waits: by induction over the rounds nobody waits forever.
     """
-    _, like = next(iter((*source_tensors.values(), *target_tensors.values())))
+    (_, like), *_ = next(iter((*source_tensors.values(), *target_tensors.values())))
     messages: list[Message] = []
     for peer, boxes in sorted(each_round.sends.items()):
         buffer = torch.empty(sum(box.size for box in boxes), dtype=like.dtype, device=like.device)

@@ -9,9 +9,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+from realhf.api.compute import DataParallel
 from realhf.api.layout import Layout
 from realhf.api.model import DecoderConfig
-from realhf.realloc.layout import Box, device_boxes
+from realhf.realloc.layout import Box
+from realhf.realloc.shards import held_boxes
 
 DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 
@@ -118,11 +120,16 @@ def plan_between(
     devices_per_node: int | None = None,
     element_bytes: int = 4,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    source_data_parallel: DataParallel = "zero1",
+    target_data_parallel: DataParallel = "zero1",
 ) -> ReallocationPlan:
-    """The plan that moves `model` from layout `source` to layout `target`; planned once a pair, then cached."""
+    """The plan that moves `model` from layout `source` to layout `target`; planned once a pair, then cached.
+
+    What a device keeps of either depends on whether data parallelism divides parameters there (`held_boxes`).
+    """
     return plan_reallocation(
-        {device: device_boxes(model, source, device) for device in source.mesh.devices},
-        {device: device_boxes(model, target, device) for device in target.mesh.devices},
+        {device: held_boxes(model, source, device, source_data_parallel) for device in source.mesh.devices},
+        {device: held_boxes(model, target, device, target_data_parallel) for device in target.mesh.devices},
         devices_per_node,
         element_bytes=element_bytes,
         bucket_bytes=bucket_bytes,

@@ -1,4 +1,5 @@
-"""A device's parameters as one flat vector, and its division over data parallelism: which boxes a rank updates.
+"""A device's parameters as one flat vector, and its division over data parallelism: which boxes a rank updates,
+and with fully sharded data parallelism keeps.
 
 No torch here: the master tells from it who writes what of a checkpoint with optimizer states.
 """
@@ -8,6 +9,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from realhf.api.compute import DataParallel
 from realhf.api.layout import Layout
 from realhf.api.model import DecoderConfig
 from realhf.models.parameters import ParameterSpec, decoder_parameters
@@ -56,26 +58,91 @@ def flat_layout(model: DecoderConfig, layout: Layout, device: int) -> FlatLayout
     return FlatLayout({name: shapes[name] for name in sorted(shapes, key=order.__getitem__)}, layout.strategy.dp)
 
 
-def counted_range(model: DecoderConfig, layout: Layout, device: int) -> range:
-    """The part of its shard that `device` adds to a sum over the whole model, and writes into a checkpoint.
+def units(
+    model: DecoderConfig, layout: Layout, device: int, data_parallel: DataParallel = "zero1"
+) -> dict[str, FlatLayout]:
+    """The vectors of `device` that are divided over data parallelism, each by itself, in the order of their use.
 
-    Over all devices of the layout, every element of every global parameter is in it once.
+    "zero1" divides all parameters as one vector, of the name "". "fsdp" divides what is gathered at a time: an
+    embedding, a layer, or the final norm with the head; a unit's name is that of the module whose forward pass is the
+    first to use it. A tied embedding is a unit on both of its stages, so that their shards have the same elements.
+    """
+    whole = flat_layout(model, layout, device)
+    if data_parallel == "zero1" or layout.strategy.dp == 1:
+        return {"": whole}
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for spec in decoder_parameters(model):
+        if spec.name in whole.shapes:
+            shapes.setdefault(_unit_of(spec), {})[spec.name] = whole.shapes[spec.name]
+    places = {name: place for place, name in enumerate(whole.shapes)}
+    return {
+        unit: FlatLayout({name: of_unit[name] for name in sorted(of_unit, key=places.__getitem__)}, layout.strategy.dp)
+        for unit, of_unit in shapes.items()
+    }
+
+
+def counted_range(model: DecoderConfig, layout: Layout, device: int, flat: FlatLayout) -> range:
+    """The part of its shard of `flat`, one of `units`, that `device` adds to a sum over the whole model, and writes
+    into a checkpoint.
+
+    Over all units of all devices of the layout, every element of every global parameter is in it once.
     """
     dp, tp, _ = layout.coordinates(device)
-    flat, order = flat_layout(model, layout, device), _counting_order(model, layout, device)
+    order = _counting_order(model, layout, device)
     highest = 1 if tp == 0 else 0
     counted = max((flat.end(name) for name in flat.shapes if order[name] <= highest), default=0)
     shard = flat.shard(dp)
     return range(shard.start, max(shard.start, min(shard.stop, counted)))
 
 
-def boxes_in(model: DecoderConfig, layout: Layout, device: int, elements: range) -> list[tuple[Box, int]]:
-    """The boxes that `elements` of the flat vector of `device` consist of, each with the place where it begins.
+def counted_slices(
+    model: DecoderConfig, layout: Layout, device: int, data_parallel: DataParallel = "zero1"
+) -> list[slice]:
+    """Where the counted parts lie in the vector of this rank's shards of all units, one behind the other."""
+    found, first = [], 0
+    for flat in units(model, layout, device, data_parallel).values():
+        counted = counted_range(model, layout, device, flat)
+        found.append(slice(first, first + len(counted)))  # what is counted is the beginning of a shard
+        first += flat.size // layout.strategy.dp
+    return found
 
-    The elements of a box lie one behind the other. A parameter that is cut within a row gives several boxes.
-    """
-    flat, found = flat_layout(model, layout, device), []
+
+def shard_boxes(
+    model: DecoderConfig,
+    layout: Layout,
+    device: int,
+    data_parallel: DataParallel = "zero1",
+    *,
+    only_counted: bool = False,
+) -> list[tuple[Box, int]]:
+    """The boxes of this rank's shards of all units, each with the place where it begins in the vector of them."""
     whole = {box.name: box for box in device_boxes(model, layout, device)}
+    found, first = [], 0
+    for flat in units(model, layout, device, data_parallel).values():
+        shard = flat.shard(layout.coordinates(device)[0])
+        elements = counted_range(model, layout, device, flat) if only_counted else shard
+        found += [(box, first + at - shard.start) for box, at in boxes_in(flat, whole, elements)]
+        first += len(shard)
+    return found
+
+
+def held_boxes(model: DecoderConfig, layout: Layout, device: int, data_parallel: DataParallel = "zero1") -> list[Box]:
+    """The boxes of parameters that `device` keeps: all of `device_boxes`, or its shards of them; [] outside the mesh.
+
+    A parameter that is cut within a row gives several boxes.
+    """
+    if data_parallel == "zero1" or layout.strategy.dp == 1 or device not in layout.mesh.devices:
+        return device_boxes(model, layout, device)
+    return [box for box, _ in shard_boxes(model, layout, device, data_parallel)]
+
+
+def boxes_in(flat: FlatLayout, whole: Mapping[str, Box], elements: range) -> list[tuple[Box, int]]:
+    """The boxes that `elements` of a vector consist of, each with the place where it begins in the vector.
+
+    `whole` has the boxes that lie in the vector. The elements of a box lie one behind the other. A parameter that is
+    cut within a row gives several boxes.
+    """
+    found = []
     for name, start in flat.starts.items():
         holder = whole[name]
         first, last = (min(max(place - start, 0), holder.size) for place in (elements.start, elements.stop))
@@ -108,6 +175,16 @@ def _cut(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int,
     if head_end < tail_start:
         blocks.append(((head_end // row, *(0 for _ in shape[1:])), ((tail_start - head_end) // row, *shape[1:])))
     return blocks + within_row(tail_start, last)
+
+
+def _unit_of(spec: ParameterSpec) -> str:
+    match spec.place:
+        case "embedding":
+            return spec.name.removesuffix(".weight")
+        case "layer":
+            return f"model.layers.{spec.layer}"
+        case "head":
+            return "model.norm"
 
 
 def _aligned(elements: int, alignment: int) -> int:

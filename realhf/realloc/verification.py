@@ -7,7 +7,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.api.layout import Layout
-from realhf.realloc.executor import BoxedTensors, Message, ReallocationError, exchange, part
+from realhf.realloc.executor import Message, ReallocationError, exchange
+from realhf.realloc.held import HeldBoxes, by_name, part
 from realhf.realloc.layout import Box
 from realhf.realloc.planner import ReallocationPlan
 
@@ -41,8 +42,8 @@ class VerificationSchedule:
 def verify(
     plan: ReallocationPlan,
     rank: int,
-    source_tensors: BoxedTensors,
-    target_tensors: BoxedTensors,
+    source: Sequence[tuple[Box, Tensor]],
+    target: Sequence[tuple[Box, Tensor]],
     group: dist.ProcessGroup | None = None,
     *,
     model_name: str = "model",
@@ -59,6 +60,7 @@ def verify(
         ReallocationError: a peer did not send its sums within `timeout_s`, or died.
     """
     with torch.no_grad():
+        source_tensors, target_tensors = by_name(source), by_name(target)
         label = f"reallocation of {model_name}, verification: rank {rank}"
         differing = [(rank, box) for box in _differing_copies(plan, rank, source_tensors, target_tensors)]
         sends: dict[int, list[Box]] = {}
@@ -113,12 +115,12 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _sums(tensors: BoxedTensors, boxes: Sequence[Box]) -> Tensor:
+def _sums(tensors: HeldBoxes, boxes: Sequence[Box]) -> Tensor:
     return torch.stack([bit_sum(part(tensors, box)) for box in boxes])
 
 
 def _differing_copies(
-    plan: ReallocationPlan, rank: int, source_tensors: BoxedTensors, target_tensors: BoxedTensors
+    plan: ReallocationPlan, rank: int, source_tensors: HeldBoxes, target_tensors: HeldBoxes
 ) -> list[Box]:
     """The parts that this rank copied within its own memory, and that are not what they were copied from."""
     boxes = plan.local_copies.get(rank, ())

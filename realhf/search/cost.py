@@ -146,13 +146,16 @@ class _Part:
         gradient = self.features.gradient_bytes(self.dtype)
         # Half of the ring's bytes are gradients; the other half are parameters with ZeRO-1, else gradients too.
         size_bytes = parameters * ((gradient + self.item) / 2 if self.features.zero1 else gradient)
+        if self.features.fully_sharded:  # for every micro-batch, gathered twice and reduced once
+            size_bytes = self.micro_batches * parameters * (2 * self.item + gradient) / 2
         reduce = self.timings.all_reduce(
             size_bytes, strategy.dp, crosses_nodes=self.crosses.data, per_node=self.crosses.data_per_node
         )
         if sizes.tied and strategy.pp > 1:  # both copies of the embedding need the sum of their gradients
             embedding_bytes = sizes.embedding_sharded // strategy.tp * gradient
             reduce += self.timings.all_reduce(embedding_bytes, 2, crosses_nodes=self.crosses.pipeline)
-        updated = parameters / strategy.dp if self.features.zero1 else parameters
+        is_divided = self.features.zero1 or self.features.fully_sharded
+        updated = parameters / strategy.dp if is_divided else parameters
         return pipeline + reduce + self.timings.optimizer(updated) + self.timings.overheads.train_s
 
     def generate_s(self) -> float:

@@ -18,6 +18,8 @@ class EngineFeatures:
 
     zero1: optimizer states and master copy are divided over dp; gradients are reduce-scattered and parameters
         all-gathered once a mini-batch (ZeRO, Rajbhandari et al., 2020, section 5.1). Else all of it is on every rank.
+    fully_sharded: parameters and gradients are divided over dp as well, and a layer's are gathered for its forward and
+        again for its backward pass (ZeRO, section 5.3). A model's setup says it (`of_setup`).
     fp32_gradients: gradients of parameters below fp32 are kept, summed and reduced in fp32.
     recomputation: "full": only a layer's input is kept for the backward pass, which runs the layer's forward again
         (Chen et al., 2016; Korthikanti et al., 2022, section 5); "selective": all but products and attention is made
@@ -40,6 +42,7 @@ class EngineFeatures:
     """
 
     zero1: bool = True
+    fully_sharded: bool = False
     fp32_gradients: bool = True
     recomputation: Recomputation = "off"
     cuda_graphs: bool = False
@@ -89,6 +92,7 @@ def of_setup(setup: ModelSetup, engine: EngineFeatures = ENGINE) -> EngineFeatur
     optimizer = setup.optimizer
     return replace(
         engine,
+        fully_sharded=setup.compute.data_parallel == "fsdp",
         sequence_parallel=setup.compute.sequence_parallel,
         recomputation=setup.compute.recomputation,
         fp32_gradients=engine.fp32_gradients if optimizer is None else optimizer.fp32_gradients,

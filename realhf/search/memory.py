@@ -88,14 +88,17 @@ def static_bytes(
     Parameters; for a trained model also gradients and the two states of AdamW (at least in fp32), and below
     fp32 a master copy in fp32 (ReaL, section 5.1, "static memory"). All are on every rank of a
     data-parallel group, but with ZeRO-1 states and master copy are divided over it (16 or 4 + 12 / dp bytes
-    a parameter in bf16, 2 more with gradients in fp32; ZeRO, section 5.1).
+    a parameter in bf16, 2 more with gradients in fp32; ZeRO, section 5.1), and fully sharded all of it is.
     """
     item = DTYPE_BYTES[dtype]
     elements = model_sizes(model).largest(strategy)
+    if features.fully_sharded:
+        elements = math.ceil(elements / strategy.dp)
     if not trained:
         return elements * item
     optimizer = 2 * max(item, 4) + (4 if item < 4 else 0)
-    updated = math.ceil(elements / strategy.dp) if features.zero1 else elements
+    is_divided = features.zero1 and not features.fully_sharded
+    updated = math.ceil(elements / strategy.dp) if is_divided else elements
     return elements * (item + features.gradient_bytes(dtype)) + updated * optimizer
 
 
@@ -127,6 +130,19 @@ def cache_bytes(model: DecoderConfig, strategy: ParallelStrategy, dtype: DType, 
     layers = len(stage_layers(model.num_layers, strategy.pp, 0))
     kept = math.ceil(tokens / PAGE_TOKENS) * PAGE_TOKENS
     return kv_bytes_per_token_layer(model, dtype) / strategy.tp * layers * kept
+
+
+def gathered_bytes(model: DecoderConfig, strategy: ParallelStrategy, dtype: DType, features: EngineFeatures) -> int:
+    """What fully sharded training has of whole units at a time: the parameters of two, and the gradients of one, as
+    the backward pass gives them and as one vector to reduce. A unit is a layer, an embedding or the head."""
+    if not features.fully_sharded or strategy.dp == 1:
+        return 0
+    sizes, tp = model_sizes(model), strategy.tp
+    layer = sizes.layer_sharded // tp + sizes.layer_replicated
+    embedding = sizes.embedding_sharded // tp + sizes.embedding_replicated
+    head = sizes.head_sharded // tp + sizes.head_replicated
+    first, second = sorted((layer, layer, embedding, head), reverse=True)[:2]
+    return (first + second) * DTYPE_BYTES[dtype] + 2 * first * features.gradient_bytes(dtype)
 
 
 def activation_elements(model: DecoderConfig, tp: int, *, sequence_parallel: bool = False) -> float:
@@ -227,13 +243,15 @@ def dynamic_bytes(
     if call.interface_type is not TRAIN_STEP:
         return tokens * activations + 2 * logits
 
+    gathered = gathered_bytes(model, strategy, dtype, features)
+
     def stage_bytes(stage: int) -> float:
         layers = layers_in_flight(model.num_layers, strategy, stage, option.micro_batches)
         kept = kept_elements(model, tp, layers, 1, features) * item
         return tokens * kept + (3 * logits if stage == pp - 1 else 0)
 
     # The first stage has the most layers and micro-batches in flight, the last one the logits.
-    return max(stage_bytes(0), stage_bytes(pp - 1))
+    return max(stage_bytes(0), stage_bytes(pp - 1)) + gathered
 
 
 def layers_in_flight(num_layers: int, strategy: ParallelStrategy, stage: int, micro_batches: int) -> int:

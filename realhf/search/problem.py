@@ -200,7 +200,9 @@ class _Builder:
         dynamic = dynamic_bytes(call, option, self.batch_size, self.workload, self.dtype, features)
         sharding = cost.sharding(strategy, micro_batches) if self.homes[call.name] == call.name else None
         if sharding is None:
-            return _Needs(row.label, seconds, row.static_bytes, dynamic)
+            # A home that keeps shards has them gathered for a generation: as much memory as a copy takes.
+            is_sharded = features.fully_sharded and strategy.dp > 1 and self.homes[call.name] == call.name
+            return _Needs(f"{row.label} sharded" if is_sharded else row.label, seconds, row.static_bytes, dynamic)
         # No call finds whole parameters in such a home: a label of its own makes each take a copy, and the time to
         # gather what it is made of is added here, once a copy.
         copies = len(self.graph.calls_of(call.model_name)) - 1

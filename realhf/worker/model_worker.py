@@ -145,7 +145,7 @@ class ModelWorker:
             model.initialise(run.experiment.seed)
         if setup.checkpoint is not None:
             reader = open_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)
-            for box, tensor in model.boxes().values():
+            for box, tensor in model.held():
                 if not (setup.new_head and box.name in HEAD_PARAMETERS):
                     reader.read_into(tensor, box)
             model.parameters_changed()
@@ -167,9 +167,14 @@ class ModelWorker:
             )
             self._models[name, layout] = target
         plan = plan_between(
-            self._run.graph.models[name], home, layout, self._run.spec.devices_per_node, element_bytes=dtype.itemsize
+            self._run.graph.models[name],
+            home,
+            layout,
+            self._run.spec.devices_per_node,
+            element_bytes=dtype.itemsize,
+            source_data_parallel=self._run.models[name].compute.data_parallel,
         )
-        source_boxes, target_boxes = source.boxes() if source else {}, target.boxes() if target else {}
+        source_boxes, target_boxes = source.held() if source else [], target.held() if target else []
         execute(plan, self._rank, source_boxes, target_boxes, model_name=name, timeout_s=self._timeout_s)
         if self._verification.is_due(name, layout, step):
             verify(plan, self._rank, source_boxes, target_boxes, model_name=name, timeout_s=self._timeout_s)

@@ -60,10 +60,10 @@ def _move(model: ShardedModel, pair: tuple[Layout, Layout], rank: int) -> Callab
 
     def move() -> None:
         if rank in source.mesh.devices:
-            execute(plan, rank, model.boxes(), {})
+            execute(plan, rank, model.held(), [])
             return
         model.free_parameters()
         model.allocate_parameters()
-        execute(plan, rank, {}, model.boxes())
+        execute(plan, rank, [], model.held())
 
     return move

@@ -70,7 +70,7 @@ def _run(name: str, case: Case, groups: ParallelGroups, root: Path) -> Outcome:
         reader.read_into(tensor, box)
     model.parameters_changed()
     owned = checkpoint_owners(config, case.layout)[groups.rank]
-    write_boxes(root / "saved" / name, groups.rank, owned, model.boxes())  # as loaded
+    write_boxes(root / "saved" / name, groups.rank, owned, model.held())  # as loaded
     batch = random_batch(config, SAMPLES, lengths=(2, 20)).split(case.dp)[groups.dp_index]
     logits = model.forward(batch, "tokens", split_like, 2).get("output", [])
     stats = model.train_step(batch, "tokens", next_token_loss, trained_tokens, 2)

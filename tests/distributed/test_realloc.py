@@ -10,13 +10,16 @@ import numpy as np
 import pytest
 import torch
 
+from realhf.api.compute import DataParallel
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
 from realhf.api.model import DecoderConfig
 from realhf.models.parameters import decoder_parameters
 from realhf.realloc import executor
-from realhf.realloc.executor import BoxedTensors, Message, ReallocationError, execute, part
-from realhf.realloc.layout import Box, device_boxes
+from realhf.realloc.executor import Message, ReallocationError, execute
+from realhf.realloc.held import by_name, part
+from realhf.realloc.layout import Box
 from realhf.realloc.planner import plan_between, plan_reallocation
+from realhf.realloc.shards import held_boxes
 from realhf.realloc.verification import VerificationError, verify
 from tests.distributed.pool import run_distributed
 
@@ -52,6 +55,13 @@ PAIRS = [
     (FOUR_HEADS, layout(0, 1, 2, 2), layout(1, 1, 1, 1)),
 ]
 
+# From and to a home whose parameters are divided over its data-parallel ranks too, and from it to all of it there.
+SHARDED_PAIRS = [
+    (SIX_HEADS, layout(0, 2, 1, 2), layout(0, 1, 3, 1)),
+    (FOUR_HEADS, layout(0, 4, 1, 1), layout(0, 1, 2, 2)),
+    (FOUR_HEADS, layout(1, 3, 1, 1), layout(0, 2, 1, 1)),
+]
+
 
 def random_state(model: DecoderConfig, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The same random parameters on every rank."""
@@ -62,27 +72,36 @@ def random_state(model: DecoderConfig, dtype: torch.dtype) -> dict[str, torch.Te
     }
 
 
-def boxed(state: dict[str, torch.Tensor], boxes: list[Box]) -> dict[str, tuple[Box, torch.Tensor]]:
+def boxed(state: dict[str, torch.Tensor], boxes: list[Box]) -> list[tuple[Box, torch.Tensor]]:
     """Copies of the parts; those of odd length lie transposed in memory, so that views with strides are moved too."""
-    result = {}
+    whole = by_name((Box(name, (0,) * tensor.dim(), tuple(tensor.shape)), tensor) for name, tensor in state.items())
+    result = []
     for box in boxes:
-        piece = part(
-            {box.name: (Box(box.name, (0,) * len(box.shape), tuple(state[box.name].shape)), state[box.name])}, box
-        )
+        piece = part(whole, box)
         is_strided = piece.dim() == 2 and box.size % 3 == 0
-        result[box.name] = (box, piece.t().contiguous().t() if is_strided else piece.clone())
+        result.append((box, piece.t().contiguous().t() if is_strided else piece.clone()))
     return result
 
 
-def run_pair(rank: int, model: DecoderConfig, a: Layout, b: Layout, dtype: torch.dtype, bucket_bytes: int) -> int:
+def run_pair(
+    rank: int,
+    model: DecoderConfig,
+    a: Layout,
+    b: Layout,
+    dtype: torch.dtype,
+    bucket_bytes: int,
+    divided: tuple[DataParallel, DataParallel] = ("zero1", "zero1"),
+) -> int:
     state = random_state(model, dtype)
-    plan = plan_between(model, a, b, 2, dtype.itemsize, bucket_bytes)
-    source, expected = (boxed(state, device_boxes(model, side, rank)) for side in (a, b))
-    target = {name: (box, torch.full_like(tensor, -7)) for name, (box, tensor) in expected.items()}
+    plan = plan_between(model, a, b, 2, dtype.itemsize, bucket_bytes, *divided)
+    source, expected = (
+        boxed(state, held_boxes(model, side, rank, how)) for side, how in zip((a, b), divided, strict=True)
+    )
+    target = [(box, torch.full_like(tensor, -7)) for box, tensor in expected]
     execute(plan, rank, source, target, timeout_s=30)
     verify(plan, rank, source, target, timeout_s=30)
-    for name, (_, tensor) in expected.items():
-        assert torch.equal(target[name][1], tensor), (model, a, b, name)
+    for (_, got), (box, tensor) in zip(target, expected, strict=True):
+        assert torch.equal(got, tensor), (model, a, b, box)
     return plan.received_bytes.get(rank, 0)
 
 
@@ -91,6 +110,10 @@ def run_all_pairs(rank: int) -> list[int]:
     for index, (model, a, b) in enumerate(PAIRS):
         dtype = [torch.float32, torch.float64, torch.bfloat16][index % 3]
         received.append(run_pair(rank, model, a, b, dtype, BUCKET_BYTES))
+    for model, a, b in SHARDED_PAIRS:
+        run_pair(rank, model, a, b, torch.float32, BUCKET_BYTES, ("fsdp", "zero1"))
+        run_pair(rank, model, b, a, torch.bfloat16, BUCKET_BYTES, ("zero1", "fsdp"))
+        run_pair(rank, model, a, a, torch.float64, BUCKET_BYTES, ("fsdp", "zero1"))
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         run_pair(rank, *PAIRS[0], dtype, bucket_bytes=2**26)
     return received
@@ -133,14 +156,14 @@ def reallocate_in_place(rank: int) -> int | list[float]:
     """Targets that are the source views: nothing may be copied, though packed messages are read from them."""
     plan = plan_reallocation({0: [Box("p", (0,), (4,))]}, {0: [Box("p", (0,), (4,))], 1: [Box("p", (1,), (2,))]})
     if rank == 0:
-        shared = {"p": (Box("p", (0,), (4,)), torch.arange(4.0, requires_grad=True))}
+        shared = [(Box("p", (0,), (4,)), torch.arange(4.0, requires_grad=True))]
         execute(plan, rank, shared, shared, timeout_s=20)
-        return int(shared["p"][1]._version)
-    target = {"p": (Box("p", (1,), (2,)), torch.zeros(2))} if rank == 1 else {}
-    execute(plan, rank, {}, target, timeout_s=20)
+        return int(shared[0][1]._version)
+    target = [(Box("p", (1,), (2,)), torch.zeros(2))] if rank == 1 else []
+    execute(plan, rank, [], target, timeout_s=20)
     if rank > 1:
         return 0  # has no part in it and comes back at once
-    return target["p"][1].tolist()
+    return target[0][1].tolist()
 
 
 def test_a_view_that_stays_is_not_copied(results: list[Results]) -> None:
@@ -160,10 +183,10 @@ def wait_for_a_peer_that_does_not_send(rank: int) -> tuple[str, float]:
     if rank in (0, 3):
         return "", 0.0
     plan = plan_reallocation({0 if rank == 1 else 3: [ONE_LAYER]}, {rank: [ONE_LAYER]}, bucket_bytes=1024)
-    target: BoxedTensors = {ONE_LAYER.name: (ONE_LAYER, torch.zeros(ONE_LAYER.shape))}
+    target = [(ONE_LAYER, torch.zeros(ONE_LAYER.shape))]
     start = time.monotonic()
     with pytest.raises(ReallocationError) as raised:
-        execute(plan, rank, {}, target, model_name="critic", timeout_s=1.5 if rank == 1 else 60)
+        execute(plan, rank, [], target, model_name="critic", timeout_s=1.5 if rank == 1 else 60)
     return str(raised.value), time.monotonic() - start
 
 
@@ -211,7 +234,7 @@ def corrupt_a_part(rank: int) -> str:
     """One bit of what rank 2 receives from rank 0 flips on the way; what verification says of it."""
     model, a, b = FOUR_HEADS, layout(0, 1, 2, 1), layout(2, 1, 2, 1)
     plan = plan_between(model, a, b)
-    source, target = (boxed(random_state(model, torch.float32), device_boxes(model, side, rank)) for side in (a, b))
+    source, target = (boxed(random_state(model, torch.float32), held_boxes(model, side, rank)) for side in (a, b))
 
     def post_and_flip(messages: Sequence[Message], *rest: Any) -> None:
         executor_exchange(messages, *rest)

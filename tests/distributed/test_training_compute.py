@@ -121,15 +121,17 @@ class Outcome:
     parameters: dict[str, tuple[Box, np.ndarray]]
 
 
-def built(config: DecoderConfig, groups: ParallelGroups, compute: ComputeConfig) -> ShardedModel:
-    model = ShardedModel(config, groups, torch.float64, optimizer=OPTIMIZER, compute=compute, timeout_s=80)
+def built(
+    config: DecoderConfig, groups: ParallelGroups, compute: ComputeConfig, dtype: torch.dtype = torch.float64
+) -> ShardedModel:
+    model = ShardedModel(config, groups, dtype, optimizer=OPTIMIZER, compute=compute, timeout_s=80)
     model.initialise(seed=5)
-    for name, (box, local) in model.boxes().items():
+    for box, local in model.held():
         # Larger weights and uneven norms, so that attention is far from uniform.
         if len(box.shape) == 2:
             local.mul_(4.0)
         else:
-            local.copy_(0.5 + (7 * torch.arange(box.offset[0], box.offset[0] + len(local)) + len(name)) % 32 / 32)
+            local.copy_(0.5 + (7 * torch.arange(box.offset[0], box.offset[0] + len(local)) + len(box.name)) % 32 / 32)
     return model
 
 
@@ -139,7 +141,7 @@ def run_case(case: Case, groups: ParallelGroups) -> Outcome:
     outputs = model.forward(batch, "tokens", split_like, case.micro_batches).get("output", [])
     loss = value_loss if case.config.head == "scalar" else next_token_loss
     stats = model.train_step(batch, "tokens", loss, trained_tokens, case.micro_batches)
-    gradients = {name: view.numpy().copy() for name, view in model.trainer.gradients.views().items()}
+    gradients = {name: view.numpy().copy() for name, view in model.parameters.gradients.views().items()}
     return Outcome(
         [output.numpy() for output in outputs],
         stats["loss"][0] if stats else None,

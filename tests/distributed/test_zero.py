@@ -1,4 +1,5 @@
-"""ZeRO-1 against transformers and torch's AdamW, and its state saved in one layout and continued in another.
+"""ZeRO-1 and fully sharded data parallelism against transformers and torch's AdamW, and their state saved in one layout
+and continued in another.
 
 All of it runs in one world of four processes, in which pickle raises while a model trains, saves or loads.
 """
@@ -19,6 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from realhf.api.compute import ComputeConfig, DataParallel
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model import DecoderConfig
@@ -56,6 +58,7 @@ class Case:
     loaded: Layout
     config: DecoderConfig = PLAIN
     dtype: str = "float64"
+    how: tuple[DataParallel, DataParallel] = ("zero1", "zero1")
 
 
 CASES = {
@@ -66,6 +69,9 @@ CASES = {
     "tied, pp3, then dp4": Case(layout(pp=3), layout(dp=4), TIED),
     "dp2 pp2 in 2 chunks, then pp3": Case(layout(dp=2, pp=2, chunks=2), layout(pp=3), FIVE_LAYERS),
     "bfloat16, dp2 tp2, then dp3": Case(layout(dp=2, tp=2), layout(dp=3), PLAIN, "bfloat16"),
+    "fsdp, dp2 tp2, then dp3": Case(layout(dp=2, tp=2), layout(dp=3), how=("fsdp", "zero1")),
+    "tied, dp4, then fsdp, dp2 pp2": Case(layout(dp=4), layout(dp=2, pp=2), TIED, how=("zero1", "fsdp")),
+    "bfloat16, fsdp, dp2, then tp2": Case(layout(dp=2), layout(tp=2, first=1), TIED, "bfloat16", ("fsdp", "zero1")),
 }
 
 
@@ -119,36 +125,41 @@ def no_pickle() -> Iterator[None]:
 
 
 def train_and_save(case: Case, table: GroupTable, directory: Path) -> Trained:
-    model, seen = build(case, case.saved, table), Trained()
+    model, seen = build(case, case.saved, case.how[0], table), Trained()
     model.initialise(seed=5)
     for step in range(STEPS):
         if step == SAVED_AT:
-            seen.state_at_save = copies([*model.boxes().values(), *model.optimizer_state()])
+            seen.state_at_save = copies([*model.held(), *model.optimizer_state()])
             save_state(directory, model, {"note": "two steps"}, hashed=True)
         train(model, case.saved, step, seen)
-    seen.parameters = copies(model.boxes().values())
+    seen.parameters = copies(model.held())
     return seen
 
 
 def load_and_train(case: Case, table: GroupTable, directory: Path) -> Trained:
-    model, seen = build(case, case.loaded, table), Trained()
+    model, seen = build(case, case.loaded, case.how[1], table), Trained()
     reader = CheckpointReader(directory)
     reader.check_content()
     assert reader.metadata["note"] == "two steps"
     assert reader.metadata["optimizer"]["schedule"] == "cosine"
     model.load_state(reader)
     assert model.optimizer_steps == SAVED_AT
-    seen.state_at_save = copies([*model.boxes().values(), *model.optimizer_state()])
+    seen.state_at_save = copies([*model.held(), *model.optimizer_state()])
     for step in range(SAVED_AT, STEPS):
         train(model, case.loaded, step, seen)
-    seen.parameters = copies(model.boxes().values())
+    seen.parameters = copies(model.held())
     return seen
 
 
-def build(case: Case, where: Layout, table: GroupTable) -> ShardedModel:
-    dtype = getattr(torch, case.dtype)
+def build(case: Case, where: Layout, how: DataParallel, table: GroupTable) -> ShardedModel:
     return ShardedModel(
-        case.config, table.groups(where), dtype, optimizer=OPTIMIZER, total_optimizer_steps=STEPS, timeout_s=60
+        case.config,
+        table.groups(where),
+        getattr(torch, case.dtype),
+        optimizer=OPTIMIZER,
+        total_optimizer_steps=STEPS,
+        compute=ComputeConfig(data_parallel=how),
+        timeout_s=60,
     )
 
 

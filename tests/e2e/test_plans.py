@@ -1,5 +1,6 @@
 """Every plan computes what one worker computes: the main job under six layouts against a single process."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,27 @@ def reference32(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
 def test_float64_rollouts_are_identical_and_parameters_agree(
     plan: str, reference64: FinishedRun, tmp_path: Path
 ) -> None:
-    run = run_plan(tmp_path / "run", plan, "--dtype", "float64")
+    check_float64(run_plan(tmp_path / "run", plan, "--dtype", "float64"), reference64)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("generation", ["at home", "elsewhere"])
+def test_fully_sharded_homes_compute_the_same(generation: str, reference64: FinishedRun, tmp_path: Path) -> None:
+    """Training and inference gather from shards; generation gathers all, or gets a copy made of the shards."""
+    plan = json.loads((ROOT / "tests/plans/dp4.json").read_text())
+    for call in ("actor_train_step", "critic_inference"):
+        plan["calls"][call] |= {"dp": 2, "tp": 2}
+    if generation == "at home":
+        plan["calls"]["actor_generate"] |= {"dp": 2, "tp": 2}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    words = ("--dtype", "float64", "--compute.data-parallel", "fsdp")
+    run = finished(tmp_path / "run", "ppo", "--plan", path, *map(str, COMMON), *words)
+    check_float64(run, reference64)
+
+
+def check_float64(run: FinishedRun, reference64: FinishedRun) -> None:
     for step in range(STEPS):
         expected, got = reference64.recorded(step, "seq"), run.recorded(step, "seq")
         assert expected.keys() == got.keys()

@@ -73,7 +73,7 @@ def test_every_global_element_is_counted_once(config: DecoderConfig, strategy: P
     counted = {spec.name: torch.zeros(spec.shape) for spec in decoder_parameters(config)}
     for groups in ranks(strategy):
         arena = build_arena(config, groups, torch.float32, CPU)
-        part = counted_range(config, groups.layout, groups.rank)
+        part = counted_range(config, groups.layout, groups.rank, arena.layout)
         arena.flat[part.start : part.stop] = 1.0
         for name, (box, local) in boxes(build_decoder(config, groups, torch.float32, arena=arena)).items():
             where = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))

@@ -54,8 +54,8 @@ def test_clipping_limits_the_gradient() -> None:
     batch = random_batch(CONFIG, 4)
     norm = step(free, batch)["grad_norm"]
     assert step(clipped, batch)["grad_norm"] == norm  # of the gradient before clipping
-    assert free.trainer.gradients.flat.norm().item() == pytest.approx(norm[0])
-    assert clipped.trainer.gradients.flat.norm().item() == pytest.approx(1e-3, rel=1e-2)
+    assert free.parameters.gradients.flat.norm().item() == pytest.approx(norm[0])
+    assert clipped.parameters.gradients.flat.norm().item() == pytest.approx(1e-3, rel=1e-2)
 
 
 def test_clipping_by_hand() -> None:
@@ -71,7 +71,7 @@ def test_clipping_by_hand() -> None:
     stats = trained.train_step(random_batch(CONFIG, 4), "tokens", loss, lambda batch: float(len(batch)), 2)
     # Each of the 32 elements has the gradient 3 x 4 / 4, the norm is 3 sqrt(32); clipped, all are 0.5 / sqrt(32).
     assert stats["grad_norm"][0] == pytest.approx(3 * 32**0.5)
-    gradient = trained.trainer.gradients.views()["model.norm.weight"]
+    gradient = trained.parameters.gradients.views()["model.norm.weight"]
     torch.testing.assert_close(gradient, torch.full_like(gradient, 0.5 / 32**0.5), rtol=1e-6, atol=0)
     # The first step of AdamW is lr x sign(gradient), whatever its size.
     torch.testing.assert_close(norm, before - stats["lr"][0], rtol=1e-6, atol=0)
@@ -115,7 +115,7 @@ def test_bfloat16_follows_a_loop_written_out(wide: bool) -> None:
             with torch.no_grad():
                 parameters[name].copy_(trained.boxes()[name][1])
     state = {box.name: local for box, local in trained.optimizer_state()}
-    assert trained.trainer.gradients.flat.dtype == (torch.float32 if wide else torch.bfloat16)
+    assert trained.parameters.gradients.flat.dtype == (torch.float32 if wide else torch.bfloat16)
     for name, master in masters.items():
         torch.testing.assert_close(state[f"{name}@master"], master, rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(state[f"{name}@exp_avg"], first[name], rtol=1e-4, atol=1e-7)

@@ -67,10 +67,10 @@ def save(directory: Path, model: DecoderConfig, where: Layout, state: dict[str, 
             d: torch.cat([slice_of(state, b).flatten() for b in boxes if state[b.name].dtype == d])
             for d in {state[b.name].dtype for b in boxes}
         }
-        held, used = {}, dict.fromkeys(arenas, 0)
+        held, used = [], dict.fromkeys(arenas, 0)
         for box in boxes:
             dtype = state[box.name].dtype
-            held[box.name] = (box, arenas[dtype][used[dtype] : used[dtype] + box.size].view(box.shape))
+            held.append((box, arenas[dtype][used[dtype] : used[dtype] + box.size].view(box.shape)))
             used[dtype] += box.size
         write_boxes(directory, rank, owners[rank], held)
     name = str(state["model.norm.weight"].dtype).removeprefix("torch.")
@@ -156,7 +156,7 @@ def test_unfinished_is_no_checkpoint_and_a_later_save_replaces(tmp_path: Path) -
     target = tmp_path / "latest"
     save(target, MODEL, layout(1, 2, 1), first)
     owners = checkpoint_owners(MODEL, layout(4, 1, 1), KINDS)
-    whole = {name: (Box(name, (0,) * tensor.dim(), tuple(tensor.shape)), tensor) for name, tensor in second.items()}
+    whole = [(Box(name, (0,) * tensor.dim(), tuple(tensor.shape)), tensor) for name, tensor in second.items()]
     for rank in range(4):  # an attempt under another layout that nobody finishes
         write_boxes(target, rank, owners[rank], whole)
     box = Box("model.norm.weight", (0,), (24,))
@@ -266,7 +266,7 @@ def test_finish_refuses_damaged_files(tmp_path: Path, damage: Callable[[Path], N
     target = tmp_path / "step"
     state, where = random_state(MODEL), layout(1, 2, 1)
     owners = checkpoint_owners(MODEL, where, KINDS)
-    whole = {name: (Box(name, (0,) * tensor.dim(), tuple(tensor.shape)), tensor) for name, tensor in state.items()}
+    whole = [(Box(name, (0,) * tensor.dim(), tuple(tensor.shape)), tensor) for name, tensor in state.items()]
     for rank, boxes in owners.items():
         write_boxes(target, rank, boxes, whole)
     damage(staging_directory(target) / "boxes-1.safetensors")
@@ -277,7 +277,7 @@ def test_finish_refuses_damaged_files(tmp_path: Path, damage: Callable[[Path], N
 
 def test_finish_checks_dtype_and_that_nothing_is_left_out(tmp_path: Path) -> None:
     owners = checkpoint_owners(MODEL, layout(1, 1, 1))
-    whole = {box.name: (box, torch.zeros(box.shape)) for box in owners[0]}
+    whole = [(box, torch.zeros(box.shape)) for box in owners[0]]
     write_boxes(tmp_path / "step", 0, owners[0], whole)
     with pytest.raises(UserError, match="is F32, not BF16"):
         finish(tmp_path / "step", MODEL, "bfloat16", owners)
@@ -289,8 +289,8 @@ def test_finish_checks_dtype_and_that_nothing_is_left_out(tmp_path: Path) -> Non
 
 def test_a_rank_cannot_write_what_it_does_not_hold(tmp_path: Path) -> None:
     half = Box("model.norm.weight", (0,), (12,))
-    with pytest.raises(ValueError, match="rank 5 owns"):
-        write_boxes(tmp_path / "step", 5, [Box("model.norm.weight", (6,), (12,))], {half.name: (half, torch.zeros(12))})
+    with pytest.raises(ValueError, match="is asked for, but this rank has"):
+        write_boxes(tmp_path / "step", 5, [Box("model.norm.weight", (6,), (12,))], [(half, torch.zeros(12))])
 
 
 def test_reader_names_what_is_wrong(tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ def test_gradients(config: DecoderConfig, dtype: torch.dtype) -> None:
     assert clip < 1
     assert stats["grad_norm"][0] == pytest.approx(norm.item(), rel=TOLERANCE[dtype])
     theirs = dict(hf.named_parameters())
-    assert theirs.keys() == model.trainer.gradients.views().keys()
-    for name, gradient in model.trainer.gradients.views().items():
+    assert theirs.keys() == model.parameters.gradients.views().keys()
+    for name, gradient in model.parameters.gradients.views().items():
         assert distance(gradient, theirs[name].grad * clip) < TOLERANCE[dtype], name
 
 

@@ -15,15 +15,15 @@ def test_a_part_is_copied_locally() -> None:
     want = Box("p", (3, 1), (2, 2))
     source = torch.arange(12.0).view(4, 3)
     target = torch.zeros(2, 2)
-    execute(plan_reallocation({5: [BOX]}, {5: [want]}), 5, {"p": (BOX, source)}, {"p": (want, target)})
+    execute(plan_reallocation({5: [BOX]}, {5: [want]}), 5, [(BOX, source)], [(want, target)])
     assert target.tolist() == [[4.0, 5.0], [7.0, 8.0]]
 
 
 def test_mixed_or_unplanned_dtypes_are_refused() -> None:
     plan = plan_reallocation({0: [BOX]}, {0: [BOX]})
     with pytest.raises(ValueError, match="one dtype"):
-        execute(plan, 0, {"p": (BOX, torch.zeros(4, 3))}, {"p": (BOX, torch.zeros(4, 3).double())})
-    double = {"p": (BOX, torch.zeros(4, 3).double())}
+        execute(plan, 0, [(BOX, torch.zeros(4, 3))], [(BOX, torch.zeros(4, 3).double())])
+    double = [(BOX, torch.zeros(4, 3).double())]
     with pytest.raises(ValueError, match="element_bytes=8"):
         execute(plan, 0, double, double)
 
@@ -32,8 +32,8 @@ def test_tensors_the_plan_was_not_made_for_are_refused() -> None:
     plan = plan_reallocation({0: [BOX]}, {0: [BOX]})
     other = Box("p", (3, 0), (4, 3))
     with pytest.raises(ValueError, match=r"offset=\(3, 0\)"):
-        execute(plan, 0, {"p": (BOX, torch.zeros(4, 3))}, {"p": (other, torch.zeros(4, 3))})
+        execute(plan, 0, [(BOX, torch.zeros(4, 3))], [(other, torch.zeros(4, 3))])
     with pytest.raises(ValueError, match=r"in a tensor of \(5, 3\)"):
-        execute(plan, 0, {"p": (BOX, torch.zeros(5, 3))}, {"p": (BOX, torch.zeros(4, 3))})
+        execute(plan, 0, [(BOX, torch.zeros(5, 3))], [(BOX, torch.zeros(4, 3))])
     with pytest.raises(ValueError, match="nothing of it"):
-        execute(plan, 0, {"p": (BOX, torch.zeros(4, 3))}, {})
+        execute(plan, 0, [(BOX, torch.zeros(4, 3))], [])

@@ -51,10 +51,10 @@ def test_the_first_of_each_pair_and_then_every_third_step() -> None:
 
 def test_a_copy_that_differs_is_named() -> None:
     held, wanted = Box("p", (2, 0), (4, 3)), Box("p", (3, 1), (2, 2))
-    source, target = {"p": (held, torch.arange(12.0).view(4, 3))}, {"p": (wanted, torch.zeros(2, 2))}
+    source, target = [(held, torch.arange(12.0).view(4, 3))], [(wanted, torch.zeros(2, 2))]
     plan = plan_reallocation({5: [held]}, {5: [wanted]})
     execute(plan, 5, source, target)
     verify(plan, 5, source, target)
-    target["p"][1][1, 1] += 1
+    target[0][1][1, 1] += 1
     with pytest.raises(VerificationError, match=r"of critic: rank 5 .* rank 5 sent of parameter p, .*offset \(3, 1\)"):
         verify(plan, 5, source, target, model_name="critic")

@@ -22,8 +22,10 @@ from realhf.search.memory import (
     cache_bytes,
     copy_bytes,
     dynamic_bytes,
+    gathered_bytes,
     kept_elements,
     layers_in_flight,
+    model_sizes,
     packed_bytes,
     static_bytes,
 )
@@ -57,6 +59,21 @@ def test_zero1_divides_states_and_master_copy() -> None:
     without = EngineFeatures(zero1=False)
     assert static_bytes(TINY, ParallelStrategy(dp=4), "bfloat16", trained=True, features=without) == 18 * count
     assert static_bytes(TINY, ParallelStrategy(dp=4), "bfloat16", trained=False) == 2 * count
+
+
+def test_fully_sharded_divides_all_of_it_and_gathers_two_units() -> None:
+    count = parameter_count(TINY)
+    sharded = of_setup(ModelSetup(compute=ComputeConfig(data_parallel="fsdp")))
+    assert static_bytes(TINY, ParallelStrategy(dp=4), "bfloat16", trained=True, features=sharded) == 18 * count // 4
+    assert static_bytes(TINY, ParallelStrategy(dp=4), "bfloat16", trained=False, features=sharded) == 2 * count // 4
+    assert gathered_bytes(TINY, ParallelStrategy(), "bfloat16", sharded) == 0
+    assert gathered_bytes(TINY, ParallelStrategy(dp=4), "bfloat16", ENGINE) == 0
+    # The largest two units: two layers, or the embedding, or the head with its norm; gradients in float32, twice.
+    sizes = model_sizes(TINY)
+    head = sizes.head_sharded + sizes.head_replicated
+    units = sorted([sizes.layer_sharded + sizes.layer_replicated] * 2 + [sizes.embedding_sharded, head])
+    expected = 2 * (units[-1] + units[-2]) + 2 * 4 * units[-1]
+    assert gathered_bytes(TINY, ParallelStrategy(dp=4), "bfloat16", sharded) == expected
 
 
 def test_a_70b_actor_on_128_devices() -> None:

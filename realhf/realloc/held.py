@@ -1,0 +1,33 @@
+"""What a rank has in memory of a model: boxes with their tensors, and the parts of them that others ask for."""
+
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor
+
+from realhf.realloc.layout import Box
+
+HeldBoxes = Mapping[str, list[tuple[Box, Tensor]]]  # parameter name -> its boxes here, each with a view of its shape
+
+
+def by_name(held: Iterable[tuple[Box, Tensor]]) -> HeldBoxes:
+    """`held` for `part` to look in."""
+    found: dict[str, list[tuple[Box, Tensor]]] = {}
+    for box, tensor in held:
+        found.setdefault(box.name, []).append((box, tensor))
+    return found
+
+
+def part(held: HeldBoxes, box: Box) -> Tensor:
+    """The view of the part `box` of the parameter `box.name`.
+
+    Raises:
+        ValueError: no held box contains all of `box`, or its tensor has another shape.
+    """
+    of_name = held.get(box.name, [])
+    for holder, tensor in of_name:
+        if holder.intersect(box) == box and tuple(tensor.shape) == holder.shape:
+            return tensor[box.slices_in(holder)]
+    has = [f"{holder} in a tensor of {tuple(tensor.shape)}" for holder, tensor in of_name] or ["nothing of it"]
+    raise ValueError(
+        f"{box} is asked for, but this rank has {', '.join(has)}; pass the tensors of the layout that was planned for"
+    )
