@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.realloc.held import HeldBoxes, by_name, part
+from realhf.realloc.held import HeldBoxes, by_name, part, sent_part
 from realhf.realloc.layout import Box
 from realhf.realloc.planner import DeviceRound, ReallocationPlan
 
@@ -80,7 +80,7 @@ def _run_round(
     messages: list[Message] = []
     for peer, boxes in sorted(each_round.sends.items()):
         buffer = torch.empty(sum(box.size for box in boxes), dtype=like.dtype, device=like.device)
-        _for_each_box(buffer, boxes, lambda box, packed: packed.copy_(part(source_tensors, box)))
+        _for_each_box(buffer, boxes, lambda box, packed: packed.copy_(sent_part(source_tensors, target_tensors, box)))
         messages.append(Message("receive", peer, boxes, buffer))
     for peer, boxes in sorted(each_round.receives.items()):
         buffer = torch.empty(sum(box.size for box in boxes), dtype=like.dtype, device=like.device)

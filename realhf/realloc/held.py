@@ -31,3 +31,13 @@ def part(held: HeldBoxes, box: Box) -> Tensor:
     raise ValueError(
         f"{box} is asked for, but this rank has {', '.join(has)}; pass the tensors of the layout that was planned for"
     )
+
+
+def sent_part(source: HeldBoxes, target: HeldBoxes, box: Box) -> Tensor:
+    """What a rank sends as `box`: what it holds from the start, or else what it received in an earlier round.
+
+    Raises:
+        ValueError: as `part`.
+    """
+    is_held = any(holder.intersect(box) == box for holder, _ in source.get(box.name, []))
+    return part(source if is_held else target, box)

@@ -13,18 +13,11 @@ from realhf.api.compute import DataParallel
 from realhf.api.layout import Layout
 from realhf.api.model import DecoderConfig
 from realhf.realloc.layout import Box
+from realhf.realloc.rounds import Rounds, Transfer
+from realhf.realloc.senders import Senders, node_of
 from realhf.realloc.shards import held_boxes
 
 DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
-
-
-@dataclass(frozen=True)
-class Transfer:
-    """`box` travels from device `source` to every device of `targets` (one device; several are a broadcast)."""
-
-    source: int
-    targets: tuple[int, ...]
-    box: Box
 
 
 @dataclass(frozen=True)
@@ -68,8 +61,7 @@ class ReallocationPlan:
         """Bytes sent by each device that sends."""
         sent: dict[int, int] = {}
         for transfer in self.transfers:
-            size_bytes = transfer.box.size * self.element_bytes * len(transfer.targets)
-            sent[transfer.source] = sent.get(transfer.source, 0) + size_bytes
+            sent[transfer.source] = sent.get(transfer.source, 0) + transfer.box.size * self.element_bytes
         return sent
 
     @cached_property
@@ -77,8 +69,7 @@ class ReallocationPlan:
         """Bytes received by each device that receives."""
         received: dict[int, int] = {}
         for transfer in self.transfers:
-            for device in transfer.targets:
-                received[device] = received.get(device, 0) + transfer.box.size * self.element_bytes
+            received[transfer.target] = received.get(transfer.target, 0) + transfer.box.size * self.element_bytes
         return received
 
     @cached_property
@@ -87,8 +78,7 @@ class ReallocationPlan:
         return sum(
             transfer.box.size * self.element_bytes
             for transfer in self.transfers
-            for device in transfer.targets
-            if _node(device, self.devices_per_node) != _node(transfer.source, self.devices_per_node)
+            if node_of(transfer.target, self.devices_per_node) != node_of(transfer.source, self.devices_per_node)
         )
 
     @cached_property
@@ -99,9 +89,8 @@ class ReallocationPlan:
             sends: dict[int, dict[int, list[Box]]] = {}
             receives: dict[int, dict[int, list[Box]]] = {}
             for transfer in transfers:
-                for target in transfer.targets:
-                    sends.setdefault(transfer.source, {}).setdefault(target, []).append(transfer.box)
-                    receives.setdefault(target, {}).setdefault(transfer.source, []).append(transfer.box)
+                sends.setdefault(transfer.source, {}).setdefault(transfer.target, []).append(transfer.box)
+                receives.setdefault(transfer.target, {}).setdefault(transfer.source, []).append(transfer.box)
             for device in sends.keys() | receives.keys():
                 mine = DeviceRound(
                     index,
@@ -122,6 +111,7 @@ def plan_between(
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
     source_data_parallel: DataParallel = "zero1",
     target_data_parallel: DataParallel = "zero1",
+    forwarding: bool = True,
 ) -> ReallocationPlan:
     """The plan that moves `model` from layout `source` to layout `target`; planned once a pair, then cached.
 
@@ -133,6 +123,7 @@ def plan_between(
         devices_per_node,
         element_bytes=element_bytes,
         bucket_bytes=bucket_bytes,
+        forwarding=forwarding,
     )
 
 
@@ -143,13 +134,16 @@ def plan_reallocation(
     *,
     element_bytes: int = 4,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    forwarding: bool = True,
 ) -> ReallocationPlan:
     """The plan after which every device of `target` holds its boxes, given what the devices of `source` hold.
 
-    A device's own part of a target box is copied locally. For the rest the source is the holder on the same node
+    A device's own part of a target box is copied locally. For the rest the sender is a holder on the same node
     (devices i * devices_per_node and following; None: one node) or else any holder; among these the one that has
-    been given the fewest bytes to send, then the lowest index. Boxes larger than a bucket are cut along their first
-    dimension (further ones only if a single row is larger than a bucket).
+    been given the fewest bytes to send, then the lowest index. With `forwarding`, a part that several devices want
+    goes on from those that got it in an earlier round: the first of a node fetches it for all of the node, and
+    holders that would send more than others receive are relieved, so that a chain forms behind a single holder.
+    Boxes larger than a bucket are cut along their first dimension (further ones only if a single row is larger).
 
     Raises:
         ValueError: part of a target box is held by nobody, two target boxes of a device overlap, or a bucket
@@ -160,26 +154,26 @@ def plan_reallocation(
             f"bucket_bytes={bucket_bytes} cannot hold one element of {element_bytes} bytes; make it larger"
         )
     holders = _holders_by_name(source)
-    cells_of: dict[Box, list[tuple[Box, list[int]]]] = {}
-    sent = dict.fromkeys(source, 0)
+    senders, rounds = Senders(devices_per_node, forwarding), Rounds(bucket_bytes)
     local_copies: dict[int, list[Box]] = {}
     lacking_bytes = dict.fromkeys(sorted(target), 0)
-    rounds = _Rounds(bucket_bytes)
-    for device, box in _by_parameter(target):
-        if box not in cells_of:
-            cells_of[box] = _cells(box, holders.get(box.name, {}))
-        for cell, cell_holders in cells_of[box]:
-            if device in cell_holders:
+    to_send: list[tuple[Box, list[int], list[int]]] = []
+    for box, devices in _by_parameter(target):
+        for cell, cell_holders in _cells(box, holders.get(box.name, {})):
+            lacking = sorted({*devices}.difference(cell_holders))
+            for device in {*devices}.difference(lacking):
                 local_copies.setdefault(device, []).append(cell)
-                continue
-            size_bytes = cell.size * element_bytes
-            lacking_bytes[device] += size_bytes
-            node = _node(device, devices_per_node)
-            nearest = [holder for holder in cell_holders if _node(holder, devices_per_node) == node] or cell_holders
-            chosen = min(nearest, key=lambda holder: (sent[holder], holder))
-            sent[chosen] += size_bytes
-            for piece in _pieces(cell, bucket_bytes // element_bytes):
-                rounds.add(Transfer(chosen, (device,), piece), piece.size * element_bytes)
+            for device in lacking:
+                lacking_bytes[device] += cell.size * element_bytes
+            for piece in _pieces(cell, bucket_bytes // element_bytes) if lacking else ():
+                to_send.append((piece, cell_holders, lacking))
+                senders.expect(piece.size * element_bytes, cell_holders)
+    for piece, piece_holders, lacking in to_send:
+        size_bytes = piece.size * element_bytes
+        can_forward: dict[int, int] = {}  # device that gets the piece -> the round after that
+        for sender, receiver in senders.hops(size_bytes, piece_holders, lacking):
+            transfer = Transfer(sender, receiver, piece, is_forwarded=sender in can_forward)
+            can_forward[receiver] = rounds.add(transfer, size_bytes, can_forward.get(sender, 0)) + 1
     return ReallocationPlan(
         rounds=tuple(tuple(transfers) for transfers in rounds.transfers),
         local_copies={device: tuple(cells) for device, cells in local_copies.items()},
@@ -188,50 +182,6 @@ def plan_reallocation(
         bucket_bytes=bucket_bytes,
         devices_per_node=devices_per_node,
     )
-
-
-class _Rounds:
-    """Puts each transfer into the first round, not yet well filled, in which all of its devices have room for it."""
-
-    def __init__(self, bucket_bytes: int) -> None:
-        self.transfers: list[list[Transfer]] = []
-        self._bucket_bytes = bucket_bytes
-        self._sending: dict[int, _Lane] = {}
-        self._receiving: dict[int, _Lane] = {}
-
-    def add(self, transfer: Transfer, size_bytes: int) -> None:
-        lanes = [self._sending.setdefault(transfer.source, _Lane())]
-        lanes += [self._receiving.setdefault(target, _Lane()) for target in transfer.targets]
-        index = max(lane.first_open for lane in lanes)
-        while any(lane.used(index) + size_bytes > self._bucket_bytes for lane in lanes):
-            index += 1
-        for lane in lanes:
-            lane.add(index, size_bytes, self._bucket_bytes // 2)
-        while len(self.transfers) <= index:
-            self.transfers.append([])
-        self.transfers[index].append(transfer)
-
-
-class _Lane:
-    """Bytes that one device sends, or receives, in each round; all rounds below `first_open` are well filled."""
-
-    def __init__(self) -> None:
-        self.first_open = 0
-        self._used_bytes: list[int] = []
-
-    def used(self, index: int) -> int:
-        return self._used_bytes[index] if index < len(self._used_bytes) else 0
-
-    def add(self, index: int, size_bytes: int, well_filled_bytes: int) -> None:
-        """Not looking for room where more than `well_filled_bytes` are used keeps planning fast."""
-        self._used_bytes.extend([0] * (index + 1 - len(self._used_bytes)))
-        self._used_bytes[index] += size_bytes
-        while self.used(self.first_open) > well_filled_bytes:
-            self.first_open += 1
-
-
-def _node(device: int, devices_per_node: int | None) -> int:
-    return 0 if devices_per_node is None else device // devices_per_node
 
 
 def _holders_by_name(source: Mapping[int, Sequence[Box]]) -> dict[str, dict[Box, list[int]]]:
@@ -243,20 +193,19 @@ def _holders_by_name(source: Mapping[int, Sequence[Box]]) -> dict[str, dict[Box,
     return holders
 
 
-def _by_parameter(target: Mapping[int, Sequence[Box]]) -> Iterator[tuple[int, Box]]:
-    """All (device, target box), parameter by parameter, devices ascending."""
-    wanted: dict[str, list[tuple[int, Box]]] = {}
+def _by_parameter(target: Mapping[int, Sequence[Box]]) -> Iterator[tuple[Box, list[int]]]:
+    """Every distinct target box, parameter by parameter, with the devices that want it, ascending."""
+    wanted: dict[str, dict[Box, list[int]]] = {}
     for device in sorted(target):
+        own: dict[str, list[Box]] = {}
         for box in target[device]:
-            of_name = wanted.setdefault(box.name, [])
-            for other_device, other in reversed(of_name):
-                if other_device != device:
-                    break
+            for other in own.setdefault(box.name, []):
                 if other.intersect(box):
                     raise ValueError(f"device {device} wants {box} and {other}, which overlap; target boxes must not")
-            of_name.append((device, box))
+            own[box.name].append(box)
+            wanted.setdefault(box.name, {}).setdefault(box, []).append(device)
     for of_name in wanted.values():
-        yield from of_name
+        yield from of_name.items()
 
 
 def _cells(box: Box, holders: Mapping[Box, list[int]]) -> list[tuple[Box, list[int]]]:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from realhf.api.layout import Layout
 from realhf.realloc.executor import Message, ReallocationError, exchange
-from realhf.realloc.held import HeldBoxes, by_name, part
+from realhf.realloc.held import HeldBoxes, by_name, part, sent_part
 from realhf.realloc.layout import Box
 from realhf.realloc.planner import ReallocationPlan
 
@@ -69,10 +69,11 @@ def verify(
             for boxes_of, of_round in ((sends, each_round.sends), (receives, each_round.receives)):
                 for peer, boxes in of_round.items():
                     boxes_of.setdefault(peer, []).extend(boxes)
-        messages = [
-            Message("receive", peer, boxes, _sums(source_tensors, boxes)) for peer, boxes in sorted(sends.items())
-        ]
-        own = {peer: _sums(target_tensors, boxes) for peer, boxes in sorted(receives.items())}
+        messages = []
+        for peer, boxes in sorted(sends.items()):
+            held = _sums([sent_part(source_tensors, target_tensors, box) for box in boxes])
+            messages.append(Message("receive", peer, boxes, held))
+        own = {peer: _sums([part(target_tensors, box) for box in boxes]) for peer, boxes in sorted(receives.items())}
         received = [Message("send", peer, receives[peer], torch.empty_like(sums)) for peer, sums in own.items()]
         exchange([*messages, *received], group, label, timeout_s)
         for message in received:
@@ -115,8 +116,8 @@ def bit_sum(tensor: Tensor) -> Tensor:
     return total
 
 
-def _sums(tensors: HeldBoxes, boxes: Sequence[Box]) -> Tensor:
-    return torch.stack([bit_sum(part(tensors, box)) for box in boxes])
+def _sums(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.stack([bit_sum(tensor) for tensor in tensors])
 
 
 def _differing_copies(
@@ -126,5 +127,6 @@ def _differing_copies(
     boxes = plan.local_copies.get(rank, ())
     if not boxes:
         return []
-    differs = _sums(source_tensors, boxes) != _sums(target_tensors, boxes)
+    copied, copies = ([part(tensors, box) for box in boxes] for tensors in (source_tensors, target_tensors))
+    differs = _sums(copied) != _sums(copies)
     return [boxes[index] for index in differs.nonzero().flatten().tolist()]

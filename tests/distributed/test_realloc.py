@@ -53,6 +53,8 @@ PAIRS = [
     (FOUR_HEADS, layout(0, 2, 1, 1), layout(2, 1, 2, 1)),  # two replicas share the sending
     (FOUR_HEADS, layout(0, 1, 1, 1), layout(0, 2, 2, 1)),
     (FOUR_HEADS, layout(0, 1, 2, 2), layout(1, 1, 1, 1)),
+    (SIX_HEADS, layout(0, 1, 1, 1), layout(1, 3, 1, 1)),  # a chain: each part leaves its only holder once
+    (FOUR_HEADS, layout(0, 1, 2, 1), layout(0, 4, 1, 1)),
 ]
 
 # From and to a home whose parameters are divided over its data-parallel ranks too, and from it to all of it there.

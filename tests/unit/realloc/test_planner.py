@@ -5,10 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from realhf.api.compute import DataParallel
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model import DecoderConfig
 from realhf.realloc.layout import Box, device_boxes
-from realhf.realloc.planner import ReallocationPlan, Transfer, plan_between, plan_reallocation, subtract
+from realhf.realloc.planner import ReallocationPlan, plan_between, plan_reallocation, subtract
+from realhf.realloc.rounds import Transfer
+from realhf.realloc.shards import held_boxes
 from tests.unit.realloc.layouts import global_state, layouts, models
 
 Boxes = dict[int, list[Box]]
@@ -37,13 +40,15 @@ def check(plan: ReallocationPlan, state: dict[str, np.ndarray], source: Boxes, t
             assert held[device][box.name][region(box)].all()
             got[device][box.name][region(box)] = state[box.name][region(box)]
             written[device][box.name][region(box)] += 1
+    arrived = {device: masks(state, []) for device in held}
     received = dict.fromkeys(target, 0)
     for transfers in plan.rounds:
         sending, receiving = dict.fromkeys(held, 0), dict.fromkeys(held, 0)
         assert transfers
         for transfer in transfers:
-            box, (device,) = transfer.box, transfer.targets
-            assert held[transfer.source][box.name][region(box)].all(), "a device sends what it does not hold"
+            box, device = transfer.box, transfer.target
+            has = arrived if transfer.is_forwarded else held
+            assert has[transfer.source][box.name][region(box)].all(), "a device sends what it does not have yet"
             assert not held[device][box.name][region(box)].any(), "a device receives what it holds"
             assert wanted[device][box.name][region(box)].all(), "a device receives what it does not want"
             got[device][box.name][region(box)] = state[box.name][region(box)]
@@ -53,6 +58,8 @@ def check(plan: ReallocationPlan, state: dict[str, np.ndarray], source: Boxes, t
             receiving[device] += size_bytes
             received[device] += size_bytes
         assert max(*sending.values(), *receiving.values()) <= plan.bucket_bytes
+        for transfer in transfers:
+            arrived[transfer.target][transfer.box.name][region(transfer.box)] = True
     for device in target:
         for name, array in state.items():
             assert (got[device][name] == np.where(wanted[device][name], array, 0)).all()
@@ -73,10 +80,33 @@ def test_any_layout_to_any_layout(data: st.DataObject) -> None:
     a, b = data.draw(layouts(model)), data.draw(layouts(model))
     element_bytes = data.draw(st.sampled_from([2, 4, 8]))
     bucket_bytes = data.draw(st.sampled_from([7 * element_bytes, 100, 512, 2**20]))
-    plan = plan_between(model, a, b, data.draw(st.sampled_from([None, 1, 2, 4])), element_bytes, bucket_bytes)
-    source = {device: device_boxes(model, a, device) for device in a.mesh.devices}
-    target = {device: device_boxes(model, b, device) for device in b.mesh.devices}
-    check(plan, global_state(model), source, target)
+    devices_per_node, forwarding = data.draw(st.sampled_from([None, 1, 2, 4])), data.draw(st.booleans())
+    kinds: list[DataParallel] = [data.draw(st.sampled_from(["zero1", "fsdp"])) for _ in range(2)]
+    plan = plan_between(model, a, b, devices_per_node, element_bytes, bucket_bytes, *kinds, forwarding=forwarding)
+    source = {device: held_boxes(model, a, device, kinds[0]) for device in a.mesh.devices}
+    target = {device: held_boxes(model, b, device, kinds[1]) for device in b.mesh.devices}
+    state = global_state(model)
+    check(plan, state, source, target)
+    if forwarding:
+        assert plan.network_bytes == bytes_that_nodes_lack(state, source, target, devices_per_node, element_bytes)
+    else:
+        assert not any(transfer.is_forwarded for transfer in plan.transfers)
+
+
+def bytes_that_nodes_lack(
+    state: dict[str, np.ndarray], source: Boxes, target: Boxes, devices_per_node: int | None, element_bytes: int
+) -> int:
+    """Of each node, the elements that a device of it wants and none of it holds: what has to come from elsewhere."""
+
+    def elements(side: Boxes, node: int) -> dict[str, np.ndarray]:
+        here = [box for device, boxes in side.items() if device // (devices_per_node or 1000) == node for box in boxes]
+        return masks(state, here)
+
+    total = 0
+    for node in {device // (devices_per_node or 1000) for device in target}:
+        wanted, held = elements(target, node), elements(source, node)
+        total += sum(int((wanted[name] & ~held[name]).sum()) for name in state)
+    return total * element_bytes
 
 
 @st.composite
@@ -124,7 +154,7 @@ def test_two_to_three_worked_by_hand() -> None:
     target = {0: [rows(0, 2)], 1: [rows(2, 4)], 2: [rows(4, 6)]}
     plan = plan_reallocation(source, target)
     assert plan.local_copies == {0: (rows(0, 2),), 1: (rows(3, 4),)}
-    assert plan.rounds == ((Transfer(0, (1,), rows(2, 3)), Transfer(1, (2,), rows(4, 6))),)
+    assert plan.rounds == ((Transfer(0, 1, rows(2, 3)), Transfer(1, 2, rows(4, 6))),)
     assert plan.lacking_bytes == {0: 0, 1: 4, 2: 8}
     assert plan.device_rounds[1][0].receives == {0: (rows(2, 3),)}
     assert plan.device_rounds[1][0].sends == {2: (rows(4, 6),)}
@@ -133,7 +163,7 @@ def test_two_to_three_worked_by_hand() -> None:
 def test_nearest_source_first() -> None:
     everybody = {0: [rows(0, 8)], 3: [rows(0, 8)], 9: [rows(0, 8)]}
     plan = plan_reallocation(everybody, {2: [rows(0, 8)], 8: [rows(0, 8)], 3: [rows(0, 8)], 5: [rows(0, 8)]}, 2)
-    sources = {transfer.targets[0]: transfer.source for transfer in plan.transfers}
+    sources = {transfer.target: transfer.source for transfer in plan.transfers}
     assert sources == {2: 3, 8: 9, 5: 0}  # 2 and 3, 8 and 9 share a node; 5 takes the idle device
     assert plan.network_bytes == 32
     assert plan_reallocation(everybody, {5: [rows(0, 8)]}).network_bytes == 0  # one node
@@ -146,6 +176,55 @@ def test_replicas_share_the_sending() -> None:
     sent = plan_between(model, source, target).sent_bytes
     assert set(sent.values()) == {sum(sent.values()) // 4}
     assert set(sent) == {0, 1, 2, 3}
+
+
+def test_a_single_holder_starts_a_chain() -> None:
+    """One device to three others: each part leaves it once, and is forwarded while the next one comes."""
+    source, target = {0: [rows(0, 4)]}, {device: [rows(0, 4)] for device in (1, 2, 3)}
+    plan = plan_reallocation(source, target, bucket_bytes=8)
+    assert [[(t.source, t.target, t.box.offset[0], t.is_forwarded) for t in each] for each in plan.rounds] == [
+        [(0, 1, 0, False)],
+        [(1, 2, 0, True), (0, 3, 2, False)],
+        [(2, 3, 0, True), (3, 1, 2, True)],
+        [(3, 2, 2, True)],
+    ]
+    assert plan.sent_bytes == {0: 16, 1: 8, 2: 8, 3: 16}
+    direct = plan_reallocation(source, target, bucket_bytes=8, forwarding=False)
+    assert direct.sent_bytes == {0: 48}
+    assert len(direct.rounds) == 6
+
+
+def test_each_node_fetches_a_part_once_and_its_devices_take_turns() -> None:
+    """Two nodes of two devices want what a third has: halves of four rows come in over different devices."""
+    plan = plan_reallocation({0: [rows(0, 8)]}, {d: [rows(0, 8)] for d in (2, 3, 4, 5)}, 2, bucket_bytes=16)
+    assert plan.network_bytes == 2 * 32
+    assert plan.lower_bound_bytes == 4 * 32
+    fetched = {2: 0, 3: 0, 4: 0, 5: 0}
+    for transfer in plan.transfers:
+        fetched[transfer.target] += 4 * transfer.box.size * (transfer.source // 2 != transfer.target // 2)
+    assert fetched == {2: 16, 3: 16, 4: 16, 5: 16}
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        (Layout(DeviceMesh(0, 1), ParallelStrategy()), Layout(DeviceMesh(0, 8), ParallelStrategy(dp=8))),
+        (Layout(DeviceMesh(0, 2), ParallelStrategy(tp=2)), Layout(DeviceMesh(2, 6), ParallelStrategy(dp=3, tp=2))),
+        (Layout(DeviceMesh(0, 4), ParallelStrategy(dp=2, pp=2)), Layout(DeviceMesh(4, 4), ParallelStrategy(dp=4))),
+        (Layout(DeviceMesh(0, 2), ParallelStrategy(pp=2)), Layout(DeviceMesh(0, 8), ParallelStrategy(dp=4, pp=2))),
+    ],
+)
+def test_with_chains_no_device_sends_much_more_than_the_bound(source: Layout, target: Layout) -> None:
+    """The bound of each pair: what the worst device lacks, or an equal share of what somebody lacks for each that
+    sends it first, whichever is more; within the largest parameter of it (embeddings of two and of one stage)."""
+    model = DecoderConfig(
+        hidden_size=16, intermediate_size=32, num_layers=8, num_heads=4, num_kv_heads=4, vocab_size=16
+    )
+    plan = plan_between(model, source, target, bucket_bytes=512)
+    state = global_state(model)
+    wanted_by_somebody = 4 * sum(array.size for array in state.values())
+    bound = max(*plan.lacking_bytes.values(), wanted_by_somebody / source.mesh.size)
+    assert max(plan.sent_bytes.values()) <= bound + 4 * max(array.size for array in state.values())
 
 
 def test_equal_layouts_move_nothing() -> None:
@@ -175,8 +254,8 @@ def test_rounds_fill_buckets_side_by_side() -> None:
     target = {2: [rows(0, 8, "a")], 3: [rows(0, 8, "b")]}
     plan = plan_reallocation(source, target, bucket_bytes=16)
     assert plan.rounds == (
-        (Transfer(0, (2,), rows(0, 4, "a")), Transfer(1, (3,), rows(0, 4, "b"))),
-        (Transfer(0, (2,), rows(4, 8, "a")), Transfer(1, (3,), rows(4, 8, "b"))),
+        (Transfer(0, 2, rows(0, 4, "a")), Transfer(1, 3, rows(0, 4, "b"))),
+        (Transfer(0, 2, rows(4, 8, "a")), Transfer(1, 3, rows(4, 8, "b"))),
     )
 
 
@@ -201,7 +280,7 @@ def test_a_later_round_does_not_keep_earlier_ones_from_being_filled() -> None:
     source = {0: [rows(0, 2, "b"), rows(0, 2, "c")], 2: [rows(0, 8, "a")]}
     target = {1: [rows(0, 8, "a"), rows(0, 2, "b")], 3: [rows(0, 2, "c")]}
     plan = plan_reallocation(source, target, bucket_bytes=16)
-    assert [[(t.source, *t.targets, t.box.name) for t in transfers] for transfers in plan.rounds] == [
+    assert [[(t.source, t.target, t.box.name) for t in transfers] for transfers in plan.rounds] == [
         [(2, 1, "a"), (0, 3, "c")],
         [(2, 1, "a")],
         [(0, 1, "b")],
