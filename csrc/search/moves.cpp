@@ -37,6 +37,8 @@ Moves::Moves(const Problem& problem) : problem_(problem), calls_(problem.calls.s
             calls_[c].layout_of.push_back(layouts.emplace(layout, layouts.size()).first->second);
         }
     }
+    meshes_.resize(meshes.size());
+    for (const auto& [mesh, number] : meshes) meshes_[number] = mesh;
     for (std::size_t c = 0; c < problem.calls.size(); ++c) {
         Index& index = calls_[c];
         const std::vector<Option>& options = problem.calls[c].options;
@@ -54,7 +56,39 @@ Moves::Moves(const Problem& problem) : problem_(problem), calls_(problem.calls.s
                 if (kept) index.by_mesh[mesh].push_back(i), index.frontier.push_back(i);
             }
         }
+        const auto faster = [&](int i, int j) { return j < 0 || options[i].time < options[j].time; };
+        index.fastest.assign(meshes.size(), -1);
+        int of_all = -1;
+        for (int i : index.frontier) {
+            if (options[i].static_bytes + options[i].dynamic_bytes > problem.device_memory_bytes) continue;
+            int& of_mesh = index.fastest[index.mesh_of[i]];
+            if (faster(i, of_mesh)) of_mesh = i;
+            if (faster(i, of_all)) of_all = i;
+        }
+        index.fastest_of_all = std::max(of_all, 0);
     }
+}
+
+Plan Moves::divided(Random& random) const {
+    const int a = random.below(calls_.size());
+    const int one = calls_[a].mesh_of[random.pick(calls_[a].frontier)];
+    const auto [first, size] = meshes_[one];
+    std::vector<int> beside;  // the largest that do not overlap it
+    for (int mesh = 0; mesh < static_cast<int>(meshes_.size()); ++mesh) {
+        const auto [other_first, other_size] = meshes_[mesh];
+        if (other_first < first + size && first < other_first + other_size) continue;
+        if (!beside.empty() && other_size < meshes_[beside[0]].second) continue;
+        if (!beside.empty() && other_size > meshes_[beside[0]].second) beside.clear();
+        beside.push_back(mesh);
+    }
+    const int two = beside.empty() ? one : random.pick(beside);
+    Plan plan;
+    for (const Index& index : calls_) {
+        const int part = random.below(3);
+        const int chosen = part == 0 ? index.fastest_of_all : index.fastest[part == 1 ? one : two];
+        plan.push_back(chosen < 0 ? index.fastest_of_all : chosen);
+    }
+    return plan;
 }
 
 Change Moves::single(Plan& plan, Random& random) const {

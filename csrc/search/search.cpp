@@ -294,12 +294,16 @@ Searched heuristic_search(const Problem& problem, const Preparation& prepared, s
     const std::int64_t budget = limits.evaluations;
     for (const Plan& start : starts) descend(search, simulator, moves, start, budget / 4);
     starts.insert(starts.begin(), search.best());
-    // Rounds of growing length: temper, descend from what was found, and from a plan of which half is redrawn.
+    // Half of the chains look beside the best at once; a small budget is over before a second round.
+    if (random.uniform() < 0.5) starts.push_back(moves.divided(random));
+    // Rounds of growing length: temper from the best and from others, descend from what was found, and from a plan of
+    // which half is redrawn.
     std::int64_t length = 40000;
     for (int round = 0; !search.exhausted(); ++round, length += length / 2) {
         const bool is_last = search.evaluations() + 2 * length >= budget;
         const std::int64_t end = is_last ? budget - budget / 8 : search.evaluations() + length;
-        tempering.start(round == 0 ? starts : std::vector<Plan>{search.best(), random_plan(problem, random)});
+        if (round > 0) starts = {search.best(), moves.divided(random), random_plan(problem, random)};
+        tempering.start(starts);
         tempering.run(end);
         descend(search, simulator, moves, search.best(), budget);
         for (int restart = 0; restart < 4 && !search.exhausted(); ++restart) {
