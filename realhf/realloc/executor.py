@@ -36,10 +36,16 @@ def execute(
     target: Sequence[tuple[Box, Tensor]],
     group: dist.ProcessGroup | None = None,
     *,
+    eta: float = 1.0,
     model_name: str = "model",
     timeout_s: float = 600.0,
 ) -> None:
     """Fills the tensors of `target` from those of `source` on all ranks, each a view of the shape of its box.
+
+    With `eta` < 1 the target becomes eta * source + (1 - eta) * target, an exponential moving average of the sources
+    that it was given, as for a reference model that follows the actor; its own values are then needed before. Each
+    time it is rounded to the tensors' dtype: in bfloat16 changes below 1/256 of a value are lost, so keep averages
+    of small `eta` in float32.
 
     Every rank that holds source or target boxes calls it with the same plan, made from exactly these boxes; a
     device's index is its rank in `group` (default: the world). The others return at once. A target may be the
@@ -49,24 +55,27 @@ def execute(
 
     Raises:
         ReallocationError: a peer did not answer within `timeout_s` for one bucket, or died.
-        ValueError: the tensors are not all of one dtype, or not of the size that the plan counts with.
+        ValueError: the tensors are not all of one dtype, or not of the size that the plan counts with; `eta` is not
+            from 0 to 1, or less than 1 with a plan that forwards.
     """
+    write = _writer(plan, eta)
     with torch.no_grad():
         _check_dtype(plan, [tensor for _, tensor in (*source, *target)])
         source_tensors, target_tensors = by_name(source), by_name(target)
         for box in plan.local_copies.get(rank, ()):
             ours, wanted = part(source_tensors, box), part(target_tensors, box)
             if ours.data_ptr() != wanted.data_ptr() or ours.stride() != wanted.stride():
-                wanted.copy_(ours)
+                write(wanted, ours)
         for each_round in plan.device_rounds.get(rank, ()):
             bucket = f"reallocation of {model_name}, bucket {each_round.index + 1} of {len(plan.rounds)}: rank {rank}"
-            _run_round(each_round, source_tensors, target_tensors, group, bucket, timeout_s)
+            _run_round(each_round, source_tensors, target_tensors, write, group, bucket, timeout_s)
 
 
 def _run_round(
     each_round: DeviceRound,
     source_tensors: HeldBoxes,
     target_tensors: HeldBoxes,
+    write: Callable[[Tensor, Tensor], object],
     group: dist.ProcessGroup | None,
     bucket: str,
     timeout_s: float,
@@ -88,7 +97,7 @@ def _run_round(
     exchange(messages, group, bucket, timeout_s)
     for message in messages:
         if message.peers_part == "send":
-            _for_each_box(message.buffer, message.boxes, lambda box, packed: part(target_tensors, box).copy_(packed))
+            _for_each_box(message.buffer, message.boxes, lambda box, packed: write(part(target_tensors, box), packed))
 
 
 def exchange(messages: Sequence[Message], group: dist.ProcessGroup | None, label: str, timeout_s: float) -> None:
@@ -148,6 +157,20 @@ def _names(messages: Sequence[Message]) -> str:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         texts.append(f"rank {message.peer} to {message.peers_part} {names[0]}{more}")
     return ", ".join(texts)
+
+
+def _writer(plan: ReallocationPlan, eta: float) -> Callable[[Tensor, Tensor], object]:
+    """What is done with (a part of the target, its new values)."""
+    if not 0 <= eta <= 1:
+        raise ValueError(f"eta={eta:g} is the weight of the source in an average; give a number from 0 to 1")
+    if eta == 1:
+        return Tensor.copy_
+    if any(transfer.is_forwarded for transfer in plan.transfers):
+        raise ValueError(
+            f"eta={eta:g} with a plan that forwards: a device would send on averages instead of the source's values; "
+            "plan with forwarding=False"
+        )
+    return lambda target, values: target.lerp_(values, eta)
 
 
 def _check_dtype(plan: ReallocationPlan, tensors: Sequence[Tensor]) -> None:

@@ -50,7 +50,7 @@ def verify(
     timeout_s: float = 600.0,
 ) -> None:
     """Compares what each rank received, or copied, with what its sender holds. To be called by all ranks that
-    called `execute` with the same arguments, after it, while the tensors are as it left them.
+    called `execute` with the same arguments and eta = 1, after it, while the tensors are as it left them.
 
     A rank sums up the parts that it sent and that it received, sends one message of 8 bytes a part to each rank it
     had sent to, and compares. It is one more round of the plan, and cannot deadlock for the same reason.

@@ -107,6 +107,21 @@ def run_pair(
     return plan.received_bytes.get(rank, 0)
 
 
+def average(rank: int, model: DecoderConfig, a: Layout, b: Layout, dtype: torch.dtype, rounding: float) -> None:
+    """The target becomes eta * source + (1 - eta) * target, as float64 has it but for one rounding."""
+    state, eta = random_state(model, dtype), 0.3
+    plan = plan_between(model, a, b, 2, dtype.itemsize, BUCKET_BYTES, forwarding=False)
+    source, wanted = (boxed(state, held_boxes(model, side, rank)) for side in (a, b))
+    target = [(box, (1 + tensor.abs()).to(dtype)) for box, tensor in wanted]
+    expected = [
+        eta * new.double() + (1 - eta) * old.double() for (_, new), (_, old) in zip(wanted, target, strict=True)
+    ]
+    largest = [new.double().abs() + old.double().abs() for (_, new), (_, old) in zip(wanted, target, strict=True)]
+    execute(plan, rank, source, target, eta=eta, timeout_s=30)
+    for (box, got), values, size in zip(target, expected, largest, strict=True):
+        assert ((got.double() - values).abs() <= size * rounding).all(), (model, a, b, box)
+
+
 def run_all_pairs(rank: int) -> list[int]:
     received = []
     for index, (model, a, b) in enumerate(PAIRS):
@@ -116,6 +131,9 @@ def run_all_pairs(rank: int) -> list[int]:
         run_pair(rank, model, a, b, torch.float32, BUCKET_BYTES, ("fsdp", "zero1"))
         run_pair(rank, model, b, a, torch.bfloat16, BUCKET_BYTES, ("zero1", "fsdp"))
         run_pair(rank, model, a, a, torch.float64, BUCKET_BYTES, ("fsdp", "zero1"))
+    for model, a, b in PAIRS[-3:]:
+        average(rank, model, a, b, torch.float32, 2**-22)
+        average(rank, model, a, b, torch.bfloat16, 2**-8)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         run_pair(rank, *PAIRS[0], dtype, bucket_bytes=2**26)
     return received

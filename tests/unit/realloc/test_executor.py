@@ -37,3 +37,25 @@ def test_tensors_the_plan_was_not_made_for_are_refused() -> None:
         execute(plan, 0, [(BOX, torch.zeros(5, 3))], [(BOX, torch.zeros(4, 3))])
     with pytest.raises(ValueError, match="nothing of it"):
         execute(plan, 0, [(BOX, torch.zeros(4, 3))], [])
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2**-22), (torch.bfloat16, 2**-8)])
+def test_a_target_moves_towards_the_source(dtype: torch.dtype, rounding: float) -> None:
+    """Three moves, each eta * source + (1 - eta) * target in float64, then rounded."""
+    generator = torch.Generator().manual_seed(3)
+    source, target = (torch.rand(4, 3, generator=generator).add(0.5).to(dtype) for _ in range(2))
+    plan = plan_reallocation({0: [BOX]}, {0: [BOX]}, element_bytes=dtype.itemsize)
+    for eta in (0.25, 0.75, 0.0):
+        expected = eta * source.double() + (1 - eta) * target.double()
+        execute(plan, 0, [(BOX, source)], [(BOX, target)], eta=eta)
+        assert ((target.double() - expected).abs() <= expected * rounding).all()
+    execute(plan, 0, [(BOX, source)], [(BOX, target)], eta=1.0)
+    assert torch.equal(target, source)
+
+
+def test_averages_outside_of_0_to_1_or_along_chains_are_refused() -> None:
+    chain = plan_reallocation({0: [BOX]}, {1: [BOX], 2: [BOX]})
+    with pytest.raises(ValueError, match=r"eta=0\.5 with a plan that forwards.*forwarding=False"):
+        execute(chain, 2, [], [(BOX, torch.zeros(4, 3))], eta=0.5)
+    with pytest.raises(ValueError, match=r"eta=1\.5 .* give a number from 0 to 1"):
+        execute(chain, 2, [], [(BOX, torch.zeros(4, 3))], eta=1.5)
