@@ -2,8 +2,9 @@
 bytes with it, the workers execute it (design contract: parameters are boxes)."""
 
 from dataclasses import dataclass
+from functools import lru_cache
 
-from realhf.api.layout import Layout, held_layers
+from realhf.api.layout import Layout, ParallelStrategy, held_layers
 from realhf.api.model import DecoderConfig
 from realhf.models.parameters import ParameterSpec, decoder_parameters
 
@@ -53,9 +54,15 @@ def device_boxes(model: DecoderConfig, layout: Layout, device: int) -> list[Box]
     if device not in layout.mesh.devices:
         return []
     _, tp_index, stage = layout.coordinates(device)
-    layers = held_layers(model.num_layers, layout.strategy, stage)
-    return [
-        box_of(spec, layout.strategy.tp, tp_index)
+    return list(_boxes_at(model, layout.strategy, tp_index, stage))
+
+
+@lru_cache(maxsize=1024)
+def _boxes_at(model: DecoderConfig, strategy: ParallelStrategy, tp_index: int, stage: int) -> tuple[Box, ...]:
+    """What every device of one tensor-parallel index and stage holds, whatever its data-parallel group."""
+    layers = held_layers(model.num_layers, strategy, stage)
+    return tuple(
+        box_of(spec, strategy.tp, tp_index)
         for spec in decoder_parameters(model)
-        if spec.is_on_stage(layers, stage, layout.strategy.pp)
-    ]
+        if spec.is_on_stage(layers, stage, strategy.pp)
+    )

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from realhf.realloc.layout import Box
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Transfer:
     """`box` travels from device `source` to device `target`. Forwarded: the source received it in an earlier round."""
 
@@ -40,7 +40,7 @@ class Rounds:
         return index
 
 
-@dataclass
+@dataclass(slots=True)
 class _Lane:
     """Bytes that one device sends, or receives, in each round; all rounds below `first_open` are well filled."""
 
