@@ -52,6 +52,7 @@ def add_command(commands: Any) -> None:
         description=DESCRIPTION,
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # what is not known here is a field of the experiment
     )
     command.add_argument("experiment", help="a Python file with one dataclass under @auto")
     command.add_argument("--num-workers", type=int, help="devices to use (default: the GPUs here, else the CPU cores)")

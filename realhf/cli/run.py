@@ -46,6 +46,7 @@ def add_command(commands: Any) -> None:
         description=DESCRIPTION,
         epilog=EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,  # what is not known here is a field of the experiment
     )
     add_experiment_arguments(command)
     command.add_argument("--run-dir", type=Path, help="where everything is written (default runs/NAME-TIME)")

@@ -49,3 +49,11 @@ def test_help_shows_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert ended.value.code == 0
     text = capsys.readouterr().out
     assert all(f"{name} " in text for name in cli.COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "profile"])
+def test_the_beginning_of_an_option_is_a_field_s_name(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main([command, "experiments/sft.py", "--num", "3"])  # not --num-workers
+    assert ended.value.code == 2
+    assert "Unrecognized options: --num, 3" in capsys.readouterr().err
