@@ -83,8 +83,8 @@ def reallocate_along(rank: int) -> dict[str, np.ndarray]:
         execute(
             plan_between(TIED, before, after, 2, element_bytes=8),
             rank,
-            source.boxes() if source else {},
-            target.boxes() if target else {},
+            source.held() if source else [],
+            target.held() if target else [],
             model_name="actor",
             timeout_s=60,
         )
