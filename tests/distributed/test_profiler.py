@@ -138,6 +138,12 @@ def test_collectives_of_two_are_measured(root):
         assert curve.seconds[-1] > curve.seconds[0] > 0, kind
 
 
+def test_a_reallocation_to_a_neighbour_is_measured(root):
+    found = profile_of(MODEL, root).reallocation
+    assert found.latency_s >= 0
+    assert 1e5 < found.bandwidth < 1e12  # bytes a second: neither a failed fit nor a move that did nothing
+
+
 def test_heads_are_measured_apart_over_one_trunk(root):
     lm, scalar = profile_of(MODEL, root), profile_of(MODEL.with_head("scalar"), root)
     for with_lm, with_scalar in zip(lm.tensor, scalar.tensor, strict=True):

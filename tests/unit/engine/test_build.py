@@ -37,6 +37,16 @@ def test_arena_views_are_aligned_and_disjoint() -> None:
     assert [layout.shard(i) for i in (0, 1)] == [range(0, 128), range(128, 256)]
 
 
+def test_a_freed_arena_has_no_memory_and_its_views_come_back_with_it() -> None:
+    arena = Arena(FlatLayout({"a": (3, 5), "b": (64,)}), torch.float32, CPU)
+    views = arena.views()
+    arena.free()
+    assert arena.flat.untyped_storage().nbytes() == 0
+    arena.allocate()
+    arena.flat.fill_(2.0)
+    assert views["a"].sum() == 2 * 15
+
+
 def test_parameters_and_gradients_are_views_of_their_arenas() -> None:
     arena = build_arena(tiny(), ONE_RANK, torch.float32, CPU)
     decoder = build_decoder(tiny(), ONE_RANK, torch.float32, arena=arena)

@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
@@ -461,6 +462,20 @@ def test_tables_of_a_ppo_graph() -> None:
     move = len(names) + problem.transfers.index(moves["actor: actor_train_step -> actor_generate"])
     assert sorted(problem.calls[generate].parents) == sorted([(train, 1), (move, 0)])
     assert moves["actor: actor_train_step -> actor_generate"].parents == [(train, 1)]
+
+
+def test_a_reallocation_takes_what_was_measured_of_its_model() -> None:
+    graph, one = ppo(), ParallelStrategy()
+    cluster = cpu_cluster(2)
+    options = {
+        name: [Option(Layout(DeviceMesh(0 if definition.trains else 1, 1), one), 1)]
+        for name, definition in graph.calls.items()
+    }
+    links = structs.replace(CPU, intra_node_latency_s=5.0, intra_node_bandwidth=1000.0)
+    costs = Costs(CPU, {model: RoundTimings(links=links) for model in graph.models.values()})
+    problem = build_problem(graph, options, max_steps_in_flight=2, **{**settings(graph, cluster), "costs": costs})
+    moves = {t.name: list(t.seconds) for t in problem.transfers if not t.name.startswith("data")}
+    assert moves["actor: actor_train_step -> actor_generate"] == [5 + 4 * parameter_count(TINY) / 1000]
 
 
 @st.composite

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from msgspec import structs
 
 from realhf.api.errors import UserError
 from realhf.search.hardware import load_hardware, profiles_root
@@ -11,6 +12,7 @@ from realhf.search.profile import (
     Curve,
     DecodeTimings,
     LayerProfile,
+    ReallocationTimings,
     TensorTimings,
     interpolate,
     load_profile,
@@ -120,6 +122,15 @@ def test_measured_times_are_used() -> None:
     assert timings.send(50, crosses_nodes=False) == 0.5
     assert timings.all_reduce(100, 3, crosses_nodes=False) == pytest.approx(0.2)  # between the group sizes
     assert timings.all_reduce(100, 1, crosses_nodes=False) == 0.0
+
+
+def test_links_are_those_of_the_hardware_but_for_a_measured_reallocation() -> None:
+    hardware = load_hardware("cpu")
+    assert ProfiledTimings(profile(), hardware).links == hardware
+    measured = structs.replace(profile(), reallocation=ReallocationTimings(latency_s=0.5, bandwidth=100.0))
+    links = ProfiledTimings(measured, hardware).links
+    assert links.send_s(200, crosses_nodes=False) == 0.5 + 2.0
+    assert links.send_s(200, crosses_nodes=True) == hardware.send_s(200, crosses_nodes=True)
 
 
 def test_what_was_not_measured() -> None:
