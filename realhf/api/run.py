@@ -47,7 +47,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         if self.verify_reallocations_every < 0:
             raise UserError(
-                f"--verify-reallocations-every {self.verify_reallocations_every} is a number of steps; "
+                f"--verify-reallocations-every {self.verify_reallocations_every} is below 0; "
                 "give 1 to verify every reallocation, 0 to verify none"
             )
 
