@@ -68,6 +68,19 @@ class Stopwatch:
         rest_s = statistics.median(both - one for one, both in turns)
         return self._combine(part_s, part), max(self._combine(rest_s, whole), 0.0)
 
+    def seconds_of_both(self, first: Work | None, second: Work | None) -> tuple[float, float]:
+        """(seconds of `first`, how much longer `second` takes), of the slowest rank; read in turns, as above.
+
+        The difference of two works of nearly the same length may come out negative: noise.
+        """
+        loops, readings = self._effort(second)
+        turns = [(self._read(first, loops), self._read(second, loops)) for _ in range(readings)]
+        first_s, longer_s = (
+            statistics.median(one for one, _ in turns),
+            statistics.median(two - one for one, two in turns),
+        )
+        return self._combine(first_s, first, slowest=True), self._combine(longer_s, second, slowest=True)
+
     def largest(self, value: float) -> float:
         """The largest of all ranks' values."""
         return self._over_ranks(value, dist.ReduceOp.MAX)

@@ -15,6 +15,7 @@ from realhf.search.profile import ReallocationTimings
 from realhf.worker.model_bench import Stopwatch
 
 FEW, MANY = 1, 4  # layers
+LEAST_GAIN = 0.05  # of the shorter move's time; layers are most of a model, so that a real gain is far above it
 
 
 def neighbours(rank: int, num_workers: int) -> tuple[Layout, Layout] | None:
@@ -38,19 +39,29 @@ def reallocation(
 
     From FEW and MANY layers: what does not grow with them is the latency.
     """
-    seconds, size_bytes = {}, {}
     dtype = getattr(torch, target.dtype)
+    works, size_bytes = [], []
     for layers in (FEW, MANY):
         model = replace(target.model.with_head("scalar"), num_layers=layers)
         whole = (
             ShardedModel(model, table.groups(pair[0] if rank % 2 == 0 else pair[1]), dtype, device) if pair else None
         )
-        seconds[layers] = watch.seconds(_move(whole, pair, rank) if pair and whole else None, slowest=True)
-        size_bytes[layers] = sum(box.size for box, _ in whole.boxes().values()) * dtype.itemsize if whole else 0
-    gained_bytes = watch.largest(size_bytes[MANY] - size_bytes[FEW])
-    s_per_byte = max(seconds[MANY] - seconds[FEW], 1e-9) / gained_bytes
-    latency_s = seconds[FEW] - s_per_byte * watch.largest(size_bytes[FEW])
-    return ReallocationTimings(latency_s=max(latency_s, 0.0), bandwidth=1 / s_per_byte)
+        works.append(_move(whole, pair, rank) if pair and whole else None)
+        held_bytes = sum(box.size for box, _ in whole.boxes().values()) * dtype.itemsize if whole else 0
+        size_bytes.append(watch.largest(held_bytes))
+    few_s, gained_s = watch.seconds_of_both(*works)
+    return fitted(few_s, gained_s, size_bytes[0], size_bytes[1] - size_bytes[0])
+
+
+def fitted(few_s: float, gained_s: float, few_bytes: float, gained_bytes: float) -> ReallocationTimings:
+    """The line through two moves: of `few_bytes`, and of `gained_bytes` more, which took `gained_s` longer.
+
+    Where the gain is lost in the noise of a busy machine, all of the time counts as that of bytes: no move is free.
+    """
+    if gained_s <= LEAST_GAIN * few_s:
+        return ReallocationTimings(latency_s=0.0, bandwidth=(few_bytes + gained_bytes) / (few_s + max(gained_s, 0.0)))
+    latency_s = few_s - gained_s * few_bytes / gained_bytes
+    return ReallocationTimings(latency_s=max(latency_s, 0.0), bandwidth=gained_bytes / gained_s)
 
 
 def _move(model: ShardedModel, pair: tuple[Layout, Layout], rank: int) -> Callable[[], None]:

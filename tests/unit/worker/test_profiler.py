@@ -4,6 +4,7 @@ import pytest
 
 from realhf.api.errors import RunError
 from realhf.worker.profiler import powers_of_two, spread_lengths
+from realhf.worker.reallocation_bench import fitted
 from realhf.worker.round_trip import median_round_trip_s
 
 
@@ -45,3 +46,18 @@ def test_workers_that_never_answer_are_a_named_failure(tmp_path):
 def test_a_master_that_never_comes_is_a_named_failure(tmp_path):
     with pytest.raises(RunError, match="did not publish its address"):
         median_round_trip_s(tmp_path, 1, 2, batch_size=1, timeout_s=0.3)
+
+
+def test_a_reallocation_is_a_latency_and_its_bytes():
+    found = fitted(few_s=0.003, gained_s=0.004, few_bytes=1e6, gained_bytes=4e6)
+    assert (found.latency_s, found.bandwidth) == (pytest.approx(0.002), pytest.approx(1e9))
+
+
+@pytest.mark.parametrize("gained_s", [-0.001, 0.0, 1e-9])
+def test_a_reallocation_lost_in_noise_is_not_free(gained_s):
+    found = fitted(few_s=0.003, gained_s=gained_s, few_bytes=1e6, gained_bytes=2e6)
+    assert (found.latency_s, found.bandwidth) == (0.0, pytest.approx(1e9))
+
+
+def test_a_reallocation_of_nothing_but_bytes_has_no_latency():
+    assert fitted(few_s=0.001, gained_s=0.004, few_bytes=1e6, gained_bytes=1e6).latency_s == 0.0
