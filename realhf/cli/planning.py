@@ -1,6 +1,7 @@
 """From an experiment and a cluster to a plan: searched, or read and predicted."""
 
 import argparse
+import math
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from realhf.api.model import DType
 from realhf.api.plan import ExecutionPlan, check_plan, load_plan
 from realhf.search.cluster import Cluster
 from realhf.search.hardware import load_hardware
+from realhf.search.memory import PAGE_TOKENS
 from realhf.search.options import call_options
 from realhf.search.predict import Prediction
 from realhf.search.problem import Problem
@@ -135,9 +137,22 @@ def plan_for(experiment: Any, arguments: argparse.Namespace) -> tuple[ExecutionP
         settings = auto_settings(experiment)
         check_plan(given, DataflowGraph(experiment.rpcs, experiment.dataset.keys), settings.batch_size)
     planner = Planner(experiment, cluster)
-    if given:
-        return planner.predict(given).plan, cluster
-    return planner.search(arguments.evaluations, arguments.seconds).plan, cluster
+    plan = planner.predict(given).plan if given else planner.search(arguments.evaluations, arguments.seconds).plan
+    check_cache_room(plan, planner.workload)
+    return plan, cluster
+
+
+def check_cache_room(plan: ExecutionPlan, workload: Workload) -> None:
+    """Raises UserError where a generate call was given less room for keys and values than one sequence needs."""
+    for name, call in plan.calls.items():
+        lengths = workload.of(name)
+        least = call.pp * math.ceil(lengths.max_tokens / PAGE_TOKENS) * PAGE_TOKENS
+        if lengths.kv_cache_tokens is not None and lengths.kv_cache_tokens < least:
+            raise UserError(
+                f"{name}: kv_cache_tokens={lengths.kv_cache_tokens} is not room for one sequence of "
+                f"{lengths.max_tokens} tokens in each of pp={call.pp} parts of the batch; set it to at least {least}, "
+                "or leave it out"
+            )
 
 
 def cluster_of(arguments: argparse.Namespace, num_devices: int | None = None) -> Cluster:
@@ -158,7 +173,7 @@ def cluster_of(arguments: argparse.Namespace, num_devices: int | None = None) ->
         raise UserError(
             f"--num-workers {total} is not --nodes {arguments.nodes} x --gpus-per-node {per_node}; give any two of them"
         )
-    hardware = load_hardware(arguments.hardware or (DEFAULT_GPU if _has_gpus() else CPU))
+    hardware = load_hardware(arguments.hardware or (DEFAULT_GPU if has_gpus() else CPU))
     return Cluster(
         num_nodes=arguments.nodes,
         devices_per_node=per_node,
@@ -203,7 +218,13 @@ def _generation(call: ModelFunctionCallDef, lengths: dict[str, tuple[float, int]
             f"{call.name}: {type(call.interface_impl).__name__} has no max_new_tokens, so that the planner does not "
             "know how long it generates; add a field or property of that name"
         )
-    return Workload(prompt_tokens=mean, new_tokens=new_tokens, max_prompt_tokens=longest, max_new_tokens=new_tokens)
+    return Workload(
+        prompt_tokens=mean,
+        new_tokens=new_tokens,
+        max_prompt_tokens=longest,
+        max_new_tokens=new_tokens,
+        kv_cache_tokens=getattr(call.interface_impl, "kv_cache_tokens", None),
+    )
 
 
 def _reading(call: ModelFunctionCallDef, lengths: dict[str, tuple[float, int]], rollout: Workload | None) -> Workload:
@@ -223,5 +244,6 @@ def _common_dtype(experiment: Any) -> DType:
     return dtypes.pop()
 
 
-def _has_gpus() -> bool:
+def has_gpus() -> bool:
+    """Whether this machine has NVIDIA GPUs."""
     return any(name.removeprefix("nvidia").isdigit() for name in os.listdir("/dev"))

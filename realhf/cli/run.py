@@ -17,8 +17,9 @@ from realhf.api.plan import save_plan, write_atomically
 from realhf.api.run import Run, RunSpec
 from realhf.api.status import RunState, Status, write_status
 from realhf.cli.experiment import add_experiment_arguments, build_experiment
-from realhf.cli.planning import plan_for
+from realhf.cli.planning import has_gpus, plan_for
 from realhf.cli.progress import Progress, print_summary
+from realhf.engine.megatron_check import check_megatron
 from realhf.models.checkpoint_index import initial_optimizer_steps
 from realhf.models.hugging_face_files import check_checkpoint
 from realhf.scheduler.base import MASTER, Launcher, ProcessSpec, worker_name
@@ -85,6 +86,7 @@ def execute(arguments: argparse.Namespace) -> int:
     plan, cluster = plan_for(experiment, arguments)
     run = Run(_spec(arguments, experiment, cluster), experiment, plan)
     _check(run, num_rows)
+    _check_backends(run, has_gpus=has_gpus() if arguments.launcher == "local" else not arguments.cpu_only)
     directory = RunDirectory(_run_directory(arguments))
     processes = _processes(run, directory, is_local=arguments.launcher == "local")
     if arguments.dry_run:
@@ -160,6 +162,13 @@ def _check(run: Run, num_rows: int) -> None:
         raise UserError(f"--replay {run.spec.replay}: no such folder; give RUN_DIR/rollouts of a run with --record")
     if run.experiment.steps < 1:
         raise UserError(f"steps={run.experiment.steps} must be at least 1")
+
+
+def _check_backends(run: Run, has_gpus: bool) -> None:
+    """As the workers will at their start."""
+    for name, setup in run.models.items():
+        if setup.compute.backend == "megatron" and setup.optimizer is not None:
+            check_megatron(run.graph.models[name], run.homes[name].strategy, "cuda" if has_gpus else "cpu")
 
 
 def _run_directory(arguments: argparse.Namespace) -> Path:

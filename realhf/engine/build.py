@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from realhf.api.model import DecoderConfig
 from realhf.engine.arena import Arena
+from realhf.engine.megatron_check import check_megatron
 from realhf.models.decoder import Decoder
 from realhf.models.parameters import ParameterSpec, decoder_parameters
 from realhf.parallel.groups import ParallelGroups
@@ -55,9 +56,9 @@ def megatron_layers(
     config: DecoderConfig, groups: ParallelGroups, dtype: torch.dtype, device: torch.device
 ) -> Callable[..., Tensor]:
     """See `realhf.engine.megatron`, which is loaded now; UserError where it cannot be used."""
-    from realhf.engine.megatron import MegatronLayers, check_megatron
+    check_megatron(config, groups.layout.strategy, device.type)
+    from realhf.engine.megatron import MegatronLayers
 
-    check_megatron(config, groups.layout.strategy, device)
     return MegatronLayers(config, dtype)
 
 

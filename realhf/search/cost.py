@@ -11,7 +11,7 @@ from realhf.api.model import DecoderConfig, DType
 from realhf.search.cluster import Cluster, share_a_node
 from realhf.search.features import EngineFeatures
 from realhf.search.hardware import DTYPE_BYTES, Hardware
-from realhf.search.memory import generation_parts, model_sizes
+from realhf.search.memory import cache_turns, generation_parts, model_sizes
 from realhf.search.options import mini_batch_size
 from realhf.search.sharding import Sharding, shard
 from realhf.search.timings import Costs, Timings
@@ -124,6 +124,7 @@ class _Part:
         samples = mini_batch_size(cost.call, cost.batch_size) // strategy.dp
         if cost.call.interface_type is GENERATE:
             self.micro_batches = generation_parts(samples, micro_batches, strategy.pp)
+            self.cache_turns = cache_turns(samples, self.micro_batches, strategy.pp, self.lengths)
         self.sequences = samples / self.micro_batches  # of one micro-batch
 
     def inference_s(self) -> float:
@@ -164,7 +165,7 @@ class _Part:
         With m >= pp micro-batches, pp of them in flight, a decode step of all takes m times the
         slowest stage: a micro-batch's next token waits for its last one to have passed all pp stages,
         which meanwhile work on the others. Fewer samples than stages leave stages idle. The context
-        is that of the middle of the response.
+        is that of the middle of the response. Where the KV cache has no room for all, they take turns.
         """
         prompt = self.sequences * self.lengths.prompt_tokens
         prefill = self._pipeline_s(
@@ -175,7 +176,8 @@ class _Part:
         overheads = self.timings.overheads
         parameters = model_sizes(self.model).largest(self.strategy)
         prefill += overheads.generate_s + parameters * overheads.generate_s_per_parameter
-        return prefill + self.timings.sampling_s + max(self.lengths.max_new_tokens - 1, 0) * decode_step
+        decode_steps = self.cache_turns * max(self.lengths.max_new_tokens - 1, 0)
+        return prefill + self.timings.sampling_s + decode_steps * decode_step
 
     def _stages(self, seconds: Callable[[int], float]) -> list[float]:
         """`seconds` of every stage; those within the pipeline with equally many layers are alike."""
@@ -241,15 +243,16 @@ class _Part:
         tp, pp, crosses = self.strategy.tp, self.strategy.pp, self.crosses.tensor
         layers = len(stage_layers(self.model.num_layers, pp, stage))
         context = self.lengths.prompt_tokens + self.lengths.max_new_tokens / 2
+        sequences = self.sequences / self.cache_turns
         seconds = self.timings.overheads.decode_step_s
-        seconds += layers * self.timings.decode_layer(self.sequences, context, tp, tp_crosses_nodes=crosses)
+        seconds += layers * self.timings.decode_layer(sequences, context, tp, tp_crosses_nodes=crosses)
         if stage == 0:
-            seconds += self.timings.embedding(self.sequences, tp, backward=False, tp_crosses_nodes=crosses)
+            seconds += self.timings.embedding(sequences, tp, backward=False, tp_crosses_nodes=crosses)
         if stage == pp - 1:
-            seconds += self.timings.head(self.sequences, tp, backward=False, tp_crosses_nodes=crosses)
+            seconds += self.timings.head(sequences, tp, backward=False, tp_crosses_nodes=crosses)
             seconds += self.timings.sampling_s
         if pp > 1:  # hidden states from the stage before, or the drawn tokens from the last
-            message = self._send_s(self.sequences) + self.timings.overheads.message_s
+            message = self._send_s(sequences) + self.timings.overheads.message_s
             seconds += (2 if self.features.blocking_sends else 1) * message
         return seconds
 

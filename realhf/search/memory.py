@@ -223,7 +223,8 @@ def dynamic_bytes(
     arrays of logits on the last stage (logits, probabilities, gradient). Inference: one layer's activations and two
     arrays of logits. Generate: the KV cache of grouped-query heads in whole pages, prefill's activations of one layer,
     two arrays of logits of one token a sequence, and on a CPU the linears' weights once more; of the micro-batches, at
-    least pp, pp are in flight at once and the others wait without a cache.
+    least pp, pp are in flight at once and the others wait without a cache. Where the call was given less room for keys
+    and values than they need, it is that room.
     """
     model, strategy, lengths = call.config, option.layout.strategy, workload.of(call.name)
     tp, pp, features = strategy.tp, strategy.pp, features.during(call.interface_type)
@@ -237,7 +238,8 @@ def dynamic_bytes(
         prefill = lengths.max_prompt_tokens * activations
         logits = logits_bytes(per_part, model, dtype, tp, features)
         weights = packed_bytes(model, strategy, dtype, features)
-        return min(parts, pp) * per_part * cache + per_part * prefill + 2 * logits + weights
+        cached = min(parts, pp) * per_part / cache_turns(samples, parts, pp, lengths)
+        return cached * cache + per_part * prefill + 2 * logits + weights
     tokens = samples // option.micro_batches * lengths.max_tokens
     logits = logits_bytes(tokens, model, dtype, tp, features)
     if call.interface_type is not TRAIN_STEP:
@@ -269,6 +271,15 @@ def _layers_in_flight(num_layers: int, pp: int, chunks: int, stage: int, micro_b
     layers = [len(chunk) for chunk in chunk_layers(num_layers, ParallelStrategy(pp=pp, chunks=chunks), stage)]
     order = training_order(pp, stage, chunks, micro_batches)
     return max(accumulate(layers[run.chunk] if run.is_forward else -layers[run.chunk] for run in order))
+
+
+def cache_turns(samples: int, parts: int, pp: int, lengths: Workload) -> float:
+    """How many times as much room as the call was given its sequences in flight would need; 1 where they have it.
+
+    So many turns are taken: with 1 / turns of the sequences at a time, decode steps come to turns times as many.
+    """
+    in_flight = min(parts, pp) * math.ceil(samples / parts)
+    return max(1.0, in_flight * lengths.max_tokens / (lengths.kv_cache_tokens or math.inf))
 
 
 def generation_parts(samples: int, micro_batches: int, pp: int) -> int:

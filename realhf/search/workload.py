@@ -12,7 +12,8 @@ class Workload:
 
     Generate calls read `prompt_tokens` and write `new_tokens`; inference and train_step calls see
     both as one sequence (for an experiment without generation, put the whole sequence into
-    `prompt_tokens`). The means give times, the maxima memory and the number of decode steps; a
+    `prompt_tokens`). `kv_cache_tokens` is the room for keys and values on a device that a generate call was given, if
+    it was. The means give times, the maxima memory and the number of decode steps; a
     maximum left out equals the mean, rounded up. `calls` overrides the lengths for single calls by name.
     """
 
@@ -20,6 +21,7 @@ class Workload:
     new_tokens: float = 0
     max_prompt_tokens: int = 0
     max_new_tokens: int = 0
+    kv_cache_tokens: int | None = None
     calls: Mapping[str, "Workload"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

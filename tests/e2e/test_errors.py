@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from realhf.cli.planning import has_gpus
 from tests.e2e.runs import ROOT, realhf
 
 PLAN = ROOT / "tests/plans/single.json"
@@ -150,6 +151,21 @@ def test_a_dp_that_does_not_divide_the_batch(tmp_path: Path) -> None:
     words = ("--plan", "tests/plans/dp4.json", "--batch-size", "20", "--mini-batches", "2")
     text = error(tmp_path / "run", "experiments/ppo.py", *words)
     assert re.search(r"dp=4 x micro_batches=\d+ does not divide the mini-batch of \d+ samples; choose a product", text)
+
+
+@pytest.mark.skipif(has_gpus(), reason="megatron-core may run here")
+def test_a_backend_for_gpus_without_one(tmp_path: Path) -> None:
+    text = error(tmp_path / "run", "experiments/ppo.py", "--plan", PLAN, "--compute.backend", "megatron")
+    assert text == ("backend='megatron' needs a GPU, and the model is on cpu; run it on one, or set backend='native'\n")
+
+
+def test_a_cache_without_room_for_one_sequence(tmp_path: Path) -> None:
+    text = error(tmp_path / "run", "experiments/ppo.py", "--plan", PLAN, "--ppo.kv-cache-tokens", "8")
+    assert re.fullmatch(
+        r"actor_generate: kv_cache_tokens=8 is not room for one sequence of \d+ tokens in each of pp=1 parts of the "
+        r"batch; set it to at least 32, or leave it out\n",
+        text,
+    )
 
 
 def test_a_batch_larger_than_the_data_set(tmp_path: Path) -> None:

@@ -60,6 +60,10 @@ class PPOActor(InterfaceConfig):
     def max_new_tokens(self) -> int:
         return self.ppo.max_new_tokens
 
+    @property
+    def kv_cache_tokens(self) -> int | None:
+        return self.ppo.kv_cache_tokens
+
 
 @dataclass(frozen=True, kw_only=True)
 class PPOReference(InterfaceConfig):

@@ -1,5 +1,6 @@
 """megatron-core under the native parameters: names, fused layouts, refusals; its layers where it is installed."""
 
+import importlib.util
 import subprocess
 import sys
 
@@ -13,7 +14,7 @@ from realhf.api.errors import UserError
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.layout import ParallelStrategy
 from realhf.api.model import DecoderConfig, Experts
-from realhf.engine import megatron
+from realhf.engine import megatron, megatron_check
 from realhf.engine.model import ShardedModel
 from realhf.models.parameters import decoder_parameters
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens
@@ -68,7 +69,7 @@ def test_gradients_pass_through_the_fused_layout():
 
 
 def test_what_is_refused():
-    one, cuda = ParallelStrategy(), torch.device("cuda")
+    one = ParallelStrategy()
     optimizer, compute = OptimizerConfig(lr=1e-3), ComputeConfig(backend="megatron")
     with pytest.raises(UserError, match="needs a GPU, and the model is on cpu; run it on one, or set backend='native'"):
         ShardedModel(tiny(), ONE_RANK, torch.float32, optimizer=optimizer, compute=compute)
@@ -76,12 +77,12 @@ def test_what_is_refused():
         ComputeConfig(backend="mega")
     for config in (tiny(norm="layer"), tiny(mlp_bias=True), tiny(experts=Experts(count=2, per_token=1))):
         with pytest.raises(UserError, match="set backend='native' for this model"):
-            megatron.check_architecture(config)
-    installed = megatron.importlib.util.find_spec("megatron")
+            megatron_check.check_architecture(config)
+    installed = importlib.util.find_spec("megatron")
     with pytest.raises(UserError, match="tp=2, pp=1" if installed else r"pip install 'realhf\[gpu\]'"):
-        megatron.check_megatron(tiny(), ParallelStrategy(tp=2), cuda)
+        megatron_check.check_megatron(tiny(), ParallelStrategy(tp=2), "cuda")
     if installed:
-        megatron.check_megatron(tiny(), one, cuda)
+        megatron_check.check_megatron(tiny(), one, "cuda")
 
 
 def test_nothing_loads_it_unless_asked():

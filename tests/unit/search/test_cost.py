@@ -309,6 +309,30 @@ def test_seconds_of_generation() -> None:
     assert seconds(definition, 1, 1, 1, 1) == 7 + 114 + 0.25 + 4 * one_stage
 
 
+def test_sequences_without_room_for_their_keys_take_turns() -> None:
+    """With room for a quarter of the sequences, four times as many decode steps of a quarter."""
+
+    @dataclass(frozen=True)
+    class PerSequence(RoundTimings):
+        def decode_layer(self, sequences: float, context: float, tp: int, *, tp_crosses_nodes: bool) -> float:
+            return 1 + sequences / 16
+
+    def generation(kv_cache_tokens: int | None) -> float:
+        cost = CallCost(
+            call=call("m", TINY, GENERATE, "x"),
+            batch_size=16,
+            workload=Workload(prompt_tokens=8, new_tokens=5, kv_cache_tokens=kv_cache_tokens),
+            cluster=cpu_cluster(1),
+            costs=Costs(CPU, {TINY: PerSequence()}, ENGINE),
+            dtype="float32",
+        )
+        return cost.seconds(ParallelStrategy(), 1)
+
+    prefill = 7 + 114 + 0.25
+    assert generation(None) == generation(16 * 13) == prefill + 4 * (4 * 2 + 110.25)
+    assert generation(4 * 13) == prefill + 16 * (4 * 1.25 + 110.25)
+
+
 def test_crossings() -> None:
     cluster = cpu_cluster(4, num_nodes=2)
     assert crossings(ParallelStrategy(1, 4, 1), cluster) == Crossings(False, False, False)

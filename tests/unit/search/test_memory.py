@@ -213,6 +213,18 @@ def test_the_cache_is_made_of_whole_pages() -> None:
     assert cache_bytes(TINY, ParallelStrategy(tp=2, pp=2), "float32", 17) == 2 * a_token / 2 * 32
 
 
+def test_a_cache_of_given_size_is_no_larger() -> None:
+    generate, strategy = call("m", TINY, GENERATE, "x"), ParallelStrategy()
+
+    def bytes_with(kv_cache_tokens: int | None) -> float:
+        workload = Workload(prompt_tokens=6, new_tokens=4, kv_cache_tokens=kv_cache_tokens)
+        return dynamic_bytes(generate, Option(Layout(DeviceMesh(0, 1), strategy), 1), 16, workload, "float32")
+
+    a_sequence = cache_bytes(TINY, strategy, "float32", 10)
+    assert bytes_with(None) == bytes_with(160) == bytes_with(1000)
+    assert bytes_with(None) - bytes_with(40) == (16 - 4) * a_sequence
+
+
 def test_a_cpu_has_the_weights_of_the_linears_twice_while_it_generates() -> None:
     cpu = EngineFeatures(packs_weights=True)
     layer, head = 4 * 64 * 64 + 3 * 64 * 128, 32 * 64
