@@ -157,9 +157,9 @@ struct Strategies {
     }
 };
 
-double seconds_of(const Moved& moved, int senders, const Link& link) {
+double seconds_of(const Moved& moved, const ModelSizes& model, int senders, const Link& link) {
     if (!moved.total) return 0;
-    const double share = static_cast<double>(moved.total) * (1.0 / senders);
+    const double share = static_cast<double>(std::min(moved.total, model.total())) * (1.0 / senders);
     return link.latency_s + std::max(static_cast<double>(moved.worst), share) * link.s_per_element;
 }
 
@@ -167,26 +167,29 @@ double seconds_of(const Moved& moved, int senders, const Link& link) {
 class PairSeconds {
 public:
     PairSeconds(const ModelSizes& model, const Strategy& source, const Strategy& target, const Links& links)
-        : pair_(model, source, target),
+        : model_(model),
+          pair_(model, source, target),
           links_(links),
           senders_(source.size),
           target_size_(target.size),
           overlapping_(2 * (source.size + target.size - 1), std::numeric_limits<double>::quiet_NaN()) {
         const Moved all = pair_.moved(source.size);
-        apart_[false] = seconds_of(all, senders_, links.across_nodes);
-        apart_[true] = seconds_of(all, senders_, links.within_node);
+        apart_[false] = seconds_of(all, model, senders_, links.across_nodes);
+        apart_[true] = seconds_of(all, model, senders_, links.within_node);
     }
 
     double operator()(int distance, bool share_a_node) {
         if (distance >= senders_ || distance <= -target_size_) return apart_[share_a_node];
         double& known = overlapping_[2 * (distance + target_size_ - 1) + share_a_node];
         if (std::isnan(known)) {
-            known = seconds_of(pair_.moved(distance), senders_, share_a_node ? links_.within_node : links_.across_nodes);
+            const Link& link = share_a_node ? links_.within_node : links_.across_nodes;
+            known = seconds_of(pair_.moved(distance), model_, senders_, link);
         }
         return known;
     }
 
 private:
+    const ModelSizes& model_;
     Pair pair_;
     const Links& links_;
     int senders_, target_size_;

@@ -21,6 +21,11 @@ struct ModelSizes {
     std::int64_t embedding_sharded, embedding_replicated;  // on the first stage
     std::int64_t head_sharded, head_replicated;            // on the last stage
     bool tied;                                             // the embedding is on the last stage, too
+
+    std::int64_t total() const {
+        return num_layers * (layer_sharded + layer_replicated) + embedding_sharded + embedding_replicated + head_sharded +
+               head_replicated;
+    }
 };
 
 struct Moved {
@@ -43,9 +48,9 @@ struct Links {
     int devices_per_node;
 };
 
-// Seconds of the reallocations of sources x targets, row-major. Every element that is lacking crosses a link once; the
-// time is that of the busiest one: the most that a device receives, or an equal share of everything for each device
-// that sends. Zero if nothing moves. Where two meshes lie matters only by their distance, if they overlap, and by
+// Seconds of the reallocations of sources x targets, row-major. The time is that of the busiest link: the most that a
+// device receives, or an equal share, for each device of the source, of what is sent: of the model at most, since devices
+// forward what several lack. Zero if nothing moves. Where two meshes lie matters only by their distance, if they overlap, and by
 // whether they share a node, so that there is little to compute for millions of pairs.
 std::vector<double> reallocation_table(const ModelSizes& model, const std::vector<ModelLayout>& sources,
                                        const std::vector<ModelLayout>& targets, const Links& links);

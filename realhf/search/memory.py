@@ -33,6 +33,14 @@ class ModelSizes:
     head_replicated: int
     tied: bool
 
+    @property
+    def total(self) -> int:
+        """Elements of the model, of tied embeddings once."""
+        return (
+            self.num_layers * (self.layer_sharded + self.layer_replicated)
+            + self.embedding_sharded + self.embedding_replicated + self.head_sharded + self.head_replicated
+        )  # fmt: skip
+
     def on_stage(self, tp: int, pp: int, stage: int) -> int:
         """Elements on one tensor-parallel rank of a pipeline stage; model chunks make no difference."""
         layers = len(stage_layers(self.num_layers, pp, stage))
