@@ -1,6 +1,6 @@
 """Where the data of the steps in flight lies, and which transfers a call needs. No data is here: only metadata."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -54,13 +54,18 @@ def _by_tokens(ids: range, dp: int, lengths: Mapping[int, int]) -> list[tuple[in
 
 
 def length_key(graph: DataflowGraph, call: ModelFunctionCallDef) -> str | None:
-    """The input by whose lengths the samples of a call are divided.
+    """The input by whose lengths the samples of a call are divided, as soon as it has been made.
 
-    It is the first of the call's sequences, else of its inputs, that a call makes. None: all are of the data set, of
-    which the master knows no lengths.
+    It is the first of the call's sequences, else of its inputs, that a call makes. None: all are of the data set, and
+    the lengths of `dataset_sequences` divide the samples.
     """
     keys = (*call.interface_impl.sequence_keys, *call.input_data)
     return next((key for key in keys if key in graph.producers and key in call.input_data), None)
+
+
+def dataset_sequences(call: ModelFunctionCallDef) -> Sequence[str]:
+    """The sequences of a call that reads the data set alone: those that its interface names, else its first input."""
+    return call.interface_impl.sequence_keys or call.input_data[:1]
 
 
 @dataclass

@@ -3,13 +3,14 @@
 import asyncio
 import itertools
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 
 from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.api.layout import Layout
 from realhf.api.plan import CallPlan
-from realhf.master.data import DataDirectory, Partition, length_key, partition
+from realhf.data.rows import DatasetRows
+from realhf.master.data import DataDirectory, Partition, dataset_sequences, length_key, partition
 from realhf.master.state import Action, FinishStep, Issue, Node, Schedule
 from realhf.transport.messages import (
     BatchKey,
@@ -60,7 +61,8 @@ class _Request:
 class GraphRunner:
     """What `Dispatcher` needs to know of a graph to run it.
 
-    `homes` are the layouts in which the parameters live; `batch_size` the samples of a step.
+    `homes` are the layouts in which the parameters live; `batch_size` the samples of a step; `rows` those of the data
+    set, whose lengths are otherwise not known.
     """
 
     split: Split
@@ -68,6 +70,7 @@ class GraphRunner:
     calls: dict[str, CallPlan]
     homes: dict[str, Layout]
     batch_size: int
+    rows: DatasetRows | None = None
 
 
 SendRequest = Callable[[int, ToWorker], Awaitable[None]]
@@ -172,7 +175,7 @@ class Dispatcher:
                         request_id=request_id, batch=batch, call=node.call, model=definition.model_name, layout=layout
                     ),
                 )
-        parts = _parts(runner, definition, directory)
+        parts = _parts(runner, definition, node.step, directory)
         assert parts is not None, "its inputs have been made"
         await self._send_call(node, batch, plan, parts)
         if layout != home:
@@ -188,7 +191,9 @@ class Dispatcher:
         """
         batch, graph = BatchKey(runner.split, node.step), runner.graph
         for consumer in graph.calls.values():
-            parts = _parts(runner, consumer, directory)
+            if not any(key in graph.producers for key in consumer.input_data):
+                continue  # it reads the data set alone
+            parts = _parts(runner, consumer, node.step, directory)
             if parts is None:
                 continue
             divides = graph.producers.get(length_key(graph, consumer) or "") == node.call
@@ -244,12 +249,16 @@ class Dispatcher:
             self._answered(worker, reply)
 
 
-def _parts(runner: GraphRunner, call: ModelFunctionCallDef, directory: DataDirectory) -> Partition | None:
+def _parts(runner: GraphRunner, call: ModelFunctionCallDef, step: int, directory: DataDirectory) -> Partition | None:
     """Who works on what of a call; None as long as the lengths that decide it are not known."""
     key = length_key(runner.graph, call)
-    lengths = None if key is None else directory.lengths(key, runner.batch_size)
-    if key is not None and lengths is None:
-        return None
+    lengths: Mapping[int, int] | None = None
+    if key is not None:
+        lengths = directory.lengths(key, runner.batch_size)
+        if lengths is None:
+            return None
+    elif runner.rows is not None:
+        lengths = runner.rows.lengths(step, dataset_sequences(call))
     dp = runner.calls[call.name].layout.strategy.dp
     return partition(runner.batch_size, call.mini_batches, dp, lengths)
 

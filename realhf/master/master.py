@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import time
+from functools import cached_property
 from pathlib import Path
 
 from realhf.api.errors import RunError
 from realhf.api.run import Run
 from realhf.api.status import RunState, Status, write_status
+from realhf.data.datasets import JSONLDataset
+from realhf.data.rows import DatasetRows
 from realhf.master.loop import CallRecord, Dispatcher, GraphRunner
 from realhf.master.records import JsonLines, Trace, step_metrics
 from realhf.models.checkpoint_index import STEPS_KEY, finish, initial_optimizer_steps, state_owners
@@ -116,9 +119,14 @@ class Master:
         every = self._run.spec.checkpoint_every_steps
         return step == self._run.experiment.steps or bool(every and step % every == 0)
 
+    @cached_property
+    def _rows(self) -> DatasetRows:
+        run = self._run
+        return DatasetRows(run.experiment.dataset, run.experiment.seed, run.settings.batch_size)
+
     async def _train(self, first: int, last: int) -> None:
         run = self._run
-        runner = GraphRunner("train", run.graph, run.plan.calls, run.homes, run.settings.batch_size)
+        runner = GraphRunner("train", run.graph, run.plan.calls, run.homes, run.settings.batch_size, self._rows)
         order = [(call, first + step) for call, step in run.plan.unrolled(run.graph, last - first)]
         await self._dispatcher.run_steps(runner, order, run.plan.max_steps_in_flight, self._record_step)
 
@@ -135,8 +143,10 @@ class Master:
         if evaluation is None or graph is None:
             return
         calls = {name: run.evaluation_plan(call) for name, call in graph.calls.items()}
-        runner = GraphRunner("evaluation", graph, calls, run.homes, evaluation.batch_size)
-        batches = evaluation.dataset.check() // evaluation.batch_size
+        assert isinstance(evaluation.dataset, JSONLDataset), "workers read no other"
+        rows = DatasetRows(evaluation.dataset, None, evaluation.batch_size)
+        runner = GraphRunner("evaluation", graph, calls, run.homes, evaluation.batch_size, rows)
+        batches = rows.num_rows // evaluation.batch_size
         order = [(call, batch) for batch in range(batches) for call in graph.calls]
         totals: dict[str, tuple[float, float]] = {}
 

@@ -1,13 +1,18 @@
 """The dispatcher with made-up workers: what is sent to whom, what comes together of their replies, who is late."""
 
 import asyncio
+import json
 import time
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
-from realhf.api.graph import INFERENCE, DataflowGraph
+from realhf.api.graph import INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.api.layout import Layout
 from realhf.api.plan import CallPlan, ExecutionPlan
+from realhf.data import sort_task
+from realhf.data.datasets import SFTDataset
+from realhf.data.rows import DatasetRows
 from realhf.master.loop import CallRecord, Dispatcher, GraphRunner
 from realhf.transport.messages import (
     CallFunction,
@@ -96,6 +101,27 @@ def test_replies_of_all_ranks_become_one_record() -> None:
     assert len(workers.sent(CallFunction)) == 2 * 5 * 4
     assert not workers.sent(Reallocate), "all calls are laid out alike"
     assert len(workers.sent(FreeBatch)) == 2 * 4
+
+
+def test_rows_of_the_data_set_are_divided_by_their_tokens(tmp_path: Path) -> None:
+    """Two ranks, two mini-batches; the letters of each prompt are its tokens, with the begin token."""
+    sort_task.make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    path = tmp_path / "rows.jsonl"
+    words = ["abcdefg", "abcdef", "ab", "a", "abc", "abc", "abc", "abc"]
+    path.write_text("".join(json.dumps({"prompt": word, "answer": "a"}) + "\n" for word in words))
+    tokenizer = str(tmp_path / "tokenizer.json")
+    dataset = SFTDataset(path=str(path), tokenizer=tokenizer, max_prompt_tokens=20)
+    graph = DataflowGraph([call("sft", TRAIN_STEP, ["tokens"], mini_batches=2)], dataset.keys)
+    plan = ExecutionPlan(num_devices=2, calls={"sft_train_step": CallPlan(devices=(0, 2), dp=2)})
+    homes = {"sft": plan.layout(plan.home(graph, "sft"))}
+    rows = DatasetRows(dataset, None, 8)
+    runner = GraphRunner("train", graph, plan.calls, homes, 8, rows)
+    workers = Workers(2, graph)
+    asyncio.run(workers.dispatcher.run_steps(runner, plan.unrolled(graph, 1), 1, lambda *_: None))
+    divided = [message.mini_batches for _, message in workers.got if isinstance(message, CallFunction)]
+    assert divided == [((0, 3), (4, 5)), ((1, 2), (6, 7))]
+    lengths = rows.lengths(0, ["tokens"])
+    assert [lengths[sample] - lengths[3] for sample in range(8)] == [len(word) - 1 for word in words]
 
 
 def test_a_call_laid_out_otherwise_is_reallocated_and_released() -> None:
