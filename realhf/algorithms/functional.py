@@ -133,13 +133,22 @@ def gae(
     v = torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True)
     v_next = torch.cat([v[:, 1:], torch.zeros_like(v[:, :1])], 1)
     delta = r + gamma * v_next - v
-    advantage = torch.zeros_like(delta)
-    running = torch.zeros_like(delta[:, 0])
-    for j in reversed(range(delta.shape[1])):
-        running = delta[:, j] + gamma * lam * running
-        advantage[:, j] = running
+    advantage = discounted_sums(delta, gamma * lam)
     advantages = [row[:n] for row, n in zip(advantage, lengths, strict=True)]
     return advantages, [a + value for a, value in zip(advantages, values, strict=True)]
+
+
+def discounted_sums(x: Tensor, discount: float) -> Tensor:
+    """y[:, j] = sum over k >= j of discount^(k - j) x[:, k], for `x` [batch, length].
+
+    By doubling (Hillis and Steele, 1986): a loop over columns would launch kernels for each token of the longest
+    response. Elementwise, so that a row's bits do not depend on the others or on the zeros behind its end.
+    """
+    sums, span = x.clone(), 1  # of so many columns each
+    while span < x.shape[1]:
+        sums[:, :-span] = sums[:, :-span] + discount**span * sums[:, span:]
+        span *= 2
+    return sums
 
 
 def moments(x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -43,11 +44,13 @@ def add_advantages(mini_batches: Sequence[Batch], ppo: PPOHyperparameters, conte
     sums = context.sum_over_data_parallel(torch.cat([moments(advantages), moments(returns)]))
     of_advantages, of_returns = sums[:3], sums[3:]
     unexplained, total = mean_and_variance(of_advantages)[1], mean_and_variance(of_returns)[1]
-    with_columns = []
-    for batch, (advantage, return_) in zip(mini_batches, columns, strict=True):
-        if ppo.whiten_advantages:
-            advantage = [whiten(a, of_advantages) for a in advantage]
-        with_columns.append(batch.with_data(**{"advantage": advantage, "return": return_}))
+    if ppo.whiten_advantages:
+        advantages = whiten(advantages, of_advantages)
+    each = iter(advantages.split([len(a) for advantage, _ in columns for a in advantage]))
+    with_columns = [
+        batch.with_data(**{"advantage": list(islice(each, len(batch))), "return": return_})
+        for batch, (_, return_) in zip(mini_batches, columns, strict=True)
+    ]
     return Advantages(with_columns, 1 - unexplained / total if total else 0.0)
 
 

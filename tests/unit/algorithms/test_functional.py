@@ -84,6 +84,16 @@ def test_gae_with_lambda_1_and_gamma_1_is_reward_to_go_minus_value():
     assert_close(advantages[0], [-1.25, 0.25, 4.25, -0.25])
 
 
+@pytest.mark.parametrize("length", [1, 2, 3, 64, 65, 200])
+def test_discounted_sums_are_those_of_the_recurrence(length):
+    torch.manual_seed(length)
+    x = torch.randn(3, length, dtype=torch.float64)
+    found, expected = F.discounted_sums(x, 0.93), x.clone()
+    for j in reversed(range(length - 1)):
+        expected[:, j] += 0.93 * expected[:, j + 1]
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
 def test_gae_does_not_depend_on_the_company_in_the_batch():
     torch.manual_seed(0)
     rewards = [torch.randn(n, dtype=torch.float64) for n in (3, 7, 1)]
