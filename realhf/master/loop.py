@@ -36,6 +36,7 @@ class CallRecord:
     spans: dict[int, Span] = field(default_factory=dict)
     stats: dict[str, tuple[float, float]] = field(default_factory=dict)
     tokens: int = 0
+    peak_bytes: dict[int, int] = field(default_factory=dict)
 
     @property
     def start(self) -> float:
@@ -140,6 +141,7 @@ class Dispatcher:
             record = records[node]
             record.spans[worker] = reply.span
             record.tokens += reply.tokens
+            record.peak_bytes[worker] = reply.peak_bytes
             for name, (total, weight) in reply.stats.items():
                 old_total, old_weight = record.stats.get(name, (0.0, 0.0))
                 record.stats[name] = (old_total + total, old_weight + weight)

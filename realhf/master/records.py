@@ -69,7 +69,8 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
     `time_s` is from the end of the previous step (or the start of the run) to the end of this
     one, so that overlapping steps add up to the time of the run. A statistic keeps its name if
     one call has it, else the model's name stands before it. `tokens` are the tokens of the
-    sequences of the global batch, each counted once.
+    sequences of the global batch, each counted once. `peak_bytes` has for each worker the most that models and
+    data took in one of the step's calls (0 where it had none), in `calls` for each call that of its fullest worker.
     """
     end = max(record.end for record in records)
     time_s = end - previous_end
@@ -88,6 +89,7 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
             "end": record.end,
             "seconds": record.end - record.start,
             "predicted_s": plan.calls[record.node.call].predicted_s,
+            "peak_bytes": max(record.peak_bytes.values(), default=0),
         }
         for record in records
     }
@@ -98,4 +100,8 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
         "tokens_per_s": tokens / time_s if time_s > 0 else 0.0,
         **stats,
         "calls": calls,
+        "peak_bytes": [
+            max((record.peak_bytes.get(worker, 0) for record in records), default=0)
+            for worker in range(plan.num_devices)
+        ],
     }

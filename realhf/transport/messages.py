@@ -150,6 +150,8 @@ class Reply(Message, frozen=True, kw_only=True):
     stats: dict[str, tuple[float, float]] = {}
     # Tokens of the sequences this call processed, each counted once in its data-parallel group.
     tokens: int = 0
+    # The most that models and data took on this worker since its last call, `realhf.worker.memory`; 0: not known.
+    peak_bytes: int = 0
 
 
 class Failure(Message, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -40,6 +41,7 @@ from realhf.transport.messages import (
 )
 from realhf.worker import rollouts
 from realhf.worker.mailbox import Mailbox
+from realhf.worker.memory import MemoryGauge
 from realhf.worker.store import SampleStore, describe
 
 Request = Transfer | Reallocate | CallFunction | Release | FreeBatch | SaveCheckpoint
@@ -87,6 +89,7 @@ class ModelWorker:
             self._graphs["evaluation"] = run.evaluation_graph
             self._readers["evaluation"] = DatasetReader(run.evaluation.dataset, None, run.evaluation.batch_size)
         self._verification = VerificationSchedule(run.spec.verify_reallocations_every)
+        self._memory = MemoryGauge(device)
         self._store = SampleStore()
         self._mailbox = Mailbox(self._store, device, self._timeout_s)
         self._interfaces: dict[tuple[Split, str], Any] = {}
@@ -192,13 +195,11 @@ class ModelWorker:
         with self._timed("compute", f"{request.call} of {request.batch}") as span:
             tokens_before = model.tokens_processed
             result = self._compute(split, definition, model, mini_batches, context)
-        reply = Reply(request_id=request.request_id, span=span(), wait=wait)
+        reply = Reply(request_id=request.request_id, span=span(), wait=wait, peak_bytes=self._memory.take_peak())
         if not groups.holds_outputs:
             return reply
-        return Reply(
-            request_id=request.request_id,
-            span=reply.span,
-            wait=wait,
+        return msgspec.structs.replace(
+            reply,
             outputs=self._keep(request, definition, result.outputs),
             stats=result.stats,
             tokens=model.tokens_processed - tokens_before,

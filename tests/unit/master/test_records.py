@@ -14,7 +14,8 @@ def record(call: str, start: float, end: float, tokens: int = 0, **stats: tuple[
     """A call that two workers computed, the first from `start` and the second until `end`."""
     middle = (start + end) / 2
     spans = {0: Span("compute", call, start, middle), 1: Span("compute", call, middle, end)}
-    return CallRecord(Node(3, call), call.partition("_")[0], spans, dict(stats), tokens)
+    peak_bytes = {0: round(10 * (end - start)), 1: tokens}
+    return CallRecord(Node(3, call), call.partition("_")[0], spans, dict(stats), tokens, peak_bytes)
 
 
 PLAN = ExecutionPlan(
@@ -39,9 +40,9 @@ def test_a_line_of_metrics() -> None:
         previous_end=11.0,
     )
     assert line.pop("calls") == {
-        "actor_generate": {"start": 10.0, "end": 12.0, "seconds": 2.0, "predicted_s": 2.5},
-        "actor_train_step": {"start": 12.0, "end": 13.0, "seconds": 1.0, "predicted_s": None},
-        "critic_train_step": {"start": 12.0, "end": 14.0, "seconds": 2.0, "predicted_s": None},
+        "actor_generate": {"start": 10.0, "end": 12.0, "seconds": 2.0, "predicted_s": 2.5, "peak_bytes": 900},
+        "actor_train_step": {"start": 12.0, "end": 13.0, "seconds": 1.0, "predicted_s": None, "peak_bytes": 600},
+        "critic_train_step": {"start": 12.0, "end": 14.0, "seconds": 2.0, "predicted_s": None, "peak_bytes": 600},
     }
     assert line == {
         "step": 4,
@@ -51,6 +52,7 @@ def test_a_line_of_metrics() -> None:
         "actor_loss": 1.5,  # two calls have a loss, so the models' names stand before it
         "critic_loss": 0.25,
         "kl": 0.125,
+        "peak_bytes": [20, 900],  # of each worker, over its calls
     }
 
 

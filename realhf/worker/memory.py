@@ -1,0 +1,49 @@
+"""How much memory the models and data of a worker take, measured."""
+
+import contextlib
+import re
+from pathlib import Path
+
+import torch
+
+_PROCESS = Path("/proc/self")
+
+
+class MemoryGauge:
+    """Measures the memory of this process on its device, beyond what it held when the gauge was made.
+
+    Made before the models are, it leaves out what the program itself takes (Python, torch, on a GPU CUDA's context),
+    which the planner does not count either. On a GPU it measures what torch has allocated. On the CPU it measures the
+    resident set: memory that is freed stays with the process (`realhf.worker.allocator`), so later calls show
+    what earlier ones needed.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._program_bytes = 0
+        self.take_peak()
+        if device.type != "cuda":
+            self._program_bytes = _resident_bytes("VmRSS")
+
+    def take_peak(self) -> int:
+        """The most bytes held at once since the last time this was asked; 0 where the system does not tell.
+
+        Where the system tells but cannot start anew (some containers), since the start of the process.
+        """
+        if self._device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self._device)
+            torch.cuda.reset_peak_memory_stats(self._device)
+            return peak
+        peak = _resident_bytes("VmHWM")
+        with contextlib.suppress(OSError):
+            (_PROCESS / "clear_refs").write_text("5")  # proc(5): sets the peak to what is resident now
+        return max(0, peak - self._program_bytes)
+
+
+def _resident_bytes(field: str) -> int:
+    """VmRSS, what is resident now, or VmHWM, the most that was; 0 on systems without Linux's /proc."""
+    try:
+        found = re.search(rf"^{field}:\s+(\d+) kB$", (_PROCESS / "status").read_text(), re.MULTILINE)
+    except OSError:
+        return 0
+    return int(found[1]) * 1024 if found else 0
