@@ -9,6 +9,7 @@ from torch import Tensor
 
 from realhf.algorithms.ppo.config import PPOHyperparameters
 from realhf.engine.sampling import draw, uniform
+from realhf.report.run_data import read_trace
 from tests.e2e.runs import ACTOR, CRITIC, ROOT, FinishedRun, finished, initial_parameters, realhf
 
 PLANS = [
@@ -125,3 +126,16 @@ def test_heads_that_four_workers_cannot_split_are_refused(tmp_path: Path) -> Non
 
 def test_every_plan_of_the_folder_is_run_or_the_reference() -> None:
     assert {path.stem for path in (ROOT / "tests/plans").glob("*.json")} == {*PLANS, "interleaved", "single"}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("plan", ["generate_dp4_train_tp2_pp2", "generate_on_two_critic_on_two", "mixed_disjoint"])
+def test_twenty_steps_with_every_reallocation_verified(plan: str, tmp_path: Path) -> None:
+    """A mismatch would end the run; one is made in `tests/distributed/test_realloc.py`."""
+    words = ("--steps", "20", "--no-evaluate", "--verify-reallocations-every", "1")
+    run = finished(tmp_path / "run", "ppo", "--plan", f"tests/plans/{plan}.json", *words)
+    spans = [event for event in read_trace(run.path / "trace.json", tail_bytes=2**24) if event.cat == "reallocation"]
+    devices = {span.tid for span in spans}
+    assert len(run.metrics) == 20
+    assert len(spans) >= 20 * len(devices) > 20
