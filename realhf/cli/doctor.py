@@ -30,7 +30,7 @@ EXAMPLE = """examples:
   realhf doctor
   realhf doctor --runs-dir /scratch/me/runs --gpu"""
 
-COLLECTIVE_TIMEOUT_S = 30.0
+COLLECTIVE_TIMEOUT_S = 120.0
 SLURM_COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 MIN_TORCH = (2, 11)
 GIB = 2**30

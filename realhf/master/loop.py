@@ -76,15 +76,17 @@ class GraphRunner:
 
 SendRequest = Callable[[int, ToWorker], Awaitable[None]]
 OnSpan = Callable[[int, Span], None]
+Clock = Callable[[], float]
 
 
 class Dispatcher:
     """Sends requests, matches replies to them, and knows since when each worker has been at its oldest one."""
 
-    def __init__(self, send: SendRequest, num_workers: int, on_span: OnSpan):
+    def __init__(self, send: SendRequest, num_workers: int, on_span: OnSpan, clock: Clock = time.monotonic):
         self._send = send
         self._num_workers = num_workers
         self._on_span = on_span
+        self._clock = clock
         self._ids = itertools.count()
         self._requests: list[dict[int, _Request]] = [{} for _ in range(num_workers)]  # by worker, the oldest first
         self._busy_since = [0.0] * num_workers
@@ -98,11 +100,12 @@ class Dispatcher:
         """What `worker` was asked to do and has not answered, for error messages."""
         return next((request.what for request in self._requests[worker].values()), "no request")
 
-    def late(self, timeout_s: float, now: float) -> list[int]:
+    def late(self, timeout_s: float) -> list[int]:
         """The workers that have been at one request for longer than `timeout_s`.
 
         A worker executes its requests one by one, so the time of a request starts when the one before is answered.
         """
+        now = self._clock()
         busy = [worker for worker, requests in enumerate(self._requests) if requests]
         return [worker for worker in busy if now - self._busy_since[worker] > timeout_s]
 
@@ -228,13 +231,13 @@ class Dispatcher:
 
     def _expect(self, worker: int, what: str, node: Node | None) -> int:
         if not self._requests[worker]:
-            self._busy_since[worker] = time.monotonic()
+            self._busy_since[worker] = self._clock()
         request_id = next(self._ids)
         self._requests[worker][request_id] = _Request(what, node)
         return request_id
 
     def _answered(self, worker: int, reply: Reply) -> _Request:
-        self._busy_since[worker] = time.monotonic()
+        self._busy_since[worker] = self._clock()
         if reply.wait:
             self._on_span(worker, reply.wait)
         self._on_span(worker, reply.span)

@@ -78,7 +78,7 @@ class LocalLauncher:
             child.is_reported = True
         self._kill_descendants()
 
-    def _kill_descendants(self, *, timeout_s: float = 10.0) -> None:
+    def _kill_descendants(self, *, timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s
         while left := _processes_with(f"{_LAUNCH_VARIABLE}={self._launch_id}"):
             if time.monotonic() > deadline:

@@ -195,7 +195,7 @@ if alive "$master"; then first=$workers other=$master; else first=$master other=
 wait "$first"
 code=$?
 # After a failure the other may still write down what it knows of it.
-if ((code == 0)); then wait_for "$other" {end_timeout_s}; else wait_for "$other" 10; fi
+if ((code == 0)); then wait_for "$other" {end_timeout_s}; else wait_for "$other" 60; fi
 if alive "$other"; then
     echo "one step ended with exit code $code, the other did not end and is stopped" >&2
     ((code == 0)) && code=1

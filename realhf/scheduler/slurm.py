@@ -26,7 +26,7 @@ _COMMAND_TIMEOUT_S = 60.0
 # Between a job's end and the moment when exit codes written on its nodes must be visible here.
 _FILES_SETTLE_S = 2.0
 # How long a job whose processes have all ended may take to end by itself.
-_JOB_END_S = 15.0
+_JOB_END_S = 60.0
 # What SLURM may take to kill tasks that ignore SIGTERM: its KillWait (30 s by default), and the kill itself.
 _KILL_S = 120.0
 

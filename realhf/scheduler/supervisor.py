@@ -13,9 +13,9 @@ from realhf.scheduler.run_directory import RunDirectory
 
 POLL_S = 0.1
 # After a first bad end, the others are given this long to end as well: the first to be seen is
-# not always the cause, and the master takes a few seconds to find it out.
-SETTLE_S = 10.0
-WORKERS_END_S = 60.0
+# not always the cause, and the master takes a few seconds to find it out (more on a busy machine).
+SETTLE_S = 30.0
+WORKERS_END_S = 120.0
 STOP_GRACE_S = 3.0
 LOG_LINES = 8
 

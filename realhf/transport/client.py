@@ -92,7 +92,7 @@ class Client(Generic[Incoming, Outgoing]):
             raise RuntimeError(f"the connection to {self._address} has ended") from message.cause
         return message
 
-    def close(self, *, flush_s: float = 2.0) -> None:
+    def close(self, *, flush_s: float = 10.0) -> None:
         """Ends the connection; what is queued still goes out if that takes no longer than `flush_s`."""
         if self._closing.is_set():
             return

@@ -119,7 +119,7 @@ class Server(Generic[Incoming, Outgoing]):
                 f"the connection to worker {worker} is gone, so it cannot be sent a {type(message).__name__}"
             ) from error
 
-    def close(self, *, flush_s: float = 2.0) -> None:
+    def close(self, *, flush_s: float = 10.0) -> None:
         """Closes the socket; what is queued still goes out if that takes no longer than `flush_s`."""
         self._authenticator.stop()
         self._socket.close(linger=int(1000 * flush_s))

@@ -45,11 +45,11 @@ Work = Callable[[], object]
 class Stopwatch:
     """Times work that all ranks start together; every rank gets the same result.
 
-    Collective: all ranks of the world make the same calls, with None where a rank has no work.
+    Collective: all ranks of the world make the same calls, with None where a rank has no work. `clock` tells seconds.
     """
 
-    def __init__(self, device: torch.device, repetitions: int):
-        self._device, self._repetitions = device, repetitions
+    def __init__(self, device: torch.device, repetitions: int, clock: Callable[[], float] = time.perf_counter):
+        self._device, self._repetitions, self._clock = device, repetitions, clock
 
     def seconds(self, work: Work | None, *, slowest: bool = False) -> float:
         """Median seconds of one `work`, the mean over the ranks that work, or their maximum (`slowest`)."""
@@ -106,11 +106,11 @@ class Stopwatch:
         self._over_ranks(0.0)  # a barrier
         if work is None:
             return 0.0
-        start = time.perf_counter()
+        start = self._clock()
         for _ in range(loops):
             work()
         self._synchronise()
-        return (time.perf_counter() - start) / loops
+        return (self._clock() - start) / loops
 
     def _over_ranks(self, value: float, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> float:
         total = torch.tensor(value, dtype=torch.float64, device=self._device)

@@ -46,7 +46,7 @@ class Outcome:
 
 
 def run_cases(rank: int, root: str, cases: dict[str, Case]) -> dict[str, Outcome]:
-    table = GroupTable(dict.fromkeys(case.layout for case in cases.values()), rank, timeout_s=180)
+    table = GroupTable(dict.fromkeys(case.layout for case in cases.values()), rank)
     return {
         name: _run(name, case, table.groups(case.layout), Path(root))
         for name, case in cases.items()
@@ -63,7 +63,6 @@ def _run(name: str, case: Case, groups: ParallelGroups, root: Path) -> Outcome:
         optimizer=OPTIMIZER,
         total_optimizer_steps=10,
         compute=case.compute,
-        timeout_s=180,
     )
     reader = HuggingFaceReader(root / case.family, config)
     for box, tensor in model.boxes().values():

@@ -12,8 +12,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
+from tests.waiting import PATIENCE_S
 
-def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = 90.0) -> list[Any]:
+
+def run_distributed(
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = PATIENCE_S
+) -> list[Any]:
     """Calls `function(rank, *args)` in `world_size` processes that share a gloo default group.
 
     `function` is a top-level function of an importable module (the processes are spawned); `args` and what it
@@ -55,7 +59,8 @@ def run_distributed(function: Callable[..., Any], world_size: int, *args: Any, t
                 if len(results) < world_size:
                     process.kill()
                 process.join(timeout=10)
-                process.kill()
+                process.kill()  # its result is here, or not wanted
+                process.join()
     return [results[rank] for rank in range(world_size)]
 
 
@@ -63,7 +68,7 @@ def _receive(rank: int, reader: Any, process: Any) -> Any:
     try:
         is_ok, value = reader.recv()
     except EOFError:
-        process.join(timeout=5)
+        process.join(timeout=PATIENCE_S)  # it has closed its end, so it is ending
         raise RuntimeError(f"rank {rank} died with exit code {process.exitcode}") from None
     if not is_ok:
         raise RuntimeError(f"rank {rank} raised:\n{value}")

@@ -104,7 +104,7 @@ def check(root: Path, cases: dict[str, Case]) -> None:
     for family in {case.family: None for case in cases.values()}:
         config = config_class(family)(**(GPT2 if family == "gpt2" else SIZES | CHANGES[family]))
         oracles[family] = oracle(config, root / family, torch.float64)
-    outcomes = run_distributed(run_cases, WORLD_SIZE, str(root), cases, timeout_s=280)
+    outcomes = run_distributed(run_cases, WORLD_SIZE, str(root), cases)
     wanted = {family: expected(theirs) for family, theirs in oracles.items()}
     for name, case in cases.items():
         check_case(name, case, [ranks[name] for ranks in outcomes if name in ranks], wanted[case.family])

@@ -102,7 +102,7 @@ class Outcome:
 
 
 def run_all(rank: int, cases: dict[str, Case]) -> dict[str, Outcome]:
-    table = GroupTable([case.layout for case in cases.values()], rank, timeout_s=120)
+    table = GroupTable([case.layout for case in cases.values()], rank)
     return {
         name: run_both(
             case,
@@ -187,12 +187,12 @@ def generated(model: ShardedModel, case: Case) -> list[list[int]]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Outcome]]:
-    return run_distributed(run_all, WORLD_SIZE, DEFAULT, timeout_s=280)
+    return run_distributed(run_all, WORLD_SIZE, DEFAULT)
 
 
 @pytest.fixture(scope="module")
 def slow_ranks() -> list[dict[str, Outcome]]:
-    return run_distributed(run_all, WORLD_SIZE, SLOW, timeout_s=560)
+    return run_distributed(run_all, WORLD_SIZE, SLOW)
 
 
 @pytest.mark.parametrize("name", DEFAULT)

@@ -16,6 +16,7 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel import _host, groups, host_group
 from realhf.parallel.groups import GroupTable
 from tests.distributed.pool import run_distributed
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.distributed
 
@@ -39,7 +40,7 @@ def summed(terms: list[Tensor]) -> Tensor:
     return total.to(terms[0].dtype)
 
 
-def new_group(size: int, timeout_s: float = 60.0) -> dist.ProcessGroup:
+def new_group(size: int, timeout_s: float = PATIENCE_S) -> dist.ProcessGroup:
     return dist.new_group(list(range(size)), backend=host_group.BACKEND, timeout=timedelta(seconds=timeout_s))
 
 
@@ -81,20 +82,17 @@ def test_collectives_of_two_to_four_ranks_are_right_to_the_bit():
 
 
 def strided_then_late(rank: int) -> str:
-    group = new_group(2, timeout_s=0.5)
-    dist.barrier()
+    group, impatient = new_group(2), new_group(2, timeout_s=0.5)
     column = torch.full((3, 2), float(rank + 1))[:, 0]
     dist.all_reduce(column, group=group)
     assert column.tolist() == [3.0, 3.0, 3.0]
     dist.all_reduce(torch.empty(0), group=group)
     with pytest.raises(NotImplementedError, match="SUM and MAX"):
         dist.all_reduce(column, dist.ReduceOp.PRODUCT, group=group)
-    dist.barrier()
     if rank == 1:
-        time.sleep(1.5)
-        return ""
+        return ""  # it stays until both are done
     with pytest.raises(host_group.PeerError) as raised:
-        dist.all_reduce(column, group=group)
+        dist.all_reduce(column, group=impatient)
     return str(raised.value)
 
 
@@ -138,7 +136,9 @@ class Memory:
         return Memory(os.getpid(), descriptor)
 
     def join(self, rank: int) -> _host.HostGroup:
-        return _host.HostGroup(os.open(f"/proc/{self.process}/fd/{self.descriptor}", os.O_RDWR), rank, 2, 64, 60.0)
+        return _host.HostGroup(
+            os.open(f"/proc/{self.process}/fd/{self.descriptor}", os.O_RDWR), rank, 2, 64, PATIENCE_S
+        )
 
 
 def come_once(memory: Memory) -> None:
@@ -153,7 +153,7 @@ def test_a_rank_that_ended_is_named_long_before_the_deadline():
     group.barrier()
     with pytest.raises(host_group.PeerError, match=rf"rank 1 of the group \(process {peer.pid}\) has ended"):
         group.barrier()
-    peer.join(10)
+    peer.join()
 
 
 def message(number: int, sender: int, count: int) -> Tensor:
@@ -256,8 +256,8 @@ def echo(process: int, descriptor: int, sizes: list[int]) -> None:
     channels = join_channels(process, descriptor, 1)
     for size in sizes:
         held = torch.zeros(size, dtype=torch.uint8)
-        channels.wait_received(channels.receive(held.data_ptr(), size, 0), 0, 60.0)
-        channels.wait_sent(channels.send(held.data_ptr(), size, 0), 0, 60.0)
+        channels.wait_received(channels.receive(held.data_ptr(), size, 0), 0, PATIENCE_S)
+        channels.wait_sent(channels.send(held.data_ptr(), size, 0), 0, PATIENCE_S)
     last = torch.full((10,), 7, dtype=torch.uint8)
     channels.send(last.data_ptr(), 10, 0)
 
@@ -275,18 +275,18 @@ def test_small_rings_and_a_rank_that_ended():
     back = [torch.zeros_like(tensor) for tensor in sent]
     receives = [channels.receive(tensor.data_ptr(), len(tensor), 1) for tensor in back]
     sends = [channels.send(tensor.data_ptr(), len(tensor), 1) for tensor in sent]
-    channels.wait_sent(sends[-1], 1, 60.0)
-    channels.wait_received(receives[-1], 1, 60.0)
+    channels.wait_sent(sends[-1], 1, PATIENCE_S)
+    channels.wait_received(receives[-1], 1, PATIENCE_S)
     assert all(map(torch.equal, back, sent))
-    peer.join(30)
+    peer.join()
     last, never = torch.zeros(10, dtype=torch.uint8), torch.zeros(1)
-    channels.wait_received(channels.receive(last.data_ptr(), 10, 1), 1, 60.0)
+    channels.wait_received(channels.receive(last.data_ptr(), 10, 1), 1, PATIENCE_S)
     assert last.tolist() == [7] * 10
     ended = rf"rank 1 of the group \(process {peer.pid}\) has ended"
     with pytest.raises(host_group.PeerError, match=ended):
-        channels.wait_received(channels.receive(never.data_ptr(), 4, 1), 1, 60.0)
+        channels.wait_received(channels.receive(never.data_ptr(), 4, 1), 1, PATIENCE_S)
     with pytest.raises(host_group.PeerError, match=ended):
-        channels.wait_sent(channels.send(sent[-1].data_ptr(), 5_003, 1), 1, 60.0)
+        channels.wait_sent(channels.send(sent[-1].data_ptr(), 5_003, 1), 1, PATIENCE_S)
 
 
 def pipeline_backends(rank: int) -> list[str | None]:

@@ -45,12 +45,12 @@ CASES = {
 
 
 def run_all(rank: int) -> dict[str, Outcome]:
-    return run_cases(CASES, GroupTable([case.layout for case in CASES.values()], rank, timeout_s=60))
+    return run_cases(CASES, GroupTable([case.layout for case in CASES.values()], rank))
 
 
 @pytest.fixture(scope="module")
 def ranks() -> list[dict[str, Outcome]]:
-    return run_distributed(run_all, 4, timeout_s=240)
+    return run_distributed(run_all, 4)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -69,11 +69,11 @@ WAYS_THERE = (
 
 def reallocate_along(rank: int) -> dict[str, np.ndarray]:
     """The boxes that this rank has at the end of a way through all the layouts."""
-    table = GroupTable(WAYS_THERE, rank, timeout_s=60)
+    table = GroupTable(WAYS_THERE, rank)
 
     def model_in(layout: Layout) -> ShardedModel | None:
         inside = rank in layout.mesh.devices
-        return ShardedModel(TIED, table.groups(layout), torch.float64, timeout_s=60) if inside else None
+        return ShardedModel(TIED, table.groups(layout), torch.float64) if inside else None
 
     source = model_in(WAYS_THERE[0])
     assert source is not None
@@ -86,7 +86,6 @@ def reallocate_along(rank: int) -> dict[str, np.ndarray]:
             source.held() if source else [],
             target.held() if target else [],
             model_name="actor",
-            timeout_s=60,
         )
         source = target
     assert source is not None

@@ -1,10 +1,12 @@
 """`realhf profile` end to end on two workers, and the stopwatch that all ranks share."""
 
+import itertools
+import math
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
@@ -13,6 +15,7 @@ from msgspec import structs
 
 from realhf.api.model import DecoderConfig
 from realhf.cli import main
+from realhf.scheduler.local import LocalLauncher
 from realhf.search.hardware import profiles_root
 from realhf.search.profile import LayerProfile, load_profile, profile_path
 from realhf.search.timings import load_costs
@@ -105,7 +108,7 @@ def profile_of(model: DecoderConfig, root: Path) -> LayerProfile:
     return load_profile(profile_path(model, "float32", "cpu", root))
 
 
-def test_every_model_type_has_a_profile_that_grows_with_size(root):
+def test_every_model_type_has_a_profile(root):
     profile = profile_of(MODEL, root)
     assert (profile.model, profile.dtype, profile.hardware) == (MODEL, "float32", "cpu")
     assert profile.sequence_length == 10  # 5.5 rounded to even, and 4 new tokens
@@ -114,42 +117,52 @@ def test_every_model_type_has_a_profile_that_grows_with_size(root):
         for name in ("layer_forward", "layer_backward", "head_forward", "head_backward"):
             curve = getattr(timings, name)
             assert curve.sizes == tuple(2.0**k for k in range(4, 13)), name
-            if timings.tp == 1:  # beyond that the latency of an all-reduce decides in so small a model
-                # 64 times the tokens; three sizes each, because the machine may be busy with something else
-                assert median(curve.seconds[-3:]) > 2 * median(curve.seconds[:3]), name
-        assert min(timings.layer_forward.seconds) > 0
+            assert min(curve.seconds) > 0, name
         assert [decode.context for decode in timings.layer_decode] == [5, 10, 20]
         assert all(decode.seconds.sizes == (1.0, 2.0, 4.0, 8.0) for decode in timings.layer_decode)
     assert profile.sampling_s > 0
-    assert 0 < profile.optimizer_s_per_parameter < 1e-5
+    assert profile.optimizer_s_per_parameter > 0
     assert profile.call_overhead_s > 0
+    assert min(structs.astuple(profile.overheads)) >= 0
 
 
-def test_whole_calls_take_more_than_their_parts(root):
-    overheads = profile_of(MODEL, root).overheads
-    assert overheads.train_s + overheads.train_micro_batch_s > 0  # packing, the loss, the schedule, the statistics
-    assert all(0 <= seconds < 1 for seconds in structs.astuple(overheads))
+@pytest.mark.slow  # it compares times that were measured, which a busy machine may turn round
+def test_measured_times_are_those_of_the_work(root):
+    profile, scalar = profile_of(MODEL, root), profile_of(MODEL.with_head("scalar"), root)
+    for name in ("layer_forward", "layer_backward", "head_forward", "head_backward"):
+        curve = getattr(
+            profile.tensor[0], name
+        )  # tp=1: beyond, the latency of an all-reduce decides in so small a model
+        assert median(curve.seconds[-3:]) > 2 * median(curve.seconds[:3]), name  # of 64 times the tokens
+    for timings in profile.collectives:
+        assert timings.seconds.seconds[-1] > timings.seconds.seconds[0], timings.kind
+    for with_lm, with_scalar in zip(profile.tensor, scalar.tensor, strict=True):
+        # 1,024 logits a token against one value.
+        assert with_lm.head_forward.seconds[-1] > with_scalar.head_forward.seconds[-1]
+    overheads = profile.overheads
+    assert 0 < overheads.train_s + overheads.train_micro_batch_s < 1  # packing, the loss, the schedule, the statistics
+    assert profile.optimizer_s_per_parameter < 1e-5
+    assert 1e5 < profile.reallocation.bandwidth < 1e12
 
 
 def test_collectives_of_two_are_measured(root):
     found = {(timings.kind, timings.group_size): timings.seconds for timings in profile_of(MODEL, root).collectives}
     assert set(found) == {("all_reduce", 2), ("broadcast", 2), ("send", 2)}
     for kind, curve in found.items():
-        assert curve.seconds[-1] > curve.seconds[0] > 0, kind
+        assert min(curve.seconds) > 0, kind
 
 
 def test_a_reallocation_to_a_neighbour_is_measured(root):
     found = profile_of(MODEL, root).reallocation
     assert found.latency_s >= 0
-    assert 1e5 < found.bandwidth < 1e12  # bytes a second: neither a failed fit nor a move that did nothing
+    assert 0 < found.bandwidth < math.inf
 
 
 def test_heads_are_measured_apart_over_one_trunk(root):
     lm, scalar = profile_of(MODEL, root), profile_of(MODEL.with_head("scalar"), root)
     for with_lm, with_scalar in zip(lm.tensor, scalar.tensor, strict=True):
         assert with_lm.layer_forward == with_scalar.layer_forward
-        # 1,024 logits a token against one value.
-        assert with_lm.head_forward.seconds[-1] > with_scalar.head_forward.seconds[-1]
+        assert with_lm.head_forward != with_scalar.head_forward
 
 
 def test_a_degree_that_does_not_divide_the_model_is_left_out(root):
@@ -161,12 +174,11 @@ def test_the_planner_takes_the_profiles(root):
     assert load_costs(models, dtype="float32", hardware="cpu", root=root).profiled
 
 
-def test_what_was_measured_is_kept(experiment, root, capsys):
+def test_what_was_measured_is_kept(experiment, root, capsys, monkeypatch):
     files = sorted((root / "local" / "cpu").iterdir())
     before = [(file, file.stat().st_mtime_ns) for file in files]
-    start = time.monotonic()
+    monkeypatch.delattr(LocalLauncher, "start")  # no worker is started
     assert main(words(experiment, root)) == 0
-    assert time.monotonic() - start < 2.0  # no worker was started
     assert [(file, file.stat().st_mtime_ns) for file in sorted((root / "local" / "cpu").iterdir())] == before
     assert len(before) == 3
     assert capsys.readouterr().out.count("kept ") == 3
@@ -204,23 +216,50 @@ def test_help_has_an_example():
     assert "realhf profile experiments/ppo.py" in done.stdout
 
 
-def _stopwatch_on_two_ranks(rank: int) -> tuple[float, float, float]:
+class Clock:
+    """A clock that stands still but for the work that is put on it."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+    def work(self, *seconds: float) -> Callable[[], None]:
+        """Work that takes these seconds, one after the other, and again."""
+        times = itertools.cycle(seconds)
+
+        def advance() -> None:
+            self.now_s += next(times)
+
+        return advance
+
+
+def _stopwatch_on_two_ranks(rank: int) -> list[float]:
     import torch
 
     from realhf.worker.model_bench import Stopwatch
 
-    watch = Stopwatch(torch.device("cpu"), repetitions=3)
-    sleep_s = (0.02, 0.06)[rank]
-    mean_s = watch.seconds(lambda: time.sleep(sleep_s))
-    slowest_s = watch.seconds(lambda: time.sleep(sleep_s), slowest=True)
-    alone_s = watch.seconds(None if rank else lambda: time.sleep(sleep_s))
-    return mean_s, slowest_s, alone_s
+    clock = Clock()
+    watch = Stopwatch(torch.device("cpu"), repetitions=3, clock=clock)
+    work = clock.work((0.25, 0.75)[rank])
+    alone = None if rank else work
+    # Warmed up twice, then read three times: 4, 1 and 2 seconds.
+    odd = clock.work(9.0, 9.0, 4.0, 1.0, 2.0)
+    return [
+        watch.seconds(work),
+        watch.seconds(work, slowest=True),
+        watch.seconds(alone),
+        watch.seconds(odd),
+        *watch.seconds_and_rest(alone, clock.work(1.0)),
+        *watch.seconds_of_both(clock.work(2.0), work),
+    ]
 
 
 def test_the_stopwatch_gives_all_ranks_the_mean_or_the_slowest_of_those_that_work():
-    first, second = run_distributed(_stopwatch_on_two_ranks, 2, timeout_s=60.0)
+    first, second = run_distributed(_stopwatch_on_two_ranks, 2)
     assert first == second
-    mean_s, slowest_s, alone_s = first
-    assert 0.02 <= alone_s < mean_s < slowest_s
-    assert mean_s >= 0.04
-    assert slowest_s >= 0.06
+    mean_s, slowest_s, alone_s, median_s, part_s, rest_s, first_s, longer_s = first
+    assert (mean_s, slowest_s, alone_s, median_s) == (0.5, 0.75, 0.25, 2.0)
+    assert (part_s, rest_s) == (0.25, 0.875)  # beyond 1/4 s on rank 0 and nothing on rank 1
+    assert (first_s, longer_s) == (2.0, -1.25)

@@ -124,7 +124,7 @@ class Outcome:
 def built(
     config: DecoderConfig, groups: ParallelGroups, compute: ComputeConfig, dtype: torch.dtype = torch.float64
 ) -> ShardedModel:
-    model = ShardedModel(config, groups, dtype, optimizer=OPTIMIZER, compute=compute, timeout_s=80)
+    model = ShardedModel(config, groups, dtype, optimizer=OPTIMIZER, compute=compute)
     model.initialise(seed=5)
     for box, local in model.held():
         # Larger weights and uneven norms, so that attention is far from uniform.
@@ -161,7 +161,7 @@ class Ranks:
 
 def run_all(rank: int) -> Ranks:
     tensor = Layout(DeviceMesh(0, WORLD_SIZE), ParallelStrategy(tp=WORLD_SIZE))
-    table = GroupTable([tensor, *(case.layout for case in CASES.values())], rank, timeout_s=80)
+    table = GroupTable([tensor, *(case.layout for case in CASES.values())], rank)
     return Ranks(run_cases(CASES, table), part_of_vocabulary(table.groups(tensor)))
 
 
@@ -197,7 +197,7 @@ def part_of_vocabulary(groups: ParallelGroups) -> dict[str, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def ranks() -> list[Ranks]:
-    return run_distributed(run_all, WORLD_SIZE, timeout_s=240)
+    return run_distributed(run_all, WORLD_SIZE)
 
 
 @dataclass

@@ -96,7 +96,7 @@ class Outcome:
 
 def run_all(rank: int, folder: str) -> Outcome:
     layouts = [where for case in CASES.values() for where in (case.saved, case.loaded)]
-    table = GroupTable([*layouts, layout(dp=3)], rank, timeout_s=60)
+    table = GroupTable([*layouts, layout(dp=3)], rank)
     outcome = Outcome(scatter_and_gather(table), {}, {})
     for name, case in CASES.items():
         directory = Path(folder) / name
@@ -159,7 +159,6 @@ def build(case: Case, where: Layout, how: DataParallel, table: GroupTable) -> Sh
         optimizer=OPTIMIZER,
         total_optimizer_steps=STEPS,
         compute=ComputeConfig(data_parallel=how),
-        timeout_s=60,
     )
 
 
@@ -208,7 +207,7 @@ def values(rank: int, dtype: torch.dtype) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> list[Outcome]:
-    return run_distributed(run_all, WORLD_SIZE, str(tmp_path_factory.mktemp("states")), timeout_s=280)
+    return run_distributed(run_all, WORLD_SIZE, str(tmp_path_factory.mktemp("states")))
 
 
 @cache

@@ -15,6 +15,7 @@ import pytest
 
 from realhf.api.plan import ExecutionPlan
 from tests.docs.blocks import DOCUMENTS, ROOT, Document
+from tests.waiting import PATIENCE_S
 
 DOCS = [Document(path) for path in DOCUMENTS]
 COMMANDS = {command for document in DOCS for command in document.commands}
@@ -104,7 +105,7 @@ def shell(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=120, check=False
+        ["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
     )
 
 

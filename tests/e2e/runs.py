@@ -18,9 +18,9 @@ from realhf.models.checkpoint import CheckpointReader
 from realhf.models.parameters import decoder_parameters
 from realhf.realloc.layout import Box
 from realhf.worker import rollouts
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
-DEADLINE_S = 240
 
 
 @dataclass(frozen=True)
@@ -57,10 +57,10 @@ def command(*words: str | Path) -> list[str]:
     return [sys.executable, "-m", "realhf.cli", *map(str, words)]
 
 
-def realhf(*words: str | Path, deadline_s: float = DEADLINE_S) -> subprocess.CompletedProcess[str]:
+def realhf(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """One `realhf` command from the checkout's root, its output captured."""
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(command(*words), cwd=ROOT, env=env, capture_output=True, text=True, timeout=deadline_s)
+    return subprocess.run(command(*words), cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
 def finished(run_dir: Path, experiment: str, *words: str | Path) -> FinishedRun:

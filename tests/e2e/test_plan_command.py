@@ -5,16 +5,15 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.test_report_in_browser import BROWSERS, MEASURE, rendered
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 WORDS = "experiments/ppo.py --cluster h100-16x8 --actor llama3-70b --critic llama3-7b --compare"
-PATIENCE_S = 60.0
 
 
 def realhf_plan(words: list[str], folder: Path) -> str:
@@ -24,15 +23,13 @@ def realhf_plan(words: list[str], folder: Path) -> str:
         "assert 'torch' not in sys.modules, 'torch was imported'; sys.exit(code)"
     )
     shutil.copytree(ROOT / "experiments", folder / "experiments", dirs_exist_ok=True)
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def test_128_devices_are_compared_in_seconds(tmp_path: Path) -> None:
-    start = time.monotonic()
+def test_128_devices_are_compared(tmp_path: Path) -> None:
     printed = realhf_plan([*WORDS.split(), "--json", "out.json"], tmp_path)
-    assert time.monotonic() - start < PATIENCE_S
     assert "16 x 8 h100" in printed
     content = json.loads((tmp_path / "out.json").read_bytes())
     plans = {plan["name"]: plan for plan in content["plans"]}

@@ -11,6 +11,7 @@ import pytest
 from realhf.report.page import write_report
 from realhf.scheduler.run_directory import RunDirectory
 from tests.unit.report.run_directories import good_run
+from tests.waiting import PATIENCE_S
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 OPTIONS = (
@@ -46,7 +47,7 @@ def browser() -> str:
 def rendered(browser: str, page: Path, profile: Path) -> tuple[str, str]:
     """The DOM after its scripts ran, and what the browser logged."""
     argv = [browser, *OPTIONS.split(), f"--user-data-dir={profile}", page.as_uri()]
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=True)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, check=True)
     return result.stdout, result.stderr
 
 

@@ -1,9 +1,9 @@
 """`realhf doctor`: once for real, and what it says when something is missing."""
 
 import io
+import multiprocessing
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from rich.console import Console
 
 from realhf.cli import doctor
 from realhf.cli.doctor import Check, Finding, base_checks, find_collectives, find_file_system, run_checks
+from tests.waiting import PATIENCE_S
 
 
 def printed(*checks: Check) -> tuple[int, list[str]]:
@@ -22,8 +23,7 @@ def printed(*checks: Check) -> tuple[int, list[str]]:
 
 def test_this_machine_can_run_runs(tmp_path: Path) -> None:
     argv = [sys.executable, "-m", "realhf.cli", "doctor", "--runs-dir", str(tmp_path / "runs")]
-    start = time.monotonic()
-    result = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
+    result = subprocess.run(argv, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert len(lines) == len(base_checks(tmp_path))
@@ -31,7 +31,6 @@ def test_this_machine_can_run_runs(tmp_path: Path) -> None:
     assert any("all-reduce between 2 processes" in line for line in lines)
     assert any(f"{tmp_path}: atomic rename, modes and locks are kept" in line for line in lines)
     assert list(tmp_path.iterdir()) == []
-    assert time.monotonic() - start < 60  # a few seconds on an idle machine
 
 
 def test_a_failure_is_one_line_with_its_remedy() -> None:
@@ -91,10 +90,9 @@ def test_a_file_system_without_modes_and_locks(tmp_path: Path, monkeypatch: pyte
 
 def test_processes_that_cannot_meet_are_ended_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "COLLECTIVE_TIMEOUT_S", 0.2)
-    start = time.monotonic()
     with pytest.raises(TimeoutError, match=r"process 0 of 2 did not end within 0.2 s"):
         find_collectives("gloo", 2)
-    assert time.monotonic() - start < 10
+    assert not multiprocessing.active_children()
 
 
 def test_a_process_that_fails_gives_its_last_line() -> None:

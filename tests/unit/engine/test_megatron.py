@@ -18,6 +18,7 @@ from realhf.engine import megatron, megatron_check
 from realhf.engine.model import ShardedModel
 from realhf.models.parameters import decoder_parameters
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens
+from tests.waiting import PATIENCE_S
 
 FAMILIES = {
     "llama": tiny(),
@@ -94,7 +95,7 @@ for module in pkgutil.walk_packages(realhf.__path__, "realhf."):
 assert "realhf.engine.megatron" in sys.modules
 assert not [name for name in sys.modules if name.split(".")[0] in ("megatron", "flash_attn", "transformer_engine")]
 """
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)
 
 
 @pytest.mark.parametrize("config", FAMILIES.values(), ids=FAMILIES)

@@ -1,7 +1,8 @@
 """Whom the master names when workers fail, fall silent or never come; the workers are a script."""
 
 import asyncio
-import time
+import itertools
+import selectors
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from realhf.api.errors import RunError
 from realhf.api.status import read_status
+from realhf.master import awake
 from realhf.master import master as master_module
 from realhf.master.master import Master
 from realhf.scheduler.run_directory import RunDirectory
@@ -19,41 +21,63 @@ HELLO = [(0.0, i, Hello(worker=i, pid=i, host="here")) for i in range(3)]
 PEER_IS_GONE = Failure(request_id=None, text="RuntimeError: Connection closed by peer", blames_peer=True)
 
 
+class Clock(selectors.DefaultSelector):
+    """What the event loop waits with: nothing takes time, and the clock jumps to when the next thing is to happen."""
+
+    now_s = 0.0
+
+    def select(self, timeout: float | None = None) -> Any:
+        assert timeout is not None, "everything waits for ever"
+        self.now_s += timeout
+        return super().select(0)
+
+
+STANDS_STILL = None  # the master, for the seconds given
+
+Script = list[tuple[float, int, ToMaster | None]]
+
+
 class ScriptedServer:
     """Receives (seconds to wait before it, worker, message) and then nothing; what is sent to workers is lost."""
 
-    def __init__(self, script: list[tuple[float, int, ToMaster]]):
-        self.script = list(script)
+    def __init__(self, script: Script, clock: Clock):
+        self.script, self.clock = list(script), clock
 
     async def recv(self) -> tuple[int, ToMaster]:
-        if not self.script:
-            await asyncio.Event().wait()
-        pause_s, worker, message = self.script[0]
-        await asyncio.sleep(pause_s)
-        self.script.pop(0)
-        return worker, message
+        while self.script:
+            pause_s, worker, message = self.script[0]
+            if message is STANDS_STILL:
+                self.clock.now_s += pause_s
+                self.script.pop(0)
+                continue
+            await asyncio.sleep(pause_s)
+            self.script.pop(0)
+            return worker, message
+        await asyncio.Event().wait()
+        raise AssertionError
 
     async def send(self, worker: int, message: Any) -> None:
         pass
 
 
-@pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(master_module, "WATCH_EVERY_S", 0.05)
-    monkeypatch.setattr(master_module, "HEARTBEAT_TIMEOUT_S", 0.6)
-    monkeypatch.setattr(master_module, "SUSPICIOUS_SILENCE_S", 0.3)
-    monkeypatch.setattr(master_module, "FAILURE_GRACE_S", 0.5)
+async def _run(run: Any, directory: RunDirectory, server: Any) -> None:
+    await Master(run, directory, server).run()
 
 
-def failure_of(directory: RunDirectory, script: list[tuple[float, int, ToMaster]], **spec: float) -> str:
+def failure_of(directory: RunDirectory, script: Script, **spec: float) -> str:
     """The message with which a master of three workers ends; also what status.json says."""
-    given = {"num_workers": 3, "call_timeout_s": 60.0, "setup_timeout_s": 60.0, **spec}
+    given = {"num_workers": 3, "call_timeout_s": 600.0, "setup_timeout_s": 3600.0, **spec}
     run: Any = SimpleNamespace(
         spec=SimpleNamespace(**given), experiment=SimpleNamespace(steps=7), evaluation=None, evaluation_graph=None
     )
-    server: Any = ScriptedServer(script)
-    with pytest.raises(RunError) as error:
-        asyncio.run(Master(run, directory, server).run())
+    clock = Clock()
+    loop = asyncio.SelectorEventLoop(clock)
+    loop.time = lambda: clock.now_s  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch, asyncio.Runner(loop_factory=lambda: loop) as runner:
+        patch.setattr(awake, "time", SimpleNamespace(monotonic=loop.time))
+        server: Any = ScriptedServer(script, clock)
+        with pytest.raises(RunError) as error:
+            runner.run(_run(run, directory, server))
     status = read_status(directory.status)
     assert status is not None
     assert (status.state, status.message, status.steps) == ("failed", str(error.value), 7)
@@ -65,16 +89,17 @@ def directory(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path / "run")
 
 
-def alive(*workers: int) -> list[tuple[float, int, ToMaster]]:
-    """Two seconds of heartbeats."""
-    return [(0.05, worker, Heartbeat(activity="computing")) for _ in range(40 // len(workers)) for worker in workers]
+def alive(*workers: int, seconds: int = 100) -> Script:
+    """A heartbeat of each every second."""
+    beats = [(0.0, worker, Heartbeat(activity="computing")) for worker in workers]
+    return [(1.0, *beat[1:]) if i == 0 else beat for _ in range(seconds) for i, beat in enumerate(beats)]
 
 
 def test_workers_that_do_not_become_ready(directory: RunDirectory) -> None:
     script = [*HELLO[:2], (0.0, 0, Ready()), (0.0, 1, Heartbeat(activity="setup: model actor"))]
-    text = failure_of(directory, script, setup_timeout_s=0.2)
+    text = failure_of(directory, script, setup_timeout_s=20)
     assert text == (
-        "not ready within 0.2 s: worker 1 (setup: model actor), worker 2 (never heard of); "
+        "not ready within 20 s: worker 1 (setup: model actor), worker 2 (never heard of); "
         f"read {directory.log('worker-1')}"
     )
 
@@ -86,7 +111,7 @@ def test_a_failure_is_told_at_once_with_its_text(directory: RunDirectory) -> Non
 
 def test_the_cause_is_the_worker_that_blames_no_peer(directory: RunDirectory) -> None:
     cause = Failure(request_id=None, text="OutOfMemoryError")
-    text = failure_of(directory, [*HELLO, (0.0, 0, PEER_IS_GONE), (0.0, 1, PEER_IS_GONE), (0.2, 2, cause)])
+    text = failure_of(directory, [*HELLO, (0.0, 0, PEER_IS_GONE), (0.0, 1, PEER_IS_GONE), (5.0, 2, cause)])
     assert text.startswith("worker 2 failed in ")
 
 
@@ -115,7 +140,7 @@ def test_a_lost_connection_is_explained_by_the_failure_behind_it(
         raise RunError("the connection to worker 1 is gone")
 
     monkeypatch.setattr(Master, "_drive", drive)
-    script = [*HELLO, (0.1, 1, Failure(request_id=None, text="ValueError: bad weights"))]
+    script = [*HELLO, (5.0, 1, Failure(request_id=None, text="ValueError: bad weights"))]
     assert failure_of(directory, script).endswith("ValueError: bad weights")
     assert failure_of(directory, HELLO) == "the connection to worker 1 is gone"
 
@@ -134,9 +159,19 @@ def test_late_workers_that_are_alive_are_named_with_the_remedy(
 
 def test_late_and_silent_is_silent(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are late only because they wait for it."""
-    since_s = time.monotonic() + 0.45
-    monkeypatch.setattr(master_module.Dispatcher, "late", lambda _, __, now: [0, 1, 2] if now > since_s else [])
-    monkeypatch.setattr(master_module, "HEARTBEAT_TIMEOUT_S", 60.0)
+    looks = itertools.count()
+    monkeypatch.setattr(master_module.Dispatcher, "late", lambda *_: [0, 1, 2] if next(looks) > 10 else [])
     text = failure_of(directory, [*HELLO, *alive(0, 2)])
     assert text.startswith("worker 1 has been silent for ")
     assert "worker 0" not in text
+
+
+def test_a_master_that_stood_still_has_heard_nobody_and_blames_nobody(directory: RunDirectory) -> None:
+    """Whatever holds it up: its workers' heartbeats wait to be read, or they were held up too and come a bit later."""
+    held_up = [*alive(0, 1, 2, seconds=3), (3600.0, 0, STANDS_STILL), (20.0, 0, Ready()), *alive(0, 1, 2, seconds=3)]
+    end: Script = [(0.0, 2, Failure(request_id=None, text="ValueError: bad weights"))]
+    text = failure_of(directory, [*HELLO, *held_up, *end], setup_timeout_s=1e6)
+    assert text.startswith("worker 2 failed in no request")
+    # Silence counts on where it was.
+    text = failure_of(directory, [*HELLO, *alive(0, 2, seconds=30), *held_up[6:7], *alive(0, 2)], setup_timeout_s=1e6)
+    assert text.startswith("worker 1 has been silent for 61 s")

@@ -12,6 +12,7 @@ from realhf.report.figures import curves_of, split_curves
 from realhf.report.page import write_report
 from realhf.scheduler.run_directory import RunDirectory
 from tests.unit.report.run_directories import good_run, metrics_line, step_events, write_run
+from tests.waiting import PATIENCE_S
 
 
 def visible(path: Path) -> str:
@@ -126,4 +127,4 @@ def test_no_torch_is_imported(tmp_path: Path) -> None:
         "from realhf.scheduler.run_directory import RunDirectory;"
         f"write_report(RunDirectory(Path({str(good_run(tmp_path / 'run'))!r}))); assert 'torch' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

@@ -7,10 +7,12 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from realhf.scheduler.activity import MAX_TEXT_BYTES, ActivityWriter, read_activity
+from tests.waiting import PATIENCE_S
 
 
 def test_it_survives_sigkill(tmp_path: Path) -> None:
@@ -24,7 +26,7 @@ writer.set("step 4 actor_generate: compute")
 os.kill(os.getpid(), signal.SIGKILL)
 """
     before = time.time()
-    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path / "worker-3")], timeout=30)
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path / "worker-3")], timeout=PATIENCE_S)
     assert ended.returncode == -signal.SIGKILL
     activity = read_activity(tmp_path / "worker-3")
     assert activity is not None
@@ -79,6 +81,7 @@ def test_no_record_is_none(tmp_path: Path) -> None:
     assert read_activity(tmp_path / "silent") is None
 
 
+@pytest.mark.slow  # it measures
 def test_it_is_cheap(tmp_path: Path) -> None:
     writer = ActivityWriter(tmp_path / "a")
     start = time.process_time()

@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,8 +12,9 @@ import psutil
 import pytest
 
 from realhf.api.errors import UserError
-from realhf.scheduler.base import ProcessSpec, worker_index
+from realhf.scheduler.base import Exit, ProcessSpec, worker_index
 from realhf.scheduler.local import LocalLauncher
+from tests.waiting import wait_until
 
 FOR_EVER = "while :; do sleep 0.1; done"
 
@@ -26,10 +26,7 @@ def spec(name: str, tmp_path: Path, command: str) -> ProcessSpec:
 
 
 def pid_in(path: Path) -> int:
-    deadline = time.monotonic() + 30
-    while not (path.exists() and path.read_text().endswith("\n")):
-        assert time.monotonic() < deadline, f"{path} was not written"
-        time.sleep(0.02)
+    wait_until(lambda: path.exists() and path.read_text().endswith("\n"), f"{path} is written")
     return int(path.read_text())
 
 
@@ -39,11 +36,16 @@ def lives(pid: int) -> bool:
     return False
 
 
-def ends(pid: int, *, within_s: float = 10) -> bool:
-    deadline = time.monotonic() + within_s
-    while lives(pid) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not lives(pid)
+def polled(launcher: LocalLauncher, number: int = 1) -> list[Exit]:
+    """The first ends that the launcher tells, of so many processes."""
+    found: list[Exit] = []
+
+    def are_told() -> bool:
+        found.extend(launcher.poll())
+        return len(found) >= number
+
+    wait_until(are_told, "processes end")
+    return found
 
 
 @pytest.fixture
@@ -65,7 +67,7 @@ launcher.start([
     ProcessSpec(name=name, argv=("bash", "-c", f"echo $$ > {{place}}/{{name}}; {FOR_EVER}"), log_path=place / "log")
     for name in ("master", "worker-0")
 ])
-time.sleep(60)
+time.sleep(3600)
 """
     parent = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
     try:
@@ -74,7 +76,7 @@ time.sleep(60)
     finally:
         parent.kill()
         parent.wait()
-    assert all(map(ends, pids))
+    wait_until(lambda: not any(map(lives, pids)), f"{pids} end")
 
 
 @pytest.mark.parametrize("parent_ends", [False, True])
@@ -83,8 +85,8 @@ def test_descendants_are_ended_wherever_they_went(launcher: LocalLauncher, tmp_p
     leave = f'setsid bash -c \'trap "" TERM; echo $$ > "$PLACE/pid"; {FOR_EVER}\' > /dev/null 2>&1 &'
     launcher.start([spec("master", tmp_path, leave + ("" if parent_ends else FOR_EVER))])
     pid = pid_in(tmp_path / "pid")
-    while parent_ends and not launcher.poll():
-        time.sleep(0.02)
+    if parent_ends:
+        polled(launcher)
     assert lives(pid)
     launcher.stop(grace_s=0.1)
     assert not lives(pid)
@@ -101,14 +103,14 @@ def test_a_failed_start_leaves_nothing(launcher: LocalLauncher, tmp_path: Path) 
 
 def test_the_signal_that_killed_is_the_returncode(launcher: LocalLauncher, tmp_path: Path) -> None:
     launcher.start([spec("worker-0", tmp_path, "kill -SEGV $$")])
-    while not (exits := launcher.poll()):
-        time.sleep(0.02)
-    assert [(found.name, found.returncode) for found in exits] == [("worker-0", -signal.SIGSEGV)]
+    assert [(found.name, found.returncode) for found in polled(launcher)] == [("worker-0", -signal.SIGSEGV)]
 
 
 def test_of_several_ends_the_bad_ones_come_first(launcher: LocalLauncher, tmp_path: Path) -> None:
-    launcher.start([spec("master", tmp_path, "exit 0"), spec("worker-0", tmp_path, "exit 4")])
-    time.sleep(0.5)
+    note = 'echo $$ > "$PLACE/pid"'
+    launcher.start([spec("master", tmp_path, f"{note}.0; exit 0"), spec("worker-0", tmp_path, f"{note}.4; exit 4")])
+    pids = [pid_in(tmp_path / f"pid.{code}") for code in (0, 4)]
+    wait_until(lambda: not any(map(lives, pids)), "both end")
     assert [(found.name, found.returncode) for found in launcher.poll()] == [("worker-0", 4), ("master", 0)]
 
 
@@ -123,8 +125,7 @@ def test_logs_are_appended_to(tmp_path: Path) -> None:
     (tmp_path / "master.log").write_text("before\n")
     launcher = LocalLauncher()
     launcher.start([spec("master", tmp_path, "echo after")])
-    while not launcher.poll():
-        time.sleep(0.02)
+    polled(launcher)
     launcher.stop()
     assert (tmp_path / "master.log").read_text() == "before\nafter\n"
 
@@ -134,10 +135,7 @@ def test_the_index_is_the_workers_own(monkeypatch: pytest.MonkeyPatch, tmp_path:
     launcher = LocalLauncher()
     print_it = 'echo "$REALHF_WORKER_INDEX"'
     launcher.start([spec("master", tmp_path, print_it), spec("worker-2", tmp_path, print_it)])
-    found = 0
-    while found < 2:
-        found += len(launcher.poll())
-        time.sleep(0.02)
+    polled(launcher, number=2)
     launcher.stop()
     assert (tmp_path / "master.log").read_text() == "\n"
     assert (tmp_path / "worker-2.log").read_text() == "2\n"

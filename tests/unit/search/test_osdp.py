@@ -35,6 +35,7 @@ from realhf.search.osdp import (
     solve,
     uniform_plan,
 )
+from tests.waiting import PATIENCE_S
 
 SMALL = DecoderConfig(hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=256)
 
@@ -183,7 +184,7 @@ def test_equals_brute_force(slices: int, modes: tuple[Mode, ...], most: int) -> 
             with pytest.raises(UserError, match="smallest memory"):
                 solve(problem, batches)
             return
-        plan = solve(problem, batches, time_limit_s=60)
+        plan = solve(problem, batches, time_limit_s=PATIENCE_S)
         assert plan.proven
         assert plan.seconds_per_sample == pytest.approx(expected, rel=1e-11)
         assert plan.lower_bound_s == pytest.approx(expected, rel=1e-11)
@@ -242,7 +243,7 @@ def test_fourteen_operators_in_four_slices(seed: int) -> None:
     links = Links(num_devices=8, latency_s=1e-5, seconds_per_byte=1e-10)
     limit = int(random.uniform(0.3, 0.9) * sum(op.state_bytes for op in operators))
     problem = OsdpProblem(operators=operators, links=links, memory_bytes=limit, modes=PAPER_MODES)
-    plan = solve(problem, range(1, 2), time_limit_s=60)
+    plan = solve(problem, range(1, 2), time_limit_s=PATIENCE_S)
     assert plan.proven
     assert plan.step_s == pytest.approx(meet_in_the_middle(problem, 1), rel=1e-11)
 
@@ -278,7 +279,7 @@ def strongly_correlated(count: int, seed: int, launch_s: float) -> OsdpProblem:
 @pytest.mark.parametrize("launch_s", [0.0, 1e-5])
 def test_three_modes_of_strongly_correlated_operators_are_proven(launch_s: float) -> None:
     """200 operators in 4 slices, whose linear relaxation says little; the effort is counted, not timed."""
-    found = [_solution(strongly_correlated(200, seed, launch_s), range(1, 2), 60.0) for seed in range(5)]
+    found = [_solution(strongly_correlated(200, seed, launch_s), range(1, 2), PATIENCE_S) for seed in range(5)]
     assert all(one["proven"] for one in found)
     # Measured: 0.6 and 1.4 million; with one list and the linear relaxation 18 to 105 million, one in ten proven.
     assert np.median([one["states"] for one in found]) < 5 * 10**6

@@ -225,10 +225,7 @@ def test_tables_that_do_not_fit_are_refused() -> None:
         native_problem(problem)
 
 
-def test_import_is_fast_and_without_torch() -> None:
-    code = (
-        "import sys, time; start = time.process_time(); import realhf.search.searcher, realhf.search.presets; "
-        "seconds = time.process_time() - start; assert 'torch' not in sys.modules; print(seconds)"
-    )
-    times = [float(subprocess.check_output([sys.executable, "-c", code])) for _ in range(3)]
-    assert min(times) < 0.2
+def test_what_takes_long_to_import_is_not_imported() -> None:
+    modules = "realhf.search.searcher, realhf.search.presets"
+    code = f"import sys, {modules}; print(sys.modules.keys() & {{'torch', 'numpy', 'rich'}})"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"

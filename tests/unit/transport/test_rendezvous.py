@@ -1,24 +1,29 @@
 """Workers find the master through a file, or say what they waited for."""
 
-import threading
-import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from realhf.api.errors import RunError
+from realhf.transport import rendezvous
 from realhf.transport.rendezvous import MasterAddress, publish_master, wait_for_master, withdraw_master
 
 MASTER = MasterAddress(address="tcp://127.0.0.1:4321", public_key="k" * 40)
 
 
-def test_a_worker_that_came_first_finds_the_master(tmp_path: Path) -> None:
+def test_a_worker_that_came_first_finds_the_master(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = tmp_path / "rendezvous"
-    timer = threading.Timer(0.2, publish_master, (directory, MASTER))
-    timer.start()
-    started_s = time.monotonic()
+    pauses: list[float] = []
+
+    def publish_in_the_third_pause(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 3:
+            publish_master(directory, MASTER)
+
+    monkeypatch.setattr(rendezvous, "time", SimpleNamespace(monotonic=lambda: 0.0, sleep=publish_in_the_third_pause))
     assert wait_for_master(directory, timeout_s=10, public_key=b"k" * 40) == MASTER
-    assert time.monotonic() - started_s >= 0.15
+    assert pauses == [0.01, 0.02, 0.04]
     assert directory.stat().st_mode & 0o777 == 0o700
     assert [path.name for path in directory.iterdir()] == ["master.json"]
 

@@ -5,7 +5,6 @@ import random
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +20,7 @@ from realhf.transport.codec import Codec
 from realhf.transport.keys import WorkerKeys, load_master_keys, load_worker_keys, make_run_keys
 from realhf.transport.messages import Failure, Heartbeat, Hello, Ready, Shutdown, ToMaster, ToWorker
 from realhf.transport.server import Server
+from tests.waiting import PATIENCE_S
 
 MasterEnd = Server[ToMaster, ToWorker]
 WorkerEnd = Client[ToWorker, ToMaster]
@@ -85,11 +85,17 @@ def raw_dealer(server: MasterEnd, keys: WorkerKeys | None) -> "zmq.Socket[bytes]
 
 
 def run(test: Coroutine[Any, Any, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, timeout=60))
+    asyncio.run(asyncio.wait_for(test, PATIENCE_S))
 
 
 async def recv(server: MasterEnd) -> tuple[int, ToMaster]:
-    return await asyncio.wait_for(server.recv(), timeout=10)
+    return await asyncio.wait_for(server.recv(), PATIENCE_S)
+
+
+async def send_for_ever(server: MasterEnd, worker: int) -> None:
+    while True:
+        await server.send(worker, Shutdown())
+        await asyncio.sleep(0.02)
 
 
 async def hears_nothing(server: MasterEnd) -> bool:
@@ -114,7 +120,7 @@ def test_messages_go_both_ways_in_order(keys: Path) -> None:
             for i in range(NUM_WORKERS):
                 await server.send(i, Echo(number * 10 + i))  # type: ignore[arg-type]
         for i, client in enumerate(clients):
-            got = [await asyncio.to_thread(client.receive, 10) for _ in range(100)]
+            got = [await asyncio.to_thread(client.receive, PATIENCE_S) for _ in range(100)]
             assert got == [Echo(number * 10 + i) for number in range(100)]
             assert client.receive(0.01) is None
             client.close()
@@ -173,7 +179,7 @@ def test_strangers_get_no_answer_and_change_nothing(keys: Path, tmp_path: Path) 
         honest.send(Ready())  # and the honest one is still served
         assert await recv(server) == (0, Ready())
         await server.send(0, Shutdown())
-        assert await asyncio.to_thread(honest.receive, 10) == Shutdown()
+        assert await asyncio.to_thread(honest.receive, PATIENCE_S) == Shutdown()
         plain.close()
         honest.close()
         server.close()
@@ -227,9 +233,9 @@ def test_a_message_over_the_limit_never_arrives(keys: Path) -> None:
     run(scenario())
 
 
-def test_heartbeats_flow_while_the_main_thread_is_busy(keys: Path) -> None:
+def test_heartbeats_flow_while_the_main_thread_is_busy(keys: Path, tmp_path: Path) -> None:
     worker = """
-import sys, time
+import sys
 from pathlib import Path
 from realhf.transport.client import Client
 from realhf.transport.codec import Codec
@@ -237,8 +243,8 @@ from realhf.transport.keys import load_worker_keys
 from realhf.transport.messages import Heartbeat, Ready, ToMaster, ToWorker
 client = Client(sys.argv[1], load_worker_keys(Path(sys.argv[2]), worker=1), incoming=Codec(ToWorker),
                 outgoing=Codec(ToMaster), heartbeat=lambda: Heartbeat(activity="counting"), heartbeat_s=0.1)
-end = time.monotonic() + 1.5
-while time.monotonic() < end:
+enough = Path(sys.argv[3])
+while not enough.exists():
     sum(range(1000))
 client.send(Ready())
 client.close()
@@ -246,14 +252,15 @@ client.close()
 
     async def scenario() -> None:
         server = serve(keys)
-        process = subprocess.Popen([sys.executable, "-c", worker, server.address, str(keys)])
+        enough = tmp_path / "enough"
+        process = subprocess.Popen([sys.executable, "-c", worker, server.address, str(keys), str(enough)])
         try:
-            num_beats = 0
+            for _ in range(8):
+                assert await recv(server) == (1, Heartbeat(activity="counting"))
+            enough.touch()
             while (message := await recv(server))[1] != Ready():
                 assert message == (1, Heartbeat(activity="counting"))
-                num_beats += 1
-            assert 5 <= num_beats <= 15
-            assert await asyncio.to_thread(process.wait, 10) == 0
+            assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
         finally:
             process.kill()
             process.wait()
@@ -271,7 +278,7 @@ def test_a_failing_heartbeat_reaches_the_main_thread(keys: Path) -> None:
         client = connect(server, load_worker_keys(keys, worker=0), heartbeat=broken, heartbeat_s=0.05)
         for _ in range(2):  # not only the first time
             with pytest.raises(RuntimeError, match="has ended") as raised:
-                await asyncio.to_thread(client.receive, 5)
+                await asyncio.to_thread(client.receive, PATIENCE_S)
             assert isinstance(raised.value.__cause__, OSError)
         client.close()
         server.close()
@@ -291,7 +298,7 @@ def test_closing_sends_what_is_queued_and_ends_in_time(keys: Path) -> None:
         with pytest.raises(RuntimeError, match="was closed"):
             client.send(Ready())
         with pytest.raises(RuntimeError, match="has ended"):
-            client.receive(1)
+            client.receive(PATIENCE_S)
         address = server.address
         server.close()
 
@@ -303,9 +310,7 @@ def test_closing_sends_what_is_queued_and_ends_in_time(keys: Path) -> None:
             heartbeat=Ready,
         )
         nobody.send(Ready())
-        started_s = time.monotonic()
-        nobody.close(flush_s=0.3)
-        assert time.monotonic() - started_s < 2
+        nobody.close(flush_s=0.3)  # else it would wait for ever
 
     run(scenario())
 
@@ -318,11 +323,10 @@ def test_a_worker_that_starts_anew_takes_its_place_and_a_gone_one_is_named(keys:
             client.send(Hello(worker=0, pid=pid, host="h"))
             assert await recv(server) == (0, Hello(worker=0, pid=pid, host="h"))
             await server.send(0, Shutdown())
-            assert await asyncio.to_thread(client.receive, 10) == Shutdown()
+            assert await asyncio.to_thread(client.receive, PATIENCE_S) == Shutdown()
             client.close()
-        await asyncio.sleep(0.3)  # until the server's end has noticed
         with pytest.raises(RunError, match="the connection to worker 0 is gone, so it cannot be sent a Shutdown"):
-            await server.send(0, Shutdown())
+            await send_for_ever(server, 0)  # until the server's end has noticed
         server.close()
 
     run(scenario())
@@ -334,7 +338,7 @@ def test_servers_never_collide_and_listen_on_one_address(keys: Path) -> None:
         assert len({server.address for server in servers}) == 20
         port = int(servers[0].address.rpartition(":")[2])
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.2", port), timeout=5)
+            socket.create_connection(("127.0.0.2", port), PATIENCE_S)
         for server in servers:
             server.close()
 

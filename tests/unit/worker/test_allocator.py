@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from tests.waiting import PATIENCE_S
+
 STEPS = """
 import resource, sys, torch
 from realhf.worker.allocator import keep_freed_memory
@@ -22,7 +24,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 def page_faults(how: str) -> int:
-    done = subprocess.run([sys.executable, "-c", STEPS, how], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", STEPS, how], capture_output=True, text=True, check=True, timeout=PATIENCE_S
+    )
     return int(done.stdout)
 
 
