@@ -8,6 +8,7 @@ from realhf.algorithms.reward.config import SequenceReward
 from realhf.api.architectures import architecture_of
 from realhf.api.compute import ComputeConfig
 from realhf.api.experiment import Evaluation, ModelSetup, OptimizerConfig, auto
+from realhf.api.follow import Follow
 from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.api.model import DecoderConfig, DType
 from realhf.data import sort_task
@@ -25,7 +26,8 @@ class PPOExperiment:
     reference, `reward_checkpoint` (.../latest/reward of reward.py) reward and critic; where one is
     empty, its models start from random weights. Both may be Hugging Face directories, whose architectures take
     the place of `model`; with `new_value_head` reward and critic get fresh heads on the trunk of a language model.
-    `compute` is that of all four models.
+    `compute` is that of all four models. With `reference_eta` the reference follows the actor: after every
+    `reference_every_steps`-th step it becomes eta * actor + (1 - eta) * reference.
     """
 
     seed: int = 0
@@ -41,6 +43,8 @@ class PPOExperiment:
     critic_lr: float = 3e-4
     warmup_steps: int = 5
     compute: ComputeConfig = field(default_factory=ComputeConfig)
+    reference_eta: float = 0.0
+    reference_every_steps: int = 1
     ppo: PPOHyperparameters = field(default_factory=PPOHyperparameters)
     data_dir: str = "runs/data"
     evaluate: bool = True
@@ -105,9 +109,12 @@ class PPOExperiment:
         sft, reward = self.sft_checkpoint or None, self.reward_checkpoint or None
         actor = OptimizerConfig(lr=self.actor_lr, warmup_steps=self.warmup_steps)
         critic = OptimizerConfig(lr=self.critic_lr, warmup_steps=self.warmup_steps)
+        follows = None
+        if self.reference_eta:
+            follows = Follow("actor", eta=self.reference_eta, every_steps=self.reference_every_steps)
         return {
             "actor": ModelSetup(checkpoint=sft, optimizer=actor, dtype=self.dtype, compute=self.compute),
-            "reference": ModelSetup(checkpoint=sft, dtype=self.dtype, compute=self.compute),
+            "reference": ModelSetup(checkpoint=sft, dtype=self.dtype, compute=self.compute, follows=follows),
             "reward": ModelSetup(
                 checkpoint=reward, new_head=self.new_value_head, dtype=self.dtype, compute=self.compute
             ),

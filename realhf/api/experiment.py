@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from realhf.api.compute import ComputeConfig
 from realhf.api.errors import UserError
+from realhf.api.follow import Follow
 from realhf.api.graph import ModelFunctionCallDef
 from realhf.api.model import DType
 
@@ -59,7 +60,8 @@ class ModelSetup:
     takes the trunk from the checkpoint and makes a fresh head (a reward model from a language model). `with_optimizer`
     takes the optimizer's states and step from it too, and not the parameters alone: training goes on where it was, with
     a schedule over the steps made and those to come; rows of the data set are read from the beginning.
-    `compute` says how training spends memory and time.
+    `compute` says how training spends memory and time. `follows` makes the parameters of a model that is not trained
+    follow those of one that is: `Follow("actor", eta=0.01, every_steps=1)`.
     """
 
     checkpoint: str | None = None
@@ -68,6 +70,7 @@ class ModelSetup:
     optimizer: OptimizerConfig | None = None
     dtype: DType = "float32"
     compute: ComputeConfig = field(default_factory=ComputeConfig)
+    follows: Follow | None = None
 
     def __post_init__(self) -> None:
         files = ("index.json", "config.json")
@@ -205,7 +208,8 @@ def models_of(experiment: Any) -> dict[str, ModelSetup]:
     """The setup of every model of the experiment, with defaults for those it does not mention.
 
     Raises:
-        UserError: a setup for a model that no call uses, or a trained model without an optimizer.
+        UserError: a setup for a model that no call uses, a trained model without an optimizer, or a model of another
+            dtype than the one it follows.
     """
     given = dict(getattr(experiment, "models", {}))
     calls = list(experiment.rpcs)
@@ -217,4 +221,25 @@ def models_of(experiment: Any) -> dict[str, ModelSetup]:
         setup = given.setdefault(call.model_name, ModelSetup())
         if call.trains and setup.optimizer is None:
             raise UserError(f"{call.name} trains {call.model_name!r}, which has no optimizer; give one in models")
+    for name, setup in given.items():
+        if setup.follows is not None and setup.follows.source in given:
+            _check_follow(name, setup, given[setup.follows.source])
     return given
+
+
+def follows_of(experiment: Any) -> dict[str, Follow]:
+    """By name, the models of the experiment that follow another one."""
+    models: Mapping[str, ModelSetup] = getattr(experiment, "models", {})
+    return {name: setup.follows for name, setup in models.items() if setup.follows is not None}
+
+
+def _check_follow(name: str, setup: ModelSetup, source: ModelSetup) -> None:
+    assert setup.follows is not None
+    eta, says = setup.follows.eta, f"model {name!r} follows {setup.follows.source!r}"
+    if setup.dtype != source.dtype:
+        raise UserError(f"{says} but has dtype {setup.dtype}, not {source.dtype}; give both models one dtype")
+    if setup.dtype == "bfloat16" and eta < 2**-8:
+        raise UserError(
+            f"{says} with eta={eta:g} in bfloat16, where changes below 1/256 of a value are lost, so that hardly any "
+            "would remain; use dtype='float32', or a larger eta less often (every_steps)"
+        )

@@ -1,6 +1,6 @@
 """The dataflow graph: model function calls and the edges between them."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from graphlib import CycleError, TopologicalSorter
@@ -10,6 +10,7 @@ from typing import Literal
 
 from realhf.api.architectures import architecture
 from realhf.api.errors import UserError
+from realhf.api.follow import Follow, FollowNode, follow_nodes
 from realhf.api.interface import InterfaceConfig
 from realhf.api.model import DecoderConfig, model_type
 
@@ -90,13 +91,19 @@ class DataflowGraph:
     Args:
         calls: the `rpcs` of an experiment, in any order.
         dataset_keys: the keys that every row of the data set has.
+        follows: by name, the models whose parameters follow those of another one.
 
     Raises:
-        UserError: a key without a producer or with two, a cycle, two calls of one name, or a
-            model name with two architectures.
+        UserError: a key without a producer or with two, a cycle, two calls of one name, a
+            model name with two architectures, or a model that cannot follow the one it should.
     """
 
-    def __init__(self, calls: Sequence[ModelFunctionCallDef], dataset_keys: Sequence[str]):
+    def __init__(
+        self,
+        calls: Sequence[ModelFunctionCallDef],
+        dataset_keys: Sequence[str],
+        follows: Mapping[str, Follow] | None = None,
+    ):
         self.dataset_keys = tuple(dataset_keys)
         _check_names(calls)
         self.producers = _find_producers(calls, self.dataset_keys)
@@ -106,13 +113,20 @@ class DataflowGraph:
             parents[edge.child].add(edge.parent)
         position = {call.name: i for i, call in enumerate(calls)}
         self.calls = {name: next(c for c in calls if c.name == name) for name in _sorted_calls(parents, position)}
-        self.edges = data_edges + self._version_edges()
+        trained = {call.model_name for call in calls if call.trains}
+        self.follows: dict[str, FollowNode] = follow_nodes(follows or {}, self.models, trained)
+        self.edges = data_edges + self._version_edges() + self._follow_edges()
         self._check_acyclic_within_step()
 
     @property
     def models(self) -> dict[str, DecoderConfig]:
         """Architecture of every model name, in order of first use."""
         return {call.model_name: call.config for call in self.calls.values()}
+
+    @property
+    def nodes(self) -> list[str]:
+        """Names of all that happens in a step: calls in a topological order, then what models follow others."""
+        return [*self.calls, *self.follows]
 
     def calls_of(self, model_name: str) -> list[ModelFunctionCallDef]:
         return [call for call in self.calls.values() if call.model_name == model_name]
@@ -146,12 +160,22 @@ class DataflowGraph:
             edges += [Edge(trains[-1], name, 1, "version") for name in [*readers, trains[0]]]
         return edges
 
+    def _follow_edges(self) -> list[Edge]:
+        """A model follows after the source's training and all its own readers of a step, before those of the next."""
+        edges = []
+        for node in self.follows.values():
+            trains = [call.name for call in self.calls_of(node.source) if call.trains]
+            readers = [call.name for call in self.calls_of(node.target)]
+            edges += [Edge(name, node.name, 0, "version") for name in [trains[-1], *readers]]
+            edges += [Edge(node.name, name, 1, "version") for name in [trains[0], *readers]]
+        return edges
+
     def _check_acyclic_within_step(self) -> None:
-        parents: dict[str, set[str]] = {name: set() for name in self.calls}
+        parents: dict[str, set[str]] = {name: set() for name in self.nodes}
         for edge in self.edges:
             if edge.steps_back == 0:
                 parents[edge.child].add(edge.parent)
-        _sorted_calls(parents, {name: i for i, name in enumerate(self.calls)})
+        _sorted_calls(parents, {name: i for i, name in enumerate(self.nodes)})
 
 
 def _check_names(calls: Sequence[ModelFunctionCallDef]) -> None:

@@ -50,7 +50,10 @@ class CallPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class OrderEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One call of the steady-state order: in period t it is the call of step t - steps_back that runs."""
+    """One call of the steady-state order: in period t it is the call of step t - steps_back that runs.
+
+    Where a model follows another, that has an entry too (`DataflowGraph.follows`).
+    """
 
     call: str
     steps_back: int = 0
@@ -84,7 +87,7 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def unrolled(self, graph: DataflowGraph, steps: int) -> list[tuple[str, int]]:
         """All (call, step) of a run of `steps` steps in the order in which they are issued."""
-        period = self.order or tuple(OrderEntry(call=name) for name in graph.calls)
+        period = self.order or tuple(OrderEntry(call=name) for name in graph.nodes)
         depth = max(entry.steps_back for entry in period)
         return [
             (entry.call, t - entry.steps_back)
@@ -183,8 +186,8 @@ def _check_order(plan: ExecutionPlan, graph: DataflowGraph) -> None:
     if not plan.order:
         return
     place = {entry.call: (entry.steps_back, i) for i, entry in enumerate(plan.order)}
-    if sorted(entry.call for entry in plan.order) != sorted(graph.calls):
-        raise UserError(f"order must name every call once; the calls are {_names(graph.calls)}")
+    if sorted(entry.call for entry in plan.order) != sorted(graph.nodes):
+        raise UserError(f"order must name every call once; the calls are {_names(graph.nodes)}")
     for entry in plan.order:
         if not 0 <= entry.steps_back < plan.max_steps_in_flight:
             raise UserError(

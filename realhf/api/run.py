@@ -12,7 +12,15 @@ from typing import Any
 import msgspec
 
 from realhf.api.errors import UserError
-from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings, Evaluation, ModelSetup, auto_settings, models_of
+from realhf.api.experiment import (
+    SETTINGS_ATTRIBUTE,
+    AutoSettings,
+    Evaluation,
+    ModelSetup,
+    auto_settings,
+    follows_of,
+    models_of,
+)
 from realhf.api.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
 from realhf.api.interface import check_implementation
 from realhf.api.layout import Layout
@@ -70,7 +78,7 @@ class Run:
 
     @cached_property
     def graph(self) -> DataflowGraph:
-        return DataflowGraph(self.experiment.rpcs, self.experiment.dataset.keys)
+        return DataflowGraph(self.experiment.rpcs, self.experiment.dataset.keys, follows_of(self.experiment))
 
     @cached_property
     def models(self) -> dict[str, ModelSetup]:

@@ -31,7 +31,7 @@ class CaseResult:
 def plan_table(plan: ExecutionPlan) -> Table:
     """The calls of a plan in the order in which they are issued."""
     table = _table("execution plan", "call", "devices", "dp", "tp", "pp", "micro-batches", "predicted s")
-    order = [entry.call for entry in plan.order] or list(plan.calls)
+    order = [entry.call for entry in plan.order if entry.call in plan.calls] or list(plan.calls)
     for name in order:
         call = plan.calls[name]
         predicted = "-" if call.predicted_s is None else f"{call.predicted_s:.3f}"

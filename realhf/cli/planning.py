@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from realhf.api.errors import UserError
-from realhf.api.experiment import AutoSettings, auto_settings, models_of
+from realhf.api.experiment import AutoSettings, auto_settings, follows_of, models_of
 from realhf.api.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
 from realhf.api.model import DType
 from realhf.api.plan import ExecutionPlan, check_plan, load_plan
@@ -51,7 +51,8 @@ class Planner:
         )
         calls = self.what_if.apply(experiment.rpcs)
         keys = keys_without_producer(calls) if self.what_if.needs_no_data else experiment.dataset.keys
-        self.graph = with_staleness(DataflowGraph(calls, keys), self.what_if.staleness)
+        graph = DataflowGraph(calls, keys, follows_of(experiment))
+        self.graph = with_staleness(graph, self.what_if.staleness)
         self.dtype: DType = self.what_if.dtype or _common_dtype(experiment)
         self.workload = workload_of(self.graph, self._lengths(), self.what_if.new_tokens)
         self.costs: Costs = load_costs(
@@ -135,7 +136,8 @@ def plan_for(experiment: Any, arguments: argparse.Namespace) -> tuple[ExecutionP
     if given:
         # Before anything is predicted: the errors of a plan for something else are the clearer ones.
         settings = auto_settings(experiment)
-        check_plan(given, DataflowGraph(experiment.rpcs, experiment.dataset.keys), settings.batch_size)
+        graph = DataflowGraph(experiment.rpcs, experiment.dataset.keys, follows_of(experiment))
+        check_plan(given, graph, settings.batch_size)
     planner = Planner(experiment, cluster)
     plan = planner.predict(given).plan if given else planner.search(arguments.evaluations, arguments.seconds).plan
     check_cache_room(plan, planner.workload)

@@ -107,16 +107,15 @@ class ShardedModel:
         return [] if self.trainer is None else self.trainer.state()
 
     def state(self) -> list[tuple[Box, Tensor]]:
-        """What this rank writes of the model: boxes of parameters and of the optimizer's states (`NAME@exp_avg`).
+        """What this rank writes of the model: boxes of parameters and of its optimizer's states (`NAME@exp_avg`).
 
         Views of the live tensors, in the order and of the places that
         `realhf.models.checkpoint_index.state_owners` gives this rank: every element of the model is in one rank's.
         """
-        assert self.trainer is not None, "a model without an optimizer has parameters alone: `held`"
         groups, shard = self.groups, self.parameters.shard
         counted = shard_boxes(self.config, groups.layout, groups.rank, self.parameters.data_parallel, only_counted=True)
-        kinds = len(self.trainer.optimizer.state)
-        states = self.trainer.state(only_counted=True)
+        kinds = 0 if self.trainer is None else len(self.trainer.optimizer.state)
+        states = [] if self.trainer is None else self.trainer.state(only_counted=True)
         return [
             piece
             for i, (box, at) in enumerate(counted)

@@ -11,10 +11,11 @@ from realhf.api.layout import Layout
 from realhf.api.plan import CallPlan
 from realhf.data.rows import DatasetRows
 from realhf.master.data import DataDirectory, Partition, dataset_sequences, length_key, partition
-from realhf.master.state import Action, FinishStep, Issue, Node, Schedule
+from realhf.master.state import Action, FinishStep, Issue, Node, Schedule, participants
 from realhf.transport.messages import (
     BatchKey,
     CallFunction,
+    FollowParameters,
     FreeBatch,
     Reallocate,
     Release,
@@ -73,6 +74,14 @@ class GraphRunner:
     batch_size: int
     rows: DatasetRows | None = None
 
+    @property
+    def layouts(self) -> dict[str, Layout]:
+        return {name: call.layout for name, call in self.calls.items()}
+
+    def model_of(self, node: str) -> str:
+        follow = self.graph.follows.get(node)
+        return self.graph.calls[node].model_name if follow is None else follow.target
+
 
 SendRequest = Callable[[int, ToWorker], Awaitable[None]]
 OnSpan = Callable[[int, Span], None]
@@ -117,8 +126,7 @@ class Dispatcher:
         on_step: Callable[[int, list[CallRecord]], None],
     ) -> None:
         """Runs all calls of `order`; `on_step` gets the calls of every step as soon as all have ended."""
-        layouts = {name: call.layout for name, call in runner.calls.items()}
-        schedule = Schedule(runner.graph, order, layouts, runner.homes, max_steps_in_flight)
+        schedule = Schedule(runner.graph, order, runner.layouts, runner.homes, max_steps_in_flight)
         directories: dict[int, DataDirectory] = {}
         records: dict[Node, CallRecord] = {}
         pending: dict[Node, int] = {}
@@ -128,7 +136,7 @@ class Dispatcher:
                 match action:
                     case Issue(node):
                         directory = directories.setdefault(node.step, DataDirectory())
-                        records[node] = CallRecord(node, runner.graph.calls[node.call].model_name)
+                        records[node] = CallRecord(node, runner.model_of(node.call))
                         pending[node] = await self._issue(runner, node, directory)
                     case FinishStep(step):
                         directories.pop(step, None)
@@ -166,6 +174,8 @@ class Dispatcher:
     async def _issue(self, runner: GraphRunner, node: Node, directory: DataDirectory) -> int:
         """Sends the requests of one call in the order in which they are to be executed; returns
         the number of replies that end the call."""
+        if node.call in runner.graph.follows:
+            return await self._follow(runner, node)
         definition, plan = runner.graph.calls[node.call], runner.calls[node.call]
         batch, layout = BatchKey(runner.split, node.step), plan.layout
         home = runner.homes[definition.model_name]
@@ -187,6 +197,15 @@ class Dispatcher:
             for worker in layout.mesh.devices:
                 await self._send(worker, Release(model=definition.model_name, layout=layout))
         return layout.mesh.size
+
+    async def _follow(self, runner: GraphRunner, node: Node) -> int:
+        """As `_issue`, where a model follows another."""
+        batch = BatchKey(runner.split, node.step)
+        workers = participants(runner.graph, node.call, runner.layouts, runner.homes)
+        for worker in sorted(workers):
+            request_id = self._expect(worker, _name(node, batch), node)
+            await self._send(worker, FollowParameters(request_id=request_id, batch=batch, name=node.call))
+        return len(workers)
 
     async def _push(self, runner: GraphRunner, node: Node, directory: DataDirectory) -> None:
         """Sends a call's outputs to the calls that will need them, before later calls occupy the workers.

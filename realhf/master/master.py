@@ -129,7 +129,9 @@ class Master:
     async def _train(self, first: int, last: int) -> None:
         run = self._run
         runner = GraphRunner("train", run.graph, run.plan.calls, run.homes, run.settings.batch_size, self._rows)
-        order = [(call, first + step) for call, step in run.plan.unrolled(run.graph, last - first)]
+        steps = [(name, first + step) for name, step in run.plan.unrolled(run.graph, last - first)]
+        follows = run.graph.follows
+        order = [(name, step) for name, step in steps if name not in follows or follows[name].is_due(step)]
         await self._dispatcher.run_steps(runner, order, run.plan.max_steps_in_flight, self._record_step)
 
     def _record_step(self, step: int, records: list[CallRecord]) -> None:
@@ -163,9 +165,11 @@ class Master:
         self._evaluations.write({"step": step, **means})
 
     async def _save(self, step: int) -> None:
-        """Writes every trained model, with its optimizer's states, to checkpoints/step-N and points `latest` there."""
+        """Writes every trained model, with its optimizer's states, and every model that follows one to
+        checkpoints/step-N and points `latest` there."""
         run = self._run
         trained = {call.model_name for call in run.graph.calls.values() if call.trains}
+        changing = trained | {follow.target for follow in run.graph.follows.values()}
         target = self._directory.checkpoints / f"step-{step}"
         part = target.with_name(f".{target.name}.part")
         owners = {
@@ -174,8 +178,9 @@ class Master:
                 run.homes[model],
                 run.models[model].dtype,
                 run.models[model].compute.data_parallel,
+                with_optimizer=model in trained,
             )
-            for model in trained
+            for model in changing
         }
         part.mkdir()
         writers: dict[int, tuple[str, ...]] = {}
@@ -184,8 +189,9 @@ class Master:
                 writers[worker] = (*writers.get(worker, ()), model)
         await self._dispatcher.save(str(part), writers)
         for model in sorted(owners):
-            made = initial_optimizer_steps(run.models[model]) + step * run.optimizer_steps(model)
-            metadata = {"step": step, "seed": run.experiment.seed, STEPS_KEY: made}
+            metadata = {"step": step, "seed": run.experiment.seed}
+            if model in trained:
+                metadata[STEPS_KEY] = initial_optimizer_steps(run.models[model]) + step * run.optimizer_steps(model)
             finish(part / model, run.graph.models[model], run.models[model].dtype, owners[model], metadata)
         part.replace(target)
         _point_to(self._directory.checkpoints / "latest", target)

@@ -88,7 +88,7 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
             "start": record.start,
             "end": record.end,
             "seconds": record.end - record.start,
-            "predicted_s": plan.calls[record.node.call].predicted_s,
+            "predicted_s": plan.calls[record.node.call].predicted_s if record.node.call in plan.calls else None,
             "peak_bytes": max(record.peak_bytes.values(), default=0),
         }
         for record in records

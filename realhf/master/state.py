@@ -15,7 +15,7 @@ from realhf.api.layout import Layout
 
 @dataclass(frozen=True, order=True)
 class Node:
-    """Model function call `call` of step `step`."""
+    """Model function call `call` of step `step`, or a model following another at its end (`DataflowGraph.follows`)."""
 
     step: int
     call: str
@@ -43,7 +43,7 @@ class Schedule:
 
     Args:
         graph: the calls and their edges.
-        order: every (call, step) of these steps, in the plan's order.
+        order: every (call, step) of these steps, in the plan's order; none waits for one that is not there.
         layouts: where each call runs.
         homes: where each model's parameters live.
         max_steps_in_flight: step t may start when step t - max_steps_in_flight has finished.
@@ -63,9 +63,7 @@ class Schedule:
         self._unfinished: dict[int, set[str]] = {}
         for node in self._waiting:
             self._unfinished.setdefault(node.step, set()).add(node.call)
-        self._done: set[Node] = set()
-        self._first_step = min(self._unfinished, default=0)
-        self._devices = {call: participants(graph, call, layouts, homes) for call in graph.calls}
+        self._devices = {name: participants(graph, name, layouts, homes) for name in graph.nodes}
 
     @property
     def finished(self) -> bool:
@@ -77,7 +75,6 @@ class Schedule:
 
     def ended(self, node: Node) -> list[Action]:
         """What follows from the end of a call that was issued."""
-        self._done.add(node)
         calls = self._unfinished[node.step]
         calls.remove(node.call)
         actions: list[Action] = []
@@ -108,8 +105,7 @@ class Schedule:
 
     def _parents_done(self, node: Node) -> bool:
         return all(
-            node.step - edge.steps_back < self._first_step
-            or Node(node.step - edge.steps_back, edge.parent) in self._done
+            edge.parent not in self._unfinished.get(node.step - edge.steps_back, ())
             for edge in self._graph.parents(node.call)
         )
 
@@ -118,7 +114,10 @@ def participants(
     graph: DataflowGraph, call: str, layouts: dict[str, Layout], homes: dict[str, Layout]
 ) -> frozenset[int]:
     """The devices that take part in a call: its own mesh, and the mesh its parameters come from if they
-    must be reallocated. Its inputs are on their way already: they were sent when they were made."""
+    must be reallocated. Its inputs are on their way already: they were sent when they were made.
+    Where a model follows another, the homes of both."""
+    if follow := graph.follows.get(call):
+        return frozenset({*homes[follow.source].mesh.devices, *homes[follow.target].mesh.devices})
     definition, layout = graph.calls[call], layouts[call]
     devices = set(layout.mesh.devices)
     if homes[definition.model_name] != layout:

@@ -120,13 +120,18 @@ def optimizer_kinds(dtype: DType) -> tuple[str, ...]:
 
 
 def state_owners(
-    model: DecoderConfig, layout: Layout, dtype: DType, data_parallel: DataParallel = "zero1"
+    model: DecoderConfig,
+    layout: Layout,
+    dtype: DType,
+    data_parallel: DataParallel = "zero1",
+    *,
+    with_optimizer: bool = True,
 ) -> dict[int, list[Box]]:
-    """Who writes what of a checkpoint with optimizer states: each device the part of its shard that counts.
+    """Who writes what of a model, parameters and optimizer states: each device the part of its shard that counts.
 
     Every element of every parameter, and of the states beside it, is in it once (`counted_range`).
     """
-    kinds = ("", *optimizer_kinds(dtype))
+    kinds = ("", *(optimizer_kinds(dtype) if with_optimizer else ()))
     return {
         device: [
             of_kind(box, kind)

@@ -111,7 +111,7 @@ def generates_apart(graph: DataflowGraph, plan: ExecutionPlan) -> bool:
 
 
 def _order(task: PlanningTask, plan: ExecutionPlan, steps: int) -> list[tuple[int, int]]:
-    number = {name: i for i, name in enumerate(task.graph.calls)}
+    number = {name: i for i, name in enumerate(task.graph.nodes)}
     return [(number[call], step) for call, step in plan.unrolled(task.graph, steps)]
 
 

@@ -60,7 +60,7 @@ def predict(
         max_steps_in_flight=plan.max_steps_in_flight, dtype=dtype,
     )  # fmt: skip
     choice = [0] * len(problem.calls)
-    number = {name: i for i, name in enumerate(graph.calls)}
+    number = {name: i for i, name in enumerate(graph.nodes)}
     sequence = [(number[call], step) for call, step in plan.unrolled(graph, problem.steps)]
     step_s = makespan_s(simulate(problem, choice, problem.steps, sequence)) / problem.steps
     needs = device_bytes(problem, choice)

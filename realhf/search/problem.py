@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeVar
 
 import msgspec
+from msgspec.structs import replace
 
+from realhf.api.follow import FollowNode
 from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.model import DecoderConfig, DType
@@ -110,10 +112,11 @@ def build_problem(
 ) -> Problem:
     """The tables for a choice among `options` of every call.
 
-    Nodes: the calls; a data transfer for every data edge; a reallocation for every call that is
-    not its model's home. Both kinds of transfer start when the call's parents have ended, and the
-    call when its transfers have: the master issues them together, since the copy that a
-    reallocation makes is freed after the call and must not occupy memory before.
+    Nodes: the calls; a move of parameters for every model that follows another; a data transfer for
+    every data edge; a reallocation for every call that is not its model's home. The latter two start
+    when the call's parents have ended, and the call when its transfers have: the master issues them
+    together, since the copy that a reallocation makes is freed after the call and must not occupy
+    memory before.
     """
     builder = _Builder(graph, options, batch_size, workload, cluster, costs, dtype, reallocations)
     return Problem(
@@ -144,9 +147,9 @@ class _Builder:
         self.graph, self.options, self.batch_size, self.workload = graph, options, batch_size, workload
         self.cluster, self.costs, self.dtype, self.reallocations = cluster, costs, dtype, reallocations
         self.homes = homes(graph)
-        self.number = {name: i for i, name in enumerate(graph.calls)}
+        self.number = {name: i for i, name in enumerate(graph.nodes)}  # the first transfers are the graph's own nodes
         self.layouts = {name: _layouts(options[name]) for name in graph.calls}
-        self.transfers: list[TransferTable] = []
+        self.transfers = [self._follow(node) for node in graph.follows.values()]
         for call in graph.calls.values():
             self._add_transfers(call)
 
@@ -154,8 +157,8 @@ class _Builder:
         """Waits for its version edges and its transfers; a data edge is a transfer's business."""
         index = self.number[call.name]
         parents = [(self.number[e.parent], e.steps_back) for e in self.graph.parents(call.name) if e.kind != "data"]
-        first = len(self.number)
-        parents += [(first + i, 0) for i, transfer in enumerate(self.transfers) if transfer.target == index]
+        moves = list(enumerate(self.transfers, start=len(self.graph.calls)))[len(self.graph.follows) :]
+        parents += [(number, 0) for number, transfer in moves if transfer.target == index]
         return CallTable(
             name=call.name, home=self.number[self.homes[call.name]], parents=parents, options=self._option_rows(call)
         )
@@ -230,23 +233,41 @@ class _Builder:
             parents = [(self.number[edge.parent], edge.steps_back) for edge in edges]
             self.transfers.append(self._reallocation(call, home, parents))
 
+    def _follow(self, node: FollowNode) -> TransferTable:
+        """From home to home, as a reallocation; what happens every N steps takes 1 / N of it in each.
+
+        Nothing is forwarded on the way to an average, so that a source of fewer devices than the target has replicas
+        takes longer than this.
+        """
+        source, target = (self.homes[self.graph.calls_of(model)[0].name] for model in (node.source, node.target))
+        parents = [(self.number[edge.parent], edge.steps_back) for edge in self.graph.parents(node.name)]
+        table = self._parameter_move(node.name, source, target, parents)
+        if node.every_steps == 1:
+            return table
+        return replace(table, seconds=array("d", [seconds / node.every_steps for seconds in table.seconds]))
+
     def _reallocation(self, call: ModelFunctionCallDef, home: str, parents: list[ParentRow]) -> TransferTable:
-        (sources, rows), (targets, columns) = self.layouts[home], self.layouts[call.name]
+        return self._parameter_move(f"{call.model_name}: {home} -> {call.name}", home, call.name, parents)
+
+    def _parameter_move(self, name: str, source: str, target: str, parents: list[ParentRow]) -> TransferTable:
+        """Parameters go from the layout of call `source` to that of call `target`."""
+        (sources, rows), (targets, columns) = self.layouts[source], self.layouts[target]
+        model = self.graph.calls[target].config
         return TransferTable(
-            name=f"{call.model_name}: {home} -> {call.name}",
-            source=self.number[home],
-            target=self.number[call.name],
+            name=name,
+            source=self.number[source],
+            target=self.number[target],
             parents=parents,
             rows=rows,
             columns=columns,
             num_columns=len(targets),
             seconds=self.reallocations(
-                call.config,
+                model,
                 sources,
                 targets,
                 item=DTYPE_BYTES[self.dtype],
                 cluster=self.cluster,
-                hardware=self.costs.of(call.config).links,
+                hardware=self.costs.of(model).links,
             ),
         )
 

@@ -63,17 +63,17 @@ def simulate(problem: Problem, choice: Sequence[int], steps: int, order: Sequenc
     """Algorithm 1 of the ReaL paper over `steps` steps: nodes in the order in which they become ready; ties: the
     earlier step, then the node's number. Returns the events in that order.
 
-    `order` lists all (call, step), every parent before its children: calls that share a device
-    then run in that order. Transfers remain free to run as soon as they are ready.
+    `order` lists all (node, step) of some nodes, every parent before its children: those that share a device
+    then run in that order. Other transfers remain free to run as soon as they are ready.
     """
     simulation = Simulation(problem, choice)
     instances = [(step, node) for step in range(steps) for node in range(len(simulation.nodes))]
     before = {instance: simulation.parents(*instance) for instance in instances}
     last_on_device: dict[int, tuple[int, int]] = {}
-    for call, step in order:
-        earlier = {last_on_device[d] for d in simulation.devices[call] if d in last_on_device}
-        before[step, call] = [*before[step, call], *earlier]
-        last_on_device.update(dict.fromkeys(simulation.devices[call], (step, call)))
+    for node, step in order:
+        earlier = {last_on_device[d] for d in simulation.devices[node] if d in last_on_device}
+        before[step, node] = [*before[step, node], *earlier]
+        last_on_device.update(dict.fromkeys(simulation.devices[node], (step, node)))
     waits = {instance: len(parents) for instance, parents in before.items()}
     children: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for instance, parents in before.items():

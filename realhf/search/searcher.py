@@ -189,7 +189,7 @@ def search_plan(
             "peak_memory_gib": round(found.peak_bytes / GIB, 3),
         },
     )
-    names = list(graph.calls)
+    names = graph.nodes
     trace = native.trace(found.choice, steps_to_simulate(max_steps_in_flight))
     starts = [(names[node], step, start) for node, step, start, _ in trace if node < len(names)]
     predictions = [

@@ -97,8 +97,8 @@ class PlanningTask:
         """The prediction of the plan in the fastest of the orders that a simulation suggests."""
         options = {name: [Option(call.layout, call.micro_batches)] for name, call in plan.calls.items()}
         native = native_problem(self.problem(options))
-        names = list(self.graph.calls)
-        trace = native.trace([0] * len(names), steps_to_simulate(self.max_steps_in_flight))
+        names = self.graph.nodes
+        trace = native.trace([0] * len(options), steps_to_simulate(self.max_steps_in_flight))
         starts = [(names[node], step, start) for node, step, start, _ in trace if node < len(names)]
         orders = possible_orders(starts, plan, self.graph, self.batch_size)
         predictions = [self.predict(msgspec.structs.replace(plan, order=order)) for order in orders]

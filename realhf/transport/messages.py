@@ -81,6 +81,14 @@ class Reallocate(Message, frozen=True, kw_only=True):
     layout: Layout
 
 
+class FollowParameters(Message, frozen=True, kw_only=True):
+    """Moves the parameters of a model, at home, towards those of the one it follows (`DataflowGraph.follows`)."""
+
+    request_id: int
+    batch: BatchKey
+    name: str
+
+
 class CallFunction(Message, frozen=True, kw_only=True):
     """Runs a model function call on this worker's samples: `mini_batches[j]` are the ids of mini-batch j."""
 
@@ -162,5 +170,5 @@ class Failure(Message, frozen=True, kw_only=True):
     blames_peer: bool = False
 
 
-ToWorker = Transfer | Reallocate | CallFunction | Release | FreeBatch | SaveCheckpoint | Shutdown
+ToWorker = Transfer | Reallocate | FollowParameters | CallFunction | Release | FreeBatch | SaveCheckpoint | Shutdown
 ToMaster = Hello | Ready | Heartbeat | Reply | Failure

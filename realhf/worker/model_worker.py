@@ -30,6 +30,7 @@ from realhf.realloc.verification import VerificationSchedule, verify
 from realhf.transport.messages import (
     BatchKey,
     CallFunction,
+    FollowParameters,
     FreeBatch,
     Reallocate,
     Release,
@@ -44,7 +45,7 @@ from realhf.worker.mailbox import Mailbox
 from realhf.worker.memory import MemoryGauge
 from realhf.worker.store import SampleStore, describe
 
-Request = Transfer | Reallocate | CallFunction | Release | FreeBatch | SaveCheckpoint
+Request = Transfer | Reallocate | FollowParameters | CallFunction | Release | FreeBatch | SaveCheckpoint
 
 # Rollouts of an evaluation draw other random numbers than those of training.
 EVALUATION_SEED_OFFSET = 0x5EED
@@ -109,6 +110,10 @@ class ModelWorker:
             case Reallocate(request_id=request_id, batch=batch, call=call):
                 with self._timed("reallocation", f"{call} of {batch}") as span:
                     self._reallocate(request.model, request.layout, batch.step)
+                return Reply(request_id=request_id, span=span())
+            case FollowParameters(request_id=request_id, batch=batch, name=name):
+                with self._timed("reallocation", f"{name} of {batch}") as span:
+                    self._follow(name)
                 return Reply(request_id=request_id, span=span())
             case Release(model=model, layout=layout):
                 self._models[model, layout].free_parameters()
@@ -181,6 +186,29 @@ class ModelWorker:
         execute(plan, self._rank, source_boxes, target_boxes, model_name=name, timeout_s=self._timeout_s)
         if self._verification.is_due(name, layout, step):
             verify(plan, self._rank, source_boxes, target_boxes, model_name=name, timeout_s=self._timeout_s)
+
+    def _follow(self, name: str) -> None:
+        run, node = self._run, self._run.graph.follows[name]
+        source, target = (self._models.get((model, run.homes[model])) for model in (node.source, node.target))
+        plan = plan_between(
+            run.graph.models[node.target],
+            run.homes[node.source],
+            run.homes[node.target],
+            run.spec.devices_per_node,
+            element_bytes=getattr(torch, run.models[node.target].dtype).itemsize,
+            source_data_parallel=run.models[node.source].compute.data_parallel,
+            target_data_parallel=run.models[node.target].compute.data_parallel,
+            forwarding=False,  # a device would send on its average
+        )
+        execute(
+            plan,
+            self._rank,
+            source.held() if source else [],
+            target.held() if target else [],
+            eta=node.eta,
+            model_name=node.target,
+            timeout_s=self._timeout_s,
+        )
 
     def _call(self, request: CallFunction) -> Reply:
         split, step = request.batch.split, request.batch.step

@@ -37,8 +37,15 @@ class FinishedRun:
         return rollouts.read(self.path / "rollouts", step, call, key)
 
     def parameters(self, model: str, config: DecoderConfig) -> Tensor:
-        """All parameters in one float64 vector."""
-        reader = CheckpointReader(self.path / "checkpoints/latest" / model)
+        """All parameters at the end, in one float64 vector."""
+        return self._read("latest", model, config)
+
+    def parameters_at(self, step: int, model: str, config: DecoderConfig) -> Tensor:
+        """As `parameters`, of the checkpoint after `step` steps."""
+        return self._read(f"step-{step}", model, config)
+
+    def _read(self, checkpoint: str, model: str, config: DecoderConfig) -> Tensor:
+        reader = CheckpointReader(self.path / "checkpoints" / checkpoint / model)
         specs = decoder_parameters(config)
         boxes = [Box(spec.name, (0,) * len(spec.shape), spec.shape) for spec in specs]
         return torch.cat([reader.read(box).flatten().double() for box in boxes])

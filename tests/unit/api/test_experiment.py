@@ -10,6 +10,7 @@ import pytest
 
 from realhf.api.errors import UserError
 from realhf.api.experiment import ModelSetup, OptimizerConfig, auto, auto_settings, models_of
+from realhf.api.follow import Follow
 from realhf.api.graph import INFERENCE, TRAIN_STEP, ModelFunctionCallDef
 from tests.unit.api.calls import call
 
@@ -122,3 +123,22 @@ def test_optimizer_states_come_from_a_checkpoint_of_the_same_model(tmp_path: Pat
     for changes in ({"checkpoint": None}, {"optimizer": None}, {"new_head": True}):
         with pytest.raises(UserError, match="with_optimizer=True takes the optimizer's states from a checkpoint"):
             ModelSetup(**{**whole, **changes})
+
+
+@pytest.mark.parametrize(
+    ("teacher", "student", "message"),
+    [
+        ({"dtype": "float64"}, {}, "model 'teacher' follows 'student' but has dtype float64, not float32"),
+        ({"dtype": "bfloat16"}, {"dtype": "bfloat16"}, "with eta=0.001 in bfloat16, where changes below 1/256"),
+    ],
+)
+def test_a_model_that_follows_has_a_dtype_in_which_it_can(
+    teacher: dict[str, Any], student: dict[str, Any], message: str
+) -> None:
+    follows = Follow("student", eta=0.001)
+    models = {
+        "student": ModelSetup(optimizer=OptimizerConfig(), **student),
+        "teacher": ModelSetup(follows=follows, **teacher),
+    }
+    with pytest.raises(UserError, match=re.escape(message)):
+        models_of(dataclasses.replace(Small(), models=models))

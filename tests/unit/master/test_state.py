@@ -11,6 +11,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from realhf.api.follow import Follow
 from realhf.api.graph import INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.api.layout import Layout
 from realhf.api.plan import CallPlan, ExecutionPlan, OrderEntry, check_plan
@@ -86,6 +87,8 @@ class Simulation:
             self.queues.setdefault(device, deque()).append(item)
 
     def _sends(self, node: Node) -> list[Item]:
+        if node.call in self.graph.follows:
+            return []
         return [Item("send", node, frozenset({device})) for device in self.plan.layout(node.call).mesh.devices]
 
     def _startable(self) -> set[Item]:
@@ -97,6 +100,8 @@ class Simulation:
         }
 
     def _has_data(self, item: Item) -> bool:
+        if item.node.call in self.graph.follows:
+            return True
         keys = [key for key in self.graph.calls[item.node.call].input_data if key in self.graph.producers]
         parents = {Node(item.node.step, self.graph.producers[key]) for key in keys}
         return all(send in self.sent for parent in parents for send in self._sends(parent))
@@ -111,7 +116,10 @@ class Simulation:
 
 
 def steps_of(graph: DataflowGraph, plan: ExecutionPlan, name: str) -> list[tuple[str, frozenset[int]]]:
-    """What has to be done for a call, and on which devices together."""
+    """What has to be done for a node, and on which devices together."""
+    if follow := graph.follows.get(name):
+        homes = [plan.layout(plan.home(graph, model)) for model in (follow.source, follow.target)]
+        return [("compute", frozenset(device for home in homes for device in home.mesh.devices))]
     layout, home = plan.layout(name), plan.layout(plan.home(graph, graph.calls[name].model_name))
     compute = ("compute", frozenset(layout.mesh.devices))
     if layout == home:
@@ -144,20 +152,23 @@ def random_graph(random: Random) -> DataflowGraph:
     random.shuffle(calls)
     trainings = [c.name for c in calls if c.trains]
     calls.sort(key=lambda c: (c.name in trainings, c.name if c.name in trainings else ""))
-    return DataflowGraph(calls, ["x"])
+    trained = {c.model_name for c in calls if c.trains}
+    followers = [model for model in sorted(set(models) - trained) if trained and random.random() < 0.7]
+    follows = {model: Follow(random.choice(sorted(trained)), eta=0.1) for model in followers}
+    return DataflowGraph(calls, ["x"], follows)
 
 
 def random_order(graph: DataflowGraph, max_steps_in_flight: int, random: Random) -> tuple[OrderEntry, ...]:
     """An order that `check_plan` allows, with calls of earlier steps among those of the current one where it can."""
     back: dict[str, int] = {}
-    for name in graph.calls:
+    for name in graph.nodes:
         lowest = max((back[e.parent] for e in graph.parents(name) if e.steps_back == 0), default=0)
         back[name] = min(lowest + (random.random() < 0.4), max_steps_in_flight - 1)
-    return _order(graph, back, random) or _order(graph, dict.fromkeys(graph.calls, 0), random) or ()
+    return _order(graph, back, random) or _order(graph, dict.fromkeys(graph.nodes, 0), random) or ()
 
 
 def _order(graph: DataflowGraph, back: dict[str, int], random: Random) -> tuple[OrderEntry, ...] | None:
-    before: dict[str, set[str]] = {name: set() for name in graph.calls}
+    before: dict[str, set[str]] = {name: set() for name in graph.nodes}
     for edge in graph.edges:
         if back[edge.parent] - edge.steps_back > back[edge.child]:
             return None
@@ -235,18 +246,19 @@ def check_execution(simulation: Simulation, nodes: list[Node]) -> None:
 
 
 def test_the_random_cases_are_not_all_trivial() -> None:
-    """They have overlapping steps, trained models, and reallocations."""
-    overlapping = trained = reallocating = 0
+    """They have overlapping steps, trained models, those that follow them, and reallocations."""
+    overlapping = trained = following = reallocating = 0
     for seed in range(200):
         random = Random(seed)
         graph = random_graph(random)
         plan = random_plan(graph, random)
         overlapping += any(entry.steps_back for entry in plan.order)
         trained += any(c.trains for c in graph.calls.values())
+        following += bool(graph.follows)
         reallocating += any(
             plan.layout(name) != plan.layout(plan.home(graph, c.model_name)) for name, c in graph.calls.items()
         )
-    assert min(overlapping, trained, reallocating) > 40
+    assert min(overlapping, trained, following, reallocating) > 40
 
 
 def test_participants_are_its_own_devices_and_those_of_its_parameters() -> None:
@@ -263,6 +275,24 @@ def test_participants_are_its_own_devices_and_those_of_its_parameters() -> None:
     homes = {"teacher": layouts["teacher_inference"], "pupil": layouts["pupil_train_step"]}
     found = {name: participants(graph, name, layouts, homes) for name in places}
     assert found == {"teacher_inference": {0}, "pupil_inference": {1, 2}, "pupil_train_step": {2}}
+
+
+def test_a_model_follows_only_when_it_is_due() -> None:
+    """Reader and training are on devices of their own; a node that is left out of a step keeps nobody waiting."""
+    calls = [call("average", INFERENCE, ["x"], ["y"]), call("student", TRAIN_STEP, ["x"])]
+    graph = DataflowGraph(calls, ["x"], {"average": Follow("student", eta=0.5, every_steps=2)})
+    places = {"average_inference": CallPlan(devices=(0, 1)), "student_train_step": CallPlan(devices=(1, 1))}
+    plan = ExecutionPlan(num_devices=2, calls=places, max_steps_in_flight=3)
+    follow = graph.follows["average_follows_student"]
+    order = [(name, step) for name, step in plan.unrolled(graph, 3) if name != follow.name or follow.is_due(step)]
+    schedule = schedule_of(graph, plan, order)
+    ask, train = ([Node(step, name) for step in range(3)] for name in places)
+    assert schedule.start() == [Issue(ask[0]), Issue(train[0]), Issue(ask[1])]
+    assert schedule.ended(ask[0]) == []
+    assert schedule.ended(train[0]) == [FinishStep(0), Issue(train[1])]
+    assert schedule.ended(ask[1]) == []
+    assert schedule.ended(train[1]) == [Issue(Node(1, follow.name))]
+    assert schedule.ended(Node(1, follow.name)) == [FinishStep(1), Issue(ask[2]), Issue(train[2])]
 
 
 ACTOR, CRITIC = CallPlan(devices=(0, 1)), CallPlan(devices=(1, 1))

@@ -1,0 +1,68 @@
+"""Which models can follow which, and when they do."""
+
+import re
+
+import pytest
+
+from realhf.api.errors import UserError
+from realhf.api.follow import Follow
+from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
+from tests.unit.api.calls import TINY, call
+
+CALLS = [
+    call("actor", GENERATE, ["prompt"], ["seq"]),
+    call("reference", INFERENCE, ["seq"], ["logprob"]),
+    call("reference", INFERENCE, ["seq"], ["entropy"], name="entropies"),
+    call("critic", INFERENCE, ["seq"], ["value"], model_type=TINY.with_head("scalar")),
+    call("actor", TRAIN_STEP, ["seq", "logprob"], name="first"),
+    call("actor", TRAIN_STEP, ["seq", "logprob"], name="second"),
+]
+
+
+def test_a_model_follows_between_the_steps() -> None:
+    """After the last training of its source and its own readers, before those of the next step."""
+    graph = DataflowGraph(CALLS, ["prompt"], {"reference": Follow("actor", eta=0.1)})
+    name = "reference_follows_actor"
+    assert graph.nodes == [*graph.calls, name]
+    edges = {(e.parent, e.child, e.steps_back) for e in graph.edges if name in (e.parent, e.child)}
+    assert edges == {
+        ("second", name, 0),
+        ("reference_inference", name, 0),
+        ("entropies", name, 0),
+        (name, "first", 1),
+        (name, "reference_inference", 1),
+        (name, "entropies", 1),
+    }
+    assert not DataflowGraph(CALLS, ["prompt"]).follows
+
+
+def test_every_third_step() -> None:
+    graph = DataflowGraph(CALLS, ["prompt"], {"reference": Follow("actor", eta=0.1, every_steps=3)})
+    [node] = graph.follows.values()
+    assert [step for step in range(9) if node.is_due(step)] == [2, 5, 8]
+
+
+@pytest.mark.parametrize("eta", [0.0, -0.1, 1.5, float("nan")])
+def test_eta_is_a_weight(eta: float) -> None:
+    with pytest.raises(UserError, match=f"eta={eta:g} is the weight of the source in an average"):
+        Follow("actor", eta=eta)
+
+
+def test_every_steps_is_a_number_of_steps() -> None:
+    with pytest.raises(UserError, match="every_steps=0 must be at least 1"):
+        Follow("actor", eta=0.1, every_steps=0)
+
+
+@pytest.mark.parametrize(
+    ("target", "source", "message"),
+    [
+        ("reference", "critic", "which no call trains, so that it never changes; trained models: actor"),
+        ("reference", "nobody", "model 'reference' follows 'nobody', which no call trains"),
+        ("actor", "actor", "model 'actor' follows 'actor' but is trained itself"),
+        ("critic", "actor", "model 'critic' follows 'actor' but they have two architectures"),
+        ("nobody", "actor", "follows 'actor' but no call uses it; the calls use actor, critic, reference"),
+    ],
+)  # fmt: skip
+def test_models_that_cannot_follow(target: str, source: str, message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        DataflowGraph(CALLS, ["prompt"], {target: Follow(source, eta=0.1)})

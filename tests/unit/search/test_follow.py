@@ -1,0 +1,68 @@
+"""A model that follows another one costs a reallocation a step, and has its place in the plan's order."""
+
+import pytest
+
+from realhf.api.follow import Follow
+from realhf.api.graph import DataflowGraph
+from realhf.api.plan import CallPlan, ExecutionPlan
+from realhf.models.parameters import parameter_count
+from realhf.realloc.planner import plan_between
+from realhf.search.hardware import load_hardware
+from realhf.search.options import call_options
+from realhf.search.order import steps_to_simulate
+from realhf.search.predict import predict
+from realhf.search.problem import build_problem
+from realhf.search.reference import makespan_s, simulate
+from realhf.search.searcher import native_problem, search_plan
+from tests.unit.search.graphs import TINY, cpu_cluster, ppo, settings
+
+NAME = "ref_follows_actor"
+CPU = load_hardware("cpu")
+
+
+def following(every_steps: int = 1) -> DataflowGraph:
+    return DataflowGraph(
+        list(ppo().calls.values()), ["prompts"], {"ref": Follow("actor", eta=0.1, every_steps=every_steps)}
+    )
+
+
+def placed(reference: CallPlan, training: CallPlan) -> ExecutionPlan:
+    """Everything is on device 0 but the two in question."""
+    calls = dict.fromkeys(ppo().calls, CallPlan(devices=(0, 1)))
+    return ExecutionPlan(num_devices=4, calls={**calls, "ref_inference": reference, "actor_train_step": training})
+
+
+@pytest.mark.parametrize("every_steps", [1, 4])
+def test_it_takes_what_the_reallocation_planner_moves(every_steps: int) -> None:
+    graph = following(every_steps)
+    reference, training = CallPlan(devices=(1, 1)), CallPlan(devices=(2, 2), tp=2)
+    prediction = predict(placed(reference, training), graph, **settings(graph, cpu_cluster(4)))
+    moved = plan_between(TINY, training.layout, reference.layout, None, forwarding=False)
+    assert moved.lower_bound_bytes == sum(moved.sent_bytes.values()) == 4 * parameter_count(TINY)
+    seconds = CPU.send_s(moved.lower_bound_bytes, crosses_nodes=False)
+    assert prediction.transfer_s[NAME] == pytest.approx(seconds / every_steps)
+
+
+def test_it_delays_the_next_step() -> None:
+    """By its own time, where all calls are on one device and the reference elsewhere: what comes next waits for it."""
+    graph, cluster = following(), cpu_cluster(4)
+    plan = placed(CallPlan(devices=(1, 1)), CallPlan(devices=(0, 1)))
+    with_it = predict(plan, graph, **settings(graph, cluster))
+    without = predict(plan, ppo(), **settings(graph, cluster))
+    assert with_it.transfer_s[NAME] > 0
+    assert with_it.step_s > without.step_s
+    assert with_it.device_bytes == without.device_bytes
+
+
+def test_a_searched_plan_has_it_in_its_order() -> None:
+    graph, cluster = following(), cpu_cluster(2)
+    shared = settings(graph, cluster)
+    result = search_plan(graph, seed=0, evaluations=3000, max_steps_in_flight=2, **shared)
+    assert sorted(entry.call for entry in result.plan.order) == sorted(graph.nodes)
+    options = {call.name: call_options(call, shared["batch_size"], cluster) for call in graph.calls.values()}
+    problem = build_problem(graph, options, max_steps_in_flight=2, **shared)
+    native, choice = native_problem(problem), [3] * len(graph.calls)
+    expected = simulate(problem, choice, problem.steps)
+    assert native.evaluate(choice)["step_time"] * problem.steps == pytest.approx(makespan_s(expected))
+    trace = native.trace(choice, steps_to_simulate(2))
+    assert sum(node == len(graph.calls) for node, *_ in trace) == steps_to_simulate(2), "once a step"
