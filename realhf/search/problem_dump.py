@@ -111,13 +111,12 @@ def simple_file(
 ) -> ProblemFile:
     """The problem in the simpler words of version 1, whole microseconds and bytes.
 
-        What these cannot say is changed: a copy of parameters counts wherever a call runs; it is made
+    What these cannot say is changed: a copy of parameters counts wherever a call runs; it is made
     once training has ended, in two transfers, one on the devices of each side; data moves at once; no
-        model follows another.
-        Options that do not fit by themselves are left out, and those alike are one.
+    model follows another. Options that do not fit by themselves are left out, and those alike are one.
 
-        Raises:
-            UserError: no option of a call fits, or a model is trained by two calls, whose layouts must then agree.
+    Raises:
+        UserError: no option of a call fits, or a model is trained by two calls, whose layouts must then agree.
     """
     homes = {call.name: problem.calls[call.home].name for call in problem.calls}
     parents: dict[str, list[ParentName]] = {
