@@ -10,6 +10,7 @@ from realhf.api.errors import UserError
 from realhf.api.graph import GENERATE, DataflowGraph
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
 from realhf.api.model import DecoderConfig
+from realhf.api.rationale import Rationale
 
 FORMAT = "execution-plan/1"
 
@@ -64,7 +65,7 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     `order` is one period of the total order in which the master issues calls, every call once;
     empty means one step after the other. `models` holds the architecture the plan was made for
-    and may be left out in a plan written by hand.
+    and may be left out in a plan written by hand. `rationale` is there in the plan of a run.
     """
 
     num_devices: int
@@ -76,6 +77,7 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     models: dict[str, DecoderConfig] = {}
     format: str = FORMAT
     notes: dict[str, str | int | float | bool] = {}
+    rationale: Rationale | None = None
 
     def layout(self, call: str) -> Layout:
         return self.calls[call].layout

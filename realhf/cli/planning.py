@@ -15,6 +15,7 @@ from realhf.api.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
 from realhf.api.model import DType
 from realhf.api.plan import ExecutionPlan, check_plan, load_plan
 from realhf.search.cluster import Cluster
+from realhf.search.explanation import explain
 from realhf.search.hardware import load_hardware
 from realhf.search.memory import PAGE_TOKENS
 from realhf.search.options import call_options
@@ -130,7 +131,7 @@ class Planner:
 
 
 def plan_for(experiment: Any, arguments: argparse.Namespace) -> tuple[ExecutionPlan, Cluster]:
-    """The plan that the command line asks for: that of --plan, with predictions, or the best one found."""
+    """The plan that the command line asks for: that of --plan, or the best one found; with predictions and reasons."""
     given = load_plan(arguments.plan) if arguments.plan else None
     cluster = cluster_of(arguments, given.num_devices if given else None)
     if given:
@@ -139,9 +140,15 @@ def plan_for(experiment: Any, arguments: argparse.Namespace) -> tuple[ExecutionP
         graph = DataflowGraph(experiment.rpcs, experiment.dataset.keys, follows_of(experiment))
         check_plan(given, graph, settings.batch_size)
     planner = Planner(experiment, cluster)
-    plan = planner.predict(given).plan if given else planner.search(arguments.evaluations, arguments.seconds).plan
-    check_cache_room(plan, planner.workload)
-    return plan, cluster
+    result: SearchResult | None = None
+    if given:
+        prediction = planner.predict(given)
+    else:
+        result = planner.search(arguments.evaluations, arguments.seconds)
+        prediction = planner.predict(result.plan)
+    check_cache_room(prediction.plan, planner.workload)
+    rationale = explain(planner.task, prediction, result)
+    return msgspec.structs.replace(prediction.plan, rationale=rationale), cluster
 
 
 def check_cache_room(plan: ExecutionPlan, workload: Workload) -> None:

@@ -9,7 +9,7 @@ import plotly.graph_objects as go
 
 from realhf.api.plan import CallPlan
 from realhf.report.figures import LEGEND_ABOVE, LINE_COLOURS, MEASURED_COLOUR, OTHER_COLOUR, PHASE_COLOURS, styled
-from realhf.report.page import document, figure_html, section, table
+from realhf.report.html import document, figure_html, section, table
 from realhf.search.analysis import COMPUTE, Analysis, Span
 from realhf.search.comparison import Candidate, Comparison
 

@@ -28,6 +28,15 @@ class TraceEvent(msgspec.Struct, frozen=True):
     dur: float = 0.0
 
 
+class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of `events.jsonl`: what happened to the run as a whole, and after how many steps."""
+
+    time_s: float
+    event: str
+    step: int | None = None
+    message: str = ""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunData:
     """All that a report is made from. `status` is None and the sequences are empty before there is anything."""
@@ -39,6 +48,7 @@ class RunData:
     metrics: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     events: list[TraceEvent]
+    happened: list[RunEvent]
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -82,6 +92,7 @@ def read_run(directory: RunDirectory) -> RunData:
         metrics=read_json_lines(directory.metrics),
         evaluations=read_json_lines(directory.evaluations),
         events=read_trace(directory.trace),
+        happened=_read_events(directory.path / "events.jsonl"),
     )
 
 
@@ -142,6 +153,13 @@ def call_times(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> list[C
         measured_s = statistics.median(seconds) if seconds else None
         times.append(CallTime(call=name, predicted_s=call.predicted_s, measured_s=measured_s))
     return times
+
+
+def _read_events(path: Path) -> list[RunEvent]:
+    try:
+        return msgspec.convert(read_json_lines(path), type=list[RunEvent])
+    except msgspec.ValidationError as error:
+        raise UserError(f"{path}: not a run's events ({error}); remove the file") from None
 
 
 def _read_status(path: Path) -> Status | None:

@@ -75,6 +75,11 @@ def test_the_report_is_drawn(browser: str, tmp_path: Path) -> None:
     # Worker 0 has 8 segments; worker 1 has 5 a step and waits once.
     assert len(re.findall(r'class="point"', timeline)) == 8 + 11
 
+    memory = sections["Memory of the workers"]
+    assert len(re.findall(r'class="point"', memory)) == 6  # two workers, measured and twice predicted
+    for label in ("400 MiB, 50% of the limit", "204 MiB, 26% of the limit", "300 MiB, 38%", "limit 800 MiB"):
+        assert label in memory
+
     measured = json.loads(re.search(r'data-measured="(.*?)"', dom)[1].replace("&quot;", '"'))
     assert measured["texts"] > 50
     assert measured["overflow_px"] <= 0

@@ -17,6 +17,22 @@ PLAN = {
     "notes": {"search": "<seeded>", "evaluations": 20000},
 }
 
+RATIONALE = {
+    "origin": "the best of 20,000 plans that a search looked at, out of 4 x 4 x 2 options",
+    "hardware": "cpu",
+    "profiled": True,
+    "certificate": "optimal: no plan takes less than 2 s a step",
+    "limits": "the longest chain of calls (actor_generate 60%)",
+    "heuristic_step_s": 3.0,
+    "heuristic_fits": False,
+    "device_memory_bytes": 800 * 2**20,
+    "memory": [{"devices": [0, 2], "static_bytes": 100 * 2**20, "peak_bytes": 300 * 2**20}],
+    "instead": [
+        {"call": "actor_generate", "layout": "dp1 tp2 pp1", "slower_by": 0.25, "num_too_large": 1, "num_others": 4},
+        {"call": "critic_train_step", "layout": "", "num_too_large": 2, "num_others": 2},
+    ],
+}
+
 
 def metrics_line(step: int, **statistics: Any) -> dict[str, Any]:
     seconds = {"actor_generate": 0.6 * step, "actor_train_step": 1.0 + step / 10, "critic_train_step": 0.25}
@@ -28,6 +44,7 @@ def metrics_line(step: int, **statistics: Any) -> dict[str, Any]:
         "tokens_per_s": 500.0 * step,
         **statistics,
         "calls": calls,
+        "peak_bytes": [400 * 2**20, (200 + step) * 2**20],
     }
 
 
@@ -63,6 +80,7 @@ def write_run(
     metrics: list[dict[str, Any]] | None = None,
     evaluations: list[dict[str, Any]] | None = None,
     events: list[dict[str, Any]] | None = None,
+    happened: list[dict[str, Any]] | None = None,
     cut_off: str = "\n]\n",
 ) -> Path:
     """Writes a run directory; None leaves a file out, `cut_off` is what stands behind the last trace event."""
@@ -73,7 +91,7 @@ def write_run(
     if state is not None:
         status = {"state": state, "step": len(metrics or ()), "steps": 4, "message": message, "updated": 1e9}
         (path / "status.json").write_text(json.dumps(status))
-    for name, lines in (("metrics", metrics), ("evaluations", evaluations)):
+    for name, lines in (("metrics", metrics), ("evaluations", evaluations), ("events", happened)):
         if lines is not None:
             (path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if events is not None:
@@ -89,6 +107,12 @@ def good_run(path: Path, **changes: Any) -> Path:
     contents: dict[str, Any] = {
         "metrics": [
             metrics_line(i, reward_mean=i / 4, kl=0.01 * i, actor_loss=-0.1, entropy=3.0) for i in (1, 2, 3, 4)
+        ],
+        "plan": PLAN | {"rationale": RATIONALE},
+        "happened": [
+            {"time_s": 1e9, "event": "started", "step": 0, "message": "2 workers"},
+            {"time_s": 1e9 + 60, "event": "failed", "step": 2, "message": "<killed>"},
+            {"time_s": 1e9 + 90, "event": "restarted", "step": 2},
         ],
         "evaluations": [{"step": 0, "accuracy": 0.25}, {"step": 4, "accuracy": 0.75}],
         "events": [e for step in range(4) for e in step_events(step, 10 + 2.0 * step)],

@@ -39,9 +39,33 @@ def test_a_finished_run(tmp_path: Path) -> None:
         "critic_train_step 1 1 1 1 1 -",
         "actor_generate → actor_train_step → critic_train_step (of 1 step before)",
         "at most 2",
-        "search &lt;seeded&gt; evaluations 20000",
+        "search &lt;seeded&gt;",
     ):
         assert expected in text
+
+
+def test_the_reasons_of_the_plan(tmp_path: Path) -> None:
+    text = report_of(good_run(tmp_path / "run"))
+    for expected in (
+        "chosen the best of 20,000 plans that a search looked at, out of 4 x 4 x 2 options",
+        "predicted from measured layer timings, hardware cpu",
+        "how good optimal: no plan takes less than 2 s a step",
+        "all calls alike 3 s a step, 1.50 x this plan, and does not fit into memory",
+        "limited by the longest chain of calls (actor_generate 60%)",
+        "actor_generate dp1 tp2 pp1 +25.0% 1 of 4",
+        "critic_train_step nothing else fits - 2 of 2",
+    ):
+        assert expected in text
+    assert "evaluations 20000" not in text  # the note says it already
+
+
+def test_what_changed_in_the_run(tmp_path: Path) -> None:
+    text = report_of(good_run(tmp_path / "run"))
+    assert re.search(
+        r"started 0 2 workers 2001-09-\d\d [\d:]+ failed 2 &lt;killed&gt; 2001-09-\d\d [\d:]+ restarted 2", text
+    )
+    text = report_of(good_run(tmp_path / "quiet", happened=None))
+    assert "Nothing is noted: no restart, no other plan." in text
 
 
 def test_a_failed_run_says_why_and_its_text_stays_text(tmp_path: Path) -> None:
@@ -77,6 +101,7 @@ def test_a_run_of_one_call_without_predictions(tmp_path: Path) -> None:
     assert "sft_train_step - 0.500 -" in text
     assert "The plan carries no predictions" in text
     assert "one step after the other" in text
+    assert "Nothing was measured yet." in text  # a run of an earlier version has no memory in its metrics
 
 
 def test_the_page_asks_nothing_of_the_network(tmp_path: Path) -> None:

@@ -74,6 +74,12 @@ def test_a_run_that_has_only_begun(tmp_path: Path) -> None:
     assert [time.measured_s for time in call_times(run.plan, run.metrics)] == [None, None, None]
 
 
+def test_damaged_events_are_named(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", happened=[{"event": "started"}])
+    with pytest.raises(UserError, match=r"events.jsonl: not a run's events \(.*time_s"):
+        read_run(RunDirectory(run))
+
+
 def test_another_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"is no run directory: it has no plan.json; give the --run-dir of a run"):
         read_run(RunDirectory(tmp_path))

@@ -1,0 +1,151 @@
+"""The memory of every worker: what it measured, what was predicted, and the limit."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import plotly.graph_objects as go
+
+from realhf.api.plan import ExecutionPlan
+from realhf.api.rationale import DeviceMemory
+from realhf.report.figures import LEGEND_ABOVE, MEASURED_COLOUR, PREDICTED_COLOUR, styled
+from realhf.report.html import figure_html, section
+
+GIB, MIB = 2**30, 2**20
+MAX_ROWS = 32
+PREDICTED_CALL_COLOUR, LIMIT_COLOUR = "#dde4ee", "#c2574f"
+# A limit further away than this many times the longest bar is said and not drawn.
+DRAWN_LIMIT = 2.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerMemory:
+    """`measured_bytes` is the most in any call so far, 0 where nothing was measured."""
+
+    worker: int
+    measured_bytes: int
+    predicted: DeviceMemory | None
+
+    @property
+    def largest_bytes(self) -> int:
+        return max(self.measured_bytes, self.predicted.peak_bytes if self.predicted else 0)
+
+
+def worker_memory(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> list[WorkerMemory]:
+    """One entry a worker of the plan; [] where nothing was measured and nothing predicted."""
+    peaks = [0] * plan.num_devices
+    for line in metrics:
+        for worker, peak in enumerate(line.get("peak_bytes", ())[: plan.num_devices]):
+            peaks[worker] = max(peaks[worker], peak)
+    why = plan.rationale
+    rows = [
+        WorkerMemory(worker=worker, measured_bytes=peak, predicted=why.memory_of(worker) if why else None)
+        for worker, peak in enumerate(peaks)
+    ]
+    return rows if any(row.largest_bytes for row in rows) else []
+
+
+def memory_section(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> str:
+    """The part of the page."""
+    title = "Memory of the workers"
+    rows = worker_memory(plan, metrics)
+    if not rows:
+        return section(title, '<p class="muted">Nothing was measured yet.</p>')
+    limit_bytes = plan.rationale.device_memory_bytes if plan.rationale else None
+    notes = [
+        "Measured: the most that models and data took in any call, beside the program itself (Python, torch, on a GPU "
+        "CUDA's context)."
+    ]
+    if plan.rationale:
+        notes.append("Predicted: what stays (parameters, gradients, optimizer states) and the most that a call adds.")
+    if limit_bytes:
+        notes.append(f"The planner's limit is {_text(limit_bytes)} a worker.")
+    if growth := _growth(metrics):
+        notes.append(growth)
+    if len(rows) > MAX_ROWS:
+        notes.append(f"Of {len(rows):,} workers the {MAX_ROWS} fullest are shown.")
+        rows = sorted(sorted(rows, key=lambda row: -row.largest_bytes)[:MAX_ROWS], key=lambda row: row.worker)
+    text = " ".join(notes)
+    return section(title, f'<p class="muted">{text}</p>', figure_html(memory_figure(rows, limit_bytes)))
+
+
+def memory_figure(rows: Sequence[WorkerMemory], limit_bytes: int | None) -> go.Figure:
+    """Two bars a worker, measured and predicted, and the limit where it is not far away."""
+    longest = max(row.largest_bytes for row in rows)
+    unit, name = (GIB, "GiB") if longest >= GIB else (MIB, "MiB")
+    workers = [f"worker {row.worker}" for row in rows]
+    predicted = [row.predicted for row in rows if row.predicted]
+    figure = go.Figure()
+    if any(row.measured_bytes for row in rows):
+        figure.add_bar(
+            y=workers,
+            x=[row.measured_bytes / unit for row in rows],
+            name="measured",
+            orientation="h",
+            offsetgroup="measured",
+            marker_color=MEASURED_COLOUR,
+            text=[_label(row.measured_bytes, limit_bytes) for row in rows],
+            textposition="outside",
+            cliponaxis=False,
+            hovertemplate=f"measured %{{x:.4g}} {name}<extra>%{{y}}</extra>",
+        )
+    if len(predicted) == len(rows):
+        static = [memory.static_bytes / unit for memory in predicted]
+        dynamic = [(memory.peak_bytes - memory.static_bytes) / unit for memory in predicted]
+        for what, colour, values, base, texts in (
+            ("predicted to stay", PREDICTED_COLOUR, static, None, None),
+            (
+                "predicted for a call",
+                PREDICTED_CALL_COLOUR,
+                dynamic,
+                static,
+                [_label(memory.peak_bytes, limit_bytes) for memory in predicted],
+            ),
+        ):
+            figure.add_bar(
+                y=workers,
+                x=values,
+                base=base,
+                name=what,
+                orientation="h",
+                offsetgroup="predicted",
+                marker_color=colour,
+                text=texts,
+                textposition="outside",
+                cliponaxis=False,
+                hovertemplate=f"{what}: %{{customdata:.4g}} {name}<extra>%{{y}}</extra>",
+                customdata=values,
+            )
+    end = longest / unit
+    if limit_bytes and limit_bytes <= DRAWN_LIMIT * longest:
+        end = max(end, limit_bytes / unit)
+        figure.add_vline(x=limit_bytes / unit, line={"color": LIMIT_COLOUR, "width": 2, "dash": "dash"})
+        figure.add_annotation(
+            x=limit_bytes / unit, y=1, yref="paper", xanchor="right", yanchor="bottom", showarrow=False,
+            text=f"limit {_text(limit_bytes)}", font={"color": LIMIT_COLOUR},
+        )  # fmt: skip
+    figure.update_layout(barmode="group", bargap=0.3, legend={"traceorder": "normal"} | LEGEND_ABOVE)
+    # Room at the right for the words behind the longest bar.
+    figure.update_xaxes(title=name, range=[0, 1.2 * end])
+    figure.update_yaxes(
+        categoryorder="array", categoryarray=workers, autorange="reversed", automargin=True, ticksuffix="  "
+    )
+    return styled(figure, 100 + 52 * len(rows), {"l": 20, "r": 20, "t": 36, "b": 44})
+
+
+def _growth(metrics: Sequence[dict[str, Any]]) -> str:
+    """How the fullest worker's memory went from the first step to the last: what leaks shows here."""
+    peaks = [max(line.get("peak_bytes") or [0]) for line in metrics]
+    if len(peaks) < 2 or not peaks[0]:
+        return ""
+    first, last = metrics[0]["step"], metrics[-1]["step"]
+    return f"The fullest worker measured {_text(peaks[0])} in step {first} and {_text(peaks[-1])} in step {last}."
+
+
+def _label(size_bytes: int, limit_bytes: int | None) -> str:
+    share = f", {size_bytes / limit_bytes:.0%} of the limit" if limit_bytes else ""
+    return f"{_text(size_bytes)}{share}" if size_bytes else ""
+
+
+def _text(size_bytes: int) -> str:
+    return f"{size_bytes / GIB:.2f} GiB" if size_bytes >= GIB else f"{size_bytes / MIB:.0f} MiB"

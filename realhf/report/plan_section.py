@@ -1,0 +1,85 @@
+"""The plan of a run on its page: where every call runs, and why so."""
+
+from realhf.api.plan import ExecutionPlan
+from realhf.api.rationale import Instead, Rationale
+from realhf.report.html import section, table
+
+SAME = 5e-4
+# Notes of the search that the rationale says in full.
+SAID = ("evaluations", "peak_memory_gib", "lower_bound_s", "proven_optimal", "hardware", "costs")
+
+
+def plan_section(plan: ExecutionPlan) -> str:
+    """The part of the page; without a rationale (a plan that was written before there were any) the plan alone."""
+    why = plan.rationale
+    header = ["call", "devices", "dp", "tp", "pp", "micro-batches", "predicted, s"]
+    rows = [
+        [
+            name,
+            _devices(*call.devices),
+            str(call.dp),
+            str(call.tp),
+            call.stages_text,
+            str(call.micro_batches),
+            "-" if call.predicted_s is None else f"{call.predicted_s:.3f}",
+        ]
+        for name, call in plan.calls.items()
+    ]
+    words = [["order", _order(plan)], ["steps in flight", f"at most {plan.max_steps_in_flight}"]]
+    if why:
+        words += _reasons(plan, why)
+    words += [[name, _note(value)] for name, value in plan.notes.items() if not (why and name in SAID)]
+    body = [table(header, rows), table([], words, style="words")]
+    if why and why.instead:
+        body.append(_instead(why))
+    return section("Execution plan and why", *body)
+
+
+def _reasons(plan: ExecutionPlan, why: Rationale) -> list[list[str]]:
+    step_s = plan.predicted_step_s
+    source = "measured layer timings" if why.profiled else "the analytic model (no profile was there)"
+    reasons = [["chosen", why.origin], ["predicted from", f"{source}, hardware {why.hardware}"]]
+    if why.certificate:
+        reasons.append(["how good", why.certificate])
+    if why.heuristic_step_s is None:
+        heuristic = "none is legal"
+    else:
+        fits = "" if why.heuristic_fits else ", and does not fit into memory"
+        ratio = f", {why.heuristic_step_s / step_s:.2f} x this plan" if step_s else ""
+        heuristic = f"{why.heuristic_step_s:.4g} s a step{ratio}{fits}"
+    return [*reasons, ["all calls alike", heuristic], ["limited by", why.limits]]
+
+
+def _instead(why: Rationale) -> str:
+    """Why not otherwise."""
+    header = ["call", "best other layout", "step slower by", "layouts that do not fit"]
+    rows = [
+        [one.call, one.layout or "nothing else fits", _slower(one), f"{one.num_too_large:,} of {one.num_others:,}"]
+        for one in why.instead
+    ]
+    note = '<p class="muted">Each call in its best other layout, predicted, the rest of the plan as it is.</p>'
+    return f"<details><summary>why not otherwise</summary>{note}{table(header, rows)}</details>"
+
+
+def _slower(instead: Instead) -> str:
+    if not instead.layout:
+        return "-"
+    return "the same" if abs(instead.slower_by) < SAME else f"{instead.slower_by:+.1%}"
+
+
+def _order(plan: ExecutionPlan) -> str:
+    if not plan.order:
+        return "one step after the other, the calls as listed"
+    return " → ".join(
+        entry.call
+        + (f" (of {entry.steps_back} step{'s' if entry.steps_back > 1 else ''} before)" if entry.steps_back else "")
+        for entry in plan.order
+    )
+
+
+def _devices(first: int, count: int) -> str:
+    return str(first) if count == 1 else f"{first}-{first + count - 1}"
+
+
+def _note(value: str | int | float | bool) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,74 @@
+"""Says of a plan why it is this one: `Rationale`, from what a search and a prediction know."""
+
+from itertools import groupby
+
+from realhf.api.errors import UserError
+from realhf.api.rationale import DeviceMemory, Instead, Rationale
+from realhf.search.alternatives import Alternative, best_alternatives
+from realhf.search.analysis import Analysis, analyse
+from realhf.search.comparison import certificate_of
+from realhf.search.predict import Prediction
+from realhf.search.presets import heuristic
+from realhf.search.searcher import SearchResult
+from realhf.search.task import PlanningTask
+
+
+def explain(task: PlanningTask, prediction: Prediction, result: SearchResult | None) -> Rationale:
+    """The rationale of a predicted plan; `result` is the search that found it, None if a person gave it."""
+    analysis = analyse(task, prediction)
+    heuristic_step_s, heuristic_fits = _heuristic(task)
+    return Rationale(
+        origin=_origin(result),
+        hardware=task.cluster.hardware,
+        profiled=task.costs.profiled,
+        certificate=str(certificate_of(result)) if result else "",
+        limits=analysis.limits,
+        heuristic_step_s=heuristic_step_s,
+        heuristic_fits=heuristic_fits,
+        device_memory_bytes=task.cluster.device_memory_bytes,
+        memory=_memory(analysis),
+        instead=tuple(_instead(alternative) for alternative in best_alternatives(task, prediction.plan)),
+    )
+
+
+def _origin(result: SearchResult | None) -> str:
+    if result is None:
+        return "given to the run"
+    options = " x ".join(str(number) for number in result.num_options.values())
+    return f"the best of {result.evaluations:,} plans that a search looked at, out of {options} options"
+
+
+def _heuristic(task: PlanningTask) -> tuple[float | None, bool]:
+    try:
+        prediction = task.predict(heuristic(task))
+    except UserError:
+        return None, False
+    return prediction.step_s, prediction.fits
+
+
+def _memory(analysis: Analysis) -> tuple[DeviceMemory, ...]:
+    """Neighbouring devices with the same needs are one entry."""
+    needs = list(zip(analysis.static_bytes, analysis.prediction.device_bytes, strict=True))
+    groups = [list(group) for _, group in groupby(range(len(needs)), needs.__getitem__)]
+    return tuple(
+        DeviceMemory(
+            devices=(group[0], len(group)),
+            static_bytes=round(needs[group[0]][0]),
+            peak_bytes=round(needs[group[0]][1]),
+        )
+        for group in groups
+    )
+
+
+def _instead(alternative: Alternative) -> Instead:
+    numbers = {"num_too_large": alternative.num_too_large, "num_others": alternative.num_options}
+    option = alternative.option
+    if option is None:
+        return Instead(call=alternative.call, layout="", **numbers)
+    plural = "" if option.micro_batches == 1 else "es"
+    return Instead(
+        call=alternative.call,
+        layout=f"{option.layout}, {option.micro_batches} micro-batch{plural}",
+        slower_by=alternative.slower_s / alternative.planned_step_s,
+        **numbers,
+    )
