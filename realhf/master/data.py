@@ -6,7 +6,7 @@ from heapq import heappop, heappush
 
 from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.api.layout import Layout
-from realhf.transport.messages import KeyMetadata, Receive, Send
+from realhf.transport.messages import KeyMetadata, Receive, SampleDType, Send
 
 # mini_batches[dp][j]: the ids of mini-batch j that data-parallel rank dp works on.
 Partition = list[list[tuple[int, ...]]]
@@ -80,7 +80,7 @@ class WorkerMoves:
 class _Column:
     """Where the samples of one key are. `owner[id]` produced the sample; `holders[id]` have it."""
 
-    dtype: str
+    dtype: SampleDType
     trailing: tuple[int, ...]
     length: dict[int, int] = field(default_factory=dict)
     owner: dict[int, int] = field(default_factory=dict)

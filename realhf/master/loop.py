@@ -11,6 +11,7 @@ from realhf.api.layout import Layout
 from realhf.api.plan import CallPlan
 from realhf.data.rows import DatasetRows
 from realhf.master.data import DataDirectory, Partition, dataset_sequences, length_key, partition
+from realhf.master.replies import Request, check_reply
 from realhf.master.state import Action, FinishStep, Issue, Node, Schedule, participants
 from realhf.transport.messages import (
     BatchKey,
@@ -51,14 +52,6 @@ class CallRecord:
         return {name: total / weight for name, (total, weight) in self.stats.items() if weight}
 
 
-@dataclass
-class _Request:
-    """One request to a worker that has not been answered yet."""
-
-    what: str
-    node: Node | None
-
-
 @dataclass(frozen=True)
 class GraphRunner:
     """What `Dispatcher` needs to know of a graph to run it.
@@ -97,13 +90,25 @@ class Dispatcher:
         self._on_span = on_span
         self._clock = clock
         self._ids = itertools.count()
-        self._requests: list[dict[int, _Request]] = [{} for _ in range(num_workers)]  # by worker, the oldest first
+        self._requests: list[dict[int, Request]] = [{} for _ in range(num_workers)]  # by worker, the oldest first
         self._busy_since = [0.0] * num_workers
-        self._replies: asyncio.Queue[tuple[int, Reply]] = asyncio.Queue()
+        self._replies: asyncio.Queue[tuple[int, Request, Reply]] = asyncio.Queue()
 
     def reply(self, worker: int, reply: Reply) -> None:
-        """Hands over a worker's reply."""
-        self._replies.put_nowait((worker, reply))
+        """Hands over a worker's reply.
+
+        Raises:
+            ValueError: it answers no request, or not the one that it names; nothing was changed.
+        """
+        request = self._requests[worker].get(reply.request_id)
+        check_reply(request, reply)
+        assert request is not None
+        del self._requests[worker][reply.request_id]
+        self._busy_since[worker] = self._clock()
+        if reply.wait:
+            self._on_span(worker, reply.wait)
+        self._on_span(worker, reply.span)
+        self._replies.put_nowait((worker, request, reply))
 
     def describe(self, worker: int) -> str:
         """What `worker` was asked to do and has not answered, for error messages."""
@@ -145,8 +150,8 @@ class Dispatcher:
 
         await perform(schedule.start())
         while not schedule.finished:
-            worker, reply = await self._replies.get()
-            node = self._answered(worker, reply).node
+            worker, request, reply = await self._replies.get()
+            node = request.node
             if node is None:
                 continue
             record = records[node]
@@ -167,7 +172,7 @@ class Dispatcher:
     async def save(self, directory: str, writers: dict[int, tuple[str, ...]]) -> None:
         """Has every worker in `writers` write its boxes of the given models; returns when all have."""
         for worker, models in writers.items():
-            request_id = self._expect(worker, f"checkpoint {directory}", None)
+            request_id = self._expect(worker, Request(f"checkpoint {directory}"))
             await self._send(worker, SaveCheckpoint(request_id=request_id, directory=directory, models=models))
         await self._drain()
 
@@ -181,9 +186,8 @@ class Dispatcher:
         home = runner.homes[definition.model_name]
         if layout != home:
             for worker in sorted({*home.mesh.devices, *layout.mesh.devices}):
-                request_id = self._expect(
-                    worker, f"reallocation of {definition.model_name} for {_name(node, batch)}", None
-                )
+                what = f"reallocation of {definition.model_name} for {_name(node, batch)}"
+                request_id = self._expect(worker, Request(what))
                 await self._send(
                     worker,
                     Reallocate(
@@ -192,7 +196,7 @@ class Dispatcher:
                 )
         parts = _parts(runner, definition, node.step, directory)
         assert parts is not None, "its inputs have been made"
-        await self._send_call(node, batch, plan, parts)
+        await self._send_call(node, batch, definition, plan, parts)
         if layout != home:
             for worker in layout.mesh.devices:
                 await self._send(worker, Release(model=definition.model_name, layout=layout))
@@ -203,7 +207,7 @@ class Dispatcher:
         batch = BatchKey(runner.split, node.step)
         workers = participants(runner.graph, node.call, runner.layouts, runner.homes)
         for worker in sorted(workers):
-            request_id = self._expect(worker, _name(node, batch), node)
+            request_id = self._expect(worker, Request(_name(node, batch), node))
             await self._send(worker, FollowParameters(request_id=request_id, batch=batch, name=node.call))
         return len(workers)
 
@@ -231,11 +235,16 @@ class Dispatcher:
                 message = Transfer(batch=batch, sends=tuple(moves.sends), receives=tuple(moves.receives))
                 await self._send(worker, message)
 
-    async def _send_call(self, node: Node, batch: BatchKey, plan: CallPlan, parts: Partition) -> None:
+    async def _send_call(
+        self, node: Node, batch: BatchKey, definition: ModelFunctionCallDef, plan: CallPlan, parts: Partition
+    ) -> None:
         layout = plan.layout
         for worker in layout.mesh.devices:
-            request_id = self._expect(worker, _name(node, batch), node)
-            mini_batches = parts[layout.coordinates(worker)[0]]
+            dp = layout.coordinates(worker)[0]
+            mini_batches = parts[dp]
+            ids = tuple(sample for mini_batch in mini_batches for sample in mini_batch)
+            outputs = definition.output_data if worker == layout.output_device(dp) else ()
+            request_id = self._expect(worker, Request(_name(node, batch), node, frozenset(outputs), ids))
             await self._send(
                 worker,
                 CallFunction(
@@ -248,19 +257,12 @@ class Dispatcher:
                 ),
             )
 
-    def _expect(self, worker: int, what: str, node: Node | None) -> int:
+    def _expect(self, worker: int, request: Request) -> int:
         if not self._requests[worker]:
             self._busy_since[worker] = self._clock()
         request_id = next(self._ids)
-        self._requests[worker][request_id] = _Request(what, node)
+        self._requests[worker][request_id] = request
         return request_id
-
-    def _answered(self, worker: int, reply: Reply) -> _Request:
-        self._busy_since[worker] = self._clock()
-        if reply.wait:
-            self._on_span(worker, reply.wait)
-        self._on_span(worker, reply.span)
-        return self._requests[worker].pop(reply.request_id)
 
     async def _broadcast(self, message: ToWorker) -> None:
         for worker in range(self._num_workers):
@@ -269,8 +271,7 @@ class Dispatcher:
     async def _drain(self) -> None:
         """Waits for the answers that nobody waits for otherwise (reallocations, checkpoints)."""
         while any(self._requests):
-            worker, reply = await self._replies.get()
-            self._answered(worker, reply)
+            await self._replies.get()
 
 
 def _parts(runner: GraphRunner, call: ModelFunctionCallDef, step: int, directory: DataDirectory) -> Partition | None:

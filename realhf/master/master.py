@@ -202,7 +202,11 @@ class Master:
             self._heard[worker] = self._clock.now()
             match message:
                 case Reply():
-                    self._dispatcher.reply(worker, message)
+                    try:
+                        self._dispatcher.reply(worker, message)
+                    except ValueError as error:
+                        print(f"worker {worker} sent {error}", flush=True)
+                        self._server.reject(worker)
                 case Heartbeat(activity=activity):
                     self._activity[worker] = activity
                 case Hello():
@@ -241,7 +245,9 @@ class Master:
             if silent := self._silent(SUSPICIOUS_SILENCE_S if late else HEARTBEAT_TIMEOUT_S):
                 raise self._silence(silent)
             if late:
-                who = ", ".join(f"worker {worker} in {self._dispatcher.describe(worker)}" for worker in late)
+                who = ", ".join(
+                    f"worker {worker} in {self._dispatcher.describe(worker)}{self._garbage(worker)}" for worker in late
+                )
                 logs = ", ".join(str(self._directory.log(worker_name(worker))) for worker in late)
                 raise RunError(
                     f"no answer within {self._run.spec.call_timeout_s:g} s from {who}; raise --call-timeout-s if this "
@@ -259,11 +265,15 @@ class Master:
         return RunError(
             "\n".join(
                 f"worker {worker} has been silent for {now - self._heard[worker]:.0f} s; it was in "
-                f"{self._dispatcher.describe(worker)} ({self._activity.get(worker, 'no heartbeat yet')}); "
-                f"log: {self._directory.log(worker_name(worker))}"
+                f"{self._dispatcher.describe(worker)} ({self._activity.get(worker, 'no heartbeat yet')})"
+                f"{self._garbage(worker)}; log: {self._directory.log(worker_name(worker))}"
                 for worker in workers
             )
         )
+
+    def _garbage(self, worker: int) -> str:
+        count = self._server.garbage(worker)
+        return f", {count} of whose messages made no sense and were dropped" if count else ""
 
     def _write_status(self, state: RunState, message: str = "") -> None:
         steps = self._run.experiment.steps

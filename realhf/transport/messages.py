@@ -1,6 +1,6 @@
 """Everything that master and workers say to each other. Typed and data only: nothing here is code."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -8,13 +8,15 @@ from realhf.api.layout import Layout
 
 Split = Literal["train", "evaluation"]
 Phase = Literal["setup", "reallocation", "transfer", "compute", "checkpoint", "waiting"]
+SampleDType = Literal["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class BatchKey(msgspec.Struct, frozen=True, array_like=True):
     """The global batch of one step of training, or one batch of the evaluation rows."""
 
     split: Split
-    step: int
+    step: Count
 
     def __str__(self) -> str:
         """For people, who count from 1."""
@@ -24,10 +26,10 @@ class BatchKey(msgspec.Struct, frozen=True, array_like=True):
 class KeyMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """What the master knows of a key's data: sample `ids[i]` has a tensor [lengths[i], *trailing] of `dtype`."""
 
-    dtype: str
-    trailing: tuple[int, ...]
-    ids: tuple[int, ...]
-    lengths: tuple[int, ...]
+    dtype: SampleDType
+    trailing: tuple[Count, ...]
+    ids: tuple[Count, ...]
+    lengths: tuple[Count, ...]
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
@@ -49,15 +51,15 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 class Send(msgspec.Struct, frozen=True, kw_only=True):
     """Part of a transfer: the data of `key` of samples `ids` goes to `peer`."""
 
-    peer: int
+    peer: Count
     key: str
-    ids: tuple[int, ...]
+    ids: tuple[Count, ...]
 
 
 class Receive(msgspec.Struct, frozen=True, kw_only=True):
     """Part of a transfer: the data described by `metadata` comes from `peer`."""
 
-    peer: int
+    peer: Count
     key: str
     metadata: KeyMetadata
 
@@ -96,8 +98,8 @@ class CallFunction(Message, frozen=True, kw_only=True):
     batch: BatchKey
     call: str
     layout: Layout
-    mini_batches: tuple[tuple[int, ...], ...]
-    micro_batches: int
+    mini_batches: tuple[tuple[Count, ...], ...]
+    micro_batches: Count
 
 
 class Release(Message, frozen=True, kw_only=True):
@@ -157,9 +159,9 @@ class Reply(Message, frozen=True, kw_only=True):
     # (weighted sum, weight) by name; only from ranks that hold outputs.
     stats: dict[str, tuple[float, float]] = {}
     # Tokens of the sequences this call processed, each counted once in its data-parallel group.
-    tokens: int = 0
+    tokens: Count = 0
     # The most that models and data took on this worker since its last call, `realhf.worker.memory`; 0: not known.
-    peak_bytes: int = 0
+    peak_bytes: Count = 0
 
 
 class Failure(Message, frozen=True, kw_only=True):

@@ -1,5 +1,6 @@
 """The master's end: one socket for all workers, open to the keys of this run only."""
 
+import asyncio
 import contextlib
 import ipaddress
 import socket
@@ -21,6 +22,10 @@ Outgoing = TypeVar("Outgoing")
 _DOMAIN = "realhf"
 # A frame on the wire is a message plus CURVE's envelope.
 _ENVELOPE_BYTES = 256
+# So many unread messages of one worker wait here; then its end keeps them.
+_MAX_UNREAD = 1000
+# A worker that has sent more frames that are no messages than this is not listened to any more.
+MAX_GARBAGE = 100
 
 
 class Server(Generic[Incoming, Outgoing]):
@@ -29,7 +34,7 @@ class Server(Generic[Incoming, Outgoing]):
     It listens on the one address that `host` stands for and a port the system picks (`address`,
     `tcp://host:port`). A peer without one of the listed keys never gets past the handshake, and a
     worker's index comes from its key, whatever its messages claim. Frames that hold no message of
-    the incoming type are dropped and counted in `num_dropped`.
+    the incoming type are dropped and counted, and so is a worker that sends more than `MAX_GARBAGE` of them.
     """
 
     def __init__(
@@ -40,7 +45,7 @@ class Server(Generic[Incoming, Outgoing]):
         incoming: Codec[Incoming],
         outgoing: Codec[Outgoing],
     ) -> None:
-        self.num_dropped = 0
+        self._garbage = [0] * len(keys.workers)  # frames by worker
         self._incoming = incoming
         self._outgoing = outgoing
         self._num_workers = len(keys.workers)
@@ -64,9 +69,8 @@ class Server(Generic[Incoming, Outgoing]):
         self._socket.setsockopt(zmq.ZAP_ENFORCE_DOMAIN, 1)  # no authenticator, no connection
         self._socket.setsockopt(zmq.MAXMSGSIZE, self._incoming.max_bytes + _ENVELOPE_BYTES)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # a lost route is an error, not silence
-        # Unlimited queues, so that a send never waits: the requests in flight bound them.
-        self._socket.setsockopt(zmq.SNDHWM, 0)
-        self._socket.setsockopt(zmq.RCVHWM, 0)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # a send never waits: the requests in flight bound the queues
+        self._socket.setsockopt(zmq.RCVHWM, _MAX_UNREAD)
         address = _one_address(host)
         if ":" in address:
             self._socket.setsockopt(zmq.IPV6, 1)
@@ -82,22 +86,36 @@ class Server(Generic[Incoming, Outgoing]):
         """The workers that have been heard, hence can be sent to."""
         return frozenset(self._routes)
 
+    @property
+    def num_dropped(self) -> int:
+        """Frames of all workers that were no messages."""
+        return sum(self._garbage)
+
+    @property
+    def num_refused(self) -> int:
+        """Handshakes of peers without a listed key; one that is refused may try again."""
+        return self._authenticator.num_refused
+
+    def garbage(self, worker: int) -> int:
+        """How many frames of a worker were no messages."""
+        return self._garbage[worker]
+
+    def reject(self, worker: int) -> None:
+        """Counts a message of a worker that makes no sense to whoever received it as garbage."""
+        self._garbage[worker] += 1
+
     async def recv(self) -> tuple[int, Incoming]:
         """The next message and the index of the worker it came from. Safe to cancel."""
         while True:
             frames = await self._socket.recv_multipart(copy=False)
-            if len(frames) != 2:
-                self.num_dropped += 1
-                continue
-            route, payload = frames
-            worker = int(payload.get("User-Id"))
-            try:
-                message = self._incoming.decode(payload.buffer)
-            except UndecodableError:
-                self.num_dropped += 1
-                continue
-            self._routes[worker] = route.bytes
-            return worker, message
+            worker = int(frames[-1].get("User-Id"))
+            if len(frames) == 2 and self._garbage[worker] <= MAX_GARBAGE:
+                with contextlib.suppress(UndecodableError):
+                    message = self._incoming.decode(frames[1].buffer)
+                    self._routes[worker] = frames[0].bytes
+                    return worker, message
+            self._garbage[worker] += 1
+            await asyncio.sleep(0)  # however much of it there is, others come to their turn
 
     async def send(self, worker: int, message: Outgoing) -> None:
         """Queues `message` for `worker`.
@@ -131,11 +149,14 @@ class _Authenticator(AsyncioAuthenticator):
 
     def __init__(self, context: zmq.asyncio.Context, workers: Sequence[bytes]) -> None:
         super().__init__(context)
+        self.num_refused = 0
         self._index_of_key = {z85.decode(key): i for i, key in enumerate(workers)}
         self.configure_curve_callback(_DOMAIN, self)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        return z85.decode(key) in self._index_of_key
+        is_listed = z85.decode(key) in self._index_of_key
+        self.num_refused += not is_listed
+        return is_listed
 
     def curve_user_id(self, client_public_key: bytes) -> str:
         return str(self._index_of_key[client_public_key])

@@ -24,6 +24,7 @@ from realhf.transport.messages import Failure, Heartbeat, Hello, Ready, Shutdown
 from realhf.transport.rendezvous import wait_for_master
 from realhf.worker.allocator import keep_freed_memory
 from realhf.worker.model_worker import ModelWorker
+from realhf.worker.requests import refusal
 
 RECEIVE_TIMEOUT_S = 3600.0
 
@@ -71,6 +72,9 @@ def serve(
             case Shutdown():
                 return
             case _:
+                if why := refusal(request, run, directory.checkpoints):
+                    client.send(Failure(request_id=None, text=f"refused {why}"))
+                    continue
                 reply = worker.handle(request)
                 if reply is not None:
                     client.send(reply)

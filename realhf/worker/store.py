@@ -1,11 +1,12 @@
 """The per-sample tensors that a worker holds."""
 
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
 from torch import Tensor
 
 from realhf.engine.batch import Batch
-from realhf.transport.messages import BatchKey, KeyMetadata
+from realhf.transport.messages import BatchKey, KeyMetadata, SampleDType
 
 
 class SampleStore:
@@ -31,10 +32,17 @@ class SampleStore:
 
 
 def describe(ids: Sequence[int], values: Sequence[Tensor]) -> KeyMetadata:
-    """What the master is told of a column: no values."""
+    """What the master is told of a column: no values.
+
+    Raises:
+        TypeError: the column has a dtype that messages do not name.
+    """
     first = values[0]
+    dtype = str(first.dtype).removeprefix("torch.")
+    if dtype not in get_args(SampleDType):
+        raise TypeError(f"dtype {dtype} of an output is not one of {', '.join(get_args(SampleDType))}; convert it")
     return KeyMetadata(
-        dtype=str(first.dtype).removeprefix("torch."),
+        dtype=dtype,
         trailing=tuple(first.shape[1:]),
         ids=tuple(ids),
         lengths=tuple(len(value) for value in values),

@@ -15,7 +15,7 @@ from realhf.master import awake
 from realhf.master import master as master_module
 from realhf.master.master import Master
 from realhf.scheduler.run_directory import RunDirectory
-from realhf.transport.messages import Failure, Heartbeat, Hello, Ready, ToMaster
+from realhf.transport.messages import Failure, Heartbeat, Hello, Ready, Reply, Span, ToMaster
 
 HELLO = [(0.0, i, Hello(worker=i, pid=i, host="here")) for i in range(3)]
 PEER_IS_GONE = Failure(request_id=None, text="RuntimeError: Connection closed by peer", blames_peer=True)
@@ -42,6 +42,13 @@ class ScriptedServer:
 
     def __init__(self, script: Script, clock: Clock):
         self.script, self.clock = list(script), clock
+        self.rejected: list[int] = []
+
+    def garbage(self, worker: int) -> int:
+        return self.rejected.count(worker)
+
+    def reject(self, worker: int) -> None:
+        self.rejected.append(worker)
 
     async def recv(self) -> tuple[int, ToMaster]:
         while self.script:
@@ -131,6 +138,13 @@ def test_a_worker_without_heartbeats(directory: RunDirectory) -> None:
     text = failure_of(directory, [*HELLO, (0.0, 1, Heartbeat(activity="setup: joining")), *alive(0, 2)])
     assert text.startswith("worker 1 has been silent for ")
     assert f"(setup: joining); log: {directory.log('worker-1')}" in text
+
+
+def test_replies_that_make_no_sense_are_counted_and_told(directory: RunDirectory) -> None:
+    nonsense = Reply(request_id=5, span=Span("compute", "a", 0.0, 1.0))
+    text = failure_of(directory, [*HELLO, *[(0.0, 1, nonsense)] * 3, *alive(0, 2)])
+    assert text.startswith("worker 1 has been silent for ")
+    assert "(no heartbeat yet), 3 of whose messages made no sense and were dropped; log: " in text
 
 
 def test_a_lost_connection_is_explained_by_the_failure_behind_it(

@@ -15,8 +15,8 @@ from realhf.transport.messages import Heartbeat, Shutdown, ToMaster, ToWorker
 def values(type_: inspect.Type) -> st.SearchStrategy[Any]:
     """All values of a type that appears in a message."""
     match type_:
-        case inspect.IntType():
-            return st.integers(-(2**63), 2**63 - 1)
+        case inspect.IntType(ge=least):
+            return st.integers(-(2**63) if least is None else least, 2**63 - 1)
         case inspect.FloatType():
             return st.floats(allow_nan=False)
         case inspect.StrType():
@@ -81,6 +81,7 @@ def test_a_flipped_bit_is_refused_or_a_message(message: ToMaster, data: st.DataO
         msgspec.msgpack.encode({"type": "Hello", "worker": 1, "pid": 2, "host": "h", "more": 3}),
         msgspec.msgpack.encode({"type": "Hello", "worker": "1", "pid": 2, "host": "h"}),
         msgspec.msgpack.encode({"type": "os.system", "command": "true"}),
+        msgspec.msgpack.encode({"type": "Reply", "request_id": 1, "span": ["compute", "a", 0.0, 1.0], "tokens": -1}),
         msgspec.msgpack.encode({"type": "Ready"}) + b"\x00",
         msgspec.msgpack.encode({"type": "Shutdown"}),  # a message, but for the other direction
     ],

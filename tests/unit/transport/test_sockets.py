@@ -15,10 +15,12 @@ import pytest
 import zmq
 
 from realhf.api.errors import RunError, UserError
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.transport import server as server_module
 from realhf.transport.client import Client
 from realhf.transport.codec import Codec
 from realhf.transport.keys import WorkerKeys, load_master_keys, load_worker_keys, make_run_keys
-from realhf.transport.messages import Failure, Heartbeat, Hello, Ready, Shutdown, ToMaster, ToWorker
+from realhf.transport.messages import Failure, Heartbeat, Hello, Ready, Release, Shutdown, ToMaster, ToWorker
 from realhf.transport.server import Server
 from tests.waiting import PATIENCE_S
 
@@ -170,6 +172,7 @@ def test_strangers_get_no_answer_and_change_nothing(keys: Path, tmp_path: Path) 
 
         assert await hears_nothing(server)
         assert server.known_workers == {0}
+        assert server.num_refused > 0
         for name, stranger in strangers.items():
             assert stranger.poll(0) == 0, name
             stranger.close()
@@ -187,32 +190,82 @@ def test_strangers_get_no_answer_and_change_nothing(keys: Path, tmp_path: Path) 
     run(scenario())
 
 
-def test_garbage_is_dropped_and_counted(keys: Path) -> None:
+def garbage(valid: bytes, count: int) -> list[list[bytes]]:
+    """Frames of chance, of changed bits, too many or empty ones; a few of the changed ones may be messages."""
+    dice = random.Random(7)
+    made = []
+    for _ in range(count):
+        flipped = bytearray(valid)
+        flipped[dice.randrange(len(valid))] ^= 1 << dice.randrange(8)
+        noise = dice.randbytes(dice.randrange(100))
+        made.append(dice.choice([[noise], [bytes(flipped)], [valid, b"more"], [b""], [b"", b"", b""]]))
+    return made
+
+
+def test_garbage_is_dropped_and_counted_and_then_its_sender_is(keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "MAX_GARBAGE", 300)
+
     async def scenario() -> None:
         server = serve(keys)
         dealer = raw_dealer(server, load_worker_keys(keys, worker=1))
-        dice = random.Random(7)
-        valid = Codec[ToMaster](ToMaster).encode(Hello(worker=1, pid=2, host="h"))
-        num_garbage = 0
-        for _ in range(2000):
-            flipped = bytearray(valid)
-            flipped[dice.randrange(len(valid))] ^= 1 << dice.randrange(8)
-            frames = dice.choice(
-                [[dice.randbytes(dice.randrange(100))], [bytes(flipped)], [valid, b"more"], [b""], [b"", b"", b""]]
-            )
-            dealer.send_multipart(frames)
-            num_garbage += 1
-        dealer.send(Codec[ToMaster](ToMaster).encode(Failure(request_id=1, text="the end")))
-
+        honest = connect(server, load_worker_keys(keys, worker=2))
+        last = Failure(request_id=1, text="the end")
+        frames = garbage(Codec[ToMaster](ToMaster).encode(Hello(worker=1, pid=2, host="h")), 300)
+        for frame in frames:
+            dealer.send_multipart(frame)
+        dealer.send(Codec[ToMaster](ToMaster).encode(last))
         num_heard = 0  # a flipped bit may leave a valid message
-        while (await recv(server))[1] != Failure(request_id=1, text="the end"):
+        while await recv(server) != (1, last):
             num_heard += 1
-        assert server.num_dropped == num_garbage - num_heard
-        assert num_heard < num_garbage / 4
+        assert server.garbage(1) == server.num_dropped == len(frames) - num_heard
+        assert num_heard < len(frames) / 4
+
+        while server.garbage(1) <= 300:  # as a receiver that finds no sense in a message
+            server.reject(1)
+        dealer.send(Codec[ToMaster](ToMaster).encode(last))
+        assert await hears_nothing(server)
+        assert server.garbage(1) == 302
+        honest.send(Ready())
+        assert await recv(server) == (2, Ready())
+        assert server.garbage(2) == 0
         dealer.close()
+        honest.close()
         server.close()
 
     run(scenario())
+
+
+def test_a_worker_drops_and_counts_what_is_no_request(keys: Path) -> None:
+    """From a master whose key it trusts, so nothing else is in the way of the frames."""
+    master = load_master_keys(keys, num_workers=NUM_WORKERS)
+    socket = zmq.Context.instance().socket(zmq.ROUTER)
+    socket.linger, socket.curve_server, socket.curve_secretkey = 0, True, master.own.secret
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    client: WorkerEnd = Client(
+        f"tcp://127.0.0.1:{port}",
+        load_worker_keys(keys, worker=0),
+        incoming=Codec[ToWorker](ToWorker),
+        outgoing=Codec[ToMaster](ToMaster),
+        heartbeat=Ready,
+        heartbeat_s=0.05,
+    )
+    assert socket.poll(1000 * PATIENCE_S)
+    route, _ = socket.recv_multipart()
+    valid = Codec[ToWorker](ToWorker).encode(
+        Release(model="actor", layout=Layout(DeviceMesh(0, 2), ParallelStrategy()))
+    )
+    frames = garbage(valid, 300)
+    for frame in frames:
+        socket.send_multipart([route, *frame])
+    socket.send_multipart([route, Codec[ToWorker](ToWorker).encode(Shutdown())])
+    heard = [client.receive(PATIENCE_S)]
+    while heard[-1] != Shutdown():
+        heard.append(client.receive(PATIENCE_S))
+        assert heard[-1] is not None
+    assert client.num_dropped == len(frames) - (len(heard) - 1)
+    assert socket.poll(1000 * PATIENCE_S), "its heartbeats go on"
+    client.close()
+    socket.close()
 
 
 def test_a_message_over_the_limit_never_arrives(keys: Path) -> None:
@@ -237,6 +290,8 @@ def test_heartbeats_flow_while_the_main_thread_is_busy(keys: Path, tmp_path: Pat
     worker = """
 import sys
 from pathlib import Path
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.transport import server as server_module
 from realhf.transport.client import Client
 from realhf.transport.codec import Codec
 from realhf.transport.keys import load_worker_keys

@@ -1,0 +1,84 @@
+"""What a worker does not do, whoever asks: requests that its run's experiment and plan do not have. Pure."""
+
+from pathlib import Path
+
+from realhf.api.graph import ModelFunctionCallDef
+from realhf.api.layout import Layout
+from realhf.api.run import Run
+from realhf.transport.messages import (
+    BatchKey,
+    CallFunction,
+    FollowParameters,
+    FreeBatch,
+    Reallocate,
+    Release,
+    SaveCheckpoint,
+    Split,
+    ToWorker,
+    Transfer,
+)
+
+
+def refusal(request: ToWorker, run: Run, checkpoints: Path) -> str | None:
+    """Why `request` is not to be executed, in words that follow "refused"; None: it is.
+
+    The master of the run never sends such a request. Whether one comes at the right time is not looked at.
+    """
+    match request:
+        case CallFunction(call=call, batch=batch, layout=layout):
+            definition = _call(run, batch.split, call)
+            if definition is None or layout != _layout(run, batch.split, definition):
+                return f"a call {call} in a layout that the plan does not have"
+            size = _batch_size(run, batch.split)
+            if request.micro_batches < 1 or any(i >= size for ids in request.mini_batches for i in ids):
+                return f"a call {call} of samples that {batch} does not have"
+            return _no_batch(run, batch)
+        case Reallocate(call=call, batch=batch, model=model, layout=layout):
+            definition = _call(run, batch.split, call)
+            if definition is None or (model, layout) != (definition.model_name, _layout(run, batch.split, definition)):
+                return f"a reallocation for {call} that the plan does not have"
+            return _no_batch(run, batch)
+        case Release(model=model, layout=layout):
+            if not any(
+                (model, layout) == (call.model_name, _layout(run, split, call)) != (model, run.homes.get(model))
+                for split, call in _calls(run)
+            ):
+                return f"the release of a copy of {model} that the plan does not have"
+        case Transfer(batch=batch):
+            keys = {key for split, call in _calls(run) if split == batch.split for key in call.output_data}
+            moves = (*request.sends, *request.receives)
+            if any(move.peer >= run.spec.num_workers or move.key not in keys for move in moves):
+                return f"a transfer of {batch} of keys or workers that the run does not have"
+            return _no_batch(run, batch)
+        case FollowParameters(batch=batch, name=name):
+            return _no_batch(run, batch) if name in run.graph.follows else f"to follow {name}, which is no such node"
+        case FreeBatch(batch=batch):
+            return _no_batch(run, batch)
+        case SaveCheckpoint(directory=directory, models=models):
+            if not set(models) <= set(run.homes) or not Path(directory).resolve().is_relative_to(checkpoints.resolve()):
+                return f"to write {', '.join(models)} to {directory}, which is no checkpoint of the run"
+    return None
+
+
+def _calls(run: Run) -> list[tuple[Split, ModelFunctionCallDef]]:
+    calls: list[tuple[Split, ModelFunctionCallDef]] = [("train", call) for call in run.graph.calls.values()]
+    if run.evaluation_graph:
+        calls += [("evaluation", call) for call in run.evaluation_graph.calls.values()]
+    return calls
+
+
+def _call(run: Run, split: Split, name: str) -> ModelFunctionCallDef | None:
+    return next((call for of, call in _calls(run) if of == split and call.name == name), None)
+
+
+def _layout(run: Run, split: Split, call: ModelFunctionCallDef) -> Layout:
+    return run.plan.layout(call.name) if split == "train" else run.evaluation_plan(call).layout
+
+
+def _batch_size(run: Run, split: Split) -> int:
+    return run.settings.batch_size if split == "train" or run.evaluation is None else run.evaluation.batch_size
+
+
+def _no_batch(run: Run, batch: BatchKey) -> str | None:
+    is_known = batch.step < run.experiment.steps if batch.split == "train" else run.evaluation is not None
+    return None if is_known else f"a request of {batch}, which the run does not have"

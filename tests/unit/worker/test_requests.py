@@ -1,0 +1,146 @@
+"""What the run's plan does not have is refused; what the run's master sends is not."""
+
+import asyncio
+import random
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings, Evaluation
+from realhf.api.graph import GENERATE
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.plan import CallPlan, ExecutionPlan
+from realhf.api.run import Run, RunSpec
+from realhf.master.loop import GraphRunner
+from realhf.transport.codec import Codec, UndecodableError
+from realhf.transport.messages import (
+    BatchKey,
+    CallFunction,
+    FreeBatch,
+    Reallocate,
+    Release,
+    SaveCheckpoint,
+    Send,
+    Shutdown,
+    ToWorker,
+    Transfer,
+)
+from realhf.worker.requests import refusal
+from tests.unit.api.calls import PPO_CALLS, call
+from tests.unit.master.workers import Workers
+
+HOME, ELSEWHERE = CallPlan(devices=(0, 4), dp=4), CallPlan(devices=(0, 2), tp=2)
+TRAIN = BatchKey("train", 1)
+
+
+@pytest.fixture
+def run() -> Run:
+    """PPO of two steps of 8 samples on 4 workers, which generates in another layout than it trains in."""
+    calls = dict.fromkeys((c.name for c in PPO_CALLS), HOME) | {"actor_generate": ELSEWHERE}
+    evaluation = Evaluation(
+        rpcs=[call("actor", GENERATE, ["prompt"], ["answer"], name="accuracy")],
+        dataset=SimpleNamespace(keys=("prompt",)),  # type: ignore[arg-type]
+        batch_size=4,
+    )
+    experiment = SimpleNamespace(
+        rpcs=PPO_CALLS, dataset=SimpleNamespace(keys=("prompt",)), steps=2, evaluation=evaluation
+    )
+    setattr(experiment, SETTINGS_ATTRIBUTE, AutoSettings(batch_size=8))
+    files = {"experiment_file": "", "experiment_class": "", "values": {}, "working_directory": ""}
+    return Run(
+        RunSpec(**files, num_workers=4, devices_per_node=4),  # type: ignore[arg-type]
+        experiment,
+        ExecutionPlan(num_devices=4, calls=calls),
+    )
+
+
+def requests_of(run: Run, checkpoints: Path) -> list[ToWorker]:
+    """All that the master sends in a run."""
+    workers = Workers(4, run.graph)
+
+    async def script() -> None:
+        train = GraphRunner("train", run.graph, run.plan.calls, run.homes, 8)
+        await workers.dispatcher.run_steps(train, run.plan.unrolled(run.graph, 2), 2, lambda *_: None)
+        workers.graph = graph = run.evaluation_graph
+        calls = {name: run.evaluation_plan(call) for name, call in graph.calls.items()}
+        evaluate = GraphRunner("evaluation", graph, calls, run.homes, 4)
+        await workers.dispatcher.run_steps(evaluate, [("accuracy", 0), ("accuracy", 1)], 1, lambda *_: None)
+        await workers.dispatcher.save(str(checkpoints / ".step-2.part"), {0: ("actor", "critic")})
+
+    asyncio.run(script())
+    return [message for _, message in workers.got]
+
+
+def test_what_the_master_sends_is_executed(run: Run, tmp_path: Path) -> None:
+    requests = requests_of(run, tmp_path)
+    kinds = {CallFunction, Reallocate, Release, Transfer, FreeBatch, SaveCheckpoint}
+    assert {type(request) for request in requests} == kinds
+    assert [refusal(request, run, tmp_path) for request in requests] == [None] * len(requests)
+    assert refusal(Shutdown(), run, tmp_path) is None
+
+
+HOME_LAYOUT, OTHER = HOME.layout, Layout(DeviceMesh(0, 4), ParallelStrategy(tp=4))
+CALL = CallFunction(
+    request_id=1, batch=TRAIN, call="actor_train_step", layout=HOME_LAYOUT, mini_batches=((0, 1),), micro_batches=1
+)
+COPY = Reallocate(request_id=1, batch=TRAIN, call="actor_generate", model="actor", layout=ELSEWHERE.layout)
+
+
+def change(request: Any, **fields: Any) -> Any:
+    return msgspec.structs.replace(request, **fields)
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        change(CALL, call="os.system"),
+        change(CALL, call="accuracy"),  # of the evaluation
+        change(CALL, layout=OTHER),
+        change(CALL, batch=BatchKey("train", 2)),
+        change(CALL, mini_batches=((0, 8),)),
+        change(CALL, micro_batches=0),
+        change(COPY, model="critic"),
+        change(COPY, layout=OTHER),
+        Release(model="actor", layout=HOME_LAYOUT),  # the home itself
+        Release(model="critic", layout=ELSEWHERE.layout),
+        Transfer(batch=TRAIN, sends=(Send(peer=4, key="seq", ids=(0,)),)),
+        Transfer(batch=TRAIN, sends=(Send(peer=1, key="prompt", ids=(0,)),)),
+        FreeBatch(batch=BatchKey("train", 99)),
+        SaveCheckpoint(request_id=1, directory="/etc", models=("actor",)),
+        SaveCheckpoint(request_id=1, directory="checkpoints/../../keys", models=("actor",)),
+        SaveCheckpoint(request_id=1, directory="checkpoints/step-1", models=("../actor",)),
+    ],
+)
+def test_what_the_plan_does_not_have_is_refused(
+    request_: ToWorker, run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert refusal(CALL, run, Path("checkpoints")) is None
+    assert refusal(COPY, run, Path("checkpoints")) is None
+    assert refusal(request_, run, Path("checkpoints")) is not None
+
+
+def test_ten_thousand_distorted_requests(run: Run, tmp_path: Path) -> None:
+    """Each is refused, by codec or plan, or is one of this run: its calls, in their layouts, with their samples."""
+    codec, dice = Codec[ToWorker](ToWorker), random.Random(5)
+    frames = [codec.encode(request) for request in requests_of(run, tmp_path)]
+    undecodable = refused = 0
+    for i in range(10_000):
+        changed = bytearray(frames[i % len(frames)])
+        for _ in range(dice.choice([1, 1, 2, 8])):
+            changed[dice.randrange(len(changed))] ^= 1 << dice.randrange(8)
+        try:
+            request = codec.decode(bytes(changed))
+        except UndecodableError:
+            undecodable += 1
+            continue
+        if refusal(request, run, tmp_path) is not None:
+            refused += 1
+        elif isinstance(request, CallFunction):
+            plan = run.plan.calls[request.call if request.call != "accuracy" else "actor_generate"]
+            assert request.layout == plan.layout
+            assert {i for ids in request.mini_batches for i in ids} <= set(range(8))
+    assert min(undecodable, refused) > 500
