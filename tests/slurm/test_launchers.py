@@ -3,7 +3,6 @@
 import contextlib
 import os
 import signal
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -16,6 +15,7 @@ from realhf.scheduler.base import Exit, Launcher, ProcessSpec, worker_name
 from realhf.scheduler.local import LocalLauncher
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.scheduler.slurm import SlurmLauncher, SlurmOptions
+from tests.waiting import PATIENCE_S, wait_until
 
 NUM_WORKERS = 4
 TOKEN = "REALHF_TEST_TOKEN"
@@ -41,21 +41,23 @@ class Bench:
         env = {TOKEN: self.token, "PLACE": str(self.directory.path)}
         return ProcessSpec(name=name, argv=("bash", "-c", command), env=env, log_path=self.directory.log(name))
 
-    def exits(self, number: int = NUM_WORKERS + 1, *, timeout_s: float = 30) -> dict[str, Exit]:
+    def exits(self, number: int = NUM_WORKERS + 1) -> dict[str, Exit]:
         """Polls until so many have been reported, in that order."""
         found: dict[str, Exit] = {}
-        wait_until(lambda: bool(found.update(self._polled(found))) or len(found) >= number, timeout_s=timeout_s)
-        return found
 
-    def _polled(self, found: dict[str, Exit]) -> dict[str, Exit]:
-        new = {exit_.name: exit_ for exit_ in self.launcher.poll()}
-        assert not new.keys() & found.keys(), "reported twice"
-        return new
+        def are_told() -> bool:
+            new = {exit_.name: exit_ for exit_ in self.launcher.poll()}
+            assert not new.keys() & found.keys(), "reported twice"
+            found.update(new)
+            return len(found) >= number
+
+        wait_until(are_told, lambda: f"only {sorted(found)} ended")
+        return found
 
     def file(self, name: str) -> str:
         """What a process wrote to "$PLACE/name", as soon as it is there."""
         path = self.directory.path / name
-        wait_until(lambda: path.exists() and path.read_text().endswith("\n"))
+        wait_until(lambda: path.exists() and path.read_text().endswith("\n"), f"{path} is written")
         return path.read_text().strip()
 
     def log(self, name: str) -> str:
@@ -75,13 +77,6 @@ def processes_with(token: str) -> list[int]:
     return found
 
 
-def wait_until(is_so: Callable[[], bool], *, timeout_s: float = 30) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not is_so():
-        assert time.monotonic() < deadline, f"not within {timeout_s} s"
-        time.sleep(0.02)
-
-
 @pytest.fixture(params=["local", pytest.param("slurm", marks=pytest.mark.slurm)])
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     # A name that shells and SLURM's file name patterns would mistake if it were not quoted.
@@ -94,7 +89,7 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
         made = Bench(SlurmLauncher(options, directory), directory, lambda: len(queued(cluster)))
     yield made
     made.launcher.stop(grace_s=0)
-    wait_until(made.is_clean)
+    wait_until(made.is_clean, "all processes and jobs are gone")
 
 
 def queued(cluster: Testbed) -> list[str]:
@@ -148,16 +143,27 @@ def test_kill_9_of_a_worker_is_told_from_an_exit(bench: Bench) -> None:
     assert (first.name, first.returncode) == ("worker-1", -signal.SIGKILL)
 
 
-def test_stop_asks_first_and_then_kills(bench: Bench) -> None:
-    bench.start(
-        master=f"""trap 'echo asked > "$PLACE/asked"; exit 0' TERM; echo up > "$PLACE/up-m"; {FOR_EVER}""",
-        worker=f'trap "" TERM; echo up > "$PLACE/up-$REALHF_WORKER_INDEX"; {FOR_EVER}',
-    )
-    for name in ("m", *range(NUM_WORKERS)):
-        bench.file(f"up-{name}")
-    assert len(processes_with(bench.token)) >= 1 + NUM_WORKERS
-    bench.launcher.stop(grace_s=1)
+def test_stop_asks_first(bench: Bench) -> None:
+    """And waits no longer than it takes."""
+    asked = """trap 'echo asked > "$PLACE/asked-$REALHF_WORKER_INDEX"; exit 0' TERM"""
+    up = 'echo up > "$PLACE/up-$REALHF_WORKER_INDEX"'
+    bench.start(master=f"{asked}; {up}; {FOR_EVER}", worker=f"{asked}; {up}; {FOR_EVER}")
+    indices = ("", *range(NUM_WORKERS))
+    for index in indices:
+        bench.file(f"up-{index}")
+    bench.launcher.stop(grace_s=PATIENCE_S)
     assert bench.is_clean()
-    assert bench.file("asked") == "asked"
+    for index in indices:
+        assert bench.file(f"asked-{index}") == "asked"
+
+
+def test_stop_kills_who_does_not_end(bench: Bench) -> None:
+    stubborn = f'trap "" TERM; echo up > "$PLACE/up-$REALHF_WORKER_INDEX"; {FOR_EVER}'
+    bench.start(master=FOR_EVER, worker=stubborn)
+    for index in range(NUM_WORKERS):
+        bench.file(f"up-{index}")
+    assert len(processes_with(bench.token)) >= 1 + NUM_WORKERS
+    bench.launcher.stop(grace_s=0.5)
+    assert bench.is_clean()
     assert bench.launcher.poll() == []
     bench.launcher.stop()

@@ -1,7 +1,6 @@
 """What only SLURM does: placement and GPUs, the job's own end, the queue, the cluster's failures."""
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,9 @@ from testbed.cluster import Testbed
 from realhf.api.errors import RunError, UserError
 from realhf.scheduler.base import UNKNOWN_RETURNCODE, Exit, ProcessSpec, worker_name
 from realhf.scheduler.run_directory import RunDirectory
+from realhf.scheduler.sbatch import exits_folder
 from realhf.scheduler.slurm import SlurmLauncher, SlurmOptions
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slurm
 
@@ -49,21 +50,20 @@ def specs(directory: RunDirectory, *, master: str, worker: str) -> list[ProcessS
     ]
 
 
-def all_exits(launcher: SlurmLauncher, *, timeout_s: float = 60) -> dict[str, Exit]:
+def told(launcher: SlurmLauncher, number: int = NUM_WORKERS + 1) -> dict[str, Exit]:
+    """The first ends that the launcher tells, in its order."""
     found: dict[str, Exit] = {}
-    deadline = time.monotonic() + timeout_s
-    while len(found) < NUM_WORKERS + 1:
-        assert time.monotonic() < deadline, f"only {sorted(found)} ended; {launcher.status()}"
-        found |= {end.name: end for end in launcher.poll()}
-        time.sleep(0.05)
+
+    def are_told() -> bool:
+        found.update({end.name: end for end in launcher.poll()})
+        return len(found) >= number
+
+    wait_until(are_told, lambda: f"only {sorted(found)} ended; {launcher.status()}")
     return found
 
 
 def wait_for_file(path: Path) -> None:
-    deadline = time.monotonic() + 30
-    while not path.exists():
-        assert time.monotonic() < deadline, f"{path} was not written"
-        time.sleep(0.05)
+    wait_until(path.exists, f"{path} is written")
 
 
 def shown_job(cluster: Testbed, launcher: SlurmLauncher) -> str:
@@ -85,7 +85,7 @@ def test_every_worker_has_its_gpu_and_the_master_none(
             worker=f"{show}; touch {directory.path}/w; until [ -e {directory.path}/m ]; do sleep 0.05; done",
         )
     )
-    assert {end.returncode for end in all_exits(launcher).values()} == {0}
+    assert {end.returncode for end in told(launcher).values()} == {0}
     launcher.stop()
     assert directory.log("master").read_text() == "node1 none\n"
     placed = [directory.log(worker_name(i)).read_text().split() for i in range(NUM_WORKERS)]
@@ -101,17 +101,18 @@ def test_the_first_failure_ends_the_job_and_is_its_exit_code(
     launcher.start(
         specs(
             directory,
-            master="sleep 2; echo heard of it; exit 5",  # it outlives the worker by as much as it needs
+            # It outlives the worker by as much as it needs.
+            master=f"until [ -e {exits_folder(directory)}/worker-2 ]; do sleep 0.1; done; sleep 0.5; exit 5",
             worker=f"if ((SLURM_PROCID == 2)); then echo bad; exit 3; fi; {FOR_EVER}",
         )
     )
-    exits = all_exits(launcher)
-    assert next(iter(exits)) == "worker-2"
-    assert (exits["worker-2"].returncode, exits["worker-2"].note) == (3, "")
-    assert exits["master"].returncode == 5
+    ends = told(launcher)
+    assert next(iter(ends)) == "worker-2"
+    assert (ends["worker-2"].returncode, ends["worker-2"].note) == (3, "")
+    assert ends["master"].returncode == 5
     for name in ("worker-0", "worker-1", "worker-3"):
-        assert exits[name].returncode == UNKNOWN_RETURNCODE
-        assert "ended by SLURM after worker-2 had failed" in exits[name].note or "FAILED" in exits[name].note
+        assert ends[name].returncode == UNKNOWN_RETURNCODE
+        assert "ended by SLURM after worker-2 had failed" in ends[name].note or "FAILED" in ends[name].note
     launcher.stop()
     assert re.search(r"JobState=FAILED .*ExitCode=3:0", shown_job(slurm_testbed, launcher))
 
@@ -119,9 +120,9 @@ def test_the_first_failure_ends_the_job_and_is_its_exit_code(
 def test_workers_that_do_not_end_after_the_master_are_ended(make: Make, directory: RunDirectory) -> None:
     launcher = make(end_timeout_s=1)
     launcher.start(specs(directory, master="exit 0", worker=FOR_EVER))
-    exits = all_exits(launcher)
-    assert exits["master"].returncode == 0
-    assert all(exits[worker_name(i)].returncode != 0 for i in range(NUM_WORKERS))
+    ends = told(launcher)
+    assert ends["master"].returncode == 0
+    assert all(ends[worker_name(i)].returncode != 0 for i in range(NUM_WORKERS))
     assert "the other did not end and is stopped" in (directory.launcher / "slurm.log").read_text()
 
 
@@ -129,11 +130,7 @@ def test_a_program_that_is_missing_is_the_process_s_end(make: Make, directory: R
     launcher = make()
     master = ProcessSpec(name="master", argv=("/no/such/program",), log_path=directory.log("master"))
     launcher.start([master, *specs(directory, master="", worker=FOR_EVER)[1:]])
-    first = None
-    deadline = time.monotonic() + 30
-    while not first:
-        assert time.monotonic() < deadline
-        first = next(iter(launcher.poll()), None)
+    first = next(iter(told(launcher, 1).values()))
     assert (first.name, first.returncode) == ("master", 127)
     assert "/no/such/program" in first.log_path.read_text()
 
@@ -148,9 +145,9 @@ def test_a_job_that_someone_cancels_is_told(make: Make, slurm_testbed: Testbed, 
     for name in ("m", *range(NUM_WORKERS)):
         wait_for_file(directory.path / f"up-{name}")
     slurm_testbed.run("scancel", str(launcher.job_id))
-    exits = all_exits(launcher)
-    assert {end.returncode for end in exits.values()} == {UNKNOWN_RETURNCODE}
-    assert f"job {launcher.job_id}: CANCELLED" in exits["worker-3"].note
+    ends = told(launcher)
+    assert {end.returncode for end in ends.values()} == {UNKNOWN_RETURNCODE}
+    assert f"job {launcher.job_id}: CANCELLED" in ends["worker-3"].note
 
 
 def test_a_job_that_does_not_start_in_time_is_cancelled(
@@ -158,10 +155,9 @@ def test_a_job_that_does_not_start_in_time_is_cancelled(
 ) -> None:
     launcher = make(extra_args=("--begin=now+1hour",), queue_timeout_s=0.5)
     launcher.start(specs(directory, master=":", worker=":"))
-    launcher.poll()
-    time.sleep(0.6)
+    wait_until(lambda: "Reason=BeginTime" in shown_job(slurm_testbed, launcher), "SLURM says why it does not start")
     with pytest.raises(RunError, match=r"within 0\.5 s and was cancelled; job \d+: PENDING \(BeginTime\)"):
-        launcher.poll()
+        told(launcher)
     assert slurm_testbed.run("squeue", "-h").stdout == ""
 
 
@@ -190,10 +186,10 @@ def test_a_lost_node_ends_the_run_with_the_jobs_state(
         slurm_testbed.fail("node2")
         # The controller finds out by itself after half a minute; here it is told.
         slurm_testbed.run("scontrol", "update", "nodename=node2", "state=down", "reason=lost")
-        exits = all_exits(launcher)
+        ends = told(launcher)
     finally:
         slurm_testbed.heal("node2")
         slurm_testbed.run("scontrol", "update", "nodename=node2", "state=resume")
     for name in ("worker-2", "worker-3"):
-        assert exits[name].returncode == UNKNOWN_RETURNCODE
-        assert "NODE_FAIL" in exits[name].note
+        assert ends[name].returncode == UNKNOWN_RETURNCODE
+        assert "NODE_FAIL" in ends[name].note

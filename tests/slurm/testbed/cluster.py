@@ -29,6 +29,7 @@ FOLDERS = ("etc", "run", "log", "state", "spool", "dev", "db")
 MARK = "testbed.json"  # in a directory: this is a testbed, of this shape
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun")
 ACCOUNTING_PROGRAMS = ("slurmdbd", "mariadbd", "mariadb-install-db")
+PATIENCE_S = 300.0  # for what takes seconds where nothing else runs
 MAX_PATH_LENGTH = 80  # munge's socket has a short limit
 ENDED_LAST = ("munged", "mariadb", "slurmdbd")  # the others need them for an orderly end
 
@@ -62,7 +63,7 @@ class Testbed:
     def exists(self) -> bool:
         return (self.directory / MARK).exists()
 
-    def run(self, *command: str, timeout_s: float = 30) -> subprocess.CompletedProcess[str]:
+    def run(self, *command: str, timeout_s: float = PATIENCE_S) -> subprocess.CompletedProcess[str]:
         """Runs a SLURM command against this cluster; standard error is in `stdout` too."""
         try:
             return subprocess.run(
@@ -214,7 +215,7 @@ class Testbed:
         if not shape.with_accounting:
             return
         database = ["--no-defaults", f"--datadir={d}/db", f"--tmpdir={d}/db", f"--user={place.user}"]
-        made = self.run("mariadb-install-db", *database, "--auth-root-authentication-method=normal", timeout_s=90)
+        made = self.run("mariadb-install-db", *database, "--auth-root-authentication-method=normal")
         if made.returncode:
             raise TestbedError(f"mariadb-install-db: {made.stdout[-1500:]}")
         listen = [f"--socket={d}/run/db.sock", "--bind-address=127.0.0.1", f"--port={place.database_port}"]
@@ -236,9 +237,9 @@ class Testbed:
                 stderr=output,
                 start_new_session=True,
                 check=True,
-                timeout=30,
+                timeout=PATIENCE_S,
             )
-        self._wait(f"start of {name}", lambda: bool(read_text(daemon_file(self.directory, name))), timeout_s=10)
+        self._wait(f"start of {name}", lambda: bool(read_text(daemon_file(self.directory, name))))
 
     def _nodes_are_up(self, shape: TestbedShape) -> bool:
         states = self.run("sinfo", "-h", "-N", "-p", "main", "-o", "%T").stdout.split()
@@ -250,13 +251,13 @@ class Testbed:
             raise TestbedError(f"no running {name!r} in {self.directory}")
         return keeper
 
-    def _wait(self, what: str, is_done: Callable[[], bool], *, daemon: str = "", timeout_s: float = 30) -> None:
-        """Until `is_done`; gives up after `timeout_s`, and at once when `daemon` has died."""
-        deadline = time.monotonic() + timeout_s
+    def _wait(self, what: str, is_done: Callable[[], bool], *, daemon: str = "") -> None:
+        """Until `is_done`; gives up after PATIENCE_S, and at once when `daemon` has died."""
+        deadline = time.monotonic() + PATIENCE_S
         while not is_done():
             is_dead = daemon and not live_daemon(self.directory, daemon, live_keepers(self.directory).get(daemon))
             if is_dead or time.monotonic() > deadline:
-                why = f"{daemon} died" if is_dead else f"not within {timeout_s:g} s"
+                why = f"{daemon} died" if is_dead else f"not within {PATIENCE_S:g} s"
                 output = read_text(output_file(self.directory, daemon)) if daemon else ""
                 raise TestbedError(f"{what}: {why}\n{output[-1500:]}")
             time.sleep(0.05)

@@ -20,7 +20,7 @@ from typing import NoReturn
 from testbed.processes import descendants, process_state, read_text, write_text
 
 PROGRAM_PATH = os.environ.get("PATH", "") + ":/usr/sbin:/sbin"
-DAEMON_END_S = 5.0
+DAEMON_END_S = 60.0
 
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
