@@ -2,6 +2,7 @@
 
 import os
 import random
+import signal
 import sys
 
 import numpy as np
@@ -9,6 +10,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: sums depend on the number of threads
+
+# The background of a shell script ignores SIGINT, and so would the runs that tests start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # `pytest --hypothesis-profile=explore` looks for new examples.
 settings.register_profile(

@@ -1,12 +1,9 @@
 """`realhf run`: plan an experiment, start its processes, watch them, and say how it went."""
 
 import argparse
-import contextlib
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +14,7 @@ from realhf.api.plan import save_plan, write_atomically
 from realhf.api.run import Run, RunSpec
 from realhf.api.status import RunState, Status, write_status
 from realhf.cli.experiment import add_experiment_arguments, build_experiment
+from realhf.cli.interruption import Interruption
 from realhf.cli.planning import has_gpus, plan_for
 from realhf.cli.progress import Progress, print_summary
 from realhf.engine.megatron_check import check_megatron
@@ -99,9 +97,10 @@ def execute(arguments: argparse.Namespace) -> int:
     write_status(directory.status, Status(state="starting", step=0, steps=experiment.steps))
     started = time.monotonic()
     launcher = _launcher(arguments, run, directory)
-    with _terminated_as_interrupt(), Progress(directory, experiment.steps) as progress:
+    with Interruption() as interruption, Progress(directory, experiment.steps) as progress:
 
         def on_poll() -> None:
+            interruption.check()
             if isinstance(launcher, SlurmLauncher):
                 progress.show_job(launcher.status())
             progress.update()
@@ -110,12 +109,13 @@ def execute(arguments: argparse.Namespace) -> int:
             supervise(launcher, processes, directory, on_poll)
         except (KeyboardInterrupt, RunError) as error:
             # The last word, since the master may have been killed, or ended because somebody else was.
-            progress.update()
-            state: RunState = "failed" if isinstance(error, RunError) else "interrupted"
-            write_status(
-                directory.status,
-                Status(state=state, step=progress.step, steps=experiment.steps, message=str(error)),
-            )
+            with interruption.ignored():
+                progress.update()
+                state: RunState = "failed" if isinstance(error, RunError) else "interrupted"
+                write_status(
+                    directory.status,
+                    Status(state=state, step=progress.step, steps=experiment.steps, message=str(error)),
+                )
             raise
         finally:
             _write_report(directory)
@@ -207,16 +207,6 @@ def _write_report(directory: RunDirectory) -> None:
         write_report(directory)
     except (UserError, OSError) as error:
         print(f"no report: {error}", file=sys.stderr)
-
-
-@contextlib.contextmanager
-def _terminated_as_interrupt() -> Iterator[None]:
-    """Inside, SIGTERM ends the run as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _launcher(arguments: argparse.Namespace, run: Run, directory: RunDirectory) -> Launcher:

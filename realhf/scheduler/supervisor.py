@@ -45,13 +45,22 @@ def supervise(
             time.sleep(POLL_S)
         on_poll()
     finally:
-        launcher.stop(grace_s=STOP_GRACE_S)
+        _stop(launcher)
     bad = [end for end in exits.values() if end.returncode != 0]
     if bad:
         raise RunError(_explain(bad, directory))
     if len(exits) < len(specs):
         late = ", ".join(spec.name for spec in specs if spec.name not in exits)
         raise RunError(f"the master ended but {late} did not within {WORKERS_END_S:g} s; logs in {directory.logs}")
+
+
+def _stop(launcher: Launcher) -> None:
+    """Ends all processes; who interrupts once more does not want to wait for them."""
+    try:
+        launcher.stop(grace_s=STOP_GRACE_S)
+    except KeyboardInterrupt:
+        launcher.stop(grace_s=0)
+        raise
 
 
 def _is_settled(exits: dict[str, Exit], num_processes: int) -> bool:

@@ -16,10 +16,10 @@ import pytest
 
 from realhf.api.plan import CallPlan, ExecutionPlan, save_plan
 from tests.e2e.runs import ROOT, command
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.distributed
 
-START_S = 120.0
 BOTH, FIRST, SECOND = CallPlan(devices=(0, 2), dp=2), CallPlan(devices=(0, 1)), CallPlan(devices=(1, 1))
 # Every step has collectives, transfers and calls that only one of the two workers makes.
 PPO_PLAN = ExecutionPlan(
@@ -47,11 +47,12 @@ class StartedRun:
     def wait_for_step(self, step: int) -> None:
         """Returns when `step` steps have ended."""
         metrics = self.path / "metrics.jsonl"
-        deadline = time.monotonic() + START_S
-        while not metrics.exists() or metrics.read_bytes().count(b"\n") < step:
+
+        def has_ended() -> bool:
             assert self.process.poll() is None, f"ended early:\n{self.text}"
-            assert time.monotonic() < deadline, f"no step {step} within {START_S:g} s:\n{self.text}"
-            time.sleep(0.05)
+            return metrics.exists() and metrics.read_bytes().count(b"\n") >= step
+
+        wait_until(has_ended, lambda: f"step {step}:\n{self.text}")
 
     def find(self, module: str, index: int | None = None) -> psutil.Process:
         """The process of the master (`realhf.master`) or of worker `index` (`realhf.worker`)."""
@@ -73,12 +74,10 @@ class StartedRun:
                 pass
         return found
 
-    def end(self, within_s: float) -> int:
-        """The command's exit code; it has to come in time and leave no process behind."""
-        try:
-            code = self.process.wait(within_s)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(f"still running after {within_s:g} s:\n{self.text}") from None
+    def end(self) -> int:
+        """The command's exit code; it has to come and to leave no process behind."""
+        wait_until(lambda: self.process.poll() is not None, lambda: f"the end:\n{self.text}")
+        code = self.process.returncode
         assert not self.living(), "processes are left"
         assert "Traceback" not in self.text.partition("error: ")[0]
         return code
@@ -111,9 +110,11 @@ def start(tmp_path: Path) -> Iterator[StartRun]:
         save_plan(plan, tmp_path / "plan.json")
         run_dir, output = tmp_path / "run", tmp_path / "output.txt"
         small = ("--steps", "10000", "--batch-size", "8", "--plan", str(tmp_path / "plan.json"))
+        # No deadline of a call helps: what ends a run in time is that somebody notices.
+        patient = ("--call-timeout-s", "3600", "--setup-timeout-s", "3600")
         with output.open("wb") as file:
             process = subprocess.Popen(
-                command("run", experiment, "--run-dir", run_dir, *small, *words),
+                command("run", experiment, "--run-dir", run_dir, *small, *patient, *words),
                 cwd=ROOT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
                 stdout=file,
@@ -138,7 +139,7 @@ def start_ppo(start: StartRun, *words: str) -> StartedRun:
 def test_a_worker_is_killed(start: StartRun) -> None:
     run = start_ppo(start)
     run.find("realhf.worker", 1).kill()
-    assert run.end(within_s=30) == 1
+    assert run.end() == 1
     last = rf"(waiting, after )?{CALL} of step \d+: (compute|transfer|reallocation)"
     assert re.match(rf"worker-1 was killed by signal 9 \(SIGKILL\); last activity: {last}; log: ", run.message)
     assert str(run.path / "logs/worker-1.log") in run.message
@@ -149,7 +150,7 @@ def test_a_worker_is_killed(start: StartRun) -> None:
 def test_the_master_is_killed(start: StartRun) -> None:
     run = start_ppo(start)
     run.find("realhf.master").kill()
-    assert run.end(within_s=30) == 1
+    assert run.end() == 1
     assert run.message.startswith("master was killed by signal 9 (SIGKILL)")
     assert str(run.path / "logs/master.log") in run.message
     assert run.status["state"] == "failed"
@@ -159,7 +160,7 @@ def test_the_master_is_killed(start: StartRun) -> None:
 def test_the_command_is_told_to_end(number: signal.Signals, start: StartRun) -> None:
     run = start_ppo(start)
     run.process.send_signal(number)
-    assert run.end(within_s=30) == 130
+    assert run.end() == 130
     assert run.text.rstrip().endswith("interrupted")
     assert run.status["state"] == "interrupted"
     assert run.status["step"] == (run.path / "metrics.jsonl").read_bytes().count(b"\n")
@@ -171,7 +172,7 @@ def test_an_impatient_person_interrupts_twice(start: StartRun) -> None:
     run.process.send_signal(signal.SIGINT)
     time.sleep(0.5)
     run.process.send_signal(signal.SIGINT)
-    assert run.end(within_s=30) == 130
+    assert run.end() == 130
     assert run.status["state"] == "interrupted"
 
 
@@ -180,28 +181,24 @@ def test_the_command_is_killed(start: StartRun) -> None:
     run = start_ppo(start)
     run.process.kill()
     run.process.wait()
-    deadline = time.monotonic() + 10
-    while run.living() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert not run.living()
+    wait_until(lambda: not run.living(), "all processes end")
 
 
 def test_the_command_is_told_to_end_while_it_starts(start: StartRun) -> None:
     run = start("experiments/ppo.py", PPO_PLAN, "--no-evaluate", "--mini-batches", "1")
-    deadline = time.monotonic() + START_S
-    while not (run.path / "status.json").exists() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.3)
+    wait_until((run.path / "logs/worker-1.log").exists, "the start of processes")
     run.process.send_signal(signal.SIGINT)
-    assert run.end(within_s=30) == 130
+    assert run.end() == 130
     assert run.status["state"] == "interrupted"
 
 
 def test_a_worker_is_stuck(start: StartRun) -> None:
     """Its peer runs into the same time limit, waiting for it; the blame is the stuck one's."""
-    run = start_ppo(start, "--call-timeout-s", "5")
+    run = start_ppo(
+        start, "--call-timeout-s", "15", "--model.num-layers", "1"
+    )  # its calls take some hundredths of that
     run.find("realhf.worker", 1).suspend()
-    assert run.end(within_s=45) == 1
+    assert run.end() == 1
     assert re.match(
         rf"worker 1 has been silent for \d+ s; it was in (data transfer for )?{CALL} of step \d+", run.message
     )
@@ -260,6 +257,8 @@ class School:
 
 # The first worker goes on into a collective that the second never joins.
 INTERFACE = """
+import os
+
 import torch
 
 from realhf.engine.interface import CallResult
@@ -270,7 +269,7 @@ class LessonInterface:
         self.config = config
 
     def train_step(self, model, mini_batches, context):
-        if context.step == 1 and 7 in mini_batches[0].ids:
+        if context.step == 1 and os.environ["REALHF_WORKER_INDEX"] == "1":
             raise ValueError("the teacher has gone home")  # the user's line
         total = context.sum_over_data_parallel(torch.ones(1))
         return CallResult(stats={"present": (float(total), 1.0)})
@@ -282,7 +281,7 @@ def test_an_interface_beside_the_experiment_raises(start: StartRun, tmp_path: Pa
     interface = tmp_path / "lesson_interface.py"
     interface.write_text(INTERFACE)
     run = start(tmp_path / "school.py", ExecutionPlan(num_devices=2, calls={"pupil_train_step": BOTH}))
-    assert run.end(within_s=START_S) == 1
+    assert run.end() == 1
     assert run.message.startswith("worker 1 failed in pupil_train_step of step 2")
     assert str(run.path / "logs/worker-1.log") in run.message
     line = 1 + INTERFACE.splitlines().index(next(x for x in INTERFACE.splitlines() if "# the user's line" in x))

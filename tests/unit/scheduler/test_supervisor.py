@@ -152,3 +152,19 @@ def test_an_interruption_stops_all_and_is_passed_on(directory: RunDirectory) -> 
     with pytest.raises(KeyboardInterrupt):
         supervise(launcher, [spec], directory, interrupt)
     assert launcher.num_stopped == 1
+
+
+def test_a_second_interruption_shortens_the_grace(directory: RunDirectory) -> None:
+    class Impatient(ScriptedLauncher):
+        graces_s: tuple[float, ...] = ()
+
+        def stop(self, *, grace_s: float = 5.0) -> None:
+            self.graces_s += (grace_s,)
+            if grace_s > 0:
+                raise KeyboardInterrupt
+
+    launcher = Impatient([[Exit(name=MASTER, returncode=1, log_path=directory.log(MASTER))]])
+    spec = ProcessSpec(name=MASTER, argv=("true",), log_path=directory.log(MASTER))
+    with pytest.raises(KeyboardInterrupt):
+        supervise(launcher, [spec], directory, lambda: None)
+    assert launcher.graces_s == (supervisor.STOP_GRACE_S, 0)
