@@ -1,0 +1,155 @@
+"""The real dispatcher over workers in virtual time: the planner's order and times, overlap, and 1,024 of them."""
+
+import asyncio
+from random import Random
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.api.graph import DataflowGraph
+from realhf.api.plan import CallPlan, ExecutionPlan, OrderEntry
+from realhf.master.state import Node, participants
+from realhf.search.problem import CallTable, OptionRow, Problem, TransferTable
+from realhf.search.reference import simulate
+from tests.unit.master.cluster import VirtualCluster, runner_of
+from tests.unit.master.test_state import random_graph, random_plan
+from tests.unit.master.workers import GRAPH
+
+STEPS = 4
+
+
+def planned_spans(
+    graph: DataflowGraph, plan: ExecutionPlan, seconds: dict[str, float]
+) -> dict[Node, tuple[float, float]]:
+    """When the planner's simulator says that each call runs."""
+    names = graph.nodes
+    tables = [
+        CallTable(
+            name=name,
+            home=names.index(plan.home(graph, graph.calls[name].model_name)),
+            parents=[(names.index(edge.parent), edge.steps_back) for edge in graph.parents(name)],
+            options=[
+                OptionRow(
+                    devices=plan.calls[name].devices,
+                    strategy="",
+                    micro_batches=1,
+                    time_s=seconds[name],
+                    static_bytes=0.0,
+                    dynamic_bytes=0.0,
+                    copy_bytes=0.0,
+                )
+            ],
+        )
+        for name in graph.calls
+    ]
+    follows = [
+        TransferTable(
+            name=name,
+            source=names.index(plan.home(graph, follow.source)),
+            target=names.index(plan.home(graph, follow.target)),
+            parents=[(names.index(edge.parent), edge.steps_back) for edge in graph.parents(name)],
+            rows=[0],
+            columns=[0],
+            num_columns=1,
+            seconds=[seconds[name]],
+        )
+        for name, follow in graph.follows.items()
+    ]
+    problem = Problem(
+        num_devices=plan.num_devices,
+        device_memory_bytes=1.0,
+        steps=STEPS,
+        max_steps_in_flight=plan.max_steps_in_flight,
+        calls=tables,
+        transfers=follows,
+    )
+    order = [(names.index(name), step) for name, step in plan.unrolled(graph, STEPS)]
+    events = simulate(problem, [0] * len(tables), STEPS, order)
+    return {Node(event.step, names[event.node]): (event.start_s, event.end_s) for event in events}
+
+
+def workers_of(graph: DataflowGraph, plan: ExecutionPlan, name: str) -> frozenset[int]:
+    """Who computes a call, or takes part when a model follows another."""
+    if name in graph.calls:
+        return frozenset(plan.layout(name).mesh.devices)
+    runner = runner_of(graph, plan, 4)
+    return participants(graph, name, runner.layouts, runner.homes)
+
+
+def every_call_at_home(graph: DataflowGraph, plan: ExecutionPlan) -> ExecutionPlan:
+    """The plan without reallocations, whose place among the calls the simulator is free to choose."""
+    calls = {name: plan.calls[plan.home(graph, call.model_name)] for name, call in graph.calls.items()}
+    return ExecutionPlan(
+        num_devices=plan.num_devices, calls=calls, order=plan.order, max_steps_in_flight=plan.max_steps_in_flight
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**62))
+def test_the_master_runs_what_the_planner_simulates(seed: int) -> None:
+    random = Random(seed)
+    graph = random_graph(random)
+    plan = every_call_at_home(graph, random_plan(graph, random))
+    seconds = {name: float(random.randint(1, 5)) for name in graph.nodes}  # whole numbers: many ends at one time
+    cluster = VirtualCluster(runner_of(graph, plan, 4), plan.num_devices, lambda node: seconds[node.call])
+    assert asyncio.run(cluster.run(plan.unrolled(graph, STEPS), plan.max_steps_in_flight)), "deadlock"
+    assert cluster.spans == planned_spans(graph, plan, seconds)
+    for worker, done in enumerate(cluster.order):
+        planned = [Node(step, name) for name, step in plan.unrolled(graph, STEPS)]
+        assert done == [node for node in planned if worker in workers_of(graph, plan, node.call)]
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 2**62))
+def test_with_reallocations_the_order_on_every_worker_is_the_plans(seed: int) -> None:
+    random = Random(seed)
+    graph = random_graph(random)
+    plan = random_plan(graph, random)
+    cluster = VirtualCluster(runner_of(graph, plan, 4), plan.num_devices, lambda _: random.expovariate(1.0))
+    assert asyncio.run(cluster.run(plan.unrolled(graph, STEPS), plan.max_steps_in_flight)), "deadlock"
+    for worker, done in enumerate(cluster.order):
+        planned = [Node(step, name) for name, step in plan.unrolled(graph, STEPS)]
+        assert done == [node for node in planned if worker in workers_of(graph, plan, node.call)]
+
+
+ACTOR, CRITIC = CallPlan(devices=(0, 512), dp=512), CallPlan(devices=(512, 512), dp=512)
+HALVES = {name: ACTOR if name.startswith("actor") else CRITIC for name in GRAPH.calls}
+SECONDS = {
+    "actor_generate": 4.0,
+    "actor_train_step": 2.0,
+    "reward_inference": 1.0,
+    "critic_inference": 1.0,
+    "critic_train_step": 3.0,
+}
+STEP = ("actor_generate", "reward_inference", "critic_inference", "actor_train_step", "critic_train_step")
+
+
+def two_halves(max_steps_in_flight: int, dead: frozenset[int] = frozenset()) -> tuple[VirtualCluster, bool]:
+    """PPO on 1,024 workers: the actor on the first half, critic and reward model on the other."""
+    order = tuple(OrderEntry(call=name) for name in STEP)
+    plan = ExecutionPlan(num_devices=1024, calls=HALVES, order=order, max_steps_in_flight=max_steps_in_flight)
+    cluster = VirtualCluster(runner_of(GRAPH, plan, 512), 1024, lambda node: SECONDS[node.call], dead)
+    return cluster, asyncio.run(cluster.run(plan.unrolled(GRAPH, 3), max_steps_in_flight))
+
+
+def test_steps_overlap_on_a_thousand_workers() -> None:
+    """The same times as on two devices, by hand in test_state.py: 8 s a step, 9 s without overlap."""
+    cluster, ended = two_halves(max_steps_in_flight=2)
+    assert ended
+    assert [cluster.spans[Node(step, "actor_generate")][0] for step in range(3)] == [0.0, 8.0, 16.0]
+    assert cluster.spans[Node(0, "critic_train_step")] == (6.0, 9.0)
+    assert cluster.num_messages < 3 * 1024 * 10, "its calls, the end of the step, transfers to or from a few others"
+    cluster, ended = two_halves(max_steps_in_flight=1)
+    assert ended
+    assert [cluster.spans[Node(step, "actor_generate")][0] for step in range(3)] == [0.0, 9.0, 18.0]
+
+
+def test_a_worker_that_answers_nothing_holds_up_those_that_need_it() -> None:
+    """Worker 700 dies in the first reward call: the second half is late, the first half has done what it could."""
+    cluster, ended = two_halves(max_steps_in_flight=2, dead=frozenset({700}))
+    assert not ended
+    assert cluster.spans == {Node(0, "actor_generate"): (0.0, 4.0)}
+    cluster.now_s = 100.0
+    assert cluster.dispatcher.late(50.0) == list(range(512, 1024))
+    assert cluster.dispatcher.describe(700) == "reward_inference of step 1"
+    assert cluster.dispatcher.describe(0) == "no request"
