@@ -171,8 +171,9 @@ def test_strangers_get_no_answer_and_change_nothing(keys: Path, tmp_path: Path) 
         plain.sendall(random.Random(0).randbytes(5000))
 
         assert await hears_nothing(server)
+        while server.num_refused == 0:
+            assert await hears_nothing(server)
         assert server.known_workers == {0}
-        assert server.num_refused > 0
         for name, stranger in strangers.items():
             assert stranger.poll(0) == 0, name
             stranger.close()
@@ -223,7 +224,8 @@ def test_garbage_is_dropped_and_counted_and_then_its_sender_is(keys: Path, monke
         while server.garbage(1) <= 300:  # as a receiver that finds no sense in a message
             server.reject(1)
         dealer.send(Codec[ToMaster](ToMaster).encode(last))
-        assert await hears_nothing(server)
+        while server.garbage(1) < 302:
+            assert await hears_nothing(server)
         assert server.garbage(1) == 302
         honest.send(Ready())
         assert await recv(server) == (2, Ready())
