@@ -4,13 +4,18 @@ import io
 import multiprocessing
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
-from realhf.cli import doctor
-from realhf.cli.doctor import Check, Finding, base_checks, find_collectives, find_file_system, run_checks
+from realhf.cli import doctor, doctor_ranks, doctor_wire
+from realhf.cli.doctor import all_gpu_checks, base_checks, find_file_system, run_checks
+from realhf.cli.doctor_ranks import find_ranks
+from realhf.cli.doctor_wire import find_host_name, find_keys
+from realhf.cli.findings import Check, Finding
+from realhf.transport.keys import WorkerKeys
 from tests.waiting import PATIENCE_S
 
 
@@ -29,6 +34,8 @@ def test_this_machine_can_run_runs(tmp_path: Path) -> None:
     assert len(lines) == len(base_checks(tmp_path))
     assert all(line.startswith(("ok", "info", "warn")) for line in lines)
     assert any("all-reduce between 2 processes" in line for line in lines)
+    assert any("dp2 tp1 pp1 -> dp1 tp2 pp1" in line and "equal bit by bit" in line for line in lines)
+    assert any("a stranger's and an exposed key are refused" in line for line in lines)
     assert any(f"{tmp_path}: atomic rename, modes and locks are kept" in line for line in lines)
     assert list(tmp_path.iterdir()) == []
 
@@ -72,8 +79,8 @@ def test_a_failure_without_a_remedy_is_a_mistake_in_the_check() -> None:
 
 
 def test_an_interface_without_curve(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor.zmq, "has", lambda _: False)
-    finding = doctor.find_curve()
+    monkeypatch.setattr(doctor_wire.zmq, "has", lambda _: False)
+    finding = doctor_wire.find_curve()
     assert finding.state == "fail"
     assert "pyzmq" in finding.remedy
 
@@ -89,12 +96,48 @@ def test_a_file_system_without_modes_and_locks(tmp_path: Path, monkeypatch: pyte
 
 
 def test_processes_that_cannot_meet_are_ended_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "COLLECTIVE_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(doctor_ranks, "RANKS_TIMEOUT_S", 0.2)
     with pytest.raises(TimeoutError, match=r"process 0 of 2 did not end within 0.2 s"):
-        find_collectives("gloo", 2)
+        find_ranks("groups", "gloo", 2)
     assert not multiprocessing.active_children()
 
 
 def test_a_process_that_fails_gives_its_last_line() -> None:
     with pytest.raises(RuntimeError, match=r"process 0 of 1: .*nonsense"):
-        find_collectives("nonsense", 1)
+        find_ranks("groups", "nonsense", 1)
+
+
+def test_a_key_that_others_can_read_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_wire, "load_worker_keys", taking_any(doctor_wire.load_worker_keys))
+    with pytest.raises(PermissionError, match="a key of mode 0644 was taken"):
+        find_keys(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def taking_any(load: Callable[..., WorkerKeys]) -> Callable[..., WorkerKeys]:
+    """A loader that does not look at modes."""
+
+    def take(directory: Path, *, worker: int) -> WorkerKeys:
+        (directory / f"worker-{worker}.secret").chmod(0o600)
+        keys = load(directory, worker=worker)
+        (directory / f"worker-{worker}.secret").chmod(0o644)
+        return keys
+
+    return take
+
+
+def test_a_host_name_that_leads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_wire.socket, "gethostbyname", lambda _: "203.0.113.9")
+    finding = find_host_name()
+    assert finding.state == "warn"
+    assert "is 203.0.113.9, no address of this machine (" in finding.detail
+    assert "lo 127.0.0.1" in finding.detail
+
+
+def test_every_gpu_check_says_what_to_do() -> None:
+    """Without a GPU each fails by itself, and the others go on."""
+    for check in all_gpu_checks():
+        finding = check.run()
+        assert finding.state in ("ok", "info") or finding.remedy
+    names = [check.name for check in all_gpu_checks()]
+    assert names == ["CUDA", "GPU arithmetic", "NCCL groups", "GPU reallocation", "CUDA graphs", "GPU attention"]

@@ -1,0 +1,113 @@
+"""Checks of devices and of what several processes do together, on the CPU with gloo and on GPUs with NCCL."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+
+from realhf.cli.findings import Check, Finding
+
+RANKS_TIMEOUT_S = 120.0
+FOUND = "found: "  # libraries may print lines of their own
+GIB = 2**30
+
+
+def gpu_checks() -> list[Check]:
+    """What runs on GPUs need besides."""
+    nccl = "install a CUDA build of torch with NCCL; NCCL_DEBUG=INFO says more"
+    return [
+        Check("CUDA", find_cuda, "install the NVIDIA driver and a CUDA build of torch (https://pytorch.org)"),
+        Check("GPU arithmetic", find_gpu_matmul, "see `nvidia-smi` for errors and other processes on the GPUs"),
+        Check("NCCL groups", partial(find_nccl, "groups"), nccl),
+        Check("GPU reallocation", partial(find_nccl, "reallocation"), nccl),
+        Check("CUDA graphs", partial(find_nccl, "generation"), 'set decode_graphs="off" in the generation options'),
+    ]
+
+
+def find_ranks(check: str, backend: str, num_processes: int) -> Finding:
+    """A check of `realhf.worker.self_check` by processes that meet as workers do: through a file, nothing listens.
+
+    Raises:
+        RuntimeError: a process failed; the text has its last line.
+        TimeoutError: a process did not end in time. None is left behind.
+    """
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    if backend == "gloo":
+        env["GLOO_SOCKET_IFNAME"] = "lo"
+    outputs = []
+    with tempfile.TemporaryDirectory(prefix="realhf-doctor-") as folder, contextlib.ExitStack() as ended:
+        processes = []
+        for rank in range(num_processes):
+            words = (check, backend, str(rank), str(num_processes), str(Path(folder, "store")))
+            argv = [sys.executable, "-m", "realhf.worker.self_check", *words]
+            process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            ended.enter_context(process)
+            ended.callback(process.kill)
+            processes.append(process)
+        for rank, process in enumerate(processes):
+            who = f"process {rank} of {num_processes}"
+            try:
+                output, _ = process.communicate(timeout=RANKS_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                raise TimeoutError(f"{who} did not end within {RANKS_TIMEOUT_S:g} s") from None
+            if process.returncode:
+                last = output.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
+                raise RuntimeError(f"{who}: {last[0]}")
+            outputs.append(output)
+    found = [line.removeprefix(FOUND) for line in outputs[0].splitlines() if line.startswith(FOUND)]
+    return Finding(state="ok", detail="".join(found))
+
+
+def find_cuda() -> Finding:
+    import torch
+
+    if not torch.cuda.is_available():
+        built_for = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+        return Finding(
+            state="fail",
+            detail=f"torch {torch.__version__}, built {built_for}, sees no GPU",
+            remedy="install the NVIDIA driver (`nvidia-smi` must work) and a CUDA build of torch (https://pytorch.org)",
+        )
+    free = [torch.cuda.mem_get_info(i)[0] / GIB for i in range(torch.cuda.device_count())]
+    detail = f"CUDA {torch.version.cuda}, {len(free)} GPUs with {', '.join(f'{gib:.0f}' for gib in free)} GiB free"
+    return Finding(state="ok", detail=detail)
+
+
+def find_gpu_matmul() -> Finding:
+    """A product in bfloat16 on every GPU, held against the CPU's in float64."""
+    import torch
+
+    generator = torch.Generator().manual_seed(0)
+    a, b = (torch.randn(512, 512, generator=generator).bfloat16() for _ in range(2))  # [512, 512]
+    expected = a.double() @ b.double()
+    num_gpus = torch.cuda.device_count()
+    if num_gpus == 0:
+        raise RuntimeError("there is no GPU")
+    for i in range(num_gpus):
+        got = (a.to(f"cuda:{i}") @ b.to(f"cuda:{i}")).double().cpu()
+        error = float((got - expected).norm() / expected.norm())
+        if not error < 0.01:  # bfloat16 rounds the result to 8 bits
+            raise ArithmeticError(f"GPU {i}: a bfloat16 matmul is {error:.1%} off")
+    return Finding(state="ok", detail=f"bfloat16 matmul is right on {num_gpus} GPUs")
+
+
+def find_nccl(check: str) -> Finding:
+    """A check with one process a GPU, on the largest power of two of them; graphs need one."""
+    import torch
+    import torch.distributed as dist
+
+    if not dist.is_nccl_available():
+        raise RuntimeError(f"torch {torch.__version__} is built without NCCL")
+    num_gpus = torch.cuda.device_count()
+    if num_gpus == 0:
+        raise RuntimeError("there is no GPU")
+    if check == "generation":
+        return find_ranks(check, "nccl", 1)
+    if num_gpus == 1:
+        return Finding(state="info", detail="one GPU: nothing to talk to")
+    found = find_ranks(check, "nccl", 1 << (num_gpus.bit_length() - 1))
+    version = ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
+    return Finding(state=found.state, detail=f"NCCL {version}: {found.detail}")
