@@ -17,9 +17,10 @@ from realhf.api.interface import InterfaceConfig
 from realhf.api.model import DecoderConfig
 from realhf.search.cluster import Cluster
 from realhf.search.options import Option, call_options
-from realhf.search.problem import Problem, TransferTable, build_problem
+from realhf.search.problem import build_problem
 from realhf.search.problem_dump import Moves, simple_file
 from realhf.search.problem_file import ProblemFile, save_problem
+from realhf.search.tables import Problem, TransferTable
 from realhf.search.task import PlanningTask
 from realhf.search.timings import load_costs
 from realhf.search.workload import Workload

@@ -10,6 +10,7 @@ from realhf.api.errors import UserError
 from realhf.api.graph import GENERATE, DataflowGraph
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
 from realhf.api.model import DecoderConfig
+from realhf.api.offload import check_offload
 from realhf.api.rationale import Rationale
 
 FORMAT = "execution-plan/1"
@@ -64,14 +65,16 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """The plan of one experiment on one cluster.
 
     `order` is one period of the total order in which the master issues calls, every call once;
-    empty means one step after the other. `models` holds the architecture the plan was made for
-    and may be left out in a plan written by hand. `rationale` is there in the plan of a run.
+    empty means one step after the other. `offload` names models that wait in host memory while nothing
+    needs them. `models` holds the architecture the plan was made for and may be left out in a plan written
+    by hand. `rationale` is there in the plan of a run.
     """
 
     num_devices: int
     calls: dict[str, CallPlan]
     devices_per_node: int | None = None
     order: tuple[OrderEntry, ...] = ()
+    offload: tuple[str, ...] = ()
     max_steps_in_flight: int = 2
     predicted_step_s: float | None = None
     models: dict[str, DecoderConfig] = {}
@@ -169,6 +172,7 @@ def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> No
             )
     _check_homes(plan, graph)
     _check_order(plan, graph)
+    check_offload(plan.offload, graph)
 
 
 def _check_homes(plan: ExecutionPlan, graph: DataflowGraph) -> None:

@@ -20,9 +20,9 @@ from realhf.search.hardware import load_hardware
 from realhf.search.memory import PAGE_TOKENS
 from realhf.search.options import call_options
 from realhf.search.predict import Prediction
-from realhf.search.problem import Problem
 from realhf.search.remedies import find_remedies, smallest_peak_bytes
 from realhf.search.searcher import SearchResult, search_plan
+from realhf.search.tables import Problem
 from realhf.search.task import PlanningTask, with_staleness
 from realhf.search.timings import Costs, load_costs
 from realhf.search.what_if import WhatIf, keys_without_producer

@@ -5,6 +5,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from realhf.engine.offload import allocate, free
 from realhf.realloc.shards import FlatLayout
 
 
@@ -20,11 +21,11 @@ class Arena:
 
     def free(self) -> None:
         """Gives the memory back; all views stay what they are, for `allocate`, and must not be read until then."""
-        self.flat.untyped_storage().resize_(0)
+        free(self.flat)
 
     def allocate(self) -> None:
         """Gets memory again after `free`, with arbitrary contents, the padding's too."""
-        self.flat.untyped_storage().resize_(self.flat.nbytes)
+        allocate(self.flat)
 
     def views(self) -> dict[str, Tensor]:
         """Every name's view of `flat`."""

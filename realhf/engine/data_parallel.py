@@ -27,12 +27,16 @@ class Parameters(Protocol):
     decoder: computes with them, within `computing` or `whole`.
     flat: all that this rank keeps, a vector.
     shard: the part of it that this rank updates, a vector too, of the boxes `shard_boxes`.
+    gradient: what backward passes add up to, a vector, after `attach_gradients`; arbitrary between steps.
     """
 
     data_parallel: DataParallel
     decoder: Decoder
     flat: Tensor
     shard: Tensor
+
+    @property
+    def gradient(self) -> Tensor: ...
 
     def held(self) -> list[tuple[Box, Tensor]]:
         """Which parts of global parameters this rank keeps, with local tensors to be read or written in place."""
@@ -82,6 +86,10 @@ class ReplicatedParameters:
     def attach_gradients(self, dtype: torch.dtype) -> None:
         self.gradients = Arena(self.arena.layout, dtype, self.flat.device)
         build.attach_gradients(self.decoder, self.gradients)
+
+    @property
+    def gradient(self) -> Tensor:
+        return self.gradients.flat
 
     def zero_gradients(self) -> None:
         self.gradients.flat.zero_()

@@ -128,8 +128,8 @@ class ShardedParameters:
             self._release()
 
     def attach_gradients(self, dtype: torch.dtype) -> None:
-        self.gradient = torch.zeros_like(self.shard, dtype=dtype)
-        parts = self._by_unit(self.gradient, {name: unit.arena.layout for name, unit in self._units.items()})
+        self._gradient = torch.zeros_like(self.shard, dtype=dtype)
+        parts = self._by_unit(self._gradient, {name: unit.arena.layout for name, unit in self._units.items()})
         for name, unit in self._units.items():
             unit.gradient = parts[name]
             for parameter in unit.parameters.values():
@@ -139,8 +139,12 @@ class ShardedParameters:
                     lambda _, unit=unit: self._with_gradients.setdefault(unit, None)
                 )
 
+    @property
+    def gradient(self) -> Tensor:
+        return self._gradient
+
     def zero_gradients(self) -> None:
-        self.gradient.zero_()
+        self._gradient.zero_()
         for parameter in self.decoder.parameters():
             parameter.grad = None  # of a step that failed
         self._with_gradients.clear()
@@ -150,11 +154,11 @@ class ShardedParameters:
         self._reduce(but=[])
         if sequence_parallel and groups.tensor is not None:
             names = own_token_names(config)
-            own = [self.gradient[at : at + box.size] for box, at in self._boxes if box.name in names]
+            own = [self._gradient[at : at + box.size] for box, at in self._boxes if box.name in names]
             sum_over(groups.tensor, own)
         if config.tied_embeddings and groups.tied is not None:
             dist.all_reduce(self._units[_EMBEDDING].gradient, group=groups.tied)
-        return self.gradient
+        return self._gradient
 
     def publish(self) -> None:
         """Nothing is gathered between steps."""

@@ -1,6 +1,7 @@
 """One rank's part of a model, laid out for a call: what interfaces are called with."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from realhf.engine.forward import forward
 from realhf.engine.fsdp import ShardedParameters
 from realhf.engine.generate import generate
 from realhf.engine.interface import EndCheck, GenerationOutput, LossFunction, Postprocess, Stats
+from realhf.engine.offload import HostCopy, allocate, free
 from realhf.engine.pipeline import Neighbours
 from realhf.engine.train import Trainer
 from realhf.models.checkpoint import CheckpointReader
@@ -55,6 +57,8 @@ class ShardedModel:
         )
         self.decoder = self.parameters.decoder
         self._workspace: DecodeWorkspace | None = None
+        self._host: HostCopy | None = None  # made when it is first offloaded
+        self._is_offloaded, self._changed_since_load = False, True
         self._neighbours = Neighbours(groups, config.hidden_size, self.parameters.flat, timeout_s)
         if compute.backend == "megatron" and optimizer is not None:
             self.decoder.trains_layer = build.megatron_layers(config, groups, dtype, torch.device(device))
@@ -78,6 +82,43 @@ class ShardedModel:
         """Memory for the parameters after `free_parameters`, to be written through `held()` before any use."""
         self.arena.allocate()
 
+    def offload(self) -> None:
+        """Parameters and optimizer states wait in host memory until `load`, and have no memory on the device.
+
+        So do gradients, of which nothing is kept, and the KV cache. Nothing is copied where nothing has changed since
+        the last time.
+        """
+        if self._is_offloaded:
+            return
+        self._workspace = None
+        if self._host is None:
+            self._host = HostCopy([self.parameters.flat, *(self.trainer.optimizer.on_device() if self.trainer else ())])
+        self._host.offload(changed=self._changed_since_load)
+        if self.trainer is not None:
+            free(self.parameters.gradient)
+        self._is_offloaded, self._changed_since_load = True, False
+
+    def load(self) -> None:
+        """Everything is on the device again, as it was before `offload`; nothing happens unless it was offloaded."""
+        if not self._is_offloaded:
+            return
+        assert self._host is not None, "offloaded, hence made"
+        self._host.load()
+        if self.trainer is not None:
+            allocate(self.parameters.gradient)
+        self._is_offloaded = False
+
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Within it the model is on the device, wherever it is before and after."""
+        was_offloaded = self._is_offloaded
+        self.load()
+        try:
+            yield
+        finally:
+            if was_offloaded:
+                self.offload()
+
     def held(self) -> list[tuple[Box, Tensor]]:
         """(which part of a global parameter, the local tensor, to be read or written in place), for all that this rank
         keeps; fully sharded, a parameter may have several boxes here or none."""
@@ -99,6 +140,7 @@ class ShardedModel:
 
     def parameters_changed(self) -> None:
         """To be called after the parameters were written from outside."""
+        self._changed_since_load = True
         if self.trainer is not None:
             self.trainer.optimizer.parameters_changed()
 
@@ -144,6 +186,7 @@ class ShardedModel:
             is_missing = kind == "master" and box.name not in saved
             reader.read_into(tensor, Box(name, box.offset, box.shape) if is_missing else box)
         self.optimizer_steps = steps
+        self._changed_since_load = True
 
     @property
     def optimizer_steps(self) -> int:
@@ -166,6 +209,7 @@ class ShardedModel:
         self, batch: Batch, tokens_key: str, loss: LossFunction, weight: Callable[[Batch], float], micro_batches: int
     ) -> Stats:
         assert self.trainer is not None, "train_step on a model that was built without an optimizer"
+        self._changed_since_load = True
         self._count(batch.data[tokens_key])
         return self.trainer.train_step(batch, tokens_key, loss, weight, micro_batches)
 

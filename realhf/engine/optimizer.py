@@ -61,6 +61,10 @@ class FlatAdamW:
         """The rate of the next step."""
         return learning_rate(self.config, self.step_count, self.total_steps)
 
+    def on_device(self) -> list[Tensor]:
+        """The states that lie beside the parameters, not in host memory."""
+        return [] if self.config.offload_states else list(self.state.values())
+
     def parameters_changed(self) -> None:
         """Takes over parameters that were written from outside, where a master copy would undo that."""
         if self.has_master:

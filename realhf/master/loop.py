@@ -5,9 +5,11 @@ import itertools
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.api.layout import Layout
+from realhf.api.offload import Load, loads_of, models_needed, with_loads
 from realhf.api.plan import CallPlan
 from realhf.data.rows import DatasetRows
 from realhf.master.data import DataDirectory, Partition, dataset_sequences, length_key, partition
@@ -18,6 +20,8 @@ from realhf.transport.messages import (
     CallFunction,
     FollowParameters,
     FreeBatch,
+    LoadModel,
+    OffloadModel,
     Reallocate,
     Release,
     Reply,
@@ -56,7 +60,8 @@ class CallRecord:
 class GraphRunner:
     """What `Dispatcher` needs to know of a graph to run it.
 
-    `homes` are the layouts in which the parameters live; `batch_size` the samples of a step; `rows` those of the data
+    `homes` are the layouts in which the parameters live, or would if those of `offload` did not wait in host memory;
+    `batch_size` the samples of a step; `rows` those of the data
     set, whose lengths are otherwise not known.
     """
 
@@ -66,14 +71,21 @@ class GraphRunner:
     homes: dict[str, Layout]
     batch_size: int
     rows: DatasetRows | None = None
+    offload: tuple[str, ...] = ()
 
-    @property
-    def layouts(self) -> dict[str, Layout]:
-        return {name: call.layout for name, call in self.calls.items()}
+    @cached_property
+    def loads(self) -> dict[str, Load]:
+        return loads_of(self.graph, self.offload)
+
+    @cached_property
+    def devices(self) -> dict[str, frozenset[int]]:
+        """What every node of the schedule occupies, by name."""
+        layouts = {name: call.layout for name, call in self.calls.items()}
+        of_nodes = {name: participants(self.graph, name, layouts, self.homes) for name in self.graph.nodes}
+        return of_nodes | {name: frozenset(self.homes[load.model].mesh.devices) for name, load in self.loads.items()}
 
     def model_of(self, node: str) -> str:
-        follow = self.graph.follows.get(node)
-        return self.graph.calls[node].model_name if follow is None else follow.target
+        return self.loads[node].model if node in self.loads else models_needed(self.graph, node)[-1]
 
 
 SendRequest = Callable[[int, ToWorker], Awaitable[None]]
@@ -131,7 +143,7 @@ class Dispatcher:
         on_step: Callable[[int, list[CallRecord]], None],
     ) -> None:
         """Runs all calls of `order`; `on_step` gets the calls of every step as soon as all have ended."""
-        schedule = Schedule(runner.graph, order, runner.layouts, runner.homes, max_steps_in_flight)
+        schedule = Schedule(runner.graph, with_loads(order, runner.loads), runner.devices, max_steps_in_flight)
         directories: dict[int, DataDirectory] = {}
         records: dict[Node, CallRecord] = {}
         pending: dict[Node, int] = {}
@@ -179,8 +191,13 @@ class Dispatcher:
     async def _issue(self, runner: GraphRunner, node: Node, directory: DataDirectory) -> int:
         """Sends the requests of one call in the order in which they are to be executed; returns
         the number of replies that end the call."""
-        if node.call in runner.graph.follows:
-            return await self._follow(runner, node)
+        if load := runner.loads.get(node.call):
+            return await self._load(runner, node, load.model)
+        replies = await (self._follow if node.call in runner.graph.follows else self._call)(runner, node, directory)
+        await self._offload(runner, node)
+        return replies
+
+    async def _call(self, runner: GraphRunner, node: Node, directory: DataDirectory) -> int:
         definition, plan = runner.graph.calls[node.call], runner.calls[node.call]
         batch, layout = BatchKey(runner.split, node.step), plan.layout
         home = runner.homes[definition.model_name]
@@ -202,10 +219,24 @@ class Dispatcher:
                 await self._send(worker, Release(model=definition.model_name, layout=layout))
         return layout.mesh.size
 
-    async def _follow(self, runner: GraphRunner, node: Node) -> int:
-        """As `_issue`, where a model follows another."""
+    async def _load(self, runner: GraphRunner, node: Node, model: str) -> int:
         batch = BatchKey(runner.split, node.step)
-        workers = participants(runner.graph, node.call, runner.layouts, runner.homes)
+        for worker in runner.homes[model].mesh.devices:
+            request_id = self._expect(worker, Request(_name(node, batch), node))
+            await self._send(worker, LoadModel(request_id=request_id, batch=batch, model=model))
+        return runner.homes[model].mesh.size
+
+    async def _offload(self, runner: GraphRunner, node: Node) -> None:
+        """Behind `node`, what was loaded for it goes back to host memory; nobody waits for that."""
+        batch = BatchKey(runner.split, node.step)
+        for model in models_needed(runner.graph, node.call):
+            for worker in runner.homes[model].mesh.devices if model in runner.offload else ():
+                request_id = self._expect(worker, Request(f"offload of {model} after {_name(node, batch)}"))
+                await self._send(worker, OffloadModel(request_id=request_id, batch=batch, model=model))
+
+    async def _follow(self, runner: GraphRunner, node: Node, _: DataDirectory) -> int:
+        batch = BatchKey(runner.split, node.step)
+        workers = runner.devices[node.call]
         for worker in sorted(workers):
             request_id = self._expect(worker, Request(_name(node, batch), node))
             await self._send(worker, FollowParameters(request_id=request_id, batch=batch, name=node.call))

@@ -128,7 +128,9 @@ class Master:
 
     async def _train(self, first: int, last: int) -> None:
         run = self._run
-        runner = GraphRunner("train", run.graph, run.plan.calls, run.homes, run.settings.batch_size, self._rows)
+        runner = GraphRunner(
+            "train", run.graph, run.plan.calls, run.homes, run.settings.batch_size, self._rows, run.plan.offload
+        )
         steps = [(name, first + step) for name, step in run.plan.unrolled(run.graph, last - first)]
         follows = run.graph.follows
         order = [(name, step) for name, step in steps if name not in follows or follows[name].is_due(step)]
@@ -149,7 +151,7 @@ class Master:
         calls = {name: run.evaluation_plan(call) for name, call in graph.calls.items()}
         assert isinstance(evaluation.dataset, JSONLDataset), "workers read no other"
         rows = DatasetRows(evaluation.dataset, None, evaluation.batch_size)
-        runner = GraphRunner("evaluation", graph, calls, run.homes, evaluation.batch_size, rows)
+        runner = GraphRunner("evaluation", graph, calls, run.homes, evaluation.batch_size, rows, run.plan.offload)
         batches = rows.num_rows // evaluation.batch_size
         order = [(call, batch) for batch in range(batches) for call in graph.calls]
         totals: dict[str, tuple[float, float]] = {}

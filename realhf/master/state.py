@@ -6,7 +6,7 @@ executes what it gets first in, first out, so the earliest unfinished call of th
 proceed: no deadlock, and the same order on every device in every run.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from realhf.api.graph import DataflowGraph
@@ -15,7 +15,8 @@ from realhf.api.layout import Layout
 
 @dataclass(frozen=True, order=True)
 class Node:
-    """Model function call `call` of step `step`, or a model following another at its end (`DataflowGraph.follows`)."""
+    """Model function call `call` of step `step`; or a model following another at its end (`DataflowGraph.follows`), or
+    one coming back from host memory (`realhf.api.offload.Load`)."""
 
     step: int
     call: str
@@ -44,8 +45,7 @@ class Schedule:
     Args:
         graph: the calls and their edges.
         order: every (call, step) of these steps, in the plan's order; none waits for one that is not there.
-        layouts: where each call runs.
-        homes: where each model's parameters live.
+        devices: what each of them occupies, by name.
         max_steps_in_flight: step t may start when step t - max_steps_in_flight has finished.
     """
 
@@ -53,8 +53,7 @@ class Schedule:
         self,
         graph: DataflowGraph,
         order: Sequence[tuple[str, int]],
-        layouts: dict[str, Layout],
-        homes: dict[str, Layout],
+        devices: Mapping[str, frozenset[int]],
         max_steps_in_flight: int,
     ):
         self._graph = graph
@@ -63,7 +62,7 @@ class Schedule:
         self._unfinished: dict[int, set[str]] = {}
         for node in self._waiting:
             self._unfinished.setdefault(node.step, set()).add(node.call)
-        self._devices = {name: participants(graph, name, layouts, homes) for name in graph.nodes}
+        self._devices = devices
 
     @property
     def finished(self) -> bool:

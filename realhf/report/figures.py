@@ -13,6 +13,7 @@ PHASE_COLOURS = {
     "compute": "#3b6fb6",
     "reallocation": "#e8833a",
     "transfer": "#3f9e6e",
+    "offload": "#c2574f",
     "checkpoint": "#8e6bb0",
     EVALUATION: "#9cc3e6",
     WAITING: "#e6e8ec",

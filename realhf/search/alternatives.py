@@ -37,7 +37,7 @@ def _best(task: PlanningTask, plan: ExecutionPlan, name: str) -> Alternative:
     chosen = {call: [Option(entry.layout, entry.micro_batches)] for call, entry in plan.calls.items()}
     planned = chosen[name][0]
     options = [planned, *_others(task, name, planned)]
-    native = native_problem(task.problem({**chosen, name: options}))
+    native = native_problem(task.problem({**chosen, name: options}, plan.offload))
     place = list(task.graph.calls).index(name)
     (planned_step_s, _), *evaluations = native.evaluate_all([0] * len(task.graph.calls), place)
     best, best_s, too_large = None, float("inf"), 0

@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from realhf.api.graph import GENERATE, DataflowGraph
 from realhf.api.plan import ExecutionPlan
 from realhf.search.options import Option
-from realhf.search.predict import Prediction
-from realhf.search.problem import Problem
+from realhf.search.predict import Prediction, sequence_of
 from realhf.search.reference import Event, Simulation, makespan_s, simulate
+from realhf.search.tables import Problem
 from realhf.search.task import PlanningTask
 
-TRANSFER, REALLOCATION, COMPUTE = "transfer", "reallocation", "compute"
+TRANSFER, REALLOCATION, OFFLOAD, COMPUTE = "transfer", "reallocation", "offload", "compute"
 _ROUNDING_S = 1e-9
 
 
@@ -73,10 +73,11 @@ class Analysis:
 def analyse(task: PlanningTask, prediction: Prediction) -> Analysis:
     """Simulates a predicted plan once more and keeps what happened."""
     plan = prediction.plan
-    problem = task.problem({name: [Option(call.layout, call.micro_batches)] for name, call in plan.calls.items()})
+    options = {name: [Option(call.layout, call.micro_batches)] for name, call in plan.calls.items()}
+    problem = task.problem(options, plan.offload)
     choice = [0] * len(problem.calls)
     simulation = Simulation(problem, choice)
-    events = simulate(problem, choice, problem.steps, _order(task, plan, problem.steps))
+    events = simulate(problem, choice, problem.steps, sequence_of(plan, task.graph, problem))
     spans = tuple(_span(problem, simulation, event) for event in events)
     whole_s = makespan_s(events)
     busy: Counter[int] = Counter()
@@ -110,11 +111,6 @@ def generates_apart(graph: DataflowGraph, plan: ExecutionPlan) -> bool:
     return bool(pairs) and not any(generation.overlaps(training) for generation, training in pairs)
 
 
-def _order(task: PlanningTask, plan: ExecutionPlan, steps: int) -> list[tuple[int, int]]:
-    number = {name: i for i, name in enumerate(task.graph.nodes)}
-    return [(number[call], step) for call, step in plan.unrolled(task.graph, steps)]
-
-
 def _static_bytes(problem: Problem) -> tuple[float, ...]:
     sums = [0.0] * problem.num_devices
     for call in problem.calls:
@@ -131,7 +127,7 @@ def _span(problem: Problem, simulation: Simulation, event: Event) -> Span:
         name, kind = problem.calls[event.node].name, COMPUTE
     else:
         name = problem.transfers[event.node - calls].name
-        kind = TRANSFER if name.startswith("data: ") else REALLOCATION
+        kind = {"data:": TRANSFER, "load": OFFLOAD, "offload": OFFLOAD}.get(name.partition(" ")[0], REALLOCATION)
     devices = tuple(sorted(simulation.devices[event.node]))
     return Span(name, kind, event.step, event.start_s, event.end_s, devices)
 

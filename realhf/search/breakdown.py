@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from realhf.search.problem import Problem
 from realhf.search.reference import Event, Simulation, makespan_s
+from realhf.search.tables import Problem
 
 REALLOCATION, DATA_TRANSFER, IDLE = "reallocation", "data transfer", "idle"
 _DATA = "data: "  # what the name of a data transfer begins with (`realhf.search.problem`)

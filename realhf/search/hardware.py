@@ -19,8 +19,9 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     interpreter), added to its compute and not hidden by it; `decode_launch_s` the same for a layer of one
     decode step, `decode_graph_launch_s` where the step is replayed as a CUDA graph; `call_overhead_s` a
     request's way from the master to the workers and back, with what a call prepares; `sampling_s`
-    drawing the tokens of one decode step of one micro-batch, with what the step costs the host. `packs_weights`: see
-    `realhf.search.features.EngineFeatures`.
+    drawing the tokens of one decode step of one micro-batch, with what the step costs the host; `host_bandwidth` that
+    between a device and its host's memory (PCIe 4 with 16 lanes, where a description does not say it). `packs_weights`:
+    see `realhf.search.features.EngineFeatures`.
     """
 
     name: str
@@ -39,10 +40,11 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     call_overhead_s: float
     sampling_s: float
     packs_weights: bool = False
+    host_bandwidth: float = 2.4e10
 
     def __post_init__(self) -> None:
         for field in ("memory_bandwidth", "device_memory_bytes", "devices_per_node", "intra_node_bandwidth",
-                      "inter_node_bandwidth"):  # fmt: skip
+                      "inter_node_bandwidth", "host_bandwidth"):  # fmt: skip
             if getattr(self, field) <= 0:
                 raise ValueError(f"{field}={getattr(self, field)} must be above 0")
         for field in ("intra_node_latency_s", "inter_node_latency_s", "layer_launch_s", "decode_launch_s",

@@ -110,6 +110,19 @@ def static_bytes(
     return elements * (item + features.gradient_bytes(dtype)) + updated * optimizer
 
 
+def offloaded_bytes(
+    model: DecoderConfig, strategy: ParallelStrategy, dtype: DType, *, trained: bool, features: EngineFeatures = ENGINE
+) -> int:
+    """What goes from a device to host memory and back: `static_bytes` but for gradients, which are not kept."""
+    kept = static_bytes(model, strategy, dtype, trained=trained, features=features)
+    if not trained:
+        return kept
+    elements = model_sizes(model).largest(strategy)
+    if features.fully_sharded:
+        elements = math.ceil(elements / strategy.dp)
+    return kept - elements * features.gradient_bytes(dtype)
+
+
 @lru_cache(maxsize=1024)
 def linear_elements(model: DecoderConfig, strategy: ParallelStrategy) -> int:
     """Weights of the linears on the device that holds the most: of the layers, and of a head that is not tied."""

@@ -7,11 +7,13 @@ from msgspec.structs import replace
 from realhf.api.errors import UserError
 from realhf.api.graph import DataflowGraph
 from realhf.api.model import DType
+from realhf.api.offload import loads_of, with_loads
 from realhf.api.plan import ExecutionPlan, check_plan
 from realhf.search.cluster import Cluster
 from realhf.search.options import Option
 from realhf.search.problem import build_problem
 from realhf.search.reference import device_bytes, makespan_s, simulate
+from realhf.search.tables import Problem
 from realhf.search.timings import Costs
 from realhf.search.workload import Workload
 
@@ -57,12 +59,10 @@ def predict(
     options = {name: [Option(call.layout, call.micro_batches)] for name, call in plan.calls.items()}
     problem = build_problem(
         graph, options, batch_size=batch_size, workload=workload, cluster=cluster, costs=costs,
-        max_steps_in_flight=plan.max_steps_in_flight, dtype=dtype,
+        max_steps_in_flight=plan.max_steps_in_flight, dtype=dtype, offload=plan.offload,
     )  # fmt: skip
     choice = [0] * len(problem.calls)
-    number = {name: i for i, name in enumerate(graph.nodes)}
-    sequence = [(number[call], step) for call, step in plan.unrolled(graph, problem.steps)]
-    step_s = makespan_s(simulate(problem, choice, problem.steps, sequence)) / problem.steps
+    step_s = makespan_s(simulate(problem, choice, problem.steps, sequence_of(plan, graph, problem))) / problem.steps
     needs = device_bytes(problem, choice)
     call_s = {call.name: call.options[0].time_s for call in problem.calls}
     filled = {name: replace(call, predicted_s=call_s[name]) for name, call in plan.calls.items()}
@@ -74,3 +74,11 @@ def predict(
         device_bytes=needs,
         fits=max(needs) <= cluster.device_memory_bytes,
     )
+
+
+def sequence_of(plan: ExecutionPlan, graph: DataflowGraph, problem: Problem) -> list[tuple[int, int]]:
+    """The order of a plan in the problem's words: (number of a node, step), loads from host memory among them."""
+    names = [*(call.name for call in problem.calls), *(transfer.name for transfer in problem.transfers)]
+    number = {name: i for i, name in enumerate(names)}
+    order = with_loads(plan.unrolled(graph, problem.steps), loads_of(graph, plan.offload))
+    return [(number[name], step) for name, step in order]

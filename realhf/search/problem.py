@@ -1,30 +1,30 @@
-"""The planning problem as plain tables: what the searcher gets, and what can be written to a file."""
+"""From a dataflow graph, options and costs to the tables of a planning problem."""
 
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
-import msgspec
 from msgspec.structs import replace
 
 from realhf.api.follow import FollowNode
 from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.model import DecoderConfig, DType
+from realhf.api.offload import loads_of
 from realhf.api.plan import ExecutionPlan
 from realhf.search.cluster import Cluster
 from realhf.search.cost import CallCost, reallocation_table, transfer_s
 from realhf.search.hardware import DTYPE_BYTES, Hardware
-from realhf.search.memory import copy_bytes, dynamic_bytes, static_bytes
+from realhf.search.memory import copy_bytes, dynamic_bytes, offloaded_bytes, static_bytes
+from realhf.search.offloading import offload_tables
 from realhf.search.options import Option
+from realhf.search.tables import CallTable, OptionRow, ParentRow, Problem, TransferTable
 from realhf.search.timings import Costs
 from realhf.search.workload import Workload
 
 STEPS = 4  # unrolled steps: the objective is their makespan / STEPS, so that overlap across steps counts
 MANY_STEPS = 16  # where more than two steps overlap: filling and draining such a pipeline must not outweigh its overlap
-
-ParentRow = tuple[int, int]  # (node, steps back); nodes are numbered calls first, then transfers
 
 
 class ReallocationTable(Protocol):
@@ -40,51 +40,6 @@ class ReallocationTable(Protocol):
         cluster: Cluster,
         hardware: Hardware,
     ) -> Sequence[float]: ...
-
-
-class OptionRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An option of a call: seconds, and bytes on each of its devices (csrc/search/problem.h)."""
-
-    devices: tuple[int, int]
-    strategy: str
-    micro_batches: int
-    time_s: float
-    static_bytes: float
-    dynamic_bytes: float
-    copy_bytes: float
-
-
-class CallTable(msgspec.Struct, frozen=True, kw_only=True):
-    name: str
-    home: int
-    parents: list[ParentRow]
-    options: list[OptionRow]
-
-
-class TransferTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A move between two calls: option i of the source and j of the target take
-    seconds[rows[i] * num_columns + columns[j]]. There can be millions: a list, or a buffer of doubles."""
-
-    name: str
-    source: int
-    target: int
-    parents: list[ParentRow]
-    rows: list[int]
-    columns: list[int]
-    num_columns: int
-    seconds: Sequence[float]
-    occupies: Literal["both", "source", "target"] = "both"
-
-
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the search needs and nothing about how the numbers came about."""
-
-    num_devices: int
-    device_memory_bytes: float
-    steps: int
-    max_steps_in_flight: int
-    calls: list[CallTable]
-    transfers: list[TransferTable]
 
 
 def steps_unrolled(max_steps_in_flight: int) -> int:
@@ -109,6 +64,7 @@ def build_problem(
     max_steps_in_flight: int,
     dtype: DType,
     reallocations: ReallocationTable = reallocation_table,
+    offload: Sequence[str] = (),
 ) -> Problem:
     """The tables for a choice among `options` of every call.
 
@@ -117,8 +73,11 @@ def build_problem(
     when the call's parents have ended, and the call when its transfers have: the master issues them
     together, since the copy that a reallocation makes is freed after the call and must not occupy
     memory before.
+
+    A model of `offload` waits in host memory: it is loaded for each of its calls, on the devices of its home,
+    and sent back behind it. Both occupy these devices alone; its memory counts in its own calls.
     """
-    builder = _Builder(graph, options, batch_size, workload, cluster, costs, dtype, reallocations)
+    builder = _Builder(graph, options, batch_size, workload, cluster, costs, dtype, reallocations, offload)
     return Problem(
         num_devices=cluster.num_devices,
         device_memory_bytes=cluster.device_memory_bytes,
@@ -143,24 +102,26 @@ class _Builder:
         costs: Costs,
         dtype: DType,
         reallocations: ReallocationTable,
+        offload: Sequence[str],
     ):
         self.graph, self.options, self.batch_size, self.workload = graph, options, batch_size, workload
         self.cluster, self.costs, self.dtype, self.reallocations = cluster, costs, dtype, reallocations
         self.homes = homes(graph)
         self.number = {name: i for i, name in enumerate(graph.nodes)}  # the first transfers are the graph's own nodes
         self.layouts = {name: _layouts(options[name]) for name in graph.calls}
-        self.transfers = [self._follow(node) for node in graph.follows.values()]
+        self.offload = frozenset(offload)
+        loads = loads_of(graph, offload).values()
+        offloading, self.waits = offload_tables(graph, loads, self.number, self._host_copy)  # of a node, for transfers
+        self.transfers = [*(self._follow(node) for node in graph.follows.values()), *offloading]
         for call in graph.calls.values():
             self._add_transfers(call)
 
     def call_table(self, call: ModelFunctionCallDef) -> CallTable:
         """Waits for its version edges and its transfers; a data edge is a transfer's business."""
-        index = self.number[call.name]
         parents = [(self.number[e.parent], e.steps_back) for e in self.graph.parents(call.name) if e.kind != "data"]
-        moves = list(enumerate(self.transfers, start=len(self.graph.calls)))[len(self.graph.follows) :]
-        parents += [(number, 0) for number, transfer in moves if transfer.target == index]
+        home = self.number[self.homes[call.name]]
         return CallTable(
-            name=call.name, home=self.number[self.homes[call.name]], parents=parents, options=self._option_rows(call)
+            name=call.name, home=home, parents=[*parents, *self.waits[call.name]], options=self._option_rows(call)
         )
 
     def _option_rows(self, call: ModelFunctionCallDef) -> list[OptionRow]:
@@ -177,6 +138,8 @@ class _Builder:
             if layout.strategy not in known:
                 known[layout.strategy] = self._strategy_row(call, layout.strategy, is_home)
             by_layout.append(((layout.mesh.first, layout.mesh.size), known[layout.strategy]))
+        waits = call.model_name in self.offload
+        home_bytes = 0.0 if is_home or not waits else self._home_bytes(call.model_name)
         rows = []
         for option, number in zip(self.options[call.name], numbers, strict=True):
             devices, row = by_layout[number]
@@ -189,8 +152,8 @@ class _Builder:
                     strategy=needs.label,
                     micro_batches=option.micro_batches,
                     time_s=needs.time_s,
-                    static_bytes=needs.static_bytes,
-                    dynamic_bytes=needs.dynamic_bytes,
+                    static_bytes=0.0 if waits else needs.static_bytes,
+                    dynamic_bytes=needs.dynamic_bytes + (needs.static_bytes + home_bytes if waits else 0.0),
                     copy_bytes=row.copy_bytes,
                 )
             )
@@ -223,15 +186,47 @@ class _Builder:
             return _StrategyRow(str(strategy), 0.0, 2.0 * self.cluster.device_memory_bytes)
         return _StrategyRow(str(strategy), 0.0, float(copy_bytes(call.config, strategy, self.dtype)))
 
+    def _home_bytes(self, model: str) -> float:
+        """The most that the home of a model takes on a device, under the options that there are."""
+        home = self.graph.calls[self.homes[self.graph.calls_of(model)[0].name]]
+        strategies = {layout.strategy for layout in self.layouts[home.name][0]}
+        return max(self._strategy_row(home, strategy, is_home=True).static_bytes for strategy in strategies)
+
     def _add_transfers(self, call: ModelFunctionCallDef) -> None:
-        edges = self.graph.parents(call.name)
+        edges, loads = self.graph.parents(call.name), list(self.waits[call.name])
         for edge in edges:
             if edge.kind == "data":
-                self.transfers.append(self._data_transfer(call, edge.parent, len(edge.keys)))
+                self._add(self._data_transfer(call, edge.parent, len(edge.keys)), call.name)
         home = self.homes[call.name]
         if home != call.name:
             parents = [(self.number[edge.parent], edge.steps_back) for edge in edges]
-            self.transfers.append(self._reallocation(call, home, parents))
+            self._add(self._reallocation(call, home, [*parents, *loads]), call.name)
+
+    def _add(self, transfer: TransferTable, call: str) -> None:
+        """Appends a transfer that `call` waits for."""
+        self.waits[call].append((len(self.graph.calls) + len(self.transfers), 0))
+        self.transfers.append(transfer)
+
+    def _host_copy(self, model: str) -> TransferTable:
+        """Between the devices of a model's home and their host's memory, all at once."""
+        home = self.graph.calls[self.homes[self.graph.calls_of(model)[0].name]]
+        layouts, rows = self.layouts[home.name]
+        features, bandwidth = self.costs.features_of(model), self.costs.hardware.host_bandwidth
+        sizes = [
+            offloaded_bytes(home.config, layout.strategy, self.dtype, trained=home.trains, features=features)
+            for layout in layouts
+        ]
+        return TransferTable(
+            name="",
+            source=self.number[home.name],
+            target=self.number[home.name],
+            parents=[],
+            occupies="source",
+            rows=rows,
+            columns=[0] * len(rows),
+            num_columns=1,
+            seconds=[size_bytes / bandwidth for size_bytes in sizes],
+        )
 
     def _follow(self, node: FollowNode) -> TransferTable:
         """From home to home, as a reallocation; what happens every N steps takes 1 / N of it in each.
@@ -241,6 +236,7 @@ class _Builder:
         """
         source, target = (self.homes[self.graph.calls_of(model)[0].name] for model in (node.source, node.target))
         parents = [(self.number[edge.parent], edge.steps_back) for edge in self.graph.parents(node.name)]
+        parents += self.waits[node.name]
         table = self._parameter_move(node.name, source, target, parents)
         if node.every_steps == 1:
             return table

@@ -5,9 +5,9 @@ from collections.abc import Callable
 from realhf.api.errors import UserError
 from realhf.api.graph import DataflowGraph
 from realhf.search.planned_file import PlannedCall, PlannedFile, PlannedOption, PlannedTransfer
-from realhf.search.problem import CallTable, OptionRow, Problem, TransferTable
 from realhf.search.problem_file import SEPARATOR, FileCall, FileOption, FileTransfer, ProblemFile
 from realhf.search.problem_nodes import ParentName
+from realhf.search.tables import CallTable, OptionRow, Problem, TransferTable
 
 GIB = 2**30
 

@@ -7,7 +7,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from realhf.search.problem import CallTable, OptionRow, Problem, TransferTable
+from realhf.search.tables import CallTable, OptionRow, Problem, TransferTable
 
 
 @dataclass(frozen=True)

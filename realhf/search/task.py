@@ -15,9 +15,10 @@ from realhf.search.cost import CallCost
 from realhf.search.options import Option
 from realhf.search.order import possible_orders, steps_to_simulate
 from realhf.search.predict import Prediction, predict
-from realhf.search.problem import Problem, build_problem, homes
+from realhf.search.problem import build_problem, homes
 from realhf.search.searcher import native_problem, reallocation_table
 from realhf.search.sharding import Sharding
+from realhf.search.tables import Problem
 from realhf.search.timings import Costs
 from realhf.search.workload import Workload
 
@@ -57,7 +58,7 @@ class PlanningTask:
                 found[name] = sharding
         return found
 
-    def problem(self, options: Mapping[str, Sequence[Option]]) -> Problem:
+    def problem(self, options: Mapping[str, Sequence[Option]], offload: Sequence[str] = ()) -> Problem:
         return build_problem(
             self.graph,
             options,
@@ -68,6 +69,7 @@ class PlanningTask:
             max_steps_in_flight=self.max_steps_in_flight,
             dtype=self.dtype,
             reallocations=reallocation_table,
+            offload=offload,
         )
 
     def predict(self, plan: ExecutionPlan) -> Prediction:
@@ -96,7 +98,7 @@ class PlanningTask:
     def predict_in_best_order(self, plan: ExecutionPlan) -> Prediction:
         """The prediction of the plan in the fastest of the orders that a simulation suggests."""
         options = {name: [Option(call.layout, call.micro_batches)] for name, call in plan.calls.items()}
-        native = native_problem(self.problem(options))
+        native = native_problem(self.problem(options, plan.offload))
         names = self.graph.nodes
         trace = native.trace([0] * len(options), steps_to_simulate(self.max_steps_in_flight))
         starts = [(names[node], step, start) for node, step, start, _ in trace if node < len(names)]

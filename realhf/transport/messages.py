@@ -7,7 +7,7 @@ import msgspec
 from realhf.api.layout import Layout
 
 Split = Literal["train", "evaluation"]
-Phase = Literal["setup", "reallocation", "transfer", "compute", "checkpoint", "waiting"]
+Phase = Literal["setup", "reallocation", "offload", "transfer", "compute", "checkpoint", "waiting"]
 SampleDType = Literal["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -91,6 +91,22 @@ class FollowParameters(Message, frozen=True, kw_only=True):
     name: str
 
 
+class LoadModel(Message, frozen=True, kw_only=True):
+    """Brings a model back to the device of its home, from host memory."""
+
+    request_id: int
+    batch: BatchKey
+    model: str
+
+
+class OffloadModel(Message, frozen=True, kw_only=True):
+    """Sends a model, at home, to host memory."""
+
+    request_id: int
+    batch: BatchKey
+    model: str
+
+
 class CallFunction(Message, frozen=True, kw_only=True):
     """Runs a model function call on this worker's samples: `mini_batches[j]` are the ids of mini-batch j."""
 
@@ -172,5 +188,6 @@ class Failure(Message, frozen=True, kw_only=True):
     blames_peer: bool = False
 
 
-ToWorker = Transfer | Reallocate | FollowParameters | CallFunction | Release | FreeBatch | SaveCheckpoint | Shutdown
+Parameters = Reallocate | FollowParameters | LoadModel | OffloadModel | Release
+ToWorker = Parameters | Transfer | CallFunction | FreeBatch | SaveCheckpoint | Shutdown
 ToMaster = Hello | Ready | Heartbeat | Reply | Failure

@@ -32,6 +32,9 @@ from realhf.transport.messages import (
     CallFunction,
     FollowParameters,
     FreeBatch,
+    LoadModel,
+    OffloadModel,
+    Parameters,
     Reallocate,
     Release,
     Reply,
@@ -45,7 +48,7 @@ from realhf.worker.mailbox import Mailbox
 from realhf.worker.memory import MemoryGauge
 from realhf.worker.store import SampleStore, describe
 
-Request = Transfer | Reallocate | FollowParameters | CallFunction | Release | FreeBatch | SaveCheckpoint
+Request = Parameters | Transfer | CallFunction | FreeBatch | SaveCheckpoint
 
 # Rollouts of an evaluation draw other random numbers than those of training.
 EVALUATION_SEED_OFFSET = 0x5EED
@@ -99,6 +102,8 @@ class ModelWorker:
             if rank in home.mesh.devices:
                 self._set_activity(f"setup: model {name}")
                 self._models[name, home] = self._build_home(name, home)
+                if name in run.plan.offload:
+                    self._models[name, home].offload()  # before the next one is built
 
     def handle(self, request: Request) -> Reply | None:
         """Executes one request; what it raises ends the run."""
@@ -114,6 +119,14 @@ class ModelWorker:
             case FollowParameters(request_id=request_id, batch=batch, name=name):
                 with self._timed("reallocation", f"{name} of {batch}") as span:
                     self._follow(name)
+                return Reply(request_id=request_id, span=span())
+            case LoadModel(request_id=request_id, batch=batch, model=name):
+                with self._timed("offload", f"load {name} in {batch}") as span:
+                    self._models[name, self._run.homes[name]].load()
+                return Reply(request_id=request_id, span=span())
+            case OffloadModel(request_id=request_id, batch=batch, model=name):
+                with self._timed("offload", f"offload {name} in {batch}") as span:
+                    self._models[name, self._run.homes[name]].offload()
                 return Reply(request_id=request_id, span=span())
             case Release(model=model, layout=layout):
                 self._models[model, layout].free_parameters()
@@ -209,6 +222,8 @@ class ModelWorker:
             model_name=node.target,
             timeout_s=self._timeout_s,
         )
+        if target:
+            target.parameters_changed()
 
     def _call(self, request: CallFunction) -> Reply:
         split, step = request.batch.split, request.batch.step
@@ -304,7 +319,8 @@ class ModelWorker:
     def _save(self, directory: Path, models: Sequence[str]) -> None:
         for name in models:
             model = self._models[name, self._run.homes[name]]
-            write_pieces(directory / name, self._rank, model.state())
+            with model.loaded():
+                write_pieces(directory / name, self._rank, model.state())
 
 
 HEAD_PARAMETERS = ("lm_head.weight", "score.weight")

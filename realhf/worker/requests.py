@@ -10,6 +10,8 @@ from realhf.transport.messages import (
     CallFunction,
     FollowParameters,
     FreeBatch,
+    LoadModel,
+    OffloadModel,
     Reallocate,
     Release,
     SaveCheckpoint,
@@ -52,6 +54,8 @@ def refusal(request: ToWorker, run: Run, checkpoints: Path) -> str | None:
             return _no_batch(run, batch)
         case FollowParameters(batch=batch, name=name):
             return _no_batch(run, batch) if name in run.graph.follows else f"to follow {name}, which is no such node"
+        case LoadModel(batch=batch, model=model) | OffloadModel(batch=batch, model=model):
+            return _no_batch(run, batch) if model in run.plan.offload else f"to offload {model}, against the plan"
         case FreeBatch(batch=batch):
             return _no_batch(run, batch)
         case SaveCheckpoint(directory=directory, models=models):

@@ -47,6 +47,26 @@ def test_float64_rollouts_are_identical_and_parameters_agree(
     check_float64(run_plan(tmp_path / "run", plan, "--dtype", "float64"), reference64)
 
 
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "plan", ["single", *(pytest.param(p, marks=pytest.mark.slow) for p in ("mixed_disjoint", "sharded"))]
+)
+def test_offloaded_models_compute_the_same(plan: str, reference64: FinishedRun, tmp_path: Path) -> None:
+    """All models wait in host memory while nothing needs them; on one worker, every bit is that of a run without."""
+    written = json.loads((ROOT / f"tests/plans/{plan.replace('sharded', 'dp4')}.json").read_text())
+    written["offload"] = ["actor", "reference", "reward", "critic"]
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(written))
+    words = ("--compute.data-parallel", "fsdp") if plan == "sharded" else ()
+    run = finished(tmp_path / "run", "ppo", "--plan", path, *map(str, COMMON), "--dtype", "float64", *words)
+    check_float64(run, reference64)
+    if plan == "single":
+        for model, config in (("actor", ACTOR), ("critic", CRITIC)):
+            assert torch.equal(run.parameters(model, config), reference64.parameters(model, config))
+    phases = [event.get("cat") for event in json.loads((run.path / "trace.json").read_text())]
+    assert phases.count("offload") >= 2 * STEPS * 6, "before and behind each call"
+
+
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("generation", ["at home", "elsewhere"])

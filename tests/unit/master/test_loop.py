@@ -15,6 +15,8 @@ from realhf.master.loop import CallRecord, GraphRunner
 from realhf.transport.messages import (
     CallFunction,
     FreeBatch,
+    LoadModel,
+    OffloadModel,
     Reallocate,
     Release,
     Reply,
@@ -26,7 +28,7 @@ from tests.unit.master.workers import GRAPH, Workers
 
 def run(workers: Workers, plan: ExecutionPlan, steps: int, batch_size: int) -> list[tuple[int, list[CallRecord]]]:
     homes: dict[str, Layout] = {model: plan.layout(plan.home(GRAPH, model)) for model in GRAPH.models}
-    runner = GraphRunner("train", GRAPH, plan.calls, homes, batch_size)
+    runner = GraphRunner("train", GRAPH, plan.calls, homes, batch_size, offload=plan.offload)
     ended: list[tuple[int, list[CallRecord]]] = []
     asyncio.run(
         workers.dispatcher.run_steps(
@@ -93,6 +95,24 @@ def test_a_call_laid_out_otherwise_is_reallocated_and_released() -> None:
     sends = [send for message in workers.sent(Transfer, worker=2) for send in message.sends]  # type: ignore[union-attr]
     moved = Counter((send.peer, send.key) for send in sends for _ in send.ids)
     assert moved == {(0, "seq"): 4, (1, "seq"): 4, (0, "logprob"): 4, (1, "logprob"): 4}
+
+
+def test_a_model_in_host_memory_is_loaded_before_its_calls_and_sent_back_behind_them() -> None:
+    """The actor's home is on worker 0; for generation worker 1 gets a copy, with which worker 0 has done its part."""
+    calls = {**dict.fromkeys(GRAPH.calls, CallPlan(devices=(0, 1))), "actor_generate": CallPlan(devices=(1, 1))}
+    workers = Workers(2)
+    run(workers, ExecutionPlan(num_devices=2, calls=calls, offload=("actor",)), steps=1, batch_size=2)
+    kinds = [
+        [type(message) for to, message in workers.got if to == worker and not isinstance(message, Transfer)]
+        for worker in range(2)
+    ]
+    others = [CallFunction] * 3  # of reward and critic, which stay
+    assert kinds[1] == [Reallocate, CallFunction, Release, FreeBatch]
+    generation, training = [LoadModel, Reallocate, OffloadModel], [LoadModel, CallFunction, OffloadModel]
+    assert kinds[0][:3] == generation
+    assert sorted(kinds[0][3:-1], key=str) == sorted([*others, *training], key=str)
+    place = kinds[0].index(LoadModel, 3)
+    assert kinds[0][place : place + 3] == training
 
 
 def test_a_thousand_workers() -> None:

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 from realhf.api.follow import Follow
 from realhf.api.graph import INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.api.layout import Layout
+from realhf.api.offload import loads_of, with_loads
 from realhf.api.plan import CallPlan, ExecutionPlan, OrderEntry, check_plan
+from realhf.master.loop import GraphRunner
 from realhf.master.state import Action, FinishStep, Issue, Node, Schedule, participants
 from tests.unit.api.calls import call, ppo_graph
 
@@ -87,7 +89,7 @@ class Simulation:
             self.queues.setdefault(device, deque()).append(item)
 
     def _sends(self, node: Node) -> list[Item]:
-        if node.call in self.graph.follows:
+        if node.call not in self.graph.calls:
             return []
         return [Item("send", node, frozenset({device})) for device in self.plan.layout(node.call).mesh.devices]
 
@@ -100,7 +102,7 @@ class Simulation:
         }
 
     def _has_data(self, item: Item) -> bool:
-        if item.node.call in self.graph.follows:
+        if item.node.call not in self.graph.calls:
             return True
         keys = [key for key in self.graph.calls[item.node.call].input_data if key in self.graph.producers]
         parents = {Node(item.node.step, self.graph.producers[key]) for key in keys}
@@ -117,6 +119,8 @@ class Simulation:
 
 def steps_of(graph: DataflowGraph, plan: ExecutionPlan, name: str) -> list[tuple[str, frozenset[int]]]:
     """What has to be done for a node, and on which devices together."""
+    if load := loads_of(graph, plan.offload).get(name):
+        return [("compute", frozenset(plan.layout(plan.home(graph, load.model)).mesh.devices))]
     if follow := graph.follows.get(name):
         homes = [plan.layout(plan.home(graph, model)) for model in (follow.source, follow.target)]
         return [("compute", frozenset(device for home in homes for device in home.mesh.devices))]
@@ -128,9 +132,9 @@ def steps_of(graph: DataflowGraph, plan: ExecutionPlan, name: str) -> list[tuple
 
 
 def schedule_of(graph: DataflowGraph, plan: ExecutionPlan, order: list[tuple[str, int]]) -> Schedule:
-    layouts = {name: plan.layout(name) for name in graph.calls}
     homes: dict[str, Layout] = {model: plan.layout(plan.home(graph, model)) for model in graph.models}
-    return Schedule(graph, order, layouts, homes, plan.max_steps_in_flight)
+    runner = GraphRunner("train", graph, plan.calls, homes, 1, offload=plan.offload)
+    return Schedule(graph, with_loads(order, runner.loads), runner.devices, plan.max_steps_in_flight)
 
 
 def random_graph(random: Random) -> DataflowGraph:
@@ -200,8 +204,10 @@ def random_plan(graph: DataflowGraph, random: Random) -> ExecutionPlan:
         if definition.trains:  # all training of one model is in one place
             calls[name] = calls[homes.home(graph, definition.model_name)]
     window = random.randint(1, 3)
+    follows = {model for follow in graph.follows.values() for model in (follow.source, follow.target)}
+    offload = tuple(model for model in graph.models if model not in follows and random.random() < 0.4)
     order = random_order(graph, window, random) if random.random() < 0.9 else ()
-    plan = ExecutionPlan(num_devices=num_devices, calls=calls, order=order, max_steps_in_flight=window)
+    plan = ExecutionPlan(num_devices=num_devices, calls=calls, order=order, offload=offload, max_steps_in_flight=window)
     check_plan(plan, graph, 4)
     return plan
 
@@ -214,7 +220,7 @@ def test_any_plan_on_any_graph_under_any_timing(seed: int) -> None:
     plan = random_plan(graph, random)
     first, steps = random.choice([0, 0, 5]), random.randint(1, 5)
     order = [(name, first + step) for name, step in plan.unrolled(graph, steps)]
-    nodes = [Node(step, name) for name, step in order]
+    nodes = [Node(step, name) for name, step in with_loads(order, loads_of(graph, plan.offload))]
     for _ in range(2):
         schedule = schedule_of(graph, plan, order)
         simulation = Simulation(schedule, graph, plan, lambda _: random.expovariate(1.0)).run()
@@ -240,6 +246,9 @@ def check_execution(simulation: Simulation, nodes: list[Node]) -> None:
             (node, kind) for node in nodes for kind, devices in steps_of(graph, plan, node.call) if device in devices
         ]
         assert seen == expected, f"device {device} leaves the plan's order"
+    for load in loads_of(graph, plan.offload).values():
+        for node in (node for node in nodes if node.call == load.node):
+            assert spans[Node(node.step, load.name)][1] <= spans[node][0], "loaded before it is needed"
     assert simulation.max_in_flight <= plan.max_steps_in_flight
     assert simulation.finished_steps == sorted({node.step for node in nodes})
     assert not any(simulation.queues.values())
@@ -247,7 +256,7 @@ def check_execution(simulation: Simulation, nodes: list[Node]) -> None:
 
 def test_the_random_cases_are_not_all_trivial() -> None:
     """They have overlapping steps, trained models, those that follow them, and reallocations."""
-    overlapping = trained = following = reallocating = 0
+    overlapping = trained = following = offloading = reallocating = 0
     for seed in range(200):
         random = Random(seed)
         graph = random_graph(random)
@@ -255,10 +264,11 @@ def test_the_random_cases_are_not_all_trivial() -> None:
         overlapping += any(entry.steps_back for entry in plan.order)
         trained += any(c.trains for c in graph.calls.values())
         following += bool(graph.follows)
+        offloading += bool(plan.offload)
         reallocating += any(
             plan.layout(name) != plan.layout(plan.home(graph, c.model_name)) for name, c in graph.calls.items()
         )
-    assert min(overlapping, trained, following, reallocating) > 40
+    assert min(overlapping, trained, following, offloading, reallocating) > 40
 
 
 def test_participants_are_its_own_devices_and_those_of_its_parameters() -> None:

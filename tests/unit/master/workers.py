@@ -5,6 +5,8 @@ from realhf.master.loop import Dispatcher
 from realhf.transport.messages import (
     CallFunction,
     KeyMetadata,
+    LoadModel,
+    OffloadModel,
     Reallocate,
     Reply,
     SaveCheckpoint,
@@ -32,7 +34,7 @@ class Workers:
         match message:
             case CallFunction():
                 self.dispatcher.reply(worker, self._result(worker, message))
-            case Reallocate() | SaveCheckpoint():
+            case Reallocate() | SaveCheckpoint() | LoadModel() | OffloadModel():
                 self.dispatcher.reply(worker, Reply(request_id=message.request_id, span=Span("reallocation", "", 0, 1)))
 
     def _result(self, worker: int, call: CallFunction) -> Reply:

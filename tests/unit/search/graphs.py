@@ -8,7 +8,7 @@ from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, Mod
 from realhf.api.interface import InterfaceConfig
 from realhf.api.model import DecoderConfig
 from realhf.search.cluster import Cluster
-from realhf.search.problem import CallTable, OptionRow, Problem, TransferTable
+from realhf.search.tables import CallTable, OptionRow, Problem, TransferTable
 from realhf.search.timings import load_costs
 from realhf.search.workload import Workload
 

@@ -3,8 +3,8 @@
 import pytest
 
 from realhf.search.breakdown import DATA_TRANSFER, IDLE, REALLOCATION, device_time_shares
-from realhf.search.problem import CallTable, OptionRow, Problem, TransferTable
 from realhf.search.reference import makespan_s, simulate
+from realhf.search.tables import CallTable, OptionRow, Problem, TransferTable
 from tests.unit.search.graphs import random_problem
 
 

@@ -18,9 +18,10 @@ from realhf.search.options import call_options
 from realhf.search.order import possible_orders
 from realhf.search.predict import predict
 from realhf.search.presets import heuristic_plan
-from realhf.search.problem import Problem, build_problem
+from realhf.search.problem import build_problem
 from realhf.search.reference import device_bytes, makespan_s, simulate
 from realhf.search.searcher import native_problem, search_plan, search_problem
+from realhf.search.tables import Problem
 from realhf.search.workload import Workload
 from tests.unit.search.graphs import cpu_cluster, ppo, random_problem, settings
 

@@ -23,9 +23,10 @@ from realhf.search.memory import dynamic_bytes, model_sizes, static_bytes
 from realhf.search.options import Option, call_options
 from realhf.search.osdp import MODES, decoder_problem, ring, sliced, solve, uniform_plan
 from realhf.search.predict import predict
-from realhf.search.problem import Problem, build_problem
+from realhf.search.problem import build_problem
 from realhf.search.searcher import search_plan, without_hopeless
 from realhf.search.sharding import added_links, added_s, choose_modes, rooms, stage_operators
+from realhf.search.tables import Problem
 from realhf.search.task import PlanningTask
 from realhf.search.timings import AnalyticTimings, Costs
 from realhf.search.workload import Workload

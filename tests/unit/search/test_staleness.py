@@ -5,8 +5,8 @@ import pytest
 
 from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.search.options import call_options
-from realhf.search.problem import Problem
 from realhf.search.searcher import native_problem, search_problem
+from realhf.search.tables import Problem
 from realhf.search.task import PlanningTask, with_staleness
 from tests.unit.search import graphs
 

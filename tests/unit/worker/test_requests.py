@@ -20,6 +20,8 @@ from realhf.transport.messages import (
     BatchKey,
     CallFunction,
     FreeBatch,
+    LoadModel,
+    OffloadModel,
     Reallocate,
     Release,
     SaveCheckpoint,
@@ -53,7 +55,7 @@ def run() -> Run:
     return Run(
         RunSpec(**files, num_workers=4, devices_per_node=4),  # type: ignore[arg-type]
         experiment,
-        ExecutionPlan(num_devices=4, calls=calls),
+        ExecutionPlan(num_devices=4, calls=calls, offload=("reward",)),
     )
 
 
@@ -62,11 +64,11 @@ def requests_of(run: Run, checkpoints: Path) -> list[ToWorker]:
     workers = Workers(4, run.graph)
 
     async def script() -> None:
-        train = GraphRunner("train", run.graph, run.plan.calls, run.homes, 8)
+        train = GraphRunner("train", run.graph, run.plan.calls, run.homes, 8, offload=run.plan.offload)
         await workers.dispatcher.run_steps(train, run.plan.unrolled(run.graph, 2), 2, lambda *_: None)
         workers.graph = graph = run.evaluation_graph
         calls = {name: run.evaluation_plan(call) for name, call in graph.calls.items()}
-        evaluate = GraphRunner("evaluation", graph, calls, run.homes, 4)
+        evaluate = GraphRunner("evaluation", graph, calls, run.homes, 4, offload=run.plan.offload)
         await workers.dispatcher.run_steps(evaluate, [("accuracy", 0), ("accuracy", 1)], 1, lambda *_: None)
         await workers.dispatcher.save(str(checkpoints / ".step-2.part"), {0: ("actor", "critic")})
 
@@ -76,7 +78,7 @@ def requests_of(run: Run, checkpoints: Path) -> list[ToWorker]:
 
 def test_what_the_master_sends_is_executed(run: Run, tmp_path: Path) -> None:
     requests = requests_of(run, tmp_path)
-    kinds = {CallFunction, Reallocate, Release, Transfer, FreeBatch, SaveCheckpoint}
+    kinds = {CallFunction, Reallocate, Release, LoadModel, OffloadModel, Transfer, FreeBatch, SaveCheckpoint}
     assert {type(request) for request in requests} == kinds
     assert [refusal(request, run, tmp_path) for request in requests] == [None] * len(requests)
     assert refusal(Shutdown(), run, tmp_path) is None
@@ -108,6 +110,8 @@ def change(request: Any, **fields: Any) -> Any:
         Release(model="critic", layout=ELSEWHERE.layout),
         Transfer(batch=TRAIN, sends=(Send(peer=4, key="seq", ids=(0,)),)),
         Transfer(batch=TRAIN, sends=(Send(peer=1, key="prompt", ids=(0,)),)),
+        LoadModel(request_id=1, batch=TRAIN, model="critic"),
+        OffloadModel(request_id=1, batch=BatchKey("train", 2), model="reward"),
         FreeBatch(batch=BatchKey("train", 99)),
         SaveCheckpoint(request_id=1, directory="/etc", models=("actor",)),
         SaveCheckpoint(request_id=1, directory="checkpoints/../../keys", models=("actor",)),

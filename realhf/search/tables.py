@@ -1,0 +1,53 @@
+"""A planning problem as plain tables: what the searcher gets, and what can be written to a file."""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import msgspec
+
+ParentRow = tuple[int, int]  # (node, steps back); nodes are numbered calls first, then transfers
+
+
+class OptionRow(msgspec.Struct, frozen=True, kw_only=True):
+    """An option of a call: seconds, and bytes on each of its devices (csrc/search/problem.h)."""
+
+    devices: tuple[int, int]
+    strategy: str
+    micro_batches: int
+    time_s: float
+    static_bytes: float
+    dynamic_bytes: float
+    copy_bytes: float
+
+
+class CallTable(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    home: int
+    parents: list[ParentRow]
+    options: list[OptionRow]
+
+
+class TransferTable(msgspec.Struct, frozen=True, kw_only=True):
+    """A move between two calls: option i of the source and j of the target take
+    seconds[rows[i] * num_columns + columns[j]]. There can be millions: a list, or a buffer of doubles."""
+
+    name: str
+    source: int
+    target: int
+    parents: list[ParentRow]
+    rows: list[int]
+    columns: list[int]
+    num_columns: int
+    seconds: Sequence[float]
+    occupies: Literal["both", "source", "target"] = "both"
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """Everything the search needs and nothing about how the numbers came about."""
+
+    num_devices: int
+    device_memory_bytes: float
+    steps: int
+    max_steps_in_flight: int
+    calls: list[CallTable]
+    transfers: list[TransferTable]

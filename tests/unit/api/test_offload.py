@@ -1,0 +1,51 @@
+"""Which nodes load which models, and where they stand in an order."""
+
+import re
+
+import pytest
+
+from realhf.api.errors import UserError
+from realhf.api.follow import Follow
+from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
+from realhf.api.offload import Load, check_offload, loads_of, with_loads
+from tests.unit.api.calls import call
+
+CALLS = [
+    call("actor", GENERATE, ["prompt"], ["seq"]),
+    call("reference", INFERENCE, ["seq"], ["logprob"]),
+    call("actor", TRAIN_STEP, ["seq", "logprob"]),
+]
+GRAPH = DataflowGraph(CALLS, ["prompt"], {"reference": Follow("actor", eta=0.1)})
+
+
+def test_a_model_is_loaded_for_each_node_that_needs_it() -> None:
+    loads = loads_of(GRAPH, ["actor"])
+    assert list(loads.values()) == [
+        Load("load actor for actor_generate", "actor", "actor_generate"),
+        Load("load actor for actor_train_step", "actor", "actor_train_step"),
+        Load("load actor for reference_follows_actor", "actor", "reference_follows_actor"),
+    ]
+    order = [("actor_generate", 1), ("reference_inference", 0), ("reference_follows_actor", 0)]
+    assert with_loads(order, loads) == [
+        ("load actor for actor_generate", 1),
+        ("actor_generate", 1),
+        ("reference_inference", 0),
+        ("load actor for reference_follows_actor", 0),
+        ("reference_follows_actor", 0),
+    ]
+    assert with_loads(order, loads_of(GRAPH, [])) == order
+
+
+@pytest.mark.parametrize(
+    ("offload", "message"),
+    [
+        (["critic"], "offload: 'critic' is no model of the experiment; choose from actor, reference"),
+        (["actor", "actor"], "offload: 'actor' is listed twice"),
+        (["actor", "reference"], "offload: 'reference' follows 'actor', so that both are needed at once"),
+    ],
+)
+def test_what_cannot_be_offloaded(offload: list[str], message: str) -> None:
+    check_offload(["actor"], GRAPH)
+    check_offload(["reference", "actor"], DataflowGraph(CALLS, ["prompt"]))
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_offload(offload, GRAPH)

@@ -1,0 +1,92 @@
+"""A model that waits in host memory between its uses: the same bits as one that stays, and no memory meanwhile."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from realhf.api.experiment import OptimizerConfig
+from realhf.api.generation import GenerationOptions
+from realhf.engine.model import ShardedModel
+from realhf.search.memory import static_bytes
+from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, split_like, tiny, trained_tokens
+
+CONFIG = tiny(num_layers=2)
+BATCH = random_batch(CONFIG, 4)
+STAYS: Callable[[ShardedModel], None] = lambda model: None  # noqa: E731
+
+
+def goes_and_comes(model: ShardedModel) -> None:
+    model.offload()
+    assert device_bytes(model) == 0
+    model.load()
+
+
+def device_bytes(model: ShardedModel) -> int:
+    """What parameters, gradients and optimizer states have on the device."""
+    vectors = [model.parameters.flat]
+    if model.trainer is not None:
+        vectors += [model.parameters.gradient, *model.trainer.optimizer.on_device()]
+    return sum(vector.untyped_storage().nbytes() for vector in vectors)
+
+
+def trained(optimizer: OptimizerConfig, dtype: torch.dtype, between: Callable[[ShardedModel], None]) -> list[Tensor]:
+    """Everything that the model has after three steps, with `between` before each of them, and its outputs."""
+    model = ShardedModel(CONFIG, ONE_RANK, dtype, optimizer=optimizer, total_optimizer_steps=3)
+    model.initialise(seed=0)
+    for _ in range(3):
+        between(model)
+        model.train_step(BATCH, "tokens", next_token_loss, trained_tokens, micro_batches=2)
+    between(model)
+    outputs = model.forward(BATCH, "tokens", split_like, micro_batches=2)["output"]
+    between(model)
+    options = GenerationOptions(max_new_tokens=4, eos_token=1)
+    rollouts = model.generate(BATCH, "tokens", options, sample_key=(0, 0), micro_batches=1)
+    assert model.trainer is not None
+    states = [state.clone() for state in model.trainer.optimizer.state.values()]
+    return [model.parameters.flat.clone(), *states, *outputs, *rollouts.sequences, *rollouts.logprobs]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offload_states", [False, True])
+def test_every_bit_is_the_same(dtype: torch.dtype, offload_states: bool) -> None:
+    optimizer = OptimizerConfig(lr=1e-2, offload_states=offload_states)
+    expected, got = (trained(optimizer, dtype, between) for between in (STAYS, goes_and_comes))
+    assert all(torch.equal(a, b) for a, b in zip(expected, got, strict=True))
+
+
+@pytest.mark.parametrize(("optimizer", "elements"), [(None, 1), (OptimizerConfig(), 4)])
+def test_it_has_the_planned_memory_or_none(optimizer: OptimizerConfig | None, elements: int) -> None:
+    model = ShardedModel(CONFIG, ONE_RANK, torch.float32, optimizer=optimizer)
+    planned = static_bytes(CONFIG, ONE_RANK.layout.strategy, "float32", trained=optimizer is not None)
+    assert planned == elements * 4 * sum(p.numel() for p in model.decoder.parameters())
+    whole = device_bytes(model)
+    assert planned <= whole <= 1.02 * planned, "places between parameters are left empty"
+    model.offload()
+    model.offload()
+    assert device_bytes(model) == 0
+    with model.loaded():
+        assert device_bytes(model) == whole
+    assert device_bytes(model) == 0
+    model.load()
+    model.load()
+    with model.loaded():
+        pass
+    assert device_bytes(model) == whole
+
+
+def test_what_has_not_changed_is_not_copied_again() -> None:
+    model = ShardedModel(CONFIG, ONE_RANK, torch.float32)
+    model.initialise(seed=0)
+    model.offload()
+    model.load()
+    model.parameters.flat.zero_()  # behind its back: the values on the host are older
+    model.offload()
+    model.load()
+    assert model.parameters.flat.any()
+    model.parameters.flat.zero_()
+    model.parameters_changed()
+    model.offload()
+    model.load()
+    assert not model.parameters.flat.any()
