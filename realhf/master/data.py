@@ -2,14 +2,22 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from heapq import heappop, heappush
 
 from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.api.layout import Layout
+from realhf.api.protocols import THREE_D_PROTO, Division, TransferProtocol
 from realhf.transport.messages import KeyMetadata, Receive, SampleDType, Send
 
-# mini_batches[dp][j]: the ids of mini-batch j that data-parallel rank dp works on.
+# mini_batches[part][j]: the ids of mini-batch j in a part of the batch, that of a data-parallel rank.
 Partition = list[list[tuple[int, ...]]]
+
+
+@lru_cache(maxsize=256)
+def division(layout: Layout, protocol: TransferProtocol = THREE_D_PROTO) -> Division:
+    """What each device of a call gets. A pass through a model needs 3D_PROTO: its peers work on the same samples."""
+    return protocol.distribute(layout)
 
 
 def partition(batch_size: int, mini_batches: int, dp: int, lengths: Mapping[int, int] | None = None) -> Partition:
@@ -107,7 +115,9 @@ class DataDirectory:
                 column.owner[sample] = worker
                 column.holders.setdefault(sample, set()).add(worker)
 
-    def plan_transfer(self, layout: Layout, parts: Partition, keys: Iterable[str]) -> dict[int, WorkerMoves]:
+    def plan_transfer(
+        self, layout: Layout, parts: Partition, keys: Iterable[str], protocol: TransferProtocol = THREE_D_PROTO
+    ) -> dict[int, WorkerMoves]:
         """What moves so that every rank of `layout` has `keys` of its samples, and notes it as done.
 
         Every sample comes from the worker that produced it and goes to each worker that lacks it
@@ -116,10 +126,9 @@ class DataDirectory:
         moves: dict[int, WorkerMoves] = {}
         for key in sorted(keys):
             column = self._columns[key]
-            for worker in layout.mesh.devices:
-                dp = layout.coordinates(worker)[0]
+            for worker, part in sorted(division(layout, protocol).part_of.items()):
                 lacking: dict[int, list[int]] = {}
-                for sample in (sample for ids in parts[dp] for sample in ids):
+                for sample in (sample for ids in parts[part] for sample in ids):
                     if worker not in column.holders[sample]:
                         lacking.setdefault(column.owner[sample], []).append(sample)
                         column.holders[sample].add(worker)

@@ -11,8 +11,9 @@ from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.api.layout import Layout
 from realhf.api.offload import Load, loads_of, models_needed, with_loads
 from realhf.api.plan import CallPlan
+from realhf.api.protocols import THREE_D_PROTO
 from realhf.data.rows import DatasetRows
-from realhf.master.data import DataDirectory, Partition, dataset_sequences, length_key, partition
+from realhf.master.data import DataDirectory, Partition, dataset_sequences, division, length_key, partition
 from realhf.master.replies import Request, check_reply
 from realhf.master.state import Action, FinishStep, Issue, Node, Schedule, participants
 from realhf.transport.messages import (
@@ -269,12 +270,11 @@ class Dispatcher:
     async def _send_call(
         self, node: Node, batch: BatchKey, definition: ModelFunctionCallDef, plan: CallPlan, parts: Partition
     ) -> None:
-        layout = plan.layout
-        for worker in layout.mesh.devices:
-            dp = layout.coordinates(worker)[0]
-            mini_batches = parts[dp]
+        layout, collected = plan.layout, frozenset(THREE_D_PROTO.collect(plan.layout))
+        for worker, part in division(layout).part_of.items():
+            mini_batches = parts[part]
             ids = tuple(sample for mini_batch in mini_batches for sample in mini_batch)
-            outputs = definition.output_data if worker == layout.output_device(dp) else ()
+            outputs = definition.output_data if worker in collected else ()
             request_id = self._expect(worker, Request(_name(node, batch), node, frozenset(outputs), ids))
             await self._send(
                 worker,
@@ -315,8 +315,8 @@ def _parts(runner: GraphRunner, call: ModelFunctionCallDef, step: int, directory
             return None
     elif runner.rows is not None:
         lengths = runner.rows.lengths(step, dataset_sequences(call))
-    dp = runner.calls[call.name].layout.strategy.dp
-    return partition(runner.batch_size, call.mini_batches, dp, lengths)
+    parts = division(runner.calls[call.name].layout).parts
+    return partition(runner.batch_size, call.mini_batches, parts, lengths)
 
 
 def _name(node: Node, batch: BatchKey) -> str:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from realhf.api.graph import DataflowGraph
 from realhf.api.plan import ExecutionPlan
 from realhf.master.loop import Dispatcher, GraphRunner
-from realhf.master.state import Node, participants
+from realhf.master.state import Node
 from realhf.transport.messages import CallFunction, FollowParameters, KeyMetadata, Reallocate, Reply, Span, ToWorker
 
 Seconds = Callable[[Node], float]
@@ -76,8 +76,7 @@ class VirtualCluster:
         runner = self._runner
         if (kind, node) not in self._tasks:
             devices = frozenset(runner.calls[node.call].layout.mesh.devices) if kind is CallFunction else None
-            everyone = devices or participants(runner.graph, node.call, runner.layouts, runner.homes)
-            self._tasks[kind, node] = Task(kind, node, everyone)
+            self._tasks[kind, node] = Task(kind, node, devices or runner.devices[node.call])
         return self._tasks[kind, node]
 
     def _come_to(self, worker: int) -> None:

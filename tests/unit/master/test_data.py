@@ -10,6 +10,15 @@ from hypothesis import strategies as st
 
 from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.protocols import (
+    ALL_TO_ALL,
+    ONE_TO_ALL,
+    RANK_ZERO,
+    THREE_D_PP_AS_DP,
+    THREE_D_PP_ONLY,
+    THREE_D_PROTO,
+    TransferProtocol,
+)
 from realhf.master.data import DataDirectory, Partition, length_key, partition
 from realhf.transport.messages import KeyMetadata
 from tests.unit.api.calls import Nothing, call
@@ -113,10 +122,13 @@ class Cluster:
             metadata = KeyMetadata(dtype="float32", trailing=(2,), ids=ids, lengths=lengths)
             self.directory.record(worker, {key: metadata})
 
-    def deliver(self, layout: Layout, mini_batches: int, keys: list[str]) -> int:
+    def deliver(
+        self, layout: Layout, mini_batches: int, keys: list[str], protocol: TransferProtocol = THREE_D_PROTO
+    ) -> int:
         """Carries out the plan for a call on `layout`; returns how many samples were sent."""
-        parts = partition(BATCH_SIZE, mini_batches, layout.strategy.dp)
-        moves = self.directory.plan_transfer(layout, parts, keys)
+        division = protocol.distribute(layout)
+        parts = partition(BATCH_SIZE, mini_batches, division.parts)
+        moves = self.directory.plan_transfer(layout, parts, keys, protocol)
         sent = [
             (worker, send.peer, send.key, sample)
             for worker, part in moves.items()
@@ -138,9 +150,8 @@ class Cluster:
             assert (key, sample) not in self.held.get(target, ()), "nobody gets what it has"
         for _, target, key, sample in sent:
             self.held.setdefault(target, set()).add((key, sample))
-        for worker in layout.mesh.devices:
-            dp = layout.coordinates(worker)[0]
-            wanted = {(key, sample) for key in keys for ids in parts[dp] for sample in ids}
+        for worker, of_worker in division.part_of.items():
+            wanted = {(key, sample) for key in keys for ids in parts[of_worker] for sample in ids}
             assert wanted <= self.held.get(worker, set()), f"worker {worker} lacks data"
         return len(sent)
 
@@ -174,6 +185,16 @@ def test_every_rank_gets_its_samples_and_nothing_twice(seed: int) -> None:
         grown = sum(len(held - held_before.get(worker, set())) for worker, held in workers.held.items())
         assert num_sent == grown
         assert workers.deliver(layout, mini_batches, wanted) == 0, "a second time nothing is missing"
+
+
+@pytest.mark.parametrize("protocol", [ONE_TO_ALL, RANK_ZERO, ALL_TO_ALL, THREE_D_PP_ONLY, THREE_D_PP_AS_DP])
+def test_data_moves_as_any_protocol_says(protocol: TransferProtocol) -> None:
+    for seed in range(20):
+        random = Random(seed)
+        workers = cluster(random, ["seq"])
+        workers.produce("seq", random_layout(random), 1)
+        layout = Layout(DeviceMesh(random.randrange(6), 8), ParallelStrategy(dp=2, tp=2, pp=2))
+        workers.deliver(layout, random.choice([1, 2]), ["seq"], protocol)
 
 
 def test_the_same_layout_with_outputs_on_every_rank_moves_nothing() -> None:

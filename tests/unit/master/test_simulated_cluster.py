@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from realhf.api.graph import DataflowGraph
 from realhf.api.plan import CallPlan, ExecutionPlan, OrderEntry
-from realhf.master.state import Node, participants
-from realhf.search.problem import CallTable, OptionRow, Problem, TransferTable
+from realhf.master.state import Node
 from realhf.search.reference import simulate
+from realhf.search.tables import CallTable, OptionRow, Problem, TransferTable
 from tests.unit.master.cluster import VirtualCluster, runner_of
 from tests.unit.master.test_state import random_graph, random_plan
 from tests.unit.master.workers import GRAPH
@@ -72,8 +72,7 @@ def workers_of(graph: DataflowGraph, plan: ExecutionPlan, name: str) -> frozense
     """Who computes a call, or takes part when a model follows another."""
     if name in graph.calls:
         return frozenset(plan.layout(name).mesh.devices)
-    runner = runner_of(graph, plan, 4)
-    return participants(graph, name, runner.layouts, runner.homes)
+    return runner_of(graph, plan, 4).devices[name]
 
 
 def every_call_at_home(graph: DataflowGraph, plan: ExecutionPlan) -> ExecutionPlan:

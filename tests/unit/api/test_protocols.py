@@ -1,0 +1,116 @@
+"""The named transfer protocols by hand, and what holds of each of them under any layout."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.api.errors import UserError
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.protocols import (
+    ALL_TO_ALL,
+    DP_PROTO,
+    ONE_TO_ALL,
+    RANK_ZERO,
+    THREE_D_PP_AS_DP,
+    THREE_D_PP_ONLY,
+    THREE_D_PROTO,
+    Division,
+    TransferProtocol,
+    all_micro_dp,
+)
+
+SMALL = ParallelStrategy(dp=2, tp=2, pp=2)
+EIGHT = Layout(DeviceMesh(8, 8), SMALL)  # (dp, tp) of devices 8 to 11: 00 01 10 11, all of stage 0; then stage 1
+MICRO = all_micro_dp(ParallelStrategy(tp=1, pp=2))
+
+# By protocol: the parts of devices 8 to 15 (None: it gets nothing), and the devices that are collected.
+BY_HAND = {
+    ONE_TO_ALL: ([0] * 8, range(8, 16)),
+    ALL_TO_ALL: (list(range(8)), range(8, 16)),
+    RANK_ZERO: ([0, *[None] * 7], [8]),
+    THREE_D_PROTO: ([0, 0, 1, 1, 0, 0, 1, 1], [12, 14]),
+    THREE_D_PP_ONLY: ([0] * 8, [8, 12]),
+    THREE_D_PP_AS_DP: ([0, 0, 2, 2, 1, 1, 3, 3], [8, 12, 10, 14]),
+    # Two micro-data-parallel groups in each data-parallel one: tensor-parallel neighbours in training.
+    MICRO: ([0, 1, 2, 3, 0, 1, 2, 3], [12, 13, 14, 15]),
+    # All four devices of a model are micro-data-parallel: stage first, then tensor.
+    all_micro_dp(ParallelStrategy()): ([0, 1, 4, 5, 2, 3, 6, 7], [8, 9, 12, 13, 10, 11, 14, 15]),
+}
+
+
+@pytest.mark.parametrize("protocol", BY_HAND, ids=lambda protocol: protocol.name)
+def test_by_hand(protocol: TransferProtocol) -> None:
+    parts, collected = BY_HAND[protocol]
+    division = protocol.distribute(EIGHT)
+    assert [division.part_of.get(device) for device in range(8, 16)] == parts
+    assert protocol.collect(EIGHT) == tuple(collected)
+    assert protocol.restores(EIGHT) == (protocol not in (ONE_TO_ALL, THREE_D_PP_ONLY))
+
+
+def test_data_parallelism_alone() -> None:
+    four = Layout(DeviceMesh(4, 4), ParallelStrategy(dp=4))
+    assert DP_PROTO.distribute(four) == THREE_D_PROTO.distribute(four) == Division(4, {4: 0, 5: 1, 6: 2, 7: 3})
+    assert DP_PROTO.collect(four) == THREE_D_PROTO.collect(four) == (4, 5, 6, 7)
+    with pytest.raises(UserError, match="DP_PROTO: dp2 tp2 pp2 on devices 8-15 divides the model as well"):
+        DP_PROTO.distribute(EIGHT)
+
+
+layouts = st.builds(
+    lambda first, dp, tp, pp: Layout(DeviceMesh(first, dp * tp * pp), ParallelStrategy(dp, tp, pp)),
+    st.integers(0, 8), st.integers(1, 4), st.sampled_from([1, 2, 3, 4, 6]), st.sampled_from([1, 2, 4]),
+)  # fmt: skip
+
+
+@given(layouts, st.data())
+@settings(max_examples=150, deadline=None)
+def test_what_is_distributed_and_collected_is_the_batch(layout: Layout, data: st.DataObject) -> None:
+    """Devices that double their samples: the collected outputs are the doubled batch, or one for each device asked."""
+    tp = data.draw(st.sampled_from([t for t in range(1, layout.strategy.tp + 1) if layout.strategy.tp % t == 0]))
+    pp = data.draw(st.sampled_from([p for p in range(1, layout.strategy.pp + 1) if layout.strategy.pp % p == 0]))
+    micro = all_micro_dp(ParallelStrategy(tp=tp, pp=pp))
+    for protocol in (ONE_TO_ALL, ALL_TO_ALL, RANK_ZERO, THREE_D_PROTO, THREE_D_PP_ONLY, THREE_D_PP_AS_DP, micro):
+        protocol.check(layout)
+        division = protocol.distribute(layout)
+        batch = list(range(3 * division.parts))
+        inputs = {device: batch[3 * part : 3 * part + 3] for device, part in division.part_of.items()}
+        outputs = [[2 * sample for sample in inputs[device]] for device in protocol.collect(layout)]
+        whole = [2 * sample for sample in batch]
+        if protocol in (ONE_TO_ALL, THREE_D_PP_ONLY):
+            count = layout.mesh.size if protocol is ONE_TO_ALL else layout.strategy.pp
+            assert outputs == [whole] * count
+        else:
+            assert [sample for output in outputs for sample in output] == whole
+        by_part: dict[int, int] = {}
+        for part in division.part_of.values():
+            by_part[part] = by_part.get(part, 0) + 1
+        assert len(set(by_part.values())) == 1, "every part goes to equally many devices"
+
+
+@given(layouts)
+def test_peers_in_a_pass_through_the_model_have_the_same_samples(layout: Layout) -> None:
+    part_of = THREE_D_PROTO.distribute(layout).part_of
+    for dp in range(layout.strategy.dp):
+        peers = [device for stage in range(layout.strategy.pp) for device in layout.tensor_group(dp, stage)]
+        assert {part_of[device] for device in peers} == {dp}
+    assert THREE_D_PROTO.collect(layout) == tuple(map(layout.output_device, range(layout.strategy.dp)))
+
+
+def test_generation_must_divide_training() -> None:
+    with pytest.raises(UserError, match="3D_ALL_MICRO_DP: tp=4 and pp=1 of generation must divide tp=2 and pp=2"):
+        all_micro_dp(ParallelStrategy(tp=4)).distribute(EIGHT)
+
+
+@pytest.mark.parametrize(
+    ("division", "collected", "message"),
+    [
+        (Division(1, {0: 0, 8: 0}), (8,), "protocol MINE: devices [0] are not of dp2 tp2 pp2 on devices 8-15"),
+        (Division(2, {8: 0, 9: 0}), (8,), "protocol MINE cuts a batch into 2 parts and gives [0] to"),
+        (Division(1, {8: 0}), (9,), "protocol MINE collects outputs of [9], which get nothing"),
+    ],
+)
+def test_a_protocol_that_contradicts_itself(division: Division, collected: tuple[int, ...], message: str) -> None:
+    mine = TransferProtocol(name="MINE", distribute=lambda _: division, collect=lambda _: collected)
+    with pytest.raises(UserError, match=re.escape(message)):
+        mine.check(EIGHT)
