@@ -1,6 +1,7 @@
 """Entry of the master process: `python -m realhf.master RUN_DIR [HOST]`; it listens on HOST, else on this host."""
 
 import asyncio
+import logging
 import signal
 import socket
 import sys
@@ -9,12 +10,16 @@ from pathlib import Path
 from realhf.api.errors import RunError, UserError
 from realhf.api.run import load_run
 from realhf.master.master import Master
+from realhf.scheduler.base import MASTER
+from realhf.scheduler.logs import start_logging
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.codec import Codec
 from realhf.transport.keys import load_master_keys
 from realhf.transport.messages import ToMaster, ToWorker
 from realhf.transport.rendezvous import MasterAddress, publish_master, withdraw_master
 from realhf.transport.server import Server
+
+logger = logging.getLogger("realhf.master")
 
 
 async def serve(directory: RunDirectory, host: str) -> None:
@@ -42,14 +47,15 @@ async def serve(directory: RunDirectory, host: str) -> None:
 
 def main() -> int:
     directory = RunDirectory.open(Path(sys.argv[1]))
+    start_logging(MASTER)
     host = sys.argv[2] if len(sys.argv) > 2 else socket.gethostname()
     try:
         asyncio.run(serve(directory, host))
     except (RunError, UserError) as error:
-        print(error, file=sys.stderr)
+        logger.error("%s", error)
         return 1
     except asyncio.CancelledError:
-        print("terminated", file=sys.stderr)
+        logger.error("terminated")
         return 143
     return 0
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import logging
 import time
 from functools import cached_property
 from pathlib import Path
@@ -13,12 +14,14 @@ from realhf.data.datasets import JSONLDataset
 from realhf.data.rows import DatasetRows
 from realhf.master.awake import AwakeClock
 from realhf.master.loop import CallRecord, Dispatcher, GraphRunner
-from realhf.master.records import JsonLines, Trace, step_metrics
+from realhf.master.records import JsonLines, Trace, log_step, step_metrics
 from realhf.models.checkpoint_index import STEPS_KEY, finish, initial_optimizer_steps, state_owners
 from realhf.scheduler.base import worker_name
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.messages import Failure, Heartbeat, Hello, Ready, Reply, Shutdown, ToMaster, ToWorker
 from realhf.transport.server import Server
+
+logger = logging.getLogger(__name__)
 
 # Workers send a heartbeat every second. One that sends none is given up after the longer time, which a busy machine
 # does not keep it silent for; where something else is wrong already, it is the one to blame after the shorter.
@@ -84,6 +87,7 @@ class Master:
 
     async def _drive(self) -> None:
         await self._wait_until_ready()
+        logger.info("all %d workers are ready", self._num_workers)
         self._write_status("running")
         await self._evaluate(0)
         for first, last in self._segments(self._run.experiment.steps):
@@ -140,6 +144,7 @@ class Master:
         metrics = step_metrics(step + 1, records, self._run.plan, self._previous_end)
         self._previous_end = max(record.end for record in records)
         self._metrics.write(metrics)
+        log_step(metrics)
         self._trace.flush()
         self._step = step + 1
         self._write_status("running")
@@ -207,7 +212,7 @@ class Master:
                     try:
                         self._dispatcher.reply(worker, message)
                     except ValueError as error:
-                        print(f"worker {worker} sent {error}", flush=True)
+                        logger.warning("worker %d sent %s", worker, error)
                         self._server.reject(worker)
                 case Heartbeat(activity=activity):
                     self._activity[worker] = activity

@@ -1,5 +1,6 @@
 """What a run leaves for people to read: metrics.jsonl, evaluations.jsonl, trace.json."""
 
+import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,10 @@ import msgspec
 
 from realhf.api.plan import ExecutionPlan
 from realhf.master.loop import CallRecord
+from realhf.scheduler.logs import at
 from realhf.transport.messages import Span
+
+logger = logging.getLogger(__name__)
 
 
 class JsonLines:
@@ -105,3 +109,11 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
             for worker in range(plan.num_devices)
         ],
     }
+
+
+def log_step(metrics: dict[str, Any]) -> None:
+    """What a line of metrics.jsonl says of times, for the master's log: one record a call and one for the step."""
+    step = metrics["step"]
+    for call, times in sorted(metrics["calls"].items(), key=lambda item: float(item[1]["end"])):
+        logger.info("took %.3f s", times["seconds"], extra=at(step, call))
+    logger.info("ended after %.3f s, %.0f tokens/s", metrics["time_s"], metrics["tokens_per_s"], extra=at(step))

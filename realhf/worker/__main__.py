@@ -1,5 +1,6 @@
 """Entry of a worker process: `python -m realhf.worker RUN_DIR` (the launcher's environment tells the index)."""
 
+import logging
 import os
 import socket
 import sys
@@ -16,6 +17,7 @@ from realhf.engine.paged_attention import describe_attention
 from realhf.parallel.host_group import PeerError
 from realhf.scheduler.activity import ActivityWriter
 from realhf.scheduler.base import worker_index, worker_name
+from realhf.scheduler.logs import start_logging
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.client import Client
 from realhf.transport.codec import Codec
@@ -25,6 +27,8 @@ from realhf.transport.rendezvous import wait_for_master
 from realhf.worker.allocator import keep_freed_memory
 from realhf.worker.model_worker import ModelWorker
 from realhf.worker.requests import refusal
+
+logger = logging.getLogger("realhf.worker")
 
 RECEIVE_TIMEOUT_S = 3600.0
 
@@ -58,11 +62,12 @@ def serve(
 ) -> None:
     """Sets up and executes requests until told to stop. Raises what a request raises, with its id noted."""
     device = pick_device()
-    print(f"attention on {device.type}:", *describe_attention(device.type), sep="\n  ", flush=True)
+    logger.info("attention on %s: %s", device.type, "; ".join(describe_attention(device.type)))
     activity.set("setup: joining the other workers")
     join_world(directory, run, rank, device)
     worker = ModelWorker(run, rank, device, directory.path, activity.set)
     client.send(Ready())
+    logger.info("ready")
     activity.set("waiting for the first request")
     while True:
         request = client.receive(RECEIVE_TIMEOUT_S)
@@ -96,6 +101,7 @@ def main() -> int:
     assert rank is not None, "a launcher tells a worker its index"
     run = load_run(directory.experiment, directory.plan)
     activity = ActivityWriter(directory.activity(worker_name(rank)))
+    start_logging(worker_name(rank), lambda: activity.text)
     keys = load_worker_keys(directory.keys, worker=rank)
     master = wait_for_master(directory.rendezvous, timeout_s=run.spec.setup_timeout_s, public_key=keys.master)
     client: Client[ToWorker, ToMaster] = Client(
@@ -109,7 +115,7 @@ def main() -> int:
     try:
         serve(directory, rank, run, client, activity)
     except Exception as error:
-        traceback.print_exc()
+        logger.exception("failed: %s", activity.text)
         client.send(Failure(request_id=None, text=traceback.format_exc(), blames_peer=blames_peer(error)))
         client.close()
         # Groups whose peers are gone can block an orderly end for minutes; there is nothing left to save.

@@ -1,6 +1,7 @@
 """The model worker: executes the master's requests on one device, one after the other."""
 
 import importlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,8 @@ from realhf.worker import rollouts
 from realhf.worker.mailbox import Mailbox
 from realhf.worker.memory import MemoryGauge
 from realhf.worker.store import SampleStore, describe
+
+logger = logging.getLogger(__name__)
 
 Request = Parameters | Transfer | CallFunction | FreeBatch | SaveCheckpoint
 
@@ -102,6 +105,7 @@ class ModelWorker:
             if rank in home.mesh.devices:
                 self._set_activity(f"setup: model {name}")
                 self._models[name, home] = self._build_home(name, home)
+                logger.info("model %s is here, %s", name, home)
                 if name in run.plan.offload:
                     self._models[name, home].offload()  # before the next one is built
 
@@ -144,6 +148,7 @@ class ModelWorker:
         self._set_activity(f"{name}: {phase}")
         start = time.time()
         yield lambda: Span(phase, name, start, time.time())
+        logger.info("%s took %.3f s", phase, time.time() - start)
         self._set_activity(f"waiting, after {name}: {phase}")
 
     def _build_home(self, name: str, home: Layout) -> ShardedModel:
