@@ -28,6 +28,9 @@ def add_experiment_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--hardware", help="hardware description or file under profiles/hardware (default: this machine)"
     )
+    command.add_argument(
+        "--offload", metavar="MODELS", help="models that wait in host memory while nothing needs them: NAME,NAME"
+    )
     command.set_defaults(takes_experiment_fields=True)
 
 

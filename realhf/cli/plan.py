@@ -22,7 +22,7 @@ from realhf.cli.plan_tables import (
     problems,
     setting_text,
 )
-from realhf.cli.planning import Planner, cluster_of
+from realhf.cli.planning import Planner, cluster_of, offload_of
 from realhf.search.analysis import analyse, generates_apart
 from realhf.search.cluster import Cluster
 from realhf.search.clusters import parse_clusters, with_memory
@@ -125,7 +125,7 @@ def execute(arguments: argparse.Namespace) -> int:
         _compare_cases(console, arguments, experiment, cases)
         return 0
     [cluster] = clusters.values()
-    planner = Planner(experiment, cluster, what_if=what_if)
+    planner = Planner(experiment, cluster, what_if=what_if, offload=offload_of(arguments))
     task = planner.task
     console.print(setting_text(task), highlight=False, soft_wrap=True)
     lacking = what_if.unlike(models_of(experiment).values())
@@ -223,7 +223,7 @@ def _compare_cases(
     results, summaries = [], {}
     fresher: ExecutionPlan | None = None
     for name, (cluster, what_if) in cases.items():
-        planner = Planner(experiment, cluster, what_if=what_if)
+        planner = Planner(experiment, cluster, what_if=what_if, offload=offload_of(arguments))
         try:
             found = planner.search(arguments.evaluations, arguments.seconds)
         except UserError as error:

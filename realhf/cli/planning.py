@@ -13,6 +13,7 @@ from realhf.api.errors import UserError
 from realhf.api.experiment import AutoSettings, auto_settings, follows_of, models_of
 from realhf.api.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
 from realhf.api.model import DType
+from realhf.api.offload import check_offload
 from realhf.api.plan import ExecutionPlan, check_plan, load_plan
 from realhf.search.cluster import Cluster
 from realhf.search.explanation import explain
@@ -39,7 +40,14 @@ class Planner:
         UserError: the experiment or the cluster is not valid, or a profile cannot be read.
     """
 
-    def __init__(self, experiment: Any, cluster: Cluster, profiles: Path | None = None, what_if: WhatIf | None = None):
+    def __init__(
+        self,
+        experiment: Any,
+        cluster: Cluster,
+        profiles: Path | None = None,
+        what_if: WhatIf | None = None,
+        offload: tuple[str, ...] = (),
+    ):
         self.experiment, self.cluster = experiment, cluster
         self.what_if = (what_if or WhatIf()).with_defaults()
         settings: AutoSettings = auto_settings(experiment)
@@ -54,6 +62,8 @@ class Planner:
         keys = keys_without_producer(calls) if self.what_if.needs_no_data else experiment.dataset.keys
         graph = DataflowGraph(calls, keys, follows_of(experiment))
         self.graph = with_staleness(graph, self.what_if.staleness)
+        check_offload(offload, self.graph)
+        self.offload = offload
         self.dtype: DType = self.what_if.dtype or _common_dtype(experiment)
         self.workload = workload_of(self.graph, self._lengths(), self.what_if.new_tokens)
         self.costs: Costs = load_costs(
@@ -75,6 +85,7 @@ class Planner:
             costs=self.costs,
             max_steps_in_flight=self.settings.max_steps_in_flight,
             dtype=self.dtype,
+            offload=self.offload,
         )
 
     def search(self, evaluations: int | None = None, seconds: float | None = None) -> SearchResult:
@@ -95,6 +106,7 @@ class Planner:
                 seconds=seconds,
                 max_steps_in_flight=self.settings.max_steps_in_flight,
                 dtype=self.dtype,
+                offload=self.offload,
             )
         except UserError as error:
             smallest = smallest_peak_bytes(self.task)
@@ -139,7 +151,7 @@ def plan_for(experiment: Any, arguments: argparse.Namespace) -> tuple[ExecutionP
         settings = auto_settings(experiment)
         graph = DataflowGraph(experiment.rpcs, experiment.dataset.keys, follows_of(experiment))
         check_plan(given, graph, settings.batch_size)
-    planner = Planner(experiment, cluster)
+    planner = Planner(experiment, cluster, offload=offload_of(arguments))
     result: SearchResult | None = None
     if given:
         prediction = planner.predict(given)
@@ -149,6 +161,13 @@ def plan_for(experiment: Any, arguments: argparse.Namespace) -> tuple[ExecutionP
     check_cache_room(prediction.plan, planner.workload)
     rationale = explain(planner.task, prediction, result)
     return msgspec.structs.replace(prediction.plan, rationale=rationale), cluster
+
+
+def offload_of(arguments: argparse.Namespace) -> tuple[str, ...]:
+    """The models of --offload. Raises UserError beside --plan, which has its own."""
+    if arguments.offload and arguments.plan:
+        raise UserError("--offload is for the search of a plan; write the models into the file of --plan instead")
+    return tuple(arguments.offload.split(",")) if arguments.offload else ()
 
 
 def check_cache_room(plan: ExecutionPlan, workload: Workload) -> None:

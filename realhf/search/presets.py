@@ -3,6 +3,8 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from realhf.api.errors import UserError
 from realhf.api.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
@@ -39,7 +41,7 @@ def evaluate_presets(task: PlanningTask) -> list[PresetResult]:
 
 def _evaluate(name: str, task: PlanningTask, preset: Callable[[PlanningTask], ExecutionPlan]) -> PresetResult:
     try:
-        prediction = task.predict_in_best_order(preset(task))
+        prediction = task.predict_in_best_order(replace(preset(task), offload=task.offload))
     except UserError as error:
         return PresetResult(name=name, prediction=None, problem=str(error))
     if prediction.fits:

@@ -15,11 +15,15 @@ SEED = 0
 
 @dataclass(frozen=True)
 class Remedies:
-    """Each alone is enough: memory a device in bytes, samples a step, equal nodes. None: no such change was found."""
+    """Each alone is enough: memory a device in bytes, samples a step, equal nodes, models to offload.
+
+    None: no such change was found.
+    """
 
     memory_bytes: float | None
     batch_size: int | None
     num_nodes: int | None
+    offload: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         parts = []
@@ -29,6 +33,8 @@ class Remedies:
             parts.append(f"a batch of {self.batch_size} samples")
         if self.num_nodes is not None:
             parts.append(f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''} of this kind")
+        if self.offload is not None:
+            parts.append(f"--offload {','.join(self.offload)}")
         if not parts:
             return "no smaller batch and no larger cluster helps: take a smaller model or shorter sequences"
         return f"the smallest change that is enough: {', or '.join(parts)}"
@@ -37,7 +43,7 @@ class Remedies:
 def find_remedies(task: PlanningTask) -> Remedies:
     """Looks for plans that spread every model over all devices or half of them: each remedy is one that a plan has."""
     limit = task.cluster.device_memory_bytes
-    return Remedies(smallest_peak_bytes(task), _batch(task, limit), _nodes(task, limit))
+    return Remedies(smallest_peak_bytes(task), _batch(task, limit), _nodes(task, limit), _offload(task, limit))
 
 
 def smallest_peak_bytes(task: PlanningTask) -> float | None:
@@ -82,6 +88,15 @@ def _batch(task: PlanningTask, limit: float) -> int | None:
         if _fits(replace(task, batch_size=size), limit):
             return size
     return None
+
+
+def _offload(task: PlanningTask, limit: float) -> tuple[str, ...] | None:
+    """Models that nobody trains, which only come and never go, or else all but those that follow another."""
+    trained = {call.model_name for call in task.graph.calls.values() if call.trains}
+    followers = {follow.target for follow in task.graph.follows.values()}
+    resting = tuple(model for model in task.graph.models if model not in trained | followers)
+    everything = tuple(model for model in task.graph.models if model not in followers)
+    return next((models for models in (resting, everything) if _fits(replace(task, offload=models), limit)), None)
 
 
 def _nodes(task: PlanningTask, limit: float) -> int | None:

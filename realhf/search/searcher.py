@@ -12,6 +12,7 @@ from realhf.api.errors import UserError
 from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.model import DecoderConfig, DType
+from realhf.api.offload import check_offload
 from realhf.api.plan import CallPlan, ExecutionPlan, check_plan
 from realhf.search import _search
 from realhf.search.cluster import Cluster, has_all_meshes
@@ -141,13 +142,16 @@ def search_plan(
     max_steps_in_flight: int,
     dtype: DType,
     seconds: float | None = None,
+    offload: tuple[str, ...] = (),
 ) -> SearchResult:
     """Searches mesh, strategy and micro-batches of every call (ReaL, section 5.2).
 
-    `evaluations` is the search's budget (None: `default_evaluations`).
+    `evaluations` is the search's budget (None: `default_evaluations`); the models of `offload` wait in host memory
+    while nothing needs them, in every plan that is looked at.
 
     Raises:
-        UserError: a call has no legal option, or no plan fits into the devices' memory.
+        UserError: `offload` names other than models of the graph, a call has no legal option, or no plan fits into the
+            devices' memory.
     """
     if seconds is not None and not MIN_SECONDS <= seconds < math.inf:
         raise UserError(f"--seconds {seconds:g} must be at least {MIN_SECONDS:g}: it is how long to search")
@@ -156,6 +160,7 @@ def search_plan(
             f"search: evaluations={evaluations} must be at least {MIN_EVALUATIONS}, "
             f"max_steps_in_flight={max_steps_in_flight} at least 1 and seed={seed} not negative"
         )
+    check_offload(offload, graph)
     options = {call.name: call_options(call, batch_size, cluster) for call in graph.calls.values()}
     num_options = {name: len(rows) for name, rows in options.items()}
     if not has_all_meshes(cluster):
@@ -168,7 +173,7 @@ def search_plan(
         }  # fmt: skip
     problem = build_problem(
         graph, options, batch_size=batch_size, workload=workload, cluster=cluster, costs=costs,
-        max_steps_in_flight=max_steps_in_flight, dtype=dtype, reallocations=reallocation_table,
+        max_steps_in_flight=max_steps_in_flight, dtype=dtype, reallocations=reallocation_table, offload=offload,
     )  # fmt: skip
     native = native_problem(problem)
     budget = evaluations or default_evaluations(options)
@@ -181,6 +186,7 @@ def search_plan(
         devices_per_node=cluster.devices_per_node,
         calls=_call_plans(problem, options, found.choice),
         max_steps_in_flight=max_steps_in_flight,
+        offload=offload,
         models=graph.models,
         notes={
             "hardware": cluster.hardware,

@@ -32,6 +32,7 @@ class PlanningTask:
     costs: Costs
     max_steps_in_flight: int
     dtype: DType
+    offload: tuple[str, ...] = ()
 
     @property
     def tokens_per_step(self) -> float:
@@ -58,7 +59,8 @@ class PlanningTask:
                 found[name] = sharding
         return found
 
-    def problem(self, options: Mapping[str, Sequence[Option]], offload: Sequence[str] = ()) -> Problem:
+    def problem(self, options: Mapping[str, Sequence[Option]], offload: Sequence[str] | None = None) -> Problem:
+        """The tables of these options; with a plan's `offload` in the place of the task's, where it is given."""
         return build_problem(
             self.graph,
             options,
@@ -69,7 +71,7 @@ class PlanningTask:
             max_steps_in_flight=self.max_steps_in_flight,
             dtype=self.dtype,
             reallocations=reallocation_table,
-            offload=offload,
+            offload=self.offload if offload is None else offload,
         )
 
     def predict(self, plan: ExecutionPlan) -> Prediction:

@@ -250,3 +250,15 @@ finally:
     done = subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S, capture_output=True, text=True)
     assert "--compare" in done.stdout
     assert done.stdout.endswith("\n[]\n")
+
+
+def test_offload_is_planned(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ON_8, "--offload", "reward,reference", "--output", "plan.json"]) == 0
+    assert json.loads((empty_folder / "plan.json").read_bytes())["offload"] == ["reward", "reference"]
+    capsys.readouterr()
+    for words, message in (
+        (["--plan", "plan.json", "--offload", "reward"], "--offload is for the search of a plan"),
+        (["--offload", "reward,nobody"], "offload: 'nobody' is no model of the experiment; choose from actor, reward"),
+    ):
+        assert main([*ON_8, *words]) == 2
+        assert message in capsys.readouterr().err

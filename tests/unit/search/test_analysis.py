@@ -118,17 +118,20 @@ def test_remedies_are_enough_and_the_least() -> None:
     for fitting in (
         replace(tight, batch_size=remedies.batch_size),
         replace(tight, cluster=replace(tight.cluster, num_nodes=2)),
+        replace(tight, offload=("reward", "ref")),
     ):
         smaller = smallest_peak_bytes(fitting)
         assert smaller is not None
         assert smaller < peak
     assert str(remedies).startswith("the smallest change that is enough: ")
-    assert str(remedies).endswith(f"or a batch of {remedies.batch_size} samples, or 2 nodes of this kind")
+    assert str(remedies).endswith(
+        f"or a batch of {remedies.batch_size} samples, or 2 nodes of this kind, or --offload reward,ref"
+    )
 
 
 def test_no_remedy() -> None:
     remedies = find_remedies(task(2, memory=10))
-    assert (remedies.batch_size, remedies.num_nodes) == (None, None)
+    assert (remedies.batch_size, remedies.num_nodes, remedies.offload) == (None, None, None)
 
 
 def test_staleness_moves_generations_edge_only() -> None:

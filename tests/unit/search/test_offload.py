@@ -3,6 +3,7 @@
 import msgspec
 import pytest
 
+from realhf.api.errors import UserError
 from realhf.api.follow import Follow
 from realhf.api.graph import DataflowGraph
 from realhf.api.plan import CallPlan, ExecutionPlan
@@ -13,7 +14,8 @@ from realhf.search.memory import dynamic_bytes
 from realhf.search.options import Option
 from realhf.search.predict import predict
 from realhf.search.reference import makespan_s, simulate
-from realhf.search.searcher import native_problem
+from realhf.search.remedies import find_remedies
+from realhf.search.searcher import native_problem, search_plan
 from realhf.search.task import PlanningTask
 from tests.unit.search.graphs import LENGTHS, TINY, cpu_cluster, ppo, settings
 
@@ -88,3 +90,23 @@ def test_the_search_engine_simulates_the_same(every: int) -> None:
     spans = [span for span in analyse(task, prediction).spans if span.kind == OFFLOAD]
     loads = [span for span in spans if span.name.startswith("load")]
     assert len(loads) == 5 * problem.steps, "actor: two calls and the one that follows it, critic: two calls"
+
+
+def test_a_search_finds_plans_that_fit_only_with_models_in_host_memory() -> None:
+    """On one device all models do not fit together; each of them does alone."""
+    graph = ppo()
+    [together] = predict(ON_ONE, graph, **settings(graph, cpu_cluster(1))).device_bytes
+    everything = ("actor", "reward", "ref", "critic")
+    [one_by_one] = predict(offloading(ON_ONE, *everything), graph, **settings(graph, cpu_cluster(1))).device_bytes
+    tight = cpu_cluster(1, memory=int(one_by_one) + 1)
+    assert one_by_one < together
+    shared = {"seed": 0, "evaluations": 3000, "max_steps_in_flight": 2, **settings(graph, tight)}
+    with pytest.raises(UserError, match="no plan fits into memory"):
+        search_plan(graph, **shared)
+    found = search_plan(graph, offload=everything, **shared)
+    assert found.plan.offload == everything
+    assert found.peak_bytes <= tight.device_memory_bytes
+    task = PlanningTask(graph=graph, max_steps_in_flight=2, **settings(graph, tight))
+    assert find_remedies(task).offload == everything, "reward and reference alone are not enough"
+    with pytest.raises(UserError, match="offload: 'nobody' is no model of the experiment"):
+        search_plan(graph, offload=("nobody",), **shared)
