@@ -28,6 +28,9 @@ class PPOExperiment:
     the place of `model`; with `new_value_head` reward and critic get fresh heads on the trunk of a language model.
     `compute` is that of all four models. With `reference_eta` the reference follows the actor: after every
     `reference_every_steps`-th step it becomes eta * actor + (1 - eta) * reference.
+
+    With staleness=1 a copy of the actor answers, whose weights are those before the last step's training (in the first
+    two steps, those of the start), so that answering for a step does not wait for that training.
     """
 
     seed: int = 0
@@ -45,6 +48,7 @@ class PPOExperiment:
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     reference_eta: float = 0.0
     reference_every_steps: int = 1
+    staleness: int = 0
     ppo: PPOHyperparameters = field(default_factory=PPOHyperparameters)
     data_dir: str = "runs/data"
     evaluate: bool = True
@@ -55,7 +59,8 @@ class PPOExperiment:
         scalar = architecture_of(self.reward_checkpoint, self.model).with_head("scalar")
         return [
             ModelFunctionCallDef(
-                model_name="actor",
+                name="actor_generate",
+                model_name="rollout" if self.staleness else "actor",
                 model_type=actor,
                 interface_type=GENERATE,
                 interface_impl=PPOActor(ppo=self.ppo),
@@ -112,7 +117,12 @@ class PPOExperiment:
         follows = None
         if self.reference_eta:
             follows = Follow("actor", eta=self.reference_eta, every_steps=self.reference_every_steps)
+        rollout = {}
+        if self.staleness:
+            copy = Follow("actor", eta=1.0, staleness=self.staleness)
+            rollout = {"rollout": ModelSetup(checkpoint=sft, dtype=self.dtype, compute=self.compute, follows=copy)}
         return {
+            **rollout,
             "actor": ModelSetup(checkpoint=sft, optimizer=actor, dtype=self.dtype, compute=self.compute),
             "reference": ModelSetup(checkpoint=sft, dtype=self.dtype, compute=self.compute, follows=follows),
             "reward": ModelSetup(

@@ -1,4 +1,4 @@
-"""A model whose parameters follow those of another one: an exponential moving average, as for a reference model."""
+"""A model whose parameters follow those of another one: an average for a reference model, a copy for stale rollouts."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -15,13 +15,19 @@ class Follow:
     The average is rounded to the models' dtype each time: in bfloat16 changes below 1/256 of a value are lost, so
     keep averages of small `eta` in float32.
 
+    With staleness=1 that happens before the source's training of the step in place of after it, so that what the
+    target does in the next step does not wait for this training. With eta=1 it then uses weights exactly one step old,
+    whatever the plan, and however long calls take.
+
     Raises:
-        UserError: at construction, `eta` is not above 0 and at most 1, or `every_steps` is below 1.
+        UserError: at construction, `eta` is not above 0 and at most 1, `every_steps` is below 1, or `staleness` is
+            neither 0 nor 1.
     """
 
     source: str
     eta: float = field(kw_only=True)
     every_steps: int = field(default=1, kw_only=True)
+    staleness: int = field(default=0, kw_only=True)
 
     def __post_init__(self) -> None:
         if not 0 < self.eta <= 1:
@@ -31,21 +37,35 @@ class Follow:
             )
         if self.every_steps < 1:
             raise UserError(f"Follow({self.source!r}): every_steps={self.every_steps} must be at least 1")
+        if self.staleness not in (0, 1):
+            raise UserError(
+                f"Follow({self.source!r}): staleness={self.staleness} must be 0 or 1: the target is one copy, with the "
+                "weights before or after the training of a step"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class FollowNode:
-    """A node of the dataflow graph: parameters of `target` follow those of `source`, at the end of a step."""
+    """A node of the dataflow graph: parameters of `target` follow those of `source`.
+
+    It comes after the target's calls of a step and before those of the next; and after the source's training of the
+    step, or with `staleness` 1 before it.
+    """
 
     name: str
     target: str
     source: str
     eta: float
     every_steps: int
+    staleness: int = 0
 
     def is_due(self, step: int) -> bool:
         """Whether it happens in `step`, counted from 0."""
         return (step + 1) % self.every_steps == 0
+
+    def version(self, step: int) -> int:
+        """How many steps of the source's training the target has seen when its calls of `step` run."""
+        return max(0, step // self.every_steps * self.every_steps - self.staleness)
 
 
 def follow_nodes(
@@ -74,6 +94,11 @@ def follow_nodes(
             )
         name = f"{target}_follows_{source}"
         nodes[name] = FollowNode(
-            name=name, target=target, source=source, eta=follow.eta, every_steps=follow.every_steps
+            name=name,
+            target=target,
+            source=source,
+            eta=follow.eta,
+            every_steps=follow.every_steps,
+            staleness=follow.staleness,
         )
     return nodes

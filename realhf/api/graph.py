@@ -116,7 +116,7 @@ class DataflowGraph:
         trained = {call.model_name for call in calls if call.trains}
         self.follows: dict[str, FollowNode] = follow_nodes(follows or {}, self.models, trained)
         self.edges = data_edges + self._version_edges() + self._follow_edges()
-        self._check_acyclic_within_step()
+        self.order = self._sorted_nodes()
 
     @property
     def models(self) -> dict[str, DecoderConfig]:
@@ -127,6 +127,14 @@ class DataflowGraph:
     def nodes(self) -> list[str]:
         """Names of all that happens in a step: calls in a topological order, then what models follow others."""
         return [*self.calls, *self.follows]
+
+    def weights_version(self, call: str, step: int) -> int:
+        """How many steps of training the parameters have seen that `call` finds in `step`; both count from 0."""
+        model = self.calls[call].model_name
+        for follow in self.follows.values():
+            if follow.target == model:
+                return follow.version(step)
+        return step if any(other.trains for other in self.calls_of(model)) else 0
 
     def calls_of(self, model_name: str) -> list[ModelFunctionCallDef]:
         return [call for call in self.calls.values() if call.model_name == model_name]
@@ -161,21 +169,25 @@ class DataflowGraph:
         return edges
 
     def _follow_edges(self) -> list[Edge]:
-        """A model follows after the source's training and all its own readers of a step, before those of the next."""
+        """A model follows after all its own readers of a step and before those of the next; and after the source's
+        training of that step and before the next, or with staleness 1 a step earlier."""
         edges = []
         for node in self.follows.values():
             trains = [call.name for call in self.calls_of(node.source) if call.trains]
             readers = [call.name for call in self.calls_of(node.target)]
-            edges += [Edge(name, node.name, 0, "version") for name in [trains[-1], *readers]]
-            edges += [Edge(node.name, name, 1, "version") for name in [trains[0], *readers]]
+            edges += [Edge(name, node.name, 0, "version") for name in readers]
+            edges += [Edge(node.name, name, 1, "version") for name in readers]
+            edges.append(Edge(trains[-1], node.name, node.staleness, "version"))
+            edges.append(Edge(node.name, trains[0], 1 - node.staleness, "version"))
         return edges
 
-    def _check_acyclic_within_step(self) -> None:
+    def _sorted_nodes(self) -> list[str]:
+        """All that happens in a step, in an order that every edge within a step allows: as listed, where it is free."""
         parents: dict[str, set[str]] = {name: set() for name in self.nodes}
         for edge in self.edges:
             if edge.steps_back == 0:
                 parents[edge.child].add(edge.parent)
-        _sorted_calls(parents, {name: i for i, name in enumerate(self.nodes)})
+        return _sorted_calls(parents, {name: i for i, name in enumerate(self.nodes)})
 
 
 def _check_names(calls: Sequence[ModelFunctionCallDef]) -> None:

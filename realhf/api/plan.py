@@ -92,7 +92,7 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def unrolled(self, graph: DataflowGraph, steps: int) -> list[tuple[str, int]]:
         """All (call, step) of a run of `steps` steps in the order in which they are issued."""
-        period = self.order or tuple(OrderEntry(call=name) for name in graph.nodes)
+        period = self.order or tuple(OrderEntry(call=name) for name in graph.order)
         depth = max(entry.steps_back for entry in period)
         return [
             (entry.call, t - entry.steps_back)

@@ -143,6 +143,8 @@ class Master:
     def _record_step(self, step: int, records: list[CallRecord]) -> None:
         metrics = step_metrics(step + 1, records, self._run.plan, self._previous_end)
         self._previous_end = max(record.end for record in records)
+        for name in self._run.graph.calls:
+            metrics["calls"][name]["weights_version"] = self._run.graph.weights_version(name, step)
         self._metrics.write(metrics)
         log_step(metrics)
         self._trace.flush()

@@ -1,5 +1,6 @@
 """The schedule against workers that are queues: any graph, any layouts, any timing."""
 
+import contextlib
 import heapq
 import itertools
 from collections import deque
@@ -11,6 +12,7 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from realhf.api.errors import UserError
 from realhf.api.follow import Follow
 from realhf.api.graph import INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.api.layout import Layout
@@ -158,14 +160,19 @@ def random_graph(random: Random) -> DataflowGraph:
     calls.sort(key=lambda c: (c.name in trainings, c.name if c.name in trainings else ""))
     trained = {c.model_name for c in calls if c.trains}
     followers = [model for model in sorted(set(models) - trained) if trained and random.random() < 0.7]
-    follows = {model: Follow(random.choice(sorted(trained)), eta=0.1) for model in followers}
-    return DataflowGraph(calls, ["x"], follows)
+    source = {model: random.choice(sorted(trained)) for model in followers}
+    stale = {model for model in followers if random.random() < 0.5}
+    for staleness in (1, 0):  # some cannot be stale: their calls need the result of the training
+        follows = {m: Follow(source[m], eta=0.1, staleness=staleness * (m in stale)) for m in followers}
+        with contextlib.suppress(UserError):
+            return DataflowGraph(calls, ["x"], follows)
+    raise AssertionError("without staleness no node comes before the training of its step")
 
 
 def random_order(graph: DataflowGraph, max_steps_in_flight: int, random: Random) -> tuple[OrderEntry, ...]:
     """An order that `check_plan` allows, with calls of earlier steps among those of the current one where it can."""
     back: dict[str, int] = {}
-    for name in graph.nodes:
+    for name in graph.order:
         lowest = max((back[e.parent] for e in graph.parents(name) if e.steps_back == 0), default=0)
         back[name] = min(lowest + (random.random() < 0.4), max_steps_in_flight - 1)
     return _order(graph, back, random) or _order(graph, dict.fromkeys(graph.nodes, 0), random) or ()
@@ -256,7 +263,7 @@ def check_execution(simulation: Simulation, nodes: list[Node]) -> None:
 
 def test_the_random_cases_are_not_all_trivial() -> None:
     """They have overlapping steps, trained models, those that follow them, and reallocations."""
-    overlapping = trained = following = offloading = reallocating = 0
+    overlapping = trained = following = stale = offloading = reallocating = 0
     for seed in range(200):
         random = Random(seed)
         graph = random_graph(random)
@@ -264,11 +271,13 @@ def test_the_random_cases_are_not_all_trivial() -> None:
         overlapping += any(entry.steps_back for entry in plan.order)
         trained += any(c.trains for c in graph.calls.values())
         following += bool(graph.follows)
+        stale += any(follow.staleness for follow in graph.follows.values())
         offloading += bool(plan.offload)
         reallocating += any(
             plan.layout(name) != plan.layout(plan.home(graph, c.model_name)) for name, c in graph.calls.items()
         )
     assert min(overlapping, trained, following, offloading, reallocating) > 40
+    assert stale > 20
 
 
 def test_participants_are_its_own_devices_and_those_of_its_parameters() -> None:
