@@ -27,19 +27,26 @@ class ParallelStrategy:
 
     With `chunks` above 1 the pipeline is interleaved: each stage holds so many model chunks, runs of layers that are
     pp runs apart (Narayanan et al., 2021, section 2.2).
+
+    `micro_dp` = (a, b) arranges the ranks as on devices where a model trains with a times the tp and b times the pp:
+    micro data-parallel groups of a x b, whose ranks lie together in a layout of that training (HybridFlow, section
+    5.3). Every device's part of the model then contains its part in training (`realhf.api.micro_dp`).
     """
 
     dp: int = 1
     tp: int = 1
     pp: int = 1
     chunks: int = 1
+    micro_dp: tuple[int, int] = (1, 1)
 
     @property
     def size(self) -> int:
         return self.dp * self.tp * self.pp
 
     def __str__(self) -> str:
-        return f"dp{self.dp} tp{self.tp} pp{self.pp}" + (f" chunks{self.chunks}" if self.chunks > 1 else "")
+        chunks = f" chunks{self.chunks}" if self.chunks > 1 else ""
+        micro_dp = "" if self.micro_dp == (1, 1) else " micro-dp{}x{}".format(*self.micro_dp)
+        return f"dp{self.dp} tp{self.tp} pp{self.pp}{chunks}{micro_dp}"
 
 
 @dataclass(frozen=True, order=True)
@@ -48,7 +55,8 @@ class Layout:
 
     Rank r of the mesh (device `mesh.first + r`) has tensor index r % tp, data index
     r // tp % dp and pipeline stage r // (tp * dp): tensor-parallel peers are neighbours, stages
-    are farthest apart, so that stages rather than tensor groups cross nodes.
+    are farthest apart, so that stages rather than tensor groups cross nodes. With `micro_dp` = (a, b) tensor-parallel
+    peers are a ranks apart, and the rest follows. The devices of every group ascend with the index in it.
     """
 
     mesh: DeviceMesh
@@ -56,15 +64,23 @@ class Layout:
 
     def device(self, dp: int, tp: int, pp: int) -> int:
         """Global device index at the given coordinates."""
-        return self.mesh.first + (pp * self.strategy.dp + dp) * self.strategy.tp + tp
+        s, (tp_interval, pp_interval) = self.strategy, self.strategy.micro_dp
+        replicas = s.dp // pp_interval  # data-parallel ranks of one stage of the training, so to speak
+        stage = pp * pp_interval + dp // replicas
+        replica, place = divmod(dp % replicas, tp_interval)
+        return self.mesh.first + ((stage * (replicas // tp_interval) + replica) * s.tp + tp) * tp_interval + place
 
     def coordinates(self, device: int) -> tuple[int, int, int]:
         """(dp, tp, pp) index of a global device that lies in the mesh."""
         rank = device - self.mesh.first
         if not 0 <= rank < self.mesh.size:
             raise ValueError(f"device {device} is not in {self.mesh}")
-        s = self.strategy
-        return rank // s.tp % s.dp, rank % s.tp, rank // (s.tp * s.dp)
+        s, (tp_interval, pp_interval) = self.strategy, self.strategy.micro_dp
+        replicas = s.dp // pp_interval
+        rank, place = divmod(rank, tp_interval)
+        rank, tp = divmod(rank, s.tp)
+        stage, replica = divmod(rank, replicas // tp_interval)
+        return stage % pp_interval * replicas + replica * tp_interval + place, tp, stage // pp_interval
 
     def tensor_group(self, dp: int, pp: int) -> list[int]:
         return [self.device(dp, tp, pp) for tp in range(self.strategy.tp)]
@@ -131,4 +147,10 @@ def check_strategy(call: str, model: DecoderConfig, strategy: ParallelStrategy) 
         raise UserError(
             f"{call}: chunks={strategy.chunks} needs more than one stage and a layer for each chunk, but pp={pp} and "
             f"num_layers={model.num_layers}; choose chunks from {', '.join(map(str, legal))}"
+        )
+    size = strategy.micro_dp[0] * strategy.micro_dp[1]
+    if min(strategy.micro_dp) < 1 or strategy.dp % size or (strategy.chunks > 1 < size):
+        raise UserError(
+            f"{call}: micro_dp={list(strategy.micro_dp)} must be two numbers from 1 on whose product divides "
+            f"dp={strategy.dp}, in a layout without chunks; leave it out, or see docs/plans.md"
         )

@@ -9,6 +9,7 @@ import msgspec
 from realhf.api.errors import UserError
 from realhf.api.graph import GENERATE, DataflowGraph
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
+from realhf.api.micro_dp import contains, grouped_like
 from realhf.api.model import DecoderConfig
 from realhf.api.offload import check_offload
 from realhf.api.rationale import Rationale
@@ -22,7 +23,8 @@ class CallPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     `devices` is (first device, number of devices); `micro_batches` is the number of forward
     passes that each data-parallel rank divides its part of a mini-batch into; `predicted_s` the
     planner's estimate of the call alone, reallocation and transfer excluded. `chunks` is the number
-    of model chunks of each pipeline stage; above 1 the pipeline is interleaved.
+    of model chunks of each pipeline stage; above 1 the pipeline is interleaved. `micro_dp` groups the ranks such
+    that each one's part of the model contains what it holds in the home (`ParallelStrategy`).
     """
 
     devices: tuple[int, int]
@@ -30,6 +32,7 @@ class CallPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     tp: int = 1
     pp: int = 1
     chunks: int = 1
+    micro_dp: tuple[int, int] = (1, 1)
     micro_batches: int = 1
     predicted_s: float | None = None
 
@@ -39,11 +42,16 @@ class CallPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def strategy(self) -> ParallelStrategy:
-        return ParallelStrategy(self.dp, self.tp, self.pp, self.chunks)
+        return ParallelStrategy(self.dp, self.tp, self.pp, self.chunks, self.micro_dp)
 
     @property
     def layout(self) -> Layout:
         return Layout(self.mesh, self.strategy)
+
+    @property
+    def replicas_text(self) -> str:
+        """For tables: `4`, or `4 in 2 x 1` in micro data-parallel groups of two."""
+        return str(self.dp) if self.micro_dp == (1, 1) else "{} in {} x {}".format(self.dp, *self.micro_dp)
 
     @property
     def stages_text(self) -> str:
@@ -171,6 +179,7 @@ def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> No
                 f"{per_mini_batch} samples; choose a product that divides {per_mini_batch}"
             )
     _check_homes(plan, graph)
+    _check_micro_dp(plan, graph)
     _check_order(plan, graph)
     check_offload(plan.offload, graph)
 
@@ -183,6 +192,25 @@ def _check_homes(plan: ExecutionPlan, graph: DataflowGraph) -> None:
             raise UserError(
                 f"{call.name} is planned as {plan.layout(call.name)} but {home} trains the same model as "
                 f"{plan.layout(home)}; give all train_step calls of one model the same devices, dp, tp, pp and chunks"
+            )
+
+
+def _check_micro_dp(plan: ExecutionPlan, graph: DataflowGraph) -> None:
+    """Micro data-parallel groups are those of a home on the same devices."""
+    for name, call in plan.calls.items():
+        if call.micro_dp == (1, 1):
+            continue
+        definition = graph.calls[name]
+        home_call = plan.home(graph, definition.model_name)
+        home, num_layers = plan.layout(home_call), definition.config.num_layers
+        if name == home_call:
+            raise UserError(f"{name}: micro_dp={list(call.micro_dp)} in the home of its model; leave it out here")
+        if call.mesh != home.mesh or not contains(call.layout, home, num_layers):
+            fitting = grouped_like(home, call.layout, num_layers)
+            remedy = f"set it to {list(fitting.strategy.micro_dp)}" if fitting else "leave it out"
+            raise UserError(
+                f"{name}: with micro_dp={list(call.micro_dp)} its {call.strategy} does not hold on every device what "
+                f"the home, {home} of {home_call}, has there; {remedy}"
             )
 
 

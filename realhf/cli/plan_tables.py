@@ -35,9 +35,8 @@ def plan_table(plan: ExecutionPlan) -> Table:
     for name in order:
         call = plan.calls[name]
         predicted = "-" if call.predicted_s is None else f"{call.predicted_s:.3f}"
-        table.add_row(
-            name, devices_text(call), str(call.dp), str(call.tp), call.stages_text, str(call.micro_batches), predicted
-        )
+        degrees = (call.replicas_text, str(call.tp), call.stages_text)
+        table.add_row(name, devices_text(call), *degrees, str(call.micro_batches), predicted)
     return table
 
 

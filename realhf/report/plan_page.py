@@ -188,7 +188,7 @@ def _calls(analysis: Analysis) -> str:
         [
             name,
             _range(call.mesh.devices),
-            str(call.dp),
+            call.replicas_text,
             str(call.tp),
             call.stages_text,
             str(call.micro_batches),

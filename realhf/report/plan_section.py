@@ -17,7 +17,7 @@ def plan_section(plan: ExecutionPlan) -> str:
         [
             name,
             _devices(*call.devices),
-            str(call.dp),
+            call.replicas_text,
             str(call.tp),
             call.stages_text,
             str(call.micro_batches),

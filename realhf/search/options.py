@@ -26,6 +26,7 @@ class Option:
             tp=strategy.tp,
             pp=strategy.pp,
             chunks=strategy.chunks,
+            micro_dp=strategy.micro_dp,
             micro_batches=self.micro_batches,
             predicted_s=predicted_s,
         )

@@ -18,10 +18,14 @@ from realhf.api.layout import (
 )
 from tests.unit.api.calls import TINY
 
+
+def with_micro_groups(first: int, dp: int, tp: int, pp: int, micro_dp: tuple[int, int]) -> Layout:
+    strategy = ParallelStrategy(dp * micro_dp[0] * micro_dp[1], tp, pp, micro_dp=micro_dp)
+    return Layout(DeviceMesh(first, strategy.size), strategy)
+
+
 layouts = st.builds(
-    lambda first, dp, tp, pp: Layout(DeviceMesh(first, dp * tp * pp), ParallelStrategy(dp, tp, pp)),
-    st.integers(0, 9),
-    *[st.integers(1, 5)] * 3,
+    with_micro_groups, st.integers(0, 9), *[st.integers(1, 5)] * 3, st.tuples(st.integers(1, 3), st.integers(1, 3))
 )
 
 

@@ -84,6 +84,61 @@ def test_a_plan_may_have_model_chunks(tmp_path: Path) -> None:
         check_plan(with_call(dp=2, pp=2, chunks=2), GRAPH, BATCH_SIZE)
 
 
+def trained_with(**training: Any) -> ExecutionPlan:
+    """The right plan with actor_train_step, the home of the actor, laid out so."""
+    home = msgspec.structs.replace(ALL, **training)
+    return plan_of(calls={**plan_of().calls, "actor_train_step": home})
+
+
+def test_a_plan_may_group_ranks_as_the_home_does(tmp_path: Path) -> None:
+    plan = trained_with(dp=1, tp=4)
+    grouped = msgspec.structs.replace(ALL, dp=2, tp=2, micro_dp=(2, 1))
+    plan = msgspec.structs.replace(plan, calls={**plan.calls, "actor_generate": grouped})
+    check_plan(plan, GRAPH, BATCH_SIZE)
+    assert plan.layout("actor_generate").tensor_group(0, 0) == [0, 2]
+    assert (grouped.replicas_text, ALL.replicas_text) == ("2 in 2 x 1", "4")
+    save_plan(plan, tmp_path / "plan.json")
+    assert load_plan(tmp_path / "plan.json") == plan
+
+
+BAD_GROUPS = {
+    "of a home with other degrees": (
+        trained_with(dp=1, tp=4),
+        {"dp": 2, "pp": 2, "micro_dp": (2, 1)},
+        "actor_generate: with micro_dp=[2, 1] its dp2 tp1 pp2 micro-dp2x1 does not hold",
+    ),
+    "with a remedy": (
+        trained_with(dp=1, tp=2, pp=2),
+        {"dp": 2, "tp": 2, "micro_dp": (2, 1)},
+        "on every device what the home, dp1 tp2 pp2 on devices 0-3 of actor_train_step, has there; set it to [1, 2]",
+    ),
+    "of a home elsewhere": (
+        trained_with(devices=(0, 2), dp=1, tp=2),
+        {"dp": 4, "micro_dp": (2, 1)},
+        "actor_train_step, has there; leave it out",
+    ),
+    "that dp does not fill": (
+        trained_with(dp=1, tp=4),
+        {"dp": 2, "tp": 2, "micro_dp": (4, 1)},
+        "actor_generate: micro_dp=[4, 1] must be two numbers from 1 on whose product divides dp=2",
+    ),
+    "of none": (trained_with(), {"micro_dp": (0, 1)}, "actor_generate: micro_dp=[0, 1] must be two numbers from 1 on"),
+    "at home": (
+        trained_with(micro_dp=(2, 1)),
+        {},
+        "actor_train_step: micro_dp=[2, 1] in the home of its model; leave it out here",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD_GROUPS)
+def test_groups_that_are_not_those_of_the_home(name: str) -> None:
+    plan, generation, message = BAD_GROUPS[name]
+    calls = {**plan.calls, "actor_generate": msgspec.structs.replace(ALL, **generation)}
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_plan(msgspec.structs.replace(plan, calls=calls), GRAPH, BATCH_SIZE)
+
+
 def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     path = tmp_path / "file"
     write_atomically(path, b"old")
