@@ -25,8 +25,11 @@ from realhf.engine.train import Trainer
 from realhf.models.checkpoint import CheckpointReader
 from realhf.models.checkpoint_index import of_kind, optimizer_steps
 from realhf.parallel.groups import ParallelGroups
+from realhf.realloc.held import by_name, holds, part
 from realhf.realloc.layout import Box
 from realhf.realloc.shards import shard_boxes
+
+LENT = "the parameters are in a copy until the call in its layout has ended, and other calls of the model wait for it"
 
 
 class ShardedModel:
@@ -50,6 +53,7 @@ class ShardedModel:
     ):
         self.config, self.groups = config, groups
         self.tokens_processed = 0  # of all batches so far, on ranks that hold outputs
+        self.is_lent = False  # to a copy, which has the parameters: these have no memory, and no call may use them
         compute = compute or ComputeConfig()
         is_sharded = compute.data_parallel == "fsdp" and groups.data is not None
         self.parameters: Parameters = (ShardedParameters if is_sharded else ReplicatedParameters)(
@@ -72,15 +76,34 @@ class ShardedModel:
         self.parameters_changed()
 
     def free_parameters(self) -> None:
-        """Gives the memory of parameters and KV cache back, and keeps what is built on the parameters. Not for a model
-        that trains."""
-        assert self.trainer is None, "gradients and optimizer states go with the parameters"
+        """Gives the memory of parameters and KV cache back, and keeps what is built on the parameters, gradients and
+        optimizer states included."""
         self._workspace = None
-        self.arena.free()
+        free(self.parameters.flat)
 
     def allocate_parameters(self) -> None:
         """Memory for the parameters after `free_parameters`, to be written through `held()` before any use."""
-        self.arena.allocate()
+        allocate(self.parameters.flat)
+
+    def lend_to(self, copy: "ShardedModel") -> None:
+        """Frees these parameters until `take_back_from`, if `copy` has all of them; else nothing happens.
+
+        So a model is not kept twice while it computes in another layout (HybridFlow, section 5.3).
+        """
+        there = by_name(copy.held())
+        if all(holds(there, box) for box, _ in self.held()):
+            self.free_parameters()
+            self.is_lent = True
+
+    def take_back_from(self, copy: "ShardedModel") -> None:
+        """The parameters as they were before `lend_to`, bit by bit, from a copy that did not change them."""
+        if self.is_lent:
+            self.is_lent = False
+            self.allocate_parameters()
+            self.parameters.flat.zero_()  # the padding: norms and the optimizer count on zeros
+            there = by_name(copy.held())
+            for box, tensor in self.held():
+                tensor.copy_(part(there, box))
 
     def offload(self) -> None:
         """Parameters and optimizer states wait in host memory until `load`, and have no memory on the device.
@@ -88,6 +111,7 @@ class ShardedModel:
         So do gradients, of which nothing is kept, and the KV cache. Nothing is copied where nothing has changed since
         the last time.
         """
+        assert not self.is_lent, LENT
         if self._is_offloaded:
             return
         self._workspace = None
@@ -122,6 +146,7 @@ class ShardedModel:
     def held(self) -> list[tuple[Box, Tensor]]:
         """(which part of a global parameter, the local tensor, to be read or written in place), for all that this rank
         keeps; fully sharded, a parameter may have several boxes here or none."""
+        assert not self.is_lent, LENT
         return self.parameters.held()
 
     def boxes(self) -> dict[str, tuple[Box, Tensor]]:
@@ -225,6 +250,7 @@ class ShardedModel:
         return_logits: bool = False,
         is_end: EndCheck | None = None,
     ) -> GenerationOutput:
+        assert not self.is_lent, LENT
         with self.parameters.whole():
             output = generate(
                 self.decoder,
@@ -251,4 +277,5 @@ class ShardedModel:
         return self._workspace
 
     def _count(self, sequences: Sequence[Tensor]) -> None:
+        assert not self.is_lent, LENT
         self.tokens_processed += sum(map(len, sequences))

@@ -33,11 +33,15 @@ def part(held: HeldBoxes, box: Box) -> Tensor:
     )
 
 
+def holds(held: HeldBoxes, box: Box) -> bool:
+    """Whether one of the held boxes contains all of `box`."""
+    return any(holder.intersect(box) == box for holder, _ in held.get(box.name, []))
+
+
 def sent_part(source: HeldBoxes, target: HeldBoxes, box: Box) -> Tensor:
     """What a rank sends as `box`: what it holds from the start, or else what it received in an earlier round.
 
     Raises:
         ValueError: as `part`.
     """
-    is_held = any(holder.intersect(box) == box for holder, _ in source.get(box.name, []))
-    return part(source if is_held else target, box)
+    return part(source if holds(source, box) else target, box)

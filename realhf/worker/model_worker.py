@@ -77,7 +77,9 @@ class CallContext:
 class ModelWorker:
     """Holds the home part of every model that lives on this device, and copies for calls laid out otherwise.
 
-    Between calls a copy has no memory: what is built on its parameters, a hundred modules, is built once.
+    Between calls a copy has no memory: what is built on its parameters, a hundred modules, is built once. Where a copy
+    contains the home's part, the home's parameters have no memory during the call. Nothing else comes between: a
+    call's requests, `Reallocate` to `Release`, follow one another on every worker.
 
     Args:
         set_activity: told in words what the worker does, for heartbeats and post-mortems.
@@ -133,7 +135,7 @@ class ModelWorker:
                     self._models[name, self._run.homes[name]].offload()
                 return Reply(request_id=request_id, span=span())
             case Release(model=model, layout=layout):
-                self._models[model, layout].free_parameters()
+                self._release(model, layout)
             case FreeBatch(batch=batch):
                 self._mailbox.free(batch)
                 self._store.free(batch)
@@ -204,6 +206,14 @@ class ModelWorker:
         execute(plan, self._rank, source_boxes, target_boxes, model_name=name, timeout_s=self._timeout_s)
         if self._verification.is_due(name, layout, step):
             verify(plan, self._rank, source_boxes, target_boxes, model_name=name, timeout_s=self._timeout_s)
+        if source is not None and target is not None:
+            source.lend_to(target)
+
+    def _release(self, name: str, layout: Layout) -> None:
+        copy = self._models[name, layout]
+        if home := self._models.get((name, self._run.homes[name])):
+            home.take_back_from(copy)
+        copy.free_parameters()
 
     def _follow(self, name: str) -> None:
         run, node = self._run, self._run.graph.follows[name]

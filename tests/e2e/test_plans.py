@@ -20,7 +20,7 @@ PLANS = [
     "generate_on_two_critic_on_two",
     "mixed_disjoint",
 ]
-ALL_PLANS = [*PLANS, pytest.param("interleaved", marks=pytest.mark.slow)]
+ALL_PLANS = [*PLANS, *(pytest.param(name, marks=pytest.mark.slow) for name in ("interleaved", "grouped"))]
 SEED, STEPS = 7, 2
 COMMON = ("--steps", STEPS, "--seed", SEED, "--no-evaluate", "--record", "seq", "logits")
 

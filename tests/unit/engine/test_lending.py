@@ -1,0 +1,87 @@
+"""A home whose parameters are in a copy while a call computes there: their memory, and that nothing else changes."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from realhf.api.experiment import OptimizerConfig
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.engine.model import ShardedModel
+from realhf.parallel.groups import ParallelGroups
+from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, split_like, tiny, trained_tokens
+
+TINY = tiny(num_layers=2, intermediate_size=20)  # so that parameters have padding behind them
+BATCH = random_batch(TINY, 4)
+
+
+def trained(dtype: torch.dtype) -> ShardedModel:
+    model = ShardedModel(TINY, ONE_RANK, dtype, optimizer=OptimizerConfig(lr=1e-2), total_optimizer_steps=10)
+    model.initialise(seed=1)
+    step(model)
+    return model
+
+
+def step(model: ShardedModel) -> None:
+    model.train_step(BATCH, "tokens", next_token_loss, trained_tokens, micro_batches=1)
+
+
+def copy_of(home: ShardedModel) -> ShardedModel:
+    copy = ShardedModel(TINY, ONE_RANK, home.parameters.flat.dtype)
+    for (box, source), (other, target) in zip(home.held(), copy.held(), strict=True):
+        assert box == other
+        target.copy_(source)
+    return copy
+
+
+def parameter_bytes(*models: ShardedModel) -> int:
+    return sum(model.parameters.flat.untyped_storage().nbytes() for model in models)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_parameters_come_back_bit_by_bit_and_training_goes_on_as_without(dtype: torch.dtype) -> None:
+    home, other = trained(dtype), trained(dtype)
+    before, once = home.parameters.flat.clone(), parameter_bytes(home)
+    copy = copy_of(home)
+    for _ in range(2):
+        home.lend_to(copy)
+        assert parameter_bytes(home, copy) == once
+        home.take_back_from(copy)
+        assert torch.equal(home.parameters.flat, before)  # the padding too
+        copy.free_parameters()
+        assert parameter_bytes(home, copy) == once
+        home.offload()
+        home.load()
+        copy.allocate_parameters()
+        for (_, source), (_, target) in zip(home.held(), copy.held(), strict=True):
+            target.copy_(source)
+    step(home)
+    step(other)
+    assert torch.equal(home.parameters.flat, other.parameters.flat)
+    assert not torch.equal(home.parameters.flat, before)
+
+
+USES: dict[str, Callable[[ShardedModel], object]] = {
+    "training": step,
+    "inference": lambda model: model.forward(BATCH, "tokens", split_like, 1),
+    "reallocation": lambda model: model.held(),
+    "lending": lambda model: model.lend_to(model),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_home_that_is_lent_is_not_used(use: str) -> None:
+    home = trained(torch.float32)
+    copy = copy_of(home)
+    home.lend_to(copy)
+    with pytest.raises(AssertionError, match="the parameters are in a copy"):
+        USES[use](home)
+
+
+def test_what_lacks_a_part_is_lent_nothing() -> None:
+    home = trained(torch.float32)
+    half = ShardedModel(TINY, ParallelGroups(Layout(DeviceMesh(0, 2), ParallelStrategy(pp=2)), 0), torch.float32)
+    home.lend_to(half)
+    assert not home.is_lent
+    home.take_back_from(half)  # of a home that kept its own: nothing to do
+    step(home)
