@@ -284,7 +284,7 @@ def moved_elements(model: DecoderConfig, source: Layout, target: Layout) -> tupl
     A device lacks the boxes it needs under `target` minus those it holds under `source`
     (`realhf.realloc.layout.device_boxes`); here in closed form, from the two pairs of pipeline
     and tensor index. The search's tables come from the same formula in C++, which
-    does not know model chunks.
+    knows neither model chunks nor micro data-parallel groups.
     """
     worst = total = 0
     for device in target.mesh.devices:

@@ -13,10 +13,12 @@ from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.model import DecoderConfig, DType
 from realhf.api.offload import loads_of
 from realhf.api.plan import ExecutionPlan
+from realhf.realloc.planner import DEFAULT_BUCKET_BYTES
 from realhf.search.cluster import Cluster
 from realhf.search.cost import CallCost, reallocation_table, transfer_s
+from realhf.search.grouping import grouped, grouped_reallocations, spared_bytes
 from realhf.search.hardware import DTYPE_BYTES, Hardware
-from realhf.search.memory import copy_bytes, dynamic_bytes, offloaded_bytes, static_bytes
+from realhf.search.memory import copy_bytes, dynamic_bytes, offloaded_bytes, parameter_bytes, static_bytes
 from realhf.search.offloading import offload_tables
 from realhf.search.options import Option
 from realhf.search.tables import CallTable, OptionRow, ParentRow, Problem, TransferTable
@@ -65,6 +67,7 @@ def build_problem(
     dtype: DType,
     reallocations: ReallocationTable = reallocation_table,
     offload: Sequence[str] = (),
+    groups: bool = False,
 ) -> Problem:
     """The tables for a choice among `options` of every call.
 
@@ -76,8 +79,12 @@ def build_problem(
 
     A model of `offload` waits in host memory: it is loaded for each of its calls, on the devices of its home,
     and sent back behind it. Both occupy these devices alone; its memory counts in its own calls.
+
+    With `groups`, calls on the devices of their home count as grouped like it where they can be
+    (`realhf.search.grouping`). A copy that contains the home's part counts without it; where the home has several
+    layouts to choose from, bytes of an option cannot depend on which, and all of it counts.
     """
-    builder = _Builder(graph, options, batch_size, workload, cluster, costs, dtype, reallocations, offload)
+    builder = _Builder(graph, options, batch_size, workload, cluster, costs, dtype, reallocations, offload, groups)
     return Problem(
         num_devices=cluster.num_devices,
         device_memory_bytes=cluster.device_memory_bytes,
@@ -103,9 +110,11 @@ class _Builder:
         dtype: DType,
         reallocations: ReallocationTable,
         offload: Sequence[str],
+        groups: bool,
     ):
         self.graph, self.options, self.batch_size, self.workload = graph, options, batch_size, workload
         self.cluster, self.costs, self.dtype, self.reallocations = cluster, costs, dtype, reallocations
+        self.groups = groups
         self.homes = homes(graph)
         self.number = {name: i for i, name in enumerate(graph.nodes)}  # the first transfers are the graph's own nodes
         self.layouts = {name: _layouts(options[name]) for name in graph.calls}
@@ -131,13 +140,14 @@ class _Builder:
             call=call, batch_size=self.batch_size, workload=self.workload, cluster=self.cluster, costs=self.costs,
             dtype=self.dtype, shares_devices=len(self.graph.calls) > 1,
         )  # fmt: skip
-        known: dict[ParallelStrategy, _StrategyRow] = {}
+        known: dict[tuple[ParallelStrategy, int], _StrategyRow] = {}
         layouts, numbers = self.layouts[call.name]
         by_layout = []
         for layout in layouts:
-            if layout.strategy not in known:
-                known[layout.strategy] = self._strategy_row(call, layout.strategy, is_home)
-            by_layout.append(((layout.mesh.first, layout.mesh.size), known[layout.strategy]))
+            key = (layout.strategy, self._spared_bytes(call, layout))
+            if key not in known:
+                known[key] = self._strategy_row(call, layout.strategy, is_home, key[1])
+            by_layout.append(((layout.mesh.first, layout.mesh.size), known[key]))
         waits = call.model_name in self.offload
         home_bytes = 0.0 if is_home or not waits else self._home_bytes(call.model_name)
         rows = []
@@ -164,6 +174,8 @@ class _Builder:
         seconds = cost.seconds(strategy, micro_batches)
         features = self.costs.features_of(call.model_name)
         dynamic = dynamic_bytes(call, option, self.batch_size, self.workload, self.dtype, features)
+        if row.spared_bytes:  # while the copy is filled, the home's part is still there, and two buckets
+            dynamic = max(dynamic, row.spared_bytes + 2 * DEFAULT_BUCKET_BYTES)
         sharding = cost.sharding(strategy, micro_batches) if self.homes[call.name] == call.name else None
         if sharding is None:
             # A home that keeps shards has them gathered for a generation: as much memory as a copy takes.
@@ -176,7 +188,19 @@ class _Builder:
         label = f"{row.label} sharded"
         return _Needs(label, seconds, float(sharding.static_bytes), dynamic + sharding.gather_bytes)
 
-    def _strategy_row(self, call: ModelFunctionCallDef, strategy: ParallelStrategy, is_home: bool) -> "_StrategyRow":
+    def _spared_bytes(self, call: ModelFunctionCallDef, layout: Layout) -> int:
+        """What a copy in `layout` makes up for; 0 where the home may have several layouts."""
+        (home, *others), _ = self.layouts[self.homes[call.name]]
+        features = self.costs.features_of(call.model_name)
+        if others or call.trains or features.sharded_operators:
+            return 0
+        if self.groups:
+            layout = grouped(home, layout, call.config.num_layers, self.cluster) or layout
+        return spared_bytes(call.config, home, layout, self.dtype, features)
+
+    def _strategy_row(
+        self, call: ModelFunctionCallDef, strategy: ParallelStrategy, is_home: bool, spared_bytes: int = 0
+    ) -> "_StrategyRow":
         if is_home:
             features = self.costs.features_of(call.model_name)
             static = static_bytes(call.config, strategy, self.dtype, trained=call.trains, features=features)
@@ -184,6 +208,9 @@ class _Builder:
         if call.trains:
             # The optimizer's states stay at home, so that every training of a model has one layout.
             return _StrategyRow(str(strategy), 0.0, 2.0 * self.cluster.device_memory_bytes)
+        if spared_bytes:
+            copied = parameter_bytes(call.config, strategy, self.dtype) - spared_bytes
+            return _StrategyRow(str(strategy), 0.0, float(copied), spared_bytes)
         return _StrategyRow(str(strategy), 0.0, float(copy_bytes(call.config, strategy, self.dtype)))
 
     def _home_bytes(self, model: str) -> float:
@@ -243,7 +270,14 @@ class _Builder:
         return replace(table, seconds=array("d", [seconds / node.every_steps for seconds in table.seconds]))
 
     def _reallocation(self, call: ModelFunctionCallDef, home: str, parents: list[ParentRow]) -> TransferTable:
-        return self._parameter_move(f"{call.model_name}: {home} -> {call.name}", home, call.name, parents)
+        table = self._parameter_move(f"{call.model_name}: {home} -> {call.name}", home, call.name, parents)
+        if not self.groups:
+            return table
+        seconds = grouped_reallocations(
+            table.seconds, call.config, self.layouts[home][0], self.layouts[call.name][0],
+            item=DTYPE_BYTES[self.dtype], cluster=self.cluster, hardware=self.costs.of(call.config).links,
+        )  # fmt: skip
+        return replace(table, seconds=seconds)
 
     def _parameter_move(self, name: str, source: str, target: str, parents: list[ParentRow]) -> TransferTable:
         """Parameters go from the layout of call `source` to that of call `target`."""
@@ -344,6 +378,7 @@ class _StrategyRow:
     label: str
     static_bytes: float
     copy_bytes: float
+    spared_bytes: int = 0
     by_micro_batches: dict[int, _Needs] = field(default_factory=dict)
 
 

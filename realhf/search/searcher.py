@@ -18,12 +18,13 @@ from realhf.search import _search
 from realhf.search.cluster import Cluster, has_all_meshes
 from realhf.search.cost import CallCost
 from realhf.search.cost import reallocation_table as reallocation_table_in_python
+from realhf.search.grouping import with_groups
 from realhf.search.hardware import Hardware
 from realhf.search.memory import dynamic_bytes, model_sizes, parameter_bytes, static_bytes
 from realhf.search.options import Option, call_options
 from realhf.search.order import possible_orders, steps_to_simulate
 from realhf.search.predict import Prediction, predict
-from realhf.search.problem import build_problem
+from realhf.search.problem import build_problem, homes
 from realhf.search.tables import Problem
 from realhf.search.timings import Costs
 from realhf.search.workload import Workload
@@ -174,6 +175,7 @@ def search_plan(
     problem = build_problem(
         graph, options, batch_size=batch_size, workload=workload, cluster=cluster, costs=costs,
         max_steps_in_flight=max_steps_in_flight, dtype=dtype, reallocations=reallocation_table, offload=offload,
+        groups=True,
     )  # fmt: skip
     native = native_problem(problem)
     budget = evaluations or default_evaluations(options)
@@ -184,7 +186,7 @@ def search_plan(
     unordered = ExecutionPlan(
         num_devices=cluster.num_devices,
         devices_per_node=cluster.devices_per_node,
-        calls=_call_plans(problem, options, found.choice),
+        calls=with_groups(_call_plans(problem, options, found.choice), homes(graph), graph, cluster),
         max_steps_in_flight=max_steps_in_flight,
         offload=offload,
         models=graph.models,
@@ -193,7 +195,6 @@ def search_plan(
             "costs": "measured" if costs.profiled else "analytic",
             "seed": seed,
             "evaluations": found.evaluations,
-            "peak_memory_gib": round(found.peak_bytes / GIB, 3),
         },
     )
     names = graph.nodes
@@ -211,7 +212,10 @@ def search_plan(
         )
         for order in possible_orders(starts, unordered, graph, batch_size)
     ]
-    plan = min(predictions, key=lambda prediction: prediction.step_s).plan
+    prediction = min(predictions, key=lambda prediction: prediction.step_s)
+    peak_bytes = max(prediction.device_bytes)  # of what is chosen; the search had to count copies as a whole
+    notes = {**prediction.plan.notes, "peak_memory_gib": round(peak_bytes / GIB, 3)}
+    plan = msgspec.structs.replace(prediction.plan, notes=notes)
     check_plan(plan, graph, batch_size)
     if (plan.predicted_step_s or 0.0) >= found.lower_bound_s * (1 - ROUNDING):
         # The proof is about simulated plans; the plan's own order could do better, and the note would be wrong of it.
@@ -223,7 +227,7 @@ def search_plan(
         evaluations=found.evaluations,
         evaluations_per_s=found.evaluations / max(found.seconds, 1e-9),
         feasible=found.feasible,
-        peak_bytes=found.peak_bytes,
+        peak_bytes=peak_bytes,
         lower_bound_s=found.lower_bound_s,
         proven=found.proven,
         trace=found.trace,
@@ -284,9 +288,10 @@ def reallocation_table(
 ) -> Sequence[float]:
     """As `realhf.search.cost.reallocation_table`, computed in C++; a buffer of doubles in its memory.
 
-    Layouts with model chunks, which only plans made by hand have, are left to Python: C++ does not know them.
+    Layouts with model chunks or micro data-parallel groups, which only given plans have, are left to Python: C++ does
+    not know them.
     """
-    if any(layout.strategy.chunks > 1 for layout in (*sources, *targets)):
+    if any(layout.strategy.chunks > 1 or layout.strategy.micro_dp != (1, 1) for layout in (*sources, *targets)):
         return reallocation_table_in_python(model, sources, targets, item=item, cluster=cluster, hardware=hardware)
     table = _search.reallocation_table(
         asdict(model_sizes(model)),
