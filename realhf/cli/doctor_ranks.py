@@ -10,7 +10,7 @@ from pathlib import Path
 
 from realhf.cli.findings import Check, Finding
 
-RANKS_TIMEOUT_S = 120.0
+RANKS_TIMEOUT_S = 300.0  # seconds where nothing else runs; a busy machine may take minutes to start a process
 FOUND = "found: "  # libraries may print lines of their own
 GIB = 2**30
 

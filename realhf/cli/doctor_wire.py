@@ -17,7 +17,7 @@ from realhf.transport.keys import WorkerKeys, load_master_keys, load_worker_keys
 from realhf.transport.messages import Heartbeat, Hello, ToMaster, ToWorker
 from realhf.transport.server import Server
 
-HANDSHAKE_TIMEOUT_S = 30.0
+HANDSHAKE_TIMEOUT_S = 120.0
 
 
 def find_curve() -> Finding:

@@ -26,7 +26,7 @@ from realhf.realloc.layout import Box
 from realhf.realloc.planner import plan_between
 from realhf.realloc.verification import verify
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 280.0
 SEED = 1
 # Heads that 2, 4 or 8 ranks can divide.
 SMALL = DecoderConfig(hidden_size=256, intermediate_size=512, num_layers=8, num_heads=8, num_kv_heads=8, vocab_size=512)

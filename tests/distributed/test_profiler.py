@@ -100,7 +100,18 @@ def root(experiment, tmp_path_factory) -> Path:
 
 
 def words(experiment: Path, root: Path, *more: str) -> list[str]:
-    options = ["--num-workers", "2", "--hardware", "cpu", "--repetitions", "3", "--max-tokens", "4096"]
+    options = [
+        "--num-workers",
+        "2",
+        "--hardware",
+        "cpu",
+        "--repetitions",
+        "3",
+        "--max-tokens",
+        "4096",
+        "--timeout-s",
+        "1500",
+    ]
     return ["profile", str(experiment), "--profiles-dir", str(root), *options, *more]
 
 

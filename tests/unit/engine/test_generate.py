@@ -1,6 +1,7 @@
 """Generation on one rank against Hugging Face's Llama, and against the decoder's own packed forward."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 import torch
@@ -183,7 +184,7 @@ def test_untruncated_logprobs_are_those_of_the_training_forward(settings):
         torch.testing.assert_close(output.untruncated_logprobs[i], expected, rtol=0, atol=1e-4)
 
 
-def test_800_samples_in_little_memory_are_those_generated_one_by_one():
+def test_800_samples_in_little_memory_are_those_generated_in_much_and_one_by_one():
     """Sequences wait, lose their pages, are computed anew, and share the pages of their prompts."""
     config = tiny(num_kv_heads=2, num_layers=2)
     decoder = decoder_of(config, llama(config, torch.float64))
@@ -196,7 +197,9 @@ def test_800_samples_in_little_memory_are_those_generated_one_by_one():
     # 2 layers, keys and values, 2 heads of 8 numbers: at most 512 of the 20,000 tokens lie in the cache at a time.
     assert report.cache_bytes == 2 * 2 * 2 * 8 * 8 * 512
     assert report.steps > 10 * 12
-    for i in range(800):
+    much = replace(options, kv_cache_tokens=None)
+    assert_same_rollouts(output, generate(decoder, batch, "prompt", much, sample_key=KEY, micro_batches=1))
+    for i in range(0, 800, 9):  # each of the four of a prompt in turn
         alone = generate(decoder, batch.select([i]), "prompt", options, sample_key=KEY, micro_batches=1)
         assert_same_rollouts(GenerationOutput(**{f: [getattr(output, f)[i]] for f in FIELDS}), alone)
 
