@@ -51,6 +51,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     call_timeout_s: float = 600.0
     setup_timeout_s: float = 300.0
     network_interface: str | None = None
+    tensorboard: bool = False
+    wandb_project: str | None = None
 
     def __post_init__(self) -> None:
         if self.verify_reallocations_every < 0:

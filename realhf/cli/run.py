@@ -18,6 +18,7 @@ from realhf.cli.interruption import Interruption
 from realhf.cli.planning import has_gpus, plan_for
 from realhf.cli.progress import Progress, print_summary
 from realhf.engine.megatron_check import check_megatron
+from realhf.master.trackers import check_trackers
 from realhf.models.checkpoint_index import initial_optimizer_steps
 from realhf.models.hugging_face_files import check_checkpoint
 from realhf.scheduler.base import MASTER, Launcher, ProcessSpec, worker_name
@@ -66,6 +67,8 @@ def add_command(commands: Any) -> None:
         "--setup-timeout-s", type=float, default=300.0, help="longest the start may take (default 300)"
     )
     command.add_argument("--network-interface", help="interface for gloo and NCCL (default: loopback on one machine)")
+    command.add_argument("--tensorboard", action="store_true", help="also write TensorBoard's files to tensorboard/")
+    command.add_argument("--wandb", metavar="PROJECT", help="also send metrics to a project of Weights & Biases")
     slurm = command.add_argument_group("SLURM")
     slurm.add_argument("--partition")
     slurm.add_argument("--account")
@@ -139,12 +142,15 @@ def _spec(arguments: argparse.Namespace, experiment: Any, cluster: Cluster) -> R
         call_timeout_s=arguments.call_timeout_s,
         setup_timeout_s=arguments.setup_timeout_s,
         network_interface=interface,
+        tensorboard=arguments.tensorboard,
+        wandb_project=arguments.wandb,
     )
 
 
 def _check(run: Run, num_rows: int) -> None:
     """Everything about a run that can be wrong, found before a process starts."""
     run.check()
+    check_trackers(run.spec)
     if num_rows < run.settings.batch_size:
         raise UserError(f"the data set has {num_rows} rows, fewer than batch_size={run.settings.batch_size}; add rows")
     for name, setup in run.models.items():  # looked up once here: a checkpoint that does not fit is found now

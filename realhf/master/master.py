@@ -15,6 +15,7 @@ from realhf.data.rows import DatasetRows
 from realhf.master.awake import AwakeClock
 from realhf.master.loop import CallRecord, Dispatcher, GraphRunner
 from realhf.master.records import JsonLines, Trace, log_step, step_metrics
+from realhf.master.trackers import Trackers
 from realhf.models.checkpoint_index import STEPS_KEY, finish, initial_optimizer_steps, state_owners
 from realhf.scheduler.base import worker_name
 from realhf.scheduler.run_directory import RunDirectory
@@ -42,6 +43,7 @@ class Master:
         self._trace = Trace(directory.trace, self._num_workers)
         self._metrics = JsonLines(directory.metrics)
         self._evaluations = JsonLines(directory.evaluations)
+        self._trackers = Trackers(run.spec, directory.path)
         self._clock = AwakeClock(WATCH_EVERY_S)
         self._dispatcher = Dispatcher(server.send, self._num_workers, self._trace.add, self._clock.now)
         self._heard: dict[int, float] = {}
@@ -80,6 +82,7 @@ class Master:
             self._trace.close()
             self._metrics.close()
             self._evaluations.close()
+            self._trackers.close()
 
     def interrupted(self) -> None:
         """Notes that somebody ended the run."""
@@ -147,6 +150,7 @@ class Master:
             metrics["calls"][name]["weights_version"] = self._run.graph.weights_version(name, step)
         self._metrics.write(metrics)
         log_step(metrics)
+        self._trackers.step(metrics)
         self._trace.flush()
         self._step = step + 1
         self._write_status("running")
@@ -171,7 +175,9 @@ class Master:
 
         await self._dispatcher.run_steps(runner, order, 1, add)
         means = {name: total / weight for name, (total, weight) in totals.items() if weight}
-        self._evaluations.write({"step": step, **means})
+        line = {"step": step, **means}
+        self._evaluations.write(line)
+        self._trackers.evaluation(line)
 
     async def _save(self, step: int) -> None:
         """Writes every trained model, with its optimizer's states, and every model that follows one to

@@ -1,0 +1,103 @@
+"""A run's metrics for the viewers of others, beside metrics.jsonl: TensorBoard's event files, Weights & Biases."""
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from realhf.api.errors import UserError
+from realhf.api.run import RunSpec
+
+GIB = 2**30
+
+
+class Tracker(Protocol):
+    """Takes numbers by name, a step at a time; steps count from 1, and 0 is before training."""
+
+    def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def close(self) -> None:
+        """Returns when all that was written is where it belongs."""
+
+
+class TensorBoard:
+    """Event files in `folder`, by tensorboardX: no network, no TensorFlow; it imports torch itself."""
+
+    def __init__(self, folder: Path):
+        from tensorboardX import SummaryWriter  # an optional extra
+
+        self._writer = SummaryWriter(str(folder))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of `project` on the server that wandb is set up for (WANDB_MODE=offline: files below `folder` alone)."""
+
+    def __init__(self, project: str, folder: Path, config: Mapping[str, Any]):
+        import wandb  # an optional extra
+
+        self._run = wandb.init(project=project, name=folder.name, dir=str(folder), config=dict(config))
+
+    def write(self, step: int, values: Mapping[str, float]) -> None:
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class Trackers:
+    """All trackers that a run asks for, told of what the master records."""
+
+    def __init__(self, spec: RunSpec, folder: Path):
+        self._trackers: list[Tracker] = []
+        if spec.tensorboard:
+            self._trackers.append(TensorBoard(folder / "tensorboard"))
+        if spec.wandb_project is not None:
+            self._trackers.append(WeightsAndBiases(spec.wandb_project, folder, spec.values))
+
+    def step(self, metrics: Mapping[str, Any]) -> None:
+        """Takes a line of metrics.jsonl."""
+        self._write(metrics["step"], dict(step_values(metrics)))
+
+    def evaluation(self, line: Mapping[str, Any]) -> None:
+        """Takes a line of evaluations.jsonl."""
+        self._write(line["step"], {f"evaluation/{name}": value for name, value in line.items() if name != "step"})
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        for tracker in self._trackers:
+            tracker.write(step, values)
+
+    def close(self) -> None:
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def step_values(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers of a line of metrics.jsonl by name: `train/STATISTIC`, `seconds/CALL`, and the fullest worker's
+    memory."""
+    for name, value in metrics.items():
+        if name != "step" and isinstance(value, int | float):
+            yield f"train/{name}", value
+    for call, times in metrics["calls"].items():
+        yield f"seconds/{call}", times["seconds"]
+    yield "memory/fullest_worker_gib", max(metrics["peak_bytes"], default=0) / GIB
+
+
+def check_trackers(spec: RunSpec) -> None:
+    """Raises UserError where a library lacks that the run asks for; on the launcher, before anything starts."""
+    for option, library, is_asked in (
+        ("--tensorboard", "tensorboardX", spec.tensorboard),
+        ("--wandb", "wandb", spec.wandb_project is not None),
+    ):
+        if is_asked and find_spec(library) is None:
+            raise UserError(
+                f"{option} needs the package {library}, which is not installed; "
+                f"install it with `pip install {library}`, or leave the option out"
+            )

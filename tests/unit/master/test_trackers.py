@@ -1,0 +1,98 @@
+"""Metrics for other viewers: what each is told, what TensorBoard's files hold, and a library that is not there."""
+
+import struct
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from realhf.api.errors import UserError
+from realhf.api.run import RunSpec
+from realhf.master import trackers
+from realhf.master.trackers import Trackers, check_trackers, step_values
+
+LINE = {
+    "step": 3,
+    "time_s": 2.0,
+    "loss": 0.5,
+    "calls": {"actor_generate": {"seconds": 1.5, "predicted_s": None, "peak_bytes": 2**29}},
+    "peak_bytes": [2**29, 2**30],
+}
+VALUES = {"train/time_s": 2.0, "train/loss": 0.5, "seconds/actor_generate": 1.5, "memory/fullest_worker_gib": 1.0}
+
+
+def spec(**changes: Any) -> RunSpec:
+    return RunSpec(
+        experiment_file="ppo.py",
+        experiment_class="PPO",
+        values={"steps": 4},
+        working_directory=".",
+        num_workers=2,
+        devices_per_node=2,
+        **changes,
+    )
+
+
+def test_the_numbers_of_a_step_by_name() -> None:
+    assert dict(step_values(LINE)) == VALUES
+
+
+def test_no_tracker_needs_no_library(tmp_path: Path) -> None:
+    check_trackers(spec())
+    none = Trackers(spec(), tmp_path)
+    none.step(LINE)
+    none.close()
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"tensorboard": True}, r"--tensorboard needs the package tensorboardX.* `pip install tensorboardX`"),
+        ({"wandb_project": "ppo"}, r"--wandb needs the package wandb"),
+    ],
+)
+def test_a_library_that_lacks_is_named(asked: dict[str, Any], message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trackers, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=message):
+        check_trackers(spec(**asked))
+
+
+def test_weights_and_biases_is_told_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a stand-in for the library, which follows its documentation."""
+    told: list[Any] = []
+    run = SimpleNamespace(log=lambda values, step: told.append((step, values)), finish=lambda: told.append("finish"))
+
+    def init(*, project: str, name: str, dir: str, config: dict[str, Any]) -> SimpleNamespace:
+        told.append((project, name, dir, config))
+        return run
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    tracked = Trackers(spec(wandb_project="ppo"), tmp_path / "first")
+    tracked.evaluation({"step": 0, "accuracy": 0.25})
+    tracked.step(LINE)
+    tracked.close()
+    assert told == [
+        ("ppo", "first", str(tmp_path / "first"), {"steps": 4}),
+        (0, {"evaluation/accuracy": 0.25}),
+        (3, VALUES),
+        "finish",
+    ]
+
+
+def test_tensorboards_files_hold_the_numbers(tmp_path: Path) -> None:
+    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+    tracked = Trackers(spec(tensorboard=True), tmp_path)
+    tracked.evaluation({"step": 0, "accuracy": 0.25})
+    tracked.step(LINE)
+    tracked.close()
+    [file] = (tmp_path / "tensorboard").iterdir()
+    data, found = file.read_bytes(), {}
+    while data:  # a record: length, its checksum, the event, its checksum
+        [length] = struct.unpack("<Q", data[:8])
+        event = event_pb2.Event.FromString(data[12 : 12 + length])
+        found |= {(event.step, value.tag): value.simple_value for value in event.summary.value}
+        data = data[16 + length :]
+    assert found == {(0, "evaluation/accuracy"): 0.25} | {(3, name): value for name, value in VALUES.items()}
