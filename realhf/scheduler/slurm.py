@@ -28,7 +28,7 @@ _FILES_SETTLE_S = 2.0
 # How long a job whose processes have all ended may take to end by itself.
 _JOB_END_S = 60.0
 # What SLURM may take to kill tasks that ignore SIGTERM: its KillWait (30 s by default), and the kill itself.
-_KILL_S = 120.0
+_KILL_S = 300.0
 
 
 @dataclass(frozen=True)

@@ -85,7 +85,7 @@ def slurm_conf(shape: TestbedShape, place: Place) -> str:
         # On a busy machine daemons answer late, and are not lost.
         "SlurmdTimeout=600",
         "BatchStartTimeout=600",
-        "MessageTimeout=100",
+        "MessageTimeout=30",
         "UnkillableStepTimeout=600",
         "KillWait=10",
         "MinJobAge=86400",
