@@ -15,10 +15,15 @@ from rich.table import Table
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
     """`--quick` (under a minute) and `--json FILE`."""
+    return argument_parser(description).parse_args()
+
+
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """The parser of those two, for more arguments of a benchmark."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
-    return parser.parse_args()
+    return parser
 
 
 def case(name: str, value: float, unit: str, *, baseline: float, ratio: float, target: float, holds: bool) -> dict:

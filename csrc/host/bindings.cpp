@@ -1,5 +1,9 @@
 // Python's view: tensors come as addresses, their owner keeps them alive and contiguous during the call.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <tuple>
+#include <vector>
 
 #include "channels.h"
 #include "host_group.h"
@@ -9,6 +13,19 @@ namespace py = pybind11;
 namespace {
 
 void* at(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
+
+host::Rows whole(std::uintptr_t address, std::size_t bytes) { return {static_cast<char*>(at(address)), 1, bytes, 0}; }
+
+// (address, rows, bytes of a row, bytes from one row to the next)
+using RowsTuple = std::tuple<std::uintptr_t, std::size_t, std::size_t, std::size_t>;
+
+std::vector<host::Rows> rows_of(const std::vector<RowsTuple>& parts) {
+    std::vector<host::Rows> result;
+    result.reserve(parts.size());
+    for (const auto& [address, rows, row_bytes, stride_bytes] : parts)
+        result.push_back({static_cast<char*>(at(address)), rows, row_bytes, stride_bytes});
+    return result;
+}
 
 }  // namespace
 
@@ -53,11 +70,19 @@ PYBIND11_MODULE(_host, module) {
         .def_static("required_bytes", &Channels::required_bytes)
         .def("send",
              [](Channels& channels, std::uintptr_t data, std::size_t bytes, int to) {
-                 return channels.send(at(data), bytes, to);
+                 return channels.send({whole(data, bytes)}, to);
+             }, Unlocked())
+        .def("send_parts",
+             [](Channels& channels, const std::vector<RowsTuple>& parts, int to) {
+                 return channels.send(rows_of(parts), to);
              }, Unlocked())
         .def("receive",
              [](Channels& channels, std::uintptr_t data, std::size_t bytes, int from) {
-                 return channels.receive(at(data), bytes, from);
+                 return channels.receive({whole(data, bytes)}, from);
+             }, Unlocked())
+        .def("receive_parts",
+             [](Channels& channels, const std::vector<RowsTuple>& parts, int from) {
+                 return channels.receive(rows_of(parts), from);
              }, Unlocked())
         .def("is_sent", &Channels::is_sent, Unlocked())
         .def("is_received", &Channels::is_received, Unlocked())

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstring>
 #include <string>
+#include <utility>
 
 namespace host {
 
@@ -15,7 +16,46 @@ namespace {
 constexpr std::size_t PIECE_BYTES = 128 * 1024;
 using Size = std::uint64_t;  // precedes every message
 
+Cursor over(Size& size) { return Cursor({{reinterpret_cast<char*>(&size), 1, sizeof(Size), 0}}); }
+
 }  // namespace
+
+Cursor::Cursor(std::vector<Rows> parts) : parts_(std::move(parts)) {
+    const auto is_empty = [](const Rows& part) { return part.rows == 0 || part.row_bytes == 0; };
+    parts_.erase(std::remove_if(parts_.begin(), parts_.end(), is_empty), parts_.end());
+    for (const Rows& part : parts_) missing_ += part.rows * part.row_bytes;
+}
+
+template <typename Copy>
+void Cursor::advance(std::size_t bytes, Copy copy) {
+    missing_ -= bytes;
+    while (bytes > 0) {
+        const Rows& part = parts_[part_];
+        const std::size_t length = std::min(bytes, part.row_bytes - at_);
+        copy(part.data + row_ * part.stride_bytes + at_, length);
+        bytes -= length;
+        at_ += length;
+        if (at_ < part.row_bytes) continue;
+        at_ = 0;
+        if (++row_ < part.rows) continue;
+        row_ = 0;
+        ++part_;
+    }
+}
+
+void Cursor::read(char* to, std::size_t bytes) {
+    advance(bytes, [&to](const char* data, std::size_t length) {
+        std::memcpy(to, data, length);
+        to += length;
+    });
+}
+
+void Cursor::write(const char* from, std::size_t bytes) {
+    advance(bytes, [&from](char* data, std::size_t length) {
+        std::memcpy(data, from, length);
+        from += length;
+    });
+}
 
 // One writes, one reads. Counters are of bytes and wrap around.
 struct Channels::Ring {
@@ -36,19 +76,19 @@ struct Channels::Ring {
 
     std::uint32_t filled() const { return written.load() - read.load(std::memory_order_relaxed); }
 
-    void put(const void* data, std::size_t bytes, std::size_t capacity) {
+    void put(Cursor& from, std::size_t bytes, std::size_t capacity) {
         const std::uint32_t at = written.load(std::memory_order_relaxed);
         const std::size_t first = at_most_to_end(at, bytes, capacity);
-        std::memcpy(this->bytes() + place(at, capacity), data, first);
-        std::memcpy(this->bytes(), static_cast<const char*>(data) + first, bytes - first);
+        from.read(this->bytes() + place(at, capacity), first);
+        from.read(this->bytes(), bytes - first);
         written.store(at + static_cast<std::uint32_t>(bytes));
     }
 
-    void take(void* data, std::size_t bytes, std::size_t capacity) {
+    void take(Cursor& to, std::size_t bytes, std::size_t capacity) {
         const std::uint32_t at = read.load(std::memory_order_relaxed);
         const std::size_t first = at_most_to_end(at, bytes, capacity);
-        std::memcpy(data, this->bytes() + place(at, capacity), first);
-        std::memcpy(static_cast<char*>(data) + first, this->bytes(), bytes - first);
+        to.write(this->bytes() + place(at, capacity), first);
+        to.write(this->bytes(), bytes - first);
         read.store(at + static_cast<std::uint32_t>(bytes));
     }
 
@@ -78,17 +118,19 @@ Channels::Ring& Channels::ring(int from, int to) const {
     return *reinterpret_cast<Ring*>(memory_ + size_ * sizeof(Counter) + index * (sizeof(Ring) + ring_bytes_));
 }
 
-std::uint64_t Channels::send(const void* data, std::size_t bytes, int to) {
+std::uint64_t Channels::send(std::vector<Rows> parts, int to) {
     Peer& peer = peers_.at(to);
-    peer.sends.push_back({static_cast<const char*>(data), bytes, false});
+    peer.sends.push_back({Cursor(std::move(parts)), false});
     const std::uint64_t number = peer.sent + peer.sends.size() - 1;
     push(to);
     return number;
 }
 
-std::uint64_t Channels::receive(void* data, std::size_t bytes, int from) {
+std::uint64_t Channels::receive(std::vector<Rows> parts, int from) {
     Peer& peer = peers_.at(from);
-    peer.receives.push_back({static_cast<char*>(data), bytes, bytes});
+    Cursor target(std::move(parts));
+    const std::size_t expected = target.missing();
+    peer.receives.push_back({std::move(target), expected});
     return peer.received + peer.receives.size() - 1;
 }
 
@@ -137,16 +179,14 @@ void Channels::push(int to) {
         }
         if (wanted_room) ring.wants_room.store(0);
         if (!next.is_announced) {
-            const Size size = next.missing;
-            ring.put(&size, sizeof(Size), ring_bytes_);
+            Size size = next.rest.missing();
+            Cursor announcement = over(size);
+            ring.put(announcement, sizeof(Size), ring_bytes_);
             next.is_announced = true;
             room -= sizeof(Size);
         }
-        const std::size_t piece = std::min({next.missing, room, PIECE_BYTES});
-        ring.put(next.data, piece, ring_bytes_);
-        next.data += piece;
-        next.missing -= piece;
-        if (next.missing == 0) {
+        ring.put(next.rest, std::min({next.rest.missing(), room, PIECE_BYTES}), ring_bytes_);
+        if (next.rest.missing() == 0) {
             peer.sends.pop_front();
             ++peer.sent;
         }
@@ -160,16 +200,15 @@ void Channels::pull(int from) {
     while (!peer.receives.empty()) {
         if (!peer.announced) {
             if (ring.filled() < sizeof(Size)) return;
-            ring.take(&peer.announced.emplace(), sizeof(Size), ring_bytes_);
+            Cursor announcement = over(peer.announced.emplace());
+            ring.take(announcement, sizeof(Size), ring_bytes_);
         }
         Incoming& next = peer.receives.front();
         if (*peer.announced != next.expected) return;  // `check_size` says so
-        const std::size_t piece = std::min<std::size_t>({next.missing, ring.filled(), PIECE_BYTES});
-        if (piece == 0 && next.missing > 0) return;
-        ring.take(next.data, piece, ring_bytes_);
-        next.data += piece;
-        next.missing -= piece;
-        if (next.missing == 0) {
+        const std::size_t piece = std::min<std::size_t>({next.rest.missing(), ring.filled(), PIECE_BYTES});
+        if (piece == 0 && next.rest.missing() > 0) return;
+        ring.take(next.rest, piece, ring_bytes_);
+        if (next.rest.missing() == 0) {
             peer.receives.pop_front();
             peer.announced.reset();
             ++peer.received;

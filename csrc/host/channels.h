@@ -15,6 +15,30 @@
 
 namespace host {
 
+// A part of a message in the memory of one rank: `rows` of `row_bytes` each, `stride_bytes` from one to the next.
+struct Rows {
+    char* data;
+    std::size_t rows, row_bytes, stride_bytes;
+};
+
+// Goes once through the bytes of several parts, one behind the other.
+class Cursor {
+public:
+    explicit Cursor(std::vector<Rows> parts);
+
+    std::size_t missing() const { return missing_; }  // bytes still to come
+    // The next `bytes`, at most those missing, to or from another place.
+    void read(char* to, std::size_t bytes);
+    void write(const char* from, std::size_t bytes);
+
+private:
+    template <typename Copy>
+    void advance(std::size_t bytes, Copy copy);
+
+    std::vector<Rows> parts_;
+    std::size_t missing_ = 0, part_ = 0, row_ = 0, at_ = 0;  // `at_`: bytes of the row that are done
+};
+
 // Not for several threads at a time.
 class Channels {
 public:
@@ -29,8 +53,9 @@ public:
 
     // Both return at once with the message's number among those to (from) that rank. Its memory must remain until it is
     // done; messages of a pair are matched in their order.
-    std::uint64_t send(const void* data, std::size_t bytes, int to);
-    std::uint64_t receive(void* data, std::size_t bytes, int from);
+    // The two ends may divide a message into other parts.
+    std::uint64_t send(std::vector<Rows> parts, int to);
+    std::uint64_t receive(std::vector<Rows> parts, int from);
 
     // Whether all of it is in the ring; in the receiver's memory.
     bool is_sent(std::uint64_t number, int to);
@@ -44,13 +69,12 @@ public:
 private:
     struct Ring;
     struct Outgoing {
-        const char* data;     // what is not yet in the ring
-        std::size_t missing;  // bytes of it
-        bool is_announced;    // its size is in the ring
+        Cursor rest;        // what is not yet in the ring
+        bool is_announced;  // its size is in the ring
     };
     struct Incoming {
-        char* data;  // where the next bytes go
-        std::size_t expected, missing;  // bytes in all, and still to come
+        Cursor rest;           // where the next bytes go
+        std::size_t expected;  // bytes in all
     };
     // This rank's ends of the rings to and from another.
     struct Peer {

@@ -68,6 +68,7 @@ class GroupTable:
     def __init__(self, layouts: Iterable[Layout], rank: int, timeout_s: float = 600.0):
         self.rank = rank
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        self._of_hosts: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._layouts = list(dict.fromkeys(layouts))
         hosts = _hosts()
         for layout in self._layouts:
@@ -77,6 +78,11 @@ class GroupTable:
                     backend = host_group.BACKEND if _share_memory(ranks, hosts) else None
                     timeout = timedelta(seconds=timeout_s)
                     self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        for host in dict.fromkeys(hosts):
+            ranks = tuple(rank for rank, of_rank in enumerate(hosts) if of_rank == host)
+            if len(ranks) > 1:
+                timeout = timedelta(seconds=timeout_s)
+                self._of_hosts[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=host_group.BACKEND)
 
     def groups(self, layout: Layout) -> ParallelGroups:
         """The groups of this rank in `layout`, one of those given at construction."""
@@ -90,6 +96,12 @@ class GroupTable:
             tied=self._find(_tied_group(layout, dp, tp)),
             model=self._find(list(layout.mesh.devices)),
         )
+
+    def of_host(self, devices: Iterable[int]) -> dist.ProcessGroup | None:
+        """The group of all ranks of the host that all of `devices` are on, for messages between any of them over its
+        memory; None where they are on several hosts, or on none that has a group."""
+        wanted = set(devices)
+        return next((group for ranks, group in self._of_hosts.items() if wanted.issubset(ranks)), None)
 
     def _find(self, ranks: list[int]) -> dist.ProcessGroup | None:
         return self._groups[tuple(ranks)] if len(ranks) > 1 and self.rank in ranks else None

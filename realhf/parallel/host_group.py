@@ -6,8 +6,9 @@ of the ranks: the same bits on every rank and in every run.
 """
 
 import hashlib
+import itertools
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,8 @@ SLOT_BYTES = 2**20  # of each of the two slots of a rank; more than that goes in
 # Of messages on their way from one rank to another; only what was used takes memory. A sender that computes serves
 # nobody: what does not fit waits until it sends or waits next.
 RING_BYTES = 2**24
+# Of messages in parts, which both ends wait for: what is in a small ring is still in a cache when it is read.
+PARTS_RING_BYTES = 2**20
 
 _DTYPES = {
     torch.float32: _host.DType.float32,
@@ -35,6 +38,8 @@ _DTYPES = {
 }
 IsDone = Callable[[], bool]
 WaitFor = Callable[[float], None]  # seconds at most
+Then = Callable[[], object] | None
+Rows = tuple[int, int, int, int]  # address, how many, bytes of each, bytes from one to the next
 _OPERATIONS = {dist.ReduceOp.SUM: _host.Operation.sum, dist.ReduceOp.MAX: _host.Operation.max}
 
 
@@ -49,7 +54,8 @@ class HostProcessGroup(dist.ProcessGroup):
     """all_reduce, reduce_scatter_tensor, all_gather, all_gather_into_tensor, broadcast and barrier; SUM and MAX;
     messages between two ranks, in order, without tags.
 
-    Collectives return when they are done; isend and irecv at once. A message is sent once it is in the shared
+    `send_parts` and `receive_parts` are messages that are scattered over the memory of either rank; they have an order
+    of their own. Collectives return when they are done; messages at once. A message is sent once it is in the shared
     memory, whether or not its receiver has asked for it. The memory has no name: it goes with the last of its
     processes. Not for several threads at a time.
 
@@ -63,11 +69,13 @@ class HostProcessGroup(dist.ProcessGroup):
         required = [
             _host.HostGroup.required_bytes(size, SLOT_BYTES),
             _host.Channels.required_bytes(size, RING_BYTES),
+            _host.Channels.required_bytes(size, PARTS_RING_BYTES),
         ]
         # Kept open: the others open rank 0's, whenever they come.
         self._memory = _shared_memory(store, rank, required, timeout)
         self._group = _host.HostGroup(self._memory[0], rank, size, SLOT_BYTES, timeout.total_seconds())
         self._channels = _host.Channels(self._memory[1], rank, size, RING_BYTES)
+        self._parts_channels = _host.Channels(self._memory[2], rank, size, PARTS_RING_BYTES)
         self._timeout = timeout
         self._under_way: set[_Message] = set()
 
@@ -123,28 +131,47 @@ class HostProcessGroup(dist.ProcessGroup):
     def send(self, tensors: list[Tensor], to: int, tag: int) -> dist.Work:
         (tensor,) = tensors
         flat = tensor.detach().contiguous()
-        channels, number = self._channels, self._channels.send(flat.data_ptr(), flat.nbytes, to)
-        return _Message(
-            self, flat, flat, partial(channels.is_sent, number, to), partial(channels.wait_sent, number, to)
-        )
+        return self._sent([flat], self._channels, self._channels.send(flat.data_ptr(), flat.nbytes, to), to)
 
     def recv(self, tensors: list[Tensor], sender: int, tag: int) -> dist.Work:
         (tensor,) = tensors
         target = tensor.detach()
         flat = target.contiguous()
-        channels, number = self._channels, self._channels.receive(flat.data_ptr(), flat.nbytes, sender)
+        number = self._channels.receive(flat.data_ptr(), flat.nbytes, sender)
+        then = None if flat.data_ptr() == target.data_ptr() else partial(target.copy_, flat)
+        return self._received([flat], self._channels, number, sender, then)
+
+    def send_parts(self, tensors: Sequence[Tensor], to: int) -> dist.Work:
+        """One message of all elements of `tensors`, of any strides, in their order; they must not change until it is
+        sent. `to` is a rank of the group."""
+        number = self._parts_channels.send_parts([rows for tensor in tensors for rows in _rows(tensor)], to)
+        return self._sent(tensors, self._parts_channels, number, to)
+
+    def receive_parts(self, tensors: Sequence[Tensor], sender: int) -> dist.Work:
+        """Fills `tensors`, of any strides, with a message of `send_parts`, whose tensors may have other shapes."""
+        number = self._parts_channels.receive_parts([rows for tensor in tensors for rows in _rows(tensor)], sender)
+        return self._received(tensors, self._parts_channels, number, sender)
+
+    def _sent(self, tensors: Sequence[Tensor], channels: _host.Channels, number: int, to: int) -> dist.Work:
+        return _Message(self, tensors, partial(channels.is_sent, number, to), partial(channels.wait_sent, number, to))
+
+    def _received(
+        self, tensors: Sequence[Tensor], channels: _host.Channels, number: int, sender: int, then: Then = None
+    ) -> dist.Work:
         is_done, wait = partial(channels.is_received, number, sender), partial(channels.wait_received, number, sender)
-        return _Message(self, flat, target, is_done, wait)
+        return _Message(self, tensors, is_done, wait, then)
 
 
 class _Message(dist.Work):
     """A message on its way. Until it is done its memory is in use, whether or not anybody keeps the message."""
 
-    def __init__(self, group: HostProcessGroup, flat: Tensor, target: Tensor, is_done: IsDone, wait: WaitFor):
-        """`flat` is what is on its way, contiguous; `target` gets a copy of it if it is another tensor."""
+    def __init__(
+        self, group: HostProcessGroup, tensors: Sequence[Tensor], is_done: IsDone, wait: WaitFor, then: Then = None
+    ):
+        """`tensors` is what is on its way; `then` is called in the wait that sees it done."""
         super().__init__()
         self._under_way, self._timeout = group._under_way, group._timeout
-        self._flat, self._target = flat, target
+        self._tensors, self._then = tensors, then
         self._is_done, self._wait = is_done, wait
         self._under_way.add(self)
 
@@ -156,9 +183,9 @@ class _Message(dist.Work):
         if self in self._under_way:
             self._wait((timeout or self._timeout).total_seconds())
             self._under_way.remove(self)
-            if self._flat.data_ptr() != self._target.data_ptr():
-                self._target.copy_(self._flat)
-            del self._flat, self._target
+            if self._then is not None:
+                self._then()
+            del self._tensors, self._then
         return True
 
 
@@ -191,6 +218,22 @@ def _done(tensors: Sequence[Tensor]) -> dist.Work:
     future: torch.futures.Future[Sequence[Tensor]] = torch.futures.Future()
     future.set_result(tensors)
     return torch._C._distributed_c10d._create_work_from_future(future)
+
+
+def _rows(tensor: Tensor) -> Iterator[Rows]:
+    """Where the elements of a tensor lie, in their order: dimensions without gaps between them are taken as one."""
+    dims: list[tuple[int, int]] = []  # (extent, stride), the last dimension first
+    for extent, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+        if dims and stride == dims[-1][0] * dims[-1][1]:
+            dims[-1] = (extent * dims[-1][0], dims[-1][1])
+        elif extent != 1:
+            dims.append((extent, stride))
+    item = tensor.element_size()
+    row = dims.pop(0)[0] if dims and dims[0][1] == 1 else 1
+    count, stride = dims.pop(0) if dims else (1, 0)
+    outer = [[at * of_dim for at in range(extent)] for extent, of_dim in reversed(dims)]
+    for offsets in itertools.product(*outer):
+        yield tensor.data_ptr() + sum(offsets) * item, count, row * item, stride * item
 
 
 def _shared_memory(store: dist.Store, rank: int, required: list[int], timeout: timedelta) -> list[int]:

@@ -1,32 +1,16 @@
-"""Carries out a reallocation plan: packs, sends, receives and unpacks, bucket by bucket, with a deadline."""
+"""Carries out a reallocation plan: round by round, the next one started while the last is on its way."""
 
-import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from realhf.realloc.held import HeldBoxes, by_name, part, sent_part
 from realhf.realloc.layout import Box
 from realhf.realloc.planner import DeviceRound, ReallocationPlan
-
-
-@dataclass(frozen=True)
-class Message:
-    """What this rank sends to or receives from `peer`, packed in `buffer`; `peers_part` of it is the peer's."""
-
-    peers_part: Literal["send", "receive"]
-    peer: int
-    boxes: Sequence[Box]
-    buffer: Tensor
-
-
-class ReallocationError(RuntimeError):
-    """A peer did not send or receive its part; the text names the model, the bucket, the peer and the parameters."""
+from realhf.realloc.transport import Message, TorchTransport, Transport, Work, post, wait_for
 
 
 def execute(
@@ -34,7 +18,7 @@ def execute(
     rank: int,
     source: Sequence[tuple[Box, Tensor]],
     target: Sequence[tuple[Box, Tensor]],
-    group: dist.ProcessGroup | None = None,
+    transport: Transport | None = None,
     *,
     eta: float = 1.0,
     model_name: str = "model",
@@ -47,116 +31,77 @@ def execute(
     time it is rounded to the tensors' dtype: in bfloat16 changes below 1/256 of a value are lost, so keep averages
     of small `eta` in float32.
 
-    Every rank that holds source or target boxes calls it with the same plan, made from exactly these boxes; a
-    device's index is its rank in `group` (default: the world). The others return at once. A target may be the
-    same view as the source of that name (nothing is copied), but must not overlap the storage of a source otherwise.
-    With NCCL all ranks of the group must have made one collective call in it before (a rule of batch_isend_irecv).
-    Beyond the tensors it needs two buckets of memory: one to send, one to receive.
+    Every rank that holds source or target boxes calls it with the same plan, made from exactly these boxes, and the
+    same kind of transport (default: the world's backend); a device's index is its global rank. The others return at
+    once. A target may be the same view as the source of that name (nothing is copied), but must not overlap the
+    storage of a source otherwise. Beyond the tensors it needs two buckets of memory. When it returns the source may
+    change, and the target is complete.
 
     Raises:
         ReallocationError: a peer did not answer within `timeout_s` for one bucket, or died.
         ValueError: the tensors are not all of one dtype, or not of the size that the plan counts with; `eta` is not
             from 0 to 1, or less than 1 with a plan that forwards.
     """
-    write = _writer(plan, eta)
+    write, transport = _writer(plan, eta), transport or TorchTransport()
     with torch.no_grad():
         _check_dtype(plan, [tensor for _, tensor in (*source, *target)])
         source_tensors, target_tensors = by_name(source), by_name(target)
+        under_way: deque[_UnderWay] = deque()
+        for each_round in plan.device_rounds.get(rank, ()):
+            # What is forwarded must have arrived before; averages take the memory of the next round themselves.
+            while under_way and (each_round.forwards or eta < 1):
+                under_way.popleft().finish(write, timeout_s)
+            messages, arriving = _messages(each_round, source_tensors, target_tensors, in_place=eta == 1)
+            packed_bytes = transport.packed_bytes(messages)
+            most_bytes = 2 * plan.bucket_bytes - packed_bytes
+            while len(under_way) == 2 or sum(started.packed_bytes for started in under_way) > max(most_bytes, 0):
+                under_way.popleft().finish(write, timeout_s)
+            label = f"reallocation of {model_name}, bucket {each_round.index + 1} of {len(plan.rounds)}: rank {rank}"
+            under_way.append(_UnderWay(label, post(transport, messages, label), packed_bytes, arriving))
         for box in plan.local_copies.get(rank, ()):
             ours, wanted = part(source_tensors, box), part(target_tensors, box)
             if ours.data_ptr() != wanted.data_ptr() or ours.stride() != wanted.stride():
                 write(wanted, ours)
-        for each_round in plan.device_rounds.get(rank, ()):
-            bucket = f"reallocation of {model_name}, bucket {each_round.index + 1} of {len(plan.rounds)}: rank {rank}"
-            _run_round(each_round, source_tensors, target_tensors, write, group, bucket, timeout_s)
+        while under_way:
+            under_way.popleft().finish(write, timeout_s)
 
 
-def _run_round(
-    each_round: DeviceRound,
-    source_tensors: HeldBoxes,
-    target_tensors: HeldBoxes,
-    write: Callable[[Tensor, Tensor], object],
-    group: dist.ProcessGroup | None,
-    bucket: str,
-    timeout_s: float,
-) -> None:
-    """Posts all sends and receives of one round, then waits for all of them.
+@dataclass(frozen=True)
+class _UnderWay:
+    """A round that was started. `arriving`: parts of the target, with the buffers in which their new values arrive.
 
     A rank waits only for peers that are in the same or an earlier round, whatever the meshes, and has posted its own
-    part of this round before it waits: by induction over the rounds nobody waits forever.
+    part of a round before it waits for any of it: by induction over the rounds nobody waits forever.
     """
-    (_, like), *_ = next(iter((*source_tensors.values(), *target_tensors.values())))
+
+    label: str
+    works: Sequence[Work]
+    packed_bytes: int
+    arriving: Sequence[tuple[Tensor, Tensor]]
+
+    def finish(self, write: Callable[[Tensor, Tensor], object], timeout_s: float) -> None:
+        wait_for(self.works, self.label, timeout_s)
+        for wanted, values in self.arriving:
+            write(wanted, values)
+
+
+def _messages(
+    each_round: DeviceRound, source_tensors: HeldBoxes, target_tensors: HeldBoxes, in_place: bool
+) -> tuple[list[Message], list[tuple[Tensor, Tensor]]]:
+    """What one rank sends and receives in a round; `in_place` into the target, else into buffers (with their parts)."""
     messages: list[Message] = []
+    arriving: list[tuple[Tensor, Tensor]] = []
     for peer, boxes in sorted(each_round.sends.items()):
-        buffer = torch.empty(sum(box.size for box in boxes), dtype=like.dtype, device=like.device)
-        _for_each_box(buffer, boxes, lambda box, packed: packed.copy_(sent_part(source_tensors, target_tensors, box)))
-        messages.append(Message("receive", peer, boxes, buffer))
+        views = [sent_part(source_tensors, target_tensors, box) for box in boxes]
+        messages.append(Message("receive", peer, boxes, views))
     for peer, boxes in sorted(each_round.receives.items()):
-        buffer = torch.empty(sum(box.size for box in boxes), dtype=like.dtype, device=like.device)
-        messages.append(Message("send", peer, boxes, buffer))
-    exchange(messages, group, bucket, timeout_s)
-    for message in messages:
-        if message.peers_part == "send":
-            _for_each_box(message.buffer, message.boxes, lambda box, packed: write(part(target_tensors, box), packed))
-
-
-def exchange(messages: Sequence[Message], group: dist.ProcessGroup | None, label: str, timeout_s: float) -> None:
-    """Posts all messages, then waits for all of them; `label` begins the text of an error.
-
-    Raises:
-        ReallocationError: a peer did not answer within `timeout_s`, or died.
-    """
-    if not messages:
-        return
-    deadline = time.monotonic() + timeout_s
-    works = _post(messages, group, label)
-    # Several messages have one work where the backend makes one call of them (NCCL).
-    for index, work in enumerate(works):
-        waited_for = messages if len(works) < len(messages) else [messages[index]]
-        try:
-            work.wait(timedelta(seconds=max(0.001, deadline - time.monotonic())))
-        except RuntimeError as error:
-            waited_s = time.monotonic() - deadline + timeout_s
-            raise ReallocationError(
-                f"{label} waited {waited_s:.1f} s (at most {timeout_s:g}) in vain for {_names(waited_for)}: {error}"
-            ) from error
-
-
-def _post(messages: Sequence[Message], group: dist.ProcessGroup | None, label: str) -> list[Any]:
-    group = group or dist.group.WORLD
-    try:
-        return dist.batch_isend_irecv(
-            [
-                # As bytes: the wire need not know the dtype.
-                dist.P2POp(
-                    dist.irecv if message.peers_part == "send" else dist.isend,
-                    message.buffer.view(torch.uint8),
-                    group=group,
-                    group_peer=message.peer,
-                )
-                for message in messages
-            ]
+        wanted = [part(target_tensors, box) for box in boxes]
+        views = (
+            wanted if in_place else [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in wanted]
         )
-    except RuntimeError as error:
-        raise ReallocationError(f"{label} could not reach {_names(messages)}: {error}") from error
-
-
-def _for_each_box(buffer: Tensor, boxes: Sequence[Box], action: Callable[[Box, Tensor], object]) -> None:
-    """Calls `action` on every box and its place in the flat `buffer`, in the shape of the box."""
-    start = 0
-    for box in boxes:
-        action(box, buffer[start : start + box.size].view(box.shape))
-        start += box.size
-
-
-def _names(messages: Sequence[Message]) -> str:
-    """`rank 3 to send model.norm.weight and 4 more`, for every message."""
-    texts = []
-    for message in messages:
-        names = list(dict.fromkeys(box.name for box in message.boxes))
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-        texts.append(f"rank {message.peer} to {message.peers_part} {names[0]}{more}")
-    return ", ".join(texts)
+        arriving += [] if in_place else zip(wanted, views, strict=True)
+        messages.append(Message("send", peer, boxes, views))
+    return messages, arriving
 
 
 def _writer(plan: ReallocationPlan, eta: float) -> Callable[[Tensor, Tensor], object]:

@@ -25,8 +25,8 @@ def part(held: HeldBoxes, box: Box) -> Tensor:
     """
     of_name = held.get(box.name, [])
     for holder, tensor in of_name:
-        if holder.intersect(box) == box and tuple(tensor.shape) == holder.shape:
-            return tensor[box.slices_in(holder)]
+        if holder.contains(box) and tuple(tensor.shape) == holder.shape:
+            return tensor if box.shape == holder.shape else tensor[box.slices_in(holder)]
     has = [f"{holder} in a tensor of {tuple(tensor.shape)}" for holder, tensor in of_name] or ["nothing of it"]
     raise ValueError(
         f"{box} is asked for, but this rank has {', '.join(has)}; pass the tensors of the layout that was planned for"
@@ -35,7 +35,7 @@ def part(held: HeldBoxes, box: Box) -> Tensor:
 
 def holds(held: HeldBoxes, box: Box) -> bool:
     """Whether one of the held boxes contains all of `box`."""
-    return any(holder.intersect(box) == box for holder, _ in held.get(box.name, []))
+    return any(holder.contains(box) for holder, _ in held.get(box.name, []))
 
 
 def sent_part(source: HeldBoxes, target: HeldBoxes, box: Box) -> Tensor:

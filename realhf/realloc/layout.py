@@ -33,6 +33,13 @@ class Box:
         shape = tuple(e - o for e, o in zip(end, offset, strict=True))
         return Box(self.name, offset, shape) if all(extent > 0 for extent in shape) else None
 
+    def contains(self, other: "Box") -> bool:
+        """Whether all of `other` is in this box."""
+        return self.name == other.name and all(
+            a <= b and b + n <= a + m
+            for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+
     def slices_in(self, holder: "Box") -> tuple[slice, ...]:
         """Where this box lies in an array that holds exactly `holder`, which contains it."""
         return tuple(

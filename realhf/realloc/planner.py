@@ -22,11 +22,15 @@ DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
 
 @dataclass(frozen=True)
 class DeviceRound:
-    """What one device does in round `index`: by peer, the boxes it sends and receives, packed in this order."""
+    """What one device does in round `index`: by peer, the boxes it sends and receives, in this order.
+
+    `forwards`: some of what it sends it received in an earlier round.
+    """
 
     index: int
     sends: dict[int, tuple[Box, ...]]
     receives: dict[int, tuple[Box, ...]]
+    forwards: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,6 +92,7 @@ class ReallocationPlan:
         for index, transfers in enumerate(self.rounds):
             sends: dict[int, dict[int, list[Box]]] = {}
             receives: dict[int, dict[int, list[Box]]] = {}
+            forwarders = {transfer.source for transfer in transfers if transfer.is_forwarded}
             for transfer in transfers:
                 sends.setdefault(transfer.source, {}).setdefault(transfer.target, []).append(transfer.box)
                 receives.setdefault(transfer.target, {}).setdefault(transfer.source, []).append(transfer.box)
@@ -96,6 +101,7 @@ class ReallocationPlan:
                     index,
                     {peer: tuple(boxes) for peer, boxes in sends.get(device, {}).items()},
                     {peer: tuple(boxes) for peer, boxes in receives.get(device, {}).items()},
+                    device in forwarders,
                 )
                 result.setdefault(device, []).append(mine)
         return {device: tuple(rounds) for device, rounds in result.items()}

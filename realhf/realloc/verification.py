@@ -3,14 +3,13 @@
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from realhf.api.layout import Layout
-from realhf.realloc.executor import Message, ReallocationError, exchange
 from realhf.realloc.held import HeldBoxes, by_name, part, sent_part
 from realhf.realloc.layout import Box
 from realhf.realloc.planner import ReallocationPlan
+from realhf.realloc.transport import Message, ReallocationError, TorchTransport, Transport, post, wait_for
 
 _CHUNK = 1 << 20  # elements
 
@@ -44,7 +43,7 @@ def verify(
     rank: int,
     source: Sequence[tuple[Box, Tensor]],
     target: Sequence[tuple[Box, Tensor]],
-    group: dist.ProcessGroup | None = None,
+    transport: Transport | None = None,
     *,
     model_name: str = "model",
     timeout_s: float = 600.0,
@@ -72,12 +71,12 @@ def verify(
         messages = []
         for peer, boxes in sorted(sends.items()):
             held = _sums([sent_part(source_tensors, target_tensors, box) for box in boxes])
-            messages.append(Message("receive", peer, boxes, held))
+            messages.append(Message("receive", peer, boxes, [held]))
         own = {peer: _sums([part(target_tensors, box) for box in boxes]) for peer, boxes in sorted(receives.items())}
-        received = [Message("send", peer, receives[peer], torch.empty_like(sums)) for peer, sums in own.items()]
-        exchange([*messages, *received], group, label, timeout_s)
+        received = [Message("send", peer, receives[peer], [torch.empty_like(sums)]) for peer, sums in own.items()]
+        wait_for(post(transport or TorchTransport(), [*messages, *received], label), label, timeout_s)
         for message in received:
-            differs = own[message.peer] != message.buffer
+            differs = own[message.peer] != message.views[0]
             differing += [(message.peer, message.boxes[index]) for index in differs.nonzero().flatten().tolist()]
     if differing:
         sender, box = differing[0]

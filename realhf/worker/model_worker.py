@@ -27,6 +27,7 @@ from realhf.models.hugging_face_weights import open_checkpoint
 from realhf.parallel.groups import GroupTable, ParallelGroups
 from realhf.realloc.executor import execute
 from realhf.realloc.planner import plan_between
+from realhf.realloc.transport import Transport, transport_between
 from realhf.realloc.verification import VerificationSchedule, verify
 from realhf.transport.messages import (
     BatchKey,
@@ -203,9 +204,10 @@ class ModelWorker:
             source_data_parallel=self._run.models[name].compute.data_parallel,
         )
         source_boxes, target_boxes = source.held() if source else [], target.held() if target else []
-        execute(plan, self._rank, source_boxes, target_boxes, model_name=name, timeout_s=self._timeout_s)
+        transport = self._transport(home, layout)
+        execute(plan, self._rank, source_boxes, target_boxes, transport, model_name=name, timeout_s=self._timeout_s)
         if self._verification.is_due(name, layout, step):
-            verify(plan, self._rank, source_boxes, target_boxes, model_name=name, timeout_s=self._timeout_s)
+            verify(plan, self._rank, source_boxes, target_boxes, transport, model_name=name, timeout_s=self._timeout_s)
         if source is not None and target is not None:
             source.lend_to(target)
 
@@ -233,12 +235,16 @@ class ModelWorker:
             self._rank,
             source.held() if source else [],
             target.held() if target else [],
+            self._transport(run.homes[node.source], run.homes[node.target]),
             eta=node.eta,
             model_name=node.target,
             timeout_s=self._timeout_s,
         )
         if target:
             target.parameters_changed()
+
+    def _transport(self, source: Layout, target: Layout) -> Transport:
+        return transport_between(self._groups.of_host((*source.mesh.devices, *target.mesh.devices)))
 
     def _call(self, request: CallFunction) -> Reply:
         split, step = request.batch.split, request.batch.step

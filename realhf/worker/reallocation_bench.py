@@ -11,6 +11,7 @@ from realhf.engine.model import ShardedModel
 from realhf.parallel.groups import GroupTable
 from realhf.realloc.executor import execute
 from realhf.realloc.planner import plan_between
+from realhf.realloc.transport import transport_between
 from realhf.search.profile import ReallocationTimings
 from realhf.worker.model_bench import Stopwatch
 
@@ -46,7 +47,7 @@ def reallocation(
         whole = (
             ShardedModel(model, table.groups(pair[0] if rank % 2 == 0 else pair[1]), dtype, device) if pair else None
         )
-        works.append(_move(whole, pair, rank) if pair and whole else None)
+        works.append(_move(whole, pair, table, rank) if pair and whole else None)
         held_bytes = sum(box.size for box, _ in whole.boxes().values()) * dtype.itemsize if whole else 0
         size_bytes.append(watch.largest(held_bytes))
     few_s, gained_s = watch.seconds_of_both(*works)
@@ -64,17 +65,18 @@ def fitted(few_s: float, gained_s: float, few_bytes: float, gained_bytes: float)
     return ReallocationTimings(latency_s=max(latency_s, 0.0), bandwidth=gained_bytes / gained_s)
 
 
-def _move(model: ShardedModel, pair: tuple[Layout, Layout], rank: int) -> Callable[[], None]:
+def _move(model: ShardedModel, pair: tuple[Layout, Layout], table: GroupTable, rank: int) -> Callable[[], None]:
     """A rank's part: to send its model, or to receive it into memory that is new each time, as a run does."""
     source, target = pair
     plan = plan_between(model.config, source, target, element_bytes=model.arena.flat.itemsize)
+    transport = transport_between(table.of_host((*source.mesh.devices, *target.mesh.devices)))
 
     def move() -> None:
         if rank in source.mesh.devices:
-            execute(plan, rank, model.held(), [])
+            execute(plan, rank, model.held(), [], transport)
             return
         model.free_parameters()
         model.allocate_parameters()
-        execute(plan, rank, [], model.held())
+        execute(plan, rank, [], model.held(), transport)
 
     return move

@@ -16,12 +16,13 @@ from tests.waiting import PATIENCE_S
 
 
 def run_distributed(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = PATIENCE_S
+    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = PATIENCE_S, killed: int | None = None
 ) -> list[Any]:
     """Calls `function(rank, *args)` in `world_size` processes that share a gloo default group.
 
     `function` is a top-level function of an importable module (the processes are spawned); `args` and what it
-    returns are plain values: numbers, strings, lists, dataclasses, numpy arrays, no tensors.
+    returns are plain values: numbers, strings, lists, dataclasses, numpy arrays, no tensors. Rank `killed` is expected
+    to kill itself; its entry is None.
 
     Returns:
         What the function returned, one entry a rank.
@@ -53,10 +54,10 @@ def run_distributed(
                     raise TimeoutError(f"ranks {sorted(readers.values())} were not done after {timeout_s:g} s")
                 for reader in ready:
                     rank = readers.pop(reader)
-                    results[rank] = _receive(rank, reader, processes[rank])
+                    results[rank] = None if rank == killed else _receive(rank, reader, processes[rank])
         finally:
             for process in processes:
-                if len(results) < world_size:
+                if len(results) < world_size or killed is not None:
                     process.kill()
                 process.join(timeout=10)
                 process.kill()  # its result is here, or not wanted

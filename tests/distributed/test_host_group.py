@@ -289,6 +289,48 @@ def test_small_rings_and_a_rank_that_ended():
         channels.wait_sent(channels.send(sent[-1].data_ptr(), 5_003, 1), 1, PATIENCE_S)
 
 
+def exchange_parts(rank: int) -> None:
+    """Both ranks send at once, more than a ring holds, and cut the message into other parts than are received."""
+    group, peer = new_group(2), 1 - rank
+    whole = torch.arange(3 * 700 * 400, dtype=torch.float32) + 0.5 * rank
+    cube = whole.view(3, 700, 400).transpose(0, 1).contiguous().transpose(0, 1)  # of these strides, in this order
+    sent = group.send_parts([cube[:2], whole[:0], cube[2, :, 100:300], whole[7], whole[1:20:3]], peer)
+    wide, rest = torch.zeros(2, 700, 800), torch.zeros(140_008)
+    received = group.receive_parts([wide[..., 100:500], rest], peer)
+    assert received.wait()
+    assert sent.wait()
+    whole += 0.5 * peer - 0.5 * rank
+    assert torch.equal(wide[..., 100:500], whole.view(3, 700, 400)[:2])
+    assert not wide[..., :100].any()
+    assert not wide[..., 500:].any()
+    expected = [whole.view(3, 700, 400)[2, :, 100:300].flatten(), whole[7:8], whole[1:20:3]]
+    assert torch.equal(rest, torch.cat(expected))
+
+
+def test_messages_in_parts_of_any_strides():
+    run_distributed(exchange_parts, 2)
+
+
+def hosts_of_tables(rank: int) -> list[list[int] | None]:
+    """Which ranks the group of a host has, by the devices that must be on it."""
+    found = []
+    for hosts, devices in (([1] * 4, [0, 3]), ([1, 2, 1, 2], [1, 3]), ([1, 2, 1, 2], [0, 1]), ([1, 2, 3, 3], [0])):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(groups, "_hosts", lambda hosts=hosts: hosts)
+            group = GroupTable([], rank).of_host(devices)
+        found.append(group and dist.get_process_group_ranks(group))
+    return found
+
+
+def test_the_group_of_a_host_is_found_by_devices():
+    everywhere, second = [0, 1, 2, 3], [1, 3]
+    for rank, found in enumerate(run_distributed(hosts_of_tables, 4)):
+        assert found[0] == everywhere
+        assert found[2:] == [None, None]
+        if rank in second:
+            assert found[1] == second
+
+
 def pipeline_backends(rank: int) -> list[str | None]:
     """In a layout whose pipelines are on one host each, and after half of the ranks have moved to another."""
     layout, found = Layout(DeviceMesh(0, 4), ParallelStrategy(dp=2, pp=2)), []

@@ -1,10 +1,10 @@
-"""Reallocation plans carried out by four processes over gloo: bit-exact, bounded in memory, with deadlines."""
+"""Reallocation plans carried out by four processes, over gloo and the host's memory: bit-exact, bounded in memory."""
 
-import weakref
 from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
-from unittest.mock import patch
+from dataclasses import replace
+from datetime import timedelta
+from itertools import accumulate
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -14,20 +14,24 @@ from realhf.api.compute import DataParallel
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
 from realhf.api.model import DecoderConfig
 from realhf.models.parameters import decoder_parameters
-from realhf.realloc import executor
-from realhf.realloc.executor import Message, ReallocationError, execute
+from realhf.parallel import host_group
+from realhf.realloc.executor import execute
 from realhf.realloc.held import by_name, part
 from realhf.realloc.layout import Box
 from realhf.realloc.planner import plan_between, plan_reallocation
 from realhf.realloc.shards import held_boxes
+from realhf.realloc.transport import HostTransport, Message, TorchTransport, Transport, Work
 from realhf.realloc.verification import VerificationError, verify
 from tests.distributed.pool import run_distributed
-from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.distributed
 
 BUCKET_BYTES = 4096
 
+# Rows of 2 KB and more, parameters of several messages.
+WIDE = DecoderConfig(
+    hidden_size=512, intermediate_size=1024, num_layers=2, num_heads=8, num_kv_heads=8, vocab_size=2048
+)
 SIX_HEADS = DecoderConfig(
     hidden_size=24, intermediate_size=36, num_layers=5, num_heads=6, num_kv_heads=6, vocab_size=48, tied_embeddings=True
 )
@@ -94,6 +98,7 @@ def run_pair(
     dtype: torch.dtype,
     bucket_bytes: int,
     divided: tuple[DataParallel, DataParallel] = ("zero1", "zero1"),
+    transport: Transport | None = None,
 ) -> int:
     state = random_state(model, dtype)
     plan = plan_between(model, a, b, 2, dtype.itemsize, bucket_bytes, *divided)
@@ -101,14 +106,16 @@ def run_pair(
         boxed(state, held_boxes(model, side, rank, how)) for side, how in zip((a, b), divided, strict=True)
     )
     target = [(box, torch.full_like(tensor, -7)) for box, tensor in expected]
-    execute(plan, rank, source, target)
-    verify(plan, rank, source, target)
+    execute(plan, rank, source, target, transport)
+    verify(plan, rank, source, target, transport)
     for (_, got), (box, tensor) in zip(target, expected, strict=True):
         assert torch.equal(got, tensor), (model, a, b, box)
     return plan.received_bytes.get(rank, 0)
 
 
-def average(rank: int, model: DecoderConfig, a: Layout, b: Layout, dtype: torch.dtype, rounding: float) -> None:
+def average(
+    rank: int, model: DecoderConfig, a: Layout, b: Layout, dtype: torch.dtype, rounding: float, transport: Transport
+) -> None:
     """The target becomes eta * source + (1 - eta) * target, as float64 has it but for one rounding."""
     state, eta = random_state(model, dtype), 0.3
     plan = plan_between(model, a, b, 2, dtype.itemsize, BUCKET_BYTES, forwarding=False)
@@ -118,42 +125,53 @@ def average(rank: int, model: DecoderConfig, a: Layout, b: Layout, dtype: torch.
         eta * new.double() + (1 - eta) * old.double() for (_, new), (_, old) in zip(wanted, target, strict=True)
     ]
     largest = [new.double().abs() + old.double().abs() for (_, new), (_, old) in zip(wanted, target, strict=True)]
-    execute(plan, rank, source, target, eta=eta)
+    execute(plan, rank, source, target, transport, eta=eta)
     for (box, got), values, size in zip(target, expected, largest, strict=True):
         assert ((got.double() - values).abs() <= size * rounding).all(), (model, a, b, box)
 
 
-def run_all_pairs(rank: int) -> list[int]:
+def run_all_pairs(rank: int, transport: Transport) -> list[int]:
     received = []
     for index, (model, a, b) in enumerate(PAIRS):
         dtype = [torch.float32, torch.float64, torch.bfloat16][index % 3]
-        received.append(run_pair(rank, model, a, b, dtype, BUCKET_BYTES))
+        received.append(run_pair(rank, model, a, b, dtype, BUCKET_BYTES, transport=transport))
     for model, a, b in SHARDED_PAIRS:
-        run_pair(rank, model, a, b, torch.float32, BUCKET_BYTES, ("fsdp", "zero1"))
-        run_pair(rank, model, b, a, torch.bfloat16, BUCKET_BYTES, ("zero1", "fsdp"))
-        run_pair(rank, model, a, a, torch.float64, BUCKET_BYTES, ("fsdp", "zero1"))
+        run_pair(rank, model, a, b, torch.float32, BUCKET_BYTES, ("fsdp", "zero1"), transport)
+        run_pair(rank, model, b, a, torch.bfloat16, BUCKET_BYTES, ("zero1", "fsdp"), transport)
+        run_pair(rank, model, a, a, torch.float64, BUCKET_BYTES, ("fsdp", "zero1"), transport)
     for model, a, b in PAIRS[-3:]:
-        average(rank, model, a, b, torch.float32, 2**-22)
-        average(rank, model, a, b, torch.bfloat16, 2**-8)
+        average(rank, model, a, b, torch.float32, 2**-22, transport)
+        average(rank, model, a, b, torch.bfloat16, 2**-8, transport)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        run_pair(rank, *PAIRS[0], dtype, bucket_bytes=2**26)
+        run_pair(rank, *PAIRS[0], dtype, bucket_bytes=2**26, transport=transport)
+    run_pair(rank, WIDE, layout(0, 1, 4, 1), layout(0, 2, 2, 1), torch.float32, 2**21, transport=transport)
     return received
+
+
+class Peak(NamedTuple):
+    """Bytes of one reallocation: the most tensors at once, what holds the parameters, and a bucket."""
+
+    peak: int
+    held: int
+    bucket: int
 
 
 class Results(NamedTuple):
     """Of one rank."""
 
-    received: list[int]
+    received: dict[str, list[int]]
     in_place: int | list[float]
-    peak_bytes: int
+    peaks: dict[str, list[Peak]]
     complaint: str
 
 
 def run_all(rank: int) -> Results:
+    memory = torch.distributed.new_group(list(range(4)), backend=host_group.BACKEND)
+    transports = {"gloo": TorchTransport(), "host memory": HostTransport(memory)}
     return Results(
-        run_all_pairs(rank),
+        {name: run_all_pairs(rank, transport) for name, transport in transports.items()},
         reallocate_in_place(rank),
-        peak_of_buffers(rank, BUCKET_BYTES),
+        {name: peaks(rank, transport) for name, transport in transports.items()},
         corrupt_a_part(rank),
     )
 
@@ -168,9 +186,12 @@ def test_layout_pairs_are_bit_exact(results: list[Results]) -> None:
     for model, a, b in PAIRS:
         check_strategy("source", model, a.strategy)
         check_strategy("target", model, b.strategy)
-    received = np.array([result.received for result in results]).sum(axis=0)
-    assert received[6] == 0
-    assert (np.delete(received, 6) > 0).all()
+    received = {
+        name: np.array([result.received[name] for result in results]).sum(axis=0) for name in results[0].received
+    }
+    assert (received["gloo"] == received["host memory"]).all()
+    assert received["gloo"][6] == 0
+    assert (np.delete(received["gloo"], 6) > 0).all()
 
 
 def reallocate_in_place(rank: int) -> int | list[float]:
@@ -191,62 +212,62 @@ def test_a_view_that_stays_is_not_copied(results: list[Results]) -> None:
     assert [result.in_place for result in results] == [0, [1.0, 2.0], 0, 0]
 
 
-ONE_LAYER = Box("model.layers.0.mlp.up_proj.weight", (0, 0), (64, 8))
+# All parts of the first are packed where they are packed at all; the second needs half of its target from others.
+PEAKS = [
+    (SIX_HEADS, layout(0, 1, 3, 1), layout(1, 1, 3, 1), 4096),
+    (WIDE, layout(0, 1, 4, 1), layout(0, 2, 2, 1), 2**21),
+]
 
 
-def wait_for_a_peer_that_does_not_send(rank: int, folder: Path) -> str:
-    """Rank 1 waits for rank 0, which is there but never sends; rank 2 for rank 3, which has left."""
-    torch.distributed.barrier()  # nobody leaves while another still connects
-    if rank == 3:
-        torch.distributed.destroy_process_group()
-    if rank == 0:
-        wait_until(lambda: all((folder / f"rank-{waiting}").exists() for waiting in (1, 2)))
-    if rank in (0, 3):
-        return ""
-    plan = plan_reallocation({0 if rank == 1 else 3: [ONE_LAYER]}, {rank: [ONE_LAYER]}, bucket_bytes=1024)
-    target = [(ONE_LAYER, torch.zeros(ONE_LAYER.shape))]
-    with pytest.raises(ReallocationError) as raised:
-        execute(plan, rank, [], target, model_name="critic", timeout_s=1.5 if rank == 1 else 2 * PATIENCE_S)
-    (folder / f"rank-{rank}").touch()
-    return str(raised.value)
+def peaks(rank: int, transport: Transport) -> list[Peak]:
+    """As torch's profiler counts allocations, from before source and target to the end."""
+    return [peak_of(rank, transport, *case) for case in PEAKS]
 
 
-def test_a_peer_that_is_late_or_gone_is_named_within_the_deadline(tmp_path: Path) -> None:
-    _, late, gone, _ = run_distributed(wait_for_a_peer_that_does_not_send, 4, tmp_path)
-    assert "reallocation of critic, bucket 1 of 2: rank 1 waited" in late
-    assert "s (at most 1.5) in vain for rank 0 to send" in late
-    assert "bucket 1 of 2: rank 2" in gone
-    assert "rank 3 to send" in gone
-    assert ONE_LAYER.name in late
-    assert ONE_LAYER.name in gone
+def peak_of(
+    rank: int, transport: Transport, model: DecoderConfig, a: Layout, b: Layout, bucket_bytes: int, eta: float = 1.0
+) -> Peak:
+    plan = plan_between(model, a, b, 2, 4, bucket_bytes, forwarding=eta == 1)
+    kept = set(held_boxes(model, a, rank)) & set(held_boxes(model, b, rank))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        source = [(box, torch.zeros(box.shape)) for box in held_boxes(model, a, rank)]
+        shared = {box: tensor for box, tensor in source if box in kept}
+        target = [(box, shared.get(box, torch.empty(0))) for box in held_boxes(model, b, rank)]
+        target = [(box, tensor if box in kept else torch.zeros(box.shape)) for box, tensor in target]
+        execute(plan, rank, source, target, transport, eta=eta)
+    held = sum(4 * box.size for box in {*held_boxes(model, a, rank), *held_boxes(model, b, rank)})
+    events = profile.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    return Peak(max(accumulate((change for _, change in changes), initial=0)), held, bucket_bytes)
 
 
-def peak_of_buffers(rank: int, bucket_bytes: int) -> int:
-    """Bytes of buffers alive at once, counted where the executor allocates them."""
-    alive_bytes = peak_bytes = 0
-    empty = torch.empty
-
-    def release(size_bytes: int) -> None:
-        nonlocal alive_bytes
-        alive_bytes -= size_bytes
-
-    def counting_empty(size: int, **options: Any) -> torch.Tensor:
-        nonlocal alive_bytes, peak_bytes
-        buffer = empty(size, **options)
-        alive_bytes += buffer.nbytes
-        peak_bytes = max(peak_bytes, alive_bytes)
-        weakref.finalize(buffer, release, buffer.nbytes)
-        return buffer
-
-    with patch.object(executor.torch, "empty", counting_empty):
-        run_pair(rank, SIX_HEADS, layout(0, 1, 3, 1), layout(1, 1, 3, 1), torch.float32, bucket_bytes)
-    return peak_bytes
+def test_peak_is_source_and_target_less_what_they_share_and_two_buckets(results: list[Results]) -> None:
+    for result in results:
+        for name, of_transport in result.peaks.items():
+            for peak in of_transport:
+                assert peak.peak <= peak.held + 2 * peak.bucket, (name, peak)
+        # Over the host's memory nothing is packed.
+        assert all(peak.peak <= peak.held + 100 for peak in result.peaks["host memory"])
+    assert any(peak.peak > peak.held + peak.bucket for result in results for peak in result.peaks["gloo"])
 
 
-def test_buffers_take_at_most_two_buckets(results: list[Results]) -> None:
-    peaks = [result.peak_bytes for result in results]
-    assert all(0 < peak <= 2 * BUCKET_BYTES for peak in peaks), peaks
-    assert max(peaks) > BUCKET_BYTES  # a rank in the middle sends and receives at once
+class FlipsABit:
+    """A transport that changes one bit of the first message of each round."""
+
+    def __init__(self, transport: Transport):
+        self._transport = transport
+
+    def packed_bytes(self, messages: Sequence[Message]) -> int:
+        return self._transport.packed_bytes(messages)
+
+    def post(self, messages: Sequence[Message]) -> list[Work]:
+        first, *others = self._transport.post(messages)
+
+        def wait_and_flip(timeout: timedelta) -> None:
+            first.wait(timeout)
+            messages[0].views[0].flatten().view(torch.uint8)[5] ^= 0x10
+
+        return [replace(first, wait=wait_and_flip), *others]
 
 
 def corrupt_a_part(rank: int) -> str:
@@ -254,15 +275,7 @@ def corrupt_a_part(rank: int) -> str:
     model, a, b = FOUR_HEADS, layout(0, 1, 2, 1), layout(2, 1, 2, 1)
     plan = plan_between(model, a, b)
     source, target = (boxed(random_state(model, torch.float32), held_boxes(model, side, rank)) for side in (a, b))
-
-    def post_and_flip(messages: Sequence[Message], *rest: Any) -> None:
-        executor_exchange(messages, *rest)
-        if rank == 2:
-            messages[0].buffer.view(torch.uint8)[5] ^= 0x10
-
-    executor_exchange = executor.exchange
-    with patch.object(executor, "exchange", post_and_flip):
-        execute(plan, rank, source, target)
+    execute(plan, rank, source, target, FlipsABit(TorchTransport()) if rank == 2 else None)
     try:
         verify(plan, rank, source, target, model_name="critic")
     except VerificationError as error:

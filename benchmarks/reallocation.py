@@ -1,0 +1,252 @@
+"""Reallocation of whole models between layouts, beside the bandwidth of the bare transport and two other ways.
+
+Processes of one machine move float32 parameters by the executor, over gloo and over the host's memory, between six
+pairs of layouts. Beside each stand, of the same bytes and in the same processes:
+
+- raw: messages of the plan's sizes through the same transport, each one piece of memory, and one copy of as many
+  bytes as a process copies within its own memory;
+- DCP: torch.distributed.checkpoint saves the source layout to /dev/shm and loads it into the target layout;
+- gather: every parameter is sent whole to every process, which cuts its part out, over the same transport.
+
+All memory was touched before; a time is the median over the repetitions, from barrier to barrier,
+the ways in turns. With `--json` cases measured before stay in the file:
+
+    python benchmarks/reallocation.py --model 144MB --processes 4 --json benchmarks/results/reallocation.json
+"""
+
+import json
+import multiprocessing
+import os
+import statistics
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from functools import partial
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from common import argument_parser, case, finish
+from reallocation_rivals import Checkpoint, RawMessages, gather_and_slice
+from torch import Tensor
+
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.model import DecoderConfig
+from realhf.parallel import host_group
+from realhf.realloc.executor import execute
+from realhf.realloc.layout import Box, device_boxes
+from realhf.realloc.planner import plan_between
+from realhf.realloc.transport import HostTransport, TorchTransport
+from realhf.realloc.verification import bit_sum
+from realhf.worker.allocator import keep_freed_memory
+
+MODELS = {
+    "144MB": DecoderConfig(hidden_size=512, intermediate_size=1408, num_layers=8, num_heads=8, num_kv_heads=8,
+                           vocab_size=20480, tied_embeddings=True),
+    "1GB": DecoderConfig(hidden_size=1024, intermediate_size=2816, num_layers=16, num_heads=16, num_kv_heads=16,
+                         vocab_size=61440, tied_embeddings=True),
+}  # fmt: skip
+PROCESSES = (4, 8)
+TRANSPORTS = {"gloo": 0.6, "host memory": 0.8}  # the least part of the raw bandwidth
+LEAST_BYTES = 100e6  # below that the part is not demanded
+REPETITIONS = 5
+DEADLINE_S = 160.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds of one pair over one transport."""
+
+    pair: str
+    transport: str
+    moved_bytes: int
+    copied_bytes: int
+    reallocation_s: float
+    raw_s: float
+    checkpoint_s: float
+    gather_s: float
+
+
+def layout_pairs(processes: int) -> dict[str, tuple[Layout, Layout]]:
+    """Six pairs of (source, target), by name."""
+    half, quarter = processes // 2, processes // 4
+
+    def layout(dp: int, tp: int, pp: int, first: int = 0) -> Layout:
+        return Layout(DeviceMesh(first, dp * tp * pp), ParallelStrategy(dp, tp, pp))
+
+    pairs = [
+        (layout(1, processes, 1), layout(1, 1, processes)),
+        (layout(1, 1, processes), layout(2, half, 1)),
+        (layout(1, half, 1), layout(1, half, 1, first=quarter)),
+        (layout(1, half, 2), layout(4, quarter, 1)),
+        (layout(1, half, 1), layout(1, 1, half, first=half)),
+        (layout(1, 1, 1), layout(1, processes, 1)),
+    ]
+    return {f"{_name(source)} to {_name(target)}": (source, target) for source, target in pairs}
+
+
+def _name(layout: Layout) -> str:
+    s = layout.strategy
+    degrees = [f"{axis}{degree}" for axis, degree in (("dp", s.dp), ("tp", s.tp), ("pp", s.pp)) if degree > 1]
+    return "-".join(degrees or ["one"]) + (f"@{layout.mesh.first}" if layout.mesh.first else "")
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("--model", choices=MODELS, help="default: both")
+    parser.add_argument("--processes", type=int, choices=PROCESSES, help="default: both")
+    parser.add_argument("--pair", help="of the layouts' names, such as 'tp4 to pp4'; default: all six")
+    parser.add_argument("--transport", choices=TRANSPORTS, help="default: both")
+    parser.add_argument("--repetitions", type=int, default=REPETITIONS)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.model, arguments.processes, arguments.repetitions = "144MB", 4, 1
+    known = _results_of(arguments.json)
+    for model in [arguments.model] if arguments.model else MODELS:
+        for processes in [arguments.processes] if arguments.processes else PROCESSES:
+            pairs = [arguments.pair] if arguments.pair else list(layout_pairs(processes))
+            transports = [arguments.transport] if arguments.transport else list(TRANSPORTS)
+            for measured in run(model, processes, pairs, transports, arguments.repetitions):
+                known.update({row["case"]: row for row in cases(model, processes, measured)})
+    finish("reallocation", list(known.values()), arguments.json)
+
+
+def cases(model: str, processes: int, measured: Measured) -> Iterator[dict]:
+    """The three comparisons of one measurement."""
+    name = f"{model}, {processes} processes, {measured.pair}, {measured.transport}"
+    seconds, gigabytes = measured.reallocation_s, measured.moved_bytes / 1e9
+    part = measured.raw_s / seconds
+    least = TRANSPORTS[measured.transport] if measured.moved_bytes > LEAST_BYTES else 0.0
+    yield {
+        **case(f"{name}: of raw bandwidth", gigabytes / seconds, "GB/s", baseline=gigabytes / measured.raw_s,
+               ratio=part, target=least, holds=part >= least),
+        "seconds": seconds,
+        "bytes": measured.moved_bytes,
+        "copied_locally_bytes": measured.copied_bytes,
+    }  # fmt: skip
+    for rival, rival_s in (("DCP", measured.checkpoint_s), ("gather", measured.gather_s)):
+        ratio = rival_s / seconds
+        yield case(f"{name}: beside {rival}", seconds, "s", baseline=rival_s, ratio=ratio, target=1.0, holds=ratio > 1)
+
+
+def _results_of(file: Path | None) -> dict[str, dict]:
+    """The cases of a file, by name."""
+    rows = json.loads(file.read_text())["results"] if file and file.exists() else []
+    return {row["case"]: row for row in rows}
+
+
+def run(
+    model: str, processes: int, pairs: Sequence[str], transports: Sequence[str], repetitions: int
+) -> list[Measured]:
+    """Measures in new processes; ends them all, whatever happens."""
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory(prefix="realhf-reallocation-", dir="/dev/shm") as directory:
+        reader, writer = context.Pipe(duplex=False)
+        workers = [
+            context.Process(
+                target=_measure, daemon=True,
+                args=(rank, processes, directory, model, pairs, transports, repetitions, writer if rank == 0 else None),
+            )
+            for rank in range(processes)
+        ]  # fmt: skip
+        try:
+            for worker in workers:
+                worker.start()
+            writer.close()
+            if not reader.poll(DEADLINE_S * len(pairs)):
+                sys.exit(f"{model}, {processes} processes: nothing measured in {DEADLINE_S * len(pairs):g} s")
+            return [Measured(**fields) for fields in reader.recv()]
+        finally:
+            for worker in workers:
+                worker.join(timeout=5)
+                worker.kill()
+
+
+def _measure(
+    rank: int, processes: int, directory: str, model: str, pairs: Sequence[str], transports: Sequence[str],
+    repetitions: int, results: Connection | None,
+) -> None:  # fmt: skip
+    """One process: all pairs over all transports; rank 0 gives back the figures."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    keep_freed_memory()  # as a worker does
+    timeout = timedelta(seconds=DEADLINE_S)
+    store = dist.FileStore(f"{directory}/store", processes)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=processes, timeout=timeout)
+    memory = dist.new_group(list(range(processes)), backend=host_group.BACKEND, timeout=timeout)
+    groups = {"gloo": dist.group.WORLD, "host memory": memory}
+    measured = []
+    for pair in pairs:
+        source, target = layout_pairs(processes)[pair]
+        measured += measure_pair(rank, MODELS[model], pair, source, target, directory, groups, transports, repetitions)
+    if results is not None:
+        results.send([vars(each) for each in measured])
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def measure_pair(
+    rank: int, model: DecoderConfig, pair: str, source: Layout, target: Layout, directory: str,
+    groups: Mapping[str, dist.ProcessGroup], transports: Sequence[str], repetitions: int,
+) -> list[Measured]:  # fmt: skip
+    plan = plan_between(model, source, target, None)
+    (source_flat, held), (target_flat, wanted) = (_allocate(model, layout, rank) for layout in (source, target))
+    for box, tensor in held:
+        tensor.normal_(generator=torch.Generator().manual_seed(zlib.crc32(repr(box).encode())))
+    moved = sum(plan.sent_bytes.values())
+    copied = sum(box.size * plan.element_bytes for boxes in plan.local_copies.values() for box in boxes)
+    checkpoint = Checkpoint(model, source, target, rank, held, wanted, directory)
+    measured = []
+    for transport in transports:
+        group = groups[transport]
+        carrier = HostTransport(group) if transport == "host memory" else TorchTransport(group)
+        ways = [
+            partial(execute, plan, rank, held, wanted, carrier, timeout_s=DEADLINE_S),
+            RawMessages(plan, rank, carrier, source_flat, target_flat, DEADLINE_S),
+            checkpoint.save_and_load,
+            partial(gather_and_slice, model, source, rank, held, wanted, group),
+        ]
+        _check([way for way in ways if not isinstance(way, RawMessages)], wanted)
+        seconds: list[list[float]] = [[] for _ in ways]
+        for _ in range(repetitions):
+            for way, times in zip(ways, seconds, strict=True):
+                times.append(_seconds(way))
+        measured.append(Measured(pair, transport, moved, copied, *map(statistics.median, seconds)))
+    return measured
+
+
+def _allocate(model: DecoderConfig, layout: Layout, rank: int) -> tuple[Tensor, list[tuple[Box, Tensor]]]:
+    """A vector, and the boxes of a rank as parts of it one behind the other."""
+    boxes = device_boxes(model, layout, rank)
+    flat = torch.zeros(sum(box.size for box in boxes))
+    parts = flat.split([box.size for box in boxes]) if boxes else []
+    return flat, [(box, part.view(box.shape)) for box, part in zip(boxes, parts, strict=True)]
+
+
+def _check(ways: Sequence[Callable[[], object]], wanted: Sequence[tuple[Box, Tensor]]) -> None:
+    """Every way leaves the same values in `wanted`; also touches all memory."""
+    sums = []
+    for way in ways:
+        for _, tensor in wanted:
+            tensor.zero_()
+        dist.barrier()
+        way()
+        sums.append([int(bit_sum(tensor)) for _, tensor in wanted])
+    assert all(other == sums[0] for other in sums), "the ways do not move the same values"
+
+
+def _seconds(way: Callable[[], object]) -> float:
+    dist.barrier()
+    start = time.perf_counter()
+    way()
+    dist.barrier()
+    return time.perf_counter() - start
+
+
+if __name__ == "__main__":
+    main()

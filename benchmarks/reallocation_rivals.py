@@ -1,0 +1,118 @@
+"""What benchmarks/reallocation.py sets beside the executor: bare messages, a checkpoint, whole parameters for all."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import checkpoint
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+from realhf.api.layout import Layout
+from realhf.api.model import DecoderConfig
+from realhf.models.parameters import decoder_parameters
+from realhf.realloc.layout import Box, device_boxes
+from realhf.realloc.planner import ReallocationPlan
+from realhf.realloc.transport import Message, Transport, post, wait_for
+
+Held = Sequence[tuple[Box, Tensor]]
+
+
+class RawMessages:
+    """The messages of a plan, round by round, each one piece of the memory that the parameters lie in, and one copy of
+    as many bytes as the rank copies within it: what the transport can do."""
+
+    def __init__(
+        self, plan: ReallocationPlan, rank: int, transport: Transport, source: Tensor, target: Tensor, timeout_s: float
+    ):
+        """`source`, `target`: all parameters of this rank, as one vector each; the target is overwritten."""
+        self._transport, self._timeout_s = transport, timeout_s
+        outgoing, incoming = _Pieces(max(source, target, key=len)), _Pieces(target)
+        self._rounds = [
+            [
+                *(Message("receive", peer, boxes, [outgoing.next(boxes)]) for peer, boxes in each_round.sends.items()),
+                *(Message("send", peer, boxes, [incoming.next(boxes)]) for peer, boxes in each_round.receives.items()),
+            ]
+            for each_round in plan.device_rounds.get(rank, ())
+        ]
+        copied = plan.local_copies.get(rank, ())
+        self._copy = (incoming.next(copied), source[: sum(box.size for box in copied)])
+
+    def __call__(self) -> None:
+        for messages in self._rounds:
+            wait_for(post(self._transport, messages, "raw"), "raw", self._timeout_s)
+        target, source = self._copy
+        target.copy_(source)
+
+
+class _Pieces:
+    """Takes a vector piece by piece, from its beginning again when it is used up."""
+
+    def __init__(self, flat: Tensor):
+        self._flat, self._start = flat, 0
+
+    def next(self, boxes: Sequence[Box]) -> Tensor:
+        size = sum(box.size for box in boxes)
+        start = self._start if self._start + size <= len(self._flat) else 0
+        self._start = start + size
+        return self._flat[start : start + size]
+
+
+class Checkpoint:
+    """torch.distributed.checkpoint of DTensors: written under the source layout, read under the target layout."""
+
+    def __init__(
+        self, model: DecoderConfig, source: Layout, target: Layout, rank: int, held: Held, wanted: Held, directory: str
+    ):
+        self._directory = Path(directory) / "checkpoint"
+        self._held = _distributed(model, source, rank, held)
+        self._wanted = _distributed(model, target, rank, wanted)
+
+    def save_and_load(self) -> None:
+        with warnings.catch_warnings(action="ignore"):  # of names and threads, to the user
+            checkpoint.save(self._held, storage_writer=checkpoint.FileSystemWriter(self._directory, sync_files=False))
+            checkpoint.load(self._wanted, storage_reader=checkpoint.FileSystemReader(self._directory))
+
+
+def _distributed(model: DecoderConfig, layout: Layout, rank: int, held: Held) -> dict[str, DTensor]:
+    """The tensors of `held` as parts of DTensors over the (dp, tp) mesh of this rank's stage."""
+    strategy = layout.strategy
+    ranks = [
+        [[layout.device(dp, tp, stage) for tp in range(strategy.tp)] for dp in range(strategy.dp)]
+        for stage in range(strategy.pp)
+    ]
+    meshes = [DeviceMesh("cpu", torch.tensor(of_stage), mesh_dim_names=("dp", "tp")) for of_stage in ranks]
+    if rank not in layout.mesh.devices:
+        return {}
+    mesh = meshes[layout.coordinates(rank)[2]]
+    specs = {spec.name: spec for spec in decoder_parameters(model)}
+    result = {}
+    for box, tensor in held:
+        dim = specs[box.name].shard_dim
+        divided = Replicate() if dim is None else Shard(dim)
+        result[box.name] = DTensor.from_local(tensor, mesh, [Replicate(), divided], run_check=False)
+    return result
+
+
+def gather_and_slice(
+    model: DecoderConfig, source: Layout, rank: int, held: Held, wanted: Held, group: dist.ProcessGroup
+) -> None:
+    """Every parameter becomes whole on every process, from one holder of each part; each copies its own part out."""
+    own, targets = dict(held), {box.name: (box, tensor) for box, tensor in wanted}
+    holders: dict[str, dict[Box, int]] = {}
+    for device in source.mesh.devices:
+        for box in device_boxes(model, source, device):
+            holders.setdefault(box.name, {}).setdefault(box, device)
+    for spec in decoder_parameters(model):
+        whole = torch.empty(spec.shape)
+        for box, holder in holders[spec.name].items():
+            place = whole[box.slices_in(Box(spec.name, (0,) * len(spec.shape), spec.shape))]
+            part = own[box] if rank == holder else torch.empty(box.shape)
+            dist.broadcast(part, holder, group=group)
+            place.copy_(part)
+        if spec.name in targets:
+            box, tensor = targets[spec.name]
+            tensor.copy_(whole[tuple(slice(a, a + n) for a, n in zip(box.offset, box.shape, strict=True))])

@@ -1,0 +1,225 @@
+"""How the messages of a reallocation travel: through torch.distributed (gloo, NCCL), or the memory of their host."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realhf.parallel import host_group
+from realhf.parallel.host_group import HostProcessGroup
+from realhf.realloc.layout import Box
+
+# A part of at least so many bytes is a message of its own where it goes through torch.distributed, so that it need not
+# be packed if it is contiguous in memory; smaller ones are packed together, up to as many.
+MESSAGE_BYTES = 2**20
+
+
+@dataclass(frozen=True)
+class Message:
+    """What this rank sends to or receives from `peer`: `boxes` in their order, each in a view of any strides.
+
+    `peers_part` of it is the peer's. What is sent must not change, and what is received not be read, until it is done.
+    """
+
+    peers_part: Literal["send", "receive"]
+    peer: int
+    boxes: Sequence[Box]
+    views: Sequence[Tensor]
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something of `messages` that is on its way; `wait` raises RuntimeError if it is not done within the time."""
+
+    messages: Sequence[Message]
+    wait: Callable[[timedelta], None]
+
+
+class Transport(Protocol):
+    """Carries messages between the ranks of a reallocation, those between two ranks in the order in which both post
+    them. Peers are named by their global rank."""
+
+    def packed_bytes(self, messages: Sequence[Message]) -> int:
+        """Memory that the messages take while they are on their way, beside their views."""
+
+    def post(self, messages: Sequence[Message]) -> list[Work]:
+        """Starts all of them and returns; waiting for all works, in any order, is to be done once each."""
+
+
+class ReallocationError(RuntimeError):
+    """A peer did not send or receive its part; the text names the model, the bucket, the peer and the parameters."""
+
+
+def transport_between(group_of_host: dist.ProcessGroup | None) -> Transport:
+    """The memory of the host that all ranks of a reallocation are on, if it has a group; else the world's backend."""
+    return TorchTransport() if group_of_host is None else HostTransport(group_of_host)
+
+
+class TorchTransport:
+    """Messages of torch.distributed. What is small, or not contiguous, is packed into buffers on its device."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None):
+        """`group`: default the world. With NCCL all its ranks must have made one collective call in it before."""
+        self._group = group
+
+    def packed_bytes(self, messages: Sequence[Message]) -> int:
+        return sum(
+            sum(view.nbytes for view in views)
+            for message in messages
+            for views in _cut(message.views)
+            if not _is_direct(views)
+        )
+
+    def post(self, messages: Sequence[Message]) -> list[Work]:
+        pieces = [_Piece(message, views) for message in messages for views in _cut(message.views)]
+        if pieces and dist.get_backend(self._group) == dist.Backend.NCCL:
+            return self._post(
+                pieces
+            )  # in one call, as ranks that send to each other would wait for each other otherwise
+        # What others send may come while this rank packs; what it packed first is on its way while it packs the rest.
+        pieces.sort(key=lambda piece: piece.is_sent)
+        return [work for piece in pieces for work in self._post([piece])]
+
+    def _post(self, pieces: "Sequence[_Piece]") -> list[Work]:
+        operations = [
+            dist.P2POp(
+                dist.isend if piece.is_sent else dist.irecv, piece.packed(), piece.message.peer, group=self._group
+            )
+            for piece in pieces
+        ]
+        works: Sequence[Any] = dist.batch_isend_irecv(operations)
+        # Several messages have one work where the backend makes one call of them (NCCL).
+        shares = [pieces] if len(works) < len(pieces) else [[piece] for piece in pieces]
+        return [
+            Work([piece.message for piece in share], _unpacking(work, share))
+            for work, share in zip(works, shares, strict=True)
+        ]
+
+
+class HostTransport:
+    """Messages over the memory of one host: copied into it out of the sender's tensors, and out of it into the
+    receiver's, of any strides. Nothing is packed; between two ranks `host_group.PARTS_RING_BYTES` are on their way."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        assert isinstance(group, HostProcessGroup), f"a group over {host_group.BACKEND} is needed, not {group}"
+        self._group = group
+
+    def packed_bytes(self, messages: Sequence[Message]) -> int:
+        return 0
+
+    def post(self, messages: Sequence[Message]) -> list[Work]:
+        works = []
+        for message in messages:
+            peer = dist.get_group_rank(self._group, message.peer)
+            move = self._group.receive_parts if message.peers_part == "send" else self._group.send_parts
+            works.append(Work([message], move(message.views, peer).wait))
+        return works
+
+
+def post(transport: Transport, messages: Sequence[Message], label: str) -> list[Work]:
+    """Starts the messages; `label` begins the text of an error.
+
+    Raises:
+        ReallocationError: a peer has died.
+    """
+    try:
+        return transport.post(messages)
+    except RuntimeError as error:
+        raise ReallocationError(f"{label} could not reach {_names(messages)}: {error}") from error
+
+
+def wait_for(works: Sequence[Work], label: str, timeout_s: float) -> None:
+    """Waits until all of them are done.
+
+    Raises:
+        ReallocationError: a peer did not answer within `timeout_s`, or died.
+    """
+    start = time.monotonic()
+    for work in works:
+        try:
+            work.wait(timedelta(seconds=max(0.001, start + timeout_s - time.monotonic())))
+        except RuntimeError as error:
+            raise ReallocationError(
+                f"{label} waited {time.monotonic() - start:.1f} s (at most {timeout_s:g}) in vain for "
+                f"{_names(work.messages)}: {error}"
+            ) from error
+
+
+def _names(messages: Sequence[Message]) -> str:
+    """`rank 3 to send model.norm.weight and 4 more`, for every message."""
+    texts = []
+    for message in messages:
+        parameters = list(dict.fromkeys(box.name for box in message.boxes))
+        more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
+        texts.append(f"rank {message.peer} to {message.peers_part} {parameters[0]}{more}")
+    return ", ".join(dict.fromkeys(texts))
+
+
+class _Piece:
+    """Views of a message that go as one message of torch.distributed: one that is contiguous, or several packed."""
+
+    def __init__(self, message: Message, views: Sequence[Tensor]):
+        self.message, self.is_sent, self._views = message, message.peers_part == "receive", views
+        self._buffer = None if _is_direct(views) else _buffer_for(views)
+
+    def packed(self) -> Tensor:
+        """What is sent, or where it is received: as bytes, since the wire need not know the dtype."""
+        if self._buffer is None:
+            return self._views[0].flatten().view(torch.uint8)
+        if self.is_sent:
+            for view, place in self._places(self._buffer):
+                place.copy_(view)
+        return self._buffer.view(torch.uint8)
+
+    def unpack(self) -> None:
+        """To be called when it is done."""
+        if self._buffer is not None and not self.is_sent:
+            for view, place in self._places(self._buffer):
+                view.copy_(place)
+        self._buffer = None
+
+    def _places(self, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each view with its place in the buffer, of the view's shape."""
+        sizes = [view.numel() for view in self._views]
+        for view, place in zip(self._views, buffer.split(sizes), strict=True):
+            yield view, place.view(view.shape)
+
+
+def _unpacking(work: Any, pieces: Sequence[_Piece]) -> Callable[[timedelta], None]:
+    def wait(timeout: timedelta) -> None:
+        work.wait(timeout)
+        for piece in pieces:
+            piece.unpack()
+
+    return wait
+
+
+def _cut(views: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+    """The views of each piece. Depends on their sizes alone, so that both ends cut alike."""
+    small: list[Tensor] = []
+    small_bytes = 0
+    for view in views:
+        is_large = view.nbytes >= MESSAGE_BYTES
+        if small and (is_large or small_bytes + view.nbytes > MESSAGE_BYTES):
+            yield small
+            small, small_bytes = [], 0
+        if is_large:
+            yield [view]
+        else:
+            small.append(view)
+            small_bytes += view.nbytes
+    if small:
+        yield small
+
+
+def _is_direct(views: Sequence[Tensor]) -> bool:
+    return len(views) == 1 and views[0].is_contiguous()
+
+
+def _buffer_for(views: Sequence[Tensor]) -> Tensor:
+    return torch.empty(sum(view.numel() for view in views), dtype=views[0].dtype, device=views[0].device)
