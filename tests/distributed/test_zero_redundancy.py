@@ -74,9 +74,7 @@ EIGHT = {
 def built(groups: ParallelGroups, data_parallel: DataParallel = "zero1") -> ShardedModel:
     compute = ComputeConfig(data_parallel=data_parallel)
     optimizer = OptimizerConfig(lr=1e-2)
-    model = ShardedModel(
-        CONFIG, groups, torch.float64, optimizer=optimizer, total_optimizer_steps=9, compute=compute, timeout_s=200
-    )
+    model = ShardedModel(CONFIG, groups, torch.float64, optimizer=optimizer, total_optimizer_steps=9, compute=compute)
     model.initialise(seed=3)
     step(model)
     return model
@@ -104,16 +102,16 @@ def elements(layout: Layout, rank: int) -> int:
 
 
 def run_all(rank: int, cases: dict[str, Case]) -> dict[str, Outcome]:
-    table = GroupTable([layout for case in cases.values() for layout in case.layouts], rank, timeout_s=200)
+    table = GroupTable([layout for case in cases.values() for layout in case.layouts], rank)
     return {name: run_case(rank, table, case) for name, case in cases.items()}
 
 
 def run_case(rank: int, table: GroupTable, case: Case) -> Outcome:
     home_layout, layout = case.layouts
     home, twin = (built(table.groups(home_layout), case.data_parallel) for _ in range(2))
-    copy = ShardedModel(CONFIG, table.groups(layout), torch.float64, timeout_s=200)
+    copy = ShardedModel(CONFIG, table.groups(layout), torch.float64)
     plan = plan_between(CONFIG, home_layout, layout, element_bytes=8, source_data_parallel=case.data_parallel)
-    execute(plan, rank, home.held(), copy.held(), timeout_s=200)
+    execute(plan, rank, home.held(), copy.held())
     home.lend_to(copy)
     during = parameter_bytes(home, copy)
     sequences = rollouts(copy)
@@ -135,7 +133,7 @@ def run_case(rank: int, table: GroupTable, case: Case) -> Outcome:
 @pytest.mark.parametrize("cases", [FOUR, pytest.param(EIGHT, marks=pytest.mark.slow)], ids=["four", "eight"])
 def test_generation_in_layouts_that_contain_the_home(cases: dict[str, Case]) -> None:
     world_size = next(iter(cases.values())).layouts[0].mesh.size
-    ranks = run_distributed(run_all, world_size, cases, timeout_s=280)
+    ranks = run_distributed(run_all, world_size, cases)
     expected = rollouts(built(ONE_RANK))
     for name, case in cases.items():
         outcomes = [outcomes[name] for outcomes in ranks]
