@@ -19,7 +19,7 @@ from realhf.master.trackers import Trackers
 from realhf.models.checkpoint_index import STEPS_KEY, finish, initial_optimizer_steps, state_owners
 from realhf.scheduler.base import worker_name
 from realhf.scheduler.run_directory import RunDirectory
-from realhf.transport.messages import Failure, Heartbeat, Hello, Ready, Reply, Shutdown, ToMaster, ToWorker
+from realhf.transport.messages import DumpStacks, Failure, Heartbeat, Hello, Ready, Reply, Shutdown, ToMaster, ToWorker
 from realhf.transport.server import Server
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,8 @@ WATCH_EVERY_S = 1.0
 # After the first failure, others are waited for this long: the first to be heard is often a peer
 # of the one that caused it, which may also have fallen silent.
 FAILURE_GRACE_S = 8.0
+# So long are workers waited for that write down where they are stuck.
+STACKS_S = 2.0
 
 
 class Master:
@@ -231,7 +233,8 @@ class Master:
                     if len(self._ready) == self._num_workers:
                         self._all_ready.set()
                 case Failure():
-                    raise await self._explain(worker, message)
+                    cause = await self._explain(worker, message)
+                    raise await self._with_stacks(cause) if message.blames_peer else cause
 
     async def _explain(self, worker: int, failure: Failure) -> RunError:
         """Waits a moment for other failures; the one that does not blame a peer is the cause, else a silent worker."""
@@ -258,15 +261,17 @@ class Master:
             self._clock.tick()
             late = self._dispatcher.late(self._run.spec.call_timeout_s)
             if silent := self._silent(SUSPICIOUS_SILENCE_S if late else HEARTBEAT_TIMEOUT_S):
-                raise self._silence(silent)
+                raise await self._with_stacks(self._silence(silent))
             if late:
                 who = ", ".join(
                     f"worker {worker} in {self._dispatcher.describe(worker)}{self._garbage(worker)}" for worker in late
                 )
                 logs = ", ".join(str(self._directory.log(worker_name(worker))) for worker in late)
-                raise RunError(
-                    f"no answer within {self._run.spec.call_timeout_s:g} s from {who}; raise --call-timeout-s if this "
-                    f"may take longer; log: {logs}"
+                raise await self._with_stacks(
+                    RunError(
+                        f"no answer within {self._run.spec.call_timeout_s:g} s from {who}; raise --call-timeout-s if "
+                        f"this may take longer; log: {logs}"
+                    )
                 )
 
     def _silent(self, longer_than_s: float) -> list[int]:
@@ -285,6 +290,23 @@ class Master:
                 for worker in workers
             )
         )
+
+    async def _with_stacks(self, error: RunError) -> RunError:
+        """Has every worker that still answers write its Python stacks; the error that says so, if any did."""
+        alive = sorted(self._heard.keys() - set(self._silent(SUSPICIOUS_SILENCE_S)))
+        files = {worker: self._directory.stacks(worker_name(worker)) for worker in alive}
+        for worker, file in files.items():
+            file.unlink(missing_ok=True)
+            with contextlib.suppress(RunError):  # it has gone meanwhile
+                await self._server.send(worker, DumpStacks())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(STACKS_S):
+                while not all(file.exists() for file in files.values()):
+                    await asyncio.sleep(0.05)
+        written = sum(file.exists() for file in files.values())
+        if not written:
+            return error
+        return RunError(f"{error}\nPython stacks of {written} workers: {self._directory.stacks('worker-*')}")
 
     def _garbage(self, worker: int) -> str:
         count = self._server.garbage(worker)

@@ -105,6 +105,10 @@ class RunDirectory:
         """What the process ("master", "worker-3") printed."""
         return self.logs / f"{process}.log"
 
+    def stacks(self, process: str) -> Path:
+        """The Python stacks of the process when the run was found stuck."""
+        return self.logs / f"stacks-{process}.txt"
+
     def activity(self, process: str) -> Path:
         """What the process is doing (`realhf.scheduler.activity`)."""
         return self.path / "activity" / process

@@ -25,8 +25,9 @@ class Client(Generic[Incoming, Outgoing]):
     """One connection to the master; `send` and `receive` may be called from any thread.
 
     `heartbeat` is called on the network thread every `heartbeat_s` and what it returns is sent;
-    it must be quick. A broken connection is made again by itself; what was under way in that
-    moment may be lost.
+    it must be quick. Each message is first shown to `urgent` on that thread, so that some are done whatever the main
+    thread is at: where it returns True, `receive` does not give the message. A broken connection is made again by
+    itself; what was under way in that moment may be lost.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class Client(Generic[Incoming, Outgoing]):
         outgoing: Codec[Outgoing],
         heartbeat: Callable[[], Outgoing],
         heartbeat_s: float = 1.0,
+        urgent: Callable[[Incoming], bool] = lambda _: False,
     ) -> None:
         self.num_dropped = 0
         self._address = address
@@ -45,6 +47,7 @@ class Client(Generic[Incoming, Outgoing]):
         self._outgoing = outgoing
         self._heartbeat = heartbeat
         self._heartbeat_s = heartbeat_s
+        self._urgent = urgent
         self._outbox: deque[bytes] = deque()
         self._inbox: queue.SimpleQueue[Incoming | _Ended] = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -149,9 +152,12 @@ class Client(Generic[Incoming, Outgoing]):
                 self.num_dropped += 1
                 continue
             try:
-                self._inbox.put(self._incoming.decode(frames[0]))
+                message = self._incoming.decode(frames[0])
             except UndecodableError:
                 self.num_dropped += 1
+                continue
+            if not self._urgent(message):
+                self._inbox.put(message)
 
 
 class _Ended:

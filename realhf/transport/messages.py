@@ -139,6 +139,10 @@ class SaveCheckpoint(Message, frozen=True, kw_only=True):
     models: tuple[str, ...]
 
 
+class DumpStacks(Message, frozen=True, kw_only=True):
+    """Has the worker write the Python stacks of its threads into the run directory, at once: whatever it computes."""
+
+
 class Shutdown(Message, frozen=True, kw_only=True):
     """Ends the worker's process."""
 
@@ -189,5 +193,5 @@ class Failure(Message, frozen=True, kw_only=True):
 
 
 Parameters = Reallocate | FollowParameters | LoadModel | OffloadModel | Release
-ToWorker = Parameters | Transfer | CallFunction | FreeBatch | SaveCheckpoint | Shutdown
+ToWorker = Parameters | Transfer | CallFunction | FreeBatch | SaveCheckpoint | DumpStacks | Shutdown
 ToMaster = Hello | Ready | Heartbeat | Reply | Failure

@@ -22,11 +22,12 @@ from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.client import Client
 from realhf.transport.codec import Codec
 from realhf.transport.keys import load_worker_keys
-from realhf.transport.messages import Failure, Heartbeat, Hello, Ready, Shutdown, ToMaster, ToWorker
+from realhf.transport.messages import DumpStacks, Failure, Heartbeat, Hello, Ready, Shutdown, ToMaster, ToWorker
 from realhf.transport.rendezvous import wait_for_master
 from realhf.worker.allocator import keep_freed_memory
 from realhf.worker.model_worker import ModelWorker
 from realhf.worker.requests import refusal
+from realhf.worker.stacks import write_stacks
 
 logger = logging.getLogger("realhf.worker")
 
@@ -103,6 +104,13 @@ def main() -> int:
     activity = ActivityWriter(directory.activity(worker_name(rank)))
     start_logging(worker_name(rank), lambda: activity.text)
     keys = load_worker_keys(directory.keys, worker=rank)
+
+    def do_at_once(message: ToWorker) -> bool:
+        if not isinstance(message, DumpStacks):
+            return False
+        write_stacks(directory.stacks(worker_name(rank)), activity.text)
+        return True
+
     master = wait_for_master(directory.rendezvous, timeout_s=run.spec.setup_timeout_s, public_key=keys.master)
     client: Client[ToWorker, ToMaster] = Client(
         master.address,
@@ -110,6 +118,7 @@ def main() -> int:
         incoming=Codec[ToWorker](ToWorker),
         outgoing=Codec[ToMaster](ToMaster),
         heartbeat=lambda: Heartbeat(activity=activity.text),
+        urgent=do_at_once,
     )
     client.send(Hello(worker=rank, pid=os.getpid(), host=socket.gethostname()))
     try:

@@ -15,7 +15,7 @@ from realhf.master import awake
 from realhf.master import master as master_module
 from realhf.master.master import Master
 from realhf.scheduler.run_directory import RunDirectory
-from realhf.transport.messages import Failure, Heartbeat, Hello, Ready, Reply, Span, ToMaster
+from realhf.transport.messages import DumpStacks, Failure, Heartbeat, Hello, Ready, Reply, Span, ToMaster
 
 HELLO = [(0.0, i, Hello(worker=i, pid=i, host="here")) for i in range(3)]
 PEER_IS_GONE = Failure(request_id=None, text="RuntimeError: Connection closed by peer", blames_peer=True)
@@ -169,6 +169,21 @@ def test_late_workers_that_are_alive_are_named_with_the_remedy(
         "no answer within 5 s from worker 0 in call 0, worker 2 in call 2; raise --call-timeout-s if this may take "
         f"longer; log: {directory.log('worker-0')}, {directory.log('worker-2')}"
     )
+
+
+def test_where_a_run_is_stuck_the_stacks_of_those_that_answer_are_written(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def send(_: ScriptedServer, worker: int, message: Any) -> None:
+        assert message == DumpStacks()
+        if worker == 0:
+            directory.stacks("worker-0").write_text("stacks")
+
+    monkeypatch.setattr(ScriptedServer, "send", send)
+    monkeypatch.setattr(master_module.Dispatcher, "late", lambda *_: [1])
+    text = failure_of(directory, HELLO, call_timeout_s=5.0)
+    assert text.startswith("no answer within 5 s from worker 1 in ")
+    assert text.endswith(f"\nPython stacks of 1 workers: {directory.logs}/stacks-worker-*.txt")
 
 
 def test_late_and_silent_is_silent(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,6 +5,7 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,17 @@ from realhf.transport import server as server_module
 from realhf.transport.client import Client
 from realhf.transport.codec import Codec
 from realhf.transport.keys import WorkerKeys, load_master_keys, load_worker_keys, make_run_keys
-from realhf.transport.messages import Failure, Heartbeat, Hello, Ready, Release, Shutdown, ToMaster, ToWorker
+from realhf.transport.messages import (
+    DumpStacks,
+    Failure,
+    Heartbeat,
+    Hello,
+    Ready,
+    Release,
+    Shutdown,
+    ToMaster,
+    ToWorker,
+)
 from realhf.transport.server import Server
 from tests.waiting import PATIENCE_S
 
@@ -322,6 +333,40 @@ client.close()
             process.kill()
             process.wait()
             server.close()
+
+    run(scenario())
+
+
+def test_what_is_urgent_does_not_wait_for_the_main_thread(keys: Path) -> None:
+    seen: list[ToWorker] = []
+    done = threading.Event()
+
+    def urgent(message: ToWorker) -> bool:
+        if isinstance(message, DumpStacks):
+            seen.append(message)
+            done.set()
+        return isinstance(message, DumpStacks)
+
+    async def scenario() -> None:
+        server = serve(keys)
+        client: WorkerEnd = Client(
+            server.address,
+            load_worker_keys(keys, worker=0),
+            incoming=Codec[ToWorker](ToWorker),
+            outgoing=Codec[ToMaster](ToMaster),
+            heartbeat=lambda: Heartbeat(activity="idle"),
+            heartbeat_s=60.0,
+            urgent=urgent,
+        )
+        client.send(Ready())
+        assert await recv(server) == (0, Ready())
+        await server.send(0, DumpStacks())
+        assert await asyncio.to_thread(done.wait, PATIENCE_S), "nobody called receive"
+        await server.send(0, Shutdown())
+        assert await asyncio.to_thread(client.receive, PATIENCE_S) == Shutdown()
+        assert seen == [DumpStacks()]
+        client.close()
+        server.close()
 
     run(scenario())
 
