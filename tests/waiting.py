@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable
 
 # Of everything that succeeds. A machine may be busy with other work, and stop all of a test's processes for minutes.
-PATIENCE_S = 600.0
+PATIENCE_S = 1500.0
 
 
 def wait_until(is_so: Callable[[], bool], what: str | Callable[[], str] = "what was waited for") -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.distributed.pool import run_distributed
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.distributed
 
@@ -23,7 +24,7 @@ def fail_on_one(rank: int, how: str) -> None:
         raise ValueError("boom on one")
     if rank == 1 and how == "die":
         os._exit(7)
-    time.sleep(60)
+    time.sleep(2 * PATIENCE_S)
 
 
 def test_results_come_in_rank_order() -> None:
@@ -40,6 +41,6 @@ def test_results_come_in_rank_order() -> None:
 )
 def test_failures_are_raised_and_leave_no_process(how: str, error: type[Exception], text: str) -> None:
     with pytest.raises(error, match=text):
-        run_distributed(fail_on_one, 2, how, timeout_s=2 if how == "hang" else 60)
+        run_distributed(fail_on_one, 2, how, timeout_s=2 if how == "hang" else PATIENCE_S)
     children = psutil.Process().children()
     assert [c for c in children if "spawn_main" in " ".join(c.cmdline())] == []

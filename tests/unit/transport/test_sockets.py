@@ -315,7 +315,7 @@ enough = Path(sys.argv[3])
 while not enough.exists():
     sum(range(1000))
 client.send(Ready())
-client.close()
+client.close(flush_s=600)
 """
 
     async def scenario() -> None:
@@ -394,7 +394,7 @@ def test_closing_sends_what_is_queued_and_ends_in_time(keys: Path) -> None:
         client = connect(server, load_worker_keys(keys, worker=0))
         for i in range(500):
             client.send(Failure(request_id=i, text="last words"))
-        closing = asyncio.create_task(asyncio.to_thread(client.close))
+        closing = asyncio.create_task(asyncio.to_thread(client.close, flush_s=PATIENCE_S))
         assert [(await recv(server))[1].request_id for _ in range(500)] == list(range(500))  # type: ignore[union-attr]
         await closing
         with pytest.raises(RuntimeError, match="was closed"):
