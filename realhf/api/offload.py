@@ -11,20 +11,22 @@ from realhf.api.graph import DataflowGraph
 class Load:
     """`model` comes back to the devices of its home for `node`, a call or a model that follows another.
 
-    On each of these devices it is what happens right before `node`, though it need not wait for the inputs of a call.
-    After `node` the model goes to host memory again.
+    `states`: with its optimizer states, because `node` trains it; else its parameters alone. On each of these devices
+    it is what happens right before `node`, though it need not wait for the inputs of a call. After `node` the model
+    goes to host memory again.
     """
 
     name: str
     model: str
     node: str
+    states: bool
 
 
 def loads_of(graph: DataflowGraph, offload: Iterable[str]) -> dict[str, Load]:
     """By name all loads of a step, if the models `offload` wait in host memory."""
     waiting = set(offload)
     loads = (
-        Load(f"load {model} for {node}", model, node)
+        Load(f"load {model} for {node}", model, node, node in graph.calls and graph.calls[node].trains)
         for node in graph.nodes
         for model in models_needed(graph, node)
         if model in waiting

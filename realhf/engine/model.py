@@ -61,14 +61,14 @@ class ShardedModel:
         )
         self.decoder = self.parameters.decoder
         self._workspace: DecodeWorkspace | None = None
-        self._host: HostCopy | None = None  # made when it is first offloaded
-        self._is_offloaded, self._changed_since_load = False, True
         self._neighbours = Neighbours(groups, config.hidden_size, self.parameters.flat, timeout_s)
         if compute.backend == "megatron" and optimizer is not None:
             self.decoder.trains_layer = build.megatron_layers(config, groups, dtype, torch.device(device))
         self.trainer: Trainer | None = None
         if optimizer is not None:
             self.trainer = Trainer(self.parameters, self._neighbours, optimizer, total_optimizer_steps, compute)
+        self._waiting_parameters = HostCopy([self.parameters.flat])
+        self._waiting_states = HostCopy(self.trainer.optimizer.on_device() if self.trainer else [])
 
     def initialise(self, seed: int) -> None:
         """Random weights that depend on the seed alone, whatever the layout; see `build.fill_initial`."""
@@ -112,30 +112,24 @@ class ShardedModel:
         the last time.
         """
         assert not self.is_lent, LENT
-        if self._is_offloaded:
-            return
         self._workspace = None
-        if self._host is None:
-            self._host = HostCopy([self.parameters.flat, *(self.trainer.optimizer.on_device() if self.trainer else ())])
-        self._host.offload(changed=self._changed_since_load)
-        if self.trainer is not None:
+        self._waiting_parameters.offload()
+        if self.trainer is not None and not self._waiting_states.is_offloaded:
+            self._waiting_states.offload()
             free(self.parameters.gradient)
-        self._is_offloaded, self._changed_since_load = True, False
 
-    def load(self) -> None:
-        """Everything is on the device again, as it was before `offload`; nothing happens unless it was offloaded."""
-        if not self._is_offloaded:
-            return
-        assert self._host is not None, "offloaded, hence made"
-        self._host.load()
-        if self.trainer is not None:
+    def load(self, *, states: bool = True) -> None:
+        """Parameters are on the device again, as they were before `offload`; with `states` the optimizer's too, and
+        memory for gradients, without which the model cannot train. What is there already stays."""
+        self._waiting_parameters.load()
+        if states and self.trainer is not None and self._waiting_states.is_offloaded:
+            self._waiting_states.load()
             allocate(self.parameters.gradient)
-        self._is_offloaded = False
 
     @contextmanager
     def loaded(self) -> Iterator[None]:
-        """Within it the model is on the device, wherever it is before and after."""
-        was_offloaded = self._is_offloaded
+        """Within it all of the model is on the device, wherever it is before and after."""
+        was_offloaded = self._waiting_parameters.is_offloaded
         self.load()
         try:
             yield
@@ -165,9 +159,12 @@ class ShardedModel:
 
     def parameters_changed(self) -> None:
         """To be called after the parameters were written from outside."""
-        self._changed_since_load = True
+        self._values_changed()
         if self.trainer is not None:
             self.trainer.optimizer.parameters_changed()
+
+    def _values_changed(self) -> None:
+        self._waiting_parameters.has_changed = self._waiting_states.has_changed = True
 
     def optimizer_state(self) -> list[tuple[Box, Tensor]]:
         """See `Trainer.state`; [] without an optimizer."""
@@ -211,7 +208,7 @@ class ShardedModel:
             is_missing = kind == "master" and box.name not in saved
             reader.read_into(tensor, Box(name, box.offset, box.shape) if is_missing else box)
         self.optimizer_steps = steps
-        self._changed_since_load = True
+        self._values_changed()
 
     @property
     def optimizer_steps(self) -> int:
@@ -234,7 +231,7 @@ class ShardedModel:
         self, batch: Batch, tokens_key: str, loss: LossFunction, weight: Callable[[Batch], float], micro_batches: int
     ) -> Stats:
         assert self.trainer is not None, "train_step on a model that was built without an optimizer"
-        self._changed_since_load = True
+        self._values_changed()
         self._count(batch.data[tokens_key])
         return self.trainer.train_step(batch, tokens_key, loss, weight, micro_batches)
 

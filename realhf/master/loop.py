@@ -193,7 +193,7 @@ class Dispatcher:
         """Sends the requests of one call in the order in which they are to be executed; returns
         the number of replies that end the call."""
         if load := runner.loads.get(node.call):
-            return await self._load(runner, node, load.model)
+            return await self._load(runner, node, load)
         replies = await (self._follow if node.call in runner.graph.follows else self._call)(runner, node, directory)
         await self._offload(runner, node)
         return replies
@@ -220,12 +220,14 @@ class Dispatcher:
                 await self._send(worker, Release(model=definition.model_name, layout=layout))
         return layout.mesh.size
 
-    async def _load(self, runner: GraphRunner, node: Node, model: str) -> int:
-        batch = BatchKey(runner.split, node.step)
-        for worker in runner.homes[model].mesh.devices:
+    async def _load(self, runner: GraphRunner, node: Node, load: Load) -> int:
+        batch, mesh = BatchKey(runner.split, node.step), runner.homes[load.model].mesh
+        for worker in mesh.devices:
             request_id = self._expect(worker, Request(_name(node, batch), node))
-            await self._send(worker, LoadModel(request_id=request_id, batch=batch, model=model))
-        return runner.homes[model].mesh.size
+            await self._send(
+                worker, LoadModel(request_id=request_id, batch=batch, model=load.model, states=load.states)
+            )
+        return mesh.size
 
     async def _offload(self, runner: GraphRunner, node: Node) -> None:
         """Behind `node`, what was loaded for it goes back to host memory; nobody waits for that."""

@@ -13,7 +13,7 @@ def offload_tables(
     graph: DataflowGraph,
     loads: Collection[Load],
     number: Mapping[str, int],
-    copy_of: Callable[[str], TransferTable],
+    copy_of: Callable[[Load], TransferTable],
 ) -> tuple[list[TransferTable], dict[str, list[ParentRow]]]:
     """A load before and an offload behind each node that needs a model of those that wait in host memory.
 
@@ -22,7 +22,7 @@ def offload_tables(
 
     Args:
         number: of the graph's own nodes, which come first; the tables are numbered behind them.
-        copy_of: the copy of a model in either direction, without name and parents.
+        copy_of: the copy of what is loaded, in either direction, without name and parents.
 
     Returns:
         The tables, and by the name of a node the loads that it waits for.
@@ -31,7 +31,7 @@ def offload_tables(
     behind: dict[tuple[str, str], int] = {}
     for load in loads:
         behind[load.model, load.node] = len(number) + len(tables)
-        copy = copy_of(load.model)
+        copy = copy_of(load)
         seconds = copy.seconds if _changes(graph, load) else [0.0] * len(copy.seconds)
         name = f"offload {load.model} after {load.node}"
         tables.append(replace(copy, name=name, parents=[(number[load.node], 0)], seconds=seconds))
@@ -44,7 +44,7 @@ def offload_tables(
         ]
         waits[load.node].append((len(number) + len(tables), 0))
         parents = before or [(behind[load.model, load.node], 1)]
-        tables.append(replace(copy_of(load.model), name=load.name, parents=parents))
+        tables.append(replace(copy_of(load), name=load.name, parents=parents))
     return tables, waits
 
 

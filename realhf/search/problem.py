@@ -11,7 +11,7 @@ from realhf.api.follow import FollowNode
 from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.model import DecoderConfig, DType
-from realhf.api.offload import loads_of
+from realhf.api.offload import Load, loads_of
 from realhf.api.plan import ExecutionPlan
 from realhf.realloc.planner import DEFAULT_BUCKET_BYTES
 from realhf.search.cluster import Cluster
@@ -149,7 +149,7 @@ class _Builder:
                 known[key] = self._strategy_row(call, layout.strategy, is_home, key[1])
             by_layout.append(((layout.mesh.first, layout.mesh.size), known[key]))
         waits = call.model_name in self.offload
-        home_bytes = 0.0 if is_home or not waits else self._home_bytes(call.model_name)
+        home_bytes = 0.0 if is_home or not waits else self._loaded_bytes(call)
         rows = []
         for option, number in zip(self.options[call.name], numbers, strict=True):
             devices, row = by_layout[number]
@@ -213,11 +213,20 @@ class _Builder:
             return _StrategyRow(str(strategy), 0.0, float(copied), spared_bytes)
         return _StrategyRow(str(strategy), 0.0, float(copy_bytes(call.config, strategy, self.dtype)))
 
-    def _home_bytes(self, model: str) -> float:
-        """The most that the home of a model takes on a device, under the options that there are."""
-        home = self.graph.calls[self.homes[self.graph.calls_of(model)[0].name]]
+    def _home_call(self, model: str) -> ModelFunctionCallDef:
+        return self.graph.calls[self.homes[self.graph.calls_of(model)[0].name]]
+
+    def _loaded_bytes(self, call: ModelFunctionCallDef) -> float:
+        """The most that is loaded at home for a call that is not the home, under the homes that fit into memory."""
+        home, features = self._home_call(call.model_name), self.costs.features_of(call.model_name)
         strategies = {layout.strategy for layout in self.layouts[home.name][0]}
-        return max(self._strategy_row(home, strategy, is_home=True).static_bytes for strategy in strategies)
+        limit = self.cluster.device_memory_bytes
+        fitting = [s for s in strategies if self._strategy_row(home, s, is_home=True).static_bytes <= limit]
+        sizes = (
+            static_bytes(home.config, strategy, self.dtype, trained=call.trains, features=features)
+            for strategy in fitting or strategies
+        )
+        return float(max(sizes))
 
     def _add_transfers(self, call: ModelFunctionCallDef) -> None:
         edges, loads = self.graph.parents(call.name), list(self.waits[call.name])
@@ -234,13 +243,13 @@ class _Builder:
         self.waits[call].append((len(self.graph.calls) + len(self.transfers), 0))
         self.transfers.append(transfer)
 
-    def _host_copy(self, model: str) -> TransferTable:
+    def _host_copy(self, load: Load) -> TransferTable:
         """Between the devices of a model's home and their host's memory, all at once."""
-        home = self.graph.calls[self.homes[self.graph.calls_of(model)[0].name]]
+        home = self._home_call(load.model)
         layouts, rows = self.layouts[home.name]
-        features, bandwidth = self.costs.features_of(model), self.costs.hardware.host_bandwidth
+        features, bandwidth = self.costs.features_of(load.model), self.costs.hardware.host_bandwidth
         sizes = [
-            offloaded_bytes(home.config, layout.strategy, self.dtype, trained=home.trains, features=features)
+            offloaded_bytes(home.config, layout.strategy, self.dtype, trained=load.states, features=features)
             for layout in layouts
         ]
         return TransferTable(

@@ -92,11 +92,12 @@ class FollowParameters(Message, frozen=True, kw_only=True):
 
 
 class LoadModel(Message, frozen=True, kw_only=True):
-    """Brings a model back to the device of its home, from host memory."""
+    """Brings a model back to the device of its home, from host memory; its optimizer states too, or not."""
 
     request_id: int
     batch: BatchKey
     model: str
+    states: bool
 
 
 class OffloadModel(Message, frozen=True, kw_only=True):

@@ -127,9 +127,9 @@ class ModelWorker:
                 with self._timed("reallocation", f"{name} of {batch}") as span:
                     self._follow(name)
                 return Reply(request_id=request_id, span=span())
-            case LoadModel(request_id=request_id, batch=batch, model=name):
+            case LoadModel(request_id=request_id, batch=batch, model=name, states=states):
                 with self._timed("offload", f"load {name} in {batch}") as span:
-                    self._models[name, self._run.homes[name]].load()
+                    self._models[name, self._run.homes[name]].load(states=states)
                 return Reply(request_id=request_id, span=span())
             case OffloadModel(request_id=request_id, batch=batch, model=name):
                 with self._timed("offload", f"offload {name} in {batch}") as span:

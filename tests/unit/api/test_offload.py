@@ -21,9 +21,9 @@ GRAPH = DataflowGraph(CALLS, ["prompt"], {"reference": Follow("actor", eta=0.1)}
 def test_a_model_is_loaded_for_each_node_that_needs_it() -> None:
     loads = loads_of(GRAPH, ["actor"])
     assert list(loads.values()) == [
-        Load("load actor for actor_generate", "actor", "actor_generate"),
-        Load("load actor for actor_train_step", "actor", "actor_train_step"),
-        Load("load actor for reference_follows_actor", "actor", "reference_follows_actor"),
+        Load("load actor for actor_generate", "actor", "actor_generate", False),
+        Load("load actor for actor_train_step", "actor", "actor_train_step", True),
+        Load("load actor for reference_follows_actor", "actor", "reference_follows_actor", False),
     ]
     order = [("actor_generate", 1), ("reference_inference", 0), ("reference_follows_actor", 0)]
     assert with_loads(order, loads) == [

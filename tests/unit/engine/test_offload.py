@@ -90,3 +90,19 @@ def test_what_has_not_changed_is_not_copied_again() -> None:
     model.offload()
     model.load()
     assert not model.parameters.flat.any()
+
+
+def test_readers_get_the_parameters_alone() -> None:
+    model = ShardedModel(CONFIG, ONE_RANK, torch.float32, optimizer=OptimizerConfig(), total_optimizer_steps=2)
+    model.initialise(seed=0)
+    before = model.forward(BATCH, "tokens", split_like, micro_batches=1)["output"]
+    model.offload()
+    model.load(states=False)
+    assert device_bytes(model) == model.parameters.flat.nbytes
+    after = model.forward(BATCH, "tokens", split_like, micro_batches=1)["output"]
+    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    model.load()
+    model.train_step(BATCH, "tokens", next_token_loss, trained_tokens, micro_batches=1)
+    model.offload()
+    model.offload()
+    assert device_bytes(model) == 0

@@ -110,7 +110,7 @@ def change(request: Any, **fields: Any) -> Any:
         Release(model="critic", layout=ELSEWHERE.layout),
         Transfer(batch=TRAIN, sends=(Send(peer=4, key="seq", ids=(0,)),)),
         Transfer(batch=TRAIN, sends=(Send(peer=1, key="prompt", ids=(0,)),)),
-        LoadModel(request_id=1, batch=TRAIN, model="critic"),
+        LoadModel(request_id=1, batch=TRAIN, model="critic", states=True),
         OffloadModel(request_id=1, batch=BatchKey("train", 2), model="reward"),
         FreeBatch(batch=BatchKey("train", 99)),
         SaveCheckpoint(request_id=1, directory="/etc", models=("actor",)),
