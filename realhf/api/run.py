@@ -34,8 +34,12 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     of an earlier run, whose responses are taken instead of drawing new ones. The first reallocation of a model into
     a layout is verified by checksums, then those of every `verify_reallocations_every`-th step; 0: none.
 
+    Checkpoints are saved at the end, and every so many steps and minutes. `keep_checkpoints` of them are kept, the
+    newest ones (None: all), and with `keep_best` the one with the highest value of that statistic ("min:" before the
+    name: the lowest). `resume_step` steps were made by earlier starts of the run: it goes on from that checkpoint.
+
     Raises:
-        UserError: at construction, `verify_reallocations_every` is negative.
+        UserError: at construction, a number is too low.
     """
 
     experiment_file: str
@@ -47,6 +51,10 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     record: tuple[str, ...] = ()
     replay: str | None = None
     checkpoint_every_steps: int | None = None
+    checkpoint_every_minutes: float | None = None
+    keep_checkpoints: int | None = None
+    keep_best: str | None = None
+    resume_step: int = 0
     verify_reallocations_every: int = 100
     call_timeout_s: float = 600.0
     setup_timeout_s: float = 300.0
@@ -60,6 +68,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 f"--verify-reallocations-every {self.verify_reallocations_every} is below 0; "
                 "give 1 to verify every reallocation, 0 to verify none"
             )
+        if self.keep_checkpoints is not None and self.keep_checkpoints < 1:
+            raise UserError(f"--keep-checkpoints {self.keep_checkpoints} must be at least 1; leave it out to keep all")
 
 
 @dataclass(frozen=True)
@@ -102,6 +112,11 @@ class Run:
     def optimizer_steps(self, model: str) -> int:
         """Optimizer steps of a model in each step of the run; 0: it is not trained."""
         return sum(call.mini_batches for call in self.graph.calls_of(model) if call.trains)
+
+    @property
+    def changing_models(self) -> list[str]:
+        """The models whose parameters change: those that are trained, and those that follow one."""
+        return [name for name in self.graph.models if self.optimizer_steps(name) or self.models[name].follows]
 
     def evaluation_plan(self, call: ModelFunctionCallDef) -> CallPlan:
         """How an evaluation call runs: as the training graph's call most like it, in one micro-batch; generation

@@ -4,9 +4,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tyro
 
-from realhf.api.run import load_experiment_class
+from realhf.api.errors import UserError
+from realhf.api.run import RunSpec, load_experiment_class
 
 FIELDS_OPTION = "--fields"
 
@@ -34,13 +36,33 @@ def add_experiment_arguments(command: argparse.ArgumentParser) -> None:
     command.set_defaults(takes_experiment_fields=True)
 
 
-def build_experiment(path: str, overrides: list[str]) -> Any:
-    """The experiment of a file with its fields set from `--field value` words.
+def build_experiment(path: str, overrides: list[str], saved: RunSpec | None = None) -> Any:
+    """The experiment of a file with its fields set from `--field value` words; the others have their defaults, or the
+    values of a `saved` run.
 
     A wrong word is explained and ends the process with 2; `--fields` lists all fields and ends it with 0.
+
+    Raises:
+        UserError: the file has no such class, or `saved` is of another one.
     """
     cls = load_experiment_class(path)
     prog = f"realhf COMMAND {path}"
     if FIELDS_OPTION in overrides:
         tyro.cli(cls, args=["--help"], prog=prog, config=(tyro.conf.AvoidSubcommands,))
-    return tyro.cli(cls, args=overrides, prog=prog, config=(tyro.conf.AvoidSubcommands,), add_help=False)
+    start = {} if saved is None else {"default": _saved_experiment(path, cls, saved)}
+    return tyro.cli(cls, args=overrides, prog=prog, config=(tyro.conf.AvoidSubcommands,), add_help=False, **start)
+
+
+def _saved_experiment(path: str, cls: type[Any], saved: RunSpec) -> Any:
+    if cls.__name__ != saved.experiment_class:
+        raise UserError(
+            f"{path} has the experiment {cls.__name__}, the run is one of {saved.experiment_class} in "
+            f"{saved.experiment_file}; give that file"
+        )
+    try:
+        return msgspec.convert(saved.values, type=cls)
+    except msgspec.ValidationError as error:
+        raise UserError(
+            f"the fields of {cls.__name__} in {path} are not those that the run was started with ({error}); resume it "
+            "with the file as it was, or start a new run"
+        ) from None

@@ -26,6 +26,10 @@ class Tail:
     def __init__(self, path: Path):
         self._path, self._offset = path, 0
 
+    def skip(self) -> None:
+        """Passes over what is there now."""
+        self._offset = self._path.stat().st_size if self._path.exists() else 0
+
     def read(self) -> Iterator[dict[str, Any]]:
         if not self._path.exists():
             return
@@ -41,10 +45,11 @@ class Tail:
 class Progress:
     """A bar on a terminal, a line now and then elsewhere."""
 
-    def __init__(self, directory: RunDirectory, steps: int):
-        self.step = 0
+    def __init__(self, directory: RunDirectory, steps: int, step: int = 0):
+        self.step = step
         self._steps = steps
         self._metrics, self._evaluations = Tail(directory.metrics), Tail(directory.evaluations)
+        self._skip()
         self._console = Console(stderr=True)
         self._bar: Bar | None = None
         self._task = TaskID(0)
@@ -70,6 +75,16 @@ class Progress:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+
+    def restart(self, reason: str, step: int) -> None:
+        """The run has broken and goes on after `step`; later steps will be shown once more."""
+        self._say(f"{reason}\nthe run goes on after step {step}")
+        self.step = step
+        self._skip()
+
+    def _skip(self) -> None:
+        self._metrics.skip()
+        self._evaluations.skip()
 
     def show_job(self, status: str) -> None:
         """Shows the state of a SLURM job when it is another than the last one shown."""

@@ -1,34 +1,30 @@
 """`realhf run`: plan an experiment, start its processes, watch them, and say how it went."""
 
 import argparse
+import contextlib
 import os
 import sys
 import time
 from pathlib import Path
-from typing import Any
-
-import msgspec
+from typing import Any, Literal
 
 from realhf.api.errors import RunError, UserError
-from realhf.api.plan import save_plan, write_atomically
-from realhf.api.run import Run, RunSpec
-from realhf.api.status import RunState, Status, write_status
-from realhf.cli.experiment import add_experiment_arguments, build_experiment
+from realhf.api.run import Run
+from realhf.api.status import Status, write_status
+from realhf.cli.experiment import add_experiment_arguments
 from realhf.cli.interruption import Interruption
-from realhf.cli.planning import has_gpus, plan_for
 from realhf.cli.progress import Progress, print_summary
-from realhf.engine.megatron_check import check_megatron
-from realhf.master.trackers import check_trackers
-from realhf.models.checkpoint_index import initial_optimizer_steps
-from realhf.models.hugging_face_files import check_checkpoint
+from realhf.cli.runs import new_run, resumed_run
 from realhf.scheduler.base import MASTER, Launcher, ProcessSpec, worker_name
+from realhf.scheduler.events import note
 from realhf.scheduler.local import LocalLauncher
+from realhf.scheduler.recovery import note_start, run_to_end
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.scheduler.sbatch import SlurmOptions, sbatch_text
 from realhf.scheduler.slurm import SlurmLauncher
-from realhf.scheduler.supervisor import supervise
-from realhf.search.cluster import Cluster
-from realhf.transport.keys import make_run_keys
+from realhf.scheduler.start import prepare
+
+LAUNCHER_LOCK = "launcher"
 
 DESCRIPTION = """Runs an experiment: finds a plan, starts one master and one worker a device, and trains.
 Any field of the experiment can be given as --field value; `realhf run FILE --fields` lists them."""
@@ -36,6 +32,7 @@ Any field of the experiment can be given as --field value; `realhf run FILE --fi
 EXAMPLE = """examples:
   realhf run experiments/ppo.py --steps 10 --ppo.kl-coef 0.02
   realhf run experiments/ppo.py --plan plan.json --run-dir runs/mine
+  realhf run experiments/ppo.py --run-dir runs/mine --resume
   realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8"""
 
 
@@ -51,24 +48,27 @@ def add_command(commands: Any) -> None:
     add_experiment_arguments(command)
     command.add_argument("--run-dir", type=Path, help="where everything is written (default runs/NAME-TIME)")
     command.add_argument("--launcher", choices=("local", "slurm"), default="local")
-    command.add_argument("--record", nargs="+", default=[], metavar="KEY", help="write these keys' data to rollouts/")
-    command.add_argument("--replay", type=Path, help="a rollouts/ folder whose responses are taken, none drawn")
-    command.add_argument("--checkpoint-every", type=int, metavar="STEPS", help="also save every so many steps")
+    command.add_argument("--record", nargs="+", metavar="KEY", help="write these keys' data to rollouts/")
+    command.add_argument(
+        "--replay", type=_absolute, metavar="FOLDER", help="a rollouts/ folder whose responses are taken, none drawn"
+    )
     command.add_argument(
         "--verify-reallocations-every",
         type=int,
-        default=100,
         metavar="STEPS",
         help="compare checksums of reallocated parameters every so many steps, beside the first time "
         "(default 100; 1: always, 0: never)",
     )
-    command.add_argument("--call-timeout-s", type=float, default=600.0, help="longest a call may take (default 600)")
-    command.add_argument(
-        "--setup-timeout-s", type=float, default=300.0, help="longest the start may take (default 300)"
-    )
+    command.add_argument("--call-timeout-s", type=float, help="longest a call may take (default 600)")
+    command.add_argument("--setup-timeout-s", type=float, help="longest the start may take (default 300)")
     command.add_argument("--network-interface", help="interface for gloo and NCCL (default: loopback on one machine)")
-    command.add_argument("--tensorboard", action="store_true", help="also write TensorBoard's files to tensorboard/")
-    command.add_argument("--wandb", metavar="PROJECT", help="also send metrics to a project of Weights & Biases")
+    command.add_argument(
+        "--tensorboard", action="store_true", default=None, help="also write TensorBoard's files to tensorboard/"
+    )
+    command.add_argument(
+        "--wandb", dest="wandb_project", metavar="PROJECT", help="also send metrics to a project of Weights & Biases"
+    )
+    _add_checkpoint_arguments(command)
     slurm = command.add_argument_group("SLURM")
     slurm.add_argument("--partition")
     slurm.add_argument("--account")
@@ -81,100 +81,108 @@ def add_command(commands: Any) -> None:
     command.set_defaults(execute=execute)
 
 
+def _add_checkpoint_arguments(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("checkpoints and recovery")
+    group.add_argument(
+        "--checkpoint-every",
+        dest="checkpoint_every_steps",
+        type=_positive_int,
+        metavar="STEPS",
+        help="save every so many steps, beside the end",
+    )
+    group.add_argument(
+        "--checkpoint-every-minutes", type=_positive, metavar="MINUTES", help="save about every so many minutes"
+    )
+    group.add_argument("--keep-checkpoints", type=int, metavar="N", help="keep the newest N (default: all)")
+    group.add_argument(
+        "--keep-best",
+        metavar="STATISTIC",
+        help="keep the checkpoint with its highest value too (min:STATISTIC: the lowest)",
+    )
+    group.add_argument(
+        "--recover",
+        choices=("auto", "never"),
+        default="never",
+        help="auto: when a process dies or hangs, restart all from the newest good checkpoint (default never)",
+    )
+    group.add_argument(
+        "--max-restarts", type=_positive_int, default=3, metavar="K", help="of --recover auto, in all (default 3)"
+    )
+    group.add_argument(
+        "--resume", action="store_true", help="go on with the run in --run-dir, from its newest good checkpoint"
+    )
+
+
 def execute(arguments: argparse.Namespace) -> int:
-    experiment = build_experiment(arguments.experiment, arguments.overrides)
-    num_rows = experiment.dataset.check()
-    plan, cluster = plan_for(experiment, arguments)
-    run = Run(_spec(arguments, experiment, cluster), experiment, plan)
-    _check(run, num_rows)
-    _check_backends(run, has_gpus=has_gpus() if arguments.launcher == "local" else not arguments.cpu_only)
+    if arguments.resume:
+        return _resume(arguments)
+    run = new_run(arguments)
     directory = RunDirectory(_run_directory(arguments))
-    processes = _processes(run, directory, is_local=arguments.launcher == "local")
     if arguments.dry_run:
+        processes = _processes(run, directory, is_local=arguments.launcher == "local")
         print(sbatch_text(_slurm_options(arguments, run), processes, directory))
         return 0
     RunDirectory.create(directory.path)
-    write_atomically(directory.experiment, msgspec.json.format(msgspec.json.encode(run.spec), indent=2) + b"\n")
-    save_plan(plan, directory.plan)
-    make_run_keys(directory.keys, num_workers=run.spec.num_workers)
-    write_status(directory.status, Status(state="starting", step=0, steps=experiment.steps))
-    started = time.monotonic()
-    launcher = _launcher(arguments, run, directory)
-    with Interruption() as interruption, Progress(directory, experiment.steps) as progress:
+    with directory.lock(LAUNCHER_LOCK):
+        prepare(run, directory)
+        note_start(run, directory, "started")
+        return _carry_out(run, directory, arguments)
 
-        def on_poll() -> None:
+
+def _resume(arguments: argparse.Namespace) -> int:
+    if arguments.run_dir is None:
+        raise UserError("--resume goes on with a run that was begun: give its directory with --run-dir")
+    if arguments.dry_run:
+        raise UserError("--dry-run shows a new run's batch script; leave out --resume, or see launcher/job.sbatch")
+    directory = RunDirectory.open(arguments.run_dir)
+    with directory.lock(LAUNCHER_LOCK):
+        with directory.lock(MASTER):  # of a job that outlived its launcher
+            run, choice = resumed_run(arguments, directory)
+            prepare(run, directory)
+        note_start(run, directory, "resumed", choice)
+        for step, reason in choice.damaged.items():
+            print(f"the checkpoint after step {step} is passed over: {reason}", file=sys.stderr)
+        print(f"the run goes on after step {run.spec.resume_step}", file=sys.stderr)
+        return _carry_out(run, directory, arguments)
+
+
+def _carry_out(run: Run, directory: RunDirectory, arguments: argparse.Namespace) -> int:
+    """Starts the processes of a run whose directory is ready, and returns the exit code when it has ended."""
+    started, steps = time.monotonic(), run.experiment.steps
+    with Interruption() as interruption, Progress(directory, steps, run.spec.resume_step) as progress:
+
+        def on_poll(launcher: Launcher) -> None:
             interruption.check()
             if isinstance(launcher, SlurmLauncher):
                 progress.show_job(launcher.status())
             progress.update()
 
         try:
-            supervise(launcher, processes, directory, on_poll)
+            run_to_end(
+                run,
+                directory,
+                _processes(run, directory, is_local=arguments.launcher == "local"),
+                lambda: _launcher(arguments, run, directory),
+                max_restarts=arguments.max_restarts if arguments.recover == "auto" else 0,
+                is_remote=arguments.launcher == "slurm",
+                on_poll=on_poll,
+                on_restart=lambda reason, again: progress.restart(reason, again.spec.resume_step),
+            )
+            note(directory.events, "ended", steps)
         except (KeyboardInterrupt, RunError) as error:
             # The last word, since the master may have been killed, or ended because somebody else was.
             with interruption.ignored():
                 progress.update()
-                state: RunState = "failed" if isinstance(error, RunError) else "interrupted"
-                write_status(
-                    directory.status,
-                    Status(state=state, step=progress.step, steps=experiment.steps, message=str(error)),
-                )
+                state: Literal["failed", "interrupted"] = "failed" if isinstance(error, RunError) else "interrupted"
+                note(directory.events, state, progress.step, str(error))
+                status = Status(state=state, step=progress.step, steps=steps, message=str(error))
+                with contextlib.suppress(OSError):  # on a full disk: what went wrong is said below
+                    write_status(directory.status, status)
             raise
         finally:
             _write_report(directory)
     print_summary(directory, time.monotonic() - started)
     return 0
-
-
-def _spec(arguments: argparse.Namespace, experiment: Any, cluster: Cluster) -> RunSpec:
-    interface = arguments.network_interface or ("lo" if arguments.launcher == "local" else None)
-    return RunSpec(
-        experiment_file=str(Path(arguments.experiment).resolve()),
-        experiment_class=type(experiment).__name__,
-        values=msgspec.to_builtins(experiment),
-        working_directory=os.getcwd(),
-        num_workers=cluster.num_devices,
-        devices_per_node=cluster.devices_per_node,
-        record=tuple(arguments.record),
-        replay=str(arguments.replay.resolve()) if arguments.replay else None,
-        checkpoint_every_steps=arguments.checkpoint_every,
-        verify_reallocations_every=arguments.verify_reallocations_every,
-        call_timeout_s=arguments.call_timeout_s,
-        setup_timeout_s=arguments.setup_timeout_s,
-        network_interface=interface,
-        tensorboard=arguments.tensorboard,
-        wandb_project=arguments.wandb,
-    )
-
-
-def _check(run: Run, num_rows: int) -> None:
-    """Everything about a run that can be wrong, found before a process starts."""
-    run.check()
-    check_trackers(run.spec)
-    if num_rows < run.settings.batch_size:
-        raise UserError(f"the data set has {num_rows} rows, fewer than batch_size={run.settings.batch_size}; add rows")
-    for name, setup in run.models.items():  # looked up once here: a checkpoint that does not fit is found now
-        if setup.checkpoint is not None:
-            check_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)
-            initial_optimizer_steps(setup)
-    if run.evaluation:
-        rows = run.evaluation.dataset.check()
-        if rows % run.evaluation.batch_size:
-            raise UserError(
-                f"the evaluation's batch_size={run.evaluation.batch_size} does not divide its {rows} rows; "
-                "change either"
-            )
-    if run.spec.replay and not Path(run.spec.replay).is_dir():
-        raise UserError(f"--replay {run.spec.replay}: no such folder; give RUN_DIR/rollouts of a run with --record")
-    if run.experiment.steps < 1:
-        raise UserError(f"steps={run.experiment.steps} must be at least 1")
-
-
-def _check_backends(run: Run, has_gpus: bool) -> None:
-    """As the workers will at their start."""
-    for name, setup in run.models.items():
-        if setup.compute.backend == "megatron" and setup.optimizer is not None:
-            check_megatron(run.graph.models[name], run.homes[name].strategy, "cuda" if has_gpus else "cpu")
 
 
 def _run_directory(arguments: argparse.Namespace) -> Path:
@@ -213,6 +221,24 @@ def _write_report(directory: RunDirectory) -> None:
         write_report(directory)
     except (UserError, OSError) as error:
         print(f"no report: {error}", file=sys.stderr)
+
+
+def _absolute(text: str) -> str:
+    return str(Path(text).resolve())
+
+
+def _positive(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text} must be above 0")
+    return value
+
+
+def _positive_int(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
+    return value
 
 
 def _launcher(arguments: argparse.Namespace, run: Run, directory: RunDirectory) -> Launcher:

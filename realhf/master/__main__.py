@@ -21,6 +21,9 @@ from realhf.transport.server import Server
 
 logger = logging.getLogger("realhf.master")
 
+# A shared file system may take a while to notice that the node of an earlier master is gone.
+LOCK_WAIT_S = 120.0
+
 
 async def serve(directory: RunDirectory, host: str) -> None:
     """Runs the experiment that the run directory describes, listening on `host`."""
@@ -50,7 +53,8 @@ def main() -> int:
     start_logging(MASTER)
     host = sys.argv[2] if len(sys.argv) > 2 else socket.gethostname()
     try:
-        asyncio.run(serve(directory, host))
+        with directory.lock("master", wait_s=LOCK_WAIT_S):
+            asyncio.run(serve(directory, host))
     except (RunError, UserError) as error:
         logger.error("%s", error)
         return 1

@@ -5,7 +5,6 @@ import contextlib
 import logging
 import time
 from functools import cached_property
-from pathlib import Path
 
 from realhf.api.errors import RunError
 from realhf.api.run import Run
@@ -13,13 +12,26 @@ from realhf.api.status import RunState, Status, write_status
 from realhf.data.datasets import JSONLDataset
 from realhf.data.rows import DatasetRows
 from realhf.master.awake import AwakeClock
+from realhf.master.borders import Borders
 from realhf.master.loop import CallRecord, Dispatcher, GraphRunner
 from realhf.master.records import JsonLines, Trace, log_step, step_metrics
+from realhf.master.saver import Saver
 from realhf.master.trackers import Trackers
-from realhf.models.checkpoint_index import STEPS_KEY, finish, initial_optimizer_steps, state_owners
-from realhf.scheduler.base import worker_name
+from realhf.scheduler.activity import ActivityWriter
+from realhf.scheduler.base import MASTER, worker_name
 from realhf.scheduler.run_directory import RunDirectory
-from realhf.transport.messages import DumpStacks, Failure, Heartbeat, Hello, Ready, Reply, Shutdown, ToMaster, ToWorker
+from realhf.transport.messages import (
+    CheckpointWritten,
+    DumpStacks,
+    Failure,
+    Heartbeat,
+    Hello,
+    Ready,
+    Reply,
+    Shutdown,
+    ToMaster,
+    ToWorker,
+)
 from realhf.transport.server import Server
 
 logger = logging.getLogger(__name__)
@@ -42,6 +54,7 @@ class Master:
     def __init__(self, run: Run, directory: RunDirectory, server: "Server[ToMaster, ToWorker]"):
         self._run, self._directory, self._server = run, directory, server
         self._num_workers = run.spec.num_workers
+        self._recorder = ActivityWriter(directory.activity(MASTER))
         self._trace = Trace(directory.trace, self._num_workers)
         self._metrics = JsonLines(directory.metrics)
         self._evaluations = JsonLines(directory.evaluations)
@@ -52,7 +65,10 @@ class Master:
         self._activity: dict[int, str] = {}
         self._ready: set[int] = set()
         self._all_ready = asyncio.Event()
-        self._step = 0
+        self._saver = Saver(run, directory, self._dispatcher)
+        self._state: RunState = "starting"
+        self._step = run.spec.resume_step
+        self._statistics: dict[str, float] = {}  # of the last step, and of the last evaluation if it was after that
         self._previous_end = time.time()
 
     async def run(self) -> None:
@@ -62,15 +78,18 @@ class Master:
             RunError: a worker failed, fell silent, or did not answer in time.
         """
         self._write_status("starting")
+        self._recorder.set("setup: waiting for the workers")
         receiver = asyncio.create_task(self._receive())
         watchdog = asyncio.create_task(self._watch())
+        saver = asyncio.create_task(self._saver.run())
         driver = asyncio.create_task(self._drive())
+        tasks = {receiver, watchdog, saver, driver}
         try:
-            done, _ = await asyncio.wait({receiver, watchdog, driver}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             if driver in done and driver.exception() is not None:
                 # It could not send to a worker that is gone; that worker may have said why.
                 done |= (await asyncio.wait({receiver}, timeout=FAILURE_GRACE_S))[0]
-            for task in (receiver, watchdog, driver):
+            for task in (receiver, watchdog, saver, driver):
                 if task in done:
                     task.result()
             self._write_status("done")
@@ -78,9 +97,9 @@ class Master:
             self._write_status("failed", str(error))
             raise
         finally:
-            for task in (receiver, watchdog, driver):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(receiver, watchdog, driver, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             self._trace.close()
             self._metrics.close()
             self._evaluations.close()
@@ -94,14 +113,23 @@ class Master:
         await self._wait_until_ready()
         logger.info("all %d workers are ready", self._num_workers)
         self._write_status("running")
-        await self._evaluate(0)
-        for first, last in self._segments(self._run.experiment.steps):
+        step, steps = self._step, self._run.experiment.steps
+        if not self._is_evaluated(step):  # a run that goes on may have been
+            await self._evaluate(step)
+        borders = Borders(self._run)
+        while step < steps:
+            first, step = step, borders.next(step)
             self._previous_end = time.time()
-            await self._train(first, last)
-            if self._evaluates_after(last):
-                await self._evaluate(last)
-            if self._saves_after(last):
-                await self._save(last)
+            self._recorder.set(f"steps {first + 1} to {step}")
+            await self._train(first, step)
+            borders.reached(first, step)
+            if borders.evaluates_after(step):
+                await self._evaluate(step)
+            if borders.saves_after(step):
+                self._recorder.set(f"checkpoint after step {step}")
+                await self._saver.begin(step, self._statistics)
+        self._recorder.set("waiting for the last checkpoint to be written")
+        await self._saver.settle()
         for worker in range(self._num_workers):
             await self._server.send(worker, Shutdown())
 
@@ -116,19 +144,11 @@ class Master:
                 f"not ready within {timeout_s:g} s: {states}; read {self._directory.log(worker_name(missing[0]))}"
             ) from None
 
-    def _segments(self, steps: int) -> list[tuple[int, int]]:
-        """Runs of steps [first, last) between which everything comes to rest for an evaluation or a checkpoint."""
-        borders = [step for step in range(1, steps + 1) if self._evaluates_after(step) or self._saves_after(step)]
-        return list(zip([0, *borders], borders, strict=False))
-
-    def _evaluates_after(self, step: int) -> bool:
-        evaluation = self._run.evaluation
-        every = evaluation.every_steps if evaluation else None
-        return evaluation is not None and (step == self._run.experiment.steps or bool(every and step % every == 0))
-
-    def _saves_after(self, step: int) -> bool:
-        every = self._run.spec.checkpoint_every_steps
-        return step == self._run.experiment.steps or bool(every and step % every == 0)
+    def _is_evaluated(self, step: int) -> bool:
+        """Whether this is no place for an evaluation, or one was made here by an earlier start of the run."""
+        if step and not Borders(self._run).evaluates_after(step):
+            return True
+        return step in self._evaluations.steps()
 
     @cached_property
     def _rows(self) -> DatasetRows:
@@ -154,6 +174,7 @@ class Master:
         log_step(metrics)
         self._trackers.step(metrics)
         self._trace.flush()
+        self._statistics = {name: value for name, value in metrics.items() if isinstance(value, float)}
         self._step = step + 1
         self._write_status("running")
 
@@ -161,6 +182,7 @@ class Master:
         run, evaluation, graph = self._run, self._run.evaluation, self._run.evaluation_graph
         if evaluation is None or graph is None:
             return
+        self._recorder.set(f"evaluation after step {step}")
         calls = {name: run.evaluation_plan(call) for name, call in graph.calls.items()}
         assert isinstance(evaluation.dataset, JSONLDataset), "workers read no other"
         rows = DatasetRows(evaluation.dataset, None, evaluation.batch_size)
@@ -177,50 +199,19 @@ class Master:
 
         await self._dispatcher.run_steps(runner, order, 1, add)
         means = {name: total / weight for name, (total, weight) in totals.items() if weight}
+        self._statistics |= means
         line = {"step": step, **means}
         self._evaluations.write(line)
         self._trackers.evaluation(line)
-
-    async def _save(self, step: int) -> None:
-        """Writes every trained model, with its optimizer's states, and every model that follows one to
-        checkpoints/step-N and points `latest` there."""
-        run = self._run
-        trained = {call.model_name for call in run.graph.calls.values() if call.trains}
-        changing = trained | {follow.target for follow in run.graph.follows.values()}
-        target = self._directory.checkpoints / f"step-{step}"
-        part = target.with_name(f".{target.name}.part")
-        owners = {
-            model: state_owners(
-                run.graph.models[model],
-                run.homes[model],
-                run.models[model].dtype,
-                run.models[model].compute.data_parallel,
-                with_optimizer=model in trained,
-            )
-            for model in changing
-        }
-        part.mkdir()
-        writers: dict[int, tuple[str, ...]] = {}
-        for model in sorted(owners):
-            for worker in owners[model]:
-                writers[worker] = (*writers.get(worker, ()), model)
-        await self._dispatcher.save(str(part), writers)
-        for model in sorted(owners):
-            metadata = {"step": step, "seed": run.experiment.seed}
-            if model in trained:
-                metadata[STEPS_KEY] = initial_optimizer_steps(run.models[model]) + step * run.optimizer_steps(model)
-            finish(part / model, run.graph.models[model], run.models[model].dtype, owners[model], metadata)
-        part.replace(target)
-        _point_to(self._directory.checkpoints / "latest", target)
 
     async def _receive(self) -> None:
         while True:
             worker, message = await self._server.recv()
             self._heard[worker] = self._clock.now()
             match message:
-                case Reply():
+                case Reply() | CheckpointWritten():
                     try:
-                        self._dispatcher.reply(worker, message)
+                        self._take(worker, message)
                     except ValueError as error:
                         logger.warning("worker %d sent %s", worker, error)
                         self._server.reject(worker)
@@ -235,6 +226,13 @@ class Master:
                 case Failure():
                     cause = await self._explain(worker, message)
                     raise await self._with_stacks(cause) if message.blames_peer else cause
+
+    def _take(self, worker: int, message: Reply | CheckpointWritten) -> None:
+        if isinstance(message, Reply):
+            self._dispatcher.reply(worker, message)
+        else:
+            self._saver.written(worker, message)
+            self._trace.add(worker, message.span)
 
     async def _explain(self, worker: int, failure: Failure) -> RunError:
         """Waits a moment for other failures; the one that does not blame a peer is the cause, else a silent worker."""
@@ -259,6 +257,7 @@ class Master:
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             self._clock.tick()
+            self._write_status(self._state)  # a sign of life, for the supervisor
             late = self._dispatcher.late(self._run.spec.call_timeout_s)
             if silent := self._silent(SUSPICIOUS_SILENCE_S if late else HEARTBEAT_TIMEOUT_S):
                 raise await self._with_stacks(self._silence(silent))
@@ -313,13 +312,6 @@ class Master:
         return f", {count} of whose messages made no sense and were dropped" if count else ""
 
     def _write_status(self, state: RunState, message: str = "") -> None:
+        self._state = state
         steps = self._run.experiment.steps
         write_status(self._directory.status, Status(state=state, step=self._step, steps=steps, message=message))
-
-
-def _point_to(link: Path, target: Path) -> None:
-    """Makes `link` a relative symbolic link to its sibling `target`, atomically."""
-    part = link.with_name(f".{link.name}.part")
-    part.unlink(missing_ok=True)
-    part.symlink_to(target.name)
-    part.replace(link)

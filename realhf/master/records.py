@@ -16,11 +16,20 @@ from realhf.transport.messages import Span
 logger = logging.getLogger(__name__)
 
 
+class _StepLine(msgspec.Struct):
+    step: int
+
+
 class JsonLines:
     """Appends JSON objects to a file, a line each, visible to readers at once."""
 
     def __init__(self, path: Path):
+        self._path = path
         self._file = path.open("ab")
+
+    def steps(self) -> set[int]:
+        """The `step` of every line so far."""
+        return {msgspec.json.decode(line, type=_StepLine).step for line in self._path.read_bytes().splitlines()}
 
     def write(self, value: dict[str, Any]) -> None:
         self._file.write(msgspec.json.encode(value) + b"\n")
@@ -52,7 +61,7 @@ class Trace:
             "name": span.name,
             "cat": span.phase,
             "ph": "X",
-            "pid": 0,
+            "pid": 1 if span.phase == "writing" else 0,  # beside the rest, so in rows of its own
             "tid": worker,
             "ts": round((span.start - self._start) * 1e6),
             "dur": round((span.end - span.start) * 1e6),

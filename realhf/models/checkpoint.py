@@ -1,18 +1,16 @@
 """Checkpoints as boxes: each rank writes the boxes it owns, any layout reads the boxes it wants."""
 
-import hashlib
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from realhf.api.errors import UserError
 from realhf.api.model import DecoderConfig, DType
+from realhf.models.checkpoint_digest import check_content
 from realhf.models.checkpoint_index import (
     SavedBox,
     box_file,
@@ -25,6 +23,7 @@ from realhf.models.checkpoint_index import (
     staging_directory,
     write_durably,
 )
+from realhf.models.safetensors_file import write_safetensors
 from realhf.realloc.held import by_name, part
 from realhf.realloc.layout import Box
 
@@ -56,24 +55,30 @@ def write_pieces(
 
     `hashed` makes a digest of the file, which `CheckpointReader.check_content` compares.
     """
-    if not pieces:
-        return
+    write_snapshot(directory, rank, snapshot(pieces), hashed=hashed)
+
+
+def snapshot(pieces: Sequence[tuple[Box, Tensor]]) -> dict[str, Tensor]:
+    """Copies of `pieces` in host memory, by their keys in a file."""
     keys = file_keys([box for box, _ in pieces])
-    assert len(set(keys)) == len(keys), f"a box twice in the file of rank {rank}"
-    # A file holds no two tensors of one storage, hence the copies.
-    content = {
+    assert len(set(keys)) == len(keys), "a box twice in the file of a rank"
+    return {
         key: tensor.detach().to("cpu", copy=True).contiguous() for key, (_, tensor) in zip(keys, pieces, strict=True)
     }
+
+
+def write_snapshot(directory: Path | str, rank: int, content: Mapping[str, Tensor], *, hashed: bool = False) -> None:
+    """Writes what `snapshot` made; see `write_pieces`. An empty one makes no file."""
+    if not content:
+        return
     staging = staging_directory(Path(directory))
     staging.mkdir(parents=True, exist_ok=True)
     path = staging / box_file(rank)
     (staging / digest_file(rank)).unlink(missing_ok=True)  # of an attempt that was interrupted
     partial = path.with_name(path.name + ".tmp")
-    save_file(content, partial)
-    with partial.open("rb") as file:
-        os.fsync(file.fileno())
-        if hashed:
-            write_durably(staging / digest_file(rank), hashlib.file_digest(file, "sha256").hexdigest().encode())
+    digest = write_safetensors(partial, content)
+    if hashed:
+        write_durably(staging / digest_file(rank), digest.encode())
     partial.replace(path)
 
 
@@ -117,16 +122,7 @@ class CheckpointReader:
 
     def check_content(self) -> None:
         """Reads all files whose digest is in the index. Raises UserError naming one whose content is another."""
-        for saved_file in self.index.files:
-            path = self.directory / saved_file.file
-            if saved_file.sha256:
-                with path.open("rb") as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
-                if found != saved_file.sha256:
-                    raise UserError(
-                        f"checkpoint file {path} has other content than when it was saved (sha256 {found}, not "
-                        f"{saved_file.sha256}); restore it or use another checkpoint"
-                    )
+        check_content(self.directory, self.index)
 
     def check_architecture(self, model: DecoderConfig, ignore_head: bool = False) -> None:
         """See `realhf.models.checkpoint_index.check_architecture`."""

@@ -1,5 +1,11 @@
 """The directory of one run: which file lies where."""
 
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,6 +47,34 @@ class RunDirectory:
             raise UserError(f"{path} is no run directory: it has no {', '.join(missing)}; give the --run-dir of a run")
         return directory
 
+    @contextlib.contextmanager
+    def lock(self, holder: str, wait_s: float = 0.0) -> Iterator[None]:
+        """Held by a process that must be alone: the run's supervisor ("launcher"), its master.
+
+        The system gives it back when the process ends, however it ends.
+
+        Raises:
+            UserError: another process has it, after `wait_s` still.
+        """
+        deadline = time.monotonic() + wait_s
+        with (self.launcher / f"{holder}.lock").open("a+") as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        file.seek(0)
+                        raise UserError(
+                            f"the run in {self.path} still goes on: its {holder} is {file.read() or 'a process'}; "
+                            "wait for its end or stop it"
+                        ) from None
+                    time.sleep(0.2)
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            file.flush()
+            yield
+
     @property
     def _folders(self) -> tuple[Path, ...]:
         folders = ("logs", "checkpoints", "keys", "rendezvous", "activity", "launcher")
@@ -73,6 +107,11 @@ class RunDirectory:
     @property
     def status(self) -> Path:
         return self.path / "status.json"
+
+    @property
+    def events(self) -> Path:
+        """What happened to the run as a whole, one JSON object an event."""
+        return self.path / "events.jsonl"
 
     @property
     def report(self) -> Path:

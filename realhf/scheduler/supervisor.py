@@ -18,17 +18,32 @@ SETTLE_S = 30.0
 WORKERS_END_S = 120.0
 STOP_GRACE_S = 3.0
 LOG_LINES = 8
+# The master writes its status every second. One that does not for this long is given up; a busy machine does not keep
+# it from that.
+MASTER_SILENCE_S = 60.0
+# Shared file systems may show a file late, up to a minute with NFS's defaults.
+FILES_LATE_S = 90.0
+# A poll later than this means that this process stood still itself, and has missed signs of life.
+STOOD_STILL_S = 5.0
 
 
 def supervise(
-    launcher: Launcher, specs: Sequence[ProcessSpec], directory: RunDirectory, on_poll: Callable[[], None]
+    launcher: Launcher,
+    specs: Sequence[ProcessSpec],
+    directory: RunDirectory,
+    on_poll: Callable[[], None],
+    *,
+    is_remote: bool = False,
 ) -> None:
     """Starts the processes and returns when all have ended well; `on_poll` is called ten times a second.
+
+    `is_remote`: they run on other machines, whose files may be seen late.
 
     Raises:
         RunError: one ended badly; by then all are gone. Whatever else is raised (Ctrl-C), all are stopped first.
     """
     exits: dict[str, Exit] = {}
+    master = _SignsOfLife(directory, MASTER_SILENCE_S + is_remote * FILES_LATE_S)
     try:
         launcher.start(specs)
         deadline: float | None = None
@@ -42,6 +57,8 @@ def supervise(
                 deadline = time.monotonic() + (SETTLE_S if bad else WORKERS_END_S)
             if deadline is not None and time.monotonic() > deadline:
                 break
+            if MASTER not in exits:
+                master.check()
             time.sleep(POLL_S)
         on_poll()
     finally:
@@ -61,6 +78,36 @@ def _stop(launcher: Launcher) -> None:
     except KeyboardInterrupt:
         launcher.stop(grace_s=0)
         raise
+
+
+class _SignsOfLife:
+    """Whether the master still writes its status. Watched from its first word on: before that it may wait in a queue.
+
+    What counts is that the file changes, by this process's clock: clocks of nodes differ.
+    """
+
+    def __init__(self, directory: RunDirectory, silence_s: float) -> None:
+        self._directory, self._silence_s = directory, silence_s
+        self._first = self._last = self._updated()
+        self._seen_s = self._checked_s = time.monotonic()
+
+    def check(self) -> None:
+        """To be called often. Raises RunError when the master is silent for too long."""
+        now_s, updated = time.monotonic(), self._updated()
+        if updated != self._last or now_s - self._checked_s > STOOD_STILL_S:
+            self._last, self._seen_s = updated, now_s
+        self._checked_s = now_s
+        if self._last != self._first and now_s - self._seen_s > self._silence_s:
+            activity = read_activity(self._directory.activity(MASTER))
+            raise RunError(
+                f"the master has been silent for {now_s - self._seen_s:.0f} s: it hangs, or its node does"
+                + (f"; last activity: {activity}" if activity else "")
+                + f"; log: {self._directory.log(MASTER)}"
+            )
+
+    def _updated(self) -> float:
+        status = read_status(self._directory.status)
+        return 0.0 if status is None else status.updated
 
 
 def _is_settled(exits: dict[str, Exit], num_processes: int) -> bool:

@@ -7,7 +7,7 @@ import msgspec
 from realhf.api.layout import Layout
 
 Split = Literal["train", "evaluation"]
-Phase = Literal["setup", "reallocation", "offload", "transfer", "compute", "checkpoint", "waiting"]
+Phase = Literal["setup", "reallocation", "offload", "transfer", "compute", "checkpoint", "writing", "waiting"]
 SampleDType = Literal["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -133,7 +133,10 @@ class FreeBatch(Message, frozen=True, kw_only=True):
 
 
 class SaveCheckpoint(Message, frozen=True, kw_only=True):
-    """Writes this worker's boxes of `models` below `directory` (`directory`/MODEL/boxes-RANK.safetensors)."""
+    """Writes this worker's boxes of `models` below `directory` (`directory`/MODEL/boxes-RANK.safetensors).
+
+    The reply says that they have been copied, so that training may go on; `CheckpointWritten` follows.
+    """
 
     request_id: int
     directory: str
@@ -185,6 +188,14 @@ class Reply(Message, frozen=True, kw_only=True):
     peak_bytes: Count = 0
 
 
+class CheckpointWritten(Message, frozen=True, kw_only=True):
+    """What `SaveCheckpoint` asked for is on the disk, or could not be written: `error` says why."""
+
+    directory: str
+    span: Span
+    error: str = ""
+
+
 class Failure(Message, frozen=True, kw_only=True):
     """A request, or the setup (None), raised. `blames_peer`: the error is that another worker went away."""
 
@@ -195,4 +206,4 @@ class Failure(Message, frozen=True, kw_only=True):
 
 Parameters = Reallocate | FollowParameters | LoadModel | OffloadModel | Release
 ToWorker = Parameters | Transfer | CallFunction | FreeBatch | SaveCheckpoint | DumpStacks | Shutdown
-ToMaster = Hello | Ready | Heartbeat | Reply | Failure
+ToMaster = Hello | Ready | Heartbeat | Reply | CheckpointWritten | Failure

@@ -66,7 +66,7 @@ def serve(
     logger.info("attention on %s: %s", device.type, "; ".join(describe_attention(device.type)))
     activity.set("setup: joining the other workers")
     join_world(directory, run, rank, device)
-    worker = ModelWorker(run, rank, device, directory.path, activity.set)
+    worker = ModelWorker(run, rank, device, directory, activity.set, client.send)
     client.send(Ready())
     logger.info("ready")
     activity.set("waiting for the first request")

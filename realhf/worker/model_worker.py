@@ -21,17 +21,18 @@ from realhf.data.loader import DatasetReader
 from realhf.engine.batch import Batch, concatenate
 from realhf.engine.interface import CallResult
 from realhf.engine.model import ShardedModel
-from realhf.models.checkpoint import CheckpointReader, write_pieces
+from realhf.models.checkpoint import snapshot
 from realhf.models.checkpoint_index import initial_optimizer_steps
-from realhf.models.hugging_face_weights import open_checkpoint
 from realhf.parallel.groups import GroupTable, ParallelGroups
 from realhf.realloc.executor import execute
 from realhf.realloc.planner import plan_between
 from realhf.realloc.transport import Transport, transport_between
 from realhf.realloc.verification import VerificationSchedule, verify
+from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.messages import (
     BatchKey,
     CallFunction,
+    CheckpointWritten,
     FollowParameters,
     FreeBatch,
     LoadModel,
@@ -46,6 +47,8 @@ from realhf.transport.messages import (
     Transfer,
 )
 from realhf.worker import rollouts
+from realhf.worker.checkpoint_writer import CheckpointWriter
+from realhf.worker.home import fill
 from realhf.worker.mailbox import Mailbox
 from realhf.worker.memory import MemoryGauge
 from realhf.worker.store import SampleStore, describe
@@ -84,10 +87,20 @@ class ModelWorker:
 
     Args:
         set_activity: told in words what the worker does, for heartbeats and post-mortems.
+        report_written: told, from another thread, that a checkpoint has been written.
     """
 
-    def __init__(self, run: Run, rank: int, device: torch.device, run_dir: Path, set_activity: Callable[[str], None]):
-        self._run, self._rank, self._device, self._run_dir = run, rank, device, run_dir
+    def __init__(
+        self,
+        run: Run,
+        rank: int,
+        device: torch.device,
+        directory: RunDirectory,
+        set_activity: Callable[[str], None],
+        report_written: Callable[[CheckpointWritten], None],
+    ):
+        self._run, self._rank, self._device, self._directory = run, rank, device, directory
+        self._writer = CheckpointWriter(rank, report_written)
         self._set_activity = set_activity
         self._timeout_s = run.spec.call_timeout_s
         self._groups = GroupTable((call.layout for call in run.plan.calls.values()), rank, self._timeout_s)
@@ -141,8 +154,8 @@ class ModelWorker:
                 self._mailbox.free(batch)
                 self._store.free(batch)
             case SaveCheckpoint(request_id=request_id):
-                with self._timed("checkpoint", request.directory) as span:
-                    self._save(Path(request.directory), request.models)
+                with self._timed("checkpoint", Path(request.directory).name) as span:
+                    self._save(request.directory, request.models)
                 return Reply(request_id=request_id, span=span())
         return None
 
@@ -167,17 +180,7 @@ class ModelWorker:
             compute=setup.compute,
             timeout_s=self._timeout_s,
         )
-        if setup.with_optimizer and setup.checkpoint is not None and steps:
-            model.load_state(CheckpointReader(setup.checkpoint))
-            return model
-        if setup.checkpoint is None or setup.new_head:
-            model.initialise(run.experiment.seed)
-        if setup.checkpoint is not None:
-            reader = open_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)
-            for box, tensor in model.held():
-                if not (setup.new_head and box.name in HEAD_PARAMETERS):
-                    reader.read_into(tensor, box)
-            model.parameters_changed()
+        fill(model, run, name, self._directory.checkpoints)
         return model
 
     def _reallocate(self, name: str, layout: Layout, step: int) -> None:
@@ -327,7 +330,7 @@ class ModelWorker:
             self._store.put(request.batch, key, ids, outputs[key])
         recorded = {key: outputs[key] for key in self._run.spec.record if key in outputs}
         if recorded and request.batch.split == "train":
-            folder = self._run_dir / "rollouts"
+            folder = self._directory.path / "rollouts"
             rollouts.record(folder, request.batch.step, definition.name, self._rank, recorded, ids)
         return {key: describe(ids, outputs[key]) for key in definition.output_data}
 
@@ -337,14 +340,13 @@ class ModelWorker:
             self._interfaces[key] = load_interface(definition.interface_impl)
         return self._interfaces[key]
 
-    def _save(self, directory: Path, models: Sequence[str]) -> None:
+    def _save(self, directory: str, models: Sequence[str]) -> None:
+        snapshots = {}
         for name in models:
             model = self._models[name, self._run.homes[name]]
             with model.loaded():
-                write_pieces(directory / name, self._rank, model.state())
-
-
-HEAD_PARAMETERS = ("lm_head.weight", "score.weight")
+                snapshots[name] = snapshot(model.state())
+        self._writer.start(directory, snapshots)
 
 
 def load_interface(config: InterfaceConfig) -> Any:

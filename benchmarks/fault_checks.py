@@ -1,0 +1,58 @@
+"""What a run that was struck is held against: the run without a fault, and an empty machine."""
+
+import json
+import socket
+from pathlib import Path
+
+import psutil
+
+from realhf.report.run_data import read_json_lines
+
+MEASURED = {"calls", "time_s", "tokens_per_s", "peak_bytes"}
+
+
+class Reference:
+    """The run without a fault: its metrics but for times, and the bytes of its last checkpoint."""
+
+    def __init__(self, run_dir: Path):
+        self._metrics, self._parameters = _metrics(run_dir), _parameters(run_dir)
+        assert self._parameters, "no checkpoint"
+
+    def is_equalled_by(self, run_dir: Path) -> bool:
+        """Bit for bit."""
+        return _metrics(run_dir) == self._metrics and _parameters(run_dir) == self._parameters
+
+
+def _metrics(run_dir: Path) -> list[dict]:
+    return [
+        {name: value for name, value in line.items() if name not in MEASURED}
+        for line in read_json_lines(run_dir / "metrics.jsonl")
+    ]
+
+
+def _parameters(run_dir: Path) -> dict[str, bytes]:
+    """Parameters and optimizer states of the last checkpoint, as they lie in its files."""
+    latest = (run_dir / "checkpoints/latest").resolve()
+    return {str(path.relative_to(latest)): path.read_bytes() for path in latest.glob("*/*.safetensors")}
+
+
+def leaks(run_dir: Path, temporary: Path) -> list[str]:
+    """Processes, listening sockets, shared memory and unfinished files that a run has left."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if any(str(run_dir) in word for word in process.cmdline()) and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(f"process {process.pid}: {' '.join(process.cmdline())}")
+        except psutil.Error:
+            continue
+    address = run_dir / "rendezvous/master.json"
+    if address.exists():
+        host, _, port = json.loads(address.read_bytes())["address"].removeprefix("tcp://").rpartition(":")
+        with socket.socket() as probe:
+            if probe.connect_ex((host, int(port))) == 0:
+                found.append(f"port {port}")
+    found += [str(path) for path in Path("/dev/shm").iterdir()]
+    found += [str(path) for path in temporary.iterdir()]
+    found += [str(path) for path in run_dir.rglob(".*")]
+    found += [str(path) for path in run_dir.rglob("*.tmp")]
+    return found

@@ -1,0 +1,37 @@
+"""The actor of `fault_job.py`."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from fault_job import BreakableActor
+
+from realhf.algorithms.ppo.interface import PPOActorInterface
+from realhf.engine.batch import Batch
+from realhf.engine.interface import CallResult, Context, Model
+
+
+class BreakableActorInterface(PPOActorInterface):
+    """See `BreakableActor`."""
+
+    def __init__(self, config: BreakableActor):
+        super().__init__(config)
+        self._fault_file = Path(config.fault_file) if config.fault_file else None
+
+    def generate(self, model: Model, batch: Batch, context: Context) -> CallResult:
+        self._break_if_asked(context)
+        return super().generate(model, batch, context)
+
+    def train_step(self, model: Model, mini_batches: Sequence[Batch], context: Context) -> CallResult:
+        self._break_if_asked(context)
+        return super().train_step(model, mini_batches, context)
+
+    def _break_if_asked(self, context: Context) -> None:
+        if self._fault_file is None or not self._fault_file.is_file():
+            return
+        wanted = self._fault_file.read_text()
+        if wanted == f"step {context.step}":
+            raise RuntimeError("broken on purpose")
+        if wanted == f"pid {os.getpid()}":
+            self._fault_file.unlink()
+            raise RuntimeError("broken on purpose")

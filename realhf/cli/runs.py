@@ -1,0 +1,212 @@
+"""From the command line of `realhf run` to a validated run: a new one, or one that goes on from its checkpoint."""
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from realhf.api.errors import UserError
+from realhf.api.plan import ExecutionPlan, load_plan
+from realhf.api.run import Run, RunSpec
+from realhf.api.status import read_status
+from realhf.cli.experiment import build_experiment
+from realhf.cli.planning import cluster_of, has_gpus, plan_for
+from realhf.engine.megatron_check import check_megatron
+from realhf.master.trackers import check_trackers
+from realhf.models.checkpoint_index import check_architecture, initial_optimizer_steps, read_index
+from realhf.models.hugging_face_files import check_checkpoint
+from realhf.scheduler.checkpoints import Choice, RunState, newest_good, step_folder
+from realhf.scheduler.run_directory import RunDirectory
+from realhf.search.cluster import Cluster
+
+# Options that are fields of the run's specification; what is not given keeps the field's default, or what the run had.
+SPEC_OPTIONS = (
+    "record",
+    "replay",
+    "checkpoint_every_steps",
+    "checkpoint_every_minutes",
+    "keep_checkpoints",
+    "keep_best",
+    "verify_reallocations_every",
+    "call_timeout_s",
+    "setup_timeout_s",
+    "tensorboard",
+    "wandb_project",
+)
+# What may differ when a run goes on: it is how far to go, and no part of what a step does.
+CHANGEABLE_FIELDS = ("steps",)
+
+
+def new_run(arguments: argparse.Namespace) -> Run:
+    """A run from its first step.
+
+    Raises:
+        UserError: anything about it that can be wrong, found before a process starts.
+    """
+    experiment = build_experiment(arguments.experiment, arguments.overrides)
+    num_rows = experiment.dataset.check()
+    plan, cluster = plan_for(experiment, arguments)
+    run = Run(RunSpec(**_base(arguments, experiment, cluster), **_given(arguments)), experiment, plan)
+    _check(run, num_rows, arguments)
+    return run
+
+
+def resumed_run(arguments: argparse.Namespace, directory: RunDirectory) -> tuple[Run, Choice]:
+    """The run of `directory`, to go on from its newest good checkpoint; also which that is.
+
+    Fields and options that are not given are those of the run. Another plan or number of workers may be given.
+
+    Raises:
+        UserError: there is no good checkpoint, the experiment is another one or was changed, the run has ended.
+    """
+    saved = _saved_spec(directory)
+    if os.getcwd() != saved.working_directory:
+        raise UserError(
+            f"the run was started in {saved.working_directory}, which its relative paths begin at, and this is "
+            f"{os.getcwd()}; cd {saved.working_directory} and resume it there"
+        )
+    experiment = build_experiment(arguments.experiment, arguments.overrides, saved=saved)
+    _check_unchanged(saved.values, _plain(experiment), directory)
+    choice = newest_good(directory.checkpoints)
+    if choice.state is None:
+        reasons = "".join(f"\n  step {step}: {reason}" for step, reason in choice.damaged.items())
+        raise UserError(
+            f"{directory.checkpoints} has no checkpoint to go on from; start a new run with another --run-dir{reasons}"
+        )
+    _check_steps(experiment.steps, choice.state.step, directory)
+    num_rows = experiment.dataset.check()
+    plan, cluster = _plan(experiment, arguments, saved, directory)
+    options = {**_base(arguments, experiment, cluster), **_given(arguments), "resume_step": choice.state.step}
+    run = Run(msgspec.structs.replace(saved, **options), experiment, plan)
+    _check(run, num_rows, arguments)
+    _check_state(run, choice.state, directory)
+    return run, choice
+
+
+def _base(arguments: argparse.Namespace, experiment: Any, cluster: Cluster) -> dict[str, Any]:
+    interface = arguments.network_interface or ("lo" if arguments.launcher == "local" else None)
+    return {
+        "experiment_file": str(Path(arguments.experiment).resolve()),
+        "experiment_class": type(experiment).__name__,
+        "values": msgspec.to_builtins(experiment),
+        "working_directory": os.getcwd(),
+        "num_workers": cluster.num_devices,
+        "devices_per_node": cluster.devices_per_node,
+        "network_interface": interface,
+    }
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    given = {name: getattr(arguments, name) for name in SPEC_OPTIONS if getattr(arguments, name) is not None}
+    return msgspec.convert(given, dict[str, Any])
+
+
+def _saved_spec(directory: RunDirectory) -> RunSpec:
+    try:
+        return msgspec.json.decode(directory.experiment.read_bytes(), type=RunSpec)
+    except OSError as error:
+        raise UserError(f"{directory.experiment} cannot be read ({error.strerror}): no run was started here") from None
+    except msgspec.MsgspecError as error:
+        raise UserError(f"{directory.experiment} is not what this version writes ({error}); start a new run") from None
+
+
+def _plain(experiment: Any) -> dict[str, Any]:
+    """The values of an experiment as they stand in experiment.json."""
+    plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(experiment)))
+    return plain
+
+
+def _check_unchanged(saved: dict[str, Any], now: dict[str, Any], directory: RunDirectory) -> None:
+    changed = [text for name, text in _differences(saved, now) if name not in CHANGEABLE_FIELDS]
+    if changed:
+        raise UserError(
+            f"the run in {directory.path} has other fields: {'; '.join(changed)}. A run goes on as it began: leave "
+            "them out (only steps may change), or start a new run with another --run-dir"
+        )
+
+
+def _differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """(dotted name, "name was ..., now ...") of every field with another value."""
+    found = []
+    for name in saved.keys() & now.keys():
+        before, after = saved[name], now[name]
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += _differences(before, after, f"{prefix}{name}.")
+        elif before != after:
+            found.append((f"{prefix}{name}", f"{prefix}{name} was {before!r}, now {after!r}"))
+    return sorted(found)
+
+
+def _check_steps(steps: int, made: int, directory: RunDirectory) -> None:
+    status = read_status(directory.status)
+    if steps < made:
+        raise UserError(f"steps={steps} is below the {made} steps that the run has made; give --steps {made} or more")
+    if steps == made and status is not None and status.state == "done":
+        raise UserError(f"the run in {directory.path} has made all its {made} steps; give a larger --steps to go on")
+
+
+def _plan(
+    experiment: Any, arguments: argparse.Namespace, saved: RunSpec, directory: RunDirectory
+) -> tuple[ExecutionPlan, Cluster]:
+    """The run's own plan, unless the command line asks for another or for another number of devices."""
+    given = vars(arguments)
+    if arguments.nodes == 1 and arguments.num_workers is None and arguments.gpus_per_node is None:
+        nodes = 1 if arguments.plan else saved.num_workers // saved.devices_per_node
+        given = given | {"nodes": nodes, "gpus_per_node": None if arguments.plan else saved.devices_per_node}
+    wanted = argparse.Namespace(**given)
+    if arguments.plan is None:
+        cluster = cluster_of(wanted)
+        if (cluster.num_devices, cluster.devices_per_node) == (saved.num_workers, saved.devices_per_node):
+            return load_plan(directory.plan), cluster
+    return plan_for(experiment, wanted)
+
+
+def _check_state(run: Run, state: RunState, directory: RunDirectory) -> None:
+    """What fields do not tell: the batch size of `@auto`, and the models that the experiment's code makes of them."""
+    batch_size = run.settings.batch_size
+    if state.samples != state.step * batch_size:
+        raise UserError(
+            f"the run has read {state.samples} samples in {state.step} steps, which is no batch_size={batch_size}; "
+            f"give the batch size of before, {state.samples // state.step}, or start a new run"
+        )
+    if set(run.changing_models) != set(state.models):
+        raise UserError(
+            f"the experiment trains {', '.join(sorted(run.changing_models))}, the run in {directory.path} trains "
+            f"{', '.join(sorted(state.models))}; resume it with the experiment it was started with"
+        )
+    for model in run.changing_models:
+        checkpoint = step_folder(directory.checkpoints, state.step) / model
+        check_architecture(read_index(checkpoint), checkpoint, run.graph.models[model])
+
+
+def _check(run: Run, num_rows: int, arguments: argparse.Namespace) -> None:
+    """Everything about a run that can be wrong, found before a process starts."""
+    run.check()
+    check_trackers(run.spec)
+    _check_backends(run, has_gpus=has_gpus() if arguments.launcher == "local" else not arguments.cpu_only)
+    if num_rows < run.settings.batch_size:
+        raise UserError(f"the data set has {num_rows} rows, fewer than batch_size={run.settings.batch_size}; add rows")
+    for name, setup in run.models.items():  # looked up once here: a checkpoint that does not fit is found now
+        if setup.checkpoint is not None:
+            check_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)
+            initial_optimizer_steps(setup)
+    if run.evaluation:
+        rows = run.evaluation.dataset.check()
+        if rows % run.evaluation.batch_size:
+            raise UserError(
+                f"the evaluation's batch_size={run.evaluation.batch_size} does not divide its {rows} rows; "
+                "change either"
+            )
+    if run.spec.replay and not Path(run.spec.replay).is_dir():
+        raise UserError(f"--replay {run.spec.replay}: no such folder; give RUN_DIR/rollouts of a run with --record")
+    if run.experiment.steps < 1:
+        raise UserError(f"steps={run.experiment.steps} must be at least 1")
+
+
+def _check_backends(run: Run, has_gpus: bool) -> None:
+    """As the workers will at their start."""
+    for name, setup in run.models.items():
+        if setup.compute.backend == "megatron" and setup.optimizer is not None:
+            check_megatron(run.graph.models[name], run.homes[name].strategy, "cuda" if has_gpus else "cpu")

@@ -1,0 +1,156 @@
+"""Checkpoints of a run: taken between steps, written by the workers while training goes on, completed here."""
+
+import asyncio
+from collections.abc import Mapping
+from pathlib import Path
+
+from realhf.api.errors import RunError, UserError
+from realhf.api.run import Run
+from realhf.master.loop import Dispatcher
+from realhf.models.checkpoint_index import STEPS_KEY, finish, initial_optimizer_steps, state_owners
+from realhf.realloc.layout import Box
+from realhf.scheduler import checkpoints
+from realhf.scheduler.checkpoints import RunState, plan_digest, step_folder
+from realhf.scheduler.events import note
+from realhf.scheduler.run_directory import RunDirectory
+from realhf.transport.messages import CheckpointWritten
+
+
+class Saver:
+    """One checkpoint at a time: `begin` waits for the one before.
+
+    A checkpoint has every trained model with its optimizer's states, every model that follows one, and the state of the
+    run. It gets its name when
+    all of it is on the disk: a crash at any moment leaves the last one as it was.
+    """
+
+    def __init__(self, run: Run, directory: RunDirectory, dispatcher: Dispatcher):
+        self._run, self._directory, self._dispatcher = run, directory, dispatcher
+        self._writing: set[int] = set()  # workers
+        self._under_way = ""
+        self._all_written = asyncio.Event()
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._begun: asyncio.Queue[RunState] = asyncio.Queue()
+
+    async def begin(self, step: int, statistics: Mapping[str, float]) -> None:
+        """Returns when every worker has copied what it will write: training may go on. No step is in flight."""
+        await self._idle.wait()
+        self._idle.clear()
+        writers: dict[int, tuple[str, ...]] = {}
+        for model, owners in sorted(self._owners.items()):
+            for worker in owners:
+                writers[worker] = (*writers.get(worker, ()), model)
+        self._writing, self._under_way = set(writers), str(self._part(step))
+        self._all_written.clear()
+        part = self._part(step)
+        try:
+            part.mkdir()
+        except OSError as error:
+            raise _not_complete(step, error) from error
+        await self._dispatcher.save(str(part), writers)
+        self._begun.put_nowait(self._state(step, statistics))
+
+    def written(self, worker: int, message: CheckpointWritten) -> None:
+        """Takes note of a worker's part.
+
+        Raises:
+            RunError: it could not be written.
+            ValueError: the worker was not asked for it, or has reported it before; nothing was changed.
+        """
+        if worker not in self._writing or message.directory != self._under_way:
+            raise ValueError(f"a report of the checkpoint {message.directory}, for which it was not asked")
+        if message.error:
+            raise RunError(
+                f"worker {worker} could not write its part of the checkpoint {message.directory}: {message.error}; the "
+                "checkpoints before are as they were: make room and go on from the last one with --resume"
+            )
+        self._writing.discard(worker)
+        if not self._writing:
+            self._all_written.set()
+
+    async def run(self) -> None:
+        """Completes what `begin` has begun, until it is cancelled.
+
+        Raises:
+            RunError: a worker did not write its part in time, or a checkpoint cannot be completed.
+        """
+        while True:
+            state = await self._begun.get()
+            await self._wait_for_writers(state.step)
+            try:
+                await asyncio.to_thread(self._complete, state)
+            except (OSError, UserError) as error:
+                raise _not_complete(state.step, error) from error
+            self._idle.set()
+
+    async def settle(self) -> None:
+        """Returns when nothing is being written."""
+        await self._idle.wait()
+
+    async def _wait_for_writers(self, step: int) -> None:
+        timeout_s = self._run.spec.call_timeout_s
+        try:
+            await asyncio.wait_for(self._all_written.wait(), timeout_s)
+        except TimeoutError:
+            late = ", ".join(f"worker {worker}" for worker in sorted(self._writing))
+            raise RunError(
+                f"{late}: the checkpoint after step {step} was not written within {timeout_s:g} s; look at the disk of "
+                f"{self._directory.checkpoints}, or raise --call-timeout-s"
+            ) from None
+
+    def _complete(self, state: RunState) -> None:
+        """Checks what the workers wrote, and gives the checkpoint its name. In a thread: it waits for the disk."""
+        run, part = self._run, self._part(state.step)
+        for model, owners in sorted(self._owners.items()):
+            metadata = {"step": state.step, "seed": state.seed}
+            if model in state.optimizer_steps:
+                metadata[STEPS_KEY] = state.optimizer_steps[model]
+            finish(part / model, run.graph.models[model], run.models[model].dtype, owners, metadata)
+        target = step_folder(self._directory.checkpoints, state.step)
+        checkpoints.complete(part, target, state, list(self._owners))
+        note(self._directory.events, "checkpoint", state.step)
+        checkpoints.retain(self._directory.checkpoints, run.spec.keep_checkpoints, run.spec.keep_best)
+
+    def _state(self, step: int, statistics: Mapping[str, float]) -> RunState:
+        run = self._run
+        return RunState(
+            step=step,
+            seed=run.experiment.seed,
+            samples=step * run.settings.batch_size,
+            num_workers=run.spec.num_workers,
+            plan_sha256=plan_digest(run.plan),
+            optimizer_steps={
+                model: initial_optimizer_steps(run.models[model]) + step * run.optimizer_steps(model)
+                for model in self._owners
+                if run.optimizer_steps(model)
+            },
+            models={},  # known when they are written
+            statistics=dict(statistics),
+        )
+
+    @property
+    def _owners(self) -> dict[str, dict[int, list[Box]]]:
+        """Who writes what of every model that changes."""
+        run = self._run
+        return {
+            model: state_owners(
+                run.graph.models[model],
+                run.homes[model],
+                run.models[model].dtype,
+                run.models[model].compute.data_parallel,
+                with_optimizer=run.optimizer_steps(model) > 0,
+            )
+            for model in run.changing_models
+        }
+
+    def _part(self, step: int) -> Path:
+        target = step_folder(self._directory.checkpoints, step)
+        return target.with_name(f".{target.name}.part")
+
+
+def _not_complete(step: int, error: Exception) -> RunError:
+    return RunError(
+        f"the master could not complete the checkpoint after step {step}: {error}; the checkpoints before are as they "
+        "were: go on from the last one with --resume"
+    )

@@ -1,0 +1,56 @@
+"""Writes a safetensors file in one pass, together with its digest.
+
+The library's own writer copies all tensors to bytes first and holds Python's lock; this one runs beside training.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor
+
+DTYPE_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
+_CHUNK_BYTES = 2**24
+
+
+def write_safetensors(path: Path, content: Mapping[str, Tensor]) -> str:
+    """Writes contiguous tensors in host memory to `path`; the file is on the disk when this returns.
+
+    The format (https://huggingface.co/docs/safetensors): see `realhf.models.checkpoint_index.read_header`.
+
+    Returns:
+        the hexadecimal SHA-256 of the file.
+
+    Raises:
+        OSError: the disk is full, or fails.
+    """
+    # The widest first, as the library does: so every tensor lies at a multiple of its elements' size.
+    tensors = dict(sorted(content.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        for part in (_header(tensors), *(part for tensor in tensors.values() for part in _parts(tensor))):
+            file.write(part)
+            digest.update(part)
+        file.flush()
+        os.fsync(file.fileno())
+    return digest.hexdigest()
+
+
+def _header(tensors: Mapping[str, Tensor]) -> bytes:
+    entries, end = {}, 0
+    for key, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        entries[key] = {"dtype": DTYPE_NAMES[tensor.dtype], "shape": tuple(tensor.shape), "data_offsets": (start, end)}
+    text = msgspec.json.encode(entries)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def _parts(tensor: Tensor) -> Iterator[memoryview]:
+    assert tensor.is_contiguous(), "the bytes of a view are not its elements"
+    content = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    for start in range(0, len(content), _CHUNK_BYTES):
+        yield content[start : start + _CHUNK_BYTES]

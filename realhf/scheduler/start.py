@@ -1,0 +1,55 @@
+"""Makes a run directory ready for a start of its processes: the first one, or one that goes on from a checkpoint."""
+
+import shutil
+from pathlib import Path
+
+import msgspec
+
+from realhf.api.plan import save_plan, write_atomically
+from realhf.api.run import Run, RunSpec
+from realhf.api.status import Status, write_status
+from realhf.scheduler import checkpoints
+from realhf.scheduler.run_directory import RunDirectory
+from realhf.transport.keys import make_run_keys
+
+
+def prepare(run: Run, directory: RunDirectory) -> None:
+    """Leaves the directory as the run had it after `run.spec.resume_step` steps, with new keys.
+
+    Metrics, evaluations and rollouts of later steps go: they will be made again. Traces of earlier starts stay
+    as trace-1.json, trace-2.json. Called by one process that holds the directory's lock, while no other is there.
+    """
+    step = run.spec.resume_step
+    checkpoints.tidy(directory.checkpoints, step)
+    for path in (directory.metrics, directory.evaluations):
+        _keep_lines_up_to(path, step)
+    for folder in (directory.path / "rollouts").glob("step-*"):
+        if int(folder.name.removeprefix("step-")) > step:
+            shutil.rmtree(folder)
+    if directory.trace.exists():
+        directory.trace.rename(directory.path / f"trace-{1 + len(list(directory.path.glob('trace-*.json')))}.json")
+    for folder in (directory.keys, directory.rendezvous, directory.activity("master").parent):
+        for path in folder.iterdir():
+            path.unlink()
+    write_spec(run.spec, directory)
+    save_plan(run.plan, directory.plan)
+    make_run_keys(directory.keys, num_workers=run.spec.num_workers)
+    write_status(directory.status, Status(state="starting", step=step, steps=run.experiment.steps))
+
+
+def write_spec(spec: RunSpec, directory: RunDirectory) -> None:
+    """Writes `experiment.json`."""
+    write_atomically(directory.experiment, msgspec.json.format(msgspec.json.encode(spec), indent=2) + b"\n")
+
+
+class _StepLine(msgspec.Struct):
+    step: int
+
+
+def _keep_lines_up_to(path: Path, step: int) -> None:
+    """Drops the lines of later steps from a JSON lines file, and one that a crash cut off."""
+    if not path.exists():
+        return
+    complete = path.read_bytes().rpartition(b"\n")[0].splitlines(keepends=False)
+    kept = [line for line in complete if msgspec.json.decode(line, type=_StepLine).step <= step]
+    write_atomically(path, b"".join(line + b"\n" for line in kept))

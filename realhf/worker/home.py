@@ -1,0 +1,44 @@
+"""What a model's home starts with: random weights, a checkpoint, or the state at which a run goes on."""
+
+from pathlib import Path
+
+from realhf.api.run import Run
+from realhf.engine.model import ShardedModel
+from realhf.models.checkpoint import CheckpointReader
+from realhf.models.hugging_face_weights import HuggingFaceReader, open_checkpoint
+from realhf.scheduler.checkpoints import step_folder
+
+HEAD_PARAMETERS = ("lm_head.weight", "score.weight")
+
+
+def fill(model: ShardedModel, run: Run, name: str, checkpoints: Path) -> None:
+    """Gives `model`, the home of the run's model `name`, its parameters, and optimizer states where they are saved.
+
+    A model that changes comes from the run's own `checkpoints` where the run goes on.
+
+    Raises:
+        UserError: a checkpoint is of another architecture, or damaged.
+    """
+    setup = run.models[name]
+    if run.spec.resume_step and name in run.changing_models:
+        saved = CheckpointReader(step_folder(checkpoints, run.spec.resume_step) / name)
+        if model.trainer is not None:
+            model.load_state(saved)
+        else:
+            saved.check_architecture(model.config)
+            _read(model, saved)
+    elif setup.checkpoint is not None and setup.with_optimizer and model.trainer is not None:
+        model.load_state(CheckpointReader(setup.checkpoint))
+    else:
+        if setup.checkpoint is None or setup.new_head:
+            model.initialise(run.experiment.seed)
+        if setup.checkpoint is not None:
+            reader = open_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)
+            _read(model, reader, without=HEAD_PARAMETERS if setup.new_head else ())
+
+
+def _read(model: ShardedModel, reader: CheckpointReader | HuggingFaceReader, without: tuple[str, ...] = ()) -> None:
+    for box, tensor in model.held():
+        if box.name not in without:
+            reader.read_into(tensor, box)
+    model.parameters_changed()

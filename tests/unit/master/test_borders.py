@@ -1,0 +1,62 @@
+"""When a run comes to rest, with a clock that the test turns."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from realhf.master.borders import Borders
+
+
+def borders_of(now: list[float], steps: int, **given: Any) -> Borders:
+    spec = SimpleNamespace(
+        checkpoint_every_steps=given.get("save"), checkpoint_every_minutes=given.get("minutes"), resume_step=0
+    )
+    evaluation = SimpleNamespace(every_steps=given["evaluate"]) if "evaluate" in given else None
+    run: Any = SimpleNamespace(experiment=SimpleNamespace(steps=steps), spec=spec, evaluation=evaluation)
+    return Borders(run, clock=lambda: now[0])
+
+
+def walk(borders: Borders, now: list[float], steps: int, step_s: float, first: int = 0) -> list[tuple[int, str]]:
+    """Every border with what is due there: "e", "s"."""
+    found, step = [], first
+    while step < steps:
+        before, step = step, borders.next(step)
+        now[0] += step_s * (step - before)
+        borders.reached(before, step)
+        due = ("e" if borders.evaluates_after(step) else "") + ("s" if borders.saves_after(step) else "")
+        found.append((step, due))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("first", "given", "expected"),
+    [
+        (0, {}, [(10, "s")]),
+        (0, {"evaluate": None}, [(10, "es")]),
+        (0, {"save": 4}, [(4, "s"), (8, "s"), (10, "s")]),
+        (5, {"save": 4}, [(8, "s"), (10, "s")]),  # a run that goes on keeps to the same places
+        (0, {"save": 4, "evaluate": 6}, [(4, "s"), (6, "e"), (8, "s"), (10, "es")]),
+        # one step to measure, then as many as two minutes hold, then two minutes each
+        (0, {"minutes": 2.0}, [(1, ""), (4, "s"), (8, "s"), (10, "s")]),
+        (0, {"minutes": 0.1}, [(step, "s") for step in range(1, 11)]),
+        (0, {"minutes": 2.0, "save": 5}, [(1, ""), (4, "s"), (5, "s"), (9, "s"), (10, "s")]),
+    ],
+)
+def test_borders(first: int, given: dict[str, Any], expected: list[tuple[int, str]]) -> None:
+    now = [1000.0]
+    assert walk(borders_of(now, 10, **given), now, 10, step_s=30.0, first=first) == expected
+
+
+def test_steps_that_become_faster_do_not_save_more_often() -> None:
+    now = [0.0]
+    borders = borders_of(now, 100, minutes=1.0)
+    assert borders.next(0) == 1
+    now[0] += 10.0
+    borders.reached(0, 1)
+    assert not borders.saves_after(1)
+    assert borders.next(1) == 6
+    now[0] += 25.0  # twice as fast
+    borders.reached(1, 6)
+    assert not borders.saves_after(6)
+    assert borders.next(6) == 11

@@ -1,0 +1,168 @@
+"""Checkpoints beside training: what waits for what, and what is said when one cannot be written."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from realhf.api.errors import RunError
+from realhf.api.experiment import ModelSetup, OptimizerConfig
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.plan import ExecutionPlan
+from realhf.master.saver import Saver
+from realhf.models.checkpoint import write_pieces
+from realhf.models.checkpoint_index import state_owners
+from realhf.scheduler.checkpoints import check, saved_steps
+from realhf.scheduler.run_directory import RunDirectory
+from realhf.transport.messages import CheckpointWritten, Span
+from tests.unit.scheduler.saved_runs import MODEL
+
+HOME = Layout(DeviceMesh(0, 2), ParallelStrategy(dp=2))
+SPAN = Span("writing", "", 0.0, 0.0)
+
+
+class Workers:
+    """Two workers that copy at once, and write when the test says so."""
+
+    def __init__(self) -> None:
+        self.asked: list[Path] = []
+
+    async def save(self, directory: str, writers: dict[int, tuple[str, ...]]) -> None:
+        assert writers == {0: ("actor",), 1: ("actor",)}
+        self.asked.append(Path(directory))
+
+    def write(self, saver: Saver, worker: int) -> None:
+        part = self.asked[-1]
+        boxes = state_owners(MODEL, HOME, "float32")[worker]
+        pieces = [(box, torch.full(box.shape, float(worker))) for box in boxes]
+        write_pieces(part / "actor", worker, pieces, hashed=True)
+        saver.written(worker, CheckpointWritten(directory=str(part), span=SPAN))
+
+
+Scenario = Callable[[Saver, Workers, asyncio.Task], Coroutine[Any, Any, None]]
+
+
+def play(tmp_path: Path, scenario: Scenario, call_timeout_s: float = 600.0, **spec: Any) -> RunDirectory:
+    """Runs `scenario` beside the saver's own task."""
+    directory = RunDirectory.create(tmp_path / "run")
+    run: Any = SimpleNamespace(
+        spec=SimpleNamespace(
+            call_timeout_s=call_timeout_s, num_workers=2, **{"keep_checkpoints": None, "keep_best": None, **spec}
+        ),
+        experiment=SimpleNamespace(seed=5),
+        settings=SimpleNamespace(batch_size=8),
+        plan=ExecutionPlan(num_devices=2, calls={}),
+        graph=SimpleNamespace(models={"actor": MODEL}),
+        homes={"actor": HOME},
+        models={"actor": ModelSetup(optimizer=OptimizerConfig())},
+        changing_models=["actor"],
+        optimizer_steps=lambda _: 3,
+    )
+
+    async def main() -> None:
+        workers = Workers()
+        saver = Saver(run, directory, workers)  # type: ignore[arg-type]
+        task = asyncio.create_task(saver.run())
+        try:
+            await scenario(saver, workers, task)
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
+    asyncio.run(main())
+    return directory
+
+
+def test_training_goes_on_until_the_next_checkpoint_is_due(tmp_path: Path) -> None:
+    async def scenario(saver: Saver, workers: Workers, _: asyncio.Task) -> None:
+        await saver.begin(2, {"loss": 0.5})  # returns, though nobody has written
+        second = asyncio.create_task(saver.begin(4, {"loss": 0.25}))
+        workers.write(saver, 0)
+        await asyncio.sleep(0.05)
+        assert not second.done()
+        assert len(workers.asked) == 1
+        workers.write(saver, 1)
+        await second
+        assert len(workers.asked) == 2
+        for worker in (1, 0):
+            workers.write(saver, worker)
+        await saver.settle()
+
+    directory = play(tmp_path, scenario)
+    assert saved_steps(directory.checkpoints) == [2, 4]
+    state = check(directory.checkpoints / "step-4")
+    assert (state.step, state.seed, state.samples, state.optimizer_steps) == (4, 5, 32, {"actor": 12})
+    assert state.statistics == {"loss": 0.25}
+    assert (directory.checkpoints / "latest").readlink() == Path("step-4")
+    assert not list(directory.checkpoints.glob(".*"))
+
+
+def test_old_ones_go_when_a_new_one_is_complete(tmp_path: Path) -> None:
+    async def scenario(saver: Saver, workers: Workers, _: asyncio.Task) -> None:
+        for step in (1, 2, 3):
+            await saver.begin(step, {})
+            for worker in (0, 1):
+                workers.write(saver, worker)
+        await saver.settle()
+
+    assert saved_steps(play(tmp_path, scenario, keep_checkpoints=2).checkpoints) == [2, 3]
+
+
+def test_a_worker_whose_disk_is_full_is_named(tmp_path: Path) -> None:
+    async def scenario(saver: Saver, workers: Workers, _: asyncio.Task) -> None:
+        await saver.begin(2, {})
+        message = CheckpointWritten(
+            directory=str(workers.asked[0]), span=SPAN, error="OSError: No space left on device"
+        )
+        with pytest.raises(RunError, match=r"^worker 1 could not write its part of the checkpoint .*: No space left"):
+            saver.written(1, message)
+
+    assert saved_steps(play(tmp_path, scenario).checkpoints) == []
+
+
+def test_a_report_that_nobody_asked_for_changes_nothing(tmp_path: Path) -> None:
+    async def scenario(saver: Saver, workers: Workers, _: asyncio.Task) -> None:
+        await saver.begin(2, {})
+        workers.write(saver, 0)
+        for worker, directory in ((0, str(workers.asked[0])), (1, "/elsewhere"), (2, str(workers.asked[0]))):
+            with pytest.raises(ValueError, match="for which it was not asked"):
+                saver.written(worker, CheckpointWritten(directory=directory, span=SPAN, error="disaster"))
+        workers.write(saver, 1)
+        await saver.settle()
+
+    assert saved_steps(play(tmp_path, scenario).checkpoints) == [2]
+
+
+def test_a_worker_that_never_finishes_is_named(tmp_path: Path) -> None:
+    async def scenario(saver: Saver, workers: Workers, task: asyncio.Task) -> None:
+        await saver.begin(2, {})
+        workers.write(saver, 0)
+        with pytest.raises(RunError, match=r"^worker 1: the checkpoint after step 2 was not written within 0\.2 s; "):
+            await task
+
+    play(tmp_path, scenario, call_timeout_s=0.2)
+
+
+def test_a_file_that_is_gone_again_ends_the_run(tmp_path: Path) -> None:
+    async def scenario(saver: Saver, workers: Workers, task: asyncio.Task) -> None:
+        await saver.begin(2, {})
+        workers.write(saver, 0)
+        next(workers.asked[0].rglob("boxes-0.safetensors")).unlink()
+        workers.write(saver, 1)
+        with pytest.raises(RunError, match=r"could not complete the checkpoint after step 2: .*boxes-0\.safetensors"):
+            await task
+
+    play(tmp_path, scenario)
+
+
+def test_a_disk_without_room_for_a_folder(tmp_path: Path) -> None:
+    async def scenario(saver: Saver, workers: Workers, _: asyncio.Task) -> None:
+        (tmp_path / "run/checkpoints/.step-2.part").write_text("in the way")
+        with pytest.raises(RunError, match=r"could not complete the checkpoint after step 2: .*File exists"):
+            await saver.begin(2, {})
+
+    play(tmp_path, scenario)

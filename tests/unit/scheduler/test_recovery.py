@@ -1,0 +1,181 @@
+"""Starting again: from where, how often, and what the run directory looks like then."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from realhf.api.errors import RunError
+from realhf.api.plan import ExecutionPlan
+from realhf.api.run import Run, RunSpec, load_plan
+from realhf.api.status import read_status
+from realhf.scheduler import supervisor
+from realhf.scheduler.base import MASTER, Exit, ProcessSpec
+from realhf.scheduler.events import Event, note, read_events
+from realhf.scheduler.recovery import last_step, run_to_end
+from realhf.scheduler.run_directory import RunDirectory
+from realhf.scheduler.start import prepare
+from tests.unit.scheduler.saved_runs import damage, save
+
+
+class FailingLauncher:
+    """Its only process ends at once."""
+
+    def __init__(self, directory: RunDirectory, returncode: int):
+        self._exit = Exit(name=MASTER, returncode=returncode, log_path=directory.log(MASTER))
+        self._ends: list[Exit] = []
+
+    def start(self, specs: Sequence[ProcessSpec]) -> None:
+        self._ends = [self._exit]
+
+    def poll(self) -> list[Exit]:
+        ends, self._ends = self._ends, []
+        return ends
+
+    def stop(self, *, grace_s: float = 5.0) -> None:
+        pass
+
+
+@pytest.fixture
+def run() -> Run:
+    spec = RunSpec(
+        experiment_file="", experiment_class="", values={}, working_directory="", num_workers=2, devices_per_node=2
+    )
+    return Run(spec, SimpleNamespace(steps=9), ExecutionPlan(num_devices=2, calls={}))
+
+
+@pytest.fixture
+def directory(tmp_path: Path, run: Run) -> RunDirectory:
+    """After five steps with checkpoints after the second and the fourth, and part of a sixth."""
+    directory = RunDirectory.create(tmp_path / "run")
+    prepare(run, directory)
+    directory.metrics.write_text("".join(f'{{"step":{step},"loss":1}}\n' for step in range(1, 6)) + '{"step":6,')
+    directory.evaluations.write_text('{"step":0}\n{"step":4}\n{"step":5}\n')
+    directory.trace.write_text("[\n")
+    (directory.rendezvous / "torch").write_text("of processes that are gone")
+    directory.activity("worker-7").write_bytes(b"")
+    for step in (1, 5):
+        (directory.path / f"rollouts/step-{step}").mkdir(parents=True)
+    for step in (2, 4):
+        save(directory.checkpoints, step)
+    (directory.checkpoints / ".step-6.part").mkdir()
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "POLL_S", 0.001)
+
+
+def carry_out(run: Run, directory: RunDirectory, codes: list[int], max_restarts: int) -> list[int]:
+    """The steps that the restarts go on from, where the n-th start ends with the n-th code."""
+    steps: list[int] = []
+    run_to_end(
+        run,
+        directory,
+        [ProcessSpec(name=MASTER, argv=("true",), log_path=directory.log(MASTER))],
+        lambda: FailingLauncher(directory, codes.pop(0)),
+        max_restarts=max_restarts,
+        on_poll=lambda _: None,
+        on_restart=lambda _, again: steps.append(again.spec.resume_step),
+    )
+    assert not codes
+    return steps
+
+
+def test_a_run_goes_on_from_its_newest_good_checkpoint(run: Run, directory: RunDirectory) -> None:
+    assert last_step(directory) == 5
+    keys = {path.name: path.read_bytes() for path in directory.keys.iterdir()}
+    assert carry_out(run, directory, [-9, 0], max_restarts=3) == [4]
+    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert directory.evaluations.read_text() == '{"step":0}\n{"step":4}\n'
+    assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["latest", "step-2", "step-4"]
+    assert [path.name for path in (directory.path / "rollouts").iterdir()] == ["step-1"]
+    assert (directory.path / "trace-1.json").exists()
+    assert not directory.trace.exists()
+    assert not list(directory.rendezvous.iterdir())
+    assert not list(directory.activity("x").parent.iterdir())
+    new_keys = {path.name: path.read_bytes() for path in directory.keys.iterdir()}
+    assert new_keys.keys() == keys.keys()
+    assert not set(new_keys.values()) & set(keys.values()), "what is left of the earlier start cannot join"
+    assert json.loads(directory.experiment.read_text())["resume_step"] == 4
+    assert load_plan(directory.plan) == run.plan
+    status = read_status(directory.status)
+    assert status is not None
+    assert (status.state, status.step, status.steps) == ("starting", 4, 9)
+    failed, again = read_events(directory.events)[-2:]
+    assert (failed.event, failed.step) == ("failed", 5)
+    assert failed.message.startswith("master was killed by signal 9 (SIGKILL)")
+    assert (again.event, again.step, again.message) == ("restarted", 4, "2 workers, from checkpoints/step-4")
+
+
+def test_a_damaged_one_is_passed_over_and_said(run: Run, directory: RunDirectory) -> None:
+    damage(directory.checkpoints / "step-4")
+    assert carry_out(run, directory, [1, 0], max_restarts=1) == [2]
+    message = read_events(directory.events)[-1].message
+    assert message.startswith("2 workers, from checkpoints/step-2; step 4 is not good: checkpoint file ")
+    assert "has other content than when it was saved" in message
+
+
+def test_without_a_checkpoint_it_starts_from_the_beginning(run: Run, directory: RunDirectory) -> None:
+    for step in (2, 4):
+        damage(directory.checkpoints / f"step-{step}")
+    assert carry_out(run, directory, [1, 0], max_restarts=1) == [0]
+    assert directory.metrics.read_text() == ""
+
+
+def test_restarts_are_counted(run: Run, directory: RunDirectory) -> None:
+    with pytest.raises(RunError, match="master ended with exit code 3"):
+        carry_out(run, directory, [1, 2, 3], max_restarts=2)
+    kinds = [event.event for event in read_events(directory.events)]
+    assert kinds == ["failed", "restarted", "failed", "restarted"]
+
+
+def test_without_recovery_the_first_failure_ends_it(run: Run, directory: RunDirectory) -> None:
+    with pytest.raises(RunError, match="master ended with exit code 1"):
+        carry_out(run, directory, [1], max_restarts=0)
+    assert not read_events(directory.events)
+    assert last_step(directory) == 5, "everything is left for looking at"
+
+
+def test_events_survive_a_cut_off_line_and_a_disk_that_is_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "events.jsonl"
+    assert read_events(path) == []
+    note(path, "checkpoint", 2)
+    with path.open("a") as file:
+        file.write('{"time_s":')
+    assert [(event.event, event.step) for event in read_events(path)] == [("checkpoint", 2)]
+    note(tmp_path, "failed", 3, "why")  # a directory cannot be written either
+    assert "not noted" in capsys.readouterr().err
+
+
+def silent_master(directory: RunDirectory, run: Run, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A launcher whose master writes one sign of life and no more."""
+
+    class Silent(FailingLauncher):
+        def start(self, specs: Sequence[ProcessSpec]) -> None:
+            status = json.loads(directory.status.read_text())
+            directory.status.write_text(json.dumps(status | {"updated": status["updated"] + 1}))
+
+    monkeypatch.setattr(supervisor, "MASTER_SILENCE_S", 0.1)
+    return Silent(directory, 0)
+
+
+def test_a_master_that_hangs_is_given_up(run: Run, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = silent_master(directory, run, monkeypatch)
+    spec = ProcessSpec(name=MASTER, argv=("true",), log_path=directory.log(MASTER))
+    with pytest.raises(RunError, match=r"^the master has been silent for \d+ s: it hangs, or its node does; log: "):
+        supervisor.supervise(launcher, [spec], directory, lambda: None)
+
+
+def test_an_event_says_when(tmp_path: Path) -> None:
+    note(tmp_path / "events.jsonl", "started", 0, "two workers")
+    (event,) = read_events(tmp_path / "events.jsonl")
+    assert event == Event(time_s=event.time_s, event="started", step=0, message="two workers")
+    assert event.time_s > 1e9
