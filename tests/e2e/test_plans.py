@@ -20,7 +20,8 @@ PLANS = [
     "generate_on_two_critic_on_two",
     "mixed_disjoint",
 ]
-ALL_PLANS = [*PLANS, *(pytest.param(name, marks=pytest.mark.slow) for name in ("interleaved", "grouped"))]
+SLOW_PLANS = ["interleaved", "grouped"]
+ALL_PLANS = [*PLANS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PLANS)]
 SEED, STEPS = 7, 2
 COMMON = ("--steps", STEPS, "--seed", SEED, "--no-evaluate", "--record", "seq", "logits")
 
@@ -145,7 +146,7 @@ def test_heads_that_four_workers_cannot_split_are_refused(tmp_path: Path) -> Non
 
 
 def test_every_plan_of_the_folder_is_run_or_the_reference() -> None:
-    assert {path.stem for path in (ROOT / "tests/plans").glob("*.json")} == {*PLANS, "interleaved", "single"}
+    assert {path.stem for path in (ROOT / "tests/plans").glob("*.json")} == {*PLANS, *SLOW_PLANS, "single"}
 
 
 @pytest.mark.slow
