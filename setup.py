@@ -18,7 +18,7 @@ setup(
     ext_modules=[
         extension("realhf.search._search", "csrc/search"),
         # Products and sums may become one instruction; vectors are passed between inlined functions only.
-        extension("realhf.engine._kernels", "csrc/kernels", "-ffp-contract=fast", "-Wno-psabi"),
+        extension("realhf.kernels._cpu", "csrc/kernels", "-ffp-contract=fast", "-Wno-psabi"),
         extension("realhf.parallel._host", "csrc/host"),
     ],
     cmdclass={"build_ext": build_ext},

@@ -26,6 +26,14 @@ def argument_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def case_parser(description: str | None) -> argparse.ArgumentParser:
+    """The same with `--case`, for benchmarks of several models and dtypes that take long together."""
+    parser = argument_parser(description)
+    words = "one model and dtype ('34M bfloat16'); with --json what the file has of others at this commit stays"
+    parser.add_argument("--case", default="", metavar="WORDS", help=words)
+    return parser
+
+
 def case(name: str, value: float, unit: str, *, baseline: float, ratio: float, target: float, holds: bool) -> dict:
     """One measured case; `ratio` says how many times better than the baseline of the same run."""
     return {
@@ -39,8 +47,15 @@ def case(name: str, value: float, unit: str, *, baseline: float, ratio: float, t
     }
 
 
-def finish(benchmark: str, results: list[dict], json_file: Path | None) -> None:
-    """Prints the table and, as the last line, the JSON object; writes it to `json_file` if given."""
+def finish(benchmark: str, results: list[dict], json_file: Path | None, *, is_part: bool = False) -> None:
+    """Prints the table and, as the last line, the JSON object; writes it to `json_file` if given.
+
+    `is_part`: what the file has of other cases, measured at the same commit, stays.
+    """
+    if is_part and json_file and json_file.exists():
+        before, measured = json.loads(json_file.read_text()), {row["case"] for row in results}
+        if before["commit"] == _commit():
+            results = [row for row in before["results"] if row["case"] not in measured] + results
     table = Table(title=benchmark, title_justify="left")
     for column in ("case", "value", "unit", "baseline", "ratio", "target", "holds"):
         table.add_column(column)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import case, finish, parse_arguments
+from common import case, finish, case_parser
 from on_gpu import generation_cases
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -45,7 +45,7 @@ TARGETS |= {("8 to 64", "generation"): 3.0, ("8 to 64", "inference"): 1.4}
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__)
+    arguments = case_parser(__doc__).parse_args()
     if torch.cuda.is_available():
         finish("generation", generation_cases(quick=arguments.quick), arguments.json)
         return
@@ -53,8 +53,9 @@ def main() -> None:
     results: list[dict] = []
     for name in ("4M",) if arguments.quick else MODELS:
         for dtype in (torch.float32, torch.bfloat16):
-            results += Comparison(name, dtype, repetitions=2 if arguments.quick else 3).cases()
-    finish("generation", results, arguments.json)
+            if arguments.case in f"{name} {dtype}".replace("torch.", ""):
+                results += Comparison(name, dtype, repetitions=2 if arguments.quick else 3).cases()
+    finish("generation", results, arguments.json, is_part=bool(arguments.case))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from common import case, finish, parse_arguments
+from common import case, finish, case_parser
 from on_gpu import training_cases
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -176,7 +176,7 @@ def measure(name: str, dtype: torch.dtype, lengths: str, rounds: int) -> list[di
 
 
 def main() -> None:
-    arguments = parse_arguments(__doc__)
+    arguments = case_parser(__doc__).parse_args()
     if torch.cuda.is_available():
         finish("training", training_cases(quick=arguments.quick), arguments.json)
         return
@@ -187,10 +187,11 @@ def main() -> None:
         row
         for name in models
         for dtype in (torch.float32, torch.bfloat16)
+        if arguments.case in f"{name} {dtype}".replace("torch.", "")
         for lengths in TARGETS
         for row in measure(name, dtype, lengths, rounds)
     ]
-    finish("training", results, arguments.json)
+    finish("training", results, arguments.json, is_part=bool(arguments.case))
 
 
 if __name__ == "__main__":

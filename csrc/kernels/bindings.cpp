@@ -1,8 +1,10 @@
-// The CPU kernels as the module `realhf.engine._kernels`. Tensors come as the addresses of contiguous memory, so that
-// nothing here depends on torch; `realhf/engine/kv_cache.py`, the only importer, checks shapes and dtypes.
+// The CPU kernels as the module `realhf.kernels._cpu`. Tensors come as the addresses of their memory, so that nothing
+// here depends on torch; its importers check shapes, strides and dtypes.
 #include <pybind11/pybind11.h>
 
+#include "layers.h"
 #include "paged_attention.h"
+#include "vocabulary.h"
 
 namespace py = pybind11;
 using namespace kernels;
@@ -14,30 +16,73 @@ T* at(uintptr_t address) {
     return reinterpret_cast<T*>(address);
 }
 
+Matrix matrix(uintptr_t address, int64_t stride) { return {at<void>(address), stride}; }
+
 }  // namespace
 
-PYBIND11_MODULE(_kernels, m) {
+PYBIND11_MODULE(_cpu, m) {
+    using Release = py::call_guard<py::gil_scoped_release>;
     m.attr("PAGE") = PAGE;
-    py::enum_<DType>(m, "DType")
+    py::enum_<DType>(m, "DType", py::module_local())
         .value("float32", DType::float32)
         .value("float64", DType::float64)
         .value("bfloat16", DType::bfloat16);
     m.def(
         "write",
         [](DType dtype, int64_t kv_heads, int64_t head_dim, uintptr_t keys, uintptr_t values, int64_t tokens,
-           uintptr_t places, uintptr_t key, uintptr_t value) {
+           uintptr_t places, uintptr_t key, int64_t key_stride, uintptr_t value, int64_t value_stride) {
             write(dtype, {kv_heads, 1, head_dim}, {at<void>(keys), at<void>(values)}, tokens, at<int64_t>(places),
-                  at<void>(key), at<void>(value));
+                  {at<void>(key), key_stride}, {at<void>(value), value_stride});
         },
-        py::call_guard<py::gil_scoped_release>());
+        Release());
     m.def(
         "attend",
         [](DType dtype, int64_t kv_heads, int64_t group, int64_t head_dim, uintptr_t keys, uintptr_t values,
-           int64_t count, uintptr_t table, int64_t stride, uintptr_t lengths, uintptr_t query, uintptr_t key,
-           uintptr_t value, double scale, int64_t window, uintptr_t out) {
+           int64_t count, uintptr_t table, int64_t stride, uintptr_t lengths, uintptr_t query, int64_t query_stride,
+           uintptr_t key, int64_t key_stride, uintptr_t value, int64_t value_stride, double scale, int64_t window,
+           uintptr_t out) {
             attend(dtype, {kv_heads, group, head_dim}, {at<void>(keys), at<void>(values)},
-                   {count, at<int32_t>(table), stride, at<int64_t>(lengths)}, at<void>(query), at<void>(key),
-                   at<void>(value), scale, window, at<void>(out));
+                   {count, at<int32_t>(table), stride, at<int64_t>(lengths)}, {at<void>(query), query_stride},
+                   {at<void>(key), key_stride}, {at<void>(value), value_stride}, scale, window, at<void>(out));
         },
-        py::call_guard<py::gil_scoped_release>());
+        Release());
+    m.def(
+        "rms_norm",
+        [](DType dtype, int64_t rows, int64_t width, uintptr_t x, int64_t x_stride, uintptr_t weight, double epsilon,
+           uintptr_t out) {
+            rms_norm(dtype, rows, width, matrix(x, x_stride), at<void>(weight), static_cast<float>(epsilon),
+                     matrix(out, width));
+        },
+        Release());
+    m.def(
+        "rotate",
+        [](DType dtype, int64_t rows, int64_t heads, int64_t head_dim, uintptr_t x, int64_t stride, uintptr_t cosine,
+           uintptr_t sine, uintptr_t out) {
+            rotate(dtype, rows, heads, head_dim, matrix(x, stride), at<void>(cosine), at<void>(sine),
+                   matrix(out, heads * head_dim));
+        },
+        Release());
+    m.def(
+        "gated_silu",
+        [](DType dtype, int64_t rows, int64_t width, uintptr_t gate, int64_t gate_stride, uintptr_t up,
+           int64_t up_stride, uintptr_t out) {
+            gated_silu(dtype, rows, width, matrix(gate, gate_stride), matrix(up, up_stride), matrix(out, width));
+        },
+        Release());
+    m.def(
+        "statistics",
+        [](DType dtype, int64_t rows, int64_t vocab, uintptr_t logits, double temperature, uintptr_t tokens,
+           uintptr_t logsumexp, uintptr_t largest, uintptr_t picked) {
+            statistics(dtype, rows, vocab, at<void>(logits), static_cast<float>(temperature), at<int64_t>(tokens),
+                       at<float>(logsumexp), at<float>(largest), at<float>(picked));
+        },
+        Release());
+    m.def(
+        "draw",
+        [](DType dtype, int64_t rows, int64_t vocab, uintptr_t logits, double temperature, uintptr_t uniforms,
+           uintptr_t tokens, uintptr_t logprobs, uintptr_t margins) {
+            draw(dtype, rows, vocab, at<void>(logits), static_cast<float>(temperature), at<double>(uniforms),
+                 at<int64_t>(tokens), at<float>(logprobs), at<double>(margins));
+        },
+        Release());
 }

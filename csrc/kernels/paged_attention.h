@@ -3,16 +3,16 @@
 // A page holds PAGE tokens of one layer. Its keys lie as [kv_heads, head_dim, PAGE] and its values as
 // [kv_heads, PAGE, head_dim]: a vector register takes one coordinate of all keys of a page, and then a run of
 // coordinates of one value, so that neither loop adds up across a register. What lies behind a sequence's end is never
-// read.
+// used.
 #pragma once
 
 #include <cstdint>
 
+#include "vectors.h"
+
 namespace kernels {
 
-constexpr int PAGE = 16;
-
-enum class DType { float32, float64, bfloat16 };
+constexpr int PAGE = LANES;
 
 struct Shape {
     int64_t kv_heads;
@@ -33,14 +33,19 @@ struct Sequences {
     const int64_t* lengths;  // tokens in the cache, without the new one
 };
 
-// Puts the key and the value [kv_heads, head_dim] of token i at `places[i]` = page * PAGE + place in the page.
-void write(DType dtype, Shape shape, Cache cache, int64_t tokens, const int64_t* places, const void* key,
-           const void* value);
+// The heads [heads, head_dim] of token i begin at data + i * stride elements.
+struct Rows {
+    const void* data;
+    int64_t stride;
+};
 
-// Writes key and value [count, kv_heads, head_dim] of the new tokens behind their sequences; `out` gets
+// Puts the key and the value [kv_heads, head_dim] of token i at `places[i]` = page * PAGE + place in the page.
+void write(DType dtype, Shape shape, Cache cache, int64_t tokens, const int64_t* places, Rows key, Rows value);
+
+// Writes keys and values of the new tokens, one a sequence, behind their sequences; `out` gets
 // softmax(scale * query keys^T) values, [count, kv_heads * group, head_dim], over the sequence and the new token.
 // With `window` > 0 only the last `window` of these are attended to.
-void attend(DType dtype, Shape shape, Cache cache, Sequences sequences, const void* query, const void* key,
-            const void* value, double scale, int64_t window, void* out);
+void attend(DType dtype, Shape shape, Cache cache, Sequences sequences, Rows query, Rows key, Rows value, double scale,
+            int64_t window, void* out);
 
 }  // namespace kernels

@@ -17,8 +17,8 @@ from realhf.engine.interface import EndCheck, GenerationOutput
 from realhf.engine.lane import Lane
 from realhf.engine.paged_attention import paged_kernels
 from realhf.engine.ring import Ring
-from realhf.models.decoder import Decoder
-from realhf.parallel.linear import pack
+from realhf.models.decoder import Decoder, SelfAttention
+from realhf.models.mlp import GatedMLP
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
 # Prompts are computed in steps of about so many tokens: enough for full speed, and activations stay small.
@@ -224,13 +224,17 @@ def _even_runs(count: int, parts: int) -> list[range]:
 def packed_weights(decoder: Decoder) -> Iterator[None]:
     """Linears have their weights in the kernels' order too, as long as many steps use the same ones.
 
-    It takes the memory of the linears' weights once more, and the time of about one decode step.
+    Those of one input become one product. It takes the memory of the linears' weights once more, and the time of about
+    one decode step.
     """
-    linears = [m for m in decoder.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
+    joined = [m.joined for m in decoder.modules() if isinstance(m, SelfAttention | GatedMLP)]
+    is_joined = {each for group in joined for each in group.linears}
+    alone = [m for m in decoder.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
+    products = [*joined, *(m for m in alone if m not in is_joined)]
     try:
-        for module in linears:
-            module.packed = pack(module.weight)
+        for product in products:
+            product.pack()
         yield
     finally:
-        for module in linears:
-            module.packed = None
+        for product in products:
+            product.unpack()

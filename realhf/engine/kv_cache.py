@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from realhf.engine.paged_attention import DecodeRows, PagedKernels, paged_kernels
+from realhf.kernels.memory import empty_in_huge_pages
 from realhf.models.attention import PackedAttention
 
 
@@ -36,8 +37,8 @@ class KVCache:
         """`like` gives dtype and device; `kernels`: those of `paged_kernels`, unless given."""
         self.pages, self.kernels = pages, kernels or paged_kernels(like, head_dim)
         keys_shape, values_shape = self.kernels.page_shapes(kv_heads, head_dim)
-        self._keys = like.new_empty((len(layers), pages, *keys_shape))
-        self._values = like.new_empty((len(layers), pages, *values_shape))
+        self._keys = _empty_like(like, (len(layers), pages, *keys_shape))
+        self._values = _empty_like(like, (len(layers), pages, *values_shape))
         self.clear()
         self.keys = dict(zip(layers, self._keys.unbind(), strict=True))
         self.values = dict(zip(layers, self._values.unbind(), strict=True))
@@ -58,6 +59,10 @@ class KVCache:
             sources, targets = torch.tensor(copies, device=self._keys.device).unbind(1)
             for store in (self._keys, self._values):
                 store[:, targets] = store[:, sources]
+
+
+def _empty_like(like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    return empty_in_huge_pages(shape, like.dtype) if like.device.type == "cpu" else like.new_empty(shape)
 
 
 class StepAttention:

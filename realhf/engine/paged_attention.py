@@ -10,7 +10,7 @@ from torch import Tensor
 from realhf.models.attention_kernels import Machine, machine, packed_kernel, window_borders
 
 try:
-    from realhf.engine import _kernels
+    from realhf.kernels import _cpu as _kernels
 except ImportError:  # not built: the same in torch's own operators, which copy the pages together
     _kernels = None
 
@@ -115,14 +115,13 @@ class CppKernels:
         return (kv_heads, head_dim, PAGE), (kv_heads, PAGE, head_dim)
 
     def write(self, keys: Tensor, values: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
-        key, value = key.contiguous(), value.contiguous()
         _check(keys, values, key, value)
         assert places.shape == key.shape[:1]
         assert places.dtype == torch.int64
         tokens, kv_heads, head_dim = key.shape
         _kernels.write(
             self.dtype, kv_heads, head_dim, keys.data_ptr(), values.data_ptr(),
-            tokens, places.data_ptr(), key.data_ptr(), value.data_ptr(),
+            tokens, places.data_ptr(), *_rows(key), *_rows(value),
         )  # fmt: skip
 
     def attend(
@@ -135,18 +134,17 @@ class CppKernels:
         value: Tensor,
         window: int | None,
     ) -> Tensor:
-        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
         _check(keys, values, key, value)
         count, kv_heads, head_dim = key.shape
         assert rows.table.is_contiguous()
         assert rows.table.dtype == torch.int32
         assert rows.lengths.dtype == torch.int64
         assert len(rows.table) == len(rows.lengths) == len(query) == count
-        out = torch.empty_like(query)
+        out = torch.empty(query.shape, dtype=query.dtype)
         _kernels.attend(
             self.dtype, kv_heads, query.shape[1] // kv_heads, head_dim, keys.data_ptr(), values.data_ptr(),
             count, rows.table.data_ptr(), rows.table.shape[1], rows.lengths.data_ptr(),
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), head_dim**-0.5, window or 0, out.data_ptr(),
+            *_rows(query), *_rows(key), *_rows(value), head_dim**-0.5, window or 0, out.data_ptr(),
         )  # fmt: skip
         return out
 
@@ -226,6 +224,12 @@ class TorchKernels:
             grouped, own_keys.transpose(-1, -2), own_values, attn_mask=is_seen[:, None, None]
         )
         return out.flatten(1, 2)  # [rows, heads, head_dim]
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    """Where x [tokens, heads, head_dim] begins, and how many elements lie from one token to the next."""
+    assert x.stride()[1:] == (x.shape[2], 1)
+    return x.data_ptr(), x.stride(0)
 
 
 def _check(keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from realhf.kernels import fused
+
 _WORD = 0xFFFFFFFF
 # Multipliers and key increments of Philox-4x32 (Salmon et al., SC'11, section 3.3 and table 2).
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -97,6 +99,10 @@ class Truncation:
             logprobs = logprobs.masked_fill(~is_kept, -torch.inf).log_softmax(-1)
         return logprobs
 
+    @property
+    def keeps_all(self) -> bool:
+        return self.forbidden is None and not self.top_k and self.top_p >= 1
+
     def without_forbidden(self, logprobs: Tensor) -> Tensor:
         """[n, vocab], renormalised."""
         if self.forbidden is None:
@@ -122,6 +128,9 @@ def draw(logits: Tensor, uniforms: Tensor | None, temperature: float, truncation
         interval (1 at temperature 0, and where there is no other token). Whether a token is kept by top-k and top-p
         may depend on rounding too; the margin does not tell.
     """
+    if uniforms is not None and _is_fused(logits, temperature, truncation):
+        tokens, logprobs, margins = fused.draw(logits, uniforms, temperature)
+        return Draw(tokens, logprobs, logprobs, margins)
     whole = tempered_logprobs(logits, temperature)  # [n, vocab]
     if temperature == 0:
         return _certain(truncation.without_forbidden(whole).argmax(-1), whole, whole)
@@ -147,6 +156,9 @@ def draw(logits: Tensor, uniforms: Tensor | None, temperature: float, truncation
 
 def replay(logits: Tensor, tokens: Tensor, temperature: float, truncation: Truncation = NO_TRUNCATION) -> Draw:
     """The draw that would have given `tokens` [n]: their log-probabilities under logits [n, vocab], margins 1."""
+    if _is_fused(logits, temperature, truncation):
+        _, logprobs, margins = fused.draw(logits, None, temperature, tokens)
+        return Draw(tokens, logprobs, logprobs, margins)
     whole = tempered_logprobs(logits, temperature)
     return _certain(tokens, whole if temperature == 0 else truncation(whole), whole)
 
@@ -155,6 +167,11 @@ def tempered_logprobs(logits: Tensor, temperature: float) -> Tensor:
     """log softmax(logits / temperature) in at least float32; temperature 0 reports temperature 1."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     return (logits if temperature in (0, 1) else logits / temperature).log_softmax(-1)
+
+
+def _is_fused(logits: Tensor, temperature: float, truncation: Truncation) -> bool:
+    """Whether one kernel does it all."""
+    return temperature > 0 and truncation.keeps_all and fused.takes(logits)
 
 
 def _certain(tokens: Tensor, logprobs: Tensor, whole: Tensor) -> Draw:

@@ -27,6 +27,7 @@ from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.sequence import TokenShards, enter, gather_outputs
 from realhf.parallel.tensor import (
     ColumnParallelLinear,
+    JoinedLinears,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
@@ -42,6 +43,7 @@ class SelfAttention(nn.Module):
         self.k_proj = ColumnParallelLinear((config.kv_size // tp, hidden), bias=bias)
         self.v_proj = ColumnParallelLinear((config.kv_size // tp, hidden), bias=bias)
         self.o_proj = RowParallelLinear((hidden, config.query_size // tp), group, bias=config.attention_output_bias)
+        self.joined = JoinedLinears(self.q_proj, self.k_proj, self.v_proj)
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, group)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, group)
@@ -52,7 +54,7 @@ class SelfAttention(nn.Module):
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention, shards: TokenShards | None = None
     ) -> Tensor:
         x = enter(x, self.group, shards)
-        q, k, v = (p(x).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (out.unflatten(-1, (-1, self.head_dim)) for out in self.joined(x))
         q, k = rotate(self.q_norm(q), cos, sin), rotate(self.k_norm(k), cos, sin)
         out = attend(self.layer, q, k, v, self.window)  # [tokens, heads / tp, head_dim]
         return self.o_proj(out.flatten(-2), shards)

@@ -6,8 +6,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realhf.api.model import Activation, DecoderConfig
+from realhf.kernels import fused
 from realhf.parallel.sequence import TokenShards, enter, gather_outputs, leave
-from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
+from realhf.parallel.tensor import ColumnParallelLinear, JoinedLinears, RowParallelLinear
 
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
@@ -32,10 +33,13 @@ class GatedMLP(nn.Module):
         self.gate_proj = ColumnParallelLinear((inner // tp, hidden), bias=bias)
         self.up_proj = ColumnParallelLinear((inner // tp, hidden), bias=bias)
         self.down_proj = RowParallelLinear((hidden, inner // tp), group, bias=bias)
+        self.joined = JoinedLinears(self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor, shards: TokenShards | None = None) -> Tensor:
-        x = enter(x, self.group, shards)
-        return self.down_proj(activate(self.gate_proj(x), self.activation) * self.up_proj(x), shards)
+        gate, up = self.joined(enter(x, self.group, shards))
+        if self.activation == "silu" and fused.takes(gate, up):
+            return self.down_proj(fused.gated_silu(gate, up), shards)
+        return self.down_proj(activate(gate, self.activation) * up, shards)
 
 
 class PlainMLP(nn.Module):

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from realhf.api.model import DecoderConfig
+from realhf.kernels import fused
 from realhf.parallel.regions import copy_to_group
 
 
@@ -21,6 +22,8 @@ class RMSNorm(nn.Module):
         self.eps, self.group = eps, group
 
     def forward(self, x: Tensor) -> Tensor:
+        if fused.takes(x, self.weight):
+            return fused.rms_norm(x, self.weight, self.eps)
         return copy_to_group(self.weight, self.group) * _normalised(x, self.eps).to(x.dtype)
 
 

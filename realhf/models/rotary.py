@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.model import DecoderConfig, RopeScaling
+from realhf.kernels import fused
 
 
 def rotary_tables(positions: Tensor, config: DecoderConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -29,6 +30,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates x [tokens, heads, head_dim]; the halves of a head are the two coordinates."""
     if not cos.shape[-1]:
         return x
+    if fused.takes(x, cos, sin):
+        return fused.rotate(x, cos, sin)
     signed = torch.cat([-sin[..., : sin.shape[-1] // 2], sin[..., sin.shape[-1] // 2 :]], dim=-1)
     if torch.is_grad_enabled() and x.requires_grad:
         return _Rotation.apply(x, cos, signed)

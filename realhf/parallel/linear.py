@@ -31,12 +31,22 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor
     Returns:
         [rows, out].
     """
-    takes_gradient = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    if packed is not None and not takes_gradient and x.shape[0] >= _FEWEST_PACKED_ROWS:
-        return _onednn(x, packed, bias)
+    if packed is not None and takes_packed(x, weight):
+        return linear_packed(x, packed, bias)
+    takes_gradient = _takes_gradient(x, weight)
     if not _is_for_onednn(x):
         return F.linear(x, weight, bias)
     return _OneDnnLinear.apply(x, weight, bias) if takes_gradient else _onednn(x, weight, bias)
+
+
+def takes_packed(x: Tensor, *weights: Tensor) -> bool:
+    """Whether products of x [rows, in] with `weights` are to be computed from their packed forms."""
+    return x.shape[0] >= _FEWEST_PACKED_ROWS and not _takes_gradient(x, *weights)
+
+
+def linear_packed(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+    """As `linear`, from the packed weight alone, where `takes_packed`."""
+    return _onednn(x, packed, bias)
 
 
 def pack(weight: Tensor) -> Tensor | None:
@@ -59,6 +69,10 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
         total = part if total is None else total.add_(part)
     assert total is not None
     return total
+
+
+def _takes_gradient(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
 
 
 def _is_for_onednn(x: Tensor) -> bool:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realhf.parallel.linear import linear
+from realhf.parallel.linear import linear, linear_packed, pack, takes_packed
 from realhf.parallel.sequence import TokenShards, leave
 
 
@@ -19,10 +19,17 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(weight_shape))  # [out / tp, in]
         self.bias = nn.Parameter(torch.empty(weight_shape[0])) if bias else None  # [out / tp]
-        self.packed: Tensor | None = None  # see `realhf.parallel.linear.pack`; kept while many steps use one weight
+        self.packed: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, packed=self.packed)  # [tokens, out / tp]
+
+    def pack(self) -> None:
+        """Keeps the weight in the kernels' order too, for many steps that use one weight; until `unpack`."""
+        self.packed = pack(self.weight)
+
+    def unpack(self) -> None:
+        self.packed = None
 
 
 class RowParallelLinear(nn.Module):
@@ -41,6 +48,39 @@ class RowParallelLinear(nn.Module):
     def forward(self, x: Tensor, shards: TokenShards | None = None) -> Tensor:
         total = leave(linear(x, self.weight, packed=self.packed), self.group, shards)  # [tokens, out]
         return total if self.bias is None else total + self.bias
+
+    def pack(self) -> None:
+        """As that of a column-parallel linear."""
+        self.packed = pack(self.weight)
+
+    def unpack(self) -> None:
+        self.packed = None
+
+
+class JoinedLinears:
+    """Column-parallel linears of one input: their outputs, in one product while their weights are packed."""
+
+    def __init__(self, *linears: ColumnParallelLinear):
+        self.linears = linears
+        self.packed: Tensor | None = None
+        self.bias: Tensor | None = None
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[tokens, out / tp] each."""
+        if self.packed is None or not takes_packed(x, *(each.weight for each in self.linears)):
+            return tuple(each(x) for each in self.linears)
+        sizes = [each.weight.shape[0] for each in self.linears]
+        return linear_packed(x, self.packed, self.bias).split(sizes, dim=-1)
+
+    def pack(self) -> None:
+        """As that of a column-parallel linear, of all together."""
+        self.packed = pack(torch.cat([each.weight.detach() for each in self.linears]))
+        biases = [each.bias.detach() for each in self.linears if each.bias is not None]
+        assert len(biases) in (0, len(self.linears))
+        self.bias = torch.cat(biases) if biases else None
+
+    def unpack(self) -> None:
+        self.packed = self.bias = None
 
 
 class VocabParallelEmbedding(nn.Module):

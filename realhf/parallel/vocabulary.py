@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from realhf.kernels import fused
 from realhf.parallel.linear import linear, weight_gradient
 from realhf.parallel.regions import gather_last_dim
 
@@ -122,7 +123,12 @@ class _TokenLogprobs(torch.autograd.Function):
         # Of this rank's part: logsumexp, greatest logit, the token's logit (0 if elsewhere), mean logit under softmax.
         own = hidden.new_zeros((4, rows), dtype=wide)
         kept = None
+        is_fused = not keeps and not softmax.with_entropy and fused.takes(hidden, weight)
         for at in softmax.chunks(rows, vocab, wide.itemsize):
+            if is_fused:
+                logits = linear(hidden[at], weight)
+                fused.vocabulary_statistics(logits, local[at], softmax.temperature, own[:3, at])
+                continue
             z = softmax.scaled(hidden[at], weight)
             torch.logsumexp(z, -1, out=own[0, at])
             torch.amax(z, -1, out=own[1, at])

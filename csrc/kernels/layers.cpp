@@ -1,0 +1,149 @@
+#include "layers.h"
+
+#include <cmath>
+#include <stdexcept>
+
+namespace kernels {
+namespace {
+
+// Calls `step(place, count)` for every LANES numbers of a row, the last time perhaps for fewer.
+template <class Step>
+INLINE void for_lanes(int64_t width, const Step& step) {
+    int64_t i = 0;
+    for (; i + LANES <= width; i += LANES) step(i, int64_t{LANES});
+    if (i < width) step(i, width - i);
+}
+
+template <class S>
+INLINE Floats loaded(const S* from, int64_t count) {
+    Floats lanes;
+    if (count == LANES)
+        load(lanes, from);
+    else
+        load_part(lanes, from, count, 0.0f);
+    return lanes;
+}
+
+template <class S>
+INLINE void stored(S* to, const Floats& lanes, int64_t count) {
+    if (count == LANES)
+        store(to, lanes);
+    else
+        store_part(to, lanes, count);
+}
+
+template <class S>
+INLINE void rms_norm_rows(int64_t rows, int64_t width, Matrix x, const void* weight, float epsilon, Matrix out) {
+    const S* const w = static_cast<const S*>(weight);
+    for (int64_t i = 0; i < rows; ++i) {
+        const S* const from = static_cast<const S*>(x.data) + i * x.stride;
+        S* const to = static_cast<S*>(out.data) + i * out.stride;
+        Floats even = {}, odd = {};
+        int64_t d = 0;
+        for (; d + 2 * LANES <= width; d += 2 * LANES) {
+            const Floats a = loaded(from + d, LANES), b = loaded(from + d + LANES, LANES);
+            even += a * a;
+            odd += b * b;
+        }
+        for (; d < width; d += LANES) {
+            const Floats a = loaded(from + d, width - d < LANES ? width - d : LANES);
+            even += a * a;
+        }
+        const float scale = 1.0f / std::sqrt(sum(even + odd) / static_cast<float>(width) + epsilon);
+        for_lanes(width, [&](int64_t d, int64_t count) INLINE_CALL {
+            Floats normalised = loaded(from + d, count) * scale;
+            round_to<S>(normalised);
+            stored(to + d, loaded(w + d, count) * normalised, count);
+        });
+    }
+}
+
+template <class S>
+INLINE void rotate_rows(int64_t rows, int64_t heads, int64_t head_dim, Matrix x, const void* cosine, const void* sine,
+                        Matrix out) {
+    const int64_t half = head_dim / 2;
+    for (int64_t i = 0; i < rows; ++i) {
+        const S* const cosines = static_cast<const S*>(cosine) + i * head_dim;
+        const S* const sines = static_cast<const S*>(sine) + i * head_dim;
+        for (int64_t head = 0; head < heads; ++head) {
+            const S* const from = static_cast<const S*>(x.data) + i * x.stride + head * head_dim;
+            S* const to = static_cast<S*>(out.data) + i * out.stride + head * head_dim;
+            for_lanes(half, [&](int64_t d, int64_t count) INLINE_CALL {
+                const Floats a = loaded(from + d, count), b = loaded(from + half + d, count);
+                Floats turned_a = a * loaded(cosines + d, count), turned_b = b * loaded(cosines + half + d, count);
+                round_to<S>(turned_a);
+                round_to<S>(turned_b);
+                stored(to + d, turned_a - b * loaded(sines + d, count), count);
+                stored(to + half + d, turned_b + a * loaded(sines + half + d, count), count);
+            });
+        }
+    }
+}
+
+// 1 / (1 + exp(-x)), by exponentials of what is not positive.
+INLINE Floats sigmoid(const Floats& x) {
+    const Floats e = exponential(x < 0.0f ? x : -x);
+    return (x < 0.0f ? e : Floats{} + 1.0f) / (1.0f + e);
+}
+
+template <class S>
+INLINE void gated_silu_rows(int64_t rows, int64_t width, Matrix gate, Matrix up, Matrix out) {
+    for (int64_t i = 0; i < rows; ++i) {
+        const S* const g = static_cast<const S*>(gate.data) + i * gate.stride;
+        const S* const u = static_cast<const S*>(up.data) + i * up.stride;
+        S* const to = static_cast<S*>(out.data) + i * out.stride;
+        for_lanes(width, [&](int64_t d, int64_t count) INLINE_CALL {
+            const Floats x = loaded(g + d, count);
+            Floats activated = x * sigmoid(x);
+            round_to<S>(activated);
+            stored(to + d, activated * loaded(u + d, count), count);
+        });
+    }
+}
+
+// One entry a dtype, not a template: the clones of a function need a name of their own.
+#define ENTRIES(S, NAME)                                                                                           \
+    FOR_EACH_TARGET void rms_norm_##NAME(int64_t rows, int64_t width, Matrix x, const void* weight, float epsilon, \
+                                         Matrix out) {                                                             \
+        rms_norm_rows<S>(rows, width, x, weight, epsilon, out);                                                    \
+    }                                                                                                              \
+    FOR_EACH_TARGET void rotate_##NAME(int64_t rows, int64_t heads, int64_t head_dim, Matrix x,                    \
+                                       const void* cosine, const void* sine, Matrix out) {                         \
+        rotate_rows<S>(rows, heads, head_dim, x, cosine, sine, out);                                               \
+    }                                                                                                              \
+    FOR_EACH_TARGET void gated_silu_##NAME(int64_t rows, int64_t width, Matrix gate, Matrix up, Matrix out) {      \
+        gated_silu_rows<S>(rows, width, gate, up, out);                                                            \
+    }
+ENTRIES(float, float32)
+ENTRIES(BFloat16, bfloat16)
+
+[[noreturn]] void refuse() { throw std::invalid_argument("kernels: float32 or bfloat16 only"); }
+
+}  // namespace
+
+void rms_norm(DType dtype, int64_t rows, int64_t width, Matrix x, const void* weight, float epsilon, Matrix out) {
+    switch (dtype) {
+        case DType::float32: return rms_norm_float32(rows, width, x, weight, epsilon, out);
+        case DType::bfloat16: return rms_norm_bfloat16(rows, width, x, weight, epsilon, out);
+        case DType::float64: refuse();
+    }
+}
+
+void rotate(DType dtype, int64_t rows, int64_t heads, int64_t head_dim, Matrix x, const void* cosine, const void* sine,
+            Matrix out) {
+    switch (dtype) {
+        case DType::float32: return rotate_float32(rows, heads, head_dim, x, cosine, sine, out);
+        case DType::bfloat16: return rotate_bfloat16(rows, heads, head_dim, x, cosine, sine, out);
+        case DType::float64: refuse();
+    }
+}
+
+void gated_silu(DType dtype, int64_t rows, int64_t width, Matrix gate, Matrix up, Matrix out) {
+    switch (dtype) {
+        case DType::float32: return gated_silu_float32(rows, width, gate, up, out);
+        case DType::bfloat16: return gated_silu_bfloat16(rows, width, gate, up, out);
+        case DType::float64: refuse();
+    }
+}
+
+}  // namespace kernels

@@ -1,0 +1,125 @@
+// Vectors of LANES numbers in which one can compute, and how numbers of each dtype come into them and out of them.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+// Each entry is compiled for several instruction sets; the loader picks the best one that the processor has.
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && !defined(KERNELS_NO_CLONES)
+#define FOR_EACH_TARGET __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+#else
+#define FOR_EACH_TARGET
+#endif
+#define INLINE inline __attribute__((always_inline))
+#define INLINE_CALL __attribute__((always_inline))  // of a lambda
+
+namespace kernels {
+
+enum class DType { float32, float64, bfloat16 };
+
+constexpr int LANES = 16;
+
+struct BFloat16 {
+    uint16_t bits;
+};
+
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef double Doubles __attribute__((vector_size(LANES * 8)));
+typedef uint16_t Halves __attribute__((vector_size(LANES * 2)));
+typedef uint32_t Words __attribute__((vector_size(LANES * 4)));
+typedef int32_t Integers __attribute__((vector_size(LANES * 4)));
+
+// In what is computed with numbers that are stored as S.
+template <class S>
+struct Compute {
+    using type = float;
+    using Lanes = Floats;
+};
+template <>
+struct Compute<double> {
+    using type = double;
+    using Lanes = Doubles;
+};
+template <class S>
+using Lanes = typename Compute<S>::Lanes;
+
+INLINE void load(Floats& lanes, const float* from) { std::memcpy(&lanes, from, sizeof(lanes)); }
+INLINE void load(Doubles& lanes, const double* from) { std::memcpy(&lanes, from, sizeof(lanes)); }
+INLINE void load(Floats& lanes, const BFloat16* from) {
+    Halves halves;
+    std::memcpy(&halves, from, sizeof(halves));
+    const Words words = __builtin_convertvector(halves, Words) << 16;
+    std::memcpy(&lanes, &words, sizeof(lanes));
+}
+
+// To the nearest, ties to even; a NaN must not be rounded up to infinity.
+INLINE Words rounded_words(const Floats& lanes) {
+    Words words;
+    std::memcpy(&words, &lanes, sizeof(words));
+    const Words rounded = (words + 0x7FFFu + ((words >> 16) & 1u)) >> 16;
+    return (words & 0x7FFFFFFFu) > 0x7F800000u ? Words{} + 0x7FC0u : rounded;
+}
+
+INLINE void store(float* to, const Floats& lanes) { std::memcpy(to, &lanes, sizeof(lanes)); }
+INLINE void store(double* to, const Doubles& lanes) { std::memcpy(to, &lanes, sizeof(lanes)); }
+INLINE void store(BFloat16* to, const Floats& lanes) {
+    const Halves halves = __builtin_convertvector(rounded_words(lanes), Halves);
+    std::memcpy(to, &halves, sizeof(halves));
+}
+
+// What a number is after a store and a load.
+template <class S>
+INLINE void round_to(Lanes<S>& lanes) {
+    if constexpr (sizeof(S) == sizeof(BFloat16)) {
+        const Words words = rounded_words(lanes) << 16;
+        std::memcpy(&lanes, &words, sizeof(lanes));
+    }
+}
+
+// The first `count` lanes alone; the others are `rest` after a load.
+template <class S>
+INLINE void load_part(Lanes<S>& lanes, const S* from, int64_t count, typename Compute<S>::type rest) {
+    S all[LANES] = {};
+    std::memcpy(all, from, static_cast<size_t>(count) * sizeof(S));
+    load(lanes, all);
+    for (int64_t i = count; i < LANES; ++i) lanes[i] = rest;
+}
+template <class S>
+INLINE void store_part(S* to, const Lanes<S>& lanes, int64_t count) {
+    S all[LANES];
+    store(all, lanes);
+    std::memcpy(to, all, static_cast<size_t>(count) * sizeof(S));
+}
+
+template <class V>
+INLINE auto sum(const V& lanes) {
+    auto total = lanes[0];
+    for (int i = 1; i < LANES; ++i) total += lanes[i];
+    return total;
+}
+template <class V>
+INLINE auto largest(const V& lanes) {
+    auto most = lanes[0];
+    for (int i = 1; i < LANES; ++i) most = lanes[i] > most ? lanes[i] : most;
+    return most;
+}
+
+// exp of numbers <= 0, to 2 units in the last place (Cephes' expf); of those below -87 it is that of -87.
+INLINE Floats exponential(Floats v) {
+    v = v < -87.0f ? Floats{} - 87.0f : v;
+    const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+    const Floats n = (v * 1.44269504088896341f + shift) - shift;
+    v = v - n * 0.693359375f - n * -2.12194440e-4f;
+    Floats p = v * 1.9875691500e-4f + 1.3981999507e-3f;
+    p = p * v + 8.3334519073e-3f;
+    p = p * v + 4.1665795894e-2f;
+    p = p * v + 1.6666665459e-1f;
+    p = p * v + 5.0000001201e-1f;
+    p = p * v * v + v + 1.0f;
+    const Integers bits = (__builtin_convertvector(n, Integers) + 127) << 23;
+    Floats power;
+    std::memcpy(&power, &bits, sizeof(power));
+    return p * power;
+}
+
+}  // namespace kernels

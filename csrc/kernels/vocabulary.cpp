@@ -1,0 +1,161 @@
+#include "vocabulary.h"
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <stdexcept>
+#include <vector>
+
+namespace kernels {
+namespace {
+
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+// A row of logits / temperature.
+template <class S>
+struct Row {
+    const S* logits;
+    int64_t vocab;
+    float temperature;
+
+    // Those of LANES tokens from `first` on; behind the last token there is nothing.
+    INLINE Floats lanes(int64_t first) const {
+        Floats z;
+        if (first + LANES <= vocab)
+            load(z, logits + first);
+        else
+            load_part(z, logits + first, vocab - first, NOTHING);
+        return temperature == 1.0f ? z : z / temperature;
+    }
+    INLINE float of(int64_t token) const {
+        Floats z;
+        load_part(z, logits + token, 1, 0.0f);
+        return temperature == 1.0f ? z[0] : z[0] / temperature;
+    }
+};
+
+// softmax(z) = exp(z - largest - log_total)
+struct Normaliser {
+    float largest, log_total;
+
+    INLINE Floats probabilities(const Floats& z) const {
+        return z == NOTHING ? Floats{} : exponential((z - largest) - log_total);
+    }
+    INLINE float logprob(float z) const { return (z - largest) - log_total; }
+};
+
+template <class S>
+INLINE Normaliser normaliser(const Row<S>& row) {
+    Floats most = Floats{} + NOTHING, total = {};
+    for (int64_t i = 0; i < row.vocab; i += LANES) {
+        const Floats z = row.lanes(i);
+        most = z > most ? z : most;
+    }
+    const Normaliser unscaled{largest(most), 0.0f};
+    for (int64_t i = 0; i < row.vocab; i += LANES) total += unscaled.probabilities(row.lanes(i));
+    return {unscaled.largest, std::log(sum(total))};
+}
+
+template <class S>
+INLINE void statistics_of_rows(int64_t rows, int64_t vocab, const void* logits, float temperature,
+                               const int64_t* tokens, float* logsumexp, float* largest, float* picked) {
+    for (int64_t i = 0; i < rows; ++i) {
+        const Row<S> row{static_cast<const S*>(logits) + i * vocab, vocab, temperature};
+        const Normaliser found = normaliser(row);
+        logsumexp[i] = found.largest + found.log_total;
+        largest[i] = found.largest;
+        picked[i] = row.of(tokens[i]);
+    }
+}
+
+struct Place {
+    int64_t token;
+    double margin;
+};
+
+// The borders of all tokens would be a chain of additions: there are only those of blocks of LANES tokens, each one the
+// border before plus the sum within the block. `probabilities` and `borders` are room for them.
+template <class S>
+INLINE Place invert(const Row<S>& row, const Normaliser& found, double uniform, std::vector<float>& probabilities,
+                    std::vector<double>& borders) {
+    double total = 0;
+    for (size_t block = 0; block < borders.size(); ++block) {
+        float* const of_block = &probabilities[block * LANES];
+        store(of_block, found.probabilities(row.lanes(static_cast<int64_t>(block) * LANES)));
+        double within = 0;
+        for (int i = 0; i < LANES; ++i) within += static_cast<double>(of_block[i]);
+        borders[block] = total += within;
+    }
+    // Rounding may lift the product to the total, which lies beyond the last interval.
+    const double point = std::min(uniform * total, std::nextafter(total, 0.0));
+    const auto block = std::upper_bound(borders.begin(), borders.end(), point) - borders.begin();
+    const double base = block ? borders[static_cast<size_t>(block) - 1] : 0.0;
+    const float* const of_block = &probabilities[static_cast<size_t>(block) * LANES];
+    int i = 0;
+    double before = 0, within = of_block[0];
+    while (base + within <= point) {
+        before = within;
+        within += static_cast<double>(of_block[++i]);
+    }
+    const double lower = base + before, upper = base + within;
+    // 0 and the total border no other token, so that no rounding moves a draw across them.
+    const double margin = std::min(lower > 0 ? point - lower : 1.0, upper < total ? upper - point : 1.0);
+    return {block * LANES + i, margin};
+}
+
+template <class S>
+INLINE void draw_rows(int64_t rows, int64_t vocab, const void* logits, float temperature, const double* uniforms,
+                      int64_t* tokens, float* logprobs, double* margins) {
+    const size_t blocks = static_cast<size_t>((vocab + LANES - 1) / LANES);
+    std::vector<float> probabilities(blocks * LANES);
+    std::vector<double> borders(blocks);
+    for (int64_t i = 0; i < rows; ++i) {
+        const Row<S> row{static_cast<const S*>(logits) + i * vocab, vocab, temperature};
+        const Normaliser found = normaliser(row);
+        const Place place =
+            uniforms ? invert(row, found, uniforms[i], probabilities, borders) : Place{tokens[i], 1.0};
+        tokens[i] = place.token;
+        logprobs[i] = found.logprob(row.of(place.token));
+        margins[i] = place.margin;
+    }
+}
+
+// One entry a dtype, not a template: the clones of a function need a name of their own.
+#define ENTRIES(S, NAME)                                                                                              \
+    FOR_EACH_TARGET void statistics_##NAME(int64_t rows, int64_t vocab, const void* logits, float temperature,        \
+                                           const int64_t* tokens, float* logsumexp, float* largest, float* picked) {  \
+        statistics_of_rows<S>(rows, vocab, logits, temperature, tokens, logsumexp, largest, picked);                  \
+    }                                                                                                                 \
+    FOR_EACH_TARGET void draw_##NAME(int64_t rows, int64_t vocab, const void* logits, float temperature,              \
+                                     const double* uniforms, int64_t* tokens, float* logprobs, double* margins) {     \
+        draw_rows<S>(rows, vocab, logits, temperature, uniforms, tokens, logprobs, margins);                          \
+    }
+ENTRIES(float, float32)
+ENTRIES(BFloat16, bfloat16)
+
+[[noreturn]] void refuse() { throw std::invalid_argument("kernels: float32 or bfloat16 only"); }
+
+}  // namespace
+
+void statistics(DType dtype, int64_t rows, int64_t vocab, const void* logits, float temperature,
+                const int64_t* tokens, float* logsumexp, float* largest, float* picked) {
+    switch (dtype) {
+        case DType::float32:
+            return statistics_float32(rows, vocab, logits, temperature, tokens, logsumexp, largest, picked);
+        case DType::bfloat16:
+            return statistics_bfloat16(rows, vocab, logits, temperature, tokens, logsumexp, largest, picked);
+        case DType::float64: refuse();
+    }
+}
+
+void draw(DType dtype, int64_t rows, int64_t vocab, const void* logits, float temperature, const double* uniforms,
+          int64_t* tokens, float* logprobs, double* margins) {
+    switch (dtype) {
+        case DType::float32: return draw_float32(rows, vocab, logits, temperature, uniforms, tokens, logprobs, margins);
+        case DType::bfloat16:
+            return draw_bfloat16(rows, vocab, logits, temperature, uniforms, tokens, logprobs, margins);
+        case DType::float64: refuse();
+    }
+}
+
+}  // namespace kernels

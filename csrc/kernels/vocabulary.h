@@ -1,0 +1,23 @@
+// Distributions over the vocabulary, one a row of logits [rows, vocab]: statistics, and draws; for the CPU.
+//
+// Logits are divided by `temperature` first, and computed with in float32; probabilities add up in float64.
+#pragma once
+
+#include <cstdint>
+
+#include "vectors.h"
+
+namespace kernels {
+
+// The logsumexp, the largest logit and the logit of `tokens`, [rows] each.
+void statistics(DType dtype, int64_t rows, int64_t vocab, const void* logits, float temperature,
+                const int64_t* tokens, float* logsumexp, float* largest, float* picked);
+
+// Inverts each row's cumulative distribution at `uniforms` [rows], in [0, 1): `tokens` get the first token whose
+// upper border, the sum of the probabilities up to its own, is above; `logprobs` their log-probabilities. `margins` are
+// by how much it missed the interval of the nearest other token that can be drawn, 1 where there is none.
+// Without `uniforms` the tokens are given, and margins are 1.
+void draw(DType dtype, int64_t rows, int64_t vocab, const void* logits, float temperature, const double* uniforms,
+          int64_t* tokens, float* logprobs, double* margins);
+
+}  // namespace kernels
