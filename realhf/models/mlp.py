@@ -10,6 +10,10 @@ from realhf.kernels import fused
 from realhf.parallel.sequence import TokenShards, enter, gather_outputs, leave
 from realhf.parallel.tensor import ColumnParallelLinear, JoinedLinears, RowParallelLinear
 
+# Without gradients nothing inside of the MLP is kept: of so many tokens it stays in the caches, and malloc does not
+# ask the kernel for it.
+_ROWS_AT_ONCE = 512
+
 
 def activate(x: Tensor, activation: Activation) -> Tensor:
     match activation:
@@ -36,9 +40,11 @@ class GatedMLP(nn.Module):
         self.joined = JoinedLinears(self.gate_proj, self.up_proj)
 
     def forward(self, x: Tensor, shards: TokenShards | None = None) -> Tensor:
-        gate, up = self.joined(enter(x, self.group, shards))
-        if self.activation == "silu" and fused.takes(gate, up):
-            return self.down_proj(fused.gated_silu(gate, up), shards)
+        x = enter(x, self.group, shards)
+        if self.activation == "silu" and fused.takes(x, self.gate_proj.weight):
+            parts = [self.down_proj.product(fused.gated_silu(*self.joined(rows))) for rows in x.split(_ROWS_AT_ONCE)]
+            return self.down_proj.finished(parts[0] if len(parts) == 1 else torch.cat(parts), shards)
+        gate, up = self.joined(x)
         return self.down_proj(activate(gate, self.activation) * up, shards)
 
 

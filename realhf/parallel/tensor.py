@@ -46,7 +46,15 @@ class RowParallelLinear(nn.Module):
         self.group = group
 
     def forward(self, x: Tensor, shards: TokenShards | None = None) -> Tensor:
-        total = leave(linear(x, self.weight, packed=self.packed), self.group, shards)  # [tokens, out]
+        return self.finished(self.product(x), shards)
+
+    def product(self, x: Tensor) -> Tensor:
+        """What this rank adds to x W^T, [tokens, out]."""
+        return linear(x, self.weight, packed=self.packed)
+
+    def finished(self, product: Tensor, shards: TokenShards | None = None) -> Tensor:
+        """x W^T + b from all ranks' products."""
+        total = leave(product, self.group, shards)
         return total if self.bias is None else total + self.bias
 
     def pack(self) -> None:
