@@ -37,9 +37,14 @@ def test_the_cache(new_tokens: int) -> None:
 def test_the_weights_that_are_packed(changes: dict) -> None:
     config = tiny(num_kv_heads=2, **changes)
     decoder = build_decoder(config, ONE_RANK, torch.float32)
-    linears = [m for m in decoder.modules() if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
+    modules = list(decoder.modules())
+    joined = [m.joined for m in modules if hasattr(m, "joined")]
+    alone = [m for m in modules if isinstance(m, ColumnParallelLinear | RowParallelLinear)]
     with packed_weights(decoder):
-        assert sum(m.packed is not None and m.weight.numel() for m in linears) == linear_elements(config, ONE)
+        packed = [m.weight for m in alone if m.packed is not None]
+        packed += [m.weight for group in joined if group.packed is not None for m in group.linears]
+        assert sum(weight.numel() for weight in packed) == linear_elements(config, ONE)
+    assert all(m.packed is None for m in (*alone, *joined))
 
 
 def test_what_selective_recomputation_keeps() -> None:
