@@ -151,10 +151,10 @@ def _events(run: RunData) -> str:
     title = "What changed in the run"
     if not run.happened:
         return section(title, '<p class="muted">Nothing is noted: no restart, no other plan.</p>')
-    rows = [
-        [_clock(event.time_s), event.event, "" if event.step is None else str(event.step), event.message.strip()]
-        for event in run.happened
-    ]
+    rows = []
+    for event in run.happened:
+        message = event.message.partition("\n")[0]  # below it are a log's last lines
+        rows.append([_clock(event.time_s), event.event, str(event.step), message])
     note = '<p class="muted">Starts, checkpoints, failures and restarts, after how many steps.</p>'
     return section(title, note, table(["time", "what", "steps made", ""], rows, style="words"))
 

@@ -11,6 +11,7 @@ import msgspec
 from realhf.api.errors import UserError
 from realhf.api.plan import ExecutionPlan, load_plan
 from realhf.api.status import Status, read_status
+from realhf.scheduler.events import Event, read_events
 from realhf.scheduler.run_directory import RunDirectory
 
 # A report shows the last steps only; the trace of a long run is not read whole.
@@ -28,15 +29,6 @@ class TraceEvent(msgspec.Struct, frozen=True):
     dur: float = 0.0
 
 
-class RunEvent(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of `events.jsonl`: what happened to the run as a whole, and after how many steps."""
-
-    time_s: float
-    event: str
-    step: int | None = None
-    message: str = ""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunData:
     """All that a report is made from. `status` is None and the sequences are empty before there is anything."""
@@ -48,7 +40,7 @@ class RunData:
     metrics: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     events: list[TraceEvent]
-    happened: list[RunEvent]
+    happened: list[Event]
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -92,7 +84,7 @@ def read_run(directory: RunDirectory) -> RunData:
         metrics=read_json_lines(directory.metrics),
         evaluations=read_json_lines(directory.evaluations),
         events=read_trace(directory.trace),
-        happened=_read_events(directory.path / "events.jsonl"),
+        happened=read_events(directory.events),
     )
 
 
@@ -153,13 +145,6 @@ def call_times(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> list[C
         measured_s = statistics.median(seconds) if seconds else None
         times.append(CallTime(call=name, predicted_s=call.predicted_s, measured_s=measured_s))
     return times
-
-
-def _read_events(path: Path) -> list[RunEvent]:
-    try:
-        return msgspec.convert(read_json_lines(path), type=list[RunEvent])
-    except msgspec.ValidationError as error:
-        raise UserError(f"{path}: not a run's events ({error}); remove the file") from None
 
 
 def _read_status(path: Path) -> Status | None:
