@@ -53,7 +53,7 @@ def main() -> None:
     results: list[dict] = []
     for name in ("4M",) if arguments.quick else MODELS:
         for dtype in (torch.float32, torch.bfloat16):
-            if arguments.case in f"{name} {dtype}".replace("torch.", ""):
+            if f"{name} {dtype}".replace("torch.", "").startswith(arguments.case):
                 results += Comparison(name, dtype, repetitions=2 if arguments.quick else 3).cases()
     finish("generation", results, arguments.json, is_part=bool(arguments.case))
 

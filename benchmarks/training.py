@@ -187,7 +187,7 @@ def main() -> None:
         row
         for name in models
         for dtype in (torch.float32, torch.bfloat16)
-        if arguments.case in f"{name} {dtype}".replace("torch.", "")
+        if f"{name} {dtype}".replace("torch.", "").startswith(arguments.case)
         for lengths in TARGETS
         for row in measure(name, dtype, lengths, rounds)
     ]
