@@ -8,7 +8,6 @@
 namespace kernels {
 namespace {
 
-constexpr int64_t CACHE_LINE = 64;
 
 INLINE Floats exponentials(const Floats& x) { return exponential(x); }
 INLINE Doubles exponentials(Doubles x) {
@@ -25,11 +24,6 @@ INLINE float widened(BFloat16 x) {
 template <class C>
 INLINE C widened(C x) {
     return x;
-}
-
-// Asks for `bytes` that will be read soon, so that they come from memory while something else is computed.
-INLINE void prefetch(const void* from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += CACHE_LINE) __builtin_prefetch(static_cast<const char*>(from) + i, 0, 2);
 }
 
 // The pages of one layer, for all kv heads.
@@ -158,7 +152,7 @@ INLINE void attend_all(Shape shape, Cache cache, Sequences sequences, Rows query
     using C = typename Compute<S>::type;
     const int64_t dim = shape.head_dim, heads = shape.kv_heads * shape.group, width = sequences.stride * PAGE;
     const Pages<S> pages{static_cast<S*>(cache.keys), static_cast<S*>(cache.values), shape.kv_heads, dim};
-    const int64_t block = pages.block(), block_bytes = block * int64_t{sizeof(S)};
+    const int64_t block = pages.block();
     std::vector<C> scaled(static_cast<size_t>(heads * dim)), mixed(static_cast<size_t>(heads * dim));
     std::vector<C> scores(static_cast<size_t>(heads * width));  // a row for each head
     const auto span_of = [&](int64_t i) {
@@ -174,11 +168,8 @@ INLINE void attend_all(Shape shape, Cache cache, Sequences sequences, Rows query
         for (int64_t d = 0; d < heads * dim; ++d) scaled[d] = widened(q[d]) * static_cast<C>(scale);
         for (int64_t p = span.first_page(); p < span.pages_end(); ++p) {
             const S* const here = pages.keys_of(span.pages[p]);
-            const S* const next = p + 1 < span.pages_end() ? pages.keys_of(span.pages[p + 1])
-                                                           : pages.values_of(span.pages[span.first_page()]);
             for (int64_t head = 0; head < heads; ++head) {
                 const int64_t offset = head / shape.group * block;
-                if (head % shape.group == 0) prefetch(next + offset, block_bytes);
                 score(here + offset, &scaled[head * dim], dim, &scores[head * width + p * PAGE - span.start()]);
             }
         }
@@ -188,18 +179,10 @@ INLINE void attend_all(Shape shape, Cache cache, Sequences sequences, Rows query
         for (int64_t head = 0; head < heads; ++head) sums[head] = weigh(span, &scores[head * width]);
         for (int64_t p = span.first_page(); p < span.pages_end(); ++p) {
             const S* const here = pages.values_of(span.pages[p]);
-            const S* next = here;
-            if (p + 1 < span.pages_end()) {
-                next = pages.values_of(span.pages[p + 1]);
-            } else if (i + 1 < sequences.count) {
-                const Span following = span_of(i + 1);
-                next = pages.keys_of(following.pages[following.first_page()]);
-            }
             const int64_t from = std::max(span.first - p * PAGE, int64_t{0});
             const int64_t to = std::min(span.end - p * PAGE, int64_t{PAGE});
             for (int64_t head = 0; head < heads; ++head) {
                 const int64_t offset = head / shape.group * block;
-                if (head % shape.group == 0) prefetch(next + offset, block_bytes);
                 mix(here + offset + from * dim, &scores[head * width + p * PAGE + from - span.start()], to - from, dim,
                     &mixed[head * dim]);
             }

@@ -12,6 +12,7 @@ from tests.e2e.runs import ACTOR, ROOT, FinishedRun, finished, initial_parameter
 pytestmark = pytest.mark.distributed
 
 SEED, STEPS, ETA = 7, 3, 0.25
+COMMON = f"--steps {STEPS} --seed {SEED} --no-evaluate --batch-size 16 --record logprob ref_logprob".split()
 PLANS = [
     "mixed_disjoint",
     *(pytest.param(plan, marks=pytest.mark.slow) for plan in ("single", "generate_dp4_train_tp2_pp2", "sharded")),
@@ -35,21 +36,7 @@ def test_the_reference_is_the_average_of_the_actors(plan: str, tmp_path: Path) -
     """Every second step. What it says in a step is of the average of the steps before: recorded, and in float64."""
     words = ("--reference-eta", ETA, "--reference-every-steps", 2, "--checkpoint-every", 1, "--dtype", "float64")
     compute = ("--compute.data-parallel", "fsdp") if plan == "sharded" else ()
-    common = (
-        "--steps",
-        STEPS,
-        "--seed",
-        SEED,
-        "--no-evaluate",
-        "--batch-size",
-        16,
-        "--record",
-        "logprob",
-        "ref_logprob",
-    )
-    run = finished(
-        tmp_path / "run", "ppo", "--plan", plan_file(plan, tmp_path), *map(str, common), *map(str, words), *compute
-    )
+    run = finished(tmp_path / "run", "ppo", "--plan", plan_file(plan, tmp_path), *COMMON, *map(str, words), *compute)
     average = initial_parameters(ACTOR, SEED)
     for step in range(1, STEPS + 1):
         saved = run.parameters_at(step, "actor", ACTOR)
@@ -67,20 +54,8 @@ def test_the_reference_is_the_average_of_the_actors(plan: str, tmp_path: Path) -
 @pytest.mark.slow
 def test_with_eta_one_the_reference_is_the_actor_of_the_last_step(tmp_path: Path) -> None:
     """It says of every rollout what the actor says that made it, to the rounding of another layout."""
-    common = (
-        "--steps",
-        STEPS,
-        "--seed",
-        SEED,
-        "--no-evaluate",
-        "--batch-size",
-        16,
-        "--record",
-        "logprob",
-        "ref_logprob",
-    )
     plan = ("--plan", ROOT / "tests/plans/mixed_disjoint.json", "--dtype", "float64", "--reference-eta", 1)
-    run = finished(tmp_path / "run", "ppo", *map(str, plan), *map(str, common))
+    run = finished(tmp_path / "run", "ppo", *map(str, plan), *COMMON)
     assert all(is_equal(run, step) for step in range(STEPS))
 
 
