@@ -1,4 +1,4 @@
-"""The command line: `realhf run | plan | search | profile | convert | report | doctor`."""
+"""The command line: `realhf run | status | plan | search | profile | convert | report | doctor`."""
 
 import argparse
 import importlib
@@ -10,6 +10,7 @@ from realhf.api.errors import RunError, UserError
 
 COMMANDS = {
     "run": "plan an experiment, start its workers, and train",
+    "status": "say where a run stands",
     "plan": "find the fastest execution plan, or predict a given one",
     "search": "find the fastest plan of a planning problem given as a file",
     "profile": "measure this machine, once per model type",

@@ -74,13 +74,11 @@ def read_run(directory: RunDirectory) -> RunData:
         UserError: the directory is none of a run, or one of its files is damaged other than by
             being cut off at its end.
     """
-    if not directory.plan.is_file():
-        raise UserError(f"{directory.path} is no run directory: it has no plan.json; give the --run-dir of a run")
     return RunData(
         path=directory.path,
-        plan=load_plan(directory.plan),
-        status=_read_status(directory.status),
-        experiment=_read_object(directory.experiment),
+        plan=plan_of(directory),
+        status=status_of(directory),
+        experiment=experiment_of(directory),
         metrics=read_json_lines(directory.metrics),
         evaluations=read_json_lines(directory.evaluations),
         events=read_trace(directory.trace),
@@ -88,19 +86,24 @@ def read_run(directory: RunDirectory) -> RunData:
     )
 
 
-def read_json_lines(path: Path) -> list[dict[str, Any]]:
-    """All objects of a JSON lines file, [] where there is no file yet.
+def read_json_lines(path: Path, *, tail_bytes: int | None = None) -> list[dict[str, Any]]:
+    """All objects of a JSON lines file, or those in its last `tail_bytes`; [] where there is no file yet.
 
     A last line without its line break is left out: it is still being written, or its writer died.
 
     Raises:
-        UserError: a line is not a JSON object; names file and line.
+        UserError: a line is not a JSON object; names the file and which of the lines read it is.
     """
     if not path.is_file():
         return []
-    complete, _, _ = path.read_bytes().rpartition(b"\n")
+    with path.open("rb") as file:
+        size = file.seek(0, 2)
+        start = max(0, size - tail_bytes) if tail_bytes is not None else 0
+        file.seek(start)
+        complete, _, _ = file.read(size - start).rpartition(b"\n")
+    lines = complete.splitlines()[1 if start else 0 :]  # the seek has cut the first one
     values = []
-    for number, line in enumerate(complete.splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             values.append(msgspec.json.decode(line, type=dict[str, Any]))
         except msgspec.DecodeError as error:
@@ -147,14 +150,24 @@ def call_times(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> list[C
     return times
 
 
-def _read_status(path: Path) -> Status | None:
+def plan_of(directory: RunDirectory) -> ExecutionPlan:
+    """The plan of a run. Raises UserError if the directory is none of a run."""
+    if not directory.plan.is_file():
+        raise UserError(f"{directory.path} is no run directory: it has no plan.json; give the --run-dir of a run")
+    return load_plan(directory.plan)
+
+
+def status_of(directory: RunDirectory) -> Status | None:
+    """What `status.json` says, None before it is there. Raises UserError if it is damaged."""
     try:
-        return read_status(path)
+        return read_status(directory.status)
     except msgspec.DecodeError as error:
-        raise UserError(f"{path}: not the status of a run ({error}); remove the file") from None
+        raise UserError(f"{directory.status}: not the status of a run ({error}); remove the file") from None
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def experiment_of(directory: RunDirectory) -> dict[str, Any]:
+    """What `experiment.json` says, {} where it is not there. Raises UserError if it is damaged."""
+    path = directory.experiment
     if not path.is_file():
         return {}
     try:

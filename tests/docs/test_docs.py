@@ -38,6 +38,7 @@ RUN_HERE = {
     "--html plan.html --json plan-numbers.json": FEW,
     "realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8 --dry-run": FEW,
     "realhf run experiments/ppo.py --steps 10 --ppo.kl-coef 0.02 --run-dir runs/first": SMALL,
+    "realhf status runs/first": "",
     "realhf report runs/first": "",
     "realhf run reinforce.py --steps 1 --num-workers 1 --run-dir runs/reinforce": "--batch-size 8",
     "python -m realhf.data.sort_task runs/data --seed 0": "",

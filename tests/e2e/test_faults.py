@@ -15,6 +15,8 @@ import psutil
 import pytest
 
 from realhf.api.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.report.run_status import RunStatus, read_run_status
+from realhf.scheduler.run_directory import RunDirectory
 from tests.e2e.runs import ROOT, command
 from tests.waiting import wait_until
 
@@ -94,6 +96,11 @@ class StartedRun:
         return self.text.partition("error: ")[2]
 
     @property
+    def standing(self) -> RunStatus:
+        """What `realhf status` says, asked when the run last gave a sign of life."""
+        return read_run_status(RunDirectory(self.path), now_s=float(str(self.status["updated"])))
+
+    @property
     def status(self) -> dict[str, object]:
         return json.loads((self.path / "status.json").read_bytes())
 
@@ -138,6 +145,8 @@ def start_ppo(start: StartRun, *words: str) -> StartedRun:
 
 def test_a_worker_is_killed(start: StartRun) -> None:
     run = start_ppo(start)
+    before = run.standing
+    assert (before.state, before.speed is not None, before.remaining_s is not None) == ("running", True, True)
     run.find("realhf.worker", 1).kill()
     assert run.end() == 1
     last = rf"(waiting, after )?{CALL} of step \d+: (compute|transfer|reallocation)"
@@ -145,6 +154,9 @@ def test_a_worker_is_killed(start: StartRun) -> None:
     assert str(run.path / "logs/worker-1.log") in run.message
     assert run.status["state"] == "failed"
     assert "worker-1" in str(run.status["message"])
+    after = run.standing
+    assert (after.state, after.message) == ("failed", run.status["message"])
+    assert re.fullmatch(last, str(after.processes[2].activity))
 
 
 def test_the_master_is_killed(start: StartRun) -> None:

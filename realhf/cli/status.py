@@ -1,0 +1,108 @@
+"""`realhf status`: how far a run is, how fast, and what each of its processes is doing."""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from realhf.report.run_status import ENDED, ProcessState, RunStatus, read_run_status
+from realhf.scheduler.run_directory import RunDirectory
+
+DESCRIPTION = """Says where a run stands: steps, speed, time left, what each process is doing, memory, checkpoints and
+restarts. Reads the run directory alone: works from any machine that sees it, while the run goes on and after it."""
+
+EXAMPLE = """examples:
+  realhf status runs/ppo-20260101-120000
+  watch -n 5 realhf status runs/ppo-20260101-120000"""
+
+MIB = 2**20
+
+
+def add_command(commands: Any) -> None:
+    command = commands.add_parser(
+        "status",
+        help="say where a run stands",
+        description=DESCRIPTION,
+        epilog=EXAMPLE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the directory of a run, whatever its state")
+    command.add_argument("--json", action="store_true", help="print one JSON object: the fields of RunStatus")
+    command.set_defaults(execute=execute, takes_experiment_fields=False)
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    status = read_run_status(RunDirectory(arguments.run_dir), now_s=time.time())
+    if arguments.json:
+        print(msgspec.json.encode(status).decode())
+        return 0
+    console = Console(width=None if sys.stdout.isatty() else 110)
+    for line in summary(status):
+        console.print(line, highlight=False, markup=False, soft_wrap=True)
+    console.print(process_table(status))
+    return 0
+
+
+def summary(status: RunStatus) -> list[str]:
+    """What stands above the table."""
+    workers = f"{status.num_workers} worker{'' if status.num_workers == 1 else 's'}"
+    lines = [f"{status.path}: {', '.join(filter(None, (status.state, status.experiment, workers)))}"]
+    progress = [f"step {status.step} of {status.steps}"]
+    if status.speed:
+        progress.append(f"{status.speed.step_s:.3g} s a step, {status.speed.tokens_per_s:,.0f} tokens/s")
+    if status.remaining_s is not None:
+        progress.append(f"about {duration(status.remaining_s)} left")
+    lines.append("; ".join(progress))
+    if status.silent_s is not None:
+        lines.append(f"last sign of life {duration(status.silent_s)} ago")
+    if status.state == "lost":
+        lines.append("its processes are gone or hang: go on from the last checkpoint with --resume")
+    if status.checkpoints:
+        age = f", {duration(status.checkpoint_age_s)} ago" if status.checkpoint_age_s is not None else ""
+        lines.append(f"checkpoints: {len(status.checkpoints)}, the newest after step {status.checkpoints[-1]}{age}")
+    if status.restarts:
+        lines.append(f"restarts: {status.restarts}; last failure: {status.last_failure}")
+    if status.message:
+        lines.append(status.message.rstrip())
+    return lines
+
+
+def process_table(status: RunStatus) -> Table:
+    """A row a process: what it is doing (of a run that is over: what it did last), for how long, and its memory."""
+    limit = f"limit {status.memory_limit_bytes / MIB:,.0f} MiB" if status.memory_limit_bytes else None
+    table = Table(caption=limit, caption_justify="left")
+    table.add_column("process")
+    table.add_column("did last" if status.state in (*ENDED, "lost") else "is doing")
+    for column in ("since", "memory in the last step", "predicted"):
+        table.add_column(column, justify="right")
+    for process in status.processes:
+        table.add_row(*_cells(process))
+    return table
+
+
+def _cells(process: ProcessState) -> tuple[str, ...]:
+    since = "-" if process.since_s is None else duration(process.since_s)
+    return process.name, process.activity or "-", since, _mib(process.peak_bytes), _mib(process.predicted_bytes)
+
+
+def _mib(size_bytes: int | None) -> str:
+    return "-" if size_bytes is None else f"{size_bytes / MIB:,.0f} MiB"
+
+
+def duration(seconds: float) -> str:
+    """In the two largest units: "4.2 s", "3 min 20 s", "2 h 5 min", "3 d 4 h"."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
+    largest = next(i for i, (_, size) in enumerate(units) if whole >= size)
+    parts: list[str] = []
+    for name, size in units[largest : largest + 2]:
+        count, whole = divmod(whole, size)
+        parts.append(f"{count} {name}" if count or not parts else "")
+    return " ".join(filter(None, parts))

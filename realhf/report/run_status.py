@@ -1,0 +1,147 @@
+"""Where a run stands: how far it is and how fast, what each of its processes is doing, what went wrong so far."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from realhf.api.plan import ExecutionPlan
+from realhf.report.run_data import experiment_of, plan_of, read_json_lines, status_of
+from realhf.scheduler.activity import read_activity
+from realhf.scheduler.base import MASTER, worker_name
+from realhf.scheduler.checkpoints import saved_steps
+from realhf.scheduler.events import Event, read_events
+from realhf.scheduler.run_directory import RunDirectory
+
+# The speed is that of the last steps: what a plan, a node or the length of responses has changed shows soon.
+SPEED_STEPS = 20
+METRICS_TAIL_BYTES = 2**20
+# The master writes its status every second; the supervisor gives up one that is silent for this long.
+SILENCE_S = 60.0
+STARTS = ("started", "resumed", "restarted")
+ENDED = ("done", "failed", "interrupted")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessState:
+    """One process: what it noted last and how many seconds ago (None: nothing yet).
+
+    `peak_bytes` is the most that models and data took in the last step, None where it was not measured;
+    `predicted_bytes` what the plan expects at most.
+    """
+
+    name: str
+    activity: str | None
+    since_s: float | None
+    peak_bytes: int | None = None
+    predicted_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Speed:
+    """Of the last steps by the clock: what is between steps (an evaluation, a checkpoint) counts."""
+
+    step_s: float
+    tokens_per_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunStatus:
+    """Where a run stands at one moment; times are in seconds.
+
+    `state` is that of `status.json`, "lost" where a running run has written none for `SILENCE_S`, and "not started"
+    where there is none. `silent_s` is since when nothing was heard of a run that is not over, `remaining_s` what is
+    left at the present speed. `last_failure` is the first line of the newest failure's message.
+    """
+
+    path: str
+    experiment: str
+    state: str
+    message: str
+    step: int
+    steps: int
+    num_workers: int
+    silent_s: float | None
+    speed: Speed | None
+    remaining_s: float | None
+    processes: tuple[ProcessState, ...]
+    checkpoints: tuple[int, ...]
+    checkpoint_age_s: float | None
+    restarts: int
+    last_failure: str
+    memory_limit_bytes: int | None
+
+
+def read_run_status(directory: RunDirectory, now_s: float) -> RunStatus:
+    """The status at `now_s` (seconds since the epoch) of a run that goes on, has finished or has crashed.
+
+    Raises:
+        UserError: the directory is none of a run, or one of its files is damaged.
+    """
+    plan, status = plan_of(directory), status_of(directory)
+    metrics = read_json_lines(directory.metrics, tail_bytes=METRICS_TAIL_BYTES)
+    events = read_events(directory.events)
+    state: str = status.state if status else "not started"
+    silent_s = max(0.0, now_s - status.updated) if status and state not in ENDED else None
+    if state == "running" and silent_s is not None and silent_s > SILENCE_S:
+        state = "lost"
+    step, steps = (status.step, status.steps) if status else (0, 0)
+    speed = speed_of(metrics, events)
+    checkpoints = saved_steps(directory.checkpoints) if directory.checkpoints.is_dir() else []
+    written = [event for event in events if event.event == "checkpoint" and event.step in checkpoints[-1:]]
+    failures = [event for event in events if event.event == "failed"]
+    return RunStatus(
+        path=str(directory.path),
+        experiment=experiment_of(directory).get("experiment_class", ""),
+        state=state,
+        message=status.message if status else "",
+        step=step,
+        steps=steps,
+        num_workers=plan.num_devices,
+        silent_s=silent_s,
+        speed=speed,
+        remaining_s=speed.step_s * (steps - step) if speed and state == "running" else None,
+        processes=_processes(directory, plan, metrics, now_s),
+        checkpoints=tuple(checkpoints),
+        checkpoint_age_s=max(0.0, now_s - written[-1].time_s) if written else None,
+        restarts=sum(event.event == "restarted" for event in events),
+        last_failure=failures[-1].message.partition("\n")[0] if failures else "",
+        memory_limit_bytes=plan.rationale.device_memory_bytes if plan.rationale else None,
+    )
+
+
+def speed_of(metrics: Sequence[dict[str, Any]], events: Sequence[Event]) -> Speed | None:
+    """The speed of the last steps since the run's last start, None before the first has ended."""
+    start_s = max((event.time_s for event in events if event.event in STARTS), default=0.0)
+    lines = [line for line in metrics if line["calls"] and _end_s(line) >= start_s][-SPEED_STEPS - 1 :]
+    if not lines:
+        return None
+    if len(lines) == 1:
+        return Speed(step_s=lines[0]["time_s"], tokens_per_s=lines[0]["tokens_per_s"])
+    seconds = _end_s(lines[-1]) - _end_s(lines[0])
+    tokens = sum(line["tokens"] for line in lines[1:])
+    return Speed(step_s=seconds / (len(lines) - 1), tokens_per_s=tokens / seconds if seconds > 0 else 0.0)
+
+
+def _end_s(line: dict[str, Any]) -> float:
+    """When a step ended, in seconds since the epoch."""
+    return max(float(call["end"]) for call in line["calls"].values())
+
+
+def _processes(
+    directory: RunDirectory, plan: ExecutionPlan, metrics: Sequence[dict[str, Any]], now_s: float
+) -> tuple[ProcessState, ...]:
+    peaks = metrics[-1].get("peak_bytes", []) if metrics else []
+    found = []
+    for name, worker in [(MASTER, None), *((worker_name(i), i) for i in range(plan.num_devices))]:
+        activity = read_activity(directory.activity(name))
+        predicted = plan.rationale.memory_of(worker) if plan.rationale and worker is not None else None
+        found.append(
+            ProcessState(
+                name=name,
+                activity=activity.text if activity else None,
+                since_s=max(0.0, now_s - activity.since) if activity else None,
+                peak_bytes=peaks[worker] if worker is not None and worker < len(peaks) else None,
+                predicted_bytes=predicted.peak_bytes if predicted else None,
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,132 @@
+"""Where a run stands: numbers by hand, of runs that go on, have ended or were lost."""
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from realhf import cli
+from realhf.cli.status import duration
+from realhf.report.run_status import Speed, read_run_status
+from realhf.scheduler.activity import ActivityWriter
+from realhf.scheduler.run_directory import RunDirectory
+from tests.unit.report.run_directories import PLAN, RATIONALE, metrics_line, write_run
+
+NOW_S = 1e9 + 100
+MIB = 2**20
+
+
+def line(step: int, end_s: float) -> dict[str, Any]:
+    """A step of 1000 tokens a step's number that ended `end_s` after 1e9."""
+    calls = {"actor_generate": {"start": 1e9 + end_s - 1, "end": 1e9 + end_s, "seconds": 1.0, "predicted_s": None}}
+    return metrics_line(step) | {"calls": calls}
+
+
+def running(path: Path, updated_s: float = 1e9 + 99.5) -> RunDirectory:
+    """Steps 1 and 2, a failure, and from the checkpoint after step 2 on steps 3 to 5 of 25."""
+    write_run(
+        path,
+        plan=PLAN | {"rationale": RATIONALE},
+        metrics=[line(1, 10), line(2, 20), line(3, 80), line(4, 82), line(5, 86)],
+        happened=[
+            {"time_s": 1e9, "event": "started", "step": 0},
+            {"time_s": 1e9 + 21, "event": "checkpoint", "step": 2},
+            {"time_s": 1e9 + 40, "event": "failed", "step": 3, "message": "worker-1 was killed\n  | its log"},
+            {"time_s": 1e9 + 41, "event": "restarted", "step": 2},
+            {"time_s": 1e9 + 87, "event": "checkpoint", "step": 5},
+        ],
+    )
+    status = {"state": "running", "step": 5, "steps": 25, "updated": updated_s}
+    (path / "status.json").write_bytes(msgspec.json.encode(status))
+    for step in (2, 5):
+        (path / f"checkpoints/step-{step}").mkdir(parents=True)
+    (path / "checkpoints/.step-6.part").mkdir()
+    return RunDirectory(path)
+
+
+def note_activity(directory: RunDirectory, process: str, text: str, since_s: float) -> None:
+    path = directory.activity(process)
+    path.parent.mkdir(exist_ok=True)
+    ActivityWriter(path).set(text)
+    data = bytearray(path.read_bytes())
+    struct.pack_into("<d", data, 8 + data[0] * 252, since_s)  # the clock is not the test's
+    path.write_bytes(data)
+
+
+def test_a_run_that_goes_on(tmp_path: Path) -> None:
+    directory = running(tmp_path / "run")
+    note_activity(directory, "master", "steps 4 to 6", 1e9 + 80)
+    note_activity(directory, "worker-1", "actor_generate of step 6: compute", 1e9 + 98)
+    status = read_run_status(directory, NOW_S)
+    assert (status.state, status.experiment, status.step, status.steps) == ("running", "PPOExperiment", 5, 25)
+    # Steps 4 and 5, 4000 and 5000 tokens, took the six seconds since the end of step 3: the restart does not count.
+    assert status.speed == Speed(step_s=3.0, tokens_per_s=1500.0)
+    assert status.remaining_s == 60.0
+    assert status.silent_s == pytest.approx(0.5)
+    assert (status.checkpoints, status.checkpoint_age_s) == ((2, 5), 13.0)
+    assert (status.restarts, status.last_failure) == (1, "worker-1 was killed")
+    master, first, second = status.processes
+    assert (master.name, master.activity, master.since_s, master.peak_bytes) == ("master", "steps 4 to 6", 20.0, None)
+    assert (first.name, first.activity, first.since_s) == ("worker-0", None, None)
+    assert (second.activity, second.since_s) == ("actor_generate of step 6: compute", 2.0)
+    assert (first.peak_bytes, second.peak_bytes) == (400 * MIB, 205 * MIB)
+    assert (second.predicted_bytes, status.memory_limit_bytes) == (300 * MIB, 800 * MIB)
+
+
+def test_a_run_of_which_nothing_is_heard_any_more_is_lost(tmp_path: Path) -> None:
+    status = read_run_status(running(tmp_path / "run", updated_s=1e9 + 30), NOW_S)
+    assert (status.state, status.silent_s, status.remaining_s) == ("lost", 70.0, None)
+
+
+def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    status = read_run_status(RunDirectory(write_run(tmp_path / "run", state=None)), NOW_S)
+    assert (status.state, status.speed, status.checkpoints, status.restarts) == ("not started", None, (), 0)
+    assert [process.activity for process in status.processes] == [None] * 3
+
+
+def test_the_speed_after_one_step_is_that_step_s(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "run", state="running", metrics=[line(1, 10)])
+    assert read_run_status(RunDirectory(run), NOW_S).speed == Speed(step_s=2.0, tokens_per_s=500.0)
+
+
+def test_of_a_long_run_the_last_steps_are_read(tmp_path: Path) -> None:
+    lines = [line(step, 2.0 * step) for step in range(1, 2000)]
+    run = write_run(tmp_path / "run", metrics=lines)
+    assert (run / "metrics.jsonl").stat().st_size < 2**20
+    (run / "metrics.jsonl").write_text("no JSON here\n" + "x" * 2**20 + "\n" + (run / "metrics.jsonl").read_text())
+    speed = read_run_status(RunDirectory(run), NOW_S).speed
+    assert speed is not None
+    assert speed.step_s == pytest.approx(2.0)
+
+
+def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory = running(tmp_path / "run")
+    note_activity(directory, "worker-1", "actor_generate of step 6: compute", 1e9 + 98)
+    assert cli.main(["status", str(directory.path)]) == 0
+    text = capsys.readouterr().out
+    for part in ("step 5 of 25; 3 s a step, 1,500 tokens/s", "the newest after step 5", "worker-1 was killed"):
+        assert part in text
+    for cell in ("actor_generate of step 6: compute", "205 MiB", "300 MiB", "limit 800 MiB"):
+        assert cell in text
+    assert "go on from the last checkpoint with --resume" in text  # it is long ago
+
+    assert cli.main(["status", str(directory.path), "--json"]) == 0
+    read = msgspec.json.decode(capsys.readouterr().out)
+    assert (read["state"], read["step"], read["speed"]) == ("lost", 5, {"step_s": 3.0, "tokens_per_s": 1500.0})
+    assert read["processes"][2]["activity"] == "actor_generate of step 6: compute"
+
+
+def test_a_directory_of_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", str(tmp_path)]) == 2
+    assert "is no run directory: it has no plan.json; give the --run-dir of a run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.04, "0.0 s"), (9.9, "9.9 s"), (59.4, "59 s"), (59.6, "1 min"), (200, "3 min 20 s"), (7500, "2 h 5 min"),
+     (86_400 * 3 + 3600 * 4 + 59, "3 d 4 h"), (86_400, "1 d")],
+)  # fmt: skip
+def test_durations_have_their_two_largest_units(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
