@@ -1,0 +1,53 @@
+"""PPO in small, whose critic trains on a step only while the actor generates for the next: for `test_overlap.py`."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+from realhf.algorithms.ppo.config import PPOActor, PPOCritic
+from realhf.api.experiment import auto
+from realhf.api.graph import ModelFunctionCallDef
+from realhf.api.model import DecoderConfig
+from realhf.api.run import load_experiment_class
+from realhf.data import sort_task
+
+PPOExperiment: Any = load_experiment_class(Path(__file__).parents[2] / "experiments/ppo.py")
+TINY = replace(sort_task.SORT_MODEL, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=4)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeetingActor(PPOActor):
+    """Both come to the `meeting`, a folder, and wait there for each other; "" is none."""
+
+    implementation: ClassVar[str] = "meeting_job_interface:MeetingActorInterface"
+
+    meeting: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeetingCritic(PPOCritic):
+    """As `MeetingActor`; in the last of the `steps` it has nobody to wait for."""
+
+    implementation: ClassVar[str] = "meeting_job_interface:MeetingCriticInterface"
+
+    meeting: str = ""
+    steps: int
+
+
+@auto(batch_size=8)
+@dataclass(frozen=True, kw_only=True)
+class MeetingJob(PPOExperiment):
+    batch_size: int = 8
+    mini_batches: int = 1
+    model: DecoderConfig = TINY
+    evaluate: bool = False
+    meeting: str = ""
+
+    @property
+    def rpcs(self) -> list[ModelFunctionCallDef]:
+        interfaces = {
+            "actor": MeetingActor(ppo=self.ppo, meeting=self.meeting),
+            "critic": MeetingCritic(ppo=self.ppo, meeting=self.meeting, steps=self.steps),
+        }
+        calls: list[ModelFunctionCallDef] = super().rpcs
+        return [replace(call, interface_impl=interfaces.get(call.model_name, call.interface_impl)) for call in calls]
