@@ -17,7 +17,8 @@ TINY = replace(sort_task.SORT_MODEL, hidden_size=32, intermediate_size=48, num_l
 
 @dataclass(frozen=True, kw_only=True)
 class BreakableActor(PPOActor):
-    """`fault_file` holds "pid N", or "step N" (from 0): that process raises once, or every one in that step."""
+    """`fault_file` holds "pid N", or "step N" (from 0): that process raises once, or every one in that step.
+    Or "device D from step N": whoever has that device is killed in each of these steps."""
 
     implementation: ClassVar[str] = "fault_job_interface:BreakableActorInterface"
 

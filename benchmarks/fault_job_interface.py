@@ -1,6 +1,7 @@
 """The actor of `fault_job.py`."""
 
 import os
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -32,6 +33,10 @@ class BreakableActorInterface(PPOActorInterface):
         wanted = self._fault_file.read_text()
         if wanted == f"step {context.step}":
             raise RuntimeError("broken on purpose")
+        match wanted.split():
+            case ["device", device, "from", "step", step]:
+                if device == os.environ["CUDA_VISIBLE_DEVICES"] and context.step >= int(step):
+                    os.kill(os.getpid(), signal.SIGKILL)
         if wanted == f"pid {os.getpid()}":
             self._fault_file.unlink()
             raise RuntimeError("broken on purpose")

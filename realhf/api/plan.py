@@ -1,5 +1,6 @@
 """The execution plan: where every call runs, how, and in which order. A file people can edit."""
 
+import hashlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,6 +16,7 @@ from realhf.api.offload import check_offload
 from realhf.api.rationale import Rationale
 
 FORMAT = "execution-plan/1"
+DIGEST_LENGTH = 12  # of a plan's digest, where people read it
 
 
 class CallPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,6 +110,13 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             for entry in period
             if 0 <= t - entry.steps_back < steps
         ]
+
+
+def plan_digest(plan: ExecutionPlan) -> str:
+    """SHA-256 of what is carried out, in hexadecimal: predictions, notes and reasons do not count."""
+    calls = {name: msgspec.structs.replace(call, predicted_s=None) for name, call in plan.calls.items()}
+    carried_out = msgspec.structs.replace(plan, calls=calls, predicted_step_s=None, models={}, notes={}, rationale=None)
+    return hashlib.sha256(msgspec.json.encode(carried_out, order="deterministic")).hexdigest()
 
 
 def load_plan(path: str | Path) -> ExecutionPlan:

@@ -37,6 +37,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     Checkpoints are saved at the end, and every so many steps and minutes. `keep_checkpoints` of them are kept, the
     newest ones (None: all), and with `keep_best` the one with the highest value of that statistic ("min:" before the
     name: the lowest). `resume_step` steps were made by earlier starts of the run: it goes on from that checkpoint.
+    `avoided` are devices of this machine or nodes of a cluster that the run does without, after failures there.
 
     Raises:
         UserError: at construction, a number is too low.
@@ -55,6 +56,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     keep_checkpoints: int | None = None
     keep_best: str | None = None
     resume_step: int = 0
+    avoided: tuple[str, ...] = ()
     verify_reallocations_every: int = 100
     call_timeout_s: float = 600.0
     setup_timeout_s: float = 300.0

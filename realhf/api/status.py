@@ -12,12 +12,14 @@ RunState = Literal["starting", "running", "done", "failed", "interrupted"]
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """`status.json`: where the run stands. `message` says what went wrong, if something did."""
+    """`status.json`: where the run stands. `message` says what went wrong, if something did, and
+    `blamed` are the workers that it blames."""
 
     state: RunState
     step: int
     steps: int
     message: str = ""
+    blamed: tuple[int, ...] = ()
     updated: float = 0.0
 
 

@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import os
 import sys
 import time
 from pathlib import Path
@@ -12,15 +11,16 @@ from realhf.api.errors import RunError, UserError
 from realhf.api.run import Run
 from realhf.api.status import Status, write_status
 from realhf.cli.experiment import add_experiment_arguments
+from realhf.cli.fewer import recovery_of
 from realhf.cli.interruption import Interruption
 from realhf.cli.progress import Progress, print_summary
 from realhf.cli.runs import new_run, resumed_run
-from realhf.scheduler.base import MASTER, Launcher, ProcessSpec, worker_name
+from realhf.scheduler.base import MASTER, Launcher
 from realhf.scheduler.events import note
-from realhf.scheduler.local import LocalLauncher
 from realhf.scheduler.recovery import note_start, run_to_end
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.scheduler.sbatch import SlurmOptions, sbatch_text
+from realhf.scheduler.site import LocalSite, Site, SlurmSite
 from realhf.scheduler.slurm import SlurmLauncher
 from realhf.scheduler.start import prepare
 
@@ -109,6 +109,22 @@ def _add_checkpoint_arguments(command: argparse.ArgumentParser) -> None:
         "--max-restarts", type=_positive_int, default=3, metavar="K", help="of --recover auto, in all (default 3)"
     )
     group.add_argument(
+        "--min-workers",
+        type=_positive_int,
+        metavar="N",
+        help="--recover auto goes on with fewer workers, N at least, where devices or nodes are lost "
+        "(default: with --fallback-plan those of its smallest, else no fewer)",
+    )
+    group.add_argument(
+        "--fallback-plan",
+        type=Path,
+        action="append",
+        default=[],
+        metavar="PLAN",
+        help="take this plan.json where workers are lost and it fits, rather than search for one; may be repeated, "
+        "the largest that fits is taken",
+    )
+    group.add_argument(
         "--resume", action="store_true", help="go on with the run in --run-dir, from its newest good checkpoint"
     )
 
@@ -119,8 +135,8 @@ def execute(arguments: argparse.Namespace) -> int:
     run = new_run(arguments)
     directory = RunDirectory(_run_directory(arguments))
     if arguments.dry_run:
-        processes = _processes(run, directory, is_local=arguments.launcher == "local")
-        print(sbatch_text(_slurm_options(arguments, run), processes, directory))
+        site = SlurmSite(_slurm_options(arguments, run), directory)
+        print(sbatch_text(site.options_of(run), site.processes(run), directory))
         return 0
     RunDirectory.create(directory.path)
     with directory.lock(LAUNCHER_LOCK):
@@ -161,10 +177,8 @@ def _carry_out(run: Run, directory: RunDirectory, arguments: argparse.Namespace)
             run_to_end(
                 run,
                 directory,
-                _processes(run, directory, is_local=arguments.launcher == "local"),
-                lambda: _launcher(arguments, run, directory),
-                max_restarts=arguments.max_restarts if arguments.recover == "auto" else 0,
-                is_remote=arguments.launcher == "slurm",
+                _site(arguments, run, directory),
+                recovery_of(arguments),
                 on_poll=on_poll,
                 on_restart=lambda reason, again: progress.restart(reason, again.spec.resume_step),
             )
@@ -188,29 +202,6 @@ def _carry_out(run: Run, directory: RunDirectory, arguments: argparse.Namespace)
 def _run_directory(arguments: argparse.Namespace) -> Path:
     name = f"{Path(arguments.experiment).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     return (arguments.run_dir or Path("runs") / name).absolute()
-
-
-def _processes(run: Run, directory: RunDirectory, is_local: bool) -> list[ProcessSpec]:
-    """The master and one worker a device."""
-    env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONUNBUFFERED": "1"}
-    host = ("127.0.0.1",) if is_local else ()
-    master = ProcessSpec(
-        name=MASTER,
-        argv=(sys.executable, "-m", "realhf.master", str(directory.path), *host),
-        env=env,
-        log_path=directory.log(MASTER),
-    )
-    workers = [
-        ProcessSpec(
-            name=worker_name(i),
-            argv=(sys.executable, "-m", "realhf.worker", str(directory.path)),
-            # Under SLURM each task is shown its own GPU; here the launcher does that. Without GPUs it means nothing.
-            env={**env, "CUDA_VISIBLE_DEVICES": str(i)} if is_local else env,
-            log_path=directory.log(worker_name(i)),
-        )
-        for i in range(run.spec.num_workers)
-    ]
-    return [master, *workers]
 
 
 def _write_report(directory: RunDirectory) -> None:
@@ -241,15 +232,14 @@ def _positive_int(text: str) -> int:
     return value
 
 
-def _launcher(arguments: argparse.Namespace, run: Run, directory: RunDirectory) -> Launcher:
+def _site(arguments: argparse.Namespace, run: Run, directory: RunDirectory) -> Site:
     if arguments.launcher == "local":
-        return LocalLauncher()
-    return SlurmLauncher(_slurm_options(arguments, run), directory)
+        return LocalSite(directory)
+    return SlurmSite(_slurm_options(arguments, run), directory)
 
 
 def _slurm_options(arguments: argparse.Namespace, run: Run) -> SlurmOptions:
     return SlurmOptions(
-        nodes=arguments.nodes,
         workers_per_node=run.spec.devices_per_node,
         with_gpus=not arguments.cpu_only,
         job_name=f"realhf-{Path(arguments.experiment).stem}",

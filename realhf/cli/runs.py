@@ -12,6 +12,7 @@ from realhf.api.plan import ExecutionPlan, load_plan
 from realhf.api.run import Run, RunSpec
 from realhf.api.status import read_status
 from realhf.cli.experiment import build_experiment
+from realhf.cli.fewer import check_recovery
 from realhf.cli.planning import cluster_of, has_gpus, plan_for
 from realhf.engine.megatron_check import check_megatron
 from realhf.master.trackers import check_trackers
@@ -79,6 +80,8 @@ def resumed_run(arguments: argparse.Namespace, directory: RunDirectory) -> tuple
     num_rows = experiment.dataset.check()
     plan, cluster = _plan(experiment, arguments, saved, directory)
     options = {**_base(arguments, experiment, cluster), **_given(arguments), "resume_step": choice.state.step}
+    if arguments.plan is not None or _names_devices(arguments):
+        options["avoided"] = ()  # who names devices has seen to them
     run = Run(msgspec.structs.replace(saved, **options), experiment, plan)
     _check(run, num_rows, arguments)
     _check_state(run, choice.state, directory)
@@ -152,7 +155,7 @@ def _plan(
 ) -> tuple[ExecutionPlan, Cluster]:
     """The run's own plan, unless the command line asks for another or for another number of devices."""
     given = vars(arguments)
-    if arguments.nodes == 1 and arguments.num_workers is None and arguments.gpus_per_node is None:
+    if not _names_devices(arguments):
         nodes = 1 if arguments.plan else saved.num_workers // saved.devices_per_node
         given = given | {"nodes": nodes, "gpus_per_node": None if arguments.plan else saved.devices_per_node}
     wanted = argparse.Namespace(**given)
@@ -161,6 +164,11 @@ def _plan(
         if (cluster.num_devices, cluster.devices_per_node) == (saved.num_workers, saved.devices_per_node):
             return load_plan(directory.plan), cluster
     return plan_for(experiment, wanted)
+
+
+def _names_devices(arguments: argparse.Namespace) -> bool:
+    """Whether the command line says how many devices there are."""
+    return arguments.nodes != 1 or arguments.num_workers is not None or arguments.gpus_per_node is not None
 
 
 def _check_state(run: Run, state: RunState, directory: RunDirectory) -> None:
@@ -184,6 +192,7 @@ def _check_state(run: Run, state: RunState, directory: RunDirectory) -> None:
 def _check(run: Run, num_rows: int, arguments: argparse.Namespace) -> None:
     """Everything about a run that can be wrong, found before a process starts."""
     run.check()
+    check_recovery(arguments, run)
     check_trackers(run.spec)
     _check_backends(run, has_gpus=has_gpus() if arguments.launcher == "local" else not arguments.cpu_only)
     if num_rows < run.settings.batch_size:

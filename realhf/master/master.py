@@ -4,9 +4,11 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections.abc import Iterable
 from functools import cached_property
 
 from realhf.api.errors import RunError
+from realhf.api.plan import DIGEST_LENGTH, plan_digest
 from realhf.api.run import Run
 from realhf.api.status import RunState, Status, write_status
 from realhf.data.datasets import JSONLDataset
@@ -94,7 +96,7 @@ class Master:
                     task.result()
             self._write_status("done")
         except RunError as error:
-            self._write_status("failed", str(error))
+            self._write_status("failed", str(error), error.workers)
             raise
         finally:
             for task in tasks:
@@ -141,7 +143,8 @@ class Master:
             missing = sorted(set(range(self._num_workers)) - self._ready)
             states = ", ".join(f"worker {i} ({self._activity.get(i, 'never heard of')})" for i in missing)
             raise RunError(
-                f"not ready within {timeout_s:g} s: {states}; read {self._directory.log(worker_name(missing[0]))}"
+                f"not ready within {timeout_s:g} s: {states}; read {self._directory.log(worker_name(missing[0]))}",
+                workers=missing,
             ) from None
 
     def _is_evaluated(self, step: int) -> bool:
@@ -149,6 +152,10 @@ class Master:
         if step and not Borders(self._run).evaluates_after(step):
             return True
         return step in self._evaluations.steps()
+
+    @cached_property
+    def _plan_digest(self) -> str:
+        return plan_digest(self._run.plan)[:DIGEST_LENGTH]
 
     @cached_property
     def _rows(self) -> DatasetRows:
@@ -168,6 +175,7 @@ class Master:
     def _record_step(self, step: int, records: list[CallRecord]) -> None:
         metrics = step_metrics(step + 1, records, self._run.plan, self._previous_end)
         self._previous_end = max(record.end for record in records)
+        metrics |= {"num_workers": self._num_workers, "plan": self._plan_digest}
         for name in self._run.graph.calls:
             metrics["calls"][name]["weights_version"] = self._run.graph.weights_version(name, step)
         self._metrics.write(metrics)
@@ -250,7 +258,8 @@ class Master:
         cause = min(failures, key=lambda w: (failures[w].blames_peer, w))
         return RunError(
             f"worker {cause} failed in {self._dispatcher.describe(cause)}; log: "
-            f"{self._directory.log(worker_name(cause))}\n{failures[cause].text.rstrip()}"
+            f"{self._directory.log(worker_name(cause))}\n{failures[cause].text.rstrip()}",
+            workers=[cause],
         )
 
     async def _watch(self) -> None:
@@ -269,7 +278,8 @@ class Master:
                 raise await self._with_stacks(
                     RunError(
                         f"no answer within {self._run.spec.call_timeout_s:g} s from {who}; raise --call-timeout-s if "
-                        f"this may take longer; log: {logs}"
+                        f"this may take longer; log: {logs}",
+                        workers=late,
                     )
                 )
 
@@ -287,7 +297,8 @@ class Master:
                 f"{self._dispatcher.describe(worker)} ({self._activity.get(worker, 'no heartbeat yet')})"
                 f"{self._garbage(worker)}; log: {self._directory.log(worker_name(worker))}"
                 for worker in workers
-            )
+            ),
+            workers=workers,
         )
 
     async def _with_stacks(self, error: RunError) -> RunError:
@@ -305,13 +316,16 @@ class Master:
         written = sum(file.exists() for file in files.values())
         if not written:
             return error
-        return RunError(f"{error}\nPython stacks of {written} workers: {self._directory.stacks('worker-*')}")
+        return RunError(
+            f"{error}\nPython stacks of {written} workers: {self._directory.stacks('worker-*')}", error.workers
+        )
 
     def _garbage(self, worker: int) -> str:
         count = self._server.garbage(worker)
         return f", {count} of whose messages made no sense and were dropped" if count else ""
 
-    def _write_status(self, state: RunState, message: str = "") -> None:
+    def _write_status(self, state: RunState, message: str = "", blamed: Iterable[int] = ()) -> None:
         self._state = state
         steps = self._run.experiment.steps
-        write_status(self._directory.status, Status(state=state, step=self._step, steps=steps, message=message))
+        status = Status(state=state, step=self._step, steps=steps, message=message, blamed=tuple(sorted(blamed)))
+        write_status(self._directory.status, status)

@@ -1,8 +1,10 @@
 """The HTML page of a report: one file with everything in it, readable without a network."""
 
 import json
+import statistics
 import time
 from html import escape
+from itertools import groupby
 from pathlib import Path
 
 from realhf.api.plan import write_atomically
@@ -41,7 +43,7 @@ def page(run: RunData, now_s: float) -> str:
         _curves(run),
         _times(run),
         _timeline(run),
-        memory_section(run.plan, run.metrics),
+        memory_section(run.plan, run.under_plan),
         plan_section(run.plan),
         _events(run),
         _experiment(run),
@@ -122,7 +124,8 @@ def _times(run: RunData) -> str:
     ratio = step_s / predicted_s if predicted_s and step_s is not None else None
     total = ["whole step", _seconds(predicted_s), _seconds(step_s), _ratio(ratio)]
     header = ["call", "predicted, s", "measured, s", "measured / predicted"]
-    steps = f"{len(run.metrics)} step{'' if len(run.metrics) == 1 else 's'}"
+    count = len(run.under_plan)
+    steps = f"{count} step{'' if count == 1 else 's'}" + (" under this plan" if count < len(run.metrics) else "")
     note = f"Measured: the median of {steps}; reallocation and transfer count in the whole step only."
     if not any(time.predicted_s for time in times):
         note += " The plan carries no predictions (it was not made by a search)."
@@ -155,8 +158,21 @@ def _events(run: RunData) -> str:
     for event in run.happened:
         message = event.message.partition("\n")[0]  # below it are a log's last lines
         rows.append([_clock(event.time_s), event.event, str(event.step), message])
-    note = '<p class="muted">Starts, checkpoints, failures and restarts, after how many steps.</p>'
-    return section(title, note, table(["time", "what", "steps made", ""], rows, style="words"))
+    note = '<p class="muted">Starts, checkpoints, failures, restarts and other plans, after how many steps.</p>'
+    return section(title, note, table(["time", "what", "steps made", ""], rows, style="words"), _plans(run))
+
+
+def _plans(run: RunData) -> str:
+    """Which steps were made on how many workers under which plan, where that changed; else nothing."""
+    rows = []
+    for (plan, num_workers), lines in groupby(run.metrics, lambda line: (line.get("plan"), line.get("num_workers"))):
+        made = list(lines)
+        step_s = statistics.median(line["time_s"] for line in made)
+        rows.append([f"{made[0]['step']}-{made[-1]['step']}", str(num_workers), str(plan), f"{step_s:.3g}"])
+    if len(rows) < 2:
+        return ""
+    note = "The plan is <code>plan.json</code>, those before are <code>plan-1.json</code> and so on."
+    return f'<p class="muted">{note}</p>' + table(["steps", "workers", "plan", "s a step (median)"], rows)
 
 
 def _experiment(run: RunData) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from realhf.api.errors import UserError
-from realhf.api.plan import ExecutionPlan, load_plan
+from realhf.api.plan import DIGEST_LENGTH, ExecutionPlan, load_plan, plan_digest
 from realhf.api.status import Status, read_status
 from realhf.scheduler.events import Event, read_events
 from realhf.scheduler.run_directory import RunDirectory
@@ -49,8 +49,14 @@ class RunData:
         return sum(line["tokens"] for line in self.metrics) / time_s if time_s > 0 else None
 
     @property
+    def under_plan(self) -> list[dict[str, Any]]:
+        """The metrics of the steps that were made under the plan as it is now; a run may have had others before."""
+        return lines_under(self.plan, self.metrics)
+
+    @property
     def median_step_s(self) -> float | None:
-        return statistics.median(line["time_s"] for line in self.metrics) if self.metrics else None
+        """Of the steps under the plan as it is now."""
+        return statistics.median(line["time_s"] for line in self.under_plan) if self.under_plan else None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,11 +146,18 @@ def read_trace(path: Path, tail_bytes: int = TRACE_TAIL_BYTES) -> list[TraceEven
     return events
 
 
+def lines_under(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of metrics of the steps made under a plan. Lines that name none (of older runs) count."""
+    digest = plan_digest(plan)[:DIGEST_LENGTH]
+    return [line for line in metrics if line.get("plan", digest) == digest]
+
+
 def call_times(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> list[CallTime]:
-    """Predicted and measured seconds of every call of the plan, in its order."""
+    """Predicted and measured seconds of every call of the plan, in its order, of the steps made under it."""
+    lines = lines_under(plan, metrics)
     times = []
     for name, call in plan.calls.items():
-        seconds = [line["calls"][name]["seconds"] for line in metrics if name in line["calls"]]
+        seconds = [line["calls"][name]["seconds"] for line in lines if name in line["calls"]]
         measured_s = statistics.median(seconds) if seconds else None
         times.append(CallTime(call=name, predicted_s=call.predicted_s, measured_s=measured_s))
     return times

@@ -13,6 +13,12 @@ def worker_name(index: int) -> str:
     return f"worker-{index}"
 
 
+def worker_of(name: str) -> int | None:
+    """The index of the worker whose process has this name, None for the master's."""
+    prefix, _, index = name.partition("-")
+    return int(index) if prefix == "worker" and index.isdecimal() else None
+
+
 def worker_index(environ: Mapping[str, str]) -> int | None:
     """The index that a launcher gave to this worker process through its environment, None outside of one."""
     text = environ.get(WORKER_INDEX_VARIABLE)
@@ -39,8 +45,7 @@ class ProcessSpec:
     @property
     def index(self) -> int | None:
         """The worker's index, None for the master."""
-        prefix, _, index = self.name.partition("-")
-        return int(index) if prefix == "worker" and index.isdecimal() else None
+        return worker_of(self.name)
 
 
 # The exit code of a process of whose end only the cluster knows.

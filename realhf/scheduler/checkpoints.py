@@ -4,7 +4,6 @@
 on the disk.
 """
 
-import hashlib
 import os
 import re
 import shutil
@@ -15,7 +14,6 @@ from pathlib import Path
 import msgspec
 
 from realhf.api.errors import UserError
-from realhf.api.plan import ExecutionPlan
 from realhf.models.checkpoint_digest import check_content, file_digest
 from realhf.models.checkpoint_index import INDEX_FILE, read_index, write_durably
 
@@ -50,11 +48,6 @@ class Choice:
 
     state: RunState | None
     damaged: dict[int, str]
-
-
-def plan_digest(plan: ExecutionPlan) -> str:
-    """Equal for equal plans."""
-    return hashlib.sha256(msgspec.json.encode(plan, order="deterministic")).hexdigest()
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:

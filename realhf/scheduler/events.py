@@ -1,4 +1,4 @@
-"""`events.jsonl`: what happened to a run as a whole: starts, checkpoints, failures, restarts."""
+"""`events.jsonl`: what happened to a run as a whole: starts, checkpoints, failures, restarts, other plans."""
 
 import sys
 import time
@@ -7,7 +7,7 @@ from typing import Literal
 
 import msgspec
 
-EventKind = Literal["started", "checkpoint", "failed", "interrupted", "resumed", "restarted", "ended"]
+EventKind = Literal["started", "checkpoint", "failed", "interrupted", "resumed", "restarted", "replanned", "ended"]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

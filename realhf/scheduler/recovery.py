@@ -1,72 +1,144 @@
 """A run to its end: started, watched, and started again from its newest good checkpoint when it breaks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import msgspec
 
-from realhf.api.errors import RunError
+from realhf.api.errors import RunError, UserError
+from realhf.api.plan import DIGEST_LENGTH, ExecutionPlan, plan_digest
 from realhf.api.run import Run
-from realhf.scheduler.base import Launcher, ProcessSpec
+from realhf.scheduler.base import Launcher
 from realhf.scheduler.checkpoints import Choice, newest_good
+from realhf.scheduler.elastic import Suspects
 from realhf.scheduler.events import EventKind, note
 from realhf.scheduler.run_directory import RunDirectory
+from realhf.scheduler.site import Site
 from realhf.scheduler.start import prepare
 from realhf.scheduler.supervisor import supervise
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """What is done about failures: nothing by default.
+
+    `min_workers` is the least number of workers that a run goes on with when there is no place for more, None: that
+    of before. `plan_for_fewer` gives the plan of such a run for a number of workers, and raises UserError if there is
+    none.
+    """
+
+    max_restarts: int = 0
+    min_workers: int | None = None
+    plan_for_fewer: Callable[[Run, int], ExecutionPlan]
 
 
 def run_to_end(
     run: Run,
     directory: RunDirectory,
-    specs: Sequence[ProcessSpec],
-    make_launcher: Callable[[], Launcher],
+    site: Site,
+    recovery: Recovery,
     *,
-    max_restarts: int,
-    is_remote: bool = False,
     on_poll: Callable[[Launcher], None],
     on_restart: Callable[[str, Run], None],
 ) -> None:
     """Returns when the run has ended well. The directory has been prepared for its first start.
 
-    What is known of the run is in its directory: between two starts nothing is kept here but their number.
+    What is known of the run is in its directory: between two starts nothing is kept here but their number, and who
+    was to blame.
 
     Args:
-        make_launcher: a new launcher for every start.
-        is_remote: see `supervise`.
         on_restart: told what went wrong, and the run as it goes on.
 
     Raises:
-        RunError: it broke and all restarts have been made; no process is left. What else is raised (Ctrl-C) ends it.
+        RunError: it broke and all restarts have been made, or too few workers are left; no process is left. What else
+            is raised (Ctrl-C) ends it.
     """
-    for restarts_left in range(max_restarts, -1, -1):
-        launcher = make_launcher()
+    suspects = Suspects()
+    for restarts_left in range(recovery.max_restarts, -1, -1):
+        launcher = site.launcher(run)
         try:
-            supervise(launcher, specs, directory, partial(on_poll, launcher), is_remote=is_remote)
+            supervise(launcher, site.processes(run), directory, partial(on_poll, launcher), is_remote=site.is_remote)
             return
         except RunError as error:
             if not restarts_left:
                 raise
-            run = restarted(run, directory, str(error))
+            blamed = suspects.failed(last_step(directory), error.workers, run.spec.num_workers)
+            before = run
+            if recovery.min_workers is not None and (elsewhere := _elsewhere(run, site, recovery, blamed, error)):
+                run, suspects = elsewhere, Suspects()
+            run = restarted(run, directory, str(error), before)
             on_restart(str(error), run)
 
 
-def restarted(run: Run, directory: RunDirectory, reason: str) -> Run:
-    """The run as it goes on from its newest good checkpoint, or from the beginning, and its directory made ready."""
+def _elsewhere(run: Run, site: Site, recovery: Recovery, blamed: frozenset[int], error: RunError) -> Run | None:
+    """The run on other places than those that are lost and those of the workers `blamed`, fewer ones if there is no
+    room for all; None where it can stay."""
+    places = (site.place(run, worker) for worker in sorted(blamed))
+    gone = {place for place in places if place is not None} | site.lost(run)
+    avoided = frozenset(run.spec.avoided) | gone
+    room = site.room(run, avoided)
+    spec = msgspec.structs.replace(run.spec, avoided=tuple(sorted(avoided)))
+    if room >= run.spec.num_workers:  # a cluster has other nodes
+        return Run(spec, run.experiment, run.plan) if gone else None
+    assert recovery.min_workers is not None
+    if room < recovery.min_workers:
+        raise RunError(
+            f"{error}\nthere is room for {room} workers, fewer than --min-workers {recovery.min_workers}: without "
+            f"{', '.join(sorted(avoided)) or 'the nodes that are down'}; repair these, and go on with --resume "
+            f"--num-workers {run.spec.num_workers}"
+        ) from error
+    try:
+        plan = recovery.plan_for_fewer(run, room)
+    except UserError as no_plan:
+        raise RunError(f"{error}\nno plan for the {room} workers that there is room for: {no_plan}") from error
+    per_node = min(run.spec.devices_per_node, plan.num_devices) if site.is_remote else plan.num_devices
+    spec = msgspec.structs.replace(spec, num_workers=plan.num_devices, devices_per_node=per_node)
+    return Run(spec, run.experiment, plan)
+
+
+def restarted(run: Run, directory: RunDirectory, reason: str, before: Run | None = None) -> Run:
+    """The run as it goes on from its newest good checkpoint, or from the beginning, and its directory made ready.
+
+    `before`: the run that broke, where it may go on otherwise.
+    """
     note(directory.events, "failed", last_step(directory), reason)
     choice = newest_good(directory.checkpoints)
     step = 0 if choice.state is None else choice.state.step
     run = Run(msgspec.structs.replace(run.spec, resume_step=step), run.experiment, run.plan)
     prepare(run, directory)
+    if before is not None:
+        note_change(before, run, directory)
     note_start(run, directory, "restarted", choice)
     return run
+
+
+def note_change(before: Run, run: Run, directory: RunDirectory) -> None:
+    """Notes another number of workers, other places or another plan; nothing if there is none."""
+    old, new = (plan_digest(one.plan)[:DIGEST_LENGTH] for one in (before, run))
+    texts = []
+    if run.spec.num_workers != before.spec.num_workers:
+        texts.append(f"{_workers(run)} instead of {before.spec.num_workers}")
+    if gone := set(run.spec.avoided) - set(before.spec.avoided):
+        texts.append(f"without {', '.join(sorted(gone))}")
+    if new != old:
+        predicted_s = run.plan.predicted_step_s
+        prediction = f", {predicted_s:.3g} s a step predicted" if predicted_s else ""
+        texts.append(f"plan {new} instead of {old}{prediction}")
+    if texts:
+        note(directory.events, "replanned", run.spec.resume_step, "; ".join(texts))
 
 
 def note_start(run: Run, directory: RunDirectory, event: EventKind, choice: Choice | None = None) -> None:
     """Notes from where the run starts, and which checkpoints were passed over."""
     step = run.spec.resume_step
-    texts = [f"{run.spec.num_workers} workers, " + (f"from checkpoints/step-{step}" if step else "from the beginning")]
+    texts = [f"{_workers(run)}, " + (f"from checkpoints/step-{step}" if step else "from the beginning")]
     texts += [f"step {bad} is not good: {reason}" for bad, reason in (choice.damaged if choice else {}).items()]
     note(directory.events, event, step, "; ".join(texts))
+
+
+def _workers(run: Run) -> str:
+    return "1 worker" if run.spec.num_workers == 1 else f"{run.spec.num_workers} workers"
 
 
 def last_step(directory: RunDirectory) -> int:

@@ -29,6 +29,7 @@ class SlurmOptions:
     account: str | None = None
     time_limit: str | None = None
     nodelist: str | None = None
+    exclude: str | None = None
     extra_args: tuple[str, ...] = ()
     queue_timeout_s: float | None = None
     end_timeout_s: float = 60.0
@@ -123,6 +124,7 @@ def _job_args(options: SlurmOptions, directory: RunDirectory) -> list[str]:
         *([f"--account={options.account}"] if options.account else []),
         *([f"--time={options.time_limit}"] if options.time_limit else []),
         *([f"--nodelist={options.nodelist}"] if options.nodelist else []),
+        *([f"--exclude={options.exclude}"] if options.exclude else []),
     ]
     return [*map(shlex.quote, args), *options.extra_args]
 

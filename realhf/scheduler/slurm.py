@@ -81,7 +81,7 @@ class SlurmLauncher:
             left.unlink()
         script = self._directory.launcher / "job.sbatch"
         script.write_text(text)
-        submitted = _slurm("sbatch", "--parsable", str(script))
+        submitted = slurm_command("sbatch", "--parsable", str(script))
         job_id = submitted.stdout.strip().partition(";")[0]  # "17" or "17;cluster"
         if submitted.returncode or not job_id.isdecimal():
             raise UserError(
@@ -110,9 +110,9 @@ class SlurmLauncher:
             return
         if len(self._reported) == len(self._specs) and self._ends_within(_JOB_END_S):
             return  # it came to its own end and is not to be shown as cancelled
-        _slurm("scancel", self._job_id)  # SIGTERM now, SIGKILL after the cluster's KillWait
+        slurm_command("scancel", self._job_id)  # SIGTERM now, SIGKILL after the cluster's KillWait
         if not self._ends_within(grace_s):
-            _slurm("scancel", "--signal=KILL", "--full", self._job_id)
+            slurm_command("scancel", "--signal=KILL", "--full", self._job_id)
             if not self._ends_within(_KILL_S):
                 raise RunError(f"{self.status()} after scancel; end it by hand: scancel {self._job_id}")
         self._reported |= self._specs.keys()
@@ -122,7 +122,7 @@ class SlurmLauncher:
     def _look(self) -> None:
         assert self._job_id is not None
         self._looked_s = time.monotonic()
-        shown = _slurm("scontrol", "show", "job", "--oneliner", self._job_id)
+        shown = slurm_command("scontrol", "show", "job", "--oneliner", self._job_id)
         if shown.returncode == 0 and (state := re.search(r"\bJobState=([A-Z_]+)", shown.stdout)):
             reason = re.search(r"\bReason=(\S+)", shown.stdout)
             code = re.search(r"\bExitCode=(\d+:\d+)", shown.stdout)
@@ -201,7 +201,7 @@ class SlurmLauncher:
         ]
 
 
-def _slurm(*command: str) -> subprocess.CompletedProcess[str]:
+def slurm_command(*command: str) -> subprocess.CompletedProcess[str]:
     """Runs a SLURM command, with a deadline. Raises UserError where there is no such command."""
     # What an enclosing job put into the environment would speak for that job.
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SRUN_"))}

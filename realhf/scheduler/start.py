@@ -1,11 +1,13 @@
 """Makes a run directory ready for a start of its processes: the first one, or one that goes on from a checkpoint."""
 
+import contextlib
 import shutil
 from pathlib import Path
 
 import msgspec
 
-from realhf.api.plan import save_plan, write_atomically
+from realhf.api.errors import UserError
+from realhf.api.plan import ExecutionPlan, load_plan, plan_digest, save_plan, write_atomically
 from realhf.api.run import Run, RunSpec
 from realhf.api.status import Status, write_status
 from realhf.scheduler import checkpoints
@@ -17,7 +19,8 @@ def prepare(run: Run, directory: RunDirectory) -> None:
     """Leaves the directory as the run had it after `run.spec.resume_step` steps, with new keys.
 
     Metrics, evaluations and rollouts of later steps go: they will be made again. Traces of earlier starts stay
-    as trace-1.json, trace-2.json. Called by one process that holds the directory's lock, while no other is there.
+    as trace-1.json, trace-2.json, and plans that the run had before as plan-1.json and so on. Called by one process
+    that holds the directory's lock, while no other is there.
     """
     step = run.spec.resume_step
     checkpoints.tidy(directory.checkpoints, step)
@@ -27,11 +30,12 @@ def prepare(run: Run, directory: RunDirectory) -> None:
         if int(folder.name.removeprefix("step-")) > step:
             shutil.rmtree(folder)
     if directory.trace.exists():
-        directory.trace.rename(directory.path / f"trace-{1 + len(list(directory.path.glob('trace-*.json')))}.json")
+        directory.trace.rename(_next_name(directory.trace))
     for folder in (directory.keys, directory.rendezvous, directory.activity("master").parent):
         for path in folder.iterdir():
             path.unlink()
     write_spec(run.spec, directory)
+    _keep_former_plan(run.plan, directory)
     save_plan(run.plan, directory.plan)
     make_run_keys(directory.keys, num_workers=run.spec.num_workers)
     write_status(directory.status, Status(state="starting", step=step, steps=run.experiment.steps))
@@ -40,6 +44,20 @@ def prepare(run: Run, directory: RunDirectory) -> None:
 def write_spec(spec: RunSpec, directory: RunDirectory) -> None:
     """Writes `experiment.json`."""
     write_atomically(directory.experiment, msgspec.json.format(msgspec.json.encode(spec), indent=2) + b"\n")
+
+
+def _keep_former_plan(plan: ExecutionPlan, directory: RunDirectory) -> None:
+    if not directory.plan.exists():
+        return
+    with contextlib.suppress(UserError):  # whatever it is, it is no plan of this run
+        if plan_digest(load_plan(directory.plan)) == plan_digest(plan):
+            return
+    directory.plan.rename(_next_name(directory.plan))
+
+
+def _next_name(path: Path) -> Path:
+    """trace.json -> trace-3.json, if there are two already."""
+    return path.with_stem(f"{path.stem}-{1 + len(list(path.parent.glob(f'{path.stem}-*{path.suffix}')))}")
 
 
 class _StepLine(msgspec.Struct):

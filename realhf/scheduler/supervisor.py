@@ -8,7 +8,7 @@ from pathlib import Path
 from realhf.api.errors import RunError
 from realhf.api.status import read_status
 from realhf.scheduler.activity import read_activity
-from realhf.scheduler.base import MASTER, Exit, Launcher, ProcessSpec
+from realhf.scheduler.base import MASTER, Exit, Launcher, ProcessSpec, worker_of
 from realhf.scheduler.run_directory import RunDirectory
 
 POLL_S = 0.1
@@ -65,7 +65,7 @@ def supervise(
         _stop(launcher)
     bad = [end for end in exits.values() if end.returncode != 0]
     if bad:
-        raise RunError(_explain(bad, directory))
+        raise _explain(bad, directory)
     if len(exits) < len(specs):
         late = ", ".join(spec.name for spec in specs if spec.name not in exits)
         raise RunError(f"the master ended but {late} did not within {WORKERS_END_S:g} s; logs in {directory.logs}")
@@ -115,13 +115,17 @@ def _is_settled(exits: dict[str, Exit], num_processes: int) -> bool:
     return any(end.returncode < 0 for end in exits.values()) or MASTER in exits or len(exits) == num_processes
 
 
-def _explain(bad: Sequence[Exit], directory: RunDirectory) -> str:
+def _explain(bad: Sequence[Exit], directory: RunDirectory) -> RunError:
     """The most telling of several bad ends: who was killed, else what the master heard, else all."""
     killed = [end for end in bad if end.returncode < 0]
     status = read_status(directory.status)
     if not killed and status is not None and status.state == "failed":
-        return status.message
-    return "\n".join(_describe(end, directory) for end in killed or bad)
+        return RunError(status.message, status.blamed)
+    indices = (worker_of(end.name) for end in killed or bad)
+    return RunError(
+        "\n".join(_describe(end, directory) for end in killed or bad),
+        workers=[index for index in indices if index is not None],
+    )
 
 
 def _describe(end: Exit, directory: RunDirectory) -> str:

@@ -1,21 +1,24 @@
 """Starting again: from where, how often, and what the run directory looks like then."""
 
 import json
+import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from realhf.api.errors import RunError
+from realhf.api.errors import RunError, UserError
 from realhf.api.plan import ExecutionPlan
 from realhf.api.run import Run, RunSpec, load_plan
 from realhf.api.status import read_status
 from realhf.scheduler import supervisor
-from realhf.scheduler.base import MASTER, Exit, ProcessSpec
+from realhf.scheduler.base import MASTER, Exit, Launcher, ProcessSpec
+from realhf.scheduler.elastic import Suspects, largest_fitting
 from realhf.scheduler.events import Event, note, read_events
-from realhf.scheduler.recovery import last_step, run_to_end
+from realhf.scheduler.recovery import Recovery, last_step, run_to_end
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.scheduler.start import prepare
 from tests.unit.scheduler.saved_runs import damage, save
@@ -24,8 +27,8 @@ from tests.unit.scheduler.saved_runs import damage, save
 class FailingLauncher:
     """Its only process ends at once."""
 
-    def __init__(self, directory: RunDirectory, returncode: int):
-        self._exit = Exit(name=MASTER, returncode=returncode, log_path=directory.log(MASTER))
+    def __init__(self, directory: RunDirectory, returncode: int, name: str = MASTER):
+        self._exit = Exit(name=name, returncode=returncode, log_path=directory.log(name))
         self._ends: list[Exit] = []
 
     def start(self, specs: Sequence[ProcessSpec]) -> None:
@@ -70,20 +73,63 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(supervisor, "POLL_S", 0.001)
 
 
+@dataclass
+class FakeSite:
+    """Devices "a", "b", ... of which a run has the first that it does not avoid. The n-th start ends as the n-th end
+    says: the exit code, and whose it is."""
+
+    directory: RunDirectory
+    ends: list[tuple[int, str]]
+    devices: str = "abcdef"
+    gone: frozenset[str] = frozenset()
+    is_remote: bool = False
+    starts: list[tuple[int, str]] = field(default_factory=list)
+
+    def launcher(self, run: Run) -> Launcher:
+        self.starts.append((run.spec.resume_step, self._devices(run)))
+        return FailingLauncher(self.directory, *self.ends.pop(0))
+
+    def processes(self, run: Run) -> list[ProcessSpec]:
+        return [ProcessSpec(name=MASTER, argv=("true",), log_path=self.directory.log(MASTER))]
+
+    def place(self, run: Run, worker: int) -> str | None:
+        return self._devices(run)[worker]
+
+    def lost(self, run: Run) -> frozenset[str]:
+        return self.gone
+
+    def room(self, run: Run, avoided: frozenset[str]) -> int:
+        return len(set(self.devices) - avoided)
+
+    def _devices(self, run: Run) -> str:
+        return "".join(sorted(set(self.devices) - set(run.spec.avoided)))[: run.spec.num_workers]
+
+
 def carry_out(run: Run, directory: RunDirectory, codes: list[int], max_restarts: int) -> list[int]:
     """The steps that the restarts go on from, where the n-th start ends with the n-th code."""
-    steps: list[int] = []
+    site = FakeSite(directory, [(code, MASTER) for code in codes])
+    try:
+        go_on(run, site, Recovery(max_restarts=max_restarts, plan_for_fewer=no_plan))
+    finally:
+        assert not site.ends
+    return [step for step, _ in site.starts[1:]]
+
+
+def go_on(run: Run, site: FakeSite, recovery: Recovery) -> list[str]:
+    """What `on_restart` is told."""
+    told: list[str] = []
     run_to_end(
-        run,
-        directory,
-        [ProcessSpec(name=MASTER, argv=("true",), log_path=directory.log(MASTER))],
-        lambda: FailingLauncher(directory, codes.pop(0)),
-        max_restarts=max_restarts,
-        on_poll=lambda _: None,
-        on_restart=lambda _, again: steps.append(again.spec.resume_step),
+        run, site.directory, site, recovery, on_poll=lambda _: None, on_restart=lambda text, _: told.append(text)
     )
-    assert not codes
-    return steps
+    return told
+
+
+def no_plan(run: Run, num_workers: int) -> ExecutionPlan:
+    raise UserError(f"nothing fits on {num_workers}")
+
+
+def plan_for_fewer(run: Run, num_workers: int) -> ExecutionPlan:
+    return ExecutionPlan(num_devices=num_workers, calls={}, predicted_step_s=0.25)
 
 
 def test_a_run_goes_on_from_its_newest_good_checkpoint(run: Run, directory: RunDirectory) -> None:
@@ -153,6 +199,91 @@ def test_events_survive_a_cut_off_line_and_a_disk_that_is_full(
     assert [(event.event, event.step) for event in read_events(path)] == [("checkpoint", 2)]
     note(tmp_path, "failed", 3, "why")  # a directory cannot be written either
     assert "not noted" in capsys.readouterr().err
+
+
+DEAD = (-9, "worker-1")
+DONE = (0, MASTER)
+ELASTIC = Recovery(max_restarts=5, min_workers=1, plan_for_fewer=plan_for_fewer)
+
+
+def restarts(directory: RunDirectory) -> list[str]:
+    return [f"{event.event}: {event.message}" for event in read_events(directory.events) if event.event != "failed"]
+
+
+def test_a_worker_that_dies_twice_at_one_place_is_done_without(run: Run, directory: RunDirectory) -> None:
+    site = FakeSite(directory, [DEAD, DEAD, DONE], devices="ab")
+    go_on(run, site, ELASTIC)
+    assert site.starts == [(0, "ab"), (4, "ab"), (4, "a")]
+    saved = json.loads(directory.experiment.read_text())
+    assert (saved["num_workers"], saved["devices_per_node"], saved["avoided"]) == (1, 1, ["b"])
+    assert load_plan(directory.plan).num_devices == 1
+    assert load_plan(directory.path / "plan-1.json") == run.plan
+    assert sorted(path.name for path in directory.keys.glob("*.secret")) == ["master.secret", "worker-0.secret"]
+    first, changed, second = restarts(directory)
+    assert first == "restarted: 2 workers, from checkpoints/step-4"
+    plans = r"plan \w{12} instead of \w{12}, 0\.25 s a step predicted"
+    assert re.fullmatch(rf"replanned: 1 worker instead of 2; without b; {plans}", changed)
+    assert second == "restarted: 1 worker, from checkpoints/step-4"
+
+
+def test_other_workers_in_turn_are_no_reason(run: Run, directory: RunDirectory) -> None:
+    site = FakeSite(directory, [DEAD, (-9, "worker-0"), DEAD, DONE], devices="ab")
+    go_on(run, site, ELASTIC)
+    assert [devices for _, devices in site.starts] == ["ab"] * 4
+
+
+def test_where_there_are_other_places_the_run_keeps_its_size(run: Run, directory: RunDirectory) -> None:
+    site = FakeSite(directory, [DEAD, DEAD, DONE], devices="abc")
+    go_on(run, site, ELASTIC)
+    assert [devices for _, devices in site.starts] == ["ab", "ab", "ac"]
+    assert restarts(directory)[1] == "replanned: without b"
+    assert load_plan(directory.plan) == run.plan
+
+
+def test_places_that_are_gone_are_not_tried_again(run: Run, directory: RunDirectory) -> None:
+    site = FakeSite(directory, [(-9, MASTER), DONE], devices="ab", gone=frozenset("a"))
+    go_on(run, site, ELASTIC)
+    assert [devices for _, devices in site.starts] == ["ab", "b"]
+
+
+def test_without_min_workers_nothing_changes(run: Run, directory: RunDirectory) -> None:
+    site = FakeSite(directory, [DEAD, DEAD, DONE], devices="ab", gone=frozenset("a"))
+    go_on(run, site, Recovery(max_restarts=5, plan_for_fewer=plan_for_fewer))
+    assert [devices for _, devices in site.starts] == ["ab", "ab", "ab"]
+
+
+@pytest.mark.parametrize(
+    ("least", "message"),
+    [
+        (
+            2,
+            r"room for 1 workers, fewer than --min-workers 2: without b; repair these, and .* --resume --num-workers 2",
+        ),
+        (1, r"no plan for the 1 workers that there is room for: nothing fits on 1"),
+    ],
+)
+def test_too_few_workers_end_the_run(least: int, message: str, run: Run, directory: RunDirectory) -> None:
+    site = FakeSite(directory, [DEAD, DEAD], devices="ab")
+    with pytest.raises(RunError, match=r"(?s)^worker-1 was killed by signal 9 .*" + message):
+        go_on(run, site, Recovery(max_restarts=5, min_workers=least, plan_for_fewer=no_plan))
+
+
+def test_suspects_by_hand() -> None:
+    suspects = Suspects()
+    assert not suspects.failed(3, [0, 1], 4)
+    assert not suspects.failed(4, [1], 4), "a step was made since"
+    assert not suspects.failed(4, [], 4), "nobody was to blame"
+    assert not suspects.failed(3, [1], 4)
+    assert suspects.failed(2, [1, 2], 4) == {1}
+    assert not Suspects().failed(0, [1], 2)
+    of_all = Suspects()
+    assert not of_all.failed(0, [0, 1], 2)
+    assert not of_all.failed(0, [0, 1], 2), "what all fail in is nobody's fault"
+
+
+def test_the_largest_plan_that_fits() -> None:
+    two, four = (ExecutionPlan(num_devices=n, calls={}) for n in (2, 4))
+    assert [largest_fitting([two, four], n) for n in (5, 4, 3, 1)] == [four, four, two, None]
 
 
 def silent_master(directory: RunDirectory, run: Run, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -1,0 +1,138 @@
+"""Where a run's processes run: what is started, on which devices or nodes, and how many workers there is room for."""
+
+import os
+import sys
+from dataclasses import dataclass, replace
+from itertools import count, islice
+from typing import Protocol
+
+from realhf.api.run import Run, RunSpec
+from realhf.scheduler.base import MASTER, Launcher, ProcessSpec, worker_name
+from realhf.scheduler.local import LocalLauncher
+from realhf.scheduler.nodes import job_nodes, usable_nodes, without_nodes
+from realhf.scheduler.run_directory import RunDirectory
+from realhf.scheduler.sbatch import SlurmOptions
+from realhf.scheduler.slurm import SlurmLauncher
+
+
+class Site(Protocol):
+    """Starts the processes of a run, and knows the places (devices, nodes) on which its workers are.
+
+    A run's specification names the places that it does without (`RunSpec.avoided`).
+    """
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether the processes run on other machines."""
+
+    def launcher(self, run: Run) -> Launcher:
+        """A new launcher, for one start."""
+
+    def processes(self, run: Run) -> list[ProcessSpec]:
+        """The master and one worker a device."""
+
+    def place(self, run: Run, worker: int) -> str | None:
+        """Where a worker of the last start was; None: not known."""
+
+    def lost(self, run: Run) -> frozenset[str]:
+        """The places of the last start that are not there any more, as far as that is known."""
+
+    def room(self, run: Run, avoided: frozenset[str]) -> int:
+        """How many of the run's workers there is room for now, without the places to be avoided."""
+
+
+@dataclass(frozen=True)
+class LocalSite:
+    """This machine; a place is the number of a device."""
+
+    directory: RunDirectory
+
+    @property
+    def is_remote(self) -> bool:
+        return False
+
+    def launcher(self, run: Run) -> Launcher:
+        return LocalLauncher()
+
+    def processes(self, run: Run) -> list[ProcessSpec]:
+        master = _process(self.directory, MASTER, "realhf.master", "127.0.0.1")
+        workers = []
+        for index, device in enumerate(_local_devices(run.spec)):
+            worker = _process(self.directory, worker_name(index), "realhf.worker")
+            # Without GPUs it means nothing.
+            workers.append(replace(worker, env={**worker.env, "CUDA_VISIBLE_DEVICES": device}))
+        return [master, *workers]
+
+    def place(self, run: Run, worker: int) -> str | None:
+        return _local_devices(run.spec)[worker]
+
+    def lost(self, run: Run) -> frozenset[str]:
+        return frozenset()
+
+    def room(self, run: Run, avoided: frozenset[str]) -> int:
+        return run.spec.num_workers - len(avoided.difference(run.spec.avoided))
+
+
+@dataclass
+class SlurmSite:
+    """A SLURM cluster; a place is the name of a node."""
+
+    options: SlurmOptions
+    directory: RunDirectory
+    _last: SlurmLauncher | None = None
+
+    @property
+    def is_remote(self) -> bool:
+        return True
+
+    def launcher(self, run: Run) -> Launcher:
+        self._last = SlurmLauncher(self.options_of(run), self.directory)
+        return self._last
+
+    def options_of(self, run: Run) -> SlurmOptions:
+        """What is asked of SLURM for a start of the run."""
+        nodes = run.spec.num_workers // run.spec.devices_per_node
+        nodelist, exclude = without_nodes(self.options.nodelist, run.spec.avoided)
+        return replace(self.options, nodes=nodes, nodelist=nodelist, exclude=exclude)
+
+    def processes(self, run: Run) -> list[ProcessSpec]:
+        # Each task is shown its own GPU by SLURM.
+        workers = [
+            _process(self.directory, worker_name(index), "realhf.worker") for index in range(run.spec.num_workers)
+        ]
+        return [_process(self.directory, MASTER, "realhf.master"), *workers]
+
+    def place(self, run: Run, worker: int) -> str | None:
+        nodes, node = self._nodes(), worker // run.spec.devices_per_node
+        return nodes[node] if node < len(nodes) else None
+
+    def lost(self, run: Run) -> frozenset[str]:
+        usable = self._usable()
+        return frozenset() if usable is None else frozenset(self._nodes()).difference(usable)
+
+    def room(self, run: Run, avoided: frozenset[str]) -> int:
+        usable = self._usable()
+        if usable is None:
+            return run.spec.num_workers  # SLURM does not say; the job waits for what it needs
+        return min(len(frozenset(usable) - avoided) * run.spec.devices_per_node, run.spec.num_workers)
+
+    def _usable(self) -> list[str] | None:
+        return usable_nodes(self.options.partition, self.options.nodelist)
+
+    def _nodes(self) -> list[str]:
+        """The nodes of the last start, by number."""
+        return job_nodes(self._last.job_id) if self._last and self._last.job_id else []
+
+
+def _local_devices(spec: RunSpec) -> list[str]:
+    """The numbers of the devices that the run has, by worker."""
+    return list(islice((str(i) for i in count() if str(i) not in spec.avoided), spec.num_workers))
+
+
+def _process(directory: RunDirectory, name: str, module: str, *words: str) -> ProcessSpec:
+    return ProcessSpec(
+        name=name,
+        argv=(sys.executable, "-m", module, str(directory.path), *words),
+        env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONUNBUFFERED": "1"},
+        log_path=directory.log(name),
+    )
