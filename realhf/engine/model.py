@@ -54,6 +54,7 @@ class ShardedModel:
         self.config, self.groups = config, groups
         self.tokens_processed = 0  # of all batches so far, on ranks that hold outputs
         self.is_lent = False  # to a copy, which has the parameters: these have no memory, and no call may use them
+        self._in_copy: list[tuple[Box, Tensor]] = []  # where they are then
         compute = compute or ComputeConfig()
         is_sharded = compute.data_parallel == "fsdp" and groups.data is not None
         self.parameters: Parameters = (ShardedParameters if is_sharded else ReplicatedParameters)(
@@ -91,7 +92,9 @@ class ShardedModel:
         So a model is not kept twice while it computes in another layout (HybridFlow, section 5.3).
         """
         there = by_name(copy.held())
-        if all(holds(there, box) for box, _ in self.held()):
+        held = self.held()
+        if all(holds(there, box) for box, _ in held):
+            self._in_copy = [(box, part(there, box)) for box, _ in held]
             self.free_parameters()
             self.is_lent = True
 
@@ -104,6 +107,7 @@ class ShardedModel:
             there = by_name(copy.held())
             for box, tensor in self.held():
                 tensor.copy_(part(there, box))
+            self._in_copy = []
 
     def offload(self) -> None:
         """Parameters and optimizer states wait in host memory until `load`, and have no memory on the device.
@@ -142,6 +146,10 @@ class ShardedModel:
         keeps; fully sharded, a parameter may have several boxes here or none."""
         assert not self.is_lent, LENT
         return self.parameters.held()
+
+    def readable(self) -> list[tuple[Box, Tensor]]:
+        """As `held`, but to be read alone; of parameters that are lent these are the views of the copy."""
+        return self._in_copy if self.is_lent else self.held()
 
     def boxes(self) -> dict[str, tuple[Box, Tensor]]:
         """As `held`, by name; not for a fully sharded model."""

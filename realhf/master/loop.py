@@ -1,9 +1,8 @@
 """The asyncio shell around the schedule: turns actions into requests and replies into events."""
 
 import asyncio
-import itertools
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -14,8 +13,10 @@ from realhf.api.plan import CallPlan
 from realhf.api.protocols import THREE_D_PROTO
 from realhf.data.rows import DatasetRows
 from realhf.master.data import DataDirectory, Partition, dataset_sequences, division, length_key, partition
-from realhf.master.replies import Request, check_reply
-from realhf.master.state import Action, FinishStep, Issue, Node, Schedule, participants
+from realhf.master.moves import Moves, SendRequest
+from realhf.master.open_requests import Clock, OpenRequests
+from realhf.master.replies import Request
+from realhf.master.state import Action, FinishStep, Issue, Node, Schedule, movers_of, occupied
 from realhf.transport.messages import (
     BatchKey,
     CallFunction,
@@ -81,30 +82,36 @@ class GraphRunner:
     @cached_property
     def devices(self) -> dict[str, frozenset[int]]:
         """What every node of the schedule occupies, by name."""
-        layouts = {name: call.layout for name, call in self.calls.items()}
-        of_nodes = {name: participants(self.graph, name, layouts, self.homes) for name in self.graph.nodes}
+        of_nodes = {
+            name: occupied(self.graph, name, self._layouts, self.homes, self.offload) for name in self.graph.nodes
+        }
         return of_nodes | {name: frozenset(self.homes[load.model].mesh.devices) for name, load in self.loads.items()}
+
+    @cached_property
+    def movers(self) -> dict[str, frozenset[int]]:
+        """Who takes part in the move of parameters for every node of the graph, by name."""
+        return {name: movers_of(self.graph, name, self._layouts, self.homes) for name in self.graph.nodes}
+
+    @cached_property
+    def _layouts(self) -> dict[str, Layout]:
+        return {name: call.layout for name, call in self.calls.items()}
 
     def model_of(self, node: str) -> str:
         return self.loads[node].model if node in self.loads else models_needed(self.graph, node)[-1]
 
 
-SendRequest = Callable[[int, ToWorker], Awaitable[None]]
 OnSpan = Callable[[int, Span], None]
-Clock = Callable[[], float]
 
 
 class Dispatcher:
-    """Sends requests, matches replies to them, and knows since when each worker has been at its oldest one."""
+    """Sends requests, and matches replies to them."""
 
     def __init__(self, send: SendRequest, num_workers: int, on_span: OnSpan, clock: Clock = time.monotonic):
         self._send = send
         self._num_workers = num_workers
         self._on_span = on_span
-        self._clock = clock
-        self._ids = itertools.count()
-        self._requests: list[dict[int, Request]] = [{} for _ in range(num_workers)]  # by worker, the oldest first
-        self._busy_since = [0.0] * num_workers
+        self._open = OpenRequests(num_workers, clock)
+        self._moves = Moves(send, self._open)
         self._replies: asyncio.Queue[tuple[int, Request, Reply]] = asyncio.Queue()
 
     def reply(self, worker: int, reply: Reply) -> None:
@@ -113,11 +120,7 @@ class Dispatcher:
         Raises:
             ValueError: it answers no request, or not the one that it names; nothing was changed.
         """
-        request = self._requests[worker].get(reply.request_id)
-        check_reply(request, reply)
-        assert request is not None
-        del self._requests[worker][reply.request_id]
-        self._busy_since[worker] = self._clock()
+        request = self._open.answered(worker, reply)
         if reply.wait:
             self._on_span(worker, reply.wait)
         self._on_span(worker, reply.span)
@@ -125,16 +128,11 @@ class Dispatcher:
 
     def describe(self, worker: int) -> str:
         """What `worker` was asked to do and has not answered, for error messages."""
-        return next((request.what for request in self._requests[worker].values()), "no request")
+        return self._open.describe(worker)
 
     def late(self, timeout_s: float) -> list[int]:
-        """The workers that have been at one request for longer than `timeout_s`.
-
-        A worker executes its requests one by one, so the time of a request starts when the one before is answered.
-        """
-        now = self._clock()
-        busy = [worker for worker, requests in enumerate(self._requests) if requests]
-        return [worker for worker in busy if now - self._busy_since[worker] > timeout_s]
+        """The workers that have been at one request for longer than `timeout_s`."""
+        return self._open.late(timeout_s)
 
     async def run_steps(
         self,
@@ -164,6 +162,8 @@ class Dispatcher:
         await perform(schedule.start())
         while not schedule.finished:
             worker, request, reply = await self._replies.get()
+            if request.prepares:
+                await self._moves.prepared(worker, request.prepares)
             node = request.node
             if node is None:
                 continue
@@ -185,7 +185,7 @@ class Dispatcher:
     async def save(self, directory: str, writers: dict[int, tuple[str, ...]]) -> None:
         """Has every worker in `writers` write its boxes of the given models; returns when all have."""
         for worker, models in writers.items():
-            request_id = self._expect(worker, Request(f"checkpoint {directory}"))
+            request_id = self._open.expect(worker, Request(f"checkpoint {directory}"))
             await self._send(worker, SaveCheckpoint(request_id=request_id, directory=directory, models=models))
         await self._drain()
 
@@ -203,15 +203,10 @@ class Dispatcher:
         batch, layout = BatchKey(runner.split, node.step), plan.layout
         home = runner.homes[definition.model_name]
         if layout != home:
-            for worker in sorted({*home.mesh.devices, *layout.mesh.devices}):
-                what = f"reallocation of {definition.model_name} for {_name(node, batch)}"
-                request_id = self._expect(worker, Request(what))
-                await self._send(
-                    worker,
-                    Reallocate(
-                        request_id=request_id, batch=batch, call=node.call, model=definition.model_name, layout=layout
-                    ),
-                )
+            message = Reallocate(request_id=0, batch=batch, call=node.call, model=definition.model_name, layout=layout)
+            request = Request(f"reallocation of {definition.model_name} for {_name(node, batch)}")
+            devices, movers = runner.devices[node.call], runner.movers[node.call]
+            await self._moves.prepare(node, definition.model_name, layout, devices, movers, request, message)
         parts = _parts(runner, definition, node.step, directory)
         assert parts is not None, "its inputs have been made"
         await self._send_call(node, batch, definition, plan, parts)
@@ -223,7 +218,7 @@ class Dispatcher:
     async def _load(self, runner: GraphRunner, node: Node, load: Load) -> int:
         batch, mesh = BatchKey(runner.split, node.step), runner.homes[load.model].mesh
         for worker in mesh.devices:
-            request_id = self._expect(worker, Request(_name(node, batch), node))
+            request_id = self._open.expect(worker, Request(_name(node, batch), node))
             await self._send(
                 worker, LoadModel(request_id=request_id, batch=batch, model=load.model, states=load.states)
             )
@@ -234,16 +229,16 @@ class Dispatcher:
         batch = BatchKey(runner.split, node.step)
         for model in models_needed(runner.graph, node.call):
             for worker in runner.homes[model].mesh.devices if model in runner.offload else ():
-                request_id = self._expect(worker, Request(f"offload of {model} after {_name(node, batch)}"))
+                request_id = self._open.expect(worker, Request(f"offload of {model} after {_name(node, batch)}"))
                 await self._send(worker, OffloadModel(request_id=request_id, batch=batch, model=model))
 
     async def _follow(self, runner: GraphRunner, node: Node, _: DataDirectory) -> int:
-        batch = BatchKey(runner.split, node.step)
-        workers = runner.devices[node.call]
-        for worker in sorted(workers):
-            request_id = self._expect(worker, Request(_name(node, batch), node))
-            await self._send(worker, FollowParameters(request_id=request_id, batch=batch, name=node.call))
-        return len(workers)
+        batch, target = BatchKey(runner.split, node.step), runner.graph.follows[node.call].target
+        message = FollowParameters(request_id=0, batch=batch, name=node.call)
+        request = Request(_name(node, batch), node)
+        devices, movers = runner.devices[node.call], runner.movers[node.call]
+        await self._moves.prepare(node, target, runner.homes[target], devices, movers, request, message)
+        return len(movers)
 
     async def _push(self, runner: GraphRunner, node: Node, directory: DataDirectory) -> None:
         """Sends a call's outputs to the calls that will need them, before later calls occupy the workers.
@@ -277,7 +272,7 @@ class Dispatcher:
             mini_batches = parts[part]
             ids = tuple(sample for mini_batch in mini_batches for sample in mini_batch)
             outputs = definition.output_data if worker in collected else ()
-            request_id = self._expect(worker, Request(_name(node, batch), node, frozenset(outputs), ids))
+            request_id = self._open.expect(worker, Request(_name(node, batch), node, frozenset(outputs), ids))
             await self._send(
                 worker,
                 CallFunction(
@@ -290,20 +285,13 @@ class Dispatcher:
                 ),
             )
 
-    def _expect(self, worker: int, request: Request) -> int:
-        if not self._requests[worker]:
-            self._busy_since[worker] = self._clock()
-        request_id = next(self._ids)
-        self._requests[worker][request_id] = request
-        return request_id
-
     async def _broadcast(self, message: ToWorker) -> None:
         for worker in range(self._num_workers):
             await self._send(worker, message)
 
     async def _drain(self) -> None:
         """Waits for the answers that nobody waits for otherwise (reallocations, checkpoints)."""
-        while any(self._requests):
+        while self._open:
             await self._replies.get()
 
 

@@ -11,7 +11,7 @@ import msgspec
 from realhf.api.plan import ExecutionPlan
 from realhf.master.loop import CallRecord
 from realhf.scheduler.logs import at
-from realhf.transport.messages import Span
+from realhf.transport.messages import Phase, Span
 
 logger = logging.getLogger(__name__)
 
@@ -39,8 +39,14 @@ class JsonLines:
         self._file.close()
 
 
+BESIDE: tuple[Phase, ...] = ("writing", "sending")  # phases that overlap with others on the same worker
+
+
 class Trace:
     """`trace.json` in Chrome's trace event format (Perfetto opens it): one row a worker, times in microseconds.
+
+    What happens beside a worker's calls, on threads of its own, has rows of its own: sending parameters of models that
+    live there to where calls need them, and writing checkpoints.
 
     Events are appended as they come; the format allows a file that a crash cut off before its
     closing bracket.
@@ -54,6 +60,10 @@ class Trace:
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": f"worker-{i}"}}
             for i in range(num_workers)
         ]
+        names += [
+            {"name": "process_name", "ph": "M", "pid": pid, "tid": 0, "args": {"name": name}}
+            for pid, name in enumerate(("calls", *BESIDE))
+        ]
         self._file.write(b",\n".join(msgspec.json.encode(name) for name in names))
 
     def add(self, worker: int, span: Span) -> None:
@@ -61,7 +71,7 @@ class Trace:
             "name": span.name,
             "cat": span.phase,
             "ph": "X",
-            "pid": 1 if span.phase == "writing" else 0,  # beside the rest, so in rows of its own
+            "pid": BESIDE.index(span.phase) + 1 if span.phase in BESIDE else 0,
             "tid": worker,
             "ts": round((span.start - self._start) * 1e6),
             "dur": round((span.end - span.start) * 1e6),

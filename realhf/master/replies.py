@@ -12,13 +12,14 @@ class Request:
     """A request that a worker has not answered yet.
 
     `node` is the call that it computes, if it computes one; then the worker's reply describes the keys `outputs` of
-    the samples `ids`.
+    the samples `ids`. `prepares` is the node for whose move of parameters it makes room.
     """
 
     what: str
     node: Node | None = None
     outputs: frozenset[str] = frozenset()
     ids: tuple[int, ...] = ()
+    prepares: Node | None = None
 
 
 def check_reply(request: Request | None, reply: Reply) -> None:

@@ -6,7 +6,7 @@ executes what it gets first in, first out, so the earliest unfinished call of th
 proceed: no deadlock, and the same order on every device in every run.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from realhf.api.graph import DataflowGraph
@@ -109,16 +109,41 @@ class Schedule:
         )
 
 
-def participants(
-    graph: DataflowGraph, call: str, layouts: dict[str, Layout], homes: dict[str, Layout]
+def occupied(
+    graph: DataflowGraph,
+    node: str,
+    layouts: Mapping[str, Layout],
+    homes: Mapping[str, Layout],
+    offload: Sequence[str] = (),
 ) -> frozenset[int]:
-    """The devices that take part in a call: its own mesh, and the mesh its parameters come from if they
-    must be reallocated. Its inputs are on their way already: they were sent when they were made.
-    Where a model follows another, the homes of both."""
-    if follow := graph.follows.get(call):
-        return frozenset({*homes[follow.source].mesh.devices, *homes[follow.target].mesh.devices})
-    definition, layout = graph.calls[call], layouts[call]
-    devices = set(layout.mesh.devices)
-    if homes[definition.model_name] != layout:
-        devices |= set(homes[definition.model_name].mesh.devices)
-    return frozenset(devices)
+    """The devices whose calls come to `node` in their order: the call's own mesh, or the home of a model that follows.
+
+    Its inputs are on their way already: they were sent when they were made. Parameters that come from other devices
+    are sent by these beside whatever they compute; but where they wait in host memory (`offload`), they
+    are loaded and sent back in the order of calls, so that the home is one of the places.
+    """
+    sources, target = _places(graph, node, layouts, homes)
+    return frozenset({*target.mesh.devices, *_devices(homes[model] for model in sources if model in offload)})
+
+
+def movers_of(
+    graph: DataflowGraph, node: str, layouts: Mapping[str, Layout], homes: Mapping[str, Layout]
+) -> frozenset[int]:
+    """The devices that take part in the move of parameters for `node`, none where there is no move."""
+    sources, target = _places(graph, node, layouts, homes)
+    if all(homes[model] == target for model in sources) and node not in graph.follows:
+        return frozenset()
+    return frozenset({*target.mesh.devices, *_devices(homes[model] for model in sources)})
+
+
+def _places(
+    graph: DataflowGraph, node: str, layouts: Mapping[str, Layout], homes: Mapping[str, Layout]
+) -> tuple[tuple[str, ...], Layout]:
+    """The models whose homes a node needs, and where it has something to compute or to write."""
+    if follow := graph.follows.get(node):
+        return (follow.source, follow.target), homes[follow.target]
+    return (graph.calls[node].model_name,), layouts[node]
+
+
+def _devices(layouts: Iterable[Layout]) -> set[int]:
+    return {device for layout in layouts for device in layout.mesh.devices}

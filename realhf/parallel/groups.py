@@ -62,7 +62,10 @@ class GroupTable:
 
     torch needs every rank of the world to make every group in the same order, so all of them
     are made here at once from the run's plan; groups of equal ranks are shared. On CPU, a group whose
-    ranks are on one host talks through its memory.
+    ranks are on one host talks through its memory. The groups of layouts are for one thread; those of hosts are for
+    one, too, which may be another.
+
+    spans_hosts: whether there are ranks that do not share a memory.
     """
 
     def __init__(self, layouts: Iterable[Layout], rank: int, timeout_s: float = 600.0):
@@ -71,6 +74,7 @@ class GroupTable:
         self._of_hosts: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._layouts = list(dict.fromkeys(layouts))
         hosts = _hosts()
+        self.spans_hosts = len(set(hosts)) > 1
         for layout in self._layouts:
             pipelines = [ranks for ranks in _pipelines(layout) if _share_memory(ranks, hosts)]
             for ranks in _collective_groups(layout) + pipelines:

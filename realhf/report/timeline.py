@@ -54,8 +54,8 @@ def last_steps(plan: ExecutionPlan, events: Sequence[TraceEvent]) -> Timeline | 
     One step if there are no two, None if there is none. Steps overlap: what belongs to other
     steps but lies within the time shown is there too.
     """
-    # Checkpoints are written beside everything else.
-    spans = [event for event in events if event.ph == "X" and event.cat != "writing"]
+    # Checkpoints are written, and parameters sent, beside everything else.
+    spans = [event for event in events if event.ph == "X" and event.cat not in ("writing", "sending")]
     complete = _complete_steps(plan, spans)
     if not complete:
         return None

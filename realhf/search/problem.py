@@ -289,14 +289,20 @@ class _Builder:
         return replace(table, seconds=seconds)
 
     def _parameter_move(self, name: str, source: str, target: str, parents: list[ParentRow]) -> TransferTable:
-        """Parameters go from the layout of call `source` to that of call `target`."""
+        """Parameters go from the layout of call `source` to that of call `target`.
+
+        Devices that only send do so beside what they compute (`realhf.worker.move_lane`), unless the model waits in
+        host memory: then they load it, send, and send it back.
+        """
         (sources, rows), (targets, columns) = self.layouts[source], self.layouts[target]
         model = self.graph.calls[target].config
+        is_loaded = self.graph.calls[source].model_name in self.offload
         return TransferTable(
             name=name,
             source=self.number[source],
             target=self.number[target],
             parents=parents,
+            occupies="both" if is_loaded else "target",
             rows=rows,
             columns=columns,
             num_columns=len(targets),

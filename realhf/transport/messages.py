@@ -7,7 +7,10 @@ import msgspec
 from realhf.api.layout import Layout
 
 Split = Literal["train", "evaluation"]
-Phase = Literal["setup", "reallocation", "offload", "transfer", "compute", "checkpoint", "writing", "waiting"]
+# "sending" and "writing" are beside the rest: on threads of their own.
+Phase = Literal[
+    "setup", "reallocation", "sending", "offload", "transfer", "compute", "checkpoint", "writing", "waiting"
+]
 SampleDType = Literal["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -45,7 +48,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
     """Base of all messages; the tag is the class name."""
 
 
-# Master to worker. A worker executes requests one by one in the order in which they come.
+# Master to worker. A worker executes requests one by one in the order in which they come; moves of parameters
+# (`Move`) likewise, but beside the others.
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,8 +77,20 @@ class Transfer(Message, frozen=True, kw_only=True):
     receives: tuple[Receive, ...] = ()
 
 
+class PrepareMove(Message, frozen=True, kw_only=True):
+    """Gives memory to what the move of parameters for `name`, a call or a `DataflowGraph.follows`, will write here:
+    `model` in `layout`. The worker replies, and executes its next request when that move has ended."""
+
+    request_id: int
+    batch: BatchKey
+    name: str
+    model: str
+    layout: Layout
+
+
 class Reallocate(Message, frozen=True, kw_only=True):
-    """Brings a copy of a model's parameters from its home layout into `layout`."""
+    """Brings a copy of a model's parameters from its home layout into `layout`. Comes when all who need to have
+    prepared for it."""
 
     request_id: int
     batch: BatchKey
@@ -84,7 +100,8 @@ class Reallocate(Message, frozen=True, kw_only=True):
 
 
 class FollowParameters(Message, frozen=True, kw_only=True):
-    """Moves the parameters of a model, at home, towards those of the one it follows (`DataflowGraph.follows`)."""
+    """Moves the parameters of a model, at home, towards those of the one it follows (`DataflowGraph.follows`). Comes
+    when all who need to have prepared for it."""
 
     request_id: int
     batch: BatchKey
@@ -204,6 +221,7 @@ class Failure(Message, frozen=True, kw_only=True):
     blames_peer: bool = False
 
 
-Parameters = Reallocate | FollowParameters | LoadModel | OffloadModel | Release
-ToWorker = Parameters | Transfer | CallFunction | FreeBatch | SaveCheckpoint | DumpStacks | Shutdown
+Move = Reallocate | FollowParameters
+Parameters = PrepareMove | LoadModel | OffloadModel | Release
+ToWorker = Move | Parameters | Transfer | CallFunction | FreeBatch | SaveCheckpoint | DumpStacks | Shutdown
 ToMaster = Hello | Ready | Heartbeat | Reply | CheckpointWritten | Failure

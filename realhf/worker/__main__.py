@@ -2,11 +2,15 @@
 
 import logging
 import os
+import queue
 import socket
 import sys
+import threading
 import traceback
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -22,8 +26,21 @@ from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.client import Client
 from realhf.transport.codec import Codec
 from realhf.transport.keys import load_worker_keys
-from realhf.transport.messages import DumpStacks, Failure, Heartbeat, Hello, Ready, Shutdown, ToMaster, ToWorker
+from realhf.transport.messages import (
+    DumpStacks,
+    Failure,
+    FollowParameters,
+    Heartbeat,
+    Hello,
+    Move,
+    Ready,
+    Reallocate,
+    Shutdown,
+    ToMaster,
+    ToWorker,
+)
 from realhf.transport.rendezvous import wait_for_master
+from realhf.worker.activity import WorkerActivity
 from realhf.worker.allocator import keep_freed_memory
 from realhf.worker.model_worker import ModelWorker
 from realhf.worker.requests import refusal
@@ -59,14 +76,21 @@ def join_world(directory: RunDirectory, run: Run, rank: int, device: torch.devic
 
 
 def serve(
-    directory: RunDirectory, rank: int, run: Run, client: "Client[ToWorker, ToMaster]", activity: ActivityWriter
+    run: Run,
+    directory: RunDirectory,
+    rank: int,
+    client: "Client[ToWorker, ToMaster]",
+    moves: "queue.SimpleQueue[Move | None]",
+    activity: WorkerActivity,
+    fail: Callable[[Exception], NoReturn],
 ) -> None:
-    """Sets up and executes requests until told to stop. Raises what a request raises, with its id noted."""
+    """Sets up and executes requests until told to stop; those that come in `moves` on a thread of their own, which
+    tells `fail` what they raise. Raises what another request raises."""
     device = pick_device()
     logger.info("attention on %s: %s", device.type, "; ".join(describe_attention(device.type)))
     activity.set("setup: joining the other workers")
     join_world(directory, run, rank, device)
-    worker = ModelWorker(run, rank, device, directory, activity.set, client.send)
+    worker = ModelWorker(run, rank, device, directory, activity, moves, client.send, fail)
     client.send(Ready())
     logger.info("ready")
     activity.set("waiting for the first request")
@@ -76,11 +100,9 @@ def serve(
             case None:
                 raise TimeoutError(f"no request from the master for {RECEIVE_TIMEOUT_S:g} s")
             case Shutdown():
+                worker.close()
                 return
             case _:
-                if why := refusal(request, run, directory.checkpoints):
-                    client.send(Failure(request_id=None, text=f"refused {why}"))
-                    continue
                 reply = worker.handle(request)
                 if reply is not None:
                     client.send(reply)
@@ -101,15 +123,36 @@ def main() -> int:
     rank = worker_index(os.environ)
     assert rank is not None, "a launcher tells a worker its index"
     run = load_run(directory.experiment, directory.plan)
-    activity = ActivityWriter(directory.activity(worker_name(rank)))
-    start_logging(worker_name(rank), lambda: activity.text)
+    activity = WorkerActivity(ActivityWriter(directory.activity(worker_name(rank))).set)
+    start_logging(worker_name(rank), lambda: activity.of_calls)
     keys = load_worker_keys(directory.keys, worker=rank)
+    moves: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
+    ending = threading.Lock()
 
     def do_at_once(message: ToWorker) -> bool:
-        if not isinstance(message, DumpStacks):
-            return False
-        write_stacks(directory.stacks(worker_name(rank)), activity.text)
+        match message:
+            case DumpStacks():
+                write_stacks(directory.stacks(worker_name(rank)), activity.text)
+            case _ if why := refusal(message, run, directory.checkpoints):
+                client.send(Failure(request_id=None, text=f"refused {why}"))
+            case Reallocate() | FollowParameters():
+                moves.put(message)
+            case _:
+                return False
         return True
+
+    def fail(error: Exception) -> NoReturn:
+        """Says why and ends the process. Of two threads that fail, one does it."""
+        ending.acquire()
+        try:
+            logger.error("failed: %s", activity.text, exc_info=error)
+            text = "".join(traceback.format_exception(error))
+            client.send(Failure(request_id=None, text=text, blames_peer=blames_peer(error)))
+            client.close()
+        finally:
+            # Groups whose peers are gone can block an orderly end for minutes; there is nothing left to save.
+            sys.stderr.flush()
+            os._exit(1)
 
     master = wait_for_master(directory.rendezvous, timeout_s=run.spec.setup_timeout_s, public_key=keys.master)
     client: Client[ToWorker, ToMaster] = Client(
@@ -122,14 +165,9 @@ def main() -> int:
     )
     client.send(Hello(worker=rank, pid=os.getpid(), host=socket.gethostname()))
     try:
-        serve(directory, rank, run, client, activity)
+        serve(run, directory, rank, client, moves, activity, fail)
     except Exception as error:
-        logger.exception("failed: %s", activity.text)
-        client.send(Failure(request_id=None, text=traceback.format_exc(), blames_peer=blames_peer(error)))
-        client.close()
-        # Groups whose peers are gone can block an orderly end for minutes; there is nothing left to save.
-        sys.stderr.flush()
-        os._exit(1)
+        fail(error)
     client.close()
     dist.destroy_process_group()
     return 0

@@ -1,7 +1,8 @@
-"""The model worker: executes the master's requests on one device, one after the other."""
+"""The model worker: executes the master's requests on one device, one after the other; moves of parameters beside."""
 
 import importlib
 import logging
+import queue
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
@@ -24,21 +25,17 @@ from realhf.engine.model import ShardedModel
 from realhf.models.checkpoint import snapshot
 from realhf.models.checkpoint_index import initial_optimizer_steps
 from realhf.parallel.groups import GroupTable, ParallelGroups
-from realhf.realloc.executor import execute
-from realhf.realloc.planner import plan_between
-from realhf.realloc.transport import Transport, transport_between
-from realhf.realloc.verification import VerificationSchedule, verify
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.messages import (
     BatchKey,
     CallFunction,
     CheckpointWritten,
-    FollowParameters,
     FreeBatch,
     LoadModel,
+    Move,
     OffloadModel,
     Parameters,
-    Reallocate,
+    PrepareMove,
     Release,
     Reply,
     SaveCheckpoint,
@@ -47,10 +44,13 @@ from realhf.transport.messages import (
     Transfer,
 )
 from realhf.worker import rollouts
+from realhf.worker.activity import WorkerActivity
 from realhf.worker.checkpoint_writer import CheckpointWriter
 from realhf.worker.home import fill
 from realhf.worker.mailbox import Mailbox
 from realhf.worker.memory import MemoryGauge
+from realhf.worker.move_lane import MoveLane
+from realhf.worker.parameter_moves import ParameterMoves
 from realhf.worker.store import SampleStore, describe
 
 logger = logging.getLogger(__name__)
@@ -81,13 +81,10 @@ class CallContext:
 class ModelWorker:
     """Holds the home part of every model that lives on this device, and copies for calls laid out otherwise.
 
-    Between calls a copy has no memory: what is built on its parameters, a hundred modules, is built once. Where a copy
-    contains the home's part, the home's parameters have no memory during the call. Nothing else comes between: a
-    call's requests, `Reallocate` to `Release`, follow one another on every worker.
-
     Args:
-        set_activity: told in words what the worker does, for heartbeats and post-mortems.
-        report_written: told, from another thread, that a checkpoint has been written.
+        moves: moves of parameters, as they come in; a thread takes them (`MoveLane`).
+        report: told, from other threads, of moves that have ended and checkpoints that have been written.
+        fail: told, from another thread, what a move raised; ends the process.
     """
 
     def __init__(
@@ -96,12 +93,14 @@ class ModelWorker:
         rank: int,
         device: torch.device,
         directory: RunDirectory,
-        set_activity: Callable[[str], None],
-        report_written: Callable[[CheckpointWritten], None],
+        activity: WorkerActivity,
+        moves: "queue.SimpleQueue[Move | None]",
+        report: Callable[[Reply | CheckpointWritten], None],
+        fail: Callable[[Exception], None],
     ):
         self._run, self._rank, self._device, self._directory = run, rank, device, directory
-        self._writer = CheckpointWriter(rank, report_written)
-        self._set_activity = set_activity
+        self._writer = CheckpointWriter(rank, report)
+        self._set_activity = activity.set
         self._timeout_s = run.spec.call_timeout_s
         self._groups = GroupTable((call.layout for call in run.plan.calls.values()), rank, self._timeout_s)
         self._graphs: dict[Split, DataflowGraph] = {"train": run.graph}
@@ -111,7 +110,6 @@ class ModelWorker:
         if run.evaluation and run.evaluation_graph:
             self._graphs["evaluation"] = run.evaluation_graph
             self._readers["evaluation"] = DatasetReader(run.evaluation.dataset, None, run.evaluation.batch_size)
-        self._verification = VerificationSchedule(run.spec.verify_reallocations_every)
         self._memory = MemoryGauge(device)
         self._store = SampleStore()
         self._mailbox = Mailbox(self._store, device, self._timeout_s)
@@ -124,21 +122,32 @@ class ModelWorker:
                 logger.info("model %s is here, %s", name, home)
                 if name in run.plan.offload:
                     self._models[name, home].offload()  # before the next one is built
+        self._moves = ParameterMoves(run, rank, device, self._groups, self._models)
+        self._lane = MoveLane(moves, self._moves.carry_out, report, fail, activity, device, self._timeout_s)
 
     def handle(self, request: Request) -> Reply | None:
         """Executes one request; what it raises ends the run."""
+        self._lane.wait()
+        reply = self._handle(request)
+        self._lane.computed()
+        return reply
+
+    def close(self) -> None:
+        """Ends the thread for moves."""
+        self._lane.close()
+
+    def _handle(self, request: Request) -> Reply | None:
         match request:
             case CallFunction():
                 return self._call(request)
             case Transfer(batch=batch, sends=sends, receives=receives):
                 self._mailbox.post(batch, sends, receives)
-            case Reallocate(request_id=request_id, batch=batch, call=call):
-                with self._timed("reallocation", f"{call} of {batch}") as span:
-                    self._reallocate(request.model, request.layout, batch.step)
-                return Reply(request_id=request_id, span=span())
-            case FollowParameters(request_id=request_id, batch=batch, name=name):
-                with self._timed("reallocation", f"{name} of {batch}") as span:
-                    self._follow(name)
+            case PrepareMove(request_id=request_id, batch=batch, name=name):
+                what = f"{name} of {batch}"
+                with self._timed("reallocation", what) as span:
+                    self._moves.prepare(request)
+                self._lane.prepared(request)
+                self._set_activity(f"{what}: reallocation")  # until the move has ended
                 return Reply(request_id=request_id, span=span())
             case LoadModel(request_id=request_id, batch=batch, model=name, states=states):
                 with self._timed("offload", f"load {name} in {batch}") as span:
@@ -148,8 +157,8 @@ class ModelWorker:
                 with self._timed("offload", f"offload {name} in {batch}") as span:
                     self._models[name, self._run.homes[name]].offload()
                 return Reply(request_id=request_id, span=span())
-            case Release(model=model, layout=layout):
-                self._release(model, layout)
+            case Release():
+                self._moves.release(request)
             case FreeBatch(batch=batch):
                 self._mailbox.free(batch)
                 self._store.free(batch)
@@ -182,72 +191,6 @@ class ModelWorker:
         )
         fill(model, run, name, self._directory.checkpoints)
         return model
-
-    def _reallocate(self, name: str, layout: Layout, step: int) -> None:
-        home, dtype = self._run.homes[name], getattr(torch, self._run.models[name].dtype)
-        source = self._models.get((name, home))
-        target = self._models.get((name, layout))
-        if target is not None:
-            target.allocate_parameters()
-        elif self._rank in layout.mesh.devices:
-            target = ShardedModel(
-                self._run.graph.models[name],
-                self._groups.groups(layout),
-                dtype,
-                self._device,
-                timeout_s=self._timeout_s,
-            )
-            self._models[name, layout] = target
-        plan = plan_between(
-            self._run.graph.models[name],
-            home,
-            layout,
-            self._run.spec.devices_per_node,
-            element_bytes=dtype.itemsize,
-            source_data_parallel=self._run.models[name].compute.data_parallel,
-        )
-        source_boxes, target_boxes = source.held() if source else [], target.held() if target else []
-        transport = self._transport(home, layout)
-        execute(plan, self._rank, source_boxes, target_boxes, transport, model_name=name, timeout_s=self._timeout_s)
-        if self._verification.is_due(name, layout, step):
-            verify(plan, self._rank, source_boxes, target_boxes, transport, model_name=name, timeout_s=self._timeout_s)
-        if source is not None and target is not None:
-            source.lend_to(target)
-
-    def _release(self, name: str, layout: Layout) -> None:
-        copy = self._models[name, layout]
-        if home := self._models.get((name, self._run.homes[name])):
-            home.take_back_from(copy)
-        copy.free_parameters()
-
-    def _follow(self, name: str) -> None:
-        run, node = self._run, self._run.graph.follows[name]
-        source, target = (self._models.get((model, run.homes[model])) for model in (node.source, node.target))
-        plan = plan_between(
-            run.graph.models[node.target],
-            run.homes[node.source],
-            run.homes[node.target],
-            run.spec.devices_per_node,
-            element_bytes=getattr(torch, run.models[node.target].dtype).itemsize,
-            source_data_parallel=run.models[node.source].compute.data_parallel,
-            target_data_parallel=run.models[node.target].compute.data_parallel,
-            forwarding=False,  # a device would send on its average
-        )
-        execute(
-            plan,
-            self._rank,
-            source.held() if source else [],
-            target.held() if target else [],
-            self._transport(run.homes[node.source], run.homes[node.target]),
-            eta=node.eta,
-            model_name=node.target,
-            timeout_s=self._timeout_s,
-        )
-        if target:
-            target.parameters_changed()
-
-    def _transport(self, source: Layout, target: Layout) -> Transport:
-        return transport_between(self._groups.of_host((*source.mesh.devices, *target.mesh.devices)))
 
     def _call(self, request: CallFunction) -> Reply:
         split, step = request.batch.split, request.batch.step

@@ -12,6 +12,7 @@ from realhf.transport.messages import (
     FreeBatch,
     LoadModel,
     OffloadModel,
+    PrepareMove,
     Reallocate,
     Release,
     SaveCheckpoint,
@@ -35,7 +36,12 @@ def refusal(request: ToWorker, run: Run, checkpoints: Path) -> str | None:
             if request.micro_batches < 1 or any(i >= size for ids in request.mini_batches for i in ids):
                 return f"a call {call} of samples that {batch} does not have"
             return _no_batch(run, batch)
-        case Reallocate(call=call, batch=batch, model=model, layout=layout):
+        case PrepareMove(name=name, batch=batch, model=model, layout=layout) if name in run.graph.follows:
+            if (model, layout) != (run.graph.follows[name].target, run.homes[run.graph.follows[name].target]):
+                return f"to prepare for {name} otherwise than the plan has it"
+            return _no_batch(run, batch)
+        case Reallocate(call=call, batch=batch) | PrepareMove(name=call, batch=batch):
+            model, layout = request.model, request.layout
             definition = _call(run, batch.split, call)
             if definition is None or (model, layout) != (definition.model_name, _layout(run, batch.split, definition)):
                 return f"a reallocation for {call} that the plan does not have"

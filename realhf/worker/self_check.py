@@ -24,6 +24,7 @@ from realhf.parallel.groups import GroupTable, ParallelGroups
 from realhf.realloc.executor import execute
 from realhf.realloc.layout import Box
 from realhf.realloc.planner import plan_between
+from realhf.realloc.transport import transport_between
 from realhf.realloc.verification import verify
 
 TIMEOUT_S = 280.0
@@ -73,7 +74,8 @@ def _check_group(group: dist.ProcessGroup, name: str, rank: int, device: torch.d
 
 
 def check_reallocation(rank: int, size: int, device: torch.device) -> str:
-    """The parameters of a small model from every layout to the next, compared with their initial values bit by bit.
+    """The parameters of a small model from every layout to the next, compared with their initial values bit by bit;
+    over the memory of the host where a run would take that way.
 
     Raises:
         ArithmeticError: a parameter came wrong.
@@ -83,11 +85,12 @@ def check_reallocation(rank: int, size: int, device: torch.device) -> str:
     models = [ShardedModel(SMALL, table.groups(layout), torch.float32, device) for layout in layouts]
     models[0].initialise(SEED)
     expected = {spec.name: initial_value(spec, SEED) for spec in decoder_parameters(SMALL)}
+    transport = transport_between(table.of_host(range(size)))
     moved_bytes = 0
     for source, target in zip(models, [*models[1:], models[0]], strict=True):
         plan = plan_between(SMALL, source.groups.layout, target.groups.layout, size, element_bytes=4)
         for part in (execute, verify):
-            part(plan, rank, source.held(), target.held(), timeout_s=TIMEOUT_S)
+            part(plan, rank, source.held(), target.held(), transport, timeout_s=TIMEOUT_S)
         moved_bytes += sum(plan.received_bytes.values())
         for box, tensor in target.held():
             if not torch.equal(tensor.cpu(), _part(expected[box.name], box)):

@@ -70,8 +70,10 @@ def realhf(*words: str | Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command(*words), cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
-def finished(run_dir: Path, experiment: str, *words: str | Path) -> FinishedRun:
-    """Runs an experiment to its end in `run_dir`; a bad end fails the test with what it printed."""
-    done = realhf("run", f"experiments/{experiment}.py", "--run-dir", run_dir, *words)
+def finished(run_dir: Path, experiment: str | Path, *words: str | Path) -> FinishedRun:
+    """Runs an experiment, a file or one of experiments/, to its end in `run_dir`; a bad end fails the test with what it
+    printed."""
+    file = experiment if isinstance(experiment, Path) else f"experiments/{experiment}.py"
+    done = realhf("run", file, "--run-dir", run_dir, *words)
     assert done.returncode == 0, done.stderr[-4000:]
     return FinishedRun(run_dir)

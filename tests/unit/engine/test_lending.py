@@ -78,6 +78,19 @@ def test_a_home_that_is_lent_is_not_used(use: str) -> None:
         USES[use](home)
 
 
+def test_who_reads_a_lent_home_finds_its_parameters_in_the_copy() -> None:
+    home = trained(torch.float32)
+    before = {box: tensor.clone() for box, tensor in home.readable()}
+    copy = copy_of(home)
+    home.lend_to(copy)
+    lent = home.readable()
+    assert [box for box, _ in lent] == list(before)
+    assert all(torch.equal(tensor, before[box]) for box, tensor in lent)
+    home.take_back_from(copy)
+    copy.free_parameters()
+    assert all(torch.equal(tensor, before[box]) for box, tensor in home.readable())
+
+
 def test_what_lacks_a_part_is_lent_nothing() -> None:
     home = trained(torch.float32)
     half = ShardedModel(TINY, ParallelGroups(Layout(DeviceMesh(0, 2), ParallelStrategy(pp=2)), 0), torch.float32)

@@ -1,9 +1,10 @@
-"""A cluster in virtual time: workers that execute what the real dispatcher sends them, first in, first out."""
+"""A cluster in virtual time: workers that execute what the real dispatcher sends them, first in, first out, and on
+a lane of its own moves of parameters."""
 
 import asyncio
 import heapq
 import itertools
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,37 +12,58 @@ from realhf.api.graph import DataflowGraph
 from realhf.api.plan import ExecutionPlan
 from realhf.master.loop import Dispatcher, GraphRunner
 from realhf.master.state import Node
-from realhf.transport.messages import CallFunction, FollowParameters, KeyMetadata, Reallocate, Reply, Span, ToWorker
+from realhf.transport.messages import (
+    CallFunction,
+    FollowParameters,
+    KeyMetadata,
+    PrepareMove,
+    Reallocate,
+    Reply,
+    Span,
+    ToWorker,
+)
 
 Seconds = Callable[[Node], float]
-Request = CallFunction | Reallocate | FollowParameters
 
 
 @dataclass(frozen=True)
 class Task:
-    """What several workers do together: a call, the reallocation for one, or a model following another."""
+    """What several workers do together: a call, or the move of parameters for one, or for a model that follows."""
 
-    kind: type
+    is_move: bool
     node: Node
     devices: frozenset[int]
 
 
 class VirtualCluster:
-    """Runs a graph under a plan; a node takes `seconds(node)`, all else no time. Every sample has three tokens.
+    """Runs a graph under a plan; a node takes `seconds(node)`, the reallocation for a call `move_seconds(node)`, all
+    else no time. Every sample has three tokens.
 
-    `spans` tells when each node ran, `order` what each worker did; `dead` workers take requests and answer none.
+    `spans` tells when each node ran, `order` what each worker computed or prepared for; `dead` workers take requests
+    and answer none. A worker carries out one move at a time, or with `wide_lanes` as many as there are, as the
+    planner's simulator has it.
     """
 
-    def __init__(self, runner: GraphRunner, num_workers: int, seconds: Seconds, dead: frozenset[int] = frozenset()):
+    def __init__(
+        self,
+        runner: GraphRunner,
+        num_workers: int,
+        seconds: Seconds,
+        dead: frozenset[int] = frozenset(),
+        move_seconds: Seconds = lambda _: 0.0,
+        wide_lanes: bool = False,
+    ):
         self.now_s = 0.0
         self.spans: dict[Node, tuple[float, float]] = {}
         self.order: list[list[Node]] = [[] for _ in range(num_workers)]
         self.num_messages = 0
         self.dispatcher = Dispatcher(self._send, num_workers, lambda *_: None, lambda: self.now_s)
-        self._runner, self._seconds, self._dead = runner, seconds, dead
-        self._queues: list[deque[tuple[Task, Request]]] = [deque() for _ in range(num_workers)]
-        self._tasks: dict[tuple[type, Node], Task] = {}
-        self._at_head: dict[tuple[type, Node], int] = {}  # how many of its workers have come to a task
+        self._runner, self._dead, self._wide_lanes = runner, dead, wide_lanes
+        self._seconds, self._move_seconds = seconds, move_seconds
+        self._queues: list[deque[CallFunction | PrepareMove]] = [deque() for _ in range(num_workers)]
+        self._lanes: list[deque[Node]] = [deque() for _ in range(num_workers)]
+        self._moves: dict[tuple[int, Node], Reallocate | FollowParameters] = {}
+        self._arrived: defaultdict[Node, int] = defaultdict(int)  # of the workers of a call or move, who are at it
         self._ends: list[tuple[float, int, Task]] = []
         self._count = itertools.count()
 
@@ -64,44 +86,61 @@ class VirtualCluster:
     async def _send(self, worker: int, message: ToWorker) -> None:
         self.num_messages += 1
         match message:
-            case CallFunction(call=name) | Reallocate(call=name) | FollowParameters(name=name):
-                task = self._task(type(message), Node(message.batch.step, name))
-                self._queues[worker].append((task, message))
-            case _:
-                return
-        if len(self._queues[worker]) == 1:
-            self._come_to(worker)
-
-    def _task(self, kind: type, node: Node) -> Task:
-        runner = self._runner
-        if (kind, node) not in self._tasks:
-            devices = frozenset(runner.calls[node.call].layout.mesh.devices) if kind is CallFunction else None
-            self._tasks[kind, node] = Task(kind, node, devices or runner.devices[node.call])
-        return self._tasks[kind, node]
+            case CallFunction() | PrepareMove():
+                self._queues[worker].append(message)
+                if len(self._queues[worker]) == 1:
+                    self._come_to(worker)
+            case Reallocate(call=name, batch=batch) | FollowParameters(name=name, batch=batch):
+                node = Node(batch.step, name)
+                self._moves[worker, node] = message
+                self._lanes[worker].append(node)
+                if self._wide_lanes or len(self._lanes[worker]) == 1:
+                    self._arrive(Task(True, node, self._runner.movers[name]))
 
     def _come_to(self, worker: int) -> None:
+        """The worker is at its oldest request."""
         if worker in self._dead or not self._queues[worker]:
             return
-        task = self._queues[worker][0][0]
-        key = (task.kind, task.node)
-        self._at_head[key] = self._at_head.get(key, 0) + 1
-        if self._at_head[key] == len(task.devices):
-            seconds = 0.0 if task.kind is Reallocate else self._seconds(task.node)
-            heapq.heappush(self._ends, (self.now_s + seconds, next(self._count), task))
-            if task.kind is not Reallocate:
-                self.spans[task.node] = (self.now_s, self.now_s + seconds)
+        match self._queues[worker][0]:
+            case PrepareMove() as request:
+                self.dispatcher.reply(worker, self._reply(worker, request))  # and stays at it until the move has ended
+            case CallFunction(call=call, batch=batch, layout=layout):
+                self._arrive(Task(False, Node(batch.step, call), frozenset(layout.mesh.devices)))
+
+    def _arrive(self, task: Task) -> None:
+        """One more of the workers of a task is at it; the last one starts it."""
+        self._arrived[task.node] += 1
+        if self._arrived[task.node] < len(task.devices):
+            return
+        del self._arrived[task.node]
+        is_reallocation = task.is_move and task.node.call in self._runner.graph.calls
+        end_s = self.now_s + (self._move_seconds if is_reallocation else self._seconds)(task.node)
+        heapq.heappush(self._ends, (end_s, next(self._count), task))
+        if not is_reallocation:
+            self.spans[task.node] = (self.now_s, end_s)
 
     def _end(self, task: Task) -> None:
-        del self._at_head[task.kind, task.node]
+        node, come_to = task.node, []
         for worker in sorted(task.devices):
-            _, request = self._queues[worker].popleft()
-            if task.kind is not Reallocate:
-                self.order[worker].append(task.node)
+            request = self._moves.pop((worker, node)) if task.is_move else self._queues[worker][0]
+            assert not isinstance(request, PrepareMove)
+            if task.is_move:
+                self._lanes[worker].remove(node)
+            if worker in (self._runner.devices[node.call] if task.is_move else task.devices):
+                self._queues[worker].popleft()
+                come_to.append(worker)
+                if not task.is_move or node.call not in self._runner.graph.calls:
+                    self.order[worker].append(node)
             self.dispatcher.reply(worker, self._reply(worker, request))
-        for worker in sorted(task.devices):
+        for worker in come_to:
             self._come_to(worker)
+        if not self._wide_lanes and task.is_move:
+            for worker in sorted(task.devices):
+                if self._lanes[worker]:
+                    following = self._lanes[worker][0]
+                    self._arrive(Task(True, following, self._runner.movers[following.call]))
 
-    def _reply(self, worker: int, request: Request) -> Reply:
+    def _reply(self, worker: int, request: CallFunction | PrepareMove | Reallocate | FollowParameters) -> Reply:
         span = Span("compute", "", self.now_s, self.now_s)
         if not isinstance(request, CallFunction):
             return Reply(request_id=request.request_id, span=span)
@@ -120,5 +159,5 @@ def runner_of(graph: DataflowGraph, plan: ExecutionPlan, batch_size: int) -> Gra
 
 async def _settle() -> None:
     """The dispatcher awaits nothing but replies, so that a few turns of the loop are enough."""
-    for _ in range(4):
+    for _ in range(8):
         await asyncio.sleep(0)

@@ -17,6 +17,7 @@ from realhf.transport.messages import (
     FreeBatch,
     LoadModel,
     OffloadModel,
+    PrepareMove,
     Reallocate,
     Release,
     Reply,
@@ -86,10 +87,11 @@ def test_a_call_laid_out_otherwise_is_reallocated_and_released() -> None:
     }
     workers = Workers(4)
     run(workers, ExecutionPlan(num_devices=4, calls=calls), steps=1, batch_size=8)
+    assert [to for to, message in workers.got if isinstance(message, PrepareMove)] == [2, 3], "the target"
     assert [to for to, message in workers.got if isinstance(message, Reallocate)] == [0, 1, 2, 3], "home and target"
     kinds = [type(message) for _, message in workers.got if not isinstance(message, Transfer)]
     of_worker_2 = [type(message) for to, message in workers.got if to == 2 and not isinstance(message, Transfer)]
-    assert of_worker_2 == [Reallocate, CallFunction, Release, FreeBatch]
+    assert of_worker_2 == [PrepareMove, CallFunction, Release, Reallocate, FreeBatch]
     assert kinds[-4:] == [FreeBatch] * 4
     # seq and logprob come to both workers of the other calls, from the rank that holds the outputs.
     sends = [send for message in workers.sent(Transfer, worker=2) for send in message.sends]  # type: ignore[union-attr]
@@ -107,11 +109,11 @@ def test_a_model_in_host_memory_is_loaded_before_its_calls_and_sent_back_behind_
         for worker in range(2)
     ]
     others = [CallFunction] * 3  # of reward and critic, which stay
-    assert kinds[1] == [Reallocate, CallFunction, Release, FreeBatch]
-    generation, training = [LoadModel, Reallocate, OffloadModel], [LoadModel, CallFunction, OffloadModel]
-    assert kinds[0][:3] == generation
-    assert sorted(kinds[0][3:-1], key=str) == sorted([*others, *training], key=str)
-    place = kinds[0].index(LoadModel, 3)
+    assert kinds[1] == [PrepareMove, CallFunction, Release, Reallocate, FreeBatch]
+    generation, training = [LoadModel, PrepareMove, OffloadModel], [LoadModel, CallFunction, OffloadModel]
+    assert kinds[0][:4] == [*generation, Reallocate], "which is on a lane of its own: the rest is in order"
+    assert sorted(kinds[0][4:-1], key=str) == sorted([*others, *training], key=str)
+    place = kinds[0].index(LoadModel, 4)
     assert kinds[0][place : place + 3] == training
 
 
@@ -143,7 +145,7 @@ class Silent(Workers):
 
     async def answer(self, worker: int) -> None:
         """The oldest request of a worker is answered."""
-        reply = next(reply for to, reply in self.replies if to == worker)
+        reply = min((reply for to, reply in self.replies if to == worker), key=lambda reply: reply.request_id)
         self.replies.remove((worker, reply))
         self._hand_over(worker, reply)
         await asyncio.sleep(0)
@@ -226,23 +228,30 @@ def test_a_worker_is_late_at_the_request_it_executes_not_at_those_behind() -> No
         runner = GraphRunner("train", GRAPH, plan.calls, homes, 1)
         task = asyncio.ensure_future(workers.dispatcher.run_steps(runner, plan.unrolled(GRAPH, 1), 1, lambda *_: None))
         await until_idle()
-        assert describe(0) == "reallocation of actor for actor_generate of step 1"
+        reallocation = "reallocation of actor for actor_generate of step 1"
+        assert (describe(0), describe(1)) == ("no request", reallocation), "worker 0 is asked when worker 1 is prepared"
         workers.now_s = 5.0
         assert late(5.0) == []
         workers.now_s = 5.1
-        assert late(5.0) == [0, 1]
+        assert late(5.0) == [1]
         await workers.answer(1)
+        await until_idle()
+        assert (describe(0), describe(1)) == (reallocation, reallocation)
+        assert late(5.0) == []
+        workers.now_s = 10.2
+        assert late(5.0) == [0, 1]
         await workers.answer(0)
+        await workers.answer(1)
         assert describe(0) == "no request"
         assert describe(1) == "actor_generate of step 1"
         assert late(5.0) == []
-        workers.now_s = 11.0
+        workers.now_s = 16.0
         assert late(5.0) == [1]
         await workers.answer(1)
         await until_idle()
         assert describe(0) in ("critic_inference of step 1", "reward_inference of step 1")
         before = describe(0)
-        workers.now_s = 17.0
+        workers.now_s = 22.0
         assert late(5.0) == [0]
         await workers.answer(0)
         assert describe(0) != before

@@ -19,13 +19,14 @@ from realhf.api.layout import Layout
 from realhf.api.offload import loads_of, with_loads
 from realhf.api.plan import CallPlan, ExecutionPlan, OrderEntry, check_plan
 from realhf.master.loop import GraphRunner
-from realhf.master.state import Action, FinishStep, Issue, Node, Schedule, participants
+from realhf.master.state import Action, FinishStep, Issue, Node, Schedule, movers_of, occupied
 from tests.unit.api.calls import call, ppo_graph
 
 
 @dataclass(frozen=True)
 class Item:
-    """What stands in the queues of its devices and runs when it is first in all of them.
+    """What stands in the queues of its devices and runs when it is first in all of them. A move of parameters then gets
+    in line in the lanes of `movers`, and runs when it is first in these, too.
 
     A call is reallocated (if it is not laid out as its parameters are) and computed; then each of
     its devices sends the outputs on.
@@ -34,6 +35,7 @@ class Item:
     kind: str
     node: Node
     devices: frozenset[int]
+    movers: frozenset[int] = frozenset()
 
 
 @dataclass
@@ -45,6 +47,7 @@ class Simulation:
     plan: ExecutionPlan
     seconds: Callable[[Item], float]
     queues: dict[int, deque[Item]] = field(default_factory=dict)
+    lanes: dict[int, deque[Item]] = field(default_factory=dict)
     executed: list[tuple[float, float, Item]] = field(default_factory=list)
     finished_steps: list[int] = field(default_factory=list)
     issued: list[Node] = field(default_factory=list)
@@ -67,6 +70,8 @@ class Simulation:
             running.remove(item)
             for device in item.devices:
                 assert self.queues[device].popleft() == item
+            for device in item.movers:
+                assert self.lanes[device].popleft() == item
             self.executed.append((start_s, now_s, item))
             if item.kind == "send":
                 self.sent.add(item)
@@ -80,8 +85,8 @@ class Simulation:
             match action:
                 case Issue(node):
                     self.issued.append(node)
-                    for kind, devices in steps_of(self.graph, self.plan, node.call):
-                        self._enqueue(Item(kind, node, devices))
+                    for kind, devices, movers in steps_of(self.graph, self.plan, node.call):
+                        self._enqueue(Item(kind, node, devices, movers))
                 case FinishStep(step):
                     self.finished_steps.append(step)
         self.max_in_flight = max(self.max_in_flight, len({n.step for n in self.issued} - set(self.finished_steps)))
@@ -97,10 +102,15 @@ class Simulation:
 
     def _startable(self) -> set[Item]:
         heads = {queue[0] for queue in self.queues.values() if queue}
+        first = {item for item in heads if all(self.queues[d][0] == item for d in item.devices)}
+        moving = {item for lane in self.lanes.values() for item in lane}
+        for item in sorted(first - moving, key=lambda item: (item.node, item.kind)):
+            for device in item.movers:
+                self.lanes.setdefault(device, deque()).append(item)
         return {
             item
-            for item in heads
-            if all(self.queues[d][0] == item for d in item.devices) and (item.kind != "compute" or self._has_data(item))
+            for item in first
+            if all(self.lanes[d][0] == item for d in item.movers) and (item.kind != "compute" or self._has_data(item))
         }
 
     def _has_data(self, item: Item) -> bool:
@@ -119,18 +129,22 @@ class Simulation:
         )
 
 
-def steps_of(graph: DataflowGraph, plan: ExecutionPlan, name: str) -> list[tuple[str, frozenset[int]]]:
-    """What has to be done for a node, and on which devices together."""
+def steps_of(graph: DataflowGraph, plan: ExecutionPlan, name: str) -> list[tuple[str, frozenset[int], frozenset[int]]]:
+    """What has to be done for a node: what it is, in whose queues and in whose lanes."""
+
+    def home(model: str) -> frozenset[int]:
+        return frozenset(plan.layout(plan.home(graph, model)).mesh.devices)
+
     if load := loads_of(graph, plan.offload).get(name):
-        return [("compute", frozenset(plan.layout(plan.home(graph, load.model)).mesh.devices))]
+        return [("compute", home(load.model), frozenset())]
     if follow := graph.follows.get(name):
-        homes = [plan.layout(plan.home(graph, model)) for model in (follow.source, follow.target)]
-        return [("compute", frozenset(device for home in homes for device in home.mesh.devices))]
-    layout, home = plan.layout(name), plan.layout(plan.home(graph, graph.calls[name].model_name))
-    compute = ("compute", frozenset(layout.mesh.devices))
-    if layout == home:
+        queues = home(follow.target) | (home(follow.source) if follow.source in plan.offload else set())
+        return [("compute", queues, home(follow.source) | home(follow.target))]
+    model, mesh = graph.calls[name].model_name, frozenset(plan.layout(name).mesh.devices)
+    compute = ("compute", mesh, frozenset[int]())
+    if plan.layout(name) == plan.layout(plan.home(graph, model)):
         return [compute]
-    return [("reallocate", frozenset({*layout.mesh.devices, *home.mesh.devices})), compute]
+    return [("reallocate", mesh | (home(model) if model in plan.offload else set()), mesh | home(model)), compute]
 
 
 def schedule_of(graph: DataflowGraph, plan: ExecutionPlan, order: list[tuple[str, int]]) -> Schedule:
@@ -250,7 +264,7 @@ def check_execution(simulation: Simulation, nodes: list[Node]) -> None:
             if device in item.devices and item.kind != "send"
         ]
         expected = [
-            (node, kind) for node in nodes for kind, devices in steps_of(graph, plan, node.call) if device in devices
+            (node, kind) for node in nodes for kind, devices, _ in steps_of(graph, plan, node.call) if device in devices
         ]
         assert seen == expected, f"device {device} leaves the plan's order"
     for load in loads_of(graph, plan.offload).values():
@@ -280,7 +294,7 @@ def test_the_random_cases_are_not_all_trivial() -> None:
     assert stale > 20
 
 
-def test_participants_are_its_own_devices_and_those_of_its_parameters() -> None:
+def test_a_node_occupies_its_own_devices_and_its_parameters_come_from_others() -> None:
     graph = DataflowGraph(
         [
             call("teacher", INFERENCE, ["x"], ["y"]),
@@ -292,8 +306,11 @@ def test_participants_are_its_own_devices_and_those_of_its_parameters() -> None:
     places = {"teacher_inference": 0, "pupil_inference": 1, "pupil_train_step": 2}
     layouts = {name: CallPlan(devices=(device, 1)).layout for name, device in places.items()}
     homes = {"teacher": layouts["teacher_inference"], "pupil": layouts["pupil_train_step"]}
-    found = {name: participants(graph, name, layouts, homes) for name in places}
-    assert found == {"teacher_inference": {0}, "pupil_inference": {1, 2}, "pupil_train_step": {2}}
+    found = {name: occupied(graph, name, layouts, homes) for name in places}
+    assert found == {"teacher_inference": {0}, "pupil_inference": {1}, "pupil_train_step": {2}}
+    assert occupied(graph, "pupil_inference", layouts, homes, ["pupil"]) == {1, 2}, "loaded there, for it"
+    moving = {name: movers_of(graph, name, layouts, homes) for name in places}
+    assert moving == {"teacher_inference": set(), "pupil_inference": {1, 2}, "pupil_train_step": set()}
 
 
 def test_a_model_follows_only_when_it_is_due() -> None:

@@ -4,9 +4,11 @@ from realhf.api.graph import DataflowGraph
 from realhf.master.loop import Dispatcher
 from realhf.transport.messages import (
     CallFunction,
+    FollowParameters,
     KeyMetadata,
     LoadModel,
     OffloadModel,
+    PrepareMove,
     Reallocate,
     Reply,
     SaveCheckpoint,
@@ -34,7 +36,7 @@ class Workers:
         match message:
             case CallFunction():
                 self.dispatcher.reply(worker, self._result(worker, message))
-            case Reallocate() | SaveCheckpoint() | LoadModel() | OffloadModel():
+            case PrepareMove() | Reallocate() | FollowParameters() | SaveCheckpoint() | LoadModel() | OffloadModel():
                 self.dispatcher.reply(worker, Reply(request_id=message.request_id, span=Span("reallocation", "", 0, 1)))
 
     def _result(self, worker: int, call: CallFunction) -> Reply:

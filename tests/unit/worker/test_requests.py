@@ -22,6 +22,7 @@ from realhf.transport.messages import (
     FreeBatch,
     LoadModel,
     OffloadModel,
+    PrepareMove,
     Reallocate,
     Release,
     SaveCheckpoint,
@@ -78,7 +79,8 @@ def requests_of(run: Run, checkpoints: Path) -> list[ToWorker]:
 
 def test_what_the_master_sends_is_executed(run: Run, tmp_path: Path) -> None:
     requests = requests_of(run, tmp_path)
-    kinds = {CallFunction, Reallocate, Release, LoadModel, OffloadModel, Transfer, FreeBatch, SaveCheckpoint}
+    moves = {PrepareMove, Reallocate, Release}
+    kinds = {CallFunction, *moves, LoadModel, OffloadModel, Transfer, FreeBatch, SaveCheckpoint}
     assert {type(request) for request in requests} == kinds
     assert [refusal(request, run, tmp_path) for request in requests] == [None] * len(requests)
     assert refusal(Shutdown(), run, tmp_path) is None
@@ -89,6 +91,7 @@ CALL = CallFunction(
     request_id=1, batch=TRAIN, call="actor_train_step", layout=HOME_LAYOUT, mini_batches=((0, 1),), micro_batches=1
 )
 COPY = Reallocate(request_id=1, batch=TRAIN, call="actor_generate", model="actor", layout=ELSEWHERE.layout)
+PREPARE = PrepareMove(request_id=1, batch=TRAIN, name="actor_generate", model="actor", layout=ELSEWHERE.layout)
 
 
 def change(request: Any, **fields: Any) -> Any:
@@ -106,6 +109,8 @@ def change(request: Any, **fields: Any) -> Any:
         change(CALL, micro_batches=0),
         change(COPY, model="critic"),
         change(COPY, layout=OTHER),
+        change(PREPARE, name="actor_train_step"),
+        change(PREPARE, layout=OTHER),
         Release(model="actor", layout=HOME_LAYOUT),  # the home itself
         Release(model="critic", layout=ELSEWHERE.layout),
         Transfer(batch=TRAIN, sends=(Send(peer=4, key="seq", ids=(0,)),)),
@@ -124,6 +129,7 @@ def test_what_the_plan_does_not_have_is_refused(
     monkeypatch.chdir(tmp_path)
     assert refusal(CALL, run, Path("checkpoints")) is None
     assert refusal(COPY, run, Path("checkpoints")) is None
+    assert refusal(PREPARE, run, Path("checkpoints")) is None
     assert refusal(request_, run, Path("checkpoints")) is not None
 
 

@@ -1,0 +1,83 @@
+"""Requests that workers have not answered, and since when each worker has been at its oldest ones."""
+
+import itertools
+from collections.abc import Callable
+
+from realhf.master.replies import Request, check_reply
+from realhf.transport.messages import Reply
+
+Clock = Callable[[], float]
+
+
+class OpenRequests:
+    """What a worker was asked and has not answered: requests of calls, one by one, and beside them those to send
+    parameters of a model, one by one, too."""
+
+    def __init__(self, num_workers: int, clock: Clock):
+        self._of_calls = [_Queue(clock) for _ in range(num_workers)]
+        self._beside = [_Queue(clock) for _ in range(num_workers)]
+        self._ids = itertools.count()
+
+    def expect(self, worker: int, request: Request, *, beside: bool = False) -> int:
+        """Notes a request that is sent; returns its id."""
+        request_id = next(self._ids)
+        (self._beside if beside else self._of_calls)[worker].add(request_id, request)
+        return request_id
+
+    def answered(self, worker: int, reply: Reply) -> Request:
+        """The request that a reply answers, which is open no more.
+
+        Raises:
+            ValueError: it answers none, or not the one that it names; nothing was changed.
+        """
+        of_calls, beside = self._of_calls[worker], self._beside[worker]
+        queue = beside if reply.request_id in beside.requests else of_calls
+        request = queue.requests.get(reply.request_id)
+        check_reply(request, reply)
+        assert request is not None
+        queue.remove(reply.request_id)
+        return request
+
+    def describe(self, worker: int) -> str:
+        """What `worker` is at, for error messages."""
+        whats = [queue.oldest for queue in (self._of_calls[worker], self._beside[worker]) if queue.requests]
+        return ", and beside it in ".join(whats) or "no request"
+
+    def late(self, timeout_s: float) -> list[int]:
+        """The workers that have been at one request for longer than `timeout_s`.
+
+        The time of a request starts when the one before is answered.
+        """
+        return [
+            worker
+            for worker, queues in enumerate(zip(self._of_calls, self._beside, strict=True))
+            if any(queue.busy_s > timeout_s for queue in queues)
+        ]
+
+    def __bool__(self) -> bool:
+        return any(queue.requests for queue in (*self._of_calls, *self._beside))
+
+
+class _Queue:
+    """Requests that a thread of a worker executes in their order."""
+
+    def __init__(self, clock: Clock):
+        self.requests: dict[int, Request] = {}  # the oldest first
+        self._clock, self._busy_since = clock, 0.0
+
+    def add(self, request_id: int, request: Request) -> None:
+        if not self.requests:
+            self._busy_since = self._clock()
+        self.requests[request_id] = request
+
+    def remove(self, request_id: int) -> None:
+        del self.requests[request_id]
+        self._busy_since = self._clock()
+
+    @property
+    def oldest(self) -> str:
+        return next(iter(self.requests.values())).what
+
+    @property
+    def busy_s(self) -> float:
+        return self._clock() - self._busy_since if self.requests else 0.0

@@ -1,0 +1,121 @@
+"""A lane of their own for moves of parameters: a thread beside the one that executes calls."""
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from realhf.scheduler.logs import place_of
+from realhf.transport.messages import BatchKey, Move, PrepareMove, Reallocate, Reply, Span
+from realhf.worker.activity import WorkerActivity
+
+logger = logging.getLogger(__name__)
+
+Key = tuple[BatchKey, str]  # of a move, and of what prepares for it
+
+
+class MoveLane:
+    """Carries out moves one after the other, in the order in which the master sends them, and replies.
+
+    So a worker that only sends of a model that lives here is not held up by the calls it computes. Whoever gets a
+    copy prepares for it when its calls have come to that place; until the move has ended it computes nothing.
+
+    Why nobody waits for ever: the master sends a move when all that have to prepare have done so, and all moves to all
+    workers in one order. So a lane never waits for calls, only for the lanes of others, and these are at the same
+    move or an earlier one: the first move that has not ended can proceed. Calls wait for moves that they prepared
+    for, and for calls and moves that were sent before; moves wait for no call that was sent after. The first
+    of all that has not ended can proceed, whatever the meshes.
+
+    Args:
+        moves: where they come in; None ends the thread.
+        carry_out: does this worker's part of a move.
+        report: gets the replies, from the lane's thread.
+        fail: told what `carry_out` raised; ends the process.
+    """
+
+    def __init__(
+        self,
+        moves: "queue.SimpleQueue[Move | None]",
+        carry_out: Callable[[Move], None],
+        report: Callable[[Reply], None],
+        fail: Callable[[Exception], None],
+        activity: WorkerActivity,
+        device: torch.device,
+        timeout_s: float,
+    ):
+        self._moves, self._carry_out, self._report, self._fail = moves, carry_out, report, fail
+        self._activity, self._device, self._timeout_s = activity, device, timeout_s
+        self._prepared: Key | None = None
+        self._has_ended = threading.Condition()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._computed: torch.cuda.Event | None = None
+        self._thread = threading.Thread(target=self._run, name="moves of parameters", daemon=True)
+        self._thread.start()
+
+    def prepared(self, request: PrepareMove) -> None:
+        """To be called before the reply: the thread of calls will go on when that move has ended (`wait`)."""
+        self._prepared = request.batch, request.name
+
+    def wait(self) -> None:
+        """Returns when the move that was prepared for has ended; at once where there is none.
+
+        Raises:
+            TimeoutError: it has not within the deadline of a call, since others have not come to it.
+        """
+        with self._has_ended:
+            if not self._has_ended.wait_for(lambda: self._prepared is None, self._timeout_s):
+                assert self._prepared is not None
+                batch, name = self._prepared
+                raise TimeoutError(
+                    f"reallocation for {name} of {batch}: waited {self._timeout_s:g} s for other workers to come to it "
+                    "and timed out"
+                )
+
+    def computed(self) -> None:
+        """To be called after every request that is no move: later moves find on the device what it has written."""
+        if self._stream is not None:
+            event = torch.cuda.Event()
+            event.record(torch.cuda.current_stream(self._device))
+            self._computed = event
+
+    def close(self) -> None:
+        """Ends the thread behind the moves that have come."""
+        self._moves.put(None)
+        self._thread.join(self._timeout_s)
+
+    def _run(self) -> None:
+        while (move := self._moves.get()) is not None:
+            try:
+                self._report(self._reply(move))
+            except Exception as error:
+                self._fail(error)
+                return
+            with self._has_ended:
+                if self._prepared == _key(move):
+                    self._prepared = None
+                    self._has_ended.notify_all()
+
+    def _reply(self, move: Move) -> Reply:
+        batch, name = _key(move)
+        is_prepared = self._prepared == (batch, name)  # then calls wait, and say what for
+        what = f"{name} of {batch}"
+        self._activity.set_beside("" if is_prepared else f"{what}: sending")
+        start = time.time()
+        if self._stream is None:
+            self._carry_out(move)
+        else:
+            with torch.cuda.stream(self._stream):
+                if self._computed is not None:
+                    self._stream.wait_event(self._computed)
+                self._carry_out(move)
+        span = Span("reallocation" if is_prepared else "sending", what, start, time.time())
+        logger.info("%s took %.3f s", span.phase, span.end - start, extra={"place": place_of(f"{what}: {span.phase}")})
+        self._activity.set_beside("")
+        return Reply(request_id=move.request_id, span=span)
+
+
+def _key(move: Move) -> Key:
+    return move.batch, move.call if isinstance(move, Reallocate) else move.name

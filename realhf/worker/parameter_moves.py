@@ -1,0 +1,169 @@
+"""What a worker does in moves of parameters: copies for calls laid out otherwise, and models that follow others."""
+
+import threading
+from collections.abc import Iterator, MutableMapping
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from realhf.api.layout import Layout
+from realhf.api.run import Run
+from realhf.engine.model import ShardedModel
+from realhf.parallel.groups import GroupTable
+from realhf.realloc.executor import execute
+from realhf.realloc.planner import plan_between
+from realhf.realloc.transport import TorchTransport, Transport, transport_between
+from realhf.realloc.verification import VerificationSchedule, verify
+from realhf.transport.messages import FollowParameters, Move, PrepareMove, Reallocate, Release
+
+Models = MutableMapping[tuple[str, Layout], ShardedModel]
+
+
+class ParameterMoves:
+    """Carries out moves between the models of this worker and those of others.
+
+    Between calls a copy has no memory: what is built on its parameters, a hundred modules, is built once. Where a copy
+    contains the home's part, the home's parameters have no memory during the call, and who reads the home finds them in
+    the copy.
+
+    `carry_out` is for one thread (`realhf.worker.move_lane`), the rest for the one that executes calls. Both may have
+    to do with one home at a time: this worker sends of it while a call on a copy of it ends. Nothing else can come
+    in between. What changes parameters, a training or a move into them, comes after the end of all that reads them
+    (version edges), hence when the last byte of them has arrived. A model that waits in host memory comes and goes
+    on a thread that has prepared for the move, and waits for it.
+
+    Args:
+        groups: of the run's layouts. Made after it on every rank, since messages of its own may need a group.
+        models: what is here, by name and layout; homes are there from the start, copies are added.
+    """
+
+    def __init__(self, run: Run, rank: int, device: torch.device, groups: GroupTable, models: Models):
+        self._run, self._rank, self._device, self._groups, self._models = run, rank, device, groups, models
+        self._timeout_s = run.spec.call_timeout_s
+        self._verification = VerificationSchedule(run.spec.verify_reallocations_every)
+        self._at_rest = {name: threading.Lock() for name in run.homes}
+        self._across_hosts = self._group_of_its_own() if groups.spans_hosts and _moves_anything(run) else None
+
+    def prepare(self, request: PrepareMove) -> None:
+        """Memory for the copy that the move will fill here, if it fills one."""
+        name, layout = request.model, request.layout
+        if layout == self._run.homes[name] or self._rank not in layout.mesh.devices:
+            return
+        if copy := self._models.get((name, layout)):
+            copy.allocate_parameters()
+            return
+        self._models[name, layout] = ShardedModel(
+            self._run.graph.models[name],
+            self._groups.groups(layout),
+            getattr(torch, self._run.models[name].dtype),
+            self._device,
+            timeout_s=self._timeout_s,
+        )
+
+    def carry_out(self, move: Move) -> None:
+        """Does this worker's part of a move; when it returns, what comes here is complete.
+
+        Raises:
+            ReallocationError: a peer did not do its part, or values came that were not sent.
+        """
+        match move:
+            case Reallocate(model=model, layout=layout, batch=batch):
+                self._reallocate(model, layout, batch.step)
+            case FollowParameters(name=name):
+                self._follow(name)
+
+    def release(self, request: Release) -> None:
+        """Frees a copy; the home has its parameters again."""
+        copy = self._models[request.model, request.layout]
+        with self._resting(request.model):
+            if home := self._models.get((request.model, self._run.homes[request.model])):
+                home.take_back_from(copy)
+            copy.free_parameters()
+
+    def _reallocate(self, name: str, layout: Layout, step: int) -> None:
+        home, dtype = self._run.homes[name], getattr(torch, self._run.models[name].dtype)
+        source, target = self._models.get((name, home)), self._models.get((name, layout))
+        plan = plan_between(
+            self._run.graph.models[name],
+            home,
+            layout,
+            self._run.spec.devices_per_node,
+            element_bytes=dtype.itemsize,
+            source_data_parallel=self._run.models[name].compute.data_parallel,
+        )
+        transport = self._transport(home, layout)
+        with self._resting(name):
+            boxes = source.readable() if source else [], target.held() if target else []
+            execute(plan, self._rank, *boxes, transport, model_name=name, timeout_s=self._timeout_s)
+            if self._verification.is_due(name, layout, step):
+                verify(plan, self._rank, *boxes, transport, model_name=name, timeout_s=self._timeout_s)
+            self._finish_on_device()
+            if source is not None and target is not None:
+                source.lend_to(target)
+
+    def _follow(self, name: str) -> None:
+        run, node = self._run, self._run.graph.follows[name]
+        source, target = (self._models.get((model, run.homes[model])) for model in (node.source, node.target))
+        plan = plan_between(
+            run.graph.models[node.target],
+            run.homes[node.source],
+            run.homes[node.target],
+            run.spec.devices_per_node,
+            element_bytes=getattr(torch, run.models[node.target].dtype).itemsize,
+            source_data_parallel=run.models[node.source].compute.data_parallel,
+            target_data_parallel=run.models[node.target].compute.data_parallel,
+            forwarding=False,  # a device would send on its average
+        )
+        with self._resting(node.source):
+            execute(
+                plan,
+                self._rank,
+                source.readable() if source else [],
+                target.held() if target else [],
+                self._transport(run.homes[node.source], run.homes[node.target]),
+                eta=node.eta,
+                model_name=node.target,
+                timeout_s=self._timeout_s,
+            )
+            self._finish_on_device()
+        if target:
+            target.parameters_changed()
+
+    @contextmanager
+    def _resting(self, name: str) -> Iterator[None]:
+        """Within it the home's parameters of a model stay where they are for the other thread.
+
+        A move that is being carried out waits for moves alone, so this ends, whatever the thread of calls waits for.
+        """
+        if not self._at_rest[name].acquire(timeout=self._timeout_s):
+            raise TimeoutError(f"a move of {name} and a call on a copy of it waited {self._timeout_s:g} s, timed out")
+        try:
+            yield
+        finally:
+            self._at_rest[name].release()
+
+    def _finish_on_device(self) -> None:
+        """On a GPU messages and copies are only queued: before memory changes hands they have to be done."""
+        if self._device.type == "cuda":
+            torch.cuda.current_stream(self._device).synchronize()
+
+    def _transport(self, source: Layout, target: Layout) -> Transport:
+        of_host = self._groups.of_host((*source.mesh.devices, *target.mesh.devices))
+        return TorchTransport(self._across_hosts) if of_host is None else transport_between(of_host)
+
+    def _group_of_its_own(self) -> dist.ProcessGroup:
+        """Of all ranks. The messages of a group are matched in their order, and those of the world are sent by another
+        thread."""
+        group = dist.new_group(timeout=timedelta(seconds=self._timeout_s))
+        # NCCL wants a collective of all ranks before the first message between two of them.
+        dist.all_reduce(torch.zeros(1, device=self._device), group=group)
+        return group
+
+
+def _moves_anything(run: Run) -> bool:
+    layouts = [(call.model_name, run.plan.layout(call.name)) for call in run.graph.calls.values()]
+    if run.evaluation_graph:
+        layouts += [(c.model_name, run.evaluation_plan(c).layout) for c in run.evaluation_graph.calls.values()]
+    return bool(run.graph.follows) or any(layout != run.homes[name] for name, layout in layouts)

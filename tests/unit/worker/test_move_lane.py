@@ -1,0 +1,107 @@
+"""Moves of parameters beside calls: their order, who waits for whom, and what is said of both threads."""
+
+import queue
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.transport.messages import BatchKey, FollowParameters, Move, PrepareMove, Reallocate, Reply
+from realhf.worker.activity import WorkerActivity
+from realhf.worker.move_lane import MoveLane
+from tests.waiting import PATIENCE_S
+
+BATCH = BatchKey("train", 2)
+LAYOUT = Layout(DeviceMesh(0, 1), ParallelStrategy())
+COPY = Reallocate(request_id=1, batch=BATCH, call="actor_generate", model="actor", layout=LAYOUT)
+AVERAGE = FollowParameters(request_id=2, batch=BATCH, name="reference_follows_actor")
+PREPARE = PrepareMove(request_id=0, batch=BATCH, name="actor_generate", model="actor", layout=LAYOUT)
+
+
+class Worker:
+    """A lane whose moves are `carry_out`; what it reports, how it fails, and all that was said of its activity."""
+
+    def __init__(self, carry_out: Callable[[Move], None], timeout_s: float = PATIENCE_S):
+        self.replies: list[Reply] = []
+        self.failures: queue.SimpleQueue[Exception] = queue.SimpleQueue()
+        self.said: list[str] = []
+        self.activity = WorkerActivity(self.said.append)
+        self.moves: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
+        self.lane = MoveLane(
+            self.moves,
+            carry_out,
+            self.replies.append,
+            self.failures.put,
+            self.activity,
+            torch.device("cpu"),
+            timeout_s,
+        )
+
+
+def test_moves_are_carried_out_in_their_order_and_answered() -> None:
+    done: list[Move] = []
+    worker = Worker(done.append)
+    for move in (COPY, AVERAGE):
+        worker.moves.put(move)
+    worker.lane.wait()  # nothing was prepared for
+    worker.lane.close()
+    assert done == [COPY, AVERAGE]
+    assert [reply.request_id for reply in worker.replies] == [1, 2]
+    assert [reply.span.phase for reply in worker.replies] == ["sending", "sending"]
+    assert [reply.span.name for reply in worker.replies] == [
+        "actor_generate of step 3",
+        "reference_follows_actor of step 3",
+    ]
+
+
+def test_calls_wait_for_the_move_that_they_prepared_for_and_for_no_other() -> None:
+    may_end = threading.Event()
+    worker = Worker(lambda move: None if move is AVERAGE else _wait(may_end))
+    worker.lane.prepared(PREPARE)
+    going_on = threading.Thread(target=worker.lane.wait)
+    going_on.start()
+    worker.moves.put(AVERAGE)
+    worker.moves.put(COPY)
+    assert going_on.is_alive()
+    assert [reply.request_id for reply in worker.replies] in ([], [2])
+    may_end.set()
+    going_on.join(PATIENCE_S)
+    assert not going_on.is_alive()
+    assert [reply.span.phase for reply in worker.replies] == ["sending", "reallocation"]
+    worker.lane.wait()  # once is enough
+    worker.lane.close()
+
+
+def test_the_activity_names_what_is_sent_beside_a_call() -> None:
+    worker = Worker(lambda _: None)
+    worker.activity.set("critic_train_step of step 2: compute")
+    worker.moves.put(COPY)
+    worker.lane.close()
+    critic = "critic_train_step of step 2: compute"
+    assert worker.said == [critic, f"{critic}; and actor_generate of step 3: sending", critic]
+    assert worker.activity.of_calls == critic
+
+
+def test_what_a_move_raises_ends_the_worker() -> None:
+    error = RuntimeError("the cable is out")
+
+    def fails(_: Move) -> None:
+        raise error
+
+    worker = Worker(fails)
+    worker.moves.put(COPY)
+    assert worker.failures.get(timeout=PATIENCE_S) is error
+    assert worker.replies == []
+
+
+def test_calls_do_not_wait_for_ever_for_a_move_that_does_not_come() -> None:
+    worker = Worker(lambda _: None, timeout_s=0.01)
+    worker.lane.prepared(PREPARE)
+    with pytest.raises(TimeoutError, match="reallocation for actor_generate of step 3: waited"):
+        worker.lane.wait()
+
+
+def _wait(event: threading.Event) -> None:
+    assert event.wait(PATIENCE_S)
