@@ -30,8 +30,8 @@ def broken(rank: int, check: str) -> str:
     def wrong_sum(numbers: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
         numbers.add_(7)
 
-    def losing(plan, rank, source, target, **options) -> None:
-        execute(plan, rank, source, target, **options)
+    def losing(plan, rank, source, target, transport, **options) -> None:
+        execute(plan, rank, source, target, transport, **options)
         target[0][1].view(-1)[0] += 1
 
     if check == "groups":

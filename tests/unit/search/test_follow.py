@@ -43,14 +43,18 @@ def test_it_takes_what_the_reallocation_planner_moves(every_steps: int) -> None:
     assert prediction.transfer_s[NAME] == pytest.approx(seconds / every_steps)
 
 
-def test_it_delays_the_next_step() -> None:
-    """By its own time, where all calls are on one device and the reference elsewhere: what comes next waits for it."""
+@pytest.mark.parametrize("delays", [True, False])
+def test_it_delays_the_next_step_where_the_reference_shares_a_device(delays: bool) -> None:
+    """With the reference and all other calls on device 0, to which the actor's parameters come from device 1, what
+    comes next waits for it. With all others on device 0 and the reference on device 1 it hides behind generation, since
+    device 0, which only sends, computes meanwhile."""
     graph, cluster = following(), cpu_cluster(4)
-    plan = placed(CallPlan(devices=(1, 1)), CallPlan(devices=(0, 1)))
+    reference, training = (0, 1) if delays else (1, 0)
+    plan = placed(CallPlan(devices=(reference, 1)), CallPlan(devices=(training, 1)))
     with_it = predict(plan, graph, **settings(graph, cluster))
     without = predict(plan, ppo(), **settings(graph, cluster))
     assert with_it.transfer_s[NAME] > 0
-    assert with_it.step_s > without.step_s
+    assert with_it.step_s > without.step_s if delays else with_it.step_s == without.step_s
     assert with_it.device_bytes == without.device_bytes
 
 
