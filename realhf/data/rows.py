@@ -1,13 +1,20 @@
 """Samples of a step as tokens, read from a data set's file; no torch here."""
 
+from collections import OrderedDict
 from collections.abc import Sequence
 
 from realhf.data.datasets import JSONLDataset, Tokens
 from realhf.data.order import row_of
 
+# More than are in flight in most runs; what is asked for later is tokenised once more.
+KEPT_STEPS = 4
+
 
 class DatasetRows:
-    """Samples of any step, in any order; rows are tokenised at first use and kept.
+    """Samples of any step, in any order.
+
+    Rows are tokenised at first use, and those of the last few steps kept: calls of a step ask one after the other, and
+    a long run must not end with the tokens of the whole data set in memory.
 
     Args:
         seed: determines the order of the rows, which is new in every epoch; None takes the rows
@@ -24,7 +31,7 @@ class DatasetRows:
         self.batch_size = batch_size
         self._encoder = dataset.encoder()
         self._lines = dataset.lines()
-        self._rows: dict[int, dict[str, Tokens]] = {}
+        self._rows: OrderedDict[int, dict[str, Tokens]] = OrderedDict()  # the ones asked for last at the end
 
     @property
     def num_rows(self) -> int:
@@ -51,4 +58,7 @@ class DatasetRows:
     def _row(self, row: int) -> dict[str, Tokens]:
         if row not in self._rows:
             self._rows[row] = self.dataset.encode(self._lines[row], row + 1, self._encoder)
+        self._rows.move_to_end(row)
+        while len(self._rows) > KEPT_STEPS * self.batch_size:
+            self._rows.popitem(last=False)
         return self._rows[row]

@@ -12,6 +12,7 @@ from realhf.api.experiment import Dataset
 from realhf.data import sort_task
 from realhf.data.datasets import PreferenceDataset, PromptDataset, SFTDataset
 from realhf.data.loader import DatasetReader
+from realhf.data.rows import KEPT_STEPS
 
 GOOD = {"prompt": "ba>", "answer": "ab", "chosen": "ab", "rejected": "ba"}
 
@@ -132,6 +133,25 @@ def test_a_reader_gives_any_samples_of_any_step(folder):
     part = DatasetReader(dataset, 3, 4).read(5, [3, 1], ["prompt"])
     assert part.ids == (3, 1)
     assert [t.tolist() for t in part.data["prompt"]] == [whole.data["prompt"][i].tolist() for i in (3, 1)]
+
+
+def test_a_reader_keeps_the_rows_of_the_last_steps_only(folder, monkeypatch):
+    """So that what a worker has in memory does not grow with the steps; what comes again is tokenised once more."""
+    dataset = make(folder, PromptDataset, [{"prompt": f"{a}{b}>"} for a in "abcd" for b in "abcd"])
+    tokenised = []
+    encode = PromptDataset.encode
+    monkeypatch.setattr(PromptDataset, "encode", lambda *words: tokenised.append(words[2]) or encode(*words))
+    reader = DatasetReader(dataset, None, 2)
+
+    def rows_of(step):
+        return [row.tolist() for row in reader.read(step, range(2), ["prompt"]).data["prompt"]]
+
+    first = [rows_of(step) for step in range(8)]
+    assert tokenised == list(range(1, 17))
+    assert [rows_of(step) for step in range(8 - KEPT_STEPS, 8)] == first[-KEPT_STEPS:]
+    assert len(tokenised) == 16, "those are still there"
+    assert [rows_of(step) for step in range(8)] == first
+    assert len(tokenised) == 32
 
 
 def test_validation_needs_no_torch():
