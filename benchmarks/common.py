@@ -54,7 +54,7 @@ def finish(benchmark: str, results: list[dict], json_file: Path | None, *, is_pa
     """
     if is_part and json_file and json_file.exists():
         before, measured = json.loads(json_file.read_text()), {row["case"] for row in results}
-        if before["commit"] == _commit():
+        if before["commit"] == commit():
             results = [row for row in before["results"] if row["case"] not in measured] + results
     table = Table(title=benchmark, title_justify="left")
     for column in ("case", "value", "unit", "baseline", "ratio", "target", "holds"):
@@ -65,7 +65,7 @@ def finish(benchmark: str, results: list[dict], json_file: Path | None, *, is_pa
     Console(stderr=True).print(table)
     result: dict[str, Any] = {
         "benchmark": benchmark,
-        "commit": _commit(),
+        "commit": commit(),
         "hardware": f"{os.cpu_count()} cores, {_processor()}, one thread a worker",
         "results": results,
     }
@@ -83,7 +83,8 @@ def realhf(*words: str) -> None:
         sys.exit(f"realhf {' '.join(words)} failed:\n{done.stderr}")
 
 
-def _commit() -> str:
+def commit() -> str:
+    """Of the code that runs, short."""
     done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     return done.stdout.strip() or "unknown"
 

@@ -36,8 +36,8 @@ def _parameters(run_dir: Path) -> dict[str, bytes]:
     return {str(path.relative_to(latest)): path.read_bytes() for path in latest.glob("*/*.safetensors")}
 
 
-def leaks(run_dir: Path, temporary: Path) -> list[str]:
-    """Processes, listening sockets, shared memory and unfinished files that a run has left."""
+def leaks(run_dir: Path, temporary: Path, shared_memory: Path | None) -> list[str]:
+    """Processes, listening sockets, shared memory and unfinished files that a run has left; None is not looked at."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -51,8 +51,8 @@ def leaks(run_dir: Path, temporary: Path) -> list[str]:
         with socket.socket() as probe:
             if probe.connect_ex((host, int(port))) == 0:
                 found.append(f"port {port}")
-    found += [str(path) for path in Path("/dev/shm").iterdir()]
-    found += [str(path) for path in temporary.iterdir()]
+    for folder in (temporary, shared_memory):
+        found += [str(path) for path in folder.iterdir()] if folder else []
     found += [str(path) for path in run_dir.rglob(".*")]
     found += [str(path) for path in run_dir.rglob("*.tmp")]
     return found

@@ -7,7 +7,7 @@ import random
 import signal
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -22,6 +22,8 @@ Kind = Literal["kill", "hang", "exception", "full disk", "connection cut", "corr
 Phase = Literal["generation", "reallocation", "transfer", "optimizer", "renaming of a checkpoint", "any"]
 NUM_WORKERS = 2
 DISK_BYTES = 32 * 2**20
+_PIDFD_GETFD = 438  # the system call's number on all of Linux's architectures
+POLL_S = 0.002
 # How the flight recorder of a worker names what it is in, while it is in it.
 ACTIVITIES: dict[Phase, Callable[[str], bool]] = {
     "generation": lambda text: text.startswith("actor_generate") and text.endswith("compute"),
@@ -29,8 +31,11 @@ ACTIVITIES: dict[Phase, Callable[[str], bool]] = {
     "transfer": lambda text: not text.startswith("waiting") and text.endswith("transfer"),
     "optimizer": lambda text: "_train_step of" in text and text.endswith("compute") and not text.startswith("waiting"),
 }
-_PIDFD_GETFD = 438  # the system call's number on all of Linux's architectures
-POLL_S = 0.002
+
+
+def is_in(phase: Phase, activity: str) -> bool:
+    """Whether a worker is in a phase, in its calls or in what it does beside them."""
+    return any(ACTIVITIES[phase](text) for text in activity.split("; and "))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +83,15 @@ def make_schedule(runs: int, seed: int) -> list[Fault]:
         )
         for kind, victim, phase in chosen[:runs]
     ]
+
+
+def one_of_each(schedule: Sequence[tuple[Fault, bool]]) -> list[tuple[Fault, bool]]:
+    """The first fault of every kind with recovery, and the first kill without."""
+    first: dict[tuple[Kind, bool], Fault] = {}
+    for fault, recovers in schedule:
+        if recovers or fault.kind == "kill":
+            first.setdefault((fault.kind, recovers), fault)
+    return [(fault, recovers) for (_, recovers), fault in first.items()]
 
 
 @dataclass
@@ -136,8 +150,15 @@ class Injector:
                 os.kill(pids[victim], signal.SIGKILL)
                 if victim != MASTER:
                     os.kill(pids[MASTER], signal.SIGCONT)
-        seen = read_activity(self._run_dir / "activity" / fault.watched)
-        return Strike(time_s=now_s, activity=str(seen or ""), checkpoints_before=before, corrupted=corrupted)
+        return Strike(time_s=now_s, activity=self._seen(), checkpoints_before=before, corrupted=corrupted)
+
+    def _seen(self) -> str:
+        """What the victim (or the process watched) is in, and in its phase which checkpoint has no name yet."""
+        activity = str(read_activity(self._run_dir / "activity" / self.fault.watched) or "")
+        if self.fault.phase != "renaming of a checkpoint":
+            return activity
+        unnamed = [path.name.removeprefix(".").removesuffix(".part") for path in self._checkpoints.glob(".step-*.part")]
+        return "; ".join([activity, *(f"{name} had no name yet" for name in unnamed)])
 
     def undo(self) -> None:
         """Makes room again, after the fault has had its effect."""
@@ -152,7 +173,7 @@ class Injector:
             if phase == "renaming of a checkpoint":
                 if any(self._checkpoints.glob(".step-*.part/*/index.json")):
                     return
-            elif (activity := read_activity(path)) and ACTIVITIES[phase](activity.text):
+            elif (activity := read_activity(path)) and is_in(phase, activity.text):
                 return
             time.sleep(POLL_S)
 

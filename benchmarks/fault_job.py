@@ -1,4 +1,4 @@
-"""The main job, small, with an actor that raises when a file asks it to: for `benchmarks/faults.py` and tests."""
+"""The main job, small, with an actor that breaks when a file asks it to: for benchmarks and tests of runs."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -8,17 +8,35 @@ from realhf.algorithms.ppo.config import PPOActor
 from realhf.api.experiment import auto
 from realhf.api.graph import ModelFunctionCallDef
 from realhf.api.model import DecoderConfig
+from realhf.api.plan import CallPlan, ExecutionPlan
 from realhf.api.run import load_experiment_class
 from realhf.data import sort_task
 
 PPOExperiment: Any = load_experiment_class(Path(__file__).parents[1] / "experiments/ppo.py")
 TINY = replace(sort_task.SORT_MODEL, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=4)
+BOTH, FIRST, SECOND = CallPlan(devices=(0, 2), dp=2), CallPlan(devices=(0, 1)), CallPlan(devices=(1, 1))
+# Reallocations before every generation, transfers between all calls, and devices that work on different calls.
+PLAN = ExecutionPlan(
+    num_devices=2,
+    calls={
+        "actor_generate": CallPlan(devices=(0, 2), tp=2),
+        "reward_inference": SECOND,
+        "reference_inference": FIRST,
+        "critic_inference": SECOND,
+        "actor_train_step": BOTH,
+        "critic_train_step": SECOND,
+    },
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class BreakableActor(PPOActor):
-    """`fault_file` holds "pid N", or "step N" (from 0): that process raises once, or every one in that step.
-    Or "device D from step N": whoever has that device is killed in each of these steps."""
+    """What a file asks for at the beginning of every call: `fault_file`.
+
+    "pid N": that process raises, once; "step N" (from 0): every process raises in that step; "hold N": they wait in
+    that step as long as the file says so; "device D from step N": whoever has that device is killed in each of these
+    steps.
+    """
 
     implementation: ClassVar[str] = "fault_job_interface:BreakableActorInterface"
 

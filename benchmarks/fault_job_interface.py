@@ -1,7 +1,9 @@
 """The actor of `fault_job.py`."""
 
+import contextlib
 import os
 import signal
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,15 +30,19 @@ class BreakableActorInterface(PPOActorInterface):
         return super().train_step(model, mini_batches, context)
 
     def _break_if_asked(self, context: Context) -> None:
-        if self._fault_file is None or not self._fault_file.is_file():
-            return
-        wanted = self._fault_file.read_text()
+        while (wanted := self._wanted()) == f"hold {context.step}":
+            time.sleep(0.01)
         if wanted == f"step {context.step}":
             raise RuntimeError("broken on purpose")
         match wanted.split():
             case ["device", device, "from", "step", step]:
                 if device == os.environ["CUDA_VISIBLE_DEVICES"] and context.step >= int(step):
                     os.kill(os.getpid(), signal.SIGKILL)
-        if wanted == f"pid {os.getpid()}":
+        if self._fault_file and wanted == f"pid {os.getpid()}":
             self._fault_file.unlink()
             raise RuntimeError("broken on purpose")
+
+    def _wanted(self) -> str:
+        with contextlib.suppress(FileNotFoundError):
+            return self._fault_file.read_text() if self._fault_file else ""
+        return ""
