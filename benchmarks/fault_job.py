@@ -35,7 +35,7 @@ class BreakableActor(PPOActor):
 
     "pid N": that process raises, once; "step N" (from 0): every process raises in that step; "hold N": they wait in
     that step as long as the file says so; "device D from step N": whoever has that device is killed in each of these
-    steps.
+    steps; "step N waits for WORD in FILE": in that step, or a later one, they wait for the file to hold the word.
     """
 
     implementation: ClassVar[str] = "fault_job_interface:BreakableActorInterface"

@@ -38,6 +38,9 @@ class BreakableActorInterface(PPOActorInterface):
             case ["device", device, "from", "step", step]:
                 if device == os.environ["CUDA_VISIBLE_DEVICES"] and context.step >= int(step):
                     os.kill(os.getpid(), signal.SIGKILL)
+            case ["step", step, "waits", "for", word, "in", file] if context.step >= int(step):
+                while word not in Path(file).read_text():
+                    time.sleep(0.05)
         if self._fault_file and wanted == f"pid {os.getpid()}":
             self._fault_file.unlink()
             raise RuntimeError("broken on purpose")

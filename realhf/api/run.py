@@ -38,6 +38,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     newest ones (None: all), and with `keep_best` the one with the highest value of that statistic ("min:" before the
     name: the lowest). `resume_step` steps were made by earlier starts of the run: it goes on from that checkpoint.
     `avoided` are devices of this machine or nodes of a cluster that the run does without, after failures there.
+    `call_factors` are what calls were measured to take over what the cost model says, by name, where the plan was made
+    with them. Where measured times leave the plan's predictions by more than `drift_threshold` times, an event says so.
 
     Raises:
         UserError: at construction, a number is too low.
@@ -57,6 +59,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     keep_best: str | None = None
     resume_step: int = 0
     avoided: tuple[str, ...] = ()
+    call_factors: dict[str, float] = {}
+    drift_threshold: float = 1.5
     verify_reallocations_every: int = 100
     call_timeout_s: float = 600.0
     setup_timeout_s: float = 300.0
@@ -69,6 +73,11 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise UserError(
                 f"--verify-reallocations-every {self.verify_reallocations_every} is below 0; "
                 "give 1 to verify every reallocation, 0 to verify none"
+            )
+        if self.drift_threshold <= 1:
+            raise UserError(
+                f"--drift-threshold {self.drift_threshold:g} must be above 1: it is how many times longer or shorter "
+                "than predicted a call may take"
             )
         if self.keep_checkpoints is not None and self.keep_checkpoints < 1:
             raise UserError(f"--keep-checkpoints {self.keep_checkpoints} must be at least 1; leave it out to keep all")

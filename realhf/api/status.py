@@ -8,12 +8,12 @@ import msgspec
 
 from realhf.api.plan import write_atomically
 
-RunState = Literal["starting", "running", "done", "failed", "interrupted"]
+RunState = Literal["starting", "running", "done", "failed", "interrupted", "replan"]
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """`status.json`: where the run stands. `message` says what went wrong, if something did, and
-    `blamed` are the workers that it blames."""
+    `blamed` are the workers that it blames. "replan": it has ended after a checkpoint, to go on under another plan."""
 
     state: RunState
     step: int

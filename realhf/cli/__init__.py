@@ -1,4 +1,4 @@
-"""The command line: `realhf run | status | plan | search | profile | convert | report | doctor`."""
+"""The command line: `realhf run | status | plan | replan | search | profile | convert | report | doctor`."""
 
 import argparse
 import importlib
@@ -12,6 +12,7 @@ COMMANDS = {
     "run": "plan an experiment, start its workers, and train",
     "status": "say where a run stands",
     "plan": "find the fastest execution plan, or predict a given one",
+    "replan": "search a run's plan again, with measured times",
     "search": "find the fastest plan of a planning problem given as a file",
     "profile": "measure this machine, once per model type",
     "convert": "convert a checkpoint from or to Hugging Face's format",

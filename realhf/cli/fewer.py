@@ -1,6 +1,7 @@
 """What `realhf run --recover auto` does when workers are lost: the plan for those that are left."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 
 from realhf.api.errors import UserError
@@ -14,12 +15,16 @@ from realhf.scheduler.recovery import Recovery
 EVALUATIONS = 20_000
 
 
-def recovery_of(arguments: argparse.Namespace) -> Recovery:
-    """What the command line wants done about failures; `check_recovery` has found it valid."""
+def recovery_of(arguments: argparse.Namespace, next_run: Callable[[], Run]) -> Recovery:
+    """What the command line wants done about failures; `check_recovery` has found it valid.
+
+    `next_run`: see `Recovery`.
+    """
     return Recovery(
         max_restarts=arguments.max_restarts if arguments.recover == "auto" else 0,
         min_workers=_min_workers(arguments, _fallback_plans(arguments)),
         plan_for_fewer=lambda run, num_workers: plan_for_fewer(arguments, run, num_workers),
+        next_run=next_run,
     )
 
 
@@ -64,7 +69,7 @@ def plan_for_fewer(arguments: argparse.Namespace, run: Run, num_workers: int) ->
         wanted["evaluations"] = EVALUATIONS
     per_node = run.spec.devices_per_node if arguments.launcher == "slurm" else num_workers
     wanted |= {"nodes": num_workers // per_node, "gpus_per_node": per_node}
-    plan, _ = plan_for(run.experiment, argparse.Namespace(**wanted))
+    plan, _ = plan_for(run.experiment, argparse.Namespace(**wanted), run.spec.call_factors)
     return plan
 
 

@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class Planner:
         profiles: Path | None = None,
         what_if: WhatIf | None = None,
         offload: tuple[str, ...] = (),
+        call_factors: Mapping[str, float] | None = None,
     ):
         self.experiment, self.cluster = experiment, cluster
         self.what_if = (what_if or WhatIf()).with_defaults()
@@ -66,7 +68,7 @@ class Planner:
         self.offload = offload
         self.dtype: DType = self.what_if.dtype or _common_dtype(experiment)
         self.workload = workload_of(self.graph, self._lengths(), self.what_if.new_tokens)
-        self.costs: Costs = load_costs(
+        costs = load_costs(
             self.graph.models,
             dtype=self.dtype,
             hardware=cluster.hardware,
@@ -74,6 +76,7 @@ class Planner:
             features=self.what_if.engine(),
             of_models={name: self.what_if.engine(setup) for name, setup in models_of(experiment).items()},
         )
+        self.costs: Costs = replace(costs, call_factors=call_factors or {})
 
     @property
     def task(self) -> PlanningTask:
@@ -142,8 +145,13 @@ class Planner:
         return {key: (float(tokens), tokens) for key in self.graph.dataset_keys}
 
 
-def plan_for(experiment: Any, arguments: argparse.Namespace) -> tuple[ExecutionPlan, Cluster]:
-    """The plan that the command line asks for: that of --plan, or the best one found; with predictions and reasons."""
+def plan_for(
+    experiment: Any, arguments: argparse.Namespace, call_factors: Mapping[str, float] | None = None
+) -> tuple[ExecutionPlan, Cluster]:
+    """The plan that the command line asks for: that of --plan, or the best one found; with predictions and reasons.
+
+    `call_factors`: see `realhf.search.timings.Costs`.
+    """
     given = load_plan(arguments.plan) if arguments.plan else None
     cluster = cluster_of(arguments, given.num_devices if given else None)
     if given:
@@ -151,7 +159,7 @@ def plan_for(experiment: Any, arguments: argparse.Namespace) -> tuple[ExecutionP
         settings = auto_settings(experiment)
         graph = DataflowGraph(experiment.rpcs, experiment.dataset.keys, follows_of(experiment))
         check_plan(given, graph, settings.batch_size)
-    planner = Planner(experiment, cluster, offload=offload_of(arguments))
+    planner = Planner(experiment, cluster, offload=offload_of(arguments), call_factors=call_factors)
     result: SearchResult | None = None
     if given:
         prediction = planner.predict(given)

@@ -77,8 +77,9 @@ class Progress:
             self._bar.stop()
 
     def restart(self, reason: str, step: int) -> None:
-        """The run has broken and goes on after `step`; later steps will be shown once more."""
-        self._say(f"{reason}\nthe run goes on after step {step}")
+        """The run has broken, for a reason, or its plan changes; it goes on after `step`, and later steps are shown
+        once more."""
+        self.say(f"{reason}\nthe run goes on after step {step}".lstrip())
         self.step = step
         self._skip()
 
@@ -90,18 +91,18 @@ class Progress:
         """Shows the state of a SLURM job when it is another than the last one shown."""
         if status != self._job:
             self._job = status
-            self._say(status)
+            self.say(status)
 
     def update(self) -> None:
         """Shows what is new in the run directory."""
         for evaluation in self._evaluations.read():
-            self._say(f"evaluation after step {evaluation['step']}: {_format(evaluation)}")
+            self.say(f"evaluation after step {evaluation['step']}: {_format(evaluation)}")
         for metrics in self._metrics.read():
             self.step = metrics["step"]
             if self._bar is not None:
                 self._bar.update(self._task, completed=self.step, description=_format(metrics, SHOWN))
             elif metrics["calls"] and self._is_due(metrics):
-                self._say(f"step {self.step}/{self._steps} {metrics['time_s']:.2f} s  {_format(metrics, SHOWN)}")
+                self.say(f"step {self.step}/{self._steps} {metrics['time_s']:.2f} s  {_format(metrics, SHOWN)}")
 
     def _is_due(self, metrics: dict[str, Any]) -> bool:
         end_s = max(call["end"] for call in metrics["calls"].values())
@@ -110,7 +111,8 @@ class Progress:
         self._last_line_s = end_s
         return True
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Shows a line beside the progress."""
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, soft_wrap=True)
         else:

@@ -14,6 +14,7 @@ from realhf.cli.experiment import add_experiment_arguments
 from realhf.cli.fewer import recovery_of
 from realhf.cli.interruption import Interruption
 from realhf.cli.progress import Progress, print_summary
+from realhf.cli.replanning import Replanner
 from realhf.cli.runs import new_run, resumed_run
 from realhf.scheduler.base import MASTER, Launcher
 from realhf.scheduler.events import note
@@ -69,6 +70,7 @@ def add_command(commands: Any) -> None:
         "--wandb", dest="wandb_project", metavar="PROJECT", help="also send metrics to a project of Weights & Biases"
     )
     _add_checkpoint_arguments(command)
+    _add_replanning_arguments(command)
     slurm = command.add_argument_group("SLURM")
     slurm.add_argument("--partition")
     slurm.add_argument("--account")
@@ -129,6 +131,29 @@ def _add_checkpoint_arguments(command: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_replanning_arguments(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("measured times that leave the plan's predictions")
+    group.add_argument(
+        "--replan",
+        choices=("off", "suggest", "switch"),
+        default="off",
+        help="suggest: search the plan again in the background, with the measured times, and say what it would gain; "
+        "switch: also change to it at a checkpoint where that pays (default off: only say that times have drifted)",
+    )
+    group.add_argument(
+        "--drift-threshold",
+        type=float,
+        metavar="X",
+        help="say so when a call takes more than X times what was predicted, or less than 1/X of it (default 1.5)",
+    )
+    group.add_argument(
+        "--switch-cost-s",
+        type=float,
+        metavar="S",
+        help="what a change of plan costs, in seconds (default: as long as the start took)",
+    )
+
+
 def execute(arguments: argparse.Namespace) -> int:
     if arguments.resume:
         return _resume(arguments)
@@ -166,21 +191,27 @@ def _carry_out(run: Run, directory: RunDirectory, arguments: argparse.Namespace)
     """Starts the processes of a run whose directory is ready, and returns the exit code when it has ended."""
     started, steps = time.monotonic(), run.experiment.steps
     with Interruption() as interruption, Progress(directory, steps, run.spec.resume_step) as progress:
+        replanner = Replanner(run, directory, arguments.replan, arguments.switch_cost_s, progress.say)
 
         def on_poll(launcher: Launcher) -> None:
             interruption.check()
             if isinstance(launcher, SlurmLauncher):
                 progress.show_job(launcher.status())
             progress.update()
+            replanner.poll()
+
+        def on_restart(reason: str, again: Run) -> None:
+            progress.restart(reason, again.spec.resume_step)
+            replanner.started(again)
 
         try:
             run_to_end(
                 run,
                 directory,
                 _site(arguments, run, directory),
-                recovery_of(arguments),
+                recovery_of(arguments, replanner.next_run),
                 on_poll=on_poll,
-                on_restart=lambda reason, again: progress.restart(reason, again.spec.resume_step),
+                on_restart=on_restart,
             )
             note(directory.events, "ended", steps)
         except (KeyboardInterrupt, RunError) as error:
@@ -194,6 +225,7 @@ def _carry_out(run: Run, directory: RunDirectory, arguments: argparse.Namespace)
                     write_status(directory.status, status)
             raise
         finally:
+            replanner.stop()
             _write_report(directory)
     print_summary(directory, time.monotonic() - started)
     return 0

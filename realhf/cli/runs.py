@@ -14,6 +14,7 @@ from realhf.api.status import read_status
 from realhf.cli.experiment import build_experiment
 from realhf.cli.fewer import check_recovery
 from realhf.cli.planning import cluster_of, has_gpus, plan_for
+from realhf.cli.replanning import check_replanning
 from realhf.engine.megatron_check import check_megatron
 from realhf.master.trackers import check_trackers
 from realhf.models.checkpoint_index import check_architecture, initial_optimizer_steps, read_index
@@ -35,6 +36,7 @@ SPEC_OPTIONS = (
     "setup_timeout_s",
     "tensorboard",
     "wandb_project",
+    "drift_threshold",
 )
 # What may differ when a run goes on: it is how far to go, and no part of what a step does.
 CHANGEABLE_FIELDS = ("steps",)
@@ -163,7 +165,7 @@ def _plan(
         cluster = cluster_of(wanted)
         if (cluster.num_devices, cluster.devices_per_node) == (saved.num_workers, saved.devices_per_node):
             return load_plan(directory.plan), cluster
-    return plan_for(experiment, wanted)
+    return plan_for(experiment, wanted, saved.call_factors)
 
 
 def _names_devices(arguments: argparse.Namespace) -> bool:
@@ -193,6 +195,7 @@ def _check(run: Run, num_rows: int, arguments: argparse.Namespace) -> None:
     """Everything about a run that can be wrong, found before a process starts."""
     run.check()
     check_recovery(arguments, run)
+    check_replanning(arguments, run)
     check_trackers(run.spec)
     _check_backends(run, has_gpus=has_gpus() if arguments.launcher == "local" else not arguments.cpu_only)
     if num_rows < run.settings.batch_size:

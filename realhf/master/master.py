@@ -15,12 +15,14 @@ from realhf.data.datasets import JSONLDataset
 from realhf.data.rows import DatasetRows
 from realhf.master.awake import AwakeClock
 from realhf.master.borders import Borders
+from realhf.master.drift import DriftWatch
 from realhf.master.loop import CallRecord, Dispatcher, GraphRunner
 from realhf.master.records import JsonLines, Trace, log_step, step_metrics
 from realhf.master.saver import Saver
 from realhf.master.trackers import Trackers
 from realhf.scheduler.activity import ActivityWriter
 from realhf.scheduler.base import MASTER, worker_name
+from realhf.scheduler.events import note
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.messages import (
     CheckpointWritten,
@@ -69,6 +71,8 @@ class Master:
         self._all_ready = asyncio.Event()
         self._saver = Saver(run, directory, self._dispatcher)
         self._state: RunState = "starting"
+        self._ending: RunState = "done"
+        self._drift = DriftWatch(run.spec.drift_threshold)
         self._step = run.spec.resume_step
         self._statistics: dict[str, float] = {}  # of the last step, and of the last evaluation if it was after that
         self._previous_end = time.time()
@@ -94,7 +98,7 @@ class Master:
             for task in (receiver, watchdog, saver, driver):
                 if task in done:
                     task.result()
-            self._write_status("done")
+            self._write_status(self._ending)
         except RunError as error:
             self._write_status("failed", str(error), error.workers)
             raise
@@ -130,6 +134,10 @@ class Master:
             if borders.saves_after(step):
                 self._recorder.set(f"checkpoint after step {step}")
                 await self._saver.begin(step, self._statistics)
+                if step < steps and self._directory.switch.exists():
+                    logger.info("ending after step %d, to go on under another plan", step)
+                    self._ending = "replan"
+                    break
         self._recorder.set("waiting for the last checkpoint to be written")
         await self._saver.settle()
         for worker in range(self._num_workers):
@@ -181,6 +189,9 @@ class Master:
         self._metrics.write(metrics)
         log_step(metrics)
         self._trackers.step(metrics)
+        if drift := self._drift.step(metrics):
+            logger.warning("%s", drift)
+            note(self._directory.events, "drift", step + 1, drift)
         self._trace.flush()
         self._statistics = {name: value for name, value in metrics.items() if isinstance(value, float)}
         self._step = step + 1

@@ -23,6 +23,7 @@ STATE_NAMES = {
     "done": "finished",
     "failed": "failed",
     "interrupted": "interrupted",
+    "replan": "between two plans",
 }
 
 

@@ -7,7 +7,18 @@ from typing import Literal
 
 import msgspec
 
-EventKind = Literal["started", "checkpoint", "failed", "interrupted", "resumed", "restarted", "replanned", "ended"]
+EventKind = Literal[
+    "started",
+    "checkpoint",
+    "failed",
+    "interrupted",
+    "resumed",
+    "restarted",
+    "drift",  # calls do not take what was predicted
+    "proposal",  # another plan was found, with measured times
+    "replanned",  # the run goes on under another plan, or elsewhere
+    "ended",
+]
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True):

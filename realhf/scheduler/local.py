@@ -52,7 +52,7 @@ class LocalLauncher:
                     stdout=log,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,
-                    preexec_fn=_die_with_parent(os.getpid()),
+                    preexec_fn=die_with_parent(os.getpid()),
                 )
         except OSError as error:
             raise UserError(f"cannot start {spec.name} ({spec.argv[0]}): {error}") from error
@@ -103,7 +103,7 @@ def _signal_groups(children: Sequence[_Child], number: signal.Signals) -> None:
             os.killpg(child.process.pid, number)
 
 
-def _die_with_parent(parent: int) -> Callable[[], None]:
+def die_with_parent(parent: int) -> Callable[[], None]:
     """What a child does before it becomes the program: asks the system for SIGKILL at its parent's end."""
     prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork as little as possible should happen
 

@@ -7,8 +7,9 @@ from functools import partial
 import msgspec
 
 from realhf.api.errors import RunError, UserError
-from realhf.api.plan import DIGEST_LENGTH, ExecutionPlan, plan_digest
+from realhf.api.plan import DIGEST_LENGTH, ExecutionPlan, load_plan, plan_digest
 from realhf.api.run import Run
+from realhf.api.status import read_status
 from realhf.scheduler.base import Launcher
 from realhf.scheduler.checkpoints import Choice, newest_good
 from realhf.scheduler.elastic import Suspects
@@ -25,12 +26,13 @@ class Recovery:
 
     `min_workers` is the least number of workers that a run goes on with when there is no place for more, None: that
     of before. `plan_for_fewer` gives the plan of such a run for a number of workers, and raises UserError if there is
-    none.
+    none. `next_run` gives the run under another plan, after it was asked to end for that (`RunDirectory.switch`).
     """
 
     max_restarts: int = 0
     min_workers: int | None = None
     plan_for_fewer: Callable[[Run, int], ExecutionPlan]
+    next_run: Callable[[], Run]
 
 
 def run_to_end(
@@ -42,33 +44,54 @@ def run_to_end(
     on_poll: Callable[[Launcher], None],
     on_restart: Callable[[str, Run], None],
 ) -> None:
-    """Returns when the run has ended well. The directory has been prepared for its first start.
+    """Returns when the run has ended well, maybe under another plan. Its directory has been prepared.
 
     What is known of the run is in its directory: between two starts nothing is kept here but their number, and who
     was to blame.
 
     Args:
-        on_restart: told what went wrong, and the run as it goes on.
+        on_restart: told what went wrong, "" where only the plan changes, and the run as it goes on.
 
     Raises:
         RunError: it broke and all restarts have been made, or too few workers are left; no process is left. What else
             is raised (Ctrl-C) ends it.
     """
-    suspects = Suspects()
-    for restarts_left in range(recovery.max_restarts, -1, -1):
-        launcher = site.launcher(run)
+    suspects, restarts_left = Suspects(), recovery.max_restarts
+    while True:
+        launcher, before, reason = site.launcher(run), run, ""
         try:
             supervise(launcher, site.processes(run), directory, partial(on_poll, launcher), is_remote=site.is_remote)
-            return
+            if not _is_between_plans(directory):
+                return
+            run = _under_next_plan(recovery.next_run(), directory)
         except RunError as error:
             if not restarts_left:
                 raise
+            reason, restarts_left = str(error), restarts_left - 1
             blamed = suspects.failed(last_step(directory), error.workers, run.spec.num_workers)
-            before = run
             if recovery.min_workers is not None and (elsewhere := _elsewhere(run, site, recovery, blamed, error)):
                 run, suspects = elsewhere, Suspects()
-            run = restarted(run, directory, str(error), before)
-            on_restart(str(error), run)
+            run = restarted(run, directory, reason, before)
+        on_restart(reason, run)
+
+
+def _is_between_plans(directory: RunDirectory) -> bool:
+    status = read_status(directory.status)
+    return status is not None and status.state == "replan"
+
+
+def _under_next_plan(run: Run, directory: RunDirectory) -> Run:
+    """The run as it goes on from the checkpoint at which the master ended for it, and its directory made ready."""
+    before = Run(run.spec, run.experiment, load_plan(directory.plan))
+    run = _from_checkpoint(run, newest_good(directory.checkpoints))
+    prepare(run, directory)
+    note_change(before, run, directory)
+    return run
+
+
+def _from_checkpoint(run: Run, choice: Choice) -> Run:
+    step = 0 if choice.state is None else choice.state.step
+    return Run(msgspec.structs.replace(run.spec, resume_step=step), run.experiment, run.plan)
 
 
 def _elsewhere(run: Run, site: Site, recovery: Recovery, blamed: frozenset[int], error: RunError) -> Run | None:
@@ -104,8 +127,7 @@ def restarted(run: Run, directory: RunDirectory, reason: str, before: Run | None
     """
     note(directory.events, "failed", last_step(directory), reason)
     choice = newest_good(directory.checkpoints)
-    step = 0 if choice.state is None else choice.state.step
-    run = Run(msgspec.structs.replace(run.spec, resume_step=step), run.experiment, run.plan)
+    run = _from_checkpoint(run, choice)
     prepare(run, directory)
     if before is not None:
         note_change(before, run, directory)

@@ -140,6 +140,11 @@ class RunDirectory:
         """What the launcher needs: the batch script, exit codes."""
         return self.path / "launcher"
 
+    @property
+    def switch(self) -> Path:
+        """Asks the master, by being there, to end after the next checkpoint: the run goes on under another plan."""
+        return self.launcher / "switch"
+
     def log(self, process: str) -> Path:
         """What the process ("master", "worker-3") printed."""
         return self.logs / f"{process}.log"

@@ -31,6 +31,7 @@ def prepare(run: Run, directory: RunDirectory) -> None:
             shutil.rmtree(folder)
     if directory.trace.exists():
         directory.trace.rename(_next_name(directory.trace))
+    directory.switch.unlink(missing_ok=True)
     for folder in (directory.keys, directory.rendezvous, directory.activity("master").parent):
         for path in folder.iterdir():
             path.unlink()

@@ -78,7 +78,7 @@ class CallCost:
                 body = part.generate_s()
             case _:
                 body = part.inference_s()
-        return self.timings.call_overhead_s + body
+        return self.costs.call_factors.get(self.call.name, 1.0) * (self.timings.call_overhead_s + body)
 
     def sharding(self, strategy: ParallelStrategy, micro_batches: int) -> Sharding | None:
         """What is sharded over dp because it would not fit otherwise; None: nothing, or it would not fit even so."""

@@ -330,13 +330,15 @@ def kv_bytes_per_token_layer(model: DecoderConfig, dtype: DType) -> int:
 class Costs:
     """What the cost model needs to know: timings of every model type, the links of the hardware, the engine's ways.
 
-    `of_models` has what the engine does for single models, by name, where their setups choose it.
+    `of_models` has what the engine does for single models, by name, where their setups choose it. `call_factors` are
+    what a run has measured of calls over what is computed here, by name: all options of a call count so much more.
     """
 
     hardware: Hardware
     timings: Mapping[DecoderConfig, Timings]
     features: EngineFeatures = ENGINE
     of_models: Mapping[str, EngineFeatures] = field(default_factory=dict)
+    call_factors: Mapping[str, float] = field(default_factory=dict)
 
     def features_of(self, model_name: str) -> EngineFeatures:
         """What the engine does for a model."""

@@ -33,9 +33,9 @@ def test_the_largest_fallback_plan_that_fits_else_a_search(tmp_path: Path) -> No
     words = ("--plan", PLAN, "--recover", "auto", "--evaluations", "200")
     arguments = parse(*words, "--fallback-plan", two, "--fallback-plan", three, "--min-workers", "1")
     run = new_run(arguments)
-    assert recovery_of(arguments).min_workers == 1
-    assert recovery_of(parse(*words, "--fallback-plan", two, "--fallback-plan", three)).min_workers == 2
-    assert recovery_of(parse(*words)).min_workers is None
+    assert recovery_of(arguments, lambda: run).min_workers == 1
+    assert recovery_of(parse(*words, "--fallback-plan", two, "--fallback-plan", three), lambda: run).min_workers == 2
+    assert recovery_of(parse(*words), lambda: run).min_workers is None
     plans = {left: plan_for_fewer(arguments, run, left) for left in (3, 2, 1)}
     assert {left: plan.num_devices for left, plan in plans.items()} == {3: 3, 2: 2, 1: 1}
     assert plans[3].calls["actor_generate"].predicted_s is not None

@@ -38,7 +38,7 @@ def test_fields_of_an_experiment_are_refused_where_there_is_none(capsys: pytest.
     assert "unknown arguments: --steps 3" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["run", "plan", "report", "status"])
+@pytest.mark.parametrize("command", ["run", "plan", "replan", "report", "status"])
 def test_the_command_line_does_not_import_torch(command: str) -> None:
     program = f"import sys, realhf.cli; realhf.cli.parser({command!r}); assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", program], check=True, timeout=PATIENCE_S)

@@ -74,7 +74,7 @@ async def _run(run: Any, directory: RunDirectory, server: Any) -> None:
 def failure_of(directory: RunDirectory, script: Script, **spec: float) -> str:
     """The message with which a master of three workers ends; also what status.json says."""
     given = {"num_workers": 3, "resume_step": 0, "call_timeout_s": 600.0, "setup_timeout_s": 3600.0, **spec}
-    given |= {"tensorboard": False, "wandb_project": None}
+    given |= {"tensorboard": False, "wandb_project": None, "drift_threshold": 1.5}
     run: Any = SimpleNamespace(
         spec=SimpleNamespace(**given), experiment=SimpleNamespace(steps=7), evaluation=None, evaluation_graph=None
     )

@@ -109,7 +109,7 @@ def carry_out(run: Run, directory: RunDirectory, codes: list[int], max_restarts:
     """The steps that the restarts go on from, where the n-th start ends with the n-th code."""
     site = FakeSite(directory, [(code, MASTER) for code in codes])
     try:
-        go_on(run, site, Recovery(max_restarts=max_restarts, plan_for_fewer=no_plan))
+        go_on(run, site, Recovery(max_restarts=max_restarts, plan_for_fewer=no_plan, next_run=no_run))
     finally:
         assert not site.ends
     return [step for step, _ in site.starts[1:]]
@@ -126,6 +126,10 @@ def go_on(run: Run, site: FakeSite, recovery: Recovery) -> list[str]:
 
 def no_plan(run: Run, num_workers: int) -> ExecutionPlan:
     raise UserError(f"nothing fits on {num_workers}")
+
+
+def no_run() -> Run:
+    raise AssertionError("nobody asked for another plan")
 
 
 def plan_for_fewer(run: Run, num_workers: int) -> ExecutionPlan:
@@ -203,7 +207,7 @@ def test_events_survive_a_cut_off_line_and_a_disk_that_is_full(
 
 DEAD = (-9, "worker-1")
 DONE = (0, MASTER)
-ELASTIC = Recovery(max_restarts=5, min_workers=1, plan_for_fewer=plan_for_fewer)
+ELASTIC = Recovery(max_restarts=5, min_workers=1, plan_for_fewer=plan_for_fewer, next_run=no_run)
 
 
 def restarts(directory: RunDirectory) -> list[str]:
@@ -248,7 +252,7 @@ def test_places_that_are_gone_are_not_tried_again(run: Run, directory: RunDirect
 
 def test_without_min_workers_nothing_changes(run: Run, directory: RunDirectory) -> None:
     site = FakeSite(directory, [DEAD, DEAD, DONE], devices="ab", gone=frozenset("a"))
-    go_on(run, site, Recovery(max_restarts=5, plan_for_fewer=plan_for_fewer))
+    go_on(run, site, Recovery(max_restarts=5, plan_for_fewer=plan_for_fewer, next_run=no_run))
     assert [devices for _, devices in site.starts] == ["ab", "ab", "ab"]
 
 
@@ -265,7 +269,7 @@ def test_without_min_workers_nothing_changes(run: Run, directory: RunDirectory) 
 def test_too_few_workers_end_the_run(least: int, message: str, run: Run, directory: RunDirectory) -> None:
     site = FakeSite(directory, [DEAD, DEAD], devices="ab")
     with pytest.raises(RunError, match=r"(?s)^worker-1 was killed by signal 9 .*" + message):
-        go_on(run, site, Recovery(max_restarts=5, min_workers=least, plan_for_fewer=no_plan))
+        go_on(run, site, Recovery(max_restarts=5, min_workers=least, plan_for_fewer=no_plan, next_run=no_run))
 
 
 def test_suspects_by_hand() -> None:

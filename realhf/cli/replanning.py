@@ -1,0 +1,156 @@
+"""While a run goes on: its plan is searched again where measured times have drifted, and changed if that pays."""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any, Literal
+
+import msgspec
+
+from realhf.api.errors import UserError
+from realhf.api.plan import DIGEST_LENGTH, load_plan, plan_digest, write_atomically
+from realhf.api.run import Run
+from realhf.cli.progress import Tail
+from realhf.cli.replan import Proposal
+from realhf.scheduler.events import note
+from realhf.scheduler.local import die_with_parent
+from realhf.scheduler.run_directory import RunDirectory
+from realhf.search.switch import Switch
+
+Mode = Literal["off", "suggest", "switch"]
+
+
+def check_replanning(arguments: argparse.Namespace, run: Run) -> None:
+    """Raises UserError if the run is to be changed to another plan and has no place where it could be."""
+    spec = run.spec
+    if arguments.replan == "switch" and not (spec.checkpoint_every_steps or spec.checkpoint_every_minutes):
+        raise UserError(
+            "--replan switch changes the plan at a checkpoint, and there is none before the end; give "
+            "--checkpoint-every STEPS or --checkpoint-every-minutes MINUTES"
+        )
+
+
+class Replanner:
+    """Answers the events `drift` that the master writes.
+
+    A process at idle priority searches the plan again. Mode "suggest" notes what it found; "switch" also asks the
+    master to end after the next checkpoint, if that pays, and has the run that goes on from there.
+
+    Args:
+        switch_cost_s: how long a change is taken to hold the run up; None: as long as its last start did.
+        say: shows a line to the user.
+    """
+
+    def __init__(
+        self, run: Run, directory: RunDirectory, mode: Mode, switch_cost_s: float | None, say: Callable[[str], None]
+    ):
+        self._directory, self._mode, self._given_cost_s, self._say = directory, mode, switch_cost_s, say
+        self._search: subprocess.Popen[bytes] | None = None
+        self._proposal: Proposal | None = None
+        self.started(run)
+
+    def started(self, run: Run) -> None:
+        """The processes of `run` are about to be started: what was found out before is of another start."""
+        self.stop()
+        self._run = run
+        self._started_s = time.time()
+        self._start_took_s: float | None = None
+        self._step = run.spec.resume_step
+        self._proposal = None
+        self._events, self._metrics = Tail(self._directory.events), Tail(self._directory.metrics)
+        self._events.skip()
+        self._metrics.skip()
+
+    def stop(self) -> None:
+        """Leaves no process behind."""
+        if self._search is not None:
+            self._search.kill()
+            self._search.wait()
+            self._search = None
+
+    def poll(self) -> None:
+        """To be called often. Does not wait."""
+        for line in self._metrics.read():
+            self._step = line["step"]
+            if self._start_took_s is None:
+                self._start_took_s = min(call["start"] for call in line["calls"].values()) - self._started_s
+        for event in self._events.read():
+            if event["event"] == "drift":
+                self._drift(event["message"])
+        if self._search is not None and self._search.poll() is not None:
+            is_good, self._search = self._search.returncode == 0, None
+            if is_good:
+                self._take(msgspec.json.decode(self._file.read_bytes(), type=Proposal))
+            else:
+                self._note(f"the search for another plan failed; see {self._log}")
+
+    def next_run(self) -> Run:
+        """The run under the plan that the master was asked to end for."""
+        assert self._proposal is not None, "the master was not asked to end"
+        spec = msgspec.structs.replace(self._run.spec, call_factors=self._proposal.factors)
+        return Run(spec, self._run.experiment, self._proposal.plan)
+
+    @property
+    def _file(self) -> Any:
+        return self._directory.launcher / "proposal.json"
+
+    @property
+    def _log(self) -> Any:
+        return self._directory.log("replan")
+
+    def _drift(self, message: str) -> None:
+        self._say(f"drift: {message}")
+        if self._mode == "off" or self._search is not None or self._proposal is not None:
+            return
+        with self._log.open("ab") as log:
+            self._search = subprocess.Popen(
+                [sys.executable, "-m", "realhf.cli", "replan", str(self._directory.path), "--json", str(self._file)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_in_the_background(os.getpid()),
+            )
+
+    def _take(self, found: Proposal) -> None:
+        """Says what was found, and asks for the change if it pays."""
+        digest = plan_digest(found.plan)
+        if digest in self._digests():
+            return self._note(f"plan {digest[:DIGEST_LENGTH]}, which the run has or has had, is still the best")
+        assert found.plan.predicted_step_s is not None
+        switch = Switch(
+            step_s=found.step_s,
+            present_s=found.present_s,
+            other_s=found.plan.predicted_step_s,
+            steps_left=self._run.experiment.steps - self._step,
+            cost_s=self._given_cost_s if self._given_cost_s is not None else self._start_took_s or 0.0,
+        )
+        text = f"plan {digest[:DIGEST_LENGTH]}: {switch}"
+        if not switch.pays:
+            return self._note(f"{text}: does not pay")
+        if self._mode == "suggest":
+            return self._note(f"{text}: pays; see realhf replan, or give --replan switch")
+        self._proposal = found
+        write_atomically(self._directory.switch, f"{digest}\n".encode())
+        return self._note(f"{text}: pays; the run changes to it at the next checkpoint")
+
+    def _digests(self) -> set[str]:
+        """Of the plans that the run has had: it goes back to none, or it would go to and fro."""
+        return {plan_digest(load_plan(path)) for path in self._directory.path.glob("plan*.json")}
+
+    def _note(self, message: str) -> None:
+        note(self._directory.events, "proposal", self._step, message)
+        self._say(message)
+
+
+def _in_the_background(parent: int) -> Callable[[], None]:
+    die = die_with_parent(parent)
+
+    def prepare() -> None:
+        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
+        die()
+
+    return prepare

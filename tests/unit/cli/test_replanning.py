@@ -1,0 +1,144 @@
+"""What the launching process does about a drift: searches, says what it found, and asks for a change if that pays."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import msgspec
+import pytest
+
+from realhf.api.errors import UserError
+from realhf.api.plan import CallPlan, ExecutionPlan, load_plan, plan_digest
+from realhf.api.run import Run, RunSpec, load_experiment_class
+from realhf.cli import replanning
+from realhf.cli.planning import Planner
+from realhf.cli.replan import Proposal
+from realhf.cli.replanning import Mode, Replanner, check_replanning
+from realhf.scheduler.events import note, read_events
+from realhf.scheduler.run_directory import RunDirectory
+from realhf.scheduler.start import prepare
+from realhf.search.cluster import Cluster
+
+PRESENT = ExecutionPlan(num_devices=2, calls={"train": CallPlan(devices=(0, 1))})
+BETTER = ExecutionPlan(num_devices=2, calls={"train": CallPlan(devices=(0, 2), dp=2)}, predicted_step_s=0.5)
+
+
+@pytest.fixture
+def run() -> Run:
+    spec = RunSpec(
+        experiment_file="", experiment_class="", values={}, working_directory="", num_workers=2, devices_per_node=2
+    )
+    return Run(spec, SimpleNamespace(steps=110), PRESENT)
+
+
+@pytest.fixture
+def directory(tmp_path: Path, run: Run) -> RunDirectory:
+    directory = RunDirectory.create(tmp_path / "run")
+    prepare(run, directory)
+    return directory
+
+
+class Search:
+    """In the place of a process: it has found `proposal`, or failed."""
+
+    def __init__(self, directory: RunDirectory, proposal: Proposal | None):
+        self.returncode = 1
+        if proposal is not None:
+            (directory.launcher / "proposal.json").write_bytes(msgspec.json.encode(proposal))
+            self.returncode = 0
+
+    def poll(self) -> int:
+        return self.returncode
+
+
+def answers(
+    run: Run,
+    directory: RunDirectory,
+    monkeypatch: pytest.MonkeyPatch,
+    mode: Mode,
+    found: ExecutionPlan | None,
+    cost_s: float,
+) -> tuple[Replanner, list[str]]:
+    """After a drift at step 10 of 110: what is noted of it. A step takes 1 s, and half of it under `BETTER`."""
+    proposal = found and Proposal(factors={"train": 3.0}, step_s=1.0, present_s=1.0, plan=found)
+    monkeypatch.setattr(replanning.subprocess, "Popen", lambda *_, **__: Search(directory, proposal))
+    said: list[str] = []
+    replanner = Replanner(run, directory, mode, cost_s, said.append)
+    directory.metrics.write_text('{"step":10,"calls":{"train":{"start":5}}}\n')
+    note(directory.events, "drift", 10, "train takes 3.00 times what was predicted (3 s, not 1 s)")
+    replanner.poll()
+    replanner.poll()
+    assert said[0] == "drift: train takes 3.00 times what was predicted (3 s, not 1 s)"
+    noted = [event.message for event in read_events(directory.events) if event.event == "proposal"]
+    assert said[1:] == noted
+    return replanner, noted
+
+
+@pytest.mark.parametrize(
+    ("mode", "cost_s", "end", "asks"),
+    [
+        ("suggest", 10.0, "pays; see realhf replan, or give --replan switch", False),
+        ("switch", 10.0, "pays; the run changes to it at the next checkpoint", True),
+        ("switch", 50.0, "does not pay", False),
+    ],
+)
+def test_a_better_plan(
+    mode: Mode, cost_s: float, end: str, asks: bool, run: Run, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replanner, [message] = answers(run, directory, monkeypatch, mode, BETTER, cost_s)
+    assert message == (
+        f"plan {plan_digest(BETTER)[:12]}: 0.5 s instead of 1 s a step; 100 steps are left, of 1 s each: gains 50 s, a "
+        f"change costs {cost_s:g} s: {end}"
+    )
+    assert directory.switch.exists() == asks
+    if asks:
+        again = replanner.next_run()
+        assert (again.plan, again.spec.call_factors) == (BETTER, {"train": 3.0})
+        prepare(again, directory)
+        assert not directory.switch.exists(), "it was asked for once"
+
+
+def test_the_plan_that_the_run_has_is_no_news(
+    run: Run, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    same = msgspec.structs.replace(PRESENT, predicted_step_s=0.1)
+    _, [message] = answers(run, directory, monkeypatch, "switch", same, 0.0)
+    assert message.endswith("which the run has or has had, is still the best")
+
+
+def test_a_run_does_not_go_to_and_fro(run: Run, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare(Run(run.spec, run.experiment, BETTER), directory)
+    prepare(run, directory)
+    _, [message] = answers(run, directory, monkeypatch, "switch", BETTER, 0.0)
+    assert message.endswith("which the run has or has had, is still the best")
+
+
+def test_a_search_that_fails_is_said(run: Run, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, [message] = answers(run, directory, monkeypatch, "switch", None, 0.0)
+    assert message.startswith("the search for another plan failed; see ")
+
+
+def test_off_only_says_it(run: Run, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert answers(run, directory, monkeypatch, "off", BETTER, 0.0)[1] == []
+
+
+def test_a_change_needs_checkpoints(run: Run) -> None:
+    arguments: Any = SimpleNamespace(replan="switch")
+    with pytest.raises(UserError, match="give --checkpoint-every STEPS or --checkpoint-every-minutes MINUTES"):
+        check_replanning(arguments, run)
+    spec = msgspec.structs.replace(run.spec, checkpoint_every_steps=5)
+    check_replanning(arguments, Run(spec, run.experiment, run.plan))
+    with pytest.raises(UserError, match="--drift-threshold 1 must be above 1"):
+        msgspec.structs.replace(run.spec, drift_threshold=1.0)
+
+
+def test_factors_hold_for_every_option_of_a_call() -> None:
+    experiment = load_experiment_class("experiments/ppo.py")()
+    cluster = Cluster(devices_per_node=4, device_memory_bytes=2**33, hardware="cpu")
+    plain, scaled = (Planner(experiment, cluster, call_factors=f) for f in ({}, {"critic_train_step": 3.0}))
+    for path in ("tests/plans/dp4.json", "tests/plans/tp4.json"):
+        before, after = (planner.predict(load_plan(path)) for planner in (plain, scaled))
+        for name, seconds in before.call_s.items():
+            factor = 3.0 if name == "critic_train_step" else 1.0
+            assert after.call_s[name] == pytest.approx(factor * seconds, rel=1e-12)
+        assert after.step_s > before.step_s
