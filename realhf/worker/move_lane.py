@@ -52,6 +52,7 @@ class MoveLane:
         self._has_ended = threading.Condition()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._computed: torch.cuda.Event | None = None
+        self.computed()
         self._thread = threading.Thread(target=self._run, name="moves of parameters", daemon=True)
         self._thread.start()
 
@@ -75,7 +76,8 @@ class MoveLane:
                 )
 
     def computed(self) -> None:
-        """To be called after every request that is no move: later moves find on the device what it has written."""
+        """To be called after every request that is no move: on the device, moves wait for what it has queued, and for
+        nothing of the call behind it."""
         if self._stream is not None:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
@@ -108,9 +110,10 @@ class MoveLane:
             self._carry_out(move)
         else:
             with torch.cuda.stream(self._stream):
-                if self._computed is not None:
-                    self._stream.wait_event(self._computed)
+                assert self._computed is not None
+                self._stream.wait_event(self._computed)
                 self._carry_out(move)
+            self._stream.synchronize()
         span = Span("reallocation" if is_prepared else "sending", what, start, time.time())
         logger.info("%s took %.3f s", span.phase, span.end - start, extra={"place": place_of(f"{what}: {span.phase}")})
         self._activity.set_beside("")

@@ -24,6 +24,7 @@ from realhf.transport.messages import (
 )
 
 Seconds = Callable[[Node], float]
+Answered = CallFunction | PrepareMove | Reallocate | FollowParameters
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class VirtualCluster:
         self.dispatcher = Dispatcher(self._send, num_workers, lambda *_: None, lambda: self.now_s)
         self._runner, self._dead, self._wide_lanes = runner, dead, wide_lanes
         self._seconds, self._move_seconds = seconds, move_seconds
+        self._meshes = {name: frozenset(call.mesh.devices) for name, call in runner.calls.items()}
         self._queues: list[deque[CallFunction | PrepareMove]] = [deque() for _ in range(num_workers)]
         self._lanes: list[deque[Node]] = [deque() for _ in range(num_workers)]
         self._moves: dict[tuple[int, Node], Reallocate | FollowParameters] = {}
@@ -104,8 +106,8 @@ class VirtualCluster:
         match self._queues[worker][0]:
             case PrepareMove() as request:
                 self.dispatcher.reply(worker, self._reply(worker, request))  # and stays at it until the move has ended
-            case CallFunction(call=call, batch=batch, layout=layout):
-                self._arrive(Task(False, Node(batch.step, call), frozenset(layout.mesh.devices)))
+            case CallFunction(call=call, batch=batch):
+                self._arrive(Task(False, Node(batch.step, call), self._meshes[call]))
 
     def _arrive(self, task: Task) -> None:
         """One more of the workers of a task is at it; the last one starts it."""
@@ -140,16 +142,20 @@ class VirtualCluster:
                     following = self._lanes[worker][0]
                     self._arrive(Task(True, following, self._runner.movers[following.call]))
 
-    def _reply(self, worker: int, request: CallFunction | PrepareMove | Reallocate | FollowParameters) -> Reply:
-        span = Span("compute", "", self.now_s, self.now_s)
-        if not isinstance(request, CallFunction):
-            return Reply(request_id=request.request_id, span=span)
-        dp = request.layout.coordinates(worker)[0]
-        holds_outputs = worker == request.layout.output_device(dp)
-        keys = self._runner.graph.calls[request.call].output_data if holds_outputs else ()
-        ids = tuple(sample for mini_batch in request.mini_batches for sample in mini_batch)
-        column = KeyMetadata(dtype="int64", trailing=(), ids=ids, lengths=(3,) * len(ids))
-        return Reply(request_id=request.request_id, span=span, outputs=dict.fromkeys(keys, column))
+    def _reply(self, worker: int, request: Answered) -> Reply:
+        return answer(self._runner, worker, request, Span("compute", "", self.now_s, self.now_s))
+
+
+def answer(runner: GraphRunner, worker: int, request: Answered, span: Span) -> Reply:
+    """What a worker replies; every sample of a call's outputs has three tokens."""
+    if not isinstance(request, CallFunction):
+        return Reply(request_id=request.request_id, span=span)
+    dp = request.layout.coordinates(worker)[0]
+    holds_outputs = worker == request.layout.output_device(dp)
+    keys = runner.graph.calls[request.call].output_data if holds_outputs else ()
+    ids = tuple(sample for mini_batch in request.mini_batches for sample in mini_batch)
+    column = KeyMetadata(dtype="int64", trailing=(), ids=ids, lengths=(3,) * len(ids))
+    return Reply(request_id=request.request_id, span=span, outputs=dict.fromkeys(keys, column))
 
 
 def runner_of(graph: DataflowGraph, plan: ExecutionPlan, batch_size: int) -> GraphRunner:
