@@ -29,8 +29,9 @@ class PPOExperiment:
     `compute` is that of all four models. With `reference_eta` the reference follows the actor: after every
     `reference_every_steps`-th step it becomes eta * actor + (1 - eta) * reference.
 
-    With staleness=1 a copy of the actor answers, whose weights are those before the last step's training (in the first
-    two steps, those of the start), so that answering for a step does not wait for that training.
+    With staleness=k a copy of the actor answers, whose weights have seen all steps of training but the last k (in the
+    first k steps, they are those of the start), so that answering for a step does not wait for the training of these.
+    Each answer has the version of its weights beside it, `weights_version`.
     """
 
     seed: int = 0
@@ -65,7 +66,7 @@ class PPOExperiment:
                 interface_type=GENERATE,
                 interface_impl=PPOActor(ppo=self.ppo),
                 input_data=["prompt"],
-                output_data=["seq", "logprob"],
+                output_data=["seq", "logprob", *(["weights_version"] if self.staleness else [])],
             ),
             ModelFunctionCallDef(
                 model_name="reward",

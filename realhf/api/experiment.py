@@ -165,7 +165,8 @@ def auto(
     Args:
         batch_size: samples a step (the global batch).
         nodelist: the nodes to run on, in SLURM's notation (`node[01-02]`); None leaves it to the command line.
-        max_steps_in_flight: how many steps may overlap; the planner and the master share this bound.
+        max_steps_in_flight: how many steps may overlap; the planner and the master share this bound. A searched plan
+            has at least k + 1 where a model follows another with a staleness of k.
         search_evaluations: the plan search's budget, a number of plans, so that a plan can be reproduced; None: one
             that grows with the number of options.
 

@@ -15,13 +15,14 @@ class Follow:
     The average is rounded to the models' dtype each time: in bfloat16 changes below 1/256 of a value are lost, so
     keep averages of small `eta` in float32.
 
-    With staleness=1 that happens before the source's training of the step in place of after it, so that what the
-    target does in the next step does not wait for this training. With eta=1 it then uses weights exactly one step old,
-    whatever the plan, and however long calls take.
+    With staleness=k, above 0, that happens before the source's training of the step in place of after it, and the
+    target uses it k steps later: in step t it has weights that have seen t - k steps of training, whatever the plan,
+    and however long calls take; in the first k steps those that it starts with. So it does not wait for the training
+    of the last k steps. It keeps k versions of its parameters, all on the devices of its home.
 
     Raises:
-        UserError: at construction, `eta` is not above 0 and at most 1, `every_steps` is below 1, or `staleness` is
-            neither 0 nor 1.
+        UserError: at construction, `eta` is not above 0 and at most 1, `every_steps` is below 1, `staleness` is below
+            0, or it is above 1 for anything but a copy after every step.
     """
 
     source: str
@@ -37,10 +38,12 @@ class Follow:
             )
         if self.every_steps < 1:
             raise UserError(f"Follow({self.source!r}): every_steps={self.every_steps} must be at least 1")
-        if self.staleness not in (0, 1):
+        if self.staleness < 0:
+            raise UserError(f"Follow({self.source!r}): staleness={self.staleness} must be at least 0")
+        if self.staleness > 1 and (self.eta, self.every_steps) != (1, 1):
             raise UserError(
-                f"Follow({self.source!r}): staleness={self.staleness} must be 0 or 1: the target is one copy, with the "
-                "weights before or after the training of a step"
+                f"Follow({self.source!r}): staleness={self.staleness} is for copies of the weights of single steps; "
+                "give eta=1 and every_steps=1, or a staleness of 0 or 1"
             )
 
 
@@ -48,8 +51,8 @@ class Follow:
 class FollowNode:
     """A node of the dataflow graph: parameters of `target` follow those of `source`.
 
-    It comes after the target's calls of a step and before those of the next; and after the source's training of the
-    step, or with `staleness` 1 before it.
+    It comes after the target's calls of a step and before those of the next, and after the source's training of the
+    step. With a `staleness` k it comes before that training, and before the target's calls of k steps later.
     """
 
     name: str
@@ -63,9 +66,18 @@ class FollowNode:
         """Whether it happens in `step`, counted from 0."""
         return (step + 1) % self.every_steps == 0
 
+    @property
+    def versions(self) -> int:
+        """How many versions of its parameters the target keeps."""
+        return max(1, self.staleness)
+
+    def brings(self, step: int) -> int:
+        """The version that it makes in `step`: how many steps of its training the source has seen."""
+        return step if self.staleness else step + 1
+
     def version(self, step: int) -> int:
-        """How many steps of the source's training the target has seen when its calls of `step` run."""
-        return max(0, step // self.every_steps * self.every_steps - self.staleness)
+        """The version that the target's calls of `step` use; 0 and below are what it starts with."""
+        return step // self.every_steps * self.every_steps - self.staleness
 
 
 def follow_nodes(

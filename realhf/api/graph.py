@@ -71,6 +71,10 @@ class ModelFunctionCallDef:
         return self.interface_type is TRAIN_STEP
 
 
+# A key of per-sample data that every call can make: how many steps of training the weights have seen that made the
+# sample. A tensor of one whole number, where a call lists it in `output_data`.
+WEIGHTS_VERSION = "weights_version"
+
 EdgeKind = Literal["data", "version"]
 
 
@@ -128,13 +132,23 @@ class DataflowGraph:
         """Names of all that happens in a step: calls in a topological order, then what models follow others."""
         return [*self.calls, *self.follows]
 
-    def weights_version(self, call: str, step: int) -> int:
-        """How many steps of training the parameters have seen that `call` finds in `step`; both count from 0."""
-        model = self.calls[call].model_name
-        for follow in self.follows.values():
-            if follow.target == model:
-                return follow.version(step)
-        return step if any(other.trains for other in self.calls_of(model)) else 0
+    def weights_version(self, model: str, step: int) -> int:
+        """The version of its parameters that `model` uses in `step`: how many steps of training they have seen.
+
+        Steps count from 0. Below 0 are versions of a model that follows another with staleness: all of them are what it
+        starts with.
+        """
+        if follow := self._follow_of(model):
+            return follow.version(step)
+        return step if any(call.trains for call in self.calls_of(model)) else 0
+
+    def versions_kept(self, model: str) -> int:
+        """How many versions of its parameters the home of a model keeps."""
+        follow = self._follow_of(model)
+        return follow.versions if follow else 1
+
+    def _follow_of(self, model: str) -> FollowNode | None:
+        return next((follow for follow in self.follows.values() if follow.target == model), None)
 
     def calls_of(self, model_name: str) -> list[ModelFunctionCallDef]:
         return [call for call in self.calls.values() if call.model_name == model_name]
@@ -169,16 +183,18 @@ class DataflowGraph:
         return edges
 
     def _follow_edges(self) -> list[Edge]:
-        """A model follows after all its own readers of a step and before those of the next; and after the source's
-        training of that step and before the next, or with staleness 1 a step earlier."""
+        """A model follows after all its own readers of a step and before those of the next, and after the source's
+        training of that step and before the next. With staleness k it is between two trainings a step earlier, and
+        before the readers of k steps later: what it overwrites is the version that the readers of its step had."""
         edges = []
         for node in self.follows.values():
             trains = [call.name for call in self.calls_of(node.source) if call.trains]
             readers = [call.name for call in self.calls_of(node.target)]
             edges += [Edge(name, node.name, 0, "version") for name in readers]
-            edges += [Edge(node.name, name, 1, "version") for name in readers]
-            edges.append(Edge(trains[-1], node.name, node.staleness, "version"))
-            edges.append(Edge(node.name, trains[0], 1 - node.staleness, "version"))
+            edges += [Edge(node.name, name, node.versions, "version") for name in readers]
+            is_early = min(node.staleness, 1)
+            edges.append(Edge(trains[-1], node.name, is_early, "version"))
+            edges.append(Edge(node.name, trains[0], 1 - is_early, "version"))
         return edges
 
     def _sorted_nodes(self) -> list[str]:

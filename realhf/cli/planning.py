@@ -53,16 +53,17 @@ class Planner:
         self.experiment, self.cluster = experiment, cluster
         self.what_if = (what_if or WhatIf()).with_defaults()
         settings: AutoSettings = auto_settings(experiment)
-        stale = self.what_if.staleness
+        stale, follows = self.what_if.staleness, follows_of(experiment)
+        kept = max((follow.staleness for follow in follows.values()), default=0)
         self.settings = replace(
             settings,
             batch_size=self.what_if.batch_size or settings.batch_size,
-            # Generation that runs ahead of training by `stale` steps needs that many more of them open.
-            max_steps_in_flight=max(settings.max_steps_in_flight, stale + 2 if stale else 1),
+            # Generation that runs ahead of training needs that many more steps open.
+            max_steps_in_flight=max(settings.max_steps_in_flight, kept + 1, stale + 2 if stale else 1),
         )
         calls = self.what_if.apply(experiment.rpcs)
         keys = keys_without_producer(calls) if self.what_if.needs_no_data else experiment.dataset.keys
-        graph = DataflowGraph(calls, keys, follows_of(experiment))
+        graph = DataflowGraph(calls, keys, follows)
         self.graph = with_staleness(graph, self.what_if.staleness)
         check_offload(offload, self.graph)
         self.offload = offload

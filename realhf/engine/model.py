@@ -22,8 +22,9 @@ from realhf.engine.interface import EndCheck, GenerationOutput, LossFunction, Po
 from realhf.engine.offload import HostCopy, allocate, free
 from realhf.engine.pipeline import Neighbours
 from realhf.engine.train import Trainer
+from realhf.engine.versions import ParameterVersions
 from realhf.models.checkpoint import CheckpointReader
-from realhf.models.checkpoint_index import of_kind, optimizer_steps
+from realhf.models.checkpoint_index import newer_kinds, of_kind, optimizer_steps
 from realhf.parallel.groups import ParallelGroups
 from realhf.realloc.held import by_name, holds, part
 from realhf.realloc.layout import Box
@@ -37,7 +38,7 @@ class ShardedModel:
 
     The parameters are zeros until `initialise`, or until something writes into `held()` and calls
     `parameters_changed`. Without an `optimizer` there are neither gradients nor optimizer state,
-    and `train_step` is an error.
+    and `train_step` is an error. It keeps several versions of its parameters where `versions` numbers them.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class ShardedModel:
         total_optimizer_steps: int = 0,
         compute: ComputeConfig | None = None,
         timeout_s: float = 600.0,
+        versions: Sequence[int] = (0,),
     ):
         self.config, self.groups = config, groups
         self.tokens_processed = 0  # of all batches so far, on ranks that hold outputs
@@ -68,7 +70,8 @@ class ShardedModel:
         self.trainer: Trainer | None = None
         if optimizer is not None:
             self.trainer = Trainer(self.parameters, self._neighbours, optimizer, total_optimizer_steps, compute)
-        self._waiting_parameters = HostCopy([self.parameters.flat])
+        self.versions = ParameterVersions(self.parameters.flat, versions)
+        self._waiting_parameters = HostCopy([self.parameters.flat, *self.versions.others])
         self._waiting_states = HostCopy(self.trainer.optimizer.on_device() if self.trainer else [])
 
     def initialise(self, seed: int) -> None:
@@ -147,9 +150,15 @@ class ShardedModel:
         assert not self.is_lent, LENT
         return self.parameters.held()
 
-    def readable(self) -> list[tuple[Box, Tensor]]:
-        """As `held`, but to be read alone; of parameters that are lent these are the views of the copy."""
-        return self._in_copy if self.is_lent else self.held()
+    def readable(self, version: int | None = None) -> list[tuple[Box, Tensor]]:
+        """As `held`, but to be read alone; of parameters that are lent these are the views of the copy.
+
+        Of a `version` that does not compute, they are where it is kept. Raises LookupError where it is not.
+        """
+        if version is None or version == self.versions.current:
+            return self._in_copy if self.is_lent else self.held()
+        kept = self.versions.vector(version)
+        return [(box, kept.as_strided(t.shape, t.stride(), t.storage_offset())) for box, t in self.parameters.held()]
 
     def boxes(self) -> dict[str, tuple[Box, Tensor]]:
         """As `held`, by name; not for a fully sharded model."""
@@ -171,6 +180,12 @@ class ShardedModel:
         if self.trainer is not None:
             self.trainer.optimizer.parameters_changed()
 
+    def select_version(self, number: int) -> None:
+        """From now on parameters are those of version `number`. Raises LookupError where it is not kept."""
+        assert not self.is_lent, LENT
+        if self.versions.select(number):
+            self.parameters_changed()
+
     def _values_changed(self) -> None:
         self._waiting_parameters.has_changed = self._waiting_states.has_changed = True
 
@@ -179,20 +194,24 @@ class ShardedModel:
         return [] if self.trainer is None else self.trainer.state()
 
     def state(self) -> list[tuple[Box, Tensor]]:
-        """What this rank writes of the model: boxes of parameters and of its optimizer's states (`NAME@exp_avg`).
+        """What this rank writes of the model: boxes of parameters, of the lowest version where there are several, of
+        the others (`NAME@newer_1`), and of its optimizer's states (`NAME@exp_avg`).
 
         Views of the live tensors, in the order and of the places that
         `realhf.models.checkpoint_index.state_owners` gives this rank: every element of the model is in one rank's.
         """
-        groups, shard = self.groups, self.parameters.shard
+        groups, start = self.groups, self.parameters.shard.storage_offset()
         counted = shard_boxes(self.config, groups.layout, groups.rank, self.parameters.data_parallel, only_counted=True)
         kinds = 0 if self.trainer is None else len(self.trainer.optimizer.state)
         states = [] if self.trainer is None else self.trainer.state(only_counted=True)
-        return [
-            piece
-            for i, (box, at) in enumerate(counted)
-            for piece in ((box, shard[at : at + box.size].view(box.shape)), *states[i * kinds : (i + 1) * kinds])
-        ]
+        versions = self.versions.by_age()
+        named = list(zip(("", *newer_kinds(len(versions))), versions, strict=True))
+        pieces = []
+        for i, (box, at) in enumerate(counted):
+            here = slice(start + at, start + at + box.size)
+            pieces += [(of_kind(box, kind), version[here].view(box.shape)) for kind, version in named]
+            pieces += states[i * kinds : (i + 1) * kinds]
+        return pieces
 
     def load_state(self, reader: CheckpointReader) -> None:
         """Takes parameters, optimizer states and step from a checkpoint with all of them, saved in any layout.

@@ -45,6 +45,7 @@ class CallRecord:
     stats: dict[str, tuple[float, float]] = field(default_factory=dict)
     tokens: int = 0
     peak_bytes: dict[int, int] = field(default_factory=dict)
+    weights_version: int = 0
 
     @property
     def start(self) -> float:
@@ -64,7 +65,8 @@ class GraphRunner:
 
     `homes` are the layouts in which the parameters live, or would if those of `offload` did not wait in host memory;
     `batch_size` the samples of a step; `rows` those of the data
-    set, whose lengths are otherwise not known.
+    set, whose lengths are otherwise not known. `versions` says which version of its parameters a model uses in a step;
+    None: what the graph says.
     """
 
     split: Split
@@ -74,6 +76,7 @@ class GraphRunner:
     batch_size: int
     rows: DatasetRows | None = None
     offload: tuple[str, ...] = ()
+    versions: Callable[[str, int], int] | None = None
 
     @cached_property
     def loads(self) -> dict[str, Load]:
@@ -95,6 +98,10 @@ class GraphRunner:
     @cached_property
     def _layouts(self) -> dict[str, Layout]:
         return {name: call.layout for name, call in self.calls.items()}
+
+    def version(self, node: Node) -> int:
+        """That of the parameters with which a call runs."""
+        return (self.versions or self.graph.weights_version)(self.graph.calls[node.call].model_name, node.step)
 
     def model_of(self, node: str) -> str:
         return self.loads[node].model if node in self.loads else models_needed(self.graph, node)[-1]
@@ -171,6 +178,7 @@ class Dispatcher:
             record.spans[worker] = reply.span
             record.tokens += reply.tokens
             record.peak_bytes[worker] = reply.peak_bytes
+            record.weights_version = reply.weights_version
             for name, (total, weight) in reply.stats.items():
                 old_total, old_weight = record.stats.get(name, (0.0, 0.0))
                 record.stats[name] = (old_total + total, old_weight + weight)
@@ -201,15 +209,17 @@ class Dispatcher:
     async def _call(self, runner: GraphRunner, node: Node, directory: DataDirectory) -> int:
         definition, plan = runner.graph.calls[node.call], runner.calls[node.call]
         batch, layout = BatchKey(runner.split, node.step), plan.layout
-        home = runner.homes[definition.model_name]
+        home, version = runner.homes[definition.model_name], runner.version(node)
         if layout != home:
-            message = Reallocate(request_id=0, batch=batch, call=node.call, model=definition.model_name, layout=layout)
+            message = Reallocate(
+                request_id=0, batch=batch, call=node.call, model=definition.model_name, layout=layout, version=version
+            )
             request = Request(f"reallocation of {definition.model_name} for {_name(node, batch)}")
             devices, movers = runner.devices[node.call], runner.movers[node.call]
             await self._moves.prepare(node, definition.model_name, layout, devices, movers, request, message)
         parts = _parts(runner, definition, node.step, directory)
         assert parts is not None, "its inputs have been made"
-        await self._send_call(node, batch, definition, plan, parts)
+        await self._send_call(node, batch, definition, plan, parts, version)
         if layout != home:
             for worker in layout.mesh.devices:
                 await self._send(worker, Release(model=definition.model_name, layout=layout))
@@ -265,7 +275,13 @@ class Dispatcher:
                 await self._send(worker, message)
 
     async def _send_call(
-        self, node: Node, batch: BatchKey, definition: ModelFunctionCallDef, plan: CallPlan, parts: Partition
+        self,
+        node: Node,
+        batch: BatchKey,
+        definition: ModelFunctionCallDef,
+        plan: CallPlan,
+        parts: Partition,
+        version: int,
     ) -> None:
         layout, collected = plan.layout, frozenset(THREE_D_PROTO.collect(plan.layout))
         for worker, part in division(layout).part_of.items():
@@ -282,6 +298,7 @@ class Dispatcher:
                     layout=layout,
                     mini_batches=tuple(mini_batches),
                     micro_batches=plan.micro_batches,
+                    version=version,
                 ),
             )
 

@@ -184,8 +184,9 @@ class Master:
         metrics = step_metrics(step + 1, records, self._run.plan, self._previous_end)
         self._previous_end = max(record.end for record in records)
         metrics |= {"num_workers": self._num_workers, "plan": self._plan_digest}
-        for name in self._run.graph.calls:
-            metrics["calls"][name]["weights_version"] = self._run.graph.weights_version(name, step)
+        for record in records:
+            if record.node.call in self._run.graph.calls:
+                metrics["calls"][record.node.call]["weights_version"] = record.weights_version
         self._metrics.write(metrics)
         log_step(metrics)
         self._trackers.step(metrics)
@@ -205,7 +206,10 @@ class Master:
         calls = {name: run.evaluation_plan(call) for name, call in graph.calls.items()}
         assert isinstance(evaluation.dataset, JSONLDataset), "workers read no other"
         rows = DatasetRows(evaluation.dataset, None, evaluation.batch_size)
-        runner = GraphRunner("evaluation", graph, calls, run.homes, evaluation.batch_size, rows, run.plan.offload)
+        runner = GraphRunner(
+            "evaluation", graph, calls, run.homes, evaluation.batch_size, rows, run.plan.offload,
+            versions=lambda model, _: run.graph.weights_version(model, step),
+        )  # fmt: skip
         batches = rows.num_rows // evaluation.batch_size
         order = [(call, batch) for batch in range(batches) for call in graph.calls]
         totals: dict[str, tuple[float, float]] = {}

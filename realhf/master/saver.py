@@ -141,6 +141,7 @@ class Saver:
                 run.models[model].dtype,
                 run.models[model].compute.data_parallel,
                 with_optimizer=run.optimizer_steps(model) > 0,
+                versions=run.graph.versions_kept(model),
             )
             for model in run.changing_models
         }

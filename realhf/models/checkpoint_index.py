@@ -119,6 +119,11 @@ def optimizer_kinds(dtype: DType) -> tuple[str, ...]:
     return ("exp_avg", "exp_avg_sq", "master") if dtype == "bfloat16" else ("exp_avg", "exp_avg_sq")
 
 
+def newer_kinds(versions: int) -> tuple[str, ...]:
+    """What a model that keeps several versions of its parameters has beside the oldest one, the newest last."""
+    return tuple(f"newer_{i}" for i in range(1, versions))
+
+
 def state_owners(
     model: DecoderConfig,
     layout: Layout,
@@ -126,12 +131,14 @@ def state_owners(
     data_parallel: DataParallel = "zero1",
     *,
     with_optimizer: bool = True,
+    versions: int = 1,
 ) -> dict[int, list[Box]]:
-    """Who writes what of a model, parameters and optimizer states: each device the part of its shard that counts.
+    """Who writes what of a model, the versions of its parameters and optimizer states: each device the part of its
+    shard that counts.
 
     Every element of every parameter, and of the states beside it, is in it once (`counted_range`).
     """
-    kinds = ("", *(optimizer_kinds(dtype) if with_optimizer else ()))
+    kinds = ("", *newer_kinds(versions), *(optimizer_kinds(dtype) if with_optimizer else ()))
     return {
         device: [
             of_kind(box, kind)

@@ -233,7 +233,10 @@ class Mapper:
         strategy, features = option.layout.strategy, self.task.costs.features_of(call.model_name)
         if sharding := self._sharding(call, option):
             return sharding.static_bytes
-        return static_bytes(call.config, strategy, self.task.dtype, trained=call.trains, features=features)
+        versions = self.task.graph.versions_kept(call.model_name)
+        return static_bytes(
+            call.config, strategy, self.task.dtype, trained=call.trains, features=features, versions=versions
+        )
 
     def _dynamic(self, call: ModelFunctionCallDef, option: Option) -> float:
         task, sharding = self.task, self._sharding(call, option)

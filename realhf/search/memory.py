@@ -89,21 +89,27 @@ def copy_bytes(model: DecoderConfig, strategy: ParallelStrategy, dtype: DType) -
 
 
 def static_bytes(
-    model: DecoderConfig, strategy: ParallelStrategy, dtype: DType, *, trained: bool, features: EngineFeatures = ENGINE
+    model: DecoderConfig,
+    strategy: ParallelStrategy,
+    dtype: DType,
+    *,
+    trained: bool,
+    features: EngineFeatures = ENGINE,
+    versions: int = 1,
 ) -> int:
     """What the home of a model keeps on each device.
 
-    Parameters; for a trained model also gradients and the two states of AdamW (at least in fp32), and below
-    fp32 a master copy in fp32 (ReaL, section 5.1, "static memory"). All are on every rank of a
-    data-parallel group, but with ZeRO-1 states and master copy are divided over it (16 or 4 + 12 / dp bytes
-    a parameter in bf16, 2 more with gradients in fp32; ZeRO, section 5.1), and fully sharded all of it is.
+    Parameters, in so many `versions` where it is not trained; for a trained model also gradients and the two states of
+    AdamW (at least in fp32), and below fp32 a master copy in fp32 (ReaL, section 5.1, "static memory"). All are on
+    every rank of a data-parallel group, but with ZeRO-1 states and master copy are divided over it (16 or 4 + 12 / dp
+    bytes a parameter in bf16, 2 more with gradients in fp32; ZeRO, section 5.1), and fully sharded all of it is.
     """
     item = DTYPE_BYTES[dtype]
     elements = model_sizes(model).largest(strategy)
     if features.fully_sharded:
         elements = math.ceil(elements / strategy.dp)
     if not trained:
-        return elements * item
+        return versions * elements * item
     optimizer = 2 * max(item, 4) + (4 if item < 4 else 0)
     is_divided = features.zero1 and not features.fully_sharded
     updated = math.ceil(elements / strategy.dp) if is_divided else elements
@@ -111,10 +117,16 @@ def static_bytes(
 
 
 def offloaded_bytes(
-    model: DecoderConfig, strategy: ParallelStrategy, dtype: DType, *, trained: bool, features: EngineFeatures = ENGINE
+    model: DecoderConfig,
+    strategy: ParallelStrategy,
+    dtype: DType,
+    *,
+    trained: bool,
+    features: EngineFeatures = ENGINE,
+    versions: int = 1,
 ) -> int:
     """What goes from a device to host memory and back: `static_bytes` but for gradients, which are not kept."""
-    kept = static_bytes(model, strategy, dtype, trained=trained, features=features)
+    kept = static_bytes(model, strategy, dtype, trained=trained, features=features, versions=versions)
     if not trained:
         return kept
     elements = model_sizes(model).largest(strategy)

@@ -49,6 +49,8 @@ def offload_tables(
 
 
 def _changes(graph: DataflowGraph, load: Load) -> bool:
-    """Whether the model has other values behind the node than before."""
+    """Whether the model has other values behind the node than before, or others of its versions at hand."""
     follow = graph.follows.get(load.node)
+    if graph.versions_kept(load.model) > 1:
+        return True
     return graph.calls[load.node].trains if follow is None else follow.target == load.model

@@ -162,7 +162,14 @@ def heuristic_plan(
 
     def static(strategy: ParallelStrategy) -> int:
         return sum(
-            static_bytes(model, strategy, dtype, trained=name in trained, features=costs.features_of(name))
+            static_bytes(
+                model,
+                strategy,
+                dtype,
+                trained=name in trained,
+                features=costs.features_of(name),
+                versions=graph.versions_kept(name),
+            )
             for name, model in graph.models.items()
         )
 

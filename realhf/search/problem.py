@@ -202,8 +202,7 @@ class _Builder:
         self, call: ModelFunctionCallDef, strategy: ParallelStrategy, is_home: bool, spared_bytes: int = 0
     ) -> "_StrategyRow":
         if is_home:
-            features = self.costs.features_of(call.model_name)
-            static = static_bytes(call.config, strategy, self.dtype, trained=call.trains, features=features)
+            static = self._at_home(static_bytes, call, strategy, trained=call.trains)
             return _StrategyRow(str(strategy), float(static), 0.0)
         if call.trains:
             # The optimizer's states stay at home, so that every training of a model has one layout.
@@ -218,15 +217,20 @@ class _Builder:
 
     def _loaded_bytes(self, call: ModelFunctionCallDef) -> float:
         """The most that is loaded at home for a call that is not the home, under the homes that fit into memory."""
-        home, features = self._home_call(call.model_name), self.costs.features_of(call.model_name)
+        home = self._home_call(call.model_name)
         strategies = {layout.strategy for layout in self.layouts[home.name][0]}
         limit = self.cluster.device_memory_bytes
         fitting = [s for s in strategies if self._strategy_row(home, s, is_home=True).static_bytes <= limit]
-        sizes = (
-            static_bytes(home.config, strategy, self.dtype, trained=call.trains, features=features)
-            for strategy in fitting or strategies
-        )
+        sizes = (self._at_home(static_bytes, home, strategy, trained=call.trains) for strategy in fitting or strategies)
         return float(max(sizes))
+
+    def _at_home(
+        self, bytes_of: Callable[..., int], call: ModelFunctionCallDef, strategy: ParallelStrategy, *, trained: bool
+    ) -> int:
+        """`static_bytes` or `offloaded_bytes` of the home of the call's model."""
+        model = call.model_name
+        features, versions = self.costs.features_of(model), self.graph.versions_kept(model)
+        return bytes_of(call.config, strategy, self.dtype, trained=trained, features=features, versions=versions)
 
     def _add_transfers(self, call: ModelFunctionCallDef) -> None:
         edges, loads = self.graph.parents(call.name), list(self.waits[call.name])
@@ -247,11 +251,8 @@ class _Builder:
         """Between the devices of a model's home and their host's memory, all at once."""
         home = self._home_call(load.model)
         layouts, rows = self.layouts[home.name]
-        features, bandwidth = self.costs.features_of(load.model), self.costs.hardware.host_bandwidth
-        sizes = [
-            offloaded_bytes(home.config, layout.strategy, self.dtype, trained=load.states, features=features)
-            for layout in layouts
-        ]
+        bandwidth = self.costs.hardware.host_bandwidth
+        sizes = [self._at_home(offloaded_bytes, home, layout.strategy, trained=load.states) for layout in layouts]
         return TransferTable(
             name="",
             source=self.number[home.name],

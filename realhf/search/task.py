@@ -125,7 +125,10 @@ def with_staleness(graph: DataflowGraph, staleness: int) -> DataflowGraph:
     stale = copy.copy(graph)
     stale.edges = [
         replace(edge, steps_back=edge.steps_back + staleness)
-        if edge.kind == "version" and edge.steps_back and graph.calls[edge.child].interface_type is GENERATE
+        if edge.kind == "version"
+        and edge.steps_back
+        and edge.child in graph.calls
+        and graph.calls[edge.child].interface_type is GENERATE
         else edge
         for edge in graph.edges
     ]

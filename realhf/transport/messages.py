@@ -89,14 +89,15 @@ class PrepareMove(Message, frozen=True, kw_only=True):
 
 
 class Reallocate(Message, frozen=True, kw_only=True):
-    """Brings a copy of a model's parameters from its home layout into `layout`. Comes when all who need to have
-    prepared for it."""
+    """Brings a copy of a model's parameters, those of `version`, from its home layout into `layout`. Comes when all who
+    need to have prepared for it."""
 
     request_id: int
     batch: BatchKey
     call: str
     model: str
     layout: Layout
+    version: int
 
 
 class FollowParameters(Message, frozen=True, kw_only=True):
@@ -126,7 +127,10 @@ class OffloadModel(Message, frozen=True, kw_only=True):
 
 
 class CallFunction(Message, frozen=True, kw_only=True):
-    """Runs a model function call on this worker's samples: `mini_batches[j]` are the ids of mini-batch j."""
+    """Runs a model function call on this worker's samples: `mini_batches[j]` are the ids of mini-batch j.
+
+    `version` is that of the parameters, see `DataflowGraph.weights_version`.
+    """
 
     request_id: int
     batch: BatchKey
@@ -134,6 +138,7 @@ class CallFunction(Message, frozen=True, kw_only=True):
     layout: Layout
     mini_batches: tuple[tuple[Count, ...], ...]
     micro_batches: Count
+    version: int
 
 
 class Release(Message, frozen=True, kw_only=True):
@@ -201,6 +206,8 @@ class Reply(Message, frozen=True, kw_only=True):
     stats: dict[str, tuple[float, float]] = {}
     # Tokens of the sequences this call processed, each counted once in its data-parallel group.
     tokens: Count = 0
+    # How many steps of training the parameters have seen with which a call ran.
+    weights_version: Count = 0
     # The most that models and data took on this worker since its last call, `realhf.worker.memory`; 0: not known.
     peak_bytes: Count = 0
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from realhf.api.run import Run
 from realhf.engine.model import ShardedModel
 from realhf.models.checkpoint import CheckpointReader
+from realhf.models.checkpoint_index import newer_kinds, of_kind
 from realhf.models.hugging_face_weights import HuggingFaceReader, open_checkpoint
 from realhf.scheduler.checkpoints import step_folder
 
@@ -14,7 +15,8 @@ HEAD_PARAMETERS = ("lm_head.weight", "score.weight")
 def fill(model: ShardedModel, run: Run, name: str, checkpoints: Path) -> None:
     """Gives `model`, the home of the run's model `name`, its parameters, and optimizer states where they are saved.
 
-    A model that changes comes from the run's own `checkpoints` where the run goes on.
+    A model that changes comes from the run's own `checkpoints` where the run goes on. Of one that keeps several
+    versions all are the same at the start of a run.
 
     Raises:
         UserError: a checkpoint is of another architecture, or damaged.
@@ -26,7 +28,10 @@ def fill(model: ShardedModel, run: Run, name: str, checkpoints: Path) -> None:
             model.load_state(saved)
         else:
             saved.check_architecture(model.config)
-            _read(model, saved)
+            versions = model.versions.numbers
+            for kind, version in zip(("", *newer_kinds(len(versions))), versions, strict=True):
+                model.select_version(version)
+                _read(model, saved, kind)
     elif setup.checkpoint is not None and setup.with_optimizer and model.trainer is not None:
         model.load_state(CheckpointReader(setup.checkpoint))
     else:
@@ -35,10 +40,13 @@ def fill(model: ShardedModel, run: Run, name: str, checkpoints: Path) -> None:
         if setup.checkpoint is not None:
             reader = open_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)
             _read(model, reader, without=HEAD_PARAMETERS if setup.new_head else ())
+        model.versions.fill()
 
 
-def _read(model: ShardedModel, reader: CheckpointReader | HuggingFaceReader, without: tuple[str, ...] = ()) -> None:
+def _read(
+    model: ShardedModel, reader: CheckpointReader | HuggingFaceReader, kind: str = "", without: tuple[str, ...] = ()
+) -> None:
     for box, tensor in model.held():
         if box.name not in without:
-            reader.read_into(tensor, box)
+            reader.read_into(tensor, of_kind(box, kind))
     model.parameters_changed()

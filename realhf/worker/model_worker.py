@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.api.graph import DataflowGraph, ModelFunctionCallDef, ModelInterfaceType
+from realhf.api.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef, ModelInterfaceType
 from realhf.api.interface import InterfaceConfig
 from realhf.api.layout import Layout
 from realhf.api.run import Run
@@ -179,6 +179,7 @@ class ModelWorker:
     def _build_home(self, name: str, home: Layout) -> ShardedModel:
         run, setup = self._run, self._run.models[name]
         steps = run.experiment.steps * run.optimizer_steps(name)
+        oldest = run.graph.weights_version(name, run.spec.resume_step)
         model = ShardedModel(
             run.graph.models[name],
             self._groups.groups(home),
@@ -188,6 +189,7 @@ class ModelWorker:
             total_optimizer_steps=initial_optimizer_steps(setup) + steps,
             compute=setup.compute,
             timeout_s=self._timeout_s,
+            versions=range(oldest, oldest + run.graph.versions_kept(name)),
         )
         fill(model, run, name, self._directory.checkpoints)
         return model
@@ -199,13 +201,22 @@ class ModelWorker:
         wait = self._collect(request, definition)
         mini_batches = [self._inputs(request.batch, definition, ids) for ids in request.mini_batches]
         model = self._models[definition.model_name, request.layout]
+        self._moves.select(model, definition.model_name, request.version)
         seed = self._run.experiment.seed + (EVALUATION_SEED_OFFSET if split == "evaluation" else 0)
         record = frozenset(self._run.spec.record)
         context = CallContext(seed, step, request.micro_batches, groups, record)
         with self._timed("compute", f"{request.call} of {request.batch}") as span:
             tokens_before = model.tokens_processed
             result = self._compute(split, definition, model, mini_batches, context)
-        reply = Reply(request_id=request.request_id, span=span(), wait=wait, peak_bytes=self._memory.take_peak())
+        if split == "train" and definition.trains and definition == self._trainings(definition.model_name)[-1]:
+            model.versions.current = step + 1
+        reply = Reply(
+            request_id=request.request_id,
+            span=span(),
+            wait=wait,
+            weights_version=max(0, request.version),
+            peak_bytes=self._memory.take_peak(),
+        )
         if not groups.holds_outputs:
             return reply
         return msgspec.structs.replace(
@@ -261,8 +272,13 @@ class ModelWorker:
         return samples
 
     def _keep(self, request: CallFunction, definition: ModelFunctionCallDef, outputs: dict[str, list[Tensor]]) -> dict:
-        """Stores the outputs that the call declares, records those the run asks for; returns their metadata."""
+        """Stores the outputs that the call declares, records those the run asks for; returns their metadata.
+
+        Each sample has the version of the weights with which the call ran, where that is declared or asked for.
+        """
         ids = [sample for mini_batch in request.mini_batches for sample in mini_batch]
+        versions = torch.full((len(ids), 1), max(0, request.version), device=self._device)
+        outputs = {WEIGHTS_VERSION: [version.clone() for version in versions]} | outputs
         missing = [key for key in definition.output_data if key not in outputs]
         if missing:
             raise KeyError(
@@ -276,6 +292,9 @@ class ModelWorker:
             folder = self._directory.path / "rollouts"
             rollouts.record(folder, request.batch.step, definition.name, self._rank, recorded, ids)
         return {key: describe(ids, outputs[key]) for key in definition.output_data}
+
+    def _trainings(self, model: str) -> list[ModelFunctionCallDef]:
+        return [call for call in self._run.graph.calls_of(model) if call.trains]
 
     def _interface(self, split: Split, definition: ModelFunctionCallDef) -> Any:
         key = (split, definition.name)

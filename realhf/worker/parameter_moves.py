@@ -69,10 +69,10 @@ class ParameterMoves:
             ReallocationError: a peer did not do its part, or values came that were not sent.
         """
         match move:
-            case Reallocate(model=model, layout=layout, batch=batch):
-                self._reallocate(model, layout, batch.step)
-            case FollowParameters(name=name):
-                self._follow(name)
+            case Reallocate(model=model, layout=layout, batch=batch, version=version):
+                self._reallocate(model, layout, batch.step, version)
+            case FollowParameters(name=name, batch=batch):
+                self._follow(name, batch.step)
 
     def release(self, request: Release) -> None:
         """Frees a copy; the home has its parameters again."""
@@ -82,7 +82,14 @@ class ParameterMoves:
                 home.take_back_from(copy)
             copy.free_parameters()
 
-    def _reallocate(self, name: str, layout: Layout, step: int) -> None:
+    def select(self, model: ShardedModel, name: str, version: int) -> None:
+        """Makes a version of its parameters the one that `model`, here under `name`, computes with. Raises LookupError
+        where it is not kept."""
+        if model.versions.current != version:
+            with self._resting(name):  # others may be reading it
+                model.select_version(version)
+
+    def _reallocate(self, name: str, layout: Layout, step: int, version: int) -> None:
         home, dtype = self._run.homes[name], getattr(torch, self._run.models[name].dtype)
         source, target = self._models.get((name, home)), self._models.get((name, layout))
         plan = plan_between(
@@ -95,7 +102,11 @@ class ParameterMoves:
         )
         transport = self._transport(home, layout)
         with self._resting(name):
-            boxes = source.readable() if source else [], target.held() if target else []
+            if target is not None:
+                target.versions.current = version
+                if source is not None:
+                    source.select_version(version)  # which it may lend; nothing computes here now
+            boxes = source.readable(version) if source else [], target.held() if target else []
             execute(plan, self._rank, *boxes, transport, model_name=name, timeout_s=self._timeout_s)
             if self._verification.is_due(name, layout, step):
                 verify(plan, self._rank, *boxes, transport, model_name=name, timeout_s=self._timeout_s)
@@ -103,7 +114,7 @@ class ParameterMoves:
             if source is not None and target is not None:
                 source.lend_to(target)
 
-    def _follow(self, name: str) -> None:
+    def _follow(self, name: str, step: int) -> None:
         run, node = self._run, self._run.graph.follows[name]
         source, target = (self._models.get((model, run.homes[model])) for model in (node.source, node.target))
         plan = plan_between(
@@ -116,11 +127,13 @@ class ParameterMoves:
             target_data_parallel=run.models[node.target].compute.data_parallel,
             forwarding=False,  # a device would send on its average
         )
+        if target:
+            target.select_version(node.version(step))  # which nobody will ask for any more
         with self._resting(node.source):
             execute(
                 plan,
                 self._rank,
-                source.readable() if source else [],
+                source.readable(node.brings(step)) if source else [],
                 target.held() if target else [],
                 self._transport(run.homes[node.source], run.homes[node.target]),
                 eta=node.eta,
@@ -129,6 +142,7 @@ class ParameterMoves:
             )
             self._finish_on_device()
         if target:
+            target.versions.current = node.brings(step)
             target.parameters_changed()
 
     @contextmanager

@@ -135,4 +135,5 @@ def _empty_call(request_id: int, num_workers: int, batch_size: int) -> CallFunct
         layout=Layout(DeviceMesh(0, num_workers), ParallelStrategy(dp=num_workers)),
         mini_batches=(tuple(range(batch_size)),),
         micro_batches=1,
+        version=0,
     )

@@ -1,12 +1,20 @@
-"""Rollouts by weights one update old: which weights they are, whatever the plan and however steps overlap."""
+"""Rollouts by weights k updates old: which weights they are, whatever the plan and however steps overlap."""
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
-from realhf.api.plan import CallPlan, ExecutionPlan, save_plan
-from tests.e2e.runs import ACTOR, FinishedRun, finished, initial_parameters
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.plan import CallPlan, ExecutionPlan, OrderEntry, save_plan
+from realhf.api.run import load_experiment_class
+from realhf.engine.model import ShardedModel
+from realhf.parallel.groups import ParallelGroups
+from tests.e2e.runs import ACTOR, ROOT, FinishedRun, finished, initial_parameters
+from tests.unit.models.llama import llama, llama_logits
 
 pytestmark = pytest.mark.distributed
 
@@ -59,3 +67,96 @@ def test_rollouts_are_made_by_the_weights_before_the_last_update(tmp_path: Path)
 def is_of_reference(made: FinishedRun, step: int) -> bool:
     said, of_reference = made.recorded(step, "logprob"), made.recorded(step, "ref_logprob", "reference_inference")
     return all(torch.allclose(said[i], of_reference[i], atol=1e-9) for i in said)
+
+
+JOB = "../tests/e2e/stale_job"
+RECORDED = ("--record", "tokens", "prompt_length", "weights_version")
+
+
+def running_ahead(staleness: int) -> ExecutionPlan:
+    """Worker 0 answers, worker 1 trains. The weights of a step are copied when the answers of k - 1 steps later, which
+    do not need them, have been made: so k steps of answers may be ahead of training."""
+    late = staleness - 1
+    order = (("rollout_generate", 0), ("rollout_follows_actor", late), ("actor_train_step", late))
+    return ExecutionPlan(
+        num_devices=2,
+        calls={"rollout_generate": FIRST, "actor_train_step": SECOND},
+        order=tuple(OrderEntry(call=call, steps_back=steps_back) for call, steps_back in order),
+        max_steps_in_flight=staleness + 1,
+    )
+
+
+def delayed(prompts: list[list[Tensor]], staleness: int, seed: int) -> Iterator[tuple[list[Tensor], float]]:
+    """The oracle, one process of plain torch with Hugging Face's Llama: the answers of every step, by the weights of
+    `staleness` steps before, and the loss of the present ones on these answers, on which they are then trained."""
+    job = sys.modules[load_experiment_class(ROOT / "tests/e2e/stale_job.py").__module__]
+    initial = ShardedModel(job.TINY, ParallelGroups(Layout(DeviceMesh(0, 1), ParallelStrategy()), 0), torch.float64)
+    initial.initialise(seed)
+    actor, rollout = llama(job.TINY, initial), llama(job.TINY, initial)
+    optimizer = torch.optim.AdamW(actor.parameters(), lr=job.LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+    versions = []
+    for step, of_step in enumerate(prompts):
+        versions.append({name: tensor.clone() for name, tensor in actor.state_dict().items()})
+        rollout.load_state_dict(versions[max(0, step - staleness)])
+        answers = []
+        for prompt in of_step:
+            tokens = prompt
+            for _ in range(job.NEW_TOKENS):
+                with torch.no_grad():
+                    most_likely = llama_logits(rollout, [tokens])[-1].argmax()
+                tokens = torch.cat([tokens, most_likely[None]])
+            answers.append(tokens)
+        terms = [
+            torch.nn.functional.cross_entropy(
+                llama_logits(actor, [tokens])[len(prompt) - 1 : -1], tokens[len(prompt) :], reduction="none"
+            )
+            for prompt, tokens in zip(of_step, answers, strict=True)
+        ]
+        loss = torch.cat(terms).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(actor.parameters(), 1.0)
+        optimizer.step()
+        yield answers, loss.item()
+
+
+def check(run: FinishedRun, staleness: int, seed: int, steps: int) -> None:
+    """Answers, losses and versions are those of the oracle."""
+    recorded = [run.recorded(step, "tokens", "rollout_generate") for step in range(steps)]
+    lengths = [run.recorded(step, "prompt_length", "rollout_generate") for step in range(steps)]
+    prompts = [
+        [tokens[i][: int(length[i])] for i in sorted(tokens)] for tokens, length in zip(recorded, lengths, strict=True)
+    ]
+    losses = []
+    for step, (answers, loss) in enumerate(delayed(prompts, staleness, seed)):
+        assert all(torch.equal(recorded[step][i], answer) for i, answer in enumerate(answers)), f"step {step}"
+        assert abs(run.metrics[step]["loss"] - loss) < 1e-9, f"step {step}"
+        version = max(0, step - staleness)
+        of_samples = run.recorded(step, "weights_version", "rollout_generate")
+        assert [of_samples[i].tolist() for i in sorted(of_samples)] == [[version]] * len(prompts[step])
+        calls = run.metrics[step]["calls"]
+        assert calls["rollout_generate"]["weights_version"] == version
+        assert calls["actor_train_step"]["weights_version"] == step
+        losses.append(loss)
+    assert losses != [loss for _, loss in delayed(prompts, staleness - 1, seed)], "fresher answers are others"
+
+
+def test_answers_run_ahead_of_training_by_the_staleness(tmp_path: Path) -> None:
+    """Training of a step does not end before answers for that of two steps later are being made."""
+    save_plan(running_ahead(2), tmp_path / "plan.json")
+    words = f"--staleness 2 --steps 5 --seed {SEED} --meeting {tmp_path}".split()
+    check(finished(tmp_path / "run", JOB, "--plan", tmp_path / "plan.json", *words, *RECORDED), 2, SEED, steps=5)
+
+
+def test_three_steps_old_across_borders_and_a_resumption(tmp_path: Path) -> None:
+    """At a border every second step no step is in flight, and what later steps will need is in the checkpoint. The run
+    goes on in other layouts, with a copy that waits in host memory between its answers."""
+    save_plan(running_ahead(3), tmp_path / "plan.json")
+    words = f"--staleness 3 --steps 4 --seed {SEED} --checkpoint-every 2".split()
+    finished(tmp_path / "run", JOB, "--plan", tmp_path / "plan.json", *words, *RECORDED)
+    together = CallPlan(devices=(0, 2), tp=2), CallPlan(devices=(0, 2), dp=2)
+    calls = dict(zip(("rollout_generate", "actor_train_step"), together, strict=True))
+    other = ExecutionPlan(num_devices=2, calls=calls, offload=("rollout",), max_steps_in_flight=4)
+    save_plan(other, tmp_path / "other.json")
+    words = ["--resume", "--steps", "8", "--plan", tmp_path / "other.json"]
+    check(finished(tmp_path / "run", JOB, *words), 3, SEED, steps=8)

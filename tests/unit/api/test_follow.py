@@ -59,19 +59,41 @@ def test_a_stale_copy_is_made_before_the_training_of_its_source() -> None:
         (name, "rollout_generate", 1),
     }
     assert graph.order == ["rollout_generate", name, "first", "second"]
-    assert [graph.weights_version("rollout_generate", step) for step in range(4)] == [0, 0, 1, 2]
-    assert [graph.weights_version("first", step) for step in range(4)] == [0, 1, 2, 3]
+    assert [graph.weights_version("rollout", step) for step in range(4)] == [-1, 0, 1, 2]
+    assert [graph.weights_version("actor", step) for step in range(4)] == [0, 1, 2, 3]
+
+
+def test_a_copy_three_steps_old_waits_for_no_training_of_the_last_three_steps() -> None:
+    """The copy of step t is of the weights before its training, and used in step t + 3, in which it is overwritten."""
+    calls = [call("rollout", GENERATE, ["prompt"], ["seq"]), call("actor", TRAIN_STEP, ["seq"])]
+    graph = DataflowGraph(calls, ["prompt"], {"rollout": Follow("actor", eta=1.0, staleness=3)})
+    name = "rollout_follows_actor"
+    edges = {(e.parent, e.child, e.steps_back) for e in graph.edges if name in (e.parent, e.child)}
+    assert edges == {
+        ("rollout_generate", name, 0),
+        ("actor_train_step", name, 1),
+        (name, "actor_train_step", 0),
+        (name, "rollout_generate", 3),
+    }
+    assert [graph.weights_version("rollout", step) for step in range(6)] == [-3, -2, -1, 0, 1, 2]
+    assert graph.versions_kept("rollout") == 3
+    assert graph.versions_kept("actor") == 1
+    [node] = graph.follows.values()
+    assert [(node.version(step), node.brings(step)) for step in (3, 4)] == [(0, 3), (1, 4)]
 
 
 def test_versions_of_what_follows_every_third_step_and_of_what_never_changes() -> None:
     graph = DataflowGraph(CALLS, ["prompt"], {"reference": Follow("actor", eta=1.0, every_steps=3)})
-    assert [graph.weights_version("entropies", step) for step in range(8)] == [0, 0, 0, 3, 3, 3, 6, 6]
-    assert graph.weights_version("critic_inference", 5) == 0
+    assert [graph.weights_version("reference", step) for step in range(8)] == [0, 0, 0, 3, 3, 3, 6, 6]
+    assert graph.weights_version("critic", 5) == 0
 
 
-def test_staleness_is_0_or_1() -> None:
-    with pytest.raises(UserError, match="staleness=2 must be 0 or 1"):
-        Follow("actor", eta=1.0, staleness=2)
+def test_staleness_is_a_number_of_steps_and_above_1_of_copies_alone() -> None:
+    with pytest.raises(UserError, match="staleness=-1 must be at least 0"):
+        Follow("actor", eta=1.0, staleness=-1)
+    for other in ({"eta": 0.5}, {"eta": 1.0, "every_steps": 2}):
+        with pytest.raises(UserError, match="staleness=2 is for copies of the weights of single steps; give eta=1 and"):
+            Follow("actor", staleness=2, **other)
 
 
 @pytest.mark.parametrize("eta", [0.0, -0.1, 1.5, float("nan")])

@@ -56,7 +56,7 @@ def play(tmp_path: Path, scenario: Scenario, call_timeout_s: float = 600.0, **sp
         experiment=SimpleNamespace(seed=5),
         settings=SimpleNamespace(batch_size=8),
         plan=ExecutionPlan(num_devices=2, calls={}),
-        graph=SimpleNamespace(models={"actor": MODEL}),
+        graph=SimpleNamespace(models={"actor": MODEL}, versions_kept=lambda _: 1),
         homes={"actor": HOME},
         models={"actor": ModelSetup(optimizer=OptimizerConfig())},
         changing_models=["actor"],

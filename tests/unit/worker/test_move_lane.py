@@ -15,7 +15,7 @@ from tests.waiting import PATIENCE_S
 
 BATCH = BatchKey("train", 2)
 LAYOUT = Layout(DeviceMesh(0, 1), ParallelStrategy())
-COPY = Reallocate(request_id=1, batch=BATCH, call="actor_generate", model="actor", layout=LAYOUT)
+COPY = Reallocate(request_id=1, batch=BATCH, call="actor_generate", model="actor", layout=LAYOUT, version=0)
 AVERAGE = FollowParameters(request_id=2, batch=BATCH, name="reference_follows_actor")
 PREPARE = PrepareMove(request_id=0, batch=BATCH, name="actor_generate", model="actor", layout=LAYOUT)
 

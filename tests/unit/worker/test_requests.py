@@ -88,9 +88,15 @@ def test_what_the_master_sends_is_executed(run: Run, tmp_path: Path) -> None:
 
 HOME_LAYOUT, OTHER = HOME.layout, Layout(DeviceMesh(0, 4), ParallelStrategy(tp=4))
 CALL = CallFunction(
-    request_id=1, batch=TRAIN, call="actor_train_step", layout=HOME_LAYOUT, mini_batches=((0, 1),), micro_batches=1
+    request_id=1,
+    batch=TRAIN,
+    call="actor_train_step",
+    layout=HOME_LAYOUT,
+    mini_batches=((0, 1),),
+    micro_batches=1,
+    version=0,
 )
-COPY = Reallocate(request_id=1, batch=TRAIN, call="actor_generate", model="actor", layout=ELSEWHERE.layout)
+COPY = Reallocate(request_id=1, batch=TRAIN, call="actor_generate", model="actor", layout=ELSEWHERE.layout, version=0)
 PREPARE = PrepareMove(request_id=1, batch=TRAIN, name="actor_generate", model="actor", layout=ELSEWHERE.layout)
 
 
