@@ -9,7 +9,7 @@ pairs of layouts. Beside each stand, of the same bytes and in the same processes
 - gather: every parameter is sent whole to every process, which cuts its part out, over the same transport.
 
 All memory was touched before; a time is the median over the repetitions, from barrier to barrier,
-the ways in turns. With `--json` cases measured before stay in the file:
+the ways in turns. With `--json` cases measured before stay in the file, each with its commit:
 
     python benchmarks/reallocation.py --model 144MB --processes 4 --json benchmarks/results/reallocation.json
 """
@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import argument_parser, case, finish
+from common import argument_parser, case, commit, finish
 from reallocation_rivals import Checkpoint, RawMessages, gather_and_slice
 from torch import Tensor
 
@@ -125,13 +125,15 @@ def cases(model: str, processes: int, measured: Measured) -> Iterator[dict]:
     yield {
         **case(f"{name}: of raw bandwidth", gigabytes / seconds, "GB/s", baseline=gigabytes / measured.raw_s,
                ratio=part, target=least, holds=part >= least),
+        "commit": commit(),
         "seconds": seconds,
         "bytes": measured.moved_bytes,
         "copied_locally_bytes": measured.copied_bytes,
     }  # fmt: skip
     for rival, rival_s in (("DCP", measured.checkpoint_s), ("gather", measured.gather_s)):
         ratio = rival_s / seconds
-        yield case(f"{name}: beside {rival}", seconds, "s", baseline=rival_s, ratio=ratio, target=1.0, holds=ratio > 1)
+        row = case(f"{name}: beside {rival}", seconds, "s", baseline=rival_s, ratio=ratio, target=1.0, holds=ratio > 1)
+        yield {**row, "commit": commit()}
 
 
 def _results_of(file: Path | None) -> dict[str, dict]:

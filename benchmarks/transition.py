@@ -1,6 +1,7 @@
 """HybridFlow's transition experiment in small: from training to generation and back, by the engines of its Table 2.
 
-Its Figure 8: training with tp 4 and dp 2 on eight devices, generation with tp 2. Processes on the CPU, over gloo.
+Its Figure 8: training with tp 4 and dp 2 on eight devices, generation with tp 2. Processes on the CPU, over the memory
+of their host, as workers do it.
 
 - DeepSpeed-Chat: ZeRO-3 over all devices; the model is gathered on each, and generation's part copied from it.
 - HybridFlow-V: the model is gathered from the tensor-parallel peers, and generation's part copied from it.
@@ -36,10 +37,13 @@ from torch import Tensor
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model import DecoderConfig
 from realhf.models.parameters import decoder_parameters
+from realhf.parallel import host_group
 from realhf.realloc.executor import execute
 from realhf.realloc.held import by_name, part
 from realhf.realloc.layout import Box, device_boxes
 from realhf.realloc.transition import Transition, transition
+from realhf.realloc.transport import Transport, transport_between
+from realhf.worker.allocator import keep_freed_memory
 
 ENGINES = ("deepspeed-chat", "hybridflow-v", "hybridflow", "two copies")
 TIMEOUT_S = 120.0
@@ -93,8 +97,8 @@ def planned(engine: str, setting: Setting) -> Transition:
 class Device:
     """One process with its tensors."""
 
-    def __init__(self, engine: str, plan: Transition, rank: int):
-        self.engine, self.plan, self.rank = engine, plan, rank
+    def __init__(self, engine: str, plan: Transition, rank: int, transport: Transport):
+        self.engine, self.plan, self.rank, self.transport = engine, plan, rank, transport
         self.kept = filled(plan.kept[rank])
         self.computes: list[tuple[Box, Tensor]] = []
         if engine == "two copies":
@@ -104,7 +108,7 @@ class Device:
         """Returns the most bytes of parameters on the device during the transition."""
         plan, rank = self.plan, self.rank
         gathered = self.computes or empty(plan.gathered[rank])
-        execute(plan.plan, rank, self.kept, gathered, timeout_s=TIMEOUT_S)
+        execute(plan.plan, rank, self.kept, gathered, self.transport, timeout_s=TIMEOUT_S)
         peak = size_bytes(self.kept, gathered)
         if self.engine in ("deepspeed-chat", "hybridflow-v"):
             self.computes = copied(plan.computes[rank], gathered)
@@ -164,9 +168,9 @@ class Measured:
     generating_bytes: int
 
 
-def measure(engine: str, setting: Setting, rank: int) -> Measured:
+def measure(engine: str, setting: Setting, rank: int, transport: Transport) -> Measured:
     plan = planned(engine, setting)
-    device = Device(engine, plan, rank)
+    device = Device(engine, plan, rank, transport)
     there, back, peak, generating = [], [], 0, 0
     for _ in range(setting.turns):
         dist.barrier()
@@ -194,15 +198,18 @@ def slowest(value: float) -> float:
 
 
 def process(rank: int, setting: Setting, store: str, results: Connection) -> None:
+    timeout = timedelta(seconds=TIMEOUT_S)
     torch.set_num_threads(1)
+    keep_freed_memory()  # as a worker does
     dist.init_process_group(
         "gloo",
         store=dist.FileStore(store, setting.devices),
         rank=rank,
         world_size=setting.devices,
-        timeout=timedelta(seconds=TIMEOUT_S),
+        timeout=timeout,
     )
-    measured = {engine: measure(engine, setting, rank) for engine in ENGINES}
+    memory = dist.new_group(list(range(setting.devices)), backend=host_group.BACKEND, timeout=timeout)
+    measured = {engine: measure(engine, setting, rank, transport_between(memory)) for engine in ENGINES}
     if rank == 0:
         results.send(measured)
     dist.barrier()
