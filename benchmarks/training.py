@@ -7,7 +7,6 @@ target; the other two are for reading. Where there is a GPU: training with 1.5 b
 large product (`on_gpu.py`), and nothing else.
 
 Command: OMP_NUM_THREADS=1 python benchmarks/training.py --json benchmarks/results/training.json
-(the result kept there is of --quick).
 """
 
 import time
@@ -182,14 +181,13 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     models = ["4M"] if arguments.quick else list(MODELS)
-    rounds = 2 if arguments.quick else 5
     results = [
         row
         for name in models
         for dtype in (torch.float32, torch.bfloat16)
-        if f"{name} {dtype}".replace("torch.", "").startswith(arguments.case)
         for lengths in TARGETS
-        for row in measure(name, dtype, lengths, rounds)
+        if f"{name} {dtype} {lengths}".replace("torch.", "").startswith(arguments.case)
+        for row in measure(name, dtype, lengths, rounds=5 if name == "4M" and not arguments.quick else 2)
     ]
     finish("training", results, arguments.json, is_part=bool(arguments.case))
 

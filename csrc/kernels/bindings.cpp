@@ -2,8 +2,10 @@
 // here depends on torch; its importers check shapes, strides and dtypes.
 #include <pybind11/pybind11.h>
 
+#include "decode_layer.h"
 #include "layers.h"
 #include "paged_attention.h"
+#include "products.h"
 #include "vocabulary.h"
 
 namespace py = pybind11;
@@ -46,6 +48,21 @@ PYBIND11_MODULE(_cpu, m) {
                    {at<void>(key), key_stride}, {at<void>(value), value_stride}, scale, window, at<void>(out));
         },
         Release());
+    m.def("has_products", has_products);
+    m.def("packed_bytes", packed_bytes);
+    m.def(
+        "pack",
+        [](DType dtype, int64_t out, int64_t in, uintptr_t weight, int64_t stride, uintptr_t packed) {
+            pack(dtype, out, in, matrix(weight, stride), at<void>(packed));
+        },
+        Release());
+    m.def(
+        "product",
+        [](DType dtype, int64_t rows, int64_t out, int64_t in, uintptr_t x, int64_t stride, uintptr_t packed,
+           uintptr_t bias, bool adds, uintptr_t y) {
+            product(dtype, rows, out, in, matrix(x, stride), at<void>(packed), at<void>(bias), adds, matrix(y, out));
+        },
+        Release());
     m.def(
         "rms_norm",
         [](DType dtype, int64_t rows, int64_t width, uintptr_t x, int64_t x_stride, uintptr_t weight, double epsilon,
@@ -67,6 +84,31 @@ PYBIND11_MODULE(_cpu, m) {
         [](DType dtype, int64_t rows, int64_t width, uintptr_t gate, int64_t gate_stride, uintptr_t up,
            int64_t up_stride, uintptr_t out) {
             gated_silu(dtype, rows, width, matrix(gate, gate_stride), matrix(up, up_stride), matrix(out, width));
+        },
+        Release());
+    py::class_<LayerShape>(m, "LayerShape", py::module_local())
+        .def(py::init([](int64_t hidden, int64_t kv_heads, int64_t group, int64_t head_dim, int64_t inner) {
+                 return LayerShape{hidden, {kv_heads, group, head_dim}, inner};
+             }),
+             py::kw_only(), py::arg("hidden"), py::arg("kv_heads"), py::arg("group"), py::arg("head_dim"),
+             py::arg("inner"))
+        .def_property_readonly("buffer", &LayerShape::buffer);
+    py::class_<LayerWeights>(m, "LayerWeights", py::module_local())
+        .def(py::init([](uintptr_t input_norm, uintptr_t qkv, uintptr_t qkv_bias, uintptr_t output,
+                         uintptr_t post_norm, uintptr_t gate_up, uintptr_t down, float epsilon) {
+                 return LayerWeights{at<void>(input_norm), at<void>(qkv),     at<void>(qkv_bias), at<void>(output),
+                                     at<void>(post_norm),  at<void>(gate_up), at<void>(down),     epsilon};
+             }),
+             py::kw_only(), py::arg("input_norm"), py::arg("qkv"), py::arg("qkv_bias"), py::arg("output"),
+             py::arg("post_norm"), py::arg("gate_up"), py::arg("down"), py::arg("epsilon"));
+    m.def(
+        "decode_layer",
+        [](DType dtype, const LayerShape& shape, const LayerWeights& weights, uintptr_t x, uintptr_t cosine,
+           uintptr_t sine, uintptr_t keys, uintptr_t values, int64_t count, uintptr_t table, int64_t stride,
+           uintptr_t lengths, int64_t window, uintptr_t buffer) {
+            decode_layer(dtype, shape, weights, at<void>(x), at<void>(cosine), at<void>(sine),
+                         {at<void>(keys), at<void>(values)}, {count, at<int32_t>(table), stride, at<int64_t>(lengths)},
+                         window, at<void>(buffer));
         },
         Release());
     m.def(

@@ -10,11 +10,6 @@
 
 namespace kernels {
 
-struct Matrix {
-    void* data;
-    int64_t stride;
-};
-
 // out = x / sqrt(mean(x^2) + epsilon) * weight of each row [width].
 void rms_norm(DType dtype, int64_t rows, int64_t width, Matrix x, const void* weight, float epsilon, Matrix out);
 

@@ -19,6 +19,12 @@ enum class DType { float32, float64, bfloat16 };
 
 constexpr int LANES = 16;
 
+// Rows of numbers, `stride` elements from one to the next.
+struct Matrix {
+    void* data;
+    int64_t stride;
+};
+
 struct BFloat16 {
     uint16_t bits;
 };

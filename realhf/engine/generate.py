@@ -13,6 +13,7 @@ from realhf.engine.batch import Batch
 from realhf.engine.batching import Scheduler, pages_for
 from realhf.engine.choice import TokenChoice
 from realhf.engine.decode_graphs import DecodeWorkspace, capture_of
+from realhf.engine.decode_layers import decode_layers
 from realhf.engine.interface import EndCheck, GenerationOutput
 from realhf.engine.lane import Lane
 from realhf.engine.paged_attention import paged_kernels
@@ -224,8 +225,8 @@ def _even_runs(count: int, parts: int) -> list[range]:
 def packed_weights(decoder: Decoder) -> Iterator[None]:
     """Linears have their weights in the kernels' order too, as long as many steps use the same ones.
 
-    Those of one input become one product. It takes the memory of the linears' weights once more, and the time of about
-    one decode step.
+    Those of one input become one product, and the decode step of a layer one kernel (`decode_layers`). It takes the
+    memory of the linears' weights once more, and the time of about one decode step.
     """
     joined = [m.joined for m in decoder.modules() if isinstance(m, SelfAttention | GatedMLP)]
     is_joined = {each for group in joined for each in group.linears}
@@ -234,7 +235,9 @@ def packed_weights(decoder: Decoder) -> Iterator[None]:
     try:
         for product in products:
             product.pack()
+        decoder.infers_layer = decode_layers(decoder)
         yield
     finally:
+        decoder.infers_layer = None
         for product in products:
             product.unpack()

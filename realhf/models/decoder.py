@@ -113,6 +113,8 @@ class Decoder(nn.Module):
         self.config, self.groups = config, groups
         # What computes a layer in passes with gradients in place of its own modules: (layer, *its arguments) -> Tensor.
         self.trains_layer: Callable[..., Tensor] | None = None
+        # The same in passes without gradients.
+        self.infers_layer: Callable[..., Tensor] | None = None
         self.chunks = chunk_layers(config.num_layers, strategy, groups.stage)
         self.model = _Trunk(config, chain(*self.chunks), strategy.tp, groups)
         if not groups.is_last_stage:
@@ -157,8 +159,9 @@ class Decoder(nn.Module):
         cos, sin = rotary_tables(positions, self.config, x.dtype)
         for i in self.chunks[chunk]:
             layer = self.model.layers[str(i)]
-            if self.trains_layer is not None and torch.is_grad_enabled():
-                layer = partial(self.trains_layer, layer)
+            replacement = self.trains_layer if torch.is_grad_enabled() else self.infers_layer
+            if replacement is not None:
+                layer = partial(replacement, layer)
             x = run_layer(recomputation, layer, x, cos, sin, attend, shards)
         if not self.has_head(chunk):
             return x

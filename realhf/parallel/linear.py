@@ -1,8 +1,9 @@
 """The product x W^T by the fastest kernel at hand: all matrix products with weights go through here.
 
 On AMD CPUs MKL's float32 kernels use half of the vector width, oneDNN's all of it: 100 against 230 GFLOP/s a core of
-an EPYC 9005, in the products of both gradients too. oneDNN also takes weights *packed* into the order in which its
-kernels read them, which gains most where there are few rows: 1.2 times at 64 rows, 2 times at 4.
+an EPYC 9005, in the products of both gradients too. Where one weight serves many steps it is *packed* into the order in
+which a kernel reads it: a kernel of our own on processors with AVX-512 (`realhf.kernels.products`), oneDNN's on others.
+On an EPYC 9004 the first has about its full rate from 8 rows on, of which oneDNN's has 0.9 at 64 rows and half at 8.
 """
 
 from typing import Any
@@ -12,14 +13,21 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from realhf.kernels import products
+from realhf.kernels.products import PackedWeight
+
+Packed = PackedWeight | Tensor  # a Tensor is in the order of oneDNN's kernels
+
 # Below this many rows MKL's matrix-vector kernels win over oneDNN's with weights that are not packed.
 _FEWEST_ROWS = 4
-_FEWEST_PACKED_ROWS = 2
+_FEWEST_PACKED_ROWS = 2  # of oneDNN's
+# From here on oneDNN's blocks of rows and columns win over our own kernel, though they have to pack the weight first.
+_MOST_OWN_ROWS = 256
 # A weight's gradient sums over the rows; blocks of so many stay in a core's cache while they are read across.
 _GRADIENT_ROWS = 512
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor | None = None) -> Tensor:
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Packed | None = None) -> Tensor:
     """x W^T + bias, differentiable; which kernel computes it depends on device, dtype and rows alone.
 
     Args:
@@ -31,7 +39,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor
     Returns:
         [rows, out].
     """
-    if packed is not None and takes_packed(x, weight):
+    if packed is not None and takes_packed(packed, x, weight):
         return linear_packed(x, packed, bias)
     takes_gradient = _takes_gradient(x, weight)
     if not _is_for_onednn(x):
@@ -39,21 +47,26 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Tensor
     return _OneDnnLinear.apply(x, weight, bias) if takes_gradient else _onednn(x, weight, bias)
 
 
-def takes_packed(x: Tensor, *weights: Tensor) -> bool:
-    """Whether products of x [rows, in] with `weights` are to be computed from their packed forms."""
-    return x.shape[0] >= _FEWEST_PACKED_ROWS and not _takes_gradient(x, *weights)
+def takes_packed(packed: Packed, x: Tensor, *weights: Tensor) -> bool:
+    """Whether products of x [rows, in] with `weights` are to be computed from their packed form."""
+    rows = x.shape[0]
+    is_taken = rows <= _MOST_OWN_ROWS if isinstance(packed, PackedWeight) else rows >= _FEWEST_PACKED_ROWS
+    return is_taken and not _takes_gradient(x, *weights)
 
 
-def linear_packed(x: Tensor, packed: Tensor, bias: Tensor | None = None) -> Tensor:
+def linear_packed(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
     """As `linear`, from the packed weight alone, where `takes_packed`."""
-    return _onednn(x, packed, bias)
+    return packed.product(x, bias) if isinstance(packed, PackedWeight) else _onednn(x, packed, bias)
 
 
-def pack(weight: Tensor) -> Tensor | None:
-    """A copy of `weight` [out, in] in the order of oneDNN's kernels, of the same size; None where that does not help.
+def pack(weight: Tensor) -> Packed | None:
+    """A copy of `weight` [out, in] in the best kernel's order, of about the same size; None where that does not help.
 
     bfloat16 goes through oneDNN by itself, but not packed.
     """
+    packed = products.pack(weight)
+    if packed is not None:
+        return packed
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or not _has_onednn():
         return None
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach())

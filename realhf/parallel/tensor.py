@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realhf.parallel.linear import linear, linear_packed, pack, takes_packed
+from realhf.parallel.linear import Packed, linear, linear_packed, pack, takes_packed
 from realhf.parallel.sequence import TokenShards, leave
 
 
@@ -19,7 +19,7 @@ class ColumnParallelLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(weight_shape))  # [out / tp, in]
         self.bias = nn.Parameter(torch.empty(weight_shape[0])) if bias else None  # [out / tp]
-        self.packed: Tensor | None = None
+        self.packed: Packed | None = None
 
     def forward(self, x: Tensor) -> Tensor:
         return linear(x, self.weight, self.bias, packed=self.packed)  # [tokens, out / tp]
@@ -42,7 +42,7 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(weight_shape))  # [out, in / tp]
         self.bias = nn.Parameter(torch.empty(weight_shape[0])) if bias else None  # [out]
-        self.packed: Tensor | None = None
+        self.packed: Packed | None = None
         self.group = group
 
     def forward(self, x: Tensor, shards: TokenShards | None = None) -> Tensor:
@@ -70,12 +70,12 @@ class JoinedLinears:
 
     def __init__(self, *linears: ColumnParallelLinear):
         self.linears = linears
-        self.packed: Tensor | None = None
+        self.packed: Packed | None = None
         self.bias: Tensor | None = None
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """[tokens, out / tp] each."""
-        if self.packed is None or not takes_packed(x, *(each.weight for each in self.linears)):
+        if self.packed is None or not takes_packed(self.packed, x, *(each.weight for each in self.linears)):
             return tuple(each(x) for each in self.linears)
         sizes = [each.weight.shape[0] for each in self.linears]
         return linear_packed(x, self.packed, self.bias).split(sizes, dim=-1)

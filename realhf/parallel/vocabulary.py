@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.kernels import fused
-from realhf.parallel.linear import linear, weight_gradient
+from realhf.parallel.linear import Packed, linear, weight_gradient
 from realhf.parallel.regions import gather_last_dim
 
 # Of one array of logits of a chunk, in the precision of its softmax. On a CPU small enough that the passes over a
@@ -51,7 +51,7 @@ class Logits:
     hidden: Tensor
     weight: Tensor
     group: dist.ProcessGroup | None = None
-    packed: Tensor | None = None
+    packed: Packed | None = None
     chunk_bytes: int | None = None
 
     def __getitem__(self, rows: Tensor) -> "Logits":

@@ -222,8 +222,10 @@ class ModelBench:
         return self.watch.seconds(step)
 
     def _layers(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention) -> Tensor:
+        replacement = None if torch.is_grad_enabled() else self.decoder.infers_layer
         for layer in self.decoder.model.layers.values():
-            x = layer(x, cos, sin, attend)
+            run = layer if replacement is None else partial(replacement, layer)
+            x = run(x, cos, sin, attend)
         return x
 
     def _cache(self, pages: int) -> KVCache:

@@ -223,7 +223,7 @@ def test_a_budget_below_the_longest_sequence_is_refused():
 def test_equal_prompts_are_computed_once():
     decoder = decoder_of(GROUPED, llama(GROUPED, torch.float32))
     rows: list[int] = []
-    decoder.model.layers["0"].register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
+    decoder.model.norm.register_forward_pre_hook(lambda _, inputs: rows.append(len(inputs[0])))
     prompt = prompts(GROUPED, [20, 20]).data["prompt"]
     batch = Batch(tuple(range(8)), {"prompt": [prompt[i % 2] for i in range(8)]})
     rollout(decoder, batch, eos_token=-1)

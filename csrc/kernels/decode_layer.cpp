@@ -1,0 +1,40 @@
+#include "decode_layer.h"
+
+#include <cmath>
+
+#include "layers.h"
+#include "products.h"
+
+namespace kernels {
+
+void decode_layer(DType dtype, LayerShape shape, const LayerWeights& weights, void* x, const void* cosine,
+                  const void* sine, Cache cache, Sequences sequences, int64_t window, void* buffer) {
+    const int64_t rows = sequences.count, hidden = shape.hidden, query = shape.query(), inner = shape.inner;
+    const Shape heads = shape.heads;
+    const int64_t item = dtype == DType::bfloat16 ? 2 : 4;
+    const auto columns = [&](Matrix of, int64_t first) {
+        return Matrix{static_cast<char*>(of.data) + first * item, of.stride};
+    };
+    const auto behind = [&](Matrix of, int64_t width) {
+        return Matrix{static_cast<char*>(of.data) + rows * of.stride * item, width};
+    };
+    const Matrix state{x, hidden}, normed{buffer, hidden}, qkv = behind(normed, shape.qkv());
+    const Matrix mixed = behind(qkv, query), gate_up = behind(mixed, 2 * inner);
+
+    rms_norm(dtype, rows, hidden, state, weights.input_norm, weights.epsilon, normed);
+    product(dtype, rows, shape.qkv(), hidden, normed, weights.qkv, weights.qkv_bias, false, qkv);
+    const Matrix key = columns(qkv, query), value = columns(key, heads.kv_heads * heads.head_dim);
+    rotate(dtype, rows, heads.kv_heads * heads.group, heads.head_dim, qkv, cosine, sine, qkv);
+    rotate(dtype, rows, heads.kv_heads, heads.head_dim, key, cosine, sine, key);
+    const double scale = 1 / std::sqrt(static_cast<double>(heads.head_dim));
+    attend(dtype, heads, cache, sequences, {qkv.data, qkv.stride}, {key.data, key.stride}, {value.data, value.stride},
+           scale, window, mixed.data);
+    product(dtype, rows, hidden, query, mixed, weights.output, nullptr, true, state);
+
+    rms_norm(dtype, rows, hidden, state, weights.post_norm, weights.epsilon, normed);
+    product(dtype, rows, 2 * inner, hidden, normed, weights.gate_up, nullptr, false, gate_up);
+    gated_silu(dtype, rows, inner, gate_up, columns(gate_up, inner), gate_up);
+    product(dtype, rows, hidden, inner, gate_up, weights.down, nullptr, true, state);
+}
+
+}  // namespace kernels

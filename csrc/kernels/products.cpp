@@ -1,0 +1,202 @@
+#include "products.h"
+
+#include <algorithm>
+#include <stdexcept>
+
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && !defined(KERNELS_NO_CLONES)
+#include <immintrin.h>
+#define HAS_PRODUCTS 1
+#define FOR_PRODUCTS __attribute__((target("arch=x86-64-v4,avx512bf16")))
+#else
+#define HAS_PRODUCTS 0
+#endif
+
+namespace kernels {
+namespace {
+
+// A unit is what a lane multiplies at a time: a float, or two neighbouring bfloat16.
+template <class S>
+constexpr int64_t PER_UNIT = 4 / sizeof(S);
+
+template <class S>
+void pack_units(int64_t out, int64_t in, Matrix weight, void* packed) {
+    const int64_t units = in / PER_UNIT<S>;
+    uint32_t* to = static_cast<uint32_t*>(packed);
+    for (int64_t first = 0; first < out; first += PANEL, to += units * PANEL) {
+        const int64_t count = std::min(out - first, int64_t{PANEL});
+        if (count < PANEL) std::fill(to, to + units * PANEL, 0u);
+        for (int64_t begin = 0; begin < units; begin += LANES) {  // a square in the first cache at a time
+            const int64_t end = std::min(begin + LANES, units);
+            for (int64_t o = 0; o < count; ++o) {
+                const S* const row = static_cast<const S*>(weight.data) + (first + o) * weight.stride;
+                for (int64_t u = begin; u < end; ++u)
+                    std::memcpy(to + u * PANEL + o, row + u * PER_UNIT<S>, sizeof(*to));
+            }
+        }
+    }
+}
+
+#if HAS_PRODUCTS
+
+// Sums of two registers a row, two registers of weights and one of x fill the 32 that there are.
+constexpr int TILE_ROWS = 14;
+// Of so many rows x stays in the second cache while all panels pass by.
+constexpr int BLOCK_ROWS = 8 * TILE_ROWS;
+
+// total + x w, of the units in the lanes.
+INLINE FOR_PRODUCTS __m512 multiply_add(__m512 total, __m512i x, __m512i w, float) {
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(x), _mm512_castsi512_ps(w), total);
+}
+INLINE FOR_PRODUCTS __m512 multiply_add(__m512 total, __m512i x, __m512i w, BFloat16) {
+    return _mm512_dpbf16_ps(total, (__m512bh)x, (__m512bh)w);
+}
+
+template <class S>
+struct Target {
+    const S* bias;
+    bool adds;
+    Matrix y;
+
+    // The sums of `count` outputs from `column` on.
+    INLINE FOR_PRODUCTS void put(Floats total, int64_t row, int64_t column, int64_t count) const {
+        S* const to = static_cast<S*>(y.data) + row * y.stride + column;
+        if (bias) total += part(bias + column, count);
+        if (adds) {
+            round_to<S>(total);
+            total += part(to, count);
+        }
+        if (count == LANES)
+            store(to, total);
+        else
+            store_part(to, total, count);
+    }
+    INLINE FOR_PRODUCTS static Floats part(const S* from, int64_t count) {
+        Floats lanes;
+        if (count == LANES)
+            load(lanes, from);
+        else
+            load_part(lanes, from, count, 0.0f);
+        return lanes;
+    }
+};
+
+// The next panel, asked for a cache line at a time while this one is multiplied.
+struct Ahead {
+    const char *next, *end;
+
+    INLINE void fetch() {
+        if (next >= end) return;
+        __builtin_prefetch(next, 0, 2);  // into the second cache
+        next += 64;
+    }
+};
+
+// The operands of a product in units.
+struct Units {
+    const uint32_t* x;
+    int64_t stride;
+    const uint32_t* panel;
+    int64_t count;  // of a row
+};
+
+// ROWS rows by one panel, whose numbers are each loaded once for all rows. A function of its own, since the compiler
+// keeps sums in registers only within one of moderate size. `hurries`: there is no other tile to fetch ahead in.
+template <int ROWS, class S>
+__attribute__((noinline)) FOR_PRODUCTS Ahead tile(Units units, Ahead ahead, bool hurries, int64_t row, int64_t column,
+                                                  int64_t count, Target<S> target) {
+    __m512 sums[ROWS][2];
+    const uint32_t* const x = units.x + row * units.stride;
+    for (int r = 0; r < ROWS; ++r) sums[r][0] = sums[r][1] = _mm512_setzero_ps();
+    for (int64_t u = 0; u < units.count; ++u) {
+        const __m512i first = _mm512_loadu_si512(units.panel + u * PANEL);
+        const __m512i second = _mm512_loadu_si512(units.panel + u * PANEL + LANES);
+        ahead.fetch();
+        if (hurries) ahead.fetch();
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) {
+            const __m512i number = _mm512_set1_epi32(static_cast<int>(x[r * units.stride + u]));
+            sums[r][0] = multiply_add(sums[r][0], number, first, S{});
+            sums[r][1] = multiply_add(sums[r][1], number, second, S{});
+        }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) {
+        target.put((Floats)sums[r][0], row + r, column, std::min(count, int64_t{LANES}));
+        if (count > LANES) target.put((Floats)sums[r][1], row + r, column + LANES, count - LANES);
+    }
+    return ahead;
+}
+
+// The rows [first, end) by all panels.
+template <class S>
+FOR_PRODUCTS void product_of_block(int64_t first, int64_t end, int64_t out, Units units, const Target<S>& target) {
+    const int64_t rows = end - first, tiles = (rows + TILE_ROWS - 1) / TILE_ROWS;
+    for (int64_t column = 0; column < out; column += PANEL, units.panel += units.count * PANEL) {
+        const int64_t count = std::min(out - column, int64_t{PANEL});
+        const uint32_t *const next = units.panel + units.count * PANEL, *const behind = next + units.count * PANEL;
+        Ahead ahead{reinterpret_cast<const char*>(next),
+                    reinterpret_cast<const char*>(column + PANEL < out ? behind : next)};
+        for (int64_t t = 0; t < tiles; ++t) {
+            const int64_t row = first + rows * t / tiles;
+            switch (first + rows * (t + 1) / tiles - row) {
+#define TILE(N)     case N: ahead = tile<N, S>(units, ahead, tiles == 1, row, column, count, target); break;
+                TILE(1) TILE(2) TILE(3) TILE(4) TILE(5) TILE(6) TILE(7)
+                TILE(8) TILE(9) TILE(10) TILE(11) TILE(12) TILE(13) TILE(14)
+#undef TILE
+            }
+        }
+    }
+}
+
+template <class S>
+FOR_PRODUCTS void product_of(int64_t rows, int64_t out, int64_t in, Matrix x, const void* packed,
+                             const Target<S>& target) {
+    const Units units{static_cast<const uint32_t*>(x.data), x.stride / PER_UNIT<S>,
+                      static_cast<const uint32_t*>(packed), in / PER_UNIT<S>};
+    const int64_t blocks = (rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    for (int64_t b = 0; b < blocks; ++b)
+        product_of_block<S>(rows * b / blocks, rows * (b + 1) / blocks, out, units, target);
+}
+
+#endif
+
+[[noreturn]] void refuse() { throw std::invalid_argument("kernels: float32 or bfloat16 only, with AVX-512"); }
+
+}  // namespace
+
+bool has_products() {
+#if HAS_PRODUCTS
+    return __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512bf16");
+#else
+    return false;
+#endif
+}
+
+int64_t packed_bytes(DType dtype, int64_t out, int64_t in) {
+    return (out + PANEL - 1) / PANEL * PANEL * in * (dtype == DType::float32 ? 4 : 2);
+}
+
+void pack(DType dtype, int64_t out, int64_t in, Matrix weight, void* packed) {
+    switch (dtype) {
+        case DType::float32: return pack_units<float>(out, in, weight, packed);
+        case DType::bfloat16: return pack_units<BFloat16>(out, in, weight, packed);
+        case DType::float64: refuse();
+    }
+}
+
+void product([[maybe_unused]] DType dtype, [[maybe_unused]] int64_t rows, [[maybe_unused]] int64_t out,
+             [[maybe_unused]] int64_t in, [[maybe_unused]] Matrix x, [[maybe_unused]] const void* packed,
+             [[maybe_unused]] const void* bias, [[maybe_unused]] bool adds, [[maybe_unused]] Matrix y) {
+#if HAS_PRODUCTS
+    switch (dtype) {
+        case DType::float32:
+            return product_of<float>(rows, out, in, x, packed, {static_cast<const float*>(bias), adds, y});
+        case DType::bfloat16:
+            return product_of<BFloat16>(rows, out, in, x, packed, {static_cast<const BFloat16*>(bias), adds, y});
+        case DType::float64: break;
+    }
+#endif
+    refuse();
+}
+
+}  // namespace kernels

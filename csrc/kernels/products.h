@@ -1,0 +1,31 @@
+// Products with packed weights, for processors with AVX-512 and its bfloat16 instructions.
+//
+// A decode step multiplies a few dozen rows by every weight of the model once. Tiles of as many rows as there are fill
+// the registers, and the weights that come next are fetched from memory meanwhile.
+#pragma once
+
+#include <cstdint>
+
+#include "vectors.h"
+
+namespace kernels {
+
+// Outputs that lie together in a packed weight: [ceil(out / PANEL), in, PANEL], of bfloat16 in pairs
+// [ceil(out / PANEL), in / 2, PANEL, 2]. What is behind the last output is 0.
+constexpr int PANEL = 2 * LANES;
+
+// Whether this processor computes them.
+bool has_products();
+
+// Bytes of a packed weight [out, in].
+int64_t packed_bytes(DType dtype, int64_t out, int64_t in);
+
+// The weight [out, in] in that order. `in` of bfloat16 is even.
+void pack(DType dtype, int64_t out, int64_t in, Matrix weight, void* packed);
+
+// y [rows, out] = x [rows, in] W^T + bias, and with `adds` y += that; sums in float32, rounded where torch's operators
+// round. Each number is one sum in the order of `in`, however many rows there are. `bias` may be null.
+void product(DType dtype, int64_t rows, int64_t out, int64_t in, Matrix x, const void* packed, const void* bias,
+             bool adds, Matrix y);
+
+}  // namespace kernels
