@@ -53,9 +53,14 @@ def main() -> None:
     results: list[dict] = []
     for name in ("4M",) if arguments.quick else MODELS:
         for dtype in (torch.float32, torch.bfloat16):
-            if f"{name} {dtype}".replace("torch.", "").startswith(arguments.case):
-                results += Comparison(name, dtype, repetitions=2 if arguments.quick else 3).cases()
+            kinds = [k for k in kinds_of_lengths() if f"{label(name, dtype)}, {k.kind}".startswith(arguments.case)]
+            if kinds:
+                results += Comparison(name, dtype, repetitions=2 if arguments.quick else 3).cases(kinds)
     finish("generation", results, arguments.json, is_part=bool(arguments.case))
+
+
+def label(name: str, dtype: torch.dtype) -> str:
+    return f"{name} {str(dtype).removeprefix('torch.')}"
 
 
 @dataclass(frozen=True)
@@ -100,17 +105,17 @@ class Comparison:
         generator = torch.Generator().manual_seed(1)
         self.prompts = torch.randint(1, VOCABULARY, (BATCH, PROMPT), generator=generator)
 
-    def cases(self) -> Iterable[dict]:
-        label = f"{self.name} {str(self.dtype).removeprefix('torch.')}"
-        for lengths in kinds_of_lengths():
+    def cases(self, kinds: list[Lengths]) -> Iterable[dict]:
+        name = label(self.name, self.dtype)
+        for lengths in kinds:
             tokens = sum(lengths.tokens)
             ours, theirs = self._turns(
                 lambda n=lengths: self.generate(n.tokens), lambda n=lengths: self.generate_theirs(n.tokens)
             )
-            yield self._case(f"{label}, {lengths.kind}", "generation", lengths.kind, tokens, ours, theirs)
+            yield self._case(f"{name}, {lengths.kind}", "generation", lengths.kind, tokens, ours, theirs)
             limit_s = self.limit_s(lengths.tokens)
             yield case(
-                f"{label}, {lengths.kind}: share of the machine's limit in generation",
+                f"{name}, {lengths.kind}: share of the machine's limit in generation",
                 limit_s / ours,
                 "",
                 baseline=limit_s / theirs,
@@ -120,10 +125,12 @@ class Comparison:
             )
             sequences = self.generate(lengths.tokens).sequences
             ours, theirs = self._turns(lambda s=sequences: self.infer(s), lambda s=sequences: self.infer_theirs(s))
-            yield self._case(f"{label}, {lengths.kind}", "inference", lengths.kind, tokens, ours, theirs)
-        yield self._memory(f"{label}, fixed: memory of generation beyond the weights")
+            yield self._case(f"{name}, {lengths.kind}", "inference", lengths.kind, tokens, ours, theirs)
+        if all(lengths.kind != "fixed" for lengths in kinds):
+            return
+        yield self._memory(f"{name}, fixed: memory of generation beyond the weights")
         if self.dtype == torch.bfloat16:
-            yield from self._gaps(label)
+            yield from self._gaps(name)
 
     def _case(self, label: str, what: str, kind: str, tokens: int, ours_s: float, theirs_s: float) -> dict:
         target = TARGETS[kind, what]
