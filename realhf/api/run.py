@@ -36,7 +36,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     Checkpoints are saved at the end, and every so many steps and minutes. `keep_checkpoints` of them are kept, the
     newest ones (None: all), and with `keep_best` the one with the highest value of that statistic ("min:" before the
-    name: the lowest). `resume_step` steps were made by earlier starts of the run: it goes on from that checkpoint.
+    name: the lowest). The run goes on if one cannot be written, for `checkpoint_failures` in a row. `resume_step` steps
+    were made by earlier starts of the run: it goes on from that checkpoint.
     `avoided` are devices of this machine or nodes of a cluster that the run does without, after failures there.
     `call_factors` are what calls were measured to take over what the cost model says, by name, where the plan was made
     with them. Where measured times leave the plan's predictions by more than `drift_threshold` times, an event says so.
@@ -57,6 +58,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     checkpoint_every_minutes: float | None = None
     keep_checkpoints: int | None = None
     keep_best: str | None = None
+    checkpoint_failures: int = 0
     resume_step: int = 0
     avoided: tuple[str, ...] = ()
     call_factors: dict[str, float] = {}
@@ -73,6 +75,10 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
             raise UserError(
                 f"--verify-reallocations-every {self.verify_reallocations_every} is below 0; "
                 "give 1 to verify every reallocation, 0 to verify none"
+            )
+        if self.checkpoint_failures < 0:
+            raise UserError(
+                f"--checkpoint-failures {self.checkpoint_failures} is below 0; give 0 to end the run at the first"
             )
         if self.drift_threshold <= 1:
             raise UserError(

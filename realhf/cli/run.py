@@ -102,6 +102,12 @@ def _add_checkpoint_arguments(command: argparse.ArgumentParser) -> None:
         help="keep the checkpoint with its highest value too (min:STATISTIC: the lowest)",
     )
     group.add_argument(
+        "--checkpoint-failures",
+        type=int,
+        metavar="N",
+        help="go on when a checkpoint cannot be written, but not after more than N in a row (default 0)",
+    )
+    group.add_argument(
         "--recover",
         choices=("auto", "never"),
         default="never",

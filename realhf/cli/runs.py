@@ -31,6 +31,7 @@ SPEC_OPTIONS = (
     "checkpoint_every_minutes",
     "keep_checkpoints",
     "keep_best",
+    "checkpoint_failures",
     "verify_reallocations_every",
     "call_timeout_s",
     "setup_timeout_s",

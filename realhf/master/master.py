@@ -135,6 +135,9 @@ class Master:
                 self._recorder.set(f"checkpoint after step {step}")
                 await self._saver.begin(step, self._statistics)
                 if step < steps and self._directory.switch.exists():
+                    await self._saver.settle()
+                    if self._saver.saved_step != step:
+                        continue
                     logger.info("ending after step %d, to go on under another plan", step)
                     self._ending = "replan"
                     break

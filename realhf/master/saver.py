@@ -1,6 +1,8 @@
 """Checkpoints of a run: taken between steps, written by the workers while training goes on, completed here."""
 
 import asyncio
+import logging
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +18,8 @@ from realhf.scheduler.events import note
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.messages import CheckpointWritten
 
+logger = logging.getLogger(__name__)
+
 
 class Saver:
     """One checkpoint at a time: `begin` waits for the one before.
@@ -23,16 +27,22 @@ class Saver:
     A checkpoint has every trained model with its optimizer's states, every model that follows one, and the state of the
     run. It gets its name when
     all of it is on the disk: a crash at any moment leaves the last one as it was.
+
+    A checkpoint that cannot be written ends the run, unless it may fail (`RunSpec.checkpoint_failures`): then that is
+    noted, and training goes on. The last one of a run has to be written.
     """
 
     def __init__(self, run: Run, directory: RunDirectory, dispatcher: Dispatcher):
         self._run, self._directory, self._dispatcher = run, directory, dispatcher
         self._writing: set[int] = set()  # workers
-        self._under_way = ""
+        self._under_way, self._step = "", 0
         self._all_written = asyncio.Event()
         self._idle = asyncio.Event()
         self._idle.set()
         self._begun: asyncio.Queue[RunState] = asyncio.Queue()
+        self._error: RunError | None = None  # of the checkpoint under way
+        self._failures = 0  # in a row
+        self.saved_step = 0
 
     async def begin(self, step: int, statistics: Mapping[str, float]) -> None:
         """Returns when every worker has copied what it will write: training may go on. No step is in flight."""
@@ -42,13 +52,16 @@ class Saver:
         for model, owners in sorted(self._owners.items()):
             for worker in owners:
                 writers[worker] = (*writers.get(worker, ()), model)
-        self._writing, self._under_way = set(writers), str(self._part(step))
+        self._writing, self._under_way, self._error = set(writers), str(self._part(step)), None
+        self._step = step
         self._all_written.clear()
         part = self._part(step)
         try:
             part.mkdir()
         except OSError as error:
-            raise _not_complete(step, error) from error
+            self._note_failure(step, _not_complete(step, error))
+            self._idle.set()
+            return
         await self._dispatcher.save(str(part), writers)
         self._begun.put_nowait(self._state(step, statistics))
 
@@ -56,16 +69,18 @@ class Saver:
         """Takes note of a worker's part.
 
         Raises:
-            RunError: it could not be written.
+            RunError: it could not be written, and has to be.
             ValueError: the worker was not asked for it, or has reported it before; nothing was changed.
         """
         if worker not in self._writing or message.directory != self._under_way:
             raise ValueError(f"a report of the checkpoint {message.directory}, for which it was not asked")
         if message.error:
-            raise RunError(
+            self._error = RunError(
                 f"worker {worker} could not write its part of the checkpoint {message.directory}: {message.error}; the "
                 "checkpoints before are as they were: make room and go on from the last one with --resume"
             )
+            if not self._may_fail(self._step):
+                raise self._error
         self._writing.discard(worker)
         if not self._writing:
             self._all_written.set()
@@ -74,20 +89,40 @@ class Saver:
         """Completes what `begin` has begun, until it is cancelled.
 
         Raises:
-            RunError: a worker did not write its part in time, or a checkpoint cannot be completed.
+            RunError: a worker did not write its part in time, or a checkpoint cannot be completed and has to be.
         """
         while True:
             state = await self._begun.get()
             await self._wait_for_writers(state.step)
-            try:
-                await asyncio.to_thread(self._complete, state)
-            except (OSError, UserError) as error:
-                raise _not_complete(state.step, error) from error
+            error = self._error
+            if error is None:
+                try:
+                    await asyncio.to_thread(self._complete, state)
+                    self.saved_step, self._failures = state.step, 0
+                except (OSError, UserError) as caught:
+                    error = _not_complete(state.step, caught)
+            if error is not None:
+                self._note_failure(state.step, error)
             self._idle.set()
 
     async def settle(self) -> None:
         """Returns when nothing is being written."""
         await self._idle.wait()
+
+    def _may_fail(self, step: int) -> bool:
+        """Whether the run goes on if the checkpoint after `step` cannot be written."""
+        return self._failures < self._run.spec.checkpoint_failures and step < self._run.experiment.steps
+
+    def _note_failure(self, step: int, error: RunError) -> None:
+        """Counts it, and raises it where the run cannot go on."""
+        if not self._may_fail(step):
+            raise error
+        self._failures += 1
+        left = self._run.spec.checkpoint_failures - self._failures
+        text = f"{error}; the run goes on, and may fail to write {left} more in a row"
+        logger.warning("%s", text)
+        note(self._directory.events, "unsaved", step, text)
+        shutil.rmtree(self._part(step), ignore_errors=True)
 
     async def _wait_for_writers(self, step: int) -> None:
         timeout_s = self._run.spec.call_timeout_s

@@ -10,6 +10,7 @@ import msgspec
 EventKind = Literal[
     "started",
     "checkpoint",
+    "unsaved",  # a checkpoint could not be written, and the run goes on
     "failed",
     "interrupted",
     "resumed",

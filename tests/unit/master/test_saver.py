@@ -17,12 +17,14 @@ from realhf.master.saver import Saver
 from realhf.models.checkpoint import write_pieces
 from realhf.models.checkpoint_index import state_owners
 from realhf.scheduler.checkpoints import check, saved_steps
+from realhf.scheduler.events import read_events
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.messages import CheckpointWritten, Span
 from tests.unit.scheduler.saved_runs import MODEL
 
 HOME = Layout(DeviceMesh(0, 2), ParallelStrategy(dp=2))
 SPAN = Span("writing", "", 0.0, 0.0)
+SPEC = {"keep_checkpoints": None, "keep_best": None, "checkpoint_failures": 0}
 
 
 class Workers:
@@ -50,10 +52,8 @@ def play(tmp_path: Path, scenario: Scenario, call_timeout_s: float = 600.0, **sp
     """Runs `scenario` beside the saver's own task."""
     directory = RunDirectory.create(tmp_path / "run")
     run: Any = SimpleNamespace(
-        spec=SimpleNamespace(
-            call_timeout_s=call_timeout_s, num_workers=2, **{"keep_checkpoints": None, "keep_best": None, **spec}
-        ),
-        experiment=SimpleNamespace(seed=5),
+        spec=SimpleNamespace(call_timeout_s=call_timeout_s, num_workers=2, **(SPEC | spec)),
+        experiment=SimpleNamespace(seed=5, steps=9),
         settings=SimpleNamespace(batch_size=8),
         plan=ExecutionPlan(num_devices=2, calls={}),
         graph=SimpleNamespace(models={"actor": MODEL}, versions_kept=lambda _: 1),
@@ -166,3 +166,57 @@ def test_a_disk_without_room_for_a_folder(tmp_path: Path) -> None:
             await saver.begin(2, {})
 
     play(tmp_path, scenario)
+
+
+def fail(saver: Saver, workers: Workers, worker: int) -> None:
+    saver.written(worker, CheckpointWritten(directory=str(workers.asked[-1]), span=SPAN, error="OSError: no room"))
+
+
+def test_as_many_failures_in_a_row_as_are_allowed(tmp_path: Path) -> None:
+    async def scenario(saver: Saver, workers: Workers, task: asyncio.Task) -> None:
+        for step in (1, 2, 4, 5):  # between them is one that works
+            if step == 4:
+                await saver.begin(3, {})
+                for worker in (0, 1):
+                    workers.write(saver, worker)
+            await saver.begin(step, {})
+            workers.write(saver, 0)
+            fail(saver, workers, 1)
+        await saver.begin(6, {})
+        with pytest.raises(RunError, match=r"worker 1 could not write its part of the checkpoint .*step-6.*: no room"):
+            fail(saver, workers, 1)
+
+    directory = play(tmp_path, scenario, checkpoint_failures=2)
+    assert saved_steps(directory.checkpoints) == [3]
+    found = read_events(directory.events)
+    assert [(event.event, event.step) for event in found] == [
+        ("unsaved", 1), ("unsaved", 2), ("checkpoint", 3), ("unsaved", 4), ("unsaved", 5),
+    ]  # fmt: skip
+    assert found[0].message.endswith("the run goes on, and may fail to write 1 more in a row")
+    assert [path.name for path in directory.checkpoints.glob(".step*")] == [".step-6.part"]
+
+
+def test_what_the_master_cannot_complete_may_fail_too(tmp_path: Path) -> None:
+    async def scenario(saver: Saver, workers: Workers, task: asyncio.Task) -> None:
+        (tmp_path / "run/checkpoints/.step-1.part").write_text("in the way")
+        await saver.begin(1, {})
+        await saver.settle()
+        await saver.begin(2, {})
+        workers.write(saver, 0)
+        next(workers.asked[0].rglob("boxes-0.safetensors")).unlink()
+        workers.write(saver, 1)
+        await saver.settle()
+        assert not task.done()
+        assert saver.saved_step == 0
+
+    directory = play(tmp_path, scenario, checkpoint_failures=2)
+    assert [(event.event, event.step) for event in read_events(directory.events)] == [("unsaved", 1), ("unsaved", 2)]
+
+
+def test_the_last_one_has_to_be_written(tmp_path: Path) -> None:
+    async def scenario(saver: Saver, workers: Workers, _: asyncio.Task) -> None:
+        await saver.begin(9, {})
+        with pytest.raises(RunError, match="no room"):
+            fail(saver, workers, 0)
+
+    play(tmp_path, scenario, checkpoint_failures=5)
