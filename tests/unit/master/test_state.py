@@ -176,7 +176,7 @@ def random_graph(random: Random) -> DataflowGraph:
     followers = [model for model in sorted(set(models) - trained) if trained and random.random() < 0.7]
     source = {model: random.choice(sorted(trained)) for model in followers}
     stale = {model for model in followers if random.random() < 0.5}
-    for staleness in (random.randint(1, 3), 0):  # some cannot be stale: their calls need the result of the training
+    for staleness in (1 + len(calls) % 3, 0):  # some cannot be stale: their calls need the result of the training
         follows = {m: Follow(source[m], eta=1.0, staleness=staleness * (m in stale)) for m in followers}
         with contextlib.suppress(UserError):
             return DataflowGraph(calls, ["x"], follows)
