@@ -3,6 +3,10 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
 #include <algorithm>
 #include <cstring>
 #include <string>
@@ -16,7 +20,31 @@ namespace {
 constexpr std::size_t PIECE_BYTES = 128 * 1024;
 using Size = std::uint64_t;  // precedes every message
 
+// A message of so many bytes would fill the caches of its receiver, which does not read all of it at once.
+constexpr std::size_t STREAMED_BYTES = 4 << 20;
+
 Cursor over(Size& size) { return Cursor({{reinterpret_cast<char*>(&size), 1, sizeof(Size), 0}}); }
+
+#if defined(__x86_64__)
+// As memcpy, past the caches: lines that are written whole are not read before, which takes more than half of the time
+// where rows are short. To be followed by `end_streaming` before others may read.
+void stream(char* to, const char* from, std::size_t bytes) {
+    const std::size_t head = std::min(bytes, (CACHE_LINE - reinterpret_cast<std::uintptr_t>(to) % CACHE_LINE) % CACHE_LINE);
+    std::memcpy(to, from, head);
+    const std::size_t end = head + (bytes - head) / CACHE_LINE * CACHE_LINE;
+    for (std::size_t at = head; at < end; at += sizeof(__m128i))
+        _mm_stream_si128(reinterpret_cast<__m128i*>(to + at), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + at)));
+    std::memcpy(to + end, from + end, bytes - end);
+}
+
+void end_streaming() { _mm_sfence(); }
+#else
+void stream(char* to, const char* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
+
+void end_streaming() {}
+#endif
+
+void copy(char* to, const char* from, std::size_t bytes) { std::memcpy(to, from, bytes); }
 
 }  // namespace
 
@@ -24,6 +52,7 @@ Cursor::Cursor(std::vector<Rows> parts) : parts_(std::move(parts)) {
     const auto is_empty = [](const Rows& part) { return part.rows == 0 || part.row_bytes == 0; };
     parts_.erase(std::remove_if(parts_.begin(), parts_.end(), is_empty), parts_.end());
     for (const Rows& part : parts_) missing_ += part.rows * part.row_bytes;
+    is_streamed_ = missing_ >= STREAMED_BYTES;
 }
 
 template <typename Copy>
@@ -51,8 +80,18 @@ void Cursor::read(char* to, std::size_t bytes) {
 }
 
 void Cursor::write(const char* from, std::size_t bytes) {
-    advance(bytes, [&from](char* data, std::size_t length) {
-        std::memcpy(data, from, length);
+    write_some(from, bytes);
+    end_streaming();
+}
+
+void Cursor::write_all(Cursor& from) {
+    from.advance(missing_, [this](const char* data, std::size_t length) { write_some(data, length); });
+    end_streaming();
+}
+
+void Cursor::write_some(const char* from, std::size_t bytes) {
+    advance(bytes, [&from, this](char* data, std::size_t length) {
+        (is_streamed_ ? stream : copy)(data, from, length);
         from += length;
     });
 }
@@ -164,7 +203,22 @@ void Channels::progress() {
     }
 }
 
+void Channels::copy_within() {
+    Peer& own = peers_[rank_];
+    while (!own.sends.empty() && !own.receives.empty()) {
+        Outgoing& from = own.sends.front();
+        Incoming& to = own.receives.front();
+        if (from.is_announced || own.announced || from.rest.missing() != to.expected) return;
+        to.rest.write_all(from.rest);
+        own.sends.pop_front();
+        own.receives.pop_front();
+        ++own.sent;
+        ++own.received;
+    }
+}
+
 void Channels::push(int to) {
+    if (to == rank_) copy_within();
     Peer& peer = peers_[to];
     Ring& ring = this->ring(rank_, to);
     while (!peer.sends.empty()) {

@@ -30,13 +30,17 @@ public:
     // The next `bytes`, at most those missing, to or from another place.
     void read(char* to, std::size_t bytes);
     void write(const char* from, std::size_t bytes);
+    // All that is missing, from another that has as much.
+    void write_all(Cursor& from);
 
 private:
+    void write_some(const char* from, std::size_t bytes);
     template <typename Copy>
     void advance(std::size_t bytes, Copy copy);
 
     std::vector<Rows> parts_;
     std::size_t missing_ = 0, part_ = 0, row_ = 0, at_ = 0;  // `at_`: bytes of the row that are done
+    bool is_streamed_;  // written past the caches
 };
 
 // Not for several threads at a time.
@@ -87,6 +91,8 @@ private:
     Ring& ring(int from, int to) const;
     Counter& counter(int rank) const;
     void progress();
+    // Messages to itself that are awaited already need no ring.
+    void copy_within();
     void push(int to);
     void pull(int from);
     void check_size(int from) const;

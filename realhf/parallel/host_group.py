@@ -222,6 +222,9 @@ def _done(tensors: Sequence[Tensor]) -> dist.Work:
 
 def _rows(tensor: Tensor) -> Iterator[Rows]:
     """Where the elements of a tensor lie, in their order: dimensions without gaps between them are taken as one."""
+    if tensor.is_contiguous():
+        yield tensor.data_ptr(), 1, tensor.nbytes, 0
+        return
     dims: list[tuple[int, int]] = []  # (extent, stride), the last dimension first
     for extent, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
         if dims and stride == dims[-1][0] * dims[-1][1]:

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from realhf.realloc.held import HeldBoxes, by_name, part, sent_part
 from realhf.realloc.layout import Box
-from realhf.realloc.planner import DeviceRound, ReallocationPlan
+from realhf.realloc.places import PlacedRound, places_of
+from realhf.realloc.planner import ReallocationPlan
 from realhf.realloc.transport import Message, TorchTransport, Transport, Work, post, wait_for
 
 
@@ -44,23 +44,27 @@ def execute(
     """
     write, transport = _writer(plan, eta), transport or TorchTransport()
     with torch.no_grad():
-        _check_dtype(plan, [tensor for _, tensor in (*source, *target)])
-        source_tensors, target_tensors = by_name(source), by_name(target)
+        tensors = [tensor for _, tensor in (*source, *target)]
+        _check_dtype(plan, tensors)
+        places = places_of(plan, rank, source, target)
         under_way: deque[_UnderWay] = deque()
-        for each_round in plan.device_rounds.get(rank, ()):
+        for each_round in places.rounds:
             # What is forwarded must have arrived before; averages take the memory of the next round themselves.
             while under_way and (each_round.forwards or eta < 1):
                 under_way.popleft().finish(write, timeout_s)
-            messages, arriving = _messages(each_round, source_tensors, target_tensors, in_place=eta == 1)
+            messages, arriving = _messages(each_round, tensors, in_place=eta == 1)
             packed_bytes = transport.packed_bytes(messages)
             most_bytes = 2 * plan.bucket_bytes - packed_bytes
             while len(under_way) == 2 or sum(started.packed_bytes for started in under_way) > max(most_bytes, 0):
                 under_way.popleft().finish(write, timeout_s)
             label = f"reallocation of {model_name}, bucket {each_round.index + 1} of {len(plan.rounds)}: rank {rank}"
             under_way.append(_UnderWay(label, post(transport, messages, label), packed_bytes, arriving))
-        for box in plan.local_copies.get(rank, ()):
-            ours, wanted = part(source_tensors, box), part(target_tensors, box)
-            if ours.data_ptr() != wanted.data_ptr() or ours.stride() != wanted.stride():
+        copies = [(here.view(tensors), there.view(tensors)) for here, there in places.copies]
+        copies = [pair for pair in copies if not _is_same(*pair)]
+        if eta == 1:
+            transport.copy(copies)
+        else:
+            for ours, wanted in copies:
                 write(wanted, ours)
         while under_way:
             under_way.popleft().finish(write, timeout_s)
@@ -86,21 +90,18 @@ class _UnderWay:
 
 
 def _messages(
-    each_round: DeviceRound, source_tensors: HeldBoxes, target_tensors: HeldBoxes, in_place: bool
+    each_round: PlacedRound, tensors: Sequence[Tensor], in_place: bool
 ) -> tuple[list[Message], list[tuple[Tensor, Tensor]]]:
     """What one rank sends and receives in a round; `in_place` into the target, else into buffers (with their parts)."""
     messages: list[Message] = []
     arriving: list[tuple[Tensor, Tensor]] = []
-    for peer, boxes in sorted(each_round.sends.items()):
-        views = [sent_part(source_tensors, target_tensors, box) for box in boxes]
-        messages.append(Message("receive", peer, boxes, views))
-    for peer, boxes in sorted(each_round.receives.items()):
-        wanted = [part(target_tensors, box) for box in boxes]
-        views = (
-            wanted if in_place else [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in wanted]
-        )
-        arriving += [] if in_place else zip(wanted, views, strict=True)
-        messages.append(Message("send", peer, boxes, views))
+    for placed in each_round.messages:
+        views = [place.view(tensors) for place in placed.places]
+        if placed.peers_part == "send" and not in_place:
+            buffers = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in views]
+            arriving += zip(views, buffers, strict=True)
+            views = buffers
+        messages.append(Message(placed.peers_part, placed.peer, placed.boxes, views))
     return messages, arriving
 
 
@@ -116,6 +117,11 @@ def _writer(plan: ReallocationPlan, eta: float) -> Callable[[Tensor, Tensor], ob
             "plan with forwarding=False"
         )
     return lambda target, values: target.lerp_(values, eta)
+
+
+def _is_same(ours: Tensor, wanted: Tensor) -> bool:
+    """Whether two views of one shape are of the same memory."""
+    return ours.data_ptr() == wanted.data_ptr() and ours.stride() == wanted.stride()
 
 
 def _check_dtype(plan: ReallocationPlan, tensors: Sequence[Tensor]) -> None:

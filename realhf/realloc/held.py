@@ -23,10 +23,20 @@ def part(held: HeldBoxes, box: Box) -> Tensor:
     Raises:
         ValueError: no held box contains all of `box`, or its tensor has another shape.
     """
+    holder, tensor = holder_of(held, box)
+    return tensor if box.shape == holder.shape else tensor[box.slices_in(holder)]
+
+
+def holder_of(held: HeldBoxes, box: Box) -> tuple[Box, Tensor]:
+    """The held box that contains `box`, with its tensor.
+
+    Raises:
+        ValueError: as `part`.
+    """
     of_name = held.get(box.name, [])
     for holder, tensor in of_name:
         if holder.contains(box) and tuple(tensor.shape) == holder.shape:
-            return tensor if box.shape == holder.shape else tensor[box.slices_in(holder)]
+            return holder, tensor
     has = [f"{holder} in a tensor of {tuple(tensor.shape)}" for holder, tensor in of_name] or ["nothing of it"]
     raise ValueError(
         f"{box} is asked for, but this rank has {', '.join(has)}; pass the tensors of the layout that was planned for"

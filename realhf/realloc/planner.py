@@ -86,6 +86,11 @@ class ReallocationPlan:
         )
 
     @cached_property
+    def found_by_device(self) -> dict[int, object]:
+        """No part of the plan: what who carries it out found for each device, to be found once (`places_of`)."""
+        return {}
+
+    @cached_property
     def device_rounds(self) -> dict[int, tuple[DeviceRound, ...]]:
         """For each device that sends or receives, its part of the rounds that concern it."""
         result: dict[int, list[DeviceRound]] = {}

@@ -311,6 +311,31 @@ def test_messages_in_parts_of_any_strides():
     run_distributed(exchange_parts, 2)
 
 
+def exchange_large_parts(rank: int) -> None:
+    """8 MiB, which are written past the caches, to the peer and to itself; rows begin and end anywhere in a line."""
+    group, peer = new_group(2), 1 - rank
+    own, others = (torch.arange(2**21, dtype=torch.float32).view(2048, 1024) * (at + 1) for at in (rank, peer))
+    for to, expected in ((peer, others), (rank, own)):
+        wide = torch.full((2048, 1031), -1.0)
+        received = group.receive_parts([wide[:, 3:1027]], to)
+        sent = group.send_parts([own[:, :7].t(), own[:, 7:].t()], to)
+        assert received.wait()
+        assert sent.wait()
+        assert torch.equal(wide[:, 3:1027].flatten(), expected.t().flatten())
+        assert (wide[:, :3] == -1).all()
+        assert (wide[:, 1027:] == -1).all()
+    # To itself, with the message sent first: it is on its way in the ring when it is asked for.
+    there = torch.zeros(2**21)
+    sent = group.send_parts([own], rank)
+    assert group.receive_parts([there], rank).wait()
+    assert sent.wait()
+    assert torch.equal(there, own.flatten())
+
+
+def test_large_messages_in_parts():
+    run_distributed(exchange_large_parts, 2)
+
+
 def hosts_of_tables(rank: int) -> list[list[int] | None]:
     """Which ranks the group of a host has, by the devices that must be on it."""
     found = []

@@ -6,6 +6,7 @@ import torch
 from realhf.realloc.executor import execute
 from realhf.realloc.layout import Box
 from realhf.realloc.planner import plan_reallocation
+from realhf.realloc.transport import Message, TorchTransport
 
 BOX = Box("p", (2, 0), (4, 3))
 
@@ -17,6 +18,30 @@ def test_a_part_is_copied_locally() -> None:
     target = torch.zeros(2, 2)
     execute(plan_reallocation({5: [BOX]}, {5: [want]}), 5, [(BOX, source)], [(want, target)])
     assert target.tolist() == [[4.0, 5.0], [7.0, 8.0]]
+
+
+def test_what_is_kept_of_a_plan_does_not_depend_on_where_tensors_lie() -> None:
+    """The same plan again: in other memory, where source and target were one tensor, and with other strides."""
+    plan = plan_reallocation({5: [BOX]}, {5: [BOX]})
+    shared = torch.arange(12.0).view(4, 3)
+    execute(plan, 5, [(BOX, shared)], [(BOX, shared)])
+    for value, target in ((1.0, torch.zeros(4, 3)), (2.0, torch.zeros(4, 3)), (3.0, torch.zeros(3, 4).t())):
+        source = torch.arange(12.0).view(4, 3) * value
+        execute(plan, 5, [(BOX, source)], [(BOX, target)])
+        assert torch.equal(target, source)
+    assert torch.equal(shared, torch.arange(12.0).view(4, 3))
+
+
+def test_nothing_is_packed_that_lies_one_behind_the_other() -> None:
+    flat, transport = torch.zeros(24), TorchTransport()
+
+    def packed_bytes(*views: torch.Tensor) -> int:
+        return transport.packed_bytes([Message("send", 1, [BOX] * len(views), views)])
+
+    assert packed_bytes(flat[:6].view(2, 3), flat[6:18].view(4, 3)) == 0
+    assert packed_bytes(flat[:6].view(2, 3), flat[7:19].view(4, 3)) == 72  # between them is another element
+    assert packed_bytes(flat.view(4, 6)[:, :3]) == 48  # rows apart from each other
+    assert packed_bytes(flat[:12], flat[12:].clone()) == 96  # in other memory
 
 
 def test_mixed_or_unplanned_dtypes_are_refused() -> None:
