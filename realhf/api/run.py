@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from realhf.api.deadlines import Deadlines
 from realhf.api.errors import UserError
 from realhf.api.experiment import (
     SETTINGS_ATTRIBUTE,
@@ -40,7 +41,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     were made by earlier starts of the run: it goes on from that checkpoint.
     `avoided` are devices of this machine or nodes of a cluster that the run does without, after failures there.
     `call_factors` are what calls were measured to take over what the cost model says, by name, where the plan was made
-    with them. Where measured times leave the plan's predictions by more than `drift_threshold` times, an event says so.
+    with them. A call may take `deadline_factor` times what was predicted, and always `call_timeout_s`. Where measured
+    times leave the plan's predictions by more than `drift_threshold` times, an event says so.
 
     Raises:
         UserError: at construction, a number is too low.
@@ -64,7 +66,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     call_factors: dict[str, float] = {}
     drift_threshold: float = 1.5
     verify_reallocations_every: int = 100
-    call_timeout_s: float = 600.0
+    call_timeout_s: float = Deadlines.floor_s
+    deadline_factor: float = Deadlines.factor
     setup_timeout_s: float = 300.0
     network_interface: str | None = None
     tensorboard: bool = False
@@ -130,6 +133,14 @@ class Run:
         """Optimizer steps of a model in each step of the run; 0: it is not trained."""
         return sum(call.mini_batches for call in self.graph.calls_of(model) if call.trains)
 
+    @cached_property
+    def deadlines(self) -> Deadlines:
+        """How long a request to a worker may take."""
+        predicted = [self.plan.predicted_step_s, *(call.predicted_s for call in self.plan.calls.values())]
+        return Deadlines(
+            self.spec.call_timeout_s, self.spec.deadline_factor, max(seconds or 0.0 for seconds in predicted)
+        )
+
     @property
     def changing_models(self) -> list[str]:
         """The models whose parameters change: those that are trained, and those that follow one."""
@@ -149,6 +160,7 @@ class Run:
             for call in graph.calls.values() if graph else ():
                 check_implementation(call.name, call.interface_impl)
         check_plan(self.plan, self.graph, self.settings.batch_size)
+        self.deadlines  # noqa: B018 - its numbers are checked
         if self.plan.num_devices > self.spec.num_workers:
             raise UserError(
                 f"the plan is for {self.plan.num_devices} devices but the run has {self.spec.num_workers} workers; "

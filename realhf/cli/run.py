@@ -60,7 +60,12 @@ def add_command(commands: Any) -> None:
         help="compare checksums of reallocated parameters every so many steps, beside the first time "
         "(default 100; 1: always, 0: never)",
     )
-    command.add_argument("--call-timeout-s", type=float, help="longest a call may take (default 600)")
+    command.add_argument(
+        "--call-timeout-s", type=float, help="how long every call may take, whatever was predicted (default 600)"
+    )
+    command.add_argument(
+        "--deadline-factor", type=float, help="how many times its predicted time a longer call may take (default 20)"
+    )
     command.add_argument("--setup-timeout-s", type=float, help="longest the start may take (default 300)")
     command.add_argument("--network-interface", help="interface for gloo and NCCL (default: loopback on one machine)")
     command.add_argument(

@@ -34,6 +34,7 @@ SPEC_OPTIONS = (
     "checkpoint_failures",
     "verify_reallocations_every",
     "call_timeout_s",
+    "deadline_factor",
     "setup_timeout_s",
     "tensorboard",
     "wandb_project",

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from realhf.api.deadlines import Deadlines
 from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.api.layout import Layout
 from realhf.api.offload import Load, loads_of, models_needed, with_loads
@@ -113,8 +114,15 @@ OnSpan = Callable[[int, Span], None]
 class Dispatcher:
     """Sends requests, and matches replies to them."""
 
-    def __init__(self, send: SendRequest, num_workers: int, on_span: OnSpan, clock: Clock = time.monotonic):
-        self._send = send
+    def __init__(
+        self,
+        send: SendRequest,
+        num_workers: int,
+        on_span: OnSpan,
+        clock: Clock = time.monotonic,
+        deadlines: Deadlines | None = None,
+    ):
+        self._send, self._deadlines = send, deadlines or Deadlines()
         self._num_workers = num_workers
         self._on_span = on_span
         self._open = OpenRequests(num_workers, clock)
@@ -137,9 +145,9 @@ class Dispatcher:
         """What `worker` was asked to do and has not answered, for error messages."""
         return self._open.describe(worker)
 
-    def late(self, timeout_s: float) -> list[int]:
-        """The workers that have been at one request for longer than `timeout_s`."""
-        return self._open.late(timeout_s)
+    def late(self) -> dict[int, Request]:
+        """The workers that have been at one request for longer than its deadline, and that request."""
+        return self._open.late()
 
     async def run_steps(
         self,
@@ -192,8 +200,9 @@ class Dispatcher:
 
     async def save(self, directory: str, writers: dict[int, tuple[str, ...]]) -> None:
         """Has every worker in `writers` write its boxes of the given models; returns when all have."""
+        longest_s = self._deadlines.longest_s
         for worker, models in writers.items():
-            request_id = self._open.expect(worker, Request(f"checkpoint {directory}"))
+            request_id = self._open.expect(worker, Request(f"checkpoint {directory}", longest_s))
             await self._send(worker, SaveCheckpoint(request_id=request_id, directory=directory, models=models))
         await self._drain()
 
@@ -214,7 +223,8 @@ class Dispatcher:
             message = Reallocate(
                 request_id=0, batch=batch, call=node.call, model=definition.model_name, layout=layout, version=version
             )
-            request = Request(f"reallocation of {definition.model_name} for {_name(node, batch)}")
+            what = f"reallocation of {definition.model_name} for {_name(node, batch)}"
+            request = Request(what, self._deadlines.longest_s, together=True)
             devices, movers = runner.devices[node.call], runner.movers[node.call]
             await self._moves.prepare(node, definition.model_name, layout, devices, movers, request, message)
         parts = _parts(runner, definition, node.step, directory)
@@ -228,7 +238,7 @@ class Dispatcher:
     async def _load(self, runner: GraphRunner, node: Node, load: Load) -> int:
         batch, mesh = BatchKey(runner.split, node.step), runner.homes[load.model].mesh
         for worker in mesh.devices:
-            request_id = self._open.expect(worker, Request(_name(node, batch), node))
+            request_id = self._open.expect(worker, Request(_name(node, batch), self._deadlines.longest_s, node))
             await self._send(
                 worker, LoadModel(request_id=request_id, batch=batch, model=load.model, states=load.states)
             )
@@ -239,13 +249,14 @@ class Dispatcher:
         batch = BatchKey(runner.split, node.step)
         for model in models_needed(runner.graph, node.call):
             for worker in runner.homes[model].mesh.devices if model in runner.offload else ():
-                request_id = self._open.expect(worker, Request(f"offload of {model} after {_name(node, batch)}"))
+                request = Request(f"offload of {model} after {_name(node, batch)}", self._deadlines.longest_s)
+                request_id = self._open.expect(worker, request)
                 await self._send(worker, OffloadModel(request_id=request_id, batch=batch, model=model))
 
     async def _follow(self, runner: GraphRunner, node: Node, _: DataDirectory) -> int:
         batch, target = BatchKey(runner.split, node.step), runner.graph.follows[node.call].target
         message = FollowParameters(request_id=0, batch=batch, name=node.call)
-        request = Request(_name(node, batch), node)
+        request = Request(_name(node, batch), self._deadlines.longest_s, node, together=True)
         devices, movers = runner.devices[node.call], runner.movers[node.call]
         await self._moves.prepare(node, target, runner.homes[target], devices, movers, request, message)
         return len(movers)
@@ -284,11 +295,13 @@ class Dispatcher:
         version: int,
     ) -> None:
         layout, collected = plan.layout, frozenset(THREE_D_PROTO.collect(plan.layout))
+        deadline_s = self._deadlines.of(plan.predicted_s)
         for worker, part in division(layout).part_of.items():
             mini_batches = parts[part]
             ids = tuple(sample for mini_batch in mini_batches for sample in mini_batch)
             outputs = definition.output_data if worker in collected else ()
-            request_id = self._open.expect(worker, Request(_name(node, batch), node, frozenset(outputs), ids))
+            request = Request(_name(node, batch), deadline_s, node, frozenset(outputs), ids, together=True)
+            request_id = self._open.expect(worker, request)
             await self._send(
                 worker,
                 CallFunction(

@@ -20,6 +20,7 @@ from realhf.master.loop import CallRecord, Dispatcher, GraphRunner
 from realhf.master.records import JsonLines, Trace, log_step, step_metrics
 from realhf.master.saver import Saver
 from realhf.master.trackers import Trackers
+from realhf.master.vital_signs import VitalSigns
 from realhf.scheduler.activity import ActivityWriter
 from realhf.scheduler.base import MASTER, worker_name
 from realhf.scheduler.events import note
@@ -64,9 +65,8 @@ class Master:
         self._evaluations = JsonLines(directory.evaluations)
         self._trackers = Trackers(run.spec, directory.path)
         self._clock = AwakeClock(WATCH_EVERY_S)
-        self._dispatcher = Dispatcher(server.send, self._num_workers, self._trace.add, self._clock.now)
-        self._heard: dict[int, float] = {}
-        self._activity: dict[int, str] = {}
+        self._dispatcher = Dispatcher(server.send, self._num_workers, self._trace.add, self._clock.now, run.deadlines)
+        self._signs = VitalSigns(self._clock.now, self._dispatcher, directory, server.garbage)
         self._ready: set[int] = set()
         self._all_ready = asyncio.Event()
         self._saver = Saver(run, directory, self._dispatcher)
@@ -152,7 +152,7 @@ class Master:
             await asyncio.wait_for(self._all_ready.wait(), timeout_s)
         except TimeoutError:
             missing = sorted(set(range(self._num_workers)) - self._ready)
-            states = ", ".join(f"worker {i} ({self._activity.get(i, 'never heard of')})" for i in missing)
+            states = ", ".join(f"worker {i} ({self._signs.activity(i, 'never heard of')})" for i in missing)
             raise RunError(
                 f"not ready within {timeout_s:g} s: {states}; read {self._directory.log(worker_name(missing[0]))}",
                 workers=missing,
@@ -233,7 +233,7 @@ class Master:
     async def _receive(self) -> None:
         while True:
             worker, message = await self._server.recv()
-            self._heard[worker] = self._clock.now()
+            self._signs.heard(worker)
             match message:
                 case Reply() | CheckpointWritten():
                     try:
@@ -242,9 +242,9 @@ class Master:
                         logger.warning("worker %d sent %s", worker, error)
                         self._server.reject(worker)
                 case Heartbeat(activity=activity):
-                    self._activity[worker] = activity
-                case Hello():
-                    pass
+                    self._signs.heard(worker, activity=activity)
+                case Hello(host=host):
+                    self._signs.heard(worker, host=host)
                 case Ready():
                     self._ready.add(worker)
                     if len(self._ready) == self._num_workers:
@@ -267,61 +267,29 @@ class Master:
             async with asyncio.timeout(FAILURE_GRACE_S):
                 while all(f.blames_peer for f in failures.values()) and len(failures) < self._num_workers:
                     other, message = await self._server.recv()
-                    self._heard[other] = self._clock.now()
+                    self._signs.heard(other)
                     if isinstance(message, Failure):
                         failures[other] = message
-        silent = [other for other in self._silent(SUSPICIOUS_SILENCE_S) if other not in failures]
+        silent = [other for other in self._signs.silent(SUSPICIOUS_SILENCE_S) if other not in failures]
         if silent and all(f.blames_peer for f in failures.values()):
-            return self._silence(silent)
+            return self._signs.silence(silent)
         cause = min(failures, key=lambda w: (failures[w].blames_peer, w))
-        return RunError(
-            f"worker {cause} failed in {self._dispatcher.describe(cause)}; log: "
-            f"{self._directory.log(worker_name(cause))}\n{failures[cause].text.rstrip()}",
-            workers=[cause],
-        )
+        return self._signs.failure(cause, failures[cause].text)
 
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
             self._clock.tick()
             self._write_status(self._state)  # a sign of life, for the supervisor
-            late = self._dispatcher.late(self._run.spec.call_timeout_s)
-            if silent := self._silent(SUSPICIOUS_SILENCE_S if late else HEARTBEAT_TIMEOUT_S):
-                raise await self._with_stacks(self._silence(silent))
+            late = {worker: request.deadline_s for worker, request in self._dispatcher.late().items()}
+            if silent := self._signs.silent(SUSPICIOUS_SILENCE_S if late else HEARTBEAT_TIMEOUT_S):
+                raise await self._with_stacks(self._signs.silence(silent))
             if late:
-                who = ", ".join(
-                    f"worker {worker} in {self._dispatcher.describe(worker)}{self._garbage(worker)}" for worker in late
-                )
-                logs = ", ".join(str(self._directory.log(worker_name(worker))) for worker in late)
-                raise await self._with_stacks(
-                    RunError(
-                        f"no answer within {self._run.spec.call_timeout_s:g} s from {who}; raise --call-timeout-s if "
-                        f"this may take longer; log: {logs}",
-                        workers=late,
-                    )
-                )
-
-    def _silent(self, longer_than_s: float) -> list[int]:
-        """The workers that were not heard of for so long."""
-        now = self._clock.now()
-        return sorted(worker for worker, time_s in self._heard.items() if now - time_s > longer_than_s)
-
-    def _silence(self, workers: list[int]) -> RunError:
-        """What to say of workers that send no heartbeats."""
-        now = self._clock.now()
-        return RunError(
-            "\n".join(
-                f"worker {worker} has been silent for {now - self._heard[worker]:.0f} s; it was in "
-                f"{self._dispatcher.describe(worker)} ({self._activity.get(worker, 'no heartbeat yet')})"
-                f"{self._garbage(worker)}; log: {self._directory.log(worker_name(worker))}"
-                for worker in workers
-            ),
-            workers=workers,
-        )
+                raise await self._with_stacks(self._signs.lateness(late))
 
     async def _with_stacks(self, error: RunError) -> RunError:
         """Has every worker that still answers write its Python stacks; the error that says so, if any did."""
-        alive = sorted(self._heard.keys() - set(self._silent(SUSPICIOUS_SILENCE_S)))
+        alive = self._signs.alive(SUSPICIOUS_SILENCE_S)
         files = {worker: self._directory.stacks(worker_name(worker)) for worker in alive}
         for worker, file in files.items():
             file.unlink(missing_ok=True)
@@ -337,10 +305,6 @@ class Master:
         return RunError(
             f"{error}\nPython stacks of {written} workers: {self._directory.stacks('worker-*')}", error.workers
         )
-
-    def _garbage(self, worker: int) -> str:
-        count = self._server.garbage(worker)
-        return f", {count} of whose messages made no sense and were dropped" if count else ""
 
     def _write_status(self, state: RunState, message: str = "", blamed: Iterable[int] = ()) -> None:
         self._state = state

@@ -58,7 +58,7 @@ class Moves:
         waiting = _Waiting(set(occupied), {}, movers - occupied, request, message)
         self._waiting[node] = waiting
         for worker in sorted(occupied):
-            request_id = self._open.expect(worker, Request(request.what, prepares=node))
+            request_id = self._open.expect(worker, Request(request.what, request.deadline_s, prepares=node))
             waiting.ids[worker] = self._open.expect(worker, request)
             prepare = PrepareMove(
                 request_id=request_id, batch=message.batch, name=node.call, model=model, layout=layout

@@ -16,7 +16,7 @@ class OpenRequests:
     def __init__(self, num_workers: int, clock: Clock):
         self._of_calls = [_Queue(clock) for _ in range(num_workers)]
         self._beside = [_Queue(clock) for _ in range(num_workers)]
-        self._ids = itertools.count()
+        self._ids, self._clock = itertools.count(), clock
 
     def expect(self, worker: int, request: Request, *, beside: bool = False) -> int:
         """Notes a request that is sent; returns its id."""
@@ -40,19 +40,32 @@ class OpenRequests:
 
     def describe(self, worker: int) -> str:
         """What `worker` is at, for error messages."""
-        whats = [queue.oldest for queue in (self._of_calls[worker], self._beside[worker]) if queue.requests]
+        whats = [queue.oldest.what for queue in (self._of_calls[worker], self._beside[worker]) if queue.requests]
         return ", and beside it in ".join(whats) or "no request"
 
-    def late(self, timeout_s: float) -> list[int]:
-        """The workers that have been at one request for longer than `timeout_s`.
+    def late(self) -> dict[int, Request]:
+        """The workers that have been at one request for longer than its deadline, and that request.
 
-        The time of a request starts when the one before is answered.
+        The time of a request starts when the one before is answered; where workers do it together, when the last of
+        them has come to it, so that nobody is late for waiting. One who has not come is at a request that was sent
+        earlier: so the earliest of all that are open always has a deadline.
         """
-        return [
-            worker
-            for worker, queues in enumerate(zip(self._of_calls, self._beside, strict=True))
-            if any(queue.busy_s > timeout_s for queue in queues)
-        ]
+        queues = [queue for queue in (*self._of_calls, *self._beside) if queue.requests]
+        ahead = {request.what for queue in queues for request in queue.behind if request.together}
+        since: dict[str, float] = {}
+        for queue in queues:
+            if queue.oldest.together:
+                since[queue.oldest.what] = max(queue.busy_since, since.get(queue.oldest.what, queue.busy_since))
+        late = {}
+        for worker, pair in enumerate(zip(self._of_calls, self._beside, strict=True)):
+            for queue in pair:
+                request = queue.oldest if queue.requests else None
+                if request is None or (request.together and request.what in ahead):
+                    continue
+                start = since[request.what] if request.together else queue.busy_since
+                if self._clock() - start > request.deadline_s:
+                    late[worker] = request
+        return late
 
     def __bool__(self) -> bool:
         return any(queue.requests for queue in (*self._of_calls, *self._beside))
@@ -63,21 +76,22 @@ class _Queue:
 
     def __init__(self, clock: Clock):
         self.requests: dict[int, Request] = {}  # the oldest first
-        self._clock, self._busy_since = clock, 0.0
+        self._clock, self.busy_since = clock, 0.0
 
     def add(self, request_id: int, request: Request) -> None:
         if not self.requests:
-            self._busy_since = self._clock()
+            self.busy_since = self._clock()
         self.requests[request_id] = request
 
     def remove(self, request_id: int) -> None:
         del self.requests[request_id]
-        self._busy_since = self._clock()
+        self.busy_since = self._clock()
 
     @property
-    def oldest(self) -> str:
-        return next(iter(self.requests.values())).what
+    def oldest(self) -> Request:
+        return next(iter(self.requests.values()))
 
     @property
-    def busy_s(self) -> float:
-        return self._clock() - self._busy_since if self.requests else 0.0
+    def behind(self) -> list[Request]:
+        """All but the oldest."""
+        return list(self.requests.values())[1:]

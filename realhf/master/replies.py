@@ -12,14 +12,17 @@ class Request:
     """A request that a worker has not answered yet.
 
     `node` is the call that it computes, if it computes one; then the worker's reply describes the keys `outputs` of
-    the samples `ids`. `prepares` is the node for whose move of parameters it makes room.
+    the samples `ids`. `prepares` is the node for whose move of parameters it makes room. It may take `deadline_s`; if
+    it is `together`, from when all workers that were asked the same (`what`) have come to it.
     """
 
     what: str
+    deadline_s: float
     node: Node | None = None
     outputs: frozenset[str] = frozenset()
     ids: tuple[int, ...] = ()
     prepares: Node | None = None
+    together: bool = False
 
 
 def check_reply(request: Request | None, reply: Reply) -> None:

@@ -125,7 +125,7 @@ class Saver:
         shutil.rmtree(self._part(step), ignore_errors=True)
 
     async def _wait_for_writers(self, step: int) -> None:
-        timeout_s = self._run.spec.call_timeout_s
+        timeout_s = self._run.deadlines.longest_s
         try:
             await asyncio.wait_for(self._all_written.wait(), timeout_s)
         except TimeoutError:

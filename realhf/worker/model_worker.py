@@ -101,7 +101,7 @@ class ModelWorker:
         self._run, self._rank, self._device, self._directory = run, rank, device, directory
         self._writer = CheckpointWriter(rank, report)
         self._set_activity = activity.set
-        self._timeout_s = run.spec.call_timeout_s
+        self._timeout_s = run.deadlines.longest_s
         self._groups = GroupTable((call.layout for call in run.plan.calls.values()), rank, self._timeout_s)
         self._graphs: dict[Split, DataflowGraph] = {"train": run.graph}
         self._readers: dict[Split, DatasetReader] = {

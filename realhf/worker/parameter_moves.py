@@ -41,7 +41,7 @@ class ParameterMoves:
 
     def __init__(self, run: Run, rank: int, device: torch.device, groups: GroupTable, models: Models):
         self._run, self._rank, self._device, self._groups, self._models = run, rank, device, groups, models
-        self._timeout_s = run.spec.call_timeout_s
+        self._timeout_s = run.deadlines.longest_s
         self._verification = VerificationSchedule(run.spec.verify_reallocations_every)
         self._at_rest = {name: threading.Lock() for name in run.homes}
         self._across_hosts = self._group_of_its_own() if groups.spans_hosts and _moves_anything(run) else None

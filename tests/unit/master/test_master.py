@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 
+from realhf.api.deadlines import Deadlines
 from realhf.api.errors import RunError
 from realhf.api.status import read_status
 from realhf.master import awake
 from realhf.master import master as master_module
 from realhf.master.master import Master
+from realhf.master.replies import Request
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.messages import DumpStacks, Failure, Heartbeat, Hello, Ready, Reply, Span, ToMaster
 
-HELLO = [(0.0, i, Hello(worker=i, pid=i, host="here")) for i in range(3)]
+HELLO = [(0.0, i, Hello(worker=i, pid=i, host="h")) for i in range(3)]
 PEER_IS_GONE = Failure(request_id=None, text="RuntimeError: Connection closed by peer", blames_peer=True)
 
 
@@ -78,6 +80,7 @@ def failure_of(directory: RunDirectory, script: Script, **spec: float) -> str:
     run: Any = SimpleNamespace(
         spec=SimpleNamespace(**given), experiment=SimpleNamespace(steps=7), evaluation=None, evaluation_graph=None
     )
+    run.deadlines = Deadlines()
     clock = Clock()
     loop = asyncio.SelectorEventLoop(clock)
     loop.time = lambda: clock.now_s  # type: ignore[method-assign]
@@ -114,7 +117,7 @@ def test_workers_that_do_not_become_ready(directory: RunDirectory) -> None:
 
 def test_a_failure_is_told_at_once_with_its_text(directory: RunDirectory) -> None:
     text = failure_of(directory, [*HELLO, (0.0, 2, Failure(request_id=None, text="ValueError: bad weights\n"))])
-    assert text == f"worker 2 failed in no request; log: {directory.log('worker-2')}\nValueError: bad weights"
+    assert text == f"worker 2 failed in no request; log: {directory.log('worker-2')} (host h)\nValueError: bad weights"
 
 
 def test_the_cause_is_the_worker_that_blames_no_peer(directory: RunDirectory) -> None:
@@ -163,12 +166,13 @@ def test_a_lost_connection_is_explained_by_the_failure_behind_it(
 def test_late_workers_that_are_alive_are_named_with_the_remedy(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(master_module.Dispatcher, "late", lambda *_: [0, 2])
+    monkeypatch.setattr(master_module.Dispatcher, "late", lambda *_: {0: Request("", 5.0), 2: Request("", 7.0)})
     monkeypatch.setattr(master_module.Dispatcher, "describe", lambda _, worker: f"call {worker}")
-    text = failure_of(directory, HELLO, call_timeout_s=5.0)
+    text = failure_of(directory, [*HELLO, (0.0, 0, Heartbeat(activity="sampling"))])
     assert text == (
-        "no answer within 5 s from worker 0 in call 0, worker 2 in call 2; raise --call-timeout-s if this may take "
-        f"longer; log: {directory.log('worker-0')}, {directory.log('worker-2')}"
+        "no answer within 5 s from worker 0 in call 0 (sampling), worker 2 in call 2 (no heartbeat yet); raise "
+        f"--call-timeout-s if this may take longer; log: {directory.log('worker-0')} (host h), "
+        f"log: {directory.log('worker-2')} (host h)"
     )
 
 
@@ -181,8 +185,8 @@ def test_where_a_run_is_stuck_the_stacks_of_those_that_answer_are_written(
             directory.stacks("worker-0").write_text("stacks")
 
     monkeypatch.setattr(ScriptedServer, "send", send)
-    monkeypatch.setattr(master_module.Dispatcher, "late", lambda *_: [1])
-    text = failure_of(directory, HELLO, call_timeout_s=5.0)
+    monkeypatch.setattr(master_module.Dispatcher, "late", lambda *_: {1: Request("", 5.0)})
+    text = failure_of(directory, HELLO)
     assert text.startswith("no answer within 5 s from worker 1 in ")
     assert text.endswith(f"\nPython stacks of 1 workers: {directory.logs}/stacks-worker-*.txt")
 
@@ -190,7 +194,11 @@ def test_where_a_run_is_stuck_the_stacks_of_those_that_answer_are_written(
 def test_late_and_silent_is_silent(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are late only because they wait for it."""
     looks = itertools.count()
-    monkeypatch.setattr(master_module.Dispatcher, "late", lambda *_: [0, 1, 2] if next(looks) > 10 else [])
+    monkeypatch.setattr(
+        master_module.Dispatcher,
+        "late",
+        lambda *_: dict.fromkeys(range(3), Request("", 5.0)) if next(looks) > 10 else {},
+    )
     text = failure_of(directory, [*HELLO, *alive(0, 2)])
     assert text.startswith("worker 1 has been silent for ")
     assert "worker 0" not in text

@@ -4,6 +4,7 @@ import pytest
 
 from realhf.master.open_requests import OpenRequests
 from realhf.master.replies import Request
+from realhf.master.state import Node
 from realhf.transport.messages import Reply, Span
 
 
@@ -22,18 +23,18 @@ def reply_to(request_id: int) -> Reply:
 def test_a_long_call_and_what_is_sent_beside_it_have_deadlines_of_their_own() -> None:
     clock = Clock()
     requests = OpenRequests(2, clock)
-    call = requests.expect(1, Request("a long call"))
+    call = requests.expect(1, Request("a long call", 5.0))
     clock.now_s = 4.0
-    first, second = (requests.expect(1, Request(f"sending {i}"), beside=True) for i in (1, 2))
+    first, second = (requests.expect(1, Request(f"sending {i}", 5.0), beside=True) for i in (1, 2))
     assert requests.describe(1) == "a long call, and beside it in sending 1"
     clock.now_s = 8.0
-    assert requests.late(5.0) == [1], "the call; what is sent does not make it younger"
+    assert list(requests.late()) == [1], "the call; what is sent does not make it younger"
     assert requests.answered(1, reply_to(call)).what == "a long call"
-    assert requests.late(5.0) == []
+    assert requests.late() == {}
     clock.now_s = 9.5
-    assert requests.late(5.0) == [1], "of what is sent"
+    assert list(requests.late()) == [1], "of what is sent"
     requests.answered(1, reply_to(first))
-    assert requests.late(5.0) == []
+    assert requests.late() == {}
     assert requests.describe(1) == "sending 2"
     with pytest.raises(ValueError, match="which is not open"):
         requests.answered(0, reply_to(second))
@@ -41,3 +42,37 @@ def test_a_long_call_and_what_is_sent_beside_it_have_deadlines_of_their_own() ->
     requests.answered(1, reply_to(second))
     assert not requests
     assert requests.describe(1) == "no request"
+
+
+def test_who_waits_for_another_to_come_to_a_call_is_not_late() -> None:
+    """Worker 1 has a call that may take long before one that both do, which may not."""
+    clock = Clock()
+    requests = OpenRequests(2, clock)
+    long, short = Request("a long call", 100.0, together=True), Request("a short call", 5.0, together=True)
+    of_long = requests.expect(1, long)
+    of_short = [requests.expect(worker, short) for worker in range(2)]
+    clock.now_s = 99.0
+    assert requests.late() == {}
+    clock.now_s = 101.0
+    assert requests.late() == {1: long}
+    requests.answered(1, reply_to(of_long))
+    clock.now_s = 106.0
+    assert requests.late() == {}, "both have been at it for five seconds"
+    clock.now_s = 106.5
+    assert requests.late() == {0: short, 1: short}
+    requests.answered(0, reply_to(of_short[0]))
+    assert requests.late() == {1: short}
+
+
+def test_of_two_who_prepare_for_one_move_the_one_that_does_not_is_late() -> None:
+    """Each of them has the move behind its preparation, and waits in it for the other's."""
+    clock = Clock()
+    requests = OpenRequests(2, clock)
+    prepare, move = Request("a move", 5.0, prepares=Node(0, "a")), Request("a move", 5.0, together=True)
+    ids = [[requests.expect(worker, request) for request in (prepare, move)] for worker in range(2)]
+    requests.answered(0, reply_to(ids[0][0]))
+    clock.now_s = 6.0
+    assert requests.late() == {1: prepare}
+    requests.answered(1, reply_to(ids[1][0]))
+    clock.now_s = 12.0
+    assert requests.late() == {0: move, 1: move}

@@ -15,7 +15,7 @@ from realhf.transport.codec import Codec, UndecodableError
 from realhf.transport.messages import KeyMetadata, Reply, Span, ToMaster
 from tests.unit.master.workers import GRAPH, Workers
 
-ASKED = Request("a of step 1", Node(0, "a"), frozenset({"x"}), (0, 2))
+ASKED = Request("a of step 1", 600.0, Node(0, "a"), frozenset({"x"}), (0, 2))
 X = KeyMetadata(dtype="int64", trailing=(), ids=(0, 2), lengths=(3, 4))
 SPAN = Span("compute", "a of step 1", 1.0, 2.0)
 GOOD = Reply(request_id=7, span=SPAN, outputs={"x": X})
@@ -23,7 +23,7 @@ GOOD = Reply(request_id=7, span=SPAN, outputs={"x": X})
 
 def test_what_answers_passes() -> None:
     check_reply(ASKED, GOOD)
-    check_reply(Request("checkpoint"), Reply(request_id=1, span=SPAN, wait=SPAN))
+    check_reply(Request("checkpoint", 600.0), Reply(request_id=1, span=SPAN, wait=SPAN))
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from realhf.api.deadlines import Deadlines
 from realhf.api.errors import RunError
 from realhf.api.experiment import ModelSetup, OptimizerConfig
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
@@ -52,12 +53,13 @@ def play(tmp_path: Path, scenario: Scenario, call_timeout_s: float = 600.0, **sp
     """Runs `scenario` beside the saver's own task."""
     directory = RunDirectory.create(tmp_path / "run")
     run: Any = SimpleNamespace(
-        spec=SimpleNamespace(call_timeout_s=call_timeout_s, num_workers=2, **(SPEC | spec)),
+        spec=SimpleNamespace(num_workers=2, **(SPEC | spec)),
         experiment=SimpleNamespace(seed=5, steps=9),
         settings=SimpleNamespace(batch_size=8),
         plan=ExecutionPlan(num_devices=2, calls={}),
         graph=SimpleNamespace(models={"actor": MODEL}, versions_kept=lambda _: 1),
         homes={"actor": HOME},
+        deadlines=Deadlines(floor_s=call_timeout_s),
         models={"actor": ModelSetup(optimizer=OptimizerConfig())},
         changing_models=["actor"],
         optimizer_steps=lambda _: 3,

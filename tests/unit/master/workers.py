@@ -1,5 +1,6 @@
 """Workers that exist in name only: what they are sent is kept, and answered as real ones would."""
 
+from realhf.api.deadlines import Deadlines
 from realhf.api.graph import DataflowGraph
 from realhf.master.loop import Dispatcher
 from realhf.transport.messages import (
@@ -25,10 +26,10 @@ class Workers:
 
     length = staticmethod(lambda key, sample: 3)
 
-    def __init__(self, num_workers: int, graph: DataflowGraph = GRAPH):
+    def __init__(self, num_workers: int, graph: DataflowGraph = GRAPH, deadlines: Deadlines | None = None):
         self.graph = graph
         self.now_s = 0.0
-        self.dispatcher = Dispatcher(self.send, num_workers, lambda *_: None, lambda: self.now_s)
+        self.dispatcher = Dispatcher(self.send, num_workers, lambda *_: None, lambda: self.now_s, deadlines)
         self.got: list[tuple[int, ToWorker]] = []
 
     async def send(self, worker: int, message: ToWorker) -> None:

@@ -1,0 +1,83 @@
+"""What the master has heard of its workers: since when nothing, from which host, what they were doing."""
+
+from collections.abc import Callable, Sequence
+
+from realhf.api.errors import RunError
+from realhf.master.loop import Dispatcher
+from realhf.master.open_requests import Clock
+from realhf.scheduler.base import worker_name
+from realhf.scheduler.run_directory import RunDirectory
+
+
+class VitalSigns:
+    """Of the workers of a run; and what to say of those that are to blame.
+
+    `num_dropped` says how many of a worker's messages made no sense and were dropped.
+    """
+
+    def __init__(
+        self, clock: Clock, dispatcher: Dispatcher, directory: RunDirectory, num_dropped: Callable[[int], int]
+    ):
+        self._clock, self._dispatcher, self._directory, self._num_dropped = clock, dispatcher, directory, num_dropped
+        self._heard: dict[int, float] = {}
+        self._hosts: dict[int, str] = {}
+        self._activity: dict[int, str] = {}
+
+    def heard(self, worker: int, *, host: str | None = None, activity: str | None = None) -> None:
+        """A message has come from a worker, which may have said where it is or what it is doing."""
+        self._heard[worker] = self._clock()
+        if host is not None:
+            self._hosts[worker] = host
+        if activity is not None:
+            self._activity[worker] = activity
+
+    def activity(self, worker: int, otherwise: str) -> str:
+        """What a worker said last that it was doing."""
+        return self._activity.get(worker, otherwise)
+
+    def silent(self, longer_than_s: float) -> list[int]:
+        """The workers that were not heard of for so long."""
+        now = self._clock()
+        return sorted(worker for worker, time_s in self._heard.items() if now - time_s > longer_than_s)
+
+    def alive(self, silence_s: float) -> list[int]:
+        """The workers that were heard of within so long."""
+        return sorted(self._heard.keys() - set(self.silent(silence_s)))
+
+    def silence(self, workers: Sequence[int]) -> RunError:
+        """What to say of workers that send no heartbeats."""
+        now = self._clock()
+        return RunError(
+            "\n".join(
+                f"worker {worker} has been silent for {now - self._heard[worker]:.0f} s; it was in "
+                f"{self._what(worker)}; {self._log(worker)}"
+                for worker in workers
+            ),
+            workers=workers,
+        )
+
+    def lateness(self, deadlines_s: dict[int, float]) -> RunError:
+        """What to say of workers that did not answer within their deadlines, in seconds."""
+        who = ", ".join(f"worker {worker} in {self._what(worker)}" for worker in deadlines_s)
+        logs = ", ".join(self._log(worker) for worker in deadlines_s)
+        return RunError(
+            f"no answer within {min(deadlines_s.values()):g} s from {who}; raise --call-timeout-s if this may take "
+            f"longer; {logs}",
+            workers=deadlines_s,
+        )
+
+    def failure(self, worker: int, text: str) -> RunError:
+        """What to say of a worker that raised."""
+        what = self._dispatcher.describe(worker)
+        return RunError(f"worker {worker} failed in {what}; {self._log(worker)}\n{text.rstrip()}", workers=[worker])
+
+    def _what(self, worker: int) -> str:
+        """What a worker was asked to do, and what it said last of how far it is."""
+        dropped = self._num_dropped(worker)
+        nonsense = f", {dropped} of whose messages made no sense and were dropped" if dropped else ""
+        return f"{self._dispatcher.describe(worker)} ({self.activity(worker, 'no heartbeat yet')}){nonsense}"
+
+    def _log(self, worker: int) -> str:
+        """Where to read on."""
+        host = f" (host {self._hosts[worker]})" if worker in self._hosts else ""
+        return f"log: {self._directory.log(worker_name(worker))}{host}"
