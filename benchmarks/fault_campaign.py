@@ -158,7 +158,7 @@ class Campaign:
             is_newest_good=is_newest,
             redone=max(0, failure.step - again.step) if failure and again else None,
             is_equal=self.reference().is_equalled_by(run_dir),
-            message=(reason or message).splitlines()[0] if reason or message else "",
+            message=(reason or message).partition("\n")[0].replace(str(run_dir), "RUN_DIR"),
             names_victim=failure is None or _names(fault, reason),
             left_behind=leaks(run_dir, _temporary(run_dir), self._shared_memory),
             seconds=round(time.monotonic() - started, 1),

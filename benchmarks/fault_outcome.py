@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -84,7 +85,8 @@ def write_tables(outcomes: Sequence[Outcome], path: Path) -> None:
     )  # fmt: skip
     holding = sum(outcome.holds for outcome in outcomes)
     lines = ["# Outcomes of the fault campaign", ""]
-    lines += [f"Written by `benchmarks/faults.py`; steps count from 1. {holding} of {len(outcomes)} runs hold.", ""]
+    written = f"Written by `python {' '.join(sys.argv)}`; steps count from 1."
+    lines += [f"{written} {holding} of {len(outcomes)} runs hold.", ""]
     lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for o in sorted(outcomes, key=lambda outcome: outcome.number):
         cells = (
