@@ -83,6 +83,20 @@ struct OptionFields {
         dynamic_bytes{"dynamic_bytes"}, copy_bytes{"copy_bytes"};
 };
 
+// Of a call: [(home's strategy, copy's strategy, bytes)].
+Sparing sparing_of(const py::dict& node, const std::map<std::string, int>& strategies) {
+    Sparing result;
+    if (!node.contains("spared")) return result;
+    for (const auto& [home, copy, bytes] : node["spared"].cast<std::vector<std::tuple<std::string, std::string, double>>>()) {
+        const auto row = strategies.find(home), column = strategies.find(copy);
+        if (row == strategies.end() || column == strategies.end()) continue;
+        result.num_strategies = static_cast<int>(strategies.size());
+        result.bytes.resize(strategies.size() * strategies.size());
+        result.bytes[row->second * strategies.size() + column->second] = bytes;
+    }
+    return result;
+}
+
 // Times are in seconds (`time_s`, `seconds`) or all in microseconds (`time_us`, `times_us`).
 Problem problem_of(const py::dict& tables) {
     Problem problem;
@@ -105,6 +119,10 @@ Problem problem_of(const py::dict& tables) {
                                     fields.dynamic_bytes(row).cast<double>(), fields.copy_bytes(row).cast<double>()});
         }
         problem.calls.push_back(std::move(call));
+    }
+    std::size_t number = 0;
+    for (const py::handle& item : tables["calls"]) {
+        problem.calls[number++].spared = sparing_of(py::reinterpret_borrow<py::dict>(item), strategies);
     }
     for (const py::handle& item : tables["transfers"]) {
         const py::dict node = py::reinterpret_borrow<py::dict>(item);

@@ -9,7 +9,9 @@
 namespace realhf::search {
 namespace {
 
-bool dominates(const Option& a, const Option& b) {
+// `any_strategy`: which one it is makes no difference to memory.
+bool dominates(const Option& a, const Option& b, bool any_strategy) {
+    if (!any_strategy && a.strategy != b.strategy) return false;
     const bool not_worse = a.time <= b.time && a.static_bytes <= b.static_bytes &&
                            a.dynamic_bytes <= b.dynamic_bytes && a.copy_bytes <= b.copy_bytes;
     const bool better = a.time < b.time || a.static_bytes < b.static_bytes || a.dynamic_bytes < b.dynamic_bytes ||
@@ -42,6 +44,7 @@ Moves::Moves(const Problem& problem) : problem_(problem), calls_(problem.calls.s
     for (std::size_t c = 0; c < problem.calls.size(); ++c) {
         Index& index = calls_[c];
         const std::vector<Option>& options = problem.calls[c].options;
+        const bool any_strategy = problem.calls[c].spared.bytes.empty();
         std::vector<std::vector<int>> members(meshes.size());
         index.by_mesh.resize(meshes.size());
         index.by_layout.resize(layouts.size());
@@ -52,7 +55,7 @@ Moves::Moves(const Problem& problem) : problem_(problem), calls_(problem.calls.s
         for (std::size_t mesh = 0; mesh < members.size(); ++mesh) {
             for (int i : members[mesh]) {
                 const bool kept = std::none_of(members[mesh].begin(), members[mesh].end(),
-                                               [&](int j) { return dominates(options[j], options[i]); });
+                                               [&](int j) { return dominates(options[j], options[i], any_strategy); });
                 if (kept) index.by_mesh[mesh].push_back(i), index.frontier.push_back(i);
             }
         }

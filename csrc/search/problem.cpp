@@ -16,6 +16,9 @@ void check_call(const Problem& problem, int index) {
     const std::string name = "call " + std::to_string(index);
     require(call.home >= 0 && call.home < static_cast<int>(problem.calls.size()), name + " has no such home");
     require(!call.options.empty(), name + " has no option");
+    for (double number : call.spared.bytes) {
+        require(std::isfinite(number) && number >= 0, name + " spares a negative or missing number");
+    }
     for (const Option& option : call.options) {
         require(option.first >= 0 && option.size >= 1 && option.first + option.size <= problem.num_devices,
                 name + " has an option outside the devices");

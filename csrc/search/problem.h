@@ -4,6 +4,7 @@
 // file (sums of those are exact in a double).
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
@@ -31,10 +32,22 @@ struct Option {
     bool same_layout(const Option& other) const { return same_mesh(other) && strategy == other.strategy; }
 };
 
+// What copies on the devices of their home need less while the call runs than while they are filled: by the strategies
+// of home and copy, 0 where the home keeps its part meanwhile.
+struct Sparing {
+    int num_strategies = 0;
+    std::vector<double> bytes = {};  // home's strategy by copy's, or empty
+
+    double at(int home, int copy) const {
+        return bytes.empty() ? 0 : bytes[static_cast<std::size_t>(home) * num_strategies + copy];
+    }
+};
+
 struct Call {
     int home;  // the call in whose layout the model's parameters live
     std::vector<Parent> parents;
     std::vector<Option> options;
+    Sparing spared = {};
 };
 
 // Moves data or parameters from the devices of call `source` to those of call `target`.
@@ -69,6 +82,17 @@ struct Problem {
             return 0;
         }
         return transfer.at(source_option, target_option);
+    }
+
+    // What a call needs on each of its devices under a plan, beside what stays there: while its copy is filled, or while
+    // it runs.
+    double needed_bytes(const std::vector<int>& plan, int number) const {
+        const Call& call = calls[number];
+        const Option& option = call.options[plan[number]];
+        const Option& home = calls[call.home].options[plan[call.home]];
+        if (call.home == number || option.same_layout(home)) return option.dynamic_bytes;
+        const double spared = option.same_mesh(home) ? call.spared.at(home.strategy, option.strategy) : 0;
+        return std::max(option.dynamic_bytes + std::max(option.copy_bytes - spared, 0.0), option.copy_bytes);
     }
 
     int num_nodes() const { return static_cast<int>(calls.size() + transfers.size()); }

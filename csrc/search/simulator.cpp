@@ -158,9 +158,8 @@ double Simulator::bytes_at(const Plan& plan, int device) const {
         const Call& call = problem_.calls[i];
         const Option& option = call.options[plan[i]];
         if (device < option.first || device >= option.first + option.size) continue;
-        const bool at_home = call.home == i || option.same_layout(problem_.calls[call.home].options[plan[call.home]]);
         statics += option.static_bytes;
-        dynamic = std::max(dynamic, option.dynamic_bytes + (at_home ? 0 : option.copy_bytes));
+        dynamic = std::max(dynamic, problem_.needed_bytes(plan, i));
     }
     return statics + dynamic;
 }

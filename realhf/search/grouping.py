@@ -52,7 +52,12 @@ def spared_bytes(
 
     Only for copies on the devices of the home: on others, the whole copy counts.
     """
-    if layout.mesh != home.mesh or layout == home or not contains(layout, home, model.num_layers):
+    if layout.mesh != home.mesh or layout == home:
+        return 0
+    has_groups = layout.strategy.micro_dp != (1, 1)  # with which it contains the home, and a look takes long
+    if not (has_groups and grouped_like(home, layout, model.num_layers) == layout) and not contains(
+        layout, home, model.num_layers
+    ):
         return 0
     return static_bytes(model, home.strategy, dtype, trained=False, features=features)
 

@@ -41,7 +41,8 @@ class PlannedOption(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlannedCall(msgspec.Struct, frozen=True, kw_only=True):
-    """`home` is the call in whose layout the model's parameters live."""
+    """`home` is the call in whose layout the model's parameters live. `spared`: (home's strategy, strategy, bytes): on
+    the home's devices, what of `copy_bytes` is free again while the call runs."""
 
     name: str
     model: str
@@ -49,6 +50,7 @@ class PlannedCall(msgspec.Struct, frozen=True, kw_only=True):
     home: str
     parents: list[ParentName]
     options: Annotated[list[PlannedOption], msgspec.Meta(min_length=1)]
+    spared: list[tuple[str, str, Amount]] = []
 
 
 class PlannedTransfer(msgspec.Struct, frozen=True, kw_only=True):
@@ -94,6 +96,7 @@ def planned_tables(problem: PlannedFile) -> dict[str, Any]:
                 "home": nodes[call.home],
                 "parents": [(nodes[name], back) for name, back in call.parents],
                 "options": [msgspec.to_builtins(option) for option in call.options],
+                "spared": call.spared,
             }
             for call in problem.calls
         ],

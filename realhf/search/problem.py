@@ -1,15 +1,16 @@
 """From a dataflow graph, options and costs to the tables of a planning problem."""
 
 from array import array
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from typing import Protocol, TypeVar
 
 from msgspec.structs import replace
 
 from realhf.api.follow import FollowNode
 from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
-from realhf.api.layout import Layout, ParallelStrategy
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model import DecoderConfig, DType
 from realhf.api.offload import Load, loads_of
 from realhf.api.plan import ExecutionPlan
@@ -18,7 +19,7 @@ from realhf.search.cluster import Cluster
 from realhf.search.cost import CallCost, reallocation_table, transfer_s
 from realhf.search.grouping import grouped, grouped_reallocations, spared_bytes
 from realhf.search.hardware import DTYPE_BYTES, Hardware
-from realhf.search.memory import copy_bytes, dynamic_bytes, offloaded_bytes, parameter_bytes, static_bytes
+from realhf.search.memory import copy_bytes, dynamic_bytes, offloaded_bytes, static_bytes
 from realhf.search.offloading import offload_tables
 from realhf.search.options import Option
 from realhf.search.tables import CallTable, OptionRow, ParentRow, Problem, TransferTable
@@ -130,7 +131,11 @@ class _Builder:
         parents = [(self.number[e.parent], e.steps_back) for e in self.graph.parents(call.name) if e.kind != "data"]
         home = self.number[self.homes[call.name]]
         return CallTable(
-            name=call.name, home=home, parents=[*parents, *self.waits[call.name]], options=self._option_rows(call)
+            name=call.name,
+            home=home,
+            parents=[*parents, *self.waits[call.name]],
+            options=self._option_rows(call),
+            spared=list(self._spared(call)),
         )
 
     def _option_rows(self, call: ModelFunctionCallDef) -> list[OptionRow]:
@@ -140,14 +145,13 @@ class _Builder:
             call=call, batch_size=self.batch_size, workload=self.workload, cluster=self.cluster, costs=self.costs,
             dtype=self.dtype, shares_devices=len(self.graph.calls) > 1,
         )  # fmt: skip
-        known: dict[tuple[ParallelStrategy, int], _StrategyRow] = {}
+        known: dict[ParallelStrategy, _StrategyRow] = {}
         layouts, numbers = self.layouts[call.name]
         by_layout = []
         for layout in layouts:
-            key = (layout.strategy, self._spared_bytes(call, layout))
-            if key not in known:
-                known[key] = self._strategy_row(call, layout.strategy, is_home, key[1])
-            by_layout.append(((layout.mesh.first, layout.mesh.size), known[key]))
+            if layout.strategy not in known:
+                known[layout.strategy] = self._strategy_row(call, layout.strategy, is_home)
+            by_layout.append(((layout.mesh.first, layout.mesh.size), known[layout.strategy]))
         waits = call.model_name in self.offload
         home_bytes = 0.0 if is_home or not waits else self._loaded_bytes(call)
         rows = []
@@ -174,13 +178,11 @@ class _Builder:
         seconds = cost.seconds(strategy, micro_batches)
         features = self.costs.features_of(call.model_name)
         dynamic = dynamic_bytes(call, option, self.batch_size, self.workload, self.dtype, features)
-        if row.spared_bytes:  # while the copy is filled, the home's part is still there, and two buckets
-            dynamic = max(dynamic, row.spared_bytes + 2 * DEFAULT_BUCKET_BYTES)
         sharding = cost.sharding(strategy, micro_batches) if self.homes[call.name] == call.name else None
         if sharding is None:
             # A home that keeps shards has them gathered for a generation: as much memory as a copy takes.
-            is_sharded = features.fully_sharded and strategy.dp > 1 and self.homes[call.name] == call.name
-            return _Needs(f"{row.label} sharded" if is_sharded else row.label, seconds, row.static_bytes, dynamic)
+            label = self._home_label(call, strategy) if self.homes[call.name] == call.name else row.label
+            return _Needs(label, seconds, row.static_bytes, dynamic)
         # No call finds whole parameters in such a home: a label of its own makes each take a copy, and the time to
         # gather what it is made of is added here, once a copy.
         copies = len(self.graph.calls_of(call.model_name)) - 1
@@ -188,28 +190,37 @@ class _Builder:
         label = f"{row.label} sharded"
         return _Needs(label, seconds, float(sharding.static_bytes), dynamic + sharding.gather_bytes)
 
-    def _spared_bytes(self, call: ModelFunctionCallDef, layout: Layout) -> int:
-        """What a copy in `layout` makes up for; 0 where the home may have several layouts."""
-        (home, *others), _ = self.layouts[self.homes[call.name]]
-        features = self.costs.features_of(call.model_name)
-        if others or call.trains or features.sharded_operators:
-            return 0
-        if self.groups:
-            layout = grouped(home, layout, call.config.num_layers, self.cluster) or layout
-        return spared_bytes(call.config, home, layout, self.dtype, features)
+    def _home_label(self, call: ModelFunctionCallDef, strategy: ParallelStrategy) -> str:
+        is_sharded = self.costs.features_of(call.model_name).fully_sharded and strategy.dp > 1
+        return f"{strategy} sharded" if is_sharded else str(strategy)
 
-    def _strategy_row(
-        self, call: ModelFunctionCallDef, strategy: ParallelStrategy, is_home: bool, spared_bytes: int = 0
-    ) -> "_StrategyRow":
+    def _spared(self, call: ModelFunctionCallDef) -> Iterator[tuple[str, str, float]]:
+        """See `CallTable.spared`: the home's parameters, and the two buckets that fill the copy.
+
+        None where the home is loaded for each call, or keeps shards of its own choice, which has another label.
+        """
+        home, features = self.graph.calls[self.homes[call.name]], self.costs.features_of(call.model_name)
+        if home is call or call.trains or call.model_name in self.offload:
+            return
+        homes, copies = ({layout.strategy: None for layout in self.layouts[name][0]} for name in (home.name, call.name))
+        for kept, copied in product(homes, copies):
+            if kept.size != copied.size or kept == copied:
+                continue
+            source, target = (
+                Layout(DeviceMesh(0, kept.size), degrees) for degrees in (kept, copied)
+            )  # wherever they lie
+            groups = grouped(source, target, call.config.num_layers, self.cluster) if self.groups else None
+            spared = spared_bytes(call.config, source, groups or target, self.dtype, features)
+            if spared:
+                yield self._home_label(home, kept), str(copied), float(spared + 2 * DEFAULT_BUCKET_BYTES)
+
+    def _strategy_row(self, call: ModelFunctionCallDef, strategy: ParallelStrategy, is_home: bool) -> "_StrategyRow":
         if is_home:
             static = self._at_home(static_bytes, call, strategy, trained=call.trains)
             return _StrategyRow(str(strategy), float(static), 0.0)
         if call.trains:
             # The optimizer's states stay at home, so that every training of a model has one layout.
             return _StrategyRow(str(strategy), 0.0, 2.0 * self.cluster.device_memory_bytes)
-        if spared_bytes:
-            copied = parameter_bytes(call.config, strategy, self.dtype) - spared_bytes
-            return _StrategyRow(str(strategy), 0.0, float(copied), spared_bytes)
         return _StrategyRow(str(strategy), 0.0, float(copy_bytes(call.config, strategy, self.dtype)))
 
     def _home_call(self, model: str) -> ModelFunctionCallDef:
@@ -394,7 +405,6 @@ class _StrategyRow:
     label: str
     static_bytes: float
     copy_bytes: float
-    spared_bytes: int = 0
     by_micro_batches: dict[int, _Needs] = field(default_factory=dict)
 
 

@@ -32,6 +32,7 @@ def planned_file(problem: Problem, graph: DataflowGraph, devices_per_node: int) 
                 home=names[call.home],
                 parents=[(names[parent], back) for parent, back in call.parents],
                 options=[_planned_option(row) for row in call.options],
+                spared=call.spared,
             )
             for call in problem.calls
         ],

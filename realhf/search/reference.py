@@ -96,20 +96,30 @@ def simulate(problem: Problem, choice: Sequence[int], steps: int, order: Sequenc
 def device_bytes(problem: Problem, choice: Sequence[int]) -> list[float]:
     """What each device needs: static bytes of all calls placed on it, plus the largest dynamic need of one of them.
 
-    A call whose layout is not that of its home holds a copy of its parameters while it runs.
+    A call whose layout is not that of its home holds a copy of its parameters while it runs; `CallTable.spared`.
     """
     chosen = _chosen(problem, choice)
+    needed = [
+        _needed_bytes(call, option, chosen[call.home]) for call, option in zip(problem.calls, chosen, strict=True)
+    ]
     needs = []
     for device in range(problem.num_devices):
         static, dynamic = 0.0, 0.0
-        for call, option in zip(problem.calls, chosen, strict=True):
+        for option, bytes_needed in zip(chosen, needed, strict=True):
             if device in _range(option):
-                home = chosen[call.home]
-                at_home = (home.devices, home.strategy) == (option.devices, option.strategy)
                 static += option.static_bytes
-                dynamic = max(dynamic, option.dynamic_bytes + (0.0 if at_home else option.copy_bytes))
+                dynamic = max(dynamic, bytes_needed)
         needs.append(static + dynamic)
     return needs
+
+
+def _needed_bytes(call: CallTable, option: OptionRow, home: OptionRow) -> float:
+    """Beside what stays: while the copy is filled, or while the call runs."""
+    if (home.devices, home.strategy) == (option.devices, option.strategy):
+        return option.dynamic_bytes
+    spared = {(of_home, of_copy): saved for of_home, of_copy, saved in call.spared if home.devices == option.devices}
+    copied = max(option.copy_bytes - spared.get((home.strategy, option.strategy), 0.0), 0.0)
+    return max(option.dynamic_bytes + copied, option.copy_bytes)
 
 
 def makespan_s(events: Iterable[Event]) -> float:

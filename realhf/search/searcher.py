@@ -213,7 +213,7 @@ def search_plan(
         for order in possible_orders(starts, unordered, graph, batch_size)
     ]
     prediction = min(predictions, key=lambda prediction: prediction.step_s)
-    peak_bytes = max(prediction.device_bytes)  # of what is chosen; the search had to count copies as a whole
+    peak_bytes = max(prediction.device_bytes)
     notes = {**prediction.plan.notes, "peak_memory_gib": round(peak_bytes / GIB, 3)}
     plan = msgspec.structs.replace(prediction.plan, notes=notes)
     check_plan(plan, graph, batch_size)

@@ -21,10 +21,14 @@ class OptionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallTable(msgspec.Struct, frozen=True, kw_only=True):
+    """`spared`: (home's strategy, strategy, bytes) for copies on the devices of their home: what is needed less while
+    the call runs than while the copy is filled, since it takes the place of the home's parameters."""
+
     name: str
     home: int
     parents: list[ParentRow]
     options: list[OptionRow]
+    spared: list[tuple[str, str, float]] = []
 
 
 class TransferTable(msgspec.Struct, frozen=True, kw_only=True):

@@ -97,7 +97,10 @@ def random_problem(seed: int, num_calls: int = 3, max_options: int = 5) -> Probl
             )
         parents = [(j, 0) for j in range(i) if rng.random() < 0.5]
         parents += [(j, rng.randint(1, 2)) for j in range(num_calls) if rng.random() < 0.3]
-        calls.append(CallTable(name=f"call{i}", home=rng.randrange(i + 1), parents=parents, options=options))
+        spared = [(home, copy, float((7 * seed + 3 * i + k) % 21)) for k, (home, copy) in enumerate(["ab", "ba"])]
+        calls.append(
+            CallTable(name=f"call{i}", home=rng.randrange(i + 1), parents=parents, options=options, spared=spared)
+        )
     for number in range(rng.randint(0, 4)):
         source, target = rng.randrange(num_calls), rng.randrange(num_calls)
         back = 0 if source < target else 1

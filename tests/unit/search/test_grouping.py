@@ -105,16 +105,17 @@ def test_a_grouped_copy_counts_without_the_part_that_it_contains() -> None:
     cluster = Cluster(num_nodes=1, devices_per_node=4, device_memory_bytes=2**34, hardware="cpu")
     shared = settings(graph, cluster, batch_size=4)
     plain, arranged = with_home(dp=2, tp=2), with_home(dp=2, tp=2, micro_dp=(2, 1))
-    rows = []
+    tables = []
     for plan in (plain, arranged):
         options = {name: [Option(call.layout, call.micro_batches)] for name, call in plan.calls.items()}
         problem = build_problem(graph, options, max_steps_in_flight=1, **shared)
-        rows.append(next(call.options[0] for call in problem.calls if call.name == "actor_generate"))
+        tables.append(next(call for call in problem.calls if call.name == "actor_generate"))
     home_bytes = parameter_bytes(TINY, ParallelStrategy(tp=4), "float32")
     copy = parameter_bytes(TINY, ParallelStrategy(dp=2, tp=2), "float32")
-    assert rows[0].copy_bytes == copy + 2 * DEFAULT_BUCKET_BYTES
-    assert rows[1].copy_bytes == copy - home_bytes
-    assert rows[1].dynamic_bytes == max(rows[0].dynamic_bytes, home_bytes + 2 * DEFAULT_BUCKET_BYTES)
+    assert [table.options[0].copy_bytes for table in tables] == [copy + 2 * DEFAULT_BUCKET_BYTES] * 2
+    assert tables[0].spared == []
+    spared = (str(plain.calls["actor_train_step"].layout.strategy), tables[1].options[0].strategy)
+    assert tables[1].spared == [(*spared, home_bytes + 2 * DEFAULT_BUCKET_BYTES)]
     assert predict(arranged, graph, **shared).plan.calls["actor_generate"].micro_dp == (2, 1)
 
 
