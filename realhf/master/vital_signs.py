@@ -50,7 +50,7 @@ class VitalSigns:
         return RunError(
             "\n".join(
                 f"worker {worker} has been silent for {now - self._heard[worker]:.0f} s; it was in "
-                f"{self._what(worker)}; {self._log(worker)}"
+                f"{self._what(worker)}; log: {self._log(worker)}"
                 for worker in workers
             ),
             workers=workers,
@@ -62,14 +62,16 @@ class VitalSigns:
         logs = ", ".join(self._log(worker) for worker in deadlines_s)
         return RunError(
             f"no answer within {min(deadlines_s.values()):g} s from {who}; raise --call-timeout-s if this may take "
-            f"longer; {logs}",
+            f"longer; log: {logs}",
             workers=deadlines_s,
         )
 
     def failure(self, worker: int, text: str) -> RunError:
         """What to say of a worker that raised."""
         what = self._dispatcher.describe(worker)
-        return RunError(f"worker {worker} failed in {what}; {self._log(worker)}\n{text.rstrip()}", workers=[worker])
+        return RunError(
+            f"worker {worker} failed in {what}; log: {self._log(worker)}\n{text.rstrip()}", workers=[worker]
+        )
 
     def _what(self, worker: int) -> str:
         """What a worker was asked to do, and what it said last of how far it is."""
@@ -80,4 +82,4 @@ class VitalSigns:
     def _log(self, worker: int) -> str:
         """Where to read on."""
         host = f" (host {self._hosts[worker]})" if worker in self._hosts else ""
-        return f"log: {self._directory.log(worker_name(worker))}{host}"
+        return f"{self._directory.log(worker_name(worker))}{host}"

@@ -172,7 +172,7 @@ def test_late_workers_that_are_alive_are_named_with_the_remedy(
     assert text == (
         "no answer within 5 s from worker 0 in call 0 (sampling), worker 2 in call 2 (no heartbeat yet); raise "
         f"--call-timeout-s if this may take longer; log: {directory.log('worker-0')} (host h), "
-        f"log: {directory.log('worker-2')} (host h)"
+        f"{directory.log('worker-2')} (host h)"
     )
 
 
