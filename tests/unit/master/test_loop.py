@@ -260,3 +260,28 @@ def test_a_worker_is_late_at_the_request_it_executes_not_at_those_behind() -> No
         task.cancel()
 
     asyncio.run(script(Silent(2, deadlines=Deadlines(floor_s=5.0))))
+
+
+def test_a_call_may_take_as_much_longer_as_was_predicted_of_it() -> None:
+    """Seven predicted seconds allow for 70; what the plan says nothing of has the floor of five."""
+    calls = dict.fromkeys(GRAPH.calls, CallPlan(devices=(0, 1)))
+    calls["actor_generate"] = CallPlan(devices=(0, 1), predicted_s=7.0)
+    plan = ExecutionPlan(num_devices=1, calls=calls)
+
+    async def script(workers: Silent) -> None:
+        homes = {model: plan.layout(plan.home(GRAPH, model)) for model in GRAPH.models}
+        runner = GraphRunner("train", GRAPH, plan.calls, homes, 1)
+        task = asyncio.ensure_future(workers.dispatcher.run_steps(runner, plan.unrolled(GRAPH, 1), 1, lambda *_: None))
+        await until_idle()
+        workers.now_s = 70.0
+        assert workers.dispatcher.describe(0) == "actor_generate of step 1"
+        assert workers.dispatcher.late() == {}
+        workers.now_s = 70.1
+        assert list(workers.dispatcher.late()) == [0]
+        await workers.answer(0)
+        await until_idle()
+        workers.now_s = 75.2
+        assert list(workers.dispatcher.late()) == [0], "the next call has five seconds"
+        task.cancel()
+
+    asyncio.run(script(Silent(1, deadlines=Deadlines(floor_s=5.0, factor=10.0))))
