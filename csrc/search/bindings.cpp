@@ -1,6 +1,6 @@
 // The Python module realhf.search._search: the only file that knows of pybind11.
 //
-// A problem arrives as the dictionary that is also its JSON form (realhf/search/problem.py).
+// A problem arrives as the dictionary that is also its JSON form (realhf/search/tables.py).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

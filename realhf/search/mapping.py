@@ -9,7 +9,7 @@ from realhf.api.layout import DeviceMesh, Layout
 from realhf.api.plan import CallPlan
 from realhf.search.memory import copy_bytes, dynamic_bytes, static_bytes
 from realhf.search.options import Option, legal_strategies, micro_batch_counts, mini_batch_size
-from realhf.search.problem import homes
+from realhf.search.problem_inputs import homes
 from realhf.search.sharding import Sharding
 from realhf.search.task import PlanningTask
 

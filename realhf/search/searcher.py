@@ -24,7 +24,8 @@ from realhf.search.memory import dynamic_bytes, model_sizes, parameter_bytes, st
 from realhf.search.options import Option, call_options
 from realhf.search.order import possible_orders, steps_to_simulate
 from realhf.search.predict import Prediction, predict
-from realhf.search.problem import build_problem, homes
+from realhf.search.problem import build_problem
+from realhf.search.problem_inputs import homes
 from realhf.search.tables import Problem
 from realhf.search.timings import Costs
 from realhf.search.workload import Workload

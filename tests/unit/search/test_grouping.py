@@ -18,7 +18,8 @@ from realhf.search.hardware import load_hardware
 from realhf.search.memory import parameter_bytes, static_bytes
 from realhf.search.options import Option, call_options
 from realhf.search.predict import predict
-from realhf.search.problem import build_problem, homes
+from realhf.search.problem import build_problem
+from realhf.search.problem_inputs import homes
 from tests.unit.search.graphs import TINY, ppo, settings
 
 CLUSTER = Cluster(num_nodes=2, devices_per_node=4, device_memory_bytes=2**34, hardware="cpu")

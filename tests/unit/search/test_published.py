@@ -30,7 +30,7 @@ from realhf.search.cluster import Cluster
 from realhf.search.hardware import load_hardware
 from realhf.search.memory import model_sizes, parameter_bytes
 from realhf.search.options import call_options
-from realhf.search.problem import homes
+from realhf.search.problem_inputs import homes
 from tests.unit.search.graphs import ppo
 
 ONE = ParallelStrategy()
