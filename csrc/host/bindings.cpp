@@ -1,8 +1,8 @@
 // Python's view: tensors come as addresses, their owner keeps them alive and contiguous during the call.
+#include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
-#include <pybind11/stl.h>
 
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "channels.h"
@@ -16,14 +16,19 @@ void* at(std::uintptr_t address) { return reinterpret_cast<void*>(address); }
 
 host::Rows whole(std::uintptr_t address, std::size_t bytes) { return {static_cast<char*>(at(address)), 1, bytes, 0}; }
 
-// (address, rows, bytes of a row, bytes from one row to the next)
-using RowsTuple = std::tuple<std::uintptr_t, std::size_t, std::size_t, std::size_t>;
+// [parts, 4]: address, rows, bytes of a row, bytes from one row to the next
+using Table = py::array_t<std::int64_t, py::array::c_style | py::array::forcecast>;
 
-std::vector<host::Rows> rows_of(const std::vector<RowsTuple>& parts) {
+std::vector<host::Rows> rows_of(const Table& table) {
+    const auto parts = table.unchecked<2>();
+    if (parts.shape(1) != 4) throw std::invalid_argument("parts have address, rows, bytes of a row and stride");
     std::vector<host::Rows> result;
-    result.reserve(parts.size());
-    for (const auto& [address, rows, row_bytes, stride_bytes] : parts)
-        result.push_back({static_cast<char*>(at(address)), rows, row_bytes, stride_bytes});
+    result.reserve(parts.shape(0));
+    for (py::ssize_t i = 0; i < parts.shape(0); ++i) {
+        result.push_back({static_cast<char*>(at(static_cast<std::uintptr_t>(parts(i, 0)))),
+                          static_cast<std::size_t>(parts(i, 1)), static_cast<std::size_t>(parts(i, 2)),
+                          static_cast<std::size_t>(parts(i, 3))});
+    }
     return result;
 }
 
@@ -73,17 +78,21 @@ PYBIND11_MODULE(_host, module) {
                  return channels.send({whole(data, bytes)}, to);
              }, Unlocked())
         .def("send_parts",
-             [](Channels& channels, const std::vector<RowsTuple>& parts, int to) {
-                 return channels.send(rows_of(parts), to);
-             }, Unlocked())
+             [](Channels& channels, const Table& parts, int to) {
+                 std::vector<host::Rows> rows = rows_of(parts);
+                 py::gil_scoped_release unlocked;
+                 return channels.send(std::move(rows), to);
+             })
         .def("receive",
              [](Channels& channels, std::uintptr_t data, std::size_t bytes, int from) {
                  return channels.receive({whole(data, bytes)}, from);
              }, Unlocked())
         .def("receive_parts",
-             [](Channels& channels, const std::vector<RowsTuple>& parts, int from) {
-                 return channels.receive(rows_of(parts), from);
-             }, Unlocked())
+             [](Channels& channels, const Table& parts, int from) {
+                 std::vector<host::Rows> rows = rows_of(parts);
+                 py::gil_scoped_release unlocked;
+                 return channels.receive(std::move(rows), from);
+             })
         .def("is_sent", &Channels::is_sent, Unlocked())
         .def("is_received", &Channels::is_received, Unlocked())
         .def("wait_sent", &Channels::wait_sent, Unlocked())

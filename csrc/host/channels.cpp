@@ -84,8 +84,8 @@ void Cursor::write(const char* from, std::size_t bytes) {
     end_streaming();
 }
 
-void Cursor::write_all(Cursor& from) {
-    from.advance(missing_, [this](const char* data, std::size_t length) { write_some(data, length); });
+void Cursor::write(Cursor& from, std::size_t bytes) {
+    from.advance(bytes, [this](const char* data, std::size_t length) { write_some(data, length); });
     end_streaming();
 }
 
@@ -184,13 +184,21 @@ bool Channels::is_received(std::uint64_t number, int from) {
 }
 
 void Channels::wait_sent(std::uint64_t number, int to, double timeout_s) {
-    wait_until([&] { return is_sent(number, to); }, counter(rank_), to, counter(to), timeout_s);
+    const auto is_done = [&] {
+        do {
+            if (is_sent(number, to)) return true;
+        } while (has_to_copy());
+        return false;
+    };
+    wait_until(is_done, counter(rank_), to, counter(to), timeout_s);
 }
 
 void Channels::wait_received(std::uint64_t number, int from, double timeout_s) {
     const auto is_done = [&] {
-        if (is_received(number, from)) return true;
-        check_size(from);
+        do {
+            if (is_received(number, from)) return true;
+            check_size(from);
+        } while (has_to_copy());
         return false;
     };
     wait_until(is_done, counter(rank_), from, counter(from), timeout_s);
@@ -201,27 +209,30 @@ void Channels::progress() {
         if (!peers_[rank].sends.empty()) push(rank);
         if (!peers_[rank].receives.empty()) pull(rank);
     }
+    if (has_to_copy()) copy_piece();
 }
 
-void Channels::copy_within() {
+bool Channels::has_to_copy() const {
+    const Peer& own = peers_[rank_];
+    return !own.sends.empty() && !own.receives.empty() && !own.sends.front().is_announced && !own.announced &&
+           own.sends.front().rest.missing() == own.receives.front().rest.missing();
+}
+
+void Channels::copy_piece() {
     Peer& own = peers_[rank_];
-    while (!own.sends.empty() && !own.receives.empty()) {
-        Outgoing& from = own.sends.front();
-        Incoming& to = own.receives.front();
-        if (from.is_announced || own.announced || from.rest.missing() != to.expected) return;
-        to.rest.write_all(from.rest);
-        own.sends.pop_front();
-        own.receives.pop_front();
-        ++own.sent;
-        ++own.received;
-    }
+    Cursor& from = own.sends.front().rest;
+    own.receives.front().rest.write(from, std::min(from.missing(), PIECE_BYTES));
+    if (from.missing() > 0) return;
+    own.sends.pop_front();
+    own.receives.pop_front();
+    ++own.sent;
+    ++own.received;
 }
 
 void Channels::push(int to) {
-    if (to == rank_) copy_within();
     Peer& peer = peers_[to];
     Ring& ring = this->ring(rank_, to);
-    while (!peer.sends.empty()) {
+    while (!peer.sends.empty() && !(to == rank_ && has_to_copy())) {
         Outgoing& next = peer.sends.front();
         const bool wanted_room = ring.wants_room.load();
         std::size_t room = ring.room(ring_bytes_);

@@ -30,8 +30,8 @@ public:
     // The next `bytes`, at most those missing, to or from another place.
     void read(char* to, std::size_t bytes);
     void write(const char* from, std::size_t bytes);
-    // All that is missing, from another that has as much.
-    void write_all(Cursor& from);
+    // The next `bytes`, from another that has as many.
+    void write(Cursor& from, std::size_t bytes);
 
 private:
     void write_some(const char* from, std::size_t bytes);
@@ -91,8 +91,10 @@ private:
     Ring& ring(int from, int to) const;
     Counter& counter(int rank) const;
     void progress();
-    // Messages to itself that are awaited already need no ring.
-    void copy_within();
+    // Whether the next message to itself is awaited already: it needs no ring, and is copied piece by piece while nobody
+    // else can be served.
+    bool has_to_copy() const;
+    void copy_piece();
     void push(int to);
     void pull(int from);
     void check_size(int from) const;

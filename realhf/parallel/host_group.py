@@ -9,18 +9,21 @@ import hashlib
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 from torch import Tensor
 
 from realhf.parallel import _host
 from realhf.parallel._host import PeerError
 
-__all__ = ["BACKEND", "HostProcessGroup", "PeerError", "host_identity"]
+__all__ = ["BACKEND", "HostProcessGroup", "Parts", "PeerError", "Rows", "host_identity", "rows_of"]
 
 BACKEND = "host_memory"
 SLOT_BYTES = 2**20  # of each of the two slots of a rank; more than that goes in pieces
@@ -39,7 +42,7 @@ _DTYPES = {
 IsDone = Callable[[], bool]
 WaitFor = Callable[[float], None]  # seconds at most
 Then = Callable[[], object] | None
-Rows = tuple[int, int, int, int]  # address, how many, bytes of each, bytes from one to the next
+Rows = tuple[int, int, int, int]  # where the first is, how many, bytes of each, bytes from one to the next
 _OPERATIONS = {dist.ReduceOp.SUM: _host.Operation.sum, dist.ReduceOp.MAX: _host.Operation.max}
 
 
@@ -48,6 +51,20 @@ def host_identity() -> int:
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     processes = os.readlink("/proc/self/ns/pid")
     return int.from_bytes(hashlib.sha256(f"{boot} {processes} {os.getuid()}".encode()).digest()[:7])
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Parts of the memory of `tensors`, one behind the other: `rows` is int64 [parts, 4], in the order of `Rows`."""
+
+    rows: NDArray[np.int64]
+    tensors: Sequence[Tensor]
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> "Parts":
+        """All elements of `tensors`, of any strides, in their order."""
+        rows = [row for t in tensors for row in rows_of(t.data_ptr(), t.shape, t.stride(), t.element_size())]
+        return cls(np.array(rows, np.int64).reshape(-1, 4), tensors)
 
 
 class HostProcessGroup(dist.ProcessGroup):
@@ -141,16 +158,14 @@ class HostProcessGroup(dist.ProcessGroup):
         then = None if flat.data_ptr() == target.data_ptr() else partial(target.copy_, flat)
         return self._received([flat], self._channels, number, sender, then)
 
-    def send_parts(self, tensors: Sequence[Tensor], to: int) -> dist.Work:
-        """One message of all elements of `tensors`, of any strides, in their order; they must not change until it is
-        sent. `to` is a rank of the group."""
-        number = self._parts_channels.send_parts([rows for tensor in tensors for rows in _rows(tensor)], to)
-        return self._sent(tensors, self._parts_channels, number, to)
+    def send_parts(self, parts: Parts, to: int) -> dist.Work:
+        """One message; the parts must not change until it is sent. `to` is a rank of the group, perhaps this one."""
+        return self._sent(parts.tensors, self._parts_channels, self._parts_channels.send_parts(parts.rows, to), to)
 
-    def receive_parts(self, tensors: Sequence[Tensor], sender: int) -> dist.Work:
-        """Fills `tensors`, of any strides, with a message of `send_parts`, whose tensors may have other shapes."""
-        number = self._parts_channels.receive_parts([rows for tensor in tensors for rows in _rows(tensor)], sender)
-        return self._received(tensors, self._parts_channels, number, sender)
+    def receive_parts(self, parts: Parts, sender: int) -> dist.Work:
+        """Fills the parts with a message of `send_parts`, whose parts may be others."""
+        number = self._parts_channels.receive_parts(parts.rows, sender)
+        return self._received(parts.tensors, self._parts_channels, number, sender)
 
     def _sent(self, tensors: Sequence[Tensor], channels: _host.Channels, number: int, to: int) -> dist.Work:
         return _Message(self, tensors, partial(channels.is_sent, number, to), partial(channels.wait_sent, number, to))
@@ -220,23 +235,20 @@ def _done(tensors: Sequence[Tensor]) -> dist.Work:
     return torch._C._distributed_c10d._create_work_from_future(future)
 
 
-def _rows(tensor: Tensor) -> Iterator[Rows]:
-    """Where the elements of a tensor lie, in their order: dimensions without gaps between them are taken as one."""
-    if tensor.is_contiguous():
-        yield tensor.data_ptr(), 1, tensor.nbytes, 0
-        return
+def rows_of(first: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> Iterator[Rows]:
+    """Where the elements of a tensor lie whose first is at `first`, in their order: dimensions without gaps between
+    them are taken as one. `strides` are in elements."""
     dims: list[tuple[int, int]] = []  # (extent, stride), the last dimension first
-    for extent, stride in zip(reversed(tensor.shape), reversed(tensor.stride()), strict=True):
+    for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
         if dims and stride == dims[-1][0] * dims[-1][1]:
             dims[-1] = (extent * dims[-1][0], dims[-1][1])
         elif extent != 1:
             dims.append((extent, stride))
-    item = tensor.element_size()
     row = dims.pop(0)[0] if dims and dims[0][1] == 1 else 1
     count, stride = dims.pop(0) if dims else (1, 0)
     outer = [[at * of_dim for at in range(extent)] for extent, of_dim in reversed(dims)]
     for offsets in itertools.product(*outer):
-        yield tensor.data_ptr() + sum(offsets) * item, count, row * item, stride * item
+        yield first + sum(offsets) * item_bytes, count, row * item_bytes, stride * item_bytes
 
 
 def _shared_memory(store: dist.Store, rank: int, required: list[int], timeout: timedelta) -> list[int]:

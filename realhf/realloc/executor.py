@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from realhf.realloc.layout import Box
-from realhf.realloc.places import PlacedRound, places_of
+from realhf.realloc.places import Memory, PlacedParts, PlacedRound, places_of
 from realhf.realloc.planner import ReallocationPlan
 from realhf.realloc.transport import Message, TorchTransport, Transport, Work, post, wait_for
 
@@ -46,26 +46,25 @@ def execute(
     with torch.no_grad():
         tensors = [tensor for _, tensor in (*source, *target)]
         _check_dtype(plan, tensors)
-        places = places_of(plan, rank, source, target)
+        places, memory = places_of(plan, rank, source, target), Memory(tensors)
+        here, there = places.to_copy(memory)
+        copying = _start_copies(transport, rank, here, there, memory) if eta == 1 else []
         under_way: deque[_UnderWay] = deque()
         for each_round in places.rounds:
             # What is forwarded must have arrived before; averages take the memory of the next round themselves.
             while under_way and (each_round.forwards or eta < 1):
                 under_way.popleft().finish(write, timeout_s)
-            messages, arriving = _messages(each_round, tensors, in_place=eta == 1)
+            messages, arriving = _messages(each_round, memory, in_place=eta == 1)
             packed_bytes = transport.packed_bytes(messages)
             most_bytes = 2 * plan.bucket_bytes - packed_bytes
             while len(under_way) == 2 or sum(started.packed_bytes for started in under_way) > max(most_bytes, 0):
                 under_way.popleft().finish(write, timeout_s)
             label = f"reallocation of {model_name}, bucket {each_round.index + 1} of {len(plan.rounds)}: rank {rank}"
             under_way.append(_UnderWay(label, post(transport, messages, label), packed_bytes, arriving))
-        copies = [(here.view(tensors), there.view(tensors)) for here, there in places.copies]
-        copies = [pair for pair in copies if not _is_same(*pair)]
-        if eta == 1:
-            transport.copy(copies)
-        else:
-            for ours, wanted in copies:
+        if eta < 1:
+            for ours, wanted in zip(here.views(memory), there.views(memory), strict=True):
                 write(wanted, ours)
+        wait_for(copying, f"reallocation of {model_name}: rank {rank} copying", timeout_s)
         while under_way:
             under_way.popleft().finish(write, timeout_s)
 
@@ -90,19 +89,29 @@ class _UnderWay:
 
 
 def _messages(
-    each_round: PlacedRound, tensors: Sequence[Tensor], in_place: bool
+    each_round: PlacedRound, memory: Memory, in_place: bool
 ) -> tuple[list[Message], list[tuple[Tensor, Tensor]]]:
     """What one rank sends and receives in a round; `in_place` into the target, else into buffers (with their parts)."""
     messages: list[Message] = []
     arriving: list[tuple[Tensor, Tensor]] = []
     for placed in each_round.messages:
-        views = [place.view(tensors) for place in placed.places]
-        if placed.peers_part == "send" and not in_place:
-            buffers = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in views]
-            arriving += zip(views, buffers, strict=True)
-            views = buffers
-        messages.append(Message(placed.peers_part, placed.peer, placed.boxes, views))
+        if placed.peers_part == "receive" or in_place:
+            messages.append(placed.message(memory))
+            continue
+        views = placed.parts.views(memory)
+        buffers = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in views]
+        arriving += zip(views, buffers, strict=True)
+        messages.append(Message(placed.peers_part, placed.peer, placed.boxes, buffers))
     return messages, arriving
+
+
+def _start_copies(transport: Transport, rank: int, here: PlacedParts, there: PlacedParts, memory: Memory) -> list[Work]:
+    if not here.places:
+        return []
+    return transport.copy(
+        Message("receive", rank, (), here.views(memory), here.parts(memory)),
+        Message("send", rank, (), there.views(memory), there.parts(memory)),
+    )
 
 
 def _writer(plan: ReallocationPlan, eta: float) -> Callable[[Tensor, Tensor], object]:
@@ -117,11 +126,6 @@ def _writer(plan: ReallocationPlan, eta: float) -> Callable[[Tensor, Tensor], ob
             "plan with forwarding=False"
         )
     return lambda target, values: target.lerp_(values, eta)
-
-
-def _is_same(ours: Tensor, wanted: Tensor) -> bool:
-    """Whether two views of one shape are of the same memory."""
-    return ours.data_ptr() == wanted.data_ptr() and ours.stride() == wanted.stride()
 
 
 def _check_dtype(plan: ReallocationPlan, tensors: Sequence[Tensor]) -> None:

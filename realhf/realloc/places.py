@@ -3,13 +3,17 @@ addresses of the tensors change."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from functools import cached_property
+from typing import Literal, cast, overload
 
+import numpy as np
 from torch import Tensor
 
+from realhf.parallel.host_group import Parts, rows_of
 from realhf.realloc.held import by_name, holder_of, holds
 from realhf.realloc.layout import Box
 from realhf.realloc.planner import ReallocationPlan
+from realhf.realloc.transport import Message
 
 Held = Sequence[tuple[Box, Tensor]]
 
@@ -28,6 +32,66 @@ class Place:
         return holder.as_strided(self.shape, self.strides, holder.storage_offset() + self.offset)
 
 
+class Memory:
+    """The tensors of a rank, source boxes first, and where they lie."""
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self.tensors = tensors
+        self._addresses = [tensor.data_ptr() for tensor in tensors]
+        self._items = [tensor.element_size() for tensor in tensors]
+        self.addresses = np.array(self._addresses, np.int64)
+
+    def is_same(self, one: Place, other: Place) -> bool:
+        """Whether two places of one shape are of the same memory."""
+        return one.strides == other.strides and self._first_byte(one) == self._first_byte(other)
+
+    def _first_byte(self, place: Place) -> int:
+        return self._addresses[place.index] + place.offset * self._items[place.index]
+
+
+class PlacedParts:
+    """Places, one behind the other."""
+
+    def __init__(self, places: Sequence[Place], item_bytes: int):
+        self.places, self.item_bytes = tuple(places), item_bytes
+        rows = [
+            (place.index, *row)
+            for place in places
+            for row in rows_of(place.offset * item_bytes, place.shape, place.strides, item_bytes)
+        ]
+        table = np.array(rows, np.int64).reshape(-1, 5)
+        self._holders, self._rows = table[:, 0], table[:, 1:]
+
+    def views(self, memory: Memory) -> "Views":
+        return Views(self.places, memory.tensors)
+
+    def parts(self, memory: Memory) -> Parts:
+        rows = self._rows.copy()
+        rows[:, 0] += memory.addresses[self._holders]
+        return Parts(rows, memory.tensors)
+
+
+class Views(Sequence[Tensor]):
+    """The views of places, made when they are asked for: over the memory of a host nobody does."""
+
+    def __init__(self, places: Sequence[Place], tensors: Sequence[Tensor]):
+        self._places, self._tensors = places, tensors
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    @overload
+    def __getitem__(self, index: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, index: slice) -> Sequence[Tensor]: ...
+    def __getitem__(self, index: int | slice) -> Tensor | Sequence[Tensor]:
+        return self._all[index]
+
+    @cached_property
+    def _all(self) -> list[Tensor]:
+        return [place.view(self._tensors) for place in self._places]
+
+
 @dataclass(frozen=True)
 class PlacedMessage:
     """`boxes` that go to `peer` or come from it; `peers_part` is the peer's."""
@@ -35,7 +99,10 @@ class PlacedMessage:
     peers_part: Literal["send", "receive"]
     peer: int
     boxes: tuple[Box, ...]
-    places: tuple[Place, ...]
+    parts: PlacedParts
+
+    def message(self, memory: Memory) -> Message:
+        return Message(self.peers_part, self.peer, self.boxes, self.parts.views(memory), self.parts.parts(memory))
 
 
 @dataclass(frozen=True)
@@ -49,10 +116,20 @@ class PlacedRound:
 
 @dataclass(frozen=True)
 class Places:
-    """What a rank does, in the tensors of its source boxes and, after them, its target boxes."""
+    """What a rank does in its memory: its rounds, and the parts that it copies from source to target."""
 
     rounds: tuple[PlacedRound, ...]
-    copies: tuple[tuple[Place, Place], ...]  # (from, to)
+    copied: PlacedParts
+    copies: PlacedParts
+
+    def to_copy(self, memory: Memory) -> tuple[PlacedParts, PlacedParts]:
+        """(from, to), but for what is of one memory in both."""
+        pairs = list(zip(self.copied.places, self.copies.places, strict=True))
+        apart = [pair for pair in pairs if not memory.is_same(*pair)]
+        if len(apart) == len(pairs):
+            return self.copied, self.copies
+        item = self.copied.item_bytes
+        return PlacedParts([here for here, _ in apart], item), PlacedParts([there for _, there in apart], item)
 
 
 def places_of(plan: ReallocationPlan, rank: int, source: Held, target: Held) -> Places:
@@ -72,19 +149,23 @@ def places_of(plan: ReallocationPlan, rank: int, source: Held, target: Held) -> 
 
 
 def _find(plan: ReallocationPlan, rank: int, source: Held, target: Held) -> Places:
-    ours, wanted = _Side(source, 0), _Side(target, len(source))
+    ours, wanted, item = _Side(source, 0), _Side(target, len(source)), plan.element_bytes
     rounds = []
     for each_round in plan.device_rounds.get(rank, ()):
         messages = []
         for peer, boxes in sorted(each_round.sends.items()):
             # What the rank holds from the start, or else what it received in an earlier round.
-            places = tuple((ours if ours.holds(box) else wanted).place(box) for box in boxes)
-            messages.append(PlacedMessage("receive", peer, boxes, places))
+            places = [(ours if ours.holds(box) else wanted).place(box) for box in boxes]
+            messages.append(PlacedMessage("receive", peer, boxes, PlacedParts(places, item)))
         for peer, boxes in sorted(each_round.receives.items()):
-            messages.append(PlacedMessage("send", peer, boxes, tuple(map(wanted.place, boxes))))
+            messages.append(PlacedMessage("send", peer, boxes, PlacedParts(list(map(wanted.place, boxes)), item)))
         rounds.append(PlacedRound(each_round.index, each_round.forwards, tuple(messages)))
-    copies = tuple((ours.place(box), wanted.place(box)) for box in plan.local_copies.get(rank, ()))
-    return Places(tuple(rounds), copies)
+    copied = plan.local_copies.get(rank, ())
+    return Places(
+        tuple(rounds),
+        PlacedParts(list(map(ours.place, copied)), item),
+        PlacedParts(list(map(wanted.place, copied)), item),
+    )
 
 
 class _Side:

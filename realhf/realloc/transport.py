@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.parallel import host_group
-from realhf.parallel.host_group import HostProcessGroup
+from realhf.parallel.host_group import HostProcessGroup, Parts
 from realhf.realloc.layout import Box
 
 # A part of at least so many bytes is a message of its own where it goes through torch.distributed, so that it need not
@@ -24,12 +24,14 @@ class Message:
     """What this rank sends to or receives from `peer`: `boxes` in their order, each in a view of any strides.
 
     `peers_part` of it is the peer's. What is sent must not change, and what is received not be read, until it is done.
+    `parts`: where the views lie, if that is known without making them.
     """
 
     peers_part: Literal["send", "receive"]
     peer: int
     boxes: Sequence[Box]
     views: Sequence[Tensor]
+    parts: Parts | None = None
 
 
 @dataclass(frozen=True)
@@ -50,8 +52,9 @@ class Transport(Protocol):
     def post(self, messages: Sequence[Message]) -> list[Work]:
         """Starts all of them and returns; waiting for all works, in any order, is to be done once each."""
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        """Within this rank: from the first of each pair into the second, of the same shape and apart from it."""
+    def copy(self, here: Message, there: Message) -> list[Work]:
+        """Within this rank, from the views of one into those of the other, of the same shapes and apart from them. To
+        be waited for like messages: what peers wait for goes first."""
 
 
 class ReallocationError(RuntimeError):
@@ -86,9 +89,12 @@ class TorchTransport:
         pieces.sort(key=lambda piece: piece.is_sent)
         return [self._post(piece) for piece in pieces]
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        for ours, wanted in pairs:
-            wanted.copy_(ours)
+    def copy(self, here: Message, there: Message) -> list[Work]:
+        def wait(timeout: timedelta) -> None:
+            for ours, wanted in zip(here.views, there.views, strict=True):
+                wanted.copy_(ours)
+
+        return [Work([], wait)]  # in the wait, since messages go on meanwhile
 
     def _post(self, piece: "_Piece") -> Work:
         start = dist.isend if piece.is_sent else dist.irecv
@@ -127,14 +133,13 @@ class HostTransport:
         for message in messages:
             peer = dist.get_group_rank(self._group, message.peer)
             move = self._group.receive_parts if message.peers_part == "send" else self._group.send_parts
-            works.append(Work([message], move(message.views, peer).wait))
+            works.append(Work([message], move(message.parts or Parts.of(message.views), peer).wait))
         return works
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        # As a message to itself: what is written goes past the caches, where rows are short in a third of the time.
-        own, (here, there) = self._group.rank(), zip(*pairs, strict=True) if pairs else ((), ())
-        for work in (self._group.receive_parts(there, own), self._group.send_parts(here, own)):
-            work.wait()
+    def copy(self, here: Message, there: Message) -> list[Work]:
+        # As a message to itself: what is written goes past the caches, where rows are short in a third of the time, and
+        # while peers make room or have sent nothing.
+        return self.post([there, here])
 
 
 def post(transport: Transport, messages: Sequence[Message], label: str) -> list[Work]:

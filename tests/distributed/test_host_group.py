@@ -15,6 +15,7 @@ from torch import Tensor
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel import _host, groups, host_group
 from realhf.parallel.groups import GroupTable
+from realhf.parallel.host_group import Parts
 from tests.distributed.pool import run_distributed
 from tests.waiting import PATIENCE_S
 
@@ -294,9 +295,9 @@ def exchange_parts(rank: int) -> None:
     group, peer = new_group(2), 1 - rank
     whole = torch.arange(3 * 700 * 400, dtype=torch.float32) + 0.5 * rank
     cube = whole.view(3, 700, 400).transpose(0, 1).contiguous().transpose(0, 1)  # of these strides, in this order
-    sent = group.send_parts([cube[:2], whole[:0], cube[2, :, 100:300], whole[7], whole[1:20:3]], peer)
+    sent = group.send_parts(Parts.of([cube[:2], whole[:0], cube[2, :, 100:300], whole[7], whole[1:20:3]]), peer)
     wide, rest = torch.zeros(2, 700, 800), torch.zeros(140_008)
-    received = group.receive_parts([wide[..., 100:500], rest], peer)
+    received = group.receive_parts(Parts.of([wide[..., 100:500], rest]), peer)
     assert received.wait()
     assert sent.wait()
     whole += 0.5 * peer - 0.5 * rank
@@ -317,8 +318,8 @@ def exchange_large_parts(rank: int) -> None:
     own, others = (torch.arange(2**21, dtype=torch.float32).view(2048, 1024) * (at + 1) for at in (rank, peer))
     for to, expected in ((peer, others), (rank, own)):
         wide = torch.full((2048, 1031), -1.0)
-        received = group.receive_parts([wide[:, 3:1027]], to)
-        sent = group.send_parts([own[:, :7].t(), own[:, 7:].t()], to)
+        received = group.receive_parts(Parts.of([wide[:, 3:1027]]), to)
+        sent = group.send_parts(Parts.of([own[:, :7].t(), own[:, 7:].t()]), to)
         assert received.wait()
         assert sent.wait()
         assert torch.equal(wide[:, 3:1027].flatten(), expected.t().flatten())
@@ -326,8 +327,8 @@ def exchange_large_parts(rank: int) -> None:
         assert (wide[:, 1027:] == -1).all()
     # To itself, with the message sent first: it is on its way in the ring when it is asked for.
     there = torch.zeros(2**21)
-    sent = group.send_parts([own], rank)
-    assert group.receive_parts([there], rank).wait()
+    sent = group.send_parts(Parts.of([own]), rank)
+    assert group.receive_parts(Parts.of([there]), rank).wait()
     assert sent.wait()
     assert torch.equal(there, own.flatten())
 

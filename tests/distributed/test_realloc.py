@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from realhf.api.compute import DataParallel
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
@@ -261,8 +260,8 @@ class FlipsABit:
     def packed_bytes(self, messages: Sequence[Message]) -> int:
         return self._transport.packed_bytes(messages)
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._transport.copy(pairs)
+    def copy(self, here: Message, there: Message) -> list[Work]:
+        return self._transport.copy(here, there)
 
     def post(self, messages: Sequence[Message]) -> list[Work]:
         first, *others = self._transport.post(messages)

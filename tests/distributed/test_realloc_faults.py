@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 from realhf.parallel import host_group
 from realhf.realloc.executor import execute
@@ -59,8 +58,8 @@ class KillsItself:
     def packed_bytes(self, messages: Sequence[Message]) -> int:
         return self._transport.packed_bytes(messages)
 
-    def copy(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-        self._transport.copy(pairs)
+    def copy(self, here: Message, there: Message) -> list[Work]:
+        return self._transport.copy(here, there)
 
     def post(self, messages: Sequence[Message]) -> list[Work]:
         self._rounds += 1
