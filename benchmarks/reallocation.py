@@ -43,6 +43,7 @@ from realhf.realloc.layout import Box, device_boxes
 from realhf.realloc.planner import plan_between
 from realhf.realloc.transport import HostTransport, TorchTransport
 from realhf.realloc.verification import bit_sum
+from realhf.scheduler.base import process_environment
 from realhf.worker.allocator import keep_freed_memory
 
 MODELS = {
@@ -146,6 +147,7 @@ def run(
     model: str, processes: int, pairs: Sequence[str], transports: Sequence[str], repetitions: int
 ) -> list[Measured]:
     """Measures in new processes; ends them all, whatever happens."""
+    os.environ.update(process_environment())  # as a worker has it
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory(prefix="realhf-reallocation-", dir="/dev/shm") as directory:
         reader, writer = context.Pipe(duplex=False)

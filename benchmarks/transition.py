@@ -43,6 +43,7 @@ from realhf.realloc.held import by_name, part
 from realhf.realloc.layout import Box, device_boxes
 from realhf.realloc.transition import Transition, transition
 from realhf.realloc.transport import Transport, transport_between
+from realhf.scheduler.base import process_environment
 from realhf.worker.allocator import keep_freed_memory
 
 ENGINES = ("deepspeed-chat", "hybridflow-v", "hybridflow", "two copies")
@@ -219,6 +220,7 @@ def process(rank: int, setting: Setting, store: str, results: Connection) -> Non
 def run(setting: Setting) -> dict[str, Measured]:
     """Each engine's figures."""
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.update(process_environment())  # as a worker has it
     context = multiprocessing.get_context("spawn")
     reader, writer = context.Pipe(duplex=False)
     with tempfile.TemporaryDirectory(prefix="realhf-transition-") as folder:

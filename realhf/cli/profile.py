@@ -1,7 +1,6 @@
 """`realhf profile`: measure layers, decode steps and collectives of this machine, once per model type."""
 
 import argparse
-import os
 import shutil
 import sys
 import tempfile
@@ -22,7 +21,7 @@ from realhf.api.profile_job import JOB_FILE, ProfileJob, ProfileTarget
 from realhf.cli.experiment import build_experiment
 from realhf.cli.planning import cluster_of
 from realhf.scheduler.activity import read_activity
-from realhf.scheduler.base import ProcessSpec, worker_name
+from realhf.scheduler.base import ProcessSpec, process_environment, worker_name
 from realhf.scheduler.local import LocalLauncher
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.scheduler.supervisor import supervise
@@ -241,12 +240,7 @@ def _progress(
 
 
 def _processes(job: ProfileJob, directory: RunDirectory) -> list[ProcessSpec]:
-    env = {
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
-        "GLOO_SOCKET_IFNAME": "lo",
-        "NCCL_SOCKET_IFNAME": "lo",
-        "PYTHONUNBUFFERED": "1",
-    }
+    env = {**process_environment(), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     return [
         ProcessSpec(
             name=worker_name(i),

@@ -1,5 +1,6 @@
 """What a launcher is: it starts processes from specs, tells which have ended, and leaves none behind."""
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,21 @@ def worker_index(environ: Mapping[str, str]) -> int | None:
     """The index that a launcher gave to this worker process through its environment, None outside of one."""
     text = environ.get(WORKER_INDEX_VARIABLE)
     return None if text is None else int(text)
+
+
+def process_environment() -> dict[str, str]:
+    """What every process gets: one thread unless the user asks for more, its lines at once, and memory in huge pages.
+
+    malloc asks for these (glibc from 2.35 on; others do not know the option). Where parameters are copied row by row,
+    most of the time is spent on looking up pages of 4 KiB: a reallocation takes 0.75 to 0.88 of the time with them.
+    """
+    own = os.environ.get("GLIBC_TUNABLES")
+    return {
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
+        "PYTHONUNBUFFERED": "1",
+        # Of two values of one option the later counts: the user's.
+        "GLIBC_TUNABLES": ":".join(filter(None, ["glibc.malloc.hugetlb=1", own])),
+    }
 
 
 @dataclass(frozen=True, kw_only=True)

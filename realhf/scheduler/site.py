@@ -1,13 +1,12 @@
 """Where a run's processes run: what is started, on which devices or nodes, and how many workers there is room for."""
 
-import os
 import sys
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Protocol
 
 from realhf.api.run import Run, RunSpec
-from realhf.scheduler.base import MASTER, Launcher, ProcessSpec, worker_name
+from realhf.scheduler.base import MASTER, Launcher, ProcessSpec, process_environment, worker_name
 from realhf.scheduler.local import LocalLauncher
 from realhf.scheduler.nodes import job_nodes, usable_nodes, without_nodes
 from realhf.scheduler.run_directory import RunDirectory
@@ -133,6 +132,6 @@ def _process(directory: RunDirectory, name: str, module: str, *words: str) -> Pr
     return ProcessSpec(
         name=name,
         argv=(sys.executable, "-m", module, str(directory.path), *words),
-        env={"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONUNBUFFERED": "1"},
+        env=process_environment(),
         log_path=directory.log(name),
     )

@@ -1,0 +1,48 @@
+"""What every process of a run finds in its environment."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from realhf.scheduler.base import process_environment
+from tests.waiting import PATIENCE_S
+
+HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+ALLOCATES = """
+import re, torch
+tensor = torch.ones(2**24)  # 64 MiB
+print(re.search(r"AnonHugePages: *([0-9]+) kB", open("/proc/self/smaps_rollup").read()).group(1))
+"""
+
+
+def huge_kilobytes(environment: dict[str, str]) -> int:
+    """Of a process that holds a tensor of 64 MiB."""
+    own = {name: value for name, value in os.environ.items() if name != "GLIBC_TUNABLES"}
+    done = subprocess.run(
+        [sys.executable, "-c", ALLOCATES],
+        env={**own, **environment}, capture_output=True, text=True, check=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(
+    not HUGE_PAGES.exists() or not re.search(r"\[madvise\]", HUGE_PAGES.read_text()),
+    reason="the kernel gives huge pages to all, or to nobody",
+)
+def test_tensors_lie_in_huge_pages() -> None:
+    assert huge_kilobytes({}) < 2**12
+    assert huge_kilobytes(process_environment()) > 2**15
+
+
+def test_what_the_user_sets_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
+    found = process_environment()
+    assert found["OMP_NUM_THREADS"] == "3"
+    assert found["GLIBC_TUNABLES"].endswith(":glibc.malloc.hugetlb=0")
+    if HUGE_PAGES.exists() and "[madvise]" in HUGE_PAGES.read_text():
+        assert huge_kilobytes(found) < 2**12
