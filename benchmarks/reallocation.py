@@ -55,7 +55,7 @@ MODELS = {
 PROCESSES = (4, 8)
 TRANSPORTS = {"gloo": 0.6, "host memory": 0.8}  # the least part of the raw bandwidth
 LEAST_BYTES = 100e6  # below that the part is not demanded
-REPETITIONS = 5
+REPETITIONS = 15
 DEADLINE_S = 160.0
 
 

@@ -16,7 +16,7 @@ from realhf.realloc.layout import Box
 
 # A part of at least so many bytes is a message of its own where it goes through torch.distributed, so that it need not
 # be packed if it is contiguous in memory; smaller ones go together, up to as many.
-MESSAGE_BYTES = 2**18
+MESSAGE_BYTES = 2**19
 
 
 @dataclass(frozen=True)
@@ -186,7 +186,7 @@ class _Piece:
     packed."""
 
     def __init__(self, message: Message, views: Sequence[Tensor]):
-        self.message, self.is_sent, self._views = message, message.peers_part == "receive", views
+        self.message, self.is_sent, self._views = message, message.peers_part == "receive", list(views)
         self._whole = _as_one(views)
         self._buffer = _buffer_for(views) if self._whole is None else None
 
@@ -196,22 +196,19 @@ class _Piece:
             assert self._whole is not None
             return self._whole.view(torch.uint8)
         if self.is_sent:
-            for view, place in self._places(self._buffer):
-                place.copy_(view)
+            torch._foreach_copy_(self._places(self._buffer), self._views)
         return self._buffer.view(torch.uint8)
 
     def unpack(self) -> None:
         """To be called when it is done."""
         if self._buffer is not None and not self.is_sent:
-            for view, place in self._places(self._buffer):
-                view.copy_(place)
+            torch._foreach_copy_(self._views, self._places(self._buffer))
         self._buffer = None
 
-    def _places(self, buffer: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each view with its place in the buffer, of the view's shape."""
-        sizes = [view.numel() for view in self._views]
-        for view, place in zip(self._views, buffer.split(sizes), strict=True):
-            yield view, place.view(view.shape)
+    def _places(self, buffer: Tensor) -> list[Tensor]:
+        """The place of each view in the buffer, of the view's shape."""
+        parts = buffer.split([view.numel() for view in self._views])
+        return [part.view(view.shape) for part, view in zip(parts, self._views, strict=True)]
 
 
 def _unpacking(work: Any, pieces: Sequence[_Piece]) -> Callable[[timedelta], None]:
