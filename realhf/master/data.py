@@ -4,10 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heappop, heappush
+from math import prod
+from string import ascii_letters
 
 from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.api.layout import Layout
 from realhf.api.protocols import THREE_D_PROTO, Division, TransferProtocol
+from realhf.realloc.senders import Senders
 from realhf.transport.messages import KeyMetadata, Receive, SampleDType, Send
 
 # mini_batches[part][j]: the ids of mini-batch j in a part of the batch, that of a data-parallel rank.
@@ -84,22 +87,41 @@ class WorkerMoves:
     receives: list[Receive] = field(default_factory=list)
 
 
+# Of one round, by worker; workers with nothing to do are absent.
+Round = dict[int, WorkerMoves]
+
+
 @dataclass
 class _Column:
-    """Where the samples of one key are. `owner[id]` produced the sample; `holders[id]` have it."""
+    """Where the samples of one key are. `holders[id]`: who has the sample or will by an earlier transfer, ascending."""
 
     dtype: SampleDType
     trailing: tuple[int, ...]
     length: dict[int, int] = field(default_factory=dict)
-    owner: dict[int, int] = field(default_factory=dict)
-    holders: dict[int, set[int]] = field(default_factory=dict)
+    holders: dict[int, tuple[int, ...]] = field(default_factory=dict)
+
+    def metadata(self, ids: Sequence[int]) -> KeyMetadata:
+        lengths = tuple(self.length[sample] for sample in ids)
+        return KeyMetadata(dtype=self.dtype, trailing=self.trailing, ids=tuple(ids), lengths=lengths)
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Samples of a key that the same workers hold and the same workers lack: they travel together."""
+
+    key: str
+    ids: Sequence[int]
+    size_bytes: int
+    holders: tuple[int, ...]
+    lacking: tuple[int, ...]
 
 
 class DataDirectory:
-    """The columns of one batch."""
+    """The columns of one batch. `devices_per_node`: None where all devices are on one."""
 
-    def __init__(self) -> None:
+    def __init__(self, devices_per_node: int | None = None) -> None:
         self._columns: dict[str, _Column] = {}
+        self._senders = Senders(devices_per_node, forwarding=True)
 
     def lengths(self, key: str, count: int) -> Mapping[int, int] | None:
         """The length of every sample of a key; None as long as not all `count` of them have been made."""
@@ -112,33 +134,63 @@ class DataDirectory:
             column = self._columns.setdefault(key, _Column(metadata.dtype, metadata.trailing))
             for sample, length in zip(metadata.ids, metadata.lengths, strict=True):
                 column.length[sample] = length
-                column.owner[sample] = worker
-                column.holders.setdefault(sample, set()).add(worker)
+                column.holders[sample] = _ascending((*column.holders.get(sample, ()), worker))
 
     def plan_transfer(
         self, layout: Layout, parts: Partition, keys: Iterable[str], protocol: TransferProtocol = THREE_D_PROTO
-    ) -> dict[int, WorkerMoves]:
+    ) -> list[Round]:
         """What moves so that every rank of `layout` has `keys` of its samples, and notes it as done.
 
-        Every sample comes from the worker that produced it and goes to each worker that lacks it
-        once. Workers with nothing to do are absent.
+        Who lacks a sample gets it once: from its own node where somebody there has it, so that it comes into each node
+        once; evenly from all who have it; and from those who have just got it (`realhf.realloc.senders`).
+
+        Returns:
+            rounds, to be sent out in their order: in each, a worker sends what it has or will have by an earlier one.
         """
-        moves: dict[int, WorkerMoves] = {}
-        for key in sorted(keys):
-            column = self._columns[key]
-            for worker, part in sorted(division(layout, protocol).part_of.items()):
-                lacking: dict[int, list[int]] = {}
-                for sample in (sample for ids in parts[part] for sample in ids):
-                    if worker not in column.holders[sample]:
-                        lacking.setdefault(column.owner[sample], []).append(sample)
-                        column.holders[sample].add(worker)
-                for source, ids in lacking.items():
-                    lengths = tuple(column.length[sample] for sample in ids)
-                    metadata = KeyMetadata(
-                        dtype=column.dtype, trailing=column.trailing, ids=tuple(ids), lengths=lengths
-                    )
-                    moves.setdefault(source, WorkerMoves()).sends.append(Send(peer=worker, key=key, ids=tuple(ids)))
-                    moves.setdefault(worker, WorkerMoves()).receives.append(
-                        Receive(peer=source, key=key, metadata=metadata)
-                    )
-        return moves
+        lacking: dict[int, list[int]] = {}
+        for worker, part in sorted(division(layout, protocol).part_of.items()):
+            for sample in (sample for ids in parts[part] for sample in ids):
+                lacking.setdefault(sample, []).append(worker)
+        groups = [group for key in sorted(keys) for group in self._groups(key, lacking)]
+        for group in groups:
+            self._senders.expect(group.size_bytes, group.holders)
+        ids: dict[tuple[int, str, int, int], list[int]] = {}  # by round, key, sender and receiver: one message
+        for group in groups:
+            round_of = dict.fromkeys(group.holders, -1)
+            for sender, receiver in self._senders.hops(group.size_bytes, group.holders, group.lacking):
+                round_of[receiver] = round_of[sender] + 1
+                ids.setdefault((round_of[receiver], group.key, sender, receiver), []).extend(group.ids)
+            holders = _ascending(round_of)
+            self._columns[group.key].holders.update(dict.fromkeys(group.ids, holders))
+        rounds: list[Round] = [{} for _ in range(1 + max((number for number, *_ in ids), default=-1))]
+        for (number, key, sender, receiver), samples in sorted(ids.items()):
+            metadata = self._columns[key].metadata(sorted(samples))
+            send = Send(peer=receiver, key=key, ids=metadata.ids)
+            rounds[number].setdefault(sender, WorkerMoves()).sends.append(send)
+            receive = Receive(peer=sender, key=key, metadata=metadata)
+            rounds[number].setdefault(receiver, WorkerMoves()).receives.append(receive)
+        return rounds
+
+    def _groups(self, key: str, wanted_by: Mapping[int, Sequence[int]]) -> list[_Group]:
+        """The samples of a key that somebody lacks. `wanted_by`: the workers that are to have a sample, ascending."""
+        column = self._columns[key]
+        ids: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
+        for sample, workers in sorted(wanted_by.items()):
+            holders = column.holders[sample]
+            lacking = tuple(worker for worker in workers if worker not in holders)
+            if lacking:
+                ids.setdefault((holders, lacking), []).append(sample)
+        row_bytes = _item_bytes(column.dtype) * prod(column.trailing)
+        return [
+            _Group(key, samples, row_bytes * sum(column.length[sample] for sample in samples), holders, lacking)
+            for (holders, lacking), samples in ids.items()
+        ]
+
+
+def _ascending(workers: Iterable[int]) -> tuple[int, ...]:
+    return tuple(sorted(set(workers)))
+
+
+def _item_bytes(dtype: SampleDType) -> int:
+    bits = dtype.strip(ascii_letters)
+    return int(bits) // 8 if bits else 1  # bool

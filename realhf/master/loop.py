@@ -65,9 +65,9 @@ class GraphRunner:
     """What `Dispatcher` needs to know of a graph to run it.
 
     `homes` are the layouts in which the parameters live, or would if those of `offload` did not wait in host memory;
-    `batch_size` the samples of a step; `rows` those of the data
-    set, whose lengths are otherwise not known. `versions` says which version of its parameters a model uses in a step;
-    None: what the graph says.
+    `batch_size` the samples of a step; `rows` those of the data set, whose lengths are otherwise not known. `versions`
+    says which version of its parameters a model uses in a step; None: what the graph says. `devices_per_node`: None,
+    all are on one.
     """
 
     split: Split
@@ -78,6 +78,7 @@ class GraphRunner:
     rows: DatasetRows | None = None
     offload: tuple[str, ...] = ()
     versions: Callable[[str, int], int] | None = None
+    devices_per_node: int | None = None
 
     @cached_property
     def loads(self) -> dict[str, Load]:
@@ -166,7 +167,7 @@ class Dispatcher:
             for action in actions:
                 match action:
                     case Issue(node):
-                        directory = directories.setdefault(node.step, DataDirectory())
+                        directory = directories.setdefault(node.step, DataDirectory(runner.devices_per_node))
                         records[node] = CallRecord(node, runner.model_of(node.call))
                         pending[node] = await self._issue(runner, node, directory)
                     case FinishStep(step):
@@ -281,9 +282,10 @@ class Dispatcher:
                 if (divides or graph.producers.get(key) == node.call) and directory.lengths(key, runner.batch_size)
             ]
             layout = runner.calls[consumer.name].layout
-            for worker, moves in sorted(directory.plan_transfer(layout, parts, keys).items()):
-                message = Transfer(batch=batch, sends=tuple(moves.sends), receives=tuple(moves.receives))
-                await self._send(worker, message)
+            for moves_of in directory.plan_transfer(layout, parts, keys):
+                for worker, moves in sorted(moves_of.items()):
+                    message = Transfer(batch=batch, sends=tuple(moves.sends), receives=tuple(moves.receives))
+                    await self._send(worker, message)
 
     async def _send_call(
         self,

@@ -176,8 +176,9 @@ class Master:
     async def _train(self, first: int, last: int) -> None:
         run = self._run
         runner = GraphRunner(
-            "train", run.graph, run.plan.calls, run.homes, run.settings.batch_size, self._rows, run.plan.offload
-        )
+            "train", run.graph, run.plan.calls, run.homes, run.settings.batch_size, self._rows, run.plan.offload,
+            devices_per_node=run.spec.devices_per_node,
+        )  # fmt: skip
         steps = [(name, first + step) for name, step in run.plan.unrolled(run.graph, last - first)]
         follows = run.graph.follows
         order = [(name, step) for name, step in steps if name not in follows or follows[name].is_due(step)]
@@ -212,6 +213,7 @@ class Master:
         runner = GraphRunner(
             "evaluation", graph, calls, run.homes, evaluation.batch_size, rows, run.plan.offload,
             versions=lambda model, _: run.graph.weights_version(model, step),
+            devices_per_node=run.spec.devices_per_node,
         )  # fmt: skip
         batches = rows.num_rows // evaluation.batch_size
         order = [(call, batch) for batch in range(batches) for call in graph.calls]

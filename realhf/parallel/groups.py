@@ -115,6 +115,17 @@ class GroupTable:
         return group if group is not None and dist.get_backend(group) == host_group.BACKEND else None
 
 
+def group_of_all_ranks(device: torch.device, timeout_s: float) -> dist.ProcessGroup:
+    """Another one, for messages that are posted beside those of the world: a group's are matched in their order.
+
+    All ranks must make it at the same place.
+    """
+    group = dist.new_group(timeout=timedelta(seconds=timeout_s))
+    # NCCL wants a collective of all ranks before the first message between two of them.
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+    return group
+
+
 def _hosts() -> list[int]:
     """For every rank of the world: equal for ranks that can share memory, different for any two where none can."""
     world = dist.get_world_size()

@@ -1,7 +1,10 @@
 """Per-sample data on its way between workers: posted when it was made, waited for when it is needed."""
 
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+import threading
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
@@ -12,50 +15,91 @@ from realhf.transport.messages import BatchKey, KeyMetadata, Receive, Send
 from realhf.worker.store import SampleStore
 
 
-@dataclass(frozen=True)
-class _Outgoing:
-    """A message that is being sent; its tensor must stay until then."""
-
-    receive_by: int
-    key: str
-    packed: Tensor
-    work: dist.Work
-
-
-@dataclass(frozen=True)
 class _Incoming:
-    """A message that is being received into `packed`."""
+    """A message that is being received into `packed`; `samples` are views of it."""
 
-    source: int
-    key: str
-    metadata: KeyMetadata
-    packed: Tensor
-    work: dist.Work
+    def __init__(self, receive: Receive, device: torch.device):
+        metadata = receive.metadata
+        size = sum(metadata.lengths) * _items_per_row(metadata)
+        self.source, self.key = receive.peer, receive.key
+        self.packed = torch.empty(size, dtype=getattr(torch, metadata.dtype), device=device)
+        self.samples = dict(zip(metadata.ids, _unpack(self.packed, metadata), strict=True))
+        self.work: dist.Work | None = None
+        self._lock, self._has_arrived = threading.Lock(), False
+
+    def wait(self, timeout: timedelta) -> None:
+        """May be called by several threads, of which one waits: a work of gloo can be waited for once."""
+        with self._lock:
+            if not self._has_arrived:
+                assert self.work is not None
+                self.work.wait(timeout)
+                self._has_arrived = True
+
+
+class _Outgoing:
+    """A message that is being sent, or will be when what it sends on has arrived. `packed` must stay until then."""
+
+    def __init__(self, send: Send, packed: Tensor, wait: Callable[[timedelta], object]):
+        self.receiver, self.key, self.packed, self.wait = send.peer, send.key, packed, wait
 
 
 class Mailbox:
     """Sends and receives without making the worker wait, one packed message a key and peer.
 
-    Both ends post their parts of a transfer at the same place of the master's one sequence of
-    requests, so that messages between two workers match in order, and nobody waits in a circle.
+    Both ends post their parts of a transfer at the same place of the master's one sequence of requests. What is to be
+    sent may still be on its way here, by an earlier transfer: then it is sent on when it has arrived, by a thread, on a
+    GPU by the stream of these messages, and no call waits for that.
+
+    Nobody waits for ever: posting waits for nothing; a message arrives when both its ends have come to its transfer
+    and messages of earlier transfers have arrived; a call waits for its peers, and for messages of transfers before
+    it. So the first request of the sequence that has not ended can proceed, whatever the layouts.
+
+    Args:
+        group: of all ranks, for these messages; default the world. With NCCL nothing else may use it, since its
+            messages are matched in their order, and all its ranks must have made one collective call in it before.
     """
 
-    def __init__(self, store: SampleStore, device: torch.device, timeout_s: float):
-        self._store, self._device, self._timeout_s = store, device, timeout_s
+    def __init__(
+        self, store: SampleStore, device: torch.device, timeout_s: float, group: dist.ProcessGroup | None = None
+    ):
+        self._store, self._device, self._timeout_s, self._group = store, device, timeout_s, group
         self._outgoing: dict[BatchKey, list[_Outgoing]] = {}
         self._incoming: dict[BatchKey, list[_Incoming]] = {}
+        # Messages between two workers have numbers, so that one that is sent on late is not taken for another. NCCL
+        # knows no such tags: there they are matched in the order in which both ends post them.
+        self._sent: Counter[int] = Counter()
+        self._received: Counter[int] = Counter()
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._forwarder = ThreadPoolExecutor(1, "sends on")
 
     def post(self, batch: BatchKey, sends: Sequence[Send], receives: Sequence[Receive]) -> None:
-        """Starts the transfers and returns."""
-        outgoing = self._outgoing.setdefault(batch, [])
-        for send in sends:
-            packed = torch.cat([value.flatten() for value in self._store.get(batch, send.key, send.ids)])
-            outgoing.append(_Outgoing(send.peer, send.key, packed, dist.isend(packed, send.peer)))
-        incoming = self._incoming.setdefault(batch, [])
-        for receive in receives:
-            packed = _allocate(receive.metadata, self._device)
-            work = dist.irecv(packed, receive.peer)
-            incoming.append(_Incoming(receive.peer, receive.key, receive.metadata, packed, work))
+        """Starts the transfers and returns. They start together: over NCCL, workers that send to each other would
+        wait for each other otherwise."""
+        outgoing, incoming = self._outgoing.setdefault(batch, []), self._incoming.setdefault(batch, [])
+        coming = {(message.key, sample): message for message in incoming for sample in message.samples}
+        received = [_Incoming(receive, self._device) for receive in receives]
+        operations = [self._operation(dist.irecv, message.packed, message.source) for message in received]
+        at_once: list[tuple[Send, Tensor]] = []
+        with self._beside_calls():
+            for send in sends:
+                expected = {message for sample in send.ids if (message := coming.get((send.key, sample)))}
+                values = [self._value(batch, send.key, sample, coming) for sample in send.ids]
+                if expected and self._stream is None:
+                    outgoing.append(self._send_on(send, expected, values))
+                    continue
+                for message in expected:
+                    assert message.work is not None
+                    message.work.wait()  # NCCL: the stream waits, not the worker
+                at_once.append((send, _pack(values)))
+                operations.append(self._operation(dist.isend, at_once[-1][1], send.peer))
+            works = dist.batch_isend_irecv(operations) if operations else []
+        if len(works) < len(operations):
+            works = works * len(operations)  # NCCL has one for all of them
+        for message, work in zip(received, works[: len(received)], strict=True):
+            message.work = work
+        incoming += received
+        for (send, packed), work in zip(at_once, works[len(received) :], strict=True):
+            outgoing.append(_Outgoing(send, packed, work.wait))
 
     def is_expecting(self, batch: BatchKey, keys: Collection[str]) -> bool:
         """Whether data of `keys` has been posted that was not collected yet."""
@@ -69,26 +113,68 @@ class Mailbox:
         """
         waiting = self._incoming.get(batch, [])
         for message in [message for message in waiting if message.key in keys]:
-            self._wait(message.work, f"{message.key} of {batch} from worker {message.source}")
-            self._store.put(batch, message.key, message.metadata.ids, _unpack(message.packed, message.metadata))
+            self._wait(message.wait, f"{message.key} of {batch} from worker {message.source}")
+            self._store.put(batch, message.key, message.samples.keys(), message.samples.values())
             waiting.remove(message)
 
     def free(self, batch: BatchKey) -> None:
         """Forgets the batch, all of whose calls have ended: what was sent has arrived."""
         for message in self._outgoing.pop(batch, ()):
-            self._wait(message.work, f"{message.key} of {batch} being taken by worker {message.receive_by}")
+            self._wait(message.wait, f"{message.key} of {batch} being taken by worker {message.receiver}")
         self._incoming.pop(batch, None)
 
-    def _wait(self, work: dist.Work, what: str) -> None:
+    def close(self) -> None:
+        """Ends the thread; to be called when all batches have been freed."""
+        self._forwarder.shutdown(wait=False, cancel_futures=True)
+
+    def _value(self, batch: BatchKey, key: str, sample: int, coming: dict[tuple[str, int], _Incoming]) -> Tensor:
+        message = coming.get((key, sample))
+        return message.samples[sample] if message else self._store.get(batch, key, [sample])[0]
+
+    def _operation(self, start: Callable[..., object], packed: Tensor, peer: int) -> dist.P2POp:
+        numbers = self._sent if start is dist.isend else self._received
+        numbers[peer] = numbers[peer] % TAGS + 1  # the world's other messages have tag 0
+        # As bytes, since NCCL does not know every dtype.
+        return dist.P2POp(start, packed.view(torch.uint8), peer, self._group, tag=numbers[peer])
+
+    def _send_on(self, send: Send, expected: Collection[_Incoming], values: Sequence[Tensor]) -> _Outgoing:
+        """Has the thread send `values` when the messages that they are parts of have arrived."""
+        packed = torch.empty(sum(value.numel() for value in values), dtype=values[0].dtype, device=values[0].device)
+        operation = self._operation(dist.isend, packed, send.peer)
+
+        def forward() -> dist.Work:
+            for message in expected:
+                message.wait(timedelta(seconds=self._timeout_s))
+            packed.copy_(_pack(values))
+            return dist.batch_isend_irecv([operation])[0]
+
+        future = self._forwarder.submit(forward)
+        return _Outgoing(send, packed, lambda timeout: future.result(timeout.total_seconds()).wait(timeout))
+
+    @contextmanager
+    def _beside_calls(self) -> Iterator[None]:
+        """On a GPU, what is queued within waits for what calls have queued; what calls queue later does not wait for
+        it."""
+        if self._stream is None:
+            yield
+            return
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def _wait(self, wait: Callable[[timedelta], object], what: str) -> None:
         try:
-            work.wait(timedelta(seconds=self._timeout_s))
-        except RuntimeError as error:
-            raise RuntimeError(f"data transfer: waited for {what}, at most {self._timeout_s:g} s: {error}") from error
+            wait(timedelta(seconds=self._timeout_s))
+        except (RuntimeError, TimeoutError) as error:
+            why = str(error) or "timed out"
+            raise RuntimeError(f"data transfer: waited for {what}, at most {self._timeout_s:g} s: {why}") from error
 
 
-def _allocate(metadata: KeyMetadata, device: torch.device) -> Tensor:
-    size = sum(metadata.lengths) * _items_per_row(metadata)
-    return torch.empty(size, dtype=getattr(torch, metadata.dtype), device=device)
+TAGS = 2**20  # more than are on their way between two workers
+
+
+def _pack(values: Sequence[Tensor]) -> Tensor:
+    return torch.cat([value.flatten() for value in values])
 
 
 def _unpack(packed: Tensor, metadata: KeyMetadata) -> list[Tensor]:

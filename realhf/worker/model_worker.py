@@ -24,7 +24,7 @@ from realhf.engine.interface import CallResult
 from realhf.engine.model import ShardedModel
 from realhf.models.checkpoint import snapshot
 from realhf.models.checkpoint_index import initial_optimizer_steps
-from realhf.parallel.groups import GroupTable, ParallelGroups
+from realhf.parallel.groups import GroupTable, ParallelGroups, group_of_all_ranks
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.messages import (
     BatchKey,
@@ -112,7 +112,8 @@ class ModelWorker:
             self._readers["evaluation"] = DatasetReader(run.evaluation.dataset, None, run.evaluation.batch_size)
         self._memory = MemoryGauge(device)
         self._store = SampleStore()
-        self._mailbox = Mailbox(self._store, device, self._timeout_s)
+        group = group_of_all_ranks(device, self._timeout_s) if device.type == "cuda" else None
+        self._mailbox = Mailbox(self._store, device, self._timeout_s, group)
         self._interfaces: dict[tuple[Split, str], Any] = {}
         self._models: dict[tuple[str, Layout], ShardedModel] = {}
         for name, home in run.homes.items():
@@ -133,8 +134,9 @@ class ModelWorker:
         return reply
 
     def close(self) -> None:
-        """Ends the thread for moves."""
+        """Ends the threads for moves and for data that is sent on."""
         self._lane.close()
+        self._mailbox.close()
 
     def _handle(self, request: Request) -> Reply | None:
         match request:

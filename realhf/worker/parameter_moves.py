@@ -3,15 +3,13 @@
 import threading
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 
 from realhf.api.layout import Layout
 from realhf.api.run import Run
 from realhf.engine.model import ShardedModel
-from realhf.parallel.groups import GroupTable
+from realhf.parallel.groups import GroupTable, group_of_all_ranks
 from realhf.realloc.executor import execute
 from realhf.realloc.planner import plan_between
 from realhf.realloc.transport import TorchTransport, Transport, transport_between
@@ -44,7 +42,8 @@ class ParameterMoves:
         self._timeout_s = run.deadlines.longest_s
         self._verification = VerificationSchedule(run.spec.verify_reallocations_every)
         self._at_rest = {name: threading.Lock() for name in run.homes}
-        self._across_hosts = self._group_of_its_own() if groups.spans_hosts and _moves_anything(run) else None
+        is_needed = groups.spans_hosts and _moves_anything(run)
+        self._across_hosts = group_of_all_ranks(device, self._timeout_s) if is_needed else None
 
     def prepare(self, request: PrepareMove) -> None:
         """Memory for the copy that the move will fill here, if it fills one."""
@@ -166,14 +165,6 @@ class ParameterMoves:
     def _transport(self, source: Layout, target: Layout) -> Transport:
         of_host = self._groups.of_host((*source.mesh.devices, *target.mesh.devices))
         return TorchTransport(self._across_hosts) if of_host is None else transport_between(of_host)
-
-    def _group_of_its_own(self) -> dist.ProcessGroup:
-        """Of all ranks. The messages of a group are matched in their order, and those of the world are sent by another
-        thread."""
-        group = dist.new_group(timeout=timedelta(seconds=self._timeout_s))
-        # NCCL wants a collective of all ranks before the first message between two of them.
-        dist.all_reduce(torch.zeros(1, device=self._device), group=group)
-        return group
 
 
 def _moves_anything(run: Run) -> bool:

@@ -1,5 +1,6 @@
 """Every rank gets the samples that it works on, once; the sends are the receives."""
 
+from collections import Counter
 from dataclasses import dataclass
 from itertools import combinations
 from random import Random
@@ -124,36 +125,38 @@ class Cluster:
 
     def deliver(
         self, layout: Layout, mini_batches: int, keys: list[str], protocol: TransferProtocol = THREE_D_PROTO
-    ) -> int:
-        """Carries out the plan for a call on `layout`; returns how many samples were sent."""
+    ) -> list[tuple[int, int, str, int]]:
+        """Carries out the plan for a call on `layout`; returns (sender, receiver, key, sample) of all that was sent."""
         division = protocol.distribute(layout)
         parts = partition(BATCH_SIZE, mini_batches, division.parts)
-        moves = self.directory.plan_transfer(layout, parts, keys, protocol)
-        sent = [
-            (worker, send.peer, send.key, sample)
-            for worker, part in moves.items()
-            for send in part.sends
-            for sample in send.ids
-        ]
-        received = []
-        for worker, part in moves.items():
-            assert part.sends or part.receives, "workers with nothing to do are absent"
-            for receive in part.receives:
-                metadata = receive.metadata
-                assert (metadata.dtype, metadata.trailing) == ("float32", (2,))
-                assert metadata.lengths == tuple(self.lengths[receive.key, sample] for sample in metadata.ids)
-                received += [(receive.peer, worker, receive.key, sample) for sample in metadata.ids]
-        assert sorted(sent) == sorted(received)
-        assert len(set(received)) == len(received), "nothing twice"
-        for source, target, key, sample in sent:
-            assert (key, sample) in self.held[source], "a source has what it sends"
-            assert (key, sample) not in self.held.get(target, ()), "nobody gets what it has"
-        for _, target, key, sample in sent:
-            self.held.setdefault(target, set()).add((key, sample))
+        all_sent = []
+        for moves in self.directory.plan_transfer(layout, parts, keys, protocol):
+            sent = [
+                (worker, send.peer, send.key, sample)
+                for worker, part in moves.items()
+                for send in part.sends
+                for sample in send.ids
+            ]
+            received = []
+            for worker, part in moves.items():
+                assert part.sends or part.receives, "workers with nothing to do are absent"
+                for receive in part.receives:
+                    metadata = receive.metadata
+                    assert (metadata.dtype, metadata.trailing) == ("float32", (2,))
+                    assert metadata.lengths == tuple(self.lengths[receive.key, sample] for sample in metadata.ids)
+                    received += [(receive.peer, worker, receive.key, sample) for sample in metadata.ids]
+            assert sorted(sent) == sorted(received)
+            assert len(set(received)) == len(received), "nothing twice"
+            for source, target, key, sample in sent:
+                assert (key, sample) in self.held[source], "a source has what it sends"
+                assert (key, sample) not in self.held.get(target, ()), "nobody gets what it has"
+            for _, target, key, sample in sent:
+                self.held.setdefault(target, set()).add((key, sample))
+            all_sent += sent
         for worker, of_worker in division.part_of.items():
             wanted = {(key, sample) for key in keys for ids in parts[of_worker] for sample in ids}
             assert wanted <= self.held.get(worker, set()), f"worker {worker} lacks data"
-        return len(sent)
+        return all_sent
 
 
 BATCH_SIZE = 16
@@ -164,27 +167,41 @@ def random_layout(random: Random) -> Layout:
     return Layout(DeviceMesh(random.randrange(6), dp * tp * pp), ParallelStrategy(dp, tp, pp))
 
 
-def cluster(random: Random, keys: list[str]) -> Cluster:
+def cluster(random: Random, keys: list[str], devices_per_node: int | None = None) -> Cluster:
     lengths = {(key, sample): random.randrange(1, 50) for key in keys for sample in range(BATCH_SIZE)}
-    return Cluster({}, lengths, DataDirectory())
+    return Cluster({}, lengths, DataDirectory(devices_per_node))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(st.integers(0, 2**62))
 def test_every_rank_gets_its_samples_and_nothing_twice(seed: int) -> None:
+    """Into each node that lacks a sample it comes once, into others never, whoever needed it before."""
     random = Random(seed)
     keys = ["seq", "logprob", "reward"]
-    workers = cluster(random, keys)
+    per_node = random.choice([1, 2, 4, 8, None])
+    workers = cluster(random, keys, per_node)
+
+    def nodes_by_sample() -> dict[tuple[str, int], set[int]]:
+        nodes: dict[tuple[str, int], set[int]] = {}
+        for worker, held in workers.held.items():
+            for sample in held:
+                nodes.setdefault(sample, set()).add(worker // per_node if per_node else 0)
+        return nodes
+
     for key in keys:
         workers.produce(key, random_layout(random), random.choice([1, 2, 4]))
     for _ in range(4):
         layout, mini_batches = random_layout(random), random.choice([1, 2, 4])
         wanted = random.sample(keys, random.randint(1, 3))
         held_before = {worker: set(held) for worker, held in workers.held.items()}
-        num_sent = workers.deliver(layout, mini_batches, wanted)
+        nodes_before = nodes_by_sample()
+        sent = workers.deliver(layout, mini_batches, wanted)
         grown = sum(len(held - held_before.get(worker, set())) for worker, held in workers.held.items())
-        assert num_sent == grown
-        assert workers.deliver(layout, mini_batches, wanted) == 0, "a second time nothing is missing"
+        assert len(sent) == grown
+        # The least that must cross borders of nodes: one copy for each node that did not have it.
+        crossed = sum(per_node is not None and sender // per_node != to // per_node for sender, to, _, _ in sent)
+        assert crossed == sum(len(nodes - nodes_before[sample]) for sample, nodes in nodes_by_sample().items())
+        assert not workers.deliver(layout, mini_batches, wanted), "a second time nothing is missing"
 
 
 @pytest.mark.parametrize("protocol", [ONE_TO_ALL, RANK_ZERO, ALL_TO_ALL, THREE_D_PP_ONLY, THREE_D_PP_AS_DP])
@@ -201,12 +218,51 @@ def test_the_same_layout_with_outputs_on_every_rank_moves_nothing() -> None:
     workers = cluster(Random(0), ["seq"])
     layout = Layout(DeviceMesh(0, 4), ParallelStrategy(dp=4))
     workers.produce("seq", layout, 1)
-    assert workers.directory.plan_transfer(layout, partition(BATCH_SIZE, 1, 4), ["seq"]) == {}
+    assert workers.directory.plan_transfer(layout, partition(BATCH_SIZE, 1, 4), ["seq"]) == []
 
 
 def test_tensor_parallel_peers_get_a_copy_each() -> None:
     workers = cluster(Random(0), ["seq"])
     layout = Layout(DeviceMesh(0, 4), ParallelStrategy(dp=2, tp=2))
     workers.produce("seq", layout, 1)
-    assert workers.deliver(layout, 1, ["seq"]) == BATCH_SIZE
+    assert len(workers.deliver(layout, 1, ["seq"])) == BATCH_SIZE
     assert {worker: len(held) for worker, held in workers.held.items()} == {0: 8, 1: 8, 2: 8, 3: 8}
+
+
+def test_eight_tensor_parallel_peers_on_another_node_by_hand() -> None:
+    """Both producers' samples cross to the other node once, over different devices, and spread there."""
+    workers = cluster(Random(0), ["seq"], devices_per_node=8)
+    workers.lengths = dict.fromkeys(workers.lengths, 10)
+    workers.produce("seq", Layout(DeviceMesh(0, 2), ParallelStrategy(dp=2)), 1)
+    sent = workers.deliver(Layout(DeviceMesh(8, 8), ParallelStrategy(tp=8)), 1, ["seq"])
+    across = {(sender, receiver) for sender, receiver, _, _ in sent if sender < 8}
+    assert len(across) == 2
+    assert len({receiver for _, receiver in across}) == 2
+    received = Counter(receiver for _, receiver, _, _ in sent)
+    assert received == dict.fromkeys(range(8, 16), BATCH_SIZE)
+    assert max(Counter(sender for sender, _, _, _ in sent).values()) <= 2 * BATCH_SIZE, "nobody sends to all of them"
+
+
+def test_who_got_a_sample_for_one_call_has_it_for_others() -> None:
+    """Device 4 fetched what device 7 wants later, from its own node; device 0 need not send it again."""
+    workers = cluster(Random(0), ["seq"], devices_per_node=4)
+    workers.produce("seq", Layout(DeviceMesh(0, 1), ParallelStrategy()), 1)
+    assert {(s, r) for s, r, _, _ in workers.deliver(Layout(DeviceMesh(4, 1), ParallelStrategy()), 1, ["seq"])} == {
+        (0, 4)
+    }
+    assert {(s, r) for s, r, _, _ in workers.deliver(Layout(DeviceMesh(7, 1), ParallelStrategy()), 1, ["seq"])} == {
+        (4, 7)
+    }
+
+
+def test_sizes_count_in_bytes() -> None:
+    """A holder of the longer half sends less of what both have."""
+    directory = DataDirectory()
+    for worker in (0, 1):
+        column = KeyMetadata(dtype="bool", trailing=(), ids=(0, 1), lengths=(30, 30))
+        directory.record(worker, {"is_pad": column})
+    directory.record(0, {"logits": KeyMetadata(dtype="float64", trailing=(100,), ids=(0, 1), lengths=(1, 1))})
+    layout = Layout(DeviceMesh(2, 1), ParallelStrategy())
+    (moves,) = directory.plan_transfer(layout, [[(0, 1)]], ["is_pad", "logits"])
+    assert [send.key for send in moves[0].sends] == ["logits"]
+    assert [send.key for send in moves[1].sends] == ["is_pad"]
