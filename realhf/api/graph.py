@@ -12,7 +12,9 @@ from realhf.api.architectures import architecture
 from realhf.api.errors import UserError
 from realhf.api.follow import Follow, FollowNode, follow_nodes
 from realhf.api.interface import InterfaceConfig
+from realhf.api.layout import Layout
 from realhf.api.model import DecoderConfig, model_type
+from realhf.api.protocols import THREE_D_PROTO, TransferProtocol
 
 
 class ModelInterfaceType(Enum):
@@ -35,6 +37,8 @@ class ModelFunctionCallDef:
     `input_data` and `output_data` are keys of per-sample data; a key is produced by one call or
     by the data set. Calls with one `model_name` share one set of parameters.
     `mini_batches` is the number of optimizer steps a train_step call makes on the batch.
+    `protocol` says which device gets what of the batch, and whose outputs are taken (HybridFlow, section 4.1). Another
+    one than 3D_PROTO is for interfaces that do not use the model (`InterfaceConfig.uses_model`).
     """
 
     model_name: str
@@ -44,6 +48,7 @@ class ModelFunctionCallDef:
     input_data: Sequence[str] = ()
     output_data: Sequence[str] = ()
     mini_batches: int = 1
+    protocol: TransferProtocol = THREE_D_PROTO
     name: str = ""
 
     def __post_init__(self) -> None:
@@ -59,6 +64,11 @@ class ModelFunctionCallDef:
             object.__setattr__(self, "model_type", found)
         if self.mini_batches < 1 or (self.mini_batches > 1 and self.interface_type is not TRAIN_STEP):
             raise UserError(f"{self.name}: mini_batches={self.mini_batches} must be 1, or at least 1 for a train_step")
+        if self.trains and not self.uses_model:
+            raise UserError(
+                f"{self.name}: {type(self.interface_impl).__name__} has uses_model=False, but a train_step changes its "
+                "model; leave uses_model out, or make it an inference call"
+            )
 
     @property
     def config(self) -> DecoderConfig:
@@ -69,6 +79,37 @@ class ModelFunctionCallDef:
     @property
     def trains(self) -> bool:
         return self.interface_type is TRAIN_STEP
+
+    @property
+    def uses_model(self) -> bool:
+        return self.interface_impl.uses_model
+
+    def parts(self, layout: Layout) -> int:
+        """In how many parts the call's batch is cut in a layout."""
+        return layout.strategy.dp if self.protocol is THREE_D_PROTO else self.protocol.distribute(layout).parts
+
+    def check_protocol(self, layout: Layout) -> None:
+        """Raises UserError where the call cannot run under its protocol in `layout`."""
+        protocol, usual = self.protocol, THREE_D_PROTO
+        if protocol is usual:
+            return
+        try:
+            protocol.check(layout)
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from None
+        same_parts = protocol.distribute(layout) == usual.distribute(layout)
+        if self.uses_model and not (same_parts and set(protocol.collect(layout)) == set(usual.collect(layout))):
+            raise UserError(
+                f"{self.name}: protocol {protocol.name} is not what {usual.name} is on {layout}, and a pass through "
+                f"the model needs {usual.name}, under which its devices work on the same samples; leave protocol out, "
+                f"or give {type(self.interface_impl).__name__} uses_model=False if it asks nothing of the model"
+            )
+        if self.output_data and not protocol.restores(layout):
+            raise UserError(
+                f"{self.name}: protocol {protocol.name} does not collect each sample once, in order, on {layout}, so "
+                f"there is no one value of its outputs {', '.join(self.output_data)}; leave output_data empty, or "
+                f"choose a protocol that does, such as {usual.name}"
+            )
 
 
 # A key of per-sample data that every call can make: how many steps of training the weights have seen that made the

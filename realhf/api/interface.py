@@ -26,6 +26,10 @@ class InterfaceConfig:
     sequence_keys: ClassVar[tuple[str, ...]] = ()
     """The input keys whose tokens the model reads; empty: a prompt and its response. For the planner."""
 
+    uses_model: ClassVar[bool] = True
+    """Whether its methods ask the model for anything. False, for rules over the data alone: its calls may name a
+    transfer protocol that cuts the batch in any way (`ModelFunctionCallDef.protocol`), and are planned as no pass."""
+
 
 def check_implementation(call: str, config: InterfaceConfig) -> None:
     """Looks for the module that implements `config`, without importing it.

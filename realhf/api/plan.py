@@ -13,6 +13,7 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strate
 from realhf.api.micro_dp import contains, grouped_like
 from realhf.api.model import DecoderConfig
 from realhf.api.offload import check_offload
+from realhf.api.protocols import THREE_D_PROTO
 from realhf.api.rationale import Rationale
 
 FORMAT = "execution-plan/1"
@@ -182,9 +183,12 @@ def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> No
         per_mini_batch, rest = divmod(batch_size, definition.mini_batches)
         if rest:
             raise UserError(f"{name}: mini_batches={definition.mini_batches} does not divide batch_size={batch_size}")
-        if per_mini_batch % (call.dp * call.micro_batches):
+        definition.check_protocol(call.layout)
+        parts = definition.parts(call.layout)
+        if per_mini_batch % (parts * call.micro_batches):
+            what = "dp" if definition.protocol is THREE_D_PROTO else f"parts of {definition.protocol.name}"
             raise UserError(
-                f"{name}: dp={call.dp} x micro_batches={call.micro_batches} does not divide the mini-batch of "
+                f"{name}: {what}={parts} x micro_batches={call.micro_batches} does not divide the mini-batch of "
                 f"{per_mini_batch} samples; choose a product that divides {per_mini_batch}"
             )
     _check_homes(plan, graph)

@@ -153,6 +153,12 @@ class Run:
         chunks = 1 if call.interface_type is GENERATE else twin.chunks
         return msgspec.structs.replace(twin, micro_batches=1, chunks=chunks)
 
+    def calls_with_layouts(self) -> list[tuple[ModelFunctionCallDef, Layout]]:
+        """All calls of training and evaluation, and where they run."""
+        calls = [(call, self.plan.layout(call.name)) for call in self.graph.calls.values()]
+        evaluation = self.evaluation_graph.calls.values() if self.evaluation_graph else ()
+        return calls + [(call, self.evaluation_plan(call).layout) for call in evaluation]
+
     def check(self) -> None:
         """Raises UserError if the plan does not fit the experiment, the evaluation does not fit the plan, or an
         interface has no implementation."""
@@ -169,10 +175,14 @@ class Run:
         if self.evaluation:
             assert self.evaluation_graph
             for call in self.evaluation_graph.calls.values():
-                dp = self.evaluation_plan(call).dp
-                if self.evaluation.batch_size % dp:
+                layout = self.evaluation_plan(call).layout
+                call.check_protocol(layout)
+                parts = call.parts(layout)
+                if self.evaluation.batch_size % parts:
+                    what = "dp" if parts == layout.strategy.dp else f"parts of {call.protocol.name}"
                     raise UserError(
-                        f"{call.name}: dp={dp} does not divide the evaluation's batch_size={self.evaluation.batch_size}"
+                        f"{call.name}: {what}={parts} does not divide the evaluation's "
+                        f"batch_size={self.evaluation.batch_size}"
                     )
 
 

@@ -19,7 +19,7 @@ Partition = list[list[tuple[int, ...]]]
 
 @lru_cache(maxsize=256)
 def division(layout: Layout, protocol: TransferProtocol = THREE_D_PROTO) -> Division:
-    """What each device of a call gets. A pass through a model needs 3D_PROTO: its peers work on the same samples."""
+    """What each device of a call gets."""
     return protocol.distribute(layout)
 
 

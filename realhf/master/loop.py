@@ -11,7 +11,6 @@ from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.api.layout import Layout
 from realhf.api.offload import Load, loads_of, models_needed, with_loads
 from realhf.api.plan import CallPlan
-from realhf.api.protocols import THREE_D_PROTO
 from realhf.data.rows import DatasetRows
 from realhf.master.data import DataDirectory, Partition, dataset_sequences, division, length_key, partition
 from realhf.master.moves import Moves, SendRequest
@@ -234,7 +233,7 @@ class Dispatcher:
         if layout != home:
             for worker in layout.mesh.devices:
                 await self._send(worker, Release(model=definition.model_name, layout=layout))
-        return layout.mesh.size
+        return len(division(layout, definition.protocol).part_of)
 
     async def _load(self, runner: GraphRunner, node: Node, load: Load) -> int:
         batch, mesh = BatchKey(runner.split, node.step), runner.homes[load.model].mesh
@@ -282,7 +281,7 @@ class Dispatcher:
                 if (divides or graph.producers.get(key) == node.call) and directory.lengths(key, runner.batch_size)
             ]
             layout = runner.calls[consumer.name].layout
-            for moves_of in directory.plan_transfer(layout, parts, keys):
+            for moves_of in directory.plan_transfer(layout, parts, keys, consumer.protocol):
                 for worker, moves in sorted(moves_of.items()):
                     message = Transfer(batch=batch, sends=tuple(moves.sends), receives=tuple(moves.receives))
                     await self._send(worker, message)
@@ -296,9 +295,9 @@ class Dispatcher:
         parts: Partition,
         version: int,
     ) -> None:
-        layout, collected = plan.layout, frozenset(THREE_D_PROTO.collect(plan.layout))
+        layout, collected = plan.layout, frozenset(definition.protocol.collect(plan.layout))
         deadline_s = self._deadlines.of(plan.predicted_s)
-        for worker, part in division(layout).part_of.items():
+        for worker, part in division(layout, definition.protocol).part_of.items():
             mini_batches = parts[part]
             ids = tuple(sample for mini_batch in mini_batches for sample in mini_batch)
             outputs = definition.output_data if worker in collected else ()
@@ -337,7 +336,7 @@ def _parts(runner: GraphRunner, call: ModelFunctionCallDef, step: int, directory
             return None
     elif runner.rows is not None:
         lengths = runner.rows.lengths(step, dataset_sequences(call))
-    parts = division(runner.calls[call.name].layout).parts
+    parts = division(runner.calls[call.name].layout, call.protocol).parts
     return partition(runner.batch_size, call.mini_batches, parts, lengths)
 
 

@@ -55,6 +55,8 @@ class Saver:
         self._writing, self._under_way, self._error = set(writers), str(self._part(step)), None
         self._step = step
         self._all_written.clear()
+        if not writers:  # no model changes
+            self._all_written.set()
         part = self._part(step)
         try:
             part.mkdir()

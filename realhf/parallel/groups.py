@@ -65,23 +65,32 @@ class GroupTable:
     ranks are on one host talks through its memory. The groups of layouts are for one thread; those of hosts are for
     one, too, which may be another.
 
+    others: further groups, of ascending ranks.
     spans_hosts: whether there are ranks that do not share a memory.
     """
 
-    def __init__(self, layouts: Iterable[Layout], rank: int, timeout_s: float = 600.0):
+    def __init__(
+        self,
+        layouts: Iterable[Layout],
+        rank: int,
+        timeout_s: float = 600.0,
+        others: Iterable[tuple[int, ...]] = (),
+    ):
         self.rank = rank
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._of_hosts: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._layouts = list(dict.fromkeys(layouts))
         hosts = _hosts()
         self.spans_hosts = len(set(hosts)) > 1
+        wanted: list[tuple[int, ...]] = []
         for layout in self._layouts:
-            pipelines = [ranks for ranks in _pipelines(layout) if _share_memory(ranks, hosts)]
-            for ranks in _collective_groups(layout) + pipelines:
-                if len(ranks) > 1 and ranks not in self._groups:
-                    backend = host_group.BACKEND if _share_memory(ranks, hosts) else None
-                    timeout = timedelta(seconds=timeout_s)
-                    self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+            wanted += _collective_groups(layout)
+            wanted += [ranks for ranks in _pipelines(layout) if _share_memory(ranks, hosts)]
+        for ranks in [*wanted, *others]:
+            if len(ranks) > 1 and ranks not in self._groups:
+                backend = host_group.BACKEND if _share_memory(ranks, hosts) else None
+                timeout = timedelta(seconds=timeout_s)
+                self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
         for host in dict.fromkeys(hosts):
             ranks = tuple(rank for rank, of_rank in enumerate(hosts) if of_rank == host)
             if len(ranks) > 1:
@@ -106,6 +115,10 @@ class GroupTable:
         memory; None where they are on several hosts, or on none that has a group."""
         wanted = set(devices)
         return next((group for ranks, group in self._of_hosts.items() if wanted.issubset(ranks)), None)
+
+    def of_ranks(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
+        """The group of these ranks, this one among them; None where it is the only one."""
+        return self._find(list(ranks))
 
     def _find(self, ranks: list[int]) -> dist.ProcessGroup | None:
         return self._groups[tuple(ranks)] if len(ranks) > 1 and self.rank in ranks else None

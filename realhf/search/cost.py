@@ -67,7 +67,14 @@ class CallCost:
     shares_devices: bool = True
 
     def seconds(self, strategy: ParallelStrategy, micro_batches: int) -> float:
-        """Seconds from the request's arrival to the result, on any mesh of the strategy's size."""
+        """Seconds from the request's arrival to the result, on any mesh of the strategy's size.
+
+        What a call does that does not use its model is not known: nothing, but for what it was measured to take
+        (`call_factors`).
+        """
+        factor = self.costs.call_factors.get(self.call.name, 1.0)
+        if not self.call.uses_model:
+            return factor * self.timings.call_overhead_s
         part = _Part(self, strategy, micro_batches, crossings(strategy, self.cluster))
         match self.call.interface_type:
             case kind if kind is TRAIN_STEP:
@@ -78,7 +85,7 @@ class CallCost:
                 body = part.generate_s()
             case _:
                 body = part.inference_s()
-        return self.costs.call_factors.get(self.call.name, 1.0) * (self.timings.call_overhead_s + body)
+        return factor * (self.timings.call_overhead_s + body)
 
     def sharding(self, strategy: ParallelStrategy, micro_batches: int) -> Sharding | None:
         """What is sharded over dp because it would not fit otherwise; None: nothing, or it would not fit even so."""
@@ -360,14 +367,13 @@ def reallocation_table(
 
 
 def transfer_s(
-    keys: int, call: ModelFunctionCallDef, dp: int, *, crosses_nodes: bool, batch_size: int, workload: Workload,
+    keys: int, call: ModelFunctionCallDef, parts: int, *, crosses_nodes: bool, batch_size: int, workload: Workload,
     hardware: Hardware,
 ) -> float:  # fmt: skip
-    """Seconds to bring `keys` columns of per-sample data to `call`, running with `dp` data-parallel groups.
+    """Seconds to bring `keys` columns of per-sample data to `call`, whose batch is cut into `parts`: its dp, mostly.
 
-    Every device of a data-parallel group gets the group's samples; the groups are served at the
-    same time. Data of one number a token, BYTES_PER_TOKEN each, is small: one message each. Nothing is
-    sent, and this does not hold, if both calls run on one and the same device.
+    Every device gets one of them, all at the same time. Data of one number a token, BYTES_PER_TOKEN each, is small:
+    one message each. Nothing is sent, and this does not hold, if both calls run on one and the same device.
     """
-    size_bytes = keys * batch_size / dp * workload.of(call.name).tokens * BYTES_PER_TOKEN
+    size_bytes = keys * batch_size / parts * workload.of(call.name).tokens * BYTES_PER_TOKEN
     return hardware.send_s(size_bytes, crosses_nodes=crosses_nodes)

@@ -14,6 +14,7 @@ from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.micro_dp import contains, grouped_like
 from realhf.api.model import DecoderConfig, DType
 from realhf.api.plan import CallPlan
+from realhf.api.protocols import THREE_D_PROTO
 from realhf.search.cluster import Cluster
 from realhf.search.cost import reallocation_s
 from realhf.search.features import ENGINE, EngineFeatures
@@ -39,6 +40,8 @@ def with_groups(
     result = dict(calls)
     for name, call in calls.items():
         home, num_layers = calls[homes[name]].layout, graph.calls[name].config.num_layers
+        if graph.calls[name].protocol is not THREE_D_PROTO:
+            continue  # it was asked about plain layouts
         if call.layout != home and not (call.mesh == home.mesh and contains(call.layout, home, num_layers)):
             layout = grouped(home, call.layout, num_layers, cluster)
             result[name] = replace(call, micro_dp=layout.strategy.micro_dp) if layout else call

@@ -8,7 +8,7 @@ from realhf.api.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.api.layout import DeviceMesh, Layout
 from realhf.api.plan import CallPlan
 from realhf.search.memory import copy_bytes, dynamic_bytes, static_bytes
-from realhf.search.options import Option, legal_strategies, micro_batch_counts, mini_batch_size
+from realhf.search.options import Option, call_strategies, mini_batch_size
 from realhf.search.problem_inputs import homes
 from realhf.search.sharding import Sharding
 from realhf.search.task import PlanningTask
@@ -223,8 +223,8 @@ class Mapper:
             mini_batch = mini_batch_size(call, self.task.batch_size)
             found = [
                 (cost.seconds(strategy, count), Option(Layout(mesh, strategy), count))
-                for strategy in legal_strategies(call.config, num_devices)
-                for count in micro_batch_counts(strategy, mini_batch)
+                for strategy, counts in call_strategies(call, num_devices, mini_batch)
+                for count in counts
             ]
             self._options[key] = sorted(found)
         return self._options[key]

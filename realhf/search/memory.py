@@ -257,8 +257,10 @@ def dynamic_bytes(
     arrays of logits. Generate: the KV cache of grouped-query heads in whole pages, prefill's activations of one layer,
     two arrays of logits of one token a sequence, and on a CPU the linears' weights once more; of the micro-batches, at
     least pp, pp are in flight at once and the others wait without a cache. Where the call was given less room for keys
-    and values than they need, it is that room.
+    and values than they need, it is that room. A call that does not use its model: nothing.
     """
+    if not call.uses_model:
+        return 0.0
     model, strategy, lengths = call.config, option.layout.strategy, workload.of(call.name)
     tp, pp, features = strategy.tp, strategy.pp, features.during(call.interface_type)
     item = DTYPE_BYTES[dtype]

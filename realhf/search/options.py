@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from realhf.api.errors import UserError
 from realhf.api.graph import ModelFunctionCallDef
-from realhf.api.layout import Layout, ParallelStrategy, check_strategy, divisors
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy, divisors
 from realhf.api.model import DecoderConfig
 from realhf.api.plan import CallPlan
 from realhf.search.cluster import Cluster, device_meshes
@@ -58,6 +58,30 @@ def micro_batch_counts(strategy: ParallelStrategy, mini_batch: int) -> list[int]
     return [count for count in divisors(per_rank) if _is_power_of_two(count) or _is_power_of_two(count / strategy.pp)]
 
 
+def call_strategies(
+    call: ModelFunctionCallDef, num_devices: int, mini_batch: int
+) -> list[tuple[ParallelStrategy, list[int]]]:
+    """The strategies by which a call can run on so many devices, and for each the numbers of its micro-batches.
+
+    Under a protocol of its own those that it takes; it is asked for devices from 0 on, and `check_plan` asks again. A
+    call that does not use its model has no micro-batches.
+    """
+    found = []
+    for strategy in legal_strategies(call.config, num_devices):
+        layout = Layout(DeviceMesh(0, num_devices), strategy)
+        try:
+            call.check_protocol(layout)
+        except UserError:
+            continue
+        if call.uses_model:
+            counts = micro_batch_counts(strategy, mini_batch)
+        else:
+            counts = [] if mini_batch % call.parts(layout) else [1]
+        if counts:
+            found.append((strategy, counts))
+    return found
+
+
 def mini_batch_size(call: ModelFunctionCallDef, batch_size: int) -> int:
     """Samples of one mini-batch of the call.
 
@@ -82,8 +106,7 @@ def _iterate_options(call: ModelFunctionCallDef, mini_batch: int, cluster: Clust
     by_size: dict[int, list[tuple[ParallelStrategy, list[int]]]] = {}
     for mesh in device_meshes(cluster):
         if mesh.size not in by_size:
-            strategies = legal_strategies(call.config, mesh.size)
-            by_size[mesh.size] = [(s, micro_batch_counts(s, mini_batch)) for s in strategies]
+            by_size[mesh.size] = call_strategies(call, mesh.size, mini_batch)
         for strategy, counts in by_size[mesh.size]:
             layout = Layout(mesh, strategy)
             yield from (Option(layout, count) for count in counts)

@@ -14,7 +14,7 @@ from realhf.search.cluster import Cluster
 from realhf.search.cost import CallCost
 from realhf.search.mapping import Mapper
 from realhf.search.memory import dynamic_bytes, static_bytes
-from realhf.search.options import Option, legal_strategies, micro_batch_counts, mini_batch_size
+from realhf.search.options import Option, call_strategies, mini_batch_size
 from realhf.search.predict import Prediction, predict
 from realhf.search.searcher import native_problem, search_problem
 from realhf.search.task import PlanningTask
@@ -123,8 +123,8 @@ def _best_on(task: PlanningTask, meshes: Mapping[str, DeviceMesh], preset: str) 
         mesh, mini_batch = meshes[call.model_name], mini_batch_size(call, task.batch_size)
         options[call.name] = [
             Option(Layout(mesh, strategy), count)
-            for strategy in legal_strategies(call.config, mesh.size)
-            for count in micro_batch_counts(strategy, mini_batch)
+            for strategy, counts in call_strategies(call, mesh.size, mini_batch)
+            for count in counts
         ]
         if not options[call.name]:
             raise UserError(
@@ -177,9 +177,14 @@ def heuristic_plan(
         kept = static(option.layout.strategy)
         return kept + dynamic_bytes(call, option, batch_size, workload, dtype, costs.features_of(call.model_name))
 
+    micro_batches = {
+        call.name: dict(call_strategies(call, cluster.num_devices, mini_batch_size(call, batch_size)))
+        for call in graph.calls.values()
+    }
+
     def options(call: ModelFunctionCallDef, strategy: ParallelStrategy) -> list[Option]:
         layout = Layout(DeviceMesh(0, cluster.num_devices), strategy)
-        return [Option(layout, n) for n in micro_batch_counts(strategy, mini_batch_size(call, batch_size))]
+        return [Option(layout, count) for count in micro_batches[call.name][strategy]]
 
     def excess(strategy: ParallelStrategy) -> float:
         """Bytes over the limit, with each call's smallest option."""
@@ -214,8 +219,7 @@ def _common_strategies(graph: DataflowGraph, batch_size: int, cluster: Cluster) 
     """The strategies on all devices that are legal for all calls, with tensor-parallel groups within a node."""
     common: set[ParallelStrategy] | None = None
     for call in graph.calls.values():
-        mini_batch = mini_batch_size(call, batch_size)
-        legal = {s for s in legal_strategies(call.config, cluster.num_devices) if mini_batch % s.dp == 0}
+        legal = {s for s, _ in call_strategies(call, cluster.num_devices, mini_batch_size(call, batch_size))}
         common = legal if common is None else common & legal
     within_node = [s for s in common or () if cluster.devices_per_node % s.tp == 0]
     if not within_node:

@@ -19,7 +19,7 @@ class DataTransfers:
         self._inputs = inputs
 
     def between(self, call: ModelFunctionCallDef, parent: str, keys: int) -> TransferTable:
-        """Of the meshes only single devices and single nodes matter, of the strategy dp: the table is small.
+        """Of the meshes only single devices and single nodes matter, of the strategy the parts: the table is small.
 
         What a call that runs ahead of training (stale rollouts) has made leaves while it makes the next: had the
         transfer to wait for the source's devices, it would stand behind all steps that were ready before it.
@@ -27,7 +27,8 @@ class DataTransfers:
         inputs = self._inputs
         runs_ahead = any(edge.kind == "version" and edge.steps_back > 1 for edge in inputs.graph.parents(parent))
         sources, rows = distinct(inputs.layouts[parent], self._place)
-        targets, columns = distinct(inputs.layouts[call.name], lambda layout: (self._place(layout), layout.strategy.dp))
+        places = inputs.layouts[call.name]
+        targets, columns = distinct(places, lambda layout: (self._place(layout), call.parts(layout)))
         return TransferTable(
             name=f"data: {parent} -> {call.name}",
             source=inputs.number[parent],
@@ -51,15 +52,15 @@ class DataTransfers:
 
         inputs = self._inputs
 
-        def seconds(dp: int, crosses_nodes: bool) -> float:
+        def seconds(parts: int, crosses_nodes: bool) -> float:
             return transfer_s(
-                keys, call, dp, crosses_nodes=crosses_nodes, batch_size=inputs.batch_size, workload=inputs.workload,
+                keys, call, parts, crosses_nodes=crosses_nodes, batch_size=inputs.batch_size, workload=inputs.workload,
                 hardware=inputs.costs.hardware,
             )  # fmt: skip
 
-        degrees = {dp for _, dp in targets}
-        across, within = ({dp: seconds(dp, crosses) for dp in degrees} for crosses in (True, False))
-        between_nodes = array("d", [across[dp] for _, dp in targets])
+        numbers_of_parts = {parts for _, parts in targets}
+        across, within = ({n: seconds(n, crosses) for n in numbers_of_parts} for crosses in (True, False))
+        between_nodes = array("d", [across[parts] for _, parts in targets])
         on_node: dict[int | None, list[int]] = {}  # numbers of targets
         for number, ((_, node), _) in enumerate(targets):
             on_node.setdefault(node, []).append(number)
@@ -67,9 +68,9 @@ class DataTransfers:
         for device, node in sources:
             row = between_nodes[:]
             for number in on_node.get(node, []) if node is not None else []:
-                (target_device, _), dp = targets[number]
+                (target_device, _), parts = targets[number]
                 # One and the same device has the data already.
-                row[number] = 0.0 if device is not None and device == target_device else within[dp]
+                row[number] = 0.0 if device is not None and device == target_device else within[parts]
             table += row
         return table
 

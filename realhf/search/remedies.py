@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 
 from realhf.api.errors import UserError
 from realhf.api.layout import DeviceMesh, Layout
-from realhf.search.options import Option, legal_strategies, micro_batch_counts, mini_batch_size
+from realhf.search.options import Option, call_strategies, mini_batch_size
 from realhf.search.searcher import native_problem
 from realhf.search.task import PlanningTask
 
@@ -59,8 +59,8 @@ def smallest_peak_bytes(task: PlanningTask) -> float | None:
         options[call.name] = [
             Option(Layout(mesh, strategy), count)
             for mesh in (DeviceMesh(0, size), *halves)
-            for strategy in legal_strategies(call.config, mesh.size)
-            for count in micro_batch_counts(strategy, mini_batch)
+            for strategy, counts in call_strategies(call, mesh.size, mini_batch)
+            for count in counts
         ]
         if not options[call.name]:
             return None

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from realhf.api.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef, ModelInterfaceType
@@ -24,7 +23,7 @@ from realhf.engine.interface import CallResult
 from realhf.engine.model import ShardedModel
 from realhf.models.checkpoint import snapshot
 from realhf.models.checkpoint_index import initial_optimizer_steps
-from realhf.parallel.groups import GroupTable, ParallelGroups, group_of_all_ranks
+from realhf.parallel.groups import GroupTable, group_of_all_ranks
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.messages import (
     BatchKey,
@@ -45,6 +44,7 @@ from realhf.transport.messages import (
 )
 from realhf.worker import rollouts
 from realhf.worker.activity import WorkerActivity
+from realhf.worker.call_context import CallContext, UnusedModel, batch_share, sharing_ranks
 from realhf.worker.checkpoint_writer import CheckpointWriter
 from realhf.worker.home import fill
 from realhf.worker.mailbox import Mailbox
@@ -59,23 +59,6 @@ Request = Parameters | Transfer | CallFunction | FreeBatch | SaveCheckpoint
 
 # Rollouts of an evaluation draw other random numbers than those of training.
 EVALUATION_SEED_OFFSET = 0x5EED
-
-
-class CallContext:
-    """The context of one call (see `realhf.engine.interface.Context`)."""
-
-    def __init__(
-        self, seed: int, step: int, micro_batches: int, groups: ParallelGroups, record: frozenset[str] = frozenset()
-    ):
-        self.seed, self.step, self.micro_batches, self.record = seed, step, micro_batches, record
-        self.holds_outputs = groups.holds_outputs
-        self._data_group = groups.data
-
-    def sum_over_data_parallel(self, values: Tensor) -> Tensor:
-        total = values.clone()
-        if self._data_group is not None:
-            dist.all_reduce(total, group=self._data_group)
-        return total
 
 
 class ModelWorker:
@@ -102,7 +85,8 @@ class ModelWorker:
         self._writer = CheckpointWriter(rank, report)
         self._set_activity = activity.set
         self._timeout_s = run.deadlines.longest_s
-        self._groups = GroupTable((call.layout for call in run.plan.calls.values()), rank, self._timeout_s)
+        layouts = [call.layout for call in run.plan.calls.values()]
+        self._groups = GroupTable(layouts, rank, self._timeout_s, sharing_ranks(run.calls_with_layouts()))
         self._graphs: dict[Split, DataflowGraph] = {"train": run.graph}
         self._readers: dict[Split, DatasetReader] = {
             "train": DatasetReader(run.experiment.dataset, run.experiment.seed, run.settings.batch_size)
@@ -199,14 +183,14 @@ class ModelWorker:
     def _call(self, request: CallFunction) -> Reply:
         split, step = request.batch.split, request.batch.step
         definition = self._graphs[split].calls[request.call]
-        groups = self._groups.groups(request.layout)
+        share = batch_share(definition, request.layout, self._groups)
         wait = self._collect(request, definition)
         mini_batches = [self._inputs(request.batch, definition, ids) for ids in request.mini_batches]
         model = self._models[definition.model_name, request.layout]
         self._moves.select(model, definition.model_name, request.version)
         seed = self._run.experiment.seed + (EVALUATION_SEED_OFFSET if split == "evaluation" else 0)
         record = frozenset(self._run.spec.record)
-        context = CallContext(seed, step, request.micro_batches, groups, record)
+        context = CallContext(seed, step, request.micro_batches, share, record)
         with self._timed("compute", f"{request.call} of {request.batch}") as span:
             tokens_before = model.tokens_processed
             result = self._compute(split, definition, model, mini_batches, context)
@@ -219,7 +203,7 @@ class ModelWorker:
             weights_version=max(0, request.version),
             peak_bytes=self._memory.take_peak(),
         )
-        if not groups.holds_outputs:
+        if not share.holds_outputs:
             return reply
         return msgspec.structs.replace(
             reply,
@@ -240,11 +224,12 @@ class ModelWorker:
         self,
         split: Split,
         definition: ModelFunctionCallDef,
-        model: ShardedModel,
+        sharded: ShardedModel,
         mini_batches: Sequence[Batch],
         context: CallContext,
     ) -> CallResult:
         interface = self._interface(split, definition)
+        model: Any = sharded if definition.uses_model else UnusedModel(definition.name)
         match definition.interface_type:
             case ModelInterfaceType.TRAIN_STEP:
                 return interface.train_step(model, mini_batches, context)

@@ -1,13 +1,17 @@
 """The named transfer protocols by hand, and what holds of each of them under any layout."""
 
 import re
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.api.errors import UserError
+from realhf.api.graph import TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
+from realhf.api.interface import InterfaceConfig
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.plan import CallPlan, ExecutionPlan, check_plan
 from realhf.api.protocols import (
     ALL_TO_ALL,
     DP_PROTO,
@@ -20,6 +24,7 @@ from realhf.api.protocols import (
     TransferProtocol,
     all_micro_dp,
 )
+from tests.unit.api.calls import call
 
 SMALL = ParallelStrategy(dp=2, tp=2, pp=2)
 EIGHT = Layout(DeviceMesh(8, 8), SMALL)  # (dp, tp) of devices 8 to 11: 00 01 10 11, all of stage 0; then stage 1
@@ -114,3 +119,44 @@ def test_a_protocol_that_contradicts_itself(division: Division, collected: tuple
     mine = TransferProtocol(name="MINE", distribute=lambda _: division, collect=lambda _: collected)
     with pytest.raises(UserError, match=re.escape(message)):
         mine.check(EIGHT)
+
+
+class Rule(InterfaceConfig):
+    """Looks at data alone; no test here loads it."""
+
+    implementation = "rule:Rule"
+    uses_model = False
+
+
+def rule(protocol: TransferProtocol, outputs: Sequence[str] = ("score",)) -> ModelFunctionCallDef:
+    return call("judge", inputs=["seq"], outputs=outputs, interface_impl=Rule(), protocol=protocol)
+
+
+def test_a_rule_runs_under_every_protocol_that_restores_the_batch() -> None:
+    for protocol, parts in ((THREE_D_PROTO, 2), (THREE_D_PP_AS_DP, 4), (ALL_TO_ALL, 8), (RANK_ZERO, 1)):
+        rule(protocol).check_protocol(EIGHT)
+        assert rule(protocol).parts(EIGHT) == parts
+    for protocol in (ONE_TO_ALL, THREE_D_PP_ONLY):
+        rule(protocol, outputs=()).check_protocol(EIGHT)
+        with pytest.raises(UserError, match="does not collect each sample once"):
+            rule(protocol).check_protocol(EIGHT)
+
+
+def test_a_pass_through_a_model_needs_what_3d_proto_gives_it() -> None:
+    four = Layout(DeviceMesh(0, 4), ParallelStrategy(dp=4))
+    for protocol in (DP_PROTO, ALL_TO_ALL):  # on these devices they are 3D_PROTO
+        call("reward", outputs=["reward"], protocol=protocol).check_protocol(four)
+    with pytest.raises(UserError, match="reward_inference: protocol ALL_TO_ALL is not what 3D_PROTO is"):
+        call("reward", outputs=["reward"], protocol=ALL_TO_ALL).check_protocol(EIGHT)
+    with pytest.raises(UserError, match="reward_inference: protocol DP_PROTO: dp2 tp2 pp2 on devices 8-15 divides"):
+        call("reward", protocol=DP_PROTO).check_protocol(EIGHT)
+    with pytest.raises(UserError, match="judge_train_step: Rule has uses_model=False"):
+        call("judge", TRAIN_STEP, interface_impl=Rule())
+
+
+def test_a_plan_cuts_the_batch_as_the_protocol_does() -> None:
+    graph = DataflowGraph([rule(ALL_TO_ALL)], ["seq"])
+    plan = ExecutionPlan(num_devices=4, calls={"judge_inference": CallPlan(devices=(0, 4), tp=2, pp=2)})
+    check_plan(plan, graph, 8)
+    with pytest.raises(UserError, match="parts of ALL_TO_ALL=4 x micro_batches=1 does not divide the mini-batch of 6"):
+        check_plan(plan, graph, 6)

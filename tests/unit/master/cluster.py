@@ -150,9 +150,8 @@ def answer(runner: GraphRunner, worker: int, request: Answered, span: Span) -> R
     """What a worker replies; every sample of a call's outputs has three tokens."""
     if not isinstance(request, CallFunction):
         return Reply(request_id=request.request_id, span=span)
-    dp = request.layout.coordinates(worker)[0]
-    holds_outputs = worker == request.layout.output_device(dp)
-    keys = runner.graph.calls[request.call].output_data if holds_outputs else ()
+    definition = runner.graph.calls[request.call]
+    keys = definition.output_data if worker in definition.protocol.collect(request.layout) else ()
     ids = tuple(sample for mini_batch in request.mini_batches for sample in mini_batch)
     column = KeyMetadata(dtype="int64", trailing=(), ids=ids, lengths=(3,) * len(ids))
     return Reply(request_id=request.request_id, span=span, outputs=dict.fromkeys(keys, column))

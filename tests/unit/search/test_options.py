@@ -1,17 +1,23 @@
 """Meshes, strategies and micro-batches: what is legal, and how many there are."""
 
 import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import pytest
 
 from realhf.api.errors import UserError
-from realhf.api.graph import TRAIN_STEP
+from realhf.api.graph import INFERENCE, TRAIN_STEP
 from realhf.api.layout import DeviceMesh, ParallelStrategy
 from realhf.api.plan import ExecutionPlan, check_plan
+from realhf.api.protocols import ALL_TO_ALL, DP_PROTO
 from realhf.search.cluster import Cluster, device_meshes, share_a_node
+from realhf.search.cost import CallCost
+from realhf.search.memory import dynamic_bytes
 from realhf.search.options import call_options, legal_strategies, micro_batch_counts
+from realhf.search.timings import load_costs
 from realhf.search.workload import Workload
-from tests.unit.search.graphs import TINY, call, cpu_cluster, ppo
+from tests.unit.search.graphs import LENGTHS, TINY, Stub, call, cpu_cluster, ppo
 
 
 def test_meshes_are_parts_of_a_node_or_whole_nodes() -> None:
@@ -79,3 +85,31 @@ def test_workload() -> None:
         Workload(prompt_tokens=1, new_tokens=3, max_new_tokens=2)
     with pytest.raises(UserError, match="prompt_tokens=0"):
         Workload(prompt_tokens=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule(Stub):
+    """A score of the data alone."""
+
+    uses_model: ClassVar[bool] = False
+
+
+def test_a_call_under_a_protocol_of_its_own() -> None:
+    """Options are the layouts that its protocol takes, where its parts divide the batch; a rule costs no pass."""
+    cluster, rule = cpu_cluster(4), replace(call("judge", TINY, INFERENCE, "seq", "score"), interface_impl=Rule())
+    dp_only = call_options(replace(rule, protocol=DP_PROTO), 8, cluster)
+    assert {(o.layout.mesh.size, o.layout.strategy.dp, o.micro_batches) for o in dp_only} == {
+        (1, 1, 1),
+        (2, 2, 1),
+        (4, 4, 1),
+    }
+    of_pass = call_options(replace(rule, interface_impl=Stub(), protocol=DP_PROTO), 8, cluster)
+    assert {o.layout.strategy for o in of_pass} == {o.layout.strategy for o in dp_only}
+    # Two samples: four devices are too many for one each, tensor-parallel ones too.
+    one_each = replace(rule, protocol=ALL_TO_ALL)
+    sizes = {(o.layout.mesh.size, o.layout.strategy.tp) for o in call_options(one_each, 2, cluster)}
+    assert sizes == {(1, 1), (2, 1), (2, 2)}
+    costs = load_costs({"judge": TINY}, dtype="float32", hardware=cluster.hardware)
+    cost = CallCost(call=one_each, batch_size=8, workload=LENGTHS, cluster=cluster, costs=costs, dtype="float32")
+    assert cost.seconds(ParallelStrategy(tp=4), 1) == cost.timings.call_overhead_s
+    assert dynamic_bytes(one_each, dp_only[0], 8, LENGTHS, "float32") == 0
