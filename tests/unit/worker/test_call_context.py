@@ -1,0 +1,51 @@
+"""What a protocol makes of a device, and a model that an interface says it does not use."""
+
+import pytest
+import torch
+
+from realhf.api.graph import ModelFunctionCallDef
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.protocols import ALL_TO_ALL, RANK_ZERO, THREE_D_PP_AS_DP, THREE_D_PROTO, TransferProtocol
+from realhf.worker.call_context import BatchShare, CallContext, UnusedModel, batch_share, sharing_ranks
+from tests.unit.api.calls import call
+
+EIGHT = Layout(DeviceMesh(8, 8), ParallelStrategy(dp=2, tp=2, pp=2))
+
+
+class Groups:
+    """Names groups in place of making them."""
+
+    def __init__(self, rank: int):
+        self.rank = rank
+
+    def of_ranks(self, ranks: list[int]) -> str:
+        return f"of {ranks[0]} to {ranks[-1]}"
+
+
+def under(protocol: TransferProtocol) -> ModelFunctionCallDef:
+    return call("judge", protocol=protocol)
+
+
+def test_one_device_of_every_part_counts_and_has_its_outputs_taken() -> None:
+    """By hand: (dp, tp) of devices 8 to 11 are 00 01 10 11, those of 12 to 15 too, in the second stage."""
+    shares = {rank: batch_share(under(THREE_D_PP_AS_DP), EIGHT, Groups(rank)) for rank in EIGHT.mesh.devices}  # type: ignore[arg-type]
+    assert [rank for rank, share in shares.items() if share.counts] == [8, 10, 12, 14]
+    assert [rank for rank, share in shares.items() if share.holds_outputs] == [8, 10, 12, 14]
+    assert {share.peers for share in shares.values()} == {"of 8 to 15"}
+
+
+def test_groups_are_made_of_those_that_get_a_part() -> None:
+    calls = [(under(protocol), EIGHT) for protocol in (THREE_D_PROTO, ALL_TO_ALL, RANK_ZERO)]
+    assert sharing_ranks(calls) == [tuple(range(8, 16)), (8,)]
+
+
+def test_sums_without_peers() -> None:
+    values = torch.tensor([1.5, 2.0])
+    for counts in (True, False):
+        context = CallContext(0, 0, 1, BatchShare(True, counts, None))
+        assert torch.equal(context.sum_over_data_parallel(values), values * counts)
+
+
+def test_a_model_that_is_said_not_to_be_used_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"score: the interface has uses_model=False and asks for model\.forward"):
+        UnusedModel("score").forward()
