@@ -80,8 +80,29 @@ private:
 
 struct OptionFields {
     Field devices{"devices"}, strategy{"strategy"}, time_us{"time_us"}, time_s{"time_s"}, static_bytes{"static_bytes"},
-        dynamic_bytes{"dynamic_bytes"}, copy_bytes{"copy_bytes"};
+        dynamic_bytes{"dynamic_bytes"}, copy_bytes{"copy_bytes"}, communicators{"communicators"};
 };
+
+// The sets of communicators of a problem, each once.
+class CommunicatorSets {
+public:
+    // The number of an option's set; the empty one where it names none.
+    int operator()(const py::object& labels) {
+        if (!labels || py::len(labels) == 0) return 0;
+        const auto [at, is_new] = numbers_.emplace(labels.cast<std::vector<int>>(), sets_.size());
+        if (is_new) sets_.push_back(at->first);
+        return at->second;
+    }
+    const std::vector<std::vector<int>>& all() const { return sets_; }
+
+private:
+    std::map<std::vector<int>, int> numbers_;
+    std::vector<std::vector<int>> sets_ = {{}};
+};
+
+double number_or_zero(const py::dict& tables, const char* name) {
+    return tables.contains(name) ? tables[name].cast<double>() : 0;
+}
 
 // Of a call: [(home's strategy, copy's strategy, bytes)].
 Sparing sparing_of(const py::dict& node, const std::map<std::string, int>& strategies) {
@@ -106,6 +127,7 @@ Problem problem_of(const py::dict& tables) {
     problem.max_steps_in_flight = tables["max_steps_in_flight"].cast<int>();
     std::map<std::string, int> strategies;
     const OptionFields fields;
+    CommunicatorSets communicators;
     for (const py::handle& item : tables["calls"]) {
         const py::dict node = py::reinterpret_borrow<py::dict>(item);
         Call call{node["home"].cast<int>(), parents_of(node), {}};
@@ -116,10 +138,14 @@ Problem problem_of(const py::dict& tables) {
             const Field& time = fields.time_s.of(row) ? fields.time_s : fields.time_us;
             call.options.push_back({devices[0].cast<int>(), devices[1].cast<int>(), label->second,
                                     time(row).cast<double>(), fields.static_bytes(row).cast<double>(),
-                                    fields.dynamic_bytes(row).cast<double>(), fields.copy_bytes(row).cast<double>()});
+                                    fields.dynamic_bytes(row).cast<double>(), fields.copy_bytes(row).cast<double>(),
+                                    communicators(fields.communicators.of(row))});
         }
         problem.calls.push_back(std::move(call));
     }
+    problem.communicator_bytes = number_or_zero(tables, "communicator_bytes");
+    problem.sending_bytes = number_or_zero(tables, "sending_bytes");
+    problem.communicators = communicators.all();
     std::size_t number = 0;
     for (const py::handle& item : tables["calls"]) {
         problem.calls[number++].spared = sparing_of(py::reinterpret_borrow<py::dict>(item), strategies);
@@ -300,14 +326,16 @@ PYBIND11_MODULE(_search, module) {
     module.def(
         "reallocation_table",
         [](const py::dict& sizes, const std::vector<LayoutTuple>& sources, const std::vector<LayoutTuple>& targets,
-           std::pair<double, double> within_node, std::pair<double, double> across_nodes, int devices_per_node) {
+           std::pair<double, double> within_node, std::pair<double, double> across_nodes, int devices_per_node,
+           bool forwarding) {
             const Links links{{within_node.first, within_node.second}, {across_nodes.first, across_nodes.second},
                               devices_per_node};
-            return Table{reallocation_table(sizes_of(sizes), layouts_of(sources), layouts_of(targets), links)};
+            return Table{
+                reallocation_table(sizes_of(sizes), layouts_of(sources), layouts_of(targets), links, forwarding)};
         },
         "Seconds of the reallocations of sources x targets, row-major, given (latency_s, s_per_element) of the links",
         py::arg("sizes"), py::arg("sources"), py::arg("targets"), py::kw_only(), py::arg("within_node"),
-        py::arg("across_nodes"), py::arg("devices_per_node"));
+        py::arg("across_nodes"), py::arg("devices_per_node"), py::arg("forwarding") = true);
 
     module.def("solve_osdp", &solve_osdp,
                "Operators are (slices, gather_bytes, [(seconds, bytes, gathers)] of one slice); see csrc/search/osdp.h",

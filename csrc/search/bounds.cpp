@@ -87,13 +87,14 @@ bool Bound::find_cliques(const std::vector<Outlook>& calls) {
     const std::uint64_t all = num_calls_ == 64 ? ~std::uint64_t{0} : (std::uint64_t{1} << num_calls_) - 1;
     grow_clique(0, all, 0);
     for (const std::uint64_t clique : cliques_) {
-        double statics = 0, dynamic = 0;
+        double statics = 0, dynamic = 0, communicators = 0;
         for (std::uint64_t rest = clique; rest; rest &= rest - 1) {
             const Outlook& call = calls[__builtin_ctzll(rest)];
             statics += call.static_bytes;
             dynamic = std::max(dynamic, call.dynamic_bytes);
+            communicators = std::max(communicators, call.communicator_bytes);
         }
-        if ((statics + dynamic) * kRounding > problem_.device_memory_bytes) return false;
+        if ((statics + dynamic + communicators) * kRounding > problem_.device_memory_bytes) return false;
     }
     return true;
 }

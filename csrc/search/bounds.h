@@ -15,6 +15,7 @@ struct Outlook {
     double area;           // time x devices, at least
     double static_bytes;   // at least
     double dynamic_bytes;  // at least
+    double communicator_bytes;  // at least; calls may share them
     int size;              // devices, at least
     int last_begin;        // every mesh begins here or earlier ...
     int first_end;         // ... and ends (exclusively) here or later

@@ -7,16 +7,12 @@
 namespace realhf::search {
 namespace {
 
-Outlook outlook_of(const Option& option) {
-    return {option.time,         option.time * option.size, option.static_bytes,       option.dynamic_bytes,
-            option.size, option.first,              option.first + option.size};
-}
-
 void widen(Outlook& outlook, const Outlook& other) {
     outlook.time = std::min(outlook.time, other.time);
     outlook.area = std::min(outlook.area, other.area);
     outlook.static_bytes = std::min(outlook.static_bytes, other.static_bytes);
     outlook.dynamic_bytes = std::min(outlook.dynamic_bytes, other.dynamic_bytes);
+    outlook.communicator_bytes = std::min(outlook.communicator_bytes, other.communicator_bytes);
     outlook.size = std::min(outlook.size, other.size);
     outlook.last_begin = std::max(outlook.last_begin, other.last_begin);
     outlook.first_end = std::min(outlook.first_end, other.first_end);
@@ -64,6 +60,12 @@ Groups::Groups(const Problem& problem) : problem_(problem), groups_(problem.call
             if (changes_nothing({begin, size})) exchanges_.push_back({begin, size});
         }
     }
+}
+
+Outlook Groups::outlook_of(const Option& option) const {
+    const double communicator_bytes = problem_.communicator_bytes * problem_.num_communicators(option);
+    return {option.time, option.time * option.size, option.static_bytes, option.dynamic_bytes, communicator_bytes,
+            option.size, option.first,              option.first + option.size};
 }
 
 Outlook Groups::outlook(int call, const Choice& choice) const {
@@ -131,7 +133,7 @@ std::vector<std::vector<int>> Groups::moved_of(const Transfer& transfer, int cal
 std::vector<double> Groups::signature(int call, int option) const {
     const Option& o = problem_.calls[call].options[option];
     std::vector<double> result = {static_cast<double>(o.strategy), o.time, o.static_bytes, o.dynamic_bytes,
-                                  o.copy_bytes};
+                                  o.copy_bytes, static_cast<double>(o.communicators)};
     for (const Transfer& transfer : problem_.transfers) {
         if (transfer.source == call) result.push_back(transfer.rows[option]);
         if (transfer.target == call) result.push_back(transfer.columns[option]);

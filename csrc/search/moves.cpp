@@ -10,8 +10,11 @@ namespace realhf::search {
 namespace {
 
 // `any_strategy`: which one it is makes no difference to memory.
-bool dominates(const Option& a, const Option& b, bool any_strategy) {
+bool dominates(const Problem& problem, const Option& a, const Option& b, bool any_strategy) {
     if (!any_strategy && a.strategy != b.strategy) return false;
+    const std::vector<int>& of_a = problem.communicators[a.communicators];
+    const std::vector<int>& of_b = problem.communicators[b.communicators];
+    if (!std::includes(of_b.begin(), of_b.end(), of_a.begin(), of_a.end())) return false;
     const bool not_worse = a.time <= b.time && a.static_bytes <= b.static_bytes &&
                            a.dynamic_bytes <= b.dynamic_bytes && a.copy_bytes <= b.copy_bytes;
     const bool better = a.time < b.time || a.static_bytes < b.static_bytes || a.dynamic_bytes < b.dynamic_bytes ||
@@ -54,8 +57,8 @@ Moves::Moves(const Problem& problem) : problem_(problem), calls_(problem.calls.s
         }
         for (std::size_t mesh = 0; mesh < members.size(); ++mesh) {
             for (int i : members[mesh]) {
-                const bool kept = std::none_of(members[mesh].begin(), members[mesh].end(),
-                                               [&](int j) { return dominates(options[j], options[i], any_strategy); });
+                const auto dominates_it = [&](int j) { return dominates(problem, options[j], options[i], any_strategy); };
+                const bool kept = std::none_of(members[mesh].begin(), members[mesh].end(), dominates_it);
                 if (kept) index.by_mesh[mesh].push_back(i), index.frontier.push_back(i);
             }
         }
@@ -63,7 +66,7 @@ Moves::Moves(const Problem& problem) : problem_(problem), calls_(problem.calls.s
         index.fastest.assign(meshes.size(), -1);
         int of_all = -1;
         for (int i : index.frontier) {
-            if (options[i].static_bytes + options[i].dynamic_bytes > problem.device_memory_bytes) continue;
+            if (problem.alone_bytes(options[i]) > problem.device_memory_bytes) continue;
             int& of_mesh = index.fastest[index.mesh_of[i]];
             if (faster(i, of_mesh)) of_mesh = i;
             if (faster(i, of_all)) of_all = i;

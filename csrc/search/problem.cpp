@@ -1,7 +1,9 @@
 // What a planning problem may be.
 #include "problem.h"
 
+#include <algorithm>
 #include <cmath>
+#include <functional>
 #include <stdexcept>
 
 namespace realhf::search {
@@ -25,6 +27,19 @@ void check_call(const Problem& problem, int index) {
         for (double number : {option.time, option.static_bytes, option.dynamic_bytes, option.copy_bytes}) {
             require(std::isfinite(number) && number >= 0, name + " has an option with a negative or missing number");
         }
+        require(option.communicators >= 0 && option.communicators < static_cast<int>(problem.communicators.size()),
+                name + " has an option with unknown communicators");
+    }
+}
+
+void check_communicators(const Problem& problem) {
+    for (double number : {problem.communicator_bytes, problem.sending_bytes}) {
+        require(std::isfinite(number) && number >= 0, "bytes of communicators and of sending must not be negative");
+    }
+    for (const std::vector<int>& labels : problem.communicators) {
+        require(labels.empty() || labels.front() >= 0, "labels of communicators must not be negative");
+        require(std::adjacent_find(labels.begin(), labels.end(), std::greater_equal<>()) == labels.end(),
+                "labels of communicators must ascend");
     }
 }
 
@@ -70,6 +85,7 @@ void Problem::check() const {
     require(num_devices >= 1 && steps >= 1 && max_steps_in_flight >= 1 && device_memory_bytes > 0,
             "devices, memory, steps and steps in flight must be positive");
     require(!calls.empty() && calls.size() <= kMaxCalls, "there must be 1 to 64 calls");
+    check_communicators(*this);
     for (int i = 0; i < static_cast<int>(calls.size()); ++i) check_call(*this, i);
     for (int i = 0; i < static_cast<int>(transfers.size()); ++i) check_transfer(*this, i);
     for (int node = 0; node < num_nodes(); ++node) {

@@ -27,7 +27,9 @@ struct Option {
     double static_bytes;   // on each of its devices, for good
     double dynamic_bytes;  // on each of its devices, while it runs
     double copy_bytes;     // on top of dynamic_bytes when the layout is not that of the call's home
+    int communicators = 0;  // the number of its set in Problem::communicators
 
+    bool is_on(int device) const { return first <= device && device < first + size; }
     bool same_mesh(const Option& other) const { return first == other.first && size == other.size; }
     bool same_layout(const Option& other) const { return same_mesh(other) && strategy == other.strategy; }
 };
@@ -67,6 +69,10 @@ struct Transfer {
     }
 };
 
+// The label of the communicator by which copies of parameters travel: where any call is not laid out as its home, every
+// device has it.
+constexpr int kMovesCommunicator = 1;
+
 struct Problem {
     int num_devices;
     double device_memory_bytes;
@@ -74,6 +80,18 @@ struct Problem {
     int max_steps_in_flight;  // step t starts when step t - max_steps_in_flight has ended
     std::vector<Call> calls;
     std::vector<Transfer> transfers;
+    double communicator_bytes = 0;  // each, on every device that is in it
+    double sending_bytes = 0;       // on devices that send a copy and do not get it, beside whatever runs there
+    // Ascending labels of the communicators that each device of an option is in. Where options have a label in common,
+    // it is the same communicator on every device that they share.
+    std::vector<std::vector<int>> communicators = {{}};
+
+    std::size_t num_communicators(const Option& option) const { return communicators[option.communicators].size(); }
+
+    // What an option needs at least on each of its devices, whatever else runs there.
+    double alone_bytes(const Option& option) const {
+        return option.static_bytes + option.dynamic_bytes + communicator_bytes * num_communicators(option);
+    }
 
     // What a transfer takes between two options.
     double transfer_time(const Transfer& transfer, int source_option, int target_option) const {

@@ -157,25 +157,27 @@ struct Strategies {
     }
 };
 
-double seconds_of(const Moved& moved, const ModelSizes& model, int senders, const Link& link) {
+// `most_sent`: elements that the source's devices send at most, however many are lacking.
+double seconds_of(const Moved& moved, std::int64_t most_sent, int senders, const Link& link) {
     if (!moved.total) return 0;
-    const double share = static_cast<double>(std::min(moved.total, model.total())) * (1.0 / senders);
+    const double share = static_cast<double>(std::min(moved.total, most_sent)) * (1.0 / senders);
     return link.latency_s + std::max(static_cast<double>(moved.worst), share) * link.s_per_element;
 }
 
 // Seconds between a source and a target strategy, each computed when it is first asked for.
 class PairSeconds {
 public:
-    PairSeconds(const ModelSizes& model, const Strategy& source, const Strategy& target, const Links& links)
-        : model_(model),
+    PairSeconds(const ModelSizes& model, const Strategy& source, const Strategy& target, const Links& links,
+                bool forwarding)
+        : most_sent_(forwarding ? model.total() : std::numeric_limits<std::int64_t>::max()),
           pair_(model, source, target),
           links_(links),
           senders_(source.size),
           target_size_(target.size),
           overlapping_(2 * (source.size + target.size - 1), std::numeric_limits<double>::quiet_NaN()) {
         const Moved all = pair_.moved(source.size);
-        apart_[false] = seconds_of(all, model, senders_, links.across_nodes);
-        apart_[true] = seconds_of(all, model, senders_, links.within_node);
+        apart_[false] = seconds_of(all, most_sent_, senders_, links.across_nodes);
+        apart_[true] = seconds_of(all, most_sent_, senders_, links.within_node);
     }
 
     double operator()(int distance, bool share_a_node) {
@@ -183,13 +185,13 @@ public:
         double& known = overlapping_[2 * (distance + target_size_ - 1) + share_a_node];
         if (std::isnan(known)) {
             const Link& link = share_a_node ? links_.within_node : links_.across_nodes;
-            known = seconds_of(pair_.moved(distance), model_, senders_, link);
+            known = seconds_of(pair_.moved(distance), most_sent_, senders_, link);
         }
         return known;
     }
 
 private:
-    const ModelSizes& model_;
+    const std::int64_t most_sent_;
     Pair pair_;
     const Links& links_;
     int senders_, target_size_;
@@ -211,7 +213,8 @@ Moved moved(const ModelSizes& model, const ModelLayout& source, const ModelLayou
 }
 
 std::vector<double> reallocation_table(const ModelSizes& model, const std::vector<ModelLayout>& sources,
-                                       const std::vector<ModelLayout>& targets, const Links& links) {
+                                       const std::vector<ModelLayout>& targets, const Links& links,
+                                       bool forwarding) {
     const Strategies from(model, sources), to(model, targets);
     std::vector<int> target_nodes;
     for (const ModelLayout& target : targets) target_nodes.push_back(node_of(target, links.devices_per_node, -1));
@@ -219,7 +222,9 @@ std::vector<double> reallocation_table(const ModelSizes& model, const std::vecto
     for (std::size_t strategy = 0; strategy < from.distinct.size(); ++strategy) {
         std::vector<PairSeconds> seconds;
         seconds.reserve(to.distinct.size());
-        for (const Strategy& target : to.distinct) seconds.emplace_back(model, from.distinct[strategy], target, links);
+        for (const Strategy& target : to.distinct) {
+            seconds.emplace_back(model, from.distinct[strategy], target, links, forwarding);
+        }
         for (std::size_t i = 0; i < sources.size(); ++i) {
             if (from.of[i] != static_cast<int>(strategy)) continue;
             const int first = sources[i].first, node = node_of(sources[i], links.devices_per_node, -2);

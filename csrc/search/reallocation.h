@@ -49,10 +49,11 @@ struct Links {
 };
 
 // Seconds of the reallocations of sources x targets, row-major. The time is that of the busiest link: the most that a
-// device receives, or an equal share, for each device of the source, of what is sent: of the model at most, since devices
-// forward what several lack. Zero if nothing moves. Where two meshes lie matters only by their distance, if they overlap, and by
+// device receives, or an equal share, for each device of the source, of what is sent: with `forwarding` of the model at
+// most, since devices forward what several lack. Zero if nothing moves. Where two meshes lie matters only by their distance, if they overlap, and by
 // whether they share a node, so that there is little to compute for millions of pairs.
 std::vector<double> reallocation_table(const ModelSizes& model, const std::vector<ModelLayout>& sources,
-                                       const std::vector<ModelLayout>& targets, const Links& links);
+                                       const std::vector<ModelLayout>& targets, const Links& links,
+                                       bool forwarding = true);
 
 }  // namespace realhf::search

@@ -167,14 +167,28 @@ private:
     std::int64_t round_ = 1;
 };
 
-double alone_bytes(const Option& option) { return option.static_bytes + option.dynamic_bytes; }
-
 Evaluation evaluated(const Problem& problem, Simulator& simulator, const Plan& plan) {
     const double peak = simulator.peak_bytes(plan);
     const double step_time = simulator.makespan(plan) / problem.steps;
     const bool feasible = peak <= problem.device_memory_bytes;
     const double factor = feasible ? 1.0 : kInfeasibleFactor * peak / problem.device_memory_bytes;
     return {step_time, peak, feasible, factor * step_time};
+}
+
+// Every call in the layout of a random option of a random one, if it can be, else as in `plan`.
+Plan alike_plan(const Problem& problem, Plan plan, Random& random) {
+    const std::vector<Option>& some = problem.calls[random.below(problem.calls.size())].options;
+    const Option& wanted = some[random.below(some.size())];
+    for (std::size_t i = 0; i < plan.size(); ++i) {
+        const std::vector<Option>& options = problem.calls[i].options;
+        double least = std::numeric_limits<double>::infinity();
+        for (std::size_t k = 0; k < options.size(); ++k) {
+            if (!options[k].same_layout(wanted) || problem.alone_bytes(options[k]) >= least) continue;
+            least = problem.alone_bytes(options[k]);
+            plan[i] = static_cast<int>(k);
+        }
+    }
+    return plan;
 }
 
 Plan random_plan(const Problem& problem, Random& random) {
@@ -206,8 +220,8 @@ Plan greedy_plan(const Problem& problem) {
         int best = 0;
         const auto key = [&](int i) {
             const Option& option = call.options[i];
-            const bool fits = alone_bytes(option) <= problem.device_memory_bytes;
-            return std::make_tuple(!fits, fits ? option.time : alone_bytes(option));
+            const bool fits = problem.alone_bytes(option) <= problem.device_memory_bytes;
+            return std::make_tuple(!fits, fits ? option.time : problem.alone_bytes(option));
         };
         for (int i = 1; i < static_cast<int>(call.options.size()); ++i) {
             if (key(i) < key(best)) best = i;
@@ -227,9 +241,16 @@ Plan smallest_plan(const Problem& problem, std::uint64_t seed) {
     Plan best = greedy_plan(problem);
     auto best_need = need(best);
     const int n = static_cast<int>(best.size());
-    for (int restart = 0; restart < 6; ++restart) {
+    // Where communicators count, calls of one layout share them, and one call alone gains nothing by leaving it.
+    const int alike = problem.communicator_bytes > 0 ? 3 : 0;
+    for (int restart = 0; restart < 6 + alike; ++restart) {
         Plan plan = best;
-        if (restart > 0) {
+        if (restart >= 6) {
+            for (int draw = 0; draw < 32; ++draw) {
+                const Plan drawn = alike_plan(problem, best, random);
+                if (draw == 0 || need(drawn) < need(plan)) plan = drawn;
+            }
+        } else if (restart > 0) {
             for (int i = 0; i < n; ++i) plan[i] = random.below(problem.calls[i].options.size());
         }
         auto current = need(plan);

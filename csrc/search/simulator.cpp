@@ -38,6 +38,9 @@ Simulator::Simulator(const Problem& problem, int steps)
         if (graph_.num_parents[instance] == 0) initially_ready_.push_back({0, instance});
     }
     find_least_after();
+    int labels = kMovesCommunicator + 1;
+    for (const std::vector<int>& set : problem.communicators) labels = std::max(labels, set.empty() ? 0 : set.back() + 1);
+    counted_at_.assign(labels, 0);
 }
 
 void Simulator::find_least_after() {
@@ -152,23 +155,57 @@ std::vector<Event> Simulator::trace(const Plan& plan) {
     return events;
 }
 
-double Simulator::bytes_at(const Plan& plan, int device) const {
+double Simulator::bytes_at(const Plan& plan, int device) {
     double statics = 0, dynamic = 0;
     for (int i = 0; i < num_calls_; ++i) {
-        const Call& call = problem_.calls[i];
-        const Option& option = call.options[plan[i]];
-        if (device < option.first || device >= option.first + option.size) continue;
+        const Option& option = problem_.calls[i].options[plan[i]];
+        if (!option.is_on(device)) continue;
         statics += option.static_bytes;
         dynamic = std::max(dynamic, problem_.needed_bytes(plan, i));
     }
+    // Most problems on a CPU have neither.
+    if (problem_.communicator_bytes > 0) statics += problem_.communicator_bytes * communicators_at(plan, device);
+    if (problem_.sending_bytes > 0 && sends_at(plan, device)) dynamic += problem_.sending_bytes;
     return statics + dynamic;
+}
+
+int Simulator::communicators_at(const Plan& plan, int device) {
+    ++count_;
+    int number = 0;
+    const auto see = [&](int label) {
+        number += counted_at_[label] != count_;
+        counted_at_[label] = count_;
+    };
+    bool moves = false;
+    for (int i = 0; i < num_calls_; ++i) {
+        const Option& option = problem_.calls[i].options[plan[i]];
+        const int home = problem_.calls[i].home;
+        moves = moves || !option.same_layout(problem_.calls[home].options[plan[home]]);
+        if (!option.is_on(device)) continue;
+        for (int label : problem_.communicators[option.communicators]) see(label);
+    }
+    if (moves && number > 0) see(kMovesCommunicator);
+    return number;
+}
+
+bool Simulator::sends_at(const Plan& plan, int device) const {
+    for (int i = 0; i < num_calls_; ++i) {
+        const int home = problem_.calls[i].home;
+        if (problem_.calls[home].options[plan[home]].is_on(device) && !problem_.calls[i].options[plan[i]].is_on(device)) {
+            return true;
+        }
+    }
+    return false;
 }
 
 double Simulator::peak_bytes(const Plan& plan) {
     // The first device of the call that begins last on a device has all calls that this device has.
     double peak = 0;
     for (int i = 0; i < num_calls_; ++i) {
-        peak = std::max(peak, bytes_at(plan, problem_.calls[i].options[plan[i]].first));
+        const Option& option = problem_.calls[i].options[plan[i]];
+        peak = std::max(peak, bytes_at(plan, option.first));
+        // Behind a call's devices its home may have some that send to them.
+        if (problem_.sending_bytes > 0) peak = std::max(peak, bytes_at(plan, option.first + option.size));
     }
     return peak;
 }

@@ -34,7 +34,8 @@ public:
     // Time until the last node has ended; infinity as soon as that is known to be above `limit`.
     double makespan(const Plan& plan, double limit = std::numeric_limits<double>::infinity());
 
-    // The largest need of a device: the static bytes of all calls placed on it, plus the largest dynamic need of one.
+    // The largest need of a device: the static bytes of all calls placed on it, plus the largest dynamic need of one;
+    // communicators, each once; and what it takes to send copies.
     double peak_bytes(const Plan& plan);
 
     // Sum over devices of what each needs; breaks ties between plans of one peak.
@@ -57,7 +58,9 @@ private:
     void place_call(int call, const Option& option);
     double run(double limit, std::vector<Event>* events);
     void find_least_after();
-    double bytes_at(const Plan& plan, int device) const;
+    double bytes_at(const Plan& plan, int device);
+    int communicators_at(const Plan& plan, int device);
+    bool sends_at(const Plan& plan, int device) const;
 
     const Problem& problem_;
     const Unrolled graph_;
@@ -68,6 +71,9 @@ private:
     std::vector<int> node_of_;                     // [instances]
     std::vector<Ready> initially_ready_;
     std::vector<double> least_after_;              // [instances] at least this much time passes after its end
+
+    std::vector<int> counted_at_;                  // [labels of communicators] the count that has seen it last
+    int count_ = 0;
 
     // Of the plan that was placed last.
     std::vector<int> placed_;               // [calls] option, -1 before the first

@@ -78,6 +78,27 @@ void memory_counts_everything_on_a_device() {
     CHECK(near(simulator.peak_bytes({0, 2, 0}), 50 + 7 + 30));  // at home there is no copy
 }
 
+void communicators_count_once_on_a_device() {
+    // Labels: 0 of all devices, 2 and 3 of some; 1 where a copy moves.
+    Problem problem = problem_with({{0, {}, {option(0, 2, 1)}}, {1, {}, {option(1, 2, 1)}},
+                                    {0, {}, {option(0, 2, 1), option(2, 2, 1)}}});
+    problem.communicators = {{}, {0, 2}, {0, 3}};
+    problem.communicator_bytes = 10;
+    for (Call& call : problem.calls) {
+        for (Option& o : call.options) o.communicators = 1;
+    }
+    problem.calls[1].options[0].communicators = 2;
+    problem.check();
+    Simulator simulator(problem);
+    CHECK(near(simulator.peak_bytes({0, 0, 0}), 30));   // device 1: labels 0, 2 and 3
+    CHECK(near(simulator.total_bytes({0, 0, 0}), 20 + 30 + 20));
+    CHECK(near(simulator.peak_bytes({0, 0, 1}), 40));   // and of moves
+    CHECK(near(simulator.total_bytes({0, 0, 1}), 30 + 40 + 40 + 30));
+    problem.sending_bytes = 5;  // devices 0 and 1 send to 2 and 3
+    CHECK(near(Simulator(problem).total_bytes({0, 0, 0}), 70));
+    CHECK(near(Simulator(problem).total_bytes({0, 0, 1}), 150));
+}
+
 void cycles_are_refused() {
     Problem problem = problem_with({{0, {{1, 0}}, {option(0, 1, 1)}}, {1, {{0, 0}}, {option(0, 1, 1)}}});
     bool refused = false;
@@ -216,6 +237,7 @@ int main() {
     a_transfer_occupies_both_meshes();
     steps_in_flight_are_bounded();
     memory_counts_everything_on_a_device();
+    communicators_count_once_on_a_device();
     cycles_are_refused();
     search_finds_the_optimum_of_small_problems();
     barriers_split_the_graph();

@@ -4,11 +4,13 @@ import msgspec
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Predicted bytes on each of the neighbouring devices (first, number): what stays there, and the most at once."""
+    """Predicted bytes on each of the neighbouring devices (first, number): what stays there, and the most at once;
+    communicators are among what stays."""
 
     devices: tuple[int, int]
     static_bytes: int
     peak_bytes: int
+    communicator_bytes: int = 0
 
 
 class Instead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

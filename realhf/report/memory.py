@@ -58,6 +58,8 @@ def memory_section(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> st
     ]
     if plan.rationale:
         notes.append("Predicted: what stays (parameters, gradients, optimizer states) and the most that a call adds.")
+        if most := max(memory.communicator_bytes for memory in plan.rationale.memory):
+            notes.append(f"Up to {_text(most)} of it are for NCCL's communicators, which are not measured.")
     if limit_bytes:
         notes.append(f"The planner's limit is {_text(limit_bytes)} a worker.")
     if growth := _growth(metrics):

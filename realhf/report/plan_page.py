@@ -16,7 +16,7 @@ from realhf.search.comparison import Candidate, Comparison
 GIB = 2**30
 STEPS_SHOWN = 2
 CALL_COLOURS = (*LINE_COLOURS[:1], "#5b9bd5", "#6a8f3c", "#b48a2c", "#8e6bb0", "#c2574f", "#2f7f86", "#7a8290")
-STATIC_COLOUR, DYNAMIC_COLOUR, LIMIT_COLOUR = "#3b6fb6", "#9cc3e6", "#c2574f"
+STATIC_COLOUR, COMMUNICATOR_COLOUR, DYNAMIC_COLOUR, LIMIT_COLOUR = "#3b6fb6", "#8a7fb5", "#9cc3e6", "#c2574f"
 SAME = 5e-4
 LABELLED = 0.07  # of the width: shorter bars have no room for a name
 
@@ -135,21 +135,27 @@ def _legend(calls: Sequence[str], spans: Sequence[Span]) -> dict[str, str]:
 def _memory(comparison: Comparison, analysis: Analysis) -> str:
     return section(
         "Memory of the devices",
-        '<p class="muted">What stays (parameters, gradients, optimizer states), the most that a call needs beside it, '
-        "and the limit.</p>",
+        '<p class="muted">What stays (parameters, gradients, optimizer states; communicators), the most that a call '
+        "needs beside it, and the limit.</p>",
         figure_html(memory_figure(analysis, comparison.task.cluster.device_memory_bytes)),
     )
 
 
 def memory_figure(analysis: Analysis, limit_bytes: float) -> go.Figure:
     """Stacked bars in GiB, one row for each group of devices with the same needs."""
-    needs = list(zip(analysis.static_bytes, analysis.prediction.device_bytes, strict=True))
+    needs = list(zip(analysis.static_bytes, analysis.communicator_bytes, analysis.prediction.device_bytes, strict=True))
     groups = device_groups(len(needs), needs.__getitem__)
     rows = [_range(group) for group in groups]
-    static = [needs[group[0]][0] / GIB for group in groups]
-    dynamic = [(needs[group[0]][1] - needs[group[0]][0]) / GIB for group in groups]
+    of_groups = [needs[group[0]] for group in groups]
+    parts = [
+        ("stays", STATIC_COLOUR, [(static - shared) / GIB for static, shared, _ in of_groups]),
+        ("communicators", COMMUNICATOR_COLOUR, [shared / GIB for _, shared, _ in of_groups]),
+        ("while a call runs", DYNAMIC_COLOUR, [(peak - static) / GIB for static, _, peak in of_groups]),
+    ]
     figure = go.Figure()
-    for name, colour, values in (("stays", STATIC_COLOUR, static), ("while a call runs", DYNAMIC_COLOUR, dynamic)):
+    for name, colour, values in parts:
+        if name == "communicators" and not any(values):
+            continue
         figure.add_bar(
             y=rows, x=values, name=name, orientation="h", width=0.7, marker_color=colour,
             hovertemplate=f"{name}: %{{x:.2f}} GiB<extra>devices %{{y}}</extra>",
@@ -160,7 +166,7 @@ def memory_figure(analysis: Analysis, limit_bytes: float) -> go.Figure:
         x=limit, y=1, yref="paper", xanchor="right", yanchor="bottom", showarrow=False,
         text=f"limit {limit:.1f} GiB", font={"color": LIMIT_COLOUR},
     )  # fmt: skip
-    largest = max(limit, *(s + d for s, d in zip(static, dynamic, strict=True)))
+    largest = max(limit, *(peak / GIB for *_, peak in of_groups))
     figure.update_layout(barmode="stack", legend=LEGEND_ABOVE | {"traceorder": "normal"})
     figure.update_xaxes(title="GiB", range=[0, largest * 1.05])
     return _by_device(figure, groups, max(26, min(40, 520 // len(groups))))

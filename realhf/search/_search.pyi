@@ -48,6 +48,7 @@ def reallocation_table(
     within_node: tuple[float, float],
     across_nodes: tuple[float, float],
     devices_per_node: int,
+    forwarding: bool = True,
 ) -> Table: ...
 
 class OsdpSolution(TypedDict):

@@ -7,7 +7,7 @@ from realhf.api.graph import GENERATE, DataflowGraph
 from realhf.api.plan import ExecutionPlan
 from realhf.search.options import Option
 from realhf.search.predict import Prediction, sequence_of
-from realhf.search.reference import Event, Simulation, makespan_s, simulate
+from realhf.search.reference import Event, Simulation, communicator_bytes, makespan_s, simulate
 from realhf.search.tables import Problem
 from realhf.search.task import PlanningTask
 
@@ -31,7 +31,8 @@ class Span:
 class Analysis:
     """What a plan does in steady state, simulated over the problem's unrolled steps in its own order.
 
-    `static_bytes` is, for each device, the part of `prediction.device_bytes` that stays whatever runs.
+    `static_bytes` is, for each device, the part of `prediction.device_bytes` that stays whatever runs, and
+    `communicator_bytes` what of it communicators take.
     `chain` has, for every call and kind of transfer on the longest chain of waiting, its part of the
     whole time, largest first; `busiest_device` computes or sends for `busy` of the time.
     """
@@ -41,6 +42,7 @@ class Analysis:
     gpu_hours_per_million_tokens: float
     peak_bytes: float
     static_bytes: tuple[float, ...]
+    communicator_bytes: tuple[float, ...]
     spans: tuple[Span, ...]
     chain: dict[str, float]
     busiest_device: int
@@ -92,6 +94,7 @@ def analyse(task: PlanningTask, prediction: Prediction) -> Analysis:
         gpu_hours_per_million_tokens=task.cluster.num_devices * 1e6 / tokens_per_s / 3600,
         peak_bytes=max(prediction.device_bytes),
         static_bytes=_static_bytes(problem),
+        communicator_bytes=tuple(communicator_bytes(problem, choice)),
         spans=spans,
         chain=_chain(simulation, events, spans, whole_s),
         busiest_device=device,
@@ -112,7 +115,7 @@ def generates_apart(graph: DataflowGraph, plan: ExecutionPlan) -> bool:
 
 
 def _static_bytes(problem: Problem) -> tuple[float, ...]:
-    sums = [0.0] * problem.num_devices
+    sums = communicator_bytes(problem, [0] * len(problem.calls))
     for call in problem.calls:
         [option] = call.options
         first, size = option.devices

@@ -133,6 +133,7 @@ def _candidate(task: PlanningTask, candidate: Candidate) -> Mapping[str, Any]:
         "gpu_hours_per_million_tokens": analysis.gpu_hours_per_million_tokens,
         "peak_bytes": analysis.peak_bytes,
         "device_bytes": analysis.prediction.device_bytes,
+        "communicator_bytes": analysis.communicator_bytes,
         "longest_chain": analysis.chain,
         "busiest_device": analysis.busiest_device,
         "busy": analysis.busy,

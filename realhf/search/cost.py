@@ -9,6 +9,7 @@ from realhf.api.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, held_layers, stage_layers
 from realhf.api.model import DecoderConfig, DType
 from realhf.search.cluster import Cluster, share_a_node
+from realhf.search.communicators import axes_used, group_key, of_all_devices
 from realhf.search.features import EngineFeatures
 from realhf.search.hardware import DTYPE_BYTES, Hardware
 from realhf.search.memory import cache_turns, generation_parts, model_sizes
@@ -99,12 +100,20 @@ class CallCost:
             micro_batches,
             batch_size=self.batch_size,
             workload=self.workload,
-            memory_bytes=self.cluster.device_memory_bytes,
+            memory_bytes=self._room_bytes(strategy),
             shares_devices=self.shares_devices,
             link=self.costs.hardware.link(crosses.data, crosses.data_per_node),
             dtype=self.dtype,
             features=features,
         )
+
+    def _room_bytes(self, strategy: ParallelStrategy) -> int:
+        """What is left of a device beside communicators: the call's, those of all devices, and of copies for others."""
+        layout = Layout(DeviceMesh(0, strategy.size), strategy)
+        axes = axes_used(self.call, strategy, gathers_parameters=True)
+        common = of_all_devices(self.cluster.num_devices, moves=self.shares_devices)
+        number = len({group_key(layout, axis) for axis in axes}) + len(common)
+        return self.cluster.device_memory_bytes - round(self.costs.hardware.communicator_bytes * number)
 
     @cached_property
     def features(self) -> EngineFeatures:
@@ -164,7 +173,14 @@ class _Part:
             reduce += self.timings.all_reduce(embedding_bytes, 2, crosses_nodes=self.crosses.pipeline)
         is_divided = self.features.zero1 or self.features.fully_sharded
         updated = parameters / strategy.dp if is_divided else parameters
-        return pipeline + reduce + self.timings.optimizer(updated) + self.timings.overheads.train_s
+        return pipeline + reduce + self._optimizer_s(updated) + self.timings.overheads.train_s
+
+    def _optimizer_s(self, updated: float) -> float:
+        """A step on so many parameters of a device; states that wait in host memory come and go for it."""
+        seconds = self.timings.optimizer(updated)
+        if not self.features.offloads_states:
+            return seconds
+        return seconds + 2 * updated * self.features.state_bytes(self.dtype) / self.timings.links.host_bandwidth
 
     def generate_s(self) -> float:
         """Prefill, which gives the first token, then a decode step for each further token of the longest response.
@@ -326,19 +342,19 @@ def _held_by_both(model: DecoderConfig, layouts: tuple[Layout, Layout], device: 
 
 def reallocation_s(
     model: DecoderConfig, moved: tuple[int, int], source: DeviceMesh, *, crosses_nodes: bool, item: int,
-    hardware: Hardware,
+    hardware: Hardware, forwarding: bool = True,
 ) -> float:  # fmt: skip
     """Seconds to move parameters of `item` bytes an element from the devices of `source`, from `moved_elements`.
 
     The time is that of the busiest link: the most that one device receives, or an equal share, for each device of the
-    source, of what is sent: of the model at most, since devices forward what several lack
+    source, of what is sent: with `forwarding` of the model at most, since devices forward what several lack
     (`realhf.realloc.senders`; 0.96 to 1.5 times this in 400 pairs of layouts of up to 16 devices). Links
     between nodes are used unless both meshes are within one node. Zero if nothing moves.
     """
     worst, total = moved
     if not total:
         return 0.0
-    sent = min(total, model_sizes(model).total) / source.size
+    sent = (min(total, model_sizes(model).total) if forwarding else total) / source.size
     return hardware.send_s(max(worst, sent) * item, crosses_nodes=crosses_nodes)
 
 
@@ -350,6 +366,7 @@ def reallocation_table(
     item: int,
     cluster: Cluster,
     hardware: Hardware,
+    forwarding: bool = True,
 ) -> list[float]:
     """`reallocation_s` of sources x targets, row-major: for a few pairs; the search has millions, and C++ for them."""
     return [
@@ -360,6 +377,7 @@ def reallocation_table(
             crosses_nodes=not share_a_node(cluster, source.mesh, target.mesh),
             item=item,
             hardware=hardware,
+            forwarding=forwarding,
         )
         for source in sources
         for target in targets

@@ -48,13 +48,14 @@ def _heuristic(task: PlanningTask) -> tuple[float | None, bool]:
 
 def _memory(analysis: Analysis) -> tuple[DeviceMemory, ...]:
     """Neighbouring devices with the same needs are one entry."""
-    needs = list(zip(analysis.static_bytes, analysis.prediction.device_bytes, strict=True))
+    needs = list(zip(analysis.static_bytes, analysis.prediction.device_bytes, analysis.communicator_bytes, strict=True))
     groups = [list(group) for _, group in groupby(range(len(needs)), needs.__getitem__)]
     return tuple(
         DeviceMemory(
             devices=(group[0], len(group)),
             static_bytes=round(needs[group[0]][0]),
             peak_bytes=round(needs[group[0]][1]),
+            communicator_bytes=round(needs[group[0]][2]),
         )
         for group in groups
     )

@@ -9,7 +9,7 @@ from realhf.api.errors import UserError
 from realhf.api.experiment import ModelSetup
 from realhf.api.graph import GENERATE, TRAIN_STEP, ModelInterfaceType
 from realhf.api.model import DType
-from realhf.search.hardware import DTYPE_BYTES
+from realhf.search.hardware import DTYPE_BYTES, Hardware
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,8 @@ class EngineFeatures:
     blocking_sends: a pipeline stage does not compute while it sends, as it never does while it receives.
     sharded_operators: where the states of a train call do not fit, operators whose parameters and gradients are divided
         over dp, too, and gathered for each use (`realhf.search.sharding`; OSDP, IJCAI 2023).
+    offloads_states: the optimizer's states and master copy wait in host memory, and pass through the device in chunks
+        once a mini-batch. A model's setup says it (`of_setup`).
     packs_weights: generation keeps the linears' weights in the order of its kernels as well: on the CPU, in float32
         and bfloat16. The hardware's description says it.
     """
@@ -53,11 +55,22 @@ class EngineFeatures:
     sequence_parallel: bool = False
     blocking_sends: bool = False
     sharded_operators: bool = False
+    offloads_states: bool = False
     packs_weights: bool = False
 
     def gradient_bytes(self, dtype: DType) -> int:
         """Bytes of one element of the gradient of parameters of `dtype`."""
         return max(DTYPE_BYTES[dtype], 4) if self.fp32_gradients else DTYPE_BYTES[dtype]
+
+    def state_bytes(self, dtype: DType) -> int:
+        """Bytes of AdamW's two states of an element of `dtype`, at least in fp32, and of its master copy below that."""
+        item = DTYPE_BYTES[dtype]
+        return 2 * max(item, 4) + (4 if item < 4 else 0)
+
+    def on(self, hardware: Hardware) -> "EngineFeatures":
+        """What holds on this hardware: whether weights are packed, and states have another memory to wait in."""
+        offloads = self.offloads_states and not hardware.shares_host_memory
+        return replace(self, packs_weights=hardware.packs_weights, offloads_states=offloads)
 
     def during(self, interface: ModelInterfaceType) -> "EngineFeatures":
         """What holds in a call of this kind."""
@@ -95,6 +108,7 @@ def of_setup(setup: ModelSetup, engine: EngineFeatures = ENGINE) -> EngineFeatur
         fully_sharded=setup.compute.data_parallel == "fsdp",
         sequence_parallel=setup.compute.sequence_parallel,
         recomputation=setup.compute.recomputation,
+        offloads_states=optimizer is not None and optimizer.offload_states,
         fp32_gradients=engine.fp32_gradients if optimizer is None else optimizer.fp32_gradients,
     )
 

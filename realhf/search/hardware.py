@@ -21,7 +21,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     request's way from the master to the workers and back, with what a call prepares; `sampling_s`
     drawing the tokens of one decode step of one micro-batch, with what the step costs the host; `host_bandwidth` that
     between a device and its host's memory (PCIe 4 with 16 lanes, where a description does not say it). `packs_weights`:
-    see `realhf.search.features.EngineFeatures`.
+    see `realhf.search.features.EngineFeatures`. `communicator_bytes`: memory that a communicator takes on each of its
+    devices, beside what it sends. `shares_host_memory`: the devices of a node send over the memory of their host.
     """
 
     name: str
@@ -41,6 +42,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     sampling_s: float
     packs_weights: bool = False
     host_bandwidth: float = 2.4e10
+    communicator_bytes: float = 0.0
+    shares_host_memory: bool = False
 
     def __post_init__(self) -> None:
         for field in ("memory_bandwidth", "device_memory_bytes", "devices_per_node", "intra_node_bandwidth",
@@ -48,7 +51,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             if getattr(self, field) <= 0:
                 raise ValueError(f"{field}={getattr(self, field)} must be above 0")
         for field in ("intra_node_latency_s", "inter_node_latency_s", "layer_launch_s", "decode_launch_s",
-                      "decode_graph_launch_s", "call_overhead_s", "sampling_s"):  # fmt: skip
+                      "decode_graph_launch_s", "call_overhead_s", "sampling_s", "communicator_bytes"):  # fmt: skip
             if getattr(self, field) < 0:
                 raise ValueError(f"{field}={getattr(self, field)} must not be negative")
         if not self.matmul_flops or min(self.matmul_flops.values()) <= 0:

@@ -7,6 +7,7 @@ from realhf.api.errors import UserError
 from realhf.api.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.api.layout import DeviceMesh, Layout
 from realhf.api.plan import CallPlan
+from realhf.search.communicators import axes_used, group_key, of_all_devices
 from realhf.search.memory import copy_bytes, dynamic_bytes, static_bytes
 from realhf.search.options import Option, call_strategies, mini_batch_size
 from realhf.search.problem_inputs import homes
@@ -175,7 +176,7 @@ class Mapper:
         chosen: dict[str, Option] = {}
         for call in at_home:
             least = static[call.name]
-            room = self.task.cluster.device_memory_bytes - (sum(static.values()) - least)
+            room = self._room() - (sum(static.values()) - least)
             fitting = (
                 option
                 for _, option in self._ranked(call, num_devices)
@@ -194,7 +195,7 @@ class Mapper:
         """Adds the fastest option of every other call to `chosen`; False if one call has too little room."""
         home_of = homes(self.task.graph)
         static = sum(self._static(call, chosen[call.name]) for call in calls if call.name in chosen)
-        room = self.task.cluster.device_memory_bytes - static
+        room = self._room() - static
         for call in calls:
             at_home = self.task.graph.calls[home_of[call.name]]
             home = chosen[at_home.name]
@@ -232,11 +233,24 @@ class Mapper:
     def _static(self, call: ModelFunctionCallDef, option: Option) -> float:
         strategy, features = option.layout.strategy, self.task.costs.features_of(call.model_name)
         if sharding := self._sharding(call, option):
-            return sharding.static_bytes
+            return sharding.static_bytes + self._communicators(call, option)
         versions = self.task.graph.versions_kept(call.model_name)
-        return static_bytes(
+        static = static_bytes(
             call.config, strategy, self.task.dtype, trained=call.trains, features=features, versions=versions
         )
+        return static + self._communicators(call, option)
+
+    def _communicators(self, call: ModelFunctionCallDef, option: Option) -> float:
+        """At most: no other call has one of them."""
+        gathers = self.task.costs.features_of(call.model_name).fully_sharded
+        axes = axes_used(call, option.layout.strategy, gathers_parameters=gathers)
+        keys = {group_key(option.layout, axis) for axis in axes}
+        return self.task.costs.hardware.communicator_bytes * len(keys)
+
+    def _room(self) -> float:
+        """What is left of a device beside the communicators of all devices."""
+        cluster, communicator_bytes = self.task.cluster, self.task.costs.hardware.communicator_bytes
+        return cluster.device_memory_bytes - communicator_bytes * len(of_all_devices(cluster.num_devices, moves=True))
 
     def _dynamic(self, call: ModelFunctionCallDef, option: Option) -> float:
         task, sharding = self.task, self._sharding(call, option)
@@ -256,7 +270,11 @@ class Mapper:
         if call is at_home or (option.layout == home.layout and not self._sharding(at_home, home)):
             return dynamic
         return (
-            float("inf") if call.trains else dynamic + copy_bytes(call.config, option.layout.strategy, self.task.dtype)
+            float("inf")
+            if call.trains
+            else dynamic
+            + copy_bytes(call.config, option.layout.strategy, self.task.dtype)
+            + self._communicators(call, option)
         )
 
 

@@ -17,6 +17,7 @@ from realhf.search.options import Option, mini_batch_size
 from realhf.search.timings import kv_bytes_per_token_layer
 from realhf.search.workload import Workload
 
+OFFLOADED_CHUNK = 2**26  # elements, as in realhf/engine/optimizer.py
 PAGE_TOKENS = 16  # of the KV cache, as in realhf/engine/paged_attention.py; of flash-attn 256
 
 
@@ -102,7 +103,8 @@ def static_bytes(
     Parameters, in so many `versions` where it is not trained; for a trained model also gradients and the two states of
     AdamW (at least in fp32), and below fp32 a master copy in fp32 (ReaL, section 5.1, "static memory"). All are on
     every rank of a data-parallel group, but with ZeRO-1 states and master copy are divided over it (16 or 4 + 12 / dp
-    bytes a parameter in bf16, 2 more with gradients in fp32; ZeRO, section 5.1), and fully sharded all of it is.
+    bytes a parameter in bf16, 2 more with gradients in fp32; ZeRO, section 5.1), and fully sharded all of it is. States
+    that wait in host memory count nothing.
     """
     item = DTYPE_BYTES[dtype]
     elements = model_sizes(model).largest(strategy)
@@ -110,7 +112,7 @@ def static_bytes(
         elements = math.ceil(elements / strategy.dp)
     if not trained:
         return versions * elements * item
-    optimizer = 2 * max(item, 4) + (4 if item < 4 else 0)
+    optimizer = 0 if features.offloads_states else features.state_bytes(dtype)
     is_divided = features.zero1 and not features.fully_sharded
     updated = math.ceil(elements / strategy.dp) if is_divided else elements
     return elements * (item + features.gradient_bytes(dtype)) + updated * optimizer
@@ -165,17 +167,44 @@ def cache_bytes(model: DecoderConfig, strategy: ParallelStrategy, dtype: DType, 
     return kv_bytes_per_token_layer(model, dtype) / strategy.tp * layers * kept
 
 
+def chunk_bytes(model: DecoderConfig, strategy: ParallelStrategy, dtype: DType, features: EngineFeatures) -> int:
+    """What an optimizer step has on the device of states that wait in host memory."""
+    if not features.offloads_states:
+        return 0
+    is_divided = features.zero1 or features.fully_sharded
+    updated = math.ceil(model_sizes(model).largest(strategy) / (strategy.dp if is_divided else 1))
+    return min(updated, OFFLOADED_CHUNK) * features.state_bytes(dtype)
+
+
+def gathered_for_call(
+    call: ModelFunctionCallDef, strategy: ParallelStrategy, dtype: DType, features: EngineFeatures
+) -> int:
+    """Parameters that a call other than a training gathers where it finds them fully sharded, at its model's home: all
+    of the device's stage to generate, two units at a time for an inference."""
+    if not features.fully_sharded or strategy.dp == 1 or call.trains:
+        return 0
+    if call.interface_type is GENERATE:
+        return parameter_bytes(call.config, strategy, dtype)
+    return sum(_largest_units(call.config, strategy.tp)) * DTYPE_BYTES[dtype]
+
+
 def gathered_bytes(model: DecoderConfig, strategy: ParallelStrategy, dtype: DType, features: EngineFeatures) -> int:
     """What fully sharded training has of whole units at a time: the parameters of two, and the gradients of one, as
-    the backward pass gives them and as one vector to reduce. A unit is a layer, an embedding or the head."""
+    the backward pass gives them and as one vector to reduce."""
     if not features.fully_sharded or strategy.dp == 1:
         return 0
-    sizes, tp = model_sizes(model), strategy.tp
+    first, second = _largest_units(model, strategy.tp)
+    return (first + second) * DTYPE_BYTES[dtype] + 2 * first * features.gradient_bytes(dtype)
+
+
+def _largest_units(model: DecoderConfig, tp: int) -> tuple[int, int]:
+    """Elements of the two largest units that are gathered together: a layer, an embedding or the head."""
+    sizes = model_sizes(model)
     layer = sizes.layer_sharded // tp + sizes.layer_replicated
     embedding = sizes.embedding_sharded // tp + sizes.embedding_replicated
     head = sizes.head_sharded // tp + sizes.head_replicated
     first, second = sorted((layer, layer, embedding, head), reverse=True)[:2]
-    return (first + second) * DTYPE_BYTES[dtype] + 2 * first * features.gradient_bytes(dtype)
+    return first, second
 
 
 def activation_elements(model: DecoderConfig, tp: int, *, sequence_parallel: bool = False) -> float:
@@ -288,7 +317,8 @@ def dynamic_bytes(
         return tokens * kept + (3 * logits if stage == pp - 1 else 0)
 
     # The first stage has the most layers and micro-batches in flight, the last one the logits.
-    return max(stage_bytes(0), stage_bytes(pp - 1)) + gathered
+    passes = max(stage_bytes(0), stage_bytes(pp - 1)) + gathered
+    return max(passes, chunk_bytes(model, strategy, dtype, features))
 
 
 def layers_in_flight(num_layers: int, strategy: ParallelStrategy, stage: int, micro_batches: int) -> int:

@@ -28,7 +28,9 @@ class PlannedOption(msgspec.Struct, frozen=True, kw_only=True):
     """One way to run a call; bytes on each of its devices.
 
     `static_bytes` for good, `dynamic_bytes` while it runs, `copy_bytes` on top of these unless the
-    model's home is chosen with the same devices and strategy.
+    model's home is chosen with the same devices and strategy. `communicators`: ascending labels of those that each of
+    its devices is in; where options have a label in common, it is one communicator on every device that they share.
+    Label 1 is that of all copies of parameters, and need not be said.
     """
 
     devices: Devices
@@ -38,6 +40,7 @@ class PlannedOption(msgspec.Struct, frozen=True, kw_only=True):
     static_bytes: Amount
     dynamic_bytes: Amount
     copy_bytes: Amount
+    communicators: list[NotNegative] = []
 
 
 class PlannedCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -71,6 +74,8 @@ class PlannedFile(msgspec.Struct, frozen=True, kw_only=True):
     """A planning problem in seconds and bytes.
 
     The calls and transfers of step t that have no parent in it wait for everything of step t - max_steps_in_flight.
+    A device needs `communicator_bytes` for each communicator that it is in, and `sending_bytes` if it has a model's
+    home and not all of its calls, beside whatever runs there.
     """
 
     format: Literal["planning-problem/2"] = "planning-problem/2"
@@ -81,6 +86,8 @@ class PlannedFile(msgspec.Struct, frozen=True, kw_only=True):
     max_steps_in_flight: Count
     calls: Annotated[list[PlannedCall], msgspec.Meta(min_length=1, max_length=MAX_CALLS)]
     transfers: list[PlannedTransfer]
+    communicator_bytes: Amount = 0.0
+    sending_bytes: Amount = 0.0
 
 
 def planned_tables(problem: PlannedFile) -> dict[str, Any]:
@@ -91,6 +98,8 @@ def planned_tables(problem: PlannedFile) -> dict[str, Any]:
         "device_memory_bytes": problem.device_memory_bytes,
         "steps": problem.steps,
         "max_steps_in_flight": problem.max_steps_in_flight,
+        "communicator_bytes": problem.communicator_bytes,
+        "sending_bytes": problem.sending_bytes,
         "calls": [
             {
                 "home": nodes[call.home],

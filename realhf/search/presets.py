@@ -11,6 +11,7 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model import DType
 from realhf.api.plan import CallPlan, ExecutionPlan
 from realhf.search.cluster import Cluster
+from realhf.search.communicators import axes_used, group_key, of_all_devices
 from realhf.search.cost import CallCost
 from realhf.search.mapping import Mapper
 from realhf.search.memory import dynamic_bytes, static_bytes
@@ -173,8 +174,19 @@ def heuristic_plan(
             for name, model in graph.models.items()
         )
 
+    def communicators(layout: Layout) -> float:
+        keys = {
+            group_key(layout, axis)
+            for call in graph.calls.values()
+            for axis in axes_used(
+                call, layout.strategy, gathers_parameters=costs.features_of(call.model_name).fully_sharded
+            )
+        }
+        common = of_all_devices(cluster.num_devices, moves=bool(graph.follows))
+        return costs.hardware.communicator_bytes * (len(common) + len(keys))
+
     def need(call: ModelFunctionCallDef, option: Option) -> float:
-        kept = static(option.layout.strategy)
+        kept = static(option.layout.strategy) + communicators(option.layout)
         return kept + dynamic_bytes(call, option, batch_size, workload, dtype, costs.features_of(call.model_name))
 
     micro_batches = {

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.api.model import DType
 from realhf.api.offload import loads_of
+from realhf.realloc.planner import DEFAULT_BUCKET_BYTES
 from realhf.search.cluster import Cluster
 from realhf.search.cost import reallocation_table
 from realhf.search.offloading import offload_tables
@@ -67,7 +68,17 @@ def build_problem(
         max_steps_in_flight=max_steps_in_flight,
         calls=[builder.call_table(call) for call in graph.calls.values()],
         transfers=builder.transfers,
+        communicator_bytes=costs.hardware.communicator_bytes,
+        sending_bytes=_sending_bytes(inputs),
     )
+
+
+def _sending_bytes(inputs: ProblemInputs) -> float:
+    """The buckets of a device that sends a copy: as many as fill one (`copy_bytes`), where messages are packed. What
+    does not leave a host whose memory its devices share is not (`realhf.realloc.transport`)."""
+    is_packed = inputs.cluster.num_nodes > 1 or not inputs.costs.hardware.shares_host_memory
+    has_copies = any(home != call for call, home in inputs.homes.items())
+    return 2.0 * DEFAULT_BUCKET_BYTES if is_packed and has_copies else 0.0
 
 
 class _Builder:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 from realhf.api.errors import UserError
 from realhf.api.graph import DataflowGraph
+from realhf.search.communicators import MOVES
 from realhf.search.planned_file import PlannedCall, PlannedFile, PlannedOption, PlannedTransfer
 from realhf.search.problem_file import SEPARATOR, FileCall, FileOption, FileTransfer, ProblemFile
 from realhf.search.problem_nodes import ParentName
@@ -49,6 +50,8 @@ def planned_file(problem: Problem, graph: DataflowGraph, devices_per_node: int) 
             )
             for transfer in problem.transfers
         ],
+        communicator_bytes=problem.communicator_bytes,
+        sending_bytes=problem.sending_bytes,
     )
 
 
@@ -65,6 +68,7 @@ def _planned_option(row: OptionRow) -> PlannedOption:
         static_bytes=row.static_bytes,
         dynamic_bytes=row.dynamic_bytes,
         copy_bytes=row.copy_bytes,
+        communicators=list(row.communicators),
     )
 
 
@@ -112,9 +116,10 @@ def simple_file(
 ) -> ProblemFile:
     """The problem in the simpler words of version 1, whole microseconds and bytes.
 
-    What these cannot say is changed: a copy of parameters counts wherever a call runs; it is made
-    once training has ended, in two transfers, one on the devices of each side; data moves at once; no
-    model follows another. Options that do not fit by themselves are left out, and those alike are one.
+    What these cannot say is changed: a copy of parameters counts wherever a call runs, with what it takes to send it,
+    and communicators count with each of their calls; a copy is made once training has ended, in two transfers, one on
+    the devices of each side; data moves at once; no model follows another. Options that do not fit by themselves are
+    left out, and those alike are one.
 
     Raises:
         UserError: no option of a call fits, or a model is trained by two calls, whose layouts must then agree.
@@ -180,13 +185,15 @@ def _simple_options(problem: Problem, call: CallTable, graph: DataflowGraph, lab
         )
     rows: dict[FileOption, None] = {}
     for row in call.options:
-        peak = row.static_bytes + row.dynamic_bytes + row.copy_bytes
+        labels = {MOVES, *row.communicators} if row.communicators else ()
+        static = row.static_bytes + problem.communicator_bytes * len(labels)
+        peak = static + row.dynamic_bytes + row.copy_bytes + problem.sending_bytes
         if peak <= problem.device_memory_bytes:
             option = FileOption(
                 devices=row.devices,
                 strategy=label(row),
                 time_us=round(row.time_s * 1e6),
-                static_bytes=round(row.static_bytes),
+                static_bytes=round(static),
                 peak_bytes=round(peak),
             )
             rows[option] = None

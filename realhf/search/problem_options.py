@@ -7,9 +7,10 @@ from itertools import product
 from realhf.api.graph import ModelFunctionCallDef
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.realloc.planner import DEFAULT_BUCKET_BYTES
+from realhf.search.communicators import CommunicatorLabels, axes_used, of_all_devices
 from realhf.search.cost import CallCost
 from realhf.search.grouping import grouped, spared_bytes
-from realhf.search.memory import copy_bytes, dynamic_bytes, static_bytes
+from realhf.search.memory import copy_bytes, dynamic_bytes, gathered_for_call, static_bytes
 from realhf.search.options import Option
 from realhf.search.problem_inputs import ProblemInputs
 from realhf.search.tables import OptionRow
@@ -38,6 +39,8 @@ class OptionRows:
 
     def __init__(self, inputs: ProblemInputs):
         self._inputs = inputs
+        common = of_all_devices(inputs.cluster.num_devices, moves=bool(inputs.graph.follows))
+        self._labels = CommunicatorLabels(common)
 
     def rows(self, call: ModelFunctionCallDef) -> list[OptionRow]:
         """Where the mesh lies changes nothing: what is known of a strategy holds for all meshes of its size."""
@@ -53,12 +56,13 @@ class OptionRows:
         for layout in layouts:
             if layout.strategy not in known:
                 known[layout.strategy] = self._strategy_row(call, layout.strategy, is_home)
-            by_layout.append(((layout.mesh.first, layout.mesh.size), known[layout.strategy]))
+            devices = (layout.mesh.first, layout.mesh.size)
+            by_layout.append((devices, self._communicators(call, layout), known[layout.strategy]))
         waits = call.model_name in inputs.offload
         home_bytes = 0.0 if is_home or not waits else self._loaded_bytes(call)
         rows = []
         for option, number in zip(inputs.options[call.name], numbers, strict=True):
-            devices, row = by_layout[number]
+            devices, communicators, row = by_layout[number]
             if option.micro_batches not in row.by_micro_batches:
                 row.by_micro_batches[option.micro_batches] = self._needs(call, option, row, cost)
             needs = row.by_micro_batches[option.micro_batches]
@@ -71,9 +75,18 @@ class OptionRows:
                     static_bytes=0.0 if waits else needs.static_bytes,
                     dynamic_bytes=needs.dynamic_bytes + (needs.static_bytes + home_bytes if waits else 0.0),
                     copy_bytes=row.copy_bytes,
+                    communicators=communicators,
                 )
             )
         return rows
+
+    def _communicators(self, call: ModelFunctionCallDef, layout: Layout) -> tuple[int, ...]:
+        inputs = self._inputs
+        if inputs.costs.hardware.communicator_bytes == 0:
+            return ()
+        is_home = inputs.homes[call.name] == call.name
+        gathers = is_home and inputs.costs.features_of(call.model_name).fully_sharded
+        return self._labels.of(layout, axes_used(call, layout.strategy, gathers_parameters=gathers))
 
     def _needs(self, call: ModelFunctionCallDef, option: Option, row: _StrategyRow, cost: CallCost) -> _Needs:
         inputs = self._inputs
@@ -81,10 +94,12 @@ class OptionRows:
         seconds = cost.seconds(strategy, micro_batches)
         features = inputs.costs.features_of(call.model_name)
         dynamic = dynamic_bytes(call, option, inputs.batch_size, inputs.workload, inputs.dtype, features)
-        sharding = cost.sharding(strategy, micro_batches) if inputs.homes[call.name] == call.name else None
+        is_home = inputs.homes[call.name] == call.name
+        if is_home:
+            dynamic += gathered_for_call(call, strategy, inputs.dtype, features)
+        sharding = cost.sharding(strategy, micro_batches) if is_home else None
         if sharding is None:
-            # A home that keeps shards has them gathered for a generation: as much memory as a copy takes.
-            label = self._home_label(call, strategy) if inputs.homes[call.name] == call.name else row.label
+            label = self._home_label(call, strategy) if is_home else row.label
             return _Needs(label, seconds, row.static_bytes, dynamic)
         # No call finds whole parameters in such a home: a label of its own makes each take a copy, and the time to
         # gather what it is made of is added here, once a copy.

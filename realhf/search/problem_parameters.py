@@ -31,6 +31,7 @@ class ReallocationTable(Protocol):
         item: int,
         cluster: Cluster,
         hardware: Hardware,
+        forwarding: bool = True,
     ) -> Sequence[float]: ...
 
 
@@ -62,14 +63,13 @@ class ParameterTransfers:
     def follow(self, node: FollowNode, loads: Sequence[ParentRow]) -> TransferTable:
         """From home to home, as a reallocation; what happens every N steps takes 1 / N of it in each.
 
-        Nothing is forwarded on the way to an average, so that a source of fewer devices than the target has replicas
-        takes longer than this. It waits for `loads`, too.
+        Nothing is forwarded on the way to an average. It waits for `loads`, too.
         """
         inputs = self._inputs
         source, target = (inputs.homes[inputs.graph.calls_of(model)[0].name] for model in (node.source, node.target))
         parents = [(inputs.number[edge.parent], edge.steps_back) for edge in inputs.graph.parents(node.name)]
         parents += loads
-        table = self._parameter_move(node.name, source, target, parents)
+        table = self._parameter_move(node.name, source, target, parents, forwarding=False)
         if node.every_steps == 1:
             return table
         return replace(table, seconds=array("d", [seconds / node.every_steps for seconds in table.seconds]))
@@ -85,7 +85,9 @@ class ParameterTransfers:
         )  # fmt: skip
         return replace(table, seconds=seconds)
 
-    def _parameter_move(self, name: str, source: str, target: str, parents: list[ParentRow]) -> TransferTable:
+    def _parameter_move(
+        self, name: str, source: str, target: str, parents: list[ParentRow], *, forwarding: bool = True
+    ) -> TransferTable:
         """Parameters go from the layout of call `source` to that of call `target`.
 
         Devices that only send do so beside what they compute (`realhf.worker.move_lane`), unless the model waits in
@@ -111,5 +113,6 @@ class ParameterTransfers:
                 item=DTYPE_BYTES[inputs.dtype],
                 cluster=inputs.cluster,
                 hardware=inputs.costs.of(model).links,
+                forwarding=forwarding,
             ),
         )

@@ -7,6 +7,7 @@ import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from realhf.search.communicators import MOVES
 from realhf.search.tables import CallTable, OptionRow, Problem, TransferTable
 
 
@@ -94,7 +95,8 @@ def simulate(problem: Problem, choice: Sequence[int], steps: int, order: Sequenc
 
 
 def device_bytes(problem: Problem, choice: Sequence[int]) -> list[float]:
-    """What each device needs: static bytes of all calls placed on it, plus the largest dynamic need of one of them.
+    """What each device needs: static bytes of all calls placed on it, plus the largest dynamic need of one of them;
+    communicators, and what it takes to send copies.
 
     A call whose layout is not that of its home holds a copy of its parameters while it runs; `CallTable.spared`.
     """
@@ -102,24 +104,48 @@ def device_bytes(problem: Problem, choice: Sequence[int]) -> list[float]:
     needed = [
         _needed_bytes(call, option, chosen[call.home]) for call, option in zip(problem.calls, chosen, strict=True)
     ]
+    communicators = communicator_bytes(problem, choice)
     needs = []
     for device in range(problem.num_devices):
-        static, dynamic = 0.0, 0.0
+        static, dynamic = communicators[device], 0.0
         for option, bytes_needed in zip(chosen, needed, strict=True):
             if device in _range(option):
                 static += option.static_bytes
                 dynamic = max(dynamic, bytes_needed)
-        needs.append(static + dynamic)
+        sends = any(
+            device in _range(chosen[call.home]) and device not in _range(option)
+            for call, option in zip(problem.calls, chosen, strict=True)
+        )
+        needs.append(static + dynamic + (problem.sending_bytes if sends else 0.0))
     return needs
+
+
+def communicator_bytes(problem: Problem, choice: Sequence[int]) -> list[float]:
+    """Of each device the communicators of all calls placed on it, each once. Where any call is not laid out as its
+    home, copies move, which takes a communicator of all devices."""
+    chosen = _chosen(problem, choice)
+    homes = [chosen[call.home] for call in problem.calls]
+    moves = any(not _same_layout(option, home) for option, home in zip(chosen, homes, strict=True))
+    sizes = []
+    for device in range(problem.num_devices):
+        labels = {label for option in chosen if device in _range(option) for label in option.communicators}
+        if labels and moves:
+            labels.add(MOVES)
+        sizes.append(problem.communicator_bytes * len(labels))
+    return sizes
 
 
 def _needed_bytes(call: CallTable, option: OptionRow, home: OptionRow) -> float:
     """Beside what stays: while the copy is filled, or while the call runs."""
-    if (home.devices, home.strategy) == (option.devices, option.strategy):
+    if _same_layout(home, option):
         return option.dynamic_bytes
     spared = {(of_home, of_copy): saved for of_home, of_copy, saved in call.spared if home.devices == option.devices}
     copied = max(option.copy_bytes - spared.get((home.strategy, option.strategy), 0.0), 0.0)
     return max(option.dynamic_bytes + copied, option.copy_bytes)
+
+
+def _same_layout(one: OptionRow, other: OptionRow) -> bool:
+    return (one.devices, one.strategy) == (other.devices, other.strategy)
 
 
 def makespan_s(events: Iterable[Event]) -> float:

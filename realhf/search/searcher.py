@@ -184,36 +184,39 @@ def search_plan(
     if not found.feasible:
         smallest = native.evaluate(native.smallest_plan(seed))["peak_bytes"]
         raise UserError(_nothing_fits(smallest, cluster))
-    unordered = ExecutionPlan(
-        num_devices=cluster.num_devices,
-        devices_per_node=cluster.devices_per_node,
-        calls=with_groups(_call_plans(problem, options, found.choice), homes(graph), graph, cluster),
-        max_steps_in_flight=max_steps_in_flight,
-        offload=offload,
-        models=graph.models,
-        notes={
-            "hardware": cluster.hardware,
-            "costs": "measured" if costs.profiled else "analytic",
-            "seed": seed,
-            "evaluations": found.evaluations,
-        },
-    )
     names = graph.nodes
     trace = native.trace(found.choice, steps_to_simulate(max_steps_in_flight))
     starts = [(names[node], step, start) for node, step, start, _ in trace if node < len(names)]
-    predictions = [
-        predict(
-            msgspec.structs.replace(unordered, order=order),
-            graph,
-            batch_size=batch_size,
-            workload=workload,
-            cluster=cluster,
-            costs=costs,
-            dtype=dtype,
+
+    def ordered(calls: dict[str, CallPlan]) -> Prediction:
+        """The plan of these calls in the fastest of its possible orders."""
+        unordered = ExecutionPlan(
+            num_devices=cluster.num_devices,
+            devices_per_node=cluster.devices_per_node,
+            calls=calls,
+            max_steps_in_flight=max_steps_in_flight,
+            offload=offload,
+            models=graph.models,
+            notes={
+                "hardware": cluster.hardware,
+                "costs": "measured" if costs.profiled else "analytic",
+                "seed": seed,
+                "evaluations": found.evaluations,
+            },
         )
-        for order in possible_orders(starts, unordered, graph, batch_size)
-    ]
-    prediction = min(predictions, key=lambda prediction: prediction.step_s)
+        predictions = [
+            predict(
+                msgspec.structs.replace(unordered, order=order), graph, batch_size=batch_size, workload=workload,
+                cluster=cluster, costs=costs, dtype=dtype,
+            )
+            for order in possible_orders(starts, unordered, graph, batch_size)
+        ]  # fmt: skip
+        return min(predictions, key=lambda prediction: prediction.step_s)
+
+    calls = _call_plans(problem, options, found.choice)
+    prediction = ordered(with_groups(calls, homes(graph), graph, cluster))
+    if not prediction.fits:  # grouped calls may need communicators where others were shared
+        prediction = min(prediction, ordered(calls), key=lambda prediction: not prediction.fits)
     peak_bytes = max(prediction.device_bytes)
     notes = {**prediction.plan.notes, "peak_memory_gib": round(peak_bytes / GIB, 3)}
     plan = msgspec.structs.replace(prediction.plan, notes=notes)
@@ -286,6 +289,7 @@ def reallocation_table(
     item: int,
     cluster: Cluster,
     hardware: Hardware,
+    forwarding: bool = True,
 ) -> Sequence[float]:
     """As `realhf.search.cost.reallocation_table`, computed in C++; a buffer of doubles in its memory.
 
@@ -293,7 +297,9 @@ def reallocation_table(
     not know them.
     """
     if any(layout.strategy.chunks > 1 or layout.strategy.micro_dp != (1, 1) for layout in (*sources, *targets)):
-        return reallocation_table_in_python(model, sources, targets, item=item, cluster=cluster, hardware=hardware)
+        return reallocation_table_in_python(
+            model, sources, targets, item=item, cluster=cluster, hardware=hardware, forwarding=forwarding
+        )
     table = _search.reallocation_table(
         asdict(model_sizes(model)),
         [_layout_row(s) for s in sources],
@@ -301,6 +307,7 @@ def reallocation_table(
         within_node=(hardware.intra_node_latency_s, item / hardware.intra_node_bandwidth),
         across_nodes=(hardware.inter_node_latency_s, item / hardware.inter_node_bandwidth),
         devices_per_node=cluster.devices_per_node,
+        **({} if forwarding else {"forwarding": False}),
     )
     return memoryview(table).cast("B").cast("d")  # its bytes are doubles
 

@@ -9,7 +9,10 @@ ParentRow = tuple[int, int]  # (node, steps back); nodes are numbered calls firs
 
 
 class OptionRow(msgspec.Struct, frozen=True, kw_only=True):
-    """An option of a call: seconds, and bytes on each of its devices (csrc/search/problem.h)."""
+    """An option of a call: seconds, and bytes on each of its devices (csrc/search/problem.h).
+
+    `communicators`: ascending labels of those that each of its devices is in (`realhf.search.communicators`).
+    """
 
     devices: tuple[int, int]
     strategy: str
@@ -18,6 +21,7 @@ class OptionRow(msgspec.Struct, frozen=True, kw_only=True):
     static_bytes: float
     dynamic_bytes: float
     copy_bytes: float
+    communicators: tuple[int, ...] = ()
 
 
 class CallTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,7 +51,11 @@ class TransferTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything the search needs and nothing about how the numbers came about."""
+    """Everything the search needs and nothing about how the numbers came about.
+
+    `communicator_bytes` are those of each communicator on every device that is in it; `sending_bytes` what a device
+    needs to send a copy that it does not get, beside whatever runs there.
+    """
 
     num_devices: int
     device_memory_bytes: float
@@ -55,3 +63,5 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     max_steps_in_flight: int
     calls: list[CallTable]
     transfers: list[TransferTable]
+    communicator_bytes: float = 0.0
+    sending_bytes: float = 0.0

@@ -368,14 +368,14 @@ def load_costs(
 ) -> Costs:
     """Measured timings where `ROOT/local/HARDWARE` has a profile of the model type, else the analytic model.
 
-    `features` and `of_models`: see `Costs`; whether generation packs weights is taken from the hardware.
+    `features` and `of_models`: see `Costs`; what depends on the hardware is taken from it (`EngineFeatures.on`).
 
     Raises:
         UserError: no such hardware, a broken profile, or a profile of another model.
     """
     description = load_hardware(hardware, root)
-    features = replace(features, packs_weights=description.packs_weights)
-    of_models = {name: replace(own, packs_weights=description.packs_weights) for name, own in (of_models or {}).items()}
+    features = features.on(description)
+    of_models = {name: own.on(description) for name, own in (of_models or {}).items()}
     timings: dict[DecoderConfig, Timings] = {}
     for model in models.values():
         path = profile_path(model, dtype, hardware, root)

@@ -93,6 +93,8 @@ def random_problem(seed: int, num_calls: int = 3, max_options: int = 5) -> Probl
                     static_bytes=float(rng.randint(0, 30)),
                     dynamic_bytes=float(rng.randint(0, 30)),
                     copy_bytes=float(rng.randint(0, 20)),
+                    # Labels that any two options may share, wherever they lie.
+                    communicators=tuple(label for label in range(5) if label != 1 and rng.random() < 0.4),
                 )
             )
         parents = [(j, 0) for j in range(i) if rng.random() < 0.5]
@@ -126,4 +128,6 @@ def random_problem(seed: int, num_calls: int = 3, max_options: int = 5) -> Probl
         max_steps_in_flight=rng.randint(1, 3),
         calls=calls,
         transfers=transfers,
+        communicator_bytes=float(seed % 3 * 2),
+        sending_bytes=float(seed % 4 * 3),
     )

@@ -8,12 +8,12 @@ from realhf.api.plan import CallPlan, ExecutionPlan
 from realhf.models.parameters import parameter_count
 from realhf.realloc.planner import plan_between
 from realhf.search.hardware import load_hardware
-from realhf.search.options import call_options
+from realhf.search.options import Option, call_options
 from realhf.search.order import steps_to_simulate
 from realhf.search.predict import predict
 from realhf.search.problem import build_problem
 from realhf.search.reference import makespan_s, simulate
-from realhf.search.searcher import native_problem, search_plan
+from realhf.search.searcher import native_problem, reallocation_table, search_plan
 from tests.unit.search.graphs import TINY, cpu_cluster, ppo, settings
 
 NAME = "ref_follows_actor"
@@ -41,6 +41,24 @@ def test_it_takes_what_the_reallocation_planner_moves(every_steps: int) -> None:
     assert moved.lower_bound_bytes == sum(moved.sent_bytes.values()) == 4 * parameter_count(TINY)
     seconds = CPU.send_s(moved.lower_bound_bytes, crosses_nodes=False)
     assert prediction.transfer_s[NAME] == pytest.approx(seconds / every_steps)
+
+
+@pytest.mark.parametrize("searched", [True, False])
+def test_who_has_the_parameters_sends_them_to_all_that_follow(searched: bool) -> None:
+    """To two replicas of the reference, device 0 sends all twice: a replica that sent on would send its average."""
+    graph, cluster = following(), cpu_cluster(4)
+    reference, training = CallPlan(devices=(2, 2), dp=2), CallPlan(devices=(0, 1))
+    shared = settings(graph, cluster)
+    plan = placed(reference, training)
+    if searched:
+        options = {name: [Option(call.layout, call.micro_batches)] for name, call in plan.calls.items()}
+        problem = build_problem(graph, options, max_steps_in_flight=1, reallocations=reallocation_table, **shared)
+        [found] = next(transfer.seconds for transfer in problem.transfers if transfer.name == NAME)
+    else:
+        found = predict(plan, graph, **shared).transfer_s[NAME]
+    moved = plan_between(TINY, training.layout, reference.layout, None, forwarding=False)
+    assert moved.sent_bytes == {0: 2 * 4 * parameter_count(TINY)}
+    assert found == pytest.approx(CPU.send_s(moved.sent_bytes[0], crosses_nodes=False))
 
 
 @pytest.mark.parametrize("delays", [True, False])

@@ -13,16 +13,19 @@ from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallD
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, chunk_layers
 from realhf.api.model import LLAMA
 from realhf.engine.schedule import training_order
-from realhf.models.parameters import parameter_count
+from realhf.models.parameters import decoder_parameters, parameter_count
 from realhf.realloc.planner import DEFAULT_BUCKET_BYTES
 from realhf.search.cluster import Cluster
 from realhf.search.cost import CallCost
 from realhf.search.features import ENGINE, EngineFeatures, of_setup
+from realhf.search.hardware import load_hardware
 from realhf.search.memory import (
     cache_bytes,
+    chunk_bytes,
     copy_bytes,
     dynamic_bytes,
     gathered_bytes,
+    gathered_for_call,
     kept_elements,
     layers_in_flight,
     model_sizes,
@@ -99,6 +102,31 @@ def need(
     option = Option(Layout(DeviceMesh(0, strategy.size), strategy), micro_batches)
     workload = Workload(prompt_tokens=4, new_tokens=2, max_prompt_tokens=6, max_new_tokens=4)
     return dynamic_bytes(definition, option, 16, workload, "float32", features)
+
+
+def test_states_in_host_memory() -> None:
+    count, host = parameter_count(TINY), EngineFeatures(offloads_states=True)
+    assert static_bytes(TINY, ParallelStrategy(dp=2), "float32", trained=True, features=host) == 8 * count
+    assert static_bytes(TINY, ParallelStrategy(dp=2), "bfloat16", trained=True, features=host) == 6 * count
+    assert chunk_bytes(TINY, ParallelStrategy(dp=2), "bfloat16", host) == 12 * count // 2  # they pass through
+    large = LLAMA["llama7b"]
+    assert chunk_bytes(large, ParallelStrategy(), "bfloat16", host) == 12 * 2**26
+    assert chunk_bytes(large, ParallelStrategy(), "bfloat16", EngineFeatures()) == 0
+    # On a CPU there is no other memory to wait in.
+    assert not host.on(load_hardware("cpu")).offloads_states
+    assert host.on(load_hardware("h100")).offloads_states
+
+
+def test_what_is_gathered_of_a_fully_sharded_model() -> None:
+    """For an inference two layers, each greater than embedding and head; to generate, all."""
+    sharded, strategy = EngineFeatures(fully_sharded=True), ParallelStrategy(dp=2)
+    layer = sum(spec.size for spec in decoder_parameters(TINY) if spec.place == "layer") // TINY.num_layers
+    inference = call("ref", TINY, INFERENCE, "seq", "logp")
+    assert gathered_for_call(inference, strategy, "float32", sharded) == 2 * 4 * layer
+    generate = call("ref", TINY, GENERATE, "prompts", "seq")
+    assert gathered_for_call(generate, strategy, "float32", sharded) == 4 * parameter_count(TINY)
+    assert gathered_for_call(inference, strategy, "float32", EngineFeatures()) == 0
+    assert gathered_for_call(inference, ParallelStrategy(tp=2), "float32", sharded) == 0  # nothing is divided
 
 
 def test_dynamic_bytes() -> None:

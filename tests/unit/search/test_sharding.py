@@ -289,7 +289,8 @@ def test_the_command_says_what_is_sharded(tmp_path: Path, capsys: pytest.Capture
     config, out = tmp_path / "config.json", tmp_path / "out.json"
     config.write_text(json.dumps({**fields, "num_key_value_heads": 1, "vocab_size": 65536}))
     sft = Path(__file__).parents[3] / "experiments/sft.py"
-    words = ["--cluster", "h100-1x8", "--memory-gb", "0.3", "--batch-size", "16", "--prompt-tokens", "16"]
+    # 0.3 GiB, and three communicators: two of all devices, and of the data-parallel group, which has all of them, too.
+    words = ["--cluster", "h100-1x8", "--memory-gb", "2.226", "--batch-size", "16", "--prompt-tokens", "16"]
     words += ["--model-type", f"sft={config}", "--dtype", "float32", "--json", str(out), "--evaluations", "1000"]
     assert main(["plan", str(sft), *words]) == 2
     assert "no plan fits into memory" in capsys.readouterr().err
