@@ -10,7 +10,7 @@ from string import ascii_letters
 from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.api.layout import Layout
 from realhf.api.protocols import THREE_D_PROTO, Division, TransferProtocol
-from realhf.realloc.senders import Senders
+from realhf.master.senders import EarliestSenders
 from realhf.transport.messages import KeyMetadata, Receive, SampleDType, Send
 
 # mini_batches[part][j]: the ids of mini-batch j in a part of the batch, that of a data-parallel rank.
@@ -121,7 +121,7 @@ class DataDirectory:
 
     def __init__(self, devices_per_node: int | None = None) -> None:
         self._columns: dict[str, _Column] = {}
-        self._senders = Senders(devices_per_node, forwarding=True)
+        self._senders = EarliestSenders(devices_per_node)
 
     def lengths(self, key: str, count: int) -> Mapping[int, int] | None:
         """The length of every sample of a key; None as long as not all `count` of them have been made."""
@@ -142,7 +142,7 @@ class DataDirectory:
         """What moves so that every rank of `layout` has `keys` of its samples, and notes it as done.
 
         Who lacks a sample gets it once: from its own node where somebody there has it, so that it comes into each node
-        once; evenly from all who have it; and from those who have just got it (`realhf.realloc.senders`).
+        once; evenly from all who have it; and from those who have just got it (`EarliestSenders`).
 
         Returns:
             rounds, to be sent out in their order: in each, a worker sends what it has or will have by an earlier one.
@@ -152,8 +152,7 @@ class DataDirectory:
             for sample in (sample for ids in parts[part] for sample in ids):
                 lacking.setdefault(sample, []).append(worker)
         groups = [group for key in sorted(keys) for group in self._groups(key, lacking)]
-        for group in groups:
-            self._senders.expect(group.size_bytes, group.holders)
+        groups.sort(key=lambda group: (len(group.holders), -group.size_bytes))  # first those with the least choice
         ids: dict[tuple[int, str, int, int], list[int]] = {}  # by round, key, sender and receiver: one message
         for group in groups:
             round_of = dict.fromkeys(group.holders, -1)

@@ -240,6 +240,7 @@ def test_eight_tensor_parallel_peers_on_another_node_by_hand() -> None:
     assert len({receiver for _, receiver in across}) == 2
     received = Counter(receiver for _, receiver, _, _ in sent)
     assert received == dict.fromkeys(range(8, 16), BATCH_SIZE)
+    # A half at a time: who has one first sends it to three, in a tree of eight, and may send the other half once.
     assert max(Counter(sender for sender, _, _, _ in sent).values()) <= 2 * BATCH_SIZE, "nobody sends to all of them"
 
 
@@ -256,7 +257,7 @@ def test_who_got_a_sample_for_one_call_has_it_for_others() -> None:
 
 
 def test_sizes_count_in_bytes() -> None:
-    """A holder of the longer half sends less of what both have."""
+    """Who has to send what nobody else has does not send what another one has, too."""
     directory = DataDirectory()
     for worker in (0, 1):
         column = KeyMetadata(dtype="bool", trailing=(), ids=(0, 1), lengths=(30, 30))
@@ -266,3 +267,14 @@ def test_sizes_count_in_bytes() -> None:
     (moves,) = directory.plan_transfer(layout, [[(0, 1)]], ["is_pad", "logits"])
     assert [send.key for send in moves[0].sends] == ["logits"]
     assert [send.key for send in moves[1].sends] == ["is_pad"]
+
+
+@pytest.mark.parametrize(("peers", "rounds"), [(2, 1), (4, 2), (8, 3)])
+def test_peers_in_a_node_get_a_sample_by_a_tree(peers: int, rounds: int) -> None:
+    """In each round all who have it send it to one more."""
+    workers = cluster(Random(0), ["seq"], devices_per_node=8)
+    workers.produce("seq", Layout(DeviceMesh(0, 1), ParallelStrategy()), 1)
+    layout = Layout(DeviceMesh(0, peers), ParallelStrategy(tp=peers))
+    moves = workers.directory.plan_transfer(layout, partition(BATCH_SIZE, 1, 1), ["seq"])
+    assert len(moves) <= rounds
+    assert max(sum(len(of_round[w].sends) for of_round in moves if w in of_round) for w in range(peers)) == rounds
