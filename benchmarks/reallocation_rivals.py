@@ -36,7 +36,7 @@ class RawMessages:
                 *(Message("receive", peer, boxes, [outgoing.next(boxes)]) for peer, boxes in each_round.sends.items()),
                 *(Message("send", peer, boxes, [incoming.next(boxes)]) for peer, boxes in each_round.receives.items()),
             ]
-            for each_round in plan.device_rounds.get(rank, ())
+            for each_round in plan.rounds_of(rank)
         ]
         copied = plan.local_copies.get(rank, ())
         self._copy = (incoming.next(copied), source[: sum(box.size for box in copied)])

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from realhf.api.model import DecoderConfig
@@ -40,7 +41,8 @@ class ParameterSpec:
         return (self.place == "embedding" and stage == 0) or ((self.place == "head" or self.tied) and stage == pp - 1)
 
 
-def decoder_parameters(model: DecoderConfig) -> list[ParameterSpec]:
+@lru_cache(maxsize=64)
+def decoder_parameters(model: DecoderConfig) -> tuple[ParameterSpec, ...]:
     """All parameters in the order of the forward pass. Names are those of Hugging Face's Llama and its kin, for
     every family; weights are [out, in]."""
     hidden, vocab = model.hidden_size, model.vocab_size
@@ -54,7 +56,7 @@ def decoder_parameters(model: DecoderConfig) -> list[ParameterSpec]:
         specs.append(ParameterSpec("score.weight", (1, hidden), None, "head"))
     elif not model.tied_embeddings:
         specs.append(ParameterSpec("lm_head.weight", (vocab, hidden), 0, "head"))
-    return specs
+    return tuple(specs)
 
 
 def _layer(model: DecoderConfig, prefix: str, layer: int) -> list[ParameterSpec]:

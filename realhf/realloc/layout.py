@@ -28,16 +28,28 @@ class Box:
         """The common part of two boxes of one parameter, None where there is none."""
         if self.name != other.name:
             return None
-        offset = tuple(max(a, b) for a, b in zip(self.offset, other.offset, strict=True))
-        end = (min(a + m, b + n) for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True))
-        shape = tuple(e - o for e, o in zip(end, offset, strict=True))
-        return Box(self.name, offset, shape) if all(extent > 0 for extent in shape) else None
+        offset, shape = [], []
+        for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
+            start, end = a if a > b else b, a + m if a + m < b + n else b + n
+            if start >= end:
+                return None
+            offset.append(start)
+            shape.append(end - start)
+        return Box(self.name, tuple(offset), tuple(shape))
 
     def contains(self, other: "Box") -> bool:
         """Whether all of `other` is in this box."""
         return self.name == other.name and all(
             a <= b and b + n <= a + m
             for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
+        )
+
+    def between(self, start: int, end: int, dim: int) -> "Box":
+        """The part of it from `start` to `end` along dimension `dim`, counted as `offset` is."""
+        return Box(
+            self.name,
+            (*self.offset[:dim], start, *self.offset[dim + 1 :]),
+            (*self.shape[:dim], end - start, *self.shape[dim + 1 :]),
         )
 
     def slices_in(self, holder: "Box") -> tuple[slice, ...]:

@@ -151,7 +151,7 @@ def places_of(plan: ReallocationPlan, rank: int, source: Held, target: Held) -> 
 def _find(plan: ReallocationPlan, rank: int, source: Held, target: Held) -> Places:
     ours, wanted, item = _Side(source, 0), _Side(target, len(source)), plan.element_bytes
     rounds = []
-    for each_round in plan.device_rounds.get(rank, ()):
+    for each_round in plan.rounds_of(rank):
         messages = []
         for peer, boxes in sorted(each_round.sends.items()):
             # What the rank holds from the start, or else what it received in an earlier round.

@@ -12,7 +12,9 @@ from functools import cached_property, lru_cache
 from realhf.api.compute import DataParallel
 from realhf.api.layout import Layout
 from realhf.api.model import DecoderConfig
+from realhf.realloc.cells import Devices, cells_of
 from realhf.realloc.layout import Box
+from realhf.realloc.parcels import parcels_of
 from realhf.realloc.rounds import Rounds, Transfer
 from realhf.realloc.senders import Senders, node_of
 from realhf.realloc.shards import held_boxes
@@ -65,7 +67,7 @@ class ReallocationPlan:
         """Bytes sent by each device that sends."""
         sent: dict[int, int] = {}
         for transfer in self.transfers:
-            sent[transfer.source] = sent.get(transfer.source, 0) + transfer.box.size * self.element_bytes
+            sent[transfer.source] = sent.get(transfer.source, 0) + transfer.elements * self.element_bytes
         return sent
 
     @cached_property
@@ -73,14 +75,14 @@ class ReallocationPlan:
         """Bytes received by each device that receives."""
         received: dict[int, int] = {}
         for transfer in self.transfers:
-            received[transfer.target] = received.get(transfer.target, 0) + transfer.box.size * self.element_bytes
+            received[transfer.target] = received.get(transfer.target, 0) + transfer.elements * self.element_bytes
         return received
 
     @cached_property
     def network_bytes(self) -> int:
         """Bytes that cross from one node to another; the other sent bytes stay within a node."""
         return sum(
-            transfer.box.size * self.element_bytes
+            transfer.elements * self.element_bytes
             for transfer in self.transfers
             if node_of(transfer.target, self.devices_per_node) != node_of(transfer.source, self.devices_per_node)
         )
@@ -90,26 +92,22 @@ class ReallocationPlan:
         """No part of the plan: what who carries it out found for each device, to be found once (`places_of`)."""
         return {}
 
-    @cached_property
-    def device_rounds(self) -> dict[int, tuple[DeviceRound, ...]]:
-        """For each device that sends or receives, its part of the rounds that concern it."""
-        result: dict[int, list[DeviceRound]] = {}
+    def rounds_of(self, device: int) -> list[DeviceRound]:
+        """The part of `device` in the rounds that concern it."""
+        result = []
         for index, transfers in enumerate(self.rounds):
-            sends: dict[int, dict[int, list[Box]]] = {}
-            receives: dict[int, dict[int, list[Box]]] = {}
-            forwarders = {transfer.source for transfer in transfers if transfer.is_forwarded}
-            for transfer in transfers:
-                sends.setdefault(transfer.source, {}).setdefault(transfer.target, []).append(transfer.box)
-                receives.setdefault(transfer.target, {}).setdefault(transfer.source, []).append(transfer.box)
-            for device in sends.keys() | receives.keys():
-                mine = DeviceRound(
-                    index,
-                    {peer: tuple(boxes) for peer, boxes in sends.get(device, {}).items()},
-                    {peer: tuple(boxes) for peer, boxes in receives.get(device, {}).items()},
-                    device in forwarders,
-                )
-                result.setdefault(device, []).append(mine)
-        return {device: tuple(rounds) for device, rounds in result.items()}
+            sends: dict[int, tuple[Box, ...]] = {}
+            receives: dict[int, tuple[Box, ...]] = {}
+            forwards = False
+            for source, target, boxes, is_forwarded in transfers:
+                if source == device:
+                    sends[target] = sends.get(target, ()) + boxes
+                    forwards |= is_forwarded
+                elif target == device:
+                    receives[source] = receives.get(source, ()) + boxes
+            if sends or receives:
+                result.append(DeviceRound(index, sends, receives, forwards))
+        return result
 
 
 @lru_cache(maxsize=1024)
@@ -164,112 +162,39 @@ def plan_reallocation(
         raise ValueError(
             f"bucket_bytes={bucket_bytes} cannot hold one element of {element_bytes} bytes; make it larger"
         )
-    holders = _holders_by_name(source)
-    senders, rounds = Senders(devices_per_node, forwarding), Rounds(bucket_bytes)
     local_copies: dict[int, list[Box]] = {}
-    lacking_bytes = dict.fromkeys(sorted(target), 0)
-    to_send: list[tuple[Box, list[int], list[int]]] = []
-    for box, devices in _by_parameter(target):
-        for cell, cell_holders in _cells(box, holders.get(box.name, {})):
-            lacking = sorted({*devices}.difference(cell_holders))
-            for device in {*devices}.difference(lacking):
-                local_copies.setdefault(device, []).append(cell)
-            for device in lacking:
-                lacking_bytes[device] += cell.size * element_bytes
-            for piece in _pieces(cell, bucket_bytes // element_bytes) if lacking else ():
-                to_send.append((piece, cell_holders, lacking))
-                senders.expect(piece.size * element_bytes, cell_holders)
-    for piece, piece_holders, lacking in to_send:
-        size_bytes = piece.size * element_bytes
-        can_forward: dict[int, int] = {}  # device that gets the piece -> the round after that
-        for sender, receiver in senders.hops(size_bytes, piece_holders, lacking):
-            transfer = Transfer(sender, receiver, piece, is_forwarded=sender in can_forward)
-            can_forward[receiver] = rounds.add(transfer, size_bytes, can_forward.get(sender, 0)) + 1
+    ways: dict[tuple[Devices, Devices], list[Box]] = {}  # (holders, lacking) -> all that goes from those to these
+    for cell in cells_of(source, target):
+        for device in cell.keeping:
+            local_copies.setdefault(device, []).append(cell.box)
+        if cell.lacking:
+            ways.setdefault((cell.holders, cell.lacking), []).append(cell.box)
+    lacking_elements = dict.fromkeys(sorted(target), 0)
+    for (_, lacking), boxes in ways.items():
+        size = sum(box.size for box in boxes)
+        for device in lacking:
+            lacking_elements[device] += size
+    parcels = parcels_of(ways, max(lacking_elements.values(), default=0), bucket_bytes // element_bytes)
+    senders, rounds = Senders(devices_per_node, forwarding), Rounds(bucket_bytes)
+    for parcel in parcels:
+        senders.expect(parcel.elements * element_bytes, parcel.holders)
+    for parcel in parcels:
+        arrival: dict[int, list[int]] = {}  # of a device that gets the parcel: the round of each load
+        for sender, receiver in senders.hops(parcel.elements * element_bytes, parcel.holders, parcel.lacking):
+            arrived = arrival.get(sender)
+            arrival[receiver] = [
+                rounds.add(
+                    Transfer(sender, receiver, load.boxes, arrived is not None),
+                    load.elements * element_bytes,
+                    arrived[at] + 1 if arrived else 0,
+                )
+                for at, load in enumerate(parcel.loads)
+            ]
     return ReallocationPlan(
         rounds=tuple(tuple(transfers) for transfers in rounds.transfers),
         local_copies={device: tuple(cells) for device, cells in local_copies.items()},
-        lacking_bytes=lacking_bytes,
+        lacking_bytes={device: elements * element_bytes for device, elements in lacking_elements.items()},
         element_bytes=element_bytes,
         bucket_bytes=bucket_bytes,
         devices_per_node=devices_per_node,
     )
-
-
-def _holders_by_name(source: Mapping[int, Sequence[Box]]) -> dict[str, dict[Box, list[int]]]:
-    """Name -> each distinct box of it -> the devices that hold that box, ascending."""
-    holders: dict[str, dict[Box, list[int]]] = {}
-    for device in sorted(source):
-        for box in source[device]:
-            holders.setdefault(box.name, {}).setdefault(box, []).append(device)
-    return holders
-
-
-def _by_parameter(target: Mapping[int, Sequence[Box]]) -> Iterator[tuple[Box, list[int]]]:
-    """Every distinct target box, parameter by parameter, with the devices that want it, ascending."""
-    wanted: dict[str, dict[Box, list[int]]] = {}
-    for device in sorted(target):
-        own: dict[str, list[Box]] = {}
-        for box in target[device]:
-            for other in own.setdefault(box.name, []):
-                if other.intersect(box):
-                    raise ValueError(f"device {device} wants {box} and {other}, which overlap; target boxes must not")
-            own[box.name].append(box)
-            wanted.setdefault(box.name, {}).setdefault(box, []).append(device)
-    for of_name in wanted.values():
-        yield from of_name.items()
-
-
-def _cells(box: Box, holders: Mapping[Box, list[int]]) -> list[tuple[Box, list[int]]]:
-    """`box` cut so that each cell lies wholly inside or outside of every held box: (cell, its holders ascending)."""
-    cells: list[tuple[Box, list[int]]] = [(box, [])]
-    for held, devices in holders.items():
-        cut: list[tuple[Box, list[int]]] = []
-        for cell, cell_holders in cells:
-            common = cell.intersect(held)
-            if common is None:
-                cut.append((cell, cell_holders))
-                continue
-            cut.append((common, sorted({*cell_holders, *devices})))
-            cut.extend((rest, cell_holders) for rest in subtract(cell, common))
-        cells = cut
-    for cell, cell_holders in cells:
-        if not cell_holders:
-            raise ValueError(
-                f"parameter {box.name}: nobody holds the part of shape {cell.shape} at offset {cell.offset}; "
-                f"the source layout must hold all that the target layout wants"
-            )
-    return sorted(cells, key=lambda cell: cell[0].offset)
-
-
-def subtract(box: Box, inner: Box) -> list[Box]:
-    """`box` without `inner`, which lies inside it, as disjoint boxes."""
-    rest = []
-    offset, shape = list(box.offset), list(box.shape)
-    for dim, (low, extent) in enumerate(zip(inner.offset, inner.shape, strict=True)):
-        for start, end in ((offset[dim], low), (low + extent, offset[dim] + shape[dim])):
-            if start < end:
-                rest.append(
-                    Box(
-                        box.name,
-                        (*offset[:dim], start, *offset[dim + 1 :]),
-                        (*shape[:dim], end - start, *shape[dim + 1 :]),
-                    )
-                )
-        offset[dim], shape[dim] = low, extent
-    return rest
-
-
-def _pieces(box: Box, max_elements: int, dim: int = 0) -> Iterator[Box]:
-    """`box` cut along dimension `dim` into pieces of at most `max_elements`; along the next ones if a row is more."""
-    if box.size <= max_elements:
-        yield box
-        return
-    row_elements = box.size // box.shape[dim]
-    rows = max(1, max_elements // row_elements)
-    for start in range(0, box.shape[dim], rows):
-        piece = Box(
-            box.name,
-            (*box.offset[:dim], box.offset[dim] + start, *box.offset[dim + 1 :]),
-            (*box.shape[:dim], min(rows, box.shape[dim] - start), *box.shape[dim + 1 :]),
-        )
-        yield from _pieces(piece, max_elements, dim + 1)

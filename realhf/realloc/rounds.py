@@ -1,18 +1,23 @@
 """Rounds of a reallocation: the total order of its transfers; in a round no device moves more than a bucket."""
 
+from collections import defaultdict
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from realhf.realloc.layout import Box
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """`box` travels from device `source` to device `target`. Forwarded: the source received it in an earlier round."""
+class Transfer(NamedTuple):
+    """`boxes` travel from device `source` to `target`. Forwarded: the source received them in an earlier round."""
 
     source: int
     target: int
-    box: Box
+    boxes: tuple[Box, ...]
     is_forwarded: bool = False
+
+    @property
+    def elements(self) -> int:
+        return sum(box.size for box in self.boxes)
 
 
 class Rounds:
@@ -21,19 +26,24 @@ class Rounds:
     def __init__(self, bucket_bytes: int) -> None:
         self.transfers: list[list[Transfer]] = []
         self._bucket_bytes = bucket_bytes
-        self._sending: dict[int, _Lane] = {}
-        self._receiving: dict[int, _Lane] = {}
+        self._sending: defaultdict[int, _Lane] = defaultdict(_Lane)
+        self._receiving: defaultdict[int, _Lane] = defaultdict(_Lane)
 
     def add(self, transfer: Transfer, size_bytes: int, first_round: int = 0) -> int:
         """Adds `transfer` of at most a bucket, not before `first_round`; returns its round."""
-        sending = self._sending.setdefault(transfer.source, _Lane())
-        receiving = self._receiving.setdefault(transfer.target, _Lane())
-        index = max(first_round, sending.first_open, receiving.first_open)
-        sent, received, most = sending.used_bytes.get, receiving.used_bytes.get, self._bucket_bytes - size_bytes
-        while sent(index, 0) > most or received(index, 0) > most:
-            index += 1
+        sending, receiving = self._sending[transfer.source], self._receiving[transfer.target]
+        most_bytes = self._bucket_bytes - size_bytes
+        closed = sending.well_filled | receiving.well_filled | ((1 << first_round) - 1)
+        while True:
+            index = (~closed & (closed + 1)).bit_length() - 1  # the lowest bit that is not set
+            if sending.used_bytes[index] <= most_bytes and receiving.used_bytes[index] <= most_bytes:
+                break
+            closed |= 1 << index
         for lane in (sending, receiving):
-            lane.add(index, size_bytes, self._bucket_bytes // 2)
+            lane.used_bytes[index] += size_bytes
+            # Not looking for room where more than half is used keeps planning fast.
+            if lane.used_bytes[index] > self._bucket_bytes // 2:
+                lane.well_filled |= 1 << index
         while len(self.transfers) <= index:
             self.transfers.append([])
         self.transfers[index].append(transfer)
@@ -42,13 +52,7 @@ class Rounds:
 
 @dataclass(slots=True)
 class _Lane:
-    """Bytes that one device sends, or receives, in each round; all rounds below `first_open` are well filled."""
+    """Bytes that one device sends, or receives, in each round; `well_filled` is a set of rounds, bit by bit."""
 
-    first_open: int = 0
-    used_bytes: dict[int, int] = field(default_factory=dict)
-
-    def add(self, index: int, size_bytes: int, well_filled_bytes: int) -> None:
-        """Not looking for room where more than `well_filled_bytes` are used keeps planning fast."""
-        self.used_bytes[index] = self.used_bytes.get(index, 0) + size_bytes
-        while self.used_bytes.get(self.first_open, 0) > well_filled_bytes:
-            self.first_open += 1
+    used_bytes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    well_filled: int = 0

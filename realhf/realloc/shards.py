@@ -6,7 +6,7 @@ No torch here: the master tells from it who writes what of a checkpoint with opt
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
 
 from realhf.api.compute import DataParallel
@@ -60,13 +60,20 @@ def flat_layout(model: DecoderConfig, layout: Layout, device: int) -> FlatLayout
 
 def units(
     model: DecoderConfig, layout: Layout, device: int, data_parallel: DataParallel = "zero1"
-) -> dict[str, FlatLayout]:
+) -> Mapping[str, FlatLayout]:
     """The vectors of `device` that are divided over data parallelism, each by itself, in the order of their use.
 
     "zero1" divides all parameters as one vector, of the name "". "fsdp" divides what is gathered at a time: an
     embedding, a layer, or the final norm with the head; a unit's name is that of the module whose forward pass is the
     first to use it. A tied embedding is a unit on both of its stages, so that their shards have the same elements.
     """
+    _, tp_index, stage = layout.coordinates(device)
+    return _units(model, layout, layout.device(0, tp_index, stage), data_parallel)
+
+
+@lru_cache(maxsize=1024)
+def _units(model: DecoderConfig, layout: Layout, device: int, data_parallel: DataParallel) -> Mapping[str, FlatLayout]:
+    """Those of `device` and its data-parallel peers, which are the same."""
     whole = flat_layout(model, layout, device)
     if data_parallel == "zero1" or layout.strategy.dp == 1:
         return {"": whole}
@@ -145,6 +152,8 @@ def boxes_in(flat: FlatLayout, whole: Mapping[str, Box], elements: range) -> lis
     found = []
     for name, start in flat.starts.items():
         holder = whole[name]
+        if start >= elements.stop or start + holder.size <= elements.start:
+            continue
         first, last = (min(max(place - start, 0), holder.size) for place in (elements.start, elements.stop))
         for offset, shape in _cut(holder.shape, first, last):
             moved = tuple(a + b for a, b in zip(holder.offset, offset, strict=True))

@@ -64,7 +64,7 @@ def verify(
         differing = [(rank, box) for box in _differing_copies(plan, rank, source_tensors, target_tensors)]
         sends: dict[int, list[Box]] = {}
         receives: dict[int, list[Box]] = {}
-        for each_round in plan.device_rounds.get(rank, ()):
+        for each_round in plan.rounds_of(rank):
             for boxes_of, of_round in ((sends, each_round.sends), (receives, each_round.receives)):
                 for peer, boxes in of_round.items():
                     boxes_of.setdefault(peer, []).extend(boxes)

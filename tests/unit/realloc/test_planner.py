@@ -8,8 +8,9 @@ from hypothesis import strategies as st
 from realhf.api.compute import DataParallel
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model import DecoderConfig
+from realhf.realloc.cells import subtract
 from realhf.realloc.layout import Box, device_boxes
-from realhf.realloc.planner import ReallocationPlan, plan_between, plan_reallocation, subtract
+from realhf.realloc.planner import ReallocationPlan, plan_between, plan_reallocation
 from realhf.realloc.rounds import Transfer
 from realhf.realloc.shards import held_boxes
 from tests.unit.realloc.layouts import global_state, layouts, models
@@ -46,20 +47,21 @@ def check(plan: ReallocationPlan, state: dict[str, np.ndarray], source: Boxes, t
         sending, receiving = dict.fromkeys(held, 0), dict.fromkeys(held, 0)
         assert transfers
         for transfer in transfers:
-            box, device = transfer.box, transfer.target
-            has = arrived if transfer.is_forwarded else held
-            assert has[transfer.source][box.name][region(box)].all(), "a device sends what it does not have yet"
-            assert not held[device][box.name][region(box)].any(), "a device receives what it holds"
-            assert wanted[device][box.name][region(box)].all(), "a device receives what it does not want"
-            got[device][box.name][region(box)] = state[box.name][region(box)]
-            written[device][box.name][region(box)] += 1
-            size_bytes = int(np.prod(box.shape)) * plan.element_bytes
-            sending[transfer.source] += size_bytes
-            receiving[device] += size_bytes
-            received[device] += size_bytes
+            device, has = transfer.target, arrived if transfer.is_forwarded else held
+            for box in transfer.boxes:
+                assert has[transfer.source][box.name][region(box)].all(), "a device sends what it does not have yet"
+                assert not held[device][box.name][region(box)].any(), "a device receives what it holds"
+                assert wanted[device][box.name][region(box)].all(), "a device receives what it does not want"
+                got[device][box.name][region(box)] = state[box.name][region(box)]
+                written[device][box.name][region(box)] += 1
+                size_bytes = int(np.prod(box.shape)) * plan.element_bytes
+                sending[transfer.source] += size_bytes
+                receiving[device] += size_bytes
+                received[device] += size_bytes
         assert max(*sending.values(), *receiving.values()) <= plan.bucket_bytes
         for transfer in transfers:
-            arrived[transfer.target][transfer.box.name][region(transfer.box)] = True
+            for box in transfer.boxes:
+                arrived[transfer.target][box.name][region(box)] = True
     for device in target:
         for name, array in state.items():
             assert (got[device][name] == np.where(wanted[device][name], array, 0)).all()
@@ -154,10 +156,10 @@ def test_two_to_three_worked_by_hand() -> None:
     target = {0: [rows(0, 2)], 1: [rows(2, 4)], 2: [rows(4, 6)]}
     plan = plan_reallocation(source, target)
     assert plan.local_copies == {0: (rows(0, 2),), 1: (rows(3, 4),)}
-    assert plan.rounds == ((Transfer(0, 1, rows(2, 3)), Transfer(1, 2, rows(4, 6))),)
+    assert plan.rounds == ((Transfer(0, 1, (rows(2, 3),)), Transfer(1, 2, (rows(4, 6),))),)
     assert plan.lacking_bytes == {0: 0, 1: 4, 2: 8}
-    assert plan.device_rounds[1][0].receives == {0: (rows(2, 3),)}
-    assert plan.device_rounds[1][0].sends == {2: (rows(4, 6),)}
+    assert plan.rounds_of(1)[0].receives == {0: (rows(2, 3),)}
+    assert plan.rounds_of(1)[0].sends == {2: (rows(4, 6),)}
 
 
 def test_nearest_source_first() -> None:
@@ -182,7 +184,7 @@ def test_a_single_holder_starts_a_chain() -> None:
     """One device to three others: each part leaves it once, and is forwarded while the next one comes."""
     source, target = {0: [rows(0, 4)]}, {device: [rows(0, 4)] for device in (1, 2, 3)}
     plan = plan_reallocation(source, target, bucket_bytes=8)
-    assert [[(t.source, t.target, t.box.offset[0], t.is_forwarded) for t in each] for each in plan.rounds] == [
+    assert [[(t.source, t.target, t.boxes[0].offset[0], t.is_forwarded) for t in each] for each in plan.rounds] == [
         [(0, 1, 0, False)],
         [(1, 2, 0, True), (0, 3, 2, False)],
         [(2, 3, 0, True), (3, 1, 2, True)],
@@ -201,7 +203,7 @@ def test_each_node_fetches_a_part_once_and_its_devices_take_turns() -> None:
     assert plan.lower_bound_bytes == 4 * 32
     fetched = {2: 0, 3: 0, 4: 0, 5: 0}
     for transfer in plan.transfers:
-        fetched[transfer.target] += 4 * transfer.box.size * (transfer.source // 2 != transfer.target // 2)
+        fetched[transfer.target] += 4 * transfer.elements * (transfer.source // 2 != transfer.target // 2)
     assert fetched == {2: 16, 3: 16, 4: 16, 5: 16}
 
 
@@ -254,8 +256,8 @@ def test_rounds_fill_buckets_side_by_side() -> None:
     target = {2: [rows(0, 8, "a")], 3: [rows(0, 8, "b")]}
     plan = plan_reallocation(source, target, bucket_bytes=16)
     assert plan.rounds == (
-        (Transfer(0, 2, rows(0, 4, "a")), Transfer(1, 3, rows(0, 4, "b"))),
-        (Transfer(0, 2, rows(4, 8, "a")), Transfer(1, 3, rows(4, 8, "b"))),
+        (Transfer(0, 2, (rows(0, 4, "a"),)), Transfer(1, 3, (rows(0, 4, "b"),))),
+        (Transfer(0, 2, (rows(4, 8, "a"),)), Transfer(1, 3, (rows(4, 8, "b"),))),
     )
 
 
@@ -276,12 +278,12 @@ def test_overlapping_targets_and_tiny_buckets_are_refused() -> None:
 
 
 def test_a_later_round_does_not_keep_earlier_ones_from_being_filled() -> None:
-    """Device 1 is busy receiving for two rounds; what device 0 sends elsewhere meanwhile still starts in the first."""
+    """Device 1 is busy receiving in the first round; what device 0 sends elsewhere meanwhile still starts in it."""
     source = {0: [rows(0, 2, "b"), rows(0, 2, "c")], 2: [rows(0, 8, "a")]}
     target = {1: [rows(0, 8, "a"), rows(0, 2, "b")], 3: [rows(0, 2, "c")]}
     plan = plan_reallocation(source, target, bucket_bytes=16)
-    assert [[(t.source, t.target, t.box.name) for t in transfers] for transfers in plan.rounds] == [
+    assert [[(t.source, t.target, t.boxes[0].name) for t in transfers] for transfers in plan.rounds] == [
         [(2, 1, "a"), (0, 3, "c")],
-        [(2, 1, "a")],
         [(0, 1, "b")],
+        [(2, 1, "a")],
     ]
