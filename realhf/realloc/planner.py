@@ -171,25 +171,18 @@ def plan_reallocation(
             ways.setdefault((cell.holders, cell.lacking), []).append(cell.box)
     lacking_elements = dict.fromkeys(sorted(target), 0)
     for (_, lacking), boxes in ways.items():
-        size = sum(box.size for box in boxes)
+        elements = sum(box.size for box in boxes)
         for device in lacking:
-            lacking_elements[device] += size
-    parcels = parcels_of(ways, max(lacking_elements.values(), default=0), bucket_bytes // element_bytes)
-    senders, rounds = Senders(devices_per_node, forwarding), Rounds(bucket_bytes)
+            lacking_elements[device] += elements
+    bucket_elements = bucket_bytes // element_bytes
+    parcels = parcels_of(ways, max(lacking_elements.values(), default=0), bucket_elements)
+    senders, rounds = Senders(devices_per_node, forwarding), Rounds(bucket_elements)
     for parcel in parcels:
         senders.expect(parcel.elements * element_bytes, parcel.holders)
     for parcel in parcels:
-        arrival: dict[int, list[int]] = {}  # of a device that gets the parcel: the round of each load
+        arrived: dict[int, list[int]] = {}  # at a device that lacked the parcel: the round of each load
         for sender, receiver in senders.hops(parcel.elements * element_bytes, parcel.holders, parcel.lacking):
-            arrived = arrival.get(sender)
-            arrival[receiver] = [
-                rounds.add(
-                    Transfer(sender, receiver, load.boxes, arrived is not None),
-                    load.elements * element_bytes,
-                    arrived[at] + 1 if arrived else 0,
-                )
-                for at, load in enumerate(parcel.loads)
-            ]
+            arrived[receiver] = rounds.add(sender, receiver, parcel.loads, arrived.get(sender))
     return ReallocationPlan(
         rounds=tuple(tuple(transfers) for transfers in rounds.transfers),
         local_copies={device: tuple(cells) for device, cells in local_copies.items()},

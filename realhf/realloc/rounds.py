@@ -1,10 +1,12 @@
 """Rounds of a reallocation: the total order of its transfers; in a round no device moves more than a bucket."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from realhf.realloc.layout import Box
+from realhf.realloc.parcels import Load
 
 
 class Transfer(NamedTuple):
@@ -21,38 +23,50 @@ class Transfer(NamedTuple):
 
 
 class Rounds:
-    """Puts each transfer into the first round, not yet well filled, in which both of its devices have room for it."""
+    """Puts each load into the first round, not yet well filled, in which both of its devices have room for it."""
 
-    def __init__(self, bucket_bytes: int) -> None:
+    def __init__(self, bucket_elements: int) -> None:
         self.transfers: list[list[Transfer]] = []
-        self._bucket_bytes = bucket_bytes
+        self._bucket_elements = bucket_elements
+        # Not looking for room where a sixteenth is left keeps planning fast.
+        self._well_filled = bucket_elements - bucket_elements // 16
         self._sending: defaultdict[int, _Lane] = defaultdict(_Lane)
         self._receiving: defaultdict[int, _Lane] = defaultdict(_Lane)
 
-    def add(self, transfer: Transfer, size_bytes: int, first_round: int = 0) -> int:
-        """Adds `transfer` of at most a bucket, not before `first_round`; returns its round."""
-        sending, receiving = self._sending[transfer.source], self._receiving[transfer.target]
-        most_bytes = self._bucket_bytes - size_bytes
-        closed = sending.well_filled | receiving.well_filled | ((1 << first_round) - 1)
+    def add(self, source: int, target: int, loads: Sequence[Load], arrived: Sequence[int] | None) -> list[int]:
+        """Adds a transfer of each load, of at most a bucket; returns their rounds.
+
+        Args:
+            arrived: the rounds in which the source itself gets them; None if it has them from the start.
+        """
+        sending, receiving = self._sending[source], self._receiving[target]
+        rounds = []
+        for place, load in enumerate(loads):
+            too_early = (2 << arrived[place]) - 1 if arrived else 0
+            index = self._first_with_room(load.elements, sending, receiving, too_early)
+            for lane in (sending, receiving):
+                lane.elements[index] += load.elements
+                if lane.elements[index] >= self._well_filled:
+                    lane.closed |= 1 << index
+            while len(self.transfers) <= index:
+                self.transfers.append([])
+            self.transfers[index].append(Transfer(source, target, load.boxes, arrived is not None))
+            rounds.append(index)
+        return rounds
+
+    def _first_with_room(self, elements: int, sending: "_Lane", receiving: "_Lane", too_early: int) -> int:
+        most = self._bucket_elements - elements
+        closed = sending.closed | receiving.closed | too_early
         while True:
             index = (~closed & (closed + 1)).bit_length() - 1  # the lowest bit that is not set
-            if sending.used_bytes[index] <= most_bytes and receiving.used_bytes[index] <= most_bytes:
-                break
+            if sending.elements[index] <= most and receiving.elements[index] <= most:
+                return index
             closed |= 1 << index
-        for lane in (sending, receiving):
-            lane.used_bytes[index] += size_bytes
-            # Not looking for room where more than half is used keeps planning fast.
-            if lane.used_bytes[index] > self._bucket_bytes // 2:
-                lane.well_filled |= 1 << index
-        while len(self.transfers) <= index:
-            self.transfers.append([])
-        self.transfers[index].append(transfer)
-        return index
 
 
 @dataclass(slots=True)
 class _Lane:
-    """Bytes that one device sends, or receives, in each round; `well_filled` is a set of rounds, bit by bit."""
+    """What one device sends, or receives, in each round; `closed` are the well filled ones, as a set of bits."""
 
-    used_bytes: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
-    well_filled: int = 0
+    elements: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    closed: int = 0
