@@ -39,10 +39,12 @@ class Box:
 
     def contains(self, other: "Box") -> bool:
         """Whether all of `other` is in this box."""
-        return self.name == other.name and all(
-            a <= b and b + n <= a + m
-            for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True)
-        )
+        if self.name != other.name:
+            return False
+        for a, m, b, n in zip(self.offset, self.shape, other.offset, other.shape, strict=True):
+            if b < a or b + n > a + m:
+                return False
+        return True
 
     def between(self, start: int, end: int, dim: int) -> "Box":
         """The part of it from `start` to `end` along dimension `dim`, counted as `offset` is."""

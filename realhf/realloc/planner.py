@@ -67,7 +67,7 @@ class ReallocationPlan:
         """Bytes sent by each device that sends."""
         sent: dict[int, int] = {}
         for transfer in self.transfers:
-            sent[transfer.source] = sent.get(transfer.source, 0) + transfer.elements * self.element_bytes
+            sent[transfer.source] = sent.get(transfer.source, 0) + transfer.load.elements * self.element_bytes
         return sent
 
     @cached_property
@@ -75,14 +75,14 @@ class ReallocationPlan:
         """Bytes received by each device that receives."""
         received: dict[int, int] = {}
         for transfer in self.transfers:
-            received[transfer.target] = received.get(transfer.target, 0) + transfer.elements * self.element_bytes
+            received[transfer.target] = received.get(transfer.target, 0) + transfer.load.elements * self.element_bytes
         return received
 
     @cached_property
     def network_bytes(self) -> int:
         """Bytes that cross from one node to another; the other sent bytes stay within a node."""
         return sum(
-            transfer.elements * self.element_bytes
+            transfer.load.elements * self.element_bytes
             for transfer in self.transfers
             if node_of(transfer.target, self.devices_per_node) != node_of(transfer.source, self.devices_per_node)
         )
@@ -99,12 +99,12 @@ class ReallocationPlan:
             sends: dict[int, tuple[Box, ...]] = {}
             receives: dict[int, tuple[Box, ...]] = {}
             forwards = False
-            for source, target, boxes, is_forwarded in transfers:
+            for source, target, load, is_forwarded in transfers:
                 if source == device:
-                    sends[target] = sends.get(target, ()) + boxes
+                    sends[target] = sends.get(target, ()) + load.boxes
                     forwards |= is_forwarded
                 elif target == device:
-                    receives[source] = receives.get(source, ()) + boxes
+                    receives[source] = receives.get(source, ()) + load.boxes
             if sends or receives:
                 result.append(DeviceRound(index, sends, receives, forwards))
         return result

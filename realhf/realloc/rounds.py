@@ -5,21 +5,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from realhf.realloc.layout import Box
 from realhf.realloc.parcels import Load
 
 
 class Transfer(NamedTuple):
-    """`boxes` travel from device `source` to `target`. Forwarded: the source received them in an earlier round."""
+    """`load` travels from device `source` to `target`. Forwarded: the source received it in an earlier round."""
 
     source: int
     target: int
-    boxes: tuple[Box, ...]
+    load: Load
     is_forwarded: bool = False
-
-    @property
-    def elements(self) -> int:
-        return sum(box.size for box in self.boxes)
 
 
 class Rounds:
@@ -50,7 +45,7 @@ class Rounds:
                     lane.closed |= 1 << index
             while len(self.transfers) <= index:
                 self.transfers.append([])
-            self.transfers[index].append(Transfer(source, target, load.boxes, arrived is not None))
+            self.transfers[index].append(Transfer(source, target, load, arrived is not None))
             rounds.append(index)
         return rounds
 

@@ -1,5 +1,7 @@
 """Reallocation plans, carried out on numpy arrays: the right bytes, each once, within the buckets."""
 
+import cProfile
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -10,6 +12,7 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model import DecoderConfig
 from realhf.realloc.cells import subtract
 from realhf.realloc.layout import Box, device_boxes
+from realhf.realloc.parcels import Load
 from realhf.realloc.planner import ReallocationPlan, plan_between, plan_reallocation
 from realhf.realloc.rounds import Transfer
 from realhf.realloc.shards import held_boxes
@@ -48,7 +51,7 @@ def check(plan: ReallocationPlan, state: dict[str, np.ndarray], source: Boxes, t
         assert transfers
         for transfer in transfers:
             device, has = transfer.target, arrived if transfer.is_forwarded else held
-            for box in transfer.boxes:
+            for box in transfer.load.boxes:
                 assert has[transfer.source][box.name][region(box)].all(), "a device sends what it does not have yet"
                 assert not held[device][box.name][region(box)].any(), "a device receives what it holds"
                 assert wanted[device][box.name][region(box)].all(), "a device receives what it does not want"
@@ -60,7 +63,7 @@ def check(plan: ReallocationPlan, state: dict[str, np.ndarray], source: Boxes, t
                 received[device] += size_bytes
         assert max(*sending.values(), *receiving.values()) <= plan.bucket_bytes
         for transfer in transfers:
-            for box in transfer.boxes:
+            for box in transfer.load.boxes:
                 arrived[transfer.target][box.name][region(box)] = True
     for device in target:
         for name, array in state.items():
@@ -150,13 +153,17 @@ def rows(start: int, end: int, name: str = "p") -> Box:
     return Box(name, (start,), (end - start,))
 
 
+def transfer(source: int, target: int, box: Box) -> Transfer:
+    return Transfer(source, target, Load((box,), box.size))
+
+
 def test_two_to_three_worked_by_hand() -> None:
     """Halves of six rows on devices 0, 1 become thirds on devices 0, 1, 2."""
     source = {0: [rows(0, 3)], 1: [rows(3, 6)]}
     target = {0: [rows(0, 2)], 1: [rows(2, 4)], 2: [rows(4, 6)]}
     plan = plan_reallocation(source, target)
     assert plan.local_copies == {0: (rows(0, 2),), 1: (rows(3, 4),)}
-    assert plan.rounds == ((Transfer(0, 1, (rows(2, 3),)), Transfer(1, 2, (rows(4, 6),))),)
+    assert plan.rounds == ((transfer(0, 1, rows(2, 3)), transfer(1, 2, rows(4, 6))),)
     assert plan.lacking_bytes == {0: 0, 1: 4, 2: 8}
     assert plan.rounds_of(1)[0].receives == {0: (rows(2, 3),)}
     assert plan.rounds_of(1)[0].sends == {2: (rows(4, 6),)}
@@ -184,7 +191,9 @@ def test_a_single_holder_starts_a_chain() -> None:
     """One device to three others: each part leaves it once, and is forwarded while the next one comes."""
     source, target = {0: [rows(0, 4)]}, {device: [rows(0, 4)] for device in (1, 2, 3)}
     plan = plan_reallocation(source, target, bucket_bytes=8)
-    assert [[(t.source, t.target, t.boxes[0].offset[0], t.is_forwarded) for t in each] for each in plan.rounds] == [
+    assert [
+        [(t.source, t.target, t.load.boxes[0].offset[0], t.is_forwarded) for t in each] for each in plan.rounds
+    ] == [
         [(0, 1, 0, False)],
         [(1, 2, 0, True), (0, 3, 2, False)],
         [(2, 3, 0, True), (3, 1, 2, True)],
@@ -203,7 +212,7 @@ def test_each_node_fetches_a_part_once_and_its_devices_take_turns() -> None:
     assert plan.lower_bound_bytes == 4 * 32
     fetched = {2: 0, 3: 0, 4: 0, 5: 0}
     for transfer in plan.transfers:
-        fetched[transfer.target] += 4 * transfer.elements * (transfer.source // 2 != transfer.target // 2)
+        fetched[transfer.target] += 4 * transfer.load.elements * (transfer.source // 2 != transfer.target // 2)
     assert fetched == {2: 16, 3: 16, 4: 16, 5: 16}
 
 
@@ -256,8 +265,8 @@ def test_rounds_fill_buckets_side_by_side() -> None:
     target = {2: [rows(0, 8, "a")], 3: [rows(0, 8, "b")]}
     plan = plan_reallocation(source, target, bucket_bytes=16)
     assert plan.rounds == (
-        (Transfer(0, 2, (rows(0, 4, "a"),)), Transfer(1, 3, (rows(0, 4, "b"),))),
-        (Transfer(0, 2, (rows(4, 8, "a"),)), Transfer(1, 3, (rows(4, 8, "b"),))),
+        (transfer(0, 2, rows(0, 4, "a")), transfer(1, 3, rows(0, 4, "b"))),
+        (transfer(0, 2, rows(4, 8, "a")), transfer(1, 3, rows(4, 8, "b"))),
     )
 
 
@@ -282,8 +291,53 @@ def test_a_later_round_does_not_keep_earlier_ones_from_being_filled() -> None:
     source = {0: [rows(0, 2, "b"), rows(0, 2, "c")], 2: [rows(0, 8, "a")]}
     target = {1: [rows(0, 8, "a"), rows(0, 2, "b")], 3: [rows(0, 2, "c")]}
     plan = plan_reallocation(source, target, bucket_bytes=16)
-    assert [[(t.source, t.target, t.boxes[0].name) for t in transfers] for transfers in plan.rounds] == [
+    assert [[(t.source, t.target, t.load.boxes[0].name) for t in transfers] for transfers in plan.rounds] == [
         [(2, 1, "a"), (0, 3, "c")],
         [(0, 1, "b")],
         [(2, 1, "a")],
     ]
+
+
+def test_a_parcel_of_several_loads_keeps_its_way() -> None:
+    """2,048 elements in buckets of two: four loads a parcel, each forwarded while the next one comes."""
+    source, target = {0: [rows(0, 2048)]}, {device: [rows(0, 2048)] for device in (1, 2, 3)}
+    plan = plan_reallocation(source, target, bucket_bytes=8)
+    check(plan, {"p": np.arange(1, 2049)}, source, target)
+    senders: dict[tuple[int, int], set[int]] = {}
+    for transfer in plan.transfers:
+        assert transfer.load.elements == 2
+        senders.setdefault((transfer.load.boxes[0].offset[0] // 8, transfer.target), set()).add(transfer.source)
+    assert {len(of_parcel) for of_parcel in senders.values()} == {1}
+    assert max(plan.sent_bytes.values()) <= 1.02 * 4 * 2048
+    assert len(plan.rounds) <= 1.2 * 1024
+
+
+LLAMA_70B = DecoderConfig(
+    hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64, num_kv_heads=8, vocab_size=128256
+)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "data_parallel"),
+    [
+        (ParallelStrategy(dp=8, tp=8, pp=2), ParallelStrategy(dp=32, tp=4, pp=1), "zero1"),
+        (ParallelStrategy(dp=2, tp=4, pp=16), ParallelStrategy(dp=16, tp=8, pp=1), "zero1"),
+        (ParallelStrategy(dp=8, tp=8, pp=2), ParallelStrategy(dp=16, tp=8, pp=1), "fsdp"),
+    ],
+    ids=str,
+)
+def test_a_70b_model_on_128_devices_is_little_work_to_plan(
+    source: ParallelStrategy, target: ParallelStrategy, data_parallel: DataParallel
+) -> None:
+    """Counted in function calls, which do not depend on the machine: a million take less than a second anywhere.
+    And what makes it little: hardly more transfers than buckets to be received, still shared evenly."""
+    a, b = (Layout(DeviceMesh(0, 128), strategy) for strategy in (source, target))
+    profile = cProfile.Profile()
+    plan = profile.runcall(plan_between.__wrapped__, LLAMA_70B, a, b, 8, 2, source_data_parallel=data_parallel)
+    calls = sum(entry.callcount for entry in profile.getstats())
+    assert calls < 2_000_000
+    most_lacking = max(plan.lacking_bytes.values())
+    buckets = sum(-(-size_bytes // plan.bucket_bytes) for size_bytes in plan.lacking_bytes.values())
+    assert sum(map(len, plan.rounds)) < 1.3 * buckets
+    assert len(plan.rounds) < 1.3 * most_lacking / plan.bucket_bytes
+    assert max(plan.sent_bytes.values()) < 1.05 * most_lacking

@@ -1,0 +1,105 @@
+"""Planning a reallocation at size: seconds until one device of 128 knows what it sends, receives and copies where.
+
+Llama-70B's shapes in bfloat16, eight devices a node. A pair costs `plan_between` and `places_of` of the device that the
+plan gives the most to do. Named pairs each by itself, random ones of a kind by their worst. `--quick`: the named ones.
+"""
+
+import random
+import statistics
+import time
+from typing import Any
+
+import torch
+from common import case, finish, parse_arguments
+
+from realhf.api.compute import DataParallel
+from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.model import DecoderConfig
+from realhf.realloc.places import places_of
+from realhf.realloc.planner import plan_between
+from realhf.realloc.shards import held_boxes
+
+LLAMA_70B = DecoderConfig(
+    hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64, num_kv_heads=8, vocab_size=128256
+)
+DEVICES, TARGET_S, PAIRS_OF_A_KIND = 128, 2.0, 40
+
+# (dp, tp, pp) of source and target.
+NAMED = (
+    ((4, 8, 4), (16, 8, 1)),
+    ((2, 8, 8), (16, 4, 2)),
+    ((1, 8, 16), (8, 2, 8)),
+    ((8, 8, 2), (32, 4, 1)),
+)
+# Every device gets the whole model, 141 GB: no other layout is as much to plan.
+WHOLE = ((1, 8, 16), (128, 1, 1))
+
+
+def main() -> None:
+    arguments = parse_arguments(__doc__)
+    everywhere, first_half, second_half = DeviceMesh(0, DEVICES), DeviceMesh(0, 64), DeviceMesh(64, 64)
+    pairs = [(layout(everywhere, source), layout(everywhere, target)) for source, target in (*NAMED, WHOLE)]
+    results = [at_most(f"{source.strategy} -> {target.strategy}", seconds(source, target)) for source, target in pairs]
+    sharded = (layout(everywhere, (8, 8, 2)), layout(everywhere, (32, 4, 1)))
+    results.append(at_most(f"{sharded[0].strategy}, fsdp -> {sharded[1].strategy}", seconds(*sharded, "fsdp")))
+    if not arguments.quick:
+        results += random_pairs("on the same devices", everywhere, everywhere)
+        results += random_pairs("fsdp, on the same devices", everywhere, everywhere, "fsdp")
+        results += random_pairs("from one half to the other", first_half, second_half)
+        results += random_pairs("between halves that overlap", first_half, DeviceMesh(32, 64))
+    finish("reallocation_planning", results, arguments.json)
+
+
+def random_pairs(
+    kind: str, source: DeviceMesh, target: DeviceMesh, data_parallel: DataParallel = "zero1"
+) -> list[dict[str, Any]]:
+    """The worst and the median of pairs with any degrees that `target` and `source` can have."""
+    choice = random.Random(kind)
+    measured = [
+        seconds(
+            layout(source, choice.choice(degrees(source))),
+            layout(target, choice.choice(degrees(target))),
+            data_parallel,
+        )
+        for _ in range(PAIRS_OF_A_KIND)
+    ]
+    name = f"{PAIRS_OF_A_KIND} pairs {kind}"
+    return [at_most(f"{name}, worst", max(measured)), at_most(f"{name}, median", statistics.median(measured))]
+
+
+def degrees(mesh: DeviceMesh) -> list[tuple[int, int, int]]:
+    """(dp, tp, pp) with tp to 8 and pp to 16."""
+    return [(mesh.size // (tp * pp), tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8, 16) if tp * pp <= mesh.size]
+
+
+def layout(mesh: DeviceMesh, strategy: tuple[int, int, int]) -> Layout:
+    return Layout(mesh, ParallelStrategy(*strategy))
+
+
+def seconds(source: Layout, target: Layout, data_parallel: DataParallel = "zero1") -> float:
+    plan_between.cache_clear()
+    start = time.perf_counter()
+    plan = plan_between(LLAMA_70B, source, target, 8, element_bytes=2, source_data_parallel=data_parallel)
+    taken = time.perf_counter() - start
+    moved = {
+        device: plan.sent_bytes.get(device, 0) + plan.received_bytes.get(device, 0)
+        for device in (*source.mesh.devices, *target.mesh.devices)
+    }
+    busiest = max(moved, key=moved.__getitem__)
+    held = [
+        [(box, torch.empty(box.shape, dtype=torch.bfloat16, device="meta")) for box in boxes]
+        for boxes in (held_boxes(LLAMA_70B, source, busiest, data_parallel), held_boxes(LLAMA_70B, target, busiest))
+    ]
+    start = time.perf_counter()
+    places_of(plan, busiest, *held)
+    return taken + time.perf_counter() - start
+
+
+def at_most(name: str, value: float) -> dict[str, Any]:
+    """A case where less is better; the target is the baseline."""
+    ratio = TARGET_S / max(value, 1e-12)
+    return case(name, value, "s", baseline=TARGET_S, ratio=ratio, target=TARGET_S, holds=value <= TARGET_S)
+
+
+if __name__ == "__main__":
+    main()
