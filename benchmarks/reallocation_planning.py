@@ -22,7 +22,7 @@ from realhf.realloc.shards import held_boxes
 LLAMA_70B = DecoderConfig(
     hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64, num_kv_heads=8, vocab_size=128256
 )
-DEVICES, TARGET_S, PAIRS_OF_A_KIND = 128, 2.0, 40
+DEVICES, TARGET_S, PAIRS_OF_A_KIND = 128, 2.0, 30
 
 # (dp, tp, pp) of source and target.
 NAMED = (

@@ -3,7 +3,7 @@ addresses of the tensors change."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Literal, cast, overload
 
 import numpy as np
@@ -150,16 +150,20 @@ def places_of(plan: ReallocationPlan, rank: int, source: Held, target: Held) -> 
 
 def _find(plan: ReallocationPlan, rank: int, source: Held, target: Held) -> Places:
     ours, wanted, item = _Side(source, 0), _Side(target, len(source)), plan.element_bytes
+
+    @cache  # what is forwarded lies where it was received
+    def parts(boxes: tuple[Box, ...]) -> PlacedParts:
+        """What the rank holds from the start, or else, since nobody receives what it holds, what it receives."""
+        return PlacedParts([(ours if ours.holds(box) else wanted).place(box) for box in boxes], item)
+
     rounds = []
     for each_round in plan.rounds_of(rank):
-        messages = []
-        for peer, boxes in sorted(each_round.sends.items()):
-            # What the rank holds from the start, or else what it received in an earlier round.
-            places = [(ours if ours.holds(box) else wanted).place(box) for box in boxes]
-            messages.append(PlacedMessage("receive", peer, boxes, PlacedParts(places, item)))
-        for peer, boxes in sorted(each_round.receives.items()):
-            messages.append(PlacedMessage("send", peer, boxes, PlacedParts(list(map(wanted.place, boxes)), item)))
-        rounds.append(PlacedRound(each_round.index, each_round.forwards, tuple(messages)))
+        sends, receives = sorted(each_round.sends.items()), sorted(each_round.receives.items())
+        messages = (
+            *(PlacedMessage("receive", peer, boxes, parts(boxes)) for peer, boxes in sends),
+            *(PlacedMessage("send", peer, boxes, parts(boxes)) for peer, boxes in receives),
+        )
+        rounds.append(PlacedRound(each_round.index, each_round.forwards, messages))
     copied = plan.local_copies.get(rank, ())
     return Places(
         tuple(rounds),
