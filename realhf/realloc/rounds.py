@@ -40,8 +40,10 @@ class Rounds:
             too_early = (2 << arrived[place]) - 1 if arrived else 0
             index = self._first_with_room(load.elements, sending, receiving, too_early)
             for lane in (sending, receiving):
-                lane.elements[index] += load.elements
-                if lane.elements[index] >= self._well_filled:
+                used = lane.used.get(index, 0) + load.elements
+                if used < self._well_filled:
+                    lane.used[index] = used
+                else:
                     lane.closed |= 1 << index
             while len(self.transfers) <= index:
                 self.transfers.append([])
@@ -54,14 +56,15 @@ class Rounds:
         closed = sending.closed | receiving.closed | too_early
         while True:
             index = (~closed & (closed + 1)).bit_length() - 1  # the lowest bit that is not set
-            if sending.elements[index] <= most and receiving.elements[index] <= most:
+            if sending.used.get(index, 0) <= most and receiving.used.get(index, 0) <= most:
                 return index
             closed |= 1 << index
 
 
 @dataclass(slots=True)
 class _Lane:
-    """What one device sends, or receives, in each round; `closed` are the well filled ones, as a set of bits."""
+    """Rounds of what one device sends, or receives: `closed` are the well filled ones, as a set of bits; `used` are the
+    elements of others."""
 
-    elements: defaultdict[int, int] = field(default_factory=lambda: defaultdict(int))
+    used: dict[int, int] = field(default_factory=dict)
     closed: int = 0

@@ -4,7 +4,7 @@ and with fully sharded data parallelism keeps.
 No torch here: the master tells from it who writes what of a checkpoint with optimizer states.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
@@ -162,7 +162,8 @@ def boxes_in(flat: FlatLayout, whole: Mapping[str, Box], elements: range) -> lis
     return found
 
 
-def _cut(shape: tuple[int, ...], first: int, last: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+@lru_cache(maxsize=4096)  # the layers of a device are cut alike
+def _cut(shape: tuple[int, ...], first: int, last: int) -> Sequence[tuple[tuple[int, ...], tuple[int, ...]]]:
     """(offset, shape) of the blocks that the elements [first, last) of an array consist of, counted along its rows:
     the end of a row, whole rows, the beginning of a row; each again like this in more than two dimensions."""
     if first >= last:
