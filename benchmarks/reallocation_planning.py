@@ -31,49 +31,52 @@ NAMED = (
     ((1, 8, 16), (8, 2, 8)),
     ((8, 8, 2), (32, 4, 1)),
 )
-# Every device gets the whole model, 141 GB: no other layout is as much to plan.
-WHOLE = ((1, 8, 16), (128, 1, 1))
+# Every device gets the whole model, 141 GB, more than it can hold: nothing else is as much to plan.
+WHOLE = ParallelStrategy(128)
 
 
 def main() -> None:
     arguments = parse_arguments(__doc__)
     everywhere, first_half, second_half = DeviceMesh(0, DEVICES), DeviceMesh(0, 64), DeviceMesh(64, 64)
-    pairs = [(layout(everywhere, source), layout(everywhere, target)) for source, target in (*NAMED, WHOLE)]
-    results = [at_most(f"{source.strategy} -> {target.strategy}", seconds(source, target)) for source, target in pairs]
-    sharded = (layout(everywhere, (8, 8, 2)), layout(everywhere, (32, 4, 1)))
-    results.append(at_most(f"{sharded[0].strategy}, fsdp -> {sharded[1].strategy}", seconds(*sharded, "fsdp")))
+    results = [
+        *(named_pair(ParallelStrategy(*source), ParallelStrategy(*target)) for source, target in NAMED),
+        named_pair(ParallelStrategy(8, 8, 2), ParallelStrategy(32, 4, 1), "fsdp"),
+        named_pair(ParallelStrategy(1, 8, 16), WHOLE),
+        named_pair(ParallelStrategy(64, 2, 1), WHOLE, "fsdp"),
+    ]
     if not arguments.quick:
         results += random_pairs("on the same devices", everywhere, everywhere)
-        results += random_pairs("fsdp, on the same devices", everywhere, everywhere, "fsdp")
+        results += random_pairs("on the same devices, from fsdp", everywhere, everywhere, "fsdp")
         results += random_pairs("from one half to the other", first_half, second_half)
         results += random_pairs("between halves that overlap", first_half, DeviceMesh(32, 64))
     finish("reallocation_planning", results, arguments.json)
 
 
+def named_pair(
+    source: ParallelStrategy, target: ParallelStrategy, data_parallel: DataParallel = "zero1"
+) -> dict[str, Any]:
+    mesh = DeviceMesh(0, DEVICES)
+    how = " fsdp" if data_parallel == "fsdp" else ""
+    return at_most(f"{source}{how} -> {target}", seconds(Layout(mesh, source), Layout(mesh, target), data_parallel))
+
+
 def random_pairs(
     kind: str, source: DeviceMesh, target: DeviceMesh, data_parallel: DataParallel = "zero1"
 ) -> list[dict[str, Any]]:
-    """The worst and the median of pairs with any degrees that `target` and `source` can have."""
+    """The worst and the median of pairs of any layouts on the two meshes."""
     choice = random.Random(kind)
     measured = [
-        seconds(
-            layout(source, choice.choice(degrees(source))),
-            layout(target, choice.choice(degrees(target))),
-            data_parallel,
-        )
+        seconds(choice.choice(layouts(source)), choice.choice(layouts(target)), data_parallel)
         for _ in range(PAIRS_OF_A_KIND)
     ]
     name = f"{PAIRS_OF_A_KIND} pairs {kind}"
     return [at_most(f"{name}, worst", max(measured)), at_most(f"{name}, median", statistics.median(measured))]
 
 
-def degrees(mesh: DeviceMesh) -> list[tuple[int, int, int]]:
-    """(dp, tp, pp) with tp to 8 and pp to 16."""
-    return [(mesh.size // (tp * pp), tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8, 16) if tp * pp <= mesh.size]
-
-
-def layout(mesh: DeviceMesh, strategy: tuple[int, int, int]) -> Layout:
-    return Layout(mesh, ParallelStrategy(*strategy))
+def layouts(mesh: DeviceMesh) -> list[Layout]:
+    """Those with tp to 8 and pp to 16 under which no device holds the whole model."""
+    degrees = [(tp, pp) for tp in (1, 2, 4, 8) for pp in (1, 2, 4, 8, 16) if 1 < tp * pp <= mesh.size]
+    return [Layout(mesh, ParallelStrategy(mesh.size // (tp * pp), tp, pp)) for tp, pp in degrees]
 
 
 def seconds(source: Layout, target: Layout, data_parallel: DataParallel = "zero1") -> float:
