@@ -127,6 +127,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     sampling_s: float
     overheads: CallOverheads = CallOverheads()
     reallocation: ReallocationTimings | None = None
+    communicator_bytes: int | None = None
     measured: dict[str, str | int | float] = {}
     format: str = FORMAT
 
@@ -136,6 +137,8 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise ValueError(f"tensor has tp={degrees}; it needs tp=1 and increasing degrees")
         if min(self.optimizer_s_per_parameter, self.call_overhead_s, self.sampling_s) < 0:
             raise ValueError("optimizer_s_per_parameter, call_overhead_s and sampling_s must not be negative")
+        if self.communicator_bytes is not None and self.communicator_bytes < 0:
+            raise ValueError(f"communicator_bytes={self.communicator_bytes} must not be negative")
 
     def collective(self, kind: CollectiveKind) -> list[CollectiveTimings]:
         """The measured group sizes of a collective, the smallest first."""

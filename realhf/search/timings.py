@@ -377,6 +377,7 @@ def load_costs(
     features = features.on(description)
     of_models = {name: own.on(description) for name, own in (of_models or {}).items()}
     timings: dict[DecoderConfig, Timings] = {}
+    measured_bytes: list[int] = []  # of communicators
     for model in models.values():
         path = profile_path(model, dtype, hardware, root)
         if not path.is_file():
@@ -386,4 +387,8 @@ def load_costs(
         if (profile.model, profile.dtype) != (model, dtype):
             raise UserError(f"{path}: the profile is of another model or dtype; measure it again with `realhf profile`")
         timings[model] = ProfiledTimings(profile, description)
+        if profile.communicator_bytes is not None:
+            measured_bytes.append(profile.communicator_bytes)
+    if measured_bytes:
+        description = msgspec.structs.replace(description, communicator_bytes=float(max(measured_bytes)))
     return Costs(description, timings, features, of_models)

@@ -45,6 +45,7 @@ from realhf.search.profile import (
 )
 from realhf.worker.allocator import keep_freed_memory
 from realhf.worker.call_bench import SEQUENCES, CallBench
+from realhf.worker.communicator_bench import communicator_bytes
 from realhf.worker.model_bench import ModelBench, Stopwatch
 from realhf.worker.reallocation_bench import neighbours, reallocation
 from realhf.worker.round_trip import median_round_trip_s
@@ -85,6 +86,7 @@ class Profiler:
 
     def profiles(self) -> list[LayerProfile]:
         """One profile a target of the job, in their order."""
+        of_communicator = communicator_bytes(self.device, self.job.timeout_s)
         collectives = self._collectives()
         shared: dict[tuple[DecoderConfig, DType], _Shared] = {}
         tensor: list[tuple[TensorTimings, ...]] = []
@@ -112,6 +114,7 @@ class Profiler:
                 sampling_s=shared[_trunk(target.model), target.dtype].sampling_s,
                 overheads=shared[_trunk(target.model), target.dtype].overheads,
                 reallocation=shared[_trunk(target.model), target.dtype].reallocation,
+                communicator_bytes=of_communicator,
                 measured=self._circumstances(),
             )
             for target, timings in zip(self.job.targets, tensor, strict=True)

@@ -43,6 +43,13 @@ def test_bars_are_as_long_as_they_say() -> None:
     assert [shape.x0 for shape in figure.layout.shapes] == [8]  # the limit
 
 
+def test_communicators_are_said_where_there_are_any() -> None:
+    memory = [MEMORY[0], MEMORY[1] | {"communicator_bytes": GIB // 2}]
+    text = memory_section(plan_of(3, memory=memory), [line(1, 1, 2, 3)])
+    assert "Up to 512 MiB of it are for NCCL's communicators" in text
+    assert "communicators" not in memory_section(plan_of(3, memory=MEMORY), [line(1, 1, 2, 3)])
+
+
 def test_a_far_limit_is_said_and_not_drawn() -> None:
     figure = memory_figure(worker_memory(plan_of(3, memory=MEMORY), [line(1, 1, 1, 1)]), limit_bytes=80 * GIB)
     assert not figure.layout.shapes

@@ -33,7 +33,7 @@ from realhf.search.options import Option, call_options, legal_strategies
 from realhf.search.problem import build_problem
 from realhf.search.profile import CallOverheads
 from realhf.search.searcher import reallocation_table as native_table
-from realhf.search.timings import Costs
+from realhf.search.timings import Costs, load_costs
 from realhf.search.workload import Workload
 from tests.unit.search.graphs import TINY, call, cpu_cluster, ppo, settings
 
@@ -122,6 +122,26 @@ def test_seconds_of_equal_stages_are_slots() -> None:
         dtype="float32",
     )
     assert cost.seconds(ParallelStrategy(1, 1, 4), 8) == 7 + (8 + 4 - 1) * 1.5
+
+
+def test_states_in_host_memory_come_and_go_for_every_optimizer_step() -> None:
+    """Two of four bytes of the half of the parameters that a data-parallel rank updates, for two mini-batches."""
+
+    def taken(features: EngineFeatures) -> float:
+        cost = CallCost(
+            call=call("m", TINY, TRAIN_STEP, "x", mini_batches=2),
+            batch_size=16,
+            workload=Workload(prompt_tokens=8),
+            cluster=Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**36, hardware="h100"),
+            costs=load_costs({"m": TINY}, dtype="float32", hardware="h100", features=features),
+            dtype="float32",
+        )
+        return cost.seconds(ParallelStrategy(dp=2), 1)
+
+    moved = 2 * 2 * (2 * 4) * parameter_count(TINY) / 2
+    host_bandwidth = load_hardware("h100").host_bandwidth
+    added = taken(EngineFeatures(offloads_states=True)) - taken(EngineFeatures())
+    assert added == pytest.approx(moved / host_bandwidth)
 
 
 def test_chunks_divide_the_bubble_and_multiply_the_messages() -> None:

@@ -156,6 +156,19 @@ def test_load_costs_prefers_a_measurement(tmp_path: Path) -> None:
     assert isinstance(costs.of(TINY), ProfiledTimings)
     assert isinstance(costs.of(models["critic"]), AnalyticTimings)
     assert not costs.profiled
+    assert costs.hardware.communicator_bytes == 0
+
+
+def test_the_memory_of_a_communicator_is_the_most_that_was_measured(tmp_path: Path) -> None:
+    (tmp_path / "hardware").mkdir()
+    (tmp_path / "hardware" / "h100.yaml").write_text((profiles_root() / "hardware" / "h100.yaml").read_text())
+    models = {"actor": TINY, "critic": TINY.with_head("scalar")}
+    for size_bytes, model in ((300_000_000, TINY), (200_000_000, models["critic"])):
+        measured = structs.replace(profile(), hardware="h100", model=model, communicator_bytes=size_bytes)
+        save_profile(measured, profile_path(model, "float32", "h100", tmp_path))
+    costs = load_costs(models, dtype="float32", hardware="h100", root=tmp_path)
+    assert costs.profiled
+    assert costs.hardware.communicator_bytes == 300_000_000
 
 
 @pytest.mark.parametrize("name", ["a100-80g", "h100", "h200", "cpu"])
