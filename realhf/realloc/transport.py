@@ -17,6 +17,8 @@ from realhf.realloc.layout import Box
 # A part of at least so many bytes is a message of its own where it goes through torch.distributed, so that it need not
 # be packed if it is contiguous in memory; smaller ones go together, up to as many.
 MESSAGE_BYTES = 2**19
+# Over NCCL all messages of a round are one call, which takes a few hundred at most, and packing costs little.
+NCCL_MESSAGE_BYTES = 2**24
 
 
 @dataclass(frozen=True)
@@ -73,17 +75,25 @@ class TorchTransport:
         """`group`: default the world. With NCCL all its ranks must have made one collective call in it before."""
         self._group = group
 
+    @property
+    def _is_nccl(self) -> bool:
+        return dist.is_initialized() and dist.get_backend(self._group) == dist.Backend.NCCL
+
+    @property
+    def _message_bytes(self) -> int:
+        return NCCL_MESSAGE_BYTES if self._is_nccl else MESSAGE_BYTES
+
     def packed_bytes(self, messages: Sequence[Message]) -> int:
         return sum(
             sum(view.nbytes for view in views)
             for message in messages
-            for views in _cut(message.views)
+            for views in _cut(message.views, self._message_bytes)
             if _as_one(views) is None
         )
 
     def post(self, messages: Sequence[Message]) -> list[Work]:
-        pieces = [_Piece(message, views) for message in messages for views in _cut(message.views)]
-        if pieces and dist.get_backend(self._group) == dist.Backend.NCCL:
+        pieces = [_Piece(message, views) for message in messages for views in _cut(message.views, self._message_bytes)]
+        if pieces and self._is_nccl:
             return self._post_together(pieces)
         # What others send may come while this rank packs; what it packed first is on its way while it packs the rest.
         pieces.sort(key=lambda piece: piece.is_sent)
@@ -220,13 +230,13 @@ def _unpacking(work: Any, pieces: Sequence[_Piece]) -> Callable[[timedelta], Non
     return wait
 
 
-def _cut(views: Sequence[Tensor]) -> Iterator[Sequence[Tensor]]:
+def _cut(views: Sequence[Tensor], message_bytes: int) -> Iterator[Sequence[Tensor]]:
     """The views of each piece. Depends on their sizes alone, so that both ends cut alike."""
     small: list[Tensor] = []
     small_bytes = 0
     for view in views:
-        is_large = view.nbytes >= MESSAGE_BYTES
-        if small and (is_large or small_bytes + view.nbytes > MESSAGE_BYTES):
+        is_large = view.nbytes >= message_bytes
+        if small and (is_large or small_bytes + view.nbytes > message_bytes):
             yield small
             small, small_bytes = [], 0
         if is_large:

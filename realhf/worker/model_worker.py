@@ -108,7 +108,8 @@ class ModelWorker:
                 if name in run.plan.offload:
                     self._models[name, home].offload()  # before the next one is built
         self._moves = ParameterMoves(run, rank, device, self._groups, self._models)
-        self._lane = MoveLane(moves, self._moves.carry_out, report, fail, activity, device, self._timeout_s)
+        longest_s = (len(run.graph.calls) + 1) * self._timeout_s  # others may have a step's calls before theirs
+        self._lane = MoveLane(moves, self._moves.carry_out, report, fail, activity, device, longest_s)
 
     def handle(self, request: Request) -> Reply | None:
         """Executes one request; what it raises ends the run."""

@@ -15,6 +15,7 @@ from realhf.worker.activity import WorkerActivity
 logger = logging.getLogger(__name__)
 
 Key = tuple[BatchKey, str]  # of a move, and of what prepares for it
+LOOK_EVERY_S = 1.0  # whether a move that is waited for is late
 
 
 class MoveLane:
@@ -34,6 +35,7 @@ class MoveLane:
         carry_out: does this worker's part of a move.
         report: gets the replies, from the lane's thread.
         fail: told what `carry_out` raised; ends the process.
+        timeout_s: how long calls wait for a move to begin: at least what others' calls before it may take.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class MoveLane:
         self._moves, self._carry_out, self._report, self._fail = moves, carry_out, report, fail
         self._activity, self._device, self._timeout_s = activity, device, timeout_s
         self._prepared: Key | None = None
+        self._carried_out: Key | None = None  # at this moment
         self._has_ended = threading.Condition()
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._computed: torch.cuda.Event | None = None
@@ -63,17 +66,22 @@ class MoveLane:
     def wait(self) -> None:
         """Returns when the move that was prepared for has ended; at once where there is none.
 
+        Once it is being carried out, the deadlines of its parts count, and what they say: they know the peer.
+
         Raises:
-            TimeoutError: it has not within the deadline of a call, since others have not come to it.
+            TimeoutError: it has not begun within the deadline, since others have not come to it.
         """
+        start = time.monotonic()
         with self._has_ended:
-            if not self._has_ended.wait_for(lambda: self._prepared is None, self._timeout_s):
-                assert self._prepared is not None
-                batch, name = self._prepared
-                raise TimeoutError(
-                    f"reallocation for {name} of {batch}: waited {self._timeout_s:g} s for other workers to come to it "
-                    "and timed out"
-                )
+            while self._prepared is not None:
+                self._has_ended.wait(min(LOOK_EVERY_S, self._timeout_s))
+                waited_s, is_under_way = time.monotonic() - start, self._carried_out == self._prepared
+                if self._prepared is not None and waited_s > self._timeout_s and not is_under_way:
+                    batch, name = self._prepared
+                    raise TimeoutError(
+                        f"reallocation for {name} of {batch}: waited {self._timeout_s:g} s for other workers "
+                        "to come to it and timed out"
+                    )
 
     def computed(self) -> None:
         """To be called after every request that is no move: on the device, moves wait for what it has queued, and for
@@ -90,12 +98,15 @@ class MoveLane:
 
     def _run(self) -> None:
         while (move := self._moves.get()) is not None:
+            self._carried_out = _key(move)
             try:
                 self._report(self._reply(move))
             except Exception as error:
+                self._carried_out = None
                 self._fail(error)
                 return
             with self._has_ended:
+                self._carried_out = None
                 if self._prepared == _key(move):
                     self._prepared = None
                     self._has_ended.notify_all()

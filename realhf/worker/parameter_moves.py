@@ -42,8 +42,9 @@ class ParameterMoves:
         self._timeout_s = run.deadlines.longest_s
         self._verification = VerificationSchedule(run.spec.verify_reallocations_every)
         self._at_rest = {name: threading.Lock() for name in run.homes}
+        # Its own deadline comes after that of a bucket, which says what was waited for.
         is_needed = groups.spans_hosts and _moves_anything(run)
-        self._across_hosts = group_of_all_ranks(device, self._timeout_s) if is_needed else None
+        self._across_hosts = group_of_all_ranks(device, 2 * self._timeout_s) if is_needed else None
 
     def prepare(self, request: PrepareMove) -> None:
         """Memory for the copy that the move will fill here, if it fills one."""
@@ -79,6 +80,7 @@ class ParameterMoves:
         with self._resting(request.model):
             if home := self._models.get((request.model, self._run.homes[request.model])):
                 home.take_back_from(copy)
+            self._finish_on_device()  # the other thread's stream may read the home next
             copy.free_parameters()
 
     def select(self, model: ShardedModel, name: str, version: int) -> None:
@@ -87,6 +89,7 @@ class ParameterMoves:
         if model.versions.current != version:
             with self._resting(name):  # others may be reading it
                 model.select_version(version)
+                self._finish_on_device()
 
     def _reallocate(self, name: str, layout: Layout, step: int, version: int) -> None:
         home, dtype = self._run.homes[name], getattr(torch, self._run.models[name].dtype)
@@ -158,7 +161,8 @@ class ParameterMoves:
             self._at_rest[name].release()
 
     def _finish_on_device(self) -> None:
-        """On a GPU messages and copies are only queued: before memory changes hands they have to be done."""
+        """On a GPU messages and copies are only queued, in each thread's stream: before memory changes hands, or the
+        other thread may read it, they have to be done."""
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 

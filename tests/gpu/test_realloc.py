@@ -18,7 +18,7 @@ from realhf.api.model import DecoderConfig
 from realhf.realloc.executor import execute
 from realhf.realloc.layout import Box, device_boxes
 from realhf.realloc.planner import plan_between
-from realhf.realloc.transport import Message, TorchTransport, Work, _cut, _Piece
+from realhf.realloc.transport import MESSAGE_BYTES, Message, TorchTransport, Work, _cut, _Piece
 from tests.waiting import PATIENCE_S
 
 RANKS, BUCKET_BYTES, MIB = 4, 8 * 2**20, 2**20
@@ -60,7 +60,7 @@ class Loop(TorchTransport):
 
     def post(self, messages: Sequence[Message]) -> list[Work]:
         works = []
-        for piece in (_Piece(message, views) for message in messages for views in _cut(message.views)):
+        for piece in (_Piece(message, views) for message in messages for views in _cut(message.views, MESSAGE_BYTES)):
             ends = (self._rank, piece.message.peer)
             done = self._channels[ends if piece.is_sent else ends[::-1]].meet(piece)
             works.append(Work([piece.message], partial(self._finish, piece, done)))

@@ -103,5 +103,27 @@ def test_calls_do_not_wait_for_ever_for_a_move_that_does_not_come() -> None:
         worker.lane.wait()
 
 
+def test_a_move_that_is_being_carried_out_has_deadlines_of_its_own() -> None:
+    """What it says when it fails names the peer; the thread of calls must not be the first to give up."""
+    has_begun, may_end = threading.Event(), threading.Event()
+
+    def carry_out(_: Move) -> None:
+        has_begun.set()
+        _wait(may_end)
+
+    worker = Worker(carry_out, timeout_s=0.01)
+    worker.moves.put(COPY)
+    _wait(has_begun)
+    worker.lane.prepared(PREPARE)
+    going_on = threading.Thread(target=worker.lane.wait)
+    going_on.start()
+    going_on.join(0.2)  # twenty times the deadline
+    assert going_on.is_alive()
+    may_end.set()
+    going_on.join(PATIENCE_S)
+    assert not going_on.is_alive()
+    worker.lane.close()
+
+
 def _wait(event: threading.Event) -> None:
     assert event.wait(PATIENCE_S)
