@@ -38,11 +38,11 @@ from torch import Tensor
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model import DecoderConfig
 from realhf.parallel import host_group
+from realhf.realloc.checksum import bit_sum
 from realhf.realloc.executor import execute
 from realhf.realloc.layout import Box, device_boxes
 from realhf.realloc.planner import plan_between
 from realhf.realloc.transport import HostTransport, TorchTransport
-from realhf.realloc.verification import bit_sum
 from realhf.scheduler.base import process_environment
 from realhf.worker.allocator import keep_freed_memory
 

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from realhf.api.layout import Layout
+from realhf.realloc.checksum import bit_sums
 from realhf.realloc.held import HeldBoxes, by_name, part, sent_part
 from realhf.realloc.layout import Box
 from realhf.realloc.planner import ReallocationPlan
 from realhf.realloc.transport import Message, ReallocationError, TorchTransport, Transport, post, wait_for
-
-_CHUNK = 1 << 20  # elements
 
 
 class VerificationError(ReallocationError):
@@ -70,9 +69,9 @@ def verify(
                     boxes_of.setdefault(peer, []).extend(boxes)
         messages = []
         for peer, boxes in sorted(sends.items()):
-            held = _sums([sent_part(source_tensors, target_tensors, box) for box in boxes])
+            held = bit_sums([sent_part(source_tensors, target_tensors, box) for box in boxes])
             messages.append(Message("receive", peer, boxes, [held]))
-        own = {peer: _sums([part(target_tensors, box) for box in boxes]) for peer, boxes in sorted(receives.items())}
+        own = {peer: bit_sums([part(target_tensors, box) for box in boxes]) for peer, boxes in sorted(receives.items())}
         received = [Message("send", peer, receives[peer], [torch.empty_like(sums)]) for peer, sums in own.items()]
         wait_for(post(transport or TorchTransport(), [*messages, *received], label), label, timeout_s)
         for message in received:
@@ -88,37 +87,6 @@ def verify(
         )
 
 
-def checksum(tensor: Tensor) -> int:
-    """A position-dependent sum of the bits of `tensor`, 0 <= sum < 2^64; whoever changes one element changes it.
-
-    Equal contents give equal sums on every device and for every stride. Costs one pass and 16 MB.
-    """
-    return int(bit_sum(tensor).item()) % 2**64
-
-
-def bit_sum(tensor: Tensor) -> Tensor:
-    """The checksum as a scalar of int64, modulo 2^64, on the tensor's device: nobody waits for it there."""
-    width = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    # An odd factor has an inverse modulo 2^64, so that no change of a single element can cancel out.
-    length = min(_CHUNK, tensor.numel())
-    factors = torch.arange(length, dtype=torch.int64, device=tensor.device).mul_(2).add_(1)
-    rows = tensor.detach() if tensor.dim() else tensor.detach()[None]
-    row_elements = max(1, rows.numel() // max(1, rows.shape[0]))
-    first = 0
-    for chunk in rows.split(max(1, _CHUNK // row_elements)):
-        for piece in chunk.reshape(-1).split(_CHUNK):
-            bits = piece.view(width).to(torch.int64)
-            # factor of the element first + i is 2 (first + i) + 1
-            total += (bits * factors[: piece.numel()]).sum() + 2 * first * bits.sum()
-            first += piece.numel()
-    return total
-
-
-def _sums(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.stack([bit_sum(tensor) for tensor in tensors])
-
-
 def _differing_copies(
     plan: ReallocationPlan, rank: int, source_tensors: HeldBoxes, target_tensors: HeldBoxes
 ) -> list[Box]:
@@ -127,5 +95,5 @@ def _differing_copies(
     if not boxes:
         return []
     copied, copies = ([part(tensors, box) for box in boxes] for tensors in (source_tensors, target_tensors))
-    differs = _sums(copied) != _sums(copies)
+    differs = bit_sums(copied) != bit_sums(copies)
     return [boxes[index] for index in differs.nonzero().flatten().tolist()]

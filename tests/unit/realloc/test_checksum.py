@@ -1,0 +1,94 @@
+"""Checksums beside sums of Python's integers, and the changes that they must notice."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.realloc.checksum import bit_sums, checksum
+
+DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8]
+
+
+def random_tensor(dtype: torch.dtype, *shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(50).to(dtype)
+
+
+def flipped(tensor: torch.Tensor, *bits: int) -> torch.Tensor:
+    """A copy in which these bits are others, counted over the bytes of the tensor."""
+    changed = tensor.clone()
+    for bit in bits:
+        changed.view(torch.uint8).view(-1)[bit // 8] ^= 1 << bit % 8
+    return changed
+
+
+def expected(words: list[int]) -> int:
+    """As `checksum` has it, number by number."""
+    total = 0
+    for index, word in enumerate(words):
+        mixed = index * 0x2545F491 % 2**31
+        mixed = (mixed ^ mixed >> 15) * 0x5851F42D % 2**31
+        total += word * (2 * mixed + 1)
+    return total % 2**64
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_equal_contents_have_equal_sums_whatever_the_strides(dtype: torch.dtype) -> None:
+    tensor = random_tensor(dtype, 37, 11)
+    original = checksum(tensor)
+    assert 0 <= original < 2**64
+    assert checksum(tensor.t().contiguous().t()) == original
+    assert checksum(tensor.flatten()) == original
+    assert checksum(tensor.flip(0)) != original
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@settings(deadline=None)
+@given(data=st.data(), length=st.integers(1, 300))
+def test_any_one_or_two_flipped_bits_are_noticed(dtype: torch.dtype, data: st.DataObject, length: int) -> None:
+    tensor = random_tensor(dtype, length, seed=length)
+    bits = data.draw(st.sets(st.integers(0, 8 * tensor.nbytes - 1), min_size=1, max_size=2))
+    assert checksum(flipped(tensor, *bits)) != checksum(tensor)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_the_same_bit_of_any_two_elements_is_noticed(dtype: torch.dtype) -> None:
+    """The pairs that could cancel out, the sign bits above all."""
+    tensor, of_element = random_tensor(dtype, 24), 8 * dtype.itemsize
+    for bit in {of_element - 1, of_element // 2 - 1, 0}:
+        for one in range(24):
+            for other in range(one):
+                changed = flipped(tensor, one * of_element + bit, other * of_element + bit)
+                assert checksum(changed) != checksum(tensor), (bit, one, other)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("length", [1, 2, 4, 37, 2**17, 2**18])
+def test_a_tensor_and_its_negative_differ(dtype: torch.dtype, length: int) -> None:
+    for tensor in (torch.ones(length).to(dtype), random_tensor(dtype, length), random_tensor(dtype, length).abs()):
+        assert checksum(-tensor) != checksum(tensor)
+    signs = torch.tensor([1, -1, -1, 1]).to(dtype)
+    assert checksum(signs) != checksum(-signs)
+
+
+def test_checksum_by_hand() -> None:
+    assert checksum(torch.tensor([5, 1], dtype=torch.int16).view(torch.bfloat16)) == expected([5, 1])
+    # A longer element is two words, the lower half first.
+    longer = torch.tensor([5 + 2**32 * 9, 1], dtype=torch.int64).view(torch.float64)
+    assert checksum(longer) == expected([5, 9, 1, 0])
+    assert checksum(torch.tensor(-0.0)) == -(2**31) % 2**64
+    assert checksum(torch.empty(0, 3)) == 0
+
+
+def test_checksum_of_more_than_one_chunk_is_that_of_the_whole() -> None:
+    tensor = torch.arange(3 * 2**18 + 5, dtype=torch.int32).view(torch.float32)
+    assert checksum(tensor) == expected(list(range(3 * 2**18 + 5)))
+    part = tensor[: 3 * 2**18]
+    assert checksum(part.view(3, 2**18)) == checksum(part.view(2**9, -1)) == checksum(part)
+    assert checksum(part.view(torch.float64)) == checksum(part)
+
+
+def test_sums_of_several_tensors() -> None:
+    tensors = [random_tensor(torch.float32, 5), random_tensor(torch.float32, 3, 4)]
+    assert (bit_sums(tensors).numpy().astype(np.uint64) == [checksum(tensor) for tensor in tensors]).all()
