@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 from realhf.api.errors import UserError
 from realhf.api.experiment import ModelSetup
 from realhf.api.graph import TRAIN_STEP, ModelFunctionCallDef
+from realhf.api.interface import InterfaceConfig
 from realhf.cli import main
 from realhf.models.checkpoint import CheckpointReader, save_model
 from realhf.models.convert import Conversion, convert
@@ -114,7 +115,7 @@ def test_an_experiment_names_the_directory(mistral: Oracle) -> None:
             model_name="m",
             model_type=name,
             interface_type=TRAIN_STEP,
-            interface_impl=None,  # type: ignore[arg-type]
+            interface_impl=InterfaceConfig(),
         )
 
     assert call(str(mistral.directory)).config == mistral.config
