@@ -1,12 +1,15 @@
 """The reasons that go with a plan: each agrees with what the planner says when it is asked for it alone."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
 from realhf.api.plan import ExecutionPlan, load_plan, save_plan
+from realhf.report.plan_page import memory_figure
 from realhf.search.alternatives import best_alternatives
+from realhf.search.analysis import analyse
 from realhf.search.explanation import explain
 from realhf.search.searcher import search_plan
 from tests.unit.search.graphs import cpu_cluster, ppo, settings
@@ -26,6 +29,24 @@ def test_the_memory_of_every_device_is_the_prediction() -> None:
     assert why.memory_of(4) is None
     assert (why.origin, why.certificate) == ("given to the run", "")
     assert why.device_memory_bytes == of.cluster.device_memory_bytes
+
+
+def test_communicators_are_told_apart_from_what_else_stays() -> None:
+    """Two of all devices (the world, data between calls) where calls run; every call has its model's layout."""
+    of, each = task(4), 1_000_000.0
+    hardware = replace(of.costs.hardware, communicator_bytes=each)
+    counting = dataclasses.replace(of, costs=dataclasses.replace(of.costs, hardware=hardware))
+    plan = split_plan(of)
+    without, prediction = of.predict(plan), counting.predict(plan)
+    why = explain(counting, prediction, None)
+    assert [why.memory_of(device).communicator_bytes for device in range(4)] == [2 * each, 2 * each, 0, 0]  # type: ignore[union-attr]
+    assert why.memory[0].static_bytes == explain(of, without, None).memory[0].static_bytes + 2 * each
+    analysis = analyse(counting, prediction)
+    figure = memory_figure(analysis, 2**32)
+    assert [bar.name for bar in figure.data] == ["stays", "communicators", "while a call runs"]
+    longest = [sum(bar.x[0] for bar in figure.data), sum(bar.x[1] for bar in figure.data)]
+    assert longest == pytest.approx([need / 2**30 for need in prediction.device_bytes[:2]])
+    assert len(memory_figure(analyse(of, without), 2**32).data) == 2
 
 
 def test_the_best_other_layouts_survive_the_plan_file(tmp_path: Path) -> None:
