@@ -28,7 +28,7 @@ def bit_sum(tensor: Tensor) -> Tensor:
     row_elements = max(1, rows.numel() // max(1, rows.shape[0]))
     first = 0
     for chunk in rows.split(max(1, _CHUNK // row_elements)):
-        for words in chunk.reshape(-1).view(word).split(_CHUNK):
+        for words in chunk.reshape(-1).contiguous().view(word).split(_CHUNK):
             total += _factors(first, words).mul_(words).sum()
             first += words.numel()
     return total
