@@ -5,6 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+# By rank, the bit sum of each part that came from it, in the order of the plan.
+SumsByPeer = dict[int, list[Tensor]]
+
 _CHUNK = 1 << 18  # elements
 
 

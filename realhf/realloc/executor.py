@@ -2,15 +2,16 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from realhf.realloc.checksum import SumsByPeer, bit_sum
 from realhf.realloc.layout import Box
-from realhf.realloc.places import Memory, PlacedParts, PlacedRound, places_of
+from realhf.realloc.places import Memory, PlacedParts, places_of
 from realhf.realloc.planner import ReallocationPlan
-from realhf.realloc.transport import Message, TorchTransport, Transport, Work, post, wait_for
+from realhf.realloc.transport import Message, TorchTransport, Transport, Work, buffers_like, post, wait_for
 
 
 def execute(
@@ -21,6 +22,7 @@ def execute(
     transport: Transport | None = None,
     *,
     eta: float = 1.0,
+    arrived: SumsByPeer | None = None,
     model_name: str = "model",
     timeout_s: float = 600.0,
 ) -> None:
@@ -29,7 +31,7 @@ def execute(
     With `eta` < 1 the target becomes eta * source + (1 - eta) * target, an exponential moving average of the sources
     that it was given, as for a reference model that follows the actor; its own values are then needed before. Each
     time it is rounded to the tensors' dtype: in bfloat16 changes below 1/256 of a value are lost, so keep averages
-    of small `eta` in float32.
+    of small `eta` in float32. `arrived` then gets the bit sums of what came from each peer, for `verify`.
 
     Every rank that holds source or target boxes calls it with the same plan, made from exactly these boxes, and the
     same kind of transport (default: the world's backend); a device's index is its global rank. The others return at
@@ -51,27 +53,30 @@ def execute(
         copying = _start_copies(transport, rank, here, there, memory) if eta == 1 else []
         under_way: deque[_UnderWay] = deque()
         for each_round in places.rounds:
-            # What is forwarded must have arrived before; averages take the memory of the next round themselves.
-            while under_way and (each_round.forwards or eta < 1):
-                under_way.popleft().finish(write, timeout_s)
-            messages, arriving = _messages(each_round, memory, in_place=eta == 1)
-            packed_bytes = transport.packed_bytes(messages)
-            most_bytes = 2 * plan.bucket_bytes - packed_bytes
-            while len(under_way) == 2 or sum(started.packed_bytes for started in under_way) > max(most_bytes, 0):
-                under_way.popleft().finish(write, timeout_s)
+            while under_way and each_round.forwards:  # what has arrived before
+                under_way.popleft().finish(write, arrived, timeout_s)
+            messages = [placed.message(memory) for placed in each_round.messages]
+            # Averages need what arrives beside the target.
+            in_place = [message for message in messages if eta == 1 or message.peers_part == "receive"]
+            beside = [message for message in messages if eta < 1 and message.peers_part == "send"]
+            buffer_bytes = transport.packed_bytes(in_place) + sum(view.nbytes for m in beside for view in m.views)
+            most_bytes = 2 * plan.bucket_bytes - buffer_bytes
+            while len(under_way) == 2 or sum(started.buffer_bytes for started in under_way) > max(most_bytes, 0):
+                under_way.popleft().finish(write, arrived, timeout_s)
             label = f"reallocation of {model_name}, bucket {each_round.index + 1} of {len(plan.rounds)}: rank {rank}"
-            under_way.append(_UnderWay(label, post(transport, messages, label), packed_bytes, arriving))
+            under_way.append(_start(transport, in_place, beside, buffer_bytes, label))
         if eta < 1:
             for ours, wanted in zip(here.views(memory), there.views(memory), strict=True):
                 write(wanted, ours)
         wait_for(copying, f"reallocation of {model_name}: rank {rank} copying", timeout_s)
         while under_way:
-            under_way.popleft().finish(write, timeout_s)
+            under_way.popleft().finish(write, arrived, timeout_s)
 
 
 @dataclass(frozen=True)
 class _UnderWay:
-    """A round that was started. `arriving`: parts of the target, with the buffers in which their new values arrive.
+    """A round that was started. `arriving`: the peer, a part of the target, the buffer in which its new values arrive;
+    all buffers together have `buffer_bytes`.
 
     A rank waits only for peers that are in the same or an earlier round, whatever the meshes, and has posted its own
     part of a round before it waits for any of it: by induction over the rounds nobody waits forever.
@@ -79,30 +84,29 @@ class _UnderWay:
 
     label: str
     works: Sequence[Work]
-    packed_bytes: int
-    arriving: Sequence[tuple[Tensor, Tensor]]
+    buffer_bytes: int
+    arriving: Sequence[tuple[int, Tensor, Tensor]]
 
-    def finish(self, write: Callable[[Tensor, Tensor], object], timeout_s: float) -> None:
+    def finish(self, write: Callable[[Tensor, Tensor], object], arrived: SumsByPeer | None, timeout_s: float) -> None:
         wait_for(self.works, self.label, timeout_s)
-        for wanted, values in self.arriving:
+        for peer, wanted, values in self.arriving:
+            if arrived is not None:
+                arrived.setdefault(peer, []).append(bit_sum(values))
             write(wanted, values)
 
 
-def _messages(
-    each_round: PlacedRound, memory: Memory, in_place: bool
-) -> tuple[list[Message], list[tuple[Tensor, Tensor]]]:
-    """What one rank sends and receives in a round; `in_place` into the target, else into buffers (with their parts)."""
-    messages: list[Message] = []
-    arriving: list[tuple[Tensor, Tensor]] = []
-    for placed in each_round.messages:
-        if placed.peers_part == "receive" or in_place:
-            messages.append(placed.message(memory))
-            continue
-        views = placed.parts.views(memory)
-        buffers = [torch.empty(view.shape, dtype=view.dtype, device=view.device) for view in views]
-        arriving += zip(views, buffers, strict=True)
-        messages.append(Message(placed.peers_part, placed.peer, placed.boxes, buffers))
-    return messages, arriving
+def _start(
+    transport: Transport, in_place: Sequence[Message], beside: Sequence[Message], buffer_bytes: int, label: str
+) -> _UnderWay:
+    """Posts messages from and to where their views are, and those `beside` to buffers: one for each message, in which
+    the parts lie one behind the other, so that nothing is packed."""
+    buffered: list[Message] = []
+    arriving: list[tuple[int, Tensor, Tensor]] = []
+    for message in beside:
+        buffers = buffers_like(message.views)
+        buffered.append(replace(message, views=buffers, parts=None))
+        arriving += [(message.peer, *pair) for pair in zip(message.views, buffers, strict=True)]
+    return _UnderWay(label, post(transport, [*in_place, *buffered], label), buffer_bytes, arriving)
 
 
 def _start_copies(transport: Transport, rank: int, here: PlacedParts, there: PlacedParts, memory: Memory) -> list[Work]:

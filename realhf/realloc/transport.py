@@ -181,6 +181,13 @@ def wait_for(works: Sequence[Work], label: str, timeout_s: float) -> None:
             ) from error
 
 
+def buffers_like(views: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of the shapes of `views`, without values, that lie one behind the other in memory."""
+    sizes = [view.numel() for view in views]
+    parts = torch.empty(sum(sizes), dtype=views[0].dtype, device=views[0].device).split(sizes)
+    return [part.view(view.shape) for part, view in zip(parts, views, strict=True)]
+
+
 def _names(messages: Sequence[Message]) -> str:
     """`rank 3 to send model.norm.weight and 4 more`, for every message."""
     texts = []
@@ -198,27 +205,21 @@ class _Piece:
     def __init__(self, message: Message, views: Sequence[Tensor]):
         self.message, self.is_sent, self._views = message, message.peers_part == "receive", list(views)
         self._whole = _as_one(views)
-        self._buffer = _buffer_for(views) if self._whole is None else None
+        self._buffers = buffers_like(views) if self._whole is None else None
 
     def packed(self) -> Tensor:
         """What is sent, or where it is received: as bytes, since the wire need not know the dtype."""
-        if self._buffer is None:
-            assert self._whole is not None
-            return self._whole.view(torch.uint8)
-        if self.is_sent:
-            torch._foreach_copy_(self._places(self._buffer), self._views)
-        return self._buffer.view(torch.uint8)
+        if self._buffers is not None and self.is_sent:
+            torch._foreach_copy_(self._buffers, self._views)
+        whole = self._whole if self._buffers is None else _as_one(self._buffers)
+        assert whole is not None
+        return whole.view(torch.uint8)
 
     def unpack(self) -> None:
         """To be called when it is done."""
-        if self._buffer is not None and not self.is_sent:
-            torch._foreach_copy_(self._views, self._places(self._buffer))
-        self._buffer = None
-
-    def _places(self, buffer: Tensor) -> list[Tensor]:
-        """The place of each view in the buffer, of the view's shape."""
-        parts = buffer.split([view.numel() for view in self._views])
-        return [part.view(view.shape) for part, view in zip(parts, self._views, strict=True)]
+        if self._buffers is not None and not self.is_sent:
+            torch._foreach_copy_(self._views, self._buffers)
+        self._buffers = None
 
 
 def _unpacking(work: Any, pieces: Sequence[_Piece]) -> Callable[[timedelta], None]:
@@ -257,7 +258,3 @@ def _as_one(views: Sequence[Tensor]) -> Tensor | None:
             return None
         end += view.nbytes
     return first.as_strided((sum(view.numel() for view in views),), (1,))
-
-
-def _buffer_for(views: Sequence[Tensor]) -> Tensor:
-    return torch.empty(sum(view.numel() for view in views), dtype=views[0].dtype, device=views[0].device)

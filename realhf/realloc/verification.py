@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.layout import Layout
-from realhf.realloc.checksum import bit_sums
+from realhf.realloc.checksum import SumsByPeer, bit_sums
 from realhf.realloc.held import HeldBoxes, by_name, part, sent_part
 from realhf.realloc.layout import Box
 from realhf.realloc.planner import ReallocationPlan
@@ -44,11 +44,13 @@ def verify(
     target: Sequence[tuple[Box, Tensor]],
     transport: Transport | None = None,
     *,
+    arrived: SumsByPeer | None = None,
     model_name: str = "model",
     timeout_s: float = 600.0,
 ) -> None:
     """Compares what each rank received, or copied, with what its sender holds. To be called by all ranks that
-    called `execute` with the same arguments and eta = 1, after it, while the tensors are as it left them.
+    called `execute` with the same arguments, after it, while the tensors are as it left them; where eta < 1, with what
+    `arrived` there, since the target holds averages: what this rank copied has nothing to be compared with then.
 
     A rank sums up the parts that it sent and that it received, sends one message of 8 bytes a part to each rank it
     had sent to, and compares. It is one more round of the plan, and cannot deadlock for the same reason.
@@ -60,7 +62,9 @@ def verify(
     with torch.no_grad():
         source_tensors, target_tensors = by_name(source), by_name(target)
         label = f"reallocation of {model_name}, verification: rank {rank}"
-        differing = [(rank, box) for box in _differing_copies(plan, rank, source_tensors, target_tensors)]
+        differing: list[tuple[int, Box]] = []
+        if arrived is None:
+            differing = [(rank, box) for box in _differing_copies(plan, rank, source_tensors, target_tensors)]
         sends: dict[int, list[Box]] = {}
         receives: dict[int, list[Box]] = {}
         for each_round in plan.rounds_of(rank):
@@ -71,7 +75,12 @@ def verify(
         for peer, boxes in sorted(sends.items()):
             held = bit_sums([sent_part(source_tensors, target_tensors, box) for box in boxes])
             messages.append(Message("receive", peer, boxes, [held]))
-        own = {peer: bit_sums([part(target_tensors, box) for box in boxes]) for peer, boxes in sorted(receives.items())}
+        own: dict[int, Tensor] = {}
+        for peer, boxes in sorted(receives.items()):
+            if arrived is None:
+                own[peer] = bit_sums([part(target_tensors, box) for box in boxes])
+            else:
+                own[peer] = torch.stack(arrived[peer])
         received = [Message("send", peer, receives[peer], [torch.empty_like(sums)]) for peer, sums in own.items()]
         wait_for(post(transport or TorchTransport(), [*messages, *received], label), label, timeout_s)
         for message in received:
