@@ -62,9 +62,17 @@ class Box:
 
 
 def box_of(spec: ParameterSpec, tp: int, tp_index: int) -> Box:
-    """The part of a parameter that tensor-parallel rank `tp_index` of `tp` holds."""
+    """The part of a parameter that tensor-parallel rank `tp_index` of `tp` holds.
+
+    Raises ValueError where `tp` does not divide it, which `check_strategy` refuses for whole models.
+    """
     offset, shape = [0] * len(spec.shape), list(spec.shape)
     if spec.shard_dim is not None:
+        if shape[spec.shard_dim] % tp:
+            raise ValueError(
+                f"tp={tp} does not divide dimension {spec.shard_dim} of {spec.name}, whose extent is "
+                f"{shape[spec.shard_dim]}; choose a divisor"
+            )
         shape[spec.shard_dim] //= tp
         offset[spec.shard_dim] = tp_index * shape[spec.shard_dim]
     return Box(spec.name, tuple(offset), tuple(shape))

@@ -279,6 +279,15 @@ def test_what_nobody_holds_is_named() -> None:
         plan_reallocation({0: device_boxes(lm, layout, 0)}, {0: device_boxes(lm.with_head("scalar"), layout, 0)})
 
 
+def test_what_tensor_parallelism_does_not_divide_loses_no_row() -> None:
+    model = DecoderConfig(hidden_size=8, intermediate_size=12, num_layers=1, num_heads=4, num_kv_heads=4, vocab_size=6)
+    halves = (device_boxes(model, Layout(DeviceMesh(0, 2), ParallelStrategy(tp=2)), device)[0] for device in (0, 1))
+    assert [(box.offset, box.shape) for box in halves] == [((0, 0), (3, 8)), ((3, 0), (3, 8))]
+    four = Layout(DeviceMesh(0, 4), ParallelStrategy(tp=4))
+    with pytest.raises(ValueError, match=r"tp=4 .* dimension 0 of model\.embed_tokens\.weight, .* 6; choose a divisor"):
+        device_boxes(model, four, 1)
+
+
 def test_overlapping_targets_and_tiny_buckets_are_refused() -> None:
     with pytest.raises(ValueError, match="overlap"):
         plan_reallocation({0: [rows(0, 6)]}, {1: [rows(0, 4), rows(3, 6)]})
