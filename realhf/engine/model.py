@@ -31,6 +31,7 @@ from realhf.realloc.layout import Box
 from realhf.realloc.shards import shard_boxes
 
 LENT = "the parameters are in a copy until the call in its layout has ended, and other calls of the model wait for it"
+OFFLOADED = "the parameters wait in host memory; `load` brings them back before they are used"
 
 
 class ShardedModel:
@@ -147,7 +148,7 @@ class ShardedModel:
     def held(self) -> list[tuple[Box, Tensor]]:
         """(which part of a global parameter, the local tensor, to be read or written in place), for all that this rank
         keeps; fully sharded, a parameter may have several boxes here or none."""
-        assert not self.is_lent, LENT
+        self._check_presence()
         return self.parameters.held()
 
     def readable(self, version: int | None = None) -> list[tuple[Box, Tensor]]:
@@ -155,6 +156,7 @@ class ShardedModel:
 
         Of a `version` that does not compute, they are where it is kept. Raises LookupError where it is not.
         """
+        assert not self._waiting_parameters.is_offloaded, OFFLOADED
         if version is None or version == self.versions.current:
             return self._in_copy if self.is_lent else self.held()
         kept = self.versions.vector(version)
@@ -182,7 +184,7 @@ class ShardedModel:
 
     def select_version(self, number: int) -> None:
         """From now on parameters are those of version `number`. Raises LookupError where it is not kept."""
-        assert not self.is_lent, LENT
+        self._check_presence()
         if self.versions.select(number):
             self.parameters_changed()
 
@@ -274,7 +276,7 @@ class ShardedModel:
         return_logits: bool = False,
         is_end: EndCheck | None = None,
     ) -> GenerationOutput:
-        assert not self.is_lent, LENT
+        self._check_presence()
         with self.parameters.whole():
             output = generate(
                 self.decoder,
@@ -300,6 +302,11 @@ class ShardedModel:
             self._workspace = DecodeWorkspace(capture_of(self.decoder, options))
         return self._workspace
 
-    def _count(self, sequences: Sequence[Tensor]) -> None:
+    def _check_presence(self) -> None:
+        """To be called before the parameters are used, without which they would be views of nothing."""
         assert not self.is_lent, LENT
+        assert not self._waiting_parameters.is_offloaded, OFFLOADED
+
+    def _count(self, sequences: Sequence[Tensor]) -> None:
+        self._check_presence()
         self.tokens_processed += sum(map(len, sequences))

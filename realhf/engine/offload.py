@@ -1,10 +1,28 @@
 """Vectors of a model that give their device memory back while their values wait in host memory."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
+
+MIB = 2**20
+LARGEST_BLOCK_BYTES = 64 * MIB  # takes milliseconds to copy, beside which a launch is nothing
+SMALLEST_BLOCK_BYTES = MIB
+
+
+def pinned_blocks(size_bytes: int) -> list[int]:
+    """The sizes, in bytes, of blocks of pinned memory that together have `size_bytes`: the largest as often as it
+    fits, powers of two down to the smallest, and what is left.
+
+    torch rounds every block of pinned memory up to a power of two (pytorch issue 150517), and a single one could take
+    twice what was asked for. Of these only the last is rounded up, by less than half of `SMALLEST_BLOCK_BYTES`.
+    """
+    sizes = []
+    while size_bytes > SMALLEST_BLOCK_BYTES:
+        sizes.append(min(LARGEST_BLOCK_BYTES, 2 ** (size_bytes.bit_length() - 1)))
+        size_bytes -= sizes[-1]
+    return [*sizes, size_bytes] if size_bytes else sizes
 
 
 class HostCopy:
@@ -15,13 +33,17 @@ class HostCopy:
     the CPU, which has one memory only, another buffer stands for the host's: the same steps, made at once.
     Views of the vectors stay valid, and must not be read in between. Nothing takes host memory before it is needed.
 
+    cut: the sizes of the blocks of host memory for a vector of so many bytes, whole elements each; by default
+        `pinned_blocks` on a GPU, else one block.
     is_offloaded: whether the values are on the host, and there alone.
     has_changed: to be set when the vectors were written; what has not changed since `load` is not copied again.
     """
 
-    def __init__(self, vectors: Sequence[Tensor]):
+    def __init__(self, vectors: Sequence[Tensor], cut: Callable[[int], list[int]] | None = None):
         self._vectors = [vector.detach() for vector in vectors]
-        self._host: list[Tensor] = []
+        self._is_cuda = any(vector.device.type == "cuda" for vector in self._vectors)
+        self._cut = cut or (pinned_blocks if self._is_cuda else lambda size_bytes: [size_bytes])
+        self._pieces: list[tuple[Tensor, Tensor]] = []  # (a view of a part of a vector, its place on the host)
         self._stream: torch.cuda.Stream | None = None
         self.is_offloaded, self.has_changed = False, True
 
@@ -29,14 +51,15 @@ class HostCopy:
         """Gives the device memory back; nothing happens if that has been done."""
         if self.is_offloaded:
             return
-        if not self._host:
+        if not self._pieces:
             self._reserve()
         with self._on_stream():
-            for vector, host in zip(self._vectors, self._host, strict=True):
-                if self.has_changed:
-                    host.copy_(vector, non_blocking=True)
-                if self._stream is not None:
-                    vector.record_stream(self._stream)  # its memory is not used anew before the copy is made
+            if self.has_changed:
+                for piece, host in self._pieces:
+                    host.copy_(piece, non_blocking=True)
+            if self._stream is not None:
+                for vector in self._vectors:
+                    vector.record_stream(self._stream)  # its memory is not used anew before the copies are made
         for vector in self._vectors:
             free(vector)
         self.is_offloaded, self.has_changed = True, False
@@ -48,16 +71,20 @@ class HostCopy:
         for vector in self._vectors:
             allocate(vector)
         with self._on_stream():
-            for vector, host in zip(self._vectors, self._host, strict=True):
-                vector.copy_(host, non_blocking=True)
+            for piece, host in self._pieces:
+                piece.copy_(host, non_blocking=True)
         if self._stream is not None:
             torch.cuda.current_stream(self._vectors[0].device).wait_stream(self._stream)
         self.is_offloaded = False
 
     def _reserve(self) -> None:
-        is_cuda = any(vector.device.type == "cuda" for vector in self._vectors)
-        self._host = [torch.empty(v.shape, dtype=v.dtype, pin_memory=is_cuda) for v in self._vectors]
-        self._stream = torch.cuda.Stream(self._vectors[0].device) if is_cuda else None
+        """Takes host memory, now that the vectors have theirs."""
+        for vector in self._vectors:
+            sizes = [size_bytes // vector.itemsize for size_bytes in self._cut(vector.nbytes)]
+            for piece in vector.split(sizes):
+                host = torch.empty(piece.shape, dtype=piece.dtype, pin_memory=self._is_cuda)
+                self._pieces.append((piece, host))
+        self._stream = torch.cuda.Stream(self._vectors[0].device) if self._is_cuda else None
 
     def _on_stream(self) -> AbstractContextManager[object]:
         """Within it copies are queued behind what the device was asked for so far."""

@@ -6,6 +6,7 @@ import torch
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.model import DecoderConfig
 from realhf.engine.model import ShardedModel
+from realhf.engine.offload import HostCopy
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, trained_tokens
 
 pytestmark = pytest.mark.gpu
@@ -39,3 +40,22 @@ def test_training_goes_on_with_the_same_bits_in_memory_that_was_used_meanwhile()
             assert before - torch.cuda.memory_allocated() >= held
         del model
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_pinned_memory_is_of_the_size_of_the_vectors() -> None:
+    """As torch counts it after rounding up; one block for the first vector would be of 512 MiB."""
+    mib = 2**20
+    vectors = [
+        torch.arange(65 * mib + 3, dtype=torch.float32, device="cuda"),
+        torch.arange(5 * mib - 1, device="cuda").bfloat16(),
+    ]
+    values = [vector.cpu() for vector in vectors]
+    size_bytes = sum(vector.nbytes for vector in vectors)
+    torch.accelerator.empty_host_cache()  # what others gave back is not to be counted as taken again
+    before = torch.cuda.memory.host_memory_stats()["allocated_bytes.current"]
+    waiting = HostCopy(vectors)
+    waiting.offload()
+    taken = torch.cuda.memory.host_memory_stats()["allocated_bytes.current"] - before
+    assert size_bytes <= taken < 1.03 * size_bytes
+    waiting.load()
+    assert all(torch.equal(vector.cpu(), value) for vector, value in zip(vectors, values, strict=True))

@@ -9,11 +9,13 @@ from torch import Tensor
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
 from realhf.engine.model import ShardedModel
+from realhf.engine.offload import HostCopy, allocate, pinned_blocks
 from realhf.search.memory import static_bytes
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, split_like, tiny, trained_tokens
 
 CONFIG = tiny(num_layers=2)
 BATCH = random_batch(CONFIG, 4)
+MIB = 2**20
 STAYS: Callable[[ShardedModel], None] = lambda model: None  # noqa: E731
 
 
@@ -106,3 +108,70 @@ def test_readers_get_the_parameters_alone() -> None:
     model.offload()
     model.offload()
     assert device_bytes(model) == 0
+
+
+@pytest.mark.parametrize(
+    ("size_bytes", "blocks"),
+    [
+        (0, []),
+        (1, [1]),
+        (MIB, [MIB]),
+        (MIB + 2, [MIB, 2]),
+        (2 * MIB, [2 * MIB]),
+        (7 * MIB - 4, [4 * MIB, 2 * MIB, MIB - 4]),
+        (64 * MIB, [64 * MIB]),
+        (300 * MIB + 6, [64 * MIB] * 4 + [32 * MIB, 8 * MIB, 4 * MIB, 6]),
+    ],
+)
+def test_blocks_of_pinned_memory_by_hand(size_bytes: int, blocks: list[int]) -> None:
+    assert pinned_blocks(size_bytes) == blocks
+
+
+def test_blocks_that_are_rounded_up_take_little_more() -> None:
+    for size_bytes in (2**35 + 2, 13_476_831_232, 268_435_458, 135_790_592, 12_345_678, 1_048_578, 14):
+        blocks = pinned_blocks(size_bytes)
+        assert sum(blocks) == size_bytes
+        assert all(block % 8 == 0 for block in blocks[:-1])  # whole elements of every dtype
+        rounded_up = sum(2 ** (block - 1).bit_length() for block in blocks)  # as torch does
+        assert rounded_up - size_bytes < MIB / 2
+
+
+def test_vectors_that_are_cut_come_back_bit_by_bit() -> None:
+    """The copies of a GPU, from and to memory that is not pinned."""
+    generator = torch.Generator().manual_seed(0)
+    vectors = [torch.randn(length, generator=generator) for length in (MIB + 3, 0, 5)]
+    vectors.append(torch.randn(MIB + 1, generator=generator).bfloat16())
+    waiting = HostCopy(vectors, cut=pinned_blocks)
+    for _ in range(2):
+        before = [vector.clone() for vector in vectors]
+        waiting.offload()
+        assert not any(vector.untyped_storage().nbytes() for vector in vectors)
+        for vector in vectors:
+            allocate(vector)
+            vector.zero_()  # so that nothing is right by what happens to be in memory
+        waiting.load()
+        assert all(torch.equal(vector, value) for vector, value in zip(vectors, before, strict=True))
+        for vector in vectors:
+            vector.mul_(3)
+        waiting.has_changed = True
+
+
+USES: dict[str, Callable[[ShardedModel], object]] = {
+    "training": lambda model: model.train_step(BATCH, "tokens", next_token_loss, trained_tokens, micro_batches=1),
+    "inference": lambda model: model.forward(BATCH, "tokens", split_like, micro_batches=1),
+    "reallocation to it": lambda model: model.held(),
+    "reallocation from it": lambda model: model.readable(),
+    "lending": lambda model: model.lend_to(model),
+    "an older version": lambda model: model.readable(1),
+    "a change of version": lambda model: model.select_version(1),
+}
+
+
+@pytest.mark.parametrize("use", USES)
+def test_a_home_that_waits_in_host_memory_is_not_used(use: str) -> None:
+    model = ShardedModel(CONFIG, ONE_RANK, torch.float32, optimizer=OptimizerConfig(), versions=(0, 1))
+    model.offload()
+    with pytest.raises(AssertionError, match="the parameters wait in host memory"):
+        USES[use](model)
+    model.load()
+    USES["reallocation from it"](model)
