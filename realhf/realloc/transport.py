@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Literal, Protocol
@@ -52,11 +53,23 @@ class Transport(Protocol):
         """Memory that the messages take while they are on their way, beside their views."""
 
     def post(self, messages: Sequence[Message]) -> list[Work]:
-        """Starts all of them and returns; waiting for all works, in any order, is to be done once each."""
+        """Starts all of them and returns; waiting for all works, in any order, is to be done once each.
+
+        Raises:
+            UnpostedError: a peer has died.
+        """
 
     def copy(self, here: Message, there: Message) -> list[Work]:
         """Within this rank, from the views of one into those of the other, of the same shapes and apart from them. To
         be waited for like messages: what peers wait for goes first."""
+
+
+class UnpostedError(RuntimeError):
+    """`messages` could not be started; the text says why."""
+
+    def __init__(self, messages: Sequence[Message], cause: RuntimeError):
+        super().__init__(str(cause))
+        self.messages = messages
 
 
 class ReallocationError(RuntimeError):
@@ -108,7 +121,10 @@ class TorchTransport:
 
     def _post(self, piece: "_Piece") -> Work:
         start = dist.isend if piece.is_sent else dist.irecv
-        return Work([piece.message], _unpacking(start(piece.packed(), piece.message.peer, group=self._group), [piece]))
+        packed = piece.packed()
+        with _posting([piece.message]):
+            work = start(packed, piece.message.peer, group=self._group)
+        return Work([piece.message], _unpacking(work, [piece]))
 
     def _post_together(self, pieces: "Sequence[_Piece]") -> list[Work]:
         """In one call: over NCCL, ranks that send to each other would wait for each other otherwise."""
@@ -118,7 +134,8 @@ class TorchTransport:
             )
             for piece in pieces
         ]
-        works: Sequence[Any] = dist.batch_isend_irecv(operations)
+        with _posting([piece.message for piece in pieces]):
+            works: Sequence[Any] = dist.batch_isend_irecv(operations)
         # Several messages have one work where the backend makes one call of them.
         shares = [pieces] if len(works) < len(pieces) else [[piece] for piece in pieces]
         return [
@@ -143,7 +160,8 @@ class HostTransport:
         for message in messages:
             peer = dist.get_group_rank(self._group, message.peer)
             move = self._group.receive_parts if message.peers_part == "send" else self._group.send_parts
-            works.append(Work([message], move(message.parts or Parts.of(message.views), peer).wait))
+            with _posting([message]):
+                works.append(Work([message], move(message.parts or Parts.of(message.views), peer).wait))
         return works
 
     def copy(self, here: Message, there: Message) -> list[Work]:
@@ -156,12 +174,21 @@ def post(transport: Transport, messages: Sequence[Message], label: str) -> list[
     """Starts the messages; `label` begins the text of an error.
 
     Raises:
-        ReallocationError: a peer has died.
+        ReallocationError: a peer has died. Named are the messages that could not be started: one, or all where they
+            are started together.
     """
     try:
         return transport.post(messages)
+    except UnpostedError as error:
+        raise ReallocationError(f"{label} could not reach {_names(error.messages)}: {error}") from error
+
+
+@contextmanager
+def _posting(messages: Sequence[Message]) -> Iterator[None]:
+    try:
+        yield
     except RuntimeError as error:
-        raise ReallocationError(f"{label} could not reach {_names(messages)}: {error}") from error
+        raise UnpostedError(messages, error) from error
 
 
 def wait_for(works: Sequence[Work], label: str, timeout_s: float) -> None:

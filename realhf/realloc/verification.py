@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.layout import Layout
-from realhf.realloc.checksum import SumsByPeer, bit_sums
+from realhf.realloc.checksum import SumsByPeer, bit_sum, bit_sums
 from realhf.realloc.held import HeldBoxes, by_name, part, sent_part
 from realhf.realloc.layout import Box
 from realhf.realloc.planner import ReallocationPlan
@@ -14,13 +14,14 @@ from realhf.realloc.transport import Message, ReallocationError, TorchTransport,
 
 
 class VerificationError(ReallocationError):
-    """A rank holds other values than were sent to it; the text names the parameter, the part and both ranks."""
+    """A rank holds other values than were sent to it, or than it lent; the text names the parameter, the part and the
+    ranks."""
 
 
 class VerificationSchedule:
-    """Which reallocations of a run are verified: the first of each model and layout, then all of every N-th step.
+    """Which moves of a run are verified: the first of each name and layout, then all of every N-th step.
 
-    A function of the requests alone, so that all ranks of a reallocation decide alike.
+    A function of the requests alone, so that all ranks of a move decide alike.
     """
 
     def __init__(self, every_steps: int):
@@ -28,12 +29,13 @@ class VerificationSchedule:
         self._every_steps = every_steps
         self._seen: set[tuple[str, Layout]] = set()
 
-    def is_due(self, model: str, layout: Layout, step: int) -> bool:
-        """Whether this reallocation, which from now on has been seen, is to be verified."""
+    def is_due(self, name: str, layout: Layout, step: int) -> bool:
+        """Whether this move, which from now on has been seen, is to be verified. `name` is that of a model that is
+        reallocated, or of a `DataflowGraph.follows`."""
         if not self._every_steps:
             return False
-        is_first = (model, layout) not in self._seen
-        self._seen.add((model, layout))
+        is_first = (name, layout) not in self._seen
+        self._seen.add((name, layout))
         return is_first or step % self._every_steps == 0
 
 
@@ -87,13 +89,43 @@ def verify(
             differs = own[message.peer] != message.views[0]
             differing += [(message.peer, message.boxes[index]) for index in differs.nonzero().flatten().tolist()]
     if differing:
-        sender, box = differing[0]
-        more = f" and {len(differing) - 1} more parts" if len(differing) > 1 else ""
+        sender, _ = differing[0]
         raise VerificationError(
-            f"reallocation of {model_name}: rank {rank} holds other values than rank {sender} sent of parameter "
-            f"{box.name}, the part of shape {box.shape} at offset {box.offset}{more}; a link or a memory changed them: "
-            "go on from the last checkpoint, without that machine if it happens again"
+            f"reallocation of {model_name}: rank {rank} holds other values than rank {sender} sent of "
+            f"{_named([box for _, box in differing])}; a link or a memory changed them: {_REMEDY}"
         )
+
+
+class LentParts:
+    """Bit sums of the parts that a rank lends to a copy of a model, to be compared when it has them back."""
+
+    def __init__(self, lent: Sequence[tuple[Box, Tensor]]):
+        self._sums = [(box, bit_sum(tensor)) for box, tensor in lent]
+
+    def verify(self, returned: Sequence[tuple[Box, Tensor]], *, rank: int, model_name: str) -> None:
+        """`returned`: the same boxes in the same order.
+
+        Raises:
+            VerificationError: a part is not as it was lent.
+        """
+        differing = []
+        for (box, before), (same, tensor) in zip(self._sums, returned, strict=True):
+            assert box == same
+            if bit_sum(tensor) != before:
+                differing.append(box)
+        if differing:
+            raise VerificationError(
+                f"{model_name}: rank {rank} took other values back than it had lent to a copy, of {_named(differing)}; "
+                f"a memory changed them while the call in the copy's layout ran: {_REMEDY}"
+            )
+
+
+_REMEDY = "go on from the last checkpoint, without that machine if it happens again"
+
+
+def _named(boxes: Sequence[Box]) -> str:
+    first, more = boxes[0], f" and {len(boxes) - 1} more parts" if len(boxes) > 1 else ""
+    return f"parameter {first.name}, the part of shape {first.shape} at offset {first.offset}{more}"
 
 
 def _differing_copies(

@@ -10,10 +10,11 @@ from realhf.api.layout import Layout
 from realhf.api.run import Run
 from realhf.engine.model import ShardedModel
 from realhf.parallel.groups import GroupTable, group_of_all_ranks
+from realhf.realloc.checksum import SumsByPeer
 from realhf.realloc.executor import execute
 from realhf.realloc.planner import plan_between
 from realhf.realloc.transport import TorchTransport, Transport, transport_between
-from realhf.realloc.verification import VerificationSchedule, verify
+from realhf.realloc.verification import LentParts, VerificationSchedule, verify
 from realhf.transport.messages import FollowParameters, Move, PrepareMove, Reallocate, Release
 
 Models = MutableMapping[tuple[str, Layout], ShardedModel]
@@ -41,6 +42,7 @@ class ParameterMoves:
         self._run, self._rank, self._device, self._groups, self._models = run, rank, device, groups, models
         self._timeout_s = run.deadlines.longest_s
         self._verification = VerificationSchedule(run.spec.verify_reallocations_every)
+        self._lent: dict[str, LentParts] = {}  # by model, where the move into the copy was verified
         self._at_rest = {name: threading.Lock() for name in run.homes}
         # Its own deadline comes after that of a bucket, which says what was waited for.
         is_needed = groups.spans_hosts and _moves_anything(run)
@@ -75,11 +77,17 @@ class ParameterMoves:
                 self._follow(name, batch.step)
 
     def release(self, request: Release) -> None:
-        """Frees a copy; the home has its parameters again."""
+        """Frees a copy; the home has its parameters again.
+
+        Raises:
+            VerificationError: they are not as they were lent, which is looked at where the move was verified.
+        """
         copy = self._models[request.model, request.layout]
         with self._resting(request.model):
             if home := self._models.get((request.model, self._run.homes[request.model])):
                 home.take_back_from(copy)
+                if lent := self._lent.pop(request.model, None):
+                    lent.verify(home.held(), rank=self._rank, model_name=request.model)
             self._finish_on_device()  # the other thread's stream may read the home next
             copy.free_parameters()
 
@@ -110,11 +118,13 @@ class ParameterMoves:
                     source.select_version(version)  # which it may lend; nothing computes here now
             boxes = source.readable(version) if source else [], target.held() if target else []
             execute(plan, self._rank, *boxes, transport, model_name=name, timeout_s=self._timeout_s)
-            if self._verification.is_due(name, layout, step):
+            if is_verified := self._verification.is_due(name, layout, step):
                 verify(plan, self._rank, *boxes, transport, model_name=name, timeout_s=self._timeout_s)
             self._finish_on_device()
             if source is not None and target is not None:
                 source.lend_to(target)
+                if is_verified and source.is_lent:
+                    self._lent[name] = LentParts(source.readable())
 
     def _follow(self, name: str, step: int) -> None:
         run, node = self._run, self._run.graph.follows[name]
@@ -131,17 +141,31 @@ class ParameterMoves:
         )
         if target:
             target.select_version(node.version(step))  # which nobody will ask for any more
+        transport = self._transport(run.homes[node.source], run.homes[node.target])
+        is_verified = self._verification.is_due(name, run.homes[node.target], step)
+        arrived: SumsByPeer | None = {} if is_verified and node.eta < 1 else None
         with self._resting(node.source):
+            boxes = source.readable(node.brings(step)) if source else [], target.held() if target else []
             execute(
                 plan,
                 self._rank,
-                source.readable(node.brings(step)) if source else [],
-                target.held() if target else [],
-                self._transport(run.homes[node.source], run.homes[node.target]),
+                *boxes,
+                transport,
                 eta=node.eta,
+                arrived=arrived,
                 model_name=node.target,
                 timeout_s=self._timeout_s,
             )
+            if is_verified:
+                verify(
+                    plan,
+                    self._rank,
+                    *boxes,
+                    transport,
+                    arrived=arrived,
+                    model_name=node.target,
+                    timeout_s=self._timeout_s,
+                )
             self._finish_on_device()
         if target:
             target.versions.current = node.brings(step)
