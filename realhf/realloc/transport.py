@@ -17,7 +17,7 @@ from realhf.realloc.layout import Box
 
 # A part of at least so many bytes is a message of its own where it goes through torch.distributed, so that it need not
 # be packed if it is contiguous in memory; smaller ones go together, up to as many.
-MESSAGE_BYTES = 2**19
+MESSAGE_BYTES = 2**21
 # Over NCCL all messages of a round are one call, which takes a few hundred at most, and packing costs little.
 NCCL_MESSAGE_BYTES = 2**24
 
@@ -81,31 +81,30 @@ def transport_between(group_of_host: dist.ProcessGroup | None) -> Transport:
     return TorchTransport() if group_of_host is None else HostTransport(group_of_host)
 
 
+_NOTHING: "tuple[Sequence[Message], list[_Piece]]" = ((), [])
+
+
 class TorchTransport:
     """Messages of torch.distributed. What is small, or not contiguous, is packed into buffers on its device."""
 
     def __init__(self, group: dist.ProcessGroup | None = None):
         """`group`: default the world. With NCCL all its ranks must have made one collective call in it before."""
         self._group = group
+        self._cut_last: tuple[Sequence[Message], list[_Piece]] = _NOTHING  # most are asked for their bytes, then posted
 
     @property
     def _is_nccl(self) -> bool:
         return dist.is_initialized() and dist.get_backend(self._group) == dist.Backend.NCCL
 
-    @property
-    def _message_bytes(self) -> int:
-        return NCCL_MESSAGE_BYTES if self._is_nccl else MESSAGE_BYTES
-
     def packed_bytes(self, messages: Sequence[Message]) -> int:
-        return sum(
-            sum(view.nbytes for view in views)
-            for message in messages
-            for views in _cut(message.views, self._message_bytes)
-            if _as_one(views) is None
-        )
+        self._cut_last = messages, self._pieces(messages)
+        return sum(piece.packed_bytes for piece in self._cut_last[1])
 
     def post(self, messages: Sequence[Message]) -> list[Work]:
-        pieces = [_Piece(message, views) for message in messages for views in _cut(message.views, self._message_bytes)]
+        known, pieces = self._cut_last
+        if known is not messages:
+            pieces = self._pieces(messages)
+        self._cut_last = _NOTHING
         if pieces and self._is_nccl:
             return self._post_together(pieces)
         # What others send may come while this rank packs; what it packed first is on its way while it packs the rest.
@@ -118,6 +117,10 @@ class TorchTransport:
                 wanted.copy_(ours)
 
         return [Work([], wait)]  # in the wait, since messages go on meanwhile
+
+    def _pieces(self, messages: Sequence[Message]) -> "list[_Piece]":
+        most_bytes = NCCL_MESSAGE_BYTES if self._is_nccl else MESSAGE_BYTES
+        return [_Piece(message, views) for message in messages for views in _cut(message.views, most_bytes)]
 
     def _post(self, piece: "_Piece") -> Work:
         start = dist.isend if piece.is_sent else dist.irecv
@@ -232,13 +235,17 @@ class _Piece:
     def __init__(self, message: Message, views: Sequence[Tensor]):
         self.message, self.is_sent, self._views = message, message.peers_part == "receive", list(views)
         self._whole = _as_one(views)
-        self._buffers = buffers_like(views) if self._whole is None else None
+        self._buffers: list[Tensor] | None = None
+        self.packed_bytes = 0 if self._whole is not None else sum(view.nbytes for view in views)
 
     def packed(self) -> Tensor:
         """What is sent, or where it is received: as bytes, since the wire need not know the dtype."""
-        if self._buffers is not None and self.is_sent:
-            torch._foreach_copy_(self._buffers, self._views)
-        whole = self._whole if self._buffers is None else _as_one(self._buffers)
+        whole = self._whole
+        if whole is None:
+            self._buffers = buffers_like(self._views)
+            if self.is_sent:
+                torch._foreach_copy_(self._buffers, self._views)
+            whole = _as_one(self._buffers)
         assert whole is not None
         return whole.view(torch.uint8)
 

@@ -307,7 +307,7 @@ def reallocation_table(
         within_node=(hardware.intra_node_latency_s, item / hardware.intra_node_bandwidth),
         across_nodes=(hardware.inter_node_latency_s, item / hardware.inter_node_bandwidth),
         devices_per_node=cluster.devices_per_node,
-        **({} if forwarding else {"forwarding": False}),
+        forwarding=forwarding,
     )
     return memoryview(table).cast("B").cast("d")  # its bytes are doubles
 
