@@ -64,12 +64,15 @@ def join_world(directory: RunDirectory, run: Run, rank: int, device: torch.devic
     if run.spec.network_interface:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", run.spec.network_interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", run.spec.network_interface)
+    timeout_s = run.spec.setup_timeout_s
+    if device.type == "cuda":  # stages send through this group while they compute, and NCCL ends who waits longer
+        timeout_s = max(timeout_s, 2 * run.deadlines.longest_s)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         store=dist.FileStore(str(directory.rendezvous / "torch"), run.spec.num_workers),
         rank=rank,
         world_size=run.spec.num_workers,
-        timeout=timedelta(seconds=run.spec.setup_timeout_s),
+        timeout=timedelta(seconds=timeout_s),
     )
     # NCCL wants a collective of all ranks before the first message between two of them.
     dist.all_reduce(torch.zeros(1, device=device))
