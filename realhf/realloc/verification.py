@@ -91,7 +91,7 @@ def verify(
     if differing:
         sender, _ = differing[0]
         raise VerificationError(
-            f"reallocation of {model_name}: rank {rank} holds other values than rank {sender} sent of "
+            f"reallocation of {model_name}: rank {rank} holds other values than rank {sender} sent of parameter "
             f"{_named([box for _, box in differing])}; a link or a memory changed them: {_REMEDY}"
         )
 
@@ -115,8 +115,8 @@ class LentParts:
                 differing.append(box)
         if differing:
             raise VerificationError(
-                f"{model_name}: rank {rank} took other values back than it had lent to a copy, of {_named(differing)}; "
-                f"a memory changed them while the call in the copy's layout ran: {_REMEDY}"
+                f"{model_name}: rank {rank} took other values back than it had lent to a copy, of parameter "
+                f"{_named(differing)}; a memory changed them while the call in the copy's layout ran: {_REMEDY}"
             )
 
 
@@ -125,7 +125,7 @@ _REMEDY = "go on from the last checkpoint, without that machine if it happens ag
 
 def _named(boxes: Sequence[Box]) -> str:
     first, more = boxes[0], f" and {len(boxes) - 1} more parts" if len(boxes) > 1 else ""
-    return f"parameter {first.name}, the part of shape {first.shape} at offset {first.offset}{more}"
+    return f"{first.name}, the part of shape {first.shape} at offset {first.offset}{more}"
 
 
 def _differing_copies(
