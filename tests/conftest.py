@@ -11,6 +11,9 @@ from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported: sums depend on the number of threads
 
+# Hundreds of small processes would spend more time on clearing huge pages than they gain.
+os.environ.setdefault("GLIBC_TUNABLES", "glibc.malloc.hugetlb=0")
+
 # The background of a shell script ignores SIGINT, and so would the runs that tests start and interrupt.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -22,6 +22,11 @@ PLANS = [
 ]
 SLOW_PLANS = ["interleaved", "grouped"]
 ALL_PLANS = [*PLANS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PLANS)]
+# In float32 a plan says little that it does not say in float64.
+IN_FLOAT32 = {"generate_dp4_train_tp2_pp2", "mixed_disjoint"}
+FLOAT32_PLANS = [
+    pytest.param(name, marks=[] if name in IN_FLOAT32 else pytest.mark.slow) for name in (*PLANS, *SLOW_PLANS)
+]
 SEED, STEPS = 7, 2
 COMMON = ("--steps", STEPS, "--seed", SEED, "--no-evaluate", "--record", "seq", "logits")
 
@@ -100,7 +105,7 @@ def check_float64(run: FinishedRun, reference64: FinishedRun) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("plan", ALL_PLANS)
+@pytest.mark.parametrize("plan", FLOAT32_PLANS)
 def test_float32_losses_agree_on_the_same_tokens(plan: str, reference32: FinishedRun, tmp_path: Path) -> None:
     run = run_plan(tmp_path / "run", plan, "--replay", reference32.path / "rollouts")
     for expected, got in zip(reference32.metrics, run.metrics, strict=True):
