@@ -17,7 +17,7 @@ from realhf.realloc.layout import Box
 
 # A part of at least so many bytes is a message of its own where it goes through torch.distributed, so that it need not
 # be packed if it is contiguous in memory; smaller ones go together, up to as many.
-MESSAGE_BYTES = 2**21
+MESSAGE_BYTES = 2**19
 # Over NCCL all messages of a round are one call, which takes a few hundred at most, and packing costs little.
 NCCL_MESSAGE_BYTES = 2**24
 
