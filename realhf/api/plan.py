@@ -1,13 +1,13 @@
 """The execution plan: where every call runs, how, and in which order. A file people can edit."""
 
 import hashlib
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
 from realhf.api.errors import UserError
+from realhf.api.files import BadContentError, decode_json, write_atomically
 from realhf.api.graph import GENERATE, DataflowGraph
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
 from realhf.api.micro_dp import contains, grouped_like
@@ -127,10 +127,10 @@ def load_plan(path: str | Path) -> ExecutionPlan:
         UserError: the file is missing, is not JSON, or holds an unknown or ill-typed field.
     """
     try:
-        plan = msgspec.json.decode(Path(path).read_bytes(), type=ExecutionPlan)
+        plan = decode_json(Path(path).read_bytes(), ExecutionPlan)
     except OSError as error:
         raise UserError(f"{path}: cannot read the plan ({error.strerror}); give --plan a file that exists") from None
-    except (msgspec.DecodeError, UserError) as error:
+    except BadContentError as error:
         raise UserError(f"{path}: not an execution plan: {error}; write one with `realhf plan`") from None
     if plan.format != FORMAT:
         raise UserError(f"{path}: format {plan.format!r} is not {FORMAT!r}; make the plan again with `realhf plan`")
@@ -140,14 +140,6 @@ def load_plan(path: str | Path) -> ExecutionPlan:
 def save_plan(plan: ExecutionPlan, path: str | Path) -> None:
     """Writes a plan file atomically."""
     write_atomically(path, msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
-
-
-def write_atomically(path: str | Path, content: bytes) -> None:
-    """Writes a file such that a reader sees the old content or the new, never a part."""
-    path = Path(path)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    part.write_bytes(content)
-    part.replace(path)
 
 
 def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> None:

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from realhf.api.plan import write_atomically
+from realhf.api.files import write_atomically
 
 RunState = Literal["starting", "running", "done", "failed", "interrupted", "replan"]
 

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from realhf.api.errors import UserError
 from realhf.api.experiment import models_of
-from realhf.api.plan import ExecutionPlan, load_plan, save_plan, write_atomically
+from realhf.api.files import write_atomically
+from realhf.api.plan import ExecutionPlan, load_plan, save_plan
 from realhf.cli.experiment import add_experiment_arguments, build_experiment
 from realhf.cli.plan_tables import (
     CaseResult,

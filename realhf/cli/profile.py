@@ -15,8 +15,8 @@ from rich.table import Table
 
 from realhf.api.errors import RunError, UserError
 from realhf.api.experiment import auto_settings, models_of
+from realhf.api.files import write_atomically
 from realhf.api.graph import DataflowGraph
-from realhf.api.plan import write_atomically
 from realhf.api.profile_job import JOB_FILE, ProfileJob, ProfileTarget
 from realhf.cli.experiment import build_experiment
 from realhf.cli.planning import cluster_of

@@ -11,7 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from realhf.api.errors import UserError
-from realhf.api.plan import ExecutionPlan, save_plan, write_atomically
+from realhf.api.files import write_atomically
+from realhf.api.plan import ExecutionPlan, save_plan
 from realhf.api.run import Run, load_run
 from realhf.cli.planning import CPU, DEFAULT_GPU, Planner, has_gpus
 from realhf.master.drift import WARM_UP, WINDOW, call_factors

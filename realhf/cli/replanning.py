@@ -11,7 +11,8 @@ from typing import Any, Literal
 import msgspec
 
 from realhf.api.errors import UserError
-from realhf.api.plan import DIGEST_LENGTH, load_plan, plan_digest, write_atomically
+from realhf.api.files import write_atomically
+from realhf.api.plan import DIGEST_LENGTH, load_plan, plan_digest
 from realhf.api.run import Run
 from realhf.cli.progress import Tail
 from realhf.cli.replan import Proposal

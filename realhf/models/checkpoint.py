@@ -9,6 +9,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from realhf.api.errors import UserError
+from realhf.api.files import write_atomically
 from realhf.api.model import DecoderConfig, DType
 from realhf.models.checkpoint_digest import check_content
 from realhf.models.checkpoint_index import (
@@ -21,7 +22,6 @@ from realhf.models.checkpoint_index import (
     present,
     read_index,
     staging_directory,
-    write_durably,
 )
 from realhf.models.safetensors_file import write_safetensors
 from realhf.realloc.held import by_name, part
@@ -78,7 +78,7 @@ def write_snapshot(directory: Path | str, rank: int, content: Mapping[str, Tenso
     partial = path.with_name(path.name + ".tmp")
     digest = write_safetensors(partial, content)
     if hashed:
-        write_durably(staging / digest_file(rank), digest.encode())
+        write_atomically(staging / digest_file(rank), digest.encode())
     partial.replace(path)
 
 

@@ -5,7 +5,6 @@ a staging directory beside the target (`realhf.models.checkpoint.write_boxes`); 
 writes the index and renames the directory (`finish`): a directory of the final name is always complete.
 """
 
-import os
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ import msgspec
 from realhf.api.compute import DataParallel
 from realhf.api.errors import UserError
 from realhf.api.experiment import ModelSetup
+from realhf.api.files import sync_directory, write_atomically
 from realhf.api.layout import Layout
 from realhf.api.model import DecoderConfig, DType
 from realhf.models.parameters import decoder_parameters
@@ -189,7 +189,7 @@ def finish(
     )
     for stale in {path.name for path in staging.iterdir()} - {saved_file.file for saved_file in files}:
         (staging / stale).unlink()  # of an attempt that was interrupted
-    write_durably(staging / INDEX_FILE, msgspec.json.format(msgspec.json.encode(index)))
+    write_atomically(staging / INDEX_FILE, msgspec.json.format(msgspec.json.encode(index)))
     replace_directory(staging, directory)
     return index
 
@@ -266,16 +266,6 @@ def check_architecture(
             f"checkpoint {directory} is of another architecture: {', '.join(differing)}; "
             f"load it into a model of its own architecture or choose another checkpoint"
         )
-
-
-def write_durably(path: Path, content: bytes) -> None:
-    """Writes a file that is either whole or absent, on the disk when this returns."""
-    partial = path.with_name(path.name + ".tmp")
-    with partial.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
 
 
 def _check_cover(model: DecoderConfig, owners: Mapping[int, Sequence[Box]]) -> None:
@@ -371,9 +361,5 @@ def replace_directory(staging: Path, directory: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
         directory.rename(old)
     staging.rename(directory)
-    parent = os.open(directory.parent, os.O_RDONLY)
-    try:
-        os.fsync(parent)
-    finally:
-        os.close(parent)
+    sync_directory(directory.parent)
     shutil.rmtree(old, ignore_errors=True)

@@ -12,10 +12,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from realhf.api.errors import UserError
+from realhf.api.files import write_atomically
 from realhf.api.hugging_face import family_of, write_config
 from realhf.api.model import DecoderConfig, DType
 from realhf.models.checkpoint import TORCH_DTYPE, CheckpointReader
-from realhf.models.checkpoint_index import replace_directory, staging_directory, write_durably
+from realhf.models.checkpoint_index import replace_directory, staging_directory
 from realhf.models.hugging_face import Source, sources
 from realhf.models.hugging_face_files import (
     CONFIG_FILE,
@@ -131,8 +132,8 @@ def write_hugging_face(
             "metadata": {"total_size": size},
             "weight_map": {name: file for file, names in files.items() for name in names},
         }
-        write_durably(staging / WEIGHTS_INDEX_FILE, msgspec.json.format(msgspec.json.encode(index)) + b"\n")
-    write_durably(staging / CONFIG_FILE, msgspec.json.format(msgspec.json.encode(config)) + b"\n")
+        write_atomically(staging / WEIGHTS_INDEX_FILE, msgspec.json.format(msgspec.json.encode(index)) + b"\n")
+    write_atomically(staging / CONFIG_FILE, msgspec.json.format(msgspec.json.encode(config)) + b"\n")
     for path in companions or ():
         shutil.copyfile(path, staging / path.name)
     replace_directory(staging, directory)

@@ -7,7 +7,7 @@ from html import escape
 from itertools import groupby
 from pathlib import Path
 
-from realhf.api.plan import write_atomically
+from realhf.api.files import write_atomically
 from realhf.api.status import Status
 from realhf.report.figures import accuracy_curves, curves_figure, split_curves, timeline_figure, times_figure
 from realhf.report.html import document, figure_html, section, table

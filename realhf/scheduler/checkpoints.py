@@ -4,7 +4,6 @@
 on the disk.
 """
 
-import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -14,8 +13,9 @@ from pathlib import Path
 import msgspec
 
 from realhf.api.errors import UserError
+from realhf.api.files import sync_directory, write_atomically
 from realhf.models.checkpoint_digest import check_content, file_digest
-from realhf.models.checkpoint_index import INDEX_FILE, read_index, write_durably
+from realhf.models.checkpoint_index import INDEX_FILE, read_index
 
 FORMAT = "run-checkpoint/1"
 STATE_FILE = "run.json"
@@ -68,10 +68,10 @@ def complete(part: Path, target: Path, state: RunState, models: Sequence[str]) -
     """
     digests = {name: file_digest(part / name / INDEX_FILE) for name in models}
     state = msgspec.structs.replace(state, models=digests)
-    write_durably(part / STATE_FILE, msgspec.json.format(msgspec.json.encode(state)))
-    _flush(part)
+    write_atomically(part / STATE_FILE, msgspec.json.format(msgspec.json.encode(state)))
+    sync_directory(part)
     part.rename(target)
-    _flush(target.parent)
+    sync_directory(target.parent)
     _point_to(target.with_name(LATEST), target)
 
 
@@ -171,11 +171,3 @@ def _point_to(link: Path, target: Path) -> None:
     part.unlink(missing_ok=True)
     part.symlink_to(target.name)
     part.replace(link)
-
-
-def _flush(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

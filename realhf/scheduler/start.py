@@ -7,7 +7,8 @@ from pathlib import Path
 import msgspec
 
 from realhf.api.errors import UserError
-from realhf.api.plan import ExecutionPlan, load_plan, plan_digest, save_plan, write_atomically
+from realhf.api.files import write_atomically
+from realhf.api.plan import ExecutionPlan, load_plan, plan_digest, save_plan
 from realhf.api.run import Run, RunSpec
 from realhf.api.status import Status, write_status
 from realhf.scheduler import checkpoints

@@ -8,8 +8,8 @@ from typing import Literal
 import msgspec
 
 from realhf.api.errors import UserError
+from realhf.api.files import write_atomically
 from realhf.api.model import DecoderConfig, DType
-from realhf.api.plan import write_atomically
 from realhf.search.hardware import profiles_root
 
 FORMAT = "layer-profile/1"

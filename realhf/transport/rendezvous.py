@@ -1,12 +1,12 @@
 """How workers find the master: one small file in the run directory, written atomically."""
 
-import os
 import time
 from pathlib import Path
 
 import msgspec
 
 from realhf.api.errors import RunError
+from realhf.api.files import write_atomically
 
 _FILE = "master.json"
 
@@ -21,12 +21,7 @@ class MasterAddress(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 def publish_master(directory: Path, master: MasterAddress) -> None:
     """Writes the master's address for the workers, replacing that of an earlier start of the run."""
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    temporary = directory / f".{_FILE}.{os.getpid()}"
-    with temporary.open("wb") as file:
-        file.write(msgspec.json.encode(master))
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(directory / _FILE)
+    write_atomically(directory / _FILE, msgspec.json.encode(master))
 
 
 def withdraw_master(directory: Path) -> None:

@@ -19,7 +19,6 @@ from realhf.api.plan import (
     check_plan,
     load_plan,
     save_plan,
-    write_atomically,
 )
 from tests.unit.api.calls import TINY, call, ppo_graph
 
@@ -137,14 +136,6 @@ def test_groups_that_are_not_those_of_the_home(name: str) -> None:
     calls = {**plan.calls, "actor_generate": msgspec.structs.replace(ALL, **generation)}
     with pytest.raises(UserError, match=re.escape(message)):
         check_plan(msgspec.structs.replace(plan, calls=calls), GRAPH, BATCH_SIZE)
-
-
-def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
-    path = tmp_path / "file"
-    write_atomically(path, b"old")
-    with pytest.raises(TypeError):
-        write_atomically(path, None)  # type: ignore[arg-type]
-    assert path.read_bytes() == b"old"
 
 
 def written(tmp_path: Path, change: Callable[[dict[str, Any]], None]) -> Path:

@@ -1,0 +1,62 @@
+"""Files that outlive a process: read without trust, written so that they are old or new and never a part."""
+
+import contextlib
+import os
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
+
+from realhf.api.errors import UserError
+
+T = TypeVar("T")
+
+
+class BadContentError(Exception):
+    """Bytes are not the JSON that was expected; the text says why, for a message that names the file."""
+
+
+def decode_json(content: bytes | str, expected: type[T]) -> T:
+    """`content`, checked against `expected`.
+
+    Raises:
+        BadContentError: whatever decoding found: no JSON, no UTF-8, nested too deeply, an unknown or ill-typed field.
+    """
+    try:
+        return msgspec.json.decode(content, type=expected)
+    except UserError as error:  # a value's own check, which names the remedy already
+        raise BadContentError(str(error)) from None
+    except RecursionError:
+        raise BadContentError("it is nested too deeply") from None
+    except Exception as error:  # UnicodeDecodeError is no MsgspecError, and there may be more of them
+        raise BadContentError(str(error)) from None
+
+
+def write_atomically(path: str | Path, content: bytes) -> None:
+    """Writes a file that is on the disk when this returns; a reader sees the old content or the new, never a part.
+
+    Raises:
+        OSError: it cannot be written; then the old content is as it was, and no other file is left.
+    """
+    path = Path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            part.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(directory: Path) -> None:
+    """Puts the names of a directory's files on the disk, after a file was made or renamed there."""
+    handle = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
