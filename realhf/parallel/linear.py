@@ -65,8 +65,11 @@ def pack(weight: Tensor) -> Packed | None:
     bfloat16 goes through oneDNN by itself, but not packed.
     """
     packed = products.pack(weight)
-    if packed is not None:
-        return packed
+    return pack_for_onednn(weight) if packed is None else packed
+
+
+def pack_for_onednn(weight: Tensor) -> Tensor | None:
+    """The same for oneDNN's kernels, whatever else this processor has."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or not _has_onednn():
         return None
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach())

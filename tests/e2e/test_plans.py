@@ -1,6 +1,7 @@
 """Every plan computes what one worker computes: the main job under six layouts against a single process."""
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,13 @@ FLOAT32_PLANS = [
     pytest.param(name, marks=[] if name in IN_FLOAT32 else pytest.mark.slow) for name in (*PLANS, *SLOW_PLANS)
 ]
 SEED, STEPS = 7, 2
+# Of float32 logits, by how much two plans may differ. A logit of about 1 is the end of some thirty products that follow
+# one another (7 in each of 4 layers, embedding and head), each a sum of up to 512 numbers. Every sum rounds by 2**-24 a
+# number in whatever direction its order has: 2**-24 x sqrt(30 x 512) is 7e-6. Twice that, and a power of two.
+MOST_ROUNDING = 2.0**-16
+# Of a thousand tokens. Both plans draw with the same random numbers, and a token flips where one of the 31 borders
+# between tokens crosses its number. A border moves by half of the rounding at most: 31 x 2**-17 is one token of 4,200.
+MOST_FLIPS = 1
 COMMON = ("--steps", STEPS, "--seed", SEED, "--no-evaluate", "--record", "seq", "logits")
 
 
@@ -118,12 +126,12 @@ def test_float32_losses_agree_on_the_same_tokens(plan: str, reference32: Finishe
         for sample, logits in expected.items():
             flips += check_draws(sample, step, sequences[sample], logits, got[sample])
     tokens = sum(line["tokens"] for line in run.metrics)
-    print(f"{plan}: {flips} of {tokens} tokens would be drawn differently in float32")
+    assert flips <= MOST_FLIPS * tokens / 1000, f"{flips} of {tokens} tokens would be drawn differently"
 
 
 def check_draws(sample: int, step: int, sequence: Tensor, expected: Tensor, got: Tensor) -> int:
     """Draws a sample's tokens from both runs' logits [response, vocab], of the same prefixes; returns
-    how many differ. Each of these must lie within what the difference of the logits can move.
+    how many differ. The logits differ by no more than rounding, and a token only where that can move it.
 
     If every logit moves by at most d, a probability moves by a factor of at most exp(2 d), hence a
     border of the cumulative distribution by at most exp(2 d) - 1.
@@ -135,10 +143,25 @@ def check_draws(sample: int, step: int, sequence: Tensor, expected: Tensor, got:
     temperature = PPOHyperparameters().temperature
     reference, other = draw(expected, uniforms, temperature), draw(got, uniforms, temperature)
     assert torch.equal(reference.tokens, sequence[first:]), "the recorded logits explain the recorded tokens"
-    moved = (2 * (expected - got).abs().max().double()).expm1()
+    difference = (expected - got).abs().max().item()
+    assert difference <= MOST_ROUNDING, f"sample {sample}: a logit differs by {difference:.1e}, more than rounding"
     differs = reference.tokens != other.tokens
+    moved = math.expm1(2 * MOST_ROUNDING / temperature)
     assert (reference.margins[differs] <= moved).all(), f"sample {sample}: a token flipped against its margin"
     return int(differs.sum())
+
+
+def test_logits_that_differ_by_more_than_rounding_are_found() -> None:
+    logits, step, sample = torch.randn(12, 32), 0, 5
+    uniforms = uniform(SEED, step, torch.full((12,), sample), torch.arange(3, 15))
+    drawn = draw(logits, uniforms, PPOHyperparameters().temperature).tokens
+    sequence = torch.cat([torch.zeros(3, dtype=drawn.dtype), drawn])
+    assert check_draws(sample, step, sequence, logits, logits + 1e-6 * torch.rand(12, 32)) <= 1
+    one_is_wrong = logits.clone()
+    one_is_wrong[7, 3] += 1e-4
+    for wrong in (torch.randn(12, 32), one_is_wrong, torch.full_like(logits, torch.nan)):
+        with pytest.raises(AssertionError, match="more than rounding"):
+            check_draws(sample, step, sequence, logits, wrong)
 
 
 def test_heads_that_four_workers_cannot_split_are_refused(tmp_path: Path) -> None:

@@ -11,12 +11,12 @@ from realhf.engine.decode_layers import decode_layers
 from realhf.engine.generate import packed_weights
 from realhf.engine.kv_cache import KVCache, PrefillRows, StepAttention
 from realhf.engine.paged_attention import DecodeRows
-from realhf.kernels import products
 from realhf.models.attention import packed_positions
 from realhf.models.decoder import Decoder
 from realhf.parallel.groups import ParallelGroups
+from tests.unit.packing import needs_own
 
-pytestmark = pytest.mark.skipif(products.pack(torch.zeros(1, 2)) is None, reason="a processor without AVX-512 BF16")
+pytestmark = needs_own
 
 CONFIG = DecoderConfig(
     hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=50

@@ -5,8 +5,9 @@ import torch
 import torch.nn.functional as F
 
 from realhf.kernels import products
+from tests.unit.packing import needs_own
 
-pytestmark = pytest.mark.skipif(products.pack(torch.zeros(1, 2)) is None, reason="a processor without AVX-512 BF16")
+pytestmark = needs_own
 
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 1e-2}
 

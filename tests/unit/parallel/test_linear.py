@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from realhf.kernels import products
 from realhf.parallel import linear as module
-from realhf.parallel.linear import linear, pack
+from realhf.parallel.linear import linear, pack, takes_packed
+from tests.unit.packing import PACKERS
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -16,15 +18,32 @@ def operands(rows: int, dtype: torch.dtype, width: int = 40) -> list[torch.Tenso
     return [(torch.randn(shape, dtype=torch.float64) / shape[-1] ** 0.5).to(dtype) for shape in shapes]
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("rows", [0, 1, 3, 4, 65])
-@pytest.mark.parametrize("is_packed", [False, True])
-def test_values_are_those_of_the_plain_product(dtype, rows, is_packed):
-    x, weight, bias = operands(rows, dtype)
-    packed = pack(weight) if is_packed else None
+def assert_plain_product(x, weight, bias, packed=None):
     for b in (None, bias):
         expected = F.linear(x.double(), weight.double(), None if b is None else b.double())
-        torch.testing.assert_close(linear(x, weight, b, packed).double(), expected, rtol=0, atol=TOLERANCE[dtype])
+        torch.testing.assert_close(linear(x, weight, b, packed).double(), expected, rtol=0, atol=TOLERANCE[x.dtype])
+
+
+@pytest.mark.parametrize("has_onednn", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rows", [0, 1, 3, 4, 65])
+def test_values_are_those_of_the_plain_product(dtype, rows, has_onednn, monkeypatch):
+    """Builds of torch for other processors may come without oneDNN."""
+    if not has_onednn:
+        monkeypatch.setattr(module, "_has_onednn", lambda: False)
+    assert_plain_product(*operands(rows, dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [0, 1, 2, 3, 4, 65, 256, 257])
+@pytest.mark.parametrize("packer", PACKERS)
+def test_values_of_packed_weights_are_those_of_the_plain_product(dtype, rows, packer):
+    """Each kernel on every processor that has it, not only where it is the best one; at the bounds of its rows too."""
+    x, weight, bias = operands(rows, dtype)
+    packed = packer(weight)
+    assert packed is not None
+    assert takes_packed(packed, x, weight) == (rows <= 256 if packer is products.pack else rows >= 2)
+    assert_plain_product(x, weight, bias, packed)
 
 
 @pytest.mark.parametrize("rows", [1, 4, 65, 1025])
