@@ -32,6 +32,25 @@ def decode_json(content: bytes | str, expected: type[T]) -> T:
         raise BadContentError(str(error)) from None
 
 
+class _Header(msgspec.Struct):
+    format: str = ""
+
+
+def decode_versioned(content: bytes | str, expected: type[T], version: str) -> T:
+    """`content`, checked against `expected`, if its field `format` is `version`.
+
+    The format is looked at first: fields of another version are no damage.
+
+    Raises:
+        BadContentError: it has another format, or none; or as `decode_json`.
+    """
+    found = decode_json(content, _Header).format
+    if found != version:
+        has = f"it has format {found!r}" if found else "it names no format"
+        raise BadContentError(f"{has}, and this version of realhf reads {version!r}")
+    return decode_json(content, expected)
+
+
 def write_atomically(path: str | Path, content: bytes) -> None:
     """Writes a file that is on the disk when this returns; a reader sees the old content or the new, never a part.
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -164,7 +165,9 @@ class Saver:
                 if run.optimizer_steps(model)
             },
             models={},  # known when they are written
-            statistics=dict(statistics),
+            statistics={
+                name: value for name, value in statistics.items() if math.isfinite(value)
+            },  # JSON has no others
         )
 
     @property

@@ -4,20 +4,22 @@
 on the disk.
 """
 
+import contextlib
+import hashlib
 import re
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
 from realhf.api.errors import UserError
-from realhf.api.files import sync_directory, write_atomically
+from realhf.api.files import BadContentError, decode_versioned, sync_directory, write_atomically
 from realhf.models.checkpoint_digest import check_content, file_digest
 from realhf.models.checkpoint_index import INDEX_FILE, read_index
 
-FORMAT = "run-checkpoint/1"
+FORMAT = "run-checkpoint/2"
 STATE_FILE = "run.json"
 LATEST = "latest"
 DAMAGED = "damaged-"
@@ -28,7 +30,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     `samples` is how many samples of the data set have been read: the order of rows follows from it and the seed, as
     the random numbers of sampling follow from step and seed. `models` has the SHA-256 of every model's index, which has
-    those of its files. `statistics` are the means of the last step, and of the evaluation after it.
+    those of its files. `statistics` are the means of the last step, and of the evaluation after it. `sha256` is the
+    digest of all other fields.
     """
 
     step: int
@@ -39,6 +42,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     optimizer_steps: dict[str, int]
     models: dict[str, str]
     statistics: dict[str, float] = {}
+    sha256: str = ""
     format: str = FORMAT
 
 
@@ -57,17 +61,18 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 def saved_steps(checkpoints: Path) -> list[int]:
     """The steps of all checkpoints, the first ones first, good or not."""
-    names = (re.fullmatch(r"step-(\d+)", path.name) for path in checkpoints.iterdir() if path.is_dir())
+    names = (re.fullmatch(r"step-(0|[1-9][0-9]*)", path.name) for path in checkpoints.iterdir())
     return sorted(int(found[1]) for found in names if found)
 
 
 def complete(part: Path, target: Path, state: RunState, models: Sequence[str]) -> None:
     """Gives the directory `part`, whose `models` are complete, its state and the name `target`; `latest` points there.
 
-    The models' digests are filled in here.
+    All digests are filled in here.
     """
     digests = {name: file_digest(part / name / INDEX_FILE) for name in models}
     state = msgspec.structs.replace(state, models=digests)
+    state = msgspec.structs.replace(state, sha256=_digest(state))
     write_atomically(part / STATE_FILE, msgspec.json.format(msgspec.json.encode(state)))
     sync_directory(part)
     part.rename(target)
@@ -81,12 +86,19 @@ def check(checkpoint: Path) -> RunState:
     Raises:
         UserError: naming the first file of which that is not so.
     """
-    state = _read_state(checkpoint)
-    for model, digest in state.models.items():
-        index = checkpoint / model / INDEX_FILE
-        if not index.is_file() or file_digest(index) != digest:
-            raise UserError(f"{index} is missing or has other content than when it was saved; use another checkpoint")
-        check_content(checkpoint / model, read_index(checkpoint / model))
+    try:
+        state = _read_state(checkpoint)
+        for model, digest in state.models.items():
+            index = checkpoint / model / INDEX_FILE
+            if not index.is_file() or file_digest(index) != digest:
+                raise UserError(
+                    f"{index} is missing or has other content than when it was saved; use another checkpoint"
+                )
+            check_content(checkpoint / model, read_index(checkpoint / model))
+    except OSError as error:
+        raise UserError(
+            f"{error.filename or checkpoint} cannot be read ({error.strerror}); use another checkpoint"
+        ) from None
     return state
 
 
@@ -106,16 +118,22 @@ def tidy(checkpoints: Path, step: int) -> None:
 
     What is complete by its name and not good is kept as `damaged-step-N`; unfinished ones are removed.
     """
-    for path in _unfinished(checkpoints):
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+    remove_unfinished(checkpoints)
     for later in (found for found in saved_steps(checkpoints) if found > step):
         aside = checkpoints / f"{DAMAGED}step-{later}"
-        shutil.rmtree(aside, ignore_errors=True)
+        _delete(aside)
         step_folder(checkpoints, later).rename(aside)
     if step:
         _point_to(checkpoints / LATEST, step_folder(checkpoints, step))
     else:
-        (checkpoints / LATEST).unlink(missing_ok=True)
+        _delete(checkpoints / LATEST)
+
+
+def remove_unfinished(checkpoints: Path) -> None:
+    """Removes what no process writes any more: checkpoints that were begun, and never got their names."""
+    for path in list(checkpoints.iterdir()):
+        if path.name.startswith("."):
+            _delete(path)
 
 
 def retain(checkpoints: Path, keep: int | None, best: str | None) -> None:
@@ -135,9 +153,10 @@ def _best(checkpoints: Path, steps: list[int], best: str) -> int | None:
     name, sign = best.removeprefix("min:"), -1.0 if best.startswith("min:") else 1.0
     values: dict[int, float] = {}
     for step in steps:
-        statistics = _read_state(step_folder(checkpoints, step)).statistics
-        if name in statistics:
-            values[step] = sign * statistics[name]
+        with contextlib.suppress(UserError, OSError):  # a damaged one is never the best, and must not end the run
+            statistics = _read_state(step_folder(checkpoints, step)).statistics
+            if name in statistics:
+                values[step] = sign * statistics[name]
     return max(values, key=lambda step: (values[step], step), default=None)
 
 
@@ -145,28 +164,39 @@ def _remove(checkpoint: Path) -> None:
     """Removes a checkpoint; at no moment is there a part of one under its name."""
     aside = checkpoint.with_name(f".{checkpoint.name}.old")
     checkpoint.rename(aside)
-    shutil.rmtree(aside)
+    _delete(aside)
+
+
+def _delete(path: Path) -> None:
+    """Removes whatever lies there, if anything does."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def _read_state(checkpoint: Path) -> RunState:
+    """What `run.json` says, if it is what was written there. Raises UserError, and OSError where it cannot be read."""
     path = checkpoint / STATE_FILE
     try:
-        state = msgspec.json.decode(path.read_bytes(), type=RunState)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); use another checkpoint") from None
-    except msgspec.MsgspecError as error:
-        raise UserError(f"{path} is damaged ({error}); use another checkpoint") from None
-    if state.format != FORMAT:
-        raise UserError(f"{path} has format {state.format!r}, this version reads {FORMAT!r}; use another checkpoint")
+        state = decode_versioned(path.read_bytes(), RunState, FORMAT)
+    except BadContentError as error:
+        raise UserError(f"{path} is damaged, or another version's: {error}; use another checkpoint") from None
+    if state.sha256 != _digest(state):
+        raise UserError(f"{path} has other content than when it was saved; use another checkpoint")
+    if checkpoint != step_folder(checkpoint.parent, state.step):
+        raise UserError(f"{path} is of the checkpoint after step {state.step}; use another checkpoint")
     return state
 
 
-def _unfinished(checkpoints: Path) -> Iterator[Path]:
-    return (path for path in list(checkpoints.iterdir()) if path.name.startswith("."))
+def _digest(state: RunState) -> str:
+    """SHA-256 of all fields but itself, in hexadecimal."""
+    return hashlib.sha256(
+        msgspec.json.encode(msgspec.structs.replace(state, sha256=""), order="deterministic")
+    ).hexdigest()
 
 
 def _point_to(link: Path, target: Path) -> None:
     """Makes `link` a relative symbolic link to its sibling `target`, atomically."""
+    if link.is_dir() and not link.is_symlink():  # which no link replaces
+        _delete(link)
     part = link.with_name(f".{link.name}.part")
     part.unlink(missing_ok=True)
     part.symlink_to(target.name)
