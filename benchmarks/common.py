@@ -1,9 +1,11 @@
 """What every benchmark needs: its arguments, where it ran, and the result as a table and one JSON line."""
 
 import argparse
+import functools
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
@@ -20,6 +24,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
 
 def argument_parser(description: str | None) -> argparse.ArgumentParser:
     """The parser of those two, for more arguments of a benchmark."""
+    commit(), is_dirty()  # the code that runs is that of now, whatever is committed meanwhile
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="under a minute")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
@@ -50,6 +55,7 @@ def case(name: str, value: float, unit: str, *, baseline: float, ratio: float, t
 def finish(benchmark: str, results: list[dict], json_file: Path | None, *, is_part: bool = False) -> None:
     """Prints the table and, as the last line, the JSON object; writes it to `json_file` if given.
 
+    The object names the code (`commit`, and `dirty` where it was changed since), the command and the hardware.
     `is_part`: what the file has of other cases, measured at the same commit, stays.
     """
     if is_part and json_file and json_file.exists():
@@ -66,6 +72,8 @@ def finish(benchmark: str, results: list[dict], json_file: Path | None, *, is_pa
     result: dict[str, Any] = {
         "benchmark": benchmark,
         "commit": commit(),
+        "dirty": is_dirty(),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "hardware": f"{os.cpu_count()} cores, {_processor()}, one thread a worker",
         "results": results,
     }
@@ -83,10 +91,20 @@ def realhf(*words: str) -> None:
         sys.exit(f"realhf {' '.join(words)} failed:\n{done.stderr}")
 
 
+@functools.cache
 def commit() -> str:
     """Of the code that runs, short."""
-    done = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return done.stdout.strip() or "unknown"
+    return _git("rev-parse", "--short", "HEAD") or "unknown"
+
+
+@functools.cache
+def is_dirty() -> bool:
+    """Whether files differ from that commit, but for results: one benchmark writes them after the other."""
+    return bool(_git("status", "--porcelain", "--", ".", ":!benchmarks/results"))
+
+
+def _git(*words: str) -> str:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
 
 
 def _processor() -> str:
