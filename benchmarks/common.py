@@ -14,6 +14,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from realhf.scheduler.base import python_command
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -85,7 +87,7 @@ def finish(benchmark: str, results: list[dict], json_file: Path | None, *, is_pa
 def realhf(*words: str) -> None:
     """One `realhf` command, quietly; if it fails, the benchmark ends with what it said."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "realhf.cli", *words]
+    command = python_command("realhf.cli", *words)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         sys.exit(f"realhf {' '.join(words)} failed:\n{done.stderr}")

@@ -28,6 +28,7 @@ from fault_job import PLAN
 
 from realhf.api.plan import save_plan
 from realhf.api.status import read_status
+from realhf.scheduler.base import python_command
 
 LAUNCHER = "launcher"
 # What is on its way while a process starts, and what the first steps fill (caches, the pools of allocators).
@@ -87,7 +88,7 @@ def watched_run(folder: Path, steps: int, dtype: str) -> Mapping[str, Sequence[S
     """Samples of every process of a run of so many steps, the first ones first."""
     plan, run_dir, output = folder / "plan.json", folder / "run", folder / "output.txt"
     save_plan(PLAN, plan)
-    command = [sys.executable, "-m", "realhf.cli", "run", str(Path(__file__).with_name("fault_job.py"))]
+    command = list(python_command("realhf.cli", "run", str(Path(__file__).with_name("fault_job.py"))))
     command += ["--run-dir", str(run_dir), "--plan", str(plan), "--steps", str(steps), "--reference-eta", "0.1"]
     command += ["--checkpoint-every", "10", "--keep-checkpoints", "2", "--dtype", dtype]
     samples: dict[str, list[Sample]] = defaultdict(list)

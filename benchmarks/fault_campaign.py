@@ -16,6 +16,7 @@ from fault_job import PLAN
 from fault_outcome import Outcome
 
 from realhf.api.plan import save_plan
+from realhf.scheduler.base import python_command
 from realhf.scheduler.events import Event, read_events
 
 EXPERIMENT = Path(__file__).with_name("fault_job.py")
@@ -86,7 +87,7 @@ class Campaign:
         return outcome
 
     def _start(self, run_dir: Path, *words: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "realhf.cli", "run", str(EXPERIMENT), "--run-dir", str(run_dir)]
+        command = list(python_command("realhf.cli", "run", str(EXPERIMENT), "--run-dir", str(run_dir)))
         if "--resume" not in words:
             command += ["--plan", str(self._plan), "--steps", str(self._steps)]
             command += ["--checkpoint-every", str(self._interval)]

@@ -12,13 +12,14 @@ from rich.table import Table
 
 from realhf.cli.progress import call_table
 from realhf.report.run_data import call_times, read_json_lines, read_run
+from realhf.scheduler.base import python_command
 from realhf.scheduler.run_directory import RunDirectory
 
 
 def realhf(*words: str) -> None:
     """One `realhf` command; a failure ends this script with its exit code."""
     print(f"\n$ realhf {' '.join(words)}", flush=True)
-    code = subprocess.call([sys.executable, "-m", "realhf.cli", *words])
+    code = subprocess.call(python_command("realhf.cli", *words))
     if code:
         sys.exit(code)
 

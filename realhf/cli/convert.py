@@ -2,7 +2,6 @@
 
 import argparse
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any, get_args
 
@@ -10,6 +9,7 @@ import msgspec
 
 from realhf.api.errors import UserError
 from realhf.api.model import DType
+from realhf.scheduler.base import python_command
 
 DESCRIPTION = """Converts a checkpoint, offline and without a GPU: a Hugging Face directory (config.json, safetensors,
 tokenizer) into a checkpoint of boxes, or such a checkpoint (RUN_DIR/checkpoints/latest/MODEL) into a
@@ -47,5 +47,5 @@ def execute(arguments: argparse.Namespace) -> int:
         "max_file_bytes": int(arguments.max_file_gb * 1e9),
     }
     # In a process of its own: tensors are read there, and this one stays without torch.
-    words = [sys.executable, "-m", "realhf.models.convert", msgspec.json.encode(conversion).decode()]
+    words = python_command("realhf.models.convert", msgspec.json.encode(conversion).decode())
     return subprocess.run(words, check=False).returncode

@@ -3,12 +3,12 @@
 import contextlib
 import os
 import subprocess
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
 
 from realhf.cli.findings import Check, Finding
+from realhf.scheduler.base import python_command
 
 RANKS_TIMEOUT_S = 300.0  # seconds where nothing else runs; a busy machine may take minutes to start a process
 FOUND = "found: "  # libraries may print lines of their own
@@ -42,7 +42,7 @@ def find_ranks(check: str, backend: str, num_processes: int) -> Finding:
         processes = []
         for rank in range(num_processes):
             words = (check, backend, str(rank), str(num_processes), str(Path(folder, "store")))
-            argv = [sys.executable, "-m", "realhf.worker.self_check", *words]
+            argv = python_command("realhf.worker.self_check", *words)
             process = subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             ended.enter_context(process)
             ended.callback(process.kill)

@@ -2,7 +2,6 @@
 
 import argparse
 import shutil
-import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from realhf.api.profile_job import JOB_FILE, ProfileJob, ProfileTarget
 from realhf.cli.experiment import build_experiment
 from realhf.cli.planning import cluster_of
 from realhf.scheduler.activity import read_activity
-from realhf.scheduler.base import ProcessSpec, process_environment, worker_name
+from realhf.scheduler.base import ProcessSpec, process_environment, python_command, worker_name
 from realhf.scheduler.local import LocalLauncher
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.scheduler.supervisor import supervise
@@ -244,7 +243,7 @@ def _processes(job: ProfileJob, directory: RunDirectory) -> list[ProcessSpec]:
     return [
         ProcessSpec(
             name=worker_name(i),
-            argv=(sys.executable, "-m", WORKER_MODULE, str(directory.path)),
+            argv=python_command(WORKER_MODULE, str(directory.path)),
             env=env,
             log_path=directory.log(worker_name(i)),
         )

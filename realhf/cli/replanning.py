@@ -3,7 +3,6 @@
 import argparse
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any, Literal
@@ -16,6 +15,7 @@ from realhf.api.plan import DIGEST_LENGTH, load_plan, plan_digest
 from realhf.api.run import Run
 from realhf.cli.progress import Tail
 from realhf.cli.replan import Proposal
+from realhf.scheduler.base import python_command
 from realhf.scheduler.events import note
 from realhf.scheduler.local import die_with_parent
 from realhf.scheduler.run_directory import RunDirectory
@@ -61,6 +61,7 @@ class Replanner:
         self._start_took_s: float | None = None
         self._step = run.spec.resume_step
         self._proposal = None
+        self._is_due = False
         self._events, self._metrics = Tail(self._directory.events), Tail(self._directory.metrics)
         self._events.skip()
         self._metrics.skip()
@@ -80,13 +81,17 @@ class Replanner:
                 self._start_took_s = min(call["start"] for call in line["calls"].values()) - self._started_s
         for event in self._events.read():
             if event["event"] == "drift":
-                self._drift(event["message"])
+                self._say(f"drift: {event['message']}")
+                self._is_due = self._mode != "off"
         if self._search is not None and self._search.poll() is not None:
             is_good, self._search = self._search.returncode == 0, None
             if is_good:
                 self._take(msgspec.json.decode(self._file.read_bytes(), type=Proposal))
             else:
                 self._note(f"the search for another plan failed; see {self._log}")
+        if self._is_due and self._search is None and self._proposal is None:
+            self._is_due = False
+            self._begin_search()
 
     def next_run(self) -> Run:
         """The run under the plan that the master was asked to end for."""
@@ -102,13 +107,10 @@ class Replanner:
     def _log(self) -> Any:
         return self._directory.log("replan")
 
-    def _drift(self, message: str) -> None:
-        self._say(f"drift: {message}")
-        if self._mode == "off" or self._search is not None or self._proposal is not None:
-            return
+    def _begin_search(self) -> None:
         with self._log.open("ab") as log:
             self._search = subprocess.Popen(
-                [sys.executable, "-m", "realhf.cli", "replan", str(self._directory.path), "--json", str(self._file)],
+                python_command("realhf.cli", "replan", str(self._directory.path), "--json", str(self._file)),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,

@@ -1,6 +1,7 @@
 """What a launcher is: it starts processes from specs, tells which have ended, and leaves none behind."""
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,15 @@ def worker_index(environ: Mapping[str, str]) -> int | None:
     """The index that a launcher gave to this worker process through its environment, None outside of one."""
     text = environ.get(WORKER_INDEX_VARIABLE)
     return None if text is None else int(text)
+
+
+def python_command(module: str, *words: str) -> tuple[str, ...]:
+    """The command line of every Python process that is started: `module` with these words.
+
+    Without -P the working directory would lead `sys.path`: a file `json.py` lying there would be run in place of
+    Python's own. What these processes start in turn (multiprocessing) has -P too.
+    """
+    return (sys.executable, "-P", "-m", module, *words)
 
 
 def process_environment() -> dict[str, str]:

@@ -1,12 +1,11 @@
 """Where a run's processes run: what is started, on which devices or nodes, and how many workers there is room for."""
 
-import sys
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Protocol
 
 from realhf.api.run import Run, RunSpec
-from realhf.scheduler.base import MASTER, Launcher, ProcessSpec, process_environment, worker_name
+from realhf.scheduler.base import MASTER, Launcher, ProcessSpec, process_environment, python_command, worker_name
 from realhf.scheduler.local import LocalLauncher
 from realhf.scheduler.nodes import job_nodes, usable_nodes, without_nodes
 from realhf.scheduler.run_directory import RunDirectory
@@ -131,7 +130,7 @@ def _local_devices(spec: RunSpec) -> list[str]:
 def _process(directory: RunDirectory, name: str, module: str, *words: str) -> ProcessSpec:
     return ProcessSpec(
         name=name,
-        argv=(sys.executable, "-m", module, str(directory.path), *words),
+        argv=python_command(module, str(directory.path), *words),
         env=process_environment(),
         log_path=directory.log(name),
     )

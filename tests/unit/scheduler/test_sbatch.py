@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from realhf.api.errors import UserError
-from realhf.scheduler.base import ProcessSpec, worker_name
+from realhf.scheduler.base import ProcessSpec, python_command, worker_name
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.scheduler.sbatch import SlurmOptions, sbatch_text
 
@@ -30,15 +30,23 @@ OPTIONS = SlurmOptions(
 DIRECTORY = RunDirectory(Path("/shared/runs/100% mine"))
 
 
+def command(module: str) -> tuple[str, ...]:
+    """As the launcher starts a module, with another interpreter."""
+    return ("python", *python_command(module, str(DIRECTORY.path))[1:])
+
+
 def specs(num_workers: int = 4) -> list[ProcessSpec]:
-    run_dir = str(DIRECTORY.path)
     env = {"OMP_NUM_THREADS": "1", "NOTE": "it's $HOME"}
     return [
-        ProcessSpec(name="master", argv=("python", "-m", "realhf.master", run_dir), log_path=DIRECTORY.log("master")),
+        ProcessSpec(
+            name="master",
+            argv=command("realhf.master"),
+            log_path=DIRECTORY.log("master"),
+        ),
         *(
             ProcessSpec(
                 name=worker_name(i),
-                argv=("python", "-m", "realhf.worker", run_dir),
+                argv=command("realhf.worker"),
                 env=env,
                 log_path=DIRECTORY.log(worker_name(i)),
             )
