@@ -2,8 +2,10 @@
 
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from realhf.scheduler.events import Event
 
 # Steps that are looked at together: fewer would take one slow step for a change.
 WINDOW = 10
@@ -25,48 +27,53 @@ def call_factors(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     return {name: statistics.median(values) for name, values in ratios.items()}
 
 
-def drifted(factors: Mapping[str, float], before: Mapping[str, float], threshold: float) -> list[str]:
-    """The calls whose factor is more than `threshold` times the one before (1 where there was none), or less than that
-    part of it."""
-    changes = {name: factor / before.get(name, 1.0) for name, factor in factors.items()}
-    return [name for name, change in changes.items() if not 1 / threshold <= change <= threshold]
-
-
-def describe(calls: Sequence[str], factors: Mapping[str, float], lines: Sequence[Mapping[str, Any]]) -> str:
-    """`critic_train_step takes 2.31 times what was predicted (0.12 s, not 0.052 s); ...`"""
-    texts = []
-    for name in calls:
-        measured_s = statistics.median(line["calls"][name]["seconds"] for line in lines)
-        both = f"{measured_s:.3g} s, not {lines[-1]['calls'][name]['predicted_s']:.3g} s"
-        texts.append(f"{name} takes {factors[name]:.2f} times what was predicted ({both})")
-    return "; ".join(texts)
-
-
 class DriftWatch:
-    """Takes the steps of one start of a run as they end.
+    """Takes the steps of one start of a run as they end, and tells of a call once.
 
     Args:
-        threshold: above 1; see `drifted`.
+        threshold: above 1; a call has drifted where its factor is above this, or below 1 / this.
+        told: calls of which was told already, by an earlier start of the run under the same plan.
     """
 
-    def __init__(self, threshold: float):
+    def __init__(self, threshold: float, told: Iterable[str] = ()):
         self._threshold = threshold
         self._skipped = 0
         self._lines: deque[Mapping[str, Any]] = deque(maxlen=WINDOW)
-        self._told: dict[str, float] = {}
+        self._told = set(told)
 
-    def step(self, line: Mapping[str, Any]) -> str:
-        """What has drifted since it was last told, in words; "" if nothing has."""
+    def step(self, line: Mapping[str, Any]) -> list[str]:
+        """What to tell now that another step has ended: a sentence a call, which begins with its name."""
         if self._skipped < WARM_UP:
             self._skipped += 1
-            return ""
+            return []
         self._lines.append(line)
         if len(self._lines) < WINDOW:
-            return ""
+            return []
         factors = call_factors(self._lines)
-        calls = drifted(factors, self._told, self._threshold)
-        if not calls:
-            return ""
-        self._told, text = factors, describe(calls, factors, self._lines)
-        self._lines.clear()  # the next word is of other steps
-        return text
+        calls = [
+            name
+            for name, factor in factors.items()
+            if name not in self._told and not 1 / self._threshold <= factor <= self._threshold
+        ]
+        self._told.update(calls)
+        return [self._describe(name, factors[name]) for name in calls]
+
+    def _describe(self, name: str, factor: float) -> str:
+        calls = [line["calls"][name] for line in self._lines if name in line["calls"]]
+        measured_s, predicted_s = statistics.median(call["seconds"] for call in calls), calls[-1]["predicted_s"]
+        limit = f"{self._threshold:g}" if factor > 1 else f"1 / {self._threshold:g}"
+        return (
+            f"{name} takes {factor:.3g} times as long as the plan predicts ({measured_s:.3g} s, not {predicted_s:.3g} "
+            f"s), {'more' if factor > 1 else 'less'} than --drift-threshold allows ({limit})"
+        )
+
+
+def told_calls(events: Sequence[Event]) -> set[str]:
+    """The calls of which was told under the run's present plan; a change of plan makes other predictions."""
+    told: set[str] = set()
+    for event in events:
+        if event.event == "replanned":
+            told.clear()
+        elif event.event == "drift":
+            told.add(event.message.partition(" ")[0])
+    return told

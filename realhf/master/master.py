@@ -15,7 +15,7 @@ from realhf.data.datasets import JSONLDataset
 from realhf.data.rows import DatasetRows
 from realhf.master.awake import AwakeClock
 from realhf.master.borders import Borders
-from realhf.master.drift import DriftWatch
+from realhf.master.drift import DriftWatch, told_calls
 from realhf.master.loop import CallRecord, Dispatcher, GraphRunner
 from realhf.master.records import JsonLines, Trace, log_step, step_metrics
 from realhf.master.saver import Saver
@@ -23,7 +23,7 @@ from realhf.master.trackers import Trackers
 from realhf.master.vital_signs import VitalSigns
 from realhf.scheduler.activity import ActivityWriter
 from realhf.scheduler.base import MASTER, worker_name
-from realhf.scheduler.events import note
+from realhf.scheduler.events import note, read_events
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.messages import (
     CheckpointWritten,
@@ -72,7 +72,7 @@ class Master:
         self._saver = Saver(run, directory, self._dispatcher)
         self._state: RunState = "starting"
         self._ending: RunState = "done"
-        self._drift = DriftWatch(run.spec.drift_threshold)
+        self._drift = DriftWatch(run.spec.drift_threshold, told_calls(read_events(directory.events)))
         self._step = run.spec.resume_step
         self._statistics: dict[str, float] = {}  # of the last step, and of the last evaluation if it was after that
         self._previous_end = time.time()
@@ -194,7 +194,7 @@ class Master:
         self._metrics.write(metrics)
         log_step(metrics)
         self._trackers.step(metrics)
-        if drift := self._drift.step(metrics):
+        for drift in self._drift.step(metrics):
             logger.warning("%s", drift)
             note(self._directory.events, "drift", step + 1, drift)
         self._trace.flush()

@@ -66,7 +66,7 @@ def command(*words: str | Path) -> list[str]:
 
 def realhf(*words: str | Path) -> subprocess.CompletedProcess[str]:
     """One `realhf` command from the checkout's root, its output captured."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}  # for interfaces that import from tests
     return subprocess.run(command(*words), cwd=ROOT, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
 
 

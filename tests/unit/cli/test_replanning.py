@@ -142,3 +142,37 @@ def test_factors_hold_for_every_option_of_a_call() -> None:
             factor = 3.0 if name == "critic_train_step" else 1.0
             assert after.call_s[name] == pytest.approx(factor * seconds, rel=1e-12)
         assert after.step_s > before.step_s
+
+
+def test_a_drift_during_a_search_is_searched_for_afterwards(
+    run: Run, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proposal = Proposal(factors={"train": 3.0}, step_s=1.0, present_s=1.0, plan=PRESENT)
+    searches: list[Search] = []
+
+    class LongSearch(Search):
+        is_over = False
+
+        def poll(self) -> Any:
+            return self.returncode if self.is_over else None
+
+        def kill(self) -> None: ...
+
+        def wait(self) -> None: ...
+
+    def begin(*_: Any, **__: Any) -> Search:
+        searches.append(LongSearch(directory, proposal))
+        return searches[-1]
+
+    monkeypatch.setattr(replanning.subprocess, "Popen", begin)
+    replanner = Replanner(run, directory, "suggest", 1.0, lambda _: None)
+    for name in ("train", "generate", "inference"):  # each in the middle of the search before, or of none
+        note(directory.events, "drift", 10, f"{name} takes 3 times as long as the plan predicts")
+        replanner.poll()
+    assert len(searches) == 1
+    searches[0].is_over = True  # type: ignore[attr-defined]
+    replanner.poll()
+    assert len(searches) == 2, "one for the other two"
+    searches[1].is_over = True  # type: ignore[attr-defined]
+    replanner.poll()
+    assert len(searches) == 2

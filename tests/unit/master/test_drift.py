@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from realhf.master.drift import WARM_UP, WINDOW, DriftWatch, call_factors, drifted
+from realhf.master.drift import WARM_UP, WINDOW, DriftWatch, call_factors, told_calls
+from realhf.scheduler.events import Event
 
 
 def line(**seconds: float) -> dict[str, Any]:
@@ -18,19 +19,48 @@ def test_factors_are_medians_of_measured_over_predicted() -> None:
     assert call_factors([]) == {}
 
 
+def told(watch: DriftWatch, *lines: dict[str, Any]) -> list[str]:
+    return [text for one in lines for text in watch.step(one)]
+
+
 def test_too_long_and_too_short_are_both_drift() -> None:
-    factors = {"long": 1.6, "short": 0.6, "slightly_long": 1.4, "slightly_short": 0.7}
-    assert drifted(factors, {}, 1.5) == ["long", "short"]
-    assert drifted(factors, {"long": 1.6, "short": 0.6}, 1.5) == []
-    assert drifted({"long": 2.5}, {"long": 1.6}, 1.5) == ["long"]
+    steps = [line(long=3.2, short=1.2, slightly_long=2.9, slightly_short=1.4, as_predicted=2.0)] * (WARM_UP + WINDOW)
+    assert told(DriftWatch(1.5), *steps) == [
+        "long takes 1.6 times as long as the plan predicts (3.2 s, not 2 s), more than --drift-threshold allows (1.5)",
+        "short takes 0.6 times as long as the plan predicts (1.2 s, not 2 s), less than --drift-threshold allows "
+        "(1 / 1.5)",
+    ]
 
 
-def test_a_drift_is_told_once_until_it_changes() -> None:
-    watch = DriftWatch(1.5)
+def test_the_first_step_and_single_slow_ones_are_no_drift() -> None:
     slow_start = [line(train=50.0)] * WARM_UP
-    assert not any(map(watch.step, [*slow_start, *[line(train=2.0)] * WINDOW]))
-    told = [watch.step(line(train=6.0)) for _ in range(2 * WINDOW)]
-    # With half of the steps the median is 4 s, with more 6 s: 1.5 times more than was told, and no more than that.
-    assert [i + 1 for i, text in enumerate(told) if text] == [WINDOW // 2]
-    assert told[WINDOW // 2 - 1] == "train takes 2.00 times what was predicted (4 s, not 2 s)"
-    assert [bool(watch.step(line(train=2.0))) for _ in range(WINDOW)].count(True) == 1
+    hiccups = [line(train=2.0), line(train=9.0), line(train=2.0)] * WINDOW
+    assert told(DriftWatch(1.5), *slow_start, *hiccups) == []
+
+
+def test_a_drift_is_told_once_a_call_whatever_the_times_do_then() -> None:
+    watch = DriftWatch(1.5)
+    assert not told(watch, *[line(train=2.0, generate=2.8)] * (WARM_UP + WINDOW))
+    # With half of the steps the median is 4 s, beyond the threshold.
+    texts = [told(watch, line(train=6.0, generate=2.8)) for _ in range(2 * WINDOW)]
+    assert [i + 1 for i, found in enumerate(texts) if found] == [WINDOW // 2]
+    assert texts[WINDOW // 2 - 1][0].startswith("train takes 2 times as long as the plan predicts (4 s, not 2 s), more")
+    assert told(watch, *[line(train=2.0, generate=1.9)] * 2 * WINDOW) == [], "generate was and is near its prediction"
+    assert told(watch, *[line(train=20.0, generate=1.9)] * 2 * WINDOW) == []
+
+
+def test_the_threshold_itself_is_no_drift() -> None:
+    assert told(DriftWatch(1.5), *[line(train=3.0, generate=2.0 / 1.5)] * 2 * WINDOW) == []
+    (text,) = told(DriftWatch(1.5), *[line(train=3.00001)] * 2 * WINDOW)
+    assert text.endswith("more than --drift-threshold allows (1.5)")
+
+
+def test_a_start_does_not_repeat_what_an_earlier_one_told_under_the_same_plan() -> None:
+    told_before = Event(time_s=0.0, event="drift", step=11, message="train takes 2 times as long as the plan predicts")
+    restarted = Event(time_s=1.0, event="restarted", step=10)
+    replanned = Event(time_s=2.0, event="replanned", step=10)
+    assert told_calls([told_before, restarted]) == {"train"}
+    assert told_calls([told_before, restarted, replanned]) == set()
+    steps = [line(train=6.0, generate=6.0)] * (WARM_UP + WINDOW)
+    (text,) = told(DriftWatch(1.5, told_calls([told_before, restarted])), *steps)
+    assert text.startswith("generate takes 3 times")
