@@ -4,17 +4,19 @@ A family is how Hugging Face calls a set of fields of `DecoderConfig`. A decoder
 fields are enough to read the same decoder back.
 """
 
+import reprlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
-
-import msgspec
+from typing import Any, TypeVar
 
 from realhf.api.errors import UserError
-from realhf.api.model import Activation, DecoderConfig, Experts, RopeScaling, RopeScalingKind
+from realhf.api.files import BadContentError, decode_json
+from realhf.api.model import MAX_LAYERS, Activation, DecoderConfig, Experts, RopeScaling, RopeScalingKind
+from realhf.api.numbers import check_range
 
 Content = dict[str, Any]
+T = TypeVar("T")
 
 _ACTIVATIONS: dict[str, Activation] = {
     "silu": "silu",
@@ -30,6 +32,8 @@ _ACTIVATION_NAMES: dict[Activation, str] = {
     "gelu_tanh": "gelu_pytorch_tanh",
     "relu": "relu",
 }
+_MAX_REAL = 10**12  # above every range that is checked where a field is used
+
 _ROPE_KINDS: dict[str, RopeScalingKind] = {
     "default": "none",
     "linear": "linear",
@@ -59,7 +63,7 @@ class _Fields:
         if value is None and default is not None:
             return default
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            what = "is missing" if name not in self.content else f"is {value!r}"
+            what = "is missing" if name not in self.content else f"is {_shown(value)}"
             raise UserError(f"{self.path}: {name} {what}; it must be a whole number of at least 1")
         return value
 
@@ -68,22 +72,25 @@ class _Fields:
         if value is None:
             return default
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise UserError(f"{self.path}: {name} is {value!r}; it must be a number")
-        return float(value)
+            raise UserError(f"{self.path}: {name} is {_shown(value)}; it must be a number")
+        return float(check_range(f"{self.path}: {name}", value, -_MAX_REAL, _MAX_REAL))
 
     def flag(self, name: str, default: bool = False) -> bool:
         value = self.content.get(name)
         if value is None:
             return default
         if not isinstance(value, bool):
-            raise UserError(f"{self.path}: {name} is {value!r}; it must be true or false")
+            raise UserError(f"{self.path}: {name} is {_shown(value)}; it must be true or false")
         return value
 
-    def activation(self, name: str, default: str) -> Activation:
+    def choice(self, name: str, default: str, known: Mapping[str, T]) -> T:
         value = self.content.get(name) or default
-        if value not in _ACTIVATIONS:
-            raise UserError(f"{self.path}: {name}={value!r} is not supported, only {', '.join(_ACTIVATIONS)}")
-        return _ACTIVATIONS[value]
+        if not isinstance(value, str) or value not in known:
+            raise UserError(f"{self.path}: {name}={_shown(value)} is not supported, only {', '.join(known)}")
+        return known[value]
+
+    def activation(self, name: str, default: str) -> Activation:
+        return self.choice(name, default, _ACTIVATIONS)
 
     def section(self, name: str) -> "_Fields | None":
         value = self.content.get(name)
@@ -94,9 +101,14 @@ class _Fields:
         value = self.content.get(name)
         if value is not None and value not in allowed:
             raise UserError(
-                f"{self.path}: {name}={value!r} is not supported; choose a checkpoint with {name}="
+                f"{self.path}: {name}={_shown(value)} is not supported; choose a checkpoint with {name}="
                 + " or ".join(map(repr, allowed))
             )
+
+
+def _shown(value: object) -> str:
+    """A value from outside, for a message: cut where it is long or nested deeply."""
+    return reprlib.repr(value)
 
 
 def read_config(path: Path) -> DecoderConfig:
@@ -115,10 +127,10 @@ def config_content(path: Path) -> Content:
         UserError: the file cannot be read or is not JSON.
     """
     try:
-        content = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
+        content = decode_json(path.read_bytes(), dict[str, Any])
     except OSError as error:
         raise UserError(f"{path}: cannot read the architecture ({error.strerror}); give a config.json") from None
-    except msgspec.DecodeError as error:
+    except BadContentError as error:
         raise UserError(f"{path}: not a config.json: {error}; give that of a Hugging Face model") from None
     if "hidden_size" not in content and isinstance(content.get("text_config"), dict):
         nested: Content = content["text_config"]
@@ -127,11 +139,15 @@ def config_content(path: Path) -> Content:
 
 
 def family_of(content: Mapping[str, Any], path: Path | str = "config.json") -> Family:
-    """The family a config.json is of, Llama where it does not say. Raises UserError for one that is not supported."""
-    model_type = content.get("model_type", "llama")
-    if model_type not in FAMILIES:
+    """The family a config.json is of. Raises UserError where it does not say, and for one that is not supported."""
+    model_type = content.get("model_type")
+    if model_type is None:
         raise UserError(
-            f"{path}: model_type={model_type!r} is not supported; choose a checkpoint of {', '.join(FAMILIES)}"
+            f"{path}: model_type is missing, so the model's family is unknown; add it, one of {', '.join(FAMILIES)}"
+        )
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        raise UserError(
+            f"{path}: model_type={_shown(model_type)} is not supported; choose a checkpoint of {', '.join(FAMILIES)}"
         )
     return FAMILIES[model_type]
 
@@ -222,15 +238,13 @@ def _read_rope(fields: _Fields, theta: float) -> tuple[RopeScaling, float]:
     """From `rope_parameters` (transformers 5), else from `rope_scaling` and `rope_theta`."""
     given = fields.section("rope_parameters") or fields.section("rope_scaling") or _Fields({}, fields.path)
     theta = given.real("rope_theta", fields.real("rope_theta", theta))
-    name = given.content.get("rope_type") or given.content.get("type") or "default"
-    if name not in _ROPE_KINDS:
-        raise UserError(f"{given.path}: rope_type={name!r} is not supported, only {', '.join(_ROPE_KINDS)}")
+    name = "rope_type" if given.content.get("rope_type") else "type"  # of older versions
+    kind = given.choice(name, "default", _ROPE_KINDS)
     given.refuse("partial_rotary_factor", 1, 1.0)
-    kind = _ROPE_KINDS[name]
     if kind == "none":
         return RopeScaling(), theta
     if given.content.get("factor") is None:
-        raise UserError(f"{given.path}: factor is missing; rope_type={name!r} needs it")
+        raise UserError(f"{given.path}: factor is missing; {name}={kind!r} needs it")
     factor = given.real("factor", 1.0)
     if kind == "linear":
         return RopeScaling(kind=kind, factor=factor), theta
@@ -304,15 +318,14 @@ def _read_layer_windows(fields: _Fields) -> dict[str, Any]:
     """Qwen's: a window in the layers of `layer_types`, or in those from `max_window_layers` on."""
     if not fields.flag("use_sliding_window") or fields.content.get("sliding_window", 4096) is None:
         return {}
-    layers = fields.number("num_hidden_layers")
+    layers = check_range("num_hidden_layers", fields.number("num_hidden_layers"), 1, MAX_LAYERS)
     window, types = fields.number("sliding_window", 4096), fields.content.get("layer_types")
     if types is None:
-        first = fields.content.get("max_window_layers", 28)
+        first = fields.real("max_window_layers", 28)
         types = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
-    if len(types) != layers or not set(types) <= {"sliding_attention", "full_attention"}:
-        raise UserError(
-            f"{fields.path}: layer_types={types} must say sliding_attention or full_attention {layers} times"
-        )
+    kinds = ("sliding_attention", "full_attention")
+    if not isinstance(types, list) or len(types) != layers or not all(kind in kinds for kind in types):
+        raise UserError(f"{fields.path}: layer_types={_shown(types)} must say {' or '.join(kinds)} {layers} times")
     full = tuple(i for i, kind in enumerate(types) if kind == "full_attention")
     return {} if len(full) == layers else {"sliding_window": window, "full_attention_layers": full}
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from realhf.api.errors import UserError
+from realhf.api.numbers import check_range
 
 Head = Literal["lm", "scalar"]
 DType = Literal["float32", "float64", "bfloat16"]
@@ -12,6 +13,19 @@ Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Mlp = Literal["gated", "plain"]
 Positions = Literal["rotary", "learned"]
 RopeScalingKind = Literal["none", "linear", "dynamic", "llama3"]
+
+# Above any model there is. Below, all parameters can be listed in seconds, and their bytes fit into 64 bits.
+MAX_LAYERS = 1_000
+_MAX_POSITIONS = 10**9
+_MAX_EXPERTS = 100_000  # of all layers together
+_SIZES = {
+    "hidden_size": 10**5,
+    "intermediate_size": 10**6,
+    "num_layers": MAX_LAYERS,
+    "num_heads": 10**4,
+    "num_kv_heads": 10**4,
+    "vocab_size": 10**7,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,11 +45,10 @@ class RopeScaling:
     high_frequency_factor: float = 4.0
 
     def __post_init__(self) -> None:
-        if self.factor < 1 or self.original_positions < 1:
-            raise UserError(
-                f"rope scaling: factor={self.factor} and original_positions={self.original_positions} "
-                "must be at least 1"
-            )
+        check_range("rope scaling: factor", self.factor, 1, 10**6)
+        check_range("rope scaling: original_positions", self.original_positions, 1, _MAX_POSITIONS)
+        for name in ("low_frequency_factor", "high_frequency_factor"):
+            check_range(f"rope scaling: {name}", getattr(self, name), 0, 10**6)
         if self.kind == "llama3" and not 0 < self.low_frequency_factor < self.high_frequency_factor:
             raise UserError(
                 f"rope scaling: low_frequency_factor={self.low_frequency_factor} must be above 0 and below "
@@ -111,9 +124,12 @@ class DecoderConfig:
     experts: Experts = Experts()
 
     def __post_init__(self) -> None:
-        for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} must be at least 1")
+        for name, most in _SIZES.items():
+            check_range(name, getattr(self, name), 1, most)
+        check_range("max_positions", self.max_positions, 0, _MAX_POSITIONS)
+        check_range("rope_theta", self.rope_theta, 1, 10**12)
+        check_range("rms_norm_eps", self.rms_norm_eps, 0, 1)
+        check_range("num_layers x experts.count", self.num_layers * self.experts.count, 0, _MAX_EXPERTS)
         self._check_heads()
         if self.head == "scalar" and self.tied_embeddings:
             raise UserError("a scalar head has no output embedding to tie; set tied_embeddings=False")
@@ -126,8 +142,8 @@ class DecoderConfig:
             raise UserError("rope_scaling is for rotary positions; learned ones have no angles to scale")
         if self.sliding_window is None and self.full_attention_layers:
             raise UserError("full_attention_layers needs a sliding_window that the other layers have")
-        if self.sliding_window is not None and self.sliding_window < 1:
-            raise UserError(f"sliding_window={self.sliding_window} must be at least 1 (None for full attention)")
+        if self.sliding_window is not None:
+            check_range("sliding_window", self.sliding_window, 1, _MAX_POSITIONS)
         if self.experts.count and (self.mlp != "gated" or self.mlp_bias):
             raise UserError("experts are gated MLPs without biases; set mlp='gated' and mlp_bias=False")
 
@@ -138,8 +154,8 @@ class DecoderConfig:
                     f"hidden_size={self.hidden_size} must be num_heads={self.num_heads} times an even head "
                     f"dimension; choose hidden_size as a multiple of {2 * self.num_heads}"
                 )
-        elif self.attention_head_dim < 2 or self.attention_head_dim % 2:
-            raise UserError(f"attention_head_dim={self.attention_head_dim} must be even and at least 2")
+        elif check_range("attention_head_dim", self.attention_head_dim, 2, 10**4) % 2:
+            raise UserError(f"attention_head_dim={self.attention_head_dim} must be even")
         elif self.attention_head_dim * self.num_heads == self.hidden_size:
             object.__setattr__(self, "attention_head_dim", None)  # one way to say it: equal models compare equal
         if self.num_heads % self.num_kv_heads:

@@ -9,6 +9,7 @@ import msgspec
 
 from realhf.api.errors import UserError
 from realhf.api.model import DType
+from realhf.api.numbers import check_range
 from realhf.scheduler.base import python_command
 
 DESCRIPTION = """Converts a checkpoint, offline and without a GPU: a Hugging Face directory (config.json, safetensors,
@@ -39,6 +40,7 @@ def add_command(commands: Any) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     if Path(arguments.target).exists():
         raise UserError(f"{arguments.target} exists already; give a new directory, or remove it first")
+    check_range("--max-file-gb", arguments.max_file_gb, 1e-6, 1e6)
     conversion = {
         "source": arguments.source,
         "target": arguments.target,

@@ -5,6 +5,7 @@ a staging directory beside the target (`realhf.models.checkpoint.write_boxes`); 
 writes the index and renames the directory (`finish`): a directory of the final name is always complete.
 """
 
+import math
 import shutil
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ import msgspec
 from realhf.api.compute import DataParallel
 from realhf.api.errors import UserError
 from realhf.api.experiment import ModelSetup
-from realhf.api.files import sync_directory, write_atomically
+from realhf.api.files import BadContentError, decode_json, sync_directory, write_atomically
 from realhf.api.layout import Layout
 from realhf.api.model import DecoderConfig, DType
 from realhf.models.parameters import decoder_parameters
@@ -30,6 +31,9 @@ INDEX_FILE = "index.json"
 STEPS_KEY = "optimizer_steps"
 
 SAFETENSORS_DTYPE: dict[str, str] = {"float32": "F32", "float64": "F64", "bfloat16": "BF16"}
+_ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_MAX_HEADER_BYTES = 10**8  # as the library that reads the tensors has it
+_MAX_DIMENSIONS = 8
 
 
 class SavedBox(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,6 +69,12 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     dtype: DType
     files: list[SavedFile]
     metadata: dict[str, Any] = {}
+
+
+class _AnyFormat(msgspec.Struct, frozen=True):
+    """An `index.json` of any version."""
+
+    format: str | None = None
 
 
 class HeaderEntry(msgspec.Struct, frozen=True):
@@ -206,14 +216,19 @@ def read_index(directory: Path | str) -> CheckpointIndex:
         reason = "has no index.json: it is no complete checkpoint" if directory.is_dir() else "does not exist"
         raise UserError(f"checkpoint {directory} {reason}; name the directory that a finished save made")
     try:
-        raw = msgspec.json.decode(path.read_bytes())
-        found = raw.get("format") if isinstance(raw, dict) else None
+        found = decode_json(path.read_bytes(), _AnyFormat).format
         if found != FORMAT:
             raise UserError(f"{path} has format {found!r}, this version reads {FORMAT!r}; convert or save it again")
-        index = msgspec.convert(raw, CheckpointIndex)
-    except msgspec.MsgspecError as error:
-        raise UserError(f"{path} is damaged ({error}); use another checkpoint") from error
+        index = decode_json(path.read_bytes(), CheckpointIndex)
+    except (BadContentError, OSError) as error:
+        raise UserError(f"{path} is damaged ({error}); use another checkpoint") from None
     for saved_file in index.files:
+        for box in saved_file.boxes:
+            if len(box.offset) != len(box.shape) or min((*box.offset, *box.shape), default=0) < 0:
+                raise UserError(
+                    f"{path} is damaged ({box.name} has offset {list(box.offset)} and shape {list(box.shape)}); use "
+                    "another checkpoint"
+                )
         if Path(saved_file.file).name != saved_file.file:
             raise UserError(
                 f"{path} names the file {saved_file.file!r}, which is not a plain name; use another checkpoint"
@@ -291,20 +306,38 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
     The format: 8 bytes little-endian length n, n bytes of JSON {key: {dtype, shape, data_offsets}}, the data.
 
     Raises:
-        UserError: the file is missing, truncated or no safetensors file.
+        UserError: the file is missing, truncated or no safetensors file, or tensors overlap or leave gaps.
     """
     _check_size(path, None)
     size_bytes = path.stat().st_size
     with path.open("rb") as file:
         header_bytes = int.from_bytes(file.read(8), "little")
+        is_there = header_bytes <= min(size_bytes - 8, _MAX_HEADER_BYTES)
         try:
-            header = _decode_header(file.read(header_bytes) if header_bytes <= size_bytes - 8 else b"")
-        except msgspec.MsgspecError as error:
+            header = _decode_header(file.read(header_bytes) if is_there else b"")
+        except BadContentError as error:
             raise UserError(
-                f"checkpoint file {path} is truncated or no safetensors file; save or copy the checkpoint again"
-            ) from error
+                f"checkpoint file {path} is truncated or no safetensors file ({error}); save or copy the checkpoint "
+                "again"
+            ) from None
     _check_size(path, 8 + header_bytes + max((entry.data_offsets[1] for entry in header.values()), default=0))
+    _check_places(path, header)
     return header
+
+
+def _check_places(path: Path, header: Mapping[str, HeaderEntry]) -> None:
+    """Raises UserError where a tensor is not as long as its shape says, or does not begin where one before it ends."""
+    end = 0
+    for name, entry in sorted(header.items(), key=lambda item: item[1].data_offsets):
+        item = _ITEM_BYTES.get(entry.dtype)
+        start, stop = entry.data_offsets
+        is_shape = len(entry.shape) <= _MAX_DIMENSIONS and min(entry.shape, default=0) >= 0
+        if start != end or stop < start or not is_shape or (item and stop - start != item * math.prod(entry.shape)):
+            raise UserError(
+                f"checkpoint file {path} is damaged ({name}, {entry.dtype} of shape {list(entry.shape)}, has the bytes "
+                f"from {start} to {stop}, where {end} are before it); restore it or use another checkpoint"
+            )
+        end = stop
 
 
 def _check_file(path: Path, boxes: Sequence[Box], parameter_dtype: str) -> int:
@@ -325,9 +358,9 @@ def _check_file(path: Path, boxes: Sequence[Box], parameter_dtype: str) -> int:
 
 
 def _decode_header(content: bytes) -> dict[str, HeaderEntry]:
-    raw = msgspec.json.decode(content, type=dict[str, msgspec.Raw])
+    raw = decode_json(content, dict[str, msgspec.Raw])
     raw.pop("__metadata__", None)
-    return {name: msgspec.json.decode(entry, type=HeaderEntry) for name, entry in raw.items()}
+    return {name: decode_json(bytes(entry), HeaderEntry) for name, entry in raw.items()}
 
 
 def _check_size(path: Path, size_bytes: int | None) -> None:

@@ -13,10 +13,11 @@ import msgspec
 import torch
 
 from realhf.api.errors import UserError
+from realhf.api.files import BadContentError, decode_json
 from realhf.api.hugging_face import config_content, family_of
 from realhf.api.model import DecoderConfig, DType
 from realhf.models.checkpoint import CheckpointReader, write_boxes
-from realhf.models.checkpoint_index import finish
+from realhf.models.checkpoint_index import INDEX_FILE, finish
 from realhf.models.hugging_face_files import CONFIG_FILE, HuggingFaceDirectory, is_hugging_face
 from realhf.models.hugging_face_weights import HuggingFaceReader, in_parts, write_hugging_face
 from realhf.models.parameters import decoder_parameters, parameter_count
@@ -84,7 +85,7 @@ def to_boxes(conversion: Conversion, say: Say) -> None:
 def to_hugging_face(conversion: Conversion, say: Say) -> None:
     """From a checkpoint of boxes to a Hugging Face directory."""
     reader, target = CheckpointReader(conversion.source), Path(conversion.target)
-    model = msgspec.convert(reader.index.architecture, DecoderConfig)
+    model = _architecture(reader)
     _describe(f"{reader.directory}: checkpoint of boxes", model, say)
     states = sum("@" in name for name in reader.names())
     if states:
@@ -109,6 +110,17 @@ def to_hugging_face(conversion: Conversion, say: Say) -> None:
         say(f"wrote {path.name}, {path.stat().st_size:,} bytes")
     family = family_of(config_content(target / CONFIG_FILE)).model_type
     say(f"{target}: Hugging Face {family}, {conversion.dtype or reader.index.dtype}")
+
+
+def _architecture(reader: CheckpointReader) -> DecoderConfig:
+    try:
+        model = decode_json(msgspec.json.encode(reader.index.architecture), DecoderConfig)
+    except BadContentError as error:
+        raise UserError(
+            f"{reader.directory / INDEX_FILE}: not an architecture: {error}; use another checkpoint"
+        ) from None
+    reader.check_architecture(model)  # a field that this version does not know
+    return model
 
 
 def _describe(what: str, model: DecoderConfig, say: Say) -> None:

@@ -6,11 +6,11 @@ A launcher finds out with it, from the headers of the files, whether a model can
 from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from realhf.api.errors import UserError
+from realhf.api.files import BadContentError, decode_json
 from realhf.api.hugging_face import config_content, decoder_of, family_of
 from realhf.api.model import DecoderConfig
 from realhf.models.checkpoint_index import HeaderEntry, check_architecture, read_header, read_index
@@ -35,6 +35,12 @@ COMPANION_FILES = (
 
 _DTYPES = ("F64", "F32", "BF16", "F16")
 _HEADS = ("lm_head.weight", "score.weight")
+
+
+class _WeightsIndex(msgspec.Struct, frozen=True):
+    """What `model.safetensors.index.json` says of the weights; more may stand beside it."""
+
+    weight_map: dict[str, str]
 
 
 class HuggingFaceDirectory:
@@ -141,10 +147,9 @@ class HuggingFaceDirectory:
         if not path.is_file():
             return {}
         try:
-            index: dict[str, Any] = msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-            weight_map = msgspec.convert(index.get("weight_map"), dict[str, str])
-        except msgspec.MsgspecError as error:
-            raise UserError(f"{path} is damaged ({error}); copy the checkpoint again") from error
+            weight_map = decode_json(path.read_bytes(), _WeightsIndex).weight_map
+        except (BadContentError, OSError) as error:
+            raise UserError(f"{path} is damaged ({error}); copy the checkpoint again") from None
         for file in set(weight_map.values()):
             if Path(file).name != file:
                 raise UserError(f"{path} names the file {file!r}, which is not a plain name; use another checkpoint")

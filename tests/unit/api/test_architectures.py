@@ -8,6 +8,7 @@ import pytest
 
 from realhf.api.architectures import architecture
 from realhf.api.errors import UserError
+from realhf.api.model import DecoderConfig, Experts
 from realhf.models.parameters import parameter_count
 
 # ReaL's table (7B, 13B, 34B, 70B), and the sums of Meta's and Qwen's checkpoints.
@@ -87,11 +88,48 @@ def test_a_hugging_face_config(tmp_path: Path) -> None:
         ),
         (
             {"rope_scaling": {"type": "yarn", "factor": 2.0}},
-            "rope_scaling: rope_type='yarn' is not supported, only default, linear, dynamic, llama3",
+            "rope_scaling: type='yarn' is not supported, only default, linear, dynamic, llama3",
         ),
-        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing; rope_type='linear' needs it"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing; type='linear' needs it"),
         ({"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes'; it must be true or false"),
         ({"num_key_value_heads": 7}, "num_kv_heads=7 must divide num_heads=40"),
+        (
+            {"model_type": ["llama"]},
+            "model_type=['llama'] is not supported; choose a checkpoint of llama, mistral, "
+            "qwen2, qwen3, gemma, mixtral, qwen3_moe, gpt2",
+        ),
+        (
+            {"model_type": None},
+            "model_type is missing, so the model's family is unknown; add it, one of llama, mistral, qwen2, qwen3, "
+            "gemma, mixtral, qwen3_moe, gpt2",
+        ),
+        (
+            {"hidden_act": ["silu"]},
+            "hidden_act=['silu'] is not supported, only silu, swish, gelu, gelu_new, gelu_pytorch_tanh, relu",
+        ),
+        (
+            {"num_hidden_layers": 10**8},
+            "num_layers 100000000 is not from 1 to 1,000; give a number in that range",
+        ),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "num_hidden_layers": 10**8},
+            "num_hidden_layers 100000000 is not from 1 to 1,000; give a number in that range",
+        ),
+        ({"hidden_size": 10**12}, "hidden_size 1000000000000 is not from 1 to 100,000; give a number in that range"),
+        ({"rms_norm_eps": 10**400}, f"rms_norm_eps {10**400} is not from -1e+12 to 1e+12; give a number in that range"),
+        ({"rope_theta": 0}, "rope_theta 0.0 is not from 1 to 1e+12; give a number in that range"),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "layer_types": [["full_attention"]]},
+            "layer_types=[['full_attention']] must say sliding_attention or full_attention 40 times",
+        ),
+        (
+            {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": "all"},
+            "max_window_layers is 'all'; it must be a number",
+        ),
+        (
+            {"model_type": "mixtral", "num_key_value_heads": None, "num_local_experts": 10**6},
+            "num_layers x experts.count 40000000 is not from 0 to 100,000; give a number in that range",
+        ),
         (
             {"model_type": "qwen3_moe", "mlp_only_layers": [0]},
             "mlp_only_layers=[0] is not supported; choose a checkpoint with mlp_only_layers=[]",
@@ -103,6 +141,37 @@ def test_a_config_that_cannot_be_used(tmp_path: Path, change: dict[str, Any], me
     with pytest.raises(UserError) as error:
         architecture(str(path))
     assert str(error.value) == f"{path}: {message}"
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (b'{"model_type": ' + b"[" * 100_000, "it is nested too deeply"),
+        (b'{"model_type": "\xff"}', "'utf-8' codec can't decode byte 0xff"),
+        (b"[]", "Expected `object`, got `array`"),
+    ],
+    ids=["deep", "no text", "a list"],
+)
+def test_a_file_that_is_no_config(tmp_path: Path, content: bytes, reason: str) -> None:
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(UserError) as error:
+        architecture(str(tmp_path))
+    assert str(error.value).startswith(f"{tmp_path / 'config.json'}: not a config.json: {reason}")
+
+
+def test_the_bytes_of_the_largest_sizes_fit_into_64_bits() -> None:
+    """With optimizer states; a thousand models of one layer each stand for one of a thousand layers."""
+    largest = DecoderConfig(
+        hidden_size=10**5,
+        intermediate_size=10**6,
+        num_layers=1,
+        num_heads=10**4,
+        num_kv_heads=10**4,
+        vocab_size=10**7,
+        attention_head_dim=10**4,
+        experts=Experts(count=100, per_token=100),
+    )
+    assert 5e17 < 1_000 * parameter_count(largest) * 18 < 2**63
 
 
 def test_a_config_without_a_field(tmp_path: Path) -> None:

@@ -1,17 +1,24 @@
 """Architectures: what is refused, and the published sizes of the named ones."""
 
+import math
 import re
 from dataclasses import replace
 
 import pytest
 
 from realhf.api.errors import UserError
-from realhf.api.model import LLAMA, model_type
+from realhf.api.model import LLAMA, RopeScaling, model_type
 from realhf.models.parameters import parameter_count
 from tests.unit.api.calls import TINY
 
 BAD = {
-    "a size of zero": ({"num_layers": 0}, "num_layers=0 must be at least 1"),
+    "a size of zero": ({"num_layers": 0}, "num_layers 0 is not from 1 to 1,000; give"),
+    "more layers than can be listed": ({"num_layers": 10**8}, "num_layers 100000000 is not from 1 to 1,000; give"),
+    "a width beyond all": ({"hidden_size": 10**12}, "hidden_size 1000000000000 is not from 1 to 100,000; give"),
+    "a base that is no number": ({"rope_theta": math.nan}, "rope_theta nan is not from 1 to 1e+12; give"),
+    "an epsilon that is no number": ({"rms_norm_eps": math.inf}, "rms_norm_eps inf is not from 0 to 1; give"),
+    "a window of zero": ({"sliding_window": 0}, "sliding_window 0 is not from 1 to 1,000,000,000; give"),
+    "too wide a head": ({"attention_head_dim": 10**6}, "attention_head_dim 1000000 is not from 2 to 10,000; give"),
     "a hidden size that heads do not divide": (
         {"hidden_size": 33},
         "hidden_size=33 must be num_heads=8 times an even head dimension; choose hidden_size as a multiple of 16",
@@ -23,6 +30,12 @@ BAD = {
         "a scalar head has no output embedding to tie; set tied_embeddings=False",
     ),
 }
+
+
+@pytest.mark.parametrize("field", ["factor", "original_positions", "low_frequency_factor", "high_frequency_factor"])
+def test_a_rope_scaling_that_is_no_number(field: str) -> None:
+    with pytest.raises(UserError, match=f"rope scaling: {field} nan is not from [01] to "):
+        RopeScaling(**{"kind": "llama3", field: math.nan})
 
 
 @pytest.mark.parametrize("name", BAD)

@@ -164,7 +164,7 @@ def test_a_cluster_file_and_longer_sequences(capsys: pytest.CaptureFixture[str])
 
 def test_one_model_by_name_and_from_a_file(capsys: pytest.CaptureFixture[str]) -> None:
     fields = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
-    Path("config.json").write_text(json.dumps({**fields, "vocab_size": 96}))
+    Path("config.json").write_text(json.dumps({**fields, "model_type": "llama", "vocab_size": 96}))
     words = ["--model-type", "reward=config.json", "--json", "out.json"]
     assert main([*ON_8, *words]) == 0
     models = json.loads(Path("out.json").read_bytes())["plans"][0]["plan"]["models"]
@@ -196,6 +196,7 @@ def test_what_does_not_fit_is_told_what_would(capsys: pytest.CaptureFixture[str]
         ),
         (["--hardware", "tpu"], "hardware='tpu' is not known; choose one of "),
         (["--actor", "llama9-7b"], "architecture 'llama9-7b' is not known; choose one of llama2-7b, "),
+        (["--actor", "deep"], "deep/config.json: not a config.json: it is nested too deeply; give that of a Hugging"),
         (
             ["--model-type", "teacher=llama3-7b"],
             "--model-type teacher=...: no call uses such a model; there are actor,",
@@ -219,6 +220,8 @@ def test_what_does_not_fit_is_told_what_would(capsys: pytest.CaptureFixture[str]
 )
 def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     Path("bad.yaml").write_text("groups: [{hardware: h100, nodes: 2}]")
+    Path("deep").mkdir()
+    Path("deep/config.json").write_text('{"a":' * 100_000)
     assert main(["plan", PPO, "--evaluations", "1000", *words]) == 2
     assert capsys.readouterr().err.startswith(f"error: {message}")
 

@@ -316,6 +316,15 @@ def test_reader_names_what_is_wrong(tmp_path: Path) -> None:
     rewrite(files=[{**index["files"][0], "file": "../../elsewhere"}])
     with pytest.raises(UserError, match="not a plain name"):
         CheckpointReader(target)
+    first = index["files"][0]["boxes"][0]
+    for changed in ({"offset": [-1, *first["offset"][1:]]}, {"offset": [0, 0, 0]}):
+        rewrite(files=[{**index["files"][0], "boxes": [{**first, **changed}]}])
+        with pytest.raises(UserError, match=rf"index\.json is damaged \({first['name']} has offset \["):
+            CheckpointReader(target)
+    for content in (b'{"format": "realhf-checkpoint/1", "metadata": ' + b"[" * 100_000, b'{"format": "\xff"}'):
+        (target / "index.json").write_bytes(content)
+        with pytest.raises(UserError, match=r"index\.json is damaged \(.*(nested too deeply|can't decode byte)"):
+            CheckpointReader(target)
     (target / "index.json").write_text('{"format": ')
     with pytest.raises(UserError, match=r"index\.json is damaged"):
         CheckpointReader(target)

@@ -109,6 +109,37 @@ def test_a_command_that_cannot_work(mistral: Oracle, tmp_path: Path, capsys: pyt
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"num_layers": 10**8}, "num_layers 100000000 is not from 1 to 1,000; give a number in that range"),
+        ({"norm": "batch"}, "Invalid enum value 'batch' - at `$.norm`"),
+    ],
+)
+def test_an_index_whose_architecture_is_none(
+    mistral: Oracle, tmp_path: Path, change: dict[str, object], reason: str
+) -> None:
+    save_model(tmp_path / "run", mistral.config, mistral.state("run"))
+    path = tmp_path / "run/index.json"
+    index = json.loads(path.read_text())
+    path.write_text(json.dumps(index | {"architecture": index["architecture"] | change}))
+    with pytest.raises(UserError) as error:
+        run(source=str(tmp_path / "run"), target=str(tmp_path / "out"))
+    assert str(error.value) == f"{path}: not an architecture: {reason}; use another checkpoint"
+    path.write_text(json.dumps(index | {"architecture": index["architecture"] | {"surprise": 1}}))
+    with pytest.raises(UserError, match=r"is of another architecture: surprise=1 \(the model has None\)"):
+        run(source=str(tmp_path / "run"), target=str(tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("size", ["nan", "inf", "0", "-1"])
+def test_a_file_size_that_is_none(size: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["convert", "source", str(tmp_path / "out"), "--max-file-gb", size]) == 2
+    assert f"--max-file-gb {float(size)} is not from 1e-06 to 1,000,000; give a number in that range" in (
+        capsys.readouterr().err
+    )
+
+
 def test_an_experiment_names_the_directory(mistral: Oracle) -> None:
     def call(name: str) -> ModelFunctionCallDef:
         return ModelFunctionCallDef(

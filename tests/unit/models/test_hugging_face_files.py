@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from realhf.api.errors import UserError
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model import DecoderConfig
+from realhf.models.checkpoint_index import read_header
 from realhf.models.hugging_face_files import HuggingFaceDirectory, check_checkpoint
 from realhf.models.hugging_face_weights import HuggingFaceReader
 from realhf.models.parameters import decoder_parameters
@@ -134,6 +135,65 @@ def test_an_index_that_names_a_missing_file(saved: Path, tmp_path: Path) -> None
     index = {"weight_map": {"lm_head.weight": "model.safetensors", "model.more": "model.safetensors"}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(directory, "lacks the tensor model.more that the index puts there")
+
+
+def test_an_index_that_cannot_be_decoded(saved: Path, tmp_path: Path) -> None:
+    directory = copy(saved, tmp_path)
+    path = directory / "model.safetensors.index.json"
+    for content, reason in (
+        (b'{"weight_map": {}, "metadata": ' + b"[" * 100_000, "it is nested too deeply"),
+        (b'{"weight_map": {"lm_head.weight": 3}}', "Expected `str`, got `int` - at `$.weight_map[...]`"),
+        (b"{}", "Object missing required field `weight_map`"),
+    ):
+        path.write_bytes(content)
+        refused(directory, f"{path} is damaged ({reason}); copy the checkpoint again")
+
+
+def entry(dtype: str, shape: list[int], start: int, stop: int) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, stop]}
+
+
+@pytest.mark.parametrize(
+    ("second", "reason"),
+    [
+        (entry("F32", [2], 4, 12), "has the bytes from 4 to 12, where 8 are before it"),  # overlaps the first
+        (entry("F32", [1], 12, 16), "has the bytes from 12 to 16, where 8 are before it"),  # a gap
+        (entry("F32", [2], 16, 8), "has the bytes from 16 to 8,"),
+        (entry("F32", [2], -8, 0), "second, F32 of shape [2], has the bytes from -8 to 0, where 0 are before it"),
+        (entry("F32", [-1, -2], 8, 16), "second, F32 of shape [-1, -2],"),
+        (entry("F32", [2**62, 4], 8, 16), "second, F32 of shape [4611686018427387904, 4],"),  # 0 modulo 2^64
+        (entry("F32", [3], 8, 16), "second, F32 of shape [3],"),
+        (entry("F32", [1] * 100, 8, 12), "second, F32 of shape [1, 1,"),
+    ],
+)
+def test_a_header_whose_tensors_do_not_lie_one_behind_the_other(
+    second: dict[str, object], reason: str, tmp_path: Path
+) -> None:
+    header = json.dumps({"first": entry("F32", [2], 0, 8), "second": second}).encode()
+    ends = max(8, second["data_offsets"][1])  # type: ignore[index]
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(ends))
+    with pytest.raises(UserError, match=re.escape(f"checkpoint file {path} is damaged (")) as error:
+        read_header(path)
+    assert reason in str(error.value)
+    assert str(error.value).endswith("; restore it or use another checkpoint")
+
+
+@pytest.mark.parametrize("header", [b"[" * 100_000, b'{"a": ' + b"[" * 100_000, b'{"a": {"dtype": "\xff"}}'])
+def test_a_header_that_cannot_be_decoded(header: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header)
+    with pytest.raises(UserError, match=f"checkpoint file {path} is truncated or no safetensors file "):
+        read_header(path)
+
+
+def test_a_header_of_gigabytes_is_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes((2**31).to_bytes(8, "little"))
+    with path.open("r+b") as file:
+        file.truncate(2**32)  # takes no room
+    with pytest.raises(UserError, match=f"checkpoint file {path} is truncated or no safetensors file "):
+        read_header(path)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "gpt2"])
