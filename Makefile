@@ -4,7 +4,7 @@
 PYTHON ?= python3
 PIP_ARGS ?=
 BIN := .venv/bin
-WORKERS ?=
+TEST_PROCESSES ?= 2
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: run test lint format setup clean
@@ -13,7 +13,7 @@ run: setup
 	$(BIN)/python scripts/main_job.py
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 lint: setup
 	$(BIN)/ruff check .

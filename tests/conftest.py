@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import sys
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,3 +34,20 @@ def pytest_runtest_setup() -> None:
     np.random.seed(0)
     if torch := sys.modules.get("torch"):
         torch.manual_seed(0)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `pytest -n 2`: a file stays in one process, which makes its fixtures once; so do all that need SLURM.
+
+    Files start in the order of their names: the long ones (distributed, e2e, slurm) before the short ones (unit).
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.partition("::")[0]
+            return "tests/slurm" if file.startswith("tests/slurm/") else file
+
+    config.option.loadscopereorder = False
+    return ByFile(config, log)
