@@ -1,4 +1,4 @@
-"""Runs a function on every rank of a gloo world of spawned processes, and gives back what each rank returned."""
+"""Runs a function on every rank of a gloo world of new processes, and gives back what each rank returned."""
 
 import contextlib
 import multiprocessing
@@ -14,13 +14,23 @@ from typing import Any
 
 from tests.waiting import PATIENCE_S
 
+# Imported once, in a process that the ranks are forked from: importing torch takes longer than most tests compute.
+PRELOADED = [
+    "pytest",
+    "hypothesis",
+    "numpy.testing",
+    "realhf.engine.model",
+    "realhf.parallel.groups",
+    "realhf.realloc.executor",
+]
+
 
 def run_distributed(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float = PATIENCE_S, killed: int | None = None
 ) -> list[Any]:
     """Calls `function(rank, *args)` in `world_size` processes that share a gloo default group.
 
-    `function` is a top-level function of an importable module (the processes are spawned); `args` and what it
+    `function` is a top-level function of an importable module (the processes are new); `args` and what it
     returns are plain values: numbers, strings, lists, dataclasses, numpy arrays, no tensors. Rank `killed` is expected
     to kill itself; its entry is None.
 
@@ -31,7 +41,8 @@ def run_distributed(
         RuntimeError: a rank raised (its traceback is the message) or died.
         TimeoutError: some rank was not done after `timeout_s`. No process is left behind in any of these cases.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     deadline = time.monotonic() + timeout_s
     results: dict[int, Any] = {}
     with tempfile.TemporaryDirectory(prefix="realhf-test-") as directory:
@@ -42,7 +53,9 @@ def run_distributed(
             for rank in range(world_size):
                 reader, writer = context.Pipe(duplex=False)
                 process = context.Process(
-                    target=_rank_main, args=(function, rank, world_size, store, timeout_s, writer, args), daemon=True
+                    target=_rank_main,
+                    args=(function, rank, world_size, store, timeout_s, writer, dict(os.environ), args),
+                    daemon=True,
                 )
                 process.start()
                 writer.close()  # so that the death of the child is an EOFError here
@@ -83,11 +96,12 @@ def _rank_main(
     store: str,
     timeout_s: float,
     writer: Connection,
+    environment: dict[str, str],
     args: tuple[Any, ...],
 ) -> None:
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    import torch  # after the environment is set
+    os.environ.clear()  # that of the process it was forked from is older
+    os.environ.update(environment, GLOO_SOCKET_IFNAME="lo")
+    import torch  # not by who only starts ranks
 
     torch.set_num_threads(1)
     try:
