@@ -1,0 +1,247 @@
+"""Figures that are kept name the code, the command and the machine they are from, and pages say what the files say."""
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from tests.docs.blocks import ROOT
+
+RESULTS = ROOT / "benchmarks/results"
+FILES = sorted(RESULTS.glob("*.json"))
+# Older than the mark: whether the checkout was clean was not written down, and the command is that of the script's
+# page. A file that is measured again leaves this set.
+BEFORE_THE_MARK = {
+    "control_plane", "endurance", "estimator", "faults", "generation", "generation_busy_host", "planner",
+    "reallocation", "scaling", "search", "training", "transition",
+}  # fmt: skip
+
+
+class Case(msgspec.Struct, kw_only=True):
+    """One measured case; see `case` in `benchmarks/common.py`."""
+
+    case: str
+    value: float
+    unit: str
+    baseline: float
+    ratio: float
+    target: float
+    holds: bool
+    commit: str | None = None  # of a case that is older than its file
+
+
+class Result(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """A results file; `dirty` is None in those of `BEFORE_THE_MARK`. `note`: what else is to be said of the file."""
+
+    benchmark: str
+    commit: str
+    dirty: bool | None
+    command: str
+    hardware: str
+    results: list[Case]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """`words` are on `page`, with the case of a results file that begins with `case` filled in; another case for each
+    further one. They are not there while there is no such file."""
+
+    page: str
+    file: str
+    words: str
+    cases: tuple[str, ...]
+
+    @property
+    def beginning(self) -> str:
+        """The words before the first figure."""
+        return self.words.partition("{")[0]
+
+    def sentence(self) -> str:
+        rows = read(RESULTS / f"{self.file}.json").results
+        found = [next(row for row in rows if row.case.startswith(case)) for case in self.cases]
+        return self.words.format(*found)
+
+
+FIGURES = [
+    Figure(
+        "README.md",
+        "main_job",
+        "the searched plan took {0.value:.2f} s a step and the best plan by rule {0.baseline:.2f} s, "
+        "{0.ratio:.2f} times as long",
+        ("step, searched plan against",),
+    ),
+    Figure(
+        "README.md",
+        "faults",
+        "{0.value:.0f} of {0.baseline:.0f} runs that were killed, stopped, cut off or damaged",
+        ("runs that",),
+    ),
+    Figure(
+        "docs/architecture.md",
+        "overlap",
+        "critic trains on step t while the actor generates for step t + 1, and a step takes {0.value:.2f} s in place "
+        "of {0.baseline:.2f} s; with rollouts one step old, and all training on worker 1, {1.value:.2f} s in place "
+        "of {1.baseline:.2f} s",
+        ("on-policy: step", "one step stale: step"),
+    ),
+    Figure(
+        "docs/architecture.md",
+        "control_plane",
+        "an empty call takes {0.value:.1g} s on 4 workers and {1.value:.1g} s on 1,024",
+        ("empty call on 4 real workers, request to last reply, median", "empty call on 1024 simulated workers"),
+    ),
+    Figure(
+        "docs/architecture.md",
+        "transition",
+        "there and back takes {0.value:.2f} s, gathering the model in each replica {1.value:.2f} s, gathering it from "
+        "all devices {2.value:.2f} s, and sending a second copy to the other half of the devices {3.value:.2f} s",
+        ("hybridflow: and back", "hybridflow-v: and back", "deepspeed-chat: and back", "two copies: and back"),
+    ),
+    Figure(
+        "docs/architecture.md",
+        "reallocation_planning",
+        "devices, what one device sends and receives where included: {0.value:.1f} s for half of the pairs and "
+        "{1.value:.1f} s at most on the same devices, and {2.value:.1f} s at most from sharded parameters (ZeRO-3)",
+        ("30 pairs on the same devices, median", "30 pairs on the same devices, worst",
+         "30 pairs on the same devices, from fsdp, worst"),
+    ),
+    Figure(
+        "docs/cost_model.md",
+        "cost_model",
+        "Calls: mean {0.value:.1%}, worst {1.value:.1%}.",
+        ("calls: mean", "calls: worst"),
+    ),
+    Figure(
+        "docs/cost_model.md",
+        "cost_model",
+        "70B + 7B held out: mean {0.value:.1%}, worst {1.value:.1%}. 7B held out: mean {2.value:.1%}, "
+        "worst {3.value:.1%}.",
+        ("70B + 7B on 16 x 8, held out: mean", "70B + 7B on 16 x 8, held out: worst",
+         "7B on 2 x 8, held out: mean", "7B on 2 x 8, held out: worst"),
+    ),
+]  # fmt: skip
+
+
+def read(path: Path) -> Result:
+    return msgspec.json.decode(path.read_bytes(), type=Result)
+
+
+def rows_of_faults() -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / "faults.jsonl").read_text().splitlines()]
+
+
+def git(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+@pytest.fixture(scope="module")
+def whole_clone() -> None:
+    """The commits of figures can be looked up here."""
+    if git("rev-parse", "--git-dir").returncode:
+        pytest.skip("not a git checkout: no commit can be looked up")
+    if git("rev-parse", "--is-shallow-repository").stdout.strip() == "true":
+        pytest.fail("this clone is shallow and lacks the commits of older figures: run `git fetch --unshallow` first")
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_a_results_file_says_what_its_figures_are_of(path: Path, whole_clone: None) -> None:
+    result = read(path)
+    assert path.stem.startswith(result.benchmark)
+    assert (ROOT / f"benchmarks/{result.benchmark}.py").is_file()
+    assert result.command.startswith(f"python benchmarks/{result.benchmark}.py")
+    assert result.hardware
+    assert result.results
+    assert result.dirty is (None if path.stem in BEFORE_THE_MARK else False), "measure it from a clean checkout"
+    for commit in {result.commit, *(row.commit for row in result.results if row.commit)}:
+        assert is_ancestor(commit), f"{commit} is not in the history of HEAD: measure it again from a landed commit"
+
+
+def test_the_fault_campaign_is_of_one_commit(whole_clone: None) -> None:
+    """The table, its rows and the sums."""
+    result, rows = read(RESULTS / "faults.json"), rows_of_faults()
+    assert {row["commit"] for row in rows} == {result.commit}
+    assert result.results[0].baseline == len(rows)
+    assert result.results[0].value == sum(row["holds"] for row in rows)
+    table = (RESULTS / "faults.md").read_text()
+    assert table.count(f"| {result.commit} |") == len(rows)
+    assert f"{sum(row['holds'] for row in rows)} of {len(rows)} runs hold." in table
+
+
+def test_commits_that_are_not_in_the_history_are_seen(whole_clone: None) -> None:
+    assert is_ancestor("HEAD")
+    assert not is_ancestor("29a7d33")
+
+
+def test_what_benchmarks_write_is_what_is_read_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    common = importlib.import_module("common")
+    file = tmp_path / "result.json"
+    monkeypatch.setattr(sys, "argv", ["/anywhere/benchmarks/osdp.py", "--json", str(file)])
+    row = common.case("a", 2.0, "s", baseline=4.0, ratio=2.0, target=1.0, holds=True)
+    common.finish("osdp", [row], file)
+    assert read(file).command == f"python benchmarks/osdp.py --json {file}"
+    assert read(file).results == [Case(**row)]
+
+
+def test_a_changed_file_makes_a_checkout_dirty_and_a_result_does_not(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    common = importlib.import_module("common")
+    monkeypatch.setattr(common, "ROOT", tmp_path)
+    (tmp_path / "code.py").touch()
+    for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"]):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    (tmp_path / "benchmarks/results").mkdir(parents=True)
+    (tmp_path / "benchmarks/results/osdp.json").touch()
+    assert not common.is_dirty.__wrapped__()
+    (tmp_path / "code.py").write_text("1")
+    assert common.is_dirty.__wrapped__()
+
+
+def test_no_file_is_listed_as_older_than_the_mark_without_need() -> None:
+    assert {path.stem for path in FILES} >= BEFORE_THE_MARK
+
+
+def is_ancestor(commit: str) -> bool:
+    return git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0
+
+
+@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: f"{figure.page} {figure.file}")
+def test_pages_say_what_the_files_say(figure: Figure) -> None:
+    text = " ".join((ROOT / figure.page).read_text().split())
+    if (RESULTS / f"{figure.file}.json").exists():
+        assert figure.sentence() in text, f"{figure.page} is to say: {figure.sentence()}"
+    else:
+        assert figure.beginning not in text, f"{figure.page} has figures of {figure.file}, of which there is no file"
+
+
+@pytest.mark.parametrize("row", json.loads((RESULTS / "scaling.json").read_bytes())["results"], ids=lambda r: r["case"])
+def test_the_scaling_page_has_the_rows_of_its_file(row: dict[str, Any]) -> None:
+    cells = [row["study"], *(f"{row[key]:,}" for key in ("devices", "batch_size", "context"))]
+    numbers = f"{row['value']:,.0f} | {row['baseline']:,.0f} | {row['ratio']:.2f}"
+    expected = f"| {' | '.join(cells)} | {numbers if row['value'] else 'does not fit | does not fit | -'} |"
+    assert expected in (ROOT / "docs/scaling.md").read_text(), "`python benchmarks/scaling_plots.py` prints the table"
+
+
+def test_every_benchmark_ends_with_its_result() -> None:
+    """Those that print one take `--quick` and write the file by the common functions, or have no result at all."""
+    for path in benchmarks():
+        text = path.read_text()
+        assert f'finish("{path.stem}"' in text, path.name
+        assert any(parser in text for parser in ("parse_arguments(", "argument_parser(", "case_parser(")), path.name
+        assert "arguments.quick" in text, path.name
+
+
+def benchmarks() -> Iterator[Path]:
+    for path in sorted((ROOT / "benchmarks").glob("*.py")):
+        if "finish(" in path.read_text() and path.name != "common.py":
+            yield path
