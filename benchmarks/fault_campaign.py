@@ -7,11 +7,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from common import commit
 from fault_checks import Reference, leaks
-from fault_injection import DISK_BYTES, Fault, Injector, Strike
+from fault_injection import DISK_BYTES, RUN_DISK_BYTES, Fault, Injector, Strike
 from fault_job import PLAN
 from fault_outcome import Outcome
 
@@ -21,6 +22,17 @@ from realhf.scheduler.events import Event, read_events
 
 EXPERIMENT = Path(__file__).with_name("fault_job.py")
 DEADLINE_S = 1500.0  # of a whole run, on a machine that may be busy with much else
+REFUSED = 2  # the exit code of `realhf run` for what its user has to change
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """How a run ended: its exit code and error, whether a cut connection came back, and what `--resume` refused."""
+
+    code: int
+    message: str
+    came_back: bool
+    refusal: str
 
 
 class Campaign:
@@ -60,9 +72,12 @@ class Campaign:
         if self._hold_at is not None:
             self._fault_file(run_dir).write_text(f"hold {self._hold_at - 1}")
         words = ("--recover", "auto" if recovers else "never", "--max-restarts", "9")
+        disk = self._disk(fault, run_dir)
+        if disk == run_dir:
+            run_dir.mkdir()
+            mount(disk, RUN_DISK_BYTES)
         process = self._start(run_dir, *words)
-        disk = run_dir / "checkpoints"
-        if fault.kind == "full disk":
+        if disk and disk != run_dir:
             self._mount_when_there(disk, process)
         injector = Injector(
             fault,
@@ -72,19 +87,36 @@ class Campaign:
             steps_left=lambda: self._steps - _steps_made(run_dir),
         )
         strike = injector.strike()
-        self._wait_for_effect(run_dir, process, strike.time_s if strike else 0.0)
+        came_back = self._wait_for_effect(run_dir, process, injector, strike.time_s if strike else 0.0)
         injector.undo()
-        code = process.wait(DEADLINE_S)
-        message = self._output(run_dir).read_text().partition("error: ")[2]
-        if not recovers and code:
-            self._start(run_dir, "--resume").wait(DEADLINE_S)
-        outcome = self._outcome(number, fault, run_dir, strike, "auto" if recovers else "by hand", message, started)
+        code, refusal = process.wait(DEADLINE_S), ""
+        message = self._errors(run_dir)
+        # Where nothing can be written, nothing can be recovered before there is room.
+        if code and (not recovers or disk == run_dir):
+            start = self._output(run_dir).stat().st_size
+            if self._start(run_dir, "--resume").wait(DEADLINE_S) == REFUSED:
+                refusal = self._errors(run_dir, start)
+        found = Found(code=code, message=message, came_back=came_back, refusal=refusal)
+        outcome = self._outcome(number, fault, run_dir, strike, "auto" if recovers else "by hand", found, started)
         if not outcome.holds:
             self._keep(number, run_dir)
-        if fault.kind == "full disk":
+        if disk:
             subprocess.run(["umount", str(disk)], check=True)
         shutil.rmtree(run_dir)
         return outcome
+
+    def _disk(self, fault: Fault, run_dir: Path) -> Path | None:
+        """The folder that is a disk of its own, to be filled."""
+        match fault.kind:
+            case "full disk":
+                return run_dir / "checkpoints"
+            case "full run directory":
+                return run_dir
+        return None
+
+    def _errors(self, run_dir: Path, start: int = 0) -> str:
+        """What was said from the first error on, of the output from `start` on."""
+        return self._output(run_dir).read_bytes()[start:].decode(errors="replace").partition("error: ")[2]
 
     def _start(self, run_dir: Path, *words: str) -> subprocess.Popen[bytes]:
         command = list(python_command("realhf.cli", "run", str(EXPERIMENT), "--run-dir", str(run_dir)))
@@ -113,14 +145,19 @@ class Campaign:
             time.sleep(0.005)
         mount(disk, DISK_BYTES)
 
-    def _wait_for_effect(self, run_dir: Path, process: subprocess.Popen[bytes], struck_s: float) -> None:
-        """Until the run has noted a failure, or has ended: a cut connection may do no harm."""
-        deadline = time.monotonic() + DEADLINE_S
+    def _wait_for_effect(
+        self, run_dir: Path, process: subprocess.Popen[bytes], injector: Injector, struck_s: float
+    ) -> bool:
+        """Until the run has noted a failure, or has ended. A cut connection may do no harm: returns whether it was seen
+        to come back."""
+        deadline, came_back = time.monotonic() + DEADLINE_S, False
         while process.poll() is None and time.monotonic() < deadline:
+            came_back = came_back or injector.has_come_back()
             events = read_events(run_dir / "events.jsonl")
             if any(event.event == "failed" and event.time_s >= struck_s for event in events):
-                return
+                break
             time.sleep(0.02)
+        return came_back
 
     def _keep(self, number: int, run_dir: Path) -> None:
         kept = Path(tempfile.mkdtemp(prefix=f"realhf-fault-{number}-"))
@@ -129,7 +166,7 @@ class Campaign:
         print(f"run {number} does not hold; it is kept in {kept}", file=sys.stderr)
 
     def _outcome(
-        self, number: int, fault: Fault, run_dir: Path, strike: Strike | None, mode: str, message: str, started: float
+        self, number: int, fault: Fault, run_dir: Path, strike: Strike | None, mode: str, found: "Found", started: float
     ) -> Outcome:
         # Before the strike there may be a failure of a machine that is too busy.
         struck_s = strike.time_s if strike else 0.0
@@ -145,6 +182,7 @@ class Campaign:
         if again is not None:
             done = {event.step for event in events[: events.index(again)] if event.event == "checkpoint"} - {corrupted}
             is_newest &= again.step == max(done | {again.step}, default=0)
+        effect = "failed" if failure or found.code else "came back" if found.came_back else ""
         return Outcome(
             number=number,
             commit=self._commit,
@@ -152,15 +190,19 @@ class Campaign:
             interval=self._interval,
             fault=fault,
             activity=strike.activity if strike else "the run had ended",
+            evidence=strike.evidence if strike else "",
+            effect=effect,
+            refusal=_first_line(found.refusal, run_dir),
+            is_plain=fault.kind == "exception" or "Traceback" not in self._output(run_dir).read_text(errors="replace"),
             steps_at_failure=failure.step if failure else None,
             checkpoints_before=strike.checkpoints_before if strike else [],
             noticed_after_s=round(failure.time_s - struck_s, 1) if failure else None,
             restored=again.step if again else None,
             is_newest_good=is_newest,
             redone=max(0, failure.step - again.step) if failure and again else None,
-            is_equal=self.reference().is_equalled_by(run_dir),
-            message=(reason or message).partition("\n")[0].replace(str(run_dir), "RUN_DIR"),
-            names_victim=failure is None or _names(fault, reason),
+            is_equal=self.reference().is_equalled_by(run_dir, strike.lost_steps if strike else frozenset()),
+            message=_first_line(reason or found.message, run_dir),
+            names_victim=effect != "failed" or _names(fault, reason or found.message),
             left_behind=leaks(run_dir, _temporary(run_dir), self._shared_memory),
             seconds=round(time.monotonic() - started, 1),
         )
@@ -176,6 +218,10 @@ def _temporary(run_dir: Path) -> Path:
     return run_dir.with_suffix(".temporary")
 
 
+def _first_line(text: str, run_dir: Path) -> str:
+    return text.partition("\n")[0].replace(str(run_dir), "RUN_DIR")
+
+
 def _first(events: Sequence[Event], kind: str) -> Event | None:
     return next((event for event in events if event.event == kind), None)
 
@@ -184,6 +230,8 @@ def _names(fault: Fault, message: str) -> bool:
     """Whether a message names the victim: the process, or for a disk the path of the checkpoint and the reason."""
     if fault.kind == "full disk":
         return "checkpoint" in message and "No space left" in message
+    if fault.kind == "full run directory":
+        return "No space left" in message
     return fault.victim in message.replace("worker ", "worker-")
 
 

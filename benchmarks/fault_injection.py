@@ -2,6 +2,8 @@
 
 import contextlib
 import ctypes
+import itertools
+import json
 import os
 import random
 import signal
@@ -10,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import psutil
 
@@ -18,10 +20,35 @@ from realhf.scheduler.activity import read_activity
 from realhf.scheduler.base import MASTER, worker_name
 from realhf.scheduler.checkpoints import saved_steps
 
-Kind = Literal["kill", "hang", "exception", "full disk", "connection cut", "corrupted checkpoint"]
+Kind = Literal[
+    "kill", "hang", "exception", "full disk", "full run directory", "connection cut", "corrupted checkpoint",
+    "damaged file",
+]  # fmt: skip
+Damage = Literal["bit", "garbage", "cut", "empty"]
 Phase = Literal["generation", "reallocation", "transfer", "optimizer", "renaming of a checkpoint", "any"]
 NUM_WORKERS = 2
-DISK_BYTES = 32 * 2**20
+DISK_BYTES, RUN_DISK_BYTES = 32 * 2**20, 96 * 2**20
+STRUCK_WITHIN_S = 120.0  # the system ends, stops and cuts at once, if it is not busy with much else
+# Files of the newest checkpoint, and of the run directory beside checkpoints; and what is done to each.
+OF_CHECKPOINTS: list[tuple[str, Damage]] = [
+    ("checkpoints/step-*/*/boxes-*.safetensors", "bit"),
+    ("checkpoints/step-*/run.json", "bit"),
+    ("checkpoints/step-*/*/index.json", "bit"),
+    ("checkpoints/step-*/run.json", "empty"),
+    ("checkpoints/step-*/*/index.json", "cut"),
+]
+OF_RUNS: list[tuple[str, Damage]] = [
+    ("status.json", "empty"),
+    ("metrics.jsonl", "garbage"),
+    ("events.jsonl", "cut"),
+    ("plan.json", "garbage"),
+    ("experiment.json", "cut"),
+    ("trace.json", "garbage"),
+    ("metrics.jsonl", "cut"),
+    ("status.json", "garbage"),
+    ("events.jsonl", "garbage"),
+    ("metrics.jsonl", "empty"),
+]
 _PIDFD_GETFD = 438  # the system call's number on all of Linux's architectures
 POLL_S = 0.002
 # How the flight recorder of a worker names what it is in, while it is in it.
@@ -42,7 +69,9 @@ def is_in(phase: Phase, activity: str) -> bool:
 class Fault:
     """`kind` strikes `victim` in `phase`, when `after_checkpoints` checkpoints are complete.
 
-    In `phase` is the victim, or where that is the master, the worker `watched`.
+    In `phase` is the victim, or where that is the master, the worker `watched`. Where a file is damaged, that is
+    `file` (a pattern; of several the newest checkpoint's) in the way `damage`, while the run stands still, and the
+    victim is killed.
     """
 
     kind: Kind
@@ -50,6 +79,8 @@ class Fault:
     phase: Phase
     watched: str
     after_checkpoints: int
+    file: str = ""
+    damage: Damage = "bit"
 
 
 def make_schedule(runs: int, seed: int) -> list[Fault]:
@@ -61,28 +92,37 @@ def make_schedule(runs: int, seed: int) -> list[Fault]:
     hangs = [("hang", workers[i % 2], phase) for i, phase in enumerate(phases)] + [("hang", MASTER, "any")]
     exceptions = [("exception", worker, phase) for worker in workers for phase in ("generation", "optimizer")]
     cuts = [("connection cut", workers[i % 2], phase) for i, phase in enumerate(phases)]
-    disks = [("full disk", "a disk", "any")] * 4
+    disks = [("full disk", "a disk", "any"), ("full run directory", "a disk", "any")] * 2
     corruptions = [("corrupted checkpoint", victim, "any") for victim in (MASTER, *workers)]
-    groups = [kills, hangs, exceptions, cuts, disks, corruptions]
+    damages = [("damaged file", victim, "any") for victim in (MASTER, *workers)]
+    groups = [kills, hangs, exceptions, cuts, disks, corruptions, damages]
     generator = random.Random(seed)
-    for group in groups:
+    for group in (kills, hangs, exceptions, cuts, corruptions, damages):
         generator.shuffle(group)
-    weights = [18, 8, 9, 9, 8, 8]  # of sixty; hangs take long
+    weights = [14, 5, 5, 5, 4, 5, 10]  # of 48; hangs take long
     chosen: list[tuple[str, str, str]] = []
     for group, weight in zip(groups, weights, strict=True):
         count = max(1, round(runs * weight / sum(weights)))
         chosen += [group[i % len(group)] for i in range(count)]
     generator.shuffle(chosen)
-    return [
-        Fault(
-            kind=kind,  # type: ignore[arg-type]
-            victim=victim,
-            phase=phase,  # type: ignore[arg-type]
-            watched=victim if victim in workers else generator.choice(workers),
-            after_checkpoints=generator.choice((2, 3)),
+    turn = 3 * seed % len(OF_RUNS)  # runs without recovery begin with the plan
+    of_runs = OF_RUNS[turn:] + OF_RUNS[:turn]
+    files = {"corrupted checkpoint": itertools.cycle(OF_CHECKPOINTS), "damaged file": itertools.cycle(of_runs)}
+    faults = []
+    for kind, victim, phase in chosen[:runs]:
+        file, damage = next(files[kind]) if kind in files else ("", "bit")
+        faults.append(
+            Fault(
+                kind=kind,  # type: ignore[arg-type]
+                victim=victim,
+                phase=phase,  # type: ignore[arg-type]
+                watched=victim if victim in workers else generator.choice(workers),
+                after_checkpoints=generator.choice((2, 3)),
+                file=file,
+                damage=damage,
+            )
         )
-        for kind, victim, phase in chosen[:runs]
-    ]
+    return faults
 
 
 def one_of_each(schedule: Sequence[tuple[Fault, bool]]) -> list[tuple[Fault, bool]]:
@@ -96,12 +136,18 @@ def one_of_each(schedule: Sequence[tuple[Fault, bool]]) -> list[tuple[Fault, boo
 
 @dataclass
 class Strike:
-    """What was hit, and what it was doing: `activity` as the flight recorder has it afterwards."""
+    """What was hit, and what it was doing: `activity` as the flight recorder has it afterwards.
+
+    `evidence` is what was seen of the strike, "" if nothing was: then the run was not struck. `corrupted` is the step
+    of the checkpoint that was damaged, `lost_steps` those whose metrics were.
+    """
 
     time_s: float
     activity: str
     checkpoints_before: list[int]
+    evidence: str
     corrupted: int | None = None
+    lost_steps: frozenset[int] = frozenset()
 
 
 class Injector:
@@ -118,7 +164,8 @@ class Injector:
         self.fault, self._run_dir, self._fault_file = fault, run_dir, fault_file
         self._is_over, self._steps_left = is_over, steps_left
         self._checkpoints = run_dir / "checkpoints"
-        self._ballast = self._checkpoints / "ballast"
+        self._ballast = (run_dir if fault.kind == "full run directory" else self._checkpoints) / "ballast"
+        self._cut_ports: set[int] = set()
 
     def strike(self) -> Strike | None:
         """Waits for the place and strikes; None where the run ended before."""
@@ -130,27 +177,62 @@ class Injector:
         pids = processes(self._run_dir)
         victim = fault.victim if fault.victim in pids else MASTER
         self._wait_for_phase()
-        before, corrupted, now_s = saved_steps(self._checkpoints), None, time.time()
+        before, now_s, hit = saved_steps(self._checkpoints), time.time(), Hit()
         match fault.kind:
             case "kill":
-                os.kill(pids[victim], signal.SIGKILL)
+                hit.evidence = kill(pids[victim])
             case "hang":
                 os.kill(pids[victim], signal.SIGSTOP)
+                hit.evidence = wait_until(lambda: status_of(pids[victim]) == psutil.STATUS_STOPPED, "it is stopped")
             case "exception":
                 write_whole(self._fault_file, f"pid {pids[victim]}")
+                gone = wait_until(lambda: not self._fault_file.exists() or self._is_over(), "it raised")
+                hit.evidence = "" if self._fault_file.exists() else gone
             case "connection cut":
-                cut_connections(pids[victim], pids[MASTER])
-            case "full disk":
+                self._cut_ports = cut_connections(pids[victim], pids[MASTER])
+                hit.evidence = f"{len(self._cut_ports)} connections cut" if self._cut_ports else ""
+            case "full disk" | "full run directory":
                 fill(self._ballast)
-            case "corrupted checkpoint":
-                os.kill(pids[MASTER], signal.SIGSTOP)  # so that no newer one is completed meanwhile
+                room = os.statvfs(self._ballast.parent).f_bavail
+                hit.evidence = "" if room else "no block is free"
+            case "corrupted checkpoint" | "damaged file":
+                os.kill(pids[MASTER], signal.SIGSTOP)  # so that nothing is written meanwhile
+                wait_until(lambda: status_of(pids[MASTER]) == psutil.STATUS_STOPPED, "it is stopped")
                 before = saved_steps(self._checkpoints)
-                corrupted = before[-1]
-                corrupt(self._checkpoints / f"step-{corrupted}")
-                os.kill(pids[victim], signal.SIGKILL)
+                hit = self._damage(before[-1])
+                hit.evidence += f"; {kill(pids[victim])}"
                 if victim != MASTER:
                     os.kill(pids[MASTER], signal.SIGCONT)
-        return Strike(time_s=now_s, activity=self._seen(), checkpoints_before=before, corrupted=corrupted)
+        return Strike(
+            time_s=now_s,
+            activity=self._seen(),
+            checkpoints_before=before,
+            evidence=hit.evidence,
+            corrupted=hit.corrupted,
+            lost_steps=hit.lost_steps,
+        )
+
+    def _damage(self, newest: int) -> "Hit":
+        """Damages the file of the fault, in the newest checkpoint if it is of one."""
+        path = max(self._run_dir.glob(self.fault.file.replace("step-*", f"step-{newest}")))
+        is_metrics = path.name == "metrics.jsonl"
+        before = readable_steps(path) if is_metrics else set()
+        evidence = damage(path, self.fault.damage)
+        return Hit(
+            evidence=f"{path.relative_to(self._run_dir)}: {evidence}" if evidence else "",
+            corrupted=newest if self.fault.kind == "corrupted checkpoint" else None,
+            lost_steps=frozenset(before - readable_steps(path)) if is_metrics else frozenset(),
+        )
+
+    def has_come_back(self) -> bool:
+        """Whether the victim of a cut has a connection with the master again, beside those that were cut."""
+        pids = processes(self._run_dir)
+        if not self._cut_ports or not {self.fault.victim, MASTER} <= pids.keys():
+            return False
+        with contextlib.suppress(psutil.Error):
+            found = connections_with(pids[self.fault.victim], pids[MASTER])
+            return any(c.status == psutil.CONN_ESTABLISHED and c.laddr.port not in self._cut_ports for c in found)
+        return False
 
     def _seen(self) -> str:
         """What the victim (or the process watched) is in, and in its phase which checkpoint has no name yet."""
@@ -193,21 +275,62 @@ def processes(run_dir: Path) -> dict[str, int]:
     return found
 
 
-def cut_connections(pid: int, master: int) -> None:
-    """Shuts down the TCP connections between a process and the master, as the network would, without telling either."""
+@dataclass
+class Hit:
+    """What a strike was seen to do; see `Strike`."""
+
+    evidence: str = ""
+    corrupted: int | None = None
+    lost_steps: frozenset[int] = frozenset()
+
+
+def wait_until(is_so: Callable[[], bool], then: str) -> str:
+    """`then` as soon as it is so, "" if it never is."""
+    deadline = time.monotonic() + STRUCK_WITHIN_S
+    while not is_so():
+        if time.monotonic() > deadline:
+            return ""
+        time.sleep(POLL_S)
+    return then
+
+
+def kill(pid: int) -> str:
+    os.kill(pid, signal.SIGKILL)
+    return wait_until(lambda: status_of(pid) in (None, psutil.STATUS_ZOMBIE), "it is dead")
+
+
+def status_of(pid: int) -> str | None:
+    """None: there is no such process."""
+    try:
+        return psutil.Process(pid).status()
+    except psutil.NoSuchProcess:
+        return None
+
+
+def connections_with(pid: int, master: int) -> list[Any]:
+    """The TCP connections of a process with the master."""
     ports = {c.laddr.port for c in psutil.Process(master).net_connections("tcp") if c.status == psutil.CONN_LISTEN}
-    call = ctypes.CDLL(None, use_errno=True).syscall
+    return [c for c in psutil.Process(pid).net_connections("tcp") if c.raddr and c.raddr.port in ports]
+
+
+def cut_connections(pid: int, master: int) -> set[int]:
+    """Shuts down the TCP connections between a process and the master, as the network would, without telling either.
+
+    Returns the ports that the process had for them.
+    """
+    call, cut = ctypes.CDLL(None, use_errno=True).syscall, set()
     handle = os.pidfd_open(pid)
     try:
-        for connection in psutil.Process(pid).net_connections("tcp"):
-            if connection.raddr and connection.raddr.port in ports:
-                copy = call(_PIDFD_GETFD, handle, connection.fd, 0)
-                if copy < 0:
-                    raise OSError(ctypes.get_errno(), "pidfd_getfd")
-                with socket.socket(fileno=copy) as ours:
-                    ours.shutdown(socket.SHUT_RDWR)
+        for connection in connections_with(pid, master):
+            copy = call(_PIDFD_GETFD, handle, connection.fd, 0)
+            if copy < 0:
+                raise OSError(ctypes.get_errno(), "pidfd_getfd")
+            with socket.socket(fileno=copy) as ours:
+                ours.shutdown(socket.SHUT_RDWR)
+            cut.add(connection.laddr.port)
     finally:
         os.close(handle)
+    return cut
 
 
 def fill(path: Path) -> None:
@@ -219,14 +342,32 @@ def fill(path: Path) -> None:
                     file.write(b"\0" * size)
 
 
-def corrupt(checkpoint: Path) -> None:
-    """Changes one bit of one file of a checkpoint."""
-    path = max(checkpoint.glob("*/boxes-*.safetensors"))
+def damage(path: Path, how: Damage) -> str:
+    """Changes a file in place; what was done, "" if it is as it was."""
+    content = path.read_bytes()
+    middle = len(content) // 2
+    match how:
+        case "bit":
+            changed = content[:-8] + bytes([content[-8] ^ 1]) + content[-7:]
+        case "garbage":  # no text in any encoding of ours
+            changed = content[:middle] + b"\xff" * 8 + content[middle + 8 :]
+        case "cut":
+            changed = content[:middle]
+        case "empty":
+            changed = b""
     with path.open("r+b") as file:
-        file.seek(-8, os.SEEK_END)
-        byte = file.read(1)
-        file.seek(-8, os.SEEK_END)
-        file.write(bytes([byte[0] ^ 1]))
+        file.write(changed)
+        file.truncate()
+    return f"{how}, {len(content)} bytes before and {len(changed)} after" if changed != content else ""
+
+
+def readable_steps(metrics: Path) -> set[int]:
+    """The steps of the lines that are whole."""
+    found = set()
+    for line in metrics.read_bytes().split(b"\n")[:-1]:
+        with contextlib.suppress(ValueError):
+            found.add(int(json.loads(line)["step"]))
+    return found
 
 
 def write_whole(path: Path, text: str) -> None:

@@ -20,8 +20,10 @@ NOTICED_WITHIN_S = 100.0
 class Outcome:
     """One run: the fault, what it met, and what became of the run. Steps count from 1; None: there was no restart.
 
-    `noticed_after_s` is from the strike until the failure was noted, with its cause;
-    `mode` is "auto" (--recover auto) or "by hand" (no recovery, then --resume); `interval` the steps between
+    `evidence` is what was seen of the strike, "" if nothing was. `effect` is "failed", "came back" (a connection that
+    was cut, without harm) or "" (nothing came of it). `refusal` is what `--resume` said where it refused to go on.
+    `is_plain`: no traceback was shown. `noticed_after_s` is from the strike until the failure was noted, with its
+    cause; `mode` is "auto" (--recover auto) or "by hand" (no recovery, then --resume); `interval` the steps between
     checkpoints; `commit` that of the code which ran.
     """
 
@@ -31,6 +33,10 @@ class Outcome:
     interval: int
     fault: Fault
     activity: str
+    evidence: str
+    effect: str
+    refusal: str
+    is_plain: bool
     steps_at_failure: int | None
     checkpoints_before: list[int]
     noticed_after_s: float | None
@@ -59,10 +65,29 @@ class Outcome:
         return max(0, math.ceil((self.redone or 0) / self.interval) - corrupted)
 
     @property
+    def is_struck(self) -> bool:
+        """The strike was seen, and so was what came of it. Only a connection can come back as if nothing had been."""
+        return bool(self.evidence) and (
+            self.effect == "failed" or (self.effect == "came back" and self.fault.kind == "connection cut")
+        )
+
+    @property
+    def is_refused_rightly(self) -> bool:
+        """What a run is made of is not there any more, and whoever resumes it is told which file that is."""
+        return self.fault.file in ("plan.json", "experiment.json") and self.fault.file in self.refusal
+
+    @property
+    def ends_well(self) -> bool:
+        """As if nothing had happened, or in a sentence where that cannot be."""
+        return self.is_refused_rightly if self.refusal else self.is_equal
+
+    @property
     def holds(self) -> bool:
-        """Whether the run ended as it should."""
+        """Whether the run was struck, and ended as it should."""
         return (
-            self.is_equal
+            self.is_struck
+            and self.ends_well
+            and self.is_plain
             and self.is_restored
             and self.intervals_redone <= 2
             and self.names_victim
@@ -79,9 +104,9 @@ def row(outcome: Outcome) -> dict[str, Any]:
 def write_tables(outcomes: Sequence[Outcome], path: Path) -> None:
     """A row a run, as a Markdown table at `path` and as JSON lines beside it."""
     columns = (
-        "run", "commit", "mode", "fault", "victim", "phase", "it was in", "steps made", "checkpoints before",
-        "noticed after, s", "restored", "newest good", "steps redone", "equal", "names victim", "nothing left",
-        "whole run, s",
+        "run", "commit", "mode", "fault", "victim", "phase", "it was in", "seen of the strike", "effect",
+        "steps made", "checkpoints before", "noticed after, s", "restored", "newest good", "steps redone", "equal",
+        "names victim", "nothing left", "no traceback", "whole run, s",
     )  # fmt: skip
     holding = sum(outcome.holds for outcome in outcomes)
     lines = ["# Outcomes of the fault campaign", ""]
@@ -89,11 +114,12 @@ def write_tables(outcomes: Sequence[Outcome], path: Path) -> None:
     lines += [f"{written} {holding} of {len(outcomes)} runs hold.", ""]
     lines += [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     for o in sorted(outcomes, key=lambda outcome: outcome.number):
+        effect = f"refused: {o.refusal}" if o.refusal else o.effect or "NONE"
         cells = (
             o.number, o.commit, o.mode, o.fault.kind, o.fault.victim, o.fault.phase, o.activity,
-            _text(o.steps_at_failure), ", ".join(map(str, o.checkpoints_before)), _text(o.noticed_after_s),
-            _text(o.restored), _yes(o.is_newest_good), _text(o.redone), _yes(o.is_equal), _yes(o.names_victim),
-            _yes(not o.left_behind), f"{o.seconds:.0f}",
+            o.evidence or "NOTHING", effect, _text(o.steps_at_failure), ", ".join(map(str, o.checkpoints_before)),
+            _text(o.noticed_after_s), _text(o.restored), _yes(o.is_newest_good), _text(o.redone), _yes(o.is_equal),
+            _yes(o.names_victim), _yes(not o.left_behind), _yes(o.is_plain), f"{o.seconds:.0f}",
         )  # fmt: skip
         lines.append(f"| {' | '.join(map(str, cells))} |")
     path.write_text("\n".join(lines) + "\n")
@@ -120,7 +146,12 @@ def cases(outcomes: Sequence[Outcome]) -> list[dict]:
     """How many runs are as they should be, of how many; a target is to be reached in every run."""
     total = len(outcomes)
     counts = {
-        "runs that end with the same metrics and parameters": sum(o.is_equal for o in outcomes),
+        "runs that hold: struck, and then all that is below": sum(o.holds for o in outcomes),
+        "runs that end with the same metrics and parameters, or say which file they cannot go on without": sum(
+            o.ends_well for o in outcomes
+        ),
+        "runs that were struck: the strike was seen, and what came of it": sum(o.is_struck for o in outcomes),
+        "runs that show no traceback": sum(o.is_plain for o in outcomes),
         "runs that go on from the newest good checkpoint, never from step 0": sum(o.is_restored for o in outcomes),
         "runs that redo one checkpoint interval, or two where the one between them was being written": sum(
             o.intervals_redone <= 2 for o in outcomes
@@ -137,9 +168,11 @@ def cases(outcomes: Sequence[Outcome]) -> list[dict]:
     ]
     informative = {
         "of these, runs that redo at most one interval": sum(o.intervals_redone <= 1 for o in outcomes),
-        "of these, runs that went on from a checkpoint: elsewhere the fault did no harm": sum(
-            o.restored is not None for o in outcomes
+        "of these, runs that went on from a checkpoint": sum(o.restored is not None for o in outcomes),
+        "of these, runs whose connection came back before anything failed": sum(
+            o.effect == "came back" for o in outcomes
         ),
+        "of these, runs that were refused when they were resumed": sum(bool(o.refusal) for o in outcomes),
         "of these, runs without --recover, which ended and were resumed": sum(o.mode == "by hand" for o in outcomes),
     }
     return found + [

@@ -1,10 +1,12 @@
 """Fault campaign: the main job, small, broken at recorded places, must end as if nothing had happened.
 
 Every run trains on two workers with two steps in flight and checkpoints written beside training. After two or three
-of these a fault strikes: a process is killed or stopped, a disk is full, a connection cut, an interface raises, a
-checkpoint is corrupted; in a phase that the schedule names. With `--recover auto` the run has to end by itself with the
-metrics and parameters of the run without a fault, bit for bit, from the newest good checkpoint. Some runs (`--without`)
-have no recovery: those have to end with a message that names the victim, and `--resume` has to finish them as well.
+of these a fault strikes, in a phase that the schedule names: a process is killed or stopped, the disk of the
+checkpoints or of the whole run is full, a connection cut, an interface raises, a checkpoint or a file of the run
+directory is damaged. Every strike is seen to strike, and something to come of it, or the run does not hold. With
+`--recover auto` the run has to end by itself with the metrics and parameters of the run without a fault, bit for bit,
+from the newest good checkpoint. Some runs (`--without`) have no recovery: those have to end with a message that names
+the victim, and `--resume` has to finish them as well, or to say which file it cannot go on without.
 
 The faults come from outside. Linux only; disks that can be filled are mounted in a namespace of their own (`unshare`).
 """
@@ -32,12 +34,12 @@ IN_NAMESPACE = "REALHF_FAULTS_IN_NAMESPACE"
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("--each", action="store_true", help="one run of each kind, and one without recovery")
-    parser.add_argument("--runs", type=int, default=72, help="with --recover auto (default 72)")
+    parser.add_argument("--runs", type=int, default=48, help="with --recover auto (default 48)")
     parser.add_argument("--without", type=int, default=12, help="further runs without recovery (default 12)")
     parser.add_argument("--seed", type=int, default=0, help="of the schedule")
     parser.add_argument("--only", type=int, nargs="+", metavar="RUN", help="of the schedule these runs alone")
     parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default 1)")
-    parser.add_argument("--call-timeout-s", type=float, default=30.0, help="of the runs (default 30)")
+    parser.add_argument("--call-timeout-s", type=float, default=20.0, help="of the runs (default 20)")
     parser.add_argument("--table", type=Path, metavar="FILE.md", help="a row a run; those in FILE.jsonl are done")
     arguments = parser.parse_args()
     if IN_NAMESPACE not in os.environ:  # mounts are then nobody else's, and go with the last process
