@@ -1,5 +1,6 @@
 """Checkpoints as boxes: each rank writes the boxes it owns, any layout reads the boxes it wants."""
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,34 @@ def save_model(
     finish(directory, model, DTYPE_NAME[dtype], {0: owned}, metadata)
 
 
+def fill(target: Tensor, found: Tensor, name: str, offset: Sequence[int]) -> None:
+    """Copies `found`, a part of a saved tensor, to `target` of the same shape, in the dtype of `target`.
+
+    `name` is the tensor's, behind that of its file; `offset` is where in it the values begin.
+
+    Raises:
+        UserError: a value is not finite, does not fit into the dtype, or is no second moment where it should be one.
+    """
+    with torch.no_grad():
+        target.copy_(found)
+    if not target.numel():
+        return
+    least = 0.0 if name.endswith("@exp_avg_sq") else -math.inf  # a mean of squares
+    lowest, highest = (float(x) for x in target.aminmax())  # both are NaN where one value is
+    if math.isfinite(lowest) and math.isfinite(highest) and lowest >= least:
+        return
+    place = tuple((~target.isfinite() | (target < least)).nonzero()[0].tolist())
+    value = found[place].item()
+    if not math.isfinite(value):
+        rule = "which no model can compute with"
+    elif value < least:
+        rule = "but a mean of squares is not below 0"
+    else:
+        rule = f"which is beyond {DTYPE_NAME[target.dtype]}"
+    at = [start + i for start, i in zip(offset, place, strict=True)]
+    raise UserError(f"{name} holds {value} at {at}, {rule}; use another checkpoint")
+
+
 class CheckpointReader:
     """Reads any box of a checkpoint, whatever layout it was saved under; only the parts wanted are read.
 
@@ -140,14 +169,14 @@ class CheckpointReader:
         return tensor
 
     def read_into(self, tensor: Tensor, box: Box) -> None:
-        """Fills `tensor`, of the shape of `box`, converting to its dtype. Raises as `read` does."""
+        """Fills `tensor`, of the shape of `box`, converting to its dtype. Raises as `read` and `fill` do."""
         if tuple(tensor.shape) != box.shape:
             raise ValueError(f"a tensor of shape {tuple(tensor.shape)} cannot take {box}")
         for file, saved in self._parts(box):
             common = box.intersect(saved.box)
             assert common is not None
-            with torch.no_grad():
-                tensor[common.slices_in(box)].copy_(self._slice(file, saved)[common.slices_in(saved.box)])
+            found = self._slice(file, saved)[common.slices_in(saved.box)]
+            fill(tensor[common.slices_in(box)], found, f"{self.directory / file}: {box.name}", common.offset)
 
     def _parts(self, box: Box) -> list[tuple[str, SavedBox]]:
         """The saved boxes that together make up `box`, with their files."""

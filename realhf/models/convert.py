@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 import torch
@@ -64,7 +65,7 @@ def to_boxes(conversion: Conversion, say: Say) -> None:
     model = source.model.with_head("scalar") if has_values else source.model
     _describe(f"{source.path}: Hugging Face {source.family.model_type}", model, say)
     reader = HuggingFaceReader(source.path, model)
-    dtype = conversion.dtype or _DTYPES[next(iter(source.tensors.values()))[1].dtype]
+    dtype = conversion.dtype or _dtype(source, model)
     shapes = {spec.name: spec.shape for spec in decoder_parameters(model)}
     owners: dict[int, list[Box]] = {}
     for rank, names in enumerate(in_parts(shapes, getattr(torch, dtype).itemsize, conversion.max_file_bytes)):
@@ -110,6 +111,19 @@ def to_hugging_face(conversion: Conversion, say: Say) -> None:
         say(f"wrote {path.name}, {path.stat().st_size:,} bytes")
     family = family_of(config_content(target / CONFIG_FILE)).model_type
     say(f"{target}: Hugging Face {family}, {conversion.dtype or reader.index.dtype}")
+
+
+def _dtype(source: HuggingFaceDirectory, model: DecoderConfig) -> DType:
+    """The one dtype of all parameters, as which boxes keep them. Raises UserError where there are several."""
+    tensors = {part.tensor: source.tensors[part.tensor][1].dtype for part in source.sources(model).values()}
+    of_dtype = {_DTYPES[dtype]: (name, dtype) for name, dtype in tensors.items()}
+    if len(of_dtype) > 1:
+        (first, first_dtype), (second, second_dtype) = list(of_dtype.values())[:2]
+        raise UserError(
+            f"{source.path} has tensors of several dtypes ({first} is {first_dtype}, {second} is {second_dtype}), and "
+            f"a checkpoint of boxes has one; choose it by --dtype, of {', '.join(get_args(DType))}"
+        )
+    return next(iter(of_dtype))
 
 
 def _architecture(reader: CheckpointReader) -> DecoderConfig:

@@ -3,7 +3,7 @@
 A launcher finds out with it, from the headers of the files, whether a model can be loaded before anything starts.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cached_property
 from pathlib import Path
 
@@ -34,6 +34,7 @@ COMPANION_FILES = (
 )
 
 _DTYPES = ("F64", "F32", "BF16", "F16")
+_CHUNK_BYTES = 2**24
 _HEADS = ("lm_head.weight", "score.weight")
 
 
@@ -100,6 +101,8 @@ class HuggingFaceDirectory:
                     "config.json does not have; choose a checkpoint whose files and config.json belong together"
                     + (", or a new head (new_head=True)" if name in _HEADS else "")
                 )
+        if model.tied_embeddings and "lm_head.weight" in self.tensors:
+            self._check_tied(self.sources(model)["model.embed_tokens.weight"].tensor)
 
     def _check_architecture(self, model: DecoderConfig) -> None:
         ours, theirs = (msgspec.to_builtins(m.with_head("scalar")) for m in (model, self.model))
@@ -110,6 +113,18 @@ class HuggingFaceDirectory:
             raise UserError(
                 f"checkpoint {self.path} is of another architecture: {', '.join(differing)}; take the model's "
                 "architecture from its config.json or choose another checkpoint"
+            )
+
+    def _check_tied(self, embedding: str) -> None:
+        """Raises UserError where the output embedding that is stored too is not `embedding`: transformers, which then
+        does not tie the two, would make another model of it."""
+        (path, ours), (head_path, theirs) = self.tensors[embedding], self.tensors["lm_head.weight"]
+        is_alike = (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+        if not is_alike or any(a != b for a, b in zip(_content(path, ours), _content(head_path, theirs), strict=True)):
+            raise UserError(
+                f"checkpoint {self.path} ties the output embedding to {embedding} (tie_word_embeddings of its "
+                f"config.json), but {head_path.name} holds another lm_head.weight; set tie_word_embeddings to false "
+                "there, which keeps both, or remove lm_head.weight from the file"
             )
 
     def _check_tensor(self, source: Source, model: DecoderConfig) -> None:
@@ -154,6 +169,15 @@ class HuggingFaceDirectory:
             if Path(file).name != file:
                 raise UserError(f"{path} names the file {file!r}, which is not a plain name; use another checkpoint")
         return weight_map
+
+
+def _content(path: Path, entry: HeaderEntry) -> Iterator[bytes]:
+    """The bytes of a tensor, in parts whose sizes depend on nothing but how many there are."""
+    start, stop = entry.data_offsets
+    with path.open("rb") as file:
+        file.seek(8 + int.from_bytes(file.read(8), "little") + start)
+        for at in range(start, stop, _CHUNK_BYTES):
+            yield file.read(min(_CHUNK_BYTES, stop - at))
 
 
 def is_hugging_face(directory: Path | str) -> bool:

@@ -15,7 +15,7 @@ from realhf.api.errors import UserError
 from realhf.api.files import write_atomically
 from realhf.api.hugging_face import family_of, write_config
 from realhf.api.model import DecoderConfig, DType
-from realhf.models.checkpoint import TORCH_DTYPE, CheckpointReader
+from realhf.models.checkpoint import TORCH_DTYPE, CheckpointReader, fill
 from realhf.models.checkpoint_index import replace_directory, staging_directory
 from realhf.models.hugging_face import Source, sources
 from realhf.models.hugging_face_files import (
@@ -58,7 +58,7 @@ class HuggingFaceReader:
         """Fills `tensor`, of the shape of `box`, converting to its dtype.
 
         Raises:
-            UserError: a file cannot be read.
+            UserError: a file cannot be read, or as `fill`.
         """
         if tuple(tensor.shape) != box.shape:
             raise ValueError(f"a tensor of shape {tuple(tensor.shape)} cannot take {box}")
@@ -72,8 +72,9 @@ class HuggingFaceReader:
             raise UserError(
                 f"{path} cannot be read at {source.tensor} ({error}); restore it or use another checkpoint"
             ) from error
-        with torch.no_grad():
-            tensor.copy_(found.T if source.transposed else found)
+        if source.transposed:
+            tensor = tensor.T
+        fill(tensor, found, f"{path}: {source.tensor}", [place.start for place in _slices(source, box)])
 
 
 def open_checkpoint(

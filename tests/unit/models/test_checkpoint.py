@@ -1,6 +1,7 @@
 """Checkpoints: written under one layout, read under another; damaged ones are refused with the reason."""
 
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Callable
@@ -44,13 +45,14 @@ def layout(dp: int, tp: int, pp: int, first: int = 0) -> Layout:
 def random_state(model: DecoderConfig, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
     """Parameters in `dtype`, states beside them in float32."""
     generator = torch.Generator().manual_seed(1)
-    return {
+    state = {
         of_kind(Box(spec.name, (), ()), kind).name: torch.randn(
             spec.shape, generator=generator, dtype=torch.float64
         ).to(torch.float32 if kind else dtype)
         for spec in decoder_parameters(model)
         for kind in KINDS
     }
+    return {name: tensor.abs() if name.endswith("@exp_avg_sq") else tensor for name, tensor in state.items()}
 
 
 def slice_of(state: dict[str, torch.Tensor], box: Box) -> torch.Tensor:
@@ -338,6 +340,30 @@ def test_reader_names_what_is_wrong(tmp_path: Path) -> None:
     (target / "index.json").unlink()
     with pytest.raises(UserError, match=r"no complete checkpoint"):
         CheckpointReader(target)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "dtype", "rule"),
+    [
+        ("model.layers.3.mlp.down_proj.weight", math.nan, torch.float32, "which no model can compute with"),
+        ("model.layers.3.mlp.down_proj.weight", -math.inf, torch.float32, "which no model can compute with"),
+        ("model.layers.3.mlp.down_proj.weight@exp_avg", math.inf, torch.float32, "which no model can compute with"),
+        ("model.layers.3.mlp.down_proj.weight@exp_avg_sq", -0.5, torch.float32, "but a mean of squares is not below 0"),
+        ("model.layers.3.mlp.down_proj.weight", 3.4e38, torch.bfloat16, "which is beyond bfloat16"),
+    ],
+)
+def test_a_value_that_no_model_can_have(tmp_path: Path, name: str, value: float, dtype: torch.dtype, rule: str) -> None:
+    """Only the rank that loads it sees it, and names where in the whole tensor it is, whoever saved which part."""
+    state = random_state(MODEL)
+    state[name][5, 30] = value
+    save(tmp_path / "step", MODEL, layout(1, 2, 1), state)
+    reader = CheckpointReader(tmp_path / "step")
+    reader.read_into(torch.empty(24, 30, dtype=dtype), Box(name, (0, 0), (24, 30)))
+    with pytest.raises(UserError) as error:
+        reader.read_into(torch.empty(4, 18, dtype=dtype), Box(name, (4, 18), (4, 18)))
+    (file,) = (path for path in (tmp_path / "step").glob("boxes-*") if str(path) in str(error.value))
+    shown = f"{torch.tensor(value).item()}"
+    assert str(error.value) == f"{file}: {name} holds {shown} at [5, 30], {rule}; use another checkpoint"
 
 
 def test_a_file_whose_header_is_overwritten_is_named(tmp_path: Path) -> None:

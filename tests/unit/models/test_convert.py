@@ -1,6 +1,8 @@
 """`realhf convert`: there and back, exact; what it says; what it refuses."""
 
 import json
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from realhf.api.errors import UserError
@@ -18,7 +20,8 @@ from realhf.api.interface import InterfaceConfig
 from realhf.cli import main
 from realhf.models.checkpoint import CheckpointReader, save_model
 from realhf.models.convert import Conversion, convert
-from tests.unit.models.families import Oracle, config_class, distance, oracle
+from realhf.models.parameters import decoder_parameters
+from tests.unit.models.families import Oracle, config_class, distance, oracle, whole_box
 from tests.unit.models.test_hugging_face_files import GPT2_SIZES, SIZES
 
 
@@ -74,6 +77,27 @@ def test_gpt2_in_bfloat16_and_back_from_a_checkpoint_without_a_tokenizer(tmp_pat
     ours, wanted = loaded.state_dict(), theirs.hf.state_dict()
     assert ours.keys() == wanted.keys()
     assert all(torch.equal(ours[name], wanted[name].bfloat16()) for name in wanted)
+
+
+def test_tensors_of_several_dtypes(mistral: Oracle, tmp_path: Path) -> None:
+    source = tmp_path / "mixed"
+    shutil.copytree(mistral.directory, source)
+    tensors = load_file(source / "model.safetensors")
+    exact = tensors["model.norm.weight"]
+    coarse = {name: tensor.bfloat16() for name, tensor in tensors.items()} | {"model.norm.weight": exact}
+    save_file(coarse, source / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UserError) as error:
+        run(source=str(source), target=str(tmp_path / "boxes"))
+    assert re.fullmatch(
+        rf"{source} has tensors of several dtypes \((\S+ is BF16, model\.norm\.weight is F32|model\.norm\.weight is "
+        rf"F32, \S+ is BF16)\), and a checkpoint of boxes has one; choose it by --dtype, of float32, float64, bfloat16",
+        str(error.value),
+    )
+    assert list(tmp_path.iterdir()) == [source]
+    run(source=str(source), target=str(tmp_path / "boxes"), dtype="float32")
+    reader = CheckpointReader(tmp_path / "boxes")
+    for spec in decoder_parameters(mistral.config):
+        assert torch.equal(reader.read(whole_box(spec.name, spec.shape)), coarse[spec.name].float())
 
 
 def test_a_scalar_head(mistral: Oracle, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from realhf.api.errors import UserError
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
@@ -18,7 +19,8 @@ from realhf.models.hugging_face_files import HuggingFaceDirectory, check_checkpo
 from realhf.models.hugging_face_weights import HuggingFaceReader
 from realhf.models.parameters import decoder_parameters
 from realhf.realloc.layout import device_boxes
-from tests.unit.models.families import config_class, oracle, whole_box
+from tests.unit.engine.losses import random_batch, split_like
+from tests.unit.models.families import Oracle, config_class, distance, load, oracle, whole_box
 
 SIZES = {
     "hidden_size": 16,
@@ -135,6 +137,57 @@ def test_an_index_that_names_a_missing_file(saved: Path, tmp_path: Path) -> None
     index = {"weight_map": {"lm_head.weight": "model.safetensors", "model.more": "model.safetensors"}}
     (directory / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(directory, "lacks the tensor model.more that the index puts there")
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_a_weight_that_is_not_finite(family: str, tmp_path: Path) -> None:
+    """The rank that loads it names it by the file's own tensor: GPT-2's is transposed, and holds three parameters."""
+    theirs = oracle(config_class(family)(**(GPT2_SIZES if family == "gpt2" else SIZES)), tmp_path, torch.float32)
+    path = tmp_path / "model.safetensors"
+    content = load_file(path)
+    name = "transformer.h.1.attn.c_attn.weight" if family == "gpt2" else "model.layers.1.self_attn.k_proj.weight"
+    row, column = (7, 16 + 11) if family == "gpt2" else (6, 7)
+    content[name][row, column] = torch.nan
+    save_file(content, path, metadata={"format": "pt"})
+    layout = Layout(DeviceMesh(0, 2), ParallelStrategy(tp=2))
+    refusals = []
+    for device in layout.mesh.devices:
+        reader = HuggingFaceReader(tmp_path, theirs.config)
+        for box in device_boxes(theirs.config, layout, device):
+            try:
+                reader.read(box)
+            except UserError as error:
+                refusals.append((device, box.name, str(error)))
+    message = f"{path}: {name} holds nan at [{row}, {column}], which no model can compute with; use another checkpoint"
+    assert refusals == [(1, "model.layers.1.self_attn.k_proj.weight", message)]
+
+
+@pytest.mark.parametrize("family", ["qwen2", "gpt2"])
+def test_a_tied_head_that_is_stored_too(family: str, tmp_path: Path) -> None:
+    """Equal to the embedding it is no news; else transformers takes both, and so do we where the config says so."""
+    sizes = GPT2_SIZES if family == "gpt2" else SIZES
+    theirs = oracle(config_class(family)(**sizes | {"tie_word_embeddings": True}), tmp_path, torch.float32)
+    embedding = theirs.hf.get_input_embeddings().weight.detach()
+    edit(tmp_path, lm_head__weight=embedding.clone())
+    check_checkpoint(tmp_path, theirs.config)
+    other = embedding + torch.arange(12)[:, None]
+    for head in (other, other[:11], embedding.bfloat16()):
+        edit(tmp_path, lm_head__weight=head.contiguous())
+        refused(
+            tmp_path,
+            "(tie_word_embeddings of its config.json), but model.safetensors holds another lm_head.weight; set "
+            "tie_word_embeddings to false there, which keeps both, or remove lm_head.weight from the file",
+        )
+    edit(tmp_path, lm_head__weight=other)
+    untied = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert torch.equal(untied.lm_head.weight, other)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
+    model = HuggingFaceDirectory(tmp_path).model
+    batch = random_batch(model, 2, lengths=(2, 9))
+    ours = load(tmp_path, model, torch.float32).forward(batch, "tokens", split_like, 1)["output"]
+    wanted = Oracle(untied, tmp_path, torch.float32).logits(batch.data["tokens"])
+    assert distance(torch.cat(ours), wanted) < 1e-5
 
 
 def test_an_index_that_cannot_be_decoded(saved: Path, tmp_path: Path) -> None:
