@@ -56,17 +56,22 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments, rest = top.parse_known_args(words)
         if rest and not arguments.takes_experiment_fields:
             top.error(f"unknown arguments: {' '.join(rest)}")
-        arguments.overrides = rest
+        arguments.overrides, arguments.words = rest, words
         code: int = arguments.execute(arguments)
         return code
     except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _print_error(f"error: {error}", error)
         return 2
     except RunError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _print_error(f"error: {error}", error)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as error:
         if argv is None:  # this process ends now: a second Ctrl-C must not turn its exit code into a signal's
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        print("interrupted", file=sys.stderr)
+        _print_error("interrupted", error)
         return 130
+
+
+def _print_error(text: str, error: BaseException) -> None:
+    """With the notes of the error behind it: what was saved, and how to go on."""
+    print(text, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)

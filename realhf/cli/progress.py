@@ -1,7 +1,8 @@
 """What a person sees while a run goes on, and the table at its end."""
 
 import sys
-from collections.abc import Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,12 +13,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from realhf.cli.durations import duration
 from realhf.report.run_data import CallTime, call_times, read_run
+from realhf.scheduler.activity import read_activity
+from realhf.scheduler.base import MASTER, worker_name
 from realhf.scheduler.run_directory import RunDirectory
 
 # Statistics shown beside the step, those that exist.
 SHOWN = ("reward_mean", "accuracy", "loss", "actor_loss", "kl", "tokens_per_s")
 PLAIN_LINES_EVERY_S = 2.0
+# After so long without a line another says what the run is at; each time twice as long is waited for the next one.
+SILENCE_S = 60.0
 
 
 class Tail:
@@ -43,11 +49,18 @@ class Tail:
 
 
 class Progress:
-    """A bar on a terminal, a line now and then elsewhere."""
+    """A bar on a terminal, a line now and then elsewhere; and lines that say how far a start is.
 
-    def __init__(self, directory: RunDirectory, steps: int, step: int = 0):
+    Args:
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, directory: RunDirectory, steps: int, step: int = 0, clock: Callable[[], float] = time.monotonic):
         self.step = step
-        self._steps = steps
+        self._steps, self._directory, self._clock = steps, directory, clock
+        self._begun_s = self._said_s = clock()
+        self._silence_s = SILENCE_S
+        self._is_starting, self._phase = True, ""
         self._metrics, self._evaluations = Tail(directory.metrics), Tail(directory.evaluations)
         self._skip()
         self._console = Console(stderr=True)
@@ -83,6 +96,13 @@ class Progress:
         self.step = step
         self._skip()
 
+    def begin(self, num_workers: int) -> None:
+        """The processes of the run are about to be started, maybe once more."""
+        self._begun_s, self._silence_s = self._clock(), SILENCE_S
+        self._is_starting, self._phase = True, ""
+        workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
+        self.say(f"starting the master and {workers}; logs in {self._directory.logs}")
+
     def _skip(self) -> None:
         self._metrics.skip()
         self._evaluations.skip()
@@ -99,10 +119,29 @@ class Progress:
             self.say(f"evaluation after step {evaluation['step']}: {_format(evaluation)}")
         for metrics in self._metrics.read():
             self.step = metrics["step"]
+            self._is_starting, self._silence_s = False, SILENCE_S
             if self._bar is not None:
                 self._bar.update(self._task, completed=self.step, description=_format(metrics, SHOWN))
             elif metrics["calls"] and self._is_due(metrics):
                 self.say(f"step {self.step}/{self._steps} {metrics['time_s']:.2f} s  {_format(metrics, SHOWN)}")
+        self._tell_phase()
+
+    def _tell_phase(self) -> None:
+        """Says what the master notes that it does, before the first step has ended and after the last one; in between
+        only where nothing was said for long."""
+        activity = read_activity(self._directory.activity(MASTER))
+        phase = activity.text.removeprefix("setup: ") if activity else self._job or "the master has not begun yet"
+        now_s = self._clock()
+        is_news = phase != self._phase and activity is not None and (self._is_starting or self.step >= self._steps)
+        if not (is_news and now_s - self._said_s >= PLAIN_LINES_EVERY_S) and now_s - self._said_s < self._silence_s:
+            return
+        if not is_news:
+            self._silence_s *= 2
+            if worker := read_activity(self._directory.activity(worker_name(0))):
+                phase += f"; worker 0: {worker}"
+        else:
+            self._phase, self._silence_s = phase, SILENCE_S
+        self.say(f"after {duration(now_s - self._begun_s)}: {phase}")
 
     def _is_due(self, metrics: dict[str, Any]) -> bool:
         end_s = max(call["end"] for call in metrics["calls"].values())
@@ -113,6 +152,7 @@ class Progress:
 
     def say(self, text: str) -> None:
         """Shows a line beside the progress."""
+        self._said_s = self._clock()
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, soft_wrap=True)
         else:
@@ -130,9 +170,9 @@ def call_table(times: Sequence[CallTime]) -> Table:
     table.add_column("call")
     for column in ("measured (median)", "predicted", "measured / predicted"):
         table.add_column(column, justify="right")
-    for time in times:
-        numbers = (time.measured_s, time.predicted_s, time.ratio)
-        table.add_row(time.call, *("-" if number is None else f"{number:.3f}" for number in numbers))
+    for row in times:
+        numbers = (row.measured_s, row.predicted_s, row.ratio)
+        table.add_row(row.call, *("-" if number is None else f"{number:.3f}" for number in numbers))
     return table
 
 

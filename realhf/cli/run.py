@@ -12,6 +12,7 @@ from realhf.api.run import Run
 from realhf.api.status import Status, write_status
 from realhf.cli.experiment import add_experiment_arguments
 from realhf.cli.fewer import recovery_of
+from realhf.cli.going_on import NOT_KEPT, going_on
 from realhf.cli.interruption import Interruption
 from realhf.cli.progress import Progress, print_summary
 from realhf.cli.replanning import Replanner
@@ -48,7 +49,7 @@ def add_command(commands: Any) -> None:
     )
     add_experiment_arguments(command)
     command.add_argument("--run-dir", type=Path, help="where everything is written (default runs/NAME-TIME)")
-    command.add_argument("--launcher", choices=("local", "slurm"), default="local")
+    command.add_argument("--launcher", choices=("local", "slurm"))
     command.add_argument("--record", nargs="+", metavar="KEY", help="write these keys' data to rollouts/")
     command.add_argument(
         "--replay", type=_absolute, metavar="FOLDER", help="a rollouts/ folder whose responses are taken, none drawn"
@@ -82,10 +83,10 @@ def add_command(commands: Any) -> None:
     slurm.add_argument("--time-limit", help="as sbatch --time")
     slurm.add_argument("--nodelist", help="as sbatch --nodelist (default: that of @auto)")
     slurm.add_argument("--cpu-only", action="store_true", help="the nodes have no GPUs; ask for none")
-    slurm.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="a further sbatch option")
-    slurm.add_argument("--queue-timeout-s", type=float, default=86_400.0, help="longest to wait for the job to start")
+    slurm.add_argument("--sbatch", action="append", metavar="OPTION", help="a further sbatch option")
+    slurm.add_argument("--queue-timeout-s", type=float, help="longest to wait for the job to start")
     slurm.add_argument("--dry-run", action="store_true", help="print the sbatch text and submit nothing")
-    command.set_defaults(execute=execute)
+    command.set_defaults(execute=execute, **NOT_KEPT)
 
 
 def _add_checkpoint_arguments(command: argparse.ArgumentParser) -> None:
@@ -115,12 +116,9 @@ def _add_checkpoint_arguments(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--recover",
         choices=("auto", "never"),
-        default="never",
         help="auto: when a process dies or hangs, restart all from the newest good checkpoint (default never)",
     )
-    group.add_argument(
-        "--max-restarts", type=_positive_int, default=3, metavar="K", help="of --recover auto, in all (default 3)"
-    )
+    group.add_argument("--max-restarts", type=_positive_int, metavar="K", help="of --recover auto, in all (default 3)")
     group.add_argument(
         "--min-workers",
         type=_positive_int,
@@ -132,7 +130,6 @@ def _add_checkpoint_arguments(command: argparse.ArgumentParser) -> None:
         "--fallback-plan",
         type=Path,
         action="append",
-        default=[],
         metavar="PLAN",
         help="take this plan.json where workers are lost and it fits, rather than search for one; may be repeated, "
         "the largest that fits is taken",
@@ -147,7 +144,6 @@ def _add_replanning_arguments(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--replan",
         choices=("off", "suggest", "switch"),
-        default="off",
         help="suggest: search the plan again in the background, with the measured times, and say what it would gain; "
         "switch: also change to it at a checkpoint where that pays (default off: only say that times have drifted)",
     )
@@ -213,8 +209,10 @@ def _carry_out(run: Run, directory: RunDirectory, arguments: argparse.Namespace)
 
         def on_restart(reason: str, again: Run) -> None:
             progress.restart(reason, again.spec.resume_step)
+            progress.begin(again.spec.num_workers)
             replanner.started(again)
 
+        progress.begin(run.spec.num_workers)
         try:
             run_to_end(
                 run,
@@ -225,13 +223,16 @@ def _carry_out(run: Run, directory: RunDirectory, arguments: argparse.Namespace)
                 on_restart=on_restart,
             )
             note(directory.events, "ended", steps)
-        except (KeyboardInterrupt, RunError) as error:
+        except (KeyboardInterrupt, RunError, UserError) as error:
             # The last word, since the master may have been killed, or ended because somebody else was.
             with interruption.ignored():
                 progress.update()
-                state: Literal["failed", "interrupted"] = "failed" if isinstance(error, RunError) else "interrupted"
+                is_interrupted = isinstance(error, KeyboardInterrupt)
+                state: Literal["failed", "interrupted"] = "interrupted" if is_interrupted else "failed"
                 note(directory.events, state, progress.step, str(error))
-                status = Status(state=state, step=progress.step, steps=steps, message=str(error))
+                error.add_note(going_on(run, directory, arguments, progress.step))
+                message = "\n".join(filter(None, [str(error), *error.__notes__]))
+                status = Status(state=state, step=progress.step, steps=steps, message=message)
                 with contextlib.suppress(OSError):  # on a full disk: what went wrong is said below
                     write_status(directory.status, status)
             raise

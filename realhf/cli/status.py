@@ -10,7 +10,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from realhf.report.run_status import ENDED, ProcessState, RunStatus, read_run_status
+from realhf.cli.durations import duration
+from realhf.report.run_status import ENDED, FINISHED, ProcessState, RunStatus, read_run_status
 from realhf.scheduler.run_directory import RunDirectory
 
 DESCRIPTION = """Says where a run stands: steps, speed, time left, what each process is doing, memory, checkpoints and
@@ -61,7 +62,9 @@ def summary(status: RunStatus) -> list[str]:
     if status.silent_s is not None:
         lines.append(f"last sign of life {duration(status.silent_s)} ago")
     if status.state == "lost":
-        lines.append("its processes are gone or hang: go on from the last checkpoint with --resume")
+        saved = f"the checkpoint after step {status.checkpoints[-1]} with --resume" if status.checkpoints else ""
+        go_on = f"go on from {saved}" if saved else "there is no checkpoint, start anew"
+        lines.append(f"its processes are gone or hang: {go_on}")
     if status.checkpoints:
         age = f", {duration(status.checkpoint_age_s)} ago" if status.checkpoint_age_s is not None else ""
         lines.append(f"checkpoints: {len(status.checkpoints)}, the newest after step {status.checkpoints[-1]}{age}")
@@ -73,36 +76,25 @@ def summary(status: RunStatus) -> list[str]:
 
 
 def process_table(status: RunStatus) -> Table:
-    """A row a process: what it is doing (of a run that is over: what it did last), for how long, and its memory."""
+    """A row a process: what it is doing (of a run that broke: what it did last), for how long, and its memory."""
     limit = f"limit {status.memory_limit_bytes / MIB:,.0f} MiB" if status.memory_limit_bytes else None
     table = Table(caption=limit, caption_justify="left")
     table.add_column("process")
-    table.add_column("did last" if status.state in (*ENDED, "lost") else "is doing")
-    for column in ("since", "memory in the last step", "predicted"):
+    with_activity = status.state != FINISHED  # of processes that have ended well it tells nothing
+    if with_activity:
+        table.add_column("did last" if status.state in (*ENDED, "lost") else "is doing")
+        table.add_column("since", justify="right")
+    for column in ("memory in the last step", "predicted"):
         table.add_column(column, justify="right")
     for process in status.processes:
-        table.add_row(*_cells(process))
+        activity = _activity(process) if with_activity else ()
+        table.add_row(process.name, *activity, _mib(process.peak_bytes), _mib(process.predicted_bytes))
     return table
 
 
-def _cells(process: ProcessState) -> tuple[str, ...]:
-    since = "-" if process.since_s is None else duration(process.since_s)
-    return process.name, process.activity or "-", since, _mib(process.peak_bytes), _mib(process.predicted_bytes)
+def _activity(process: ProcessState) -> tuple[str, str]:
+    return process.activity or "-", "-" if process.since_s is None else duration(process.since_s)
 
 
 def _mib(size_bytes: int | None) -> str:
     return "-" if size_bytes is None else f"{size_bytes / MIB:,.0f} MiB"
-
-
-def duration(seconds: float) -> str:
-    """In the two largest units: "4.2 s", "3 min 20 s", "2 h 5 min", "3 d 4 h"."""
-    if seconds < 10:
-        return f"{seconds:.1f} s"
-    whole = round(seconds)
-    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
-    largest = next(i for i, (_, size) in enumerate(units) if whole >= size)
-    parts: list[str] = []
-    for name, size in units[largest : largest + 2]:
-        count, whole = divmod(whole, size)
-        parts.append(f"{count} {name}" if count or not parts else "")
-    return " ".join(filter(None, parts))

@@ -84,7 +84,7 @@ class Master:
             RunError: a worker failed, fell silent, or did not answer in time.
         """
         self._write_status("starting")
-        self._recorder.set("setup: waiting for the workers")
+        self._record_setup()
         receiver = asyncio.create_task(self._receive())
         watchdog = asyncio.create_task(self._watch())
         saver = asyncio.create_task(self._saver.run())
@@ -126,7 +126,7 @@ class Master:
         while step < steps:
             first, step = step, borders.next(step)
             self._previous_end = time.time()
-            self._recorder.set(f"steps {first + 1} to {step}")
+            self._recorder.set(f"training, steps {first + 1} to {step}")
             await self._train(first, step)
             borders.reached(first, step)
             if borders.evaluates_after(step):
@@ -145,6 +145,14 @@ class Master:
         await self._saver.settle()
         for worker in range(self._num_workers):
             await self._server.send(worker, Shutdown())
+
+    def _record_setup(self) -> None:
+        """How far the start is: the workers that have come, and what the first of those that are not ready does."""
+        texts = [f"setup: {self._signs.num_heard} of {self._num_workers} workers connected, {len(self._ready)} ready"]
+        busy = (worker for worker in range(self._num_workers) if worker not in self._ready)
+        doing = ((worker, self._signs.activity(worker, "").removeprefix("setup: ")) for worker in busy)
+        texts += [f"worker {worker}: {what}" for worker, what in doing if what][:1]
+        self._recorder.set("; ".join(texts))
 
     async def _wait_until_ready(self) -> None:
         timeout_s = self._run.spec.setup_timeout_s
@@ -254,6 +262,8 @@ class Master:
                 case Failure():
                     cause = await self._explain(worker, message)
                     raise await self._with_stacks(cause) if message.blames_peer else cause
+            if self._state == "starting":
+                self._record_setup()
 
     def _take(self, worker: int, message: Reply | CheckpointWritten) -> None:
         if isinstance(message, Reply):

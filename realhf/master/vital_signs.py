@@ -35,6 +35,11 @@ class VitalSigns:
         """What a worker said last that it was doing."""
         return self._activity.get(worker, otherwise)
 
+    @property
+    def num_heard(self) -> int:
+        """How many workers were heard of at all."""
+        return len(self._heard)
+
     def silent(self, longer_than_s: float) -> list[int]:
         """The workers that were not heard of for so long."""
         now = self._clock()

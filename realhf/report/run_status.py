@@ -1,7 +1,10 @@
 """Where a run stands: how far it is and how fast, what each of its processes is doing, what went wrong so far."""
 
+import re
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from realhf.api.plan import ExecutionPlan
@@ -18,12 +21,15 @@ METRICS_TAIL_BYTES = 2**20
 # The master writes its status every second; the supervisor gives up one that is silent for this long.
 SILENCE_S = 60.0
 STARTS = ("started", "resumed", "restarted")
-ENDED = ("done", "failed", "interrupted")
+FINISHED = "finished"
+ENDED = (FINISHED, "failed", "interrupted")
+# Of a run whose launching process is gone less is waited for: its master, if it lived, would write every second.
+ORPHAN_SILENCE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessState:
-    """One process: what it noted last and how many seconds ago (None: nothing yet).
+    """One process: what it noted last and how many seconds ago (None: nothing yet, or the run has finished).
 
     `peak_bytes` is the most that models and data took in the last step, None where it was not measured;
     `predicted_bytes` what the plan expects at most.
@@ -48,9 +54,10 @@ class Speed:
 class RunStatus:
     """Where a run stands at one moment; times are in seconds.
 
-    `state` is that of `status.json`, "lost" where a running run has written none for `SILENCE_S`, and "not started"
-    where there is none. `silent_s` is since when nothing was heard of a run that is not over, `remaining_s` what is
-    left at the present speed. `last_failure` is the first line of the newest failure's message.
+    `state` is that of `status.json`, "finished" where all steps have been made, "not started" where there is none, and
+    "lost" where a run that is not over says nothing any more: a running one for `SILENCE_S`, any other whose
+    launching process is seen to be gone. `silent_s` is since when nothing was heard of a run that is not over,
+    `remaining_s` what is left at the present speed. `last_failure` is the first line of the newest failure's message.
     """
 
     path: str
@@ -77,12 +84,16 @@ def read_run_status(directory: RunDirectory, now_s: float) -> RunStatus:
     Raises:
         UserError: the directory is none of a run, or one of its files is damaged.
     """
+    is_orphan = _is_orphan(directory)  # before its last word is read: it may be about to end well
     plan, status = plan_of(directory), status_of(directory)
     metrics = read_json_lines(directory.metrics, tail_bytes=METRICS_TAIL_BYTES)
     events = read_events(directory.events)
     state: str = status.state if status else "not started"
+    state = FINISHED if state == "done" else state
     silent_s = max(0.0, now_s - status.updated) if status and state not in ENDED else None
-    if state == "running" and silent_s is not None and silent_s > SILENCE_S:
+    if silent_s is not None and (
+        (state == "running" and silent_s > SILENCE_S) or (is_orphan and silent_s > ORPHAN_SILENCE_S)
+    ):
         state = "lost"
     step, steps = (status.step, status.steps) if status else (0, 0)
     speed = speed_of(metrics, events)
@@ -100,13 +111,25 @@ def read_run_status(directory: RunDirectory, now_s: float) -> RunStatus:
         silent_s=silent_s,
         speed=speed,
         remaining_s=speed.step_s * (steps - step) if speed and state == "running" else None,
-        processes=_processes(directory, plan, metrics, now_s),
+        processes=_processes(directory, plan, metrics, now_s, was_good=state == FINISHED),
         checkpoints=tuple(checkpoints),
         checkpoint_age_s=max(0.0, now_s - written[-1].time_s) if written else None,
         restarts=sum(event.event == "restarted" for event in events),
         last_failure=failures[-1].message.partition("\n")[0] if failures else "",
         memory_limit_bytes=plan.rationale.device_memory_bytes if plan.rationale else None,
     )
+
+
+def _is_orphan(directory: RunDirectory) -> bool:
+    """Whether the launching process has ended on this machine, and with it all that it started; jobs live on."""
+    try:
+        holder = (directory.launcher / "launcher.lock").read_text()
+    except OSError:
+        return False
+    if (directory.launcher / "job.sbatch").exists():
+        return False
+    found = re.fullmatch(r"process (\d+) on (.+)", holder)
+    return found is not None and found[2] == socket.gethostname() and not Path("/proc", found[1]).exists()
 
 
 def speed_of(metrics: Sequence[dict[str, Any]], events: Sequence[Event]) -> Speed | None:
@@ -128,12 +151,12 @@ def _end_s(line: dict[str, Any]) -> float:
 
 
 def _processes(
-    directory: RunDirectory, plan: ExecutionPlan, metrics: Sequence[dict[str, Any]], now_s: float
+    directory: RunDirectory, plan: ExecutionPlan, metrics: Sequence[dict[str, Any]], now_s: float, *, was_good: bool
 ) -> tuple[ProcessState, ...]:
     peaks = metrics[-1].get("peak_bytes", []) if metrics else []
     found = []
     for name, worker in [(MASTER, None), *((worker_name(i), i) for i in range(plan.num_devices))]:
-        activity = read_activity(directory.activity(name))
+        activity = None if was_good else read_activity(directory.activity(name))
         predicted = plan.rationale.memory_of(worker) if plan.rationale and worker is not None else None
         found.append(
             ProcessState(

@@ -173,8 +173,14 @@ def test_the_command_is_told_to_end(number: signal.Signals, start: StartRun) -> 
     run = start_ppo(start)
     run.process.send_signal(number)
     assert run.end() == 130
-    assert run.text.rstrip().endswith("interrupted")
+    first, *_, last, saved, anew = run.text.rstrip().splitlines()
+    assert first == f"starting the master and 2 workers; logs in {run.path / 'logs'}"
+    assert last == "interrupted"
+    why = "no checkpoint was due before step 10000; --checkpoint-every N saves on the way"
+    assert saved == f"nothing was saved: {why}"
+    assert re.match(r"start anew with: realhf run experiments/ppo\.py .*--steps 10000 .*--run-dir \S+/run-2$", anew)
     assert run.status["state"] == "interrupted"
+    assert run.status["message"] == f"{saved}\n{anew}"
     assert run.status["step"] == (run.path / "metrics.jsonl").read_bytes().count(b"\n")
 
 

@@ -7,6 +7,7 @@ import msgspec
 import pytest
 
 from realhf.cli.progress import Progress, Tail
+from realhf.scheduler.activity import ActivityWriter
 from realhf.scheduler.run_directory import RunDirectory
 
 
@@ -52,3 +53,59 @@ def test_a_line_now_and_then_and_one_at_the_end(tmp_path: Path, capsys: pytest.C
         "step 3/4 1.00 s  tokens_per_s 10",
         "step 4/4 1.00 s  tokens_per_s 10",
     ]
+
+
+class Clock:
+    now_s = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_start_tells_its_phases_until_its_first_step_has_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, clock = RunDirectory.create(tmp_path / "run"), Clock()
+    with Progress(directory, steps=4, clock=clock) as progress:
+
+        def at(seconds: float) -> list[str]:
+            clock.now_s = 1000.0 + seconds
+            progress.update()
+            return capsys.readouterr().err.splitlines()
+
+        clock.now_s = 1000.0
+        progress.begin(2)
+        assert at(0) == [f"starting the master and 2 workers; logs in {directory.logs}"]
+        assert at(59) == []
+        assert at(61) == ["after 1 min 1 s: the master has not begun yet"]
+        master, worker = (ActivityWriter(directory.activity(name)) for name in ("master", "worker-0"))
+        master.set("setup: 0 of 2 workers connected, 0 ready")
+        assert at(62) == [], "no more than a line in two seconds"
+        master.set("setup: 2 of 2 workers connected, 1 ready; worker 1: model actor")
+        assert at(64) == ["after 1 min 4 s: 2 of 2 workers connected, 1 ready; worker 1: model actor"]
+        assert at(70) == []
+        master.set("training, steps 1 to 4")
+        worker.set("actor_generate of step 1: compute")
+        assert at(71) == ["after 1 min 11 s: training, steps 1 to 4"]
+        assert at(130) == []
+        reminder = "training, steps 1 to 4; worker 0: actor_generate of step 1: compute"
+        assert at(131) == [f"after 2 min 11 s: {reminder}"]
+        assert at(250) == [], "twice as long"
+        assert at(251) == [f"after 4 min 11 s: {reminder}"]
+        directory.metrics.write_bytes(msgspec.json.encode(line(1, 1252.0)) + b"\n")
+        assert at(252) == ["step 1/4 1.00 s  tokens_per_s 10"]
+        master.set("evaluation after step 1")
+        assert at(280) == [], "the steps speak for themselves"
+        with directory.metrics.open("ab") as file:
+            file.write(msgspec.json.encode(line(4, 1281.0)) + b"\n")
+        master.set("waiting for the last checkpoint to be written")
+        assert at(281) == ["step 4/4 1.00 s  tokens_per_s 10"]
+        assert at(284) == ["after 4 min 44 s: waiting for the last checkpoint to be written"]
+        progress.restart("worker-1 was killed", 2)
+        progress.begin(1)
+        assert at(290) == [
+            "worker-1 was killed",
+            "the run goes on after step 2",
+            f"starting the master and 1 worker; logs in {directory.logs}",
+            "after 6.0 s: waiting for the last checkpoint to be written",
+        ]

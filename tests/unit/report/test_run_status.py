@@ -1,6 +1,9 @@
 """Where a run stands: numbers by hand, of runs that go on, have ended or were lost."""
 
+import os
+import socket
 import struct
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +11,7 @@ import msgspec
 import pytest
 
 from realhf import cli
-from realhf.cli.status import duration
+from realhf.cli.durations import duration
 from realhf.report.run_status import Speed, read_run_status
 from realhf.scheduler.activity import ActivityWriter
 from realhf.scheduler.run_directory import RunDirectory
@@ -86,6 +89,72 @@ def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
     assert [process.activity for process in status.processes] == [None] * 3
 
 
+def test_a_finished_run_is_finished_and_its_processes_do_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = running(tmp_path / "run")
+    note_activity(directory, "worker-1", "waiting for the first request", 1e9 + 98)
+    directory.status.write_bytes(
+        msgspec.json.encode({"state": "done", "step": 25, "steps": 25, "updated": 1e9 + 90, "message": ""})
+    )
+    status = read_run_status(directory, NOW_S + 1e6)
+    assert (status.state, status.silent_s, status.remaining_s) == ("finished", None, None)
+    assert [(process.activity, process.since_s) for process in status.processes] == [(None, None)] * 3
+    assert cli.main(["status", str(directory.path)]) == 0
+    text = capsys.readouterr().out
+    assert "run: finished, PPOExperiment, 2 workers" in text.replace("\n", " ")
+    for gone in ("is doing", "did last", "left", "waiting for", "sign of life"):
+        assert gone not in text
+    assert "205 MiB" in text
+    assert cli.main(["status", str(directory.path), "--json"]) == 0
+    assert msgspec.json.decode(capsys.readouterr().out)["state"] == "finished"
+
+
+@pytest.mark.parametrize("state", ["failed", "interrupted"])
+def test_a_run_that_broke_says_what_its_processes_did_last(
+    state: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = running(tmp_path / "run")
+    note_activity(directory, "worker-1", "actor_generate of step 6: compute", 1e9 + 98)
+    message = "saved: the checkpoint after step 5"
+    directory.status.write_bytes(
+        msgspec.json.encode({"state": state, "step": 5, "steps": 25, "updated": 1e9 + 90, "message": message})
+    )
+    status = read_run_status(directory, NOW_S + 1e6)
+    assert (status.state, status.silent_s, status.remaining_s) == (state, None, None)
+    assert cli.main(["status", str(directory.path)]) == 0
+    text = capsys.readouterr().out
+    for part in (f": {state}, ", "did last", "actor_generate of step 6: compute", message):
+        assert part in text
+
+
+@pytest.mark.parametrize("state", ["starting", "running", "replan"])
+@pytest.mark.parametrize(
+    ("holder", "is_job", "is_lost"),
+    [
+        ("process {gone} on {host}", False, True),
+        ("process {gone} on {host}", True, False),  # a job lives on without the process that submitted it
+        ("process {gone} on another", False, False),
+        ("process {here} on {host}", False, False),
+        ("", False, False),
+    ],
+)
+def test_a_run_whose_launching_process_is_gone_is_lost_whatever_it_was_at(
+    state: str, holder: str, is_job: bool, is_lost: bool, tmp_path: Path
+) -> None:
+    directory = running(tmp_path / "run")
+    status = {"state": state, "step": 0, "steps": 25, "updated": NOW_S - 30}
+    directory.status.write_bytes(msgspec.json.encode(status))
+    directory.launcher.mkdir()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    text = holder.format(gone=ended.pid, here=os.getpid(), host=socket.gethostname())
+    (directory.launcher / "launcher.lock").write_text(text)
+    if is_job:
+        (directory.launcher / "job.sbatch").touch()
+    assert read_run_status(directory, NOW_S).state == ("lost" if is_lost else state)
+
+
 def test_the_speed_after_one_step_is_that_step_s(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", state="running", metrics=[line(1, 10)])
     assert read_run_status(RunDirectory(run), NOW_S).speed == Speed(step_s=2.0, tokens_per_s=500.0)
@@ -110,7 +179,7 @@ def test_the_command_prints_a_table_or_json(tmp_path: Path, capsys: pytest.Captu
         assert part in text
     for cell in ("actor_generate of step 6: compute", "205 MiB", "300 MiB", "limit 800 MiB"):
         assert cell in text
-    assert "go on from the last checkpoint with --resume" in text  # it is long ago
+    assert "go on from the checkpoint after step 5 with --resume" in text  # it is long ago
 
     assert cli.main(["status", str(directory.path), "--json"]) == 0
     read = msgspec.json.decode(capsys.readouterr().out)

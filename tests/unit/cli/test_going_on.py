@@ -1,0 +1,121 @@
+"""What the last lines of a run that ends early say."""
+
+import argparse
+import shlex
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from realhf import cli
+from realhf.api.errors import RunError, UserError
+from realhf.api.run import Run, RunSpec
+from realhf.cli.going_on import NOT_KEPT, going_on, resume_command
+from realhf.cli.runs import SPEC_OPTIONS
+from realhf.scheduler.run_directory import RunDirectory
+
+OF_THIS_START = {"experiment", "run_dir", "resume", "dry_run"}
+IN_THE_PLAN_OR_ITS_DEVICES = {"plan", "offload", "num_workers", "nodes", "gpus_per_node"}
+
+
+def arguments(*words: str) -> argparse.Namespace:
+    found, rest = cli.parser("run").parse_known_args(["run", "experiments/ppo.py", *words])
+    found.overrides, found.words = rest, ["run", "experiments/ppo.py", *words]
+    return found
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    monkeypatch.chdir(tmp_path)
+    return RunDirectory.create(tmp_path / "runs/first")
+
+
+def run_of(steps: int = 20, **spec: Any) -> Run:
+    base = RunSpec(
+        experiment_file="", experiment_class="", values={}, working_directory="", num_workers=2, devices_per_node=2,
+        **spec,
+    )  # fmt: skip
+    plan: Any = None
+    return Run(base, SimpleNamespace(steps=steps), plan)
+
+
+def save(directory: RunDirectory, *steps: int) -> None:
+    for step in steps:
+        (directory.checkpoints / f"step-{step}").mkdir()
+
+
+def test_a_checkpoint_and_the_command_that_goes_on_from_it(directory: RunDirectory) -> None:
+    save(directory, 4, 8)
+    given = arguments("--run-dir", "runs/first", "--checkpoint-every", "4", "--steps", "20")
+    go_on = "go on with: realhf run experiments/ppo.py --run-dir runs/first --resume"
+    assert going_on(run_of(), directory, given, 11).splitlines() == [
+        "saved: the checkpoint after step 8, runs/first/checkpoints/step-8; the steps after it, to step 11, have to be "
+        "made again",
+        go_on,
+    ]
+    assert going_on(run_of(), directory, given, 8).splitlines() == [
+        "saved: the checkpoint after step 8, runs/first/checkpoints/step-8",
+        go_on,
+    ]
+
+
+@pytest.mark.parametrize(
+    ("spec", "step", "why"),
+    [
+        ({}, 3, "no checkpoint was due before step 20; --checkpoint-every N saves on the way"),
+        ({"checkpoint_every_steps": 5}, 3, "no checkpoint was due before step 5"),
+        ({"checkpoint_every_steps": 50}, 3, "no checkpoint was due before step 20"),
+        ({"checkpoint_every_minutes": 30.0}, 3, "the first checkpoint was due after 30 minutes"),
+        ({"checkpoint_every_steps": 5}, 7, "no checkpoint has been written"),
+    ],
+)
+def test_nothing_was_saved(spec: dict[str, Any], step: int, why: str, directory: RunDirectory) -> None:
+    text = going_on(run_of(**spec), directory, arguments("--ppo.kl-coef", "0.1"), step)
+    new = "realhf run experiments/ppo.py --ppo.kl-coef 0.1"
+    assert text.splitlines() == [f"nothing was saved: {why}", f"start anew with: {new}"]
+
+
+@pytest.mark.parametrize("word", [["--run-dir", "runs/first"], ["--run-dir=runs/first"]])
+def test_a_new_start_has_another_directory(word: list[str], directory: RunDirectory) -> None:
+    (directory.path.parent / "first-2").mkdir()
+    text = going_on(run_of(), directory, arguments(*word, "--steps", "20"), 3)
+    assert text.endswith("\nstart anew with: realhf run experiments/ppo.py --steps 20 --run-dir runs/first-3")
+
+
+def test_the_command_has_the_options_that_the_directory_does_not_keep(directory: RunDirectory) -> None:
+    words = (
+        "--launcher slurm --partition gpu --account 'my lab' --time-limit 1-0 --nodelist node[1-2] --cpu-only "
+        "--sbatch=--qos=high --sbatch=-x --queue-timeout-s 60 --network-interface eth0 --recover auto --max-restarts 5 "
+        "--min-workers 1 --fallback-plan a.json --fallback-plan b.json --replan switch --switch-cost-s 3 --seconds 2 "
+        "--hardware h100"
+    )
+    given = arguments(*shlex.split(words), "--checkpoint-every", "4", "--nodes", "2", "--ppo.kl-coef", "0.1")
+    head, *command = shlex.split(resume_command(given, directory))
+    assert (head, command[:5]) == ("realhf", ["run", "experiments/ppo.py", "--run-dir", "runs/first", "--resume"])
+    again, rest = cli.parser("run").parse_known_args(command)
+    assert rest == []
+    assert {name: getattr(again, name) for name in NOT_KEPT} == {name: getattr(given, name) for name in NOT_KEPT}
+    assert again.checkpoint_every_steps is None, "the run knows it"
+
+
+def test_every_option_is_kept_by_the_run_or_given_again() -> None:
+    options = set(vars(arguments())) - {"command", "execute", "takes_experiment_fields", "overrides", "words"}
+    known = {*SPEC_OPTIONS, *NOT_KEPT, *OF_THIS_START, *IN_THE_PLAN_OR_ITS_DEVICES}
+    assert options == known
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [(RunError("it broke"), "error: it broke"), (UserError("no"), "error: no"), (KeyboardInterrupt(), "interrupted")],
+)
+def test_they_stand_behind_the_error(
+    error: BaseException, text: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def execute(_: argparse.Namespace) -> int:
+        error.add_note("saved: this\ngo on with: that")
+        raise error
+
+    monkeypatch.setattr("realhf.cli.run.execute", execute)
+    cli.main(["run", "experiment.py"])
+    assert capsys.readouterr().err == f"{text}\nsaved: this\ngo on with: that\n"
