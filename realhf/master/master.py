@@ -126,7 +126,7 @@ class Master:
         while step < steps:
             first, step = step, borders.next(step)
             self._previous_end = time.time()
-            self._recorder.set(f"training, steps {first + 1} to {step}")
+            self._recorder.set(f"training, {f'steps {first + 1} to' if step > first + 1 else 'step'} {step}")
             await self._train(first, step)
             borders.reached(first, step)
             if borders.evaluates_after(step):
