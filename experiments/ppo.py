@@ -165,6 +165,7 @@ class PPOExperiment:
                 max_new_tokens=self.ppo.max_new_tokens,
                 eos_token=self.ppo.eos_token,
                 temperature=temperature,
+                tokenizer=str(sort_task.ensure(self.data_dir) / "tokenizer.json"),
                 name=name,
             ),
             input_data=["prompt", "answer"],

@@ -81,7 +81,9 @@ class SFTExperiment:
                     model_type=self.architecture,
                     interface_type=GENERATE,
                     interface_impl=SampledAccuracy(
-                        max_new_tokens=sort_task.MAX_NEW_TOKENS, eos_token=sort_task.EOS_TOKEN
+                        max_new_tokens=sort_task.MAX_NEW_TOKENS,
+                        eos_token=sort_task.EOS_TOKEN,
+                        tokenizer=str(data / "tokenizer.json"),
                     ),
                     input_data=["prompt", "answer"],
                 )

@@ -35,7 +35,7 @@ class GenerationOptions:
     the response. That token may hold more text behind it; it stays, as the string does. Special tokens count as their
     text (`<|im_end|>`)."""
     tokenizer: str = ""
-    """A `tokenizer.json`, which turns responses into text; for stop strings only."""
+    """A `tokenizer.json`, which turns responses into text: for stop strings, and to compare answers."""
     kv_cache_tokens: int | None = None
     """Room for keys and values on a device, in tokens; sequences wait for room, or are computed anew where it runs out.
     None: as much as the largest possible need."""

@@ -1,6 +1,7 @@
 """The rule-checked accuracy as a model function call."""
 
-import torch
+from tokenizers import Tokenizer
+from torch import Tensor
 
 from realhf.algorithms.evaluation.config import SampledAccuracy
 from realhf.algorithms.rollout.interface import generate, responses
@@ -13,6 +14,7 @@ class SampledAccuracyInterface:
 
     def __init__(self, config: SampledAccuracy):
         self.config = config
+        self._tokenizer = Tokenizer.from_file(config.tokenizer)
 
     def generate(self, model: Model, batch: Batch, context: Context) -> CallResult:
         c = self.config
@@ -20,10 +22,22 @@ class SampledAccuracyInterface:
         if not context.holds_outputs:
             return CallResult()
         given = responses(batch, out.sequences)
-        right = sum(torch.equal(r, answer) for r, answer in zip(given, batch.data["answer"], strict=True))
+        right = sum(self._is_right(*pair) for pair in zip(given, batch.data["answer"], strict=True))
         return CallResult(
             stats={
                 c.name: (float(right), len(batch)),
                 f"{c.name}_response_length": (float(sum(map(len, given))), len(batch)),
             }
         )
+
+    def _is_right(self, response: Tensor, answer: Tensor) -> bool:
+        text = self._finished(response)
+        return text is not None and text == self._finished(answer)
+
+    def _finished(self, tokens: Tensor) -> str | None:
+        """The text before the end token; None where no end token comes last."""
+        *before, last = tokens.tolist()
+        if last != self.config.eos_token:
+            return None
+        text: str = self._tokenizer.decode(before, skip_special_tokens=False)
+        return text

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from tokenizers import AddedToken, Tokenizer, decoders, models
 
 from realhf.algorithms.evaluation.config import SampledAccuracy
 from realhf.algorithms.evaluation.interface import SampledAccuracyInterface
@@ -157,14 +158,46 @@ def test_rollout_names_its_sequences_and_can_be_replayed(language_model, context
         assert all(torch.equal(a, b) for a, b in zip(first[key], replay[key], strict=True))
 
 
-def test_accuracy_counts_exact_answers_with_their_end_token(language_model, context, prompts):
-    # What is drawn is forced: right, end token missing, right, one letter too many.
-    forced = tensors([5, 2], [5, 5, 5], [4, 4, 2], [3, 3, 2])
-    answers = tensors([5, 2], [5, 5, 2], [4, 4, 2], [3, 2])
-    batch = prompts.with_data(answer=answers, forced_response=forced)
-    accuracy = SampledAccuracyInterface(SampledAccuracy(max_new_tokens=3, eos_token=EOS, name="share"))
-    stats = accuracy.generate(language_model(), batch, context()).stats
-    assert stats == {"share": (2.0, 4), "share_response_length": (11.0, 4)}
+@pytest.fixture
+def tokenizer(tmp_path):
+    """Byte pairs over a, b and c: "abc" is one token, and the tokenizer's choice, but also "ab" "c" and "a" "b" "c"."""
+    vocabulary = {"a": 0, "b": 1, "<eos>": EOS, "c": 3, "ab": 4, "abc": 5}
+    made = Tokenizer(models.BPE(vocabulary, [("a", "b"), ("ab", "c")]))
+    made.decoder = decoders.Fuse()
+    made.add_special_tokens([AddedToken("<eos>", special=True)])
+    assert made.encode("abc").ids == [5]
+    made.save(path := str(tmp_path / "tokenizer.json"))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("forced", "answers", "right"),
+    [
+        # The same tokens; the end token missing; the same tokens; one letter too many.
+        (([5, 2], [3, 3, 3], [4, 4, 2], [3, 3, 2]), ([5, 2], [3, 3, 2], [4, 4, 2], [3, 2]), 2),
+        # One text, cut into tokens otherwise: abc, cabc, abab; and another text.
+        (([4, 3, 2], [3, 0, 1, 3, 2], [0, 1, 4, 2], [4, 0, 2]), ([5, 2], [3, 5, 2], [4, 4, 2], [4, 4, 2]), 3),
+        # The text without the end token: in both, in the response, in the answer; and the end token alone.
+        (([4, 3], [5], [5, 2], [2]), ([5], [5, 2], [5], [2]), 1),
+    ],
+    ids=["same tokens", "same text", "unfinished"],
+)
+def test_accuracy_counts_texts_with_their_end_token(
+    language_model, context, prompts, tokenizer, forced, answers, right
+):
+    batch = prompts.with_data(answer=tensors(*answers), forced_response=tensors(*forced))
+    config = SampledAccuracy(max_new_tokens=5, eos_token=EOS, name="share", tokenizer=tokenizer)
+    stats = SampledAccuracyInterface(config).generate(language_model(), batch, context()).stats
+    assert stats["share"] == (right, 4)
+    if right == 2:
+        assert stats["share_response_length"] == (11.0, 4)
+
+
+def test_accuracy_needs_a_tokenizer_and_an_end_token(tokenizer):
+    with pytest.raises(UserError, match="tokenizer='': no such file, and answers are compared as text; give"):
+        SampledAccuracy(max_new_tokens=3, eos_token=EOS)
+    with pytest.raises(UserError, match="eos_token=-1: an answer is right only with its end token"):
+        SampledAccuracy(max_new_tokens=3, eos_token=-1, tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(("field", "value"), [("max_new_tokens", 0), ("eos_token", -2), ("temperature", -0.5)])
