@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import commit
-from fault_checks import Reference, leaks
+from fault_checks import Reference, leaks, read_events
 from fault_injection import DISK_BYTES, RUN_DISK_BYTES, Fault, Injector, Strike
 from fault_job import PLAN
 from fault_outcome import Outcome
 
 from realhf.api.plan import save_plan
 from realhf.scheduler.base import python_command
-from realhf.scheduler.events import Event, read_events
+from realhf.scheduler.events import Event
 
 EXPERIMENT = Path(__file__).with_name("fault_job.py")
 DEADLINE_S = 1500.0  # of a whole run, on a machine that may be busy with much else
@@ -153,7 +153,7 @@ class Campaign:
         deadline, came_back = time.monotonic() + DEADLINE_S, False
         while process.poll() is None and time.monotonic() < deadline:
             came_back = came_back or injector.has_come_back()
-            events = read_events(run_dir / "events.jsonl")
+            events = read_events(run_dir)
             if any(event.event == "failed" and event.time_s >= struck_s for event in events):
                 break
             time.sleep(0.02)
@@ -170,7 +170,7 @@ class Campaign:
     ) -> Outcome:
         # Before the strike there may be a failure of a machine that is too busy.
         struck_s = strike.time_s if strike else 0.0
-        events = read_events(run_dir / "events.jsonl")
+        events = read_events(run_dir)
         since = [event for event in events if event.time_s >= struck_s]
         failure = _first(since, "failed")
         again = _first(since, "restarted") or _first(since, "resumed")
@@ -202,7 +202,7 @@ class Campaign:
             redone=max(0, failure.step - again.step) if failure and again else None,
             is_equal=self.reference().is_equalled_by(run_dir, strike.lost_steps if strike else frozenset()),
             message=_first_line(reason or found.message, run_dir),
-            names_victim=effect != "failed" or _names(fault, reason or found.message),
+            names_victim=effect != "failed" or _names(fault, (reason or found.message).partition("\n")[0]),
             left_behind=leaks(run_dir, _temporary(run_dir), self._shared_memory),
             seconds=round(time.monotonic() - started, 1),
         )
@@ -227,7 +227,7 @@ def _first(events: Sequence[Event], kind: str) -> Event | None:
 
 
 def _names(fault: Fault, message: str) -> bool:
-    """Whether a message names the victim: the process, or for a disk the path of the checkpoint and the reason."""
+    """Whether the first line of a message names the victim: the process, for a disk the checkpoint and the reason."""
     if fault.kind == "full disk":
         return "checkpoint" in message and "No space left" in message
     if fault.kind == "full run directory":

@@ -1,5 +1,6 @@
 """Figures that are kept name the code, the command and the machine they are from, and pages say what the files say."""
 
+import ast
 import importlib
 import json
 import subprocess
@@ -239,6 +240,38 @@ def test_every_benchmark_ends_with_its_result() -> None:
         assert f'finish("{path.stem}"' in text, path.name
         assert any(parser in text for parser in ("parse_arguments(", "argument_parser(", "case_parser(")), path.name
         assert "arguments.quick" in text, path.name
+
+
+def test_what_benchmarks_import_is_there() -> None:
+    """Nothing else of the default suite runs most of them. By the sources: to import them all takes long."""
+    imported = {
+        (node.module, name.name, path.name)
+        for path in (ROOT / "benchmarks").glob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for name in node.names
+    }
+    missing = [
+        f"{script}: {module}.{name}"
+        for module, name, script in sorted(imported)
+        if (names := names_of(module)) is not None and name not in names
+    ]
+    assert not missing
+    assert names_of("realhf.search.presets")
+
+
+def names_of(module: str) -> set[str] | None:
+    """What a module of this repository has to import, submodules included; None for others."""
+    for root in (ROOT, ROOT / "benchmarks"):
+        base = root / module.replace(".", "/")
+        source = base / "__init__.py" if base.is_dir() else base.with_suffix(".py")
+        if source.is_file():
+            nodes = list(ast.walk(ast.parse(source.read_text())))
+            names = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+            names |= {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)}
+            aliases = [alias for node in nodes if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names]
+            return names | {alias.asname or alias.name for alias in aliases} | {path.stem for path in base.glob("*")}
+    return None
 
 
 def benchmarks() -> Iterator[Path]:
