@@ -31,19 +31,20 @@ PYBIND11_MODULE(_cpu, m) {
         .value("bfloat16", DType::bfloat16);
     m.def(
         "write",
-        [](DType dtype, int64_t kv_heads, int64_t head_dim, uintptr_t keys, uintptr_t values, int64_t tokens,
-           uintptr_t places, uintptr_t key, int64_t key_stride, uintptr_t value, int64_t value_stride) {
-            write(dtype, {kv_heads, 1, head_dim}, {at<void>(keys), at<void>(values)}, tokens, at<int64_t>(places),
-                  {at<void>(key), key_stride}, {at<void>(value), value_stride});
+        [](DType dtype, int64_t kv_heads, int64_t head_dim, uintptr_t keys, uintptr_t values, int64_t pages,
+           int64_t tokens, uintptr_t places, uintptr_t key, int64_t key_stride, uintptr_t value,
+           int64_t value_stride) {
+            write(dtype, {kv_heads, 1, head_dim}, {at<void>(keys), at<void>(values), pages}, tokens,
+                  at<int64_t>(places), {at<void>(key), key_stride}, {at<void>(value), value_stride});
         },
         Release());
     m.def(
         "attend",
         [](DType dtype, int64_t kv_heads, int64_t group, int64_t head_dim, uintptr_t keys, uintptr_t values,
-           int64_t count, uintptr_t table, int64_t stride, uintptr_t lengths, uintptr_t query, int64_t query_stride,
-           uintptr_t key, int64_t key_stride, uintptr_t value, int64_t value_stride, double scale, int64_t window,
-           uintptr_t out) {
-            attend(dtype, {kv_heads, group, head_dim}, {at<void>(keys), at<void>(values)},
+           int64_t pages, int64_t count, uintptr_t table, int64_t stride, uintptr_t lengths, uintptr_t query,
+           int64_t query_stride, uintptr_t key, int64_t key_stride, uintptr_t value, int64_t value_stride,
+           double scale, int64_t window, uintptr_t out) {
+            attend(dtype, {kv_heads, group, head_dim}, {at<void>(keys), at<void>(values), pages},
                    {count, at<int32_t>(table), stride, at<int64_t>(lengths)}, {at<void>(query), query_stride},
                    {at<void>(key), key_stride}, {at<void>(value), value_stride}, scale, window, at<void>(out));
         },
@@ -104,11 +105,11 @@ PYBIND11_MODULE(_cpu, m) {
     m.def(
         "decode_layer",
         [](DType dtype, const LayerShape& shape, const LayerWeights& weights, uintptr_t x, uintptr_t cosine,
-           uintptr_t sine, uintptr_t keys, uintptr_t values, int64_t count, uintptr_t table, int64_t stride,
-           uintptr_t lengths, int64_t window, uintptr_t buffer) {
+           uintptr_t sine, uintptr_t keys, uintptr_t values, int64_t pages, int64_t count, uintptr_t table,
+           int64_t stride, uintptr_t lengths, int64_t window, uintptr_t buffer) {
             decode_layer(dtype, shape, weights, at<void>(x), at<void>(cosine), at<void>(sine),
-                         {at<void>(keys), at<void>(values)}, {count, at<int32_t>(table), stride, at<int64_t>(lengths)},
-                         window, at<void>(buffer));
+                         {at<void>(keys), at<void>(values), pages},
+                         {count, at<int32_t>(table), stride, at<int64_t>(lengths)}, window, at<void>(buffer));
         },
         Release());
     m.def(

@@ -3,11 +3,21 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace kernels {
 namespace {
 
+// Throws unless 0 <= number < end.
+[[noreturn]] void refuse(const char* what, int64_t of, int64_t number, int64_t end) {
+    throw std::out_of_range("kernels: " + std::string(what) + " " + std::to_string(of) + " is " +
+                            std::to_string(number) + ", which is not from 0 to " + std::to_string(end - 1));
+}
+INLINE void check(const char* what, int64_t of, int64_t number, int64_t end) {
+    if (number < 0 || number >= end) refuse(what, of, number, end);
+}
 
 INLINE Floats exponentials(const Floats& x) { return exponential(x); }
 INLINE Doubles exponentials(Doubles x) {
@@ -140,9 +150,11 @@ INLINE void store_quotients(const C* numbers, C divisor, int64_t count, S* out) 
 template <class S>
 INLINE void write_all(Shape shape, Cache cache, int64_t tokens, const int64_t* places, Rows key, Rows value) {
     const Pages<S> pages{static_cast<S*>(cache.keys), static_cast<S*>(cache.values), shape.kv_heads, shape.head_dim};
-    for (int64_t i = 0; i < tokens; ++i)
+    for (int64_t i = 0; i < tokens; ++i) {
+        check("the place of token", i, places[i], cache.pages * PAGE);
         pages.write(places[i], static_cast<const S*>(key.data) + i * key.stride,
                     static_cast<const S*>(value.data) + i * value.stride);
+    }
 }
 
 // Page by page, all heads of it: memory is read once, in long runs, and the next page is on its way meanwhile.
@@ -160,7 +172,10 @@ INLINE void attend_all(Shape shape, Cache cache, Sequences sequences, Rows query
         return Span{sequences.table + i * sequences.stride, window > 0 ? std::max(end - window, int64_t{0}) : 0, end};
     };
     for (int64_t i = 0; i < sequences.count; ++i) {
+        check("the length of sequence", i, sequences.lengths[i], width);
         const Span span = span_of(i);
+        for (int64_t p = span.first_page(); p < span.pages_end(); ++p)
+            check("a page of sequence", i, span.pages[p], cache.pages);
         pages.write(span.pages[(span.end - 1) / PAGE] * int64_t{PAGE} + (span.end - 1) % PAGE,
                     static_cast<const S*>(key.data) + i * key.stride,
                     static_cast<const S*>(value.data) + i * value.stride);

@@ -3,7 +3,7 @@
 // A page holds PAGE tokens of one layer. Its keys lie as [kv_heads, head_dim, PAGE] and its values as
 // [kv_heads, PAGE, head_dim]: a vector register takes one coordinate of all keys of a page, and then a run of
 // coordinates of one value, so that neither loop adds up across a register. What lies behind a sequence's end is never
-// used.
+// used. Places, pages and lengths that lie outside of the cache or of a table throw std::out_of_range.
 #pragma once
 
 #include <cstdint>
@@ -23,6 +23,7 @@ struct Shape {
 struct Cache {
     void* keys;
     void* values;
+    int64_t pages;
 };
 
 // The pages of the sequences: row i of `table`, `stride` wide, lists those of sequence i in order.

@@ -4,6 +4,7 @@
 #include <cmath>
 #include <limits>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 namespace kernels {
@@ -34,9 +35,23 @@ struct Row {
     }
 };
 
+[[noreturn]] void refuse_token(int64_t row, int64_t token, int64_t vocab) {
+    throw std::out_of_range("kernels: token " + std::to_string(token) + " of row " + std::to_string(row) +
+                            " is not from 0 to " + std::to_string(vocab - 1));
+}
+
+// `tokens[row]`, which comes from outside.
+INLINE int64_t checked(const int64_t* tokens, int64_t row, int64_t vocab) {
+    if (tokens[row] < 0 || tokens[row] >= vocab) refuse_token(row, tokens[row], vocab);
+    return tokens[row];
+}
+
 // softmax(z) = exp(z - largest - log_total)
 struct Normaliser {
     float largest, log_total;
+
+    // False where a logit is NaN or infinite, or all are -infinity.
+    INLINE bool is_distribution() const { return std::isfinite(largest + log_total); }
 
     INLINE Floats probabilities(const Floats& z) const {
         return z == NOTHING ? Floats{} : exponential((z - largest) - log_total);
@@ -64,7 +79,7 @@ INLINE void statistics_of_rows(int64_t rows, int64_t vocab, const void* logits, 
         const Normaliser found = normaliser(row);
         logsumexp[i] = found.largest + found.log_total;
         largest[i] = found.largest;
-        picked[i] = row.of(tokens[i]);
+        picked[i] = row.of(checked(tokens, i, vocab));
     }
 }
 
@@ -112,6 +127,18 @@ INLINE void draw_rows(int64_t rows, int64_t vocab, const void* logits, float tem
     for (int64_t i = 0; i < rows; ++i) {
         const Row<S> row{static_cast<const S*>(logits) + i * vocab, vocab, temperature};
         const Normaliser found = normaliser(row);
+        if (!uniforms) {
+            tokens[i] = checked(tokens, i, vocab);
+        } else if (!(uniforms[i] >= 0 && uniforms[i] < 1)) {
+            throw std::invalid_argument("kernels: the random number of row " + std::to_string(i) + " is " +
+                                        std::to_string(uniforms[i]) + ", not in [0, 1)");
+        }
+        if (!found.is_distribution()) {
+            if (uniforms) tokens[i] = 0;
+            logprobs[i] = std::numeric_limits<float>::quiet_NaN();
+            margins[i] = 0;
+            continue;
+        }
         const Place place =
             uniforms ? invert(row, found, uniforms[i], probabilities, borders) : Place{tokens[i], 1.0};
         tokens[i] = place.token;

@@ -1,6 +1,7 @@
 // Distributions over the vocabulary, one a row of logits [rows, vocab]: statistics, and draws; for the CPU.
 //
 // Logits are divided by `temperature` first, and computed with in float32; probabilities add up in float64.
+// A given token outside of the vocabulary throws std::out_of_range, a uniform outside of [0, 1) std::invalid_argument.
 #pragma once
 
 #include <cstdint>
@@ -17,6 +18,7 @@ void statistics(DType dtype, int64_t rows, int64_t vocab, const void* logits, fl
 // upper border, the sum of the probabilities up to its own, is above; `logprobs` their log-probabilities. `margins` are
 // by how much it missed the interval of the nearest other token that can be drawn, 1 where there is none.
 // Without `uniforms` the tokens are given, and margins are 1.
+// A row that is no distribution (a logit is NaN or infinite, or all are -infinity) gets the log-probability NaN.
 void draw(DType dtype, int64_t rows, int64_t vocab, const void* logits, float temperature, const double* uniforms,
           int64_t* tokens, float* logprobs, double* margins);
 

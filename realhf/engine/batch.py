@@ -7,6 +7,8 @@ from heapq import heappop, heappush
 import torch
 from torch import Tensor
 
+from realhf.api.model import DecoderConfig
+
 
 @dataclass(frozen=True)
 class Packed:
@@ -84,6 +86,38 @@ class Batch:
 
     def with_data(self, **columns: list[Tensor]) -> "Batch":
         return replace(self, data={**self.data, **columns})
+
+
+def check_tokens(batch: Batch, key: str, model: DecoderConfig) -> None:
+    """Whether `model` can read the sequences `batch.data[key]` [length] int64; the same on every rank of a layout.
+
+    Behind it an id beyond the vocabulary would be zeros under tensor parallelism, and end a GPU's context elsewhere.
+
+    Raises:
+        ValueError: naming the sample, an id that is not in the vocabulary, or a sequence beyond learned positions.
+    """
+    sequences = batch.data[key]
+    least, most = torch.cat(sequences).aminmax() if any(map(len, sequences)) else (0, 0)
+    if not (int(least) >= 0 and int(most) < model.vocab_size):
+        for sample, tokens in zip(batch.ids, sequences, strict=True):
+            for place, token in enumerate(tokens.tolist()):
+                if not 0 <= token < model.vocab_size:
+                    raise ValueError(
+                        f"{key!r} of sample {sample} has the token id {token} at place {place}, and the model's "
+                        f"vocab_size={model.vocab_size} has ids from 0 to {model.vocab_size - 1}; correct what made "
+                        f"{key!r}, or use a model with that id"
+                    )
+    check_positions(batch.ids, [len(tokens) for tokens in sequences], key, model)
+
+
+def check_positions(ids: Sequence[int], lengths: Sequence[int], key: str, model: DecoderConfig) -> None:
+    """Raises ValueError where a sequence of `lengths` tokens is longer than the learned positions of `model`."""
+    for sample, length in zip(ids, lengths, strict=True):
+        if model.positions == "learned" and length > model.max_positions:
+            raise ValueError(
+                f"{key!r} of sample {sample} has {length} tokens, and the model's max_positions={model.max_positions}; "
+                "make it shorter, or use a model with more positions"
+            )
 
 
 def balanced_places(sizes: Sequence[int], parts: int) -> list[list[int]]:

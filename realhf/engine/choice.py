@@ -1,6 +1,7 @@
 """Which token comes next for every sequence of a batch, and which responses end with it."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 from realhf.api.generation import GenerationOptions
 from realhf.engine.interface import EndCheck
 from realhf.engine.sampling import Draw, Truncation, draw, replay, uniform
+
+# Stands for a token where there is none, because the logits are no distribution: all ranks get it, and say so alike.
+_NO_TOKEN = -1
 
 _UNIFORMS_AT_ONCE = 64  # positions of a response whose random numbers are made together
 
@@ -70,6 +74,11 @@ class TokenChoice:
 
     def draw(self, logits: Tensor, sequences: np.ndarray, lengths: np.ndarray) -> Draw:
         """The next token of `sequences` [n], which have `lengths` [n] tokens, from logits [n, vocab]."""
+        drawn = self._draw(logits, sequences, lengths)
+        is_none = drawn.logprobs.isnan() | drawn.untruncated.isnan()
+        return replace(drawn, tokens=drawn.tokens.masked_fill(is_none, _NO_TOKEN))
+
+    def _draw(self, logits: Tensor, sequences: np.ndarray, lengths: np.ndarray) -> Draw:
         options = self.options
         given = lengths - self.prompt_lengths[sequences]  # [n], tokens of the response so far
         forbidden = None
@@ -86,7 +95,12 @@ class TokenChoice:
         return draw(logits, uniforms, options.temperature, truncation)
 
     def accept(self, drawn: np.ndarray, sequences: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-        """Appends `drawn` [n] to `sequences`, which have `lengths` tokens; [n] bool: the response ends with it."""
+        """Appends `drawn` [n] to `sequences`, which have `lengths` tokens; [n] bool: the response ends with it.
+
+        Raises:
+            FloatingPointError: naming sample and token, a sequence has none, as its logits are no distribution.
+        """
+        self._check(drawn, sequences, lengths)
         self.tokens[sequences, lengths] = drawn
         given = lengths + 1 - self.prompt_lengths[sequences]
         is_end = given >= self.limits[sequences]
@@ -103,6 +117,16 @@ class TokenChoice:
                 start, length = self.prompt_lengths[sequences[i]], lengths[i] + 1
                 is_end[i] = self._is_end(self.tokens[sequences[i], start:length])
         return is_end
+
+    def _check(self, drawn: np.ndarray, sequences: np.ndarray, lengths: np.ndarray) -> None:
+        for i in np.flatnonzero(drawn == _NO_TOKEN)[:1]:
+            sequence = sequences[i]
+            given = lengths[i] - self.prompt_lengths[sequence]
+            raise FloatingPointError(
+                f"generate in step {self.sample_key[1] + 1}: the logits of sample {int(self.ids[sequence])} for token "
+                f"{given} of its response are NaN or infinite, so that no token can be drawn from them; start "
+                "from weights that are finite, and lower the learning rate if training made them so"
+            )
 
     def _random_numbers(self, sequences: np.ndarray, given: np.ndarray) -> np.ndarray:
         """[n] float64. They are made for many positions at once: for one it takes as long."""

@@ -95,7 +95,11 @@ def forward(
     postprocess: Postprocess,
     micro_batches: int,
 ) -> dict[str, list[Tensor]]:
-    """See `realhf.engine.interface.Model.forward`."""
+    """See `realhf.engine.interface.Model.forward`.
+
+    Raises:
+        FloatingPointError: naming key and sample, an output that is not finite.
+    """
     places = batch.balanced(tokens_key, micro_batches)
     parts = [batch.select(chosen) for chosen in places]
     packed = [pack_micro_batch(part.data[tokens_key], neighbours.like.device) for part in parts]
@@ -110,4 +114,17 @@ def forward(
         return output
 
     run_forward(neighbours, [len(p.tokens) for p in packed], run)
-    return {key: [values[place] for place in sorted(values)] for key, values in outputs.items()}
+    in_order = {key: [values[place] for place in sorted(values)] for key, values in outputs.items()}
+    for key, values in in_order.items():
+        _check_finite(key, values, batch.ids)
+    return in_order
+
+
+def _check_finite(key: str, values: Sequence[Tensor], ids: Sequence[int]) -> None:
+    is_finite = torch.stack([value.isfinite().all() for value in values])  # one wait for the device, not one a sample
+    for i in (~is_finite).nonzero().flatten().tolist():
+        place = int((~values[i].isfinite()).flatten().nonzero()[0])
+        raise FloatingPointError(
+            f"forward: {key!r} of sample {ids[i]} is {values[i].flatten()[place].item()} at place {place}; start from "
+            "weights that are finite, and lower the learning rate if training made them so"
+        )

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from realhf.api.errors import UserError
 from realhf.api.generation import GenerationOptions
-from realhf.engine.batch import Batch
+from realhf.engine.batch import Batch, check_positions, check_tokens
 from realhf.engine.batching import Scheduler, pages_for
 from realhf.engine.choice import TokenChoice
 from realhf.engine.decode_graphs import DecodeWorkspace, capture_of
@@ -78,7 +78,9 @@ def generate(
         output on the others.
 
     Raises:
-        ValueError: a prompt is empty, or a forced response or a limit is not from 1 to `max_new_tokens`.
+        ValueError: a prompt is empty, a forced response or a limit is not from 1 to `max_new_tokens`, or a sample has a
+            token or (with its response) a length that the model does not have.
+        FloatingPointError: naming the sample, logits that are no distribution.
         UserError: the KV cache's budget does not hold the longest sequence, or the layout has model chunks.
         RunError: another pipeline stage did not answer in time.
     """
@@ -105,7 +107,7 @@ def generate_and_report(
 ) -> tuple[GenerationOutput, GenerationReport]:
     """See `generate`."""
     prompts = batch.data[prompt_key]
-    _check(decoder, prompts, options, forced, limits)
+    _check(decoder, batch, prompt_key, options, forced, limits)
     assert is_end is not None or not options.stop_strings, "stop strings need `is_end`: the engine knows no text"
     groups, pp = decoder.groups, decoder.groups.layout.strategy.pp
     weight = next(decoder.parameters())  # for its dtype and device
@@ -189,11 +191,13 @@ def _lane(
 
 def _check(
     decoder: Decoder,
-    prompts: list[Tensor],
+    batch: Batch,
+    prompt_key: str,
     options: GenerationOptions,
     forced: Sequence[Tensor] | None,
     limits: Sequence[int] | None,
 ) -> None:
+    prompts = batch.data[prompt_key]
     assert decoder.config.head == "lm", "generation needs a language-model head"
     if len(decoder.chunks) > 1:
         raise UserError(
@@ -213,6 +217,13 @@ def _check(
             raise ValueError(
                 f"forced response {i} has {len(response)} tokens; give it 1 to max_new_tokens={options.max_new_tokens}"
             )
+    check_tokens(batch, prompt_key, decoder.config)
+    if forced is not None:
+        check_tokens(batch.with_data(forced_response=list(forced)), "forced_response", decoder.config)
+        limits = [len(response) for response in forced]
+    limits = limits or [options.max_new_tokens] * len(prompts)
+    longest = [len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True)]
+    check_positions(batch.ids, longest, f"{prompt_key} and its response", decoder.config)
 
 
 def _even_runs(count: int, parts: int) -> list[range]:

@@ -12,7 +12,7 @@ from realhf.api.generation import GenerationOptions
 from realhf.api.model import DecoderConfig
 from realhf.engine import build
 from realhf.engine.arena import Arena
-from realhf.engine.batch import Batch
+from realhf.engine.batch import Batch, check_tokens
 from realhf.engine.data_parallel import Parameters, ReplicatedParameters
 from realhf.engine.decode_graphs import DecodeWorkspace, capture_of
 from realhf.engine.forward import forward
@@ -252,6 +252,7 @@ class ShardedModel:
     def forward(
         self, batch: Batch, tokens_key: str, postprocess: Postprocess, micro_batches: int
     ) -> dict[str, list[Tensor]]:
+        check_tokens(batch, tokens_key, self.config)
         self._count(batch.data[tokens_key])
         with self.parameters.computing():
             return forward(self.decoder, self._neighbours, batch, tokens_key, postprocess, micro_batches)
@@ -260,6 +261,7 @@ class ShardedModel:
         self, batch: Batch, tokens_key: str, loss: LossFunction, weight: Callable[[Batch], float], micro_batches: int
     ) -> Stats:
         assert self.trainer is not None, "train_step on a model that was built without an optimizer"
+        check_tokens(batch, tokens_key, self.config)
         self._values_changed()
         self._count(batch.data[tokens_key])
         return self.trainer.train_step(batch, tokens_key, loss, weight, micro_batches)

@@ -118,9 +118,10 @@ class CppKernels:
         _check(keys, values, key, value)
         assert places.shape == key.shape[:1]
         assert places.dtype == torch.int64
+        assert places.is_contiguous()
         tokens, kv_heads, head_dim = key.shape
         _kernels.write(
-            self.dtype, kv_heads, head_dim, keys.data_ptr(), values.data_ptr(),
+            self.dtype, kv_heads, head_dim, keys.data_ptr(), values.data_ptr(), len(keys),
             tokens, places.data_ptr(), *_rows(key), *_rows(value),
         )  # fmt: skip
 
@@ -139,10 +140,11 @@ class CppKernels:
         assert rows.table.is_contiguous()
         assert rows.table.dtype == torch.int32
         assert rows.lengths.dtype == torch.int64
+        assert rows.lengths.is_contiguous()
         assert len(rows.table) == len(rows.lengths) == len(query) == count
         out = torch.empty(query.shape, dtype=query.dtype)
         _kernels.attend(
-            self.dtype, kv_heads, query.shape[1] // kv_heads, head_dim, keys.data_ptr(), values.data_ptr(),
+            self.dtype, kv_heads, query.shape[1] // kv_heads, head_dim, keys.data_ptr(), values.data_ptr(), len(keys),
             count, rows.table.data_ptr(), rows.table.shape[1], rows.lengths.data_ptr(),
             *_rows(query), *_rows(key), *_rows(value), head_dim**-0.5, window or 0, out.data_ptr(),
         )  # fmt: skip

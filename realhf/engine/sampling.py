@@ -126,7 +126,8 @@ def draw(logits: Tensor, uniforms: Tensor | None, temperature: float, truncation
     Returns:
         tokens, their log-probabilities, and margins: by how much the random number missed the nearest other token's
         interval (1 at temperature 0, and where there is no other token). Whether a token is kept by top-k and top-p
-        may depend on rounding too; the margin does not tell.
+        may depend on rounding too; the margin does not tell. A row that is no distribution (a logit is NaN or infinite,
+        or all are -infinity) has the log-probability NaN, and some token.
     """
     if uniforms is not None and _is_fused(logits, temperature, truncation):
         tokens, logprobs, margins = fused.draw(logits, uniforms, temperature)
@@ -142,6 +143,7 @@ def draw(logits: Tensor, uniforms: Tensor | None, temperature: float, truncation
     point = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
     # The first token whose upper border is above the point; its probability cannot be 0.
     tokens = torch.searchsorted(borders, point, right=True)  # [n, 1]
+    tokens = tokens.clamp_max(logits.shape[-1] - 1)  # of a row of NaN it is the vocabulary's size
     upper = borders.gather(-1, tokens)
     lower = torch.where(tokens > 0, borders.gather(-1, (tokens - 1).clamp_min(0)), 0.0)
     # 0 and the total border no other token, so that no rounding moves a draw across them.

@@ -93,6 +93,6 @@ class LayerKernel:
         assert all(t.is_contiguous() for t in (x, cos, sin, keys, values, table, lengths, buffer))
         _cpu.decode_layer(
             _DTYPES[self.dtype], self._shape, self._addresses, x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
-            keys.data_ptr(), values.data_ptr(), rows, table.data_ptr(), table.shape[1], lengths.data_ptr(),
-            self.window or 0, buffer.data_ptr(),
+            keys.data_ptr(), values.data_ptr(), len(keys), rows, table.data_ptr(), table.shape[1],
+            lengths.data_ptr(), self.window or 0, buffer.data_ptr(),
         )  # fmt: skip

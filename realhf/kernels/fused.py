@@ -67,7 +67,7 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 def vocabulary_statistics(logits: Tensor, tokens: Tensor, temperature: float, out: Tensor) -> None:
     """Of logits [rows, vocab] / temperature: `out` [3, rows] float32 gets logsumexp, largest, and that of `tokens`
-    [rows] int64."""
+    [rows] int64. IndexError: one is no token."""
     rows, vocab = logits.shape
     tokens = tokens.contiguous()
     assert logits.is_contiguous()
@@ -83,7 +83,7 @@ def vocabulary_statistics(logits: Tensor, tokens: Tensor, temperature: float, ou
 def draw(
     logits: Tensor, uniforms: Tensor | None, temperature: float, tokens: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """See `realhf.engine.sampling.draw` and, with given `tokens` [rows], `replay`.
+    """See `realhf.engine.sampling.draw` and, with given `tokens` [rows], `replay`. IndexError: one is no token.
 
     Returns tokens int64, log-probabilities float32 and margins float64, [rows] each.
     """

@@ -73,14 +73,31 @@ class Logits:
         """Log-probabilities of `tokens` [n] int64, without the logits of all rows at once.
 
         Every rank of the group gets the same bits; one all-gather of a few numbers a token is all that they exchange.
+
+        Raises:
+            ValueError: a token is not in the vocabulary, which would pass for one with the logit 0.
         """
         assert tokens.shape == self.hidden.shape[:1], f"{tuple(tokens.shape)} tokens for {len(self)} rows of logits"
+        self._check(tokens)
         keeps = torch.is_grad_enabled() and (self.hidden.requires_grad or self.weight.requires_grad)
         chunk_bytes = self.chunk_bytes or (CHUNK_BYTES if self.device.type == "cpu" else GPU_CHUNK_BYTES)
         logprob, entropy, is_top = _TokenLogprobs.apply(
             self.hidden, self.weight, tokens, _Softmax(temperature, self.group, chunk_bytes, with_entropy), keeps
         )
         return TokenLogprobs(logprob, is_top, entropy if with_entropy else None)
+
+    def _check(self, tokens: Tensor) -> None:
+        if not len(tokens):
+            return
+        vocab_size = len(self.weight) * (1 if self.group is None else dist.get_world_size(self.group))
+        least, most = (int(bound) for bound in tokens.aminmax())
+        if not 0 <= least <= most < vocab_size:
+            wrong = least if least < 0 else most
+            row = int((tokens == wrong).nonzero()[0])
+            raise ValueError(
+                f"log-probabilities of tokens: row {row} asks for the id {wrong}, and vocab_size={vocab_size} has ids "
+                f"from 0 to {vocab_size - 1}; select the rows that have a token (`logits[rows]`) before asking"
+            )
 
 
 @dataclass(frozen=True)

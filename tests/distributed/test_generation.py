@@ -16,6 +16,7 @@ from realhf.engine.build import build_decoder, initialise
 from realhf.engine.decode_graphs import DecodeWorkspace
 from realhf.engine.generate import generate
 from realhf.engine.interface import GenerationOutput
+from realhf.engine.model import ShardedModel
 from realhf.models.decoder import Decoder
 from realhf.parallel.groups import GroupTable, ParallelGroups
 from tests.distributed.pool import run_distributed
@@ -79,6 +80,8 @@ CASES = {
     "tp2 pp2, decode steps replayed in little memory": Case(tp=2, pp=2, is_replayed=True, kv_cache_tokens=96),
     "dp2 tp2, equal prompts in little memory": Case(dp=2, tp=2, kv_cache_tokens=48, has_twins=True),
 }
+
+REFUSING = ("tp2", "pp2", "tp2 pp2")  # where it is also looked at what is refused
 
 
 @dataclass(frozen=True)
@@ -148,20 +151,62 @@ def cut(outcome: Outcome, batch: Batch, strings: tuple[str, ...]) -> Outcome:
     return Outcome(sequences, *rest)
 
 
-def run_cases(rank: int) -> dict[str, Outcome]:
+def refusals(case: Case, groups: ParallelGroups) -> list[str]:
+    """What this rank says to a prompt beyond the vocabulary, in generation and in a forward pass, and to NaN logits."""
+    beyond = Batch((3,), {"prompt": [torch.tensor([4, CONFIG.vocab_size])]})
+    model = ShardedModel(CONFIG, groups, torch.float64)
+    model.initialise(seed=0)
+    said = []
+    for compute in (
+        lambda: rollouts(case, groups, beyond),
+        lambda: model.forward(beyond, "prompt", lambda output, part: {}, 1),
+    ):
+        with pytest.raises(ValueError, match="token id") as raised:
+            compute()
+        said.append(str(raised.value))
+    if groups.is_last_stage:
+        model.decoder.model.norm.weight.data[0] = torch.nan
+    for is_greedy in (True, False):
+        options = replace(SAMPLING, temperature=0.0 if is_greedy else 1.0, top_p=1.0)
+        with pytest.raises(FloatingPointError) as failed:
+            model.generate(batch_of(1), "prompt", options, sample_key=(7, 1), micro_batches=1)
+        said.append(str(failed.value))
+    return said
+
+
+def run_cases(rank: int) -> tuple[dict[str, Outcome], dict[str, list[str]]]:
     table = GroupTable((case.layout for case in CASES.values()), rank)
-    outcomes = {}
+    outcomes, said = {}, {}
     for name, case in CASES.items():
         if rank in case.layout.mesh.devices:
             groups = table.groups(case.layout)
             part = batch_of(case.samples, case.has_twins).split(case.dp)[groups.dp_index]
             outcomes[name] = as_arrays(rollouts(case, groups, part))
-    return outcomes
+            if name in REFUSING:
+                said[name] = refusals(case, groups)
+    return outcomes, said
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[dict[str, Outcome]]:
+def worlds() -> list[tuple[dict[str, Outcome], dict[str, list[str]]]]:
     return run_distributed(run_cases, WORLD_SIZE)
+
+
+@pytest.fixture(scope="module")
+def ranks(worlds: list[tuple[dict[str, Outcome], dict[str, list[str]]]]) -> list[dict[str, Outcome]]:
+    return [outcomes for outcomes, _ in worlds]
+
+
+@pytest.mark.parametrize("name", REFUSING)
+def test_every_rank_names_an_id_beyond_the_vocabulary_and_logits_that_are_nan(
+    worlds: list[tuple[dict[str, Outcome], dict[str, list[str]]]], name: str
+) -> None:
+    for rank in CASES[name].layout.mesh.devices:
+        of_ids, of_forward, *of_logits = worlds[rank][1][name]
+        for said in (of_ids, of_forward):
+            assert "'prompt' of sample 3 has the token id 24 at place 1, and the model's vocab_size=24" in said
+        for said in of_logits:
+            assert "generate in step 2: the logits of sample 0 for token 0 of its response are NaN" in said
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -429,3 +429,36 @@ def test_model_chunks_are_refused():
     decoder = build_decoder(tiny(num_layers=4), ParallelGroups(layout, 0), torch.float32)
     with pytest.raises(UserError, match=r"generate in dp1 tp1 pp2 chunks2: .* to a layout with chunks=1"):
         rollout(decoder, prompts(GROUPED, [3]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_logits_that_are_not_finite_end_the_call_and_name_step_sample_and_token(dtype, temperature):
+    decoder = build_decoder(tiny(), ONE_RANK, dtype)
+    for parameter in decoder.parameters():
+        torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
+    decoder.model.embed_tokens.weight.data[7] = torch.nan
+    batch = Batch((11, 12), {"prompt": [torch.tensor([3, 4]), torch.tensor([3, 7])]})
+    options = GenerationOptions(max_new_tokens=3, eos_token=-1, temperature=temperature)
+    with pytest.raises(FloatingPointError, match=r"in step 6: the logits of sample 12 for token 0 of its response"):
+        generate(decoder, batch, "prompt", options, sample_key=(0, 5), micro_batches=1)
+    forced = [torch.tensor([3, 4]), torch.tensor([3, 4])]
+    with pytest.raises(FloatingPointError, match="the logits of sample 12 for token 0"):
+        generate(decoder, batch, "prompt", options, sample_key=(0, 5), micro_batches=1, forced=forced)
+
+
+def test_what_the_model_cannot_read_is_named():
+    decoder = decoder_of(GROUPED, llama(GROUPED, torch.float32))
+    batch, size = prompts(GROUPED, [3, 2]), GROUPED.vocab_size
+    beyond = batch.with_data(prompt=[batch.data["prompt"][0], torch.tensor([1, size])])
+    with pytest.raises(ValueError, match=f"'prompt' of sample {batch.ids[1]} has the token id {size} at place 1"):
+        rollout(decoder, beyond)
+    forced = [torch.tensor([3]), torch.tensor([3, 10**9])]
+    with pytest.raises(ValueError, match=f"'forced_response' of sample {batch.ids[1]} has the token id 1000000000"):
+        rollout(decoder, batch, forced=forced)
+    learned = build_decoder(
+        tiny(positions="learned", max_positions=8, norm="layer", mlp="plain"), ONE_RANK, torch.float32
+    )
+    options = GenerationOptions(max_new_tokens=6, eos_token=-1)
+    with pytest.raises(ValueError, match=f"response' of sample {batch.ids[0]} has 9 tokens, .* max_positions=8"):
+        generate(learned, batch, "prompt", options, sample_key=(0, 0), micro_batches=1)

@@ -206,3 +206,13 @@ def test_replay_of_a_token_that_is_left_out_has_probability_0():
     replayed = replay(logits_of(0.7, 0.3)[None], torch.tensor([1]), 1.0, Truncation(top_k=1))
     assert replayed.logprobs.tolist() == [-math.inf]
     assert replayed.untruncated.exp().tolist() == pytest.approx([0.3])
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize("settings", [{}, {"top_k": 2}, {"top_p": 0.5}, {"forbidden": torch.tensor([0, 0, 0])}])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_that_is_no_distribution_has_no_probability_and_stays_in_the_vocabulary(temperature, settings, wrong):
+    logits = torch.tensor([[0.0, 1.0, 2.0], [0.0, wrong, 2.0], [-math.inf] * 3], dtype=torch.float64)
+    drawn = draw(logits, torch.full((3,), 0.5, dtype=torch.float64), temperature, Truncation(**settings))
+    assert drawn.untruncated.isnan().tolist() == [False, True, True]
+    assert ((drawn.tokens >= 0) & (drawn.tokens < 3)).all()

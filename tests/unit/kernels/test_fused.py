@@ -1,9 +1,12 @@
 """The fused kernels against the operators of torch that they replace, in float64."""
 
+import math
+
 import pytest
 import torch
 import torch.nn.functional as F
 
+from realhf.engine.paged_attention import PAGE, CppKernels, DecodeRows
 from realhf.engine.sampling import draw, replay, tempered_logprobs, uniform
 from realhf.kernels import fused
 from realhf.kernels.memory import empty_in_huge_pages
@@ -95,3 +98,57 @@ def test_memory_in_huge_pages_is_memory():
     assert large.shape == (3, 1 << 20)
     assert large.float().sum().item() == 6 << 20
     assert empty_in_huge_pages((0, 7), torch.float32).shape == (0, 7)
+
+
+@pytest.mark.parametrize("token", [-1, 40, 10**9])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_token_outside_of_the_vocabulary_is_an_error_and_not_read(dtype, token):
+    logits, tokens = torch.randn(3, 40).to(dtype), torch.tensor([0, 39, token])
+    with pytest.raises(IndexError, match=f"token {token} of row 2 is not from 0 to 39"):
+        fused.draw(logits, None, 1.0, tokens)
+    with pytest.raises(IndexError, match=f"token {token} of row 2 is not from 0 to 39"):
+        fused.vocabulary_statistics(logits, tokens, 1.0, torch.empty(3, 3))
+
+
+@pytest.mark.parametrize("number", [math.nan, -0.1, 1.0])
+def test_a_random_number_outside_of_its_range_is_an_error(number):
+    with pytest.raises(ValueError, match="the random number of row 1 is "):
+        fused.draw(torch.randn(2, 40), torch.tensor([0.5, number], dtype=torch.float64), 1.0)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_logits_that_are_no_distribution_have_a_token_of_the_vocabulary_and_no_probability(dtype, wrong):
+    logits = torch.randn(3, 40)
+    logits[1, 17] = wrong
+    logits[2] = -math.inf
+    uniforms = uniform(0, 0, torch.arange(3), torch.arange(3))
+    tokens, logprobs, _ = fused.draw(logits.to(dtype), uniforms, 1.0)
+    assert logprobs.isnan().tolist() == [False, True, True]
+    assert (tokens >= 0).all()
+    assert (tokens < 40).all()
+    assert fused.draw(logits.to(dtype), None, 1.0, tokens)[1].isnan().tolist() == [False, True, True]
+
+
+def test_pages_outside_of_the_cache_are_an_error_and_not_read():
+    kernels, (keys, values) = CppKernels(torch.float32), cache_of(pages=3)
+    key = torch.randn(2, 1, 8)
+    for place in (-1, 3 * PAGE, 10**12):
+        with pytest.raises(
+            IndexError, match=rf"the place of token 1 is {place}, which is not from 0 to {3 * PAGE - 1}"
+        ):
+            kernels.write(keys, values, torch.tensor([0, place]), key, key)
+    for table, lengths, says in (
+        ([[0, 0], [1, 3]], [0, PAGE], "a page of sequence 1 is 3, which is not from 0 to 2"),
+        ([[0, 0], [-1, 0]], [0, 0], "a page of sequence 1 is -1"),
+        ([[0, 0], [1, 2]], [0, 2 * PAGE], f"the length of sequence 1 is {2 * PAGE}, which is not from 0 to"),
+        ([[0, 0], [1, 2]], [0, -1], "the length of sequence 1 is -1"),
+    ):
+        rows = DecodeRows(torch.tensor(table, dtype=torch.int32), torch.tensor(lengths))
+        with pytest.raises(IndexError, match=says):
+            kernels.attend(keys, values, rows, key, key, key, None)
+
+
+def cache_of(pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+    key_shape, value_shape = CppKernels(torch.float32).page_shapes(1, 8)
+    return torch.zeros(pages, *key_shape), torch.zeros(pages, *value_shape)

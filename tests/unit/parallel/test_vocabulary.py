@@ -99,3 +99,10 @@ def test_memory_of_logits_is_independent_of_the_number_of_tokens(with_entropy: b
             (result.logprob + (result.entropy if with_entropy else 0.0)).sum().backward()
         largest.append(seen.elements)
     assert largest == [16 * 1000] * 2
+
+
+@pytest.mark.parametrize("token", [-100, VOCAB, 10**9])
+def test_a_label_outside_of_the_vocabulary_is_refused(token: int) -> None:
+    hidden, weight, _, _ = inputs(3)
+    with pytest.raises(ValueError, match=f"row 1 asks for the id {token}, and vocab_size={VOCAB} has ids from 0"):
+        Logits(hidden, weight).of_tokens(torch.tensor([0, token, 1]))
