@@ -164,7 +164,7 @@ class Run:
         interface has no implementation."""
         for graph in (self.graph, self.evaluation_graph):
             for call in graph.calls.values() if graph else ():
-                check_implementation(call.name, call.interface_impl)
+                check_implementation(call.name, call.interface_impl, call.interface_type.value)
         check_plan(self.plan, self.graph, self.settings.batch_size)
         self.deadlines  # noqa: B018 - its numbers are checked
         if self.plan.num_devices > self.spec.num_workers:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from realhf.api.generation import GenerationOptions
 from realhf.engine.interface import EndCheck
+from realhf.engine.returned import check_end
 from realhf.engine.sampling import Draw, Truncation, draw, replay, uniform
 
 # Stands for a token where there is none, because the logits are no distribution: all ranks get it, and say so alike.
@@ -115,7 +116,7 @@ class TokenChoice:
         if self._is_end is not None:
             for i in np.flatnonzero(may_end & ~is_end):
                 start, length = self.prompt_lengths[sequences[i]], lengths[i] + 1
-                is_end[i] = self._is_end(self.tokens[sequences[i], start:length])
+                is_end[i] = check_end(self._is_end(self.tokens[sequences[i], start:length]))
         return is_end
 
     def _check(self, drawn: np.ndarray, sequences: np.ndarray, lengths: np.ndarray) -> None:

@@ -10,6 +10,7 @@ from realhf.api.compute import Recomputation
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Postprocess
 from realhf.engine.pipeline import Neighbours, run_forward
+from realhf.engine.returned import check_columns
 from realhf.engine.schedule import Pass
 from realhf.models.attention import PackedAttention
 from realhf.models.decoder import Decoder
@@ -109,7 +110,7 @@ def forward(
         i = forward.micro_batch
         output = run_stage(decoder, packed[i], hidden, chunk=forward.chunk)
         if decoder.has_head(forward.chunk):
-            for key, values in postprocess(output, parts[i]).items():
+            for key, values in check_columns(postprocess(output, parts[i]), parts[i].ids).items():
                 outputs.setdefault(key, {}).update(zip(places[i], values, strict=True))
         return output
 

@@ -111,7 +111,12 @@ class Context(Protocol):
 class CallResult:
     """Outputs by key, one tensor [length, ...] a sample in the order of the call's batch, and statistics.
 
-    Taken only from ranks where `holds_outputs` is true; others may leave both empty.
+    Taken only from ranks where `holds_outputs` is true; others return an empty one.
+
+    What is stored and sent on must be alike in all samples of a key but for the length: one dtype (bool, uint8, int8,
+    int16, int32, int64, float16, bfloat16, float32, float64), one shape behind the length. Every key of the call's
+    `output_data` must be there, all of its values finite. A statistic is a pair (sum, weight) of finite numbers, the
+    weight at least 0. `realhf.engine.returned` checks this where the result is taken.
     """
 
     outputs: dict[str, list[Tensor]] = field(default_factory=dict)

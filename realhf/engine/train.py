@@ -16,6 +16,7 @@ from realhf.engine.forward import pack_micro_batch, run_stage
 from realhf.engine.interface import LossFunction, Stats
 from realhf.engine.optimizer import FlatAdamW, gradient_dtype
 from realhf.engine.pipeline import Neighbours, run_training
+from realhf.engine.returned import check_loss
 from realhf.engine.schedule import Pass
 from realhf.models.checkpoint_index import of_kind
 from realhf.parallel.sequence import TokenShards
@@ -122,7 +123,7 @@ class Trainer:
             output = run_stage(self.decoder, packed[i], hidden, shards[i], self.compute.recomputation, chunk)
             if not self.decoder.has_head(chunk):
                 return output
-            value, stats = loss(output, parts[i])
+            value, stats = check_loss(loss(output, parts[i]), parts[i].ids)
             sums.add(value, stats)
             return value / global_weight
 

@@ -74,6 +74,9 @@ class ProcessSpec:
         return worker_of(self.name)
 
 
+# The exit code of a worker that has told the master what failed. Who ends with another one has died without a word.
+TOLD_RETURNCODE = 86
+
 # The exit code of a process of whose end only the cluster knows.
 UNKNOWN_RETURNCODE = 255
 

@@ -1,5 +1,6 @@
 """Watches a run from outside until it ends, and says in one message why it ended badly."""
 
+import math
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -8,13 +9,23 @@ from pathlib import Path
 from realhf.api.errors import RunError
 from realhf.api.status import read_status
 from realhf.scheduler.activity import read_activity
-from realhf.scheduler.base import MASTER, Exit, Launcher, ProcessSpec, worker_of
+from realhf.scheduler.base import (
+    MASTER,
+    TOLD_RETURNCODE,
+    UNKNOWN_RETURNCODE,
+    Exit,
+    Launcher,
+    ProcessSpec,
+    worker_of,
+)
 from realhf.scheduler.run_directory import RunDirectory
 
 POLL_S = 0.1
 # After a first bad end, the others are given this long to end as well: the first to be seen is
 # not always the cause, and the master takes a few seconds to find it out (more on a busy machine).
 SETTLE_S = 30.0
+# A worker that ended without telling the master is the cause; others may have ended of the same one in that moment.
+SILENT_SETTLE_S = 1.0
 WORKERS_END_S = 120.0
 STOP_GRACE_S = 3.0
 LOG_LINES = 8
@@ -46,16 +57,15 @@ def supervise(
     master = _SignsOfLife(directory, MASTER_SILENCE_S + is_remote * FILES_LATE_S)
     try:
         launcher.start(specs)
-        deadline: float | None = None
+        deadline = math.inf
         while len(exits) < len(specs):
-            exits |= {end.name: end for end in launcher.poll()}
+            exits |= {end.name: end for end in sorted(launcher.poll(), key=lambda end: end.returncode >= 0)}
             on_poll()
             bad = [end for end in exits.values() if end.returncode != 0]
             if bad and _is_settled(exits, len(specs)):
                 break
-            if deadline is None and (bad or MASTER in exits):
-                deadline = time.monotonic() + (SETTLE_S if bad else WORKERS_END_S)
-            if deadline is not None and time.monotonic() > deadline:
+            deadline = min(deadline, time.monotonic() + _patience_s(bad, MASTER in exits))
+            if time.monotonic() > deadline:
                 break
             if MASTER not in exits:
                 master.check()
@@ -115,15 +125,33 @@ def _is_settled(exits: dict[str, Exit], num_processes: int) -> bool:
     return any(end.returncode < 0 for end in exits.values()) or MASTER in exits or len(exits) == num_processes
 
 
+def _patience_s(bad: Sequence[Exit], has_master_ended: bool) -> float:
+    """How long the others are waited for after these ends."""
+    if any(_is_silent(end) for end in bad):
+        return SILENT_SETTLE_S
+    return SETTLE_S if bad else WORKERS_END_S if has_master_ended else math.inf
+
+
+def _is_silent(end: Exit) -> bool:
+    """Whether a process ended badly without a word: it was killed, or is a worker that ended by itself."""
+    if end.returncode < 0:
+        return True
+    return end.name != MASTER and end.returncode not in (0, TOLD_RETURNCODE, UNKNOWN_RETURNCODE)
+
+
 def _explain(bad: Sequence[Exit], directory: RunDirectory) -> RunError:
-    """The most telling of several bad ends: who was killed, else what the master heard, else all."""
-    killed = [end for end in bad if end.returncode < 0]
+    """The most telling of several bad ends: who ended without a word, else what the master heard, else all.
+
+    Of those without a word, all that ended as the first of them did: what came after may be a consequence.
+    """
+    silent = [end for end in bad if _is_silent(end)]
+    silent = [end for end in silent if (end.returncode < 0) == (silent[0].returncode < 0)]
     status = read_status(directory.status)
-    if not killed and status is not None and status.state == "failed":
+    if not silent and status is not None and status.state == "failed":
         return RunError(status.message, status.blamed)
-    indices = (worker_of(end.name) for end in killed or bad)
+    indices = (worker_of(end.name) for end in silent or bad)
     return RunError(
-        "\n".join(_describe(end, directory) for end in killed or bad),
+        "\n".join(_describe(end, directory) for end in silent or bad),
         workers=[index for index in indices if index is not None],
     )
 

@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from realhf.api.interface import SampleDType
 from realhf.api.layout import Layout
 
 Split = Literal["train", "evaluation"]
@@ -11,7 +12,6 @@ Split = Literal["train", "evaluation"]
 Phase = Literal[
     "setup", "reallocation", "sending", "offload", "transfer", "compute", "checkpoint", "writing", "waiting"
 ]
-SampleDType = Literal["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
 

@@ -6,7 +6,6 @@ import queue
 import socket
 import sys
 import threading
-import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -20,7 +19,7 @@ from realhf.api.run import Run, load_run
 from realhf.engine.paged_attention import describe_attention
 from realhf.parallel.host_group import PeerError
 from realhf.scheduler.activity import ActivityWriter
-from realhf.scheduler.base import worker_index, worker_name
+from realhf.scheduler.base import TOLD_RETURNCODE, worker_index, worker_name
 from realhf.scheduler.logs import start_logging
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.client import Client
@@ -42,6 +41,7 @@ from realhf.transport.messages import (
 from realhf.transport.rendezvous import wait_for_master
 from realhf.worker.activity import WorkerActivity
 from realhf.worker.allocator import keep_freed_memory
+from realhf.worker.interfaces import explain
 from realhf.worker.model_worker import ModelWorker
 from realhf.worker.requests import refusal
 from realhf.worker.stacks import write_stacks
@@ -144,18 +144,17 @@ def main() -> int:
                 return False
         return True
 
-    def fail(error: Exception) -> NoReturn:
+    def fail(error: BaseException) -> NoReturn:
         """Says why and ends the process. Of two threads that fail, one does it."""
         ending.acquire()
         try:
             logger.error("failed: %s", activity.text, exc_info=error)
-            text = "".join(traceback.format_exception(error))
-            client.send(Failure(request_id=None, text=text, blames_peer=blames_peer(error)))
+            client.send(Failure(request_id=None, text=explain(error), blames_peer=blames_peer(error)))
             client.close()
         finally:
             # Groups whose peers are gone can block an orderly end for minutes; there is nothing left to save.
             sys.stderr.flush()
-            os._exit(1)
+            os._exit(TOLD_RETURNCODE)
 
     master = wait_for_master(directory.rendezvous, timeout_s=run.spec.setup_timeout_s, public_key=keys.master)
     client: Client[ToWorker, ToMaster] = Client(
@@ -169,7 +168,7 @@ def main() -> int:
     client.send(Hello(worker=rank, pid=os.getpid(), host=socket.gethostname()))
     try:
         serve(run, directory, rank, client, moves, activity, fail)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # an interface may call sys.exit
         fail(error)
     client.close()
     dist.destroy_process_group()

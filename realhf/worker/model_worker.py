@@ -1,6 +1,5 @@
 """The model worker: executes the master's requests on one device, one after the other; moves of parameters beside."""
 
-import importlib
 import logging
 import queue
 import time
@@ -14,12 +13,10 @@ import torch
 from torch import Tensor
 
 from realhf.api.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef, ModelInterfaceType
-from realhf.api.interface import InterfaceConfig
 from realhf.api.layout import Layout
 from realhf.api.run import Run
 from realhf.data.loader import DatasetReader
-from realhf.engine.batch import Batch, concatenate
-from realhf.engine.interface import CallResult
+from realhf.engine.batch import Batch
 from realhf.engine.model import ShardedModel
 from realhf.models.checkpoint import snapshot
 from realhf.models.checkpoint_index import initial_optimizer_steps
@@ -44,9 +41,10 @@ from realhf.transport.messages import (
 )
 from realhf.worker import rollouts
 from realhf.worker.activity import WorkerActivity
-from realhf.worker.call_context import CallContext, UnusedModel, batch_share, sharing_ranks
+from realhf.worker.call_context import CallContext, batch_share, sharing_ranks
 from realhf.worker.checkpoint_writer import CheckpointWriter
 from realhf.worker.home import fill
+from realhf.worker.interfaces import load_interface, run_interface
 from realhf.worker.mailbox import Mailbox
 from realhf.worker.memory import MemoryGauge
 from realhf.worker.move_lane import MoveLane
@@ -98,7 +96,7 @@ class ModelWorker:
         self._store = SampleStore()
         group = group_of_all_ranks(device, self._timeout_s) if device.type == "cuda" else None
         self._mailbox = Mailbox(self._store, device, self._timeout_s, group)
-        self._interfaces: dict[tuple[Split, str], Any] = {}
+        self._interfaces = self._load_interfaces()
         self._models: dict[tuple[str, Layout], ShardedModel] = {}
         for name, home in run.homes.items():
             if rank in home.mesh.devices:
@@ -163,6 +161,17 @@ class ModelWorker:
         logger.info("%s took %.3f s", phase, time.time() - start)
         self._set_activity(f"waiting, after {name}: {phase}")
 
+    def _load_interfaces(self) -> dict[tuple[Split, str], Any]:
+        """One for every call that this worker takes part in: here, so that a mistake in it ends the start."""
+        run, loaded = self._run, {}
+        for split, graph in self._graphs.items():
+            for call in graph.calls.values():
+                plan = run.plan.calls[call.name] if split == "train" else run.evaluation_plan(call)
+                if self._rank in plan.layout.mesh.devices:
+                    self._set_activity(f"setup: interface of {call.name}")
+                    loaded[split, call.name] = load_interface(call)
+        return loaded
+
     def _build_home(self, name: str, home: Layout) -> ShardedModel:
         run, setup = self._run, self._run.models[name]
         steps = run.experiment.steps * run.optimizer_steps(name)
@@ -194,7 +203,7 @@ class ModelWorker:
         context = CallContext(seed, step, request.micro_batches, share, record)
         with self._timed("compute", f"{request.call} of {request.batch}") as span:
             tokens_before = model.tokens_processed
-            result = self._compute(split, definition, model, mini_batches, context)
+            result = run_interface(self._interfaces[split, definition.name], definition, model, mini_batches, context)
         if split == "train" and definition.trains and definition == self._trainings(definition.model_name)[-1]:
             model.versions.current = step + 1
         reply = Reply(
@@ -220,24 +229,6 @@ class ModelWorker:
         with self._timed("transfer", f"{request.call} of {request.batch}") as span:
             self._mailbox.collect(request.batch, definition.input_data)
         return span()
-
-    def _compute(
-        self,
-        split: Split,
-        definition: ModelFunctionCallDef,
-        sharded: ShardedModel,
-        mini_batches: Sequence[Batch],
-        context: CallContext,
-    ) -> CallResult:
-        interface = self._interface(split, definition)
-        model: Any = sharded if definition.uses_model else UnusedModel(definition.name)
-        match definition.interface_type:
-            case ModelInterfaceType.TRAIN_STEP:
-                return interface.train_step(model, mini_batches, context)
-            case ModelInterfaceType.INFERENCE:
-                return interface.inference(model, concatenate(mini_batches), context)
-            case ModelInterfaceType.GENERATE:
-                return interface.generate(model, concatenate(mini_batches), context)
 
     def _inputs(self, batch: BatchKey, definition: ModelFunctionCallDef, ids: tuple[int, ...]) -> Batch:
         """The call's input columns: rows of the data set are read here, the rest was made or transferred."""
@@ -267,12 +258,6 @@ class ModelWorker:
         ids = [sample for mini_batch in request.mini_batches for sample in mini_batch]
         versions = torch.full((len(ids), 1), max(0, request.version), device=self._device)
         outputs = {WEIGHTS_VERSION: [version.clone() for version in versions]} | outputs
-        missing = [key for key in definition.output_data if key not in outputs]
-        if missing:
-            raise KeyError(
-                f"{definition.name} declares the outputs {list(definition.output_data)} but its interface "
-                f"{type(definition.interface_impl).__name__} returned {sorted(outputs)}; {missing} is missing"
-            )
         for key in definition.output_data:
             self._store.put(request.batch, key, ids, outputs[key])
         recorded = {key: outputs[key] for key in self._run.spec.record if key in outputs}
@@ -284,12 +269,6 @@ class ModelWorker:
     def _trainings(self, model: str) -> list[ModelFunctionCallDef]:
         return [call for call in self._run.graph.calls_of(model) if call.trains]
 
-    def _interface(self, split: Split, definition: ModelFunctionCallDef) -> Any:
-        key = (split, definition.name)
-        if key not in self._interfaces:
-            self._interfaces[key] = load_interface(definition.interface_impl)
-        return self._interfaces[key]
-
     def _save(self, directory: str, models: Sequence[str]) -> None:
         snapshots = {}
         for name in models:
@@ -297,10 +276,3 @@ class ModelWorker:
             with model.loaded():
                 snapshots[name] = snapshot(model.state())
         self._writer.start(directory, snapshots)
-
-
-def load_interface(config: InterfaceConfig) -> Any:
-    """The implementation that the class of `config` names, made with `config`. The name comes from
-    the experiment's code, never from a message."""
-    module, _, name = type(config).implementation.partition(":")
-    return getattr(importlib.import_module(module), name)(config)

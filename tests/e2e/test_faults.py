@@ -288,23 +288,59 @@ class LessonInterface:
 
     def train_step(self, model, mini_batches, context):
         if context.step == 1 and os.environ["REALHF_WORKER_INDEX"] == "1":
-            raise ValueError("the teacher has gone home")  # the user's line
+            THE_USERS_LINE
         total = context.sum_over_data_parallel(torch.ones(1))
         return CallResult(stats={"present": (float(total), 1.0)})
 """
 
 
+def start_school(start: StartRun, folder: Path, line: str) -> tuple[StartedRun, Path]:
+    """A run whose second worker comes to `line` in step 2, and the file of its interface."""
+    (folder / "school.py").write_text(EXPERIMENT)
+    interface = folder / "lesson_interface.py"
+    interface.write_text(INTERFACE.replace("THE_USERS_LINE", line))
+    return start(folder / "school.py", ExecutionPlan(num_devices=2, calls={"pupil_train_step": BOTH})), interface
+
+
+def line_of(file: Path, text: str) -> int:
+    return 1 + next(i for i, line in enumerate(file.read_text().splitlines()) if text in line)
+
+
 def test_an_interface_beside_the_experiment_raises(start: StartRun, tmp_path: Path) -> None:
-    (tmp_path / "school.py").write_text(EXPERIMENT)
-    interface = tmp_path / "lesson_interface.py"
-    interface.write_text(INTERFACE)
-    run = start(tmp_path / "school.py", ExecutionPlan(num_devices=2, calls={"pupil_train_step": BOTH}))
+    run, interface = start_school(start, tmp_path, 'raise ValueError("the teacher has gone home")')
     assert run.end() == 1
     assert run.message.startswith("worker 1 failed in pupil_train_step of step 2")
     assert str(run.path / "logs/worker-1.log") in run.message
-    line = 1 + INTERFACE.splitlines().index(next(x for x in INTERFACE.splitlines() if "# the user's line" in x))
-    assert f'File "{interface}", line {line}, in train_step' in run.message
+    assert f'File "{interface}", line {line_of(interface, "raise")}, in train_step' in run.message
+    assert run.message.count("  File ") == 1, "the user's frames alone"
     assert run.message.rstrip().endswith("ValueError: the teacher has gone home")
+    assert "model_worker.py" in (run.path / "logs/worker-1.log").read_text(), "all frames"
     assert run.status["state"] == "failed"
     first_step = msgspec.json.decode((run.path / "metrics.jsonl").read_bytes())
     assert first_step["present"] == 2.0, "the step before went well, on both workers"
+
+
+def test_an_interface_returns_a_statistic_that_is_no_pair(start: StartRun, tmp_path: Path) -> None:
+    line = 'return CallResult(stats={"present": 3.0})'
+    run, interface = start_school(start, tmp_path, line)
+    assert run.end() == 1
+    first, second = run.message.splitlines()
+    log = run.path / "logs/worker-1.log"
+    assert re.fullmatch(
+        rf"worker 1 failed in pupil_train_step of step 2; log: {re.escape(str(log))} \(host .*\)", first
+    )
+    assert second == (
+        f"pupil_train_step: LessonInterface.train_step ({interface}, line {line_of(interface, 'def train_step')}): "
+        "statistic 'present' is 3.0, must be a pair (sum, weight) of finite numbers, the weight at least 0; its mean "
+        "is sum / weight, and mean_of(tensor) makes such a pair"
+    )
+
+
+def test_an_interface_ends_its_process(start: StartRun, tmp_path: Path) -> None:
+    """The other worker waits for it in a collective, and says that its peer is gone."""
+    run, _ = start_school(start, tmp_path, "os._exit(7)")
+    assert run.end() == 1
+    assert run.message.startswith(
+        "worker-1 ended with exit code 7; last activity: pupil_train_step of step 2: compute; log: "
+    )
+    assert run.status["blamed"] == []

@@ -13,7 +13,15 @@ TINY = DecoderConfig(hidden_size=32, intermediate_size=96, num_layers=4, num_hea
 class Nothing(InterfaceConfig):
     """An interface that no test here loads."""
 
-    implementation = "realhf.algorithms.sft.interface:SFTInterface"
+    implementation = "tests.unit.api.calls:NothingInterface"
+
+
+class NothingInterface:
+    """What the launcher looks for."""
+
+    def generate(self, model: Any, batch: Any, context: Any) -> None: ...
+
+    inference = train_step = generate
 
 
 def call(

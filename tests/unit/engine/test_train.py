@@ -11,6 +11,7 @@ from realhf.engine.batch import Batch
 from realhf.engine.forward import PackedMicroBatch, pack_micro_batch, run_stage
 from realhf.engine.interface import Stats
 from realhf.engine.model import ShardedModel
+from realhf.engine.returned import InterfaceError
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens
 
 CONFIG = tiny(num_layers=2)
@@ -126,15 +127,33 @@ def _with_nan(output: Tensor, batch: Batch) -> tuple[Tensor, Stats]:
     return loss * torch.tensor(float("nan")), stats
 
 
+def _with_a_gradient_of_nan(output: Tensor, batch: Batch) -> tuple[Tensor, Stats]:
+    loss, stats = next_token_loss(output, batch)
+    return loss + (loss * 0).sqrt(), stats
+
+
+def _without_gradient(output: Tensor, batch: Batch) -> tuple[Tensor, Stats]:
+    loss, stats = next_token_loss(output, batch)
+    return loss.detach(), stats
+
+
 @pytest.mark.parametrize(
     ("loss", "weight", "error", "text"),
     [
         (
-            _with_nan,
+            _with_a_gradient_of_nan,
             trained_tokens,
             FloatingPointError,
             "optimizer step 1: the gradient norm is nan; the loss here was",
         ),
+        (_with_nan, trained_tokens, InterfaceError, r"the loss of samples \d, \d is nan, must be finite; lower"),
+        (
+            _without_gradient,
+            trained_tokens,
+            InterfaceError,
+            r"the loss is a tensor \[\] of float64, without a",
+        ),
+        (lambda output, batch: None, trained_tokens, InterfaceError, "the loss function returned None, must be a"),
         (next_token_loss, lambda batch: 0.0, ValueError, "optimizer step 1: the loss weights .* sum to 0.0"),
     ],
 )

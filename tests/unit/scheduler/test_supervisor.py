@@ -12,7 +12,7 @@ from realhf.api.errors import RunError
 from realhf.api.status import Status, write_status
 from realhf.scheduler import supervisor
 from realhf.scheduler.activity import ActivityWriter
-from realhf.scheduler.base import MASTER, Exit, ProcessSpec, worker_name
+from realhf.scheduler.base import MASTER, TOLD_RETURNCODE, Exit, ProcessSpec, worker_name
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.scheduler.supervisor import supervise
 
@@ -106,13 +106,13 @@ def test_a_killed_worker_is_named_with_what_it_did_and_the_end_of_its_log(
 def test_who_was_killed_comes_before_who_failed_because_of_it(watch: Watch, directory: RunDirectory) -> None:
     write_status(directory.status, Status(state="failed", step=1, steps=2, message="worker 0 failed: peer is gone"))
     with pytest.raises(RunError, match=r"^worker-1 was killed by signal 11 \(SIGSEGV\); log: [^\n]*$"):
-        watch([("worker-0", 1)], [("master", 1), ("worker-1", -signal.SIGSEGV)])
+        watch([("worker-0", TOLD_RETURNCODE)], [("master", 1), ("worker-1", -signal.SIGSEGV)])
 
 
 def test_what_the_master_has_heard_comes_before_exit_codes(watch: Watch, directory: RunDirectory) -> None:
     write_status(directory.status, Status(state="failed", step=1, steps=2, message="worker 1 failed in its call"))
     with pytest.raises(RunError, match=r"^worker 1 failed in its call$"):
-        watch([("worker-1", 1)], [("worker-0", 1)], [("master", 1)])
+        watch([("worker-1", TOLD_RETURNCODE)], [("worker-0", TOLD_RETURNCODE)], [("master", 1)])
 
 
 def test_a_master_that_ends_for_no_known_reason(watch: Watch, directory: RunDirectory) -> None:
@@ -126,9 +126,33 @@ def test_a_master_that_ends_for_no_known_reason(watch: Watch, directory: RunDire
 
 
 def test_a_worker_that_fails_before_the_master_hears_of_it(watch: Watch, clock: Clock) -> None:
-    with pytest.raises(RunError, match=r"^worker-0 ended with exit code 3 \(node failure\); log: "):
-        watch([("worker-0", 3)], note="node failure")
+    with pytest.raises(RunError, match=rf"^worker-0 ended with exit code {TOLD_RETURNCODE} \(node failure\); log: "):
+        watch([("worker-0", TOLD_RETURNCODE)], note="node failure")
     assert 30 < clock.now_s < 31, "the master was given time to say why"
+
+
+def test_a_worker_that_ends_without_a_word_is_seen_at_once_and_named_alone(
+    watch: Watch, directory: RunDirectory, clock: Clock
+) -> None:
+    ActivityWriter(directory.activity("worker-1")).set("reward_inference of step 4: compute")
+    write_status(directory.status, Status(state="failed", step=1, steps=2, message="worker 0 failed: peer is gone"))
+    with pytest.raises(RunError) as error:
+        # The other one lost its peer, and says so; it, or what it computed with, may even end violently.
+        watch([("worker-1", 7)], [("worker-0", -signal.SIGABRT)])
+    assert str(error.value) == (
+        "worker-1 ended with exit code 7; last activity: reward_inference of step 4: compute; "
+        f"log: {directory.log('worker-1')}"
+    )
+    assert error.value.workers == {1}
+    with pytest.raises(RunError, match=r"^worker-1 ended with exit code 7; last activity: reward_"):
+        watch([("worker-1", 7)], [("worker-0", TOLD_RETURNCODE)])
+    assert clock.now_s < 2
+
+
+def test_workers_that_end_without_a_word_of_the_same_cause_are_all_named(watch: Watch) -> None:
+    with pytest.raises(RunError) as error:
+        watch([("worker-0", 1)], [], [], [("worker-1", 1)])
+    assert error.value.workers == {0, 1}, "the fault of none of them"
 
 
 def test_a_signal_without_a_name(watch: Watch) -> None:

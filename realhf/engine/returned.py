@@ -1,0 +1,182 @@
+"""What an algorithm's code gives back is checked here, where it is taken: results of calls, and of its callbacks."""
+
+import math
+from collections.abc import Collection, Sequence
+from numbers import Real
+from typing import Any, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realhf.api.interface import RESERVED_STATISTICS, SampleDType
+from realhf.engine.interface import CallResult, Stats
+
+SAMPLE_DTYPES = tuple(getattr(torch, name) for name in get_args(SampleDType))
+
+
+class InterfaceError(Exception):
+    """What an interface or one of its callbacks gave back breaks a rule: the text names key, sample, value and rule."""
+
+
+def check_result(
+    result: Any, ids: Sequence[int], *, declared: Collection[str], recorded: Collection[str], holds_outputs: bool
+) -> CallResult:
+    """What is taken of a call's result: outputs that the call declares or the run records, and statistics as floats.
+
+    The rules are those of `CallResult`. Values that are recorded only may be NaN or infinite: they are for looking at.
+
+    Args:
+        ids: of the samples of the call's batch.
+        holds_outputs: without it nothing is taken, and the type alone is checked.
+
+    Raises:
+        InterfaceError: the result breaks a rule.
+    """
+    if not isinstance(result, CallResult):
+        raise InterfaceError(
+            f"the result is {_shown(result)}, must be a CallResult; return CallResult(...) on every path, an empty one "
+            "where context.holds_outputs is false"
+        )
+    if not holds_outputs:
+        return CallResult()
+    outputs = _checked_dict(result.outputs, "the outputs are", "tensors by key")
+    if missing := [key for key in declared if key not in outputs]:
+        raise InterfaceError(
+            f"the call declares the output {missing[0]!r}, and the result has {', '.join(map(str, outputs)) or 'none'}"
+            "; return every key of output_data where context.holds_outputs is true"
+        )
+    taken = {}
+    for key, values in outputs.items():
+        if key in declared or key in recorded:
+            check_column(f"output {key!r}", values, ids, finite=key in declared)
+            taken[key] = [value.detach() for value in values]
+    return CallResult(outputs=taken, stats=check_stats(result.stats))
+
+
+def check_columns(columns: Any, ids: Sequence[int]) -> dict[str, list[Tensor]]:
+    """What a `Postprocess` gave for the samples `ids` of a micro-batch. Raises InterfaceError."""
+    columns = _checked_dict(columns, "the function given to model.forward returned", "tensors by key")
+    for key, values in columns.items():
+        check_column(f"column {key!r} of the function given to model.forward", values, ids, finite=False)
+    return columns
+
+
+def check_column(what: str, values: Any, ids: Sequence[int], *, finite: bool) -> None:
+    """Raises InterfaceError unless `values` are one tensor [length, ...] a sample, alike but for their lengths."""
+    if not isinstance(values, list | tuple):
+        raise InterfaceError(f"{what} is {_shown(values)}, must be a list of one tensor [length, ...] a sample")
+    if len(values) != len(ids):
+        raise InterfaceError(
+            f"{what} has {len(values)} tensors for {len(ids)} samples; return one a sample, in the order of batch.ids"
+        )
+    for sample, value in zip(ids, values, strict=True):
+        _check_value(f"{what}, sample {sample}", value)
+        if (value.dtype, value.shape[1:]) != (values[0].dtype, values[0].shape[1:]):
+            raise InterfaceError(
+                f"{what}, sample {sample}, is {_shown(value)}, but sample {ids[0]} has {_shown(values[0])}; all "
+                "samples of a key have one dtype, and one shape behind the length"
+            )
+    if finite and not _all_finite(values):
+        sample, value = next(pair for pair in zip(ids, values, strict=True) if not pair[1].isfinite().all())
+        place = (~value.isfinite()).nonzero()[0].tolist()
+        raise InterfaceError(f"{what}, sample {sample}, has {value[tuple(place)].item()} at {place}, must be finite")
+
+
+def check_stats(stats: Any) -> Stats:
+    """Statistics with pairs of Python floats. Raises InterfaceError."""
+    checked = {}
+    for name, pair in _checked_dict(stats, "the statistics are", "pairs (sum, weight) by name").items():
+        if not (isinstance(name, str) and name and name.isprintable()):
+            raise InterfaceError(f"a statistic is named {name!r}, must be a printable string")
+        if name in RESERVED_STATISTICS:
+            raise InterfaceError(
+                f"statistic {name!r} has a name that every line of metrics.jsonl has already; choose another than "
+                f"{', '.join(sorted(RESERVED_STATISTICS))}"
+            )
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2 and all(map(_is_finite_number, pair))
+        if not is_pair or pair[1] < 0:
+            raise InterfaceError(
+                f"statistic {name!r} is {_shown(pair)}, must be a pair (sum, weight) of finite numbers, the weight at "
+                "least 0; its mean is sum / weight, and mean_of(tensor) makes such a pair"
+            )
+        checked[name] = (float(pair[0]), float(pair[1]))
+    return checked
+
+
+def check_loss(given: Any, ids: Sequence[int]) -> tuple[Tensor, Stats]:
+    """What a `LossFunction` gave for the samples `ids` of a micro-batch. Raises InterfaceError."""
+    if not (isinstance(given, tuple | list) and len(given) == 2):
+        raise InterfaceError(f"the loss function returned {_shown(given)}, must be a pair (loss, statistics)")
+    loss, stats = given
+    is_scalar = isinstance(loss, Tensor) and loss.dim() == 0 and loss.dtype.is_floating_point
+    if not is_scalar or not loss.requires_grad:
+        raise InterfaceError(
+            f"the loss is {_shown(loss)}{', without a gradient' if is_scalar else ''}, must be a scalar tensor of "
+            "floating point with a gradient: the sum of its terms, computed from what the model's head put out"
+        )
+    if not math.isfinite(loss.item()):
+        raise InterfaceError(
+            f"the loss of samples {_listed(ids)} is {loss.item()}, must be finite; lower the learning rate, or look "
+            "for values that overflow in the loss. The parameters are as before this mini-batch"
+        )
+    return loss, check_stats(stats)
+
+
+def check_end(answer: Any) -> bool:
+    """What an `EndCheck` gave. Raises InterfaceError."""
+    if not isinstance(answer, bool | np.bool_):
+        raise InterfaceError(f"is_end, given to model.generate, returned {_shown(answer)}, must be True or False")
+    return bool(answer)
+
+
+def _check_value(what: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise InterfaceError(f"{what}, is {_shown(value)}, must be a tensor [length, ...]")
+    if value.dim() == 0:
+        raise InterfaceError(f"{what}, is a tensor [], must be [length, ...]; a scalar of a sample is [1]: .view(1)")
+    if 0 in value.shape[1:] or value.layout is not torch.strided:
+        raise InterfaceError(f"{what}, is {_shown(value)}, must be dense, and not empty but for its length")
+    if value.dtype not in SAMPLE_DTYPES:
+        names = ", ".join(get_args(SampleDType))
+        raise InterfaceError(f"{what}, is {_shown(value)}, must be of one of the dtypes {names}; use .to(...)")
+
+
+def _all_finite(values: Sequence[Tensor]) -> bool:
+    """In one pass, since on a GPU each look at a value waits for it."""
+    first = values[0]
+    return not first.dtype.is_floating_point or bool(
+        torch.cat([value.detach().flatten().to(first.device) for value in values]).isfinite().all()
+    )
+
+
+def _checked_dict(value: Any, what: str, of: str) -> dict[Any, Any]:
+    if not isinstance(value, dict):
+        raise InterfaceError(f"{what} {_shown(value)}, must be a dict: {of}")
+    return value
+
+
+def _is_finite_number(value: Any) -> bool:
+    try:
+        return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
+def _listed(ids: Sequence[int]) -> str:
+    return ", ".join(map(str, ids[:8])) + (f", ... ({len(ids)} in all)" if len(ids) > 8 else "")
+
+
+def _shown(value: Any) -> str:
+    """A value in few words."""
+    match value:
+        case Tensor():
+            kind = "" if value.layout is torch.strided else "sparse "
+            return f"a {kind}tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
+        case None | bool() | int() | float():
+            return repr(value)
+        case tuple() | list() if len(value) <= 2:
+            brackets = "()" if isinstance(value, tuple) else "[]"
+            return f"{brackets[0]}{', '.join(map(_shown, value))}{brackets[1]}"
+        case _:
+            return f"a {type(value).__name__}"

@@ -1,0 +1,99 @@
+"""The code that a user's configuration names: loaded when a worker starts, run, and blamed for what it raises."""
+
+import importlib
+import sysconfig
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import realhf
+from realhf.api.graph import WEIGHTS_VERSION, ModelFunctionCallDef
+from realhf.api.interface import lacks_class, lacks_method
+from realhf.engine.batch import Batch, concatenate
+from realhf.engine.interface import CallResult, Model
+from realhf.engine.returned import InterfaceError, check_result
+from realhf.worker.call_context import CallContext, UnusedModel
+
+
+def load_interface(call: ModelFunctionCallDef) -> Any:
+    """The implementation that the class of `call.interface_impl` names, made with it. The name comes from the
+    experiment's code, never from a message.
+
+    Raises:
+        InterfaceError: there is no such class in the module, or it lacks the method that the call needs.
+    """
+    config = call.interface_impl
+    module_name, _, name = type(config).implementation.partition(":")
+    module = importlib.import_module(module_name)
+    cls = getattr(module, name, None)
+    if cls is None:
+        classes = [key for key, value in vars(module).items() if isinstance(value, type)]
+        raise InterfaceError(lacks_class(call.name, config, module.__file__, classes))
+    interface, method = cls(config), call.interface_type.value
+    if not callable(getattr(interface, method, None)):
+        raise InterfaceError(lacks_method(call.name, config, module.__file__, method))
+    return interface
+
+
+def run_interface(
+    interface: Any, call: ModelFunctionCallDef, sharded: Model, mini_batches: Sequence[Batch], context: CallContext
+) -> CallResult:
+    """What the interface gives back for a call, checked.
+
+    Raises:
+        InterfaceError: naming the call, and the method that broke a rule.
+    """
+    method = getattr(interface, call.interface_type.value)
+    model: Any = sharded if call.uses_model else UnusedModel(call.name)
+    batch = concatenate(mini_batches)
+    try:
+        return check_result(
+            method(model, mini_batches if call.trains else batch, context),
+            batch.ids,
+            declared=set(call.output_data) - {WEIGHTS_VERSION},
+            recorded=context.record,
+            holds_outputs=context.holds_outputs,
+        )
+    except InterfaceError as error:
+        what = f"{call.name}: {_describe(method)}: {error}"
+        raise InterfaceError(what).with_traceback(error.__traceback__) from None
+
+
+def explain(error: BaseException) -> str:
+    """What to tell the user of an exception: of its traceback the frames of the user's own files.
+
+    Where there are none, all frames; of an InterfaceError none, since its text says where.
+    """
+    told = traceback.TracebackException.from_exception(error)
+    chain = list(_chain(told))
+    if any(_is_users(frame) for link in chain for frame in link.stack):
+        for link in chain:
+            link.stack = traceback.StackSummary.from_list([frame for frame in link.stack if _is_users(frame)])
+    elif isinstance(error, InterfaceError):
+        return str(error)
+    return "".join(told.format())
+
+
+def _describe(method: Callable[..., Any]) -> str:
+    """`MyReward.inference (/home/me/my_reward.py, line 12)`."""
+    code = getattr(method, "__code__", None)
+    name = getattr(method, "__qualname__", repr(method))
+    return f"{name} ({code.co_filename}, line {code.co_firstlineno})" if code else name
+
+
+def _chain(told: traceback.TracebackException) -> Iterator[traceback.TracebackException]:
+    link: traceback.TracebackException | None = told
+    while link is not None:
+        yield link
+        link = link.__cause__ or link.__context__
+
+
+_OTHERS = (str(Path(realhf.__file__).parent), *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib")))
+
+
+def _is_users(frame: traceback.FrameSummary) -> bool:
+    """Whether it is in a file that is neither this package's, nor Python's, nor an installed package's."""
+    name = frame.filename
+    is_installed = {"site-packages", "dist-packages"} & set(Path(name).parts)
+    return not (name.startswith(("<", *_OTHERS)) or is_installed)

@@ -1,0 +1,157 @@
+"""An interface of the user's own: found when a worker starts, checked when it is run, and told of in few frames."""
+
+import re
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from realhf.api.graph import TRAIN_STEP, WEIGHTS_VERSION
+from realhf.api.interface import InterfaceConfig
+from realhf.engine.batch import Batch
+from realhf.engine.interface import CallResult
+from realhf.engine.returned import InterfaceError, check_columns
+from realhf.worker.call_context import BatchShare, CallContext
+from realhf.worker.interfaces import explain, load_interface, run_interface
+from tests.unit.api.calls import call
+
+MINI_BATCHES = [Batch((3,), {"prompt": [torch.ones(2)]}), Batch((8,), {"prompt": [torch.ones(1)]})]
+
+
+def judge(implementation: str = "", uses_model: bool = True, **fields: Any) -> Any:
+    place, uses = implementation, uses_model
+
+    class Judge(InterfaceConfig):
+        implementation: ClassVar[str] = place
+        uses_model: ClassVar[bool] = uses
+
+    return call("judge", interface_impl=Judge(), **{"outputs": ["reward"], **fields})
+
+
+def context(holds_outputs: bool = True) -> CallContext:
+    return CallContext(0, 0, 1, BatchShare(holds_outputs, True, None))
+
+
+def run(interface: Any, of: Any = None, holds_outputs: bool = True) -> CallResult:
+    model: Any = "the model"
+    return run_interface(interface, of or judge(), model, MINI_BATCHES, context(holds_outputs))
+
+
+class Judge:
+    """Notes what it is called with, and returns what it is made with."""
+
+    def __init__(self, result: Any):
+        self.result, self.given = result, ()
+
+    def inference(self, *given: Any) -> Any:
+        self.given = given
+        return self.result
+
+    train_step = inference
+
+
+PLACE = f"judge_inference: Judge.inference ({__file__}, line {Judge.inference.__code__.co_firstlineno}): "
+
+
+def test_an_inference_gets_one_batch_and_a_train_step_its_mini_batches() -> None:
+    interface = Judge(CallResult(outputs={"reward": [torch.ones(1)] * 2}))
+    result = run(interface, judge(outputs=["reward", WEIGHTS_VERSION]))
+    assert list(result.outputs) == ["reward"], "the version of the weights is the worker's to add"
+    model, batch, _ = interface.given
+    assert (model, batch.ids) == ("the model", (3, 8))
+    run(interface, judge(interface_type=TRAIN_STEP, outputs=[]))
+    assert interface.given[1] is MINI_BATCHES
+
+
+def test_a_value_that_is_not_a_number_is_found_at_the_call_that_made_it() -> None:
+    interface = Judge(CallResult(outputs={"reward": [torch.ones(1), torch.tensor([float("nan")])]}))
+    with pytest.raises(InterfaceError) as error:
+        run(interface)
+    assert str(error.value) == f"{PLACE}output 'reward', sample 8, has nan at [0], must be finite"
+
+
+@pytest.mark.parametrize("holds_outputs", [True, False])
+def test_a_forgotten_return_is_found_on_every_rank(holds_outputs: bool) -> None:
+    with pytest.raises(InterfaceError, match=re.escape(f"{PLACE}the result is None, must be a CallResult; return")):
+        run(Judge(None), holds_outputs=holds_outputs)
+
+
+def test_a_callback_is_told_of_with_the_call() -> None:
+    class Scorer:
+        def inference(self, model: Any, batch: Batch, context: CallContext) -> Any:
+            return check_columns({"reward": []}, batch.ids)  # as `model.forward` does
+
+    with pytest.raises(InterfaceError) as error:
+        run(Scorer())
+    text = explain(error.value)
+    assert re.search(
+        r"judge_inference: test_a_callback.*Scorer\.inference \(.*\): column 'reward' of the function given to model\."
+        r"forward has 0 tensors for 2 samples",
+        text,
+    )
+    assert "return check_columns(" in text, "the user's own line"
+    assert "raise InterfaceError" not in text, "the package's"
+
+
+SOURCE = """
+class Mine:
+    def __init__(self, config):
+        self.config = config
+
+    def inference(self, model, batch, context):
+        try:
+            return model.forward()
+        except RuntimeError as error:
+            raise ValueError("no score") from error
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A file of the user's, `mine_of_the_user`."""
+    path = tmp_path / "mine_of_the_user.py"
+    path.write_text(SOURCE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, path.stem, raising=False)  # that of another test
+    return path
+
+
+def test_an_exception_is_told_with_the_users_frames_alone(module: Path) -> None:
+    of = judge("mine_of_the_user:Mine", uses_model=False)
+    interface = load_interface(of)
+    with pytest.raises(ValueError, match="no score") as error:
+        run(interface, of)
+    lines = explain(error.value).splitlines()
+    assert [line for line in lines if line.startswith('  File "') and __file__ not in line] == [
+        f'  File "{module}", line 8, in inference',
+        f'  File "{module}", line 10, in inference',
+    ]
+    assert lines[-1] == "ValueError: no score"
+    assert any(line.startswith("RuntimeError: judge_inference: the interface has uses_model=False") for line in lines)
+
+
+def test_an_exception_without_a_frame_of_the_users_is_told_whole() -> None:
+    with pytest.raises(AttributeError) as error:
+        run_interface(None, judge(), None, MINI_BATCHES, context())  # type: ignore[arg-type]
+    error.value.__traceback__ = error.tb.tb_next  # without this test's frame
+    assert re.search(
+        r'^  File ".*realhf/worker/interfaces.py", line \d+, in run_interface$', explain(error.value), re.M
+    )
+
+
+def test_a_class_or_method_that_the_launcher_could_not_look_for(module: Path) -> None:
+    with pytest.raises(InterfaceError) as error:
+        load_interface(judge("mine_of_the_user:Min"))
+    assert str(error.value) == (
+        f"judge_inference: Judge is implemented by 'Min' in {module}, which has no such class; it has Mine; "
+        "correct Judge.implementation"
+    )
+    with pytest.raises(InterfaceError) as error:
+        load_interface(judge("mine_of_the_user:Mine", interface_type=TRAIN_STEP, outputs=[]))
+    assert str(error.value) == (
+        f"judge_train_step: Mine in {module} has no method train_step, which the call's interface_type needs; define it"
+    )
+    error.value.__traceback__ = error.tb.tb_next
+    assert explain(error.value) == str(error.value), "which says where: frames of the package tell no more"
