@@ -25,10 +25,10 @@ from realhf.search.cost import CallCost
 from realhf.search.features import EngineFeatures
 from realhf.search.hardware import load_hardware
 from realhf.search.memory import dynamic_bytes, static_bytes
+from realhf.search.native import Found, native_problem, reallocation_table, search_problem
 from realhf.search.options import Option, legal_strategies, micro_batch_counts, mini_batch_size
 from realhf.search.problem import build_problem
 from realhf.search.reference import simulate
-from realhf.search.searcher import Found, native_problem, reallocation_table, search_problem
 from realhf.search.tables import Problem
 from realhf.search.timings import Costs, load_costs
 from realhf.search.workload import Workload

@@ -104,10 +104,13 @@ double number_or_zero(const py::dict& tables, const char* name) {
     return tables.contains(name) ? tables[name].cast<double>() : 0;
 }
 
+constexpr std::size_t kMaxStrategiesSpared = 4096;  // there is a number for every two
+
 // Of a call: [(home's strategy, copy's strategy, bytes)].
 Sparing sparing_of(const py::dict& node, const std::map<std::string, int>& strategies) {
     Sparing result;
-    if (!node.contains("spared")) return result;
+    if (!node.contains("spared") || py::len(node["spared"]) == 0) return result;
+    if (strategies.size() > kMaxStrategiesSpared) throw std::invalid_argument("planning problem: too many strategies");
     for (const auto& [home, copy, bytes] : node["spared"].cast<std::vector<std::tuple<std::string, std::string, double>>>()) {
         const auto row = strategies.find(home), column = strategies.find(copy);
         if (row == strategies.end() || column == strategies.end()) continue;
@@ -195,10 +198,16 @@ py::dict dict_of(const Solution& solution) {
     return result;
 }
 
+constexpr int kMaxTp = 4096;
+
 using LayoutTuple = std::tuple<int, int, int, int, int>;
 
 ModelLayout layout_of(const LayoutTuple& layout) {
     const auto& [first, size, dp, tp, pp] = layout;
+    const std::int64_t ranks = std::int64_t{1} * dp * tp;  // each fits into 32 bits
+    const bool valid = first >= 0 && first <= kMaxDevices && size <= kMaxDevices && dp >= 1 && tp >= 1 && tp <= kMaxTp &&
+                       pp >= 1 && ranks <= size && ranks * pp == size;
+    if (!valid) throw std::invalid_argument("a layout is (first device, dp x tp x pp, dp, tp, pp)");
     return {first, size, dp, tp, pp};
 }
 
@@ -209,7 +218,11 @@ std::vector<ModelLayout> layouts_of(const std::vector<LayoutTuple>& layouts) {
 }
 
 ModelSizes sizes_of(const py::dict& sizes) {
-    const auto size = [&](const char* name) { return sizes[name].cast<std::int64_t>(); };
+    const auto size = [&](const char* name) {
+        const auto elements = sizes[name].cast<std::int64_t>();
+        if (elements < 0) throw std::invalid_argument(std::string(name) + " must not be negative");
+        return elements;
+    };
     return {sizes["num_layers"].cast<int>(), size("layer_sharded"),   size("layer_replicated"),
             size("embedding_sharded"),       size("embedding_replicated"), size("head_sharded"),
             size("head_replicated"),         sizes["tied"].cast<bool>()};
@@ -254,6 +267,12 @@ py::dict solve_osdp(const std::vector<OsdpOperator>& operators, std::int64_t mem
 PYBIND11_MODULE(_search, module) {
     module.doc() = "Simulator and search over planning problems (csrc/search).";
 
+    py::class_<Progress>(module, "Progress", "What `solve` has found so far, for another thread")
+        .def(py::init<>())
+        .def_property_readonly("evaluations", [](const Progress& progress) { return progress.evaluations.load(); })
+        .def_property_readonly("cost", [](const Progress& progress) { return progress.cost.load(); })
+        .def("stop", [](Progress& progress) { progress.stop = true; });
+
     py::class_<Problem>(module, "Problem")
         .def(py::init(&problem_of), py::arg("tables"))
         .def("evaluate",
@@ -288,16 +307,18 @@ PYBIND11_MODULE(_search, module) {
         .def(
             "solve",
             [](const Problem& problem, std::uint64_t seed, std::int64_t evaluations, double seconds, int threads,
-               bool single_moves, bool proves) {
+               bool single_moves, bool proves, const std::vector<Plan>& starts, Progress* progress) {
+                for (const Plan& plan : starts) check_plan(problem, plan);
                 Solution solution;
                 {
                     py::gil_scoped_release release;
-                    solution = solve(problem, {seed, evaluations, seconds, threads, single_moves, proves});
+                    solution = solve(problem, {seed, evaluations, seconds, threads, single_moves, proves, progress, starts});
                 }
                 return dict_of(solution);
             },
             py::kw_only(), py::arg("seed"), py::arg("evaluations"), py::arg("seconds"), py::arg("threads"),
-            py::arg("single_moves"), py::arg("proves"))
+            py::arg("single_moves"), py::arg("proves"), py::arg("starts") = std::vector<Plan>{},
+            py::arg("progress") = nullptr)
         .def(
             "evaluations_per_s",
             [](const Problem& problem, const Plan& plan, std::int64_t evaluations) {
@@ -328,6 +349,7 @@ PYBIND11_MODULE(_search, module) {
         [](const py::dict& sizes, const std::vector<LayoutTuple>& sources, const std::vector<LayoutTuple>& targets,
            std::pair<double, double> within_node, std::pair<double, double> across_nodes, int devices_per_node,
            bool forwarding) {
+            if (devices_per_node < 1) throw std::invalid_argument("devices_per_node must be at least 1");
             const Links links{{within_node.first, within_node.second}, {across_nodes.first, across_nodes.second},
                               devices_per_node};
             return Table{

@@ -3,13 +3,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <thread>
 #include <tuple>
 
 #include "bounds.h"
 #include "domains.h"
 #include "segments.h"
 #include "simulator.h"
+#include "threads.h"
 
 namespace realhf::search {
 namespace {
@@ -258,15 +258,11 @@ bool exhaust(Shared& shared, std::vector<Worker>& workers, State& root) {
     }
     const std::vector<State> jobs = split(workers[0], root, workers.size() * kJobsPerThread, shared);
     shared.next_job = 0;
-    std::vector<std::thread> threads;
-    for (Worker& worker : workers) {
-        threads.emplace_back([&shared, &jobs, &worker] {
-            for (std::size_t i; (i = shared.next_job++) < jobs.size() && !shared.out_of_budget;) {
-                worker.search(jobs[i]);
-            }
-        });
-    }
-    for (std::thread& thread : threads) thread.join();
+    on_threads(static_cast<int>(workers.size()), [&](int number) {
+        for (std::size_t i; (i = shared.next_job++) < jobs.size() && !shared.out_of_budget;) {
+            workers[number].search(jobs[i]);
+        }
+    });
     return !shared.out_of_budget;
 }
 

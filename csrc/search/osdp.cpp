@@ -88,17 +88,37 @@ Class class_of_divisions(const std::vector<Division>& divisions, bool with_gathe
     return class_of(std::move(choices));
 }
 
+// Sums of these fit into 64 bits, and there are not too many divisions.
+constexpr int most_samples = 1 << 16, most_slices = 64;
+constexpr std::size_t most_modes = 4;
+constexpr std::int64_t most_bytes = std::int64_t{1} << 60;  // of each term of a sum, and of the sum
+constexpr double most_seconds = 1e12;
+
+bool is_bytes(std::int64_t bytes) { return 0 <= bytes && bytes <= most_bytes; }
+bool is_seconds(double seconds) { return 0 <= seconds && seconds <= most_seconds; }  // false for NaN
+
 void check(const Problem& problem, int min_batch, int max_batch) {
-    if (min_batch < 1 || max_batch < min_batch) throw std::invalid_argument("osdp: batches must be at least 1");
-    if (problem.bytes_per_sample < 0 || !(problem.seconds_per_sample >= 0)) {
-        throw std::invalid_argument("osdp: bytes and seconds per sample must not be negative");
+    if (min_batch < 1 || max_batch < min_batch || max_batch > most_samples) {
+        throw std::invalid_argument("osdp: batches must be from 1 to " + std::to_string(most_samples));
     }
+    if (!is_bytes(problem.bytes_per_sample) || problem.bytes_per_sample > most_bytes / max_batch ||
+        !is_seconds(problem.seconds_per_sample) || std::abs(problem.memory_bytes) > most_bytes) {
+        throw std::invalid_argument("osdp: bytes and seconds must not be negative or too large");
+    }
+    double all_bytes = 0;
     for (std::size_t i = 0; i < problem.operators.size(); ++i) {
         const Operator& op = problem.operators[i];
-        bool valid = op.slices >= 1 && op.gather_bytes >= 0 && !op.modes.empty();
-        for (const Mode& mode : op.modes) valid = valid && mode.bytes >= 0 && mode.seconds >= 0;
+        bool valid = op.slices >= 1 && op.slices <= most_slices && is_bytes(op.gather_bytes) && !op.modes.empty() &&
+                     op.modes.size() <= most_modes;
+        std::int64_t largest = 0;
+        for (const Mode& mode : op.modes) {
+            valid = valid && is_bytes(mode.bytes) && is_seconds(mode.seconds);
+            largest = std::max(largest, mode.bytes);
+        }
+        all_bytes += static_cast<double>(op.slices) * static_cast<double>(largest);
         if (!valid) throw std::invalid_argument("osdp: operator " + std::to_string(i) + " is not valid");
     }
+    if (all_bytes > static_cast<double>(most_bytes)) throw std::invalid_argument("osdp: operators have too many bytes");
 }
 
 double scale_of(const Problem& problem) {
@@ -384,6 +404,7 @@ class Family {
 
 Solution solve(const Problem& problem, int min_batch, int max_batch, double time_limit_s) {
     check(problem, min_batch, max_batch);
+    if (!is_seconds(time_limit_s)) throw std::invalid_argument("osdp: the time limit must not be negative");
     return Family(problem, min_batch, max_batch).solve(time_limit_s);
 }
 

@@ -13,19 +13,21 @@ void require(bool holds, const std::string& message) {
     if (!holds) throw std::invalid_argument("planning problem: " + message);
 }
 
+bool is_amount(double number) { return 0 <= number && number <= kMaxNumber; }  // false for NaN
+
 void check_call(const Problem& problem, int index) {
     const Call& call = problem.calls[index];
     const std::string name = "call " + std::to_string(index);
     require(call.home >= 0 && call.home < static_cast<int>(problem.calls.size()), name + " has no such home");
     require(!call.options.empty(), name + " has no option");
     for (double number : call.spared.bytes) {
-        require(std::isfinite(number) && number >= 0, name + " spares a negative or missing number");
+        require(is_amount(number), name + " spares a negative, too large or missing number");
     }
     for (const Option& option : call.options) {
-        require(option.first >= 0 && option.size >= 1 && option.first + option.size <= problem.num_devices,
+        require(option.first >= 0 && option.size >= 1 && option.size <= problem.num_devices - option.first,
                 name + " has an option outside the devices");
         for (double number : {option.time, option.static_bytes, option.dynamic_bytes, option.copy_bytes}) {
-            require(std::isfinite(number) && number >= 0, name + " has an option with a negative or missing number");
+            require(is_amount(number), name + " has an option with a negative, too large or missing number");
         }
         require(option.communicators >= 0 && option.communicators < static_cast<int>(problem.communicators.size()),
                 name + " has an option with unknown communicators");
@@ -34,10 +36,10 @@ void check_call(const Problem& problem, int index) {
 
 void check_communicators(const Problem& problem) {
     for (double number : {problem.communicator_bytes, problem.sending_bytes}) {
-        require(std::isfinite(number) && number >= 0, "bytes of communicators and of sending must not be negative");
+        require(is_amount(number), "bytes of communicators and of sending must not be negative or too large");
     }
     for (const std::vector<int>& labels : problem.communicators) {
-        require(labels.empty() || labels.front() >= 0, "labels of communicators must not be negative");
+        require(labels.empty() || (labels.front() >= 0 && labels.back() <= kMaxLabel), "labels of communicators must be 0 to 2^20");
         require(std::adjacent_find(labels.begin(), labels.end(), std::greater_equal<>()) == labels.end(),
                 "labels of communicators must ascend");
     }
@@ -56,11 +58,13 @@ void check_transfer(const Problem& problem, int index) {
             name + " needs a row for every option of its source and a column for every one of its target");
     require(transfer.num_columns >= 1 && transfer.times.size() % transfer.num_columns == 0,
             name + " has an incomplete table");
-    const int num_rows = static_cast<int>(transfer.times.size()) / transfer.num_columns;
-    for (int row : transfer.rows) require(row >= 0 && row < num_rows, name + " lacks a row");
+    const std::size_t num_rows = transfer.times.size() / transfer.num_columns;
+    for (int row : transfer.rows) {
+        require(row >= 0 && static_cast<std::size_t>(row) < num_rows, name + " lacks a row");
+    }
     for (int column : transfer.columns) require(column >= 0 && column < transfer.num_columns, name + " lacks a column");
     for (double time : transfer.times) {
-        require(std::isfinite(time) && time >= 0, name + " has a negative or missing time");
+        require(is_amount(time), name + " has a negative, too large or missing time");
     }
 }
 
@@ -84,11 +88,15 @@ void check_acyclic_within_step(const Problem& problem) {
 void Problem::check() const {
     require(num_devices >= 1 && steps >= 1 && max_steps_in_flight >= 1 && device_memory_bytes > 0,
             "devices, memory, steps and steps in flight must be positive");
+    require(num_devices <= kMaxDevices && device_memory_bytes <= kMaxNumber, "too many devices, or too large ones");
     require(!calls.empty() && calls.size() <= kMaxCalls, "there must be 1 to 64 calls");
+    require(calls.size() + transfers.size() <= static_cast<std::size_t>(kMaxInstances / steps),
+            "calls and transfers x steps must not be more than " + std::to_string(kMaxInstances));
     check_communicators(*this);
     for (int i = 0; i < static_cast<int>(calls.size()); ++i) check_call(*this, i);
     for (int i = 0; i < static_cast<int>(transfers.size()); ++i) check_transfer(*this, i);
     for (int node = 0; node < num_nodes(); ++node) {
+        require(parents(node).size() <= kMaxParents, "a node waits for too many others");
         for (const Parent& parent : parents(node)) {
             require(parent.node >= 0 && parent.node < num_nodes() && parent.steps_back >= 0, "unknown parent");
         }

@@ -11,6 +11,12 @@
 namespace realhf::search {
 
 constexpr std::size_t kMaxCalls = 64;  // sets of calls are bit masks
+constexpr int kMaxDevices = 1 << 20;
+constexpr int kMaxInstances = 1 << 13;  // nodes x steps of a search; the proof relates each to each
+constexpr int kMaxSimulated = 1 << 20;  // nodes x steps of one simulation
+constexpr std::size_t kMaxParents = 1024;  // of a node
+constexpr int kMaxLabel = 1 << 20;         // of communicators
+constexpr double kMaxNumber = 1e18;        // of times and bytes: sums of them are finite
 
 // The node's instance of step t waits for `node` of step t - steps_back. Nodes are numbered calls first, then transfers.
 struct Parent {

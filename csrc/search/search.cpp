@@ -37,7 +37,9 @@ public:
         if (used >= std::min(until, limits_.evaluations)) return true;
         if (used >= next_clock_) {
             next_clock_ = used + kEvaluationsBetweenClocks;
+            report();
             stopped_ = (limits_.stop && limits_.stop->load(std::memory_order_relaxed)) ||
+                       (limits_.progress && limits_.progress->stop.load(std::memory_order_relaxed)) ||
                        (limits_.until_s < kInfinity && incumbent_.seconds() >= limits_.until_s);
         }
         return stopped_;
@@ -57,15 +59,22 @@ public:
             best_cost_ = cost;
             best_ = plan;
             if (cost < incumbent_.cost()) incumbent_.offer(plan, fits, cost);
+            if (fits && limits_.progress) limits_.progress->offer(cost);
         }
         return cost;
     }
 
 private:
+    void report() {
+        if (limits_.progress) limits_.progress->evaluations += counts_.total() - reported_;
+        reported_ = counts_.total();
+    }
+
     const Problem& problem_;
     const HeuristicLimits& limits_;
     Incumbent& incumbent_;
     Counts counts_;
+    std::int64_t reported_ = 0;
     std::int64_t next_clock_ = 0;
     bool stopped_ = false;
     Plan best_;
@@ -291,11 +300,19 @@ std::vector<std::pair<double, double>> Incumbent::trace() const {
     return trace_;
 }
 
-Preparation::Preparation(const Problem& problem, std::uint64_t seed)
-    : moves(problem), starts({greedy_plan(problem)}), unit(0) {
-    const Evaluation first = evaluate(problem, starts[0]);
-    unit = std::max(first.step_time, 1e-12);
-    if (!first.feasible) starts.push_back(smallest_plan(problem, seed));
+Preparation::Preparation(const Problem& problem, std::uint64_t seed, const std::vector<Plan>& given)
+    : moves(problem), unit(0) {
+    std::vector<std::pair<Evaluation, Plan>> rated;
+    for (const Plan& plan : given) rated.emplace_back(evaluate(problem, plan), plan);
+    std::stable_sort(rated.begin(), rated.end(), [](const auto& one, const auto& other) {
+        return is_better(one.first.feasible, one.first.cost, other.first.feasible, other.first.cost);
+    });
+    for (const auto& [evaluation, plan] : rated) starts.push_back(plan);
+    starts.push_back(greedy_plan(problem));
+    const Evaluation greedy = evaluate(problem, starts.back());
+    unit = std::max(greedy.step_time, 1e-12);
+    const bool any_fits = greedy.feasible || (!rated.empty() && rated.front().first.feasible);
+    if (!any_fits) starts.push_back(smallest_plan(problem, seed));
 }
 
 Searched heuristic_search(const Problem& problem, const Preparation& prepared, std::uint64_t seed,

@@ -64,25 +64,39 @@ private:
     std::vector<std::pair<double, double>> trace_;
 };
 
+// How far a search is, for another thread that watches it and may end it.
+struct Progress {
+    std::atomic<std::int64_t> evaluations{0};
+    std::atomic<double> cost{std::numeric_limits<double>::infinity()};  // of the best plan that fits
+    std::atomic<bool> stop{false};
+
+    void offer(double found) {
+        double known = cost.load(std::memory_order_relaxed);
+        while (found < known && !cost.compare_exchange_weak(known, found, std::memory_order_relaxed)) {}
+    }
+};
+
 struct HeuristicLimits {
     std::int64_t evaluations = std::numeric_limits<std::int64_t>::max();
     double until_s = std::numeric_limits<double>::infinity();  // on the incumbent's clock
     const std::atomic<bool>* stop = nullptr;
+    Progress* progress = nullptr;
     bool single_moves = false;  // one chain with the paper's moves, nothing else
 };
 
 // What all searches of a problem begin with; they may share it. The problem must outlive it.
 struct Preparation {
-    Preparation(const Problem& problem, std::uint64_t seed);
+    // `given`: plans that somebody has made already.
+    Preparation(const Problem& problem, std::uint64_t seed, const std::vector<Plan>& given = {});
 
     Moves moves;
-    std::vector<Plan> starts;  // the greedy plan, and a small one if that does not fit
+    std::vector<Plan> starts;  // those given, the best first, the greedy plan, and a small one if none of them fits
     double unit;               // seconds of the greedy plan: temperatures are relative to it
 };
 
 // Searches until a limit is reached and offers what it finds to the incumbent. Depends on nothing but the problem, its
 // preparation, the seed and the number of evaluations if only that is limited. Returns how much it looked at, and the
-// best plan it saw.
+// best plan it saw: whatever the limits, it looks at all starts (with `single_moves` at the last).
 struct Searched {
     Plan plan;
     bool fits;

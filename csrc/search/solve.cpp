@@ -5,11 +5,12 @@
 
 #include <algorithm>
 #include <atomic>
-#include <thread>
+#include <stdexcept>
 
 #include "exact.h"
 #include "random.h"
 #include "simulator.h"
+#include "threads.h"
 
 namespace realhf::search {
 namespace {
@@ -48,25 +49,22 @@ using Trace = std::vector<std::pair<double, double>>;
 Trace search_by_count(const Problem& problem, const SolveOptions& options, Incumbent& incumbent,
                      std::vector<Effort>& efforts) {
     const std::int64_t chains = std::clamp<std::int64_t>(options.evaluations / kEvaluationsPerChain, 1, kMostChains);
-    const Preparation prepared(problem, options.seed);
+    const Preparation prepared(problem, options.seed, options.starts);
     std::vector<Searched> found(chains);
     std::vector<Trace> traces(chains);
     std::atomic<std::int64_t> next{0};
-    std::vector<std::thread> threads;
-    for (int t = 0; t < options.threads; ++t) {
-        threads.emplace_back([&, t] {
-            for (std::int64_t chain; (chain = next++) < chains;) {
-                HeuristicLimits limits;
-                limits.evaluations = options.evaluations / chains + (chain < options.evaluations % chains);
-                limits.single_moves = options.single_moves;
-                const double start_s = incumbent.seconds();
-                Incumbent own;  // what the others find must not matter
-                found[chain] = measured(problem, prepared, chain_seed(options.seed, chain), limits, own, efforts[t]);
-                for (const auto& [at_s, cost] : own.trace()) traces[chain].emplace_back(start_s + at_s, cost);
-            }
-        });
-    }
-    for (std::thread& thread : threads) thread.join();
+    on_threads(options.threads, [&](int t) {
+        for (std::int64_t chain; (chain = next++) < chains;) {
+            HeuristicLimits limits;
+            limits.evaluations = options.evaluations / chains + (chain < options.evaluations % chains);
+            limits.single_moves = options.single_moves;
+            limits.progress = options.progress;
+            const double start_s = incumbent.seconds();
+            Incumbent own;  // what the others find must not matter
+            found[chain] = measured(problem, prepared, chain_seed(options.seed, chain), limits, own, efforts[t]);
+            for (const auto& [at_s, cost] : own.trace()) traces[chain].emplace_back(start_s + at_s, cost);
+        }
+    });
     for (const Searched& searched : found) incumbent.offer(searched.plan, searched.fits, searched.cost);
     Trace merged;
     for (const Trace& trace : traces) merged.insert(merged.end(), trace.begin(), trace.end());
@@ -76,39 +74,44 @@ Trace search_by_count(const Problem& problem, const SolveOptions& options, Incum
 // The first part of the time all threads search; then one goes on, if there are several, and the others prove.
 Certificate search_by_time(const Problem& problem, const SolveOptions& options, Incumbent& incumbent,
                            std::vector<Effort>& efforts) {
-    const Preparation prepared(problem, options.seed);
+    const Preparation prepared(problem, options.seed, options.starts);
     const auto search = [&](int t, double until_s, const std::atomic<bool>* stop, std::uint64_t chain) {
         HeuristicLimits limits;
         limits.until_s = until_s;
         limits.stop = stop;
         limits.single_moves = options.single_moves;
+        limits.progress = options.progress;
         measured(problem, prepared, chain_seed(options.seed, chain), limits, incumbent, efforts[t]);
     };
     const double first_s = options.proves ? std::min(options.seconds / 3, std::max(0.3, options.seconds / 20))
                                           : options.seconds;
-    std::vector<std::thread> threads;
-    for (int t = 0; t < options.threads; ++t) threads.emplace_back(search, t, first_s, nullptr, t);
-    for (std::thread& thread : threads) thread.join();
+    on_threads(options.threads, [&](int t) { search(t, first_s, nullptr, t); });
     if (!options.proves) {
         ExactLimits limits;
         limits.bounds = 0;
         return prove(problem, limits, incumbent);
     }
     std::atomic<bool> proven{false};
-    std::thread searching;
-    if (options.threads > 1) searching = std::thread(search, 0, options.seconds, &proven, options.threads);
-    ExactLimits limits;
-    limits.until_s = options.seconds;
-    limits.threads = std::max(1, options.threads - 1);
-    const Certificate certificate = prove(problem, limits, incumbent);
-    proven = certificate.proven;
-    if (searching.joinable()) searching.join();
+    Certificate certificate{0, false, {}};
+    on_threads(std::min(options.threads, 2), [&](int t) {
+        if (t > 0) return search(0, options.seconds, &proven, options.threads);
+        ExactLimits limits;
+        limits.until_s = options.seconds;
+        if (options.progress) limits.stop = &options.progress->stop;
+        limits.threads = std::max(1, options.threads - 1);
+        certificate = prove(problem, limits, incumbent);
+        proven = certificate.proven;
+    });
     return certificate;
 }
 
 }  // namespace
 
 Solution solve(const Problem& problem, const SolveOptions& options) {
+    if (options.threads < 1 || options.threads > kMostThreads) throw std::invalid_argument("1 to 1024 threads");
+    if (options.evaluations < 0 || (options.evaluations == 0 && !(0 < options.seconds && options.seconds <= kMostSeconds))) {
+        throw std::invalid_argument("a number of evaluations or of seconds");
+    }
     Incumbent incumbent;
     std::vector<Effort> efforts(options.threads);
     Certificate certificate{0, false, {}};
@@ -117,6 +120,7 @@ Solution solve(const Problem& problem, const SolveOptions& options) {
         trace = search_by_count(problem, options, incumbent, efforts);
         ExactLimits limits;
         limits.bounds = std::min(options.evaluations, kBoundsInFull + options.evaluations / kEvaluationsPerBound);
+        if (options.progress) limits.stop = &options.progress->stop;
         if (!options.proves) limits.bounds = 0;  // the bound that holds for all plans, and no more
         certificate = prove(problem, limits, incumbent);
     } else {

@@ -10,6 +10,9 @@
 
 namespace realhf::search {
 
+constexpr int kMostThreads = 1024;
+constexpr double kMostSeconds = 1e9;
+
 // Exactly one of `evaluations` and `seconds` limits the work; the other is 0.
 struct SolveOptions {
     std::uint64_t seed = 0;
@@ -18,6 +21,8 @@ struct SolveOptions {
     int threads = 1;
     bool single_moves = false;
     bool proves = true;
+    Progress* progress = nullptr;
+    std::vector<Plan> starts = {};  // plans that are there already: the solution is no worse than any of them
 };
 
 struct Solution {
@@ -32,6 +37,7 @@ struct Solution {
 };
 
 // With a number of evaluations the plan and the bound are the same whatever the number of threads.
+// Throws std::invalid_argument for limits out of range.
 Solution solve(const Problem& problem, const SolveOptions& options);
 
 // Full evaluations per second of CPU time, of random plans each of which differs in one call from the one before.

@@ -1,7 +1,10 @@
 // Tests of the simulator and the search without Python; built with sanitizers by tests/unit/search/test_cpp.py.
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <limits>
+#include <new>
 #include <stdexcept>
 
 #include "bounds.h"
@@ -11,6 +14,7 @@
 #include "segments.h"
 #include "simulator.h"
 #include "solve.h"
+#include "threads.h"
 
 using namespace realhf::search;
 
@@ -170,6 +174,54 @@ void search_finds_the_optimum_of_small_problems() {
     }
 }
 
+void a_solution_is_no_worse_than_its_starts() {
+    // A thousand plans of calls that are best far from where the search begins.
+    Problem problem = problem_with({});
+    for (int call = 0; call < 3; ++call) {
+        std::vector<Option> options;
+        for (int k = 0; k < 10; ++k) options.push_back(option(k % 4, 1, 1.0 + (7 * k + 3 * call) % 10));
+        problem.calls.push_back({call, {}, options});
+    }
+    for (int k = 0; k < 10; ++k) {
+        const std::vector<Plan> starts = {{k, k, k}, {9 - k, k, 5}, {1, 2, k}};
+        for (const SolveOptions& options : {SolveOptions{1, 1, 0, 2, false, false, nullptr, starts},
+                                            SolveOptions{1, 0, 1e-9, 2, false, true, nullptr, starts}}) {
+            const Solution solution = solve(problem, options);
+            for (const Plan& start : starts) CHECK(solution.evaluation.cost <= evaluate(problem, start).cost);
+        }
+    }
+}
+
+void limits_out_of_range_are_refused() {
+    const Problem problem = problem_with({{0, {}, {option(0, 1, 1)}}});
+    const double nan = std::numeric_limits<double>::quiet_NaN(), inf = std::numeric_limits<double>::infinity();
+    for (const SolveOptions& options :
+         {SolveOptions{0, 0, 0}, SolveOptions{0, -1, 0}, SolveOptions{0, 0, nan}, SolveOptions{0, 0, inf},
+          SolveOptions{0, 10, 0, 0}, SolveOptions{0, 10, 0, -1}, SolveOptions{0, 10, 0, 100'000}}) {
+        bool refused = false;
+        try {
+            solve(problem, options);
+        } catch (const std::invalid_argument&) {
+            refused = true;
+        }
+        CHECK(refused);
+    }
+}
+
+void what_a_thread_throws_is_thrown_again() {
+    std::atomic<int> done{0};
+    bool thrown = false;
+    try {
+        on_threads(3, [&](int i) {
+            ++done;
+            if (i == 2) throw std::bad_alloc();
+        });
+    } catch (const std::bad_alloc&) {
+        thrown = true;
+    }
+    CHECK(thrown && done == 3);
+}
+
 void barriers_split_the_graph() {
     // A chain of two calls, one step after the other: every node is a part, each of three steps alike.
     const std::vector<Call> chain = {{0, {}, {option(0, 1, 1)}}, {1, {{0, 0}}, {option(1, 1, 1)}}};
@@ -240,6 +292,9 @@ int main() {
     communicators_count_once_on_a_device();
     cycles_are_refused();
     search_finds_the_optimum_of_small_problems();
+    a_solution_is_no_worse_than_its_starts();
+    limits_out_of_range_are_refused();
+    what_a_thread_throws_is_thrown_again();
     barriers_split_the_graph();
     bounds_are_those_worked_out_by_hand();
     reallocation_counts_what_is_lacking();

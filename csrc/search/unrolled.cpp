@@ -1,10 +1,21 @@
 // The graph of several steps.
 #include "unrolled.h"
 
+#include <stdexcept>
+
 namespace realhf::search {
 
+namespace {
+
+int instances(const Problem& problem, int steps) {
+    if (steps < 1 || steps > kMaxSimulated / problem.num_nodes()) throw std::invalid_argument("too many or too few steps");
+    return steps * problem.num_nodes();
+}
+
+}  // namespace
+
 Unrolled::Unrolled(const Problem& problem, int steps)
-    : num_nodes(problem.num_nodes()), num_instances(steps * num_nodes), num_parents(num_instances, 0) {
+    : num_nodes(problem.num_nodes()), num_instances(instances(problem, steps)), num_parents(num_instances, 0) {
     std::vector<std::vector<int>> lists(num_instances);
     const auto add_edge = [&](int parent, int child) {
         lists[parent].push_back(child);

@@ -30,7 +30,7 @@ from realhf.search.clusters import parse_clusters, with_memory
 from realhf.search.comparison import GIVEN, SEARCHED, Candidate, Comparison, certificate_of, compare, summary
 from realhf.search.features import FEATURES
 from realhf.search.hardware import DTYPE_BYTES
-from realhf.search.presets import heuristic
+from realhf.search.presets import evaluate_preset
 from realhf.search.problem_dump import planned_file, simple_file
 from realhf.search.problem_file import problem_bytes
 from realhf.search.searcher import SearchResult
@@ -283,17 +283,14 @@ def _print_totals(console: Console, planner: Planner, candidate: Candidate) -> N
         soft_wrap=True,
     )
     console.print(f"limited by {analysis.limits}", highlight=False, soft_wrap=True)
-    try:
-        simple = heuristic(planner.task)
-    except UserError:
-        console.print("heuristic plan (all calls alike on all devices): none is legal", highlight=False, soft_wrap=True)
-        return
-    ratio = (simple.predicted_step_s or 0.0) / analysis.step_s
-    console.print(
-        f"heuristic plan (all calls alike on all devices): {simple.predicted_step_s:.3f} s, {ratio:.2f} x this one",
-        highlight=False,
-        soft_wrap=True,
-    )
+    simple = evaluate_preset("heuristic", planner.task)
+    if simple.prediction is None:
+        words = "none is legal"
+    else:
+        step_s = simple.prediction.step_s
+        words = f"{step_s:.3f} s, {step_s / analysis.step_s:.2f} x this one"
+        words += f", but it {simple.problem}" if simple.problem else ""
+    console.print(f"heuristic plan (all calls alike on all devices): {words}", highlight=False, soft_wrap=True)
 
 
 def _write(console: Console, arguments: argparse.Namespace, comparison: Comparison) -> None:

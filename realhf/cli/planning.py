@@ -106,7 +106,7 @@ class Planner:
                 cluster=self.cluster,
                 costs=self.costs,
                 seed=self.experiment.seed,
-                evaluations=evaluations or self.settings.search_evaluations,
+                evaluations=self.settings.search_evaluations if evaluations is None else evaluations,
                 seconds=seconds,
                 max_steps_in_flight=self.settings.max_steps_in_flight,
                 dtype=self.dtype,

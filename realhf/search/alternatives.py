@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from realhf.api.plan import CallPlan, ExecutionPlan
+from realhf.search.native import native_problem
 from realhf.search.options import Option, call_options
-from realhf.search.searcher import native_problem
 from realhf.search.task import PlanningTask
 
 

@@ -78,7 +78,7 @@ def compare(task: PlanningTask, plan: Candidate, result: SearchResult | None) ->
     """Evaluates all presets, and every other layout of every call of the plan."""
     assert plan.analysis is not None
     presets = []
-    for preset in evaluate_presets(task):
+    for preset in result.rules if result else evaluate_presets(task):
         analysis = analyse(task, preset.prediction) if preset.prediction else None
         presets.append(Candidate(name=preset.name, analysis=analysis, problem=preset.problem))
     return Comparison(

@@ -2,13 +2,12 @@
 
 from itertools import groupby
 
-from realhf.api.errors import UserError
 from realhf.api.rationale import DeviceMemory, Instead, Rationale
 from realhf.search.alternatives import Alternative, best_alternatives
 from realhf.search.analysis import Analysis, analyse
 from realhf.search.comparison import certificate_of
 from realhf.search.predict import Prediction
-from realhf.search.presets import heuristic
+from realhf.search.presets import evaluate_preset
 from realhf.search.searcher import SearchResult
 from realhf.search.task import PlanningTask
 
@@ -16,15 +15,15 @@ from realhf.search.task import PlanningTask
 def explain(task: PlanningTask, prediction: Prediction, result: SearchResult | None) -> Rationale:
     """The rationale of a predicted plan; `result` is the search that found it, None if a person gave it."""
     analysis = analyse(task, prediction)
-    heuristic_step_s, heuristic_fits = _heuristic(task)
+    simple = evaluate_preset("heuristic", task)
     return Rationale(
         origin=_origin(result),
         hardware=task.cluster.hardware,
         profiled=task.costs.profiled,
         certificate=str(certificate_of(result)) if result else "",
         limits=analysis.limits,
-        heuristic_step_s=heuristic_step_s,
-        heuristic_fits=heuristic_fits,
+        heuristic_step_s=simple.prediction.step_s if simple.prediction else None,
+        heuristic_fits=not simple.problem,
         device_memory_bytes=task.cluster.device_memory_bytes,
         memory=_memory(analysis),
         instead=tuple(_instead(alternative) for alternative in best_alternatives(task, prediction.plan)),
@@ -36,14 +35,6 @@ def _origin(result: SearchResult | None) -> str:
         return "given to the run"
     options = " x ".join(str(number) for number in result.num_options.values())
     return f"the best of {result.evaluations:,} plans that a search looked at, out of {options} options"
-
-
-def _heuristic(task: PlanningTask) -> tuple[float | None, bool]:
-    try:
-        prediction = task.predict(heuristic(task))
-    except UserError:
-        return None, False
-    return prediction.step_s, prediction.fits
 
 
 def _memory(analysis: Analysis) -> tuple[DeviceMemory, ...]:

@@ -15,11 +15,12 @@ from realhf.search.communicators import axes_used, group_key, of_all_devices
 from realhf.search.cost import CallCost
 from realhf.search.mapping import Mapper
 from realhf.search.memory import dynamic_bytes, static_bytes
+from realhf.search.native import native_problem, search_problem
 from realhf.search.options import Option, call_strategies, mini_batch_size
 from realhf.search.predict import Prediction, predict
-from realhf.search.searcher import native_problem, search_problem
 from realhf.search.task import PlanningTask
 from realhf.search.timings import Costs
+from realhf.search.watching import Watch, unwatched
 from realhf.search.workload import Workload
 
 GIB = 2**30
@@ -35,14 +36,19 @@ class PresetResult:
     problem: str = ""
 
 
-def evaluate_presets(task: PlanningTask) -> list[PresetResult]:
-    """All presets, each predicted as the searched plan is, in its own best order."""
-    return [_evaluate(name, task, preset) for name, preset in PRESETS.items()]
+def evaluate_presets(task: PlanningTask, watch: Watch = unwatched) -> list[PresetResult]:
+    """All presets."""
+    results = []
+    for name in PRESETS:
+        watch("plans by rule", name)
+        results.append(evaluate_preset(name, task))
+    return results
 
 
-def _evaluate(name: str, task: PlanningTask, preset: Callable[[PlanningTask], ExecutionPlan]) -> PresetResult:
+def evaluate_preset(name: str, task: PlanningTask) -> PresetResult:
+    """A preset, predicted as the searched plan is, in its own best order."""
     try:
-        prediction = task.predict_in_best_order(replace(preset(task), offload=task.offload))
+        prediction = task.predict_in_best_order(replace(PRESETS[name](task), offload=task.offload))
     except UserError as error:
         return PresetResult(name=name, prediction=None, problem=str(error))
     if prediction.fits:
@@ -133,7 +139,7 @@ def _best_on(task: PlanningTask, meshes: Mapping[str, DeviceMesh], preset: str) 
                 f"{mini_batch} samples; choose a batch size that the number of devices divides"
             )
     native = native_problem(task.problem(options))
-    found = search_problem(native, seed=SEED, evaluations=EVALUATIONS)
+    found = search_problem(native, seed=SEED, evaluations=EVALUATIONS, proves=False)
     choice = found.choice if found.feasible else native.smallest_plan(SEED)
     calls = {name: options[name][index].call_plan() for name, index in zip(task.graph.calls, choice, strict=True)}
     return task.plan(calls, preset)

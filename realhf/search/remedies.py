@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from realhf.api.errors import UserError
 from realhf.api.layout import DeviceMesh, Layout
+from realhf.search.native import native_problem
 from realhf.search.options import Option, call_strategies, mini_batch_size
-from realhf.search.searcher import native_problem
 from realhf.search.task import PlanningTask
 
 GIB = 2**30

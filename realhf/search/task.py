@@ -12,12 +12,12 @@ from realhf.api.model import DType
 from realhf.api.plan import CallPlan, ExecutionPlan
 from realhf.search.cluster import Cluster
 from realhf.search.cost import CallCost
+from realhf.search.native import native_problem, reallocation_table
 from realhf.search.options import Option
 from realhf.search.order import possible_orders, steps_to_simulate
 from realhf.search.predict import Prediction, predict
 from realhf.search.problem import build_problem
 from realhf.search.problem_inputs import homes
-from realhf.search.searcher import native_problem, reallocation_table
 from realhf.search.sharding import Sharding
 from realhf.search.tables import Problem
 from realhf.search.timings import Costs

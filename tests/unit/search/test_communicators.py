@@ -15,10 +15,10 @@ from realhf.realloc.planner import DEFAULT_BUCKET_BYTES
 from realhf.search.cluster import Cluster, device_meshes
 from realhf.search.communicators import CommunicatorLabels, axes_used, group_key
 from realhf.search.memory import copy_bytes
+from realhf.search.native import native_problem
 from realhf.search.options import Option, call_options, legal_strategies
 from realhf.search.predict import Prediction, predict
 from realhf.search.problem import build_problem
-from realhf.search.searcher import native_problem
 from tests.unit.search.graphs import TINY, call, cpu_cluster, ppo, settings
 
 EACH = 10_000_000.0  # bytes of a communicator

@@ -29,10 +29,10 @@ from realhf.search.cost import (
 from realhf.search.features import ENGINE, EngineFeatures
 from realhf.search.hardware import Hardware, load_hardware
 from realhf.search.memory import model_sizes, parameter_bytes
+from realhf.search.native import reallocation_table as native_table
 from realhf.search.options import Option, call_options, legal_strategies
 from realhf.search.problem import build_problem
 from realhf.search.profile import CallOverheads
-from realhf.search.searcher import reallocation_table as native_table
 from realhf.search.timings import Costs, load_costs
 from realhf.search.workload import Workload
 from tests.unit.search.graphs import TINY, call, cpu_cluster, ppo, settings

@@ -8,12 +8,13 @@ from realhf.api.plan import CallPlan, ExecutionPlan
 from realhf.models.parameters import parameter_count
 from realhf.realloc.planner import plan_between
 from realhf.search.hardware import load_hardware
+from realhf.search.native import native_problem, reallocation_table
 from realhf.search.options import Option, call_options
 from realhf.search.order import steps_to_simulate
 from realhf.search.predict import predict
 from realhf.search.problem import build_problem
 from realhf.search.reference import makespan_s, simulate
-from realhf.search.searcher import native_problem, reallocation_table, search_plan
+from realhf.search.searcher import search_plan
 from tests.unit.search.graphs import TINY, cpu_cluster, ppo, settings
 
 NAME = "ref_follows_actor"

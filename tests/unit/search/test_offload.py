@@ -11,11 +11,12 @@ from realhf.models.parameters import parameter_count
 from realhf.search.analysis import OFFLOAD, analyse
 from realhf.search.hardware import load_hardware
 from realhf.search.memory import dynamic_bytes
+from realhf.search.native import native_problem
 from realhf.search.options import Option
 from realhf.search.predict import predict
 from realhf.search.reference import makespan_s, simulate
 from realhf.search.remedies import find_remedies
-from realhf.search.searcher import native_problem, search_plan
+from realhf.search.searcher import search_plan
 from realhf.search.task import PlanningTask
 from tests.unit.search.graphs import LENGTHS, TINY, cpu_cluster, ppo, settings
 

@@ -16,12 +16,12 @@ from realhf.api.errors import UserError
 from realhf.api.graph import TRAIN_STEP, DataflowGraph
 from realhf.cli.search import solve_file
 from realhf.search import _search
+from realhf.search.native import native_problem, search_problem
 from realhf.search.options import call_options
 from realhf.search.planned_file import PlannedFile
 from realhf.search.problem_dump import planned_file, simple_file
 from realhf.search.problem_file import ProblemFile, load_problem, native_tables, problem_bytes, save_problem
 from realhf.search.reference import device_bytes, makespan_s, simulate
-from realhf.search.searcher import native_problem, search_problem
 from realhf.search.tables import Problem
 from realhf.search.task import PlanningTask, with_staleness
 from tests.unit.search import graphs

@@ -4,8 +4,8 @@ import msgspec
 import pytest
 
 from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
+from realhf.search.native import native_problem, search_problem
 from realhf.search.options import call_options
-from realhf.search.searcher import native_problem, search_problem
 from realhf.search.tables import Problem
 from realhf.search.task import PlanningTask, with_staleness
 from tests.unit.search import graphs
