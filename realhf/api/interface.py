@@ -37,6 +37,9 @@ class InterfaceConfig:
     sequence_keys: ClassVar[tuple[str, ...]] = ()
     """The input keys whose tokens the model reads; empty: a prompt and its response. For the planner."""
 
+    recordable: ClassVar[tuple[str, ...]] = ()
+    """Outputs that its calls make beside their `output_data` where the run records them (`--record`)."""
+
     uses_model: ClassVar[bool] = True
     """Whether its methods ask the model for anything. False, for rules over the data alone: its calls may name a
     transfer protocol that cuts the batch in any way (`ModelFunctionCallDef.protocol`), and are planned as no pass."""

@@ -22,7 +22,7 @@ from realhf.api.experiment import (
     follows_of,
     models_of,
 )
-from realhf.api.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
+from realhf.api.graph import GENERATE, WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef
 from realhf.api.interface import check_implementation
 from realhf.api.layout import Layout
 from realhf.api.plan import CallPlan, ExecutionPlan, check_plan, load_plan
@@ -160,11 +160,12 @@ class Run:
         return calls + [(call, self.evaluation_plan(call).layout) for call in evaluation]
 
     def check(self) -> None:
-        """Raises UserError if the plan does not fit the experiment, the evaluation does not fit the plan, or an
-        interface has no implementation."""
+        """Raises UserError if the plan does not fit the experiment, the evaluation does not fit the plan, an interface
+        has no implementation, or no call makes what is to be recorded."""
         for graph in (self.graph, self.evaluation_graph):
             for call in graph.calls.values() if graph else ():
                 check_implementation(call.name, call.interface_impl, call.interface_type.value)
+        self._check_record()
         check_plan(self.plan, self.graph, self.settings.batch_size)
         self.deadlines  # noqa: B018 - its numbers are checked
         if self.plan.num_devices > self.spec.num_workers:
@@ -184,6 +185,17 @@ class Run:
                         f"{call.name}: {what}={parts} does not divide the evaluation's "
                         f"batch_size={self.evaluation.batch_size}"
                     )
+
+    def _check_record(self) -> None:
+        calls = self.graph.calls.values()
+        made = {key for call in calls for key in (*call.output_data, *call.interface_impl.recordable)}
+        known = sorted({*made, WEIGHTS_VERSION})
+        for key in self.spec.record:
+            if key not in known:
+                raise UserError(
+                    f"--record {key}: no call makes {key!r}; choose from {', '.join(known)}, or list it in a call's "
+                    "output_data, or in `recordable` of the configuration of its interface"
+                )
 
 
 def evaluation_twin(graph: DataflowGraph, call: ModelFunctionCallDef) -> str:

@@ -37,7 +37,7 @@ from realhf.transport.messages import (
     ToMaster,
     ToWorker,
 )
-from realhf.transport.server import Server
+from realhf.transport.server import GoneError, Server
 
 logger = logging.getLogger(__name__)
 
@@ -92,8 +92,7 @@ class Master:
         tasks = {receiver, watchdog, saver, driver}
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if driver in done and driver.exception() is not None:
-                # It could not send to a worker that is gone; that worker may have said why.
+            if driver in done and isinstance(driver.exception(), GoneError):  # that worker may have said why
                 done |= (await asyncio.wait({receiver}, timeout=FAILURE_GRACE_S))[0]
             for task in (receiver, watchdog, saver, driver):
                 if task in done:
@@ -207,8 +206,21 @@ class Master:
             note(self._directory.events, "drift", step + 1, drift)
         self._trace.flush()
         self._statistics = {name: value for name, value in metrics.items() if isinstance(value, float)}
+        if step == self._run.spec.resume_step:
+            self._check_best(step + 1)
         self._step = step + 1
         self._write_status("running")
+
+    def _check_best(self, step: int) -> None:
+        """Raises RunError where no checkpoint can be the best: neither the first step nor an evaluation has made the
+        statistic. Only interfaces know their names."""
+        best = self._run.spec.keep_best
+        known = self._statistics.keys() | self._evaluations.names() - {"step"}
+        if best is not None and best.removeprefix("min:") not in known:
+            raise RunError(
+                f"--keep-best {best}: neither step {step} nor an evaluation before it has made such a statistic; "
+                f"choose from {', '.join(sorted(known))}"
+            )
 
     async def _evaluate(self, step: int) -> None:
         run, evaluation, graph = self._run, self._run.evaluation, self._run.evaluation_graph

@@ -31,6 +31,11 @@ class JsonLines:
         """The `step` of every line so far."""
         return {msgspec.json.decode(line, type=_StepLine).step for line in self._path.read_bytes().splitlines()}
 
+    def names(self) -> set[str]:
+        """The keys of all lines so far."""
+        lines = self._path.read_bytes().splitlines()
+        return {name for line in lines for name in msgspec.json.decode(line, type=dict[str, Any])}
+
     def write(self, value: dict[str, Any]) -> None:
         self._file.write(msgspec.json.encode(value) + b"\n")
         self._file.flush()

@@ -28,6 +28,10 @@ _MAX_UNREAD = 1000
 MAX_GARBAGE = 100
 
 
+class GoneError(RunError):
+    """A worker is not connected, so that nothing can be sent to it."""
+
+
 class Server(Generic[Incoming, Outgoing]):
     """Receives from and sends to workers by index; made inside a running asyncio loop.
 
@@ -120,20 +124,20 @@ class Server(Generic[Incoming, Outgoing]):
     async def send(self, worker: int, message: Outgoing) -> None:
         """Queues `message` for `worker`.
 
-        Raises ValueError for a message over the size limit, RunError where the worker has not
+        Raises ValueError for a message over the size limit, GoneError where the worker has not
         been heard yet or its connection is gone.
         """
         assert 0 <= worker < self._num_workers, f"worker {worker} of {self._num_workers}"
         data = self._outgoing.encode(message)
         route = self._routes.get(worker)
         if route is None:
-            raise RunError(f"worker {worker} has not connected, so it cannot be sent a {type(message).__name__}")
+            raise GoneError(f"worker {worker} has not connected, so it cannot be sent a {type(message).__name__}")
         try:
             await self._socket.send_multipart((route, data))
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise
-            raise RunError(
+            raise GoneError(
                 f"the connection to worker {worker} is gone, so it cannot be sent a {type(message).__name__}"
             ) from error
 

@@ -53,6 +53,7 @@ class PPOActor(InterfaceConfig):
     """
 
     implementation: ClassVar[str] = "realhf.algorithms.ppo.interface:PPOActorInterface"
+    recordable: ClassVar[tuple[str, ...]] = ("seq", "logprob", "margin", "logits")
 
     ppo: PPOHyperparameters = field(default_factory=PPOHyperparameters)
 

@@ -16,5 +16,6 @@ class Rollout(GenerationOptions, InterfaceConfig):
     """
 
     implementation: ClassVar[str] = "realhf.algorithms.rollout.interface:RolloutInterface"
+    recordable: ClassVar[tuple[str, ...]] = ("logprob", "untruncated_logprob", "margin", "logits")
 
     sequence_key: str = "seq"

@@ -20,6 +20,7 @@ def rollout(language_model, scalar_model, context, prompts) -> Batch:
     """A batch after the generate and inference calls of a step; odd tokens are what the reward likes."""
     batch = prompts
     generated = PPOActorInterface(PPOActor(ppo=PPO)).generate(language_model(0), batch, context())
+    assert {*generated.outputs, "logits"} == {*PPOActor.recordable}, "the model here gives no logits"
     batch = batch.with_data(**generated.outputs)
     reference = PPOReferenceInterface(PPOReference(ppo=PPO)).inference(language_model(1), batch, context())
     values = PPOCriticInterface(PPOCritic(ppo=PPO)).inference(scalar_model(2), batch, context())

@@ -149,6 +149,7 @@ def test_pairwise_reward_learns_the_order(scalar_model, context, preferences):
 def test_rollout_names_its_sequences_and_can_be_replayed(language_model, context, prompts):
     rollout = RolloutInterface(Rollout(max_new_tokens=4, eos_token=EOS, sequence_key="sample"))
     first = rollout.generate(language_model(), prompts, context(seed=3, step=5)).outputs
+    assert {*first, "logits"} == {"sample", *Rollout.recordable}, "the model here gives no logits"
     for prompt, sample in zip(prompts.data["prompt"], first["sample"], strict=True):
         assert torch.equal(sample[: len(prompt)], prompt)
         assert 1 <= len(sample) - len(prompt) <= 4

@@ -214,3 +214,27 @@ def test_an_interface_without_an_implementation() -> None:
     run.experiment.evaluation.rpcs[0] = call("m", GENERATE, ["x"], name="accuracy", interface_impl=Absent())
     with pytest.raises(UserError, match="accuracy: Absent is implemented in a module 'no_such_module', which is not"):
         run.check()
+
+
+def recording(*keys: str) -> Run:
+    class Scored(InterfaceConfig):
+        implementation = "tests.unit.api.calls:NothingInterface"
+        recordable = ("margin",)
+
+    run = run_of(TWO, num_workers=2)
+    run.experiment.rpcs[0] = call("m", TRAIN_STEP, ["x"], ["reward"], interface_impl=Scored())
+    return Run(msgspec.structs.replace(run.spec, record=keys), run.experiment, run.plan)
+
+
+def test_what_can_be_recorded() -> None:
+    recording("reward", "margin", "weights_version").check()
+
+
+@pytest.mark.parametrize("key", ["rewrd", "x"])
+def test_recording_what_no_call_makes(key: str) -> None:
+    message = (
+        f"--record {key}: no call makes {key!r}; choose from margin, reward, weights_version, or list it in a call's "
+        "output_data, or in `recordable` of the configuration of its interface"
+    )
+    with pytest.raises(UserError, match=re.escape(message)):
+        recording("reward", key).check()

@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import re
 import selectors
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,13 +12,19 @@ import pytest
 
 from realhf.api.deadlines import Deadlines
 from realhf.api.errors import RunError
+from realhf.api.plan import ExecutionPlan
+from realhf.api.run import RunSpec
 from realhf.api.status import read_status
 from realhf.master import awake
 from realhf.master import master as master_module
+from realhf.master.loop import CallRecord
 from realhf.master.master import Master
 from realhf.master.replies import Request
+from realhf.master.state import Node
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.messages import DumpStacks, Failure, Heartbeat, Hello, Ready, Reply, Span, ToMaster
+from realhf.transport.server import GoneError
+from tests.unit.api.calls import ppo_graph
 
 HELLO = [(0.0, i, Hello(worker=i, pid=i, host="h")) for i in range(3)]
 PEER_IS_GONE = Failure(request_id=None, text="RuntimeError: Connection closed by peer", blames_peer=True)
@@ -155,7 +162,7 @@ def test_a_lost_connection_is_explained_by_the_failure_behind_it(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def drive(_: Master) -> None:
-        raise RunError("the connection to worker 1 is gone")
+        raise GoneError("the connection to worker 1 is gone")
 
     monkeypatch.setattr(Master, "_drive", drive)
     script = [*HELLO, (5.0, 1, Failure(request_id=None, text="ValueError: bad weights"))]
@@ -213,3 +220,55 @@ def test_a_master_that_stood_still_has_heard_nobody_and_blames_nobody(directory:
     # Silence counts on where it was.
     text = failure_of(directory, [*HELLO, *alive(0, 2, seconds=30), *held_up[6:7], *alive(0, 2)], setup_timeout_s=1e6)
     assert text.startswith("worker 1 has been silent for 61 s")
+
+
+STATISTICS = {"loss": (3.0, 2.0), "token_accuracy": (1.0, 2.0)}
+
+
+@pytest.mark.parametrize(
+    ("best", "resume_step", "is_made"),
+    [
+        (None, 0, True),
+        ("token_accuracy", 0, True),
+        ("min:loss", 0, True),
+        ("accuracy", 0, True),  # by the evaluation before the first step
+        ("min:accuracy", 4, True),  # by one of an earlier start
+        ("accurcy", 0, False),
+        ("max:loss", 0, False),
+        ("step", 4, False),
+    ],
+)
+def test_the_best_by_a_statistic_that_nothing_makes(
+    best: str | None, resume_step: int, is_made: bool, directory: RunDirectory
+) -> None:
+    spec = RunSpec(
+        experiment_file="", experiment_class="", values={}, working_directory="", num_workers=1, devices_per_node=1,
+        keep_best=best, resume_step=resume_step,
+    )  # fmt: skip
+    plan = ExecutionPlan(num_devices=1, calls={})
+    run: Any = SimpleNamespace(spec=spec, plan=plan, graph=ppo_graph(), experiment=SimpleNamespace(steps=7))
+    run.deadlines = Deadlines()
+    directory.evaluations.write_text('{"step":0,"accuracy":0.5}\n')
+    master = Master(run, directory, ScriptedServer([], Clock()))  # type: ignore[arg-type]
+    record = CallRecord(Node(resume_step, "sft_train_step"), "sft", {0: Span("compute", "", 0.0, 1.0)}, STATISTICS)
+    if is_made:
+        master._record_step(resume_step, [record])
+        return
+    with pytest.raises(RunError) as error:
+        master._record_step(resume_step, [record])
+    assert re.fullmatch(
+        rf"--keep-best {best}: neither step {resume_step + 1} nor an evaluation before it has made such a statistic; "
+        r"choose from accuracy, loss, time_s, token_accuracy, tokens_per_s",
+        str(error.value),
+    )
+
+
+def test_a_mistake_that_the_master_finds_is_told_at_once(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def drive(_: Master) -> None:
+        raise RunError("--keep-best accurcy: no such statistic")
+
+    monkeypatch.setattr(Master, "_drive", drive)
+    script = [*HELLO, (5.0, 1, Failure(request_id=None, text="ValueError: bad weights"))]
+    assert failure_of(directory, script) == "--keep-best accurcy: no such statistic"

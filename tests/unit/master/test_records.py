@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from realhf.api.interface import RESERVED_STATISTICS
 from realhf.api.plan import CallPlan, ExecutionPlan
 from realhf.master.loop import CallRecord
 from realhf.master.records import JsonLines, Trace, step_metrics
@@ -58,6 +59,11 @@ def test_a_line_of_metrics() -> None:
 
 def test_a_step_without_time_has_no_speed() -> None:
     assert step_metrics(1, [record("actor_generate", 1.0, 1.0, tokens=5)], PLAN, 1.0)["tokens_per_s"] == 0.0
+
+
+def test_no_statistic_takes_the_place_of_what_every_line_has() -> None:
+    line = step_metrics(1, [record("actor_generate", 1.0, 2.0)], PLAN, 1.0)
+    assert {*line, "num_workers", "plan"} == RESERVED_STATISTICS
 
 
 def test_lines_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
