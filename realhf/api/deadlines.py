@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-from realhf.api.errors import UserError
-
 
 @dataclass(frozen=True)
 class Deadlines:
@@ -12,23 +10,11 @@ class Deadlines:
     A prediction is off by some ten per cent, or by a few times where the machine was not profiled or responses have
     grown: `factor` allows for that. Calls of seconds have the `floor_s`, since a machine may be busy with other things.
     `longest_predicted_s` is the longest prediction of the run's plan.
-
-    Raises:
-        UserError: at construction, a number that no request could keep.
     """
 
     floor_s: float = 600.0
     factor: float = 20.0
     longest_predicted_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        if self.floor_s <= 0:
-            raise UserError(f"--call-timeout-s {self.floor_s:g} must be above 0: it is how long every call may take")
-        if self.factor < 1:
-            raise UserError(
-                f"--deadline-factor {self.factor:g} must be at least 1: it is how many times its predicted time a call "
-                "may take"
-            )
 
     def of(self, predicted_s: float | None) -> float:
         """That of a call, counted from when all its workers have come to it."""

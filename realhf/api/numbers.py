@@ -1,6 +1,7 @@
 """Ranges of the numbers that come from outside: command lines, experiments, files."""
 
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, NamedTuple, TypeVar
 
 from realhf.api.errors import UserError
 
@@ -20,3 +21,19 @@ def check_range(name: str, value: Number, low: float, high: float, unit: str = "
             f"{name} {value} is not from {low:,.12g} to {high:,.12g}{unit and ' '}{unit}; give a number in that range"
         )
     return value
+
+
+class Range(NamedTuple):
+    """See `check_range`."""
+
+    name: str
+    low: float
+    high: float
+    unit: str = ""
+
+
+def check_ranges(values: Mapping[str, Any], ranges: Mapping[str, Range]) -> None:
+    """Checks every value that has a range and is there; None is not there. Raises as `check_range` does."""
+    for key, (name, low, high, unit) in ranges.items():
+        if values.get(key) is not None:
+            check_range(name, values[key], low, high, unit)

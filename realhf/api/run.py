@@ -25,7 +25,27 @@ from realhf.api.experiment import (
 from realhf.api.graph import GENERATE, WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef
 from realhf.api.interface import check_implementation
 from realhf.api.layout import Layout
+from realhf.api.numbers import Range, check_ranges
 from realhf.api.plan import CallPlan, ExecutionPlan, check_plan, load_plan
+
+MAX_STEPS = 10**9
+MAX_DEVICES = 65_536
+YEAR_S = 365 * 86_400
+# Of the numbers of a run's specification, by field.
+RANGES = {
+    "num_workers": Range("--num-workers", 1, MAX_DEVICES),
+    "devices_per_node": Range("--gpus-per-node", 1, MAX_DEVICES),
+    "checkpoint_every_steps": Range("--checkpoint-every", 1, MAX_STEPS, "steps"),
+    "checkpoint_every_minutes": Range("--checkpoint-every-minutes", 0.001, YEAR_S / 60, "minutes"),
+    "keep_checkpoints": Range("--keep-checkpoints", 1, MAX_STEPS),
+    "checkpoint_failures": Range("--checkpoint-failures", 0, MAX_STEPS),
+    "resume_step": Range("resume_step", 0, MAX_STEPS),
+    "drift_threshold": Range("--drift-threshold", 1.001, 10**6, "times what was predicted"),
+    "verify_reallocations_every": Range("--verify-reallocations-every", 0, MAX_STEPS, "steps"),
+    "call_timeout_s": Range("--call-timeout-s", 0.001, YEAR_S, "seconds"),
+    "deadline_factor": Range("--deadline-factor", 1, 10**4, "times what was predicted"),
+    "setup_timeout_s": Range("--setup-timeout-s", 0.001, YEAR_S, "seconds"),
+}
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,7 +65,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     times leave the plan's predictions by more than `drift_threshold` times, an event says so.
 
     Raises:
-        UserError: at construction, a number is too low.
+        UserError: at construction, a number is out of its range.
     """
 
     experiment_file: str
@@ -74,22 +94,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     wandb_project: str | None = None
 
     def __post_init__(self) -> None:
-        if self.verify_reallocations_every < 0:
-            raise UserError(
-                f"--verify-reallocations-every {self.verify_reallocations_every} is below 0; "
-                "give 1 to verify every reallocation, 0 to verify none"
-            )
-        if self.checkpoint_failures < 0:
-            raise UserError(
-                f"--checkpoint-failures {self.checkpoint_failures} is below 0; give 0 to end the run at the first"
-            )
-        if self.drift_threshold <= 1:
-            raise UserError(
-                f"--drift-threshold {self.drift_threshold:g} must be above 1: it is how many times longer or shorter "
-                "than predicted a call may take"
-            )
-        if self.keep_checkpoints is not None and self.keep_checkpoints < 1:
-            raise UserError(f"--keep-checkpoints {self.keep_checkpoints} must be at least 1; leave it out to keep all")
+        check_ranges(msgspec.structs.asdict(self), RANGES)
 
 
 @dataclass(frozen=True)
@@ -167,7 +172,6 @@ class Run:
                 check_implementation(call.name, call.interface_impl, call.interface_type.value)
         self._check_record()
         check_plan(self.plan, self.graph, self.settings.batch_size)
-        self.deadlines  # noqa: B018 - its numbers are checked
         if self.plan.num_devices > self.spec.num_workers:
             raise UserError(
                 f"the plan is for {self.plan.num_devices} devices but the run has {self.spec.num_workers} workers; "

@@ -94,12 +94,12 @@ def _add_checkpoint_arguments(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--checkpoint-every",
         dest="checkpoint_every_steps",
-        type=_positive_int,
+        type=int,
         metavar="STEPS",
         help="save every so many steps, beside the end",
     )
     group.add_argument(
-        "--checkpoint-every-minutes", type=_positive, metavar="MINUTES", help="save about every so many minutes"
+        "--checkpoint-every-minutes", type=float, metavar="MINUTES", help="save about every so many minutes"
     )
     group.add_argument("--keep-checkpoints", type=int, metavar="N", help="keep the newest N (default: all)")
     group.add_argument(
@@ -118,10 +118,10 @@ def _add_checkpoint_arguments(command: argparse.ArgumentParser) -> None:
         choices=("auto", "never"),
         help="auto: when a process dies or hangs, restart all from the newest good checkpoint (default never)",
     )
-    group.add_argument("--max-restarts", type=_positive_int, metavar="K", help="of --recover auto, in all (default 3)")
+    group.add_argument("--max-restarts", type=int, metavar="K", help="of --recover auto, in all (default 3)")
     group.add_argument(
         "--min-workers",
-        type=_positive_int,
+        type=int,
         metavar="N",
         help="--recover auto goes on with fewer workers, N at least, where devices or nodes are lost "
         "(default: with --fallback-plan those of its smallest, else no fewer)",
@@ -167,14 +167,15 @@ def execute(arguments: argparse.Namespace) -> int:
     run = new_run(arguments)
     directory = RunDirectory(_run_directory(arguments))
     if arguments.dry_run:
-        site = SlurmSite(_slurm_options(arguments, run), directory)
-        print(sbatch_text(site.options_of(run), site.processes(run), directory))
+        job = SlurmSite(_slurm_options(arguments, run), directory)
+        print(sbatch_text(job.options_of(run), job.processes(run), directory))
         return 0
+    site = _site(arguments, run, directory)
     RunDirectory.create(directory.path)
     with directory.lock(LAUNCHER_LOCK):
         prepare(run, directory)
         note_start(run, directory, "started")
-        return _carry_out(run, directory, arguments)
+        return _carry_out(run, directory, site, arguments)
 
 
 def _resume(arguments: argparse.Namespace) -> int:
@@ -186,15 +187,16 @@ def _resume(arguments: argparse.Namespace) -> int:
     with directory.lock(LAUNCHER_LOCK):
         with directory.lock(MASTER):  # of a job that outlived its launcher
             run, choice = resumed_run(arguments, directory)
+            site = _site(arguments, run, directory)
             prepare(run, directory)
         note_start(run, directory, "resumed", choice)
         for step, reason in choice.damaged.items():
             print(f"the checkpoint after step {step} is passed over: {reason}", file=sys.stderr)
         print(f"the run goes on after step {run.spec.resume_step}", file=sys.stderr)
-        return _carry_out(run, directory, arguments)
+        return _carry_out(run, directory, site, arguments)
 
 
-def _carry_out(run: Run, directory: RunDirectory, arguments: argparse.Namespace) -> int:
+def _carry_out(run: Run, directory: RunDirectory, site: Site, arguments: argparse.Namespace) -> int:
     """Starts the processes of a run whose directory is ready, and returns the exit code when it has ended."""
     started, steps = time.monotonic(), run.experiment.steps
     with Interruption() as interruption, Progress(directory, steps, run.spec.resume_step) as progress:
@@ -217,7 +219,7 @@ def _carry_out(run: Run, directory: RunDirectory, arguments: argparse.Namespace)
             run_to_end(
                 run,
                 directory,
-                _site(arguments, run, directory),
+                site,
                 recovery_of(arguments, replanner.next_run),
                 on_poll=on_poll,
                 on_restart=on_restart,
@@ -260,20 +262,6 @@ def _write_report(directory: RunDirectory) -> None:
 
 def _absolute(text: str) -> str:
     return str(Path(text).resolve())
-
-
-def _positive(text: str) -> float:
-    value = float(text)
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text} must be above 0")
-    return value
-
-
-def _positive_int(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} must be at least 1")
-    return value
 
 
 def _site(arguments: argparse.Namespace, run: Run, directory: RunDirectory) -> Site:

@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 
 from realhf.api.errors import UserError
+from realhf.api.experiment import auto_settings
+from realhf.api.numbers import Range, check_ranges
 from realhf.api.plan import ExecutionPlan, load_plan
-from realhf.api.run import Run, RunSpec
+from realhf.api.run import MAX_DEVICES, MAX_STEPS, RANGES, YEAR_S, Run, RunSpec
 from realhf.api.status import read_status
 from realhf.cli.experiment import build_experiment
 from realhf.cli.fewer import check_recovery
@@ -40,6 +42,17 @@ SPEC_OPTIONS = (
     "wandb_project",
     "drift_threshold",
 )
+# Of the numbers of the command line that are no fields of the specification.
+OPTION_RANGES = {
+    "num_workers": Range("--num-workers", 1, MAX_DEVICES),
+    "nodes": Range("--nodes", 1, MAX_DEVICES),
+    "gpus_per_node": Range("--gpus-per-node", 1, MAX_DEVICES),
+    "max_restarts": Range("--max-restarts", 1, 10**6),
+    "min_workers": Range("--min-workers", 1, MAX_DEVICES),
+    "switch_cost_s": Range("--switch-cost-s", 0, YEAR_S, "seconds"),
+    "queue_timeout_s": Range("--queue-timeout-s", 0, YEAR_S, "seconds"),
+}
+EXPERIMENT_RANGES = {"steps": Range("steps", 1, MAX_STEPS), "seed": Range("seed", 0, 2**63 - 1)}
 # What may differ when a run goes on: it is how far to go, and no part of what a step does.
 CHANGEABLE_FIELDS = ("steps",)
 
@@ -50,11 +63,12 @@ def new_run(arguments: argparse.Namespace) -> Run:
     Raises:
         UserError: anything about it that can be wrong, found before a process starts.
     """
+    _check_numbers(arguments)
     experiment = build_experiment(arguments.experiment, arguments.overrides)
-    num_rows = experiment.dataset.check()
+    _check_experiment(experiment)
     plan, cluster = plan_for(experiment, arguments)
     run = Run(RunSpec(**_base(arguments, experiment, cluster), **_given(arguments)), experiment, plan)
-    _check(run, num_rows, arguments)
+    _check(run, arguments)
     return run
 
 
@@ -66,6 +80,7 @@ def resumed_run(arguments: argparse.Namespace, directory: RunDirectory) -> tuple
     Raises:
         UserError: there is no good checkpoint, the experiment is another one or was changed, the run has ended.
     """
+    _check_numbers(arguments)
     saved = _saved_spec(directory)
     if os.getcwd() != saved.working_directory:
         raise UserError(
@@ -81,13 +96,13 @@ def resumed_run(arguments: argparse.Namespace, directory: RunDirectory) -> tuple
             f"{directory.checkpoints} has no checkpoint to go on from; start a new run with another --run-dir{reasons}"
         )
     _check_steps(experiment.steps, choice.state.step, directory)
-    num_rows = experiment.dataset.check()
+    _check_experiment(experiment)
     plan, cluster = _plan(experiment, arguments, saved, directory)
     options = {**_base(arguments, experiment, cluster), **_given(arguments), "resume_step": choice.state.step}
     if arguments.plan is not None or _names_devices(arguments):
         options["avoided"] = ()  # who names devices has seen to them
     run = Run(msgspec.structs.replace(saved, **options), experiment, plan)
-    _check(run, num_rows, arguments)
+    _check(run, arguments)
     _check_state(run, choice.state, directory)
     return run, choice
 
@@ -193,15 +208,27 @@ def _check_state(run: Run, state: RunState, directory: RunDirectory) -> None:
         check_architecture(read_index(checkpoint), checkpoint, run.graph.models[model])
 
 
-def _check(run: Run, num_rows: int, arguments: argparse.Namespace) -> None:
+def _check_numbers(arguments: argparse.Namespace) -> None:
+    """Every number of the command line, before anything is done with one."""
+    check_ranges(vars(arguments), OPTION_RANGES)
+    check_ranges(_given(arguments), RANGES)
+
+
+def _check_experiment(experiment: Any) -> None:
+    """What can be wrong about an experiment whatever its plan is."""
+    check_ranges({name: getattr(experiment, name) for name in EXPERIMENT_RANGES}, EXPERIMENT_RANGES)
+    num_rows, batch_size = experiment.dataset.check(), auto_settings(experiment).batch_size
+    if num_rows < batch_size:
+        raise UserError(f"the data set has {num_rows} rows, fewer than batch_size={batch_size}; add rows")
+
+
+def _check(run: Run, arguments: argparse.Namespace) -> None:
     """Everything about a run that can be wrong, found before a process starts."""
     run.check()
     check_recovery(arguments, run)
     check_replanning(arguments, run)
     check_trackers(run.spec)
     _check_backends(run, has_gpus=has_gpus() if arguments.launcher == "local" else not arguments.cpu_only)
-    if num_rows < run.settings.batch_size:
-        raise UserError(f"the data set has {num_rows} rows, fewer than batch_size={run.settings.batch_size}; add rows")
     for name, setup in run.models.items():  # looked up once here: a checkpoint that does not fit is found now
         if setup.checkpoint is not None:
             check_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)
@@ -215,8 +242,6 @@ def _check(run: Run, num_rows: int, arguments: argparse.Namespace) -> None:
             )
     if run.spec.replay and not Path(run.spec.replay).is_dir():
         raise UserError(f"--replay {run.spec.replay}: no such folder; give RUN_DIR/rollouts of a run with --record")
-    if run.experiment.steps < 1:
-        raise UserError(f"steps={run.experiment.steps} must be at least 1")
 
 
 def _check_backends(run: Run, has_gpus: bool) -> None:

@@ -1,0 +1,74 @@
+"""Numbers of `realhf run` that no run can have are refused before anything is done with them."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from realhf import cli
+from realhf.api.run import RANGES
+from realhf.cli.runs import EXPERIMENT_RANGES, OPTION_RANGES
+
+HUGE = str(10**18)
+BAD = {
+    "--num-workers": ("0", "-1", "1000000000"),
+    "--nodes": ("0", "-3", HUGE),
+    "--gpus-per-node": ("0", HUGE),
+    "--steps": ("0", "-1", HUGE),
+    "--seed": ("-1", str(2**64)),
+    "--checkpoint-every": ("0", "-1", HUGE),
+    "--checkpoint-every-minutes": ("0", "-1", "1e30", "inf", "nan"),
+    "--keep-checkpoints": ("0", HUGE),
+    "--checkpoint-failures": ("-1", HUGE),
+    "--verify-reallocations-every": ("-1", HUGE),
+    "--call-timeout-s": ("0", "-1", "1e30", "inf", "nan"),
+    "--setup-timeout-s": ("0", "-1", "1e30", "inf", "nan"),
+    "--deadline-factor": ("0.5", "1e30", "inf", "nan"),
+    "--drift-threshold": ("1", "0", "-2", "1e30", "inf", "nan"),
+    "--max-restarts": ("0", HUGE),
+    "--min-workers": ("0", HUGE),
+    "--switch-cost-s": ("-1", "1e30", "inf", "nan"),
+    "--queue-timeout-s": ("-1", "1e30", "inf", "nan"),
+}
+# Written as the field of an experiment; none of an option.
+NO_OPTIONS = {"steps", "seed", "resume_step"}
+
+
+@pytest.mark.parametrize(("option", "value"), [(option, value) for option, values in BAD.items() for value in values])
+def test_it_is_refused_by_name_and_nothing_is_left(
+    option: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "run"
+    assert cli.main(["run", "experiments/ppo.py", f"{option}={value}", "--run-dir", str(run_dir)]) == 2
+    printed = capsys.readouterr()
+    name = option if option.removeprefix("--") not in NO_OPTIONS else option.removeprefix("--")
+    rule = r"is not from \S+ to \S+( [a-z ]+)?; give a number in that range"
+    assert re.fullmatch(rf"error: {name} \S+ {rule}\n", printed.err)
+    assert printed.out == ""
+    assert not run_dir.exists()
+
+
+def test_every_number_of_the_command_line_is_tried() -> None:
+    numbers = {
+        action.option_strings[0]
+        for action in _actions()
+        if action.type in (int, float) and action.dest not in ("evaluations", "seconds")  # of the search of a plan
+    }
+    assert numbers | {"--steps", "--seed"} == set(BAD)
+    named = {one.name for one in (*RANGES.values(), *OPTION_RANGES.values(), *EXPERIMENT_RANGES.values())}
+    assert {name if name in NO_OPTIONS else name.removeprefix("--") for name in named} - NO_OPTIONS == {
+        option.removeprefix("--") for option in numbers
+    }
+
+
+def test_a_wrong_word_for_sbatch_leaves_no_directory(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_dir = tmp_path / "run"
+    words = ["run", "experiments/ppo.py", "--plan", "tests/plans/single.json", "--run-dir", str(run_dir)]
+    assert cli.main([*words, "--launcher", "slurm", "--cpu-only", "--sbatch", "qos"]) == 2
+    assert "'qos' is no sbatch option; write one as --name=value" in capsys.readouterr().err
+    assert not run_dir.exists()
+
+
+def _actions():  # type: ignore[no-untyped-def]
+    (commands,) = (action for action in cli.parser("run")._actions if action.dest == "command")
+    return commands.choices["run"]._actions
