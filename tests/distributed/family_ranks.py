@@ -9,9 +9,10 @@ import torch
 from realhf.api.compute import ComputeConfig
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.api.model import DecoderConfig
 from realhf.engine.model import ShardedModel
 from realhf.models.checkpoint import write_boxes
-from realhf.models.checkpoint_index import checkpoint_owners
+from realhf.models.checkpoint_index import state_owners
 from realhf.models.hugging_face_files import HuggingFaceDirectory
 from realhf.models.hugging_face_weights import HuggingFaceReader
 from realhf.parallel.groups import GroupTable, ParallelGroups
@@ -34,6 +35,10 @@ class Case:
     def layout(self) -> Layout:
         strategy = ParallelStrategy(self.dp, self.tp, self.pp)
         return Layout(DeviceMesh(0, strategy.size), strategy)
+
+    def owners(self, config: DecoderConfig) -> dict[int, list[Box]]:
+        """Which rank writes which boxes of the parameters."""
+        return state_owners(config, self.layout, "float64", self.compute.data_parallel, with_optimizer=False)
 
 
 @dataclass
@@ -65,14 +70,14 @@ def _run(name: str, case: Case, groups: ParallelGroups, root: Path) -> Outcome:
         compute=case.compute,
     )
     reader = HuggingFaceReader(root / case.family, config)
-    for box, tensor in model.boxes().values():
+    for box, tensor in model.held():
         reader.read_into(tensor, box)
     model.parameters_changed()
-    owned = checkpoint_owners(config, case.layout)[groups.rank]
+    owned = case.owners(config)[groups.rank]
     write_boxes(root / "saved" / name, groups.rank, owned, model.held())  # as loaded
     batch = random_batch(config, SAMPLES, lengths=(2, 20)).split(case.dp)[groups.dp_index]
     logits = model.forward(batch, "tokens", split_like, 2).get("output", [])
     stats = model.train_step(batch, "tokens", next_token_loss, trained_tokens, 2)
     grad_norm = stats["grad_norm"][0] if stats else None
-    parameters = [(box, local.numpy().copy()) for box, local in model.boxes().values()]
+    parameters = [(box, local.numpy().copy()) for box, local in model.held()]
     return Outcome([x.numpy() for x in logits], grad_norm, parameters)
