@@ -20,10 +20,10 @@ from pathlib import Path
 from common import case, finish, parse_arguments, realhf
 from machine_speed import Speed, speed_probes
 
+from realhf.api.lines import read_lines, step_line
 from realhf.api.plan import ExecutionPlan, load_plan, save_plan
 from realhf.cli.experiment import build_experiment
 from realhf.cli.planning import CPU, Planner
-from realhf.report.run_data import read_json_lines
 from realhf.search.cluster import Cluster
 from realhf.search.hardware import load_hardware
 from realhf.search.options import call_options
@@ -109,7 +109,7 @@ def trial(name: str, setting: Setting, plan: ExecutionPlan, run_dir: Path, speed
     save_plan(plan, run_dir.with_suffix(".json"))
     words = ["--plan", str(run_dir.with_suffix(".json")), "--steps", str(1 + STEPS), "--no-evaluate", *setting.words()]
     realhf("run", EXPERIMENT, "--num-workers", str(NUM_WORKERS), "--run-dir", str(run_dir), *words)
-    steps = read_json_lines(run_dir / "metrics.jsonl")
+    steps = read_lines(run_dir / "metrics.jsonl", step_line).values
     ends = [max(call["end"] for call in step["calls"].values()) for step in steps]
     at_equal_speed = [(end - start) * slowness / speed.slowness(start, end) for start, end in pairwise(ends)]
     return Trial(

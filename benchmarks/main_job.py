@@ -11,10 +11,10 @@ from pathlib import Path
 
 from common import case, finish, parse_arguments, realhf
 
+from realhf.api.lines import read_lines, step_line
 from realhf.api.plan import ExecutionPlan, save_plan
 from realhf.api.run import load_experiment_class
 from realhf.cli.planning import CPU, Planner
-from realhf.report.run_data import read_json_lines
 from realhf.search.cluster import Cluster
 from realhf.search.hardware import load_hardware
 from realhf.search.presets import evaluate_presets
@@ -62,7 +62,7 @@ def step_seconds(run_dir: Path, plan: ExecutionPlan, steps: int) -> list[float]:
     save_plan(plan, plan_file)
     words = ["run", EXPERIMENT, "--plan", str(plan_file), "--steps", str(steps), "--no-evaluate"]
     realhf(*words, "--num-workers", str(plan.num_devices), "--run-dir", str(run_dir))
-    return [line["time_s"] for line in read_json_lines(run_dir / "metrics.jsonl")][WARM_UP_STEPS:]
+    return [line["time_s"] for line in read_lines(run_dir / "metrics.jsonl", step_line).values][WARM_UP_STEPS:]
 
 
 def compare(plans: dict[str, ExecutionPlan], measured: dict[str, float]) -> list[dict]:

@@ -18,8 +18,8 @@ from typing import Any
 
 from common import case, finish, parse_arguments, realhf
 
+from realhf.api.lines import read_lines, step_line
 from realhf.api.plan import CallPlan, ExecutionPlan, save_plan
-from realhf.report.run_data import read_json_lines
 
 EXPERIMENT = "benchmarks/overlap_job.py"
 WARM_UP_STEPS = 2
@@ -103,7 +103,7 @@ def metrics(setting: Setting, in_flight: int, run_dir: Path, steps: int) -> list
     save_plan(plan, run_dir.with_suffix(".json"))
     words = ("--plan", str(run_dir.with_suffix(".json")), "--steps", str(steps), "--run-dir", str(run_dir))
     realhf("run", EXPERIMENT, *words, *setting.words)
-    return read_json_lines(run_dir / "metrics.jsonl")
+    return read_lines(run_dir / "metrics.jsonl", step_line).values
 
 
 def overlapped_share(metrics: Sequence[dict[str, Any]], training: str) -> float:

@@ -10,8 +10,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from realhf.api.lines import evaluation_line, read_lines
 from realhf.cli.progress import call_table
-from realhf.report.run_data import call_times, read_json_lines, read_run
+from realhf.report.run_data import call_times, read_run
 from realhf.scheduler.base import python_command
 from realhf.scheduler.run_directory import RunDirectory
 
@@ -44,7 +45,7 @@ def main() -> None:
     realhf("run", "experiments/sft.py", "--run-dir", str(root / "sft"), *common)
     sft = ["--sft-checkpoint", str(root / "sft/checkpoints/latest/sft")]
     realhf("run", "experiments/reward.py", "--run-dir", str(root / "reward"), *common, *sft)
-    mean, std = score_distribution(read_json_lines(root / "reward/evaluations.jsonl")[-1])
+    mean, std = score_distribution(read_lines(root / "reward/evaluations.jsonl", evaluation_line).values[-1])
     reward = ["--reward-checkpoint", str(root / "reward/checkpoints/latest/reward")]
     standardise = ["--ppo.reward-mean", f"{mean:.6f}", "--ppo.reward-std", f"{std:.6f}"]
     realhf("run", "experiments/ppo.py", "--run-dir", str(root / "ppo"), *common, *sft, *reward, *standardise)
@@ -66,6 +67,7 @@ def print_result(root: Path, seconds: float) -> None:
     console = Console(highlight=False, soft_wrap=True)
     console.print("\nthe main job: fine-tuning, reward model, PPO")
     console.print(accuracy)
+    assert run.plan is not None, "the run has just ended"
     console.print(call_table(call_times(run.plan, run.metrics)))
     console.print(f"PPO: {tokens_per_s:.0f} tokens/s; whole job: {seconds:.0f} s")
     console.print(f"run directories: {root}")

@@ -2,6 +2,8 @@
 
 import contextlib
 import os
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -32,6 +34,10 @@ def decode_json(content: bytes | str, expected: type[T]) -> T:
         raise BadContentError(str(error)) from None
 
 
+class OtherVersionError(BadContentError):
+    """Another version of realhf has written it, and it may be good."""
+
+
 class _Header(msgspec.Struct):
     format: str = ""
 
@@ -42,12 +48,12 @@ def decode_versioned(content: bytes | str, expected: type[T], version: str) -> T
     The format is looked at first: fields of another version are no damage.
 
     Raises:
-        BadContentError: it has another format, or none; or as `decode_json`.
+        OtherVersionError: it has another format, or none.
+        BadContentError: as `decode_json`.
     """
     found = decode_json(content, _Header).format
     if found != version:
-        has = f"it has format {found!r}" if found else "it names no format"
-        raise BadContentError(f"{has}, and this version of realhf reads {version!r}")
+        raise OtherVersionError(f"the format is {found or 'not named'}, and this version of realhf reads {version}")
     return decode_json(content, expected)
 
 
@@ -55,21 +61,36 @@ def write_atomically(path: str | Path, content: bytes) -> None:
     """Writes a file that is on the disk when this returns; a reader sees the old content or the new, never a part.
 
     Raises:
-        OSError: it cannot be written; then the old content is as it was, and no other file is left.
+        OSError: naming the file, which cannot be written; it is as it was, and no other is left.
     """
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    with naming(path):
+        try:
+            with part.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            part.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                part.unlink(missing_ok=True)
+            raise
+        sync_directory(path.parent)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Inside, every OSError gets the name of the file that matters: that of a write has none of its own."""
     try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            part.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error  # of the class of its number
+
+
+def delete(path: Path) -> None:
+    """Removes whatever lies there, if anything does."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def sync_directory(directory: Path) -> None:

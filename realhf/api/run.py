@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -22,12 +22,17 @@ from realhf.api.experiment import (
     follows_of,
     models_of,
 )
+from realhf.api.files import BadContentError, OtherVersionError, decode_versioned
 from realhf.api.graph import GENERATE, WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef
 from realhf.api.interface import check_implementation
 from realhf.api.layout import Layout
 from realhf.api.numbers import Range, check_ranges
 from realhf.api.plan import CallPlan, ExecutionPlan, check_plan, load_plan
 
+T = TypeVar("T")
+
+# Of the run directory: for all its files that name no format of their own. The first version had none.
+FORMAT = "run/2"
 MAX_STEPS = 10**9
 MAX_DEVICES = 65_536
 YEAR_S = 365 * 86_400
@@ -92,6 +97,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     network_interface: str | None = None
     tensorboard: bool = False
     wandb_project: str | None = None
+    format: str = FORMAT
 
     def __post_init__(self) -> None:
         check_ranges(msgspec.structs.asdict(self), RANGES)
@@ -266,9 +272,53 @@ def _line_in(file: Path, error: Exception) -> str:
     return line
 
 
+class OtherRunVersionError(UserError):
+    """Another version of realhf has written a run directory."""
+
+
+def read_spec(path: Path, expected: type[T]) -> T:
+    """`experiment.json`, checked against `expected`: `RunSpec`, or less.
+
+    Raises:
+        OtherRunVersionError: another version of realhf has written it.
+        UserError: it is missing or damaged.
+    """
+    try:
+        return decode_versioned(path.read_bytes(), expected, FORMAT)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): no run was started here") from None
+    except OtherVersionError as error:
+        raise OtherRunVersionError(
+            f"another version of realhf has written the run directory {path.parent}: of {path.name}, {error}; use the "
+            "version that wrote it, or start a new run"
+        ) from None
+    except BadContentError as error:
+        raise UserError(f"{path} is damaged ({error}); start a new run") from None
+
+
+def saved_experiment(spec: RunSpec, cls: type[Any], path: str | Path) -> Any:
+    """The experiment of a run, of the class `cls` in the file `path`. Raises UserError if its fields are others now."""
+    try:
+        return msgspec.convert(spec.values, type=cls)
+    except Exception as error:  # the class is the user's, and so are its checks
+        raise UserError(
+            f"the fields of {cls.__name__} in {path} are not those that the run was started with ({error}); resume it "
+            "with the file as it was, or start a new run"
+        ) from None
+
+
 def load_run(spec_path: Path, plan_path: Path) -> Run:
-    """Reads a run back from its directory, as master and workers do."""
-    spec = msgspec.json.decode(spec_path.read_bytes(), type=RunSpec)
-    os.chdir(spec.working_directory)  # relative paths of the experiment mean what they meant to the user
+    """Reads a run back from its directory, as master and workers do.
+
+    Raises:
+        UserError: a file is missing or damaged, or the experiment was changed since.
+    """
+    spec = read_spec(spec_path, RunSpec)
+    try:
+        os.chdir(spec.working_directory)  # relative paths of the experiment mean what they meant to the user
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{spec_path} names the working directory {spec.working_directory}, which cannot be entered: {error}"
+        ) from None
     cls = load_experiment_class(spec.experiment_file, spec.experiment_class)
-    return Run(spec, msgspec.convert(spec.values, type=cls), load_plan(plan_path))
+    return Run(spec, saved_experiment(spec, cls, spec.experiment_file), load_plan(plan_path))

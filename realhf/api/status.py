@@ -6,7 +6,11 @@ from typing import Literal
 
 import msgspec
 
-from realhf.api.files import write_atomically
+from realhf.api.errors import UserError
+from realhf.api.files import BadContentError, decode_versioned, write_atomically
+from realhf.api.lines import Step, Time
+
+FORMAT = "run-status/1"
 
 RunState = Literal["starting", "running", "done", "failed", "interrupted", "replan"]
 
@@ -16,11 +20,12 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     `blamed` are the workers that it blames. "replan": it has ended after a checkpoint, to go on under another plan."""
 
     state: RunState
-    step: int
-    steps: int
+    step: Step
+    steps: Step
     message: str = ""
     blamed: tuple[int, ...] = ()
-    updated: float = 0.0
+    updated: Time = 0.0
+    format: str = FORMAT
 
 
 def write_status(path: Path, status: Status) -> None:
@@ -28,8 +33,16 @@ def write_status(path: Path, status: Status) -> None:
 
 
 def read_status(path: Path) -> Status | None:
-    """The status, or None before the first one was written."""
+    """The status, or None before the first one was written.
+
+    Raises:
+        UserError: the file is damaged, or another version's.
+    """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Status)
+        return decode_versioned(path.read_bytes(), Status, FORMAT)
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); remove it") from None
+    except BadContentError as error:
+        raise UserError(f"{path} is damaged ({error}); remove it") from None

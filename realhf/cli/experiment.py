@@ -4,11 +4,10 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import tyro
 
 from realhf.api.errors import UserError
-from realhf.api.run import RunSpec, load_experiment_class
+from realhf.api.run import RunSpec, load_experiment_class, saved_experiment
 
 FIELDS_OPTION = "--fields"
 
@@ -59,10 +58,4 @@ def _saved_experiment(path: str, cls: type[Any], saved: RunSpec) -> Any:
             f"{path} has the experiment {cls.__name__}, the run is one of {saved.experiment_class} in "
             f"{saved.experiment_file}; give that file"
         )
-    try:
-        return msgspec.convert(saved.values, type=cls)
-    except msgspec.ValidationError as error:
-        raise UserError(
-            f"the fields of {cls.__name__} in {path} are not those that the run was started with ({error}); resume it "
-            "with the file as it was, or start a new run"
-        ) from None
+    return saved_experiment(saved, cls, path)

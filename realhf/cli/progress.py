@@ -2,17 +2,16 @@
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
+from realhf.api.lines import Tail, evaluation_line, step_line
 from realhf.cli.durations import duration
 from realhf.report.run_data import CallTime, call_times, read_run
 from realhf.scheduler.activity import read_activity
@@ -24,28 +23,6 @@ SHOWN = ("reward_mean", "accuracy", "loss", "actor_loss", "kl", "tokens_per_s")
 PLAIN_LINES_EVERY_S = 2.0
 # After so long without a line another says what the run is at; each time twice as long is waited for the next one.
 SILENCE_S = 60.0
-
-
-class Tail:
-    """The JSON lines that a file gained since the last look."""
-
-    def __init__(self, path: Path):
-        self._path, self._offset = path, 0
-
-    def skip(self) -> None:
-        """Passes over what is there now."""
-        self._offset = self._path.stat().st_size if self._path.exists() else 0
-
-    def read(self) -> Iterator[dict[str, Any]]:
-        if not self._path.exists():
-            return
-        with self._path.open("rb") as file:
-            file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                self._offset += len(line)
-                yield msgspec.json.decode(line)
 
 
 class Progress:
@@ -61,7 +38,8 @@ class Progress:
         self._begun_s = self._said_s = clock()
         self._silence_s = SILENCE_S
         self._is_starting, self._phase = True, ""
-        self._metrics, self._evaluations = Tail(directory.metrics), Tail(directory.evaluations)
+        self._metrics = Tail(directory.metrics, step_line, self.say)
+        self._evaluations = Tail(directory.evaluations, evaluation_line, self.say)
         self._skip()
         self._console = Console(stderr=True)
         self._bar: Bar | None = None
@@ -159,6 +137,10 @@ class Progress:
             print(text, file=sys.stderr, flush=True)
 
 
+def _number(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, int | float) else "-"
+
+
 def _format(values: dict[str, Any], names: tuple[str, ...] | None = None) -> str:
     chosen = [n for n in (names or values) if n in values and n != "step" and isinstance(values[n], int | float)]
     return "  ".join(f"{name} {values[name]:.4g}" for name in chosen)
@@ -187,9 +169,9 @@ def print_summary(directory: RunDirectory, seconds: float) -> None:
             table.add_column(name, justify="right" if name else "left")
         for name, before in evaluations[0].items():
             if name != "step" and name in evaluations[-1]:
-                table.add_row(name, f"{before:.4g}", f"{evaluations[-1][name]:.4g}")
+                table.add_row(name, _number(before), _number(evaluations[-1][name]))
         console.print(table)
-    if metrics:
+    if metrics and run.plan:
         console.print(call_table(call_times(run.plan, metrics)))
         tokens, time_s = sum(m["tokens"] for m in metrics), sum(m["time_s"] for m in metrics)
         console.print(

@@ -12,11 +12,12 @@ from rich.table import Table
 
 from realhf.api.errors import UserError
 from realhf.api.files import write_atomically
+from realhf.api.lines import read_lines, step_line
 from realhf.api.plan import ExecutionPlan, save_plan
 from realhf.api.run import Run, load_run
 from realhf.cli.planning import CPU, DEFAULT_GPU, Planner, has_gpus
 from realhf.master.drift import WARM_UP, WINDOW, call_factors
-from realhf.report.run_data import lines_under, read_json_lines
+from realhf.report.run_data import lines_under
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.search.cluster import Cluster
 from realhf.search.explanation import explain
@@ -94,7 +95,7 @@ def propose(directory: RunDirectory, evaluations: int | None = None, seconds: fl
         UserError: too few steps were made under it, or none of its calls has a prediction.
     """
     run = load_run(directory.experiment, directory.plan)
-    lines = lines_under(run.plan, read_json_lines(directory.metrics))[WARM_UP:][-WINDOW:]
+    lines = lines_under(run.plan, read_lines(directory.metrics, step_line).values)[WARM_UP:][-WINDOW:]
     measured = call_factors(lines)
     if not measured:
         raise UserError(f"{directory.metrics} has no times beside predictions yet; let the run make some steps")

@@ -1,6 +1,7 @@
 """While a run goes on: its plan is searched again where measured times have drifted, and changed if that pays."""
 
 import argparse
+import contextlib
 import os
 import subprocess
 import time
@@ -10,13 +11,13 @@ from typing import Any, Literal
 import msgspec
 
 from realhf.api.errors import UserError
-from realhf.api.files import write_atomically
+from realhf.api.files import BadContentError, decode_json, write_atomically
+from realhf.api.lines import Tail, step_line
 from realhf.api.plan import DIGEST_LENGTH, load_plan, plan_digest
 from realhf.api.run import Run
-from realhf.cli.progress import Tail
 from realhf.cli.replan import Proposal
 from realhf.scheduler.base import python_command
-from realhf.scheduler.events import note
+from realhf.scheduler.events import event_line, note
 from realhf.scheduler.local import die_with_parent
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.search.switch import Switch
@@ -62,7 +63,8 @@ class Replanner:
         self._step = run.spec.resume_step
         self._proposal = None
         self._is_due = False
-        self._events, self._metrics = Tail(self._directory.events), Tail(self._directory.metrics)
+        self._events = Tail(self._directory.events, event_line, self._say)
+        self._metrics = Tail(self._directory.metrics, step_line, lambda _: None)  # whoever shows them says it
         self._events.skip()
         self._metrics.skip()
 
@@ -77,21 +79,29 @@ class Replanner:
         """To be called often. Does not wait."""
         for line in self._metrics.read():
             self._step = line["step"]
-            if self._start_took_s is None:
+            if self._start_took_s is None and line["calls"]:
                 self._start_took_s = min(call["start"] for call in line["calls"].values()) - self._started_s
         for event in self._events.read():
-            if event["event"] == "drift":
-                self._say(f"drift: {event['message']}")
+            if event.event == "drift":
+                self._say(f"drift: {event.message}")
                 self._is_due = self._mode != "off"
         if self._search is not None and self._search.poll() is not None:
             is_good, self._search = self._search.returncode == 0, None
-            if is_good:
-                self._take(msgspec.json.decode(self._file.read_bytes(), type=Proposal))
-            else:
-                self._note(f"the search for another plan failed; see {self._log}")
+            self._search_ended(is_good)
         if self._is_due and self._search is None and self._proposal is None:
             self._is_due = False
             self._begin_search()
+
+    def _search_ended(self, is_good: bool) -> None:
+        if not is_good:
+            return self._note(f"the search for another plan failed; see {self._log}")
+        try:
+            found = decode_json(self._file.read_bytes(), Proposal)
+            if found.plan.predicted_step_s is None:
+                raise BadContentError("its plan has no prediction")
+        except (OSError, BadContentError) as error:
+            return self._note(f"the search for another plan left no proposal in {self._file}: {error}")
+        return self._take(found)
 
     def next_run(self) -> Run:
         """The run under the plan that the master was asked to end for."""
@@ -142,7 +152,11 @@ class Replanner:
 
     def _digests(self) -> set[str]:
         """Of the plans that the run has had: it goes back to none, or it would go to and fro."""
-        return {plan_digest(load_plan(path)) for path in self._directory.path.glob("plan*.json")}
+        digests = set()
+        for path in self._directory.path.glob("plan*.json"):
+            with contextlib.suppress(UserError):  # a damaged one is none to go back to
+                digests.add(plan_digest(load_plan(path)))
+        return digests
 
     def _note(self, message: str) -> None:
         note(self._directory.events, "proposal", self._step, message)

@@ -1,6 +1,7 @@
 """From the command line of `realhf run` to a validated run: a new one, or one that goes on from its checkpoint."""
 
 import argparse
+import contextlib
 import os
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from realhf.api.errors import UserError
 from realhf.api.experiment import auto_settings
 from realhf.api.numbers import Range, check_ranges
 from realhf.api.plan import ExecutionPlan, load_plan
-from realhf.api.run import MAX_DEVICES, MAX_STEPS, RANGES, YEAR_S, Run, RunSpec
+from realhf.api.run import MAX_DEVICES, MAX_STEPS, RANGES, YEAR_S, Run, RunSpec, read_spec
 from realhf.api.status import read_status
 from realhf.cli.experiment import build_experiment
 from realhf.cli.fewer import check_recovery
@@ -81,7 +82,7 @@ def resumed_run(arguments: argparse.Namespace, directory: RunDirectory) -> tuple
         UserError: there is no good checkpoint, the experiment is another one or was changed, the run has ended.
     """
     _check_numbers(arguments)
-    saved = _saved_spec(directory)
+    saved = read_spec(directory.experiment, RunSpec)
     if os.getcwd() != saved.working_directory:
         raise UserError(
             f"the run was started in {saved.working_directory}, which its relative paths begin at, and this is "
@@ -125,15 +126,6 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     return msgspec.convert(given, dict[str, Any])
 
 
-def _saved_spec(directory: RunDirectory) -> RunSpec:
-    try:
-        return msgspec.json.decode(directory.experiment.read_bytes(), type=RunSpec)
-    except OSError as error:
-        raise UserError(f"{directory.experiment} cannot be read ({error.strerror}): no run was started here") from None
-    except msgspec.MsgspecError as error:
-        raise UserError(f"{directory.experiment} is not what this version writes ({error}); start a new run") from None
-
-
 def _plain(experiment: Any) -> dict[str, Any]:
     """The values of an experiment as they stand in experiment.json."""
     plain: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(experiment)))
@@ -162,7 +154,9 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -
 
 
 def _check_steps(steps: int, made: int, directory: RunDirectory) -> None:
-    status = read_status(directory.status)
+    status = None
+    with contextlib.suppress(UserError):  # a damaged status is replaced when the run goes on
+        status = read_status(directory.status)
     if steps < made:
         raise UserError(f"steps={steps} is below the {made} steps that the run has made; give --steps {made} or more")
     if steps == made and status is not None and status.state == "done":

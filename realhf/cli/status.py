@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from realhf.cli.durations import duration
 from realhf.report.run_status import ENDED, FINISHED, ProcessState, RunStatus, read_run_status
@@ -51,7 +52,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def summary(status: RunStatus) -> list[str]:
     """What stands above the table."""
-    workers = f"{status.num_workers} worker{'' if status.num_workers == 1 else 's'}"
+    workers = f"{status.num_workers} worker{'' if status.num_workers == 1 else 's'}" if status.num_workers else ""
     lines = [f"{status.path}: {', '.join(filter(None, (status.state, status.experiment, workers)))}"]
     progress = [f"step {status.step} of {status.steps}"]
     if status.speed:
@@ -72,7 +73,7 @@ def summary(status: RunStatus) -> list[str]:
         lines.append(f"restarts: {status.restarts}; last failure: {status.last_failure}")
     if status.message:
         lines.append(status.message.rstrip())
-    return lines
+    return [*lines, *(f"damaged: {sentence}" for sentence in status.damaged)]
 
 
 def process_table(status: RunStatus) -> Table:
@@ -88,7 +89,8 @@ def process_table(status: RunStatus) -> Table:
         table.add_column(column, justify="right")
     for process in status.processes:
         activity = _activity(process) if with_activity else ()
-        table.add_row(process.name, *activity, _mib(process.peak_bytes), _mib(process.predicted_bytes))
+        cells = (process.name, *activity, _mib(process.peak_bytes), _mib(process.predicted_bytes))
+        table.add_row(*map(Text, cells))  # brackets in them are no markup
     return table
 
 

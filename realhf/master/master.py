@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from realhf.api.errors import RunError
+from realhf.api.lines import append_line, evaluation_line, read_lines
 from realhf.api.plan import DIGEST_LENGTH, plan_digest
 from realhf.api.run import Run
 from realhf.api.status import RunState, Status, write_status
@@ -17,7 +18,7 @@ from realhf.master.awake import AwakeClock
 from realhf.master.borders import Borders
 from realhf.master.drift import DriftWatch, told_calls
 from realhf.master.loop import CallRecord, Dispatcher, GraphRunner
-from realhf.master.records import JsonLines, Trace, log_step, step_metrics
+from realhf.master.records import Trace, log_step, step_metrics
 from realhf.master.saver import Saver
 from realhf.master.trackers import Trackers
 from realhf.master.vital_signs import VitalSigns
@@ -61,8 +62,6 @@ class Master:
         self._num_workers = run.spec.num_workers
         self._recorder = ActivityWriter(directory.activity(MASTER))
         self._trace = Trace(directory.trace, self._num_workers)
-        self._metrics = JsonLines(directory.metrics)
-        self._evaluations = JsonLines(directory.evaluations)
         self._trackers = Trackers(run.spec, directory.path)
         self._clock = AwakeClock(WATCH_EVERY_S)
         self._dispatcher = Dispatcher(server.send, self._num_workers, self._trace.add, self._clock.now, run.deadlines)
@@ -106,8 +105,6 @@ class Master:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             self._trace.close()
-            self._metrics.close()
-            self._evaluations.close()
             self._trackers.close()
 
     def interrupted(self) -> None:
@@ -169,7 +166,8 @@ class Master:
         """Whether this is no place for an evaluation, or one was made here by an earlier start of the run."""
         if step and not Borders(self._run).evaluates_after(step):
             return True
-        return step in self._evaluations.steps()
+        made = read_lines(self._directory.evaluations, evaluation_line).values
+        return step in {line["step"] for line in made}
 
     @cached_property
     def _plan_digest(self) -> str:
@@ -198,7 +196,7 @@ class Master:
         for record in records:
             if record.node.call in self._run.graph.calls:
                 metrics["calls"][record.node.call]["weights_version"] = record.weights_version
-        self._metrics.write(metrics)
+        append_line(self._directory.metrics, metrics)
         log_step(metrics)
         self._trackers.step(metrics)
         for drift in self._drift.step(metrics):
@@ -215,7 +213,8 @@ class Master:
         """Raises RunError where no checkpoint can be the best: neither the first step nor an evaluation has made the
         statistic. Only interfaces know their names."""
         best = self._run.spec.keep_best
-        known = self._statistics.keys() | self._evaluations.names() - {"step"}
+        evaluations = read_lines(self._directory.evaluations, evaluation_line).values
+        known = self._statistics.keys() | {name for line in evaluations for name in line} - {"step"}
         if best is not None and best.removeprefix("min:") not in known:
             raise RunError(
                 f"--keep-best {best}: neither step {step} nor an evaluation before it has made such a statistic; "
@@ -249,7 +248,7 @@ class Master:
         means = {name: total / weight for name, (total, weight) in totals.items() if weight}
         self._statistics |= means
         line = {"step": step, **means}
-        self._evaluations.write(line)
+        append_line(self._directory.evaluations, line)
         self._trackers.evaluation(line)
 
     async def _receive(self) -> None:

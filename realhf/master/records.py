@@ -1,4 +1,4 @@
-"""What a run leaves for people to read: metrics.jsonl, evaluations.jsonl, trace.json."""
+"""What a run leaves for people to read: lines of metrics.jsonl, trace.json."""
 
 import logging
 import time
@@ -14,34 +14,6 @@ from realhf.scheduler.logs import at
 from realhf.transport.messages import Phase, Span
 
 logger = logging.getLogger(__name__)
-
-
-class _StepLine(msgspec.Struct):
-    step: int
-
-
-class JsonLines:
-    """Appends JSON objects to a file, a line each, visible to readers at once."""
-
-    def __init__(self, path: Path):
-        self._path = path
-        self._file = path.open("ab")
-
-    def steps(self) -> set[int]:
-        """The `step` of every line so far."""
-        return {msgspec.json.decode(line, type=_StepLine).step for line in self._path.read_bytes().splitlines()}
-
-    def names(self) -> set[str]:
-        """The keys of all lines so far."""
-        lines = self._path.read_bytes().splitlines()
-        return {name for line in lines for name in msgspec.json.decode(line, type=dict[str, Any])}
-
-    def write(self, value: dict[str, Any]) -> None:
-        self._file.write(msgspec.json.encode(value) + b"\n")
-        self._file.flush()
-
-    def close(self) -> None:
-        self._file.close()
 
 
 BESIDE: tuple[Phase, ...] = ("writing", "sending")  # phases that overlap with others on the same worker

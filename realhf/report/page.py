@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 
 from realhf.api.files import write_atomically
+from realhf.api.plan import ExecutionPlan
 from realhf.api.status import Status
 from realhf.report.figures import accuracy_curves, curves_figure, split_curves, timeline_figure, times_figure
 from realhf.report.html import document, figure_html, section, table
@@ -31,7 +32,7 @@ def write_report(directory: RunDirectory) -> Path:
     """Writes `report.html` of a run, whatever its state, in place of an earlier one; returns its path.
 
     Raises:
-        UserError: the directory is none of a run, or one of its files is damaged.
+        UserError: the directory is none of a run, or another version of realhf has written it.
     """
     write_atomically(directory.report, page(read_run(directory), now_s=time.time()).encode())
     return directory.report
@@ -42,14 +43,16 @@ def page(run: RunData, now_s: float) -> str:
     sections = [
         _head(run, now_s),
         _curves(run),
-        _times(run),
-        _timeline(run),
-        memory_section(run.plan, run.under_plan),
-        plan_section(run.plan),
+        *(_under_plan(run, run.plan) if run.plan else []),
         _events(run),
         _experiment(run),
     ]
     return document(f"{run.path.name}: {_state(run.status)}", sections)
+
+
+def _under_plan(run: RunData, plan: ExecutionPlan) -> list[str]:
+    """The sections that a plan is needed for."""
+    return [_times(run, plan), _timeline(run, plan), memory_section(plan, run.under_plan), plan_section(plan)]
 
 
 def _state(status: Status | None) -> str:
@@ -60,12 +63,14 @@ def _head(run: RunData, now_s: float) -> str:
     status = run.status
     done = max([line["step"] for line in run.metrics], default=status.step if status else 0)
     tokens_per_s, step_s = run.tokens_per_s, run.median_step_s
-    predicted = f"{run.plan.predicted_step_s:.3g} s predicted" if run.plan.predicted_step_s else "no prediction"
+    plan = run.plan
+    predicted = f"{plan.predicted_step_s:.3g} s predicted" if plan and plan.predicted_step_s else "no prediction"
+    num_devices = plan.num_devices if plan else None
     facts = [
         (f"{done} of {status.steps}" if status else str(done), "steps"),
         ("-" if tokens_per_s is None else f"{tokens_per_s:,.0f}", "tokens/s, whole run"),
         ("-" if step_s is None else f"{step_s:.3g} s", f"a step (median); {predicted}"),
-        (str(run.plan.num_devices), "device" if run.plan.num_devices == 1 else "devices"),
+        ("-" if num_devices is None else str(num_devices), "device" if num_devices == 1 else "devices"),
     ]
     lines = [
         f'<div class="title"><h1>{escape(_name(run))}</h1>',
@@ -77,6 +82,7 @@ def _head(run: RunData, now_s: float) -> str:
     ]
     if status and status.message:
         lines.append(f'<pre class="failure">{escape(status.message.strip())}</pre>')
+    lines += [f'<pre class="failure">damaged: {escape(sentence)}</pre>' for sentence in run.damaged]
     return "\n".join(lines)
 
 
@@ -118,10 +124,10 @@ def _curves(run: RunData) -> str:
     return section("Metrics", '<p class="muted">Over the steps.</p>', *body)
 
 
-def _times(run: RunData) -> str:
-    times = call_times(run.plan, run.metrics)
+def _times(run: RunData, plan: ExecutionPlan) -> str:
+    times = call_times(plan, run.metrics)
     rows = [[time.call, _seconds(time.predicted_s), _seconds(time.measured_s), _ratio(time.ratio)] for time in times]
-    predicted_s, step_s = run.plan.predicted_step_s, run.median_step_s
+    predicted_s, step_s = plan.predicted_step_s, run.median_step_s
     ratio = step_s / predicted_s if predicted_s and step_s is not None else None
     total = ["whole step", _seconds(predicted_s), _seconds(step_s), _ratio(ratio)]
     header = ["call", "predicted, s", "measured, s", "measured / predicted"]
@@ -137,8 +143,8 @@ def _times(run: RunData) -> str:
     return section("Predicted against measured time", *body)
 
 
-def _timeline(run: RunData) -> str:
-    timeline = last_steps(run.plan, run.events)
+def _timeline(run: RunData, plan: ExecutionPlan) -> str:
+    timeline = last_steps(plan, run.events)
     if timeline is None:
         return section("Timeline", '<p class="muted">No step is complete in the trace yet.</p>')
     steps = " and ".join(str(step) for step in timeline.steps)

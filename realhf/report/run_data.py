@@ -1,18 +1,24 @@
 """What a run directory holds, read back: of a run that goes on, has finished or has crashed."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
+from msgspec import Meta
 
 from realhf.api.errors import UserError
+from realhf.api.files import decode_json
+from realhf.api.lines import evaluation_line, read_lines, step_line
 from realhf.api.plan import DIGEST_LENGTH, ExecutionPlan, load_plan, plan_digest
+from realhf.api.run import OtherRunVersionError, read_spec
 from realhf.api.status import Status, read_status
-from realhf.scheduler.events import Event, read_events
+from realhf.scheduler.events import Event, event_line
 from realhf.scheduler.run_directory import RunDirectory
+
+T = TypeVar("T")
 
 # A report shows the last steps only; the trace of a long run is not read whole.
 TRACE_TAIL_BYTES = 64 * 2**20
@@ -23,24 +29,28 @@ class TraceEvent(msgspec.Struct, frozen=True):
 
     name: str
     ph: str
-    tid: int
+    tid: Annotated[int, Meta(ge=0, le=2**20)]
     cat: str = ""
-    ts: float = 0.0
-    dur: float = 0.0
+    ts: Annotated[float, Meta(ge=-1e17, le=1e17)] = 0.0
+    dur: Annotated[float, Meta(ge=0, le=1e17)] = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """All that a report is made from. `status` is None and the sequences are empty before there is anything."""
+    """All that a report is made from. `status` is None and the sequences are empty before there is anything.
+
+    `damaged` has a sentence about every file that could not be read, or not all of it; `plan` is None if it is one.
+    """
 
     path: Path
-    plan: ExecutionPlan
+    plan: ExecutionPlan | None
     status: Status | None
     experiment: dict[str, Any]
     metrics: list[dict[str, Any]]
     evaluations: list[dict[str, Any]]
     events: list[TraceEvent]
     happened: list[Event]
+    damaged: tuple[str, ...]
 
     @property
     def tokens_per_s(self) -> float | None:
@@ -51,7 +61,7 @@ class RunData:
     @property
     def under_plan(self) -> list[dict[str, Any]]:
         """The metrics of the steps that were made under the plan as it is now; a run may have had others before."""
-        return lines_under(self.plan, self.metrics)
+        return lines_under(self.plan, self.metrics) if self.plan else self.metrics
 
     @property
     def median_step_s(self) -> float | None:
@@ -74,76 +84,40 @@ class CallTime:
 
 
 def read_run(directory: RunDirectory) -> RunData:
-    """Reads what is there.
+    """Reads what is there and can be read.
 
     Raises:
-        UserError: the directory is none of a run, or one of its files is damaged other than by
-            being cut off at its end.
+        UserError: the directory is none of a run, or another version of realhf has written it.
     """
+    damaged: list[str] = []
+    experiment, plan = experiment_of(directory, damaged), plan_of(directory, damaged)
     return RunData(
         path=directory.path,
-        plan=plan_of(directory),
-        status=status_of(directory),
-        experiment=experiment_of(directory),
-        metrics=read_json_lines(directory.metrics),
-        evaluations=read_json_lines(directory.evaluations),
-        events=read_trace(directory.trace),
-        happened=read_events(directory.events),
+        plan=plan,
+        status=status_of(directory, damaged),
+        experiment=experiment,
+        metrics=lines_of(directory.metrics, step_line, damaged),
+        evaluations=lines_of(directory.evaluations, evaluation_line, damaged),
+        events=read_trace(directory.trace, damaged=damaged),
+        happened=lines_of(directory.events, event_line, damaged),
+        damaged=tuple(damaged),
     )
 
 
-def read_json_lines(path: Path, *, tail_bytes: int | None = None) -> list[dict[str, Any]]:
-    """All objects of a JSON lines file, or those in its last `tail_bytes`; [] where there is no file yet.
+def trace_line(line: bytes) -> TraceEvent | None:
+    """A line of a trace, None for the brackets around all of them. Raises BadContentError."""
+    line = line.strip().rstrip(b",")
+    return None if line in (b"", b"[", b"]") else decode_json(line, TraceEvent)
 
-    A last line without its line break is left out: it is still being written, or its writer died.
 
-    Raises:
-        UserError: a line is not a JSON object; names the file and which of the lines read it is.
+def read_trace(path: Path, tail_bytes: int = TRACE_TAIL_BYTES, damaged: list[str] | None = None) -> list[TraceEvent]:
+    """The events in the last `tail_bytes` of a trace, which has one a line.
+
+    The closing bracket may be missing and the last line cut off, as a crash leaves them. `damaged` gains a sentence
+    about other lines that cannot be read.
     """
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        start = max(0, size - tail_bytes) if tail_bytes is not None else 0
-        file.seek(start)
-        complete, _, _ = file.read(size - start).rpartition(b"\n")
-    lines = complete.splitlines()[1 if start else 0 :]  # the seek has cut the first one
-    values = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            values.append(msgspec.json.decode(line, type=dict[str, Any]))
-        except msgspec.DecodeError as error:
-            raise UserError(f"{path}:{number}: not a JSON object ({error}); remove the line") from None
-    return values
-
-
-def read_trace(path: Path, tail_bytes: int = TRACE_TAIL_BYTES) -> list[TraceEvent]:
-    """The events in the last `tail_bytes` of a trace with one event a line, [] where there is no file yet.
-
-    The closing bracket may be missing and the last line cut off, as a crash leaves them.
-
-    Raises:
-        UserError: another line is not an event; names file and event.
-    """
-    if not path.is_file():
-        return []
-    with path.open("rb") as file:
-        size = file.seek(0, 2)
-        file.seek(max(0, size - tail_bytes))
-        lines = file.read().splitlines()
-    lines = [line.strip().rstrip(b",") for line in lines[1:]]  # the first is the bracket, or a line cut by the seek
-    decoder = msgspec.json.Decoder(TraceEvent)
-    events = []
-    for number, line in enumerate(lines, start=1):
-        if line in (b"", b"]"):
-            continue
-        try:
-            events.append(decoder.decode(line))
-        except msgspec.DecodeError as error:
-            if number == len(lines):
-                break
-            raise UserError(f"{path}: event {number} is none ({error}); remove the file or its line") from None
-    return events
+    lines = lines_of(path, trace_line, [] if damaged is None else damaged, tail_bytes)
+    return [event for event in lines if event is not None]
 
 
 def lines_under(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -163,27 +137,39 @@ def call_times(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> list[C
     return times
 
 
-def plan_of(directory: RunDirectory) -> ExecutionPlan:
-    """The plan of a run. Raises UserError if the directory is none of a run."""
-    if not directory.plan.is_file():
+def plan_of(directory: RunDirectory, damaged: list[str]) -> ExecutionPlan | None:
+    """The plan of a run; None where it cannot be read, which `damaged` gains. Raises UserError if there is none."""
+    if not directory.plan.exists():
         raise UserError(f"{directory.path} is no run directory: it has no plan.json; give the --run-dir of a run")
-    return load_plan(directory.plan)
+    return _or_damaged(lambda: load_plan(directory.plan), damaged)
 
 
-def status_of(directory: RunDirectory) -> Status | None:
-    """What `status.json` says, None before it is there. Raises UserError if it is damaged."""
+def status_of(directory: RunDirectory, damaged: list[str]) -> Status | None:
+    """What `status.json` says; None before it is there, or where it cannot be read, which `damaged` gains."""
+    return _or_damaged(lambda: read_status(directory.status), damaged)
+
+
+def experiment_of(directory: RunDirectory, damaged: list[str]) -> dict[str, Any]:
+    """What `experiment.json` says; {} where it cannot be read, which `damaged` gains.
+
+    Raises:
+        UserError: another version of realhf has written the directory.
+    """
+    return _or_damaged(lambda: read_spec(directory.experiment, dict[str, Any]), damaged) or {}
+
+
+def lines_of(path: Path, decode: Callable[[bytes], T], damaged: list[str], tail_bytes: int | None = None) -> list[T]:
+    """The good lines of a file; `damaged` gains a sentence about the others."""
+    lines = read_lines(path, decode, tail_bytes=tail_bytes)
+    damaged += lines.damaged
+    return lines.values
+
+
+def _or_damaged(read: Callable[[], T], damaged: list[str]) -> T | None:
     try:
-        return read_status(directory.status)
-    except msgspec.DecodeError as error:
-        raise UserError(f"{directory.status}: not the status of a run ({error}); remove the file") from None
-
-
-def experiment_of(directory: RunDirectory) -> dict[str, Any]:
-    """What `experiment.json` says, {} where it is not there. Raises UserError if it is damaged."""
-    path = directory.experiment
-    if not path.is_file():
-        return {}
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
-    except msgspec.DecodeError as error:
-        raise UserError(f"{path}: not a JSON object ({error}); remove the file") from None
+        return read()
+    except OtherRunVersionError:
+        raise
+    except UserError as error:
+        damaged.append(str(error))
+        return None

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from realhf.api.lines import step_line
 from realhf.api.plan import ExecutionPlan
-from realhf.report.run_data import experiment_of, plan_of, read_json_lines, status_of
+from realhf.report.run_data import experiment_of, lines_of, plan_of, status_of
 from realhf.scheduler.activity import read_activity
 from realhf.scheduler.base import MASTER, worker_name
 from realhf.scheduler.checkpoints import saved_steps
-from realhf.scheduler.events import Event, read_events
+from realhf.scheduler.events import Event, event_line
 from realhf.scheduler.run_directory import RunDirectory
 
 # The speed is that of the last steps: what a plan, a node or the length of responses has changed shows soon.
@@ -58,6 +59,7 @@ class RunStatus:
     "lost" where a run that is not over says nothing any more: a running one for `SILENCE_S`, any other whose
     launching process is seen to be gone. `silent_s` is since when nothing was heard of a run that is not over,
     `remaining_s` what is left at the present speed. `last_failure` is the first line of the newest failure's message.
+    `damaged` has a sentence about every file that could not be read, or not all of it.
     """
 
     path: str
@@ -66,7 +68,7 @@ class RunStatus:
     message: str
     step: int
     steps: int
-    num_workers: int
+    num_workers: int | None
     silent_s: float | None
     speed: Speed | None
     remaining_s: float | None
@@ -76,19 +78,22 @@ class RunStatus:
     restarts: int
     last_failure: str
     memory_limit_bytes: int | None
+    damaged: tuple[str, ...]
 
 
 def read_run_status(directory: RunDirectory, now_s: float) -> RunStatus:
     """The status at `now_s` (seconds since the epoch) of a run that goes on, has finished or has crashed.
 
     Raises:
-        UserError: the directory is none of a run, or one of its files is damaged.
+        UserError: the directory is none of a run, or another version of realhf has written it.
     """
     is_orphan = _is_orphan(directory)  # before its last word is read: it may be about to end well
-    plan, status = plan_of(directory), status_of(directory)
-    metrics = read_json_lines(directory.metrics, tail_bytes=METRICS_TAIL_BYTES)
-    events = read_events(directory.events)
-    state: str = status.state if status else "not started"
+    damaged: list[str] = []
+    experiment = experiment_of(directory, damaged)
+    plan, status = plan_of(directory, damaged), status_of(directory, damaged)
+    metrics = lines_of(directory.metrics, step_line, damaged, tail_bytes=METRICS_TAIL_BYTES)
+    events = lines_of(directory.events, event_line, damaged)
+    state: str = status.state if status else "unknown" if directory.status.exists() else "not started"
     state = FINISHED if state == "done" else state
     silent_s = max(0.0, now_s - status.updated) if status and state not in ENDED else None
     if silent_s is not None and (
@@ -97,17 +102,17 @@ def read_run_status(directory: RunDirectory, now_s: float) -> RunStatus:
         state = "lost"
     step, steps = (status.step, status.steps) if status else (0, 0)
     speed = speed_of(metrics, events)
-    checkpoints = saved_steps(directory.checkpoints) if directory.checkpoints.is_dir() else []
+    checkpoints = saved_steps(directory.checkpoints)
     written = [event for event in events if event.event == "checkpoint" and event.step in checkpoints[-1:]]
     failures = [event for event in events if event.event == "failed"]
     return RunStatus(
         path=str(directory.path),
-        experiment=experiment_of(directory).get("experiment_class", ""),
+        experiment=str(experiment.get("experiment_class", "")),
         state=state,
         message=status.message if status else "",
         step=step,
         steps=steps,
-        num_workers=plan.num_devices,
+        num_workers=plan.num_devices if plan else None,
         silent_s=silent_s,
         speed=speed,
         remaining_s=speed.step_s * (steps - step) if speed and state == "running" else None,
@@ -116,14 +121,15 @@ def read_run_status(directory: RunDirectory, now_s: float) -> RunStatus:
         checkpoint_age_s=max(0.0, now_s - written[-1].time_s) if written else None,
         restarts=sum(event.event == "restarted" for event in events),
         last_failure=failures[-1].message.partition("\n")[0] if failures else "",
-        memory_limit_bytes=plan.rationale.device_memory_bytes if plan.rationale else None,
+        memory_limit_bytes=plan.rationale.device_memory_bytes if plan and plan.rationale else None,
+        damaged=tuple(damaged),
     )
 
 
 def _is_orphan(directory: RunDirectory) -> bool:
     """Whether the launching process has ended on this machine, and with it all that it started; jobs live on."""
     try:
-        holder = (directory.launcher / "launcher.lock").read_text()
+        holder = (directory.launcher / "launcher.lock").read_text(errors="replace")
     except OSError:
         return False
     if (directory.launcher / "job.sbatch").exists():
@@ -151,13 +157,19 @@ def _end_s(line: dict[str, Any]) -> float:
 
 
 def _processes(
-    directory: RunDirectory, plan: ExecutionPlan, metrics: Sequence[dict[str, Any]], now_s: float, *, was_good: bool
+    directory: RunDirectory,
+    plan: ExecutionPlan | None,
+    metrics: Sequence[dict[str, Any]],
+    now_s: float,
+    *,
+    was_good: bool,
 ) -> tuple[ProcessState, ...]:
     peaks = metrics[-1].get("peak_bytes", []) if metrics else []
     found = []
-    for name, worker in [(MASTER, None), *((worker_name(i), i) for i in range(plan.num_devices))]:
+    rationale = plan.rationale if plan else None
+    for name, worker in [(MASTER, None), *((worker_name(i), i) for i in range(plan.num_devices if plan else 0))]:
         activity = None if was_good else read_activity(directory.activity(name))
-        predicted = plan.rationale.memory_of(worker) if plan.rationale and worker is not None else None
+        predicted = rationale.memory_of(worker) if rationale and worker is not None else None
         found.append(
             ProcessState(
                 name=name,

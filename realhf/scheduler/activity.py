@@ -14,6 +14,7 @@ _HEADER_BYTES = 8
 _SLOT_BYTES = 252
 _SLOT = struct.Struct("<dH")
 _FILE_BYTES = _HEADER_BYTES + 2 * _SLOT_BYTES
+_LATEST_S = 1e11  # no calendar has later times
 MAX_TEXT_BYTES = _SLOT_BYTES - _SLOT.size
 
 
@@ -62,14 +63,16 @@ class ActivityWriter:
 
 
 def read_activity(path: Path) -> Activity | None:
-    """What was last recorded in `path`, by a process that may be alive or dead; None if there is no record."""
+    """What was last recorded in `path`, by a process that may be alive or dead; None if no record can be read."""
     try:
         data = path.read_bytes()
-    except FileNotFoundError:
+    except OSError:
         return None
     if len(data) != _FILE_BYTES or data[0] > 1:
         return None
     start = _HEADER_BYTES + data[0] * _SLOT_BYTES
     since, length = _SLOT.unpack_from(data, start)
     text = data[start + _SLOT.size : start + _SLOT.size + min(length, MAX_TEXT_BYTES)]
-    return Activity(text=text.decode(errors="replace"), since=since) if text else None
+    if not text or not 0 <= since <= _LATEST_S:
+        return None
+    return Activity(text=text.decode(errors="replace"), since=since)

@@ -7,7 +7,6 @@ on the disk.
 import contextlib
 import hashlib
 import re
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from realhf.api.errors import UserError
-from realhf.api.files import BadContentError, decode_versioned, sync_directory, write_atomically
+from realhf.api.files import BadContentError, decode_versioned, delete, sync_directory, write_atomically
 from realhf.models.checkpoint_digest import check_content, file_digest
 from realhf.models.checkpoint_index import INDEX_FILE, read_index
 
@@ -60,7 +59,9 @@ def step_folder(checkpoints: Path, step: int) -> Path:
 
 
 def saved_steps(checkpoints: Path) -> list[int]:
-    """The steps of all checkpoints, the first ones first, good or not."""
+    """The steps of all checkpoints, the first ones first, good or not; none where there is no folder."""
+    if not checkpoints.is_dir():
+        return []
     names = (re.fullmatch(r"step-(0|[1-9][0-9]*)", path.name) for path in checkpoints.iterdir())
     return sorted(int(found[1]) for found in names if found)
 
@@ -121,19 +122,19 @@ def tidy(checkpoints: Path, step: int) -> None:
     remove_unfinished(checkpoints)
     for later in (found for found in saved_steps(checkpoints) if found > step):
         aside = checkpoints / f"{DAMAGED}step-{later}"
-        _delete(aside)
+        delete(aside)
         step_folder(checkpoints, later).rename(aside)
     if step:
         _point_to(checkpoints / LATEST, step_folder(checkpoints, step))
     else:
-        _delete(checkpoints / LATEST)
+        delete(checkpoints / LATEST)
 
 
 def remove_unfinished(checkpoints: Path) -> None:
     """Removes what no process writes any more: checkpoints that were begun, and never got their names."""
     for path in list(checkpoints.iterdir()):
         if path.name.startswith("."):
-            _delete(path)
+            delete(path)
 
 
 def retain(checkpoints: Path, keep: int | None, best: str | None) -> None:
@@ -164,12 +165,7 @@ def _remove(checkpoint: Path) -> None:
     """Removes a checkpoint; at no moment is there a part of one under its name."""
     aside = checkpoint.with_name(f".{checkpoint.name}.old")
     checkpoint.rename(aside)
-    _delete(aside)
-
-
-def _delete(path: Path) -> None:
-    """Removes whatever lies there, if anything does."""
-    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+    delete(aside)
 
 
 def _read_state(checkpoint: Path) -> RunState:
@@ -178,7 +174,7 @@ def _read_state(checkpoint: Path) -> RunState:
     try:
         state = decode_versioned(path.read_bytes(), RunState, FORMAT)
     except BadContentError as error:
-        raise UserError(f"{path} is damaged, or another version's: {error}; use another checkpoint") from None
+        raise UserError(f"{path} is damaged, or another version's ({error}); use another checkpoint") from None
     if state.sha256 != _digest(state):
         raise UserError(f"{path} has other content than when it was saved; use another checkpoint")
     if checkpoint != step_folder(checkpoint.parent, state.step):
@@ -196,7 +192,7 @@ def _digest(state: RunState) -> str:
 def _point_to(link: Path, target: Path) -> None:
     """Makes `link` a relative symbolic link to its sibling `target`, atomically."""
     if link.is_dir() and not link.is_symlink():  # which no link replaces
-        _delete(link)
+        delete(link)
     part = link.with_name(f".{link.name}.part")
     part.unlink(missing_ok=True)
     part.symlink_to(target.name)

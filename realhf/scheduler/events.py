@@ -7,6 +7,9 @@ from typing import Literal
 
 import msgspec
 
+from realhf.api.files import decode_json
+from realhf.api.lines import Step, Time, append_line, read_lines
+
 EventKind = Literal[
     "started",
     "checkpoint",
@@ -18,6 +21,7 @@ EventKind = Literal[
     "drift",  # calls do not take what was predicted
     "proposal",  # another plan was found, with measured times
     "replanned",  # the run goes on under another plan, or elsewhere
+    "damaged",  # a file of the run was, and what could not be read of it is gone
     "ended",
 ]
 
@@ -25,32 +29,27 @@ EventKind = Literal[
 class Event(msgspec.Struct, frozen=True, kw_only=True):
     """One line. `step` is how many steps had been made; `time_s` is seconds since the epoch."""
 
-    time_s: float
+    time_s: Time
     event: EventKind
-    step: int
+    step: Step
     message: str = ""
 
 
 def note(path: Path, event: EventKind, step: int, message: str = "") -> None:
     """Appends an event. A file that cannot be written must not end what it reports on: then it is only said."""
-    line = msgspec.json.encode(Event(time_s=time.time(), event=event, step=step, message=message)) + b"\n"
+    value = Event(time_s=time.time(), event=event, step=step, message=message)
     try:
-        with path.open("ab", buffering=0) as file:
-            file.write(line)
+        append_line(path, value)
     except OSError as error:
-        print(f"{path}: {error.strerror}; not noted: {line.decode().rstrip()}", file=sys.stderr)
+        line = msgspec.json.encode(value).decode()
+        print(f"{path} cannot be written ({error.strerror}); not noted: {line}", file=sys.stderr)
+
+
+def event_line(line: bytes) -> Event:
+    """A line of `events.jsonl`. Raises BadContentError."""
+    return decode_json(line, Event)
 
 
 def read_events(path: Path) -> list[Event]:
-    """All events so far; [] where there is no file. A line that a crash cut off is left out."""
-    try:
-        lines = path.read_bytes().splitlines()
-    except FileNotFoundError:
-        return []
-    events = []
-    for line in lines:
-        try:
-            events.append(msgspec.json.decode(line, type=Event))
-        except msgspec.MsgspecError:
-            continue
-    return events
+    """All events so far that can be read."""
+    return read_lines(path, event_line).values

@@ -7,6 +7,7 @@ from functools import partial
 import msgspec
 
 from realhf.api.errors import RunError, UserError
+from realhf.api.lines import read_lines, step_line
 from realhf.api.plan import DIGEST_LENGTH, ExecutionPlan, load_plan, plan_digest
 from realhf.api.run import Run
 from realhf.api.status import read_status
@@ -76,7 +77,11 @@ def run_to_end(
 
 
 def _is_between_plans(directory: RunDirectory) -> bool:
-    status = read_status(directory.status)
+    """Raises RunError where nobody can tell any more."""
+    try:
+        status = read_status(directory.status)
+    except UserError as error:
+        raise RunError(f"the processes have ended, but {error}") from None
     return status is not None and status.state == "replan"
 
 
@@ -165,8 +170,5 @@ def _workers(run: Run) -> str:
 
 def last_step(directory: RunDirectory) -> int:
     """The number of steps that the metrics tell of."""
-    try:
-        lines = directory.metrics.read_bytes().rpartition(b"\n")[0].splitlines()
-    except FileNotFoundError:
-        return 0
-    return int(msgspec.json.decode(lines[-1])["step"]) if lines else 0
+    steps = read_lines(directory.metrics, step_line).values
+    return int(steps[-1]["step"]) if steps else 0

@@ -57,7 +57,7 @@ class RunDirectory:
             UserError: another process has it, after `wait_s` still.
         """
         deadline = time.monotonic() + wait_s
-        with (self.launcher / f"{holder}.lock").open("a+") as file:
+        with (self.launcher / f"{holder}.lock").open("a+", errors="replace") as file:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

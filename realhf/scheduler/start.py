@@ -1,17 +1,21 @@
 """Makes a run directory ready for a start of its processes: the first one, or one that goes on from a checkpoint."""
 
 import contextlib
-import shutil
+import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from realhf.api.errors import UserError
-from realhf.api.files import write_atomically
+from realhf.api.files import delete, write_atomically
+from realhf.api.lines import evaluation_line, read_lines, step_line
 from realhf.api.plan import ExecutionPlan, load_plan, plan_digest, save_plan
 from realhf.api.run import Run, RunSpec
 from realhf.api.status import Status, write_status
 from realhf.scheduler import checkpoints
+from realhf.scheduler.events import note
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.keys import make_run_keys
 
@@ -25,17 +29,20 @@ def prepare(run: Run, directory: RunDirectory) -> None:
     """
     step = run.spec.resume_step
     checkpoints.tidy(directory.checkpoints, step)
-    for path in (directory.metrics, directory.evaluations):
-        _keep_lines_up_to(path, step)
-    for folder in (directory.path / "rollouts").glob("step-*"):
-        if int(folder.name.removeprefix("step-")) > step:
-            shutil.rmtree(folder)
+    for path, decode in ((directory.metrics, step_line), (directory.evaluations, evaluation_line)):
+        for damaged in _keep_lines_up_to(path, decode, step):
+            note(directory.events, "damaged", step, damaged)
+            print(damaged, file=sys.stderr)
+    rollouts = directory.path / "rollouts"
+    for later in (found for found in checkpoints.saved_steps(rollouts) if found > step):
+        delete(checkpoints.step_folder(rollouts, later))
     if directory.trace.exists():
         directory.trace.rename(_next_name(directory.trace))
-    directory.switch.unlink(missing_ok=True)
     for folder in (directory.keys, directory.rendezvous, directory.activity("master").parent):
         for path in folder.iterdir():
-            path.unlink()
+            delete(path)
+    for path in (directory.switch, *directory.path.glob(".*.part")):  # and what a crash left half-written
+        delete(path)
     write_spec(run.spec, directory)
     _keep_former_plan(run.plan, directory)
     save_plan(run.plan, directory.plan)
@@ -62,14 +69,10 @@ def _next_name(path: Path) -> Path:
     return path.with_stem(f"{path.stem}-{1 + len(list(path.parent.glob(f'{path.stem}-*{path.suffix}')))}")
 
 
-class _StepLine(msgspec.Struct):
-    step: int
-
-
-def _keep_lines_up_to(path: Path, step: int) -> None:
-    """Drops the lines of later steps from a JSON lines file, and one that a crash cut off."""
-    if not path.exists():
-        return
-    complete = path.read_bytes().rpartition(b"\n")[0].splitlines(keepends=False)
-    kept = [line for line in complete if msgspec.json.decode(line, type=_StepLine).step <= step]
-    write_atomically(path, b"".join(line + b"\n" for line in kept))
+def _keep_lines_up_to(path: Path, decode: Callable[[bytes], dict[str, Any]], step: int) -> tuple[str, ...]:
+    """Drops the lines of later steps from a JSON lines file, one that a crash cut off, and damaged ones; says which
+    these are."""
+    lines = read_lines(path, lambda line: (decode(line)["step"], line))
+    if path.exists():
+        write_atomically(path, b"".join(line + b"\n" for made, line in lines.values if made <= step))
+    return lines.damaged

@@ -1,13 +1,14 @@
 """Watches a run from outside until it ends, and says in one message why it ended badly."""
 
+import contextlib
 import math
 import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from realhf.api.errors import RunError
-from realhf.api.status import read_status
+from realhf.api.errors import RunError, UserError
+from realhf.api.status import Status, read_status
 from realhf.scheduler.activity import read_activity
 from realhf.scheduler.base import (
     MASTER,
@@ -116,8 +117,15 @@ class _SignsOfLife:
             )
 
     def _updated(self) -> float:
-        status = read_status(self._directory.status)
+        status = _status(self._directory)
         return 0.0 if status is None else status.updated
+
+
+def _status(directory: RunDirectory) -> Status | None:
+    """None too where it is damaged: the master replaces it every second."""
+    with contextlib.suppress(UserError):
+        return read_status(directory.status)
+    return None
 
 
 def _is_settled(exits: dict[str, Exit], num_processes: int) -> bool:
@@ -146,7 +154,7 @@ def _explain(bad: Sequence[Exit], directory: RunDirectory) -> RunError:
     """
     silent = [end for end in bad if _is_silent(end)]
     silent = [end for end in silent if (end.returncode < 0) == (silent[0].returncode < 0)]
-    status = read_status(directory.status)
+    status = _status(directory)
     if not silent and status is not None and status.state == "failed":
         return RunError(status.message, status.blamed)
     indices = (worker_of(end.name) for end in silent or bad)
@@ -172,5 +180,5 @@ def _describe(end: Exit, directory: RunDirectory) -> str:
 def _last_lines(path: Path) -> list[str]:
     try:
         return path.read_text(errors="replace").splitlines()[-LOG_LINES:]
-    except FileNotFoundError:
+    except OSError:
         return []

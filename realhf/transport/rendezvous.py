@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from realhf.api.errors import RunError
-from realhf.api.files import write_atomically
+from realhf.api.files import BadContentError, decode_json, write_atomically
 
 _FILE = "master.json"
 
@@ -41,10 +41,10 @@ def wait_for_master(directory: Path, *, timeout_s: float, public_key: bytes | No
     while True:
         seen = "it was not written"
         try:
-            master = msgspec.json.decode(path.read_bytes(), type=MasterAddress)
+            master = decode_json(path.read_bytes(), MasterAddress)
         except FileNotFoundError:
             pass
-        except msgspec.MsgspecError as error:
+        except BadContentError as error:
             seen = f"what it holds is no address: {error}"
         else:
             if public_key is None or master.public_key.encode() == public_key:

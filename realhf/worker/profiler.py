@@ -23,6 +23,7 @@ from torch import Tensor
 
 from realhf.api.errors import UserError
 from realhf.api.experiment import OptimizerConfig
+from realhf.api.files import decode_json
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
 from realhf.api.model import DecoderConfig, DType
 from realhf.api.profile_job import JOB_FILE, ProfileJob, ProfileTarget
@@ -325,7 +326,7 @@ def main() -> int:
     directory = RunDirectory.open(Path(sys.argv[1]))
     rank = worker_index(os.environ)
     assert rank is not None, "a launcher tells a worker its index"
-    job = msgspec.json.decode((directory.path / JOB_FILE).read_bytes(), type=ProfileJob)
+    job = decode_json((directory.path / JOB_FILE).read_bytes(), ProfileJob)
     activity = ActivityWriter(directory.activity(worker_name(rank)))
     activity.set("joining the other workers")
     device = _pick_device(rank)

@@ -64,7 +64,9 @@ def answers(
     monkeypatch.setattr(replanning.subprocess, "Popen", lambda *_, **__: Search(directory, proposal))
     said: list[str] = []
     replanner = Replanner(run, directory, mode, cost_s, said.append)
-    directory.metrics.write_text('{"step":10,"calls":{"train":{"start":5}}}\n')
+    times = {"start": 5, "end": 6, "seconds": 1, "predicted_s": None}
+    line = {"step": 10, "time_s": 1, "tokens": 1, "tokens_per_s": 1, "calls": {"train": times}}
+    directory.metrics.write_bytes(b'{"step":\n' + msgspec.json.encode(line) + b"\n")
     note(directory.events, "drift", 10, "train takes 3.00 times what was predicted (3 s, not 1 s)")
     replanner.poll()
     replanner.poll()
@@ -116,6 +118,34 @@ def test_a_run_does_not_go_to_and_fro(run: Run, directory: RunDirectory, monkeyp
 def test_a_search_that_fails_is_said(run: Run, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     _, [message] = answers(run, directory, monkeypatch, "switch", None, 0.0)
     assert message.startswith("the search for another plan failed; see ")
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, b"", b"\xff", b"{}", b'{"factors":{},"step_s":1,"present_s":1,"plan":{"num_devices":1,"calls":{}}}'],
+)
+def test_a_damaged_proposal_ends_no_run(
+    content: bytes | None, run: Run, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Search, "poll", lambda search: damaged(directory.launcher / "proposal.json", content))
+    _, [message] = answers(run, directory, monkeypatch, "switch", BETTER, 0.0)
+    assert message.startswith(f"the search for another plan left no proposal in {directory.launcher}/proposal.json: ")
+
+
+def damaged(path: Path, content: bytes | None) -> int:
+    """The exit code of a search that left something else."""
+    path.unlink(missing_ok=True)
+    if content is not None:
+        path.write_bytes(content)
+    return 0
+
+
+def test_a_damaged_plan_is_none_to_go_back_to(
+    run: Run, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (directory.path / "plan-1.json").write_bytes(b"\xff")
+    _, [message] = answers(run, directory, monkeypatch, "switch", BETTER, 10.0)
+    assert message.endswith("pays; the run changes to it at the next checkpoint")
 
 
 def test_off_only_says_it(run: Run, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,10 +3,13 @@
 import json
 from pathlib import Path
 
+import msgspec
+
 from realhf.api.interface import RESERVED_STATISTICS
+from realhf.api.lines import step_line
 from realhf.api.plan import CallPlan, ExecutionPlan
 from realhf.master.loop import CallRecord
-from realhf.master.records import JsonLines, Trace, step_metrics
+from realhf.master.records import Trace, step_metrics
 from realhf.master.state import Node
 from realhf.transport.messages import Span
 
@@ -40,6 +43,7 @@ def test_a_line_of_metrics() -> None:
         PLAN,
         previous_end=11.0,
     )
+    assert step_line(msgspec.json.encode(line)) == line, "readers take it"
     assert line.pop("calls") == {
         "actor_generate": {"start": 10.0, "end": 12.0, "seconds": 2.0, "predicted_s": 2.5, "peak_bytes": 900},
         "actor_train_step": {"start": 12.0, "end": 13.0, "seconds": 1.0, "predicted_s": None, "peak_bytes": 600},
@@ -64,15 +68,6 @@ def test_a_step_without_time_has_no_speed() -> None:
 def test_no_statistic_takes_the_place_of_what_every_line_has() -> None:
     line = step_metrics(1, [record("actor_generate", 1.0, 2.0)], PLAN, 1.0)
     assert {*line, "num_workers", "plan"} == RESERVED_STATISTICS
-
-
-def test_lines_are_there_as_soon_as_they_are_written(tmp_path: Path) -> None:
-    lines = JsonLines(tmp_path / "metrics.jsonl")
-    lines.write({"step": 1, "loss": 0.5})
-    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {"step": 1, "loss": 0.5}
-    lines.write({"step": 2})
-    lines.close()
-    assert (tmp_path / "metrics.jsonl").read_text().splitlines() == ['{"step":1,"loss":0.5}', '{"step":2}']
 
 
 def test_the_trace_is_in_chromes_format(tmp_path: Path) -> None:

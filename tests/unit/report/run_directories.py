@@ -86,10 +86,11 @@ def write_run(
     """Writes a run directory; None leaves a file out, `cut_off` is what stands behind the last trace event."""
     path.mkdir()
     (path / "plan.json").write_text(json.dumps(plan))
-    experiment = {"experiment_class": "PPOExperiment", "values": {"steps": 4}}
+    experiment = {"experiment_class": "PPOExperiment", "values": {"steps": 4}, "format": "run/2"}
     (path / "experiment.json").write_text(json.dumps(experiment))
     if state is not None:
         status = {"state": state, "step": len(metrics or ()), "steps": 4, "message": message, "updated": 1e9}
+        status["format"] = "run-status/1"
         (path / "status.json").write_text(json.dumps(status))
     for name, lines in (("metrics", metrics), ("evaluations", evaluations), ("events", happened)):
         if lines is not None:

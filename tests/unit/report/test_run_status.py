@@ -18,6 +18,7 @@ from realhf.scheduler.run_directory import RunDirectory
 from tests.unit.report.run_directories import PLAN, RATIONALE, metrics_line, write_run
 
 NOW_S = 1e9 + 100
+FORMAT = {"format": "run-status/1"}
 MIB = 2**20
 
 
@@ -41,7 +42,7 @@ def running(path: Path, updated_s: float = 1e9 + 99.5) -> RunDirectory:
             {"time_s": 1e9 + 87, "event": "checkpoint", "step": 5},
         ],
     )
-    status = {"state": "running", "step": 5, "steps": 25, "updated": updated_s}
+    status = {"state": "running", "step": 5, "steps": 25, "updated": updated_s, **FORMAT}
     (path / "status.json").write_bytes(msgspec.json.encode(status))
     for step in (2, 5):
         (path / f"checkpoints/step-{step}").mkdir(parents=True)
@@ -95,7 +96,7 @@ def test_a_finished_run_is_finished_and_its_processes_do_nothing(
     directory = running(tmp_path / "run")
     note_activity(directory, "worker-1", "waiting for the first request", 1e9 + 98)
     directory.status.write_bytes(
-        msgspec.json.encode({"state": "done", "step": 25, "steps": 25, "updated": 1e9 + 90, "message": ""})
+        msgspec.json.encode({"state": "done", "step": 25, "steps": 25, "updated": 1e9 + 90, **FORMAT})
     )
     status = read_run_status(directory, NOW_S + 1e6)
     assert (status.state, status.silent_s, status.remaining_s) == ("finished", None, None)
@@ -118,7 +119,7 @@ def test_a_run_that_broke_says_what_its_processes_did_last(
     note_activity(directory, "worker-1", "actor_generate of step 6: compute", 1e9 + 98)
     message = "saved: the checkpoint after step 5"
     directory.status.write_bytes(
-        msgspec.json.encode({"state": state, "step": 5, "steps": 25, "updated": 1e9 + 90, "message": message})
+        msgspec.json.encode({"state": state, "step": 5, "steps": 25, "updated": 1e9 + 90, "message": message, **FORMAT})
     )
     status = read_run_status(directory, NOW_S + 1e6)
     assert (status.state, status.silent_s, status.remaining_s) == (state, None, None)
@@ -143,7 +144,7 @@ def test_a_run_whose_launching_process_is_gone_is_lost_whatever_it_was_at(
     state: str, holder: str, is_job: bool, is_lost: bool, tmp_path: Path
 ) -> None:
     directory = running(tmp_path / "run")
-    status = {"state": state, "step": 0, "steps": 25, "updated": NOW_S - 30}
+    status = {"state": state, "step": 0, "steps": 25, "updated": NOW_S - 30, **FORMAT}
     directory.status.write_bytes(msgspec.json.encode(status))
     directory.launcher.mkdir()
     ended = subprocess.Popen(["true"])

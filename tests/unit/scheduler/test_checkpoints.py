@@ -54,7 +54,7 @@ DAMAGES: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "another version": (
         lambda path: (path / "run.json").write_text('{"step":3,"format":"run-checkpoint/1"}'),
-        r"run\.json is .* format 'run-checkpoint/1', and this version of realhf reads 'run-checkpoint/2'; use another",
+        r"the format is run-checkpoint/1, and this version of realhf reads run-checkpoint/2\); use another",
     ),
     "a file in its place": (lambda path: replace_by_file(path), r"step-3/run\.json cannot be read \(Not a directory"),
 }

@@ -21,6 +21,7 @@ from realhf.scheduler.events import Event, note, read_events
 from realhf.scheduler.recovery import Recovery, last_step, run_to_end
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.scheduler.start import prepare
+from tests.unit.report.run_directories import metrics_line
 from tests.unit.scheduler.saved_runs import damage, save
 
 
@@ -55,7 +56,7 @@ def directory(tmp_path: Path, run: Run) -> RunDirectory:
     """After five steps with checkpoints after the second and the fourth, and part of a sixth."""
     directory = RunDirectory.create(tmp_path / "run")
     prepare(run, directory)
-    directory.metrics.write_text("".join(f'{{"step":{step},"loss":1}}\n' for step in range(1, 6)) + '{"step":6,')
+    directory.metrics.write_text("".join(json.dumps(metrics_line(step)) + "\n" for step in range(1, 6)) + '{"step":6,')
     directory.evaluations.write_text('{"step":0}\n{"step":4}\n{"step":5}\n')
     directory.trace.write_text("[\n")
     (directory.rendezvous / "torch").write_text("of processes that are gone")
@@ -171,6 +172,38 @@ def test_a_damaged_one_is_passed_over_and_said(run: Run, directory: RunDirectory
     assert "has other content than when it was saved" in message
 
 
+def test_a_damaged_line_is_told_and_goes(run: Run, directory: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (directory.metrics, directory.evaluations):
+        lines = path.read_bytes().split(b"\n")
+        path.write_bytes(b"\n".join([lines[0], b"\xff" + lines[1], *lines[2:]]))
+    directory.events.write_bytes(b'{"time_s":')
+    assert carry_out(run, directory, [-9, 0], max_restarts=1) == [4]
+    assert [json.loads(line)["step"] for line in directory.metrics.read_text().splitlines()] == [1, 3, 4]
+    assert directory.evaluations.read_text() == '{"step":0}\n'
+    told = [event.message for event in read_events(directory.events) if event.event == "damaged"]
+    assert told == capsys.readouterr().err.splitlines()
+    assert [message.partition(" has lines that cannot be read and are left out: line 2: ")[0] for message in told] == [
+        str(directory.metrics),
+        str(directory.evaluations),
+    ]
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"{}", b'{"state":"dancing","step":0,"steps":1}'])
+def test_a_damaged_status_ends_nothing(content: bytes, run: Run, directory: RunDirectory) -> None:
+    directory.status.write_bytes(content)
+    assert carry_out(run, directory, [1, 0], max_restarts=1) == [4]
+    status = read_status(directory.status)
+    assert status is not None
+    assert status.state == "starting"
+
+
+def test_an_end_that_nobody_can_read_is_a_failure(run: Run, directory: RunDirectory) -> None:
+    """Whether the run has ended, or is between two plans, is what the status says."""
+    directory.status.write_bytes(b"")
+    with pytest.raises(RunError, match=r"the processes have ended, but .*status.json is damaged \(.*\); remove it"):
+        carry_out(run, directory, [0], max_restarts=0)
+
+
 def test_without_a_checkpoint_it_starts_from_the_beginning(run: Run, directory: RunDirectory) -> None:
     for step in (2, 4):
         damage(directory.checkpoints / f"step-{step}")
@@ -201,6 +234,8 @@ def test_events_survive_a_cut_off_line_and_a_disk_that_is_full(
     with path.open("a") as file:
         file.write('{"time_s":')
     assert [(event.event, event.step) for event in read_events(path)] == [("checkpoint", 2)]
+    note(path, "checkpoint", 4)
+    assert [event.step for event in read_events(path)] == [2, 4], "the next one is a line of its own"
     note(tmp_path, "failed", 3, "why")  # a directory cannot be written either
     assert "not noted" in capsys.readouterr().err
 
