@@ -21,12 +21,15 @@ class Tracker(Protocol):
 
 
 class TensorBoard:
-    """Event files in `folder`, by tensorboardX: no network, no TensorFlow; it imports torch itself."""
+    """Event files in `folder`, by tensorboardX: no network, no TensorFlow; it imports torch itself.
 
-    def __init__(self, folder: Path):
+    A run that goes on after `resume_step` steps writes another file; viewers drop later steps of the earlier ones.
+    """
+
+    def __init__(self, folder: Path, resume_step: int):
         from tensorboardX import SummaryWriter  # an optional extra
 
-        self._writer = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(folder), purge_step=resume_step + 1)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():
@@ -58,7 +61,7 @@ class Trackers:
     def __init__(self, spec: RunSpec, folder: Path):
         self._trackers: list[Tracker] = []
         if spec.tensorboard:
-            self._trackers.append(TensorBoard(folder / "tensorboard"))
+            self._trackers.append(TensorBoard(folder / "tensorboard", spec.resume_step))
         if spec.wandb_project is not None:
             self._trackers.append(WeightsAndBiases(spec.wandb_project, folder, spec.values))
 

@@ -1,12 +1,12 @@
 """Metrics for other viewers: what each is told, what TensorBoard's files hold, and a library that is not there."""
 
-import struct
 import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from realhf.api.errors import UserError
 from realhf.api.run import RunSpec
@@ -82,17 +82,33 @@ def test_weights_and_biases_is_told_the_same(tmp_path: Path, monkeypatch: pytest
     ]
 
 
-def test_tensorboards_files_hold_the_numbers(tmp_path: Path) -> None:
-    event_pb2 = pytest.importorskip("tensorboardX.proto.event_pb2")
+def read_by_tensorboard(folder: Path) -> dict[str, list[tuple[int, float]]]:
+    """(step, value) by name, as the program `tensorboard` shows them."""
+    reader = EventAccumulator(str(folder))
+    reader.Reload()
+    return {name: [(event.step, event.value) for event in reader.Scalars(name)] for name in reader.Tags()["scalars"]}
+
+
+def test_tensorboard_reads_the_numbers(tmp_path: Path) -> None:
     tracked = Trackers(spec(tensorboard=True), tmp_path)
     tracked.evaluation({"step": 0, "accuracy": 0.25})
     tracked.step(LINE)
+    tracked.step(LINE | {"step": 4, "loss": 0.25})
     tracked.close()
-    [file] = (tmp_path / "tensorboard").iterdir()
-    data, found = file.read_bytes(), {}
-    while data:  # a record: length, its checksum, the event, its checksum
-        [length] = struct.unpack("<Q", data[:8])
-        event = event_pb2.Event.FromString(data[12 : 12 + length])
-        found |= {(event.step, value.tag): value.simple_value for value in event.summary.value}
-        data = data[16 + length :]
-    assert found == {(0, "evaluation/accuracy"): 0.25} | {(3, name): value for name, value in VALUES.items()}
+    assert read_by_tensorboard(tmp_path / "tensorboard") == {
+        "evaluation/accuracy": [(0, 0.25)],
+        "train/loss": [(3, 0.5), (4, 0.25)],
+        **{name: [(3, value), (4, value)] for name, value in VALUES.items() if name != "train/loss"},
+    }
+
+
+def test_steps_that_are_made_again_stand_there_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for start, resume_step, losses in ((0, 0, {1: 4.0, 2: 3.0, 3: 2.0, 4: 1.0}), (100, 2, {3: 2.5, 4: 1.5})):
+        # Files are named by the second.
+        monkeypatch.setattr("tensorboardX.event_file_writer.time", SimpleNamespace(time=lambda now=1e9 + start: now))
+        tracked = Trackers(spec(tensorboard=True, resume_step=resume_step), tmp_path)
+        for step, loss in losses.items():
+            tracked.step(LINE | {"step": step, "loss": loss})
+        tracked.close()
+    losses_shown = read_by_tensorboard(tmp_path / "tensorboard")["train/loss"]
+    assert losses_shown == [(1, 4.0), (2, 3.0), (3, 2.5), (4, 1.5)]
