@@ -99,7 +99,7 @@ def forward(
     """See `realhf.engine.interface.Model.forward`.
 
     Raises:
-        FloatingPointError: naming key and sample, an output that is not finite.
+        InterfaceError: what `postprocess` gave breaks a rule, or is not finite.
     """
     places = batch.balanced(tokens_key, micro_batches)
     parts = [batch.select(chosen) for chosen in places]
@@ -110,22 +110,12 @@ def forward(
         i = forward.micro_batch
         output = run_stage(decoder, packed[i], hidden, chunk=forward.chunk)
         if decoder.has_head(forward.chunk):
-            for key, values in check_columns(postprocess(output, parts[i]), parts[i].ids).items():
+            columns = check_columns(postprocess(output, parts[i]), parts[i].ids, finite=False)
+            for key, values in columns.items():
                 outputs.setdefault(key, {}).update(zip(places[i], values, strict=True))
         return output
 
     run_forward(neighbours, [len(p.tokens) for p in packed], run)
-    in_order = {key: [values[place] for place in sorted(values)] for key, values in outputs.items()}
-    for key, values in in_order.items():
-        _check_finite(key, values, batch.ids)
-    return in_order
-
-
-def _check_finite(key: str, values: Sequence[Tensor], ids: Sequence[int]) -> None:
-    is_finite = torch.stack([value.isfinite().all() for value in values])  # one wait for the device, not one a sample
-    for i in (~is_finite).nonzero().flatten().tolist():
-        place = int((~values[i].isfinite()).flatten().nonzero()[0])
-        raise FloatingPointError(
-            f"forward: {key!r} of sample {ids[i]} is {values[i].flatten()[place].item()} at place {place}; start from "
-            "weights that are finite, and lower the learning rate if training made them so"
-        )
+    return check_columns(
+        {key: [values[place] for place in sorted(values)] for key, values in outputs.items()}, batch.ids, finite=True
+    )

@@ -54,11 +54,11 @@ def check_result(
     return CallResult(outputs=taken, stats=check_stats(result.stats))
 
 
-def check_columns(columns: Any, ids: Sequence[int]) -> dict[str, list[Tensor]]:
-    """What a `Postprocess` gave for the samples `ids` of a micro-batch. Raises InterfaceError."""
+def check_columns(columns: Any, ids: Sequence[int], *, finite: bool) -> dict[str, list[Tensor]]:
+    """What a `Postprocess` gave for the samples `ids`. Raises InterfaceError."""
     columns = _checked_dict(columns, "the function given to model.forward returned", "tensors by key")
     for key, values in columns.items():
-        check_column(f"column {key!r} of the function given to model.forward", values, ids, finite=False)
+        check_column(f"column {key!r} of the function given to model.forward", values, ids, finite=finite)
     return columns
 
 
@@ -80,7 +80,10 @@ def check_column(what: str, values: Any, ids: Sequence[int], *, finite: bool) ->
     if finite and not _all_finite(values):
         sample, value = next(pair for pair in zip(ids, values, strict=True) if not pair[1].isfinite().all())
         place = (~value.isfinite()).nonzero()[0].tolist()
-        raise InterfaceError(f"{what}, sample {sample}, has {value[tuple(place)].item()} at {place}, must be finite")
+        raise InterfaceError(
+            f"{what}, sample {sample}, has {value[tuple(place)].item()} at {place}, must be finite; look at the "
+            "weights it comes from (and the learning rate that made them), at divisions and logarithms"
+        )
 
 
 def check_stats(stats: Any) -> Stats:
@@ -143,11 +146,8 @@ def _check_value(what: str, value: Any) -> None:
 
 
 def _all_finite(values: Sequence[Tensor]) -> bool:
-    """In one pass, since on a GPU each look at a value waits for it."""
-    first = values[0]
-    return not first.dtype.is_floating_point or bool(
-        torch.cat([value.detach().flatten().to(first.device) for value in values]).isfinite().all()
-    )
+    """With one wait for the device, not one a sample."""
+    return bool(torch.stack([value.isfinite().all() for value in values]).all())
 
 
 def _checked_dict(value: Any, what: str, of: str) -> dict[Any, Any]:

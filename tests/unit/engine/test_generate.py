@@ -25,6 +25,7 @@ from realhf.engine.batch import Batch, concatenate
 from realhf.engine.build import build_decoder
 from realhf.engine.generate import generate, generate_and_report
 from realhf.engine.interface import GenerationOutput
+from realhf.engine.returned import InterfaceError
 from realhf.engine.sampling import draw, uniform
 from realhf.models.attention import PackedAttention, packed_positions
 from realhf.models.decoder import Decoder
@@ -268,6 +269,12 @@ def test_stop_strings_end_a_response_where_its_text_first_has_one(tmp_path):
         cuts.add(tuple(whole[max(0, end - 2) : end]))
     assert reasons == {"end token", "length", "string"}
     assert len(cuts) > 10
+
+
+def test_an_end_check_that_answers_neither_yes_nor_no():
+    decoder = decoder_of(GROUPED, llama(GROUPED, torch.float64))
+    with pytest.raises(InterfaceError, match="returned None, must be True or False"):
+        rollout(decoder, prompts(GROUPED, [5]), is_end=lambda response: None)
 
 
 def test_a_prompt_does_not_complete_a_stop_sequence():

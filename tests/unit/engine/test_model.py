@@ -8,6 +8,7 @@ from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
 from realhf.engine.batch import Batch
 from realhf.engine.model import ShardedModel
+from realhf.engine.returned import InterfaceError
 from realhf.parallel.vocabulary import Logits
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, split_like, tiny, trained_tokens
 
@@ -63,5 +64,7 @@ def test_an_output_that_is_not_finite_names_key_and_sample(head: str) -> None:
     model.initialise(seed=0)
     model.decoder.model.embed_tokens.weight.data[7] = torch.nan
     batch = Batch((5, 6), {"tokens": [torch.tensor([1, 2]), torch.tensor([3, 7])]})
-    with pytest.raises(FloatingPointError, match="'output' of sample 6 is nan at place"):
+    with pytest.raises(InterfaceError, match=r"'output' .* model\.forward, sample 6, has nan at \[0"):
         model.forward(batch, "tokens", split_like, micro_batches=2)
+    with pytest.raises(InterfaceError, match=r"'output' .* model\.forward has 0 tensors for 2 samples"):
+        model.forward(batch, "tokens", lambda *_: {"output": []}, micro_batches=1)

@@ -69,7 +69,10 @@ def test_a_value_that_is_not_a_number_is_found_at_the_call_that_made_it() -> Non
     interface = Judge(CallResult(outputs={"reward": [torch.ones(1), torch.tensor([float("nan")])]}))
     with pytest.raises(InterfaceError) as error:
         run(interface)
-    assert str(error.value) == f"{PLACE}output 'reward', sample 8, has nan at [0], must be finite"
+    assert str(error.value) == (
+        f"{PLACE}output 'reward', sample 8, has nan at [0], must be finite; look at the weights it comes from (and the "
+        "learning rate that made them), at divisions and logarithms"
+    )
 
 
 @pytest.mark.parametrize("holds_outputs", [True, False])
@@ -81,7 +84,7 @@ def test_a_forgotten_return_is_found_on_every_rank(holds_outputs: bool) -> None:
 def test_a_callback_is_told_of_with_the_call() -> None:
     class Scorer:
         def inference(self, model: Any, batch: Batch, context: CallContext) -> Any:
-            return check_columns({"reward": []}, batch.ids)  # as `model.forward` does
+            return check_columns({"reward": []}, batch.ids, finite=True)  # as `model.forward` does
 
     with pytest.raises(InterfaceError) as error:
         run(Scorer())
