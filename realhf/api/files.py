@@ -1,6 +1,7 @@
 """Files that outlive a process: read without trust, written so that they are old or new and never a part."""
 
 import contextlib
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -9,9 +10,25 @@ from typing import TypeVar
 
 import msgspec
 
-from realhf.api.errors import UserError
+from realhf.api.errors import RunError, UserError
 
 T = TypeVar("T")
+
+_REMEDIES = {
+    errno.ENOSPC: "make room there",
+    errno.EDQUOT: "make room there, or ask for a larger quota",
+    errno.EFBIG: "allow larger files (ulimit -f)",
+    errno.EROFS: "mount it writable",
+    errno.EACCES: "let this user write there",
+    errno.EPERM: "let this user write there",
+    errno.EIO: "look at the disk (dmesg)",
+    errno.ESTALE: "look at the mount",
+    errno.ENOENT: "see who removed it",
+    errno.EISDIR: "see who put a folder there",
+    errno.ENOTDIR: "see who put a file in a folder's place",
+    errno.ENOTEMPTY: "see who put files there",
+    errno.EEXIST: "see who put a file there",
+}
 
 
 class BadContentError(Exception):
@@ -86,6 +103,24 @@ def naming(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error  # of the class of its number
+
+
+@contextlib.contextmanager
+def writing_a_run() -> Iterator[None]:
+    """Inside, a file of a run directory that the system does not let be written ends the run, and says why.
+
+    Raises:
+        RunError: naming the file, the system's reason and the remedy.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _REMEDIES:  # of a network, or a timeout
+            raise
+        file = error.filename or "a file of the run"
+        raise RunError(
+            f"{file} cannot be written ({error.strerror}): {_REMEDIES[error.errno]}, then go on with --resume"
+        ) from error
 
 
 def delete(path: Path) -> None:

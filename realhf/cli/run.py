@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from realhf.api.errors import RunError, UserError
+from realhf.api.files import delete
 from realhf.api.run import Run
 from realhf.api.status import Status, write_status
 from realhf.cli.experiment import add_experiment_arguments
@@ -18,6 +19,7 @@ from realhf.cli.progress import Progress, print_summary
 from realhf.cli.replanning import Replanner
 from realhf.cli.runs import new_run, resumed_run
 from realhf.scheduler.base import MASTER, Launcher
+from realhf.scheduler.checkpoints import remove_unfinished
 from realhf.scheduler.events import note
 from realhf.scheduler.recovery import note_start, run_to_end
 from realhf.scheduler.run_directory import RunDirectory
@@ -173,7 +175,12 @@ def execute(arguments: argparse.Namespace) -> int:
     site = _site(arguments, run, directory)
     RunDirectory.create(directory.path)
     with directory.lock(LAUNCHER_LOCK):
-        prepare(run, directory)
+        try:
+            prepare(run, directory)
+        except RunError:  # there is nothing that --resume could go on with
+            with contextlib.suppress(OSError):
+                delete(directory.path)
+            raise
         note_start(run, directory, "started")
         return _carry_out(run, directory, site, arguments)
 
@@ -236,6 +243,7 @@ def _carry_out(run: Run, directory: RunDirectory, site: Site, arguments: argpars
                 message = "\n".join(filter(None, [str(error), *error.__notes__]))
                 status = Status(state=state, step=progress.step, steps=steps, message=message)
                 with contextlib.suppress(OSError):  # on a full disk: what went wrong is said below
+                    remove_unfinished(directory.checkpoints)
                     write_status(directory.status, status)
             raise
         finally:

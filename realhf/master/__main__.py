@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 from realhf.api.errors import RunError, UserError
+from realhf.api.files import writing_a_run
 from realhf.api.run import load_run
 from realhf.master.master import Master
 from realhf.scheduler.base import MASTER
@@ -53,7 +54,7 @@ def main() -> int:
     start_logging(MASTER)
     host = sys.argv[2] if len(sys.argv) > 2 else socket.gethostname()
     try:
-        with directory.lock("master", wait_s=LOCK_WAIT_S):
+        with writing_a_run(), directory.lock("master", wait_s=LOCK_WAIT_S):
             asyncio.run(serve(directory, host))
     except (RunError, UserError) as error:
         logger.error("%s", error)

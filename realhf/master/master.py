@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from functools import cached_property
 
 from realhf.api.errors import RunError
+from realhf.api.files import writing_a_run
 from realhf.api.lines import append_line, evaluation_line, read_lines
 from realhf.api.plan import DIGEST_LENGTH, plan_digest
 from realhf.api.run import Run
@@ -90,26 +91,33 @@ class Master:
         driver = asyncio.create_task(self._drive())
         tasks = {receiver, watchdog, saver, driver}
         try:
-            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-            if driver in done and isinstance(driver.exception(), GoneError):  # that worker may have said why
-                done |= (await asyncio.wait({receiver}, timeout=FAILURE_GRACE_S))[0]
-            for task in (receiver, watchdog, saver, driver):
-                if task in done:
-                    task.result()
-            self._write_status(self._ending)
+            with writing_a_run():
+                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                if driver in done and isinstance(driver.exception(), GoneError):  # that worker may have said why
+                    done |= (await asyncio.wait({receiver}, timeout=FAILURE_GRACE_S))[0]
+                for task in (receiver, watchdog, saver, driver):
+                    if task in done:
+                        task.result()
+                self._write_status(self._ending)
         except RunError as error:
-            self._write_status("failed", str(error), error.workers)
+            try:
+                self._write_status("failed", str(error), error.workers)
+            except OSError:  # the flight recorder has its place on the disk, and the launcher reads it
+                self._recorder.set(str(error))
             raise
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._trace.close()
-            self._trackers.close()
+            with contextlib.suppress(OSError):  # readers do without a trace's end
+                self._trace.close()
+            with contextlib.suppress(OSError):
+                self._trackers.close()
 
     def interrupted(self) -> None:
         """Notes that somebody ended the run."""
-        self._write_status("interrupted", "the run was interrupted")
+        with contextlib.suppress(OSError):  # on a full disk: whoever ended it knows
+            self._write_status("interrupted", "the run was interrupted")
 
     async def _drive(self) -> None:
         await self._wait_until_ready()

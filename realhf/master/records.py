@@ -4,10 +4,11 @@ import logging
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
+from realhf.api.files import naming
 from realhf.api.plan import ExecutionPlan
 from realhf.master.loop import CallRecord
 from realhf.scheduler.logs import at
@@ -30,7 +31,7 @@ class Trace:
     """
 
     def __init__(self, path: Path, num_workers: int):
-        self._file: IO[bytes] = path.open("wb")
+        self._path, self._file = path, path.open("wb")
         self._start = time.time()
         self._file.write(b"[\n")
         names = [
@@ -53,10 +54,12 @@ class Trace:
             "ts": round((span.start - self._start) * 1e6),
             "dur": round((span.end - span.start) * 1e6),
         }
-        self._file.write(b",\n" + msgspec.json.encode(event))
+        with naming(self._path):
+            self._file.write(b",\n" + msgspec.json.encode(event))
 
     def flush(self) -> None:
-        self._file.flush()
+        with naming(self._path):
+            self._file.flush()
 
     def close(self) -> None:
         self._file.write(b"\n]\n")

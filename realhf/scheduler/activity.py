@@ -40,7 +40,7 @@ class ActivityWriter:
         self.text = ""
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
-            os.ftruncate(handle, _FILE_BYTES)
+            os.posix_fallocate(handle, 0, _FILE_BYTES)  # on a full disk an error here, not a SIGBUS later
             self._map = mmap.mmap(handle, _FILE_BYTES)
         finally:
             os.close(handle)

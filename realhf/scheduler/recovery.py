@@ -7,8 +7,9 @@ from functools import partial
 import msgspec
 
 from realhf.api.errors import RunError, UserError
+from realhf.api.files import writing_a_run
 from realhf.api.lines import read_lines, step_line
-from realhf.api.plan import DIGEST_LENGTH, ExecutionPlan, load_plan, plan_digest
+from realhf.api.plan import DIGEST_LENGTH, ExecutionPlan, plan_digest
 from realhf.api.run import Run
 from realhf.api.status import read_status
 from realhf.scheduler.base import Launcher
@@ -36,6 +37,7 @@ class Recovery:
     next_run: Callable[[], Run]
 
 
+@writing_a_run()
 def run_to_end(
     run: Run,
     directory: RunDirectory,
@@ -64,7 +66,7 @@ def run_to_end(
             supervise(launcher, site.processes(run), directory, partial(on_poll, launcher), is_remote=site.is_remote)
             if not _is_between_plans(directory):
                 return
-            run = _under_next_plan(recovery.next_run(), directory)
+            run = _under_next_plan(recovery.next_run(), directory, before=run)
         except RunError as error:
             if not restarts_left:
                 raise
@@ -72,7 +74,10 @@ def run_to_end(
             blamed = suspects.failed(last_step(directory), error.workers, run.spec.num_workers)
             if recovery.min_workers is not None and (elsewhere := _elsewhere(run, site, recovery, blamed, error)):
                 run, suspects = elsewhere, Suspects()
-            run = restarted(run, directory, reason, before)
+            try:
+                run = restarted(run, directory, reason, before)
+            except RunError as cannot:
+                raise RunError(f"{reason}\nthe run cannot be restarted: {cannot}") from error
         on_restart(reason, run)
 
 
@@ -85,9 +90,8 @@ def _is_between_plans(directory: RunDirectory) -> bool:
     return status is not None and status.state == "replan"
 
 
-def _under_next_plan(run: Run, directory: RunDirectory) -> Run:
+def _under_next_plan(run: Run, directory: RunDirectory, before: Run) -> Run:
     """The run as it goes on from the checkpoint at which the master ended for it, and its directory made ready."""
-    before = Run(run.spec, run.experiment, load_plan(directory.plan))
     run = _from_checkpoint(run, newest_good(directory.checkpoints))
     prepare(run, directory)
     note_change(before, run, directory)

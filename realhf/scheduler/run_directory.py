@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realhf.api.errors import UserError
+from realhf.api.files import delete, writing_a_run
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class RunDirectory:
             for folder in (directory.keys, directory.rendezvous):  # whoever writes here can join the run
                 folder.chmod(0o700)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                delete(path)
             raise UserError(f"cannot make the run directory {path}: {error}; give another with --run-dir") from error
         return directory
 
@@ -55,9 +58,12 @@ class RunDirectory:
 
         Raises:
             UserError: another process has it, after `wait_s` still.
+            RunError: its file cannot be written.
         """
         deadline = time.monotonic() + wait_s
-        with (self.launcher / f"{holder}.lock").open("a+", errors="replace") as file:
+        with writing_a_run():
+            file = (self.launcher / f"{holder}.lock").open("a+", errors="replace")
+        with file:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -70,9 +76,10 @@ class RunDirectory:
                             "wait for its end or stop it"
                         ) from None
                     time.sleep(0.2)
-            file.truncate(0)
-            file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            file.flush()
+            with contextlib.suppress(OSError):  # on a full disk: the lock holds whatever the file says
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                file.flush()
             yield
 
     @property

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from realhf.api.errors import UserError
-from realhf.api.files import delete, write_atomically
+from realhf.api.files import delete, write_atomically, writing_a_run
 from realhf.api.lines import evaluation_line, read_lines, step_line
 from realhf.api.plan import ExecutionPlan, load_plan, plan_digest, save_plan
 from realhf.api.run import Run, RunSpec
@@ -20,12 +20,16 @@ from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.keys import make_run_keys
 
 
+@writing_a_run()
 def prepare(run: Run, directory: RunDirectory) -> None:
     """Leaves the directory as the run had it after `run.spec.resume_step` steps, with new keys.
 
     Metrics, evaluations and rollouts of later steps go: they will be made again. Traces of earlier starts stay
     as trace-1.json, trace-2.json, and plans that the run had before as plan-1.json and so on. Called by one process
     that holds the directory's lock, while no other is there.
+
+    Raises:
+        RunError: a file cannot be written.
     """
     step = run.spec.resume_step
     checkpoints.tidy(directory.checkpoints, step)

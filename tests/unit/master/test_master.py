@@ -1,7 +1,9 @@
 """Whom the master names when workers fail, fall silent or never come; the workers are a script."""
 
 import asyncio
+import errno
 import itertools
+import os
 import re
 import selectors
 from pathlib import Path
@@ -14,13 +16,14 @@ from realhf.api.deadlines import Deadlines
 from realhf.api.errors import RunError
 from realhf.api.plan import ExecutionPlan
 from realhf.api.run import RunSpec
-from realhf.api.status import read_status
+from realhf.api.status import Status, read_status
 from realhf.master import awake
 from realhf.master import master as master_module
 from realhf.master.loop import CallRecord
 from realhf.master.master import Master
 from realhf.master.replies import Request
 from realhf.master.state import Node
+from realhf.scheduler.activity import read_activity
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.messages import DumpStacks, Failure, Heartbeat, Hello, Ready, Reply, Span, ToMaster
 from realhf.transport.server import GoneError
@@ -82,6 +85,14 @@ async def _run(run: Any, directory: RunDirectory, server: Any) -> None:
 
 def failure_of(directory: RunDirectory, script: Script, **spec: float) -> str:
     """The message with which a master of three workers ends; also what status.json says."""
+    message = end_of(directory, script, **spec)
+    status = read_status(directory.status)
+    assert status is not None
+    assert (status.state, status.message, status.steps) == ("failed", message, 7)
+    return message
+
+
+def end_of(directory: RunDirectory, script: Script, **spec: float) -> str:
     given = {"num_workers": 3, "resume_step": 0, "call_timeout_s": 600.0, "setup_timeout_s": 3600.0, **spec}
     given |= {"tensorboard": False, "wandb_project": None, "drift_threshold": 1.5}
     run: Any = SimpleNamespace(
@@ -96,10 +107,27 @@ def failure_of(directory: RunDirectory, script: Script, **spec: float) -> str:
         server: Any = ScriptedServer(script, clock)
         with pytest.raises(RunError) as error:
             runner.run(_run(run, directory, server))
-    status = read_status(directory.status)
-    assert status is not None
-    assert (status.state, status.message, status.steps) == ("failed", str(error.value), 7)
     return str(error.value)
+
+
+def test_a_master_that_can_write_no_status_leaves_its_reason_to_the_launcher(
+    directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[Status] = []
+
+    def full(path: Path, status: Status) -> None:
+        if written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), path.name)
+        written.append(status)
+
+    monkeypatch.setattr(master_module, "write_status", full)
+    message = end_of(directory, [])
+    assert message == (
+        "status.json cannot be written (No space left on device): make room there, then go on with --resume"
+    )
+    activity = read_activity(directory.activity("master"))
+    assert activity is not None
+    assert activity.text == message
 
 
 @pytest.fixture

@@ -1,6 +1,8 @@
 """Starting again: from where, how often, and what the run directory looks like then."""
 
+import errno
 import json
+import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -10,11 +12,13 @@ from typing import Any
 
 import pytest
 
+from realhf.api import files
 from realhf.api.errors import RunError, UserError
 from realhf.api.plan import ExecutionPlan
 from realhf.api.run import Run, RunSpec, load_plan
 from realhf.api.status import read_status
 from realhf.scheduler import supervisor
+from realhf.scheduler.activity import ActivityWriter
 from realhf.scheduler.base import MASTER, Exit, Launcher, ProcessSpec
 from realhf.scheduler.elastic import Suspects, largest_fitting
 from realhf.scheduler.events import Event, note, read_events
@@ -195,6 +199,31 @@ def test_a_damaged_status_ends_nothing(content: bytes, run: Run, directory: RunD
     status = read_status(directory.status)
     assert status is not None
     assert status.state == "starting"
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.ENOSPC, r"No space left on device\): make room there"),
+        (errno.EROFS, r"Read-only file system\): mount it writable"),
+    ],
+)
+def test_a_directory_that_cannot_be_written_is_said_and_nothing_is_left(
+    number: int, reason: str, run: Run, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    ActivityWriter(directory.activity(MASTER)).set("the master's last word")
+    monkeypatch.setattr(files.os, "fsync", refuse)
+    match = (
+        r"master ended with exit code 1; last activity: the master's last word(.|\n)*the run cannot be restarted: "
+        rf".*metrics.jsonl cannot be written \({reason}, then go on with --resume"
+    )
+    with pytest.raises(RunError, match=match):
+        carry_out(run, directory, [1], max_restarts=3)
+    assert last_step(directory) == 5
+    assert not list(directory.path.rglob("*.part"))
 
 
 def test_an_end_that_nobody_can_read_is_a_failure(run: Run, directory: RunDirectory) -> None:
