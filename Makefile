@@ -1,4 +1,5 @@
-# make run: set everything up, then the main job. make test: the same set-up, then the tests.
+# make run: set everything up, then the main job. make test: the same set-up, then the tests in TEST_PROCESSES
+# processes at a time. make test-slow: the tests that it leaves out because they are long.
 # PIP_ARGS adds options to every pip install (a CPU build of torch, say).
 
 PYTHON ?= python3
@@ -7,13 +8,16 @@ BIN := .venv/bin
 TEST_PROCESSES ?= 2
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: run test lint format setup clean
+.PHONY: run test test-slow lint format setup clean
 
 run: setup
 	$(BIN)/python scripts/main_job.py
 
 test: setup
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES)
+
+test-slow: setup
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m slow
 
 lint: setup
 	$(BIN)/ruff check .

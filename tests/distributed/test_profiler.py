@@ -137,7 +137,7 @@ def test_every_model_type_has_a_profile(root):
     assert min(structs.astuple(profile.overheads)) >= 0
 
 
-@pytest.mark.slow  # it compares times that were measured, which a busy machine may turn round
+@pytest.mark.measures
 def test_measured_times_are_those_of_the_work(root):
     profile, scalar = profile_of(MODEL, root), profile_of(MODEL.with_head("scalar"), root)
     for name in ("layer_forward", "layer_backward", "head_forward", "head_backward"):

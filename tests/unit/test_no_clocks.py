@@ -12,14 +12,14 @@ MAY_READ |= {"slurm/testbed/keeper.py"}
 MAY_READ |= {"unit/scheduler/test_activity.py"}
 
 
-def is_slow(function: ast.AST) -> bool:
+def measures(function: ast.AST) -> bool:
     decorators = getattr(function, "decorator_list", [])
-    return any("mark.slow" in ast.unparse(decorator) for decorator in decorators)
+    return any("mark.measures" in ast.unparse(decorator) for decorator in decorators)
 
 
 def readings(node: ast.AST) -> list[int]:
-    """Lines that read a clock, but for those of slow tests."""
-    if is_slow(node):
+    """Lines that read a clock, but for those of tests that measure."""
+    if measures(node):
         return []
     match node:
         case ast.Call(func=ast.Attribute(value=ast.Name(id="time"), attr=attribute)) if attribute in CLOCKS:
@@ -34,10 +34,12 @@ def test_no_default_test_reads_a_clock() -> None:
         for name, path in files.items()
         if name not in MAY_READ and not name.startswith("gpu/") and (lines := readings(ast.parse(path.read_text())))
     }
-    assert not found, "give the code a clock to be told by, count what it does, or compare times in a slow test"
+    assert not found, "give the code a clock to be told by, count what it does, or mark the test `measures`"
     assert files.keys() >= MAY_READ
 
 
 def test_readings_are_seen() -> None:
-    tree = ast.parse("def test_a():\n    start = time.monotonic()\n@pytest.mark.slow\ndef test_b():\n    time.time()\n")
+    tree = ast.parse(
+        "def test_a():\n    start = time.monotonic()\n@pytest.mark.measures\ndef test_b():\n    time.time()\n"
+    )
     assert readings(tree) == [2]

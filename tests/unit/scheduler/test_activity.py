@@ -81,7 +81,7 @@ def test_no_record_is_none(tmp_path: Path) -> None:
     assert read_activity(tmp_path / "silent") is None
 
 
-@pytest.mark.slow  # it measures
+@pytest.mark.measures
 def test_it_is_cheap(tmp_path: Path) -> None:
     writer = ActivityWriter(tmp_path / "a")
     start = time.process_time()

@@ -75,7 +75,7 @@ def test_reference_problems_are_solved_and_proven(name: str, seed: int) -> None:
     assert found["lower_bound"] == best
 
 
-@pytest.mark.slow
+@pytest.mark.measures
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("seed", range(20))
 def test_reference_problems_are_solved_in_a_second(name: str, seed: int) -> None:
