@@ -1,4 +1,4 @@
-"""Every plan computes what one worker computes: the main job under six layouts against a single process."""
+"""Every plan computes what one worker computes: the main job, small, under many layouts against a single process."""
 
 import json
 import math
@@ -11,22 +11,19 @@ from torch import Tensor
 from realhf.algorithms.ppo.config import PPOHyperparameters
 from realhf.engine.sampling import draw, uniform
 from realhf.report.run_data import read_trace
-from tests.e2e.runs import ACTOR, CRITIC, ROOT, FinishedRun, finished, initial_parameters, realhf
+from tests.e2e.runs import ROOT, SMALL, SMALL_ACTOR, SMALL_CRITIC, FinishedRun, finished, initial_parameters, realhf
 
-PLANS = [
-    "dp4",
-    "tp4",
-    "pp4",
-    "generate_dp4_train_tp2_pp2",
-    "generate_on_two_critic_on_two",
-    "mixed_disjoint",
-]
-SLOW_PLANS = ["interleaved", "grouped"]
+# On two workers: the actor trains in an interleaved pipeline and generates in groups of its home, the critic and the
+# reward model are fully sharded, and the reference is interleaved.
+MINIATURE = "miniature"
+SHARDED = ("--compute.data-parallel", "fsdp")
+PLANS = [MINIATURE, "generate_dp4_train_tp2_pp2", "mixed_disjoint"]
+SLOW_PLANS = ["dp4", "tp4", "pp4", "generate_on_two_critic_on_two", "interleaved", "grouped"]
 ALL_PLANS = [*PLANS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PLANS)]
 # In float32 a plan says little that it does not say in float64.
-IN_FLOAT32 = {"generate_dp4_train_tp2_pp2", "mixed_disjoint"}
 FLOAT32_PLANS = [
-    pytest.param(name, marks=[] if name in IN_FLOAT32 else pytest.mark.slow) for name in (*PLANS, *SLOW_PLANS)
+    "mixed_disjoint",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("generate_dp4_train_tp2_pp2", *SLOW_PLANS)),
 ]
 SEED, STEPS = 7, 2
 # Of float32 logits, by how much two plans may differ. A logit of about 1 is the end of some thirty products that follow
@@ -36,21 +33,23 @@ MOST_ROUNDING = 2.0**-16
 # Of a thousand tokens. Both plans draw with the same random numbers, and a token flips where one of the 31 borders
 # between tokens crosses its number. A border moves by half of the rounding at most: 31 x 2**-17 is one token of 4,200.
 MOST_FLIPS = 1
-COMMON = ("--steps", STEPS, "--seed", SEED, "--no-evaluate", "--record", "seq", "logits")
+COMMON = f"--steps {STEPS} --seed {SEED} --no-evaluate --record seq logits".split()
+IN_FLOAT64 = ("--dtype", "float64", *SMALL)
+IN_FLOAT32 = ("--batch-size", "64")
 
 
 def run_plan(folder: Path, plan: str, *words: str | Path) -> FinishedRun:
-    return finished(folder, "ppo", "--plan", f"tests/plans/{plan}.json", *map(str, COMMON), *words)
+    return finished(folder, "ppo", "--plan", f"tests/plans/{plan}.json", *COMMON, *words)
 
 
 @pytest.fixture(scope="module")
 def reference64(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    return run_plan(tmp_path_factory.mktemp("reference") / "float64", "single", "--dtype", "float64")
+    return run_plan(tmp_path_factory.mktemp("reference") / "float64", "single", *IN_FLOAT64)
 
 
 @pytest.fixture(scope="module")
 def reference32(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    return run_plan(tmp_path_factory.mktemp("reference") / "float32", "single")
+    return run_plan(tmp_path_factory.mktemp("reference") / "float32", "single", *IN_FLOAT32)
 
 
 @pytest.mark.distributed
@@ -58,7 +57,8 @@ def reference32(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
 def test_float64_rollouts_are_identical_and_parameters_agree(
     plan: str, reference64: FinishedRun, tmp_path: Path
 ) -> None:
-    check_float64(run_plan(tmp_path / "run", plan, "--dtype", "float64"), reference64)
+    words = SHARDED if plan == MINIATURE else ()
+    check_float64(run_plan(tmp_path / "run", plan, *IN_FLOAT64, *words), reference64)
 
 
 @pytest.mark.distributed
@@ -71,11 +71,11 @@ def test_offloaded_models_compute_the_same(plan: str, reference64: FinishedRun, 
     written["offload"] = ["actor", "reference", "reward", "critic"]
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(written))
-    words = ("--compute.data-parallel", "fsdp") if plan == "sharded" else ()
-    run = finished(tmp_path / "run", "ppo", "--plan", path, *map(str, COMMON), "--dtype", "float64", *words)
+    words = SHARDED if plan == "sharded" else ()
+    run = finished(tmp_path / "run", "ppo", "--plan", path, *COMMON, *IN_FLOAT64, *words)
     check_float64(run, reference64)
     if plan == "single":
-        for model, config in (("actor", ACTOR), ("critic", CRITIC)):
+        for model, config in (("actor", SMALL_ACTOR), ("critic", SMALL_CRITIC)):
             assert torch.equal(run.parameters(model, config), reference64.parameters(model, config))
     phases = [event.get("cat") for event in json.loads((run.path / "trace.json").read_text())]
     assert phases.count("offload") >= 2 * STEPS * 6, "before and behind each call"
@@ -93,8 +93,7 @@ def test_fully_sharded_homes_compute_the_same(generation: str, reference64: Fini
         plan["calls"]["actor_generate"] |= {"dp": 2, "tp": 2}
     path = tmp_path / "plan.json"
     path.write_text(json.dumps(plan))
-    words = ("--dtype", "float64", "--compute.data-parallel", "fsdp")
-    run = finished(tmp_path / "run", "ppo", "--plan", path, *map(str, COMMON), *words)
+    run = finished(tmp_path / "run", "ppo", "--plan", path, *COMMON, *IN_FLOAT64, *SHARDED)
     check_float64(run, reference64)
 
 
@@ -104,7 +103,7 @@ def check_float64(run: FinishedRun, reference64: FinishedRun) -> None:
         assert expected.keys() == got.keys()
         differing = [i for i in expected if not torch.equal(expected[i], got[i])]
         assert not differing, f"step {step}: samples {differing} differ"
-    for model, config in (("actor", ACTOR), ("critic", CRITIC)):
+    for model, config in (("actor", SMALL_ACTOR), ("critic", SMALL_CRITIC)):
         start = initial_parameters(config, SEED)
         expected_update = reference64.parameters(model, config) - start
         update = run.parameters(model, config) - start
@@ -115,7 +114,7 @@ def check_float64(run: FinishedRun, reference64: FinishedRun) -> None:
 @pytest.mark.distributed
 @pytest.mark.parametrize("plan", FLOAT32_PLANS)
 def test_float32_losses_agree_on_the_same_tokens(plan: str, reference32: FinishedRun, tmp_path: Path) -> None:
-    run = run_plan(tmp_path / "run", plan, "--replay", reference32.path / "rollouts")
+    run = run_plan(tmp_path / "run", plan, *IN_FLOAT32, "--replay", reference32.path / "rollouts")
     for expected, got in zip(reference32.metrics, run.metrics, strict=True):
         for name in ("actor_loss", "critic_loss", "reward_mean", "return_mean", "actor_grad_norm", "critic_grad_norm"):
             assert got[name] == pytest.approx(expected[name], rel=1e-4), name
