@@ -87,6 +87,28 @@ class ModelSetup:
             )
 
 
+@dataclass(frozen=True, kw_only=True)
+class KeyExtent:
+    """Of the tokens of a key over all rows: how many there are, and the largest id; each with the line it is in."""
+
+    mean: float
+    longest: int
+    longest_line: int
+    largest: int
+    largest_line: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class DatasetExtent:
+    """What a data set holds: its rows, those of its keys that are tokens, and the largest id of its tokenizer."""
+
+    path: str
+    rows: int
+    keys: Mapping[str, KeyExtent]
+    tokenizer: str
+    largest_token: int
+
+
 @runtime_checkable
 class Dataset(Protocol):
     """Rows of per-sample data, read from files that every worker can see. Implementations are in `realhf.data`."""
@@ -95,8 +117,8 @@ class Dataset(Protocol):
     def keys(self) -> tuple[str, ...]:
         """The keys that every row has."""
 
-    def check(self) -> int:
-        """Reads every line once, on the launcher; returns the number of rows.
+    def check(self) -> DatasetExtent:
+        """Reads every line once, on the launcher; returns what they hold.
 
         Raises:
             UserError: naming the file, the line and the remedy.

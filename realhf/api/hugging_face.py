@@ -230,6 +230,7 @@ def _read_llama_kin(
         rms_norm_eps=fields.real("rms_norm_eps", eps),
         attention_head_dim=fields.number("head_dim", head_dim or 0) or None,
         activation=activation or fields.activation("hidden_act", "silu"),
+        max_position_embeddings=fields.number("max_position_embeddings", 0) or None,
     )
     return replace(config, **family)
 
@@ -276,12 +277,14 @@ def _write_llama_kin(model: DecoderConfig) -> Content:
         "attention_bias": model.qkv_bias and model.attention_output_bias,
     }
     scaling = model.rope_scaling
+    if model.max_position_embeddings is not None:
+        content["max_position_embeddings"] = model.max_position_embeddings
     if scaling.kind != "none":
         content["rope_scaling"] = {"rope_type": scaling.kind, "factor": scaling.factor}
     if scaling.kind == "dynamic":
         content["max_position_embeddings"] = scaling.original_positions
     if scaling.kind == "llama3":
-        content["max_position_embeddings"] = int(scaling.original_positions * scaling.factor)
+        content.setdefault("max_position_embeddings", int(scaling.original_positions * scaling.factor))
         content["rope_scaling"] |= {
             "original_max_position_embeddings": scaling.original_positions,
             "low_freq_factor": scaling.low_frequency_factor,

@@ -1,6 +1,6 @@
 """The architecture of a decoder: everything about a model except its weights."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from realhf.api.errors import UserError
@@ -92,6 +92,8 @@ class DecoderConfig:
         qk_norm: an RMSNorm over each head of queries and keys, before rotation.
         positions: rotary angles, or an embedding of `max_positions` places, which sequences must not exceed.
         max_positions: 0 where positions are rotary.
+        max_position_embeddings: the longest sequence that rotary angles were trained for, as a Hugging Face checkpoint
+            says it (None: not known). Nothing is computed with it, and models that differ in it alone are equal.
         sliding_window: a token attends to that many tokens, itself included (None: to all before it), in all layers
             but `full_attention_layers`.
         scale_embeddings: embeddings are multiplied by sqrt(hidden_size).
@@ -122,6 +124,7 @@ class DecoderConfig:
     full_attention_layers: tuple[int, ...] = ()
     scale_embeddings: bool = False
     experts: Experts = Experts()
+    max_position_embeddings: int | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         for name, most in _SIZES.items():
@@ -164,6 +167,17 @@ class DecoderConfig:
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads if self.attention_head_dim is None else self.attention_head_dim
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """How many tokens a sequence may have; None: there is no limit, or it is not known."""
+        if self.positions == "learned":
+            return self.max_positions
+        if self.max_position_embeddings is None:
+            return None
+        # Those two kinds count from what was there before the scaling; others say what is there with it.
+        factor = self.rope_scaling.factor if self.rope_scaling.kind in ("linear", "dynamic") else 1
+        return int(self.max_position_embeddings * factor)
 
     @property
     def query_size(self) -> int:

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from realhf.api.errors import UserError
-from realhf.api.experiment import auto_settings
+from realhf.api.experiment import auto_settings, follows_of
+from realhf.api.graph import DataflowGraph
 from realhf.api.numbers import Range, check_ranges
 from realhf.api.plan import ExecutionPlan, load_plan
 from realhf.api.run import MAX_DEVICES, MAX_STEPS, RANGES, YEAR_S, Run, RunSpec, read_spec
@@ -18,6 +19,7 @@ from realhf.cli.experiment import build_experiment
 from realhf.cli.fewer import check_recovery
 from realhf.cli.planning import cluster_of, has_gpus, plan_for
 from realhf.cli.replanning import check_replanning
+from realhf.data.fit import check_fit, check_replay
 from realhf.engine.megatron_check import check_megatron
 from realhf.master.trackers import check_trackers
 from realhf.models.checkpoint_index import check_architecture, initial_optimizer_steps, read_index
@@ -211,9 +213,10 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
 def _check_experiment(experiment: Any) -> None:
     """What can be wrong about an experiment whatever its plan is."""
     check_ranges({name: getattr(experiment, name) for name in EXPERIMENT_RANGES}, EXPERIMENT_RANGES)
-    num_rows, batch_size = experiment.dataset.check(), auto_settings(experiment).batch_size
-    if num_rows < batch_size:
-        raise UserError(f"the data set has {num_rows} rows, fewer than batch_size={batch_size}; add rows")
+    extent, batch_size = experiment.dataset.check(), auto_settings(experiment).batch_size
+    if extent.rows < batch_size:
+        raise UserError(f"the data set has {extent.rows} rows, fewer than batch_size={batch_size}; add rows")
+    check_fit(DataflowGraph(experiment.rpcs, experiment.dataset.keys, follows_of(experiment)), extent)
 
 
 def _check(run: Run, arguments: argparse.Namespace) -> None:
@@ -228,14 +231,19 @@ def _check(run: Run, arguments: argparse.Namespace) -> None:
             check_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)
             initial_optimizer_steps(setup)
     if run.evaluation:
-        rows = run.evaluation.dataset.check()
-        if rows % run.evaluation.batch_size:
+        assert run.evaluation_graph
+        extent = run.evaluation.dataset.check()
+        check_fit(run.evaluation_graph, extent)
+        if extent.rows % run.evaluation.batch_size:
             raise UserError(
-                f"the evaluation's batch_size={run.evaluation.batch_size} does not divide its {rows} rows; "
+                f"the evaluation's batch_size={run.evaluation.batch_size} does not divide its {extent.rows} rows; "
                 "change either"
             )
-    if run.spec.replay and not Path(run.spec.replay).is_dir():
-        raise UserError(f"--replay {run.spec.replay}: no such folder; give RUN_DIR/rollouts of a run with --record")
+    if run.spec.replay:
+        folder = Path(run.spec.replay)
+        if not folder.is_dir():
+            raise UserError(f"--replay {folder}: no such folder; give RUN_DIR/rollouts of a run with --record")
+        check_replay(run.graph, folder, range(run.spec.resume_step, run.experiment.steps), run.settings.batch_size)
 
 
 def _check_backends(run: Run, has_gpus: bool) -> None:

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 from tokenizers import Tokenizer
 
 from realhf.api.errors import UserError
+from realhf.api.experiment import DatasetExtent, KeyExtent
 
 Tokens = list[int]
 
@@ -39,6 +40,11 @@ class Encoder:
         self.end_token: int = end
         unknown = getattr(self._tokenizer.model, "unk_token", None)
         self._unknown = None if unknown is None else self._tokenizer.token_to_id(unknown)
+
+    @property
+    def largest_token(self) -> int:
+        """The largest id that it can give."""
+        return max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     def prompt(self, text: str) -> Tokens:
         """The tokens of a prompt, with what the tokenizer puts around a text (a begin token)."""
@@ -89,6 +95,11 @@ class JSONLDataset(ABC):
     def keys(self) -> tuple[str, ...]:
         """The keys that every row has."""
 
+    @property
+    def token_keys(self) -> tuple[str, ...]:
+        """Those of the keys that are tokens; the others are numbers, one a row."""
+        return self.keys
+
     @abstractmethod
     def columns(self, prompt: Tokens, texts: dict[str, str], encoder: Encoder) -> dict[str, Tokens]:
         """The value of every key, from the encoded prompt and the fields of a line."""
@@ -98,13 +109,21 @@ class JSONLDataset(ABC):
         """The fields that a line must have."""
         return self.FIELDS
 
-    def check(self) -> int:
-        """Reads every line once; returns the number of rows.
+    def check(self) -> DatasetExtent:
+        """Reads every line once; returns how many there are, how long they are, and which tokens they have.
 
         Raises:
             UserError: naming the file, the line and the remedy.
         """
-        return len(self._encoded())
+        encoder = self.encoder()
+        rows = [self.encode(line, number, encoder) for number, line in enumerate(self.lines(), 1)]
+        return DatasetExtent(
+            path=self.path,
+            rows=len(rows),
+            keys={key: _extent(rows, key) for key in self.token_keys},
+            tokenizer=self.tokenizer,
+            largest_token=encoder.largest_token,
+        )
 
     def lengths(self) -> dict[str, tuple[float, int]]:
         """Mean and largest number of tokens of every key, for the planner.
@@ -112,12 +131,8 @@ class JSONLDataset(ABC):
         Raises:
             UserError: as `check`.
         """
-        rows = self._encoded()
-        result = {}
-        for key in self.keys:
-            sizes = [len(row[key]) for row in rows]
-            result[key] = (sum(sizes) / len(sizes), max(sizes))
-        return result
+        found = self.check().keys
+        return {key: (found[key].mean, found[key].longest) if key in found else (1.0, 1) for key in self.keys}
 
     def encoder(self) -> Encoder:
         return Encoder(self.tokenizer, self.end_token)
@@ -155,10 +170,6 @@ class JSONLDataset(ABC):
                 "shorten it, delete the line, or raise max_prompt_tokens",
             )
         return columns
-
-    def _encoded(self) -> list[dict[str, Tokens]]:
-        encoder = self.encoder()
-        return [self.encode(line, number, encoder) for number, line in enumerate(self.lines(), 1)]
 
     def _texts(self, line: bytes, number: int) -> dict[str, str]:
         form = f"every line is a JSON object with the text fields {', '.join(self.fields)}"
@@ -216,6 +227,10 @@ class SFTDataset(JSONLDataset):
     def keys(self) -> tuple[str, ...]:
         return ("tokens", "prompt_length")
 
+    @property
+    def token_keys(self) -> tuple[str, ...]:
+        return ("tokens",)
+
     def columns(self, prompt: Tokens, texts: dict[str, str], encoder: Encoder) -> dict[str, Tokens]:
         return {"tokens": prompt + encoder.answer(texts["answer"]), "prompt_length": [len(prompt)]}
 
@@ -234,3 +249,14 @@ class PreferenceDataset(JSONLDataset):
     def columns(self, prompt: Tokens, texts: dict[str, str], encoder: Encoder) -> dict[str, Tokens]:
         whole = {key: prompt + encoder.answer(texts[key]) for key in ("chosen", "rejected")}
         return {"prompt": prompt, **whole}
+
+
+def _extent(rows: list[dict[str, Tokens]], key: str) -> KeyExtent:
+    lengths, largest = [len(row[key]) for row in rows], [max(row[key], default=0) for row in rows]
+    return KeyExtent(
+        mean=sum(lengths) / len(rows),
+        longest=max(lengths),
+        longest_line=lengths.index(max(lengths)) + 1,
+        largest=max(largest),
+        largest_line=largest.index(max(largest)) + 1,
+    )

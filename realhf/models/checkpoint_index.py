@@ -266,7 +266,8 @@ def check_architecture(
 
     `ignore_head` allows another head on the same trunk: a reward model that starts from a language model.
     """
-    ignored = {"head", "tied_embeddings"} if ignore_head else set()
+    ignored = {f.name for f in fields(model) if not f.compare}
+    ignored |= {"head", "tied_embeddings"} if ignore_head else set()
     wanted = msgspec.json.decode(msgspec.json.encode(model))
     # Fields that a checkpoint does not mention came later; it was saved when every model had their defaults.
     defaults = {f.name: f.default for f in fields(model) if f.default is not MISSING}

@@ -41,7 +41,7 @@ def test_the_graph_is_valid_and_the_defaults_are_the_recipes(data_dir, name, ste
     for model, config in evaluated.models.items():
         assert graph.models[model] == config
     # Every batch of the evaluation is full, and data parallelism over 4 divides it.
-    assert evaluation.dataset.check() % evaluation.batch_size == 0
+    assert evaluation.dataset.check().rows % evaluation.batch_size == 0
     assert evaluation.batch_size % 4 == 0
 
 

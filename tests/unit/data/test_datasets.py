@@ -53,7 +53,7 @@ def test_they_are_data_sets_and_count_their_rows(folder):
     for kind in (PromptDataset, SFTDataset, PreferenceDataset):
         dataset = make(folder, kind, [GOOD] * 3)
         assert isinstance(dataset, Dataset)
-        assert dataset.check() == 3
+        assert dataset.check().rows == 3
 
 
 def test_lengths_are_mean_and_maximum(folder):
@@ -89,7 +89,7 @@ def test_a_broken_line_is_named_with_its_number_and_a_remedy(folder, line, says)
 
 def test_the_answer_is_needed_only_where_it_is_asked_for(folder):
     lines = [{"prompt": "ba>"}]
-    assert make(folder, PromptDataset, lines).check() == 1
+    assert make(folder, PromptDataset, lines).check().rows == 1
     with pytest.raises(UserError, match="'answer' is missing"):
         make(folder, PromptDataset, lines, with_answer=True).check()
 

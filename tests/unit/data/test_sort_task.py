@@ -38,12 +38,12 @@ def test_sizes_and_disjoint_prompts(data):
 def test_every_file_passes_its_check(data):
     common = {"tokenizer": str(data / "tokenizer.json"), "max_prompt_tokens": sort_task.MAX_PROMPT_TOKENS}
     sft = SFTDataset(path=str(data / "sft.jsonl"), **common)
-    assert sft.check() == 20_000
+    assert sft.check().rows == 20_000
     assert sft.lengths()["tokens"][1] <= sort_task.MAX_PROMPT_TOKENS + sort_task.MAX_NEW_TOKENS
     for name in ("preferences.jsonl", "preferences_held_out.jsonl"):
-        assert PreferenceDataset(path=str(data / name), **common).check() == sort_task.SIZES[name]
-    assert PromptDataset(path=str(data / "prompts.jsonl"), **common).check() == 20_000
-    assert PromptDataset(path=str(data / "evaluation.jsonl"), with_answer=True, **common).check() == 512
+        assert PreferenceDataset(path=str(data / name), **common).check().rows == sort_task.SIZES[name]
+    assert PromptDataset(path=str(data / "prompts.jsonl"), **common).check().rows == 20_000
+    assert PromptDataset(path=str(data / "evaluation.jsonl"), with_answer=True, **common).check().rows == 512
 
 
 @pytest.mark.parametrize(("letters", "share"), [("abcdefghijklm", 0.25), ("nopqrstuvwxyz", 0.75)])

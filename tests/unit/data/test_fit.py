@@ -1,0 +1,195 @@
+"""Tokens and lengths that a model cannot read are refused before a run starts."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from realhf.algorithms.ppo.config import PPOActor, PPOHyperparameters
+from realhf.algorithms.reward.config import SequenceReward
+from realhf.algorithms.sft.config import SFT
+from realhf.api.errors import UserError
+from realhf.api.experiment import DatasetExtent
+from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
+from realhf.api.hugging_face import decoder_of, write_config
+from realhf.api.model import DecoderConfig, RopeScaling
+from realhf.cli import main
+from realhf.data import sort_task
+from realhf.data.datasets import JSONLDataset, PromptDataset, SFTDataset
+from realhf.data.fit import check_fit, check_replay
+
+# <bos> is 1, <eos> 2, ">" 3, "a" 4, "z" 29; " " is 31, the largest.
+MODEL = DecoderConfig(hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, vocab_size=32)
+LINES = ['{"prompt": "a>", "answer": "a"}', '{"prompt": "za>", "answer": "az"}', '{"prompt": "b>", "answer": "b"}']
+
+
+def data_set(folder: Path, kind: type[JSONLDataset]) -> JSONLDataset:
+    sort_task.make_tokenizer().save(str(folder / "tokenizer.json"))
+    (folder / "data.jsonl").write_text("\n".join(LINES))
+    return kind(path=str(folder / "data.jsonl"), tokenizer=str(folder / "tokenizer.json"), max_prompt_tokens=4)
+
+
+def extent_of(folder: Path, kind: type[JSONLDataset]) -> DatasetExtent:
+    return data_set(folder, kind).check()
+
+
+def sft_graph(model: DecoderConfig) -> DataflowGraph:
+    call = ModelFunctionCallDef(
+        model_name="sft", model_type=model, interface_type=TRAIN_STEP, interface_impl=SFT(), input_data=["tokens"]
+    )
+    return DataflowGraph([call], ("tokens", "prompt_length"))
+
+
+def rollout_graph(actor: DecoderConfig, reward: DecoderConfig = MODEL, **options: object) -> DataflowGraph:
+    generate = ModelFunctionCallDef(
+        model_name="actor",
+        model_type=actor,
+        interface_type=GENERATE,
+        interface_impl=PPOActor(ppo=PPOHyperparameters(**options)),
+        input_data=["prompt"],
+        output_data=["seq"],
+    )
+    judge = ModelFunctionCallDef(
+        name="reward",
+        model_name="reward",
+        model_type=reward.with_head("scalar"),
+        interface_type=INFERENCE,
+        interface_impl=SequenceReward(),
+        input_data=["seq"],
+        output_data=["score"],
+    )
+    return DataflowGraph([generate, judge], ("prompt",))
+
+
+def refusal(graph: DataflowGraph, extent: DatasetExtent) -> str:
+    with pytest.raises(UserError) as error:
+        check_fit(graph, extent)
+    return str(error.value)
+
+
+def test_what_a_data_set_holds(tmp_path: Path) -> None:
+    extent = extent_of(tmp_path, SFTDataset)
+    assert (extent.rows, set(extent.keys), extent.largest_token) == (3, {"tokens"}, 31)
+    tokens = extent.keys["tokens"]  # <bos> z a > a z <eos> in line 2
+    assert (tokens.longest, tokens.longest_line, tokens.largest, tokens.largest_line) == (7, 2, 29, 2)
+
+
+def test_what_fits_is_accepted(tmp_path: Path) -> None:
+    check_fit(sft_graph(MODEL), extent_of(tmp_path, SFTDataset))
+    check_fit(rollout_graph(MODEL, stop_sequences=((3, 31),)), extent_of(tmp_path, PromptDataset))
+
+
+def test_an_id_beyond_the_vocabulary_names_file_line_and_id(tmp_path: Path) -> None:
+    says = refusal(sft_graph(replace(MODEL, vocab_size=29)), extent_of(tmp_path, SFTDataset))
+    assert says == (
+        f"{tmp_path}/data.jsonl, line 2: 'tokens' has the token id 29, and model 'sft' of sft_train_step has "
+        "vocab_size=29, ids from 0 to 28; use the tokenizer that the model was made with, or a model with that id"
+    )
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_of_any_model_that_reads_its_tokens(tmp_path: Path) -> None:
+    extent, small = extent_of(tmp_path, PromptDataset), replace(MODEL, vocab_size=31)
+    says = refusal(rollout_graph(MODEL, reward=small), extent)
+    assert f"tokenizer {tmp_path}/tokenizer.json: its largest token id is 31, and model 'reward' of reward has" in says
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"eos_token": 32}, "eos_token=32, and model 'actor' of actor_generate has vocab_size=32, ids from 0 to 31"),
+        ({"stop_sequences": ((3, 4), (5, 99))}, "stop_sequences has the token id 99 in (5, 99), and model 'actor'"),
+    ],
+)
+def test_tokens_that_cannot_end_a_response(tmp_path: Path, options: dict[str, object], says: str) -> None:
+    assert says in refusal(rollout_graph(MODEL, **options), extent_of(tmp_path, PromptDataset))
+
+
+@pytest.mark.parametrize(
+    ("limited", "positions"),
+    [
+        (replace(MODEL, positions="learned", max_positions=6), "positions for 6 (max_positions)"),
+        (replace(MODEL, max_position_embeddings=6), "positions for 6 (max_position_embeddings)"),
+        (
+            replace(MODEL, max_position_embeddings=3, rope_scaling=RopeScaling(kind="linear", factor=2.0)),
+            "positions for 6 (max_position_embeddings)",
+        ),
+    ],
+)
+def test_a_row_beyond_the_positions_of_a_model(tmp_path: Path, limited: DecoderConfig, positions: str) -> None:
+    assert refusal(sft_graph(limited), extent_of(tmp_path, SFTDataset)) == (
+        f"{tmp_path}/data.jsonl, line 2: 'tokens' has 7 tokens, and model 'sft' of sft_train_step has {positions}; "
+        "shorten or delete that line, or use a model of longer sequences"
+    )
+
+
+def test_a_response_beyond_the_positions_of_any_model_that_reads_it(tmp_path: Path) -> None:
+    extent, short = extent_of(tmp_path, PromptDataset), replace(MODEL, max_position_embeddings=12)
+    check_fit(rollout_graph(short, reward=short, max_new_tokens=8), extent)
+    for actor, reward, name in ((short, MODEL, "'actor' of actor_generate"), (MODEL, short, "'reward' of reward")):
+        assert refusal(rollout_graph(actor, reward=reward, max_new_tokens=9), extent) == (
+            f"{tmp_path}/data.jsonl, line 2: 'prompt' has 4 tokens, and with max_new_tokens=9 of actor_generate 13, "
+            f"and model {name} has positions for 12 (max_position_embeddings); lower max_new_tokens, shorten or delete "
+            "that line, or use a model of longer sequences"
+        )
+
+
+def test_the_longest_sequence_of_a_hugging_face_checkpoint_is_known_and_written_back() -> None:
+    content = write_config(MODEL, "float32") | {"max_position_embeddings": 12}
+    model = decoder_of(content)
+    assert (model, model.longest_sequence, model.with_head("scalar").longest_sequence) == (MODEL, 12, 12)
+    assert write_config(model, "float32")["max_position_embeddings"] == 12
+
+
+def recorded(folder: Path, **samples: list[int]) -> Path:
+    """Step 1 of a run's rollouts, by sample."""
+    (folder / "step-1").mkdir(exist_ok=True)
+    tensors = {f"seq/{name[1:]}": np.array(tokens) for name, tokens in samples.items()}
+    save_file(tensors, folder / "step-1" / "actor_generate-0.safetensors")
+    return folder
+
+
+def test_recorded_rollouts_beyond_the_vocabulary_name_file_sample_and_id(tmp_path: Path) -> None:
+    graph, one = rollout_graph(replace(MODEL, vocab_size=64)), range(1)
+    check_replay(graph, recorded(tmp_path, s0=[1, 4], s1=[1, 31]), one, 2)
+    for token in (32, 10**9, -1):  # 32 is no token of the reward model
+        with pytest.raises(UserError) as error:
+            check_replay(graph, recorded(tmp_path, s0=[1, 4], s1=[1, token]), one, 2)
+        assert (
+            f"step-1/actor_generate-0.safetensors: 'seq' of sample 1 has the token id {token}, and model 'rew"
+            in str(error.value)
+        )
+
+
+def test_recorded_rollouts_that_are_missing_or_damaged(tmp_path: Path) -> None:
+    graph = rollout_graph(MODEL)
+    recorded(tmp_path, s0=[1, 4])
+    with pytest.raises(UserError, match="step 1 has no 'seq' of sample 1, and a step of this run has 2 samples"):
+        check_replay(graph, tmp_path, range(1), 2)
+    with pytest.raises(UserError, match="no 'seq' of actor_generate, step 2; record one with"):
+        check_replay(graph, tmp_path, range(2), 1)
+    (tmp_path / "step-1" / "actor_generate-0.safetensors").write_bytes(b"no file of tensors")
+    with pytest.raises(UserError, match=r"actor_generate-0\.safetensors: no file of recorded rollouts \("):
+        check_replay(graph, tmp_path, range(1), 1)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--model.vocab-size", "16"], "prompts.jsonl, line 3: 'prompt' has the token id 29, and model 'actor' of"),
+        (["--ppo.eos-token", "32"], "eos_token=32, and model 'actor' of actor_generate has vocab_size=32"),
+        (
+            ["--model.positions", "learned", "--model.max-positions", "17"],
+            "'prompt' has 9 tokens, and with max_new_tok",
+        ),
+    ],
+)
+def test_the_command_line_refuses_it_before_anything_starts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], says: str
+) -> None:
+    folder = tmp_path / "run"
+    command = ["run", "experiments/ppo.py", "--plan", "tests/plans/single.json", "--run-dir", str(folder)]
+    assert main([*command, "--data-dir", str(tmp_path / "data"), *words]) == 2
+    assert says in capsys.readouterr().err
+    assert not folder.exists()
