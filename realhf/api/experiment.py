@@ -11,8 +11,22 @@ from realhf.api.errors import UserError
 from realhf.api.follow import Follow
 from realhf.api.graph import ModelFunctionCallDef
 from realhf.api.model import DType
+from realhf.api.numbers import Range, check_ranges
 
 LearningRateSchedule = Literal["constant", "linear", "cosine"]
+
+
+# Of the numbers of an optimizer, by field: wide, so that they refuse what computes nothing but NaN or nothing at all.
+OPTIMIZER_RANGES = {
+    "lr": Range("optimizer: lr", 1e-20, 1e3),
+    "beta1": Range("optimizer: beta1", 0, 1 - 1e-9),
+    "beta2": Range("optimizer: beta2", 0, 1 - 1e-9),
+    "eps": Range("optimizer: eps", 1e-30, 1e3),
+    "weight_decay": Range("optimizer: weight_decay", 0, 1e3),
+    "warmup_steps": Range("optimizer: warmup_steps", 0, 10**9),
+    "final_lr_ratio": Range("optimizer: final_lr_ratio", 0, 1),
+    "max_grad_norm": Range("optimizer: max_grad_norm", 1e-12, 1e12),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,18 +51,10 @@ class OptimizerConfig:
     offload_states: bool = False
 
     def __post_init__(self) -> None:
-        if self.lr <= 0 or self.max_grad_norm <= 0:
-            raise UserError(f"lr={self.lr} and max_grad_norm={self.max_grad_norm} must be above 0")
-        if not (0 <= self.beta1 < 1 and 0 <= self.beta2 < 1):
-            raise UserError(f"beta1={self.beta1} and beta2={self.beta2} must be from 0 to below 1")
+        check_ranges(vars(self), OPTIMIZER_RANGES)
         if self.schedule not in get_args(LearningRateSchedule):
             known = ", ".join(get_args(LearningRateSchedule))
             raise UserError(f"schedule={self.schedule!r} is not known; choose one of {known}")
-        if self.warmup_steps < 0 or not 0 <= self.final_lr_ratio <= 1:
-            raise UserError(
-                f"warmup_steps={self.warmup_steps} must not be negative and final_lr_ratio={self.final_lr_ratio} must "
-                "be from 0 to 1"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

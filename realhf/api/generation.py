@@ -5,8 +5,18 @@ from pathlib import Path
 from typing import Literal, get_args
 
 from realhf.api.errors import UserError
+from realhf.api.numbers import Range, check_range, check_ranges
 
 DecodeGraphs = Literal["kept", "call", "off"]
+
+_MAX_TOKENS = 2**31
+RANGES = {
+    "max_new_tokens": Range("max_new_tokens", 1, _MAX_TOKENS, "tokens"),
+    "eos_token": Range("eos_token (-1: none)", -1, _MAX_TOKENS),
+    "top_k": Range("top_k (0: all)", 0, _MAX_TOKENS, "tokens"),
+    "top_p": Range("top_p", 1e-9, 1),
+    "kv_cache_tokens": Range("kv_cache_tokens", 1, 2**40, "tokens"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,16 +54,9 @@ class GenerationOptions:
     "off", kernel by kernel. The tokens are the same; what is kept takes its memory in training too."""
 
     def __post_init__(self) -> None:
-        if self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens={self.max_new_tokens} must be at least 1")
-        if self.temperature < 0:
-            raise UserError(f"temperature={self.temperature} must be 0 (the most likely token) or above")
-        if self.eos_token < -1:
-            raise UserError(f"eos_token={self.eos_token} must be the number of a token, or -1 for none")
-        if self.top_k < 0:
-            raise UserError(f"top_k={self.top_k} must be a number of tokens, or 0 for all")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p={self.top_p} must be above 0 and at most 1")
+        if self.temperature != 0:
+            check_range("temperature, where it is not 0 (the most likely token),", self.temperature, 1e-6, 1e6)
+        check_ranges(vars(self), RANGES)
         if not 0 <= self.min_new_tokens <= self.max_new_tokens:
             raise UserError(
                 f"min_new_tokens={self.min_new_tokens} must be from 0 to max_new_tokens={self.max_new_tokens}"
@@ -70,5 +73,3 @@ class GenerationOptions:
         if self.decode_graphs not in get_args(DecodeGraphs):
             known = ", ".join(get_args(DecodeGraphs))
             raise UserError(f"decode_graphs={self.decode_graphs!r} is not known; choose one of {known}")
-        if self.kv_cache_tokens is not None and self.kv_cache_tokens < 1:
-            raise UserError(f"kv_cache_tokens={self.kv_cache_tokens} must be at least 1, or None")

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import math
 import os
 from pathlib import Path
 from typing import Any
@@ -213,10 +214,23 @@ def _check_numbers(arguments: argparse.Namespace) -> None:
 def _check_experiment(experiment: Any) -> None:
     """What can be wrong about an experiment whatever its plan is."""
     check_ranges({name: getattr(experiment, name) for name in EXPERIMENT_RANGES}, EXPERIMENT_RANGES)
+    _check_finite("", msgspec.to_builtins(experiment))
     extent, batch_size = experiment.dataset.check(), auto_settings(experiment).batch_size
     if extent.rows < batch_size:
         raise UserError(f"the data set has {extent.rows} rows, fewer than batch_size={batch_size}; add rows")
     check_fit(DataflowGraph(experiment.rpcs, experiment.dataset.keys, follows_of(experiment)), extent)
+
+
+def _check_finite(name: str, value: Any) -> None:
+    """No field, however deep, is NaN or infinite: JSON, as which workers read them, has no such numbers."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{name.removeprefix('.')} {value} is not finite; give a number that is")
+    if isinstance(value, dict):
+        for key, part in value.items():
+            _check_finite(f"{name}.{key}", part)
+    if isinstance(value, list | tuple):
+        for i, part in enumerate(value):
+            _check_finite(f"{name}.{i}", part)
 
 
 def _check(run: Run, arguments: argparse.Namespace) -> None:

@@ -6,6 +6,18 @@ from typing import ClassVar
 from realhf.api.errors import UserError
 from realhf.api.generation import GenerationOptions
 from realhf.api.interface import InterfaceConfig
+from realhf.api.numbers import Range, check_ranges
+
+RANGES = {
+    "gamma": Range("gamma", 0, 1),
+    "lam": Range("lam", 0, 1),
+    "kl_coef": Range("kl_coef", 0, 1e6),
+    "policy_clip": Range("policy_clip", 1e-6, 1e6),
+    "value_clip": Range("value_clip", 1e-6, 1e6),
+    "reward_mean": Range("reward_mean", -1e9, 1e9),
+    "reward_std": Range("reward_std", 1e-9, 1e9),
+    "reward_clip": Range("reward_clip", 1e-9, 1e9),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,14 +44,7 @@ class PPOHyperparameters(GenerationOptions):
         super().__post_init__()
         if self.temperature == 0:
             raise UserError("temperature=0 draws no samples to learn from; PPO needs a temperature above 0")
-        for name in ("gamma", "lam"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise UserError(f"{name}={getattr(self, name)} must be from 0 to 1")
-        if self.kl_coef < 0:
-            raise UserError(f"kl_coef={self.kl_coef} must be 0 or above")
-        for name in ("policy_clip", "value_clip", "reward_std", "reward_clip"):
-            if getattr(self, name) <= 0:
-                raise UserError(f"{name}={getattr(self, name)} must be above 0")
+        check_ranges(vars(self), RANGES)
 
 
 @dataclass(frozen=True, kw_only=True)

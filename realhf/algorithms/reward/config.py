@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from realhf.api.errors import UserError
 from realhf.api.interface import InterfaceConfig
+from realhf.api.numbers import check_range
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +27,7 @@ class PairwiseReward(InterfaceConfig):
     score_square_coef: float = 0.001
 
     def __post_init__(self) -> None:
-        if self.score_square_coef < 0:
-            raise UserError(f"score_square_coef={self.score_square_coef} must be 0 or above")
+        check_range("score_square_coef", self.score_square_coef, 0, 1e6)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,6 +1,7 @@
 """@auto tells what an experiment lacks; the settings of models are complete or refused."""
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from realhf.api.errors import UserError
-from realhf.api.experiment import ModelSetup, OptimizerConfig, auto, auto_settings, models_of
+from realhf.api.experiment import OPTIMIZER_RANGES, ModelSetup, OptimizerConfig, auto, auto_settings, models_of
 from realhf.api.follow import Follow
 from realhf.api.graph import INFERENCE, TRAIN_STEP, ModelFunctionCallDef
 from tests.unit.api.calls import call
@@ -95,10 +96,12 @@ def test_a_trained_model_needs_an_optimizer(models: dict[str, ModelSetup]) -> No
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lr": 0.0}, "lr=0.0 and max_grad_norm=1.0 must be above 0"),
-        ({"max_grad_norm": -1.0}, "lr=0.0001 and max_grad_norm=-1.0 must be above 0"),
-        ({"beta1": 1.0}, "beta1=1.0 and beta2=0.95 must be from 0 to below 1"),
-        ({"beta2": -0.1}, "beta1=0.9 and beta2=-0.1 must be from 0 to below 1"),
+        ({"lr": 0.0}, "optimizer: lr 0.0 is not from 1e-20 to "),
+        ({"max_grad_norm": -1.0}, "optimizer: max_grad_norm -1.0 is not from "),
+        ({"beta1": 1.0}, "optimizer: beta1 1.0 is not from 0 to 0.999999999;"),
+        ({"beta2": -0.1}, "optimizer: beta2 -0.1 is not from 0 to 0.999999999;"),
+        *(({name: math.nan}, f"optimizer: {name} nan is not from ") for name in OPTIMIZER_RANGES),
+        *(({name: math.inf}, f"optimizer: {name} inf is not from ") for name in OPTIMIZER_RANGES),
     ],
 )
 def test_bad_optimizers(changes: dict[str, float], message: str) -> None:

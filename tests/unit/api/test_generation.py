@@ -1,5 +1,7 @@
 """What cannot be generated is refused where the options are written."""
 
+import math
+
 import pytest
 
 from realhf.api.errors import UserError
@@ -9,17 +11,24 @@ from realhf.api.generation import GenerationOptions
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens=0 must be at least 1"),
-        ({"temperature": -0.5}, "temperature=-0.5 must be 0"),
-        ({"eos_token": -2}, "eos_token=-2 must be the number of a token"),
-        ({"top_k": -1}, "top_k=-1 must be a number of tokens"),
-        ({"top_p": 0.0}, "top_p=0.0 must be above 0"),
-        ({"top_p": 1.1}, "top_p=1.1 must be above 0 and at most 1"),
+        ({"max_new_tokens": 0}, "max_new_tokens 0 is not from 1 to "),
+        (
+            {"temperature": -0.5},
+            r"temperature, where it is not 0 \(the most likely token\), -0.5 is not from",
+        ),
+        ({"eos_token": -2}, r"eos_token \(-1: none\) -2 is not from -1 to "),
+        ({"top_k": -1}, r"top_k \(0: all\) -1 is not from 0 to "),
+        ({"top_p": 0.0}, "top_p 0.0 is not from 1e-09 to 1;"),
+        ({"top_p": 1.1}, "top_p 1.1 is not from 1e-09 to 1;"),
         ({"min_new_tokens": 5}, "min_new_tokens=5 must be from 0 to max_new_tokens=4"),
         ({"stop_sequences": ((3,), ())}, "an empty sequence stops nothing"),
         ({"stop_strings": ("a", "")}, "an empty string is in every text; leave it out"),
         ({"stop_strings": ("a",)}, "tokenizer='': no such file, .* give the path of the model's tokenizer.json"),
-        ({"kv_cache_tokens": 0}, "kv_cache_tokens=0 must be at least 1"),
+        ({"kv_cache_tokens": 0}, "kv_cache_tokens 0 is not from 1 to "),
+        ({"temperature": math.nan}, "nan is not from 1e-06 to"),
+        ({"temperature": math.inf}, "inf is not from 1e-06 to"),
+        ({"temperature": 1e-320}, "is not from 1e-06 to"),
+        ({"top_p": math.nan}, "top_p nan is not from"),
     ],
 )
 def test_a_wrong_option_is_named(wrong, message):

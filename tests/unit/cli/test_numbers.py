@@ -72,3 +72,23 @@ def test_a_wrong_word_for_sbatch_leaves_no_directory(tmp_path: Path, capsys: pyt
 def _actions():  # type: ignore[no-untyped-def]
     (commands,) = (action for action in cli.parser("run")._actions if action.dest == "command")
     return commands.choices["run"]._actions
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("--actor-lr", "nan", "actor_lr nan is not finite"),
+        ("--reference-eta", "inf", "reference_eta inf is not finite"),
+        ("--actor-lr", "-1", "optimizer: lr -1.0 is not from 1e-20 to "),
+        ("--ppo.kl-coef", "nan", "kl_coef nan is not from 0 to "),
+        ("--ppo.reward-std", "inf", "reward_std inf is not from "),
+        ("--ppo.temperature", "1e-320", "temperature, where it is not 0 (the most likely token), "),
+    ],
+)
+def test_a_number_of_the_experiment_that_computes_nan_is_refused(
+    field: str, value: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["run", "experiments/ppo.py", "--plan", "tests/plans/single.json", f"{field}={value}"]
+    assert cli.main([*words, "--run-dir", str(tmp_path / "run")]) == 2
+    assert says in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
