@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -41,8 +41,17 @@ def decode_json(content: bytes | str, expected: type[T]) -> T:
     Raises:
         BadContentError: whatever decoding found: no JSON, no UTF-8, nested too deeply, an unknown or ill-typed field.
     """
+    return _decoded(lambda: msgspec.json.decode(content, type=expected))
+
+
+def decode_yaml(content: bytes | str, expected: type[T], *, strict: bool = True) -> T:
+    """As `decode_json`, for YAML; without `strict`, numbers may be written as YAML takes for strings (1e9)."""
+    return _decoded(lambda: msgspec.yaml.decode(content, type=expected, strict=strict))
+
+
+def _decoded(decode: Callable[[], T]) -> T:
     try:
-        return msgspec.json.decode(content, type=expected)
+        return decode()
     except UserError as error:  # a value's own check, which names the remedy already
         raise BadContentError(str(error)) from None
     except RecursionError:

@@ -12,6 +12,7 @@ from realhf.api.graph import GENERATE, DataflowGraph
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
 from realhf.api.micro_dp import contains, grouped_like
 from realhf.api.model import DecoderConfig
+from realhf.api.numbers import DEVICES, SECONDS, STEPS_IN_FLIGHT, check_fields, check_range
 from realhf.api.offload import check_offload
 from realhf.api.protocols import THREE_D_PROTO
 from realhf.api.rationale import Rationale
@@ -134,7 +135,29 @@ def load_plan(path: str | Path) -> ExecutionPlan:
         raise UserError(f"{path}: not an execution plan: {error}; write one with `realhf plan`") from None
     if plan.format != FORMAT:
         raise UserError(f"{path}: format {plan.format!r} is not {FORMAT!r}; make the plan again with `realhf plan`")
+    try:
+        _check_numbers(plan)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     return plan
+
+
+_CALL_RANGES = {
+    **dict.fromkeys(("dp", "tp", "pp", "chunks", "micro_dp"), DEVICES),
+    "devices": (0, DEVICES[1]),
+    "micro_batches": (1, 2**20),
+    "predicted_s": SECONDS,
+}
+
+
+def _check_numbers(plan: ExecutionPlan) -> None:
+    """Raises UserError for a number that no plan has, before anything is computed with it."""
+    ranges = {"num_devices": DEVICES, "devices_per_node": DEVICES, "max_steps_in_flight": STEPS_IN_FLIGHT}
+    check_fields("", plan, {**ranges, "predicted_step_s": SECONDS})
+    for name, call in plan.calls.items():
+        check_fields(f"calls.{name}.", call, _CALL_RANGES)
+    for entry in plan.order:
+        check_range(f"order: steps_back of {entry.call}", entry.steps_back, 0, STEPS_IN_FLIGHT[1])
 
 
 def save_plan(plan: ExecutionPlan, path: str | Path) -> None:

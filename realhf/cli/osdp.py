@@ -12,7 +12,9 @@ from rich.table import Table
 from realhf.api.architectures import architecture
 from realhf.api.errors import UserError
 from realhf.api.model import DecoderConfig
+from realhf.api.numbers import DEVICES, Bounds, check_range
 from realhf.models.parameters import parameter_count
+from realhf.search.clusters import MEMORY_GB
 from realhf.search.hardware import DTYPE_BYTES, load_hardware
 from realhf.search.osdp import (
     GIB,
@@ -35,6 +37,17 @@ EXAMPLE = """examples:
   realhf plan --osdp llama3-7b --devices 8 --memory-gb 40
   realhf plan --osdp llama3-7b --devices 64 --memory-gb 80 --batch 2 --recompute --json osdp.json
   realhf plan --osdp path/to/config.json --devices 8 --memory-gb 16 --sequence-length 512"""
+
+RANGES: dict[str, Bounds] = {
+    "devices": (2, DEVICES[1]),  # with one device there is nothing to shard
+    "memory_gb": MEMORY_GB,
+    "batch": (1, 2**16),
+    "max_batch": (1, 2**16),
+    "sequence_length": (1, 2**20),
+    "slices": (1, 64),
+    "launch_us": (0, 1e6),
+    "seconds": (0, 10**5),
+}
 
 NAMES: dict[Mode, str] = {"replicated": "all replicated", "zero1": "all ZeRO-1", "sharded": "all sharded"}
 
@@ -75,6 +88,10 @@ def add_command(commands: Any) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
+    for name, (low, high) in RANGES.items():
+        value = getattr(arguments, name)
+        if value is not None:
+            check_range(f"--{name.replace('_', '-')}", value, low, high)
     model = architecture(arguments.model)
     batches = _batches(arguments)
     problems = [sliced(_problem(arguments, model), slices) for slices in _slicings(arguments.slices)]
@@ -104,10 +121,6 @@ def execute(arguments: argparse.Namespace) -> int:
 
 
 def _problem(arguments: argparse.Namespace, model: DecoderConfig) -> OsdpProblem:
-    if not 0 < arguments.memory_gb < 1e6:
-        raise UserError(f"--memory-gb {arguments.memory_gb} must be above 0; give the GiB of one device")
-    if arguments.devices < 2:
-        raise UserError(f"--devices {arguments.devices} must be at least 2: with one device there is nothing to shard")
     hardware = load_hardware(arguments.hardware)
     return decoder_problem(
         model,
@@ -124,15 +137,11 @@ def _problem(arguments: argparse.Namespace, model: DecoderConfig) -> OsdpProblem
 
 def _batches(arguments: argparse.Namespace) -> range:
     smallest, largest = (arguments.batch, arguments.batch) if arguments.batch is not None else (1, arguments.max_batch)
-    if smallest < 1 or largest < 1:
-        raise UserError(f"--batch or --max-batch {largest} must be at least 1")
     return range(smallest, largest + 1)
 
 
 def _slicings(most: int) -> list[int]:
     """1, 2, 4, ... and `most` itself: whole operators have the lower latency, sliced ones the smaller gathers."""
-    if not 1 <= most <= 64:
-        raise UserError(f"--slices {most} must be from 1 to 64")
     return sorted({most, *(2**i for i in range(most.bit_length()))})
 
 

@@ -33,7 +33,7 @@ from realhf.search.hardware import DTYPE_BYTES
 from realhf.search.presets import evaluate_preset
 from realhf.search.problem_dump import planned_file, simple_file
 from realhf.search.problem_file import problem_bytes
-from realhf.search.searcher import SearchResult
+from realhf.search.searcher import SearchResult, check_budget
 from realhf.search.what_if import WhatIf, parse_model_types
 
 EXAMPLE = """examples:
@@ -106,6 +106,7 @@ def add_command(commands: Any) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
+    check_budget(arguments.evaluations, arguments.seconds)
     experiment = build_experiment(arguments.experiment, arguments.overrides)
     given = load_plan(arguments.plan) if arguments.plan else None
     clusters = _clusters(arguments, given.num_devices if given else None)
@@ -198,7 +199,7 @@ def _clusters(arguments: argparse.Namespace, given_devices: int | None) -> dict[
 
 def _stalenesses(text: str) -> list[int]:
     try:
-        return sorted({int(word) for word in text.split(",")})
+        return sorted({int(word[:20]) for word in text.split(",")})  # a number of 21 digits is too large
     except ValueError:
         raise UserError(f"--staleness {text} must be whole numbers, separated by commas") from None
 

@@ -14,6 +14,7 @@ from realhf.api.errors import UserError
 from realhf.api.experiment import AutoSettings, auto_settings, follows_of, models_of
 from realhf.api.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
 from realhf.api.model import DType
+from realhf.api.numbers import DEVICES, check_range
 from realhf.api.offload import check_offload
 from realhf.api.plan import ExecutionPlan, check_plan, load_plan
 from realhf.search.cluster import Cluster
@@ -200,8 +201,9 @@ def cluster_of(arguments: argparse.Namespace, num_devices: int | None = None) ->
     Raises:
         UserError: the numbers contradict each other, or the hardware is not known.
     """
-    if arguments.nodes < 1:
-        raise UserError(f"--nodes {arguments.nodes} must be at least 1")
+    for name in ("nodes", "gpus_per_node", "num_workers"):
+        if getattr(arguments, name) is not None:
+            check_range(f"--{name.replace('_', '-')}", getattr(arguments, name), *DEVICES)
     total = arguments.num_workers
     if total is None and arguments.gpus_per_node is None:
         total = num_devices or local_devices()

@@ -12,10 +12,11 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from realhf.api.errors import RunError, UserError
+from realhf.api.errors import RunError
 from realhf.api.experiment import auto_settings, models_of
 from realhf.api.files import write_atomically
 from realhf.api.graph import DataflowGraph
+from realhf.api.numbers import check_range
 from realhf.api.profile_job import JOB_FILE, ProfileJob, ProfileTarget
 from realhf.cli.experiment import build_experiment
 from realhf.cli.planning import cluster_of
@@ -136,14 +137,9 @@ def _print_collectives(console: Console, profile: LayerProfile) -> None:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    if arguments.num_workers is not None and arguments.num_workers < 1:
-        raise UserError(f"--num-workers {arguments.num_workers} must be at least 1")
-    if arguments.repetitions < 1:
-        raise UserError(f"--repetitions {arguments.repetitions} must be at least 1")
-    if arguments.max_tokens < LEAST_MAX_TOKENS:
-        raise UserError(f"--max-tokens {arguments.max_tokens} must be at least {LEAST_MAX_TOKENS}")
-    if arguments.timeout_s <= 0:
-        raise UserError(f"--timeout-s {arguments.timeout_s} must be above 0")
+    check_range("--repetitions", arguments.repetitions, 1, 1000)
+    check_range("--max-tokens", arguments.max_tokens, LEAST_MAX_TOKENS, 2**20)
+    check_range("--timeout-s", arguments.timeout_s, 0.001, 10**7, "seconds")
 
 
 def _targets(experiment: Any, hardware: str, root: Path | None) -> list[ProfileTarget]:

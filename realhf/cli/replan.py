@@ -22,6 +22,7 @@ from realhf.scheduler.run_directory import RunDirectory
 from realhf.search.cluster import Cluster
 from realhf.search.explanation import explain
 from realhf.search.hardware import load_hardware
+from realhf.search.searcher import check_budget
 
 DESCRIPTION = """Searches the plan of a run again: what every call was measured to take in the last steps, over what was
 predicted for it, counts as a factor of all its options. Works while the run goes on, and changes nothing in it."""
@@ -65,6 +66,7 @@ def add_command(commands: Any) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
+    check_budget(arguments.evaluations, arguments.seconds)
     directory = RunDirectory.open(arguments.run_dir)
     output, numbers = (path and path.absolute() for path in (arguments.output, arguments.json))
     found = propose(directory, arguments.evaluations, arguments.seconds)

@@ -12,13 +12,15 @@ from rich.console import Console
 from rich.table import Table
 
 from realhf.api.errors import UserError
+from realhf.api.numbers import check_range
 from realhf.search import _search
 from realhf.search.certificate import Certificate
 from realhf.search.planned_file import PlannedFile
 from realhf.search.problem_file import ProblemFile, load_problem, native_tables, unit_us
+from realhf.search.searcher import SEEDS, check_budget
 
 DEFAULT_SECONDS = 10.0
-MIN_EVALUATIONS = 100
+THREADS = (1, 1024)
 GIB = 2**30
 
 DESCRIPTION = """Finds the fastest plan of a planning problem (a file of the format planning-problem/1, or
@@ -123,10 +125,10 @@ def solve_file(
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    for name, least in (("seconds", 0.01), ("evaluations", MIN_EVALUATIONS), ("seed", 0), ("threads", 1)):
-        value = getattr(arguments, name)
-        if value is not None and not least <= value < 2**63:
-            raise UserError(f"--{name} {value} must be at least {least}")
+    check_budget(arguments.evaluations, arguments.seconds)
+    check_range("--seed", arguments.seed, *SEEDS)
+    if arguments.threads is not None:
+        check_range("--threads", arguments.threads, *THREADS)
 
 
 def _print(problem: ProblemFile | PlannedFile, result: dict[str, Any]) -> None:

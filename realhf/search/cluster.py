@@ -3,8 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from realhf.api.errors import UserError
 from realhf.api.layout import DeviceMesh
+from realhf.api.numbers import DEVICES, check_fields, check_range
+
+MEMORY_BYTES = (1, 2**50)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,9 +19,9 @@ class Cluster:
     hardware: str
 
     def __post_init__(self) -> None:
-        for name in ("num_nodes", "devices_per_node", "device_memory_bytes"):
-            if getattr(self, name) < 1:
-                raise UserError(f"cluster: {name}={getattr(self, name)} must be at least 1")
+        check_fields("cluster: ", self, {"num_nodes": DEVICES, "devices_per_node": DEVICES})
+        check_range("cluster:", self.num_devices, *DEVICES, "devices")
+        check_range("cluster: device_memory_bytes", self.device_memory_bytes, *MEMORY_BYTES)
 
     @property
     def num_devices(self) -> int:

@@ -7,12 +7,15 @@ from pathlib import Path
 import msgspec
 
 from realhf.api.errors import UserError
+from realhf.api.files import BadContentError, decode_yaml
+from realhf.api.numbers import DEVICES, check_fields, check_range
 from realhf.search.cluster import Cluster
 from realhf.search.hardware import load_hardware
 
 _NAME = re.compile(r"(?P<hardware>.+)-(?P<nodes>\d+)x(?P<devices>\d+)")
 _SUFFIXES = (".yaml", ".yml")
 GIB = 2**30
+MEMORY_GB = (1e-6, 2**20)  # a kilobyte is for tests
 EXAMPLE = "groups: [{hardware: h100, nodes: 16, devices_per_node: 8}]"
 
 
@@ -25,11 +28,7 @@ class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     device_memory_gb: float | None = None
 
     def __post_init__(self) -> None:
-        for field in ("nodes", "devices_per_node"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field}={getattr(self, field)} must be at least 1")
-        if self.device_memory_gb is not None and self.device_memory_gb <= 0:
-            raise ValueError(f"device_memory_gb={self.device_memory_gb} must be above 0")
+        check_fields("", self, {"nodes": DEVICES, "devices_per_node": DEVICES, "device_memory_gb": MEMORY_GB})
 
     def cluster(self, root: Path | None = None) -> Cluster:
         """Raises UserError for unknown hardware."""
@@ -80,8 +79,9 @@ def parse_cluster(text: str, root: Path | None = None) -> Cluster:
             f"cluster {text!r} is neither HARDWARE-NODESxDEVICES (h100-16x8: 16 nodes of 8 devices) nor a .yaml file"
         )
     try:
-        group = NodeGroup(hardware=match["hardware"], nodes=int(match["nodes"]), devices_per_node=int(match["devices"]))
-    except ValueError as error:
+        nodes, devices = (int(match[name][:20]) for name in ("nodes", "devices"))  # a number of 21 digits is too large
+        group = NodeGroup(hardware=match["hardware"], nodes=nodes, devices_per_node=devices)
+    except UserError as error:
         raise UserError(f"cluster {text!r}: {error}") from None
     return group.cluster(root)
 
@@ -90,23 +90,25 @@ def with_memory(cluster: Cluster, memory_gb: float | None) -> Cluster:
     """The cluster with `memory_gb` (GiB) a device; None leaves it.
 
     Raises:
-        UserError: the memory is not above 0.
+        UserError: no device has such a memory.
     """
     if memory_gb is None:
         return cluster
-    if memory_gb <= 0:
-        raise UserError(f"--memory-gb {memory_gb:g} must be above 0")
+    check_range("--memory-gb", memory_gb, *MEMORY_GB, "GiB")
     return replace(cluster, device_memory_bytes=int(memory_gb * GIB))
 
 
 def _read(path: Path, root: Path | None) -> Cluster:
     try:
-        file = msgspec.yaml.decode(path.read_bytes(), type=ClusterFile)
+        file = decode_yaml(path.read_bytes(), ClusterFile)
     except OSError as error:
         raise UserError(f"{path}: cannot read the cluster ({error.strerror}); write one like {EXAMPLE}") from None
-    except (msgspec.DecodeError, ValueError) as error:
+    except BadContentError as error:
         raise UserError(f"{path}: not a cluster: {error}; write it like {EXAMPLE}") from None
     if len(file.groups) > 1:
         kinds = ", ".join(f"{group.nodes} x {group.hardware}" for group in file.groups)
         raise UserError(f"{path}: {len(file.groups)} groups ({kinds}); plans are made for one group, so give one")
-    return file.groups[0].cluster(root)
+    try:
+        return file.groups[0].cluster(root)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None

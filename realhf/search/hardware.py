@@ -7,8 +7,12 @@ import msgspec
 
 import realhf
 from realhf.api.errors import UserError
+from realhf.api.files import BadContentError, decode_yaml
 from realhf.api.model import DType
+from realhf.api.numbers import DEVICES, check_fields
 
+RATES = (1.0, 1e24)  # of bytes and operations a second
+DELAYS_S = (0.0, 1e4)
 DTYPE_BYTES: dict[DType, int] = {"float32": 4, "float64": 8, "bfloat16": 2}
 
 
@@ -46,16 +50,13 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     shares_host_memory: bool = False
 
     def __post_init__(self) -> None:
-        for field in ("memory_bandwidth", "device_memory_bytes", "devices_per_node", "intra_node_bandwidth",
-                      "inter_node_bandwidth", "host_bandwidth"):  # fmt: skip
-            if getattr(self, field) <= 0:
-                raise ValueError(f"{field}={getattr(self, field)} must be above 0")
-        for field in ("intra_node_latency_s", "inter_node_latency_s", "layer_launch_s", "decode_launch_s",
-                      "decode_graph_launch_s", "call_overhead_s", "sampling_s", "communicator_bytes"):  # fmt: skip
-            if getattr(self, field) < 0:
-                raise ValueError(f"{field}={getattr(self, field)} must not be negative")
-        if not self.matmul_flops or min(self.matmul_flops.values()) <= 0:
-            raise ValueError("matmul_flops must give a rate above 0 for at least one dtype")
+        rates = ("matmul_flops", "memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth", "host_bandwidth")
+        delays = ("intra_node_latency_s", "inter_node_latency_s", "layer_launch_s", "decode_launch_s",
+                  "decode_graph_launch_s", "call_overhead_s", "sampling_s")  # fmt: skip
+        memory = {"device_memory_bytes": (1, 2**50), "communicator_bytes": (0, 2**40), "devices_per_node": DEVICES}
+        check_fields("", self, {**dict.fromkeys(rates, RATES), **dict.fromkeys(delays, DELAYS_S), **memory})
+        if not self.matmul_flops:
+            raise UserError("matmul_flops must give a rate for at least one dtype")
 
     def flops(self, dtype: DType) -> float:
         """Matrix-multiplication FLOP/s.
@@ -125,8 +126,8 @@ def load_hardware(name: str, root: Path | None = None) -> Hardware:
         known = ", ".join(sorted(p.stem for p in folder.glob("*.yaml"))) or "none"
         raise UserError(f"hardware={name!r} is not known; choose one of {known}, or write {path}") from None
     try:
-        hardware = msgspec.yaml.decode(text, type=Hardware, strict=False)
-    except (msgspec.DecodeError, ValueError) as error:
+        hardware = decode_yaml(text, Hardware, strict=False)
+    except BadContentError as error:
         raise UserError(f"{path}: not a hardware description: {error}; profiles/README.md lists the fields") from None
     if hardware.name != name:
         raise UserError(f"{path}: name is {hardware.name!r}; the file name and the field must agree")

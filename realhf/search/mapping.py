@@ -14,6 +14,8 @@ from realhf.search.problem_inputs import homes
 from realhf.search.sharding import Sharding
 from realhf.search.task import PlanningTask
 
+MOST_ALLOCATIONS = 500_000  # some ten seconds
+
 Group = tuple[str, ...]
 Placement = tuple[Group, ...]
 
@@ -87,6 +89,7 @@ class Mapper:
     """
 
     task: PlanningTask
+    _allocations: int = 0  # looked at
     _groups: dict[tuple[Group, int], Colocated | None] = field(default_factory=dict)
     _options: dict[tuple[str, int], list[tuple[float, Option]]] = field(default_factory=dict)
 
@@ -94,13 +97,14 @@ class Mapper:
         """The cheapest mapping among these placements (default: all).
 
         Raises:
-            UserError: none fits into memory.
+            UserError: none fits into memory, or there are too many to look at.
         """
-        candidates = list(among) if among is not None else list(placements(list(self.task.graph.models)))
-        mappings = [mapping for placement in candidates if (mapping := self._best_of(placement))]
+        candidates = among if among is not None else placements(list(self.task.graph.models))
+        found = [self._best_of(placement) for placement in candidates]
+        mappings = [mapping for mapping in found if mapping]
         if not mappings:
             raise UserError(
-                f"none of {len(candidates)} placements fits into the memory of {self.task.cluster.num_devices} devices"
+                f"none of {len(found)} placements fits into the memory of {self.task.cluster.num_devices} devices"
             )
         return min(mappings, key=lambda mapping: mapping.cost_s)
 
@@ -126,6 +130,7 @@ class Mapper:
         return self._groups[key]
 
     def _best_of(self, placement: Placement) -> FoundMapping | None:
+        self._count()
         minima = [self.least_devices(group) for group in placement]
         least = [n for n in minima if n is not None]
         if len(least) < len(minima):
@@ -134,6 +139,7 @@ class Mapper:
 
         def rated(sizes: tuple[int, ...]) -> tuple[float, list[Colocated]] | None:
             """The cost of the first groups, which is the least that all cost; None unless it is below the best."""
+            self._count()
             groups = [self.colocated(group, size) for group, size in zip(placement, sizes, strict=False)]
             found = [group for group in groups if group]
             if len(found) < len(groups):
@@ -150,6 +156,14 @@ class Mapper:
             return None
         cost, found = best
         return FoundMapping(placement, tuple(g.num_devices for g in found), placed(found), cost)
+
+    def _count(self) -> None:
+        self._allocations += 1
+        if self._allocations > MOST_ALLOCATIONS:
+            raise UserError(
+                f"there are more than {MOST_ALLOCATIONS:,} ways to give {self.task.cluster.num_devices} devices to "
+                f"{len(self.task.graph.models)} models; this rule is for smaller clusters"
+            )
 
     def _colocate(self, group: Group, num_devices: int) -> Colocated | None:
         """Training (or the home of a model) is chosen first, generation and inference in the memory that is left.

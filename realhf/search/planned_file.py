@@ -12,16 +12,21 @@ import msgspec
 
 from realhf.search.problem_nodes import (
     MAX_CALLS,
+    MAX_TRANSFERS,
+    MOST,
     Count,
     Devices,
+    Label,
     NotNegative,
-    ParentName,
+    NumDevices,
+    Parents,
+    Steps,
     cycle_complaints,
     node_complaints,
     numbers,
 )
 
-Amount = Annotated[float, msgspec.Meta(ge=0)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
 
 
 class PlannedOption(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +45,7 @@ class PlannedOption(msgspec.Struct, frozen=True, kw_only=True):
     static_bytes: Amount
     dynamic_bytes: Amount
     copy_bytes: Amount
-    communicators: list[NotNegative] = []
+    communicators: list[Label] = []
 
 
 class PlannedCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -51,7 +56,7 @@ class PlannedCall(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     trains: bool
     home: str
-    parents: list[ParentName]
+    parents: Parents
     options: Annotated[list[PlannedOption], msgspec.Meta(min_length=1)]
     spared: list[tuple[str, str, Amount]] = []
 
@@ -64,7 +69,7 @@ class PlannedTransfer(msgspec.Struct, frozen=True, kw_only=True):
     source: str = msgspec.field(name="from")
     target: str = msgspec.field(name="to")
     on: Annotated[list[str], msgspec.Meta(min_length=1, max_length=2)]
-    parents: list[ParentName]
+    parents: Parents
     rows: list[NotNegative]
     columns: list[NotNegative]
     times_s: Annotated[list[list[Amount]], msgspec.Meta(min_length=1)]
@@ -79,13 +84,13 @@ class PlannedFile(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     format: Literal["planning-problem/2"] = "planning-problem/2"
-    num_devices: Count
+    num_devices: NumDevices
     devices_per_node: Count
-    device_memory_bytes: Annotated[float, msgspec.Meta(gt=0)]
-    steps: Count
-    max_steps_in_flight: Count
+    device_memory_bytes: Annotated[float, msgspec.Meta(gt=0, le=MOST)]
+    steps: Steps
+    max_steps_in_flight: Steps
     calls: Annotated[list[PlannedCall], msgspec.Meta(min_length=1, max_length=MAX_CALLS)]
-    transfers: list[PlannedTransfer]
+    transfers: Annotated[list[PlannedTransfer], msgspec.Meta(max_length=MAX_TRANSFERS)]
     communicator_bytes: Amount = 0.0
     sending_bytes: Amount = 0.0
 
@@ -128,7 +133,7 @@ def planned_tables(problem: PlannedFile) -> dict[str, Any]:
 def planned_complaints(problem: PlannedFile) -> Iterator[str]:
     """What is wrong with a problem, for people; nothing if it can be solved."""
     nodes: list[PlannedCall | PlannedTransfer] = [*problem.calls, *problem.transfers]
-    yield from node_complaints(nodes)
+    yield from node_complaints(nodes, problem.steps)
     calls = {call.name: call for call in problem.calls}
     for call in problem.calls:
         if call.home not in calls:

@@ -7,7 +7,7 @@ from realhf.api.graph import DataflowGraph
 from realhf.search.communicators import MOVES
 from realhf.search.planned_file import PlannedCall, PlannedFile, PlannedOption, PlannedTransfer
 from realhf.search.problem_file import SEPARATOR, FileCall, FileOption, FileTransfer, ProblemFile
-from realhf.search.problem_nodes import ParentName
+from realhf.search.problem_nodes import Parents
 from realhf.search.tables import CallTable, OptionRow, Problem, TransferTable
 
 GIB = 2**30
@@ -125,7 +125,7 @@ def simple_file(
         UserError: no option of a call fits, or a model is trained by two calls, whose layouts must then agree.
     """
     homes = {call.name: problem.calls[call.home].name for call in problem.calls}
-    parents: dict[str, list[ParentName]] = {
+    parents: dict[str, Parents] = {
         call.name: [(edge.parent, edge.steps_back) for edge in graph.parents(call.name) if edge.kind == "data"]
         for call in problem.calls
     }
@@ -165,7 +165,7 @@ def simple_file(
     )
 
 
-def _bound_steps_in_flight(parents: dict[str, list[ParentName]], in_flight: int, steps: int) -> None:
+def _bound_steps_in_flight(parents: dict[str, Parents], in_flight: int, steps: int) -> None:
     """The first calls of a step wait for the last ones of the step `in_flight` before."""
     if in_flight >= steps:
         return

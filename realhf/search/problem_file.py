@@ -11,13 +11,17 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from realhf.api.errors import UserError
+from realhf.api.files import BadContentError, decode_json
 from realhf.search.planned_file import PlannedFile, planned_complaints, planned_tables
 from realhf.search.problem_nodes import (
     MAX_CALLS,
+    MAX_TRANSFERS,
     Count,
     Devices,
     NotNegative,
-    ParentName,
+    NumDevices,
+    Parents,
+    Steps,
     cycle_complaints,
     node_complaints,
     numbers,
@@ -44,7 +48,7 @@ class FileCall(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     model: str
     trains: bool
-    parents: list[ParentName]
+    parents: Parents
     options: Annotated[list[FileOption], msgspec.Meta(min_length=1)]
 
 
@@ -57,19 +61,19 @@ class FileTransfer(msgspec.Struct, frozen=True, kw_only=True):
     target: str = msgspec.field(name="to")
     on: str
     table: str
-    parents: list[ParentName]
+    parents: Parents
 
 
 class ProblemFile(msgspec.Struct, frozen=True, kw_only=True):
     """A planning problem in whole microseconds and bytes."""
 
     format: Literal["planning-problem/1"]
-    num_devices: Count
+    num_devices: NumDevices
     devices_per_node: Count
     device_memory_bytes: Count
-    steps: Count
+    steps: Steps
     calls: Annotated[list[FileCall], msgspec.Meta(min_length=1, max_length=MAX_CALLS)]
-    transfers: list[FileTransfer]
+    transfers: Annotated[list[FileTransfer], msgspec.Meta(max_length=MAX_TRANSFERS)]
     tables: dict[str, dict[str, NotNegative]]
 
 
@@ -85,11 +89,11 @@ def load_problem(path: Path | str) -> ProblemFile | PlannedFile:
         raise UserError(f"{path}: cannot be read ({error.strerror}); name a planning-problem/1 file") from error
     try:
         problem: ProblemFile | PlannedFile
-        if msgspec.json.decode(data, type=_Header).format == "planning-problem/2":
-            problem = msgspec.json.decode(data, type=PlannedFile)
+        if decode_json(data, _Header).format == "planning-problem/2":
+            problem = decode_json(data, PlannedFile)
         else:
-            problem = msgspec.json.decode(data, type=ProblemFile)
-    except msgspec.DecodeError as error:  # wrong types and numbers, too
+            problem = decode_json(data, ProblemFile)
+    except BadContentError as error:  # wrong types and numbers, too
         raise UserError(f"{path}: {error}; the file must have the format planning-problem/1 or /2") from error
     for complaint in planned_complaints(problem) if isinstance(problem, PlannedFile) else _complaints(problem):
         raise UserError(f"{path}: {complaint}")
@@ -179,7 +183,7 @@ def _strategies(problem: ProblemFile, call: str) -> list[str]:
 
 def _complaints(problem: ProblemFile) -> Iterator[str]:
     nodes: list[FileCall | FileTransfer] = [*problem.calls, *problem.transfers]
-    yield from node_complaints(nodes)
+    yield from node_complaints(nodes, problem.steps)
     for call in problem.calls:
         yield from _option_complaints(problem, call)
     calls = {call.name for call in problem.calls}

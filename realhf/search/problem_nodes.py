@@ -5,12 +5,20 @@ from typing import Annotated, Protocol
 
 import msgspec
 
-Count = Annotated[int, msgspec.Meta(ge=1)]
-NotNegative = Annotated[int, msgspec.Meta(ge=0)]
-ParentName = tuple[str, NotNegative]  # (call or transfer, steps back)
-Devices = tuple[NotNegative, Count]  # (first, number)
+# The limits are those of csrc/search/problem.h.
+MAX_CALLS, MAX_TRANSFERS = 64, 4096
+MAX_INSTANCES = 8192  # calls and transfers x steps
+MOST = 10**18  # of times and bytes
+MAX_DEVICES = 2**20
 
-MAX_CALLS = 64  # csrc/search/problem.h
+Count = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+NumDevices = Annotated[int, msgspec.Meta(ge=1, le=MAX_DEVICES)]
+Steps = Annotated[int, msgspec.Meta(ge=1, le=MAX_INSTANCES)]
+StepsBack = Annotated[int, msgspec.Meta(ge=0, le=MAX_INSTANCES)]
+Parents = Annotated[list[tuple[str, StepsBack]], msgspec.Meta(max_length=1024)]  # (call or transfer, steps back)
+Devices = tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_DEVICES)], NumDevices]  # (first, number)
+Label = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
 
 
 class Node(Protocol):
@@ -18,7 +26,7 @@ class Node(Protocol):
     def name(self) -> str: ...
 
     @property
-    def parents(self) -> list[ParentName]: ...
+    def parents(self) -> Parents: ...
 
 
 def numbers(names: Sequence[str]) -> dict[str, int]:
@@ -26,8 +34,10 @@ def numbers(names: Sequence[str]) -> dict[str, int]:
     return {name: i for i, name in enumerate(dict.fromkeys(names))}
 
 
-def node_complaints(nodes: Sequence[Node]) -> Iterator[str]:
-    """Names that are given twice or to nobody."""
+def node_complaints(nodes: Sequence[Node], steps: int) -> Iterator[str]:
+    """More of them than can be simulated; names that are given twice or to nobody."""
+    if len(nodes) * steps > MAX_INSTANCES:
+        yield f"steps={steps} of {len(nodes)} calls and transfers are more than {MAX_INSTANCES:,} in all; lower steps"
     names = [node.name for node in nodes]
     twice = next((name for name in names if names.count(name) > 1), None)
     if twice is not None:

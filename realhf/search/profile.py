@@ -8,9 +8,10 @@ from typing import Literal
 import msgspec
 
 from realhf.api.errors import UserError
-from realhf.api.files import write_atomically
+from realhf.api.files import BadContentError, decode_json, write_atomically
 from realhf.api.model import DecoderConfig, DType
-from realhf.search.hardware import profiles_root
+from realhf.api.numbers import BYTES, DEVICES, SECONDS, TOKENS, check_fields
+from realhf.search.hardware import RATES, profiles_root
 
 FORMAT = "layer-profile/1"
 
@@ -28,8 +29,7 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             raise ValueError("a curve needs as many seconds as sizes, and at least two of each")
         if any(a >= b for a, b in zip(self.sizes, self.sizes[1:], strict=False)) or self.sizes[0] < 0:
             raise ValueError(f"sizes={list(self.sizes)} must increase from at least 0")
-        if min(self.seconds) < 0:
-            raise ValueError(f"seconds={list(self.seconds)} must not be negative")
+        check_fields("", self, {"sizes": BYTES, "seconds": SECONDS})
 
     def at(self, size: float) -> float:
         """Piecewise linear between measured sizes (ReaL, section 5.1), the outer pieces extended; never below 0."""
@@ -42,6 +42,9 @@ class DecodeTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     context: int
     seconds: Curve
+
+    def __post_init__(self) -> None:
+        check_fields("", self, {"context": (0, TOKENS[1])})
 
 
 class TensorTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -64,8 +67,9 @@ class TensorTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         contexts = [decode.context for decode in self.layer_decode]
-        if self.tp < 1 or not contexts or contexts != sorted(set(contexts)):
-            raise ValueError(f"tp={self.tp} must be at least 1 and layer_decode must have increasing contexts")
+        check_fields("", self, {"tp": DEVICES})
+        if not contexts or contexts != sorted(set(contexts)):
+            raise ValueError("layer_decode must have increasing contexts")
 
 
 class CollectiveTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -74,6 +78,9 @@ class CollectiveTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     kind: CollectiveKind
     group_size: int
     seconds: Curve
+
+    def __post_init__(self) -> None:
+        check_fields("", self, {"group_size": DEVICES})
 
 
 class CallOverheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -95,8 +102,7 @@ class CallOverheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     message_s: float = 0.0
 
     def __post_init__(self) -> None:
-        if min(msgspec.structs.astuple(self)) < 0:
-            raise ValueError(f"overheads must not be negative: {self}")
+        check_fields("overheads: ", self, dict.fromkeys(self.__struct_fields__, SECONDS))
 
 
 class ReallocationTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -109,8 +115,7 @@ class ReallocationTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
     bandwidth: float
 
     def __post_init__(self) -> None:
-        if self.latency_s < 0 or self.bandwidth <= 0:
-            raise ValueError(f"latency_s={self.latency_s} must not be negative, bandwidth={self.bandwidth} above 0")
+        check_fields("reallocation: ", self, {"latency_s": SECONDS, "bandwidth": RATES})
 
 
 class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -135,10 +140,8 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         degrees = [timings.tp for timings in self.tensor]
         if degrees != sorted(set(degrees)) or degrees[:1] != [1]:
             raise ValueError(f"tensor has tp={degrees}; it needs tp=1 and increasing degrees")
-        if min(self.optimizer_s_per_parameter, self.call_overhead_s, self.sampling_s) < 0:
-            raise ValueError("optimizer_s_per_parameter, call_overhead_s and sampling_s must not be negative")
-        if self.communicator_bytes is not None and self.communicator_bytes < 0:
-            raise ValueError(f"communicator_bytes={self.communicator_bytes} must not be negative")
+        seconds = dict.fromkeys(("optimizer_s_per_parameter", "call_overhead_s", "sampling_s"), SECONDS)
+        check_fields("", self, {**seconds, "sequence_length": TOKENS, "communicator_bytes": BYTES})
 
     def collective(self, kind: CollectiveKind) -> list[CollectiveTimings]:
         """The measured group sizes of a collective, the smallest first."""
@@ -172,10 +175,10 @@ def load_profile(path: str | Path) -> LayerProfile:
     """
     remedy = "measure it again with `realhf profile`"
     try:
-        profile = msgspec.json.decode(Path(path).read_bytes(), type=LayerProfile)
+        profile = decode_json(Path(path).read_bytes(), LayerProfile)
     except OSError as error:
         raise UserError(f"{path}: cannot read the profile ({error.strerror}); {remedy}") from None
-    except (msgspec.DecodeError, UserError) as error:
+    except BadContentError as error:
         raise UserError(f"{path}: not a layer profile: {error}; {remedy}") from None
     if profile.format != FORMAT:
         raise UserError(f"{path}: format {profile.format!r} is not {FORMAT!r}; {remedy}")

@@ -4,6 +4,7 @@ from dataclasses import dataclass, replace
 
 from realhf.api.errors import UserError
 from realhf.api.layout import DeviceMesh, Layout
+from realhf.api.numbers import DEVICES
 from realhf.search.native import native_problem
 from realhf.search.options import Option, call_strategies, mini_batch_size
 from realhf.search.task import PlanningTask
@@ -108,7 +109,7 @@ def _nodes(task: PlanningTask, limit: float) -> int | None:
 
     while not fits(enough):
         enough *= 2
-        if enough > own * MAX_TIMES_NODES:
+        if enough > own * MAX_TIMES_NODES or enough * task.cluster.devices_per_node > DEVICES[1]:
             return None
     too_few = enough // 2 if enough > own else own - 1
     while enough - too_few > 1:

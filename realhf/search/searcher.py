@@ -9,7 +9,7 @@ from realhf.api.errors import UserError
 from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.api.layout import ParallelStrategy
 from realhf.api.model import DType
-from realhf.api.numbers import check_range
+from realhf.api.numbers import STEPS_IN_FLIGHT, check_range
 from realhf.api.offload import check_offload
 from realhf.api.plan import CallPlan, ExecutionPlan, check_plan
 from realhf.search.cluster import Cluster, has_all_meshes
@@ -33,7 +33,6 @@ from realhf.search.workload import Workload
 EVALUATIONS = (1, 10**12)
 SECONDS = (0.01, 10**7)
 SEEDS = (0, 2**63 - 1)
-STEPS_IN_FLIGHT = (1, 1024)
 EVALUATIONS_PER_OPTION = 20
 DEFAULT_EVALUATIONS = (20_000, 2_000_000)  # at least, at most
 GIB = 2**30

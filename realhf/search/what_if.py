@@ -8,12 +8,14 @@ from realhf.api.errors import UserError
 from realhf.api.experiment import ModelSetup
 from realhf.api.graph import ModelFunctionCallDef
 from realhf.api.model import DType
+from realhf.api.numbers import SAMPLES, TOKENS, check_range
 from realhf.search.features import EngineFeatures, differences, of_setup, with_features
 
 ROLES = {"actor": ("actor", "reference", "ref"), "critic": ("critic", "reward", "cost")}
 
 # The setting of ReaL's and HybridFlow's measurements, where architectures are replaced and nothing else is said.
 DEFAULT_TOKENS = 1024
+STALENESS = (0, 64)
 DEFAULT_DTYPE: DType = "bfloat16"
 
 
@@ -24,7 +26,7 @@ class WhatIf:
     `features` are names of `realhf.search.features.FEATURES`: what an engine would have or lack, for all models.
 
     Raises:
-        UserError: a number below 1, a negative staleness, or an unknown feature.
+        UserError: a number out of its range, or an unknown feature.
     """
 
     model_types: Mapping[str, str] = field(default_factory=dict)
@@ -36,12 +38,11 @@ class WhatIf:
     features: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name in ("prompt_tokens", "new_tokens", "batch_size"):
+        for name, (low, high) in (("prompt_tokens", TOKENS), ("new_tokens", TOKENS), ("batch_size", SAMPLES)):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"--{name.replace('_', '-')} {value} must be at least 1")
-        if self.staleness < 0:
-            raise UserError(f"--staleness {self.staleness} must be at least 0")
+            if value is not None:
+                check_range(f"--{name.replace('_', '-')}", value, low, high)
+        check_range("--staleness", self.staleness, *STALENESS)
         with_features(self.features)
 
     @property

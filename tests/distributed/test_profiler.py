@@ -205,8 +205,8 @@ def test_a_deadline_ends_the_workers_and_writes_nothing(experiment, tmp_path, ca
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["--max-tokens", "5"], "--max-tokens 5 must be at least 64"),
-        (["--repetitions", "0"], "--repetitions 0 must be at least 1"),
+        (["--max-tokens", "5"], "--max-tokens 5 is not from 64"),
+        (["--repetitions", "0"], "--repetitions 0 is not from 1"),
         (["--hardware", "abacus"], "hardware='abacus' is not known"),
     ],
 )

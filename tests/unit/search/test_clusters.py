@@ -24,7 +24,7 @@ def test_names() -> None:
             "h100",
             "cluster 'h100' is neither HARDWARE-NODESxDEVICES (h100-16x8: 16 nodes of 8 devices) nor a .yaml file",
         ),
-        ("h100-0x8", "cluster 'h100-0x8': nodes=0 must be at least 1"),
+        ("h100-0x8", "cluster 'h100-0x8': nodes 0 is not from 1 to 4,096"),
         ("h100--2x8", "hardware='h100-' is not known; choose one of "),
         ("tpu-2x8", "hardware='tpu' is not known; choose one of "),
         ("h100-2x8,h100-2x8", "--cluster: 'h100-2x8' is given twice"),
@@ -54,10 +54,10 @@ def test_a_file(tmp_path: Path) -> None:
         ("groups: [{hardware: h100, nodes: 16}]", "missing required field `devices_per_node` - at `$.groups[0]`"),
         ("groups: [{hardware: h100, nodes: 2, devices_per_node: 8, nics: 4}]", "unknown field `nics`"),
         ("groups: [{hardware: h100, nodes: two, devices_per_node: 8}]", "`$.groups[0].nodes`"),
-        ("groups: [{hardware: h100, nodes: 2, devices_per_node: 0}]", "devices_per_node=0 must be at least 1"),
+        ("groups: [{hardware: h100, nodes: 2, devices_per_node: 0}]", "devices_per_node 0 is not from 1 to 4,096"),
         (
             "groups: [{hardware: h100, nodes: 2, devices_per_node: 8, device_memory_gb: -1}]",
-            "device_memory_gb=-1.0 must be above 0",
+            "device_memory_gb -1.0 is not from 1e-06 to 1,048,576",
         ),
         ("groups: []", "groups is empty"),
         ("groups: [", "not a cluster"),
@@ -84,5 +84,5 @@ def test_a_file_that_is_missing() -> None:
 def test_another_memory() -> None:
     assert with_memory(H100, None) == H100
     assert with_memory(H100, 40).device_memory_bytes == 40 * 2**30
-    with pytest.raises(UserError, match="--memory-gb -1 must be above 0"):
+    with pytest.raises(UserError, match="--memory-gb -1 is not from"):
         with_memory(H100, -1)

@@ -1,5 +1,7 @@
 """Messages and collectives against numbers worked out by hand."""
 
+import re
+
 import pytest
 from msgspec import structs
 
@@ -71,11 +73,11 @@ def test_an_unknown_dtype() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "message"),
     [
-        ("decode_graph_launch_s", -1.0, "must not be negative"),
-        ("inter_node_bandwidth", 0.0, "must be above 0"),
-        ("device_memory_bytes", -1, "must be above 0"),
+        ("decode_graph_launch_s", -1.0, "is not from 0 to 10,000"),
+        ("inter_node_bandwidth", 0.0, "is not from 1 to 1e+24"),
+        ("device_memory_bytes", -1, "is not from 1 to"),
     ],
 )
 def test_impossible_figures_are_refused(field: str, value: float, message: str) -> None:
-    with pytest.raises(ValueError, match=f"{field}={value} {message}"):
+    with pytest.raises(UserError, match=re.escape(f"{field} {value} {message}")):
         structs.replace(ROUND, **{field: value}).__post_init__()

@@ -348,6 +348,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 def test_the_command_reads_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "config.json"
     fields = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fields["model_type"] = "llama"
     path.write_text(json.dumps({**fields, "vocab_size": 256, "num_key_value_heads": 2}))
     assert cli.main(["plan", "--osdp", str(path), "--devices", "2", "--memory-gb", "1"]) == 0
     assert f"{parameter_count(SMALL):,} parameters" in capsys.readouterr().out
@@ -361,16 +362,19 @@ def test_the_command_reads_a_hugging_face_config(tmp_path: Path, capsys: pytest.
     [
         (["llama9b", "--devices", "8", "--memory-gb", "40"], "choose one of llama2-7b"),
         (["nowhere/config.json", "--devices", "8", "--memory-gb", "40"], "No such file"),
-        (["llama7b", "--devices", "1", "--memory-gb", "40"], "at least 2"),
-        (["llama7b", "--devices", "8", "--memory-gb", "-4"], "must be above 0"),
-        (["llama7b", "--devices", "8", "--memory-gb", "nan"], "must be above 0"),
+        (["llama7b", "--devices", "1", "--memory-gb", "40"], "--devices 1 is not from 2 to 4,096"),
+        (["llama7b", "--devices", "8", "--memory-gb", "-4"], "--memory-gb -4.0 is not from"),
+        (["llama7b", "--devices", "8", "--memory-gb", "nan"], "--memory-gb nan is not from"),
         (["llama7b", "--devices", "8", "--memory-gb", "12"], "the smallest memory that does is"),
-        (["llama7b", "--devices", "8", "--memory-gb", "40", "--batch", "0"], "at least 1"),
+        (["llama7b", "--devices", "8", "--memory-gb", "40", "--batch", "0"], "--batch 0 is not from 1"),
         (["llama7b", "--devices", "8", "--memory-gb", "40", "--modes", "sharded,x"], "must be some of replicated"),
         (["llama7b", "--devices", "8", "--memory-gb", "40", "--slices", "0"], "from 1 to 64"),
         (["llama7b", "--devices", "8", "--memory-gb", "40", "--hardware", "h1"], "choose one of"),
-        (["llama7b", "--devices", "8", "--memory-gb", "40", "--launch-us", "-1"], "must not be negative"),
-        (["llama7b", "--devices", "8", "--memory-gb", "40", "--sequence-length", "0"], "at least 1"),
+        (["llama7b", "--devices", "8", "--memory-gb", "40", "--launch-us", "-1"], "--launch-us -1.0 is not from 0"),
+        (
+            ["llama7b", "--devices", "8", "--memory-gb", "40", "--sequence-length", "0"],
+            "--sequence-length 0 is not from 1",
+        ),
     ],
 )
 def test_bad_input_ends_with_2(words: list[str], text: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,11 +79,11 @@ def test_no_plan_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     ("words", "message"),
     [
         (["none.json"], "none.json: cannot be read"),
-        ([PROBLEM, "--seconds", "0"], "--seconds 0.0 must be at least 0.01"),
-        ([PROBLEM, "--seconds", "nan"], "--seconds nan must be at least"),
-        ([PROBLEM, "--evaluations", "5"], "--evaluations 5 must be at least 100"),
-        ([PROBLEM, "--threads", "0"], "--threads 0 must be at least 1"),
-        ([PROBLEM, "--seed", "-1"], "--seed -1 must be at least 0"),
+        ([PROBLEM, "--seconds", "0"], "--seconds 0.0 is not from 0.01"),
+        ([PROBLEM, "--seconds", "nan"], "--seconds nan is not from"),
+        ([PROBLEM, "--evaluations", "0"], "--evaluations 0 is not from 1 to"),
+        ([PROBLEM, "--threads", "0"], "--threads 0 is not from 1 to 1,024"),
+        ([PROBLEM, "--seed", "-1"], "--seed -1 is not from 0 to"),
         ([PROBLEM, "--evaluations", "100", "--json", "none/out.json"], "--json none/out.json: cannot be written"),
     ],
 )

@@ -287,7 +287,7 @@ def test_mapping_by_rule_shards_too() -> None:
 def test_the_command_says_what_is_sharded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     fields = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 1, "num_attention_heads": 8}
     config, out = tmp_path / "config.json", tmp_path / "out.json"
-    config.write_text(json.dumps({**fields, "num_key_value_heads": 1, "vocab_size": 65536}))
+    config.write_text(json.dumps({**fields, "num_key_value_heads": 1, "vocab_size": 65536, "model_type": "llama"}))
     sft = Path(__file__).parents[3] / "experiments/sft.py"
     # 0.3 GiB, and three communicators: two of all devices, and of the data-parallel group, which has all of them, too.
     words = ["--cluster", "h100-1x8", "--memory-gb", "2.226", "--batch-size", "16", "--prompt-tokens", "16"]
