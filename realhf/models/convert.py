@@ -18,7 +18,7 @@ from realhf.api.files import BadContentError, decode_json
 from realhf.api.hugging_face import config_content, family_of
 from realhf.api.model import DecoderConfig, DType
 from realhf.models.checkpoint import CheckpointReader, write_boxes
-from realhf.models.checkpoint_index import INDEX_FILE, finish
+from realhf.models.checkpoint_index import INDEX_FILE, finish, staging_directory
 from realhf.models.hugging_face_files import CONFIG_FILE, HuggingFaceDirectory, is_hugging_face
 from realhf.models.hugging_face_weights import HuggingFaceReader, in_parts, write_hugging_face
 from realhf.models.parameters import decoder_parameters, parameter_count
@@ -48,14 +48,18 @@ def convert(conversion: Conversion, say: Say) -> None:
     """Converts in the direction that the source asks for, and tells `say` every step.
 
     Raises:
-        UserError: the source cannot be read, or the target exists.
+        UserError: the source cannot be read, or the target exists. Nothing is left of what was written before.
     """
     if Path(conversion.target).exists():
         raise UserError(f"{conversion.target} exists already; give a new directory, or remove it first")
-    if is_hugging_face(conversion.source):
-        to_boxes(conversion, say)
-    else:
-        to_hugging_face(conversion, say)
+    try:
+        if is_hugging_face(conversion.source):
+            to_boxes(conversion, say)
+        else:
+            to_hugging_face(conversion, say)
+    except BaseException:
+        shutil.rmtree(staging_directory(Path(conversion.target)), ignore_errors=True)
+        raise
 
 
 def to_boxes(conversion: Conversion, say: Say) -> None:

@@ -100,6 +100,27 @@ def test_tensors_of_several_dtypes(mistral: Oracle, tmp_path: Path) -> None:
         assert torch.equal(reader.read(whole_box(spec.name, spec.shape)), coarse[spec.name].float())
 
 
+@pytest.mark.parametrize("kind", ["hugging face", "boxes"])
+def test_a_weight_that_is_not_finite_leaves_nothing_behind(kind: str, mistral: Oracle, tmp_path: Path) -> None:
+    """Files were written before the last parameter was read."""
+    source = tmp_path / "source"
+    if kind == "boxes":
+        state = mistral.state("state")
+        state["lm_head.weight"][11, 5] = -torch.inf
+        save_model(source, mistral.config, state)
+    else:
+        shutil.copytree(mistral.directory, source)
+        tensors = load_file(source / "model.safetensors")
+        tensors["lm_head.weight"][11, 5] = -torch.inf
+        save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    message = (
+        r"safetensors: lm_head\.weight holds -inf at \[11, 5\], which no model can compute with; use another check"
+    )
+    with pytest.raises(UserError, match=message):
+        run(source=str(source), target=str(tmp_path / "out"), max_file_bytes=4_000)
+    assert list(tmp_path.iterdir()) == [source]
+
+
 def test_a_scalar_head(mistral: Oracle, tmp_path: Path) -> None:
     critic = mistral.config.with_head("scalar")
     state = {name: tensor for name, tensor in mistral.state("state").items() if name != "lm_head.weight"}
