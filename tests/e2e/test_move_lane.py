@@ -179,4 +179,4 @@ def test_what_a_lane_raises_ends_the_run_and_is_named(tmp_path: Path) -> None:
     message = ended.stderr.partition("error: ")[2]
     assert message.startswith("worker 0 failed in reallocation of actor for actor_generate of step 1; log: "), message
     assert "in fail_to_send" in message
-    assert message.rstrip().endswith("ValueError: the cable is out")
+    assert "\nValueError: the cable is out\n" in message
