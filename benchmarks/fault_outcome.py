@@ -130,8 +130,8 @@ def read_rows(table: Path, commit: str) -> list[Outcome]:
     """What an earlier invocation at this commit has found: a campaign that was stopped goes on."""
     path = table.with_suffix(".jsonl")
     lines = path.read_bytes().splitlines() if path.exists() else []
-    found = [msgspec.json.decode(line, type=Outcome) for line in lines]
-    return [outcome for outcome in found if outcome.commit == commit]
+    rows = [json.loads(line) for line in lines]  # those of other commits may have other fields
+    return [msgspec.convert(found, Outcome) for found in rows if found["commit"] == commit]
 
 
 def _text(number: float | None) -> str:

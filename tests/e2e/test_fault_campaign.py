@@ -56,6 +56,13 @@ def test_a_killed_run_goes_on_from_the_newest_checkpoint_that_is_whole(benchmark
     plan = replace(outcome.fault, kind="damaged file", file="plan.json")
     assert replace(outcome, fault=plan, redone=0, refusal="run/plan.json is damaged", is_equal=False).holds
 
+    report, table = benchmarks("fault_outcome"), tmp_path / "faults.md"
+    report.write_tables([outcome], table)
+    assert f"| {outcome.commit} | auto | corrupted checkpoint | worker-1 |" in table.read_text()
+    with table.with_suffix(".jsonl").open("a") as file:
+        file.write('{"commit": "another", "of": "an earlier version"}\n')
+    assert report.read_rows(table, outcome.commit) == [outcome], "a campaign that was stopped goes on"
+
 
 def test_cut_connections_are_cut(benchmarks: Any) -> None:
     """Those of a process with a master's port, here one process; it says which."""
