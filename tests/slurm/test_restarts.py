@@ -16,9 +16,9 @@ from tests.e2e.test_faults import StartedRun
 from tests.e2e.test_resume import JOB, LOSSES, MODELS
 from tests.waiting import wait_until
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.slurm
 
-STEPS = 24  # long enough for a fault to come before the end
+STEPS = 6
 SLURM = ("--launcher", "slurm", "--nodes", "2", "--gpus-per-node", "1", "--cpu-only", "--network-interface", "lo")
 JOB_WORDS = ("--checkpoint-every", "2", "--steps", str(STEPS), "--dtype", "float64", "--evaluations", "1000")
 BOTH, FIRST, SECOND = CallPlan(devices=(0, 2), dp=2), CallPlan(devices=(0, 1)), CallPlan(devices=(1, 1))
@@ -50,9 +50,13 @@ def reference(plan: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedR
 
 @pytest.fixture
 def recovering(slurm_testbed: Testbed, plan: Path, tmp_path: Path) -> Iterator[StartedRun]:
-    """A run on two nodes that recovers, after its second checkpoint; nothing of it survives the test."""
-    run_dir, output = tmp_path / "run", tmp_path / "output.txt"
-    words = ("--plan", plan, "--recover", "auto", "--min-workers", "1", *JOB_WORDS, *SLURM)
+    """A run on two nodes that recovers, after its second checkpoint; nothing of it survives the test.
+
+    The sixth step waits until `fault`, a file beside the run, is gone.
+    """
+    run_dir, output, fault = tmp_path / "run", tmp_path / "output.txt", tmp_path / "fault"
+    fault.write_text("hold 5")
+    words = ("--plan", plan, "--recover", "auto", "--min-workers", "1", "--fault-file", fault, *JOB_WORDS, *SLURM)
     with output.open("wb") as file:
         process = subprocess.Popen(
             command("run", f"experiments/{JOB}.py", "--run-dir", run_dir, *words),
@@ -88,8 +92,10 @@ def check_end(run: StartedRun, reference: FinishedRun) -> list[dict]:
     return [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.slow
 def test_a_killed_worker_is_started_again_in_a_new_job(recovering: StartedRun, reference: FinishedRun) -> None:
     recovering.find("realhf.worker", 1).kill()
+    (recovering.path.parent / "fault").unlink()
     found = check_end(recovering, reference)
     kinds = [event["event"] for event in found if event["event"] not in ("checkpoint", "drift")]
     assert kinds == ["started", "failed", "restarted", "ended"]
@@ -107,6 +113,7 @@ def test_a_run_goes_on_without_a_node_that_is_down(
         slurm_testbed.fail("node2")
         # The controller finds out by itself after half a minute; here it is told.
         slurm_testbed.run("scontrol", "update", "nodename=node2", "state=down", "reason=lost")
+        (recovering.path.parent / "fault").unlink()
         found = check_end(recovering, reference)
     finally:
         slurm_testbed.heal("node2")
