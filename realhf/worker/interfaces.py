@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import realhf
+from realhf.api.errors import UserError
 from realhf.api.graph import WEIGHTS_VERSION, ModelFunctionCallDef
 from realhf.api.interface import lacks_class, lacks_method
 from realhf.engine.batch import Batch, concatenate
@@ -63,14 +64,14 @@ def run_interface(
 def explain(error: BaseException) -> str:
     """What to tell the user of an exception: of its traceback the frames of the user's own files.
 
-    Where there are none, all frames; of an InterfaceError none, since its text says where.
+    Where there are none, all frames; of an InterfaceError or a UserError none, since its text says where.
     """
     told = traceback.TracebackException.from_exception(error)
     chain = list(_chain(told))
     if any(_is_users(frame) for link in chain for frame in link.stack):
         for link in chain:
             link.stack = traceback.StackSummary.from_list([frame for frame in link.stack if _is_users(frame)])
-    elif isinstance(error, InterfaceError):
+    elif isinstance(error, InterfaceError | UserError):
         return str(error)
     return "".join(told.format())
 

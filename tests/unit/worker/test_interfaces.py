@@ -8,11 +8,13 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from realhf.api.errors import UserError
 from realhf.api.graph import TRAIN_STEP, WEIGHTS_VERSION
 from realhf.api.interface import InterfaceConfig
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult
 from realhf.engine.returned import InterfaceError, check_columns
+from realhf.models.checkpoint import CheckpointReader
 from realhf.worker.call_context import BatchShare, CallContext
 from realhf.worker.interfaces import explain, load_interface, run_interface
 from tests.unit.api.calls import call
@@ -142,6 +144,13 @@ def test_an_exception_without_a_frame_of_the_users_is_told_whole() -> None:
     assert re.search(
         r'^  File ".*realhf/worker/interfaces.py", line \d+, in run_interface$', explain(error.value), re.M
     )
+
+
+def test_a_bad_checkpoint_is_told_by_its_text_alone(tmp_path: Path) -> None:
+    with pytest.raises(UserError) as error:
+        CheckpointReader(tmp_path / "nowhere")
+    error.value.__traceback__ = error.tb.tb_next  # without this test's frame
+    assert explain(error.value) == str(error.value)
 
 
 def test_a_class_or_method_that_the_launcher_could_not_look_for(module: Path) -> None:
