@@ -1,10 +1,12 @@
 """Reading run directories: whole, cut off, damaged."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from realhf.api.errors import UserError
+from realhf.cli import main
 from realhf.report.run_data import call_times, read_run, read_trace
 from realhf.scheduler.run_directory import RunDirectory
 from tests.unit.report.run_directories import good_run, step_events, write_run
@@ -70,3 +72,27 @@ def test_another_directory_is_refused(tmp_path: Path) -> None:
         read_run(RunDirectory(tmp_path))
     with pytest.raises(UserError, match="is no run directory"):
         read_run(RunDirectory(tmp_path / "missing"))
+
+
+def test_a_run_of_an_earlier_version_is_refused_in_one_sentence(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As commit fcc0769 left it: experiment.json and status.json name no format."""
+    run = write_run(tmp_path / "run", metrics=[])
+    for folder in ("logs", "checkpoints", "keys", "rendezvous", "activity", "launcher"):
+        (run / folder).mkdir()
+    spec = {"experiment_file": "ppo.py", "experiment_class": "PPO", "values": {}, "working_directory": str(tmp_path)}
+    spec |= {"num_workers": 2, "devices_per_node": 2, "record": [], "replay": None, "resume_step": 0}
+    (run / "experiment.json").write_text(json.dumps(spec))
+    (run / "status.json").write_text('{"state":"done","step":4,"steps":4,"message":"","blamed":[],"updated":1e9}')
+    for words in (
+        ["status", str(run)],
+        ["report", str(run)],
+        ["replan", str(run)],
+        ["run", "experiments/ppo.py", "--run-dir", str(run), "--resume"],
+    ):
+        assert main(words) == 2
+        assert capsys.readouterr().err == (
+            f"error: another version of realhf has written the run directory {run}: of experiment.json, the format is "
+            "not named, and this version of realhf reads run/2; use the version that wrote it, or start a new run\n"
+        ), words
