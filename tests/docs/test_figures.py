@@ -21,7 +21,7 @@ FILES = sorted(RESULTS.glob("*.json"))
 # page. A file that is measured again leaves this set.
 BEFORE_THE_MARK = {
     "control_plane", "endurance", "estimator", "faults", "generation", "generation_busy_host", "planner",
-    "reallocation", "scaling", "search", "training", "transition",
+    "reallocation", "search", "training", "transition",
 }  # fmt: skip
 
 
