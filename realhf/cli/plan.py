@@ -14,6 +14,7 @@ from realhf.api.experiment import models_of
 from realhf.api.files import write_atomically
 from realhf.api.plan import ExecutionPlan, load_plan, save_plan
 from realhf.cli.experiment import add_experiment_arguments, build_experiment
+from realhf.cli.phases import Phases
 from realhf.cli.plan_tables import (
     CaseResult,
     alternatives_table,
@@ -151,7 +152,8 @@ def execute(arguments: argparse.Namespace) -> int:
             name=GIVEN, analysis=analyse(task, prediction), problem="" if prediction.fits else "memory"
         )
     else:
-        result = planner.search(arguments.evaluations, arguments.seconds)
+        with Phases() as watch:
+            result = planner.search(arguments.evaluations, arguments.seconds, watch)
         _print_search(console, result)
         candidate = Candidate(name=SEARCHED, analysis=analyse(task, planner.predict(result.plan)))
     assert candidate.analysis is not None
@@ -161,7 +163,9 @@ def execute(arguments: argparse.Namespace) -> int:
         console.print(f"{name}: {sharding}", highlight=False, soft_wrap=True)
     _print_totals(console, planner, candidate)
     if arguments.compare or arguments.html:
-        comparison = compare(task, candidate, result)
+        with Phases() as watch:
+            watch("comparison", "")
+            comparison = compare(task, candidate, result)
     else:
         comparison = Comparison(
             task=task,
@@ -227,7 +231,8 @@ def _compare_cases(
     for name, (cluster, what_if) in cases.items():
         planner = Planner(experiment, cluster, what_if=what_if, offload=offload_of(arguments))
         try:
-            found = planner.search(arguments.evaluations, arguments.seconds)
+            with Phases() as watch:
+                found = planner.search(arguments.evaluations, arguments.seconds, watch)
         except UserError as error:
             results.append(CaseResult(name=name, analysis=None, problem=str(error)))
             summaries[name] = {"feasible": False, "problem": str(error)}

@@ -17,6 +17,7 @@ from realhf.api.model import DType
 from realhf.api.numbers import DEVICES, check_range
 from realhf.api.offload import check_offload
 from realhf.api.plan import ExecutionPlan, check_plan, load_plan
+from realhf.cli.phases import Phases
 from realhf.search.cluster import Cluster
 from realhf.search.explanation import explain
 from realhf.search.hardware import load_hardware
@@ -28,6 +29,7 @@ from realhf.search.searcher import SearchResult, search_plan
 from realhf.search.tables import Problem
 from realhf.search.task import PlanningTask, with_staleness
 from realhf.search.timings import Costs, load_costs
+from realhf.search.watching import Watch, unwatched
 from realhf.search.what_if import WhatIf, keys_without_producer
 from realhf.search.workload import Workload
 
@@ -93,7 +95,9 @@ class Planner:
             offload=self.offload,
         )
 
-    def search(self, evaluations: int | None = None, seconds: float | None = None) -> SearchResult:
+    def search(
+        self, evaluations: int | None = None, seconds: float | None = None, watch: Watch = unwatched
+    ) -> SearchResult:
         """The cheapest plan found with a budget of `evaluations` (default: that of `@auto`) or `seconds`.
 
         Raises:
@@ -112,11 +116,13 @@ class Planner:
                 max_steps_in_flight=self.settings.max_steps_in_flight,
                 dtype=self.dtype,
                 offload=self.offload,
+                watch=watch,
             )
         except UserError as error:
             smallest = smallest_peak_bytes(self.task)
             if smallest is None or smallest <= self.cluster.device_memory_bytes:
                 raise  # memory is not what was wrong
+            watch("what would be enough", "")
             raise UserError(f"{error}; {find_remedies(self.task)}") from None
 
     def problem(self) -> Problem:
@@ -166,7 +172,8 @@ def plan_for(
     if given:
         prediction = planner.predict(given)
     else:
-        result = planner.search(arguments.evaluations, arguments.seconds)
+        with Phases() as watch:
+            result = planner.search(arguments.evaluations, arguments.seconds, watch)
         prediction = planner.predict(result.plan)
     check_cache_room(prediction.plan, planner.workload)
     rationale = explain(planner.task, prediction, result)

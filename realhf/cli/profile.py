@@ -83,7 +83,8 @@ def execute(arguments: argparse.Namespace) -> int:
     if not missing:
         return 0
     started = time.monotonic()
-    _measure(_job(arguments, experiment, cluster.hardware, cluster.num_devices, tuple(missing)), console)
+    job = _job(arguments, experiment, cluster.hardware, cluster.num_devices, tuple(missing))
+    _measure(job, Console(stderr=True))
     for target in missing:
         profile = load_profile(target.path)
         console.print(timings_table(profile))
@@ -193,6 +194,8 @@ def _measure(job: ProfileJob, console: Console) -> None:
     try:
         directory = RunDirectory.create(folder)
         write_atomically(folder / JOB_FILE, msgspec.json.encode(job))
+        if not console.is_terminal:
+            console.print("starting the workers", highlight=False, soft_wrap=True)
         with console.status("starting the workers") as status:
             supervise(
                 LocalLauncher(),

@@ -90,12 +90,12 @@ def search_problem(
         future = pool.submit(solve)
         try:
             while not wait([future], timeout=UPDATES_EVERY_S).done:
-                watch(phase, _found_by_now(progress))
+                watch(phase, _text(progress.cost, progress.evaluations))
             solution = future.result()
         finally:
             progress.stop()
-    watch(phase, _found_by_now(progress))
-    evaluation = solution["evaluation"]
+    evaluation, evaluations = solution["evaluation"], solution["search_full"] + solution["search_rejected"]
+    watch(phase, _text(evaluation["step_time"] if evaluation["feasible"] else math.inf, evaluations))
     return Found(
         choice=solution["plan"],
         step_s=evaluation["step_time"],
@@ -105,14 +105,14 @@ def search_problem(
         lower_bound_s=solution["lower_bound"],
         proven=solution["proven"],
         trace=tuple(solution["trace"]),
-        evaluations=solution["search_full"] + solution["search_rejected"],
+        evaluations=evaluations,
         seconds=time.perf_counter() - start,
     )
 
 
-def _found_by_now(progress: _search.Progress) -> str:
-    best = f"best {progress.cost:.3g} s a step" if math.isfinite(progress.cost) else "none that fits yet"
-    return f"{best} after {progress.evaluations:,} plans"
+def _text(best_s: float, evaluations: int) -> str:
+    best = f"best {best_s:.3g} s a step" if math.isfinite(best_s) else "none that fits"
+    return f"{best} after {evaluations:,} plans"
 
 
 def reallocation_table(

@@ -42,6 +42,8 @@ def evaluate_presets(task: PlanningTask, watch: Watch = unwatched) -> list[Prese
     for name in PRESETS:
         watch("plans by rule", name)
         results.append(evaluate_preset(name, task))
+    fitting = [result for result in results if result.prediction and not result.problem]
+    watch("plans by rule", f"{len(fitting)} of {len(results)} fit")
     return results
 
 

@@ -42,10 +42,11 @@ def refused(run_dir: Path, experiment: str | Path, *words: str | Path) -> str:
 
 
 def error(run_dir: Path, experiment: str | Path, *words: str | Path) -> str:
-    """As `refused`; the text behind `error: `, of one line."""
+    """As `refused`; the text behind `error: `, of one line, before which there may be those of a search's phases."""
     text = refused(run_dir, experiment, *words)
-    assert re.fullmatch(r"error: [^\n]+\n", text), text
-    return text.removeprefix("error: ")
+    match = re.fullmatch(r"(?:[^\n]+ \([\d.]+ m?s\)\n)*error: ([^\n]+\n)", text)
+    assert match, text
+    return match[1]
 
 
 def test_a_broken_line_of_the_data_set(broken: Path, tmp_path: Path) -> None:

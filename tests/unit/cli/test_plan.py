@@ -188,7 +188,7 @@ def test_one_model_by_name_and_from_a_file(capsys: pytest.CaptureFixture[str]) -
 def test_what_does_not_fit_is_told_what_would(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WHAT_IF, "--cluster", "h100-1x2"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: no plan fits into memory: ")
+    assert "\nerror: no plan fits into memory: " in error
     assert "the smallest change that is enough: " in error
     assert "GiB of memory a device" in error
     nodes = int(error.rsplit(" node", 1)[0].rsplit(" ", 1)[1])
@@ -236,7 +236,7 @@ def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[
     Path("deep").mkdir()
     Path("deep/config.json").write_text('{"a":' * 100_000)
     assert main(["plan", PPO, "--evaluations", "1000", *words]) == 2
-    assert capsys.readouterr().err.startswith(f"error: {message}")
+    assert f"error: {message}" in capsys.readouterr().err
 
 
 def test_a_plan_of_another_graph(capsys: pytest.CaptureFixture[str]) -> None:
