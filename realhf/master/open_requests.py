@@ -7,6 +7,7 @@ from realhf.master.replies import Request, check_reply
 from realhf.transport.messages import Reply
 
 Clock = Callable[[], float]
+NO_REQUEST = "no request"  # what a worker is at that has answered all of them
 
 
 class OpenRequests:
@@ -41,7 +42,7 @@ class OpenRequests:
     def describe(self, worker: int) -> str:
         """What `worker` is at, for error messages."""
         whats = [queue.oldest.what for queue in (self._of_calls[worker], self._beside[worker]) if queue.requests]
-        return ", and beside it in ".join(whats) or "no request"
+        return ", and beside it in ".join(whats) or NO_REQUEST
 
     def late(self) -> dict[int, Request]:
         """The workers that have been at one request for longer than its deadline, and that request.

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 
 from realhf.api.errors import RunError
 from realhf.master.loop import Dispatcher
-from realhf.master.open_requests import Clock
+from realhf.master.open_requests import NO_REQUEST, Clock
 from realhf.scheduler.base import worker_name
 from realhf.scheduler.run_directory import RunDirectory
 
@@ -74,6 +74,8 @@ class VitalSigns:
     def failure(self, worker: int, text: str) -> RunError:
         """What to say of a worker that raised."""
         what = self._dispatcher.describe(worker)
+        if what == NO_REQUEST:
+            what = self.activity(worker, "") or "its start"
         return RunError(
             f"worker {worker} failed in {what}; log: {self._log(worker)}\n{text.rstrip()}", workers=[worker]
         )

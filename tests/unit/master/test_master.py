@@ -152,7 +152,13 @@ def test_workers_that_do_not_become_ready(directory: RunDirectory) -> None:
 
 def test_a_failure_is_told_at_once_with_its_text(directory: RunDirectory) -> None:
     text = failure_of(directory, [*HELLO, (0.0, 2, Failure(request_id=None, text="ValueError: bad weights\n"))])
-    assert text == f"worker 2 failed in no request; log: {directory.log('worker-2')} (host h)\nValueError: bad weights"
+    assert text == f"worker 2 failed in its start; log: {directory.log('worker-2')} (host h)\nValueError: bad weights"
+
+
+def test_a_failure_before_the_first_request_says_what_the_worker_was_doing(directory: RunDirectory) -> None:
+    failure = Failure(request_id=None, text="UserError: bad checkpoint")
+    text = failure_of(directory, [*HELLO, (0.0, 2, Heartbeat(activity="setup: model actor")), (0.0, 2, failure)])
+    assert text.startswith("worker 2 failed in setup: model actor; log: ")
 
 
 def test_the_cause_is_the_worker_that_blames_no_peer(directory: RunDirectory) -> None:
@@ -244,7 +250,7 @@ def test_a_master_that_stood_still_has_heard_nobody_and_blames_nobody(directory:
     held_up = [*alive(0, 1, 2, seconds=3), (3600.0, 0, STANDS_STILL), (20.0, 0, Ready()), *alive(0, 1, 2, seconds=3)]
     end: Script = [(0.0, 2, Failure(request_id=None, text="ValueError: bad weights"))]
     text = failure_of(directory, [*HELLO, *held_up, *end], setup_timeout_s=1e6)
-    assert text.startswith("worker 2 failed in no request")
+    assert text.startswith("worker 2 failed in its start")
     # Silence counts on where it was.
     text = failure_of(directory, [*HELLO, *alive(0, 2, seconds=30), *held_up[6:7], *alive(0, 2)], setup_timeout_s=1e6)
     assert text.startswith("worker 1 has been silent for 61 s")
