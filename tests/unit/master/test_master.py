@@ -250,7 +250,7 @@ def test_a_master_that_stood_still_has_heard_nobody_and_blames_nobody(directory:
     held_up = [*alive(0, 1, 2, seconds=3), (3600.0, 0, STANDS_STILL), (20.0, 0, Ready()), *alive(0, 1, 2, seconds=3)]
     end: Script = [(0.0, 2, Failure(request_id=None, text="ValueError: bad weights"))]
     text = failure_of(directory, [*HELLO, *held_up, *end], setup_timeout_s=1e6)
-    assert text.startswith("worker 2 failed in its start")
+    assert text.startswith("worker 2 failed in computing; ")
     # Silence counts on where it was.
     text = failure_of(directory, [*HELLO, *alive(0, 2, seconds=30), *held_up[6:7], *alive(0, 2)], setup_timeout_s=1e6)
     assert text.startswith("worker 1 has been silent for 61 s")
