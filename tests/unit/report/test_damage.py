@@ -1,0 +1,155 @@
+"""Whatever happens to a file of a run directory, its readers show the rest, or refuse it in words."""
+
+import contextlib
+import io
+import random
+import shutil
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from realhf.api import files
+from realhf.api.errors import RunError, UserError
+from realhf.api.files import delete
+from realhf.cli import parser
+from realhf.cli.runs import new_run, resumed_run
+from realhf.cli.status import process_table, summary
+from realhf.report import html, page
+from realhf.report.run_data import read_run
+from realhf.report.run_status import read_run_status
+from realhf.scheduler.activity import ActivityWriter
+from realhf.scheduler.recovery import note_start, restarted
+from realhf.scheduler.run_directory import RunDirectory
+from realhf.scheduler.start import prepare
+from tests.unit.report.run_directories import good_run, metrics_line
+from tests.unit.scheduler.saved_runs import save
+
+CHANGES = 3  # bytes changed, and places where a file is cut off
+REPORTED = (
+    "metrics.jsonl",
+    "evaluations.jsonl",
+    "events.jsonl",
+    "trace.json",
+    "plan.json",
+    "experiment.json",
+    "status.json",
+    "activity/worker-0",
+    "launcher/launcher.lock",
+)
+RESUMED = (
+    "metrics.jsonl",
+    "events.jsonl",
+    "plan.json",
+    "experiment.json",
+    "status.json",
+    "launcher/switch",
+    "checkpoints/step-4/run.json",
+)
+
+
+def damages(path: Path, number: int) -> Iterator[str]:
+    """Damages a file in one way after the other, and says how; it is whole again afterwards."""
+    content, at_random = path.read_bytes(), random.Random(path.name)
+    places = [at_random.randrange(len(content)) for _ in range(number)] if content else []
+    for place in places:
+        path.write_bytes(content[:place])
+        yield f"cut off at {place}"
+        value = at_random.randrange(256)
+        path.write_bytes(content[:place] + bytes([value]) + content[place + 1 :])
+        yield f"byte {place} is {value}"
+    for other in (b"", b"{}\n", b"[]\n", b"null\n", b"[" * 5000, b"\xff\xfe\n"):
+        path.write_bytes(other)
+        yield f"is {other[:5]!r}"
+    path.unlink()
+    yield "missing"
+    path.mkdir()
+    yield "a folder"
+    path.rmdir()
+    path.write_bytes(content)
+
+
+@pytest.fixture(scope="module")
+def reported(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    directory = RunDirectory(good_run(tmp_path_factory.mktemp("damage") / "run"))
+    for folder in ("activity", "launcher"):
+        (directory.path / folder).mkdir()
+    (directory.launcher / "launcher.lock").write_text("process 1 on host")
+    ActivityWriter(directory.activity("worker-0")).set("actor_generate of step 4: compute [/bold]")
+    return directory
+
+
+@pytest.mark.parametrize("file", REPORTED)
+def test_report_and_status_show_the_rest(file: str, reported: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(html, "get_plotlyjs", lambda: "")  # megabytes
+    for number, how in enumerate(damages(reported.path / file, CHANGES)):
+        console = Console(file=io.StringIO(), width=200)
+        try:
+            status = read_run_status(reported, now_s=time.time())
+            console.print("\n".join(summary(status)), markup=False)
+            console.print(process_table(status))
+            run = read_run(reported)
+            text = page.page(run, now_s=1e9) if number % 6 == 0 else "reward_mean"  # figures take a while
+        except UserError:  # it is another version's, or the directory is none of a run
+            assert file in ("experiment.json", "plan.json"), how
+            continue
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        assert "worker" in shown or file == "plan.json", how
+        assert "reward_mean" in text or file == "metrics.jsonl", how
+        assert ("damaged: " in shown) >= bool(status.damaged), how
+
+
+@pytest.mark.parametrize("file", [file for file in REPORTED if file.endswith(("json", "jsonl"))])
+def test_what_is_damaged_is_said(file: str, reported: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    path = reported.path / file
+    content = path.read_bytes()
+    path.write_bytes(b"\xff\n" + content)
+    try:
+        (sentence,) = read_run(reported).damaged
+    finally:
+        path.write_bytes(content)
+    assert str(path) in sentence
+    assert not read_run(reported).damaged
+
+
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
+    """A run of the experiment with small checkpoints, which are of other models than it trains."""
+    directory = RunDirectory.create(tmp_path_factory.mktemp("damage") / "run")
+    arguments = parser("run").parse_known_args(words(directory))[0]
+    arguments.overrides = ["--steps", "6"]
+    run = new_run(arguments)
+    prepare(run, directory)
+    note_start(run, directory, "started")
+    good = good_run(directory.path.parent / "good", metrics=[metrics_line(step) for step in (1, 2, 3, 4, 5)])
+    for name in ("metrics.jsonl", "evaluations.jsonl", "trace.json"):
+        shutil.copy(good / name, directory.path / name)
+    for step in (2, 4):
+        save(directory.checkpoints, step)
+    directory.switch.write_text("plan\n")
+    (directory.launcher / "launcher.lock").write_text("")
+    return directory
+
+
+def words(directory: RunDirectory) -> list[str]:
+    return ["run", "experiments/ppo.py", "--plan", "tests/plans/single.json", "--run-dir", str(directory.path)]
+
+
+@pytest.mark.parametrize("file", RESUMED)
+def test_a_run_goes_on_or_says_why_not(
+    file: str, resumed: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files.os, "fsync", lambda _: None)  # nobody pulls a plug here
+    arguments = parser("run").parse_known_args([*words(resumed), "--resume"])[0]
+    arguments.overrides = []
+    run = new_run(arguments)
+    for how in damages(resumed.path / file, 1):
+        copy = RunDirectory(tmp_path / "copy")
+        delete(copy.path)
+        shutil.copytree(resumed.path, copy.path, symlinks=True)
+        with contextlib.suppress(UserError):
+            resumed_run(arguments, copy)
+        with contextlib.suppress(RunError):
+            assert restarted(run, copy, how).spec.resume_step in (2, 4)
