@@ -26,7 +26,7 @@ MAY_IMPORT_BY_NAME = {
     "realhf/api/run.py",
     "realhf/cli/__init__.py",
     "realhf/models/attention_kernels.py",
-    "realhf/worker/model_worker.py",
+    "realhf/worker/interfaces.py",
 }
 
 
