@@ -101,7 +101,7 @@ FAMILIES = {
         qk_norm=True, qkv_bias=True, attention_output_bias=True, mlp_bias=True, sliding_window=3, num_kv_heads=2
     ),
     "experts": tiny(experts=Experts(count=4, per_token=2)),
-    "layer norms, learned positions": tiny(norm="layer", mlp="plain", positions="learned", max_positions=12),
+    "layer norms, learned positions": tiny(norm="layer", mlp="plain", positions="learned", max_positions=16),
 }
 CASES |= {
     f"{family}, tp2 pp2, {way}": Case(tp=2, pp=2, config=config, compute=WAYS[way])
