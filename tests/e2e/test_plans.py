@@ -33,6 +33,9 @@ MOST_ROUNDING = 2.0**-16
 # Of a thousand tokens. Both plans draw with the same random numbers, and a token flips where one of the 31 borders
 # between tokens crosses its number. A border moves by half of the rounding at most: 31 x 2**-17 is one token of 4,200.
 MOST_FLIPS = 1
+# The actor's loss is a mean of terms of about 1, the normalised advantages, which cancel to some 1e-4: of its rounding
+# the terms' size tells, 2**-24 each and a few of them one behind the other, and not what is left of them.
+CANCELLED = {"actor_loss": 5e-7}
 COMMON = f"--steps {STEPS} --seed {SEED} --no-evaluate --record seq logits".split()
 IN_FLOAT64 = ("--dtype", "float64", *SMALL)
 IN_FLOAT32 = ("--batch-size", "64")
@@ -117,7 +120,7 @@ def test_float32_losses_agree_on_the_same_tokens(plan: str, reference32: Finishe
     run = run_plan(tmp_path / "run", plan, *IN_FLOAT32, "--replay", reference32.path / "rollouts")
     for expected, got in zip(reference32.metrics, run.metrics, strict=True):
         for name in ("actor_loss", "critic_loss", "reward_mean", "return_mean", "actor_grad_norm", "critic_grad_norm"):
-            assert got[name] == pytest.approx(expected[name], rel=1e-4), name
+            assert got[name] == pytest.approx(expected[name], rel=1e-4, abs=CANCELLED.get(name, 0.0)), name
     flips = 0
     for step in range(STEPS):
         expected, got = reference32.recorded(step, "logits"), run.recorded(step, "logits")
