@@ -36,20 +36,20 @@ CALLS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """A plan's calls, and whose training of step t is to run while step t + 1 is generated."""
+    """A plan's calls, and what worker 1 is to train of step t while step t + 1 is generated."""
 
     name: str
     calls: Mapping[str, CallPlan]
-    training: str
+    trainings: tuple[str, ...]
     words: tuple[str, ...] = ()
 
 
 SETTINGS = (
-    Setting(name="on-policy", calls=CALLS, training="critic_train_step"),
+    Setting(name="on-policy", calls=CALLS, trainings=("critic_train_step",)),
     Setting(
         name="one step stale",
         calls=CALLS | {"actor_train_step": CRITIC},
-        training="actor_train_step",
+        trainings=("actor_train_step", "critic_train_step"),  # the planner chooses which comes first
         words=("--staleness", "1", "--critic-layers", "4"),
     ),
 )
@@ -72,7 +72,7 @@ def compare(setting: Setting, folder: Path, turns: int, steps: int) -> list[dict
         for in_flight in seconds:
             lines = metrics(setting, in_flight, folder / f"{setting.name}-{in_flight}-{turn}".replace(" ", "-"), steps)
             seconds[in_flight] += [line["time_s"] for line in lines[WARM_UP_STEPS:]]
-            shares[in_flight].append(overlapped_share(lines, setting.training))
+            shares[in_flight].append(overlapped_share(lines, setting.trainings))
     off_s, on_s = (statistics.median(seconds[in_flight]) for in_flight in (1, 2))
     off, on = (statistics.median(shares[in_flight]) for in_flight in (1, 2))
     return [
@@ -86,7 +86,7 @@ def compare(setting: Setting, folder: Path, turns: int, steps: int) -> list[dict
             holds=off_s > on_s,
         ),
         case(
-            f"{setting.name}: generation beside {setting.training} of the step before",
+            f"{setting.name}: generation beside {' or '.join(setting.trainings)} of the step before",
             on,
             "share",
             baseline=off,
@@ -106,13 +106,15 @@ def metrics(setting: Setting, in_flight: int, run_dir: Path, steps: int) -> list
     return read_lines(run_dir / "metrics.jsonl", step_line).values
 
 
-def overlapped_share(metrics: Sequence[dict[str, Any]], training: str) -> float:
-    """The part of the time of all generation but the first in which `training` of the step before was running."""
+def overlapped_share(metrics: Sequence[dict[str, Any]], trainings: Sequence[str]) -> float:
+    """The part of the time of all generation but the first in which one of `trainings` of the step before was running;
+    they are on one worker, one after the other."""
     total = together = 0.0
     for before, line in pairwise(metrics):
-        generates, trains = line["calls"]["actor_generate"], before["calls"][training]
+        generates = line["calls"]["actor_generate"]
         total += generates["end"] - generates["start"]
-        together += max(0.0, min(generates["end"], trains["end"]) - max(generates["start"], trains["start"]))
+        for trains in (before["calls"][training] for training in trainings):
+            together += max(0.0, min(generates["end"], trains["end"]) - max(generates["start"], trains["start"]))
     return together / total
 
 
