@@ -4,15 +4,14 @@ One thread a worker, two cores. While the critic trains on step t the actor, whi
 t + 1. With rollouts one step old (`--staleness 1`) a copy of the actor generates on worker 0 while both train on
 worker 1. Off is `max_steps_in_flight` 1 in the same plan; on and off take turns.
 
-The first case of each pair is the median step, the second the share of generation's time in which the training of the
-step before was running. Command: OMP_NUM_THREADS=1 python benchmarks/overlap.py --json benchmarks/results/overlap.json
+The first case of each pair is the median step, the second the share of generation's time in which training of a step
+before was running. Command: OMP_NUM_THREADS=1 python benchmarks/overlap.py --json benchmarks/results/overlap.json
 """
 
 import statistics
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,7 @@ def compare(setting: Setting, folder: Path, turns: int, steps: int) -> list[dict
             holds=off_s > on_s,
         ),
         case(
-            f"{setting.name}: generation beside {' or '.join(setting.trainings)} of the step before",
+            f"{setting.name}: generation beside {' or '.join(setting.trainings)} of a step before",
             on,
             "share",
             baseline=off,
@@ -107,13 +106,13 @@ def metrics(setting: Setting, in_flight: int, run_dir: Path, steps: int) -> list
 
 
 def overlapped_share(metrics: Sequence[dict[str, Any]], trainings: Sequence[str]) -> float:
-    """The part of the time of all generation but the first in which one of `trainings` of the step before was running;
+    """The part of the time of all generation but the first in which one of `trainings` of a step before was running;
     they are on one worker, one after the other."""
     total = together = 0.0
-    for before, line in pairwise(metrics):
+    for step, line in enumerate(metrics[1:], start=1):
         generates = line["calls"]["actor_generate"]
         total += generates["end"] - generates["start"]
-        for trains in (before["calls"][training] for training in trainings):
+        for trains in (before["calls"][training] for before in metrics[:step] for training in trainings):
             together += max(0.0, min(generates["end"], trains["end"]) - max(generates["start"], trains["start"]))
     return together / total
 
