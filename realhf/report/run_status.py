@@ -100,7 +100,10 @@ def read_run_status(directory: RunDirectory, now_s: float) -> RunStatus:
         (state == "running" and silent_s > SILENCE_S) or (is_orphan and silent_s > ORPHAN_SILENCE_S)
     ):
         state = "lost"
-    step, steps = (status.step, status.steps) if status else (0, 0)
+    if status:
+        step, steps = status.step, status.steps
+    else:  # not begun, or damaged
+        step, steps = max((line["step"] for line in metrics), default=0), _planned_steps(experiment)
     speed = speed_of(metrics, events)
     checkpoints = saved_steps(directory.checkpoints)
     written = [event for event in events if event.event == "checkpoint" and event.step in checkpoints[-1:]]
@@ -124,6 +127,13 @@ def read_run_status(directory: RunDirectory, now_s: float) -> RunStatus:
         memory_limit_bytes=plan.rationale.device_memory_bytes if plan and plan.rationale else None,
         damaged=tuple(damaged),
     )
+
+
+def _planned_steps(experiment: dict[str, Any]) -> int:
+    """The `steps` of `experiment.json`, 0 where it has none."""
+    values = experiment.get("values")
+    steps = values.get("steps") if isinstance(values, dict) else None
+    return steps if isinstance(steps, int) else 0
 
 
 def _is_orphan(directory: RunDirectory) -> bool:

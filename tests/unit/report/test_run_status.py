@@ -1,5 +1,6 @@
 """Where a run stands: numbers by hand, of runs that go on, have ended or were lost."""
 
+import json
 import os
 import socket
 import struct
@@ -77,6 +78,18 @@ def test_a_run_that_goes_on(tmp_path: Path) -> None:
     assert (second.activity, second.since_s) == ("actor_generate of step 6: compute", 2.0)
     assert (first.peak_bytes, second.peak_bytes) == (400 * MIB, 205 * MIB)
     assert (second.predicted_bytes, status.memory_limit_bytes) == (300 * MIB, 800 * MIB)
+
+
+def test_where_the_status_is_damaged_metrics_and_experiment_tell_the_steps(tmp_path: Path) -> None:
+    directory = running(tmp_path / "run")
+    expected = max(json.loads(line)["step"] for line in directory.metrics.read_text().splitlines())
+    experiment = json.loads(directory.experiment.read_bytes())
+    directory.experiment.write_text(json.dumps(experiment | {"values": {"steps": 40}}))
+    directory.status.write_bytes(b"")
+    status = read_run_status(directory, NOW_S)
+    assert (status.state, status.step, status.steps) == ("unknown", expected, 40)
+    directory.experiment.write_text(json.dumps(experiment | {"values": {"steps": "x"}}))
+    assert read_run_status(directory, NOW_S).steps == 0
 
 
 def test_a_run_of_which_nothing_is_heard_any_more_is_lost(tmp_path: Path) -> None:
