@@ -2,7 +2,6 @@
 
 import argparse
 import math
-import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,8 @@ from realhf.api.numbers import DEVICES, check_range
 from realhf.api.offload import check_offload
 from realhf.api.plan import ExecutionPlan, check_plan, load_plan
 from realhf.cli.phases import Phases
+from realhf.machine.gpus import count_gpus
+from realhf.machine.host import count_cores
 from realhf.search.cluster import Cluster
 from realhf.search.explanation import explain
 from realhf.search.hardware import load_hardware
@@ -230,7 +231,7 @@ def cluster_of(arguments: argparse.Namespace, num_devices: int | None = None) ->
 
 def local_devices() -> int:
     """The number of GPUs of this machine, or of its cores where there is none."""
-    return sum(name.removeprefix("nvidia").isdigit() for name in os.listdir("/dev")) or len(os.sched_getaffinity(0))
+    return count_gpus() or count_cores()
 
 
 def workload_of(graph: DataflowGraph, lengths: dict[str, tuple[float, int]], new_tokens: int | None = None) -> Workload:
@@ -292,4 +293,4 @@ def _common_dtype(experiment: Any) -> DType:
 
 def has_gpus() -> bool:
     """Whether this machine has NVIDIA GPUs."""
-    return any(name.removeprefix("nvidia").isdigit() for name in os.listdir("/dev"))
+    return count_gpus() > 0
