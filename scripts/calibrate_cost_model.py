@@ -1,7 +1,7 @@
 """Fits the constants of a GPU's description to published step times and prints what is left unexplained.
 
 python scripts/calibrate_cost_model.py            # fit and print; change nothing
-python scripts/calibrate_cost_model.py --write    # also write the constants to profiles/hardware/h100.yaml
+python scripts/calibrate_cost_model.py --write    # also write the constants to the description of h100
 """
 
 import argparse
@@ -22,7 +22,7 @@ from realhf.search.calibration import (
     step_residuals,
     worst_error,
 )
-from realhf.search.hardware import Hardware, load_hardware, profiles_root
+from realhf.search.hardware import DESCRIPTIONS, Hardware, load_hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tests" / "data" / "published_step_times.yaml"
@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_residuals(rows)
         print_errors(f"calls of {held_out.name}, fitted without them", rows)
     if options.write:
-        path = profiles_root() / "hardware" / f"{options.hardware}.yaml"
+        path = DESCRIPTIONS / f"{options.hardware}.yaml"
         path.write_text(with_constants(path.read_text(), fitted))
         print(f"written: {path.relative_to(ROOT)}")
     return 0

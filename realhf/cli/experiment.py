@@ -26,9 +26,7 @@ def add_experiment_arguments(command: argparse.ArgumentParser) -> None:
     budget.add_argument(
         "--seconds", type=float, metavar="S", help="budget of the plan search in seconds, on all cores of this machine"
     )
-    command.add_argument(
-        "--hardware", help="hardware description or file under profiles/hardware (default: this machine)"
-    )
+    command.add_argument("--hardware", help="a hardware description, such as h100 or cpu (default: this machine)")
     command.add_argument(
         "--offload", metavar="MODELS", help="models that wait in host memory while nothing needs them: NAME,NAME"
     )

@@ -78,7 +78,7 @@ def add_command(commands: Any) -> None:
     command.add_argument("--recompute", action="store_true", help="recompute activations: saves memory, gathers again")
     command.add_argument("--prefetch", action="store_true", help="hold two gathered slices instead of one")
     command.add_argument("--dtype", choices=list(DTYPE_BYTES), default="bfloat16", help="default bfloat16")
-    command.add_argument("--hardware", default="h100", help="description under profiles/hardware (default h100)")
+    command.add_argument("--hardware", default="h100", help="a hardware description (default h100)")
     command.add_argument(
         "--launch-us", type=float, default=10.0, help="cost of starting a collective in microseconds (default 10)"
     )

@@ -55,8 +55,8 @@ def add_command(commands: Any) -> None:
     )
     command.add_argument("experiment", help="a Python file with one dataclass under @auto")
     command.add_argument("--num-workers", type=int, help="devices to use (default: the GPUs here, else the CPU cores)")
-    command.add_argument("--hardware", help="a description under profiles/hardware (default: this machine)")
-    command.add_argument("--profiles-dir", type=Path, help="write below this folder (default: profiles/)")
+    command.add_argument("--hardware", help="a hardware description, such as h100 or cpu (default: this machine)")
+    command.add_argument("--profiles-dir", type=Path, help="write below this folder (default: where plans look)")
     command.add_argument("--repetitions", type=int, default=5, help="readings of the clock a size (default 5)")
     command.add_argument(
         "--max-tokens",

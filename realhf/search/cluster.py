@@ -11,7 +11,7 @@ MEMORY_BYTES = (1, 2**50)
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """`num_nodes` equal nodes; `hardware` names a description in `profiles/hardware/`."""
+    """`num_nodes` equal nodes; `hardware` names a description in `realhf/search/descriptions/`."""
 
     num_nodes: int = 1
     devices_per_node: int

@@ -30,9 +30,9 @@ class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         check_fields("", self, {"nodes": DEVICES, "devices_per_node": DEVICES, "device_memory_gb": MEMORY_GB})
 
-    def cluster(self, root: Path | None = None) -> Cluster:
+    def cluster(self) -> Cluster:
         """Raises UserError for unknown hardware."""
-        hardware = load_hardware(self.hardware, root)
+        hardware = load_hardware(self.hardware)
         memory = hardware.device_memory_bytes if self.device_memory_gb is None else int(self.device_memory_gb * GIB)
         return Cluster(
             num_nodes=self.nodes,
@@ -50,7 +50,7 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("groups is empty; give at least one")
 
 
-def parse_clusters(text: str, root: Path | None = None) -> dict[str, Cluster]:
+def parse_clusters(text: str) -> dict[str, Cluster]:
     """The clusters of a comma list, by what they were called.
 
     Raises:
@@ -61,18 +61,18 @@ def parse_clusters(text: str, root: Path | None = None) -> dict[str, Cluster]:
         name = word.strip()
         if name in clusters:
             raise UserError(f"--cluster: {name!r} is given twice")
-        clusters[name] = parse_cluster(name, root)
+        clusters[name] = parse_cluster(name)
     return clusters
 
 
-def parse_cluster(text: str, root: Path | None = None) -> Cluster:
-    """`HARDWARE-NODESxDEVICES`, or the path of a YAML file; `root` is the folder of the hardware descriptions.
+def parse_cluster(text: str) -> Cluster:
+    """`HARDWARE-NODESxDEVICES`, or the path of a YAML file.
 
     Raises:
         UserError: neither of them, unknown hardware, or a file with a missing, unknown or ill-typed field.
     """
     if text.endswith(_SUFFIXES):
-        return _read(Path(text), root)
+        return _read(Path(text))
     match = _NAME.fullmatch(text)
     if not match:
         raise UserError(
@@ -83,7 +83,7 @@ def parse_cluster(text: str, root: Path | None = None) -> Cluster:
         group = NodeGroup(hardware=match["hardware"], nodes=nodes, devices_per_node=devices)
     except UserError as error:
         raise UserError(f"cluster {text!r}: {error}") from None
-    return group.cluster(root)
+    return group.cluster()
 
 
 def with_memory(cluster: Cluster, memory_gb: float | None) -> Cluster:
@@ -98,7 +98,7 @@ def with_memory(cluster: Cluster, memory_gb: float | None) -> Cluster:
     return replace(cluster, device_memory_bytes=int(memory_gb * GIB))
 
 
-def _read(path: Path, root: Path | None) -> Cluster:
+def _read(path: Path) -> Cluster:
     try:
         file = decode_yaml(path.read_bytes(), ClusterFile)
     except OSError as error:
@@ -109,6 +109,6 @@ def _read(path: Path, root: Path | None) -> Cluster:
         kinds = ", ".join(f"{group.nodes} x {group.hardware}" for group in file.groups)
         raise UserError(f"{path}: {len(file.groups)} groups ({kinds}); plans are made for one group, so give one")
     try:
-        return file.groups[0].cluster(root)
+        return file.groups[0].cluster()
     except UserError as error:
         raise UserError(f"{path}: {error}") from None

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import msgspec
 
-import realhf
 from realhf.api.errors import UserError
 from realhf.api.files import BadContentError, decode_yaml
 from realhf.api.model import DType
 from realhf.api.numbers import DEVICES, check_fields
 
+DESCRIPTIONS = Path(__file__).parent / "descriptions"  # NAME.yaml each, part of the package
 RATES = (1.0, 1e24)  # of bytes and operations a second
 DELAYS_S = (0.0, 1e4)
 DTYPE_BYTES: dict[DType, int] = {"float32": 4, "float64": 8, "bfloat16": 2}
@@ -107,18 +107,12 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return latency_s, bandwidth if per_node == 1 else min(bandwidth, self.intra_node_bandwidth)
 
 
-def profiles_root() -> Path:
-    """The folder `profiles/` of the checkout."""
-    return Path(realhf.__file__).resolve().parent.parent / "profiles"
-
-
-def load_hardware(name: str, root: Path | None = None) -> Hardware:
-    """Reads `ROOT/hardware/NAME.yaml`; `root` is the checkout's `profiles/` by default.
+def load_hardware(name: str, folder: Path = DESCRIPTIONS) -> Hardware:
+    """Reads the description `FOLDER/NAME.yaml`.
 
     Raises:
         UserError: no such description, or a missing, unknown or ill-typed field.
     """
-    folder = (root or profiles_root()) / "hardware"
     path = folder / f"{name}.yaml"
     try:
         text = path.read_bytes()

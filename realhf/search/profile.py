@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+import platformdirs
 
+import realhf
 from realhf.api.errors import UserError
 from realhf.api.files import BadContentError, decode_json, write_atomically
 from realhf.api.model import DecoderConfig, DType
 from realhf.api.numbers import BYTES, DEVICES, SECONDS, TOKENS, check_fields
-from realhf.search.hardware import RATES, profiles_root
+from realhf.search.hardware import RATES
 
 FORMAT = "layer-profile/1"
 
@@ -155,10 +157,22 @@ def interpolate(points: list[tuple[float, float]], x: float) -> float:
     return Curve(tuple(p[0] for p in points), tuple(p[1] for p in points)).at(x)
 
 
+def profiles_root() -> Path:
+    """The folder of this machine's profiles: that of the checkout while working in it, else one of the user.
+
+    Working in the checkout: the working directory is the folder that this package is run from, or lies in it.
+    A run's launcher, and whatever plans it again, have the run's working directory, and so the same answer.
+    """
+    checkout = Path(realhf.__file__).resolve().parent.parent
+    if (checkout / "pyproject.toml").is_file() and Path.cwd().is_relative_to(checkout):
+        return checkout / "profiles" / "local"
+    return platformdirs.user_data_path("realhf") / "profiles"
+
+
 def profile_path(model: DecoderConfig, dtype: DType, hardware: str, root: Path | None = None) -> Path:
-    """`ROOT/local/HARDWARE/HASH.json`: where the profile of a model type lies; `root` is `profiles/` by default."""
+    """`ROOT/HARDWARE/HASH.json`: where the profile of a model type lies; `root` is `profiles_root()` by default."""
     content = msgspec.json.encode({"model": msgspec.to_builtins(model), "dtype": dtype}, order="sorted")
-    return (root or profiles_root()) / "local" / hardware / f"{hashlib.sha256(content).hexdigest()[:16]}.json"
+    return (root or profiles_root()) / hardware / f"{hashlib.sha256(content).hexdigest()[:16]}.json"
 
 
 def save_profile(profile: LayerProfile, path: str | Path) -> None:

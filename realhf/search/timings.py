@@ -366,14 +366,14 @@ def load_costs(
     features: EngineFeatures = ENGINE,
     of_models: Mapping[str, EngineFeatures] | None = None,
 ) -> Costs:
-    """Measured timings where `ROOT/local/HARDWARE` has a profile of the model type, else the analytic model.
+    """Measured timings where `ROOT/HARDWARE` has a profile of the model type, else the analytic model.
 
     `features` and `of_models`: see `Costs`; what depends on the hardware is taken from it (`EngineFeatures.on`).
 
     Raises:
         UserError: no such hardware, a broken profile, or a profile of another model.
     """
-    description = load_hardware(hardware, root)
+    description = load_hardware(hardware)
     features = features.on(description)
     of_models = {name: own.on(description) for name, own in (of_models or {}).items()}
     timings: dict[DecoderConfig, Timings] = {}

@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,6 @@ from msgspec import structs
 from realhf.api.model import DecoderConfig
 from realhf.cli import main
 from realhf.scheduler.local import LocalLauncher
-from realhf.search.hardware import profiles_root
 from realhf.search.profile import LayerProfile, load_profile, profile_path
 from realhf.search.timings import load_costs
 from tests.distributed.pool import run_distributed
@@ -92,9 +90,8 @@ def experiment(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def root(experiment, tmp_path_factory) -> Path:
-    """A profiles/ folder after one `realhf profile` with two workers."""
+    """A folder of profiles after one `realhf profile` with two workers."""
     root = tmp_path_factory.mktemp("profiles")
-    shutil.copytree(profiles_root() / "hardware", root / "hardware")
     assert main(words(experiment, root)) == 0
     return root
 
@@ -186,11 +183,11 @@ def test_the_planner_takes_the_profiles(root):
 
 
 def test_what_was_measured_is_kept(experiment, root, capsys, monkeypatch):
-    files = sorted((root / "local" / "cpu").iterdir())
+    files = sorted((root / "cpu").iterdir())
     before = [(file, file.stat().st_mtime_ns) for file in files]
     monkeypatch.delattr(LocalLauncher, "start")  # no worker is started
     assert main(words(experiment, root)) == 0
-    assert [(file, file.stat().st_mtime_ns) for file in sorted((root / "local" / "cpu").iterdir())] == before
+    assert [(file, file.stat().st_mtime_ns) for file in sorted((root / "cpu").iterdir())] == before
     assert len(before) == 3
     assert capsys.readouterr().out.count("kept ") == 3
 

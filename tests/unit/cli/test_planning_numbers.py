@@ -10,7 +10,7 @@ from realhf.api.errors import UserError
 from realhf.api.plan import load_plan
 from realhf.cli import main
 from realhf.search.clusters import parse_cluster
-from realhf.search.hardware import load_hardware, profiles_root
+from realhf.search.hardware import DESCRIPTIONS, load_hardware
 from realhf.search.problem_file import load_problem
 from realhf.search.profile import load_profile
 
@@ -148,8 +148,7 @@ def test_many_steps_are_refused_before_the_search(
 
 @pytest.mark.parametrize("value", [".nan", ".inf", "-1", "1.0e+300"])
 def test_hardware_files(value: str, tmp_path: Path) -> None:
-    (tmp_path / "hardware").mkdir()
-    text = (profiles_root() / "hardware" / "h100.yaml").read_text()
+    text = (DESCRIPTIONS / "h100.yaml").read_text()
     lines = text.splitlines()
     numeric = [i for i, line in enumerate(lines) if line.partition("#")[0].rstrip()[-1:].isdigit() and ": " in line]
     assert len(numeric) > 10
@@ -157,7 +156,7 @@ def test_hardware_files(value: str, tmp_path: Path) -> None:
         if lines[i].startswith("name"):
             continue
         one = [*lines[:i], f"{lines[i].partition(': ')[0]}: {value}", *lines[i + 1 :]]
-        (tmp_path / "hardware" / "h100.yaml").write_text("\n".join(one))
+        (tmp_path / "h100.yaml").write_text("\n".join(one))
         with pytest.raises(UserError, match=r"h100\.yaml: not a hardware description"):
             load_hardware("h100", tmp_path)
 
@@ -181,7 +180,6 @@ def test_deeply_nested_files(tmp_path: Path) -> None:
     (tmp_path / "a.yaml").write_text("[" * 5000 + "]" * 5000)
     with pytest.raises(UserError, match=r"a\.yaml: "):
         parse_cluster(str(tmp_path / "a.yaml"))
-    (tmp_path / "hardware").mkdir()
-    (tmp_path / "hardware" / "a.yaml").write_text("[" * 5000 + "]" * 5000)
+    (tmp_path / "a.yaml").write_text("[" * 5000 + "]" * 5000)
     with pytest.raises(UserError, match=r"a\.yaml: "):
         load_hardware("a", tmp_path)

@@ -5,8 +5,9 @@ from pathlib import Path
 import pytest
 from msgspec import structs
 
+import realhf
 from realhf.api.errors import UserError
-from realhf.search.hardware import load_hardware, profiles_root
+from realhf.search.hardware import DESCRIPTIONS, load_hardware
 from realhf.search.profile import (
     CollectiveTimings,
     Curve,
@@ -17,6 +18,7 @@ from realhf.search.profile import (
     interpolate,
     load_profile,
     profile_path,
+    profiles_root,
     save_profile,
 )
 from realhf.search.timings import AnalyticTimings, ProfiledTimings, load_costs
@@ -78,12 +80,35 @@ def test_broken_curves(sizes: tuple[float, ...], seconds: tuple[float, ...]) -> 
 
 def test_profiles_are_files(tmp_path: Path) -> None:
     path = profile_path(TINY, "float32", "cpu", tmp_path)
-    assert path.parent == tmp_path / "local" / "cpu"
+    assert path.parent == tmp_path / "cpu"
     assert path != profile_path(TINY, "float64", "cpu", tmp_path)
     assert path != profile_path(TINY.with_head("scalar"), "float32", "cpu", tmp_path)
     save_profile(profile(), path)
     assert load_profile(path) == profile()
     assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_where_profiles_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = tmp_path / "checkout"
+    (checkout / "realhf").mkdir(parents=True)
+    (checkout / "experiments").mkdir()
+    monkeypatch.setattr(realhf, "__file__", str(checkout / "realhf" / "__init__.py"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    of_the_user = tmp_path / "data" / "realhf" / "profiles"
+    monkeypatch.chdir(checkout)
+    assert profiles_root() == of_the_user  # an installed package: pyproject.toml does not stand beside it
+    (checkout / "pyproject.toml").touch()
+    for folder, root in (
+        (checkout, checkout / "profiles" / "local"),
+        (checkout / "experiments", checkout / "profiles" / "local"),
+        (tmp_path, of_the_user),
+    ):
+        monkeypatch.chdir(folder)
+        assert profiles_root() == root
+        assert profile_path(TINY, "float32", "cpu").is_relative_to(root / "cpu")
+    monkeypatch.delenv("XDG_DATA_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert profiles_root() == tmp_path / "home" / ".local" / "share" / "realhf" / "profiles"
 
 
 @pytest.mark.parametrize(
@@ -148,8 +173,6 @@ def test_what_was_not_measured() -> None:
 
 
 def test_load_costs_prefers_a_measurement(tmp_path: Path) -> None:
-    (tmp_path / "hardware").mkdir()
-    (tmp_path / "hardware" / "cpu.yaml").write_text((profiles_root() / "hardware" / "cpu.yaml").read_text())
     models = {"actor": TINY, "critic": TINY.with_head("scalar")}
     save_profile(profile(), profile_path(TINY, "float32", "cpu", tmp_path))
     costs = load_costs(models, dtype="float32", hardware="cpu", root=tmp_path)
@@ -160,8 +183,6 @@ def test_load_costs_prefers_a_measurement(tmp_path: Path) -> None:
 
 
 def test_the_memory_of_a_communicator_is_the_most_that_was_measured(tmp_path: Path) -> None:
-    (tmp_path / "hardware").mkdir()
-    (tmp_path / "hardware" / "h100.yaml").write_text((profiles_root() / "hardware" / "h100.yaml").read_text())
     models = {"actor": TINY, "critic": TINY.with_head("scalar")}
     for size_bytes, model in ((300_000_000, TINY), (200_000_000, models["critic"])):
         measured = structs.replace(profile(), hardware="h100", model=model, communicator_bytes=size_bytes)
@@ -181,14 +202,13 @@ def test_hardware_descriptions(name: str) -> None:
 def test_broken_hardware(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="choose one of a100-80g, cpu, h100, h200"):
         load_hardware("b300")
-    (tmp_path / "hardware").mkdir()
-    text = (profiles_root() / "hardware" / "cpu.yaml").read_text()
+    text = (DESCRIPTIONS / "cpu.yaml").read_text()
     for old, new, message in [
         ("memory_bandwidth: 10.0e+9\n", "", "memory_bandwidth"),
         ("memory_bandwidth: 10.0e+9", "memory_bandwidth: -1", "memory_bandwidth -1.0 is not from 1 to"),
         ("name: cpu", "name: gpu", "must agree"),
     ]:
         assert old in text
-        (tmp_path / "hardware" / "cpu.yaml").write_text(text.replace(old, new))
+        (tmp_path / "cpu.yaml").write_text(text.replace(old, new))
         with pytest.raises(UserError, match=message):
             load_hardware("cpu", tmp_path)

@@ -27,7 +27,7 @@ from realhf.search.calibration import (
     worst_error,
 )
 from realhf.search.cluster import Cluster
-from realhf.search.hardware import load_hardware
+from realhf.search.hardware import DESCRIPTIONS, load_hardware
 from realhf.search.memory import model_sizes, parameter_bytes
 from realhf.search.options import call_options
 from realhf.search.problem_inputs import homes
@@ -121,11 +121,10 @@ def test_a_table_that_was_not_fitted(script: ModuleType, held_out: int) -> None:
 
 
 def test_written_constants_are_read_back(script: ModuleType, tmp_path: Path) -> None:
-    text = (ROOT / "profiles" / "hardware" / "h100.yaml").read_text()
+    text = (DESCRIPTIONS / "h100.yaml").read_text()
     assert script.with_constants(text, H100) == text
     changed = structs.replace(H100, sampling_s=2.5e-3, matmul_flops={**H100.matmul_flops, "bfloat16": 4e14})
-    (tmp_path / "hardware").mkdir()
-    (tmp_path / "hardware" / "h100.yaml").write_text(script.with_constants(text, changed))
+    (tmp_path / "h100.yaml").write_text(script.with_constants(text, changed))
     assert load_hardware("h100", tmp_path) == changed
 
 
