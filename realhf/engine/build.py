@@ -11,6 +11,7 @@ from realhf.engine.arena import Arena
 from realhf.engine.megatron_check import check_megatron
 from realhf.models.decoder import Decoder
 from realhf.models.parameters import ParameterSpec, decoder_parameters
+from realhf.parallel.gradients import let_add_to_grad
 from realhf.parallel.groups import ParallelGroups
 from realhf.realloc.held import by_name
 from realhf.realloc.layout import Box, device_boxes
@@ -69,6 +70,7 @@ def attach_gradients(decoder: Decoder, gradients: Arena) -> None:
         parameter.requires_grad_(True)
         parameter.grad_dtype = gradients.flat.dtype
         parameter.grad = views[name]
+        let_add_to_grad(parameter)
 
 
 def boxes(decoder: Decoder) -> dict[str, tuple[Box, Tensor]]:

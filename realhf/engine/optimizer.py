@@ -1,6 +1,7 @@
 """AdamW on a flat vector of parameters, and its learning rate."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -8,8 +9,9 @@ from torch.optim.adamw import adamw
 
 from realhf.api.experiment import OptimizerConfig
 
-# Elements whose states are brought from the host at once, where they are kept there.
-_OFFLOAD_CHUNK = 2**26
+# Elements that are updated at a time. On a CPU their gradients and states stay in a core's cache from the first
+# pass over them to the last; on a GPU they are enough for its rate, and bound what is brought from the host at once.
+CPU_CHUNK, GPU_CHUNK = 2**18, 2**26
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -31,6 +33,18 @@ def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float
 def gradient_dtype(parameters: torch.dtype, config: OptimizerConfig) -> torch.dtype:
     """What gradients are summed in over micro-batches and ranks, for parameters of a dtype."""
     return torch.promote_types(parameters, torch.float32) if config.fp32_gradients else parameters
+
+
+def chunks(vector: Tensor) -> Iterator[slice]:
+    """The parts of a vector that one pass after another is made over."""
+    size = CPU_CHUNK if vector.device.type == "cpu" else GPU_CHUNK
+    return (slice(start, start + size) for start in range(0, len(vector), size))
+
+
+def square_sum(vector: Tensor) -> Tensor:
+    """The sum of the squares of `vector`, a number in float64, without a copy of the vector in that precision."""
+    parts = [torch.linalg.vector_norm(vector[part], dtype=torch.float64).square() for part in chunks(vector)]
+    return torch.stack(parts).sum() if parts else vector.new_zeros((), dtype=torch.float64)
 
 
 class FlatAdamW:
@@ -70,27 +84,30 @@ class FlatAdamW:
         if self.has_master:
             self.state["master"].copy_(self.parameters)
 
-    def step(self, gradients: Tensor) -> None:
-        """One update with `gradients`, a vector like the parameters."""
-        chunk = _OFFLOAD_CHUNK if self.config.offload_states else max(1, len(self.parameters))
-        for start in range(0, len(self.parameters), chunk):
-            part = slice(start, start + chunk)
-            self._step(self.parameters[part], gradients[part], {kind: s[part] for kind, s in self.state.items()})
+    def step(self, gradients: Tensor, scale: float = 1.0) -> None:
+        """One update with `scale` times `gradients`, a vector like the parameters, which stays as it is.
+
+        Beyond the states it needs memory for a chunk alone.
+        """
+        for part in chunks(self.parameters):
+            kept = {kind: state[part] for kind, state in self.state.items()}
+            self._step(self.parameters[part], gradients[part], scale, kept)
         self.step_count += 1
 
-    def _step(self, parameters: Tensor, gradients: Tensor, kept: dict[str, Tensor]) -> None:
+    def _step(self, parameters: Tensor, gradients: Tensor, scale: float, kept: dict[str, Tensor]) -> None:
         state = kept
         if self.config.offload_states:
             state = {k: s.to(parameters.device, non_blocking=True, copy=True) for k, s in kept.items()}
         target = state["master"] if self.has_master else parameters
+        gradients = gradients.to(target.dtype)
         adamw(
             [target],
-            [gradients.to(target.dtype)],
+            [gradients if scale == 1.0 else gradients * scale],
             [state["exp_avg"]],
             [state["exp_avg_sq"]],
             [],
             [torch.tensor(float(self.step_count), device=target.device)],
-            fused=True,  # one pass over memory, no temporaries
+            fused=True,  # one pass, no temporaries
             amsgrad=False,
             beta1=self.config.beta1,
             beta2=self.config.beta2,

@@ -14,7 +14,7 @@ from realhf.engine.batch import Batch
 from realhf.engine.data_parallel import Parameters
 from realhf.engine.forward import pack_micro_batch, run_stage
 from realhf.engine.interface import LossFunction, Stats
-from realhf.engine.optimizer import FlatAdamW, gradient_dtype
+from realhf.engine.optimizer import FlatAdamW, gradient_dtype, square_sum
 from realhf.engine.pipeline import Neighbours, run_training
 from realhf.engine.returned import check_loss
 from realhf.engine.schedule import Pass
@@ -81,9 +81,7 @@ class Trainer:
         norm = self._norm(gradients)
         self._check(norm, sums)
         limit = self.optimizer.config.max_grad_norm
-        if norm > limit:
-            gradients.mul_(limit / (norm + 1e-6))  # the guard is torch's clip_grad_norm_'s
-        self.optimizer.step(gradients)
+        self.optimizer.step(gradients, min(1.0, limit / (norm + 1e-6)))  # the guard is torch's clip_grad_norm_'s
         self.parameters.publish()
         if not self.decoder.groups.is_last_stage:
             return {}
@@ -141,8 +139,7 @@ class Trainer:
 
         In float64: a float32 sum depends on the layout in the fifth digit.
         """
-        parts = [torch.linalg.vector_norm(gradients[part], dtype=torch.float64).square() for part in self._counted]
-        square = torch.stack(parts).sum()
+        square = torch.stack([square_sum(gradients[part]) for part in self._counted]).sum()
         if self.decoder.groups.model is not None:
             dist.all_reduce(square, group=self.decoder.groups.model)
         return math.sqrt(square.item())

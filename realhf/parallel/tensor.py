@@ -3,11 +3,15 @@
 A `group` of None means one rank: the same classes are then the ordinary layers.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from realhf.parallel.gradients import gradient_sink
 from realhf.parallel.linear import Packed, linear, linear_packed, pack, takes_packed
 from realhf.parallel.sequence import TokenShards, leave
 
@@ -102,8 +106,31 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens: Tensor, shards: TokenShards | None = None) -> Tensor:
         if self.group is None:
-            return F.embedding(tokens, self.weight)  # [tokens, hidden]
+            return self._rows(tokens)  # [tokens, hidden]
         local = tokens - self.first
         is_elsewhere = (local < 0) | (local >= self.weight.shape[0])
-        embedded = F.embedding(local.masked_fill(is_elsewhere, 0), self.weight)
+        embedded = self._rows(local.masked_fill(is_elsewhere, 0))
         return leave(embedded.masked_fill(is_elsewhere[:, None], 0.0), self.group, shards)
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        # On a GPU rows would be added to `grad` in an order of chance.
+        if self.weight.device.type == "cpu" and torch.is_grad_enabled() and gradient_sink(self.weight) is not None:
+            return _EmbeddingIntoGrad.apply(self.weight, tokens)
+        return F.embedding(tokens, self.weight)
+
+
+class _EmbeddingIntoGrad(torch.autograd.Function):
+    """Rows of a weight, whose gradient is added to those rows of `grad` alone; see `realhf.parallel.gradients`."""
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.sink = gradient_sink(weight)
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
+        (tokens,) = ctx.saved_tensors
+        ctx.sink.index_add_(0, tokens, grad.to(ctx.sink.dtype))
+        return None, None

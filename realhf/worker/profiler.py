@@ -27,7 +27,7 @@ from realhf.api.files import decode_json
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
 from realhf.api.model import DecoderConfig, DType
 from realhf.api.profile_job import JOB_FILE, ProfileJob, ProfileTarget
-from realhf.engine.optimizer import FlatAdamW, gradient_dtype
+from realhf.engine.optimizer import FlatAdamW, gradient_dtype, square_sum
 from realhf.models.parameters import decoder_parameters
 from realhf.parallel.groups import GroupTable
 from realhf.scheduler.activity import ActivityWriter
@@ -185,9 +185,8 @@ class Profiler:
 
         def step() -> None:
             gradients.zero_()
-            torch.linalg.vector_norm(gradients, dtype=torch.float64).item()
-            gradients.mul_(0.5)
-            optimizer.step(gradients)
+            square_sum(gradients).item()
+            optimizer.step(gradients, 0.5)
 
         return self.watch.seconds(step) / count
 

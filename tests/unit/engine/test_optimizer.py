@@ -1,11 +1,14 @@
 """The flat AdamW against torch's own per-parameter one, its schedule against numbers by hand."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.engine import optimizer as optimizer_module
-from realhf.engine.optimizer import FlatAdamW, learning_rate
+from realhf.engine.memory import PeakMemory
+from realhf.engine.optimizer import FlatAdamW, learning_rate, square_sum
 
 
 def test_learning_rate_by_hand() -> None:
@@ -65,7 +68,7 @@ def test_bfloat16_parameters_follow_a_float32_master() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_offloaded_states_give_the_same_steps(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer_module, "_OFFLOAD_CHUNK", 64)  # three chunks
+    monkeypatch.setattr(optimizer_module, "CPU_CHUNK", 64)  # three chunks
     generator = torch.Generator().manual_seed(2)
     start, gradients = torch.randn(150, generator=generator).to(dtype), torch.randn(4, 150, generator=generator)
     here, there = (
@@ -100,3 +103,26 @@ def test_resumes_from_state_and_step() -> None:
     second.step_count = first.step_count
     steps(second, range(3, 6))
     assert torch.equal(second.parameters, straight.parameters)
+
+
+def test_a_step_and_the_norm_take_memory_for_a_chunk_alone() -> None:
+    """Not a copy of the gradients in the precision of the states, nor in that of the norm."""
+    parameters = torch.zeros(40 * 1024, dtype=torch.bfloat16)
+    gradients = torch.ones(40 * 1024, dtype=torch.bfloat16)
+    optimizer = FlatAdamW(parameters, OptimizerConfig(), total_steps=1)
+    with mock.patch.object(optimizer_module, "CPU_CHUNK", 1024), PeakMemory() as memory:
+        assert square_sum(gradients).item() == 40 * 1024
+        optimizer.step(gradients, 0.5)
+    assert 0 < memory.peak_bytes <= 3 * 8 * 1024
+    assert (gradients == 1.0).all()
+
+
+def test_scaled_gradients_give_the_step_of_scaled_gradients() -> None:
+    generator = torch.Generator().manual_seed(3)
+    start, gradients = torch.randn(100, generator=generator), torch.randn(3, 100, generator=generator)
+    ours, theirs = (FlatAdamW(start.clone(), OptimizerConfig(lr=1e-2), total_steps=3) for _ in range(2))
+    for gradient in gradients:
+        ours.step(gradient, 0.25)
+        theirs.step(gradient * 0.25)
+    assert torch.equal(ours.parameters, theirs.parameters)
+    assert not torch.equal(ours.parameters, start)

@@ -56,7 +56,13 @@ def test_clipping_limits_the_gradient() -> None:
     norm = step(free, batch)["grad_norm"]
     assert step(clipped, batch)["grad_norm"] == norm  # of the gradient before clipping
     assert free.parameters.gradients.flat.norm().item() == pytest.approx(norm[0])
-    assert clipped.parameters.gradients.flat.norm().item() == pytest.approx(1e-3, rel=1e-2)
+    assert used_gradient(clipped).norm().item() == pytest.approx(1e-3, rel=1e-2)
+
+
+def used_gradient(trained: ShardedModel) -> Tensor:
+    """What the first step of AdamW took for the gradient: its first moment is (1 - beta1) of it."""
+    assert trained.optimizer_steps == 1
+    return trained.trainer.optimizer.state["exp_avg"] / (1 - OptimizerConfig().beta1)
 
 
 def test_clipping_by_hand() -> None:
@@ -72,8 +78,8 @@ def test_clipping_by_hand() -> None:
     stats = trained.train_step(random_batch(CONFIG, 4), "tokens", loss, lambda batch: float(len(batch)), 2)
     # Each of the 32 elements has the gradient 3 x 4 / 4, the norm is 3 sqrt(32); clipped, all are 0.5 / sqrt(32).
     assert stats["grad_norm"][0] == pytest.approx(3 * 32**0.5)
-    gradient = trained.parameters.gradients.views()["model.norm.weight"]
-    torch.testing.assert_close(gradient, torch.full_like(gradient, 0.5 / 32**0.5), rtol=1e-6, atol=0)
+    gradient = used_gradient(trained)[used_gradient(trained) != 0]
+    torch.testing.assert_close(gradient, torch.full((32,), 0.5 / 32**0.5, dtype=gradient.dtype), rtol=1e-6, atol=0)
     # The first step of AdamW is lr x sign(gradient), whatever its size.
     torch.testing.assert_close(norm, before - stats["lr"][0], rtol=1e-6, atol=0)
 
@@ -104,22 +110,25 @@ def test_bfloat16_follows_a_loop_written_out(wide: bool) -> None:
                 sums[name] += gradient
         norm = sum(g.double().square().sum() for g in sums.values()).sqrt()
         assert norm > 0.3
-        assert stats["grad_norm"][0] == pytest.approx(norm.item(), rel=1e-6)
+        # Autograd adds up the embedding's gradient in bfloat16, the engine in the dtype of its sums.
+        assert stats["grad_norm"][0] == pytest.approx(norm.item(), rel=1e-4)
         for name, total in sums.items():
-            gradient = (total * (0.3 / (norm.item() + 1e-6))).float()
+            gradient = total.float() * (0.3 / (norm.item() + 1e-6))
             first[name] = 0.9 * first[name] + 0.1 * gradient
             second[name] = 0.95 * second[name] + 0.05 * gradient**2
             step_size = first[name] / (1 - 0.9**step_number) / ((second[name] / (1 - 0.95**step_number)).sqrt() + 1e-8)
             masters[name] = masters[name] * (1 - 1e-2 * 0.1) - 1e-2 * step_size
             # From the engine's own, so that a rounding at a border does not take the two apart: compared at once.
-            torch.testing.assert_close(trained.boxes()[name][1], masters[name].bfloat16(), rtol=2**-7, atol=1e-7)
+            torch.testing.assert_close(trained.boxes()[name][1], masters[name].bfloat16(), rtol=2**-7, atol=5e-5)
             with torch.no_grad():
                 parameters[name].copy_(trained.boxes()[name][1])
     state = {box.name: local for box, local in trained.optimizer_state()}
     assert trained.parameters.gradients.flat.dtype == (torch.float32 if wide else torch.bfloat16)
     for name, master in masters.items():
-        torch.testing.assert_close(state[f"{name}@master"], master, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(state[f"{name}@exp_avg"], first[name], rtol=1e-4, atol=1e-7)
+        is_embedding = name == "model.embed_tokens.weight"
+        torch.testing.assert_close(state[f"{name}@master"], master, rtol=1e-5, atol=1e-4 if is_embedding else 5e-6)
+        rtol, atol = (2**-6, 1e-5) if is_embedding else (2e-4, 1e-7)
+        torch.testing.assert_close(state[f"{name}@exp_avg"], first[name], rtol=rtol, atol=atol)
 
 
 def _with_nan(output: Tensor, batch: Batch) -> tuple[Tensor, Stats]:

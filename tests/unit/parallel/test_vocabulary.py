@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from realhf.parallel.gradients import let_add_to_grad
+from realhf.parallel.tensor import VocabParallelEmbedding
 from realhf.parallel.vocabulary import Logits
 
 HIDDEN, VOCAB = 6, 11
@@ -106,3 +108,53 @@ def test_a_label_outside_of_the_vocabulary_is_refused(token: int) -> None:
     hidden, weight, _, _ = inputs(3)
     with pytest.raises(ValueError, match=f"row 1 asks for the id {token}, and vocab_size={VOCAB} has ids from 0"):
         Logits(hidden, weight).of_tokens(torch.tensor([0, token, 1]))
+
+
+def test_a_wide_vocabulary_is_read_once_and_its_gradient_written_once() -> None:
+    """A tile is as many tokens high as a product needs, however wide the vocabulary."""
+    hidden, weight, tokens, _ = inputs(400, torch.float32, vocab=5000)
+    with Elements() as seen:
+        Logits(hidden, weight, chunk_bytes=8 * 5000 * 4).of_tokens(tokens).logprob.sum().backward()
+    # Twice the logits, and both products of the backward pass once: a pass over the weight for every 8 tokens would
+    # give 50 gradients of it.
+    of_weights = sum(shape.numel() for shape in seen.products if shape[-1] == HIDDEN and shape[0] != len(tokens))
+    assert of_weights == weight.numel()
+    assert torch.allclose(weight.grad, full_gradient(hidden, weight, tokens), rtol=1e-4, atol=1e-5)
+
+
+class Elements(TorchDispatchMode):
+    """Notes the shapes of what products give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.products: list[torch.Size] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func in (torch.ops.aten.mm.default, torch.ops.mkldnn._linear_pointwise.default):
+            self.products.append(result.shape)
+        return result
+
+
+def full_gradient(hidden: Tensor, weight: Tensor, tokens: Tensor) -> Tensor:
+    plain = weight.detach().clone().requires_grad_()
+    (-F.cross_entropy(F.linear(hidden.detach(), plain), tokens, reduction="sum")).backward()
+    return plain.grad
+
+
+@pytest.mark.parametrize("grad_dtype", [torch.float32, torch.float64])
+def test_gradients_of_a_tied_weight_add_up_in_its_grad(grad_dtype: torch.dtype) -> None:
+    """The head's and the embedding's, into memory that is there already, beside what it has."""
+    _, weight, tokens, factor = inputs(30, torch.float32, vocab=50)
+    embedding = VocabParallelEmbedding((50, HIDDEN), None)
+    embedding.weight = torch.nn.Parameter(weight.detach().clone())
+    embedding.weight.grad_dtype = grad_dtype
+    embedding.weight.grad = grad = torch.ones(50, HIDDEN, dtype=grad_dtype)
+    let_add_to_grad(embedding.weight)
+    found = Logits(embedding(tokens), embedding.weight, chunk_bytes=640).of_tokens(tokens.flip(0)).logprob
+    (found * factor).sum().backward()
+    assert embedding.weight.grad is grad
+    plain = weight.detach().double().requires_grad_()
+    theirs = -F.cross_entropy(F.linear(F.embedding(tokens, plain), plain), tokens.flip(0), reduction="none")
+    (theirs * factor.double()).sum().backward()
+    torch.testing.assert_close(grad.double(), plain.grad + 1.0, rtol=1e-4, atol=1e-5)
