@@ -12,6 +12,7 @@ from fault_job import BreakableActor
 from realhf.algorithms.ppo.interface import PPOActorInterface
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, Model
+from realhf.scheduler.devices import DEVICE_VARIABLE
 
 
 class BreakableActorInterface(PPOActorInterface):
@@ -36,7 +37,7 @@ class BreakableActorInterface(PPOActorInterface):
             raise RuntimeError("broken on purpose")
         match wanted.split():
             case ["device", device, "from", "step", step]:
-                if device == os.environ["CUDA_VISIBLE_DEVICES"] and context.step >= int(step):
+                if os.environ[DEVICE_VARIABLE].endswith(f":{device}") and context.step >= int(step):
                     os.kill(os.getpid(), signal.SIGKILL)
             case ["step", step, "waits", "for", word, "in", file] if context.step >= int(step):
                 while word not in Path(file).read_text():

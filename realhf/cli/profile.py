@@ -5,6 +5,7 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from realhf.cli.experiment import build_experiment
 from realhf.cli.planning import cluster_of
 from realhf.scheduler.activity import read_activity
 from realhf.scheduler.base import ProcessSpec, process_environment, python_command, worker_name
+from realhf.scheduler.devices import devices_of, gpus_for
 from realhf.scheduler.local import LocalLauncher
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.scheduler.supervisor import supervise
@@ -239,12 +241,13 @@ def _progress(
 
 def _processes(job: ProfileJob, directory: RunDirectory) -> list[ProcessSpec]:
     env = {**process_environment(), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    devices = islice(devices_of(gpus_for(job.num_workers)), job.num_workers)
     return [
         ProcessSpec(
             name=worker_name(i),
             argv=python_command(WORKER_MODULE, str(directory.path)),
-            env=env,
+            env={**env, **device.environment},
             log_path=directory.log(worker_name(i)),
         )
-        for i in range(job.num_workers)
+        for i, device in enumerate(devices)
     ]

@@ -20,6 +20,7 @@ from realhf.cli.replanning import Replanner
 from realhf.cli.runs import new_run, resumed_run
 from realhf.scheduler.base import MASTER, Launcher
 from realhf.scheduler.checkpoints import remove_unfinished
+from realhf.scheduler.devices import gpus_for
 from realhf.scheduler.events import note
 from realhf.scheduler.recovery import note_start, run_to_end
 from realhf.scheduler.run_directory import RunDirectory
@@ -274,7 +275,7 @@ def _absolute(text: str) -> str:
 
 def _site(arguments: argparse.Namespace, run: Run, directory: RunDirectory) -> Site:
     if arguments.launcher == "local":
-        return LocalSite(directory)
+        return LocalSite(directory, gpus_for(run.spec.num_workers, run.spec.avoided))
     return SlurmSite(_slurm_options(arguments, run), directory)
 
 

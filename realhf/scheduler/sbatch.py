@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realhf.api.errors import UserError
+from realhf.machine.gpus import VISIBLE
 from realhf.scheduler.base import MASTER, WORKER_INDEX_VARIABLE, ProcessSpec
+from realhf.scheduler.devices import DEVICE_VARIABLE
 from realhf.scheduler.run_directory import RunDirectory
 
 
@@ -94,13 +96,15 @@ def sbatch_text(options: SlurmOptions, specs: Sequence[ProcessSpec], directory: 
     worker_step = _srun(
         ["--exact", "--mem=0", f"--nodes={options.nodes}", f"--ntasks={options.num_workers}"],
         [f"--ntasks-per-node={options.workers_per_node}", f"--cpus-per-task={options.cpus_per_worker}"],
-        ["--gpus-per-task=1"] if options.with_gpus else [],
+        # Without --gpu-bind=none, with which SLURM 22.05 tells the tasks no devices at all; it is the default besides.
+        [f"--gres=gpu:{options.workers_per_node}"] if options.with_gpus else [],
     )
     return _TEMPLATE.format(
         header=header,
         exits=shlex.quote(str(exits_folder(directory))),
         logs=shlex.quote(str(master.log_path.parent)),
         index_variable=WORKER_INDEX_VARIABLE,
+        own_device=_OWN_GPU if options.with_gpus else _CPU,
         master_step=master_step,
         master_command=_command(master),
         worker_step=worker_step,
@@ -143,6 +147,15 @@ def _command(spec: ProcessSpec) -> str:
     return shlex.join([*env, *spec.argv])
 
 
+# Every task of a node may use all of the node's GPUs, and shows CUDA the one of its own number. Where SLURM binds them
+# (--gpus-per-task), a cgroup hides the others, and NCCL cannot open the memory of a neighbour's GPU. GPUs that only
+# CUDA_VISIBLE_DEVICES hides stay reachable from CUDA 10.1 on (NCCL, src/transport/p2p.cc, p2pCanConnect).
+_OWN_GPU = f"""\
+    IFS=, read -ra gpus <<< "${{{VISIBLE}-}}"
+    export {VISIBLE}="${{gpus[SLURM_LOCALID]-}}" {DEVICE_VARIABLE}=cuda:$SLURM_LOCALID"""
+_CPU = f"""\
+    export {VISIBLE}= {DEVICE_VARIABLE}=cpu:$SLURM_LOCALID"""
+
 _TEMPLATE = """\
 #!/bin/bash
 {header}
@@ -158,6 +171,7 @@ name=$0
 if [ "$name" = worker ]; then
     export {index_variable}=$SLURM_PROCID
     name=worker-$SLURM_PROCID
+{own_device}
 fi
 "$@" >> "$REALHF_LOGS/$name.log" 2>&1
 code=$?

@@ -1,11 +1,14 @@
 """Where a run's processes run: what is started, on which devices or nodes, and how many workers there is room for."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import count, islice
+from itertools import islice
 from typing import Protocol
 
 from realhf.api.run import Run, RunSpec
+from realhf.machine.gpus import Gpu
 from realhf.scheduler.base import MASTER, Launcher, ProcessSpec, process_environment, python_command, worker_name
+from realhf.scheduler.devices import WITHOUT_GPU, Device, devices_of
 from realhf.scheduler.local import LocalLauncher
 from realhf.scheduler.nodes import job_nodes, usable_nodes, without_nodes
 from realhf.scheduler.run_directory import RunDirectory
@@ -41,9 +44,10 @@ class Site(Protocol):
 
 @dataclass(frozen=True)
 class LocalSite:
-    """This machine; a place is the number of a device."""
+    """This machine with those of its GPUs that runs may use, none for runs on the CPU; a place is a device."""
 
     directory: RunDirectory
+    gpus: tuple[Gpu, ...]
 
     @property
     def is_remote(self) -> bool:
@@ -53,22 +57,26 @@ class LocalSite:
         return LocalLauncher()
 
     def processes(self, run: Run) -> list[ProcessSpec]:
-        master = _process(self.directory, MASTER, "realhf.master", "127.0.0.1")
-        workers = []
-        for index, device in enumerate(_local_devices(run.spec)):
-            worker = _process(self.directory, worker_name(index), "realhf.worker")
-            # Without GPUs it means nothing.
-            workers.append(replace(worker, env={**worker.env, "CUDA_VISIBLE_DEVICES": device}))
-        return [master, *workers]
+        workers = (
+            _process(self.directory, worker_name(index), "realhf.worker", env=device.environment)
+            for index, device in enumerate(self._devices(run.spec))
+        )
+        return [_process(self.directory, MASTER, "realhf.master", "127.0.0.1", env=WITHOUT_GPU), *workers]
 
     def place(self, run: Run, worker: int) -> str | None:
-        return _local_devices(run.spec)[worker]
+        return self._devices(run.spec)[worker].place
 
     def lost(self, run: Run) -> frozenset[str]:
         return frozenset()
 
     def room(self, run: Run, avoided: frozenset[str]) -> int:
+        if self.gpus:
+            return min(len(list(devices_of(self.gpus, avoided))), run.spec.num_workers)
         return run.spec.num_workers - len(avoided.difference(run.spec.avoided))
+
+    def _devices(self, spec: RunSpec) -> list[Device]:
+        """The run's devices, by worker."""
+        return list(islice(devices_of(self.gpus, spec.avoided), spec.num_workers))
 
 
 @dataclass
@@ -94,11 +102,11 @@ class SlurmSite:
         return replace(self.options, nodes=nodes, nodelist=nodelist, exclude=exclude)
 
     def processes(self, run: Run) -> list[ProcessSpec]:
-        # Each task is shown its own GPU by SLURM.
+        # The batch script tells each which device it has.
         workers = [
             _process(self.directory, worker_name(index), "realhf.worker") for index in range(run.spec.num_workers)
         ]
-        return [_process(self.directory, MASTER, "realhf.master"), *workers]
+        return [_process(self.directory, MASTER, "realhf.master", env=WITHOUT_GPU), *workers]
 
     def place(self, run: Run, worker: int) -> str | None:
         nodes, node = self._nodes(), worker // run.spec.devices_per_node
@@ -122,15 +130,12 @@ class SlurmSite:
         return job_nodes(self._last.job_id) if self._last and self._last.job_id else []
 
 
-def _local_devices(spec: RunSpec) -> list[str]:
-    """The numbers of the devices that the run has, by worker."""
-    return list(islice((str(i) for i in count() if str(i) not in spec.avoided), spec.num_workers))
-
-
-def _process(directory: RunDirectory, name: str, module: str, *words: str) -> ProcessSpec:
+def _process(
+    directory: RunDirectory, name: str, module: str, *words: str, env: Mapping[str, str] | None = None
+) -> ProcessSpec:
     return ProcessSpec(
         name=name,
         argv=python_command(module, str(directory.path), *words),
-        env=process_environment(),
+        env={**process_environment(), **(env or {})},
         log_path=directory.log(name),
     )

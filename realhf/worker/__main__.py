@@ -41,6 +41,7 @@ from realhf.transport.messages import (
 from realhf.transport.rendezvous import wait_for_master
 from realhf.worker.activity import WorkerActivity
 from realhf.worker.allocator import keep_freed_memory
+from realhf.worker.device import own_device
 from realhf.worker.interfaces import explain
 from realhf.worker.model_worker import ModelWorker
 from realhf.worker.requests import refusal
@@ -49,14 +50,6 @@ from realhf.worker.stacks import write_stacks
 logger = logging.getLogger("realhf.worker")
 
 RECEIVE_TIMEOUT_S = 3600.0
-
-
-def pick_device() -> torch.device:
-    """This process's GPU (the launcher shows it one), else the CPU with one thread a worker."""
-    if torch.cuda.is_available():
-        return torch.device("cuda", 0)
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-    return torch.device("cpu")
 
 
 def join_world(directory: RunDirectory, run: Run, rank: int, device: torch.device) -> None:
@@ -89,7 +82,7 @@ def serve(
 ) -> None:
     """Sets up and executes requests until told to stop; those that come in `moves` on a thread of their own, which
     tells `fail` what they raise. Raises what another request raises."""
-    device = pick_device()
+    device = own_device()
     logger.info("attention on %s: %s", device.type, "; ".join(describe_attention(device.type)))
     activity.set("setup: joining the other workers")
     join_world(directory, run, rank, device)

@@ -47,6 +47,7 @@ from realhf.search.profile import (
 from realhf.worker.allocator import keep_freed_memory
 from realhf.worker.call_bench import SEQUENCES, CallBench
 from realhf.worker.communicator_bench import communicator_bytes
+from realhf.worker.device import own_device
 from realhf.worker.model_bench import ModelBench, Stopwatch
 from realhf.worker.reallocation_bench import neighbours, reallocation
 from realhf.worker.round_trip import median_round_trip_s
@@ -311,15 +312,6 @@ def _curve(sizes: Sequence[int], seconds: Sequence[float]) -> Curve:
     return Curve(tuple(map(float, sizes)), tuple(round(s, 9) for s in seconds))
 
 
-def _pick_device(rank: int) -> torch.device:
-    if not torch.cuda.is_available():
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
-        return torch.device("cpu")
-    device = torch.device("cuda", rank % torch.cuda.device_count())
-    torch.cuda.set_device(device)
-    return device
-
-
 def main() -> int:
     keep_freed_memory()
     directory = RunDirectory.open(Path(sys.argv[1]))
@@ -328,8 +320,8 @@ def main() -> int:
     job = decode_json((directory.path / JOB_FILE).read_bytes(), ProfileJob)
     activity = ActivityWriter(directory.activity(worker_name(rank)))
     activity.set("joining the other workers")
-    device = _pick_device(rank)
     try:
+        device = own_device()
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             store=dist.FileStore(str(directory.rendezvous / "torch"), job.num_workers),

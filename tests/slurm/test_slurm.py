@@ -76,7 +76,8 @@ def test_every_worker_has_its_gpu_and_the_master_none(
     monkeypatch.setenv("SLURM_JOB_ID", "999")  # as if this ran inside another job
     monkeypatch.setenv("SLURM_NTASKS", "1")
     launcher = make()
-    show = 'echo "$(hostname) ${CUDA_VISIBLE_DEVICES:-none}"'
+    # SLURM tells the devices of a task under two names; the batch script leaves the second as it was.
+    show = 'echo "$(hostname) ${CUDA_VISIBLE_DEVICES:-none} ${GPU_DEVICE_ORDINAL:-none} ${REALHF_DEVICE-}"'
     # Each side waits for the other: the steps do run side by side.
     launcher.start(
         specs(
@@ -87,10 +88,10 @@ def test_every_worker_has_its_gpu_and_the_master_none(
     )
     assert {end.returncode for end in told(launcher).values()} == {0}
     launcher.stop()
-    assert directory.log("master").read_text() == "node1 none\n"
+    assert directory.log("master").read_text() == "node1 none none \n"
     placed = [directory.log(worker_name(i)).read_text().split() for i in range(NUM_WORKERS)]
-    assert [host for host, _ in placed] == ["node1", "node1", "node2", "node2"]
-    assert [sorted(gpu for host, gpu in placed if host == node) for node in ("node1", "node2")] == [["0", "1"]] * 2
+    # Each shows CUDA one GPU, and may reach its neighbour's.
+    assert placed == [[node, gpu, "0,1", f"cuda:{gpu}"] for node in ("node1", "node2") for gpu in ("0", "1")]
     assert "JobState=COMPLETED" in shown_job(slurm_testbed, launcher)
 
 
