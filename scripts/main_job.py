@@ -1,7 +1,6 @@
 """The main job in miniature: profile this machine, fine-tune, train a reward model, then PPO; ends with a table."""
 
 import argparse
-import os
 import subprocess
 import sys
 import time
@@ -10,8 +9,11 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from realhf.api.errors import UserError
 from realhf.api.lines import evaluation_line, read_lines
 from realhf.cli.progress import call_table
+from realhf.machine.gpus import count_gpus
+from realhf.machine.host import count_cores
 from realhf.report.run_data import call_times, read_run
 from realhf.scheduler.base import python_command
 from realhf.scheduler.run_directory import RunDirectory
@@ -31,17 +33,26 @@ def score_distribution(evaluation: dict) -> tuple[float, float]:
     return mean, max(square - mean**2, 1e-6) ** 0.5
 
 
+def default_workers() -> int:
+    """Two, or one on a machine of one GPU, or of one core and no GPU."""
+    try:
+        return min(2, count_gpus() or count_cores())
+    except UserError as error:
+        sys.exit(f"error: {error}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--root", type=Path, help="where the run directories go (default runs/main-TIME)")
-    parser.add_argument("--num-workers", type=int, default=min(2, len(os.sched_getaffinity(0))))
+    parser.add_argument("--num-workers", type=int, help="default: 2, or 1 where there is but one GPU or core")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     root = arguments.root or Path("runs") / time.strftime("main-%Y%m%d-%H%M%S")
-    common = ["--num-workers", str(arguments.num_workers), "--seed", str(arguments.seed)]
+    workers = ["--num-workers", str(arguments.num_workers or default_workers())]
+    common = [*workers, "--seed", str(arguments.seed)]
     started = time.monotonic()
 
-    realhf("profile", "experiments/ppo.py", "--num-workers", str(arguments.num_workers))
+    realhf("profile", "experiments/ppo.py", *workers)
     realhf("run", "experiments/sft.py", "--run-dir", str(root / "sft"), *common)
     sft = ["--sft-checkpoint", str(root / "sft/checkpoints/latest/sft")]
     realhf("run", "experiments/reward.py", "--run-dir", str(root / "reward"), *common, *sft)

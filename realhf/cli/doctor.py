@@ -16,6 +16,7 @@ import psutil
 from rich.console import Console
 from rich.text import Text
 
+from realhf.cli.doctor_devices import find_gpus
 from realhf.cli.doctor_ranks import GIB, find_ranks, gpu_checks
 from realhf.cli.doctor_wire import find_curve, find_host_name, find_keys, find_loopback
 from realhf.cli.findings import Check, Finding, State
@@ -80,6 +81,7 @@ def base_checks(runs_dir: Path) -> list[Check]:
     return [
         Check("python", find_python, "use Python 3.11, 3.12 or 3.13"),
         Check("torch", find_torch, "pip install 'torch>=2.11'"),
+        Check("GPUs", find_gpus, "see that `nvidia-smi` works"),
         Check("C++ searcher", find_searcher, f"{reinstall}; that compiles it and needs a C++17 compiler such as g++"),
         Check("messages", find_curve, "pip install --force-reinstall 'pyzmq>=26'"),
         Check("loopback", find_loopback, "bring it up with `ip link set lo up`, or give --network-interface to run"),

@@ -105,6 +105,15 @@ def machine_gpus() -> Machine:
         pynvml.nvmlShutdown()
 
 
+def driver_version() -> str:
+    """Of NVIDIA's driver, such as 580.95.05, on a machine with GPUs."""
+    pynvml.nvmlInit()
+    try:
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def device_files() -> list[Path]:
     """The files through which the driver offers GPUs, such as /dev/nvidia0."""
     found = (path for path in DEVICE_FILES.glob("nvidia*") if path.name.removeprefix("nvidia").isdigit())

@@ -7,15 +7,17 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pynvml
 import pytest
 from rich.console import Console
 
-from realhf.cli import doctor, doctor_ranks, doctor_wire
+from realhf.cli import doctor, doctor_devices, doctor_ranks, doctor_wire
 from realhf.cli.doctor import all_gpu_checks, base_checks, find_file_system, run_checks
 from realhf.cli.doctor_ranks import find_ranks
 from realhf.cli.doctor_wire import find_host_name, find_keys
 from realhf.cli.findings import Check, Finding
 from realhf.transport.keys import WorkerKeys
+from tests.unit.machine.nvml import A100, H100, Device, stand_in
 from tests.waiting import PATIENCE_S
 
 
@@ -132,6 +134,43 @@ def test_a_host_name_that_leads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> No
     assert finding.state == "warn"
     assert "is 203.0.113.9, no address of this machine (" in finding.detail
     assert "lo 127.0.0.1" in finding.detail
+
+
+def found_gpus(monkeypatch: pytest.MonkeyPatch, cuda: str | None = "12.8") -> Finding:
+    monkeypatch.setattr(doctor_devices, "torch_cuda_version", lambda: cuda)
+    (check,) = (check for check in base_checks(Path("runs")) if check.name == "GPUs")
+    return check.run()
+
+
+def test_the_gpus_that_a_run_would_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, tmp_path, [H100] * 8)
+    of_all = f"8 x {H100.name} of 79.6 GiB, compute capability 9.0, driver 580.95.05; 8 of the 8 here"
+    assert found_gpus(monkeypatch) == Finding(state="ok", detail=of_all)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    assert found_gpus(monkeypatch).detail.endswith("; 2 of the 8 here, CUDA_VISIBLE_DEVICES=3,1")
+
+
+@pytest.mark.parametrize(
+    ("devices", "visible", "why"),
+    [([], None, "no NVIDIA GPU"), ([H100], "", "CUDA_VISIBLE_DEVICES= leaves none")],
+)
+def test_no_gpu_is_a_note(
+    devices: list[Device], visible: str | None, why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stand_in(monkeypatch, tmp_path, devices, visible)
+    assert found_gpus(monkeypatch, None) == Finding(state="info", detail=f"{why}: runs compute on the CPU")
+
+
+def test_gpus_that_a_run_cannot_use_are_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, tmp_path, [A100] * 2)
+    finding = found_gpus(monkeypatch, None)
+    assert finding.state == "fail"
+    assert finding.detail.endswith("the installed torch was not built for CUDA")
+    assert "pytorch.org" in finding.remedy
+    stand_in(monkeypatch, tmp_path, [A100, H100])
+    assert "2 kinds are visible" in found_gpus(monkeypatch).detail
+    stand_in(monkeypatch, tmp_path, [A100], init_error=pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
+    assert "version mismatch" in found_gpus(monkeypatch).detail
 
 
 def test_every_gpu_check_says_what_to_do() -> None:
