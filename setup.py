@@ -1,4 +1,4 @@
-"""Builds the C++ modules: plan searcher, CPU kernels, host memory. The rest of the package is in pyproject.toml."""
+"""Builds the C++ modules: plan searcher, CPU kernels, host memory, tensor memory. The rest is in pyproject.toml."""
 
 from pathlib import Path
 
@@ -20,6 +20,8 @@ setup(
         # Products and sums may become one instruction; vectors are passed between inlined functions only.
         extension("realhf.kernels._cpu", "csrc/kernels", "-ffp-contract=fast", "-Wno-psabi"),
         extension("realhf.parallel._host", "csrc/host"),
+        # Not a module of Python's: processes load it before everything else (`realhf/scheduler/base.py`).
+        extension("realhf.machine._aligned", "csrc/memory"),
     ],
     cmdclass={"build_ext": build_ext},
 )

@@ -1,6 +1,7 @@
 """What every process of a run finds in its environment."""
 
 import os
+import platform
 import re
 import subprocess
 import sys
@@ -37,6 +38,49 @@ def test_tensors_lie_in_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     assert huge_kilobytes({}) < 2**12
     assert huge_kilobytes(process_environment()) > 2**12  # a full memory may not have all of it
+
+
+KEEPS_EVERY_OTHER = """
+import ctypes, torch
+from realhf.worker.allocator import keep_freed_memory
+
+class Mallinfo(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_size_t) for name in ("arena", *"bcdefgh", "free", "untouched")]
+
+libc = ctypes.CDLL(None)
+libc.mallinfo2.restype = Mallinfo
+keep_freed_memory()
+kept = []
+before = libc.mallinfo2()
+for _ in range(60):
+    passing = torch.empty(2**18)  # 1 MiB, as large as what was freed before
+    kept.append(torch.empty(2**18))
+    del passing
+after = libc.mallinfo2()
+print((after.arena - before.arena) - (after.untouched - before.untouched))
+"""
+
+
+def heap_growth(environment: dict[str, str]) -> int:
+    """Of a process that keeps 60 tensors of 1 MiB, each beside another that it frees."""
+    own = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    done = subprocess.run(
+        [sys.executable, "-c", KEEPS_EVERY_OTHER],
+        env={**own, **environment}, capture_output=True, text=True, check=True, timeout=PATIENCE_S,
+    )  # fmt: skip
+    return int(done.stdout)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's malloc")
+def test_a_tensor_takes_the_place_of_one_that_was_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LD_PRELOAD", raising=False)
+    found = process_environment()
+    assert heap_growth({"LD_PRELOAD": found["LD_PRELOAD"]}) < 64 * 2**20
+
+
+def test_what_the_user_preloads_comes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LD_PRELOAD", "/opt/malloc.so")
+    assert process_environment().get("LD_PRELOAD", "/opt/malloc.so:").startswith("/opt/malloc.so")
 
 
 def test_what_the_user_sets_counts(monkeypatch: pytest.MonkeyPatch) -> None:
