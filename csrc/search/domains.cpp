@@ -33,7 +33,7 @@ Groups::Groups(const Problem& problem) : problem_(problem), groups_(problem.call
         const std::vector<Option>& options = problem.calls[c].options;
         std::map<std::pair<int, int>, Group> by_mesh;
         for (int i = 0; i < static_cast<int>(options.size()); ++i) {
-            const Outlook outlook = outlook_of(options[i]);
+            const Outlook outlook = outlook_of(static_cast<int>(c), i);
             const auto [at, is_new] = by_mesh.try_emplace({options[i].first, options[i].size}, Group{{}, outlook});
             at->second.options.push_back(i);
             widen(at->second.outlook, outlook);
@@ -62,14 +62,19 @@ Groups::Groups(const Problem& problem) : problem_(problem), groups_(problem.call
     }
 }
 
-Outlook Groups::outlook_of(const Option& option) const {
+Outlook Groups::outlook_of(int call, int number) const {
+    const Option& option = problem_.calls[call].options[number];
     const double communicator_bytes = problem_.communicator_bytes * problem_.num_communicators(option);
-    return {option.time, option.time * option.size, option.static_bytes, option.dynamic_bytes, communicator_bytes,
-            option.size, option.first,              option.first + option.size};
+    // What a call keeps where it is at home, it needs while it runs where it is not: at least that is certain.
+    const bool stays = problem_.calls[call].home == call;
+    const double statics = stays ? option.static_bytes : 0;
+    const double dynamic = stays ? option.dynamic_bytes : option.static_bytes + option.dynamic_bytes;
+    return {option.time,        option.time * option.size, statics,      dynamic,
+            communicator_bytes, option.size,               option.first, option.first + option.size};
 }
 
 Outlook Groups::outlook(int call, const Choice& choice) const {
-    if (choice.option >= 0) return outlook_of(problem_.calls[call].options[choice.option]);
+    if (choice.option >= 0) return outlook_of(call, choice.option);
     return groups_[call][choice.group].outlook;
 }
 

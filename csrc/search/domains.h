@@ -53,7 +53,7 @@ private:
         int begin;
         int size;
     };
-    Outlook outlook_of(const Option& option) const;
+    Outlook outlook_of(int call, int option) const;
     bool changes_nothing(const Exchange& exchange) const;
     std::vector<double> signature(int call, int option) const;
     std::vector<std::vector<int>> moved_of(const Transfer& transfer, int call, const std::vector<int>& rows) const;

@@ -30,7 +30,7 @@ struct Option {
     int size;              // number of consecutive devices
     int strategy;          // opaque label
     double time;           // of the call alone
-    double static_bytes;   // on each of its devices, for good
+    double static_bytes;   // on each of its devices, for good; of a call away from its home, while it runs
     double dynamic_bytes;  // on each of its devices, while it runs
     double copy_bytes;     // on top of dynamic_bytes when the layout is not that of the call's home
     int communicators = 0;  // the number of its set in Problem::communicators
@@ -108,15 +108,22 @@ struct Problem {
         return transfer.at(source_option, target_option);
     }
 
+    // Whether a call works on its model's parameters where they live, and not on a copy, with which all is freed.
+    bool is_at_home(const std::vector<int>& plan, int number) const {
+        const int home = calls[number].home;
+        return home == number || calls[number].options[plan[number]].same_layout(calls[home].options[plan[home]]);
+    }
+
     // What a call needs on each of its devices under a plan, beside what stays there: while its copy is filled, or while
     // it runs.
     double needed_bytes(const std::vector<int>& plan, int number) const {
         const Call& call = calls[number];
         const Option& option = call.options[plan[number]];
+        if (is_at_home(plan, number)) return option.dynamic_bytes;
         const Option& home = calls[call.home].options[plan[call.home]];
-        if (call.home == number || option.same_layout(home)) return option.dynamic_bytes;
         const double spared = option.same_mesh(home) ? call.spared.at(home.strategy, option.strategy) : 0;
-        return std::max(option.dynamic_bytes + std::max(option.copy_bytes - spared, 0.0), option.copy_bytes);
+        const double running = option.static_bytes + option.dynamic_bytes;
+        return std::max(running + std::max(option.copy_bytes - spared, 0.0), option.copy_bytes);
     }
 
     int num_nodes() const { return static_cast<int>(calls.size() + transfers.size()); }

@@ -160,7 +160,7 @@ double Simulator::bytes_at(const Plan& plan, int device) {
     for (int i = 0; i < num_calls_; ++i) {
         const Option& option = problem_.calls[i].options[plan[i]];
         if (!option.is_on(device)) continue;
-        statics += option.static_bytes;
+        if (problem_.is_at_home(plan, i)) statics += option.static_bytes;
         dynamic = std::max(dynamic, problem_.needed_bytes(plan, i));
     }
     // Most problems on a CPU have neither.

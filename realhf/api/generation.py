@@ -8,6 +8,7 @@ from realhf.api.errors import UserError
 from realhf.api.numbers import Range, check_range, check_ranges
 
 DecodeGraphs = Literal["kept", "call", "off"]
+DECODE_GRAPHS: DecodeGraphs = "kept"  # where nothing is said
 
 _MAX_TOKENS = 2**31
 RANGES = {
@@ -49,7 +50,7 @@ class GenerationOptions:
     kv_cache_tokens: int | None = None
     """Room for keys and values on a device, in tokens; sequences wait for room, or are computed anew where it runs out.
     None: as much as the largest possible need."""
-    decode_graphs: DecodeGraphs = "kept"
+    decode_graphs: DecodeGraphs = DECODE_GRAPHS
     """On a GPU, decode steps as CUDA graphs: "kept" with the KV cache from call to call, made anew in each "call", or
     "off", kernel by kernel. The tokens are the same; what is kept takes its memory in training too."""
 

@@ -11,6 +11,7 @@ import msgspec
 
 from realhf.api.errors import UserError
 from realhf.api.experiment import AutoSettings, auto_settings, follows_of, models_of
+from realhf.api.generation import DECODE_GRAPHS
 from realhf.api.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
 from realhf.api.model import DType
 from realhf.api.numbers import DEVICES, check_range
@@ -22,7 +23,6 @@ from realhf.machine.host import count_cores
 from realhf.search.cluster import Cluster
 from realhf.search.explanation import explain
 from realhf.search.hardware import load_hardware
-from realhf.search.memory import PAGE_TOKENS
 from realhf.search.options import call_options
 from realhf.search.predict import Prediction
 from realhf.search.remedies import find_remedies, smallest_peak_bytes
@@ -176,7 +176,7 @@ def plan_for(
         with Phases() as watch:
             result = planner.search(arguments.evaluations, arguments.seconds, watch)
         prediction = planner.predict(result.plan)
-    check_cache_room(prediction.plan, planner.workload)
+    check_cache_room(prediction.plan, planner)
     rationale = explain(planner.task, prediction, result)
     return msgspec.structs.replace(prediction.plan, rationale=rationale), cluster
 
@@ -188,16 +188,17 @@ def offload_of(arguments: argparse.Namespace) -> tuple[str, ...]:
     return tuple(arguments.offload.split(",")) if arguments.offload else ()
 
 
-def check_cache_room(plan: ExecutionPlan, workload: Workload) -> None:
+def check_cache_room(plan: ExecutionPlan, planner: Planner) -> None:
     """Raises UserError where a generate call was given less room for keys and values than one sequence needs."""
     for name, call in plan.calls.items():
-        lengths = workload.of(name)
-        least = call.pp * math.ceil(lengths.max_tokens / PAGE_TOKENS) * PAGE_TOKENS
+        lengths, model = planner.workload.of(name), planner.graph.calls[name]
+        page = planner.costs.features_of(model.model_name).page_tokens(model.config, planner.dtype)
+        least = call.pp * math.ceil(lengths.max_tokens / page) * page
         if lengths.kv_cache_tokens is not None and lengths.kv_cache_tokens < least:
             raise UserError(
                 f"{name}: kv_cache_tokens={lengths.kv_cache_tokens} is not room for one sequence of "
-                f"{lengths.max_tokens} tokens in each of pp={call.pp} parts of the batch; set it to at least {least}, "
-                "or leave it out"
+                f"{lengths.max_tokens} tokens, in pages of {page}, in each of pp={call.pp} parts of the batch; set it "
+                f"to at least {least}, or leave it out"
             )
 
 
@@ -271,6 +272,7 @@ def _generation(call: ModelFunctionCallDef, lengths: dict[str, tuple[float, int]
         max_prompt_tokens=longest,
         max_new_tokens=new_tokens,
         kv_cache_tokens=getattr(call.interface_impl, "kv_cache_tokens", None),
+        decode_graphs=getattr(call.interface_impl, "decode_graphs", DECODE_GRAPHS),
     )
 
 

@@ -13,9 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from realhf.api.decoding import graphs_refusal
 from realhf.api.generation import GenerationOptions
-from realhf.api.layout import ParallelStrategy
-from realhf.api.model import DecoderConfig
 from realhf.engine.kv_cache import KVCache, StepAttention
 from realhf.engine.paged_attention import DecodeRows, PagedKernels
 from realhf.models.decoder import Decoder
@@ -38,23 +37,10 @@ def power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-def refusal(config: DecoderConfig, strategy: ParallelStrategy, device: torch.device) -> str | None:
-    """Why the decode steps of a model are not captured here; None: they are."""
-    if device.type != "cuda":
-        return f"a {device.type} has no graphs"
-    if strategy.tp > 1:
-        return (
-            "sums over tensor-parallel ranks would be in the graph, and NCCL's watchdog has no deadline for them there"
-        )
-    if config.experts.count:
-        return "how many tokens an expert gets is read on the host"
-    return None
-
-
 def capture_of(decoder: Decoder, options: GenerationOptions) -> "Capture | None":
     """What records the decode steps of this rank's part of a model; None where they are not recorded."""
-    device = next(decoder.parameters()).device
-    if options.decode_graphs == "off" or refusal(decoder.config, decoder.groups.layout.strategy, device):
+    on_gpu = next(decoder.parameters()).is_cuda
+    if options.decode_graphs == "off" or graphs_refusal(decoder.config, on_gpu=on_gpu):
         return None
     return CudaCapture()
 

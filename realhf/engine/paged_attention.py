@@ -7,7 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.models.attention_kernels import Machine, machine, packed_kernel, window_borders
+from realhf.api.decoding import FLASH_PAGE_TOKENS, PAGE_TOKENS
+from realhf.models.attention_kernels import Machine, last_token_borders, machine, packed_kernel
 
 try:
     from realhf.kernels import _cpu as _kernels
@@ -16,8 +17,6 @@ except ImportError:  # not built: the same in torch's own operators, which copy 
 
 PagedKernel = Literal["C++", "flash-attn", "gathered pages"]
 
-PAGE = 16  # tokens in a page; `csrc/kernels/paged_attention.h` has the same
-FLASH_PAGE = 256  # flash-attn 2 takes multiples of this
 _USUAL_HEAD_DIM = 128
 
 
@@ -106,13 +105,13 @@ class CppKernels:
     What a decode step reads of a head in a page lies together, in the order in which it is multiplied.
     """
 
-    page, lengths_dtype, reads_behind, gathers = PAGE, torch.int64, False, False
+    page, lengths_dtype, reads_behind, gathers = PAGE_TOKENS, torch.int64, False, False
 
     def __init__(self, dtype: torch.dtype):
         self.dtype = getattr(_kernels.DType, str(dtype).removeprefix("torch."))
 
     def page_shapes(self, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (kv_heads, head_dim, PAGE), (kv_heads, PAGE, head_dim)
+        return (kv_heads, head_dim, PAGE_TOKENS), (kv_heads, PAGE_TOKENS, head_dim)
 
     def write(self, keys: Tensor, values: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
         _check(keys, values, key, value)
@@ -154,10 +153,10 @@ class CppKernels:
 class FlashKernels:
     """flash-attn's kernel, which finds the pages by itself; half precision on a GPU."""
 
-    page, lengths_dtype, reads_behind, gathers = FLASH_PAGE, torch.int32, False, False
+    page, lengths_dtype, reads_behind, gathers = FLASH_PAGE_TOKENS, torch.int32, False, False
 
     def page_shapes(self, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        return (FLASH_PAGE, kv_heads, head_dim), (FLASH_PAGE, kv_heads, head_dim)
+        return (FLASH_PAGE_TOKENS, kv_heads, head_dim), (FLASH_PAGE_TOKENS, kv_heads, head_dim)
 
     def write(self, keys: Tensor, values: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
         for pages, new in ((keys, key), (values, value)):
@@ -177,7 +176,7 @@ class FlashKernels:
 
         out = flash_attn_with_kvcache(
             query[:, None], keys, values, key[:, None], value[:, None],
-            cache_seqlens=rows.lengths, block_table=rows.table, causal=True, window_size=window_borders(window),
+            cache_seqlens=rows.lengths, block_table=rows.table, causal=True, window_size=last_token_borders(window),
         )  # fmt: skip
         return out[:, 0]  # [rows, heads, head_dim]
 
@@ -187,7 +186,7 @@ class TorchKernels:
 
     lengths_dtype, reads_behind, gathers = torch.int64, True, True
 
-    def __init__(self, page: int = PAGE):
+    def __init__(self, page: int = PAGE_TOKENS):
         self.page = page
 
     def page_shapes(self, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -237,8 +236,8 @@ def _rows(x: Tensor) -> tuple[int, int]:
 def _check(keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
     """What the kernels take on trust."""
     _, kv_heads, head_dim, page = keys.shape
-    assert page == PAGE == _kernels.PAGE
-    assert values.shape == (len(keys), kv_heads, PAGE, head_dim)
+    assert page == PAGE_TOKENS == _kernels.PAGE
+    assert values.shape == (len(keys), kv_heads, PAGE_TOKENS, head_dim)
     assert keys.is_contiguous()
     assert values.is_contiguous()
     assert key.shape == value.shape == (len(key), kv_heads, head_dim), (key.shape, keys.shape)

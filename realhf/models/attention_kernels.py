@@ -16,14 +16,12 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from realhf.api.decoding import takes_flash
 from realhf.api.errors import UserError
 
 PackedKernel = Literal["flash-attn", "torch varlen", "scaled dot products"]
 
-# Of flash-attn 2 and of torch's build of it.
-_HALF = (torch.bfloat16, torch.float16)
-_FLASH_CAPABILITY = (8, 0)
-_FLASH_HEAD_DIM, _FLASH_HEAD_MULTIPLE = 256, 8
+_FLASH_CAPABILITY = (8, 0)  # of flash-attn 2 and of torch's build of it
 # The first with all that is used here: windows, pages, gradients that are the same in every run.
 _FLASH_ATTN_VERSION = (2, 6)
 
@@ -46,8 +44,7 @@ class Machine:
     def runs_flash(self, dtype: torch.dtype, head_dim: int) -> bool:
         """Whether flash attention's kernels, whoever built them, take heads of so many numbers of `dtype`."""
         is_capable = self.device == "cuda" and self.compute_capability >= _FLASH_CAPABILITY
-        is_head = head_dim <= _FLASH_HEAD_DIM and head_dim % _FLASH_HEAD_MULTIPLE == 0
-        return is_capable and is_head and dtype in _HALF
+        return is_capable and takes_flash(str(dtype).removeprefix("torch."), head_dim)
 
 
 @lru_cache
@@ -123,6 +120,12 @@ def torch_varlen_attention(
 def window_borders(window: int | None) -> tuple[int, int]:
     """How many tokens before and behind its own a query attends to, as flash attention counts; -1: all."""
     return (-1 if window is None else window - 1, 0)
+
+
+def last_token_borders(window: int | None) -> tuple[int, int]:
+    """The same for one query a sequence, of its last token, behind which there is nothing: without a window neither
+    side is bounded. Only then does flash-attn read the keys of grouped heads once."""
+    return (-1, -1) if window is None else window_borders(window)
 
 
 def boundaries(lengths: Sequence[int], device: torch.device) -> Tensor:

@@ -7,7 +7,7 @@ from realhf.api.graph import GENERATE, DataflowGraph
 from realhf.api.plan import ExecutionPlan
 from realhf.search.options import Option
 from realhf.search.predict import Prediction, sequence_of
-from realhf.search.reference import Event, Simulation, communicator_bytes, makespan_s, simulate
+from realhf.search.reference import Event, Simulation, communicator_bytes, makespan_s, simulate, static_bytes
 from realhf.search.tables import Problem
 from realhf.search.task import PlanningTask
 
@@ -115,12 +115,13 @@ def generates_apart(graph: DataflowGraph, plan: ExecutionPlan) -> bool:
 
 
 def _static_bytes(problem: Problem) -> tuple[float, ...]:
-    sums = communicator_bytes(problem, [0] * len(problem.calls))
-    for call in problem.calls:
+    choice = [0] * len(problem.calls)
+    sums = communicator_bytes(problem, choice)
+    for call, kept in zip(problem.calls, static_bytes(problem, choice), strict=True):
         [option] = call.options
         first, size = option.devices
         for device in range(first, first + size):
-            sums[device] += option.static_bytes
+            sums[device] += kept
     return tuple(sums)
 
 

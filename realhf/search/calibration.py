@@ -125,7 +125,7 @@ def predict_s(table: MeasuredTable, row: MeasuredCall, hardware: Hardware) -> fl
     """Seconds of a row's call by the analytic model."""
     model = model_type(row.model_type)
     interface = INTERFACES[row.interface]
-    features = replace(table.features, cuda_graphs=row.cuda_graphs)
+    features = replace(table.features, cuda_graphs=row.cuda_graphs).on(hardware)
     call = ModelFunctionCallDef(
         model_name=row.call.split()[0],
         model_type=model,

@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from realhf.api.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
@@ -117,7 +117,9 @@ class CallCost:
 
     @cached_property
     def features(self) -> EngineFeatures:
-        return self.costs.features_of(self.call.model_name).during(self.call.interface_type)
+        features = self.costs.features_of(self.call.model_name).during(self.call.interface_type)
+        graphs = self.workload.of(self.call.name).decode_graphs
+        return replace(features, cuda_graphs=features.replays(self.call.config, graphs))
 
     @cached_property
     def timings(self) -> Timings:

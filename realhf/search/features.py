@@ -5,10 +5,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from realhf.api.compute import Recomputation
+from realhf.api.decoding import graphs_refusal, page_tokens
 from realhf.api.errors import UserError
 from realhf.api.experiment import ModelSetup
+from realhf.api.generation import DecodeGraphs
 from realhf.api.graph import GENERATE, TRAIN_STEP, ModelInterfaceType
-from realhf.api.model import DType
+from realhf.api.model import DecoderConfig, DType
 from realhf.search.hardware import DTYPE_BYTES, Hardware
 
 
@@ -24,7 +26,10 @@ class EngineFeatures:
     recomputation: "full": only a layer's input is kept for the backward pass, which runs the layer's forward again
         (Chen et al., 2016; Korthikanti et al., 2022, section 5); "selective": all but products and attention is made
         again. A model's setup says it (`of_setup`).
-    cuda_graphs: a decode step is replayed as a graph and not launched kernel by kernel.
+    on_gpus: the hardware's devices are GPUs. Pages of the KV cache are then as large as flash-attn needs them, where it
+        takes the dtype and the heads: whether it is installed there or not, since its pages are the larger ones.
+    cuda_graphs: on GPUs, a decode step is replayed as a graph and not launched kernel by kernel, where the options of
+        the call ask for it (`GenerationOptions.decode_graphs`) and the model allows it (`realhf.api.decoding`).
     full_logits: logits are gathered over tp, and every rank makes its passes over the whole vocabulary. Else each
         rank keeps its part of the vocabulary (Megatron-LM, section 3).
     response_logits: of a prompt and its response as one sequence, logits are made of the response's tokens only.
@@ -47,7 +52,8 @@ class EngineFeatures:
     fully_sharded: bool = False
     fp32_gradients: bool = True
     recomputation: Recomputation = "off"
-    cuda_graphs: bool = False
+    on_gpus: bool = False
+    cuda_graphs: bool = True
     full_logits: bool = False
     response_logits: bool = True
     gathers_drawn_logits: bool = True
@@ -68,9 +74,23 @@ class EngineFeatures:
         return 2 * max(item, 4) + (4 if item < 4 else 0)
 
     def on(self, hardware: Hardware) -> "EngineFeatures":
-        """What holds on this hardware: whether weights are packed, and states have another memory to wait in."""
+        """What holds on this hardware: what there is on GPUs alone, whether weights are packed, and states have another
+        memory to wait in."""
         offloads = self.offloads_states and not hardware.shares_host_memory
-        return replace(self, packs_weights=hardware.packs_weights, offloads_states=offloads)
+        return replace(self, on_gpus=hardware.is_gpu, packs_weights=hardware.packs_weights, offloads_states=offloads)
+
+    def page_tokens(self, model: DecoderConfig, dtype: DType) -> int:
+        """Tokens in a page of the KV cache."""
+        return page_tokens(dtype, model.head_dim, has_flash=self.on_gpus)
+
+    def replays(self, model: DecoderConfig, decode_graphs: DecodeGraphs) -> bool:
+        """Whether the decode steps of a call with this option are graphs."""
+        asked = self.cuda_graphs and decode_graphs != "off"
+        return asked and graphs_refusal(model, on_gpu=self.on_gpus) is None
+
+    def keeps_cache(self, model: DecoderConfig, decode_graphs: DecodeGraphs) -> bool:
+        """Whether a call with this option leaves its KV cache where it is, for the graphs of the next one."""
+        return decode_graphs == "kept" and self.replays(model, decode_graphs) and not self.fully_sharded
 
     def during(self, interface: ModelInterfaceType) -> "EngineFeatures":
         """What holds in a call of this kind."""

@@ -58,6 +58,11 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         if not self.matmul_flops:
             raise UserError("matmul_flops must give a rate for at least one dtype")
 
+    @property
+    def is_gpu(self) -> bool:
+        """Whether its devices are GPUs, and not processes on a host."""
+        return not self.shares_host_memory
+
     def flops(self, dtype: DType) -> float:
         """Matrix-multiplication FLOP/s.
 

@@ -18,7 +18,6 @@ from realhf.search.timings import kv_bytes_per_token_layer
 from realhf.search.workload import Workload
 
 OFFLOADED_CHUNK = 2**26  # elements, as in realhf/engine/optimizer.py
-PAGE_TOKENS = 16  # of the KV cache, as in realhf/engine/paged_attention.py; of flash-attn 256
 
 
 @dataclass(frozen=True)
@@ -160,10 +159,12 @@ def packed_bytes(
     return linear_elements(model, strategy) * DTYPE_BYTES[dtype]
 
 
-def cache_bytes(model: DecoderConfig, strategy: ParallelStrategy, dtype: DType, tokens: int) -> float:
+def cache_bytes(
+    model: DecoderConfig, strategy: ParallelStrategy, dtype: DType, tokens: int, features: EngineFeatures = ENGINE
+) -> float:
     """Keys and values of a sequence, in whole pages, on the first stage: no other has more layers."""
-    layers = len(stage_layers(model.num_layers, strategy.pp, 0))
-    kept = math.ceil(tokens / PAGE_TOKENS) * PAGE_TOKENS
+    layers, page = len(stage_layers(model.num_layers, strategy.pp, 0)), features.page_tokens(model, dtype)
+    kept = math.ceil(tokens / page) * page
     return kv_bytes_per_token_layer(model, dtype) / strategy.tp * layers * kept
 
 
@@ -298,12 +299,11 @@ def dynamic_bytes(
     if call.interface_type is GENERATE:
         parts = generation_parts(samples, option.micro_batches, pp)
         per_part = math.ceil(samples / parts)
-        cache = cache_bytes(model, strategy, dtype, lengths.max_tokens)  # a sequence
         prefill = lengths.max_prompt_tokens * activations
         logits = logits_bytes(per_part, model, dtype, tp, features)
         weights = packed_bytes(model, strategy, dtype, features)
-        cached = min(parts, pp) * per_part / cache_turns(samples, parts, pp, lengths)
-        return cached * cache + per_part * prefill + 2 * logits + weights
+        cache = _generation_cache_bytes(call, option, batch_size, lengths, dtype, features)
+        return cache + per_part * prefill + 2 * logits + weights
     tokens = samples // option.micro_batches * lengths.max_tokens
     logits = logits_bytes(tokens, model, dtype, tp, features)
     if call.interface_type is not TRAIN_STEP:
@@ -319,6 +319,43 @@ def dynamic_bytes(
     # The first stage has the most layers and micro-batches in flight, the last one the logits.
     passes = max(stage_bytes(0), stage_bytes(pp - 1)) + gathered
     return max(passes, chunk_bytes(model, strategy, dtype, features))
+
+
+def kept_cache_bytes(
+    call: ModelFunctionCallDef,
+    option: Option,
+    batch_size: int,
+    workload: Workload,
+    dtype: DType,
+    features: EngineFeatures = ENGINE,
+) -> float:
+    """What of `dynamic_bytes` a call leaves where its model lives: the KV cache, where its graphs are kept."""
+    lengths = workload.of(call.name)
+    generates = call.uses_model and call.interface_type is GENERATE
+    if not generates or not features.keeps_cache(call.config, lengths.decode_graphs):
+        return 0.0
+    return _generation_cache_bytes(call, option, batch_size, lengths, dtype, features)
+
+
+def _generation_cache_bytes(
+    call: ModelFunctionCallDef,
+    option: Option,
+    batch_size: int,
+    lengths: Workload,
+    dtype: DType,
+    features: EngineFeatures,
+) -> float:
+    """The KV cache of the sequences in flight, and for each part the page where the padding of graphs is written."""
+    model, strategy = call.config, option.layout.strategy
+    samples = mini_batch_size(call, batch_size) // strategy.dp
+    parts = generation_parts(samples, option.micro_batches, strategy.pp)
+    in_flight = min(parts, strategy.pp)
+    sequences = in_flight * math.ceil(samples / parts) / cache_turns(samples, parts, strategy.pp, lengths)
+    spare = in_flight if features.replays(model, lengths.decode_graphs) else 0
+    return (
+        sequences * cache_bytes(model, strategy, dtype, lengths.max_tokens, features)
+        + spare * cache_bytes(model, strategy, dtype, 1, features)
+    )  # fmt: skip
 
 
 def layers_in_flight(num_layers: int, strategy: ParallelStrategy, stage: int, micro_batches: int) -> int:

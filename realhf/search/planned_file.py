@@ -33,7 +33,8 @@ class PlannedOption(msgspec.Struct, frozen=True, kw_only=True):
     """One way to run a call; bytes on each of its devices.
 
     `static_bytes` for good, `dynamic_bytes` while it runs, `copy_bytes` on top of these unless the
-    model's home is chosen with the same devices and strategy. `communicators`: ascending labels of those that each of
+    model's home is chosen with the same devices and strategy: where it is not, `static_bytes` too are needed only while
+    it runs. `communicators`: ascending labels of those that each of
     its devices is in; where options have a label in common, it is one communicator on every device that they share.
     Label 1 is that of all copies of parameters, and need not be said.
     """

@@ -9,12 +9,12 @@ from realhf.api.errors import UserError
 from realhf.api.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model import DType
-from realhf.api.plan import CallPlan, ExecutionPlan
+from realhf.api.plan import ExecutionPlan
 from realhf.search.cluster import Cluster
 from realhf.search.communicators import axes_used, group_key, of_all_devices
 from realhf.search.cost import CallCost
 from realhf.search.mapping import Mapper
-from realhf.search.memory import dynamic_bytes, static_bytes
+from realhf.search.memory import dynamic_bytes, kept_cache_bytes, static_bytes
 from realhf.search.native import native_problem, search_problem
 from realhf.search.options import Option, call_strategies, mini_batch_size
 from realhf.search.predict import Prediction, predict
@@ -193,9 +193,27 @@ def heuristic_plan(
         common = of_all_devices(cluster.num_devices, moves=bool(graph.follows))
         return costs.hardware.communicator_bytes * (len(common) + len(keys))
 
+    chosen: dict[str, Option] = {}
+
+    def cache(call: ModelFunctionCallDef, option: Option) -> float:
+        return kept_cache_bytes(call, option, batch_size, workload, dtype, costs.features_of(call.model_name))
+
     def need(call: ModelFunctionCallDef, option: Option) -> float:
-        kept = static(option.layout.strategy) + communicators(option.layout)
+        """With what other calls leave: under their options, or at least."""
+        strategy = option.layout.strategy
+        kept = static(strategy) + communicators(option.layout)
+        for other in graph.calls.values():
+            if other is not call:
+                theirs = [chosen[other.name]] if other.name in chosen else options(other, strategy)
+                kept += min(cache(other, o) for o in theirs)
         return kept + dynamic_bytes(call, option, batch_size, workload, dtype, costs.features_of(call.model_name))
+
+    def need_of_all(call: ModelFunctionCallDef, option: Option) -> float:
+        """Of the call, or of another one beside what this one leaves."""
+        more = cache(call, option) - min(cache(call, o) for o in options(call, option.layout.strategy))
+        rest = [] if more == 0 else [other for other in graph.calls.values() if other is not call]
+        smallest = (min(need(other, o) for o in options(other, option.layout.strategy)) for other in rest)
+        return max(need(call, option), *(size_bytes + more for size_bytes in smallest), 0.0)
 
     micro_batches = {
         call.name: dict(call_strategies(call, cluster.num_devices, mini_batch_size(call, batch_size)))
@@ -213,19 +231,19 @@ def heuristic_plan(
 
     strategies = _common_strategies(graph, batch_size, cluster)
     strategy = min(strategies, key=lambda s: (excess(s), -s.tp, -s.dp))
-    calls: dict[str, CallPlan] = {}
-    for call in graph.calls.values():
+    # Those first that leave something: the others choose beside it.
+    for call in sorted(graph.calls.values(), key=lambda call: call.interface_type is not GENERATE):
         cost = CallCost(call=call, batch_size=batch_size, workload=workload, cluster=cluster, costs=costs, dtype=dtype)
 
         def key(option: Option, call: ModelFunctionCallDef = call, cost: CallCost = cost) -> tuple[float, float]:
-            over = max(need(call, option) - cluster.device_memory_bytes, 0.0)
+            over = max(need_of_all(call, option) - cluster.device_memory_bytes, 0.0)
             return over, cost.seconds(strategy, option.micro_batches)
 
-        calls[call.name] = min(options(call, strategy), key=key).call_plan()
+        chosen[call.name] = min(options(call, strategy), key=key)
     plan = ExecutionPlan(
         num_devices=cluster.num_devices,
         devices_per_node=cluster.devices_per_node,
-        calls=calls,
+        calls={name: chosen[name].call_plan() for name in graph.calls},
         max_steps_in_flight=max_steps_in_flight,
         models=graph.models,
         notes={"preset": "heuristic", "hardware": cluster.hardware},

@@ -10,7 +10,7 @@ from realhf.realloc.planner import DEFAULT_BUCKET_BYTES
 from realhf.search.communicators import CommunicatorLabels, axes_used, of_all_devices
 from realhf.search.cost import CallCost
 from realhf.search.grouping import grouped, spared_bytes
-from realhf.search.memory import copy_bytes, dynamic_bytes, gathered_for_call, static_bytes
+from realhf.search.memory import copy_bytes, dynamic_bytes, gathered_for_call, kept_cache_bytes, static_bytes
 from realhf.search.options import Option
 from realhf.search.problem_inputs import ProblemInputs
 from realhf.search.tables import OptionRow
@@ -94,13 +94,15 @@ class OptionRows:
         seconds = cost.seconds(strategy, micro_batches)
         features = inputs.costs.features_of(call.model_name)
         dynamic = dynamic_bytes(call, option, inputs.batch_size, inputs.workload, inputs.dtype, features)
+        kept = kept_cache_bytes(call, option, inputs.batch_size, inputs.workload, inputs.dtype, features)
+        dynamic -= kept
         is_home = inputs.homes[call.name] == call.name
         if is_home:
             dynamic += gathered_for_call(call, strategy, inputs.dtype, features)
         sharding = cost.sharding(strategy, micro_batches) if is_home else None
         if sharding is None:
             label = self._home_label(call, strategy) if is_home else row.label
-            return _Needs(label, seconds, row.static_bytes, dynamic)
+            return _Needs(label, seconds, row.static_bytes + kept, dynamic)
         # No call finds whole parameters in such a home: a label of its own makes each take a copy, and the time to
         # gather what it is made of is added here, once a copy.
         copies = len(inputs.graph.calls_of(call.model_name)) - 1

@@ -108,9 +108,9 @@ def device_bytes(problem: Problem, choice: Sequence[int]) -> list[float]:
     needs = []
     for device in range(problem.num_devices):
         static, dynamic = communicators[device], 0.0
-        for option, bytes_needed in zip(chosen, needed, strict=True):
+        for option, kept, bytes_needed in zip(chosen, static_bytes(problem, choice), needed, strict=True):
             if device in _range(option):
-                static += option.static_bytes
+                static += kept
                 dynamic = max(dynamic, bytes_needed)
         sends = any(
             device in _range(chosen[call.home]) and device not in _range(option)
@@ -118,6 +118,15 @@ def device_bytes(problem: Problem, choice: Sequence[int]) -> list[float]:
         )
         needs.append(static + dynamic + (problem.sending_bytes if sends else 0.0))
     return needs
+
+
+def static_bytes(problem: Problem, choice: Sequence[int]) -> list[float]:
+    """What each call keeps on its devices whatever runs there: nothing where it works on a copy, which is freed."""
+    chosen = _chosen(problem, choice)
+    return [
+        option.static_bytes if number == call.home or _same_layout(option, chosen[call.home]) else 0.0
+        for number, (call, option) in enumerate(zip(problem.calls, chosen, strict=True))
+    ]
 
 
 def communicator_bytes(problem: Problem, choice: Sequence[int]) -> list[float]:
@@ -141,7 +150,7 @@ def _needed_bytes(call: CallTable, option: OptionRow, home: OptionRow) -> float:
         return option.dynamic_bytes
     spared = {(of_home, of_copy): saved for of_home, of_copy, saved in call.spared if home.devices == option.devices}
     copied = max(option.copy_bytes - spared.get((home.strategy, option.strategy), 0.0), 0.0)
-    return max(option.dynamic_bytes + copied, option.copy_bytes)
+    return max(option.static_bytes + option.dynamic_bytes + copied, option.copy_bytes)
 
 
 def _same_layout(one: OptionRow, other: OptionRow) -> bool:

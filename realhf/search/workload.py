@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from realhf.api.errors import UserError
+from realhf.api.generation import DECODE_GRAPHS, DecodeGraphs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,8 +14,9 @@ class Workload:
     Generate calls read `prompt_tokens` and write `new_tokens`; inference and train_step calls see
     both as one sequence (for an experiment without generation, put the whole sequence into
     `prompt_tokens`). `kv_cache_tokens` is the room for keys and values on a device that a generate call was given, if
-    it was. The means give times, the maxima memory and the number of decode steps; a
-    maximum left out equals the mean, rounded up. `calls` overrides the lengths for single calls by name.
+    it was, and `decode_graphs` how long graphs of its decode steps live, where there are any. The means give times,
+    the maxima memory and the number of decode steps; a maximum left out equals the mean, rounded up. `calls` overrides
+    the lengths for single calls by name.
     """
 
     prompt_tokens: float
@@ -22,6 +24,7 @@ class Workload:
     max_prompt_tokens: int = 0
     max_new_tokens: int = 0
     kv_cache_tokens: int | None = None
+    decode_graphs: DecodeGraphs = DECODE_GRAPHS
     calls: Mapping[str, "Workload"] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -11,12 +11,12 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from realhf.api.decoding import graphs_refusal
 from realhf.api.generation import GenerationOptions
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model import DecoderConfig
 from realhf.engine.batch import Batch
 from realhf.engine.build import initial_value
-from realhf.engine.decode_graphs import refusal
 from realhf.engine.model import ShardedModel
 from realhf.models.parameters import decoder_parameters
 from realhf.parallel.collectives import all_gather, reduce_scatter
@@ -122,7 +122,7 @@ def check_generation(rank: int, size: int, device: torch.device) -> str:
         for ours, theirs in zip(rollouts("kept"), expected, strict=True):
             if not torch.equal(ours, theirs):
                 raise ArithmeticError(f"graphs just {attempt} gave other tokens than kernel by kernel")
-    why = refusal(SMALL, layout.strategy, device)
+    why = graphs_refusal(SMALL, on_gpu=device.type == "cuda")
     return f"none recorded: {why}" if why else "recorded, replayed, and the tokens are those of kernel by kernel"
 
 

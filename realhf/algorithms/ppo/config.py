@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from realhf.api.errors import UserError
-from realhf.api.generation import GenerationOptions
+from realhf.api.generation import DecodeGraphs, GenerationOptions
 from realhf.api.interface import InterfaceConfig
 from realhf.api.numbers import Range, check_ranges
 
@@ -69,6 +69,10 @@ class PPOActor(InterfaceConfig):
     @property
     def kv_cache_tokens(self) -> int | None:
         return self.ppo.kv_cache_tokens
+
+    @property
+    def decode_graphs(self) -> DecodeGraphs:
+        return self.ppo.decode_graphs
 
 
 @dataclass(frozen=True, kw_only=True)

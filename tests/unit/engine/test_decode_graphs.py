@@ -3,14 +3,14 @@
 import pytest
 import torch
 
+from realhf.api.decoding import graphs_refusal
 from realhf.api.errors import UserError
 from realhf.api.generation import GenerationOptions
-from realhf.api.layout import ParallelStrategy
 from realhf.api.model import DecoderConfig, Experts
 from realhf.engine import paged_attention
 from realhf.engine.batch import Batch
 from realhf.engine.build import build_decoder, initialise
-from realhf.engine.decode_graphs import DecodeWorkspace, capture_of, power_of_two, refusal, rows_bucket
+from realhf.engine.decode_graphs import DecodeWorkspace, capture_of, power_of_two, rows_bucket
 from realhf.engine.generate import generate, generate_and_report
 from realhf.engine.model import ShardedModel
 from realhf.models.decoder import Decoder
@@ -33,12 +33,9 @@ def test_buckets_by_hand():
 
 
 def test_what_is_not_captured():
-    cuda, one = torch.device("cuda"), ParallelStrategy()
-    assert refusal(tiny(), one, cuda) is None
-    assert refusal(tiny(), ParallelStrategy(pp=2, dp=2), cuda) is None
-    assert "no deadline" in (refusal(tiny(), ParallelStrategy(tp=2), cuda) or "")
-    assert "host" in (refusal(tiny(experts=Experts(count=4, per_token=2)), one, cuda) or "")
-    assert refusal(tiny(), one, torch.device("cpu")) == "a cpu has no graphs"
+    assert graphs_refusal(tiny(), on_gpu=True) is None
+    assert "host" in (graphs_refusal(tiny(experts=Experts(count=4, per_token=2)), on_gpu=True) or "")
+    assert graphs_refusal(tiny(), on_gpu=False) == "a CPU has no graphs"
     assert capture_of(decoder_of(tiny()), GenerationOptions(max_new_tokens=1, eos_token=-1)) is None
     with pytest.raises(UserError, match="decode_graphs='on' is not known; choose one of kept, call, off"):
         GenerationOptions(max_new_tokens=1, eos_token=-1, decode_graphs="on")

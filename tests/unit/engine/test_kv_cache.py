@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from realhf.api.decoding import PAGE_TOKENS as PAGE
 from realhf.engine import paged_attention
 from realhf.engine.kv_cache import KVCache, PrefillRows, StepAttention
-from realhf.engine.paged_attention import PAGE, DecodeRows, FlashKernels, paged_kernel
+from realhf.engine.paged_attention import DecodeRows, FlashKernels, paged_kernel
 from realhf.models.attention_kernels import Machine
 from tests.unit.models import flash
 
@@ -124,6 +125,7 @@ def test_which_kernel_attends_over_pages(machine, dtype, head_dim, has_cpp, expe
 def test_flash_attention_is_asked_for_the_whole_sequence(monkeypatch, window):
     """Pages of 256 tokens, the last one full, begun, or about to begin."""
     flash.install_flash_attn(monkeypatch)
+    monkeypatch.setattr(flash, "groups_read_once", [])
     torch.manual_seed(0)
     prompts = [255, 256, 3]
     steps, kv_heads, group, head_dim = 3, 2, 2, 8
@@ -144,3 +146,4 @@ def test_flash_attention_is_asked_for_the_whole_sequence(monkeypatch, window):
             q, k, v = query[i : i + 1], *(data[i][p][first : n + step + 1] for p in (1, 2))
             wanted = flash.attend(q.double(), k.double(), v.double(), (-1, -1), causal=True)
             torch.testing.assert_close(out[i : i + 1].double(), wanted, rtol=0, atol=2e-2)
+    assert flash.groups_read_once == [window is None] * steps, "what keys of grouped heads are read once for"

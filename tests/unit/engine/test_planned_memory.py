@@ -1,5 +1,7 @@
 """The planner's bytes against what the engine really allocates."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,11 +14,14 @@ from realhf.engine.generate import generate_and_report, packed_weights
 from realhf.engine.interface import Stats
 from realhf.engine.memory import PeakMemory
 from realhf.engine.model import ShardedModel
-from realhf.engine.paged_attention import PAGE
+from realhf.engine.paged_attention import CppKernels, FlashKernels, TorchKernels, paged_kernel
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from realhf.parallel.vocabulary import Logits
-from realhf.search.memory import PAGE_TOKENS, cache_bytes, linear_elements, selective_elements
+from realhf.search.features import ENGINE
+from realhf.search.hardware import load_hardware
+from realhf.search.memory import cache_bytes, linear_elements, selective_elements
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens
+from tests.unit.models import flash
 
 ONE = ONE_RANK.layout.strategy
 
@@ -24,13 +29,26 @@ ONE = ONE_RANK.layout.strategy
 @pytest.mark.parametrize("new_tokens", [12, 13, 14])
 def test_the_cache(new_tokens: int) -> None:
     """In pages of 16: a prompt of 20 tokens and 12 more fill two of them."""
-    assert PAGE == PAGE_TOKENS
     config = tiny(num_kv_heads=2)
     decoder = build_decoder(config, ONE_RANK, torch.float32)
     batch = Batch((0, 1, 2), {"prompt": [torch.arange(20)] * 3})
     options = GenerationOptions(max_new_tokens=new_tokens, eos_token=-1)
     _, report = generate_and_report(decoder, batch, "prompt", options, sample_key=(0, 0), micro_batches=1)
     assert report.cache_bytes == 3 * cache_bytes(config, ONE, "float32", 20 + new_tokens)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "head_dim", "tokens"), [("bfloat16", 128, 256), ("bfloat16", 36, 16), ("float32", 128, 16)]
+)
+def test_pages_are_those_of_the_kernel_that_is_taken(dtype: str, head_dim: int, tokens: int) -> None:
+    """Of flash-attn 256 tokens, and on GPUs that is planned for wherever it may be taken."""
+    machine = replace(flash.HOPPER, flash_attn=(2, 8))
+    chosen = paged_kernel(machine, getattr(torch, dtype), head_dim, has_cpp=True)
+    page = FlashKernels.page if chosen == "flash-attn" else TorchKernels().page
+    config = tiny(hidden_size=4 * head_dim)
+    on_gpu, on_cpu = (ENGINE.on(load_hardware(name)) for name in ("h100", "cpu"))
+    assert on_gpu.page_tokens(config, dtype) == page == tokens
+    assert on_cpu.page_tokens(config, dtype) == CppKernels.page == 16
 
 
 @pytest.mark.parametrize("changes", [{}, {"tied_embeddings": True}, {"mlp": "plain", "qkv_bias": True}], ids=str)

@@ -6,7 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from realhf.engine.paged_attention import PAGE, CppKernels, DecodeRows
+from realhf.api.decoding import PAGE_TOKENS as PAGE
+from realhf.engine.paged_attention import CppKernels, DecodeRows
 from realhf.engine.sampling import draw, replay, tempered_logprobs, uniform
 from realhf.kernels import fused
 from realhf.kernels.memory import empty_in_huge_pages

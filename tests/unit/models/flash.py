@@ -55,7 +55,17 @@ def flash_attn_varlen_func(
     return torch.cat([attend(*part, window_size, causal=causal) for part in parts])
 
 
+def reads_groups_once(q: Tensor, k: Tensor, window_size: tuple[int, int]) -> bool:
+    """Whether flash-attn 2 takes the query heads of one key head as queries of it, in place of reading it for each."""
+    return q.shape[1] == 1 and q.shape[2] > k.shape[2] and max(window_size) < 0 and q.shape[3] % 8 == 0
+
+
+# What `flash_attn_with_kvcache` found in each of its calls.
+groups_read_once: list[bool] = []
+
+
 def flash_attn_with_kvcache(q, k_cache, v_cache, k, v, *, cache_seqlens, block_table, causal, window_size):
+    groups_read_once.append(reads_groups_once(q, k_cache, window_size))
     assert cache_seqlens.dtype == block_table.dtype == torch.int32
     assert k_cache.shape[1] % 256 == 0
     page, out = k_cache.shape[1], []

@@ -9,9 +9,10 @@ from hypothesis import strategies as st
 from realhf.api.compute import ComputeConfig
 from realhf.api.errors import UserError
 from realhf.api.experiment import ModelSetup, OptimizerConfig
+from realhf.api.generation import DecodeGraphs
 from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, chunk_layers
-from realhf.api.model import LLAMA
+from realhf.api.model import LLAMA, DecoderConfig, Experts
 from realhf.engine.schedule import training_order
 from realhf.models.parameters import decoder_parameters, parameter_count
 from realhf.realloc.planner import DEFAULT_BUCKET_BYTES
@@ -32,8 +33,10 @@ from realhf.search.memory import (
     packed_bytes,
     static_bytes,
 )
+from realhf.search.native import native_problem
 from realhf.search.options import Option
 from realhf.search.problem import build_problem
+from realhf.search.reference import device_bytes
 from realhf.search.timings import load_costs
 from realhf.search.what_if import WhatIf
 from realhf.search.workload import Workload
@@ -327,3 +330,51 @@ def test_what_if_goes_before_the_setup() -> None:
     assert asked.engine() == EngineFeatures(recomputation="selective")
     with pytest.raises(UserError, match="feature 'turbo' is not known"):
         WhatIf(features=("turbo",))
+
+
+def test_the_cache_that_graphs_keep_is_there_in_training() -> None:
+    """On GPUs; where the actor generates on a copy, on which it is freed, training has that memory."""
+    graph = ppo(mini_batches=1)
+    home, copy = (
+        Option(Layout(DeviceMesh(0, 2), strategy), 1) for strategy in (ParallelStrategy(tp=2), ParallelStrategy(dp=2))
+    )
+
+    def most_bytes(hardware: str, generating: Option, graphs: DecodeGraphs) -> float:
+        options = {name: [generating if name == "actor_generate" else home] for name in graph.calls}
+        problem = build_problem(
+            graph, options, batch_size=16, workload=Workload(prompt_tokens=120, new_tokens=8, decode_graphs=graphs),
+            cluster=Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**34, hardware=hardware),
+            costs=load_costs(graph.models, dtype="bfloat16", hardware=hardware), max_steps_in_flight=1,
+            dtype="bfloat16",
+        )  # fmt: skip
+        needed = max(device_bytes(problem, [0] * len(problem.calls)))
+        assert native_problem(problem).evaluate([0] * len(problem.calls))["peak_bytes"] == pytest.approx(needed)
+        return needed
+
+    # 16 sequences in a page of 256 tokens each (flash-attn's), and the page of the padding: keys and values of bfloat16
+    # in 4 layers, over tp. It is training that needs the most.
+    cache = 17 * 256 * 4 * 2 * (TINY.num_kv_heads * TINY.head_dim) * 2 / 2
+    assert most_bytes("h100", home, "kept") == pytest.approx(most_bytes("h100", home, "call") + cache)
+    assert most_bytes("h100", copy, "kept") == most_bytes("h100", copy, "call")
+    assert most_bytes("cpu", home, "kept") == most_bytes("cpu", home, "off")
+
+
+def test_a_call_takes_the_graphs_that_its_options_and_its_model_allow() -> None:
+    def decoding_s(hardware: str, graphs: DecodeGraphs, model: DecoderConfig = TINY, tp: int = 1) -> float:
+        generate = call("m", model, GENERATE, "x")
+        costs = load_costs({"m": model}, dtype="bfloat16", hardware=hardware)
+        cost = CallCost(
+            call=generate, batch_size=16, workload=Workload(prompt_tokens=8, new_tokens=8, decode_graphs=graphs),
+            cluster=Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**34, hardware=hardware),
+            costs=costs, dtype="bfloat16",
+        )  # fmt: skip
+        return cost.seconds(ParallelStrategy(tp=tp), 1)
+
+    h100 = load_hardware("h100")
+    saved = 7 * TINY.num_layers * (h100.decode_launch_s - h100.decode_graph_launch_s)  # by 7 decode steps
+    for tp in (1, 2):
+        assert decoding_s("h100", "off", tp=tp) - decoding_s("h100", "kept", tp=tp) == pytest.approx(saved)
+        assert decoding_s("h100", "call", tp=tp) == decoding_s("h100", "kept", tp=tp)
+    experts = replace(TINY, experts=Experts(count=4, per_token=2))
+    assert decoding_s("h100", "off", experts) == decoding_s("h100", "kept", experts)
+    assert decoding_s("cpu", "off") == decoding_s("cpu", "kept")

@@ -65,7 +65,8 @@ def test_elementwise_bytes() -> None:
 
 def test_decode_is_bound_by_memory() -> None:
     fields = {"matmul_flops": {"float32": 1e15}, "memory_bandwidth": 1e6}
-    timings = analytic(decode_launch_s=0.5, decode_graph_launch_s=0.125, **fields)
+    eager = EngineFeatures(cuda_graphs=False)
+    timings = analytic(eager, decode_launch_s=0.5, decode_graph_launch_s=0.125, **fields)
     # The layer's weights, keys and values of 3 sequences of 7 tokens, and the passes of 3 tokens.
     seconds = (4 * (WEIGHTS + 3 * 7 * 2 * 64) + 3 * ELEMENTWISE) / 1e6
     assert timings.decode_layer(3, 7, 1, tp_crosses_nodes=False) == pytest.approx(0.5 + seconds)
