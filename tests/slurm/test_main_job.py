@@ -1,6 +1,7 @@
 """PPO under a real SLURM of two virtual nodes: the local launcher's results, and clean ends."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,8 @@ from tests.e2e.runs import FinishedRun, finished, realhf
 
 PLAN = "tests/plans/generate_dp4_train_tp2_pp2.json"
 SMALL = ("--steps", "2", "--seed", "7", "--no-evaluate", "--dtype", "float64", "--batch-size", "32", "--plan", PLAN)
-SLURM = ("--launcher", "slurm", "--nodes", "2", "--gpus-per-node", "2", "--network-interface", "lo")
+ON_GPUS = ("--launcher", "slurm", "--nodes", "2", "--gpus-per-node", "2", "--network-interface", "lo")
+SLURM = (*ON_GPUS, "--cpu-only")
 
 RAISES = """
 from dataclasses import dataclass
@@ -80,6 +82,16 @@ def test_slurm_gives_the_local_launchers_metrics(slurm_testbed: Testbed, tmp_pat
         assert {k: v for k, v in ours.items() if k not in measured} == {
             k: v for k, v in theirs.items() if k not in measured
         }
+    assert queue(slurm_testbed) == ""
+
+
+@pytest.mark.slurm
+def test_workers_that_torch_shows_no_gpu_say_so(slurm_testbed: Testbed, tmp_path: Path) -> None:
+    """Those that SLURM gives them here are none that CUDA knows."""
+    words = ("run", "experiments/ppo.py", "--run-dir", tmp_path / "run", *ON_GPUS, *SMALL)
+    done = realhf(*words)
+    assert done.returncode == 1, done.stderr[-4000:]
+    assert re.search(r"a GPU of its own, CUDA_VISIBLE_DEVICES='[01]', and torch .* sees 0; .* --cpu-only", done.stderr)
     assert queue(slurm_testbed) == ""
 
 
