@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pynvml
 
 from realhf.api.errors import UserError
@@ -158,11 +159,13 @@ def _read(device: Any, parent: Any) -> Gpu:
     """What a GPU and a MIG instance of it have in common."""
     clock_mhz = _reported(pynvml.nvmlDeviceGetMaxClockInfo, parent, pynvml.NVML_CLOCK_SM)
     uuid = pynvml.nvmlDeviceGetUUID(device)
+    memory = _reported(pynvml.nvmlDeviceGetMemoryInfo, device)
     return Gpu(
         token=uuid,
         uuid=uuid,
         name=pynvml.nvmlDeviceGetName(device),
-        memory_bytes=pynvml.nvmlDeviceGetMemoryInfo(device).total,
+        # A GPU without memory of its own (NVIDIA GB10, Jetson) computes in its host's.
+        memory_bytes=memory.total if memory else psutil.virtual_memory().total,
         compute_capability=pynvml.nvmlDeviceGetCudaComputeCapability(parent),
         num_cores=None,
         clock_hz=1e6 * clock_mhz if clock_mhz else None,

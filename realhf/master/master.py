@@ -67,7 +67,7 @@ class Master:
         self._clock = AwakeClock(WATCH_EVERY_S)
         self._dispatcher = Dispatcher(server.send, self._num_workers, self._trace.add, self._clock.now, run.deadlines)
         self._signs = VitalSigns(self._clock.now, self._dispatcher, directory, server.garbage)
-        self._ready: set[int] = set()
+        self._ready: dict[int, str] = {}  # the device of each worker that is
         self._all_ready = asyncio.Event()
         self._saver = Saver(run, directory, self._dispatcher)
         self._state: RunState = "starting"
@@ -159,16 +159,19 @@ class Master:
         self._recorder.set("; ".join(texts))
 
     async def _wait_until_ready(self) -> None:
+        """Raises RunError where workers do not come, or have devices of several kinds: a plan counts on equal ones."""
         timeout_s = self._run.spec.setup_timeout_s
         try:
             await asyncio.wait_for(self._all_ready.wait(), timeout_s)
         except TimeoutError:
-            missing = sorted(set(range(self._num_workers)) - self._ready)
+            missing = sorted(set(range(self._num_workers)) - self._ready.keys())
             states = ", ".join(f"worker {i} ({self._signs.activity(i, 'never heard of')})" for i in missing)
             raise RunError(
                 f"not ready within {timeout_s:g} s: {states}; read {self._directory.log(worker_name(missing[0]))}",
                 workers=missing,
             ) from None
+        if len(set(self._ready.values())) > 1:
+            raise self._signs.several_kinds(self._ready)
 
     def _is_evaluated(self, step: int) -> bool:
         """Whether this is no place for an evaluation, or one was made here by an earlier start of the run."""
@@ -274,8 +277,8 @@ class Master:
                     self._signs.heard(worker, activity=activity)
                 case Hello(host=host):
                     self._signs.heard(worker, host=host)
-                case Ready():
-                    self._ready.add(worker)
+                case Ready(device=device):
+                    self._ready[worker] = device
                     if len(self._ready) == self._num_workers:
                         self._all_ready.set()
                 case Failure():

@@ -1,6 +1,6 @@
 """What the master has heard of its workers: since when nothing, from which host, what they were doing."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from realhf.api.errors import RunError
 from realhf.master.loop import Dispatcher
@@ -78,6 +78,17 @@ class VitalSigns:
             what = self.activity(worker, "") or "its start"
         return RunError(
             f"worker {worker} failed in {what}; log: {self._log(worker)}\n{text.rstrip()}", workers=[worker]
+        )
+
+    def several_kinds(self, devices: Mapping[int, str]) -> RunError:
+        """What to say where workers have devices of several kinds, by worker; a plan counts on equal ones."""
+        kinds: dict[str, list[str]] = {}
+        for worker, device in sorted(devices.items()):
+            kinds.setdefault(device, []).append(f"{worker} (host {self._hosts.get(worker, 'unknown')})")
+        found = "; ".join(f"{device}: worker {', '.join(workers)}" for device, workers in kinds.items())
+        return RunError(
+            f"a run needs devices of one kind, and its workers have several: {found}; choose nodes of one kind by "
+            "--partition, --nodelist or --sbatch=--constraint=FEATURE"
         )
 
     def _what(self, worker: int) -> str:

@@ -185,7 +185,9 @@ class Hello(Message, frozen=True, kw_only=True):
 
 
 class Ready(Message, frozen=True, kw_only=True):
-    """The worker holds its models and takes requests."""
+    """The worker holds its models on `device` (the name of its GPU, or "CPU") and takes requests."""
+
+    device: str
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

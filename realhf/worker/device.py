@@ -31,3 +31,8 @@ def own_device(environ: Mapping[str, str] = os.environ) -> torch.device:
             "SLURM: give --cpu-only)"
         )
     return torch.device("cuda", 0)
+
+
+def device_name(device: torch.device) -> str:
+    """What the driver calls a GPU, or "CPU"."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

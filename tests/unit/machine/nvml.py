@@ -5,7 +5,6 @@ import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 
 import pynvml
 import pytest
@@ -93,8 +92,10 @@ class Nvml:
     def nvmlDeviceGetMemoryInfo(self, handle, version=None):
         index, instance = handle
         device = self._devices[index]
+        if "memory_mib" in device.unknown:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         mib = device.memory_mib if instance is None else device.instances[instance][2]
-        return self._answer(SimpleNamespace(total=mib * 2**20, free=mib * 2**20, used=0))
+        return self._answer(pynvml.c_nvmlMemory_t(total=mib * 2**20, free=mib * 2**20, used=0))
 
     def nvmlDeviceGetCudaComputeCapability(self, handle):
         return self._of_gpu(handle, "capability")

@@ -1,6 +1,7 @@
 import inspect
 from dataclasses import replace
 
+import psutil
 import pynvml
 import pytest
 
@@ -131,6 +132,11 @@ def test_what_a_device_does_not_report_is_not_made_up(monkeypatch, tmp_path):
     (gpu,) = visible_gpus()
     assert gpu.name == "NVIDIA Graphics Device"
     assert (gpu.num_cores, gpu.clock_hz, gpu.memory_bandwidth) == (None, None, None)
+
+
+def test_a_gpu_without_memory_of_its_own_has_its_host_s(monkeypatch, tmp_path):
+    stand_in(monkeypatch, tmp_path, [replace(H100, name="NVIDIA GB10", unknown=frozenset({"memory_mib"}))])
+    assert visible_gpus()[0].memory_bytes == psutil.virtual_memory().total
 
 
 def divided():

@@ -142,12 +142,19 @@ def alive(*workers: int, seconds: int = 100) -> Script:
 
 
 def test_workers_that_do_not_become_ready(directory: RunDirectory) -> None:
-    script = [*HELLO[:2], (0.0, 0, Ready()), (0.0, 1, Heartbeat(activity="setup: model actor"))]
+    script = [*HELLO[:2], (0.0, 0, Ready(device="CPU")), (0.0, 1, Heartbeat(activity="setup: model actor"))]
     text = failure_of(directory, script, setup_timeout_s=20)
     assert text == (
         "not ready within 20 s: worker 1 (setup: model actor), worker 2 (never heard of); "
         f"read {directory.log('worker-1')}"
     )
+
+
+def test_devices_of_several_kinds_are_refused(directory: RunDirectory) -> None:
+    kinds = ["NVIDIA A100-SXM4-40GB", "NVIDIA L40S", "NVIDIA A100-SXM4-40GB"]
+    text = failure_of(directory, [*HELLO, *((0.0, i, Ready(device=kind)) for i, kind in enumerate(kinds))])
+    assert "NVIDIA A100-SXM4-40GB: worker 0 (host h), 2 (host h); NVIDIA L40S: worker 1 (host h);" in text
+    assert "--sbatch=--constraint=FEATURE" in text
 
 
 def test_a_failure_is_told_at_once_with_its_text(directory: RunDirectory) -> None:
@@ -247,7 +254,12 @@ def test_late_and_silent_is_silent(directory: RunDirectory, monkeypatch: pytest.
 
 def test_a_master_that_stood_still_has_heard_nobody_and_blames_nobody(directory: RunDirectory) -> None:
     """Whatever holds it up: its workers' heartbeats wait to be read, or they were held up too and come a bit later."""
-    held_up = [*alive(0, 1, 2, seconds=3), (3600.0, 0, STANDS_STILL), (20.0, 0, Ready()), *alive(0, 1, 2, seconds=3)]
+    held_up = [
+        *alive(0, 1, 2, seconds=3),
+        (3600.0, 0, STANDS_STILL),
+        (20.0, 0, Ready(device="CPU")),
+        *alive(0, 1, 2, seconds=3),
+    ]
     end: Script = [(0.0, 2, Failure(request_id=None, text="ValueError: bad weights"))]
     text = failure_of(directory, [*HELLO, *held_up, *end], setup_timeout_s=1e6)
     assert text.startswith("worker 2 failed in computing; ")

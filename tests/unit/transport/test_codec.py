@@ -82,7 +82,7 @@ def test_a_flipped_bit_is_refused_or_a_message(message: ToMaster, data: st.DataO
         msgspec.msgpack.encode({"type": "Hello", "worker": "1", "pid": 2, "host": "h"}),
         msgspec.msgpack.encode({"type": "os.system", "command": "true"}),
         msgspec.msgpack.encode({"type": "Reply", "request_id": 1, "span": ["compute", "a", 0.0, 1.0], "tokens": -1}),
-        msgspec.msgpack.encode({"type": "Ready"}) + b"\x00",
+        msgspec.msgpack.encode({"type": "Ready", "device": "CPU"}) + b"\x00",
         msgspec.msgpack.encode({"type": "Shutdown"}),  # a message, but for the other direction
     ],
 )

@@ -163,10 +163,10 @@ def test_strangers_get_no_answer_and_change_nothing(keys: Path, tmp_path: Path) 
     async def scenario() -> None:
         server = serve(keys)
         honest = connect(server, load_worker_keys(keys, worker=0))
-        honest.send(Ready())
-        assert await recv(server) == (0, Ready())
+        honest.send(Ready(device="CPU"))
+        assert await recv(server) == (0, Ready(device="CPU"))
 
-        valid = Codec[ToMaster](ToMaster).encode(Ready())
+        valid = Codec[ToMaster](ToMaster).encode(Ready(device="CPU"))
         strangers = {
             "no key at all": raw_dealer(server, None),
             "the key of another run, for both ends": raw_dealer(server, theirs),
@@ -191,8 +191,8 @@ def test_strangers_get_no_answer_and_change_nothing(keys: Path, tmp_path: Path) 
         with pytest.raises(RunError, match="worker 1 has not connected, so it cannot be sent a Shutdown"):
             await server.send(1, Shutdown())
 
-        honest.send(Ready())  # and the honest one is still served
-        assert await recv(server) == (0, Ready())
+        honest.send(Ready(device="CPU"))  # and the honest one is still served
+        assert await recv(server) == (0, Ready(device="CPU"))
         await server.send(0, Shutdown())
         assert await asyncio.to_thread(honest.receive, PATIENCE_S) == Shutdown()
         plain.close()
@@ -238,8 +238,8 @@ def test_garbage_is_dropped_and_counted_and_then_its_sender_is(keys: Path, monke
         while server.garbage(1) < 302:
             assert await hears_nothing(server)
         assert server.garbage(1) == 302
-        honest.send(Ready())
-        assert await recv(server) == (2, Ready())
+        honest.send(Ready(device="CPU"))
+        assert await recv(server) == (2, Ready(device="CPU"))
         assert server.garbage(2) == 0
         dealer.close()
         honest.close()
@@ -259,7 +259,7 @@ def test_a_worker_drops_and_counts_what_is_no_request(keys: Path) -> None:
         load_worker_keys(keys, worker=0),
         incoming=Codec[ToWorker](ToWorker),
         outgoing=Codec[ToMaster](ToMaster),
-        heartbeat=Ready,
+        heartbeat=lambda: Ready(device="CPU"),
         heartbeat_s=0.05,
     )
     assert socket.poll(1000 * PATIENCE_S)
@@ -290,8 +290,8 @@ def test_a_message_over_the_limit_never_arrives(keys: Path) -> None:
         rude = connect(server, load_worker_keys(keys, worker=1), max_bytes=10**8)
         rude.send(Heartbeat(activity="x" * 10**7))
         assert await hears_nothing(server)
-        polite.send(Ready())
-        assert await recv(server) == (0, Ready())
+        polite.send(Ready(device="CPU"))
+        assert await recv(server) == (0, Ready(device="CPU"))
         polite.close()
         rude.close(flush_s=0.1)
         server.close()
@@ -314,7 +314,7 @@ client = Client(sys.argv[1], load_worker_keys(Path(sys.argv[2]), worker=1), inco
 enough = Path(sys.argv[3])
 while not enough.exists():
     sum(range(1000))
-client.send(Ready())
+client.send(Ready(device="CPU"))
 client.close(flush_s=600)
 """
 
@@ -326,7 +326,7 @@ client.close(flush_s=600)
             for _ in range(8):
                 assert await recv(server) == (1, Heartbeat(activity="counting"))
             enough.touch()
-            while (message := await recv(server))[1] != Ready():
+            while (message := await recv(server))[1] != Ready(device="CPU"):
                 assert message == (1, Heartbeat(activity="counting"))
             assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0
         finally:
@@ -358,8 +358,8 @@ def test_what_is_urgent_does_not_wait_for_the_main_thread(keys: Path) -> None:
             heartbeat_s=60.0,
             urgent=urgent,
         )
-        client.send(Ready())
-        assert await recv(server) == (0, Ready())
+        client.send(Ready(device="CPU"))
+        assert await recv(server) == (0, Ready(device="CPU"))
         await server.send(0, DumpStacks())
         assert await asyncio.to_thread(done.wait, PATIENCE_S), "nobody called receive"
         await server.send(0, Shutdown())
@@ -398,7 +398,7 @@ def test_closing_sends_what_is_queued_and_ends_in_time(keys: Path) -> None:
         assert [(await recv(server))[1].request_id for _ in range(500)] == list(range(500))  # type: ignore[union-attr]
         await closing
         with pytest.raises(RuntimeError, match="was closed"):
-            client.send(Ready())
+            client.send(Ready(device="CPU"))
         with pytest.raises(RuntimeError, match="has ended"):
             client.receive(PATIENCE_S)
         address = server.address
@@ -409,9 +409,9 @@ def test_closing_sends_what_is_queued_and_ends_in_time(keys: Path) -> None:
             load_worker_keys(keys, worker=0),
             incoming=Codec[ToWorker](ToWorker),
             outgoing=Codec[ToMaster](ToMaster),
-            heartbeat=Ready,
+            heartbeat=lambda: Ready(device="CPU"),
         )
-        nobody.send(Ready())
+        nobody.send(Ready(device="CPU"))
         nobody.close(flush_s=0.3)  # else it would wait for ever
 
     run(scenario())
@@ -468,8 +468,8 @@ def test_ipv6_works_where_the_machine_has_it(keys: Path) -> None:
     async def scenario() -> None:
         server = serve(keys, "::1")
         client = connect(server, load_worker_keys(keys, worker=0))
-        client.send(Ready())
-        assert await recv(server) == (0, Ready())
+        client.send(Ready(device="CPU"))
+        assert await recv(server) == (0, Ready(device="CPU"))
         client.close()
         server.close()
 
