@@ -201,7 +201,9 @@ def _named(text: str, machine: Machine, environ: Mapping[str, str]) -> tuple[Gpu
                 f"{_inventory(machine)}; name devices of these, unset the variable for all, or {FOR_THE_CPU}"
             ) from None
         if any(gpu.uuid == other.uuid for other in gpus):
-            raise UserError(f"{VISIBLE}={text}: {token!r} names a device a second time; CUDA then shows none")
+            raise UserError(
+                f"{VISIBLE}={text}: {token!r} names a device a second time; CUDA then shows none. Name each once"
+            )
         gpus.append(replace(gpu, token=token))
     return tuple(gpus)
 
