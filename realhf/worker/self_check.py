@@ -26,6 +26,7 @@ from realhf.realloc.layout import Box
 from realhf.realloc.planner import plan_between
 from realhf.realloc.transport import transport_between
 from realhf.realloc.verification import verify
+from realhf.worker.device import own_device
 
 TIMEOUT_S = 280.0
 SEED = 1
@@ -153,10 +154,7 @@ def _check_equal(what: str, numbers: torch.Tensor, expected: float) -> None:
 
 def main() -> int:
     check, backend, rank, size, store = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4]), sys.argv[5]
-    device = torch.device("cpu")
-    if backend == "nccl":
-        device = torch.device("cuda", rank)
-        torch.cuda.set_device(device)
+    device = own_device()
     dist.init_process_group(
         backend,
         store=dist.FileStore(store, size),

@@ -109,6 +109,12 @@ def test_a_process_that_fails_gives_its_last_line() -> None:
         find_ranks("groups", "nonsense", 1)
 
 
+def test_processes_of_an_nccl_check_are_shown_a_gpu_each(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stand_in(monkeypatch, tmp_path, [H100] * 2, visible="1,0")
+    with pytest.raises(RuntimeError, match=r"process 0 of 2: .*CUDA_VISIBLE_DEVICES='1', and torch .* sees 0"):
+        find_ranks("groups", "nccl", 2)
+
+
 def test_a_key_that_others_can_read_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_wire, "load_worker_keys", taking_any(doctor_wire.load_worker_keys))
     with pytest.raises(PermissionError, match="a key of mode 0644 was taken"):
