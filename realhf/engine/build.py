@@ -1,7 +1,8 @@
 """From a configuration and a place in a layout to a decoder whose parameters lie in one arena."""
 
 import hashlib
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
+from math import prod
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from realhf.realloc.layout import Box, device_boxes
 from realhf.realloc.shards import flat_layout
 
 _INITIAL_STD = 0.02
+_DRAWN_ELEMENTS = 2**20  # at a time
 
 
 def build_arena(config: DecoderConfig, groups: ParallelGroups, dtype: torch.dtype, device: torch.device) -> Arena:
@@ -92,28 +94,40 @@ def fill_initial(
 ) -> None:
     """Fills tensors with their boxes' part of the random weights of `seed`.
 
-    Every global parameter is drawn whole, in float32, from a generator keyed by the seed and its
-    name, then cut: the weights depend neither on the layout nor on the other parameters.
+    Every global parameter is drawn in float32 from a generator keyed by the seed and its name, some rows after
+    others, and cut: the weights depend neither on the layout nor on the other parameters.
     """
     specs = {spec.name: spec for spec in decoder_parameters(config)}
     for name, of_name in by_name(held).items():
         if names is None or name in names:
-            whole = initial_value(specs[name], seed)
-            for box, local in of_name:
-                where = tuple(slice(start, start + extent) for start, extent in zip(box.offset, box.shape, strict=True))
-                local.copy_(whole[where])
+            for drawn, values in _initial_rows(specs[name], seed):
+                for box, local in of_name:
+                    common = box.intersect(drawn)
+                    if common is not None:
+                        local[common.slices_in(box)].copy_(values[common.slices_in(drawn)])
 
 
 def initial_value(spec: ParameterSpec, seed: int) -> Tensor:
-    """The whole initial parameter, float32 on the CPU.
+    """The whole initial parameter of `fill_initial`, float32 on the CPU."""
+    return torch.cat([values for _, values in _initial_rows(spec, seed)])
+
+
+def _initial_rows(spec: ParameterSpec, seed: int) -> Iterator[tuple[Box, Tensor]]:
+    """Parts of the initial parameter, float32 on the CPU; an embedding of half a GiB is never in memory as a whole.
 
     Norms are one (zero where one is added to them), biases zero, matrices normal with deviation 0.02, a
     scalar head normal with deviation 1 / sqrt(hidden + 1), which gives first values of about one
     (Stiennon et al. 2020, appendix B.1).
     """
-    if spec.initial != "normal":
-        return torch.full(spec.shape, 1.0 if spec.initial == "one" else 0.0)
     digest = hashlib.blake2b(f"{seed}/{spec.name}".encode(), digest_size=8).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
     std = (spec.shape[1] + 1) ** -0.5 if spec.name == "score.weight" else _INITIAL_STD
-    return torch.randn(spec.shape, generator=generator) * std
+    # A multiple of 16, for which torch draws the same numbers in parts as in one.
+    rows = max(1, _DRAWN_ELEMENTS // (16 * prod(spec.shape[1:]))) * 16
+    for start in range(0, spec.shape[0], rows):
+        shape = (min(rows, spec.shape[0] - start), *spec.shape[1:])
+        box = Box(spec.name, (start, *(0 for _ in shape[1:])), shape)
+        if spec.initial == "normal":
+            yield box, torch.randn(shape, generator=generator).mul_(std)
+        else:
+            yield box, torch.full(shape, 1.0 if spec.initial == "one" else 0.0)

@@ -198,12 +198,15 @@ class Dispatcher:
                 await perform(schedule.ended(node))
         await self._drain()
 
-    async def save(self, directory: str, writers: dict[int, tuple[str, ...]]) -> None:
-        """Has every worker in `writers` write its boxes of the given models; returns when all have."""
+    async def save(self, directory: str, writers: dict[int, tuple[str, ...]], *, is_last: bool) -> None:
+        """Has every worker in `writers` write its boxes of the given models; returns when training may go on."""
         longest_s = self._deadlines.longest_s
         for worker, models in writers.items():
             request_id = self._open.expect(worker, Request(f"checkpoint {directory}", longest_s))
-            await self._send(worker, SaveCheckpoint(request_id=request_id, directory=directory, models=models))
+            await self._send(
+                worker,
+                SaveCheckpoint(request_id=request_id, directory=directory, models=models, is_last=is_last),
+            )
         await self._drain()
 
     async def _issue(self, runner: GraphRunner, node: Node, directory: DataDirectory) -> int:

@@ -65,7 +65,7 @@ class Saver:
             self._note_failure(step, _not_complete(step, error))
             self._idle.set()
             return
-        await self._dispatcher.save(str(part), writers)
+        await self._dispatcher.save(str(part), writers, is_last=step == self._run.experiment.steps)
         self._begun.put_nowait(self._state(step, statistics))
 
     def written(self, worker: int, message: CheckpointWritten) -> None:

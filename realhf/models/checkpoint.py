@@ -56,15 +56,16 @@ def write_pieces(
 
     `hashed` makes a digest of the file, which `CheckpointReader.check_content` compares.
     """
-    write_snapshot(directory, rank, snapshot(pieces), hashed=hashed)
+    write_snapshot(directory, rank, snapshot(pieces, copied=False), hashed=hashed)
 
 
-def snapshot(pieces: Sequence[tuple[Box, Tensor]]) -> dict[str, Tensor]:
-    """Copies of `pieces` in host memory, by their keys in a file."""
+def snapshot(pieces: Sequence[tuple[Box, Tensor]], *, copied: bool = True) -> dict[str, Tensor]:
+    """`pieces` in host memory, by their keys in a file; copies, unless what is in host memory need not be `copied`
+    since it will not change."""
     keys = file_keys([box for box, _ in pieces])
     assert len(set(keys)) == len(keys), "a box twice in the file of a rank"
     return {
-        key: tensor.detach().to("cpu", copy=True).contiguous() for key, (_, tensor) in zip(keys, pieces, strict=True)
+        key: tensor.detach().to("cpu", copy=copied).contiguous() for key, (_, tensor) in zip(keys, pieces, strict=True)
     }
 
 

@@ -157,12 +157,14 @@ class FreeBatch(Message, frozen=True, kw_only=True):
 class SaveCheckpoint(Message, frozen=True, kw_only=True):
     """Writes this worker's boxes of `models` below `directory` (`directory`/MODEL/boxes-RANK.safetensors).
 
-    The reply says that they have been copied, so that training may go on; `CheckpointWritten` follows.
+    The reply says that they have been copied, so that training may go on; `CheckpointWritten` follows. At the end of
+    the run (`is_last`) nothing goes on, and they are written from where they are.
     """
 
     request_id: int
     directory: str
     models: tuple[str, ...]
+    is_last: bool = False
 
 
 class DumpStacks(Message, frozen=True, kw_only=True):

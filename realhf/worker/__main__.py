@@ -40,7 +40,7 @@ from realhf.transport.messages import (
 )
 from realhf.transport.rendezvous import wait_for_master
 from realhf.worker.activity import WorkerActivity
-from realhf.worker.allocator import keep_freed_memory
+from realhf.worker.allocator import give_back_freed_memory, keep_freed_memory
 from realhf.worker.device import device_name, own_device
 from realhf.worker.interfaces import explain
 from realhf.worker.model_worker import ModelWorker
@@ -87,6 +87,7 @@ def serve(
     activity.set("setup: joining the other workers")
     join_world(directory, run, rank, device)
     worker = ModelWorker(run, rank, device, directory, activity, moves, client.send, fail)
+    give_back_freed_memory()
     client.send(Ready(device=device_name(device)))
     logger.info("ready")
     activity.set("waiting for the first request")

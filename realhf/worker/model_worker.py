@@ -3,7 +3,7 @@
 import logging
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -149,7 +149,7 @@ class ModelWorker:
                 self._store.free(batch)
             case SaveCheckpoint(request_id=request_id):
                 with self._timed("checkpoint", Path(request.directory).name) as span:
-                    self._save(request.directory, request.models)
+                    self._save(request)
                 return Reply(request_id=request_id, span=span())
         return None
 
@@ -269,10 +269,12 @@ class ModelWorker:
     def _trainings(self, model: str) -> list[ModelFunctionCallDef]:
         return [call for call in self._run.graph.calls_of(model) if call.trains]
 
-    def _save(self, directory: str, models: Sequence[str]) -> None:
+    def _save(self, request: SaveCheckpoint) -> None:
         snapshots = {}
-        for name in models:
+        for name in request.models:
             model = self._models[name, self._run.homes[name]]
             with model.loaded():
-                snapshots[name] = snapshot(model.state())
-        self._writer.start(directory, snapshots)
+                # What waits in host memory leaves its tensors again.
+                is_copied = not request.is_last or name in self._run.plan.offload
+                snapshots[name] = snapshot(model.state(), copied=is_copied)
+        self._writer.start(request.directory, snapshots)

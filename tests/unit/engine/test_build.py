@@ -1,6 +1,8 @@
 """Arena, boxes and initial weights: one contiguous store, the same model whatever the layout."""
 
+import hashlib
 from collections import Counter
+from math import prod
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model import DecoderConfig
 from realhf.engine.arena import Arena
 from realhf.engine.build import attach_gradients, boxes, build_arena, build_decoder, initialise
+from realhf.engine.memory import PeakMemory
 from realhf.models.parameters import decoder_parameters, parameter_count
 from realhf.parallel.groups import ParallelGroups
 from realhf.realloc.shards import FlatLayout, counted_range
@@ -109,3 +112,24 @@ def test_initial_weights_are_sensible_and_follow_the_seed() -> None:
     wide = build_decoder(config, ONE_RANK, torch.float64)
     initialise(wide, seed=1)
     assert torch.equal(boxes(wide)["score.weight"][1].float(), head)
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_large_parameters_are_drawn_in_parts(tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch draws them whole, whatever the layout, and without the whole in memory."""
+    config = tiny(vocab_size=320)
+    groups = ParallelGroups(Layout(DeviceMesh(0, tp), ParallelStrategy(tp=tp)), tp - 1)
+    decoder = build_decoder(config, groups, torch.float32, CPU)
+    monkeypatch.setattr("realhf.engine.build._DRAWN_ELEMENTS", 16 * config.hidden_size)
+    with PeakMemory() as memory:
+        initialise(decoder, seed=3)
+    largest = max(prod(spec.shape) for spec in decoder_parameters(config)) * 4
+    assert 0 < memory.peak_bytes < largest / 2
+    for box, local in boxes(decoder).values():
+        spec = next(spec for spec in decoder_parameters(config) if spec.name == box.name)
+        if spec.initial == "normal":
+            digest = hashlib.blake2b(f"3/{spec.name}".encode(), digest_size=8).digest()
+            generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+            whole = torch.randn(spec.shape, generator=generator) * 0.02
+            where = tuple(slice(a, a + n) for a, n in zip(box.offset, box.shape, strict=True))
+            assert torch.equal(local, whole[where]), box

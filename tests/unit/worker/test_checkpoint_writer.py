@@ -30,6 +30,13 @@ def test_what_was_copied_is_written_whatever_training_does_meanwhile(tmp_path: P
     assert (staging / digest_file(3)).is_file()
 
 
+def test_only_what_will_change_is_copied() -> None:
+    parameter = torch.arange(6.0)
+    pieces = [(Box("weight", (0,), (6,)), parameter)]
+    assert snapshot(pieces, copied=False)["weight"].data_ptr() == parameter.data_ptr()
+    assert snapshot(pieces)["weight"].data_ptr() != parameter.data_ptr()
+
+
 def test_a_disk_that_takes_nothing_is_reported(tmp_path: Path) -> None:
     reports: queue.Queue[CheckpointWritten] = queue.Queue()
     (tmp_path / "part").write_text("no directory")
