@@ -93,9 +93,9 @@ class DecodeGraphs:
     Its last page is where padding writes. What the table is wide is a bucket too: a power of two.
     """
 
-    def __init__(self, decoder: Decoder, cache: KVCache, max_rows: int, width: int, capture: Capture):
+    def __init__(self, decoder: Decoder, cache: KVCache, max_rows: int, width: int, capture: Capture, timeout_s: float):
         """`max_rows`, `width`: rows and pages of a row at most."""
-        self.decoder, self.cache, self.capture = decoder, cache, capture
+        self.decoder, self.cache, self.capture, self.timeout_s = decoder, cache, capture, timeout_s
         self.max_rows, self.width = rows_bucket(max_rows), power_of_two(width)
         config, self._like = decoder.config, next(decoder.parameters())
         size = config.vocab_size if decoder.groups.is_last_stage else config.hidden_size
@@ -128,6 +128,12 @@ class DecodeGraphs:
             replay = self.capture(lambda: self._compute(step))
             self._steps[shape] = step, replay
         replay()
+        groups = self.decoder.groups
+        if groups.tensor is not None:  # torch's watchdog knows nothing of collectives in a graph
+            groups.waits.watch(
+                self.timeout_s,
+                lambda: f"generate: rank {groups.rank} waited for the other tensor-parallel ranks in a decode step",
+            )
         return self._out[:rows]
 
     def fits(self, kernels: PagedKernels, pages: int, max_rows: int, width: int) -> bool:
@@ -162,8 +168,9 @@ class DecodeWorkspace:
     gets pages of its own.
     """
 
-    def __init__(self, capture: Capture | None):
-        self.capture = capture
+    def __init__(self, capture: Capture | None, timeout_s: float = 600.0):
+        """`timeout_s`: how long a step may wait for tensor-parallel ranks."""
+        self.capture, self.timeout_s = capture, timeout_s
         self._lanes: dict[int, DecodeGraphs] = {}
 
     def lane(
@@ -190,6 +197,6 @@ class DecodeWorkspace:
                     max(pages, kept.cache.pages - 1), max(max_rows, kept.max_rows), max(width, kept.width),
                 )  # fmt: skip
             del kept  # its pages are free before there are new ones
-            kept = DecodeGraphs(decoder, new_cache(pages + 1), max_rows, width, self.capture)
+            kept = DecodeGraphs(decoder, new_cache(pages + 1), max_rows, width, self.capture, self.timeout_s)
         self._lanes[index] = kept
         return kept.cache, kept

@@ -112,7 +112,7 @@ def generate_and_report(
     groups, pp = decoder.groups, decoder.groups.layout.strategy.pp
     weight = next(decoder.parameters())  # for its dtype and device
     runs = _even_runs(len(batch), pp)
-    workspace = workspace or DecodeWorkspace(capture_of(decoder, options))
+    workspace = workspace or DecodeWorkspace(capture_of(decoder, options), timeout_s)
     with torch.inference_mode(), packed_weights(decoder):
         lanes = [
             _lane(

@@ -83,8 +83,12 @@ class ShardedModel:
     def free_parameters(self) -> None:
         """Gives the memory of parameters and KV cache back, and keeps what is built on the parameters, gradients and
         optimizer states included."""
-        self._workspace = None
+        self.forget_graphs()
         free(self.parameters.flat)
+
+    def forget_graphs(self) -> None:
+        """Gives back what generation keeps between its calls."""
+        self._workspace = None
 
     def allocate_parameters(self) -> None:
         """Memory for the parameters after `free_parameters`, to be written through `held()` before any use."""
@@ -301,7 +305,7 @@ class ShardedModel:
         if options.decode_graphs != "kept" or isinstance(self.parameters, ShardedParameters):
             self._workspace = None
         elif self._workspace is None:
-            self._workspace = DecodeWorkspace(capture_of(self.decoder, options))
+            self._workspace = DecodeWorkspace(capture_of(self.decoder, options), self._neighbours.timeout_s)
         return self._workspace
 
     def _check_presence(self) -> None:

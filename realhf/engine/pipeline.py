@@ -7,7 +7,6 @@ message, though micro-batches differ: none is sent along.
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -73,13 +72,15 @@ class Neighbours:
     def _wait(self, transfer: Transfer, what: str) -> None:
         if transfer.work is None:
             return
+        groups, peer = self.groups, transfer.peer
+
+        def who() -> str:  # outlives the message, and must not hold its tensor
+            return f"rank {groups.rank} (pipeline stage {groups.stage}) waited for {what} rank {peer}"
+
         try:
-            transfer.work.wait(timedelta(seconds=self.timeout_s))
+            self.groups.waits.wait(transfer.work, self.timeout_s, who)
         except RuntimeError as error:
-            raise RunError(
-                f"rank {self.groups.rank} (pipeline stage {self.groups.stage}) waited for {what} rank {transfer.peer}, "
-                f"at most {self.timeout_s:g} s: {error}"
-            ) from error
+            raise RunError(f"{who()}, at most {self.timeout_s:g} s: {error}") from error
 
 
 # (pass, what it needs: hidden states or gradients, None where no stage gives any) -> what the next stage needs.

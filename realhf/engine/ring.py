@@ -2,7 +2,7 @@
 
 from collections import deque
 from dataclasses import dataclass
-from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch import Tensor
 from realhf.api.errors import RunError
 from realhf.engine.lane import Lane
 from realhf.parallel.groups import ParallelGroups
+from realhf.parallel.waiting import Waits
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,11 @@ class _Message:
     work: dist.Work
     what: str
     timeout_s: float
+    waits: Waits
 
     def wait(self) -> Tensor:
         try:
-            self.work.wait(timedelta(seconds=self.timeout_s))
+            self.waits.wait(self.work, self.timeout_s, partial("generate: {}".format, self.what))  # not its tensor
         except RuntimeError as error:
             raise RunError(f"generate: {self.what} (deadline {self.timeout_s:g} s): {error}") from error
         return self.tensor
@@ -39,12 +41,15 @@ class _Links:
     def send(self, tensor: Tensor, stage: int, name: str) -> _Message:
         peer, tensor = self.groups.stage_rank(stage), tensor.contiguous()
         what = f"rank {self.groups.rank} waited for rank {peer} to take {name}"
-        return _Message(tensor, dist.isend(tensor, peer, self.groups.pipeline), what, self.timeout_s)
+        return self._message(tensor, dist.isend(tensor, peer, self.groups.pipeline), what)
 
     def receive(self, tensor: Tensor, stage: int, name: str) -> _Message:
         peer = self.groups.stage_rank(stage)
         what = f"rank {self.groups.rank} waited for {name} from rank {peer}"
-        return _Message(tensor, dist.irecv(tensor, peer, self.groups.pipeline), what, self.timeout_s)
+        return self._message(tensor, dist.irecv(tensor, peer, self.groups.pipeline), what)
+
+    def _message(self, tensor: Tensor, work: dist.Work, what: str) -> _Message:
+        return _Message(tensor, work, what, self.timeout_s, self.groups.waits)
 
 
 class _InFlight:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from realhf.api.layout import Layout
 from realhf.parallel import host_group
+from realhf.parallel.waiting import HOST_WAITS, Waits
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,8 @@ class ParallelGroups:
     tied: dist.ProcessGroup | None = None
     # All ranks of the layout, for sums over the whole model such as the gradient norm.
     model: dist.ProcessGroup | None = None
+    # For works in these groups.
+    waits: Waits = HOST_WAITS
 
     @property
     def dp_index(self) -> int:
@@ -66,6 +69,7 @@ class GroupTable:
     one, too, which may be another.
 
     others: further groups, of ascending ranks.
+    waits: how works in these groups are waited for.
     spans_hosts: whether there are ranks that do not share a memory.
     """
 
@@ -75,8 +79,9 @@ class GroupTable:
         rank: int,
         timeout_s: float = 600.0,
         others: Iterable[tuple[int, ...]] = (),
+        waits: Waits = HOST_WAITS,
     ):
-        self.rank = rank
+        self.rank, self.waits = rank, waits
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._of_hosts: dict[tuple[int, ...], dist.ProcessGroup] = {}
         self._layouts = list(dict.fromkeys(layouts))
@@ -108,6 +113,7 @@ class GroupTable:
             pipeline=self._find_pipeline(layout.pipeline_group(dp, tp)),
             tied=self._find(_tied_group(layout, dp, tp)),
             model=self._find(list(layout.mesh.devices)),
+            waits=self.waits,
         )
 
     def of_host(self, devices: Iterable[int]) -> dist.ProcessGroup | None:

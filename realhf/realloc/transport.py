@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, Literal, Protocol
 
@@ -13,6 +13,7 @@ from torch import Tensor
 
 from realhf.parallel import host_group
 from realhf.parallel.host_group import HostProcessGroup, Parts
+from realhf.parallel.waiting import HOST_WAITS, Waits
 from realhf.realloc.layout import Box
 
 # A part of at least so many bytes is a message of its own where it goes through torch.distributed, so that it need not
@@ -39,10 +40,12 @@ class Message:
 
 @dataclass(frozen=True)
 class Work:
-    """Something of `messages` that is on its way; `wait` raises RuntimeError if it is not done within the time."""
+    """Something of `messages` that is on its way; `wait` raises RuntimeError if it is not done within the time, or
+    leaves that to `waits`."""
 
     messages: Sequence[Message]
     wait: Callable[[timedelta], None]
+    waits: Waits = HOST_WAITS
 
 
 class Transport(Protocol):
@@ -76,9 +79,9 @@ class ReallocationError(RuntimeError):
     """A peer did not send or receive its part; the text names the model, the bucket, the peer and the parameters."""
 
 
-def transport_between(group_of_host: dist.ProcessGroup | None) -> Transport:
+def transport_between(group_of_host: dist.ProcessGroup | None, waits: Waits = HOST_WAITS) -> Transport:
     """The memory of the host that all ranks of a reallocation are on, if it has a group; else the world's backend."""
-    return TorchTransport() if group_of_host is None else HostTransport(group_of_host)
+    return TorchTransport(waits=waits) if group_of_host is None else HostTransport(group_of_host)
 
 
 _NOTHING: "tuple[Sequence[Message], list[_Piece]]" = ((), [])
@@ -87,9 +90,9 @@ _NOTHING: "tuple[Sequence[Message], list[_Piece]]" = ((), [])
 class TorchTransport:
     """Messages of torch.distributed. What is small, or not contiguous, is packed into buffers on its device."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None):
+    def __init__(self, group: dist.ProcessGroup | None = None, waits: Waits = HOST_WAITS):
         """`group`: default the world. With NCCL all its ranks must have made one collective call in it before."""
-        self._group = group
+        self._group, self._waits = group, waits
         self._cut_last: tuple[Sequence[Message], list[_Piece]] = _NOTHING  # most are asked for their bytes, then posted
 
     @property
@@ -127,7 +130,7 @@ class TorchTransport:
         packed = piece.packed()
         with _posting([piece.message]):
             work = start(packed, piece.message.peer, group=self._group)
-        return Work([piece.message], _unpacking(work, [piece]))
+        return self._work(work, [piece])
 
     def _post_together(self, pieces: "Sequence[_Piece]") -> list[Work]:
         """In one call: over NCCL, ranks that send to each other would wait for each other otherwise."""
@@ -141,10 +144,15 @@ class TorchTransport:
             works: Sequence[Any] = dist.batch_isend_irecv(operations)
         # Several messages have one work where the backend makes one call of them.
         shares = [pieces] if len(works) < len(pieces) else [[piece] for piece in pieces]
-        return [
-            Work([piece.message for piece in share], _unpacking(work, share))
-            for work, share in zip(works, shares, strict=True)
-        ]
+        return [self._work(work, share) for work, share in zip(works, shares, strict=True)]
+
+    def _work(self, work: Any, pieces: "Sequence[_Piece]") -> Work:
+        def wait(timeout: timedelta) -> None:
+            self._waits.order(work, timeout.total_seconds())
+            for piece in pieces:
+                piece.unpack()
+
+        return Work([piece.message for piece in pieces], wait, self._waits)
 
 
 class HostTransport:
@@ -195,7 +203,7 @@ def _posting(messages: Sequence[Message]) -> Iterator[None]:
 
 
 def wait_for(works: Sequence[Work], label: str, timeout_s: float) -> None:
-    """Waits until all of them are done.
+    """Waits until all of them are done, or as their `waits` do: what the current stream does next is behind them.
 
     Raises:
         ReallocationError: a peer did not answer within `timeout_s`, or died.
@@ -209,6 +217,9 @@ def wait_for(works: Sequence[Work], label: str, timeout_s: float) -> None:
                 f"{label} waited {time.monotonic() - start:.1f} s (at most {timeout_s:g}) in vain for "
                 f"{_names(work.messages)}: {error}"
             ) from error
+    messages = [replace(message, views=(), parts=None) for work in works for message in work.messages]  # no tensors
+    for waits in dict.fromkeys(work.waits for work in works):
+        waits.watch(timeout_s, lambda: f"{label} waited in vain for {_names(messages)}")
 
 
 def buffers_like(views: Sequence[Tensor]) -> list[Tensor]:
@@ -254,15 +265,6 @@ class _Piece:
         if self._buffers is not None and not self.is_sent:
             torch._foreach_copy_(self._views, self._buffers)
         self._buffers = None
-
-
-def _unpacking(work: Any, pieces: Sequence[_Piece]) -> Callable[[timedelta], None]:
-    def wait(timeout: timedelta) -> None:
-        work.wait(timeout)
-        for piece in pieces:
-            piece.unpack()
-
-    return wait
 
 
 def _cut(views: Sequence[Tensor], message_bytes: int) -> Iterator[Sequence[Tensor]]:

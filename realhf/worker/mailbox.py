@@ -5,12 +5,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from realhf.parallel.waiting import HOST_WAITS, Waits
 from realhf.transport.messages import BatchKey, KeyMetadata, Receive, Send
 from realhf.worker.store import SampleStore
 
@@ -27,19 +28,19 @@ class _Incoming:
         self.work: dist.Work | None = None
         self._lock, self._has_arrived = threading.Lock(), False
 
-    def wait(self, timeout: timedelta) -> None:
+    def wait(self, waits: Waits, timeout_s: float) -> None:
         """May be called by several threads, of which one waits: a work of gloo can be waited for once."""
         with self._lock:
             if not self._has_arrived:
                 assert self.work is not None
-                self.work.wait(timeout)
+                waits.order(self.work, timeout_s)
                 self._has_arrived = True
 
 
 class _Outgoing:
     """A message that is being sent, or will be when what it sends on has arrived. `packed` must stay until then."""
 
-    def __init__(self, send: Send, packed: Tensor, wait: Callable[[timedelta], object]):
+    def __init__(self, send: Send, packed: Tensor, wait: Callable[[Waits, float], object]):
         self.receiver, self.key, self.packed, self.wait = send.peer, send.key, packed, wait
 
 
@@ -60,9 +61,15 @@ class Mailbox:
     """
 
     def __init__(
-        self, store: SampleStore, device: torch.device, timeout_s: float, group: dist.ProcessGroup | None = None
+        self,
+        store: SampleStore,
+        device: torch.device,
+        timeout_s: float,
+        group: dist.ProcessGroup | None = None,
+        waits: Waits = HOST_WAITS,
     ):
         self._store, self._device, self._timeout_s, self._group = store, device, timeout_s, group
+        self._waits = waits
         self._outgoing: dict[BatchKey, list[_Outgoing]] = {}
         self._incoming: dict[BatchKey, list[_Incoming]] = {}
         # Messages between two workers have numbers, so that one that is sent on late is not taken for another. NCCL
@@ -99,7 +106,7 @@ class Mailbox:
             message.work = work
         incoming += received
         for (send, packed), work in zip(at_once, works[len(received) :], strict=True):
-            outgoing.append(_Outgoing(send, packed, work.wait))
+            outgoing.append(_Outgoing(send, packed, partial(_order, work)))
 
     def is_expecting(self, batch: BatchKey, keys: Collection[str]) -> bool:
         """Whether data of `keys` has been posted that was not collected yet."""
@@ -120,7 +127,11 @@ class Mailbox:
     def free(self, batch: BatchKey) -> None:
         """Forgets the batch, all of whose calls have ended: what was sent has arrived."""
         for message in self._outgoing.pop(batch, ()):
-            self._wait(message.wait, f"{message.key} of {batch} being taken by worker {message.receiver}")
+            what = f"{message.key} of {batch} being taken by worker {message.receiver}"
+            self._wait(message.wait, what)
+            if self._stream is not None:  # from which the memory is, and which takes it again
+                with torch.cuda.stream(self._stream):
+                    self._wait(message.wait, what)
         self._incoming.pop(batch, None)
 
     def close(self) -> None:
@@ -144,12 +155,12 @@ class Mailbox:
 
         def forward() -> dist.Work:
             for message in expected:
-                message.wait(timedelta(seconds=self._timeout_s))
+                message.wait(self._waits, self._timeout_s)
             packed.copy_(_pack(values))
             return dist.batch_isend_irecv([operation])[0]
 
         future = self._forwarder.submit(forward)
-        return _Outgoing(send, packed, lambda timeout: future.result(timeout.total_seconds()).wait(timeout))
+        return _Outgoing(send, packed, lambda waits, timeout_s: waits.order(future.result(timeout_s), timeout_s))
 
     @contextmanager
     def _beside_calls(self) -> Iterator[None]:
@@ -162,15 +173,20 @@ class Mailbox:
         with torch.cuda.stream(self._stream):
             yield
 
-    def _wait(self, wait: Callable[[timedelta], object], what: str) -> None:
+    def _wait(self, wait: Callable[[Waits, float], object], what: str) -> None:
         try:
-            wait(timedelta(seconds=self._timeout_s))
+            wait(self._waits, self._timeout_s)
         except (RuntimeError, TimeoutError) as error:
             why = str(error) or "timed out"
             raise RuntimeError(f"data transfer: waited for {what}, at most {self._timeout_s:g} s: {why}") from error
+        self._waits.watch(self._timeout_s, lambda: f"data transfer: waited for {what}")
 
 
 TAGS = 2**20  # more than are on their way between two workers
+
+
+def _order(work: dist.Work, waits: Waits, timeout_s: float) -> None:
+    waits.order(work, timeout_s)
 
 
 def _pack(values: Sequence[Tensor]) -> Tensor:

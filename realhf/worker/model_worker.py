@@ -21,6 +21,7 @@ from realhf.engine.model import ShardedModel
 from realhf.models.checkpoint import snapshot
 from realhf.models.checkpoint_index import initial_optimizer_steps
 from realhf.parallel.groups import GroupTable, group_of_all_ranks
+from realhf.parallel.waiting import waits_on
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.transport.messages import (
     BatchKey,
@@ -65,7 +66,7 @@ class ModelWorker:
     Args:
         moves: moves of parameters, as they come in; a thread takes them (`MoveLane`).
         report: told, from other threads, of moves that have ended and checkpoints that have been written.
-        fail: told, from another thread, what a move raised; ends the process.
+        fail: told, from another thread, what a move raised, or what came too late on a stream; ends the process.
     """
 
     def __init__(
@@ -84,7 +85,8 @@ class ModelWorker:
         self._set_activity = activity.set
         self._timeout_s = run.deadlines.longest_s
         layouts = [call.layout for call in run.plan.calls.values()]
-        self._groups = GroupTable(layouts, rank, self._timeout_s, sharing_ranks(run.calls_with_layouts()))
+        waits = waits_on(device, fail)
+        self._groups = GroupTable(layouts, rank, self._timeout_s, sharing_ranks(run.calls_with_layouts()), waits)
         self._graphs: dict[Split, DataflowGraph] = {"train": run.graph}
         self._readers: dict[Split, DatasetReader] = {
             "train": DatasetReader(run.experiment.dataset, run.experiment.seed, run.settings.batch_size)
@@ -95,7 +97,7 @@ class ModelWorker:
         self._memory = MemoryGauge(device)
         self._store = SampleStore()
         group = group_of_all_ranks(device, self._timeout_s) if device.type == "cuda" else None
-        self._mailbox = Mailbox(self._store, device, self._timeout_s, group)
+        self._mailbox = Mailbox(self._store, device, self._timeout_s, group, waits)
         self._interfaces = self._load_interfaces()
         self._models: dict[tuple[str, Layout], ShardedModel] = {}
         for name, home in run.homes.items():
@@ -117,9 +119,12 @@ class ModelWorker:
         return reply
 
     def close(self) -> None:
-        """Ends the threads for moves and for data that is sent on."""
+        """Ends the threads for moves, for data that is sent on and for deadlines."""
         self._lane.close()
         self._mailbox.close()
+        for model in self._models.values():
+            model.forget_graphs()  # NCCL takes no groups apart that are in graphs
+        self._groups.waits.close()
 
     def _handle(self, request: Request) -> Reply | None:
         match request:

@@ -192,7 +192,8 @@ class ParameterMoves:
 
     def _transport(self, source: Layout, target: Layout) -> Transport:
         of_host = self._groups.of_host((*source.mesh.devices, *target.mesh.devices))
-        return TorchTransport(self._across_hosts) if of_host is None else transport_between(of_host)
+        waits = self._groups.waits
+        return TorchTransport(self._across_hosts, waits) if of_host is None else transport_between(of_host)
 
 
 def _moves_anything(run: Run) -> bool:

@@ -30,6 +30,7 @@ from realhf.api.profile_job import JOB_FILE, ProfileJob, ProfileTarget
 from realhf.engine.optimizer import FlatAdamW, gradient_dtype, square_sum
 from realhf.models.parameters import decoder_parameters
 from realhf.parallel.groups import GroupTable
+from realhf.parallel.waiting import end_process, waits_on
 from realhf.scheduler.activity import ActivityWriter
 from realhf.scheduler.base import worker_index, worker_name
 from realhf.scheduler.run_directory import RunDirectory
@@ -84,7 +85,7 @@ class Profiler:
         self.neighbours = neighbours(rank, workers)
         alone = [Layout(DeviceMesh(device, 1), ParallelStrategy()) for device in range(2 * pairs)]
         layouts = [*self.layouts.values(), *([self.pipeline] if self.pipeline else []), *self.pairs, *alone]
-        self.table = GroupTable(layouts, rank, job.timeout_s)
+        self.table = GroupTable(layouts, rank, job.timeout_s, waits=waits_on(device, end_process))
 
     def profiles(self) -> list[LayerProfile]:
         """One profile a target of the job, in their order."""

@@ -69,7 +69,7 @@ def _move(model: ShardedModel, pair: tuple[Layout, Layout], table: GroupTable, r
     """A rank's part: to send its model, or to receive it into memory that is new each time, as a run does."""
     source, target = pair
     plan = plan_between(model.config, source, target, element_bytes=model.arena.flat.itemsize)
-    transport = transport_between(table.of_host((*source.mesh.devices, *target.mesh.devices)))
+    transport = transport_between(table.of_host((*source.mesh.devices, *target.mesh.devices)), table.waits)
 
     def move() -> None:
         if rank in source.mesh.devices:

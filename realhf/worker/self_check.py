@@ -21,6 +21,7 @@ from realhf.engine.model import ShardedModel
 from realhf.models.parameters import decoder_parameters
 from realhf.parallel.collectives import all_gather, reduce_scatter
 from realhf.parallel.groups import GroupTable, ParallelGroups
+from realhf.parallel.waiting import end_process, waits_on
 from realhf.realloc.executor import execute
 from realhf.realloc.layout import Box
 from realhf.realloc.planner import plan_between
@@ -41,7 +42,7 @@ def check_groups(rank: int, size: int, device: torch.device) -> str:
         ArithmeticError: a result is not what was computed by hand.
     """
     layouts = _layouts(size)
-    table = GroupTable(layouts, rank, TIMEOUT_S)
+    table = GroupTable(layouts, rank, TIMEOUT_S, waits=waits_on(device, end_process))
     for layout in layouts:
         groups = table.groups(layout)
         for name, group in (("tp", groups.tensor), ("dp", groups.data), ("model", groups.model)):
@@ -82,11 +83,11 @@ def check_reallocation(rank: int, size: int, device: torch.device) -> str:
         ArithmeticError: a parameter came wrong.
     """
     layouts = _layouts(size)
-    table = GroupTable(layouts, rank, TIMEOUT_S)
+    table = GroupTable(layouts, rank, TIMEOUT_S, waits=waits_on(device, end_process))
     models = [ShardedModel(SMALL, table.groups(layout), torch.float32, device) for layout in layouts]
     models[0].initialise(SEED)
     expected = {spec.name: initial_value(spec, SEED) for spec in decoder_parameters(SMALL)}
-    transport = transport_between(table.of_host(range(size)))
+    transport = transport_between(table.of_host(range(size)), table.waits)
     moved_bytes = 0
     for source, target in zip(models, [*models[1:], models[0]], strict=True):
         plan = plan_between(SMALL, source.groups.layout, target.groups.layout, size, element_bytes=4)

@@ -6,11 +6,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from realhf.algorithms.rollout.stop_strings import StopStrings
 from realhf.api.errors import RunError
 from realhf.api.generation import GenerationOptions
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.engine import paged_attention
 from realhf.engine.batch import Batch
 from realhf.engine.build import build_decoder, initialise
 from realhf.engine.decode_graphs import DecodeWorkspace
@@ -19,8 +21,9 @@ from realhf.engine.interface import GenerationOutput
 from realhf.engine.model import ShardedModel
 from realhf.models.decoder import Decoder
 from realhf.parallel.groups import GroupTable, ParallelGroups
+from realhf.parallel.waiting import HostWaits, What
 from tests.distributed.pool import run_distributed
-from tests.unit.engine.captures import EagerCapture
+from tests.unit.engine.captures import EagerCapture, TracedCapture
 from tests.unit.engine.losses import ONE_RANK, tiny
 from tests.unit.engine.texts import first_end, two_letter_tokenizer
 
@@ -228,6 +231,41 @@ def test_a_layout_gives_the_rollouts_of_one_process(ranks: list[dict[str, Outcom
     assert [s.tolist() for part in parts for s in part.sequences] == [s.tolist() for s in one.sequences]
     for rank in set(case.layout.mesh.devices) - set(holders):
         assert ranks[rank][name] == Outcome([], [], [], [])
+
+
+class Replays(HostWaits):
+    """Notes what is watched while a graph is replayed."""
+
+    def __init__(self) -> None:
+        self.watched: list[str] = []
+
+    def watch(self, timeout_s: float, what: What) -> None:
+        self.watched.append(f"{what()} for {timeout_s:g} s")
+
+
+def record_sums(rank: int) -> tuple[Outcome, Outcome, int, list[str]]:
+    """Rollouts under tp=2 computed kernel by kernel, and by recorded operators, sums over ranks among them."""
+    case, waits, capture = Case(tp=2), Replays(), TracedCapture()
+    # Over gloo, and without kernels in C++: what they do is no operator that can be recorded.
+    groups = ParallelGroups(case.layout, rank, tensor=dist.group.WORLD, model=dist.group.WORLD, waits=waits)
+    paged_attention._kernels = None
+    decoder, batch = decoder_of(case, groups), batch_of(3)
+    arguments = {"sample_key": (7, 1), "micro_batches": 1, "return_logits": True}
+    expected = generate(decoder, batch, "prompt", SAMPLING, **arguments)
+    assert not waits.watched
+    actual = generate(decoder, batch, "prompt", SAMPLING, workspace=DecodeWorkspace(capture, 9.0), **arguments)
+    return as_arrays(expected), as_arrays(actual), capture.replays, waits.watched
+
+
+def test_sums_over_ranks_are_part_of_a_recorded_step() -> None:
+    """torch's watchdog does not see them there: a deadline of ours goes with every replay."""
+    for rank, (expected, actual, replays, watched) in enumerate(run_distributed(record_sums, 2)):
+        assert [s.tolist() for s in actual.sequences] == [s.tolist() for s in expected.sequences]
+        for a, b in zip(actual.logits, expected.logits, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-9)
+        assert replays > 3
+        waited = f"generate: rank {rank} waited for the other tensor-parallel ranks in a decode step for 9 s"
+        assert watched == [waited] * replays
 
 
 def miss_a_stage(rank: int) -> str:

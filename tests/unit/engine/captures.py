@@ -3,9 +3,26 @@
 from collections.abc import Callable
 
 import torch
+from torch.fx import Interpreter
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import has_side_effect
 
 Compute = Callable[[], None]
+
+# They write into their arguments, which their schemas do not say: a trace would leave them out as unused.
+COLLECTIVES = (torch.ops.c10d.allreduce_.default, torch.ops.c10d.allgather_.default)
+for collective in COLLECTIVES:
+    has_side_effect(collective)
+
+
+class _InOrder(Interpreter):
+    """What comes behind a collective is behind it, as on a stream."""
+
+    def call_function(self, target, args, kwargs):
+        result = super().call_function(target, args, kwargs)
+        if target in COLLECTIVES:
+            result[1].wait()
+        return result
 
 
 class EagerCapture:
@@ -40,4 +57,4 @@ class TracedCapture(EagerCapture):
             return torch.zeros(())
 
         graph = make_fx(traced)()
-        return lambda: graph()
+        return lambda: _InOrder(graph).run()
