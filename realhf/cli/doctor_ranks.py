@@ -100,7 +100,7 @@ def find_gpu_matmul() -> Finding:
 
 
 def find_nccl(check: str) -> Finding:
-    """A check with one process a GPU, on the largest power of two of them; graphs need one."""
+    """A check with one process a GPU, on the largest power of two of them; graphs need one, and take two."""
     import torch
     import torch.distributed as dist
 
@@ -110,7 +110,7 @@ def find_nccl(check: str) -> Finding:
     if num_gpus == 0:
         raise RuntimeError("there is no GPU")
     if check == "generation":
-        return find_ranks(check, "nccl", 1)
+        return find_ranks(check, "nccl", min(num_gpus, 2))
     if num_gpus == 1:
         return Finding(state="info", detail="one GPU: nothing to talk to")
     found = find_ranks(check, "nccl", 1 << (num_gpus.bit_length() - 1))

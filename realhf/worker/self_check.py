@@ -6,21 +6,23 @@ and ends with exit code 0, or raises.
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
 from realhf.api.decoding import graphs_refusal
-from realhf.api.generation import GenerationOptions
+from realhf.api.generation import DecodeGraphs, GenerationOptions
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model import DecoderConfig
 from realhf.engine.batch import Batch
 from realhf.engine.build import initial_value
 from realhf.engine.model import ShardedModel
+from realhf.engine.paged_attention import paged_kernels
 from realhf.models.parameters import decoder_parameters
 from realhf.parallel.collectives import all_gather, reduce_scatter
-from realhf.parallel.groups import GroupTable, ParallelGroups
+from realhf.parallel.groups import GroupTable
 from realhf.parallel.waiting import end_process, waits_on
 from realhf.realloc.executor import execute
 from realhf.realloc.layout import Box
@@ -33,6 +35,8 @@ TIMEOUT_S = 280.0
 SEED = 1
 # Heads that 2, 4 or 8 ranks can divide.
 SMALL = DecoderConfig(hidden_size=256, intermediate_size=512, num_layers=8, num_heads=8, num_kv_heads=8, vocab_size=512)
+GENERATING = replace(SMALL, num_kv_heads=4)  # grouped heads of a size that flash-attn takes
+BF16_TOLERANCE = 0.1  # of log-probabilities from 0 to about -20
 
 
 def check_groups(rank: int, size: int, device: torch.device) -> str:
@@ -103,29 +107,54 @@ def check_reallocation(rank: int, size: int, device: torch.device) -> str:
 
 
 def check_generation(rank: int, size: int, device: torch.device) -> str:
-    """The same rollouts with decode steps as graphs and without, in float64, where rounding flips no token.
+    """The same rollouts with decode steps as graphs and without, by the kernels that generation takes, under tp where
+    there are two devices: in float64, where rounding flips no token, and the log-probabilities of given responses in
+    bfloat16, for which flash-attn is taken where it is installed.
 
     Raises:
         ArithmeticError: a rollout differs.
     """
-    layout = Layout(DeviceMesh(rank, 1), ParallelStrategy())
-    model = ShardedModel(SMALL, ParallelGroups(layout, rank), torch.float64, device)
-    model.initialise(SEED)
+    tp = min(size, 2)
+    layout = Layout(DeviceMesh(0, size), ParallelStrategy(size // tp, tp, 1))
+    groups = GroupTable([layout], rank, TIMEOUT_S, waits=waits_on(device, end_process)).groups(layout)
     generator = torch.Generator().manual_seed(SEED)
-    prompts = [torch.randint(SMALL.vocab_size, (length,), generator=generator) for length in (1, 7, 30, 100, 150)]
-    batch = Batch(tuple(range(len(prompts))), {"prompt": prompts}).to(device)
+    data = {
+        key: [torch.randint(GENERATING.vocab_size, (length,), generator=generator) for length in lengths]
+        for key, lengths in (("prompt", (1, 7, 30, 100, 250)), ("response", (16, 9, 16, 3, 16)))
+    }
+    batch = Batch(tuple(range(5)), data).to(device)
+    pages = []
+    for dtype in (torch.float64, torch.bfloat16):
+        model = ShardedModel(GENERATING, groups, dtype, device)
+        model.initialise(SEED)
+        for _, local in model.held():
+            if local.ndim == 2:
+                local.mul_(4)  # so large that what is attended to changes the next token
+        _check_replays(model, batch, dtype)
+        page = paged_kernels(model.arena.flat, GENERATING.head_dim).page
+        pages.append(f"{dtype} in pages of {page}".removeprefix("torch."))
+    why = graphs_refusal(GENERATING, on_gpu=device.type == "cuda")
+    found = f"none recorded: {why}" if why else "recorded, replayed, and as kernel by kernel"
+    return f"{found} (tp {tp}; {', '.join(pages)} tokens)"
 
-    def rollouts(graphs: str) -> list[torch.Tensor]:
+
+def _check_replays(model: ShardedModel, batch: Batch, dtype: torch.dtype) -> None:
+    """Raises ArithmeticError where graphs, just recorded or replayed, generate something else."""
+    is_exact = dtype == torch.float64
+
+    def rollouts(graphs: DecodeGraphs) -> list[torch.Tensor]:
         options = GenerationOptions(max_new_tokens=16, eos_token=-1, decode_graphs=graphs)
-        return model.generate(batch, "prompt", options, sample_key=(SEED, 0), micro_batches=1).sequences
+        forced = None if is_exact else batch.data["response"]
+        output = model.generate(batch, "prompt", options, sample_key=(SEED, 0), micro_batches=1, forced=forced)
+        return output.sequences if is_exact else output.logprobs
 
-    expected = rollouts("off")
-    for attempt in ("recorded", "replayed"):
-        for ours, theirs in zip(rollouts("kept"), expected, strict=True):
-            if not torch.equal(ours, theirs):
-                raise ArithmeticError(f"graphs just {attempt} gave other tokens than kernel by kernel")
-    why = graphs_refusal(SMALL, on_gpu=device.type == "cuda")
-    return f"none recorded: {why}" if why else "recorded, replayed, and the tokens are those of kernel by kernel"
+    expected, recorded, replayed = rollouts("off"), rollouts("kept"), rollouts("kept")
+    for attempt, found in (("recorded", recorded), ("replayed", replayed)):
+        for ours, theirs in zip(found, expected, strict=True):
+            # The padding of graphs changes the sizes of products, hence their rounding.
+            if not torch.allclose(ours.double(), theirs.double(), rtol=0, atol=0 if is_exact else BF16_TOLERANCE):
+                what = "tokens" if is_exact else "log-probabilities"
+                raise ArithmeticError(f"graphs just {attempt} gave other {what} in {dtype} than kernel by kernel")
 
 
 CHECKS: dict[str, Callable[[int, int, torch.device], str]] = {

@@ -4,9 +4,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from realhf.engine import model
+from realhf.models.decoder import Decoder
 from realhf.realloc.executor import execute
 from realhf.worker import self_check
 from tests.distributed.pool import run_distributed
+from tests.unit.engine.captures import Compute, EagerCapture
 
 pytestmark = pytest.mark.distributed
 CPU = torch.device("cpu")
@@ -21,7 +24,8 @@ def test_four_ranks_pass() -> None:
     assert all(other == first for other in others)
     assert first["groups"].startswith("all-reduce between 4 processes")
     assert first["reallocation"].startswith("dp4 tp1 pp1 -> dp1 tp4 pp1 -> dp1 tp1 pp4 -> dp1 tp2 pp2 -> dp4")
-    assert first["generation"] == "none recorded: a cpu has no graphs"
+    text = "none recorded: a CPU has no graphs (tp 2; float64 in pages of 16, bfloat16 in pages of 16 tokens)"
+    assert first["generation"] == text
 
 
 def broken(rank: int, check: str) -> str:
@@ -50,3 +54,45 @@ def broken(rank: int, check: str) -> str:
 )
 def test_what_is_wrong_is_seen(check: str, message: str) -> None:
     assert all(message in found for found in run_distributed(broken, 2, check))
+
+
+class Rescaled(EagerCapture):
+    """In bfloat16, where it is wrong, its graphs give twice the logits."""
+
+    def __init__(self, decoder: Decoder, wrong: bool):
+        super().__init__()
+        self.dtype, self.norm = next(decoder.parameters()).dtype, decoder.model.norm.weight.data
+        self.factor = 2 if wrong and self.dtype == torch.bfloat16 else 1
+
+    def record(self, compute: Compute) -> Compute:
+        def rescaled() -> None:
+            self.norm.mul_(self.factor)
+            compute()
+            self.norm.div_(self.factor)
+
+        return rescaled
+
+
+def replaying(rank: int, wrong: bool) -> tuple[str, set[torch.dtype]]:
+    """The check of graphs with stand-ins for them, and the dtypes that it has replayed."""
+    captures: list[Rescaled] = []
+
+    def capture(decoder: Decoder, options: object) -> Rescaled:
+        captures.append(Rescaled(decoder, wrong))
+        return captures[-1]
+
+    model.capture_of = capture
+    self_check.graphs_refusal = lambda config, on_gpu: None
+    try:
+        found = self_check.check_generation(rank, 2, CPU)
+    except ArithmeticError as error:
+        found = str(error)
+    return found, {capture.dtype for capture in captures if capture.replays}
+
+
+def test_graphs_are_checked_by_the_kernels_and_in_the_dtype_of_generation() -> None:
+    for found, dtypes in run_distributed(replaying, 2, False):
+        assert found.startswith("recorded, replayed, and as kernel by kernel (tp 2")
+        assert dtypes == {torch.float64, torch.bfloat16}
+    first, _ = run_distributed(replaying, 2, True)
+    assert first[0] == "graphs just recorded gave other log-probabilities in torch.bfloat16 than kernel by kernel"
