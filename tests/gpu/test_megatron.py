@@ -15,7 +15,6 @@ CONFIG = tiny(hidden_size=256, num_heads=4, num_kv_heads=2, intermediate_size=51
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-9), (torch.bfloat16, 2e-2)])
 def test_steps_are_those_of_the_native_engine(tmp_path, dtype, tolerance):
-    pytest.importorskip("megatron.core")
     dist.init_process_group("gloo", store=dist.FileStore(str(tmp_path / "store"), 1), rank=0, world_size=1)
     losses = {
         (device, backend): train(device, backend, dtype)

@@ -1,4 +1,4 @@
-"""megatron-core under the native parameters: names, fused layouts, refusals; its layers where it is installed."""
+"""megatron-core under the native parameters: names, fused layouts, refusals, and its layers on the CPU."""
 
 import importlib.util
 import subprocess
@@ -69,7 +69,7 @@ def test_gradients_pass_through_the_fused_layout():
     assert all(torch.equal(grad, 2 * x) for grad, x in zip(grads, weights.values(), strict=True))
 
 
-def test_what_is_refused():
+def test_what_is_refused(monkeypatch):
     one = ParallelStrategy()
     optimizer, compute = OptimizerConfig(lr=1e-3), ComputeConfig(backend="megatron")
     with pytest.raises(UserError, match="needs a GPU, and the model is on cpu; run it on one, or set backend='native'"):
@@ -79,10 +79,11 @@ def test_what_is_refused():
     for config in (tiny(norm="layer"), tiny(mlp_bias=True), tiny(experts=Experts(count=2, per_token=1))):
         with pytest.raises(UserError, match="set backend='native' for this model"):
             megatron_check.check_architecture(config)
-    installed = importlib.util.find_spec("megatron")
-    with pytest.raises(UserError, match="tp=2, pp=1" if installed else r"pip install 'realhf\[gpu\]'"):
+    with pytest.raises(UserError, match="tp=2, pp=1"):
         megatron_check.check_megatron(tiny(), ParallelStrategy(tp=2), "cuda")
-    if installed:
+    megatron_check.check_megatron(tiny(), one, "cuda")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install 'realhf\[gpu\]'"):
         megatron_check.check_megatron(tiny(), one, "cuda")
 
 
@@ -102,7 +103,6 @@ assert not [name for name in sys.modules if name.split(".")[0] in ("megatron", "
 @pytest.mark.parametrize("recomputation", ["off", "full"])
 def test_a_training_step_is_the_native_one(alone, config, recomputation):
     """Its local layers run on a CPU too: float64, gradients and the parameters after three steps."""
-    pytest.importorskip("megatron.core")
     native, ours = (model_of(config, recomputation) for _ in range(2))
     ours.decoder.trains_layer = megatron.MegatronLayers(config, torch.float64)
     batch = random_batch(config, 6)
