@@ -6,6 +6,7 @@ Everything else is the engine's: embedding, head, attention kernels, micro-batch
 Nothing imports megatron-core before `MegatronLayers` is made.
 """
 
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -117,6 +118,11 @@ class _Alone:
 
 
 def _transformer_layer(config: DecoderConfig, dtype: torch.dtype) -> tuple[nn.Module, _CoreAttention]:
+    with warnings.catch_warnings(action="ignore"):  # that Apex and Transformer Engine, which are not used, are missing
+        return _build_layer(config, dtype)
+
+
+def _build_layer(config: DecoderConfig, dtype: torch.dtype) -> tuple[nn.Module, _CoreAttention]:
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.process_groups_config import ProcessGroupCollection
     from megatron.core.transformer.spec_utils import build_module
