@@ -2,6 +2,8 @@
 
 Decoding reads the weights and the keys and values of all sequences once a step: the limit is what the memory's measured
 bandwidth gives. Training is held against the measured rate of a large bfloat16 product. Nobody has run this yet.
+
+Command: python benchmarks/on_gpu.py --json benchmarks/results/on_gpu.json
 """
 
 import time
@@ -9,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from common import case
+from common import argument_parser, case, finish
 from torch import Tensor
 
 from realhf.algorithms.functional import predicting_places, token_logprobs
@@ -168,3 +170,21 @@ def _wait(device: str) -> None:
 
 def _name(device: str) -> str:
     return torch.cuda.get_device_name() if device == "cuda" else device
+
+
+CASES = {"generation": generation_cases, "training": training_cases}
+
+
+def main() -> None:
+    parser = argument_parser(__doc__)
+    parser.add_argument("cases", nargs="*", help=f"of {' and '.join(CASES)}; default: both")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with --quick, whether it runs")
+    arguments = parser.parse_args()
+    results = [
+        row for name in arguments.cases or CASES for row in CASES[name](quick=arguments.quick, device=arguments.device)
+    ]
+    finish("on_gpu", results, arguments.json)
+
+
+if __name__ == "__main__":
+    main()

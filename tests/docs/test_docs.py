@@ -83,6 +83,10 @@ RUN_ELSEWHERE = {
         "tests/unit/models/test_convert.py",
         ['"realhf.cli", "convert"', '"--like"'],
     ),
+    "python scripts/gpu_check.py --out gpu-check": (
+        "tests/e2e/test_gpu_check.py",
+        ["scripts/gpu_check.py", "def test_every_step_runs_in_small_on_a_cpu", "--out"],
+    ),
     "realhf run reinforce.py --num-workers 2 --steps 40 --sft-checkpoint RUN_DIR/checkpoints/latest/sft": (
         "tests/docs/test_docs.py",
         ["def test_the_example_trains_under_two_workers", "reinforce.py", "--num-workers"],
