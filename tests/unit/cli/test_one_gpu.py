@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,6 +15,7 @@ from realhf.machine import host
 from realhf.scheduler import devices
 from tests.unit.machine.nvml import A100, H100, KINDS, RTX_4090, Device, stand_in, uuid_of
 
+UNKNOWN = replace(H100, name="NVIDIA X9000", memory_mib=30_000)  # no preset is of it
 ROOT = Path(__file__).parents[3]
 
 
@@ -81,7 +83,7 @@ def test_the_main_job_says_what_is_wrong_with_the_gpus(
 
 
 @pytest.mark.parametrize("experiment", ["ppo", "sft"])
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [*KINDS, UNKNOWN], ids=lambda kind: kind.name)
 def test_a_run_on_one_gpu_is_planned_and_its_worker_is_shown_it(
     kind: Device, experiment: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
