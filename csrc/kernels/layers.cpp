@@ -101,25 +101,25 @@ INLINE void gated_silu_rows(int64_t rows, int64_t width, Matrix gate, Matrix up,
     }
 }
 
-// One entry a dtype, not a template: the clones of a function need a name of their own.
-#define ENTRIES(S, NAME)                                                                                           \
-    FOR_EACH_TARGET void rms_norm_##NAME(int64_t rows, int64_t width, Matrix x, const void* weight, float epsilon, \
-                                         Matrix out) {                                                             \
-        rms_norm_rows<S>(rows, width, x, weight, epsilon, out);                                                    \
-    }                                                                                                              \
-    FOR_EACH_TARGET void rotate_##NAME(int64_t rows, int64_t heads, int64_t head_dim, Matrix x,                    \
-                                       const void* cosine, const void* sine, Matrix out) {                         \
-        rotate_rows<S>(rows, heads, head_dim, x, cosine, sine, out);                                               \
-    }                                                                                                              \
-    FOR_EACH_TARGET void gated_silu_##NAME(int64_t rows, int64_t width, Matrix gate, Matrix up, Matrix out) {      \
-        gated_silu_rows<S>(rows, width, gate, up, out);                                                            \
-    }
-ENTRIES(float, float32)
-ENTRIES(BFloat16, bfloat16)
-
 [[noreturn]] void refuse() { throw std::invalid_argument("kernels: float32 or bfloat16 only"); }
 
 }  // namespace
+
+// One entry a dtype, not a template: the clones of a function need a name of their own.
+#define ENTRIES(S, NAME)                                                                                           \
+    FOR_EACH_TARGET(void rms_norm_##NAME(int64_t rows, int64_t width, Matrix x, const void* weight, float epsilon, \
+                                         Matrix out) {                                                             \
+        rms_norm_rows<S>(rows, width, x, weight, epsilon, out);                                                    \
+    })                                                                                                             \
+    FOR_EACH_TARGET(void rotate_##NAME(int64_t rows, int64_t heads, int64_t head_dim, Matrix x,                    \
+                                       const void* cosine, const void* sine, Matrix out) {                         \
+        rotate_rows<S>(rows, heads, head_dim, x, cosine, sine, out);                                               \
+    })                                                                                                             \
+    FOR_EACH_TARGET(void gated_silu_##NAME(int64_t rows, int64_t width, Matrix gate, Matrix up, Matrix out) {      \
+        gated_silu_rows<S>(rows, width, gate, up, out);                                                            \
+    })
+ENTRIES(float, float32)
+ENTRIES(BFloat16, bfloat16)
 
 void rms_norm(DType dtype, int64_t rows, int64_t width, Matrix x, const void* weight, float epsilon, Matrix out) {
     switch (dtype) {

@@ -207,21 +207,21 @@ INLINE void attend_all(Shape shape, Cache cache, Sequences sequences, Rows query
     }
 }
 
+}  // namespace
+
 // One entry a dtype, not a template: the clones of a function need a name of their own.
 #define ENTRIES(S, NAME)                                                                                          \
-    FOR_EACH_TARGET void write_##NAME(Shape shape, Cache cache, int64_t tokens, const int64_t* places, Rows key,  \
+    FOR_EACH_TARGET(void write_##NAME(Shape shape, Cache cache, int64_t tokens, const int64_t* places, Rows key,  \
                                       Rows value) {                                                               \
         write_all<S>(shape, cache, tokens, places, key, value);                                                   \
-    }                                                                                                             \
-    FOR_EACH_TARGET void attend_##NAME(Shape shape, Cache cache, Sequences sequences, Rows query, Rows key,       \
+    })                                                                                                            \
+    FOR_EACH_TARGET(void attend_##NAME(Shape shape, Cache cache, Sequences sequences, Rows query, Rows key,       \
                                        Rows value, double scale, int64_t window, void* out) {                     \
         attend_all<S>(shape, cache, sequences, query, key, value, scale, window, out);                            \
-    }
+    })
 ENTRIES(float, float32)
 ENTRIES(double, float64)
 ENTRIES(BFloat16, bfloat16)
-
-}  // namespace
 
 void write(DType dtype, Shape shape, Cache cache, int64_t tokens, const int64_t* places, Rows key, Rows value) {
     switch (dtype) {

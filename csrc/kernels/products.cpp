@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <stdexcept>
 
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && !defined(KERNELS_NO_CLONES)
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(KERNELS_NO_CLONES)
 #include <immintrin.h>
 #define HAS_PRODUCTS 1
-#define FOR_PRODUCTS __attribute__((target("arch=x86-64-v4,avx512bf16")))
+#define FOR_PRODUCTS __attribute__((target("avx512vl,avx512bf16")))
 #else
 #define HAS_PRODUCTS 0
 #endif
@@ -166,7 +166,7 @@ FOR_PRODUCTS void product_of(int64_t rows, int64_t out, int64_t in, Matrix x, co
 
 bool has_products() {
 #if HAS_PRODUCTS
-    return __builtin_cpu_supports("x86-64-v4") && __builtin_cpu_supports("avx512bf16");
+    return __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bf16");
 #else
     return false;
 #endif

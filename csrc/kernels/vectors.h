@@ -4,11 +4,15 @@
 #include <cstdint>
 #include <cstring>
 
-// Each entry is compiled for several instruction sets; the loader picks the best one that the processor has.
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && !defined(KERNELS_NO_CLONES)
-#define FOR_EACH_TARGET __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default")))
+// Each entry is compiled for several instruction sets; the loader picks the best one that the processor has. They are
+// named by features, since GCC 11 cannot ask a processor for a level (x86-64-v3). Other architectures have one variant.
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(KERNELS_NO_CLONES)
+#define FOR_EACH_TARGET(...)                                 \
+    __attribute__((target("avx512f"))) __VA_ARGS__           \
+    __attribute__((target("avx2,fma,bmi,bmi2"))) __VA_ARGS__ \
+    __attribute__((target("default"))) __VA_ARGS__
 #else
-#define FOR_EACH_TARGET
+#define FOR_EACH_TARGET(...) __VA_ARGS__
 #endif
 #define INLINE inline __attribute__((always_inline))
 #define INLINE_CALL __attribute__((always_inline))  // of a lambda
@@ -63,7 +67,9 @@ INLINE Words rounded_words(const Floats& lanes) {
     Words words;
     std::memcpy(&words, &lanes, sizeof(words));
     const Words rounded = (words + 0x7FFFu + ((words >> 16) & 1u)) >> 16;
-    return (words & 0x7FFFFFFFu) > 0x7F800000u ? Words{} + 0x7FC0u : rounded;
+    // All ones in the lanes of a NaN. Not a comparison: with one, GCC 11 fails where this is inlined into a product.
+    const Words is_nan = (Words)((0x7F800000 - (Integers)(words & 0x7FFFFFFFu)) >> 31);
+    return (rounded & ~is_nan) | (0x7FC0u & is_nan);
 }
 
 INLINE void store(float* to, const Floats& lanes) { std::memcpy(to, &lanes, sizeof(lanes)); }

@@ -147,22 +147,22 @@ INLINE void draw_rows(int64_t rows, int64_t vocab, const void* logits, float tem
     }
 }
 
-// One entry a dtype, not a template: the clones of a function need a name of their own.
-#define ENTRIES(S, NAME)                                                                                              \
-    FOR_EACH_TARGET void statistics_##NAME(int64_t rows, int64_t vocab, const void* logits, float temperature,        \
-                                           const int64_t* tokens, float* logsumexp, float* largest, float* picked) {  \
-        statistics_of_rows<S>(rows, vocab, logits, temperature, tokens, logsumexp, largest, picked);                  \
-    }                                                                                                                 \
-    FOR_EACH_TARGET void draw_##NAME(int64_t rows, int64_t vocab, const void* logits, float temperature,              \
-                                     const double* uniforms, int64_t* tokens, float* logprobs, double* margins) {     \
-        draw_rows<S>(rows, vocab, logits, temperature, uniforms, tokens, logprobs, margins);                          \
-    }
-ENTRIES(float, float32)
-ENTRIES(BFloat16, bfloat16)
-
 [[noreturn]] void refuse() { throw std::invalid_argument("kernels: float32 or bfloat16 only"); }
 
 }  // namespace
+
+// One entry a dtype, not a template: the clones of a function need a name of their own.
+#define ENTRIES(S, NAME)                                                                                              \
+    FOR_EACH_TARGET(void statistics_##NAME(int64_t rows, int64_t vocab, const void* logits, float temperature,        \
+                                           const int64_t* tokens, float* logsumexp, float* largest, float* picked) {  \
+        statistics_of_rows<S>(rows, vocab, logits, temperature, tokens, logsumexp, largest, picked);                  \
+    })                                                                                                                \
+    FOR_EACH_TARGET(void draw_##NAME(int64_t rows, int64_t vocab, const void* logits, float temperature,              \
+                                     const double* uniforms, int64_t* tokens, float* logprobs, double* margins) {     \
+        draw_rows<S>(rows, vocab, logits, temperature, uniforms, tokens, logprobs, margins);                          \
+    })
+ENTRIES(float, float32)
+ENTRIES(BFloat16, bfloat16)
 
 void statistics(DType dtype, int64_t rows, int64_t vocab, const void* logits, float temperature,
                 const int64_t* tokens, float* logsumexp, float* largest, float* picked) {

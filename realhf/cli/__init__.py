@@ -6,6 +6,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
+import realhf
 from realhf.api.errors import RunError, UserError
 
 COMMANDS = {
@@ -34,6 +35,7 @@ def parser(command: str | None = None, *, osdp: bool = False) -> argparse.Argume
         description="Plans and runs reinforcement-learning training of language models.",
         epilog="example: realhf run experiments/ppo.py --steps 10",
     )
+    top.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
         if name == command:

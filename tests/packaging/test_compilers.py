@@ -1,0 +1,60 @@
+"""The C++ sources under the compilers that users have: no warning, and modules that compute the same."""
+
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.packaging.builds import EXPERIMENT, FEW, User, copy_source, finished, install
+
+# By C++ compiler. The last one is for another architecture, of which this machine runs nothing.
+C_COMPILERS = {"g++": "gcc", "g++-11": "gcc-11", "clang++": "clang", "aarch64-linux-gnu-g++": "aarch64-linux-gnu-gcc"}
+CROSS = "aarch64-linux-gnu-g++"
+# What searcher and kernels compute, against references in Python and torch.
+TESTS = ("tests/unit/kernels", "tests/unit/search/test_exact.py", "tests/unit/search/test_osdp.py")
+TESTS += ("tests/unit/search/test_searcher.py",)
+# Puts the modules of the first argument's folder in the place of the built ones, and runs the tests of the others.
+RUN = """
+import importlib.util, pathlib, sys, pytest
+for name in ("realhf.search._search", "realhf.kernels._cpu", "realhf.parallel._host"):
+    [path] = pathlib.Path(sys.argv[1]).glob(name.replace(".", "/") + ".*.so")
+    spec = importlib.util.spec_from_file_location(name, path)
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    assert module.__file__ == str(path)
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", C_COMPILERS)
+def test_compiles_without_a_warning_and_computes_the_same(compiler: str, tmp_path: Path) -> None:
+    if not shutil.which(compiler):
+        pytest.skip(f"{compiler} is not installed")
+    build = (sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", tmp_path)
+    finished(*build, copy_source(tmp_path), CC=C_COMPILERS[compiler], CXX=compiler, REALHF_WERROR="1")
+    [wheel] = tmp_path.glob("*.whl")
+    if compiler == CROSS:
+        return
+    with zipfile.ZipFile(wheel) as packed:
+        packed.extractall(tmp_path / "modules", [name for name in packed.namelist() if name.endswith(".so")])
+    finished(sys.executable, "-c", RUN, tmp_path / "modules", *TESTS)
+    user = User(install(wheel, tmp_path / "environment").parents[1], tmp_path)
+    user.realhf("run", EXPERIMENT, *FEW, "--steps", "1", "--run-dir", "runs/mine")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", [name for name in C_COMPILERS if name not in ("g++", CROSS)])
+def test_cpp_tests(compiler: str, tmp_path: Path) -> None:
+    """Those of the searcher; the default compiler runs them in tests/unit/search, with sanitizers."""
+    if not shutil.which(compiler):
+        pytest.skip(f"{compiler} is not installed")
+    sources = sorted((copy_source(tmp_path) / "csrc/search").glob("*.cpp"))
+    common = [path for path in sources if path.stem != "bindings" and not path.stem.startswith("test_")]
+    for test in (path for path in sources if path.stem.startswith("test_")):
+        finished(
+            compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", test, *common, "-o", tmp_path / test.stem
+        )
+        assert finished(tmp_path / test.stem) == "ok\n"
