@@ -43,6 +43,7 @@ RUN_HERE = {
     "realhf run reinforce.py --steps 1 --num-workers 1 --run-dir runs/reinforce": "--batch-size 8",
     "realhf run scored.py --steps 1 --num-workers 2 --run-dir runs/scored": "--batch-size 8",
     "python -m realhf.data.sort_task runs/data --seed 0": "",
+    "realhf --version": "",
     "realhf doctor": "",
     "make run": "--dry-run",
     "make test": "--dry-run",
@@ -70,6 +71,11 @@ RUN_ELSEWHERE = {
     "realhf run experiments/ppo.py --sft-checkpoint path/to/tiny --reward-checkpoint path/to/tiny --new-value-head": (
         "tests/e2e/test_checkpoints.py",
         ['"ppo"', "--sft-checkpoint", "--reward-checkpoint", "--new-value-head"],
+    ),
+    "python -m build": ("tests/packaging/builds.py", ['"-m", "build"']),
+    "python -m pip install dist/realhf-0.1.0.tar.gz": (
+        "tests/packaging/test_wheel.py",
+        ['"-m", "pip", "install", built[0]'],
     ),
     "realhf profile experiments/ppo.py --num-workers 2": (
         "tests/distributed/test_profiler.py",
