@@ -12,6 +12,7 @@ from types import ModuleType
 from common import case, finish, parse_arguments
 from msgspec import structs
 
+from realhf.api.hardware import Hardware
 from realhf.search.calibration import (
     MeasuredTable,
     Residual,
@@ -22,7 +23,7 @@ from realhf.search.calibration import (
     step_residuals,
     worst_error,
 )
-from realhf.search.hardware import Hardware, load_hardware
+from realhf.search.hardware import load_hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 MEAN_TARGET, WORST_TARGET = 0.15, 0.30

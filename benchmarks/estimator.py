@@ -89,9 +89,7 @@ def main() -> None:
 def random_plan(setting: Setting, seed: int) -> ExecutionPlan:
     """A plan that fits into memory, every call's option drawn by itself."""
     hardware = load_hardware(CPU)
-    cluster = Cluster(
-        devices_per_node=NUM_WORKERS, device_memory_bytes=hardware.device_memory_bytes, hardware=hardware.name
-    )
+    cluster = Cluster(devices_per_node=NUM_WORKERS, device_memory_bytes=hardware.device_memory_bytes, hardware=hardware)
     planner = Planner(build_experiment(EXPERIMENT, setting.words()), cluster)
     draw = random.Random(f"{setting} {seed}")
     while True:

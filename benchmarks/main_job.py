@@ -42,9 +42,7 @@ def main() -> None:
 def make_plans() -> dict[str, ExecutionPlan]:
     """The searched plan, and by their names the heuristic one and the one predicted to be the best of all by rule."""
     hardware = load_hardware(CPU)
-    cluster = Cluster(
-        devices_per_node=NUM_WORKERS, device_memory_bytes=hardware.device_memory_bytes, hardware=hardware.name
-    )
+    cluster = Cluster(devices_per_node=NUM_WORKERS, device_memory_bytes=hardware.device_memory_bytes, hardware=hardware)
     planner = Planner(load_experiment_class(EXPERIMENT)(), cluster)
     assert planner.costs.profiled, "the profile was just made"
     rules = {

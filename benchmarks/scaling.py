@@ -85,7 +85,7 @@ class Point:
             num_nodes=self.num_devices // DEVICES_PER_NODE,
             devices_per_node=DEVICES_PER_NODE,
             device_memory_bytes=load_hardware(HARDWARE).device_memory_bytes,
-            hardware=HARDWARE,
+            hardware=load_hardware(HARDWARE),
         )
 
 
@@ -145,7 +145,9 @@ class Study:
     def __init__(self, point: Point):
         self.point, self.cluster, self.workload = point, point.cluster, point.workload
         self.graph = ppo(*MODELS[point.models])
-        self.costs: Costs = load_costs(self.graph.models, dtype=DTYPE, hardware=HARDWARE, features=FEATURES)
+        self.costs: Costs = load_costs(
+            self.graph.models, dtype=DTYPE, hardware=load_hardware(HARDWARE), features=FEATURES
+        )
 
     def options(self, call: ModelFunctionCallDef, meshes: Iterable[DeviceMesh]) -> list[Option]:
         """Of every mesh and strategy, the numbers of micro-batches that fit and of which none is better in all."""

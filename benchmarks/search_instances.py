@@ -16,6 +16,7 @@ from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, Mod
 from realhf.api.interface import InterfaceConfig
 from realhf.api.model import DecoderConfig
 from realhf.search.cluster import Cluster
+from realhf.search.hardware import load_hardware
 from realhf.search.options import Option, call_options
 from realhf.search.problem import build_problem
 from realhf.search.problem_dump import Moves, simple_file
@@ -75,7 +76,10 @@ def instance(name: str) -> ProblemFile:
     """One of INSTANCES."""
     chosen = INSTANCES[name]
     cluster = Cluster(
-        num_nodes=chosen.num_nodes, devices_per_node=DEVICES_PER_NODE, device_memory_bytes=80 * 10**9, hardware="h100"
+        num_nodes=chosen.num_nodes,
+        devices_per_node=DEVICES_PER_NODE,
+        device_memory_bytes=80 * 10**9,
+        hardware=load_hardware("h100"),
     )
     graph = _ppo(chosen.actor, LLAMA_7B.with_head("scalar"))
     options = {
@@ -102,7 +106,10 @@ def planning_task(num_nodes: int) -> PlanningTask:
     """PPO of a 70B actor and a 7B critic with all options, as `realhf plan` would plan it."""
     graph = _ppo(LLAMA_70B, LLAMA_7B.with_head("scalar"))
     cluster = Cluster(
-        num_nodes=num_nodes, devices_per_node=DEVICES_PER_NODE, device_memory_bytes=80 * 10**9, hardware="h100"
+        num_nodes=num_nodes,
+        devices_per_node=DEVICES_PER_NODE,
+        device_memory_bytes=80 * 10**9,
+        hardware=load_hardware("h100"),
     )
     return PlanningTask(
         graph=graph,

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from realhf.api.hardware import Hardware
 from realhf.search.calibration import (
     Constant,
     MeasuredTable,
@@ -22,7 +23,7 @@ from realhf.search.calibration import (
     step_residuals,
     worst_error,
 )
-from realhf.search.hardware import DESCRIPTIONS, Hardware, load_hardware
+from realhf.search.hardware import DESCRIPTIONS, load_hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tests" / "data" / "published_step_times.yaml"

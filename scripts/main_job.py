@@ -13,7 +13,7 @@ from realhf.api.errors import UserError
 from realhf.api.lines import evaluation_line, read_lines
 from realhf.cli.progress import call_table
 from realhf.machine.gpus import count_gpus
-from realhf.machine.host import count_cores
+from realhf.machine.host import read_host
 from realhf.report.run_data import call_times, read_run
 from realhf.scheduler.base import python_command
 from realhf.scheduler.run_directory import RunDirectory
@@ -36,7 +36,7 @@ def score_distribution(evaluation: dict) -> tuple[float, float]:
 def default_workers() -> int:
     """Two, or one on a machine of one GPU, or of one core and no GPU."""
     try:
-        return min(2, count_gpus() or count_cores())
+        return min(2, count_gpus() or read_host().cores)
     except UserError as error:
         sys.exit(f"error: {error}")
 

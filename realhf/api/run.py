@@ -24,6 +24,7 @@ from realhf.api.experiment import (
 )
 from realhf.api.files import BadContentError, OtherVersionError, decode_versioned
 from realhf.api.graph import GENERATE, WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef
+from realhf.api.hardware import Hardware
 from realhf.api.interface import check_implementation
 from realhf.api.layout import Layout
 from realhf.api.numbers import Range, check_ranges
@@ -67,7 +68,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     `avoided` are devices of this machine or nodes of a cluster that the run does without, after failures there.
     `call_factors` are what calls were measured to take over what the cost model says, by name, where the plan was made
     with them. A call may take `deadline_factor` times what was predicted, and always `call_timeout_s`. Where measured
-    times leave the plan's predictions by more than `drift_threshold` times, an event says so.
+    times leave the plan's predictions by more than `drift_threshold` times, an event says so. `hardware` is what was
+    planned for; whoever plans the run again does it for the same, and workers check that they are on it.
 
     Raises:
         UserError: at construction, a number is out of its range.
@@ -95,6 +97,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     deadline_factor: float = Deadlines.factor
     setup_timeout_s: float = 300.0
     network_interface: str | None = None
+    hardware: Hardware | None = None
     tensorboard: bool = False
     wandb_project: str | None = None
     format: str = FORMAT

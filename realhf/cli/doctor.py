@@ -20,6 +20,7 @@ from realhf.cli.doctor_devices import find_gpus
 from realhf.cli.doctor_ranks import GIB, find_ranks, gpu_checks
 from realhf.cli.doctor_wire import find_curve, find_host_name, find_keys, find_loopback
 from realhf.cli.findings import Check, Finding, State
+from realhf.machine.host import read_host
 
 DESCRIPTION = (
     """Checks what runs on this machine need. Exit code 0 if no check failed; every failing line says what to do."""
@@ -191,14 +192,17 @@ def find_slurm() -> Finding:
 
 
 def find_cores_and_memory() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    memory = psutil.virtual_memory()
-    detail = f"{cores} cores, {memory.available / GIB:.1f} of {memory.total / GIB:.1f} GiB free"
-    if memory.available < 2 * GIB:
+    host = read_host()
+    # What a control group with a limit has used of it is not read.
+    available = min(psutil.virtual_memory().available, host.memory_bytes)
+    cores = f"{host.cores} cores" + (f" (limit of {host.cores_limit})" if host.cores_limit else "")
+    limit = f" (limit of {host.memory_limit})" if host.memory_limit else ""
+    detail = f"{cores}, {available / GIB:.1f} of {host.memory_bytes / GIB:.1f} GiB free{limit}"
+    if available < 2 * GIB:
         return Finding(
             state="warn", detail=detail, remedy="a worker of a tiny model takes about 0.5 GiB: use fewer workers"
         )
-    if cores < 2:
+    if host.cores < 2:
         return Finding(
             state="warn", detail=detail, remedy="workers share cores and get slow: use as many workers as cores"
         )

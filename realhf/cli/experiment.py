@@ -28,6 +28,9 @@ def add_experiment_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--hardware", help="a hardware description, such as h100 or cpu (default: this machine)")
     command.add_argument(
+        "--memory-gb", type=float, help="memory of a device in GiB (default: a GPU's, or the share of this machine's)"
+    )
+    command.add_argument(
         "--offload", metavar="MODELS", help="models that wait in host memory while nothing needs them: NAME,NAME"
     )
     command.set_defaults(takes_experiment_fields=True)

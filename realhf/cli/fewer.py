@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from realhf.api.errors import UserError
+from realhf.api.hardware import Hardware
 from realhf.api.plan import ExecutionPlan, check_plan, load_plan
 from realhf.api.run import Run
 from realhf.cli.planning import plan_for
@@ -52,8 +53,10 @@ def check_recovery(arguments: argparse.Namespace, run: Run) -> None:
         check_plan(plan, run.graph, run.settings.batch_size)
 
 
-def plan_for_fewer(arguments: argparse.Namespace, run: Run, num_workers: int) -> ExecutionPlan:
+def plan_for_fewer(arguments: argparse.Namespace, run: Run, num_workers: int) -> tuple[ExecutionPlan, Hardware]:
     """The largest --fallback-plan for `num_workers` at most, else the best plan found for all of them.
+
+    With what the plan is for: the hardware of the run, of which fewer workers may have more memory each.
 
     Raises:
         UserError: no plan fits.
@@ -61,6 +64,7 @@ def plan_for_fewer(arguments: argparse.Namespace, run: Run, num_workers: int) ->
     plans = _fallback_plans(arguments)
     given = largest_fitting(list(plans.values()), num_workers)
     wanted = vars(arguments) | {"plan": None, "num_workers": None, "offload": ",".join(run.plan.offload) or None}
+    wanted |= {"hardware": None, "memory_gb": None}  # those of the run
     if given is not None:
         path = next(path for path, plan in plans.items() if plan is given)
         wanted |= {"plan": path, "offload": None}
@@ -69,8 +73,8 @@ def plan_for_fewer(arguments: argparse.Namespace, run: Run, num_workers: int) ->
         wanted["evaluations"] = EVALUATIONS
     per_node = run.spec.devices_per_node if arguments.launcher == "slurm" else num_workers
     wanted |= {"nodes": num_workers // per_node, "gpus_per_node": per_node}
-    plan, _ = plan_for(run.experiment, argparse.Namespace(**wanted), run.spec.call_factors)
-    return plan
+    plan, cluster = plan_for(run.experiment, argparse.Namespace(**wanted), run.spec)
+    return plan, cluster.hardware
 
 
 def _fallback_plans(arguments: argparse.Namespace) -> dict[Path, ExecutionPlan]:

@@ -24,7 +24,6 @@ NOT_KEPT: dict[str, Any] = {
     "switch_cost_s": None,
     "evaluations": None,
     "seconds": None,
-    "hardware": None,
     "partition": None,
     "account": None,
     "time_limit": None,

@@ -13,6 +13,7 @@ from realhf.api.errors import UserError
 from realhf.api.experiment import models_of
 from realhf.api.files import write_atomically
 from realhf.api.plan import ExecutionPlan, load_plan, save_plan
+from realhf.cli.devices import cluster_of
 from realhf.cli.experiment import add_experiment_arguments, build_experiment
 from realhf.cli.phases import Phases
 from realhf.cli.plan_tables import (
@@ -24,10 +25,10 @@ from realhf.cli.plan_tables import (
     problems,
     setting_text,
 )
-from realhf.cli.planning import Planner, cluster_of, offload_of
+from realhf.cli.planning import Planner, offload_of
 from realhf.search.analysis import analyse, generates_apart
 from realhf.search.cluster import Cluster
-from realhf.search.clusters import parse_clusters, with_memory
+from realhf.search.clusters import parse_clusters
 from realhf.search.comparison import GIVEN, SEARCHED, Candidate, Comparison, certificate_of, compare, summary
 from realhf.search.features import FEATURES
 from realhf.search.hardware import DTYPE_BYTES
@@ -79,7 +80,6 @@ def add_command(commands: Any) -> None:
     what_if.add_argument(
         "--cluster", help="HARDWARE-NODESxDEVICES (h100-16x8) or a .yaml file; several with commas are compared"
     )
-    what_if.add_argument("--memory-gb", type=float, help="memory of a device in GiB, in place of the hardware's")
     what_if.add_argument(
         "--actor", metavar="ARCH", help="architecture of actor and reference (llama3-70b, config.json)"
     )
@@ -103,7 +103,7 @@ def add_command(commands: Any) -> None:
         metavar="NAMES",
         help=f"plan for an engine with these as well, or with no- before the name without: {', '.join(FEATURES)}",
     )
-    command.set_defaults(execute=execute)
+    command.set_defaults(execute=execute, launcher=None, cpu_only=False)
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -187,7 +187,7 @@ def execute(arguments: argparse.Namespace) -> int:
 def _clusters(arguments: argparse.Namespace, given_devices: int | None) -> dict[str, Cluster]:
     """The cluster of --nodes and so on, or those of --cluster."""
     if arguments.cluster is None:
-        return {"": with_memory(cluster_of(arguments, given_devices), arguments.memory_gb)}
+        return {"": cluster_of(arguments, given_devices)}
     described = {
         "--nodes": arguments.nodes != 1,
         "--gpus-per-node": arguments.gpus_per_node is not None,
@@ -197,8 +197,7 @@ def _clusters(arguments: argparse.Namespace, given_devices: int | None) -> dict[
     twice = [option for option, is_given in described.items() if is_given]
     if twice:
         raise UserError(f"--cluster {arguments.cluster} says it all; leave out {' and '.join(twice)}")
-    clusters = parse_clusters(arguments.cluster)
-    return {name: with_memory(cluster, arguments.memory_gb) for name, cluster in clusters.items()}
+    return parse_clusters(arguments.cluster, arguments.memory_gb)
 
 
 def _stalenesses(text: str) -> list[int]:

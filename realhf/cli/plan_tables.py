@@ -7,6 +7,7 @@ from rich import box
 from rich.table import Table
 
 from realhf.api.plan import CallPlan, ExecutionPlan
+from realhf.cli.devices import hardware_text
 from realhf.search.analysis import Analysis
 from realhf.search.comparison import Comparison
 from realhf.search.task import PlanningTask
@@ -114,11 +115,8 @@ def setting_text(task: PlanningTask) -> str:
     tokens = f"{workload.prompt_tokens:.4g}"
     if workload.new_tokens:
         tokens += f" + {workload.new_tokens:.4g}"
-    return (
-        f"{cluster.num_nodes} x {cluster.devices_per_node} {cluster.hardware} with "
-        f"{cluster.device_memory_bytes / GIB:.1f} GiB each; {task.batch_size} samples of {tokens} tokens a step, "
-        f"{task.dtype}"
-    )
+    planned_for = hardware_text(cluster.hardware, cluster.num_nodes, cluster.devices_per_node)
+    return f"{planned_for}; {task.batch_size} samples of {tokens} tokens a step, {task.dtype}"
 
 
 def difference_text(share: float) -> str:

@@ -14,15 +14,13 @@ from realhf.api.experiment import AutoSettings, auto_settings, follows_of, model
 from realhf.api.generation import DECODE_GRAPHS
 from realhf.api.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
 from realhf.api.model import DType
-from realhf.api.numbers import DEVICES, check_range
 from realhf.api.offload import check_offload
 from realhf.api.plan import ExecutionPlan, check_plan, load_plan
+from realhf.api.run import RunSpec
+from realhf.cli.devices import cluster_of
 from realhf.cli.phases import Phases
-from realhf.machine.gpus import count_gpus
-from realhf.machine.host import count_cores
 from realhf.search.cluster import Cluster
 from realhf.search.explanation import explain
-from realhf.search.hardware import load_hardware
 from realhf.search.options import call_options
 from realhf.search.predict import Prediction
 from realhf.search.remedies import find_remedies, smallest_peak_bytes
@@ -33,9 +31,6 @@ from realhf.search.timings import Costs, load_costs
 from realhf.search.watching import Watch, unwatched
 from realhf.search.what_if import WhatIf, keys_without_producer
 from realhf.search.workload import Workload
-
-CPU = "cpu"
-DEFAULT_GPU = "h100"
 
 
 class Planner:
@@ -155,20 +150,21 @@ class Planner:
 
 
 def plan_for(
-    experiment: Any, arguments: argparse.Namespace, call_factors: Mapping[str, float] | None = None
+    experiment: Any, arguments: argparse.Namespace, saved: RunSpec | None = None
 ) -> tuple[ExecutionPlan, Cluster]:
     """The plan that the command line asks for: that of --plan, or the best one found; with predictions and reasons.
 
-    `call_factors`: see `realhf.search.timings.Costs`.
+    `saved`: the run that is planned again, whose hardware and measured factors of calls count.
     """
     given = load_plan(arguments.plan) if arguments.plan else None
-    cluster = cluster_of(arguments, given.num_devices if given else None)
+    cluster = cluster_of(arguments, given.num_devices if given else None, saved)
     if given:
         # Before anything is predicted: the errors of a plan for something else are the clearer ones.
         settings = auto_settings(experiment)
         graph = DataflowGraph(experiment.rpcs, experiment.dataset.keys, follows_of(experiment))
         check_plan(given, graph, settings.batch_size)
-    planner = Planner(experiment, cluster, offload=offload_of(arguments), call_factors=call_factors)
+    factors = saved.call_factors if saved else None
+    planner = Planner(experiment, cluster, offload=offload_of(arguments), call_factors=factors)
     result: SearchResult | None = None
     if given:
         prediction = planner.predict(given)
@@ -200,39 +196,6 @@ def check_cache_room(plan: ExecutionPlan, planner: Planner) -> None:
                 f"{lengths.max_tokens} tokens, in pages of {page}, in each of pp={call.pp} parts of the batch; set it "
                 f"to at least {least}, or leave it out"
             )
-
-
-def cluster_of(arguments: argparse.Namespace, num_devices: int | None = None) -> Cluster:
-    """The cluster of the command line's --nodes, --gpus-per-node, --num-workers and --hardware.
-
-    `num_devices` is taken where the command line says nothing (a given plan's).
-
-    Raises:
-        UserError: the numbers contradict each other, or the hardware is not known.
-    """
-    for name in ("nodes", "gpus_per_node", "num_workers"):
-        if getattr(arguments, name) is not None:
-            check_range(f"--{name.replace('_', '-')}", getattr(arguments, name), *DEVICES)
-    total = arguments.num_workers
-    if total is None and arguments.gpus_per_node is None:
-        total = num_devices or local_devices()
-    per_node = arguments.gpus_per_node or total // arguments.nodes
-    if per_node < 1 or (total is not None and per_node * arguments.nodes != total):
-        raise UserError(
-            f"--num-workers {total} is not --nodes {arguments.nodes} x --gpus-per-node {per_node}; give any two of them"
-        )
-    hardware = load_hardware(arguments.hardware or (DEFAULT_GPU if has_gpus() else CPU))
-    return Cluster(
-        num_nodes=arguments.nodes,
-        devices_per_node=per_node,
-        device_memory_bytes=hardware.device_memory_bytes,
-        hardware=hardware.name,
-    )
-
-
-def local_devices() -> int:
-    """The number of GPUs of this machine, or of its cores where there is none."""
-    return count_gpus() or count_cores()
 
 
 def workload_of(graph: DataflowGraph, lengths: dict[str, tuple[float, int]], new_tokens: int | None = None) -> Workload:
@@ -291,8 +254,3 @@ def _common_dtype(experiment: Any) -> DType:
     if len(dtypes) > 1:
         raise UserError(f"the models have several dtypes ({', '.join(sorted(dtypes))}); give all of them one")
     return dtypes.pop()
-
-
-def has_gpus() -> bool:
-    """Whether this machine has NVIDIA GPUs."""
-    return count_gpus() > 0

@@ -19,14 +19,15 @@ from realhf.api.files import write_atomically
 from realhf.api.graph import DataflowGraph
 from realhf.api.numbers import check_range
 from realhf.api.profile_job import JOB_FILE, ProfileJob, ProfileTarget
+from realhf.cli.devices import cluster_of, hardware_text
 from realhf.cli.experiment import build_experiment
-from realhf.cli.planning import cluster_of
 from realhf.scheduler.activity import read_activity
 from realhf.scheduler.base import ProcessSpec, process_environment, python_command, worker_name
 from realhf.scheduler.devices import devices_of, gpus_for
 from realhf.scheduler.local import LocalLauncher
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.scheduler.supervisor import supervise
+from realhf.search.hardware import leave_description
 from realhf.search.profile import LayerProfile, load_profile, profile_path
 
 WORKER_MODULE = "realhf.worker.profiler"  # started, not imported: this process does without torch
@@ -34,6 +35,9 @@ WORKER_MODULE = "realhf.worker.profiler"  # started, not imported: this process 
 LEAST_MAX_TOKENS = 64
 DEFAULT_MAX_TOKENS = 4096
 MAX_SEQUENCES = 128
+
+# What `cluster_of` reads of a command line, where all is measured here.
+THIS_MACHINE: dict[str, Any] = {"nodes": 1, "gpus_per_node": None, "launcher": "local", "memory_gb": None}
 
 DESCRIPTION = """Measures forward, backward and decode of a single layer, embedding and head, the optimizer, the way of
 a request and the collectives on this machine, for every model type of an experiment. `realhf plan` and
@@ -68,14 +72,14 @@ def add_command(commands: Any) -> None:
     )
     command.add_argument("--timeout-s", type=float, default=900.0, help="longest the measuring may take (default 900)")
     command.add_argument("--force", action="store_true", help="measure again what was measured already")
-    command.set_defaults(execute=execute, takes_experiment_fields=True, nodes=1, gpus_per_node=None)
+    command.set_defaults(execute=execute, takes_experiment_fields=True, **THIS_MACHINE)
 
 
 def execute(arguments: argparse.Namespace) -> int:
     _check(arguments)
     experiment = build_experiment(arguments.experiment, arguments.overrides)
     cluster = cluster_of(arguments)
-    targets = _targets(experiment, cluster.hardware, arguments.profiles_dir)
+    targets = _targets(experiment, cluster.hardware.name, arguments.profiles_dir)
     missing = [target for target in targets if arguments.force or not Path(target.path).is_file()]
     console = Console()
     for target in targets:
@@ -84,9 +88,13 @@ def execute(arguments: argparse.Namespace) -> int:
             console.print(f"kept {target.path} (--force measures again)", highlight=False, soft_wrap=True)
     if not missing:
         return 0
+    console.print(
+        f"measuring {hardware_text(cluster.hardware, 1, cluster.num_devices)}", highlight=False, soft_wrap=True
+    )
     started = time.monotonic()
-    job = _job(arguments, experiment, cluster.hardware, cluster.num_devices, tuple(missing))
-    _measure(job, Console(stderr=True))
+    job = _job(arguments, experiment, cluster.hardware.name, cluster.num_devices, tuple(missing))
+    _measure(job, cluster.hardware.threads, Console(stderr=True))
+    leave_description(cluster.hardware, arguments.profiles_dir)
     for target in missing:
         profile = load_profile(target.path)
         console.print(timings_table(profile))
@@ -186,8 +194,8 @@ def _sequence_lengths(experiment: Any) -> tuple[int, int]:
     return max(1, round(mean) + max(responses)), longest + max(responses)
 
 
-def _measure(job: ProfileJob, console: Console) -> None:
-    """Starts the workers and returns when they have written the profiles.
+def _measure(job: ProfileJob, threads: int, console: Console) -> None:
+    """Starts the workers, of `threads` each, and returns when they have written the profiles.
 
     Raises:
         RunError: a worker failed, or all of it took longer than the job's timeout; what they printed is then kept.
@@ -201,7 +209,7 @@ def _measure(job: ProfileJob, console: Console) -> None:
         with console.status("starting the workers") as status:
             supervise(
                 LocalLauncher(),
-                _processes(job, directory),
+                _processes(job, directory, threads),
                 directory,
                 _progress(job, directory, console, status.update),
             )
@@ -239,8 +247,8 @@ def _progress(
     return update
 
 
-def _processes(job: ProfileJob, directory: RunDirectory) -> list[ProcessSpec]:
-    env = {**process_environment(), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+def _processes(job: ProfileJob, directory: RunDirectory, threads: int) -> list[ProcessSpec]:
+    env = {**process_environment(threads), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
     devices = islice(devices_of(gpus_for(job.num_workers)), job.num_workers)
     return [
         ProcessSpec(

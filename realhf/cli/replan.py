@@ -15,13 +15,13 @@ from realhf.api.files import write_atomically
 from realhf.api.lines import read_lines, step_line
 from realhf.api.plan import ExecutionPlan, save_plan
 from realhf.api.run import Run, load_run
-from realhf.cli.planning import CPU, DEFAULT_GPU, Planner, has_gpus
+from realhf.cli.planning import Planner
 from realhf.master.drift import WARM_UP, WINDOW, call_factors
 from realhf.report.run_data import lines_under
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.search.cluster import Cluster
 from realhf.search.explanation import explain
-from realhf.search.hardware import load_hardware
+from realhf.search.here import divided, hardware_here
 from realhf.search.searcher import check_budget
 
 DESCRIPTION = """Searches the plan of a run again: what every call was measured to take in the last steps, over what was
@@ -118,16 +118,11 @@ def propose(directory: RunDirectory, evaluations: int | None = None, seconds: fl
 
 def planner_of(run: Run, factors: dict[str, float]) -> Planner:
     """The planner of a run on the devices that it has, its calls' times scaled."""
-    hardware = load_hardware(_hardware(run.plan))
+    hardware = run.spec.hardware or divided(hardware_here(), run.spec.num_workers)
     cluster = Cluster(
         num_nodes=run.spec.num_workers // run.spec.devices_per_node,
         devices_per_node=run.spec.devices_per_node,
         device_memory_bytes=hardware.device_memory_bytes,
-        hardware=hardware.name,
+        hardware=hardware,
     )
     return Planner(run.experiment, cluster, offload=run.plan.offload, call_factors=factors)
-
-
-def _hardware(plan: ExecutionPlan) -> str:
-    """What the plan was predicted for."""
-    return plan.rationale.hardware if plan.rationale else DEFAULT_GPU if has_gpus() else CPU

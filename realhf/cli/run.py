@@ -11,6 +11,7 @@ from realhf.api.errors import RunError, UserError
 from realhf.api.files import delete
 from realhf.api.run import Run
 from realhf.api.status import Status, write_status
+from realhf.cli.devices import said_of_hardware
 from realhf.cli.experiment import add_experiment_arguments
 from realhf.cli.fewer import recovery_of
 from realhf.cli.going_on import NOT_KEPT, going_on
@@ -206,6 +207,8 @@ def _resume(arguments: argparse.Namespace) -> int:
 
 def _carry_out(run: Run, directory: RunDirectory, site: Site, arguments: argparse.Namespace) -> int:
     """Starts the processes of a run whose directory is ready, and returns the exit code when it has ended."""
+    for line in said_of_hardware(run, arguments.plan):
+        print(line, file=sys.stderr)
     started, steps = time.monotonic(), run.experiment.steps
     with Interruption() as interruption, Progress(directory, steps, run.spec.resume_step) as progress:
         replanner = Replanner(run, directory, arguments.replan, arguments.switch_cost_s, progress.say)

@@ -16,9 +16,10 @@ from realhf.api.numbers import Range, check_ranges
 from realhf.api.plan import ExecutionPlan, load_plan
 from realhf.api.run import MAX_DEVICES, MAX_STEPS, RANGES, YEAR_S, Run, RunSpec, read_spec
 from realhf.api.status import read_status
+from realhf.cli.devices import cluster_of, has_gpus
 from realhf.cli.experiment import build_experiment
 from realhf.cli.fewer import check_recovery
-from realhf.cli.planning import cluster_of, has_gpus, plan_for
+from realhf.cli.planning import plan_for
 from realhf.cli.replanning import check_replanning
 from realhf.data.fit import check_fit, check_replay
 from realhf.engine.megatron_check import check_megatron
@@ -28,6 +29,7 @@ from realhf.models.hugging_face_files import check_checkpoint
 from realhf.scheduler.checkpoints import Choice, RunState, newest_good, step_folder
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.search.cluster import Cluster
+from realhf.search.clusters import MEMORY_GB
 
 # Options that are fields of the run's specification; what is not given keeps the field's default, or what the run had.
 SPEC_OPTIONS = (
@@ -51,6 +53,7 @@ OPTION_RANGES = {
     "num_workers": Range("--num-workers", 1, MAX_DEVICES),
     "nodes": Range("--nodes", 1, MAX_DEVICES),
     "gpus_per_node": Range("--gpus-per-node", 1, MAX_DEVICES),
+    "memory_gb": Range("--memory-gb", *MEMORY_GB, "GiB"),
     "max_restarts": Range("--max-restarts", 1, 10**6),
     "min_workers": Range("--min-workers", 1, MAX_DEVICES),
     "switch_cost_s": Range("--switch-cost-s", 0, YEAR_S, "seconds"),
@@ -120,6 +123,7 @@ def _base(arguments: argparse.Namespace, experiment: Any, cluster: Cluster) -> d
         "working_directory": os.getcwd(),
         "num_workers": cluster.num_devices,
         "devices_per_node": cluster.devices_per_node,
+        "hardware": cluster.hardware,
         "network_interface": interface,
     }
 
@@ -176,10 +180,11 @@ def _plan(
         given = given | {"nodes": nodes, "gpus_per_node": None if arguments.plan else saved.devices_per_node}
     wanted = argparse.Namespace(**given)
     if arguments.plan is None:
-        cluster = cluster_of(wanted)
-        if (cluster.num_devices, cluster.devices_per_node) == (saved.num_workers, saved.devices_per_node):
+        cluster = cluster_of(wanted, saved=saved)
+        before = (saved.num_workers, saved.devices_per_node, saved.hardware or cluster.hardware)
+        if (cluster.num_devices, cluster.devices_per_node, cluster.hardware) == before:
             return load_plan(directory.plan), cluster
-    return plan_for(experiment, wanted, saved.call_factors)
+    return plan_for(experiment, wanted, saved)
 
 
 def _names_devices(arguments: argparse.Namespace) -> bool:

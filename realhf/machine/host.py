@@ -1,8 +1,123 @@
-"""The cores and the memory of this machine."""
+"""The cores and the memory that a process of this machine may use: those there are, within the limits set for it."""
 
+import math
 import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+ROOT = Path("/")
+GIB = 2**30
 
 
-def count_cores() -> int:
-    """How many cores this process may use."""
-    return len(os.sched_getaffinity(0))
+@dataclass(frozen=True, kw_only=True)
+class Host:
+    """What this process may use of its machine. Where `cores_limit` or `memory_limit` names something, there is more.
+
+    A limit in words: "the affinity of this process", or the file of a control group that sets it.
+    """
+
+    cores: int
+    memory_bytes: int
+    cores_limit: str = ""
+    memory_limit: str = ""
+
+
+@dataclass(frozen=True)
+class _Limit:
+    value: float
+    source: str
+
+
+def read_host(root: Path = ROOT) -> Host:
+    """Cores: the affinity and the processor quota of the control groups, rounded down, at least 1. Memory: the
+    machine's, or the smallest limit of a control group.
+
+    `root` is where /proc and /sys are looked for. Control groups of both versions are read, with all that are above
+    (https://docs.kernel.org/admin-guide/cgroup-v2.html, cpu.max, memory.max, memory.high; cgroup-v1/memory.html and
+    scheduler/sched-bwc.html for cfs_quota_us).
+    """
+    available, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    cores = [_Limit(available, "the affinity of this process" if available < there else "")]
+    memory = [_Limit(psutil.virtual_memory().total, "")]
+    for folder, version in _groups(root, "cpu"):
+        cores += _quota(folder) if version == 2 else _quota_of_version_1(folder)
+    for folder, version in _groups(root, "memory"):
+        for name in ("memory.max", "memory.high") if version == 2 else ("memory.limit_in_bytes",):
+            memory += _read(folder / name, _bytes)
+    fewest, least = (min(limits, key=lambda limit: limit.value) for limits in (cores, memory))
+    return Host(
+        cores=max(1, math.floor(fewest.value)),
+        memory_bytes=int(least.value),
+        cores_limit=fewest.source,
+        memory_limit=least.source,
+    )
+
+
+def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """The folders of the control groups that this process is in, up to the topmost that can be seen; their version."""
+    mounts = [line.split() for line in _lines(root / "proc/self/mountinfo")]
+    for line in _lines(root / "proc/self/cgroup"):
+        _, names, path = line.split(":", 2)
+        version = 2 if not names else 1
+        if version == 1 and controller not in names.split(","):
+            continue
+        for mount in mounts:
+            if _has_controller(mount, controller, version):
+                yield from ((folder, version) for folder in _upwards(root, mount[3], mount[4], path))
+
+
+def _has_controller(mount: list[str], controller: str, version: int) -> bool:
+    """Whether a line of mountinfo is a hierarchy of control groups with this controller (proc(5))."""
+    kind, _, options = mount[mount.index("-") + 1 :][:3]
+    return kind == "cgroup2" if version == 2 else kind == "cgroup" and controller in options.split(",")
+
+
+def _upwards(root: Path, mount_root: str, mount_point: str, path: str) -> Iterator[Path]:
+    """In a container the hierarchy may be mounted from the process's own group on: then that is all of it."""
+    top = root / mount_point.lstrip("/")
+    is_within = Path(path).is_relative_to(mount_root) and ".." not in path
+    relative = Path(path).relative_to(mount_root) if is_within else Path()
+    for parts in range(len(relative.parts), -1, -1):
+        yield top.joinpath(*relative.parts[:parts])
+
+
+def _lines(path: Path) -> list[str]:
+    try:
+        return path.read_text().splitlines()
+    except OSError:  # no Linux, or a /proc that hides it: no limit is known
+        return []
+
+
+def _read(path: Path, parse: Callable[[str], float]) -> list[_Limit]:
+    """The limit in a file; none where there is no such file, or it holds no number ("max")."""
+    try:
+        return [_Limit(parse(path.read_text()), str(path))]
+    except (OSError, ValueError):
+        return []
+
+
+def _bytes(text: str) -> float:
+    return float(int(text))
+
+
+def _quota(folder: Path) -> list[_Limit]:
+    """`cpu.max` holds "QUOTA PERIOD" in microseconds."""
+
+    def cores(text: str) -> float:
+        quota, period = text.split()
+        return int(quota) / int(period)
+
+    return _read(folder / "cpu.max", cores)
+
+
+def _quota_of_version_1(folder: Path) -> list[_Limit]:
+    periods = _read(folder / "cpu.cfs_period_us", _bytes)
+    quotas = _read(folder / "cpu.cfs_quota_us", _bytes)
+    return [
+        _Limit(quota.value / period.value, quota.source)
+        for quota, period in zip(quotas, periods, strict=False)
+        if quota.value > 0  # -1 is no limit
+    ]

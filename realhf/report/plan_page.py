@@ -54,8 +54,8 @@ def _head(comparison: Comparison, analysis: Analysis) -> str:
         (f"{analysis.peak_bytes / GIB:.1f} GiB", f"of {cluster.device_memory_bytes / GIB:.1f} on the fullest device"),
     ]
     setting = (
-        f"{cluster.num_nodes} x {cluster.devices_per_node} {cluster.hardware} · {task.batch_size} samples of {tokens} "
-        f"tokens a step · {task.dtype}"
+        f"{cluster.num_nodes} x {cluster.devices_per_node} {cluster.hardware.name} · {task.batch_size} samples of "
+        f"{tokens} tokens a step · {task.dtype}"
     )
     lines = [
         '<div class="title"><h1>Execution plan</h1></div>',

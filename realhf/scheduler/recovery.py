@@ -8,6 +8,7 @@ import msgspec
 
 from realhf.api.errors import RunError, UserError
 from realhf.api.files import writing_a_run
+from realhf.api.hardware import Hardware
 from realhf.api.lines import read_lines, step_line
 from realhf.api.plan import DIGEST_LENGTH, ExecutionPlan, plan_digest
 from realhf.api.run import Run
@@ -27,13 +28,14 @@ class Recovery:
     """What is done about failures: nothing by default.
 
     `min_workers` is the least number of workers that a run goes on with when there is no place for more, None: that
-    of before. `plan_for_fewer` gives the plan of such a run for a number of workers, and raises UserError if there is
-    none. `next_run` gives the run under another plan, after it was asked to end for that (`RunDirectory.switch`).
+    of before. `plan_for_fewer` gives the plan of such a run for a number of workers and the hardware that it is for,
+    and raises UserError if there is none. `next_run` gives the run under another plan, after it was asked to end for
+    that (`RunDirectory.switch`).
     """
 
     max_restarts: int = 0
     min_workers: int | None = None
-    plan_for_fewer: Callable[[Run, int], ExecutionPlan]
+    plan_for_fewer: Callable[[Run, int], tuple[ExecutionPlan, Hardware | None]]
     next_run: Callable[[], Run]
 
 
@@ -121,11 +123,11 @@ def _elsewhere(run: Run, site: Site, recovery: Recovery, blamed: frozenset[int],
             f"--num-workers {run.spec.num_workers}"
         ) from error
     try:
-        plan = recovery.plan_for_fewer(run, room)
+        plan, hardware = recovery.plan_for_fewer(run, room)
     except UserError as no_plan:
         raise RunError(f"{error}\nno plan for the {room} workers that there is room for: {no_plan}") from error
     per_node = min(run.spec.devices_per_node, plan.num_devices) if site.is_remote else plan.num_devices
-    spec = msgspec.structs.replace(spec, num_workers=plan.num_devices, devices_per_node=per_node)
+    spec = msgspec.structs.replace(spec, num_workers=plan.num_devices, devices_per_node=per_node, hardware=hardware)
     return Run(spec, run.experiment, plan)
 
 

@@ -58,7 +58,7 @@ class LocalSite:
 
     def processes(self, run: Run) -> list[ProcessSpec]:
         workers = (
-            _process(self.directory, worker_name(index), "realhf.worker", env=device.environment)
+            _worker(self.directory, index, run, device.environment)
             for index, device in enumerate(self._devices(run.spec))
         )
         return [_process(self.directory, MASTER, "realhf.master", "127.0.0.1", env=WITHOUT_GPU), *workers]
@@ -103,9 +103,7 @@ class SlurmSite:
 
     def processes(self, run: Run) -> list[ProcessSpec]:
         # The batch script tells each which device it has.
-        workers = [
-            _process(self.directory, worker_name(index), "realhf.worker") for index in range(run.spec.num_workers)
-        ]
+        workers = [_worker(self.directory, index, run) for index in range(run.spec.num_workers)]
         return [_process(self.directory, MASTER, "realhf.master", env=WITHOUT_GPU), *workers]
 
     def place(self, run: Run, worker: int) -> str | None:
@@ -130,12 +128,23 @@ class SlurmSite:
         return job_nodes(self._last.job_id) if self._last and self._last.job_id else []
 
 
+def _worker(directory: RunDirectory, index: int, run: Run, env: Mapping[str, str] | None = None) -> ProcessSpec:
+    """With as many threads as the run was planned with."""
+    threads = run.spec.hardware.threads if run.spec.hardware else 1
+    return _process(directory, worker_name(index), "realhf.worker", env=env, threads=threads)
+
+
 def _process(
-    directory: RunDirectory, name: str, module: str, *words: str, env: Mapping[str, str] | None = None
+    directory: RunDirectory,
+    name: str,
+    module: str,
+    *words: str,
+    env: Mapping[str, str] | None = None,
+    threads: int = 1,
 ) -> ProcessSpec:
     return ProcessSpec(
         name=name,
         argv=python_command(module, str(directory.path), *words),
-        env={**process_environment(), **(env or {})},
+        env={**process_environment(threads), **(env or {})},
         log_path=directory.log(name),
     )

@@ -11,13 +11,13 @@ import numpy as np
 
 from realhf.api.errors import UserError
 from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef, ModelInterfaceType
+from realhf.api.hardware import Hardware
 from realhf.api.interface import InterfaceConfig
 from realhf.api.layout import ParallelStrategy
 from realhf.api.model import DType, model_type
 from realhf.search.cluster import Cluster
 from realhf.search.cost import CallCost
 from realhf.search.features import EngineFeatures
-from realhf.search.hardware import Hardware
 from realhf.search.timings import AnalyticTimings, Costs
 from realhf.search.workload import Workload
 
@@ -139,7 +139,7 @@ def predict_s(table: MeasuredTable, row: MeasuredCall, hardware: Hardware) -> fl
         num_nodes=table.nodes,
         devices_per_node=table.devices_per_node,
         device_memory_bytes=hardware.device_memory_bytes,
-        hardware=hardware.name,
+        hardware=hardware,
     )
     timings = AnalyticTimings(model=model, dtype=table.dtype, hardware=hardware, features=features)
     cost = CallCost(

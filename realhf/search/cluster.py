@@ -1,22 +1,21 @@
 """The cluster a plan is made for, and the device meshes it offers."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from realhf.api.hardware import MEMORY_BYTES, Hardware
 from realhf.api.layout import DeviceMesh
 from realhf.api.numbers import DEVICES, check_fields, check_range
-
-MEMORY_BYTES = (1, 2**50)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """`num_nodes` equal nodes; `hardware` names a description in `realhf/search/descriptions/`."""
+    """`num_nodes` equal nodes; `hardware` describes their devices."""
 
     num_nodes: int = 1
     devices_per_node: int
     device_memory_bytes: int
-    hardware: str
+    hardware: Hardware = field(hash=False)  # it has a dict
 
     def __post_init__(self) -> None:
         check_fields("cluster: ", self, {"num_nodes": DEVICES, "devices_per_node": DEVICES})

@@ -1,20 +1,20 @@
 """Clusters by name (`h100-16x8`) or from a YAML file of node groups."""
 
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 
 from realhf.api.errors import UserError
 from realhf.api.files import BadContentError, decode_yaml
+from realhf.api.hardware import GIB, Hardware
 from realhf.api.numbers import DEVICES, check_fields, check_range
 from realhf.search.cluster import Cluster
 from realhf.search.hardware import load_hardware
+from realhf.search.here import divided
 
 _NAME = re.compile(r"(?P<hardware>.+)-(?P<nodes>\d+)x(?P<devices>\d+)")
 _SUFFIXES = (".yaml", ".yml")
-GIB = 2**30
 MEMORY_GB = (1e-6, 2**20)  # a kilobyte is for tests
 EXAMPLE = "groups: [{hardware: h100, nodes: 16, devices_per_node: 8}]"
 
@@ -30,15 +30,15 @@ class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         check_fields("", self, {"nodes": DEVICES, "devices_per_node": DEVICES, "device_memory_gb": MEMORY_GB})
 
-    def cluster(self) -> Cluster:
-        """Raises UserError for unknown hardware."""
-        hardware = load_hardware(self.hardware)
-        memory = hardware.device_memory_bytes if self.device_memory_gb is None else int(self.device_memory_gb * GIB)
+    def cluster(self, memory_gb: float | None = None) -> Cluster:
+        """Raises UserError for unknown hardware. `memory_gb` takes the place of the memory of the group."""
+        given = self.device_memory_gb if memory_gb is None else memory_gb
+        hardware = divided(with_memory(load_hardware(self.hardware), given), self.devices_per_node)
         return Cluster(
             num_nodes=self.nodes,
             devices_per_node=self.devices_per_node,
-            device_memory_bytes=memory,
-            hardware=hardware.name,
+            device_memory_bytes=hardware.device_memory_bytes,
+            hardware=hardware,
         )
 
 
@@ -50,7 +50,7 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ValueError("groups is empty; give at least one")
 
 
-def parse_clusters(text: str) -> dict[str, Cluster]:
+def parse_clusters(text: str, memory_gb: float | None = None) -> dict[str, Cluster]:
     """The clusters of a comma list, by what they were called.
 
     Raises:
@@ -61,18 +61,18 @@ def parse_clusters(text: str) -> dict[str, Cluster]:
         name = word.strip()
         if name in clusters:
             raise UserError(f"--cluster: {name!r} is given twice")
-        clusters[name] = parse_cluster(name)
+        clusters[name] = parse_cluster(name, memory_gb)
     return clusters
 
 
-def parse_cluster(text: str) -> Cluster:
+def parse_cluster(text: str, memory_gb: float | None = None) -> Cluster:
     """`HARDWARE-NODESxDEVICES`, or the path of a YAML file.
 
     Raises:
         UserError: neither of them, unknown hardware, or a file with a missing, unknown or ill-typed field.
     """
     if text.endswith(_SUFFIXES):
-        return _read(Path(text))
+        return _read(Path(text), memory_gb)
     match = _NAME.fullmatch(text)
     if not match:
         raise UserError(
@@ -83,22 +83,22 @@ def parse_cluster(text: str) -> Cluster:
         group = NodeGroup(hardware=match["hardware"], nodes=nodes, devices_per_node=devices)
     except UserError as error:
         raise UserError(f"cluster {text!r}: {error}") from None
-    return group.cluster()
+    return group.cluster(memory_gb)
 
 
-def with_memory(cluster: Cluster, memory_gb: float | None) -> Cluster:
-    """The cluster with `memory_gb` (GiB) a device; None leaves it.
+def with_memory(hardware: Hardware, memory_gb: float | None) -> Hardware:
+    """The hardware with `memory_gb` (GiB) a device, which is then no share of a host's; None leaves it.
 
     Raises:
         UserError: no device has such a memory.
     """
     if memory_gb is None:
-        return cluster
+        return hardware
     check_range("--memory-gb", memory_gb, *MEMORY_GB, "GiB")
-    return replace(cluster, device_memory_bytes=int(memory_gb * GIB))
+    return msgspec.structs.replace(hardware, device_memory_bytes=int(memory_gb * GIB), host_memory_bytes=None)
 
 
-def _read(path: Path) -> Cluster:
+def _read(path: Path, memory_gb: float | None) -> Cluster:
     try:
         file = decode_yaml(path.read_bytes(), ClusterFile)
     except OSError as error:
@@ -109,6 +109,6 @@ def _read(path: Path) -> Cluster:
         kinds = ", ".join(f"{group.nodes} x {group.hardware}" for group in file.groups)
         raise UserError(f"{path}: {len(file.groups)} groups ({kinds}); plans are made for one group, so give one")
     try:
-        return file.groups[0].cluster()
+        return file.groups[0].cluster(memory_gb)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None

@@ -96,7 +96,7 @@ def summary(comparison: Comparison) -> dict[str, Any]:
     task, certificate = comparison.task, comparison.certificate
     return {
         "cluster": {
-            "hardware": task.cluster.hardware,
+            "hardware": task.cluster.hardware.name,
             "num_nodes": task.cluster.num_nodes,
             "devices_per_node": task.cluster.devices_per_node,
             "device_memory_bytes": task.cluster.device_memory_bytes,

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 from realhf.api.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
+from realhf.api.hardware import Hardware
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, held_layers, stage_layers
 from realhf.api.model import DecoderConfig, DType
 from realhf.search.cluster import Cluster, share_a_node
 from realhf.search.communicators import axes_used, group_key, of_all_devices
 from realhf.search.features import EngineFeatures
-from realhf.search.hardware import DTYPE_BYTES, Hardware
+from realhf.search.hardware import DTYPE_BYTES
 from realhf.search.memory import cache_turns, generation_parts, model_sizes
 from realhf.search.options import mini_batch_size
 from realhf.search.sharding import Sharding, shard

@@ -18,7 +18,7 @@ def explain(task: PlanningTask, prediction: Prediction, result: SearchResult | N
     simple = evaluate_preset("heuristic", task)
     return Rationale(
         origin=_origin(result),
-        hardware=task.cluster.hardware,
+        hardware=task.cluster.hardware.name,
         profiled=task.costs.profiled,
         certificate=str(certificate_of(result)) if result else "",
         limits=analysis.limits,

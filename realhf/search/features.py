@@ -10,8 +10,9 @@ from realhf.api.errors import UserError
 from realhf.api.experiment import ModelSetup
 from realhf.api.generation import DecodeGraphs
 from realhf.api.graph import GENERATE, TRAIN_STEP, ModelInterfaceType
+from realhf.api.hardware import Hardware
 from realhf.api.model import DecoderConfig, DType
-from realhf.search.hardware import DTYPE_BYTES, Hardware
+from realhf.search.hardware import DTYPE_BYTES
 
 
 @dataclass(frozen=True, kw_only=True)

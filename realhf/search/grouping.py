@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from msgspec.structs import replace
 
 from realhf.api.graph import DataflowGraph
+from realhf.api.hardware import Hardware
 from realhf.api.layout import Layout, ParallelStrategy
 from realhf.api.micro_dp import contains, grouped_like
 from realhf.api.model import DecoderConfig, DType
@@ -18,7 +19,6 @@ from realhf.api.protocols import THREE_D_PROTO
 from realhf.search.cluster import Cluster
 from realhf.search.cost import reallocation_s
 from realhf.search.features import ENGINE, EngineFeatures
-from realhf.search.hardware import Hardware
 from realhf.search.memory import model_sizes, static_bytes
 
 

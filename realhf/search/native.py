@@ -9,12 +9,12 @@ from dataclasses import asdict, dataclass
 
 import msgspec
 
+from realhf.api.hardware import Hardware
 from realhf.api.layout import Layout
 from realhf.api.model import DecoderConfig
 from realhf.search import _search
 from realhf.search.cluster import Cluster
 from realhf.search.cost import reallocation_table as reallocation_table_in_python
-from realhf.search.hardware import Hardware
 from realhf.search.memory import model_sizes
 from realhf.search.tables import Problem
 from realhf.search.watching import Watch, unwatched

@@ -13,10 +13,11 @@ from functools import cached_property
 from typing import Literal
 
 from realhf.api.errors import UserError
+from realhf.api.hardware import Hardware
 from realhf.api.model import DecoderConfig, DType
 from realhf.models.parameters import ParameterSpec, decoder_parameters
 from realhf.search import _search
-from realhf.search.hardware import DTYPE_BYTES, Hardware
+from realhf.search.hardware import DTYPE_BYTES
 
 Mode = Literal["replicated", "zero1", "sharded"]
 

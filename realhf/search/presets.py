@@ -246,7 +246,7 @@ def heuristic_plan(
         calls={name: chosen[name].call_plan() for name in graph.calls},
         max_steps_in_flight=max_steps_in_flight,
         models=graph.models,
-        notes={"preset": "heuristic", "hardware": cluster.hardware},
+        notes={"preset": "heuristic", "hardware": cluster.hardware.name},
     )
     return predict(
         plan, graph, batch_size=batch_size, workload=workload, cluster=cluster, costs=costs, dtype=dtype

@@ -8,12 +8,13 @@ from msgspec.structs import replace
 
 from realhf.api.follow import FollowNode
 from realhf.api.graph import ModelFunctionCallDef
+from realhf.api.hardware import Hardware
 from realhf.api.layout import Layout
 from realhf.api.model import DecoderConfig
 from realhf.api.offload import Load
 from realhf.search.cluster import Cluster
 from realhf.search.grouping import grouped_reallocations
-from realhf.search.hardware import DTYPE_BYTES, Hardware
+from realhf.search.hardware import DTYPE_BYTES
 from realhf.search.memory import offloaded_bytes
 from realhf.search.problem_inputs import ProblemInputs
 from realhf.search.tables import ParentRow, TransferTable

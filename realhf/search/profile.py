@@ -11,9 +11,9 @@ import platformdirs
 import realhf
 from realhf.api.errors import UserError
 from realhf.api.files import BadContentError, decode_json, write_atomically
+from realhf.api.hardware import RATES
 from realhf.api.model import DecoderConfig, DType
 from realhf.api.numbers import BYTES, DEVICES, SECONDS, TOKENS, check_fields
-from realhf.search.hardware import RATES
 
 FORMAT = "layer-profile/1"
 

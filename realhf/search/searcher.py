@@ -130,7 +130,7 @@ def search_plan(
     candidates = [(prediction, choice) for prediction, choice in zip(known, starts, strict=True)]
     if found.feasible:
         notes: dict[str, str | int | float | bool] = {
-            "hardware": cluster.hardware,
+            "hardware": cluster.hardware.name,
             "costs": "measured" if costs.profiled else "analytic",
             "seed": seed,
             "evaluations": found.evaluations,
@@ -263,8 +263,10 @@ def _call_plans(
 
 
 def _nothing_fits(smallest_bytes: float, cluster: Cluster) -> str:
+    hardware = cluster.hardware
     return (
         f"no plan fits into memory: the smallest one found needs {smallest_bytes / GIB:.2f} GiB on a device but "
-        f"{cluster.num_nodes} x {cluster.devices_per_node} devices ({cluster.hardware}) have "
-        f"{cluster.device_memory_bytes / GIB:.2f} GiB each; use more devices, a smaller batch or shorter sequences"
+        f"{cluster.num_nodes} x {cluster.devices_per_node} devices ({hardware.name}) have "
+        f"{cluster.device_memory_bytes / GIB:.2f} GiB each, of {hardware.description}; use more devices, a smaller "
+        "batch or shorter sequences"
     )

@@ -95,7 +95,7 @@ class PlanningTask:
             calls={name: calls[name] for name in self.graph.calls},
             max_steps_in_flight=self.max_steps_in_flight,
             models=self.graph.models,
-            notes={"preset": preset, "hardware": self.cluster.hardware},
+            notes={"preset": preset, "hardware": self.cluster.hardware.name},
         )
 
     def predict_in_best_order(self, plan: ExecutionPlan) -> Prediction:

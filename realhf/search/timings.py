@@ -10,9 +10,10 @@ from typing import Protocol
 import msgspec
 
 from realhf.api.errors import UserError
+from realhf.api.hardware import Hardware
 from realhf.api.model import DecoderConfig, DType
 from realhf.search.features import ENGINE, EngineFeatures
-from realhf.search.hardware import DTYPE_BYTES, Hardware, load_hardware
+from realhf.search.hardware import DTYPE_BYTES
 from realhf.search.profile import (
     CallOverheads,
     Curve,
@@ -361,7 +362,7 @@ def load_costs(
     models: Mapping[str, DecoderConfig],
     *,
     dtype: DType,
-    hardware: str,
+    hardware: Hardware,
     root: Path | None = None,
     features: EngineFeatures = ENGINE,
     of_models: Mapping[str, EngineFeatures] | None = None,
@@ -371,24 +372,23 @@ def load_costs(
     `features` and `of_models`: see `Costs`; what depends on the hardware is taken from it (`EngineFeatures.on`).
 
     Raises:
-        UserError: no such hardware, a broken profile, or a profile of another model.
+        UserError: a broken profile, or a profile of another model.
     """
-    description = load_hardware(hardware)
-    features = features.on(description)
-    of_models = {name: own.on(description) for name, own in (of_models or {}).items()}
+    features = features.on(hardware)
+    of_models = {name: own.on(hardware) for name, own in (of_models or {}).items()}
     timings: dict[DecoderConfig, Timings] = {}
     measured_bytes: list[int] = []  # of communicators
     for model in models.values():
-        path = profile_path(model, dtype, hardware, root)
+        path = profile_path(model, dtype, hardware.name, root)
         if not path.is_file():
-            timings[model] = AnalyticTimings(model=model, dtype=dtype, hardware=description, features=features)
+            timings[model] = AnalyticTimings(model=model, dtype=dtype, hardware=hardware, features=features)
             continue
         profile = load_profile(path)
         if (profile.model, profile.dtype) != (model, dtype):
             raise UserError(f"{path}: the profile is of another model or dtype; measure it again with `realhf profile`")
-        timings[model] = ProfiledTimings(profile, description)
+        timings[model] = ProfiledTimings(profile, hardware)
         if profile.communicator_bytes is not None:
             measured_bytes.append(profile.communicator_bytes)
     if measured_bytes:
-        description = msgspec.structs.replace(description, communicator_bytes=float(max(measured_bytes)))
-    return Costs(description, timings, features, of_models)
+        hardware = msgspec.structs.replace(hardware, communicator_bytes=float(max(measured_bytes)))
+    return Costs(hardware, timings, features, of_models)

@@ -42,6 +42,7 @@ from realhf.transport.rendezvous import wait_for_master
 from realhf.worker.activity import WorkerActivity
 from realhf.worker.allocator import give_back_freed_memory, keep_freed_memory
 from realhf.worker.device import device_name, own_device
+from realhf.worker.device_check import check_device
 from realhf.worker.interfaces import explain
 from realhf.worker.model_worker import ModelWorker
 from realhf.worker.requests import refusal
@@ -83,6 +84,7 @@ def serve(
     """Sets up and executes requests until told to stop; those that come in `moves` on a thread of their own, which
     tells `fail` what they raise. Raises what another request raises."""
     device = own_device()
+    check_device(run.spec.hardware, rank, device)
     logger.info("attention on %s: %s", device.type, "; ".join(describe_attention(device.type)))
     activity.set("setup: joining the other workers")
     join_world(directory, run, rank, device)

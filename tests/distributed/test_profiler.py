@@ -15,6 +15,7 @@ from msgspec import structs
 from realhf.api.model import DecoderConfig
 from realhf.cli import main
 from realhf.scheduler.local import LocalLauncher
+from realhf.search.hardware import load_hardware
 from realhf.search.profile import LayerProfile, load_profile, profile_path
 from realhf.search.timings import load_costs
 from tests.distributed.pool import run_distributed
@@ -32,6 +33,7 @@ from realhf.algorithms.reward.config import SequenceReward
 from realhf.api.experiment import auto
 from realhf.api.graph import GENERATE, INFERENCE, ModelFunctionCallDef
 from realhf.api.model import DecoderConfig
+from realhf.search.hardware import load_hardware
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ def test_a_degree_that_does_not_divide_the_model_is_left_out(root):
 
 def test_the_planner_takes_the_profiles(root):
     models = {"actor": MODEL, "reward": MODEL.with_head("scalar"), "small": ONE_KV_HEAD}
-    assert load_costs(models, dtype="float32", hardware="cpu", root=root).profiled
+    assert load_costs(models, dtype="float32", hardware=load_hardware("cpu"), root=root).profiled
 
 
 def test_what_was_measured_is_kept(experiment, root, capsys, monkeypatch):

@@ -36,7 +36,7 @@ RUN_HERE = {
     "realhf search problem.json --seconds 5": "--seconds 1",
     "realhf plan experiments/ppo.py --cluster h100-4x8 --actor llama3-70b --critic llama3-7b --compare "
     "--html plan.html --json plan-numbers.json": FEW,
-    "realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8 --dry-run": FEW,
+    "realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8 --hardware h100 --dry-run": FEW,
     "realhf run experiments/ppo.py --steps 10 --ppo.kl-coef 0.02 --run-dir runs/first": SMALL,
     "realhf status runs/first": "",
     "realhf report runs/first": "",

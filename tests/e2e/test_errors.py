@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from realhf.cli.planning import has_gpus
+from realhf.cli.devices import has_gpus
 from tests.e2e.runs import ROOT, realhf
 
 PLAN = ROOT / "tests/plans/single.json"

@@ -36,13 +36,22 @@ def test_the_largest_fallback_plan_that_fits_else_a_search(tmp_path: Path) -> No
     assert recovery_of(arguments, lambda: run).min_workers == 1
     assert recovery_of(parse(*words, "--fallback-plan", two, "--fallback-plan", three), lambda: run).min_workers == 2
     assert recovery_of(parse(*words), lambda: run).min_workers is None
-    plans = {left: plan_for_fewer(arguments, run, left) for left in (3, 2, 1)}
+    plans = {left: plan_for_fewer(arguments, run, left)[0] for left in (3, 2, 1)}
     assert {left: plan.num_devices for left, plan in plans.items()} == {3: 3, 2: 2, 1: 1}
     assert plans[3].calls["actor_generate"].predicted_s is not None
-    searched = plan_for_fewer(parse(*words, "--min-workers", "1"), run, 2)
+    searched, hardware = plan_for_fewer(parse(*words, "--min-workers", "1"), run, 2)
+    assert run.spec.hardware
+    assert hardware.device_memory_bytes > run.spec.hardware.device_memory_bytes, "two share what four had"
     assert searched.num_devices == 2
     assert searched.rationale is not None
     assert plan_digest(searched) != plan_digest(plans[2])
+
+
+def test_fewer_workers_keep_the_memory_that_was_given() -> None:
+    run = new_run(parse("--plan", PLAN, "--recover", "auto", "--memory-gb", "3", "--min-workers", "1"))
+    resumed = parse("--recover", "auto", "--evaluations", "200")  # which does not say it again
+    _, hardware = plan_for_fewer(resumed, run, 2)
+    assert hardware.device_memory_bytes == 3 * 2**30
 
 
 @pytest.mark.parametrize(

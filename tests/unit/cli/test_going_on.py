@@ -16,7 +16,7 @@ from realhf.cli.runs import SPEC_OPTIONS
 from realhf.scheduler.run_directory import RunDirectory
 
 OF_THIS_START = {"experiment", "run_dir", "resume", "dry_run"}
-IN_THE_PLAN_OR_ITS_DEVICES = {"plan", "offload", "num_workers", "nodes", "gpus_per_node"}
+IN_THE_PLAN_OR_ITS_DEVICES = {"plan", "offload", "num_workers", "nodes", "gpus_per_node", "hardware", "memory_gb"}
 
 
 def arguments(*words: str) -> argparse.Namespace:

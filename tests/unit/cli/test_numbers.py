@@ -14,6 +14,7 @@ BAD = {
     "--num-workers": ("0", "-1", "1000000000"),
     "--nodes": ("0", "-3", HUGE),
     "--gpus-per-node": ("0", HUGE),
+    "--memory-gb": ("0", "-1", "1e30", "inf", "nan"),
     "--steps": ("0", "-1", HUGE),
     "--seed": ("-1", str(2**64)),
     "--checkpoint-every": ("0", "-1", HUGE),
@@ -42,7 +43,7 @@ def test_it_is_refused_by_name_and_nothing_is_left(
     assert cli.main(["run", "experiments/ppo.py", f"{option}={value}", "--run-dir", str(run_dir)]) == 2
     printed = capsys.readouterr()
     name = option if option.removeprefix("--") not in NO_OPTIONS else option.removeprefix("--")
-    rule = r"is not from \S+ to \S+( [a-z ]+)?; give a number in that range"
+    rule = r"is not from \S+ to \S+( [A-Za-z ]+)?; give a number in that range"
     assert re.fullmatch(rf"error: {name} \S+ {rule}\n", printed.err)
     assert printed.out == ""
     assert not run_dir.exists()

@@ -16,6 +16,7 @@ from realhf.cli import main
 from realhf.cli.planning import Planner
 from realhf.search import _search
 from realhf.search.cluster import Cluster
+from realhf.search.hardware import load_hardware
 from realhf.search.planned_file import PlannedFile
 from realhf.search.problem_file import load_problem, native_tables
 from realhf.search.what_if import WhatIf
@@ -113,7 +114,7 @@ def test_a_model_is_priced_as_its_setup_says() -> None:
             full = ComputeConfig(recomputation="full")
             return {**super().models, "actor": replace(super().models["actor"], compute=full)}
 
-    cluster = Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**32, hardware="cpu")
+    cluster = Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**32, hardware=load_hardware("cpu"))
     needs = {}
     for features in ((), ("no-recomputation",)):
         planner = Planner(Recomputing(), cluster, what_if=WhatIf(prompt_tokens=64, features=features))
@@ -258,6 +259,7 @@ def test_help_comes_at_once() -> None:
     code = """
 import sys
 from realhf.cli import main
+from realhf.search.hardware import load_hardware
 try:
     main(["plan", "--help"])
 finally:

@@ -158,7 +158,7 @@ def test_hardware_files(value: str, tmp_path: Path) -> None:
         one = [*lines[:i], f"{lines[i].partition(': ')[0]}: {value}", *lines[i + 1 :]]
         (tmp_path / "h100.yaml").write_text("\n".join(one))
         with pytest.raises(UserError, match=r"h100\.yaml: not a hardware description"):
-            load_hardware("h100", tmp_path)
+            load_hardware(str(tmp_path / "h100.yaml"))
 
 
 @pytest.mark.parametrize("value", [".nan", ".inf", "-1", "0", "1000000000000000000"])
@@ -182,4 +182,4 @@ def test_deeply_nested_files(tmp_path: Path) -> None:
         parse_cluster(str(tmp_path / "a.yaml"))
     (tmp_path / "a.yaml").write_text("[" * 5000 + "]" * 5000)
     with pytest.raises(UserError, match=r"a\.yaml: "):
-        load_hardware("a", tmp_path)
+        load_hardware(str(tmp_path / "a.yaml"))

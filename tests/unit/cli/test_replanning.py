@@ -18,6 +18,7 @@ from realhf.scheduler.events import note, read_events
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.scheduler.start import prepare
 from realhf.search.cluster import Cluster
+from realhf.search.hardware import load_hardware
 
 PRESENT = ExecutionPlan(num_devices=2, calls={"train": CallPlan(devices=(0, 1))})
 BETTER = ExecutionPlan(num_devices=2, calls={"train": CallPlan(devices=(0, 2), dp=2)}, predicted_step_s=0.5)
@@ -164,7 +165,7 @@ def test_a_change_needs_checkpoints(run: Run) -> None:
 
 def test_factors_hold_for_every_option_of_a_call() -> None:
     experiment = load_experiment_class("experiments/ppo.py")()
-    cluster = Cluster(devices_per_node=4, device_memory_bytes=2**33, hardware="cpu")
+    cluster = Cluster(devices_per_node=4, device_memory_bytes=2**33, hardware=load_hardware("cpu"))
     plain, scaled = (Planner(experiment, cluster, call_factors=f) for f in ({}, {"critic_train_step": 3.0}))
     for path in ("tests/plans/dp4.json", "tests/plans/tp4.json"):
         before, after = (planner.predict(load_plan(path)) for planner in (plain, scaled))

@@ -40,6 +40,15 @@ def test_tensors_lie_in_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     assert huge_kilobytes(process_environment()) > 2**12  # a full memory may not have all of it
 
 
+def test_several_threads_wait_without_spinning(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert "OMP_WAIT_POLICY" not in process_environment()
+    found = process_environment(threads=4)
+    assert (found["OMP_NUM_THREADS"], found["OMP_WAIT_POLICY"]) == ("4", "PASSIVE")
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    assert process_environment(threads=4)["OMP_WAIT_POLICY"] == "ACTIVE"
+
+
 KEEPS_EVERY_OTHER = """
 import ctypes, torch
 from realhf.worker.allocator import keep_freed_memory

@@ -129,7 +129,7 @@ def go_on(run: Run, site: FakeSite, recovery: Recovery) -> list[str]:
     return told
 
 
-def no_plan(run: Run, num_workers: int) -> ExecutionPlan:
+def no_plan(run: Run, num_workers: int) -> tuple[ExecutionPlan, None]:
     raise UserError(f"nothing fits on {num_workers}")
 
 
@@ -137,8 +137,8 @@ def no_run() -> Run:
     raise AssertionError("nobody asked for another plan")
 
 
-def plan_for_fewer(run: Run, num_workers: int) -> ExecutionPlan:
-    return ExecutionPlan(num_devices=num_workers, calls={}, predicted_step_s=0.25)
+def plan_for_fewer(run: Run, num_workers: int) -> tuple[ExecutionPlan, None]:
+    return ExecutionPlan(num_devices=num_workers, calls={}, predicted_step_s=0.25), None
 
 
 def test_a_run_goes_on_from_its_newest_good_checkpoint(run: Run, directory: RunDirectory) -> None:

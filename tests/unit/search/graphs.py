@@ -8,6 +8,7 @@ from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, Mod
 from realhf.api.interface import InterfaceConfig
 from realhf.api.model import DecoderConfig
 from realhf.search.cluster import Cluster
+from realhf.search.hardware import load_hardware
 from realhf.search.tables import CallTable, OptionRow, Problem, TransferTable
 from realhf.search.timings import load_costs
 from realhf.search.workload import Workload
@@ -19,6 +20,9 @@ LENGTHS = Workload(prompt_tokens=8, new_tokens=8)
 @dataclass(frozen=True, kw_only=True)
 class Stub(InterfaceConfig):
     implementation: ClassVar[str] = "nowhere:Nothing"
+
+
+CPU = load_hardware("cpu")
 
 
 def call(
@@ -73,7 +77,7 @@ def settings(
 
 
 def cpu_cluster(devices: int, num_nodes: int = 1, memory: int = 2**32) -> Cluster:
-    return Cluster(num_nodes=num_nodes, devices_per_node=devices, device_memory_bytes=memory, hardware="cpu")
+    return Cluster(num_nodes=num_nodes, devices_per_node=devices, device_memory_bytes=memory, hardware=CPU)
 
 
 def random_problem(seed: int, num_calls: int = 3, max_options: int = 5) -> Problem:

@@ -7,13 +7,14 @@ import pytest
 from realhf.api.errors import UserError
 from realhf.search.cluster import Cluster
 from realhf.search.clusters import parse_cluster, parse_clusters, with_memory
+from realhf.search.hardware import load_hardware
 
-H100 = Cluster(num_nodes=16, devices_per_node=8, device_memory_bytes=80_000_000_000, hardware="h100")
+H100 = Cluster(num_nodes=16, devices_per_node=8, device_memory_bytes=80_000_000_000, hardware=load_hardware("h100"))
 
 
 def test_names() -> None:
     assert parse_cluster("h100-16x8") == H100
-    assert parse_cluster("a100-80g-2x4").hardware == "a100-80g"
+    assert parse_cluster("a100-80g-2x4").hardware.name == "a100-80g"
     assert list(parse_clusters("h100-4x8, h200-8x8")) == ["h100-4x8", "h200-8x8"]
 
 
@@ -82,7 +83,8 @@ def test_a_file_that_is_missing() -> None:
 
 
 def test_another_memory() -> None:
-    assert with_memory(H100, None) == H100
-    assert with_memory(H100, 40).device_memory_bytes == 40 * 2**30
+    assert with_memory(H100.hardware, None) == H100.hardware
+    assert with_memory(H100.hardware, 40).device_memory_bytes == 40 * 2**30
+    assert parse_cluster("h100-16x8", memory_gb=40).device_memory_bytes == 40 * 2**30
     with pytest.raises(UserError, match="--memory-gb -1 is not from"):
-        with_memory(H100, -1)
+        with_memory(H100.hardware, -1)

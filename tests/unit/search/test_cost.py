@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef
+from realhf.api.hardware import Hardware
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.model import DecoderConfig, DType
 from realhf.engine.schedule import BACKWARD_TIME, FORWARD_TIME, simulate, training_order
@@ -27,7 +28,7 @@ from realhf.search.cost import (
     transfer_s,
 )
 from realhf.search.features import ENGINE, EngineFeatures
-from realhf.search.hardware import Hardware, load_hardware
+from realhf.search.hardware import load_hardware
 from realhf.search.memory import model_sizes, parameter_bytes
 from realhf.search.native import reallocation_table as native_table
 from realhf.search.options import Option, call_options, legal_strategies
@@ -132,8 +133,8 @@ def test_states_in_host_memory_come_and_go_for_every_optimizer_step() -> None:
             call=call("m", TINY, TRAIN_STEP, "x", mini_batches=2),
             batch_size=16,
             workload=Workload(prompt_tokens=8),
-            cluster=Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**36, hardware="h100"),
-            costs=load_costs({"m": TINY}, dtype="float32", hardware="h100", features=features),
+            cluster=Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**36, hardware=load_hardware("h100")),
+            costs=load_costs({"m": TINY}, dtype="float32", hardware=load_hardware("h100"), features=features),
             dtype="float32",
         )
         return cost.seconds(ParallelStrategy(dp=2), 1)
@@ -505,7 +506,7 @@ def test_the_table_of_a_data_transfer_is_the_formula_of_every_pair() -> None:
 
 def test_tables_of_a_ppo_graph() -> None:
     graph = ppo()
-    cluster = Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**32, hardware="cpu")
+    cluster = Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**32, hardware=CPU)
     both, one = ParallelStrategy(dp=2), ParallelStrategy()
     layouts_by_call = {
         name: Layout(DeviceMesh(0, 2), both) if definition.trains else Layout(DeviceMesh(1, 1), one)
@@ -562,7 +563,7 @@ def test_the_table_of_reallocations_is_the_formula_of_every_pair(
 ) -> None:
     """Meshes of all kinds: overlapping ones at every distance, within a node, across some, apart."""
     model, sources, targets = case
-    cluster = Cluster(num_nodes=8, devices_per_node=devices_per_node, device_memory_bytes=2**30, hardware="cpu")
+    cluster = Cluster(num_nodes=8, devices_per_node=devices_per_node, device_memory_bytes=2**30, hardware=CPU)
     expected, table = (
         table_of(model, sources, targets, item=4, cluster=cluster, hardware=CPU)
         for table_of in (reallocation_table, native_table)

@@ -22,7 +22,7 @@ from realhf.search.problem import build_problem
 from realhf.search.problem_inputs import homes
 from tests.unit.search.graphs import TINY, ppo, settings
 
-CLUSTER = Cluster(num_nodes=2, devices_per_node=4, device_memory_bytes=2**34, hardware="cpu")
+CLUSTER = Cluster(num_nodes=2, devices_per_node=4, device_memory_bytes=2**34, hardware=load_hardware("cpu"))
 CPU = load_hardware("cpu")
 
 
@@ -64,7 +64,7 @@ def test_tensor_peers_are_not_put_on_other_nodes() -> None:
 def test_the_tables_of_the_search_count_groups_and_its_plans_have_them() -> None:
     """Against the formula of every pair of layouts of one home and one copy of it."""
     graph = ppo(mini_batches=1)
-    cluster = Cluster(num_nodes=1, devices_per_node=8, device_memory_bytes=2**34, hardware="cpu")
+    cluster = Cluster(num_nodes=1, devices_per_node=8, device_memory_bytes=2**34, hardware=load_hardware("cpu"))
     shared = settings(graph, cluster, batch_size=8)
     whole_mesh = [
         option
@@ -103,7 +103,7 @@ def with_home(**generation: object) -> ExecutionPlan:
 def test_a_grouped_copy_counts_without_the_part_that_it_contains() -> None:
     """Groups save what the home has on a device, or less if the transition needs more than the call."""
     graph = ppo(mini_batches=1)
-    cluster = Cluster(num_nodes=1, devices_per_node=4, device_memory_bytes=2**34, hardware="cpu")
+    cluster = Cluster(num_nodes=1, devices_per_node=4, device_memory_bytes=2**34, hardware=load_hardware("cpu"))
     shared = settings(graph, cluster, batch_size=4)
     plain, arranged = with_home(dp=2, tp=2), with_home(dp=2, tp=2, micro_dp=(2, 1))
     tables = []

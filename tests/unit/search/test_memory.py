@@ -282,13 +282,16 @@ def test_each_model_has_the_features_of_its_setup() -> None:
     }
     graph, strategy = ppo(mini_batches=1), ParallelStrategy(tp=2)
     costs = load_costs(
-        graph.models, dtype="float32", hardware="h100", of_models={name: of_setup(s) for name, s in setups.items()}
+        graph.models,
+        dtype="float32",
+        hardware=load_hardware("h100"),
+        of_models={name: of_setup(s) for name, s in setups.items()},
     )
     workload = Workload(prompt_tokens=8, new_tokens=8)
     option = Option(Layout(DeviceMesh(0, 2), strategy), 1)
     problem = build_problem(
         graph, {name: [option] for name in graph.calls}, batch_size=16, workload=workload,
-        cluster=Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**34, hardware="h100"),
+        cluster=Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**34, hardware=load_hardware("h100")),
         costs=costs, max_steps_in_flight=1, dtype="float32",
     )  # fmt: skip
     rows = {table.name: table.options[0] for table in problem.calls}
@@ -299,13 +302,13 @@ def test_each_model_has_the_features_of_its_setup() -> None:
     assert rows["critic_train_step"].dynamic_bytes == 256 * (4 * (4 * kept + critic_layer - kept) + 3 * 4)
     assert rows["ref_inference"].dynamic_bytes == 256 * (4 * layer + 2 * 4 * 32 / 2)
     # The backward pass has a third of an extra forward more, or only the cheap parts of one.
-    plain = load_costs(graph.models, dtype="float32", hardware="h100")
+    plain = load_costs(graph.models, dtype="float32", hardware=load_hardware("h100"))
     seconds = {}
     for name, ways in (("own", costs), ("plain", plain)):
         for train in ("actor_train_step", "critic_train_step"):
             cost = CallCost(
                 call=graph.calls[train], batch_size=16, workload=workload,
-                cluster=Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**34, hardware="h100"),
+                cluster=Cluster(devices_per_node=2, device_memory_bytes=2**34, hardware=load_hardware("h100")),
                 costs=ways, dtype="float32",
             )  # fmt: skip
             seconds[name, train] = cost.seconds(strategy, 1)
@@ -339,7 +342,8 @@ def test_the_cache_that_graphs_keep_is_there_in_training() -> None:
         Option(Layout(DeviceMesh(0, 2), strategy), 1) for strategy in (ParallelStrategy(tp=2), ParallelStrategy(dp=2))
     )
 
-    def most_bytes(hardware: str, generating: Option, graphs: DecodeGraphs) -> float:
+    def most_bytes(name: str, generating: Option, graphs: DecodeGraphs) -> float:
+        hardware = load_hardware(name)
         options = {name: [generating if name == "actor_generate" else home] for name in graph.calls}
         problem = build_problem(
             graph, options, batch_size=16, workload=Workload(prompt_tokens=120, new_tokens=8, decode_graphs=graphs),
@@ -360,7 +364,8 @@ def test_the_cache_that_graphs_keep_is_there_in_training() -> None:
 
 
 def test_a_call_takes_the_graphs_that_its_options_and_its_model_allow() -> None:
-    def decoding_s(hardware: str, graphs: DecodeGraphs, model: DecoderConfig = TINY, tp: int = 1) -> float:
+    def decoding_s(name: str, graphs: DecodeGraphs, model: DecoderConfig = TINY, tp: int = 1) -> float:
+        hardware = load_hardware(name)
         generate = call("m", model, GENERATE, "x")
         costs = load_costs({"m": model}, dtype="bfloat16", hardware=hardware)
         cost = CallCost(

@@ -8,6 +8,7 @@ from realhf.api.graph import TRAIN_STEP, DataflowGraph
 from realhf.api.layout import ParallelStrategy
 from realhf.api.plan import check_plan
 from realhf.search.cluster import Cluster
+from realhf.search.hardware import load_hardware
 from realhf.search.presets import PRESETS, PresetResult, evaluate_presets, heuristic
 from realhf.search.task import PlanningTask
 from realhf.search.timings import load_costs
@@ -85,8 +86,8 @@ def test_the_heuristic_takes_stages_where_memory_asks_for_them() -> None:
     of = task(8)
     assert heuristic(of).calls["actor_train_step"].strategy == ParallelStrategy(dp=2, tp=4, pp=1)
     graph = ppo("llama70b", "llama7b-critic", mini_batches=1)
-    cluster = Cluster(num_nodes=8, devices_per_node=8, device_memory_bytes=80 * 10**9, hardware="h100")
-    costs = load_costs(graph.models, dtype="bfloat16", hardware="h100")
+    cluster = Cluster(num_nodes=8, devices_per_node=8, device_memory_bytes=80 * 10**9, hardware=load_hardware("h100"))
+    costs = load_costs(graph.models, dtype="bfloat16", hardware=load_hardware("h100"))
     lengths = Workload(prompt_tokens=1024, new_tokens=1024)
     large = replace(of, graph=graph, cluster=cluster, costs=costs, dtype="bfloat16", batch_size=512, workload=lengths)
     plan = heuristic(large)

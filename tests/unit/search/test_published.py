@@ -69,7 +69,7 @@ def test_parameter_counts() -> None:
 def test_options_and_plans_on_eight_by_eight() -> None:
     """More than 500 options a call and more than 10^16 plans (ReaL, section 5.2)."""
     graph = ppo("llama70b", "llama7b-critic", mini_batches=8)
-    cluster = Cluster(num_nodes=8, devices_per_node=8, device_memory_bytes=80 * 10**9, hardware="h100")
+    cluster = Cluster(num_nodes=8, devices_per_node=8, device_memory_bytes=80 * 10**9, hardware=load_hardware("h100"))
     counts = {name: len(call_options(call, 512, cluster)) for name, call in graph.calls.items()}
     assert min(counts.values()) > 500
     assert math.prod(counts.values()) > 10**16
@@ -125,7 +125,7 @@ def test_written_constants_are_read_back(script: ModuleType, tmp_path: Path) -> 
     assert script.with_constants(text, H100) == text
     changed = structs.replace(H100, sampling_s=2.5e-3, matmul_flops={**H100.matmul_flops, "bfloat16": 4e14})
     (tmp_path / "h100.yaml").write_text(script.with_constants(text, changed))
-    assert load_hardware("h100", tmp_path) == changed
+    assert load_hardware(str(tmp_path / "h100.yaml")) == changed
 
 
 def test_the_fit_finds_the_constants_that_made_the_times() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from realhf.api.errors import UserError
 from realhf.api.plan import OrderEntry, check_plan, load_plan, save_plan
 from realhf.search.cluster import Cluster
+from realhf.search.hardware import load_hardware
 from realhf.search.native import native_problem, search_problem
 from realhf.search.options import call_options
 from realhf.search.order import possible_orders
@@ -149,7 +150,7 @@ def test_search_beats_the_heuristic() -> None:
 
 def test_heuristic_takes_data_parallelism_across_nodes() -> None:
     graph = ppo("llama7b", "llama7b-critic", mini_batches=8)
-    cluster = Cluster(num_nodes=2, devices_per_node=8, device_memory_bytes=80 * 10**9, hardware="h100")
+    cluster = Cluster(num_nodes=2, devices_per_node=8, device_memory_bytes=80 * 10**9, hardware=load_hardware("h100"))
     shared = settings(graph, cluster, 512, Workload(prompt_tokens=1024, new_tokens=1024))
     plan = heuristic_plan(graph, max_steps_in_flight=1, **shared)
     assert {(c.dp, c.tp, c.pp) for c in plan.calls.values()} == {(2, 8, 1)}

@@ -12,6 +12,7 @@ from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.search.analysis import analyse
 from realhf.search.cluster import Cluster
 from realhf.search.comparison import SEARCHED, Candidate, compare
+from realhf.search.hardware import load_hardware
 from realhf.search.native import native_problem, search_problem
 from realhf.search.options import Option
 from realhf.search.presets import evaluate_presets
@@ -64,8 +65,10 @@ def large(num_nodes: int, batch_size: int = 512) -> PlanningTask:
         graph=graph,
         batch_size=batch_size,
         workload=Workload(prompt_tokens=1024, new_tokens=1024),
-        cluster=Cluster(num_nodes=num_nodes, devices_per_node=8, device_memory_bytes=80 * 10**9, hardware="h100"),
-        costs=load_costs(graph.models, dtype="bfloat16", hardware="h100"),
+        cluster=Cluster(
+            num_nodes=num_nodes, devices_per_node=8, device_memory_bytes=80 * 10**9, hardware=load_hardware("h100")
+        ),
+        costs=load_costs(graph.models, dtype="bfloat16", hardware=load_hardware("h100")),
         max_steps_in_flight=2,
         dtype="bfloat16",
     )

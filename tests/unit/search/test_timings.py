@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 from msgspec import structs
 
+from realhf.api.hardware import Hardware
 from realhf.api.model import LLAMA
 from realhf.search.features import EngineFeatures
-from realhf.search.hardware import Hardware, load_hardware
+from realhf.search.hardware import load_hardware
 from realhf.search.timings import LOGITS_PASSES, AnalyticTimings
 from tests.unit.search.graphs import TINY
 

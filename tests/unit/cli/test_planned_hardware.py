@@ -1,0 +1,206 @@
+"""Which hardware a command line plans for, on stand-ins for the devices of this machine."""
+
+import argparse
+import os
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+from msgspec import structs
+
+from realhf.api.errors import UserError
+from realhf.api.hardware import GIB
+from realhf.api.run import RunSpec
+from realhf.cli import main, parser
+from realhf.cli.devices import cluster_of, hardware_text, said_of_hardware
+from realhf.cli.runs import new_run
+from realhf.machine import host
+from realhf.scheduler.run_directory import RunDirectory
+from realhf.scheduler.site import LocalSite
+from realhf.search.hardware import leave_description, load_hardware
+from realhf.search.here import COUNTED_OF_GPU, hardware_here
+from realhf.search.profile import profile_path
+from tests.unit.machine.nvml import A100, H100, KINDS, RTX_4090, Device, stand_in
+from tests.unit.search.graphs import TINY
+
+UNKNOWN = Device("NVIDIA B300 SXM7", 270_000, (10, 3), 20_480, 2000, 4000, 8192)
+SINGLE = "tests/plans/single.json"
+
+
+@pytest.fixture(autouse=True)
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """8 cores, 33 GiB, no GPU; profiles lie in the folder that is returned."""
+    stand_in(monkeypatch, tmp_path, [])
+    monkeypatch.setattr(host, "_groups", lambda root, controller: iter(()))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: SimpleNamespace(total=33 * GIB))
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("realhf.search.hardware.profiles_root", lambda: tmp_path / "profiles")
+    monkeypatch.setattr("realhf.search.profile.profiles_root", lambda: tmp_path / "profiles")
+    return tmp_path / "profiles"
+
+
+def parse(command: str, *words: str) -> argparse.Namespace:
+    found, rest = parser(command).parse_known_args([command, "experiments/ppo.py", *words])
+    found.overrides = rest
+    return found
+
+
+def spec(**fields: object) -> RunSpec:
+    base = {"num_workers": 2, "devices_per_node": 2, **fields}
+    return RunSpec(experiment_file="", experiment_class="", values={}, working_directory="", **base)
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "profile"])
+@pytest.mark.parametrize("count", [1, 2, 8])
+@pytest.mark.parametrize("kind", [*KINDS, UNKNOWN], ids=lambda kind: kind.name)
+def test_the_gpus_that_are_here(command, count, kind, monkeypatch, machine):
+    stand_in(monkeypatch, machine.parent, [kind] * count)
+    cluster = cluster_of(parse(command))
+    assert (cluster.num_devices, cluster.num_nodes) == (count, 1)
+    assert cluster.device_memory_bytes == int(COUNTED_OF_GPU * kind.memory_mib * 2**20)
+    folder = profile_path(TINY, "float32", cluster.hardware.name).parent
+    assert folder == machine / kind.name.lower().replace(" ", "-")
+    assert hardware_text(cluster.hardware, 1, count).startswith(f"1 x {count} {folder.name} with ")
+
+
+@pytest.mark.parametrize(("command", "visible"), [("run", ""), ("plan", "-1"), ("profile", "")])
+def test_without_visible_gpus_workers_share_the_cpu(command, visible, monkeypatch, machine):
+    stand_in(monkeypatch, machine.parent, [H100] * 2, visible)
+    assert cluster_of(parse(command)).num_devices == 8
+    cluster = cluster_of(parse(command, "--num-workers", "2"))
+    assert cluster.hardware.name == "cpu-4-threads"
+    assert cluster.device_memory_bytes == 16 * GIB - round(0.4 * GIB)
+    text = "1 x 2 cpu-4-threads with 15.6 GiB each (this machine's 33.0 GiB and 8 cores)"
+    assert hardware_text(cluster.hardware, 1, 2) == text
+
+
+@pytest.mark.parametrize("command", ["run", "plan", "profile"])
+def test_gpus_of_several_kinds_are_refused(command, monkeypatch, machine):
+    stand_in(monkeypatch, machine.parent, [H100, RTX_4090])
+    with pytest.raises(UserError, match="a run needs GPUs of one kind"):
+        cluster_of(parse(command))
+
+
+@pytest.mark.parametrize("command", ["run", "plan"])
+def test_the_memory_that_is_given(command):
+    cluster = cluster_of(parse(command, "--num-workers", "2", "--memory-gb", "3.5"))
+    assert cluster.device_memory_bytes == cluster.hardware.device_memory_bytes == int(3.5 * GIB)
+
+
+def test_more_memory_than_a_gpu_has_is_refused(monkeypatch, machine):
+    stand_in(monkeypatch, machine.parent, [A100] * 2)
+    with pytest.raises(UserError, match=r"counts on 41.0 GiB a device, and NVIDIA A100-SXM4-40GB has 40.0 GiB"):
+        cluster_of(parse("run", "--memory-gb", "41"))
+    assert cluster_of(parse("plan", "--memory-gb", "41")).device_memory_bytes == 41 * GIB
+
+
+def test_nodes_of_one_machine_share_it():
+    here = cluster_of(parse("run", "--nodes", "2", "--gpus-per-node", "2"))
+    assert here.device_memory_bytes == 8 * GIB - round(0.4 * GIB)
+    like_this = cluster_of(parse("plan", "--nodes", "2", "--gpus-per-node", "2"))
+    assert like_this.device_memory_bytes == 16 * GIB - round(0.4 * GIB)
+
+
+def test_a_description_may_lie_anywhere_and_need_not_be_called_after_itself(machine):
+    mine = structs.replace(load_hardware("cpu"), name="workstation", device_memory_bytes=5 * GIB)
+    path = machine.parent / "elsewhere" / "mine.yaml"
+    path.parent.mkdir()
+    path.write_bytes(msgspec.yaml.encode(mine))
+    for word in (str(path), os.path.relpath(path)):
+        cluster = cluster_of(parse("run", "--num-workers", "2", "--hardware", word))
+        assert (cluster.hardware, cluster.device_memory_bytes) == (mine, 5 * GIB)
+    with pytest.raises(UserError, match=r"none.yaml: cannot read the hardware description \(No such file"):
+        cluster_of(parse("run", "--hardware", "none.yaml"))
+
+
+def test_a_run_keeps_its_hardware_when_the_file_has_gone(machine):
+    mine = structs.replace(load_hardware("cpu"), name="workstation", device_memory_bytes=5 * GIB)
+    saved = spec(hardware=mine)
+    assert msgspec.json.decode(msgspec.json.encode(saved), type=RunSpec) == saved
+    assert cluster_of(parse("run", "--num-workers", "2"), saved=saved).hardware == mine
+    assert cluster_of(parse("run", "--num-workers", "1"), saved=saved).hardware == mine
+
+
+def test_a_share_is_divided_anew_among_other_workers_and_kept_for_as_many(monkeypatch):
+    first = cluster_of(parse("run", "--num-workers", "2"))
+    saved = spec(hardware=first.hardware)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which would be another number of threads
+    assert cluster_of(parse("run", "--num-workers", "2"), saved=saved).hardware == first.hardware
+    alone = cluster_of(parse("run", "--num-workers", "1"), saved=saved)
+    assert alone.device_memory_bytes == 32 * GIB - round(0.4 * GIB)
+    given = cluster_of(parse("run", "--num-workers", "2", "--memory-gb", "3"))
+    alone = cluster_of(parse("run", "--num-workers", "1"), saved=spec(hardware=given.hardware))
+    assert alone.device_memory_bytes == 3 * GIB
+
+
+def test_a_run_records_what_it_was_planned_for():
+    run = new_run(parse("run", "--num-workers", "1", "--plan", SINGLE, "--memory-gb", "2", "--steps", "3"))
+    assert run.spec.hardware is not None
+    assert run.spec.hardware.device_memory_bytes == 2 * GIB
+    assert run.plan.rationale is not None
+    assert (run.plan.rationale.hardware, run.plan.rationale.device_memory_bytes) == ("cpu-8-threads", 2 * GIB)
+    text = "planned for 1 x 1 cpu-8-threads with 2.0 GiB each (this machine's 33.0 GiB and 8 cores)"
+    assert said_of_hardware(run, Path(SINGLE)) == [text]
+
+
+def test_more_memory_than_the_machine_has_is_warned_of():
+    run = new_run(parse("run", "--num-workers", "2", "--plan", SINGLE, "--memory-gb", "17", "--steps", "3"))
+    assert said_of_hardware(run, None)[1:] == [
+        "warning: 2 workers with 17.0 GiB each count on more than this machine's 33.0"
+    ]
+
+
+def test_a_given_plan_that_does_not_fit_or_is_of_elsewhere_is_told(tmp_path):
+    text = Path(SINGLE).read_text().rstrip().removesuffix("}") + ', "notes": {"hardware": "h100"}}'
+    plan = tmp_path / "plan.json"
+    plan.write_text(text)
+    run = new_run(parse("run", "--num-workers", "1", "--plan", str(plan), "--memory-gb", "0.01", "--steps", "3"))
+    _, note, warning = said_of_hardware(run, plan)
+    assert note == f"note: {plan} was made for h100; its times and memory are predicted anew"
+    assert re.fullmatch(rf"warning: {plan} needs [0-9.]+ GiB on a device, and they have 0.0 GiB", warning)
+
+
+def test_workers_have_the_threads_that_were_planned(machine):
+    run = new_run(parse("run", "--num-workers", "2", "--plan", SINGLE, "--steps", "3"))
+    _, *workers = LocalSite(RunDirectory(machine), ()).processes(run)
+    assert {worker.env["OMP_NUM_THREADS"] for worker in workers} == {"4"}
+
+
+@pytest.mark.parametrize(
+    ("words", "devices", "message"),
+    [
+        (["--hardware", "h100"], [], "error: the plan is for h100 .* and there is no GPU on this machine; leave "),
+        (["--hardware", "h100"], [A100], "the device is NVIDIA A100-SXM4-40GB on this machine; leave --hardware out"),
+        (["--hardware", "cpu"], [A100], "set CUDA_VISIBLE_DEVICES= \\(to nothing\\) to run on the CPU"),
+    ],
+)
+def test_a_run_on_other_hardware_is_refused(words, devices, message, monkeypatch, machine, capsys):
+    stand_in(monkeypatch, machine.parent, devices)
+    run_dir = machine.parent / "run"
+    assert main(["run", "experiments/ppo.py", "--num-workers", "1", *words, "--run-dir", str(run_dir)]) == 2
+    assert re.search(message, capsys.readouterr().err)
+    assert not run_dir.exists()
+    assert cluster_of(parse("plan", "--num-workers", "1", *words)).hardware.name == words[1]
+
+
+def test_the_hardware_of_nodes_that_cannot_be_seen(monkeypatch, machine):
+    words = ("--launcher", "slurm", "--nodes", "2", "--gpus-per-node", "4")
+    with pytest.raises(UserError, match=r"no profile of any, so that the kind .* --hardware .* or --cpu-only"):
+        cluster_of(parse("run", *words))
+    assert cluster_of(parse("run", *words, "--hardware", "h100")).hardware == load_hardware("h100")
+    assert cluster_of(parse("run", *words, "--cpu-only")).hardware == load_hardware("cpu")
+    assert cluster_of(parse("run", *words, "--cpu-only", "--memory-gb", "9")).device_memory_bytes == 9 * GIB
+    stand_in(monkeypatch, machine.parent, [A100])
+    assert cluster_of(parse("run", *words)).hardware.name == "nvidia-a100-sxm4-40gb"
+    leave_description(hardware_here(), machine)
+    stand_in(monkeypatch, machine.parent, [])
+    assert cluster_of(parse("run", *words)).hardware.name == "nvidia-a100-sxm4-40gb"
+    assert load_hardware("nvidia-a100-sxm4-40gb").device_memory_bytes == int(COUNTED_OF_GPU * 40_960 * 2**20)
+    stand_in(monkeypatch, machine.parent, [H100])
+    leave_description(hardware_here(), machine)
+    stand_in(monkeypatch, machine.parent, [])
+    with pytest.raises(UserError, match="profiles of nvidia-a100-sxm4-40gb, nvidia-h100-80gb-hbm3, so that"):
+        cluster_of(parse("run", *words))
