@@ -8,7 +8,7 @@ from realhf.api.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.api.layout import DeviceMesh, Layout
 from realhf.api.plan import CallPlan
 from realhf.search.communicators import axes_used, group_key, of_all_devices
-from realhf.search.memory import copy_bytes, dynamic_bytes, static_bytes
+from realhf.search.memory import copy_bytes, dynamic_bytes, kept_cache_bytes, static_bytes
 from realhf.search.options import Option, call_strategies, mini_batch_size
 from realhf.search.problem_inputs import homes
 from realhf.search.sharding import Sharding
@@ -218,7 +218,13 @@ class Mapper:
             if option is None:
                 return False
             chosen[call.name] = option
-        return True
+        needs, kept = [], []
+        for call in calls:
+            at_home, option = self.task.graph.calls[home_of[call.name]], chosen[call.name]
+            needs.append(self._need(call, option, at_home, chosen[at_home.name]))
+            kept.append(self._kept(call, option) if option.layout == chosen[at_home.name].layout else 0.0)
+        # What one call leaves, all others have beside them.
+        return all(need + sum(kept) - own <= room for need, own in zip(needs, kept, strict=True))
 
     def _stages(
         self, calls: Sequence[ModelFunctionCallDef], chosen: Mapping[str, Option]
@@ -265,6 +271,10 @@ class Mapper:
         """What is left of a device beside the communicators of all devices."""
         cluster, communicator_bytes = self.task.cluster, self.task.costs.hardware.communicator_bytes
         return cluster.device_memory_bytes - communicator_bytes * len(of_all_devices(cluster.num_devices, moves=True))
+
+    def _kept(self, call: ModelFunctionCallDef, option: Option) -> float:
+        task, features = self.task, self.task.costs.features_of(call.model_name)
+        return kept_cache_bytes(call, option, task.batch_size, task.workload, task.dtype, features)
 
     def _dynamic(self, call: ModelFunctionCallDef, option: Option) -> float:
         task, sharding = self.task, self._sharding(call, option)
