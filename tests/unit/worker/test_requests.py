@@ -71,7 +71,7 @@ def requests_of(run: Run, checkpoints: Path) -> list[ToWorker]:
         calls = {name: run.evaluation_plan(call) for name, call in graph.calls.items()}
         evaluate = GraphRunner("evaluation", graph, calls, run.homes, 4, offload=run.plan.offload)
         await workers.dispatcher.run_steps(evaluate, [("accuracy", 0), ("accuracy", 1)], 1, lambda *_: None)
-        await workers.dispatcher.save(str(checkpoints / ".step-2.part"), {0: ("actor", "critic")})
+        await workers.dispatcher.save(str(checkpoints / ".step-2.part"), {0: ("actor", "critic")}, is_last=True)
 
     asyncio.run(script())
     return [message for _, message in workers.got]
