@@ -23,9 +23,10 @@ from machine_speed import Speed, speed_probes
 from realhf.api.lines import read_lines, step_line
 from realhf.api.plan import ExecutionPlan, load_plan, save_plan
 from realhf.cli.experiment import build_experiment
-from realhf.cli.planning import CPU, Planner
+from realhf.cli.planning import Planner
 from realhf.search.cluster import Cluster
 from realhf.search.hardware import load_hardware
+from realhf.search.here import CPU
 from realhf.search.options import call_options
 
 EXPERIMENT = "experiments/ppo.py"

@@ -14,9 +14,10 @@ from common import case, finish, parse_arguments, realhf
 from realhf.api.lines import read_lines, step_line
 from realhf.api.plan import ExecutionPlan, save_plan
 from realhf.api.run import load_experiment_class
-from realhf.cli.planning import CPU, Planner
+from realhf.cli.planning import Planner
 from realhf.search.cluster import Cluster
 from realhf.search.hardware import load_hardware
+from realhf.search.here import CPU
 from realhf.search.presets import evaluate_presets
 
 EXPERIMENT = "experiments/ppo.py"
