@@ -88,7 +88,7 @@ def test_slurm_gives_the_local_launchers_metrics(slurm_testbed: Testbed, tmp_pat
 @pytest.mark.slurm
 def test_workers_that_torch_shows_no_gpu_say_so(slurm_testbed: Testbed, tmp_path: Path) -> None:
     """Those that SLURM gives them here are none that CUDA knows."""
-    words = ("run", "experiments/ppo.py", "--run-dir", tmp_path / "run", *ON_GPUS, *SMALL)
+    words = ("run", "experiments/ppo.py", "--run-dir", tmp_path / "run", *ON_GPUS, "--hardware", "h100", *SMALL)
     done = realhf(*words)
     assert done.returncode == 1, done.stderr[-4000:]
     assert re.search(r"a GPU of its own, CUDA_VISIBLE_DEVICES='[01]', and torch .* sees 0; .* --cpu-only", done.stderr)

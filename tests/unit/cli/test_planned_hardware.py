@@ -204,3 +204,12 @@ def test_the_hardware_of_nodes_that_cannot_be_seen(monkeypatch, machine):
     stand_in(monkeypatch, machine.parent, [])
     with pytest.raises(UserError, match="profiles of nvidia-a100-sxm4-40gb, nvidia-h100-80gb-hbm3, so that"):
         cluster_of(parse("run", *words))
+
+
+def test_half_a_billion_parameters_fit_a_machine_of_24_gigabytes(monkeypatch, capsys):
+    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: SimpleNamespace(total=25_276_502_016))
+    words = ["plan", "benchmarks/real_size_job.py", "--size", "0.5B", "--num-workers", "2", "--evaluations", "50"]
+    assert main(words) == 0
+    assert "with 10.9 GiB each" in capsys.readouterr().out
+    assert main([*words, "--hardware", "cpu"]) == 2  # 3.73 GiB, whatever there is
+    assert "no plan fits into memory" in capsys.readouterr().err
