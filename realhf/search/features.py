@@ -47,6 +47,7 @@ class EngineFeatures:
         once a mini-batch. A model's setup says it (`of_setup`).
     packs_weights: generation keeps the linears' weights in the order of its kernels as well: on the CPU, in float32
         and bfloat16. The hardware's description says it.
+    in_host_memory: tensors lie in memory that malloc gives, and training attends in float32 at least: on the CPU.
     """
 
     zero1: bool = True
@@ -64,6 +65,7 @@ class EngineFeatures:
     sharded_operators: bool = False
     offloads_states: bool = False
     packs_weights: bool = False
+    in_host_memory: bool = False
 
     def gradient_bytes(self, dtype: DType) -> int:
         """Bytes of one element of the gradient of parameters of `dtype`."""
@@ -78,7 +80,13 @@ class EngineFeatures:
         """What holds on this hardware: what there is on GPUs alone, whether weights are packed, and states have another
         memory to wait in."""
         offloads = self.offloads_states and not hardware.shares_host_memory
-        return replace(self, on_gpus=hardware.is_gpu, packs_weights=hardware.packs_weights, offloads_states=offloads)
+        return replace(
+            self,
+            on_gpus=hardware.is_gpu,
+            packs_weights=hardware.packs_weights,
+            offloads_states=offloads,
+            in_host_memory=hardware.shares_host_memory,
+        )
 
     def page_tokens(self, model: DecoderConfig, dtype: DType) -> int:
         """Tokens in a page of the KV cache."""

@@ -11,12 +11,17 @@ from realhf.api.model import DecoderConfig, DType
 from realhf.engine.schedule import training_order
 from realhf.models.parameters import decoder_parameters
 from realhf.realloc.planner import DEFAULT_BUCKET_BYTES
+from realhf.search.activations import activation_elements, backward_bytes, kept_bytes
 from realhf.search.features import ENGINE, EngineFeatures
 from realhf.search.hardware import DTYPE_BYTES
 from realhf.search.options import Option, mini_batch_size
 from realhf.search.timings import kv_bytes_per_token_layer
 from realhf.search.workload import Workload
 
+# Of a worker on a CPU, beside tensors. Measured: 12 MiB that torch and oneDNN take when they first compute, and 4 MiB
+# that it shares with the workers of its tensor-parallel group.
+WORKER_BYTES = 16 << 20
+HOLES = 1 / 8  # of what malloc gave; measured 4 to 9 %
 OFFLOADED_CHUNK = 2**26  # elements, as in realhf/engine/optimizer.py
 
 
@@ -208,53 +213,6 @@ def _largest_units(model: DecoderConfig, tp: int) -> tuple[int, int]:
     return first, second
 
 
-def activation_elements(model: DecoderConfig, tp: int, *, sequence_parallel: bool = False) -> float:
-    """Elements that one layer keeps a token for its backward pass, without recomputation.
-
-    Replicated over tp unless sequence-parallel: the inputs of both norms and their outputs, 4 hidden. Divided: q,
-    k, v and their rotated copies, attention's output, and gate, up, silu(gate) and their product. Attention
-    keeps one number a head (flash attention); it is left out.
-    """
-    kv = model.num_kv_heads * model.head_dim
-    divided = 3 * model.query_size + 3 * kv + (4 if model.mlp == "gated" else 2) * model.active_intermediate_size
-    # A mixture also keeps what goes into and comes out of every expert of a token.
-    whole = (4 + 2 * model.experts.per_token) * model.hidden_size
-    return whole / (tp if sequence_parallel else 1) + divided / tp
-
-
-def selective_elements(model: DecoderConfig, tp: int, *, sequence_parallel: bool = False) -> float:
-    """Elements that one layer keeps a token for its backward pass with selective recomputation.
-
-    Its input, and what products and attention give (`realhf.models.recomputation`): q, k, v, attention's output, gate
-    and up, divided over tp; the outputs of the two row-parallel products whole, since they are summed afterwards.
-    """
-    experts = model.experts.per_token if model.experts.count else 1
-    divided = 2 * model.query_size + 2 * model.kv_size
-    divided += (2 if model.mlp == "gated" else 1) * model.active_intermediate_size
-    kept_input = model.hidden_size / (tp if sequence_parallel else 1)
-    return kept_input + (1 + experts) * model.hidden_size + divided / tp
-
-
-def kept_elements(
-    model: DecoderConfig, tp: int, layers: int, in_flight: int, features: EngineFeatures = ENGINE
-) -> float:
-    """Elements a token that a stage of `layers` layers keeps for the backward passes of `in_flight` micro-batches.
-
-    With recomputation: the input of every layer, hidden, or `selective_elements`; and one whole layer while it is run
-    again (Korthikanti et al., 2022, section 5).
-    """
-    layer = activation_elements(model, tp, sequence_parallel=features.sequence_parallel)
-    match features.recomputation:
-        case "off":
-            return in_flight * layers * layer
-        case "selective":
-            kept = selective_elements(model, tp, sequence_parallel=features.sequence_parallel)
-            return in_flight * layers * kept + max(layer - kept, 0)
-        case "full":
-            kept = model.hidden_size / (tp if features.sequence_parallel else 1)
-            return in_flight * layers * kept + layer
-
-
 def logits_bytes_per_token(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures = ENGINE) -> float:
     """One array of logits a token, fp32 at least: the whole vocabulary, or 1 / tp of it. A value is one number."""
     item = max(DTYPE_BYTES[dtype], 4)
@@ -282,15 +240,30 @@ def dynamic_bytes(
 ) -> float:
     """The most that the call allocates on a device while it runs, without a reallocated copy of its parameters.
 
-    Lengths are the maxima. Train: activations of the layers in flight on a stage (`layers_in_flight`) and three fp32
-    arrays of logits on the last stage (logits, probabilities, gradient). Inference: one layer's activations and two
-    arrays of logits. Generate: the KV cache of grouped-query heads in whole pages, prefill's activations of one layer,
-    two arrays of logits of one token a sequence, and on a CPU the linears' weights once more; of the micro-batches, at
-    least pp, pp are in flight at once and the others wait without a cache. Where the call was given less room for keys
-    and values than they need, it is that room. A call that does not use its model: nothing.
+    Lengths are the maxima. Train: activations of the layers in flight on a stage (`layers_in_flight`), what the
+    backward pass has beyond them, the product for the largest weight's gradient, and three fp32 arrays of logits on the
+    last stage (logits, probabilities, gradient). Inference: one layer's activations and two arrays of logits. Generate:
+    the KV cache of grouped-query heads in whole pages, prefill's activations of one layer, two arrays of logits of one
+    token a sequence, and on a CPU the linears' weights once more; of the micro-batches, at least pp, pp are in flight
+    at once and the others wait without a cache. Where the call was given less room for keys and values than they need,
+    it is that room. In host memory also what malloc and libraries add (`in_process`). A call that does not use its
+    model: nothing.
     """
     if not call.uses_model:
         return 0.0
+    allocated = _allocated_bytes(call, option, batch_size, workload, dtype, features)
+    return in_process(allocated) if features.in_host_memory else allocated
+
+
+def _allocated_bytes(
+    call: ModelFunctionCallDef,
+    option: Option,
+    batch_size: int,
+    workload: Workload,
+    dtype: DType,
+    features: EngineFeatures,
+) -> float:
+    """Tensors of a call."""
     model, strategy, lengths = call.config, option.layout.strategy, workload.of(call.name)
     tp, pp, features = strategy.tp, strategy.pp, features.during(call.interface_type)
     item = DTYPE_BYTES[dtype]
@@ -310,15 +283,35 @@ def dynamic_bytes(
         return tokens * activations + 2 * logits
 
     gathered = gathered_bytes(model, strategy, dtype, features)
+    backward = tokens * backward_bytes(model, dtype, tp, features) + largest_weight(model, tp) * item
 
     def stage_bytes(stage: int) -> float:
         layers = layers_in_flight(model.num_layers, strategy, stage, option.micro_batches)
-        kept = kept_elements(model, tp, layers, 1, features) * item
-        return tokens * kept + (3 * logits if stage == pp - 1 else 0)
+        kept = kept_bytes(model, dtype, tp, layers, 1, features)
+        return tokens * kept + backward + (3 * logits if stage == pp - 1 else 0)
 
     # The first stage has the most layers and micro-batches in flight, the last one the logits.
     passes = max(stage_bytes(0), stage_bytes(pp - 1)) + gathered
     return max(passes, chunk_bytes(model, strategy, dtype, features))
+
+
+@lru_cache(maxsize=64)
+def largest_weight(model: DecoderConfig, tp: int) -> int:
+    """Elements of the largest weight of a layer on a tensor-parallel rank."""
+    return max(
+        spec.size // (1 if spec.shard_dim is None else tp)
+        for spec in decoder_parameters(model)
+        if spec.place == "layer"
+    )
+
+
+def in_process(heap_bytes: float) -> float:
+    """What a process on a CPU has for a call that needs `heap_bytes` of malloc.
+
+    Around tensors of different sizes that come and go there are holes, of at most an eighth of them where a hole's size
+    fits again (`csrc/memory`), and huge pages are taken whole. The rest is the libraries' own.
+    """
+    return WORKER_BYTES + heap_bytes * (1 + HOLES)
 
 
 def kept_cache_bytes(

@@ -399,7 +399,7 @@ def operator_kind(spec: ParameterSpec, model: DecoderConfig) -> str:
 
 
 def _activation_elements(model: DecoderConfig) -> dict[str, int]:
-    """Elements that an operator of a layer keeps a token: `memory.activation_elements`, told apart.
+    """Elements that an operator of a layer keeps a token: `activations.activation_elements`, told apart.
 
     q: the norm's input and output, q and its rotated copy; o: attention's output; gate: the norm's
     input and output, and its own output; down: silu(gate) and the product.

@@ -14,8 +14,8 @@ class MemoryGauge:
 
     Made before the models are, it leaves out what the program itself takes (Python, torch, on a GPU CUDA's context),
     which the planner does not count either. On a GPU it measures what torch has allocated. On the CPU it measures the
-    resident set: memory that is freed stays with the process (`realhf.worker.allocator`), so later calls show
-    what earlier ones needed.
+    resident set without the pages of files: those are the program's too, and come when code first runs. Memory that is
+    freed stays with the process (`realhf.worker.allocator`), so later calls show what earlier ones needed.
     """
 
     def __init__(self, device: torch.device):
@@ -23,7 +23,7 @@ class MemoryGauge:
         self._program_bytes = 0
         self.take_peak()
         if device.type != "cuda":
-            self._program_bytes = _resident_bytes("VmRSS")
+            self._program_bytes = _resident_bytes("VmRSS") - _resident_bytes("RssFile")
 
     def take_peak(self) -> int:
         """The most bytes held at once since the last time this was asked; 0 where the system does not tell.
@@ -34,14 +34,15 @@ class MemoryGauge:
             peak = torch.cuda.max_memory_allocated(self._device)
             torch.cuda.reset_peak_memory_stats(self._device)
             return peak
-        peak = _resident_bytes("VmHWM")
+        peak = _resident_bytes("VmHWM") - _resident_bytes("RssFile")
         with contextlib.suppress(OSError):
             (_PROCESS / "clear_refs").write_text("5")  # proc(5): sets the peak to what is resident now
         return max(0, peak - self._program_bytes)
 
 
 def _resident_bytes(field: str) -> int:
-    """VmRSS, what is resident now, or VmHWM, the most that was; 0 on systems without Linux's /proc."""
+    """VmRSS, what is resident now, RssFile, what of it are pages of files, or VmHWM, the most that was; 0 on systems
+    without Linux's /proc."""
     try:
         found = re.search(rf"^{field}:\s+(\d+) kB$", (_PROCESS / "status").read_text(), re.MULTILINE)
     except OSError:

@@ -10,7 +10,7 @@ from realhf.api.errors import UserError
 from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.api.plan import check_plan
 from realhf.search.mapping import Colocated, Mapper, allocations, placed, placements
-from realhf.search.memory import static_bytes
+from realhf.search.memory import WORKER_BYTES, static_bytes
 from realhf.search.options import Option
 from realhf.search.task import PlanningTask
 from tests.unit.search.graphs import cpu_cluster, ppo, settings
@@ -119,10 +119,12 @@ def test_groups_are_placed_on_aligned_devices(sizes: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("share", [0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 0.99])
 def test_a_mapping_fits_whatever_the_memory(share: float) -> None:
-    """Between what all models on all devices take at their fastest, and nothing: what is found fits."""
+    """Between what all models on all devices take at their fastest, and what a worker takes anyway: what is found
+    fits."""
     free = task(4)
     peak = max(free.predict(free.plan(Mapper(free).best().calls, "")).device_bytes)
-    tight = replace(free, cluster=replace(free.cluster, device_memory_bytes=int(peak * share)))
+    memory = int(WORKER_BYTES + (peak - WORKER_BYTES) * share)
+    tight = replace(free, cluster=replace(free.cluster, device_memory_bytes=memory))
     mapper = Mapper(tight)
     fitting = 0
     for placement in placements(list(tight.graph.models)):
@@ -143,8 +145,8 @@ def test_less_memory_needs_more_devices() -> None:
         static_bytes(config, ParallelStrategy(), "float32", trained=name in ("actor", "critic"))
         for name, config in large.graph.models.items()
     )
-    # One device cannot even keep the states.
-    small = replace(large, cluster=replace(large.cluster, device_memory_bytes=kept))
+    # One device can keep the states and no more.
+    small = replace(large, cluster=replace(large.cluster, device_memory_bytes=kept + WORKER_BYTES))
     least = Mapper(small).least_devices(everything)
     assert least is not None
     assert least > 1

@@ -16,18 +16,20 @@ from realhf.api.model import LLAMA, DecoderConfig, Experts
 from realhf.engine.schedule import training_order
 from realhf.models.parameters import decoder_parameters, parameter_count
 from realhf.realloc.planner import DEFAULT_BUCKET_BYTES
+from realhf.search.activations import kept_bytes, kept_layer_bytes
 from realhf.search.cluster import Cluster
 from realhf.search.cost import CallCost
 from realhf.search.features import ENGINE, EngineFeatures, of_setup
 from realhf.search.hardware import load_hardware
 from realhf.search.memory import (
+    HOLES,
+    WORKER_BYTES,
     cache_bytes,
     chunk_bytes,
     copy_bytes,
     dynamic_bytes,
     gathered_bytes,
     gathered_for_call,
-    kept_elements,
     layers_in_flight,
     model_sizes,
     packed_bytes,
@@ -42,6 +44,14 @@ from realhf.search.what_if import WhatIf
 from realhf.search.workload import Workload
 from tests.unit.search.graphs import TINY, call, ppo
 
+# Of TINY in float32, bytes a token and layer: two norms (input, normalised, output; the root), rotated q and
+# attention's output twice, k and v, a number a head, four arrays of the MLP; the rotary tables.
+NORMS, DIVIDED, TABLES = 2 * (3 * 4 * 64 + 4), 3 * 4 * 64 + 2 * 4 * 64 + 4 * 4 + 4 * 4 * 128, 2 * 4 * 16
+LAYER = NORMS + DIVIDED + TABLES
+LARGEST = 4 * 64 * 128  # the product for the largest weight's gradient
+BACKWARD = (
+    6 * 4 * 64 + TABLES
+)  # what the backward pass has of a token beside: the final norm's, or as much of the MLP's
 RECOMPUTE = EngineFeatures(recomputation="full")
 WHOLE = EngineFeatures(full_logits=True)
 
@@ -137,9 +147,9 @@ def test_dynamic_bytes() -> None:
     logits = 4 * 32  # a token
     cache = 2 * 64 * 4  # a token and layer; the 10 tokens of a sequence take a page of 16
     train, generate = call("m", TINY, TRAIN_STEP, "x"), call("m", TINY, GENERATE, "x")
-    assert need(train, ParallelStrategy(), 2) == 8 * 10 * (4 * activations + 3 * logits)
+    assert need(train, ParallelStrategy(), 2) == 8 * 10 * (4 * LAYER + BACKWARD + 3 * logits) + LARGEST
     # Two stages of two layers: two micro-batches of 4 samples in flight on the first one.
-    assert need(train, ParallelStrategy(pp=2), 4) == 4 * 10 * 2 * 2 * activations
+    assert need(train, ParallelStrategy(pp=2), 4) == 4 * 10 * (2 * 2 * LAYER + BACKWARD) + LARGEST
     assert need(call("m", TINY, INFERENCE, "x"), ParallelStrategy(dp=2), 2) == 4 * 10 * (activations + 2 * logits)
     assert need(generate, ParallelStrategy(), 2) == 8 * (16 * 4 * cache + 6 * activations + 2 * logits)
     assert need(generate, ParallelStrategy(pp=2), 4) == 4 * (2 * 16 * 2 * cache + 6 * activations + 2 * logits)
@@ -156,8 +166,8 @@ def test_layers_in_flight_in_chunks() -> None:
     # Five layers: two in the first chunk of the first stage. B0' F2 B1' F3 leave the first chunk of each micro-batch.
     assert layers_in_flight(5, two, 0, 4) == 8
     assert layers_in_flight(5, two, 0, 2) == 6
-    activations, train = 4 * (4 * 64 + 3 * 64 + 3 * 64 + 4 * 128), call("m", TINY, TRAIN_STEP, "x")
-    assert need(train, two, 4) == 4 * 10 * max(4 * activations, 3 * activations + 3 * 4 * 32)
+    train = call("m", TINY, TRAIN_STEP, "x")
+    assert need(train, two, 4) == 4 * 10 * (max(4 * LAYER, 3 * LAYER + 3 * 4 * 32) + BACKWARD) + LARGEST
 
 
 @given(st.integers(2, 4), st.integers(1, 3), st.integers(1, 20), st.integers(0, 5))
@@ -175,29 +185,52 @@ def test_no_more_layers_are_in_flight_later(pp: int, chunks: int, micro_batches:
 
 
 def test_recomputation_keeps_the_inputs_of_layers_and_one_layer() -> None:
-    train = call("m", TINY, TRAIN_STEP, "x")
-    activations, logits = 4 * (4 * 64 + 3 * 64 + 3 * 64 + 4 * 128), 4 * 32
-    assert need(train, ParallelStrategy(), 2, RECOMPUTE) == 8 * 10 * (4 * 4 * 64 + activations + 3 * logits)
+    train, logits = call("m", TINY, TRAIN_STEP, "x"), 4 * 32
+    # Of the layer that is run again, the MLP's gradients beside attention's: 2 x 128, 2 x 64 and 2 x 128.
+    backward = 4 * (2 * 128 + 2 * 64 + 2 * 128) + TABLES
+    tokens = 8 * 10
+    assert need(train, ParallelStrategy(), 2, RECOMPUTE) == (
+        tokens * (4 * 4 * 64 + LAYER + backward + 3 * logits) + LARGEST
+    )
     # Two stages of two layers, two micro-batches in flight on the first; one on the last, which has the logits.
-    first, last = 2 * 2 * 4 * 64 + activations, 2 * 4 * 64 + activations + 3 * logits
-    assert need(train, ParallelStrategy(pp=2), 4, RECOMPUTE) == 4 * 10 * max(first, last)
+    first, last = 2 * 2 * 4 * 64 + LAYER, 2 * 4 * 64 + LAYER + 3 * logits
+    assert need(train, ParallelStrategy(pp=2), 4, RECOMPUTE) == 4 * 10 * (max(first, last) + backward) + LARGEST
+
+
+# The input and two outputs of 64; q, k, v, attention's output of 64 and its number a head; gate and up of 128.
+SELECTIVE_WHOLE, SELECTIVE_DIVIDED = 3 * 4 * 64, 4 * (4 * 64 + 4 + 2 * 128)
 
 
 def test_selective_recomputation_keeps_what_products_and_attention_gave() -> None:
-    # The input and two outputs of 64; q, k, v, attention's output of 64; gate and up of 128.
-    kept, whole = 3 * 64 + 4 * 64 + 2 * 128, 4 * 64 + 3 * 64 + 3 * 64 + 4 * 128
+    kept = SELECTIVE_WHOLE + SELECTIVE_DIVIDED
     features = EngineFeatures(recomputation="selective")
-    assert kept_elements(TINY, 1, 3, 2, features) == 2 * 3 * kept + whole - kept
+    assert kept_bytes(TINY, "float32", 1, 3, 2, features) == 2 * 3 * kept + LAYER - kept
     features = EngineFeatures(recomputation="selective", sequence_parallel=True)
-    divided = (64 + 4 * 64 + 2 * 128) / 2
-    assert kept_elements(TINY, 2, 3, 2, features) == 2 * 3 * (2 * 64 + divided) + whole / 2 - (2 * 64 + divided)
+    kept = (4 * 64 + SELECTIVE_DIVIDED) / 2 + 2 * 4 * 64
+    assert kept_bytes(TINY, "float32", 2, 3, 2, features) == 2 * 3 * kept + (NORMS + DIVIDED) / 2 + TABLES - kept
 
 
 def test_sequence_parallelism_divides_what_every_rank_had() -> None:
     features = EngineFeatures(sequence_parallel=True)
-    assert kept_elements(TINY, 2, 3, 1, features) == 3 * (4 * 64 + 3 * 64 + 3 * 64 + 4 * 128) / 2
+    layer = (NORMS + DIVIDED) / 2 + TABLES
+    assert kept_bytes(TINY, "float32", 2, 3, 1, features) == 3 * layer
     features = EngineFeatures(sequence_parallel=True, recomputation="full")
-    assert kept_elements(TINY, 2, 3, 2, features) == 2 * 3 * 64 / 2 + (4 * 64 + 3 * 64 + 3 * 64 + 4 * 128) / 2
+    assert kept_bytes(TINY, "float32", 2, 3, 2, features) == 2 * 3 * 4 * 64 / 2 + layer
+
+
+def test_training_on_a_cpu_attends_in_float32() -> None:
+    """q, k, v and the output: two bytes more an element than where attention takes bfloat16."""
+    cpu = EngineFeatures(in_host_memory=True)
+    wide, narrow = (kept_layer_bytes(TINY, "bfloat16", 1, features) for features in (cpu, ENGINE))
+    assert wide - narrow == 4 * 64 * 2
+    assert kept_layer_bytes(TINY, "float32", 1, cpu) == kept_layer_bytes(TINY, "float32", 1)
+
+
+def test_a_process_on_a_cpu_takes_more_than_its_tensors() -> None:
+    cpu = EngineFeatures(in_host_memory=True)
+    train = call("m", TINY, TRAIN_STEP, "x")
+    tensors = need(train, ParallelStrategy(), 2)
+    assert need(train, ParallelStrategy(), 2, cpu) == WORKER_BYTES + tensors * (1 + HOLES)
 
 
 def test_logits_in_parts_of_the_vocabulary() -> None:
@@ -295,11 +328,13 @@ def test_each_model_has_the_features_of_its_setup() -> None:
         costs=costs, max_steps_in_flight=1, dtype="float32",
     )  # fmt: skip
     rows = {table.name: table.options[0] for table in problem.calls}
+    actor_layer, critic_layer = NORMS + DIVIDED / 2 + TABLES, (NORMS + DIVIDED) / 2 + TABLES
+    kept = (4 * 64 + SELECTIVE_DIVIDED) / 2 + 2 * 4 * 64
+    beside = 256 * BACKWARD + LARGEST / 2
+    actor = 256 * (4 * 4 * 64 + actor_layer + 3 * 4 * 32 / 2) + beside
+    assert rows["actor_train_step"].dynamic_bytes == actor
+    assert rows["critic_train_step"].dynamic_bytes == 256 * (4 * kept + critic_layer - kept + 3 * 4) + beside
     layer = 4 * 64 + (3 * 64 + 3 * 64 + 4 * 128) / 2
-    kept = 2 * 64 + (64 + 4 * 64 + 2 * 128) / 2
-    critic_layer = (4 * 64 + 3 * 64 + 3 * 64 + 4 * 128) / 2
-    assert rows["actor_train_step"].dynamic_bytes == 256 * (4 * (4 * 64 + layer) + 3 * 4 * 32 / 2)
-    assert rows["critic_train_step"].dynamic_bytes == 256 * (4 * (4 * kept + critic_layer - kept) + 3 * 4)
     assert rows["ref_inference"].dynamic_bytes == 256 * (4 * layer + 2 * 4 * 32 / 2)
     # The backward pass has a third of an extra forward more, or only the cheap parts of one.
     plain = load_costs(graph.models, dtype="float32", hardware=load_hardware("h100"))

@@ -16,8 +16,8 @@ from realhf import cli
 from realhf.api.errors import UserError
 from realhf.api.model import DecoderConfig, model_type
 from realhf.models.parameters import parameter_count
+from realhf.search.activations import activation_elements
 from realhf.search.hardware import load_hardware
-from realhf.search.memory import activation_elements
 from realhf.search.osdp import (
     GIB,
     MODES,

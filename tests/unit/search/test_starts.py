@@ -91,7 +91,7 @@ def test_meshes_that_the_search_leaves_out_are_added() -> None:
 
 def test_what_does_not_fit_is_no_candidate() -> None:
     task = large(1, batch_size=64)
-    small = replace(task, cluster=replace(task.cluster, device_memory_bytes=46 * 10**9))
+    small = replace(task, cluster=replace(task.cluster, device_memory_bytes=47 * 10**9))
     assert any(row.problem and row.prediction for row in evaluate_presets(small)), "a plan by rule must not fit"
     assert small.predict(searched(small, 1).plan).fits
 
