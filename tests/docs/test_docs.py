@@ -60,10 +60,6 @@ RUN_ELSEWHERE = {
         "tests/e2e/test_plans.py",
         ["--plan", "finished", '"ppo"'],
     ),
-    "realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8": (
-        "tests/slurm/test_main_job.py",
-        ["experiments/ppo.py", "--launcher", "slurm", "--nodes", "--gpus-per-node"],
-    ),
     "realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8 --hardware h100": (
         "tests/slurm/test_main_job.py",
         ["experiments/ppo.py", "--launcher", "slurm", "--nodes", "--gpus-per-node"],
