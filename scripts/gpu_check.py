@@ -56,8 +56,11 @@ def steps(out: Path, *, on_cpu: bool) -> list[Step]:
     def python(name: str, deadline_s: float, *words: str) -> Step:
         return Step(name=name, command=(sys.executable, *words), deadline_s=deadline_s)
 
+    def module(name: str, deadline_s: float, *words: str) -> Step:
+        return Step(name=name, command=python_command(*words), deadline_s=deadline_s)
+
     def realhf(name: str, deadline_s: float, *words: str) -> Step:
-        return Step(name=name, command=python_command("realhf.cli", *words), deadline_s=deadline_s)
+        return module(name, deadline_s, "realhf.cli", *words)
 
     def ppo(dtype: str, steps: int) -> Step:
         words = ("--steps", str(steps), "--dtype", dtype, "--run-dir", str(out / f"ppo-{dtype}"))
@@ -72,7 +75,7 @@ def steps(out: Path, *, on_cpu: bool) -> list[Step]:
     count = 2 if on_cpu else 20
     return [
         realhf("doctor", 100, "doctor", "--runs-dir", str(out), *(() if on_cpu else ("--gpu",))),
-        python("tests", 100, "-m", "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider"),
+        module("tests", 100, "pytest", "tests/gpu", "-q", "-p", "no:cacheprovider"),
         realhf("profile", 75, "profile", PPO, "--num-workers", "1"),
         ppo("float32", count),
         ppo("bfloat16", count),

@@ -34,7 +34,7 @@ RUN_HERE = {
     "realhf plan experiments/ppo.py --cluster h100-1x8 --actor llama3-7b --critic llama3-7b "
     "--dump-problem problem.json": FEW,
     "realhf search problem.json --seconds 5": "--seconds 1",
-    "realhf plan experiments/ppo.py --cluster h100-4x8 --actor llama3-70b --critic llama3-7b --compare "
+    "realhf plan experiments/ppo.py --cluster h100-8x8 --actor llama3-70b --critic llama3-7b --compare "
     "--html plan.html --json plan-numbers.json": FEW,
     "realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8 --hardware h100 --dry-run": FEW,
     "realhf run experiments/ppo.py --steps 10 --ppo.kl-coef 0.02 --run-dir runs/first": SMALL,

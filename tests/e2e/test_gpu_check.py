@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -90,4 +89,4 @@ def test_every_step_runs_in_small_on_a_cpu(
     for step in gpu_check.steps(tmp_path, on_cpu=True):
         outcome = gpu_check.run(replace(step, deadline_s=PATIENCE_S), tmp_path)
         assert outcome.result == "passed", Path(outcome.log).read_text()[-4000:]
-    assert time.time() - (tmp_path / "training.json").stat().st_mtime < PATIENCE_S
+    assert json.loads((tmp_path / "training.json").read_text())["results"]

@@ -129,7 +129,8 @@ def test_a_thousand_workers() -> None:
 
 def test_a_checkpoint_is_written_by_its_writers() -> None:
     workers = Workers(4)
-    asyncio.run(workers.dispatcher.save("somewhere", {1: ("actor",), 3: ("actor", "critic")}))
+    asyncio.run(workers.dispatcher.save("somewhere", {1: ("actor",), 3: ("actor", "critic")}, is_last=True))
+    assert [message.is_last for _, message in workers.got] == [True, True]  # type: ignore[union-attr]
     assert [(to, message.models) for to, message in workers.got] == [(1, ("actor",)), (3, ("actor", "critic"))]  # type: ignore[union-attr]
 
 

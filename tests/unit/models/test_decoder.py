@@ -75,13 +75,11 @@ def test_gradients(config: DecoderConfig, dtype: torch.dtype) -> None:
     oracle_loss(llama_logits(hf, batch.data["tokens"]), batch).backward()
     norm = torch.nn.utils.clip_grad_norm_(hf.parameters(), 1e9)
     stats = model.train_step(batch, "tokens", next_token_loss, trained_tokens, micro_batches=4)
-    clip = OPTIMIZER.max_grad_norm / (norm + 1e-6)
-    assert clip < 1
     assert stats["grad_norm"][0] == pytest.approx(norm.item(), rel=TOLERANCE[dtype])
     theirs = dict(hf.named_parameters())
     assert theirs.keys() == model.parameters.gradients.views().keys()
     for name, gradient in model.parameters.gradients.views().items():
-        assert distance(gradient, theirs[name].grad * clip) < TOLERANCE[dtype], name
+        assert distance(gradient, theirs[name].grad) < TOLERANCE[dtype], name
 
 
 @both_dtypes

@@ -65,8 +65,7 @@ def check_training(theirs: Oracle) -> None:
 
     stats = ours.train_step(batch, "tokens", next_token_loss, trained_tokens, micro_batches=3)
     assert stats["grad_norm"][0] == pytest.approx(norm.item(), rel=1e-9)
-    clip = min(1.0, OPTIMIZER.max_grad_norm / (norm.item() + 1e-6))
-    assert distance(flat(ours.parameters.gradients.views(), names), gradients * clip) < 1e-9
+    assert distance(flat(ours.parameters.gradients.views(), names), gradients) < 1e-9
     stepped = flat({name: local for name, (_, local) in ours.boxes().items()}, names)
     update = after - flat(before, names)
     assert update.norm() / after.norm() > 1e-4
