@@ -105,6 +105,11 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         check_ranges(msgspec.structs.asdict(self), RANGES)
 
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints are written on the way, and not at the end alone."""
+        return self.checkpoint_every_steps is not None or self.checkpoint_every_minutes is not None
+
 
 @dataclass(frozen=True)
 class Run:

@@ -48,7 +48,9 @@ class Planner:
         what_if: WhatIf | None = None,
         offload: tuple[str, ...] = (),
         call_factors: Mapping[str, float] | None = None,
+        saves: bool = False,
     ):
+        """`saves`: checkpoints are written on the way, and not at the end alone."""
         self.experiment, self.cluster = experiment, cluster
         self.what_if = (what_if or WhatIf()).with_defaults()
         settings: AutoSettings = auto_settings(experiment)
@@ -73,8 +75,11 @@ class Planner:
             dtype=self.dtype,
             hardware=cluster.hardware,
             root=profiles,
-            features=self.what_if.engine(),
-            of_models={name: self.what_if.engine(setup) for name, setup in models_of(experiment).items()},
+            features=replace(self.what_if.engine(), copies_checkpoints=saves),
+            of_models={
+                name: replace(self.what_if.engine(setup), copies_checkpoints=saves)
+                for name, setup in models_of(experiment).items()
+            },
         )
         self.costs: Costs = replace(costs, call_factors=call_factors or {})
 
@@ -164,7 +169,10 @@ def plan_for(
         graph = DataflowGraph(experiment.rpcs, experiment.dataset.keys, follows_of(experiment))
         check_plan(given, graph, settings.batch_size)
     factors = saved.call_factors if saved else None
-    planner = Planner(experiment, cluster, offload=offload_of(arguments), call_factors=factors)
+    saves = (saved is not None and saved.saves) or any(
+        interval is not None for interval in (arguments.checkpoint_every_steps, arguments.checkpoint_every_minutes)
+    )
+    planner = Planner(experiment, cluster, offload=offload_of(arguments), call_factors=factors, saves=saves)
     result: SearchResult | None = None
     if given:
         prediction = planner.predict(given)

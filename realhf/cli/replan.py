@@ -125,4 +125,5 @@ def planner_of(run: Run, factors: dict[str, float]) -> Planner:
         device_memory_bytes=hardware.device_memory_bytes,
         hardware=hardware,
     )
-    return Planner(run.experiment, cluster, offload=run.plan.offload, call_factors=factors)
+    offload, saves = run.plan.offload, run.spec.saves
+    return Planner(run.experiment, cluster, offload=offload, call_factors=factors, saves=saves)

@@ -48,6 +48,8 @@ class EngineFeatures:
     packs_weights: generation keeps the linears' weights in the order of its kernels as well: on the CPU, in float32
         and bfloat16. The hardware's description says it.
     in_host_memory: tensors lie in memory that malloc gives, and training attends in float32 at least: on the CPU.
+    copies_checkpoints: training goes on while a checkpoint is written from a copy, which is in the memory of the device
+        where that is the host's. A run that saves on its way says it (`--checkpoint-every`).
     """
 
     zero1: bool = True
@@ -66,6 +68,7 @@ class EngineFeatures:
     offloads_states: bool = False
     packs_weights: bool = False
     in_host_memory: bool = False
+    copies_checkpoints: bool = False
 
     def gradient_bytes(self, dtype: DType) -> int:
         """Bytes of one element of the gradient of parameters of `dtype`."""
@@ -86,6 +89,7 @@ class EngineFeatures:
             packs_weights=hardware.packs_weights,
             offloads_states=offloads,
             in_host_memory=hardware.shares_host_memory,
+            copies_checkpoints=self.copies_checkpoints and hardware.shares_host_memory,
         )
 
     def page_tokens(self, model: DecoderConfig, dtype: DType) -> int:

@@ -1,7 +1,7 @@
 """Bytes on a device: what stays there and what a call needs while it runs."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -108,7 +108,8 @@ def static_bytes(
     AdamW (at least in fp32), and below fp32 a master copy in fp32 (ReaL, section 5.1, "static memory"). All are on
     every rank of a data-parallel group, but with ZeRO-1 states and master copy are divided over it (16 or 4 + 12 / dp
     bytes a parameter in bf16, 2 more with gradients in fp32; ZeRO, section 5.1), and fully sharded all of it is. States
-    that wait in host memory count nothing.
+    that wait in host memory count nothing. On a CPU a run that saves on its way has a copy of what this device writes:
+    its part of parameters and states, which the ranks of a data-parallel group divide.
     """
     item = DTYPE_BYTES[dtype]
     elements = model_sizes(model).largest(strategy)
@@ -119,7 +120,9 @@ def static_bytes(
     optimizer = 0 if features.offloads_states else features.state_bytes(dtype)
     is_divided = features.zero1 and not features.fully_sharded
     updated = math.ceil(elements / strategy.dp) if is_divided else elements
-    return elements * (item + features.gradient_bytes(dtype)) + updated * optimizer
+    written = elements if features.fully_sharded else math.ceil(elements / strategy.dp)
+    copied = written * (item + features.state_bytes(dtype)) if features.copies_checkpoints else 0
+    return elements * (item + features.gradient_bytes(dtype)) + updated * optimizer + copied
 
 
 def offloaded_bytes(
@@ -132,6 +135,7 @@ def offloaded_bytes(
     versions: int = 1,
 ) -> int:
     """What goes from a device to host memory and back: `static_bytes` but for gradients, which are not kept."""
+    features = replace(features, copies_checkpoints=False)
     kept = static_bytes(model, strategy, dtype, trained=trained, features=features, versions=versions)
     if not trained:
         return kept

@@ -15,8 +15,10 @@ from realhf.api.hardware import GIB
 from realhf.api.run import RunSpec
 from realhf.cli import main, parser
 from realhf.cli.devices import cluster_of, hardware_text, said_of_hardware
+from realhf.cli.replan import planner_of
 from realhf.cli.runs import new_run
 from realhf.machine import host
+from realhf.models.parameters import parameter_count
 from realhf.scheduler.run_directory import RunDirectory
 from realhf.scheduler.site import LocalSite
 from realhf.search.hardware import leave_description, load_hardware
@@ -204,6 +206,23 @@ def test_the_hardware_of_nodes_that_cannot_be_seen(monkeypatch, machine):
     stand_in(monkeypatch, machine.parent, [])
     with pytest.raises(UserError, match="profiles of nvidia-a100-sxm4-40gb, nvidia-h100-80gb-hbm3, so that"):
         cluster_of(parse("run", *words))
+
+
+@pytest.mark.parametrize("option", ["--checkpoint-every", "--checkpoint-every-minutes"])
+def test_checkpoints_on_the_way_take_memory(option):
+    """Training goes on while they are written, from a copy."""
+    words = ("run", "--num-workers", "1", "--plan", SINGLE, "--steps", "3")
+    without, saving = new_run(parse(*words)), new_run(parse(*words, option, "1"))
+    peaks = [run.plan.rationale.memory[0].static_bytes for run in (without, saving)]
+    trained = sum(parameter_count(run_model) for run_model in trained_models(saving))
+    # Each parameter with AdamW's two states, all in float32.
+    assert peaks[1] - peaks[0] == 12 * trained > 0
+    again = planner_of(saving, {}).predict(saving.plan)
+    assert max(again.device_bytes) == saving.plan.rationale.memory[0].peak_bytes
+
+
+def trained_models(run):
+    return [model for name, model in run.graph.models.items() if run.optimizer_steps(name)]
 
 
 def test_half_a_billion_parameters_fit_a_machine_of_24_gigabytes(monkeypatch, capsys):

@@ -68,6 +68,18 @@ def test_static_bytes() -> None:
     assert static_bytes(TINY, ParallelStrategy(), "float64", trained=True) == 32 * count
 
 
+def test_a_run_that_saves_on_its_way_has_a_copy_of_what_it_writes_where_memory_is_the_hosts() -> None:
+    count = parameter_count(TINY)
+    saves = EngineFeatures(copies_checkpoints=True)
+    on_cpu, on_gpu = saves.on(load_hardware("cpu")), saves.on(load_hardware("h100"))
+    for strategy, share in ((ParallelStrategy(), 1), (ParallelStrategy(dp=2), 2)):
+        without = static_bytes(TINY, strategy, "bfloat16", trained=True)
+        assert static_bytes(TINY, strategy, "bfloat16", trained=True, features=on_gpu) == without
+        copied = static_bytes(TINY, strategy, "bfloat16", trained=True, features=on_cpu) - without
+        assert copied == 14 * count // share  # parameter 2, two states and the master copy 4 each
+    assert static_bytes(TINY, ParallelStrategy(), "bfloat16", trained=False, features=on_cpu) == 2 * count
+
+
 def test_zero1_divides_states_and_master_copy() -> None:
     count = parameter_count(TINY)
     assert count % 4 == 0
