@@ -135,7 +135,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     Both passes go through the vocabulary once, and through all rows for each part of it: so the weight is read once,
     and its gradient written once. (With a vocabulary of 76,000 and 512 tokens, a pass over the whole weight for every
-    13 of them was half the time of a step.)
+    13 of them was a third of a step.)
     """
 
     @staticmethod
