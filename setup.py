@@ -47,11 +47,11 @@ class Build(build):
 ParallelCompile("BUILD_JOBS").install()
 setup(
     ext_modules=[
-        extension("realhf.search._search", "csrc/search"),
+        extension("realhf.planning._search", "csrc/search"),
         # Products and sums may become one instruction.
-        extension("realhf.kernels._cpu", "csrc/kernels", "-ffp-contract=fast"),
-        extension("realhf.parallel._host", "csrc/host"),
-        # Not a module of Python's: processes load it before everything else (`realhf/scheduler/base.py`).
+        extension("realhf.cpu._cpu", "csrc/kernels", "-ffp-contract=fast"),
+        extension("realhf.cpu._host", "csrc/host"),
+        # Not a module of Python's: processes load it before everything else (`realhf/launch/launcher.py`).
         extension("realhf.machine._aligned", "csrc/memory"),
     ],
     cmdclass={"build": Build, "build_ext": BuildModules},

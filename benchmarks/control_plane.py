@@ -18,10 +18,10 @@ from pathlib import Path
 import zmq
 from common import case, finish, parse_arguments
 
-from realhf.api.graph import INFERENCE, DataflowGraph, ModelFunctionCallDef
-from realhf.api.interface import InterfaceConfig
-from realhf.api.model import DecoderConfig
-from realhf.api.plan import CallPlan
+from realhf.architecture.model import DecoderConfig
+from realhf.dataflow.graph import INFERENCE, DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.interface import InterfaceConfig
+from realhf.dataflow.plan import CallPlan
 from realhf.master.loop import CallRecord, Dispatcher, GraphRunner
 from realhf.transport.client import Client
 from realhf.transport.codec import Codec

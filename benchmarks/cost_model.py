@@ -12,8 +12,8 @@ from types import ModuleType
 from common import case, finish, parse_arguments
 from msgspec import structs
 
-from realhf.api.hardware import Hardware
-from realhf.search.calibration import (
+from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.model.fit import (
     MeasuredTable,
     Residual,
     load_tables,
@@ -23,7 +23,7 @@ from realhf.search.calibration import (
     step_residuals,
     worst_error,
 )
-from realhf.search.hardware import load_hardware
+from realhf.planning.model.hardware import Hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 MEAN_TARGET, WORST_TARGET = 0.15, 0.30

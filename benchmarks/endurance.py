@@ -26,9 +26,9 @@ from common import argument_parser, case, finish
 from fault_injection import processes
 from fault_job import PLAN
 
-from realhf.api.plan import save_plan
-from realhf.api.status import read_status
-from realhf.scheduler.base import python_command
+from realhf.dataflow.plan import save_plan
+from realhf.launch.launcher import python_command
+from realhf.rundir.status import read_status
 
 LAUNCHER = "launcher"
 # What is on its way while a process starts, and what the first steps fill (caches, the pools of allocators).

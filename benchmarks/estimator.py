@@ -20,14 +20,14 @@ from pathlib import Path
 from common import case, finish, parse_arguments, realhf
 from machine_speed import Speed, speed_probes
 
-from realhf.api.lines import read_lines, step_line
-from realhf.api.plan import ExecutionPlan, load_plan, save_plan
 from realhf.cli.experiment import build_experiment
 from realhf.cli.planning import Planner
-from realhf.search.cluster import Cluster
-from realhf.search.hardware import load_hardware
-from realhf.search.here import CPU
-from realhf.search.options import call_options
+from realhf.dataflow.plan import ExecutionPlan, load_plan, save_plan
+from realhf.planning.cluster import Cluster
+from realhf.planning.here import CPU
+from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.options import call_options
+from realhf.rundir.lines import read_lines, step_line
 
 EXPERIMENT = "experiments/ppo.py"
 NUM_WORKERS = 2

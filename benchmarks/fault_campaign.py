@@ -16,9 +16,9 @@ from fault_injection import DISK_BYTES, RUN_DISK_BYTES, Fault, Injector, Strike
 from fault_job import PLAN
 from fault_outcome import Outcome
 
-from realhf.api.plan import save_plan
-from realhf.scheduler.base import python_command
-from realhf.scheduler.events import Event
+from realhf.dataflow.plan import save_plan
+from realhf.launch.launcher import python_command
+from realhf.rundir.events import Event
 
 EXPERIMENT = Path(__file__).with_name("fault_job.py")
 DEADLINE_S = 1500.0  # of a whole run, on a machine that may be busy with much else

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import psutil
 
-from realhf.scheduler.events import Event
+from realhf.rundir.events import Event
 
 MEASURED = {"calls", "time_s", "tokens_per_s", "peak_bytes"}
 

@@ -5,12 +5,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from realhf.algorithms.ppo.config import PPOActor
-from realhf.api.experiment import auto
-from realhf.api.graph import ModelFunctionCallDef
-from realhf.api.model import DecoderConfig
-from realhf.api.plan import CallPlan, ExecutionPlan
-from realhf.api.run import load_experiment_class
+from realhf.api import CallPlan, DecoderConfig, ExecutionPlan, ModelFunctionCallDef, auto
 from realhf.data import sort_task
+from realhf.rundir.run import load_experiment_class
 
 PPOExperiment: Any = load_experiment_class(Path(__file__).parents[1] / "experiments/ppo.py")
 TINY = replace(sort_task.SORT_MODEL, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=4)

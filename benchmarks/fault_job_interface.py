@@ -12,7 +12,7 @@ from fault_job import BreakableActor
 from realhf.algorithms.ppo.interface import PPOActorInterface
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, Model
-from realhf.scheduler.devices import DEVICE_VARIABLE
+from realhf.launch.devices import DEVICE_VARIABLE
 
 
 class BreakableActorInterface(PPOActorInterface):

@@ -24,12 +24,12 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
 from realhf.algorithms.functional import predicting_places, token_logprobs
 from realhf.api.generation import GenerationOptions
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
 from realhf.engine.batch import Batch
-from realhf.engine.generate import generate_and_report
+from realhf.engine.generate.loop import generate_and_report
 from realhf.engine.interface import GenerationOutput
 from realhf.engine.model import ShardedModel
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.linear import linear
 

@@ -11,14 +11,14 @@ from pathlib import Path
 
 from common import case, finish, parse_arguments, realhf
 
-from realhf.api.lines import read_lines, step_line
-from realhf.api.plan import ExecutionPlan, save_plan
-from realhf.api.run import load_experiment_class
+from realhf.api import ExecutionPlan, save_plan
 from realhf.cli.planning import Planner
-from realhf.search.cluster import Cluster
-from realhf.search.hardware import load_hardware
-from realhf.search.here import CPU
-from realhf.search.presets import evaluate_presets
+from realhf.planning.cluster import Cluster
+from realhf.planning.here import CPU
+from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.presets import evaluate_presets
+from realhf.rundir.lines import read_lines, step_line
+from realhf.rundir.run import load_experiment_class
 
 EXPERIMENT = "experiments/ppo.py"
 NUM_WORKERS = 2

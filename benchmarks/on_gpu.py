@@ -17,12 +17,12 @@ from torch import Tensor
 from realhf.algorithms.functional import predicting_places, token_logprobs
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import DecodeGraphs, GenerationOptions
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Stats
 from realhf.engine.model import ShardedModel
-from realhf.models.parameters import decoder_parameters, parameter_count
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.parameters import decoder_parameters, parameter_count
 from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.vocabulary import Logits
 

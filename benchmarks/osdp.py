@@ -13,10 +13,10 @@ from typing import Any
 
 from common import case, finish, parse_arguments
 
-from realhf.api.errors import UserError
-from realhf.api.model import DecoderConfig, model_type
-from realhf.search.hardware import load_hardware
-from realhf.search.osdp import (
+from realhf.architecture.model import DecoderConfig, model_type
+from realhf.base.errors import UserError
+from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.osdp.solver import (
     GIB,
     MODES,
     PAPER_MODES,

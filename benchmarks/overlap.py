@@ -17,8 +17,8 @@ from typing import Any
 
 from common import case, finish, parse_arguments, realhf
 
-from realhf.api.lines import read_lines, step_line
-from realhf.api.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.rundir.lines import read_lines, step_line
 
 EXPERIMENT = "benchmarks/overlap_job.py"
 WARM_UP_STEPS = 2

@@ -4,9 +4,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from realhf.api.experiment import auto
-from realhf.api.graph import ModelFunctionCallDef
-from realhf.api.run import load_experiment_class
+from realhf.api import ModelFunctionCallDef, auto
+from realhf.rundir.run import load_experiment_class
 
 PPOExperiment: Any = load_experiment_class(Path(__file__).parents[1] / "experiments/ppo.py")
 

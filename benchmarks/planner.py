@@ -11,11 +11,11 @@ from typing import Any
 from common import case, finish, parse_arguments
 from search_instances import planning_task
 
-from realhf.search.alternatives import best_alternatives
-from realhf.search.options import call_options
-from realhf.search.presets import evaluate_presets
-from realhf.search.searcher import SearchResult, search_plan
-from realhf.search.task import PlanningTask
+from realhf.planning.explain.alternatives import best_alternatives
+from realhf.planning.options import call_options
+from realhf.planning.presets import evaluate_presets
+from realhf.planning.search import SearchResult, search_plan
+from realhf.planning.task import PlanningTask
 
 DEVICES = (64, 128, 1024)
 TABLES_AT, TABLES_TARGET_S = 128, 5.0

@@ -1,9 +1,9 @@
 """Predicted against measured memory and time: GRPO on models of 4 M, 34 M and 0.5 billion parameters, two workers.
 
 `real_size_job.py` under `real_size_plan.json` (tp 2); each size is profiled first, in the same invocation. Of memory
-the most that each worker took in any step counts, beyond the program itself (`realhf/worker/memory.py`); the prediction
-is to be at least that and at most 15 % more. Of time the steps after the first, at the speed that the machine had while
-the profile was taken (`machine_speed.py`); the clock's is given too.
+the most that each worker took in any step counts, beyond the program itself (`realhf/worker/memory_use.py`); the
+prediction is to be at least that and at most 15 % more. Of time the steps after the first, at the
+speed that the machine had while the profile was taken (`machine_speed.py`); the clock's is given too.
 
 `--case 34M` takes one size. All of it takes about ten minutes and 16 GiB of memory, 0.5B eight of them; `--quick`
 takes 4M alone. Command: python benchmarks/real_size.py --json benchmarks/results/real_size.json
@@ -19,8 +19,8 @@ from pathlib import Path
 from common import case, case_parser, finish, realhf
 from machine_speed import Speed, speed_probes
 
-from realhf.api.lines import read_lines, step_line
-from realhf.api.plan import ExecutionPlan, load_plan
+from realhf.dataflow.plan import ExecutionPlan, load_plan
+from realhf.rundir.lines import read_lines, step_line
 
 JOB, PLAN = "benchmarks/real_size_job.py", "benchmarks/real_size_plan.json"
 MEMORY_TARGET, TIME_TARGET = 1.15, 0.15

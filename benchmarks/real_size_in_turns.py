@@ -23,8 +23,8 @@ from pathlib import Path
 
 from common import ROOT, argument_parser, case, finish
 
-from realhf.api.lines import read_lines, step_line
-from realhf.scheduler.base import python_command
+from realhf.launch.launcher import python_command
+from realhf.rundir.lines import read_lines, step_line
 
 BEFORE = "fcc0769"  # memory traffic as it was before it was looked at
 TARGET = 1.3

@@ -12,11 +12,19 @@ from pathlib import Path
 from typing import ClassVar, Literal
 
 from realhf.algorithms.ppo.config import PPOActor, PPOHyperparameters, PPOReference
-from realhf.api.architectures import ARCHITECTURES
-from realhf.api.experiment import ModelSetup, OptimizerConfig, auto
-from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef
-from realhf.api.interface import InterfaceConfig
-from realhf.api.model import DecoderConfig, DType
+from realhf.api import (
+    ARCHITECTURES,
+    GENERATE,
+    INFERENCE,
+    TRAIN_STEP,
+    DecoderConfig,
+    DType,
+    InterfaceConfig,
+    ModelFunctionCallDef,
+    ModelSetup,
+    OptimizerConfig,
+    auto,
+)
 from realhf.data import sort_task
 from realhf.data.datasets import PromptDataset
 

@@ -35,15 +35,15 @@ from common import argument_parser, case, commit, finish
 from reallocation_rivals import Checkpoint, RawMessages, gather_and_slice
 from torch import Tensor
 
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
-from realhf.parallel import host_group
-from realhf.realloc.checksum import bit_sum
-from realhf.realloc.executor import execute
-from realhf.realloc.layout import Box, device_boxes
-from realhf.realloc.planner import plan_between
-from realhf.realloc.transport import HostTransport, TorchTransport
-from realhf.scheduler.base import process_environment
+from realhf.architecture.model import DecoderConfig
+from realhf.cpu import host_group
+from realhf.geometry.boxes import Box, device_boxes
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.launch.launcher import process_environment
+from realhf.realloc.execute.checksum import bit_sum
+from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.message_passing import HostTransport, TorchTransport
+from realhf.realloc.plan.planner import plan_between
 from realhf.worker.allocator import keep_freed_memory
 
 MODELS = {

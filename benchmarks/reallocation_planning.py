@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from common import case, finish, parse_arguments
 
-from realhf.api.compute import DataParallel
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
-from realhf.realloc.places import places_of
-from realhf.realloc.planner import plan_between
-from realhf.realloc.shards import held_boxes
+from realhf.architecture.compute import DataParallel
+from realhf.architecture.model import DecoderConfig
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.shards import held_boxes
+from realhf.realloc.execute.places import places_of
+from realhf.realloc.plan.planner import plan_between
 
 LLAMA_70B = DecoderConfig(
     hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64, num_kv_heads=8, vocab_size=128256

@@ -11,12 +11,12 @@ from torch.distributed import checkpoint
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from realhf.api.layout import Layout
-from realhf.api.model import DecoderConfig
-from realhf.models.parameters import decoder_parameters
-from realhf.realloc.layout import Box, device_boxes
-from realhf.realloc.planner import ReallocationPlan
-from realhf.realloc.transport import Message, Transport, post, wait_for
+from realhf.architecture.model import DecoderConfig
+from realhf.geometry.boxes import Box, device_boxes
+from realhf.geometry.layout import Layout
+from realhf.geometry.parameters import decoder_parameters
+from realhf.realloc.execute.message_passing import Message, Transport, post, wait_for
+from realhf.realloc.plan.planner import ReallocationPlan
 
 Held = Sequence[tuple[Box, Tensor]]
 

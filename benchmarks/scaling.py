@@ -15,23 +15,23 @@ from typing import Any, ClassVar
 
 from common import case, finish, parse_arguments
 
-from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
-from realhf.api.interface import InterfaceConfig
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import model_type
-from realhf.search.breakdown import device_time_shares
-from realhf.search.cluster import Cluster, device_meshes
-from realhf.search.cost import CallCost
-from realhf.search.features import EngineFeatures
-from realhf.search.hardware import load_hardware
-from realhf.search.memory import dynamic_bytes, static_bytes
-from realhf.search.native import Found, native_problem, reallocation_table, search_problem
-from realhf.search.options import Option, legal_strategies, micro_batch_counts, mini_batch_size
-from realhf.search.problem import build_problem
-from realhf.search.reference import simulate
-from realhf.search.tables import Problem
-from realhf.search.timings import Costs, load_costs
-from realhf.search.workload import Workload
+from realhf.architecture.model import model_type
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.interface import InterfaceConfig
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.planning.breakdown import device_time_shares
+from realhf.planning.cluster import Cluster, device_meshes
+from realhf.planning.model.cost import CallCost
+from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.model.features import EngineFeatures
+from realhf.planning.model.memory import dynamic_bytes, static_bytes
+from realhf.planning.model.timings import Costs, load_costs
+from realhf.planning.options import Option, legal_strategies, micro_batch_counts, mini_batch_size
+from realhf.planning.problem.builder import build_problem
+from realhf.planning.problem.native import Found, native_problem, reallocation_table, search_problem
+from realhf.planning.problem.simulation import simulate
+from realhf.planning.problem.tables import Problem
+from realhf.planning.workload import Workload
 
 HARDWARE, DTYPE, DEVICES_PER_NODE = "h100", "bfloat16", 8
 # Of the published measurement (tests/data/published_step_times.yaml), generation with CUDA graphs.

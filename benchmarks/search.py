@@ -16,8 +16,8 @@ from common import case, finish, parse_arguments
 from search_instances import INSTANCES, instance
 
 from realhf.cli.search import solve_file
-from realhf.search import _search
-from realhf.search.problem_file import ProblemFile, load_problem, native_tables
+from realhf.planning import _search
+from realhf.planning.problem.file import ProblemFile, load_problem, native_tables
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "data" / "planning_problems"
 OPTIMA: dict[str, Any] = json.loads((FOLDER / "optima.json").read_text())

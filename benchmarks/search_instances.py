@@ -12,19 +12,26 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 
-from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef, ModelInterfaceType
-from realhf.api.interface import InterfaceConfig
-from realhf.api.model import DecoderConfig
-from realhf.search.cluster import Cluster
-from realhf.search.hardware import load_hardware
-from realhf.search.options import Option, call_options
-from realhf.search.problem import build_problem
-from realhf.search.problem_dump import Moves, simple_file
-from realhf.search.problem_file import ProblemFile, save_problem
-from realhf.search.tables import Problem, TransferTable
-from realhf.search.task import PlanningTask
-from realhf.search.timings import load_costs
-from realhf.search.workload import Workload
+from realhf.architecture.model import DecoderConfig
+from realhf.dataflow.graph import (
+    GENERATE,
+    INFERENCE,
+    TRAIN_STEP,
+    DataflowGraph,
+    ModelFunctionCallDef,
+    ModelInterfaceType,
+)
+from realhf.dataflow.interface import InterfaceConfig
+from realhf.planning.cluster import Cluster
+from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.model.timings import load_costs
+from realhf.planning.options import Option, call_options
+from realhf.planning.problem.builder import build_problem
+from realhf.planning.problem.dump import Moves, simple_file
+from realhf.planning.problem.file import ProblemFile, save_problem
+from realhf.planning.problem.tables import Problem, TransferTable
+from realhf.planning.task import PlanningTask
+from realhf.planning.workload import Workload
 
 STEPS = 3
 DEVICES_PER_NODE = 8

@@ -21,13 +21,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from realhf.algorithms.functional import predicting_places, token_logprobs
 from realhf.api.experiment import OptimizerConfig
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Stats
-from realhf.engine.memory import PeakMemory
 from realhf.engine.model import ShardedModel
-from realhf.models.parameters import decoder_parameters
+from realhf.engine.tensor_bytes import PeakMemory
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.parameters import decoder_parameters
 from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.linear import linear
 from realhf.parallel.vocabulary import Logits

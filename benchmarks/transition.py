@@ -34,16 +34,16 @@ import torch.distributed as dist
 from common import case, finish, parse_arguments
 from torch import Tensor
 
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
-from realhf.models.parameters import decoder_parameters
-from realhf.parallel import host_group
-from realhf.realloc.executor import execute
-from realhf.realloc.held import by_name, part
-from realhf.realloc.layout import Box, device_boxes
+from realhf.architecture.model import DecoderConfig
+from realhf.cpu import host_group
+from realhf.geometry.boxes import Box, device_boxes
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.parameters import decoder_parameters
+from realhf.launch.launcher import process_environment
+from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.held import by_name, part
+from realhf.realloc.execute.message_passing import Transport, transport_between
 from realhf.realloc.transition import Transition, transition
-from realhf.realloc.transport import Transport, transport_between
-from realhf.scheduler.base import process_environment
 from realhf.worker.allocator import keep_freed_memory
 
 ENGINES = ("deepspeed-chat", "hybridflow-v", "hybridflow", "two copies")

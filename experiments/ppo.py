@@ -5,12 +5,21 @@ from dataclasses import dataclass, field
 from realhf.algorithms.evaluation.config import SampledAccuracy
 from realhf.algorithms.ppo.config import PPOActor, PPOCritic, PPOHyperparameters, PPOReference
 from realhf.algorithms.reward.config import SequenceReward
-from realhf.api.architectures import architecture_of
-from realhf.api.compute import ComputeConfig
-from realhf.api.experiment import Evaluation, ModelSetup, OptimizerConfig, auto
-from realhf.api.follow import Follow
-from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef
-from realhf.api.model import DecoderConfig, DType
+from realhf.api import (
+    GENERATE,
+    INFERENCE,
+    TRAIN_STEP,
+    ComputeConfig,
+    DecoderConfig,
+    DType,
+    Evaluation,
+    Follow,
+    ModelFunctionCallDef,
+    ModelSetup,
+    OptimizerConfig,
+    architecture_of,
+    auto,
+)
 from realhf.data import sort_task
 from realhf.data.datasets import PromptDataset
 

@@ -4,9 +4,18 @@ from dataclasses import dataclass
 
 from realhf.algorithms.reward.config import PairwiseReward
 from realhf.algorithms.rollout.config import Rollout
-from realhf.api.experiment import Evaluation, ModelSetup, OptimizerConfig, auto
-from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef
-from realhf.api.model import DecoderConfig, DType
+from realhf.api import (
+    GENERATE,
+    INFERENCE,
+    TRAIN_STEP,
+    DecoderConfig,
+    DType,
+    Evaluation,
+    ModelFunctionCallDef,
+    ModelSetup,
+    OptimizerConfig,
+    auto,
+)
 from realhf.data import sort_task
 from realhf.data.datasets import PreferenceDataset
 

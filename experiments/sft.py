@@ -4,10 +4,18 @@ from dataclasses import dataclass
 
 from realhf.algorithms.evaluation.config import SampledAccuracy
 from realhf.algorithms.sft.config import SFT
-from realhf.api.architectures import architecture_of
-from realhf.api.experiment import Evaluation, ModelSetup, OptimizerConfig, auto
-from realhf.api.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
-from realhf.api.model import DecoderConfig, DType
+from realhf.api import (
+    GENERATE,
+    TRAIN_STEP,
+    DecoderConfig,
+    DType,
+    Evaluation,
+    ModelFunctionCallDef,
+    ModelSetup,
+    OptimizerConfig,
+    architecture_of,
+    auto,
+)
 from realhf.data import sort_task
 from realhf.data.datasets import PromptDataset, SFTDataset
 

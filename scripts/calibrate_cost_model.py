@@ -9,8 +9,8 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 
-from realhf.api.hardware import Hardware
-from realhf.search.calibration import (
+from realhf.planning.model.descriptions import DESCRIPTIONS, load_hardware
+from realhf.planning.model.fit import (
     Constant,
     MeasuredTable,
     Residual,
@@ -23,7 +23,7 @@ from realhf.search.calibration import (
     step_residuals,
     worst_error,
 )
-from realhf.search.hardware import DESCRIPTIONS, load_hardware
+from realhf.planning.model.hardware import Hardware
 
 ROOT = Path(__file__).resolve().parent.parent
 TABLES = ROOT / "tests" / "data" / "published_step_times.yaml"

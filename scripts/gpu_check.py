@@ -23,8 +23,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from realhf.launch.launcher import python_command
 from realhf.machine.gpus import driver_version, visible_gpus
-from realhf.scheduler.base import python_command
 
 ROOT = Path(__file__).resolve().parents[1]
 PPO = "experiments/ppo.py"

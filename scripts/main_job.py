@@ -9,14 +9,14 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from realhf.api.errors import UserError
-from realhf.api.lines import evaluation_line, read_lines
+from realhf.base.errors import UserError
 from realhf.cli.progress import call_table
+from realhf.launch.launcher import python_command
 from realhf.machine.gpus import count_gpus
 from realhf.machine.host import read_host
 from realhf.report.run_data import call_times, read_run
-from realhf.scheduler.base import python_command
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.rundir.lines import evaluation_line, read_lines
+from realhf.rundir.paths import RunDirectory
 
 
 def realhf(*words: str) -> None:

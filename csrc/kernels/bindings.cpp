@@ -1,4 +1,4 @@
-// The CPU kernels as the module `realhf.kernels._cpu`. Tensors come as the addresses of their memory, so that nothing
+// The CPU kernels as the module `realhf.cpu._cpu`. Tensors come as the addresses of their memory, so that nothing
 // here depends on torch; its importers check shapes, strides and dtypes.
 #include <pybind11/pybind11.h>
 

@@ -1,6 +1,6 @@
-// The Python module realhf.search._search: the only file that knows of pybind11.
+// The Python module realhf.planning._search: the only file that knows of pybind11.
 //
-// A problem arrives as the dictionary that is also its JSON form (realhf/search/tables.py).
+// A problem arrives as the dictionary that is also its JSON form (realhf/planning/problem/tables.py).
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 

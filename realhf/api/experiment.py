@@ -6,12 +6,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
-from realhf.api.compute import ComputeConfig
-from realhf.api.errors import UserError
-from realhf.api.follow import Follow
-from realhf.api.graph import ModelFunctionCallDef
-from realhf.api.model import DType
-from realhf.api.numbers import Range, check_ranges
+from realhf.architecture.compute import ComputeConfig
+from realhf.architecture.model import DType
+from realhf.base.errors import UserError
+from realhf.base.numbers import Range, check_ranges
+from realhf.dataflow.follow import Follow
+from realhf.dataflow.graph import ModelFunctionCallDef
 
 LearningRateSchedule = Literal["constant", "linear", "cosine"]
 

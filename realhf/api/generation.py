@@ -4,8 +4,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
-from realhf.api.errors import UserError
-from realhf.api.numbers import Range, check_range, check_ranges
+from realhf.base.errors import UserError
+from realhf.base.numbers import Range, check_range, check_ranges
 
 DecodeGraphs = Literal["kept", "call", "off"]
 DECODE_GRAPHS: DecodeGraphs = "kept"  # where nothing is said

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 import realhf
-from realhf.api.errors import RunError, UserError
+from realhf.base.errors import RunError, UserError
 
 COMMANDS = {
     "run": "plan an experiment, start its workers, and train",

@@ -7,10 +7,10 @@ from typing import Any, get_args
 
 import msgspec
 
-from realhf.api.errors import UserError
-from realhf.api.model import DType
-from realhf.api.numbers import check_range
-from realhf.scheduler.base import python_command
+from realhf.architecture.model import DType
+from realhf.base.errors import UserError
+from realhf.base.numbers import check_range
+from realhf.launch.launcher import python_command
 
 DESCRIPTION = """Converts a checkpoint, offline and without a GPU: a Hugging Face directory (config.json, safetensors,
 tokenizer) into a checkpoint of boxes, or such a checkpoint (RUN_DIR/checkpoints/latest/MODEL) into a

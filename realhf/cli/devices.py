@@ -3,17 +3,17 @@
 import argparse
 from pathlib import Path
 
-from realhf.api.errors import UserError
-from realhf.api.hardware import GIB, Hardware
-from realhf.api.numbers import DEVICES, check_range
-from realhf.api.plan import load_plan
-from realhf.api.run import Run, RunSpec
+from realhf.base.errors import UserError
+from realhf.base.numbers import DEVICES, check_range
+from realhf.dataflow.plan import load_plan
 from realhf.machine.gpus import count_gpus, visible_gpus
 from realhf.machine.host import read_host
-from realhf.search.cluster import Cluster
-from realhf.search.clusters import with_memory
-from realhf.search.hardware import left_descriptions, load_hardware
-from realhf.search.here import CPU, check_here, divided, gpu_hardware, hardware_here
+from realhf.planning.cluster import Cluster
+from realhf.planning.clusters import with_memory
+from realhf.planning.here import CPU, check_here, divided, gpu_hardware, hardware_here
+from realhf.planning.model.descriptions import left_descriptions, load_hardware
+from realhf.planning.model.hardware import GIB, Hardware
+from realhf.rundir.run import Run, RunSpec
 
 
 def cluster_of(arguments: argparse.Namespace, num_devices: int | None = None, saved: RunSpec | None = None) -> Cluster:

@@ -126,7 +126,7 @@ def find_torch() -> Finding:
 
 
 def find_searcher() -> Finding:
-    from realhf.search import searcher
+    from realhf.planning import search as searcher
 
     return Finding(state="ok", detail=f"importable ({Path(searcher.__file__).parent})")
 
@@ -213,7 +213,7 @@ def find_attention(device: str) -> Finding:
     """Which kernels runs on this machine would take."""
     import torch
 
-    from realhf.engine.paged_attention import describe_attention
+    from realhf.engine.generate.paged_attention import describe_attention
 
     if device == "cuda" and not torch.cuda.is_available():
         return Finding(state="info", detail="no GPU to choose for")

@@ -2,11 +2,11 @@
 
 import os
 
-from realhf.api.errors import UserError
+from realhf.base.errors import UserError
 from realhf.cli.findings import Finding
+from realhf.launch.devices import in_words
 from realhf.machine.gpus import FOR_THE_CPU, VISIBLE, driver_version, machine_gpus, visible_gpus
 from realhf.machine.torch_build import torch_cuda_version
-from realhf.scheduler.devices import in_words
 
 GIB = 2**30
 

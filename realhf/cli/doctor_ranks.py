@@ -8,9 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from realhf.cli.findings import Check, Finding
+from realhf.launch.devices import devices_of
+from realhf.launch.launcher import python_command
 from realhf.machine.gpus import visible_gpus
-from realhf.scheduler.base import python_command
-from realhf.scheduler.devices import devices_of
 
 RANKS_TIMEOUT_S = 300.0  # seconds where nothing else runs; a busy machine may take minutes to start a process
 FOUND = "found: "  # libraries may print lines of their own
@@ -30,8 +30,8 @@ def gpu_checks() -> list[Check]:
 
 
 def find_ranks(check: str, backend: str, num_processes: int) -> Finding:
-    """A check of `realhf.worker.self_check` by processes that meet as workers do: through a file, nothing listens; over
-    NCCL each is shown a GPU of its own, as workers are.
+    """A check of `realhf.profiling.self_check` by processes that meet as workers do: through a file, nothing
+    listens; over NCCL each is shown a GPU of its own, as workers are.
 
     Raises:
         RuntimeError: a process failed; the text has its last line.
@@ -46,7 +46,7 @@ def find_ranks(check: str, backend: str, num_processes: int) -> Finding:
         processes = []
         for rank, device in zip(range(num_processes), devices, strict=False):
             words = (check, backend, str(rank), str(num_processes), str(Path(folder, "store")))
-            argv = python_command("realhf.worker.self_check", *words)
+            argv = python_command("realhf.profiling.self_check", *words)
             own = env | device.environment
             process = subprocess.Popen(argv, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
             ended.enter_context(process)

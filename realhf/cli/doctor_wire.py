@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import zmq
 
-from realhf.api.errors import UserError
+from realhf.base.errors import UserError
 from realhf.cli.findings import Finding
 from realhf.transport.client import Client
 from realhf.transport.codec import Codec

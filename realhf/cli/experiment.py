@@ -6,8 +6,8 @@ from typing import Any
 
 import tyro
 
-from realhf.api.errors import UserError
-from realhf.api.run import RunSpec, load_experiment_class, saved_experiment
+from realhf.base.errors import UserError
+from realhf.rundir.run import RunSpec, load_experiment_class, saved_experiment
 
 FIELDS_OPTION = "--fields"
 

@@ -4,13 +4,13 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from realhf.api.errors import UserError
-from realhf.api.hardware import Hardware
-from realhf.api.plan import ExecutionPlan, check_plan, load_plan
-from realhf.api.run import Run
+from realhf.base.errors import UserError
 from realhf.cli.planning import plan_for
-from realhf.scheduler.elastic import largest_fitting
-from realhf.scheduler.recovery import Recovery
+from realhf.dataflow.plan import ExecutionPlan, check_plan, load_plan
+from realhf.lifecycle.recover import Recovery
+from realhf.lifecycle.shrink_rules import largest_fitting
+from realhf.planning.model.hardware import Hardware
+from realhf.rundir.run import Run
 
 # Budget of a search while a run waits for it, a number of plans, where the command line gives none.
 EVALUATIONS = 20_000

@@ -8,9 +8,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from realhf.api.run import Run
-from realhf.scheduler.checkpoints import saved_steps, step_folder
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.rundir.checkpoints import saved_steps, step_folder
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Run
 
 # Options of `realhf run` that a run's directory does not keep, with their defaults: to go on, they are given again.
 NOT_KEPT: dict[str, Any] = {

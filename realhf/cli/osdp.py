@@ -9,14 +9,14 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from realhf.api.architectures import architecture
-from realhf.api.errors import UserError
-from realhf.api.model import DecoderConfig
-from realhf.api.numbers import DEVICES, Bounds, check_range
-from realhf.models.parameters import parameter_count
-from realhf.search.clusters import MEMORY_GB
-from realhf.search.hardware import DTYPE_BYTES, load_hardware
-from realhf.search.osdp import (
+from realhf.architecture.model import DecoderConfig
+from realhf.architecture.named import architecture
+from realhf.base.errors import UserError
+from realhf.base.numbers import DEVICES, Bounds, check_range
+from realhf.geometry.parameters import parameter_count
+from realhf.planning.clusters import MEMORY_GB
+from realhf.planning.model.descriptions import DTYPE_BYTES, load_hardware
+from realhf.planning.osdp.solver import (
     GIB,
     MODES,
     Mode,

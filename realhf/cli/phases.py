@@ -12,7 +12,7 @@ from realhf.cli.durations import duration
 class Phases:
     """A line for each phase that has ended, with how long it took; on a terminal a status shows the present one too.
 
-    Called with a phase that begins or goes on, and what is known of it by now (`realhf.search.watching.Watch`).
+    Called with a phase that begins or goes on, and what is known of it by now (`realhf.planning.watching.Watch`).
 
     Args:
         clock: seconds that never go back.

@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
-from realhf.api.errors import UserError
 from realhf.api.experiment import models_of
-from realhf.api.files import write_atomically
-from realhf.api.plan import ExecutionPlan, load_plan, save_plan
+from realhf.base.errors import UserError
+from realhf.base.files import write_atomically
 from realhf.cli.devices import cluster_of
 from realhf.cli.experiment import add_experiment_arguments, build_experiment
 from realhf.cli.phases import Phases
@@ -26,17 +25,18 @@ from realhf.cli.plan_tables import (
     setting_text,
 )
 from realhf.cli.planning import Planner, offload_of
-from realhf.search.analysis import analyse, generates_apart
-from realhf.search.cluster import Cluster
-from realhf.search.clusters import parse_clusters
-from realhf.search.comparison import GIVEN, SEARCHED, Candidate, Comparison, certificate_of, compare, summary
-from realhf.search.features import FEATURES
-from realhf.search.hardware import DTYPE_BYTES
-from realhf.search.presets import evaluate_preset
-from realhf.search.problem_dump import planned_file, simple_file
-from realhf.search.problem_file import problem_bytes
-from realhf.search.searcher import SearchResult, check_budget
-from realhf.search.what_if import WhatIf, parse_model_types
+from realhf.dataflow.plan import ExecutionPlan, load_plan, save_plan
+from realhf.planning.cluster import Cluster
+from realhf.planning.clusters import parse_clusters
+from realhf.planning.explain.analysis import analyse, generates_apart
+from realhf.planning.explain.comparison import GIVEN, SEARCHED, Candidate, Comparison, certificate_of, compare, summary
+from realhf.planning.model.descriptions import DTYPE_BYTES
+from realhf.planning.model.features import FEATURES
+from realhf.planning.presets import evaluate_preset
+from realhf.planning.problem.dump import planned_file, simple_file
+from realhf.planning.problem.file import problem_bytes
+from realhf.planning.search import SearchResult, check_budget
+from realhf.planning.what_if import WhatIf, parse_model_types
 
 EXAMPLE = """examples:
   realhf plan experiments/ppo.py --num-workers 4

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from realhf.api.plan import CallPlan, ExecutionPlan
 from realhf.cli.devices import hardware_text
-from realhf.search.analysis import Analysis
-from realhf.search.comparison import Comparison
-from realhf.search.task import PlanningTask
+from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.planning.explain.analysis import Analysis
+from realhf.planning.explain.comparison import Comparison
+from realhf.planning.task import PlanningTask
 
 GIB = 2**30
 SAME = 5e-4  # relative differences below it are not worth a number

@@ -9,28 +9,28 @@ from typing import Any
 
 import msgspec
 
-from realhf.api.errors import UserError
 from realhf.api.experiment import AutoSettings, auto_settings, follows_of, models_of
 from realhf.api.generation import DECODE_GRAPHS
-from realhf.api.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
-from realhf.api.model import DType
-from realhf.api.offload import check_offload
-from realhf.api.plan import ExecutionPlan, check_plan, load_plan
-from realhf.api.run import RunSpec
+from realhf.architecture.model import DType
+from realhf.base.errors import UserError
 from realhf.cli.devices import cluster_of
 from realhf.cli.phases import Phases
-from realhf.search.cluster import Cluster
-from realhf.search.explanation import explain
-from realhf.search.options import call_options
-from realhf.search.predict import Prediction
-from realhf.search.remedies import find_remedies, smallest_peak_bytes
-from realhf.search.searcher import SearchResult, search_plan
-from realhf.search.tables import Problem
-from realhf.search.task import PlanningTask, with_staleness
-from realhf.search.timings import Costs, load_costs
-from realhf.search.watching import Watch, unwatched
-from realhf.search.what_if import WhatIf, keys_without_producer
-from realhf.search.workload import Workload
+from realhf.dataflow.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.offload import check_offload
+from realhf.dataflow.plan import ExecutionPlan, check_plan, load_plan
+from realhf.planning.cluster import Cluster
+from realhf.planning.explain.explanation import explain
+from realhf.planning.explain.remedies import find_remedies, smallest_peak_bytes
+from realhf.planning.model.timings import Costs, load_costs
+from realhf.planning.options import call_options
+from realhf.planning.predict import Prediction
+from realhf.planning.problem.tables import Problem
+from realhf.planning.search import SearchResult, search_plan
+from realhf.planning.task import PlanningTask, with_staleness
+from realhf.planning.watching import Watch, unwatched
+from realhf.planning.what_if import WhatIf, keys_without_producer
+from realhf.planning.workload import Workload
+from realhf.rundir.run import RunSpec
 
 
 class Planner:

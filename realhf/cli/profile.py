@@ -13,24 +13,24 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from realhf.api.errors import RunError
 from realhf.api.experiment import auto_settings, models_of
-from realhf.api.files import write_atomically
-from realhf.api.graph import DataflowGraph
-from realhf.api.numbers import check_range
-from realhf.api.profile_job import JOB_FILE, ProfileJob, ProfileTarget
+from realhf.base.errors import RunError
+from realhf.base.files import write_atomically
+from realhf.base.numbers import check_range
 from realhf.cli.devices import cluster_of, hardware_text
 from realhf.cli.experiment import build_experiment
-from realhf.scheduler.activity import read_activity
-from realhf.scheduler.base import ProcessSpec, process_environment, python_command, worker_name
-from realhf.scheduler.devices import devices_of, gpus_for
-from realhf.scheduler.local import LocalLauncher
-from realhf.scheduler.run_directory import RunDirectory
-from realhf.scheduler.supervisor import supervise
-from realhf.search.hardware import leave_description
-from realhf.search.profile import LayerProfile, load_profile, profile_path
+from realhf.dataflow.graph import DataflowGraph
+from realhf.launch.devices import devices_of, gpus_for
+from realhf.launch.launcher import ProcessSpec, process_environment, python_command, worker_name
+from realhf.launch.local.launcher import LocalLauncher
+from realhf.launch.supervisor import supervise
+from realhf.planning.model.descriptions import leave_description
+from realhf.planning.model.profile import LayerProfile, load_profile, profile_path
+from realhf.profiling.job import JOB_FILE, ProfileJob, ProfileTarget
+from realhf.rundir.flight_recorder import read_activity
+from realhf.rundir.paths import RunDirectory
 
-WORKER_MODULE = "realhf.worker.profiler"  # started, not imported: this process does without torch
+WORKER_MODULE = "realhf.profiling.profiler"  # started, not imported: this process does without torch
 
 LEAST_MAX_TOKENS = 64
 DEFAULT_MAX_TOKENS = 4096

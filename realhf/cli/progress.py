@@ -11,12 +11,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from realhf.api.lines import Tail, evaluation_line, step_line
 from realhf.cli.durations import duration
+from realhf.launch.launcher import MASTER, worker_name
 from realhf.report.run_data import CallTime, call_times, read_run
-from realhf.scheduler.activity import read_activity
-from realhf.scheduler.base import MASTER, worker_name
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.rundir.flight_recorder import read_activity
+from realhf.rundir.lines import Tail, evaluation_line, step_line
+from realhf.rundir.paths import RunDirectory
 
 # Statistics shown beside the step, those that exist.
 SHOWN = ("reward_mean", "accuracy", "loss", "actor_loss", "kl", "tokens_per_s")

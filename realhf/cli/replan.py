@@ -10,19 +10,19 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from realhf.api.errors import UserError
-from realhf.api.files import write_atomically
-from realhf.api.lines import read_lines, step_line
-from realhf.api.plan import ExecutionPlan, save_plan
-from realhf.api.run import Run, load_run
+from realhf.base.errors import UserError
+from realhf.base.files import write_atomically
 from realhf.cli.planning import Planner
+from realhf.dataflow.plan import ExecutionPlan, save_plan
 from realhf.master.drift import WARM_UP, WINDOW, call_factors
+from realhf.planning.cluster import Cluster
+from realhf.planning.explain.explanation import explain
+from realhf.planning.here import divided, hardware_here
+from realhf.planning.search import check_budget
 from realhf.report.run_data import lines_under
-from realhf.scheduler.run_directory import RunDirectory
-from realhf.search.cluster import Cluster
-from realhf.search.explanation import explain
-from realhf.search.here import divided, hardware_here
-from realhf.search.searcher import check_budget
+from realhf.rundir.lines import read_lines, step_line
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Run, load_run
 
 DESCRIPTION = """Searches the plan of a run again: what every call was measured to take in the last steps, over what was
 predicted for it, counts as a factor of all its options. Works while the run goes on, and changes nothing in it."""

@@ -10,17 +10,17 @@ from typing import Any, Literal
 
 import msgspec
 
-from realhf.api.errors import UserError
-from realhf.api.files import BadContentError, decode_json, write_atomically
-from realhf.api.lines import Tail, step_line
-from realhf.api.plan import DIGEST_LENGTH, load_plan, plan_digest
-from realhf.api.run import Run
+from realhf.base.errors import UserError
+from realhf.base.files import BadContentError, decode_json, write_atomically
 from realhf.cli.replan import Proposal
-from realhf.scheduler.base import python_command
-from realhf.scheduler.events import event_line, note
-from realhf.scheduler.local import die_with_parent
-from realhf.scheduler.run_directory import RunDirectory
-from realhf.search.switch import Switch
+from realhf.dataflow.plan import DIGEST_LENGTH, load_plan, plan_digest
+from realhf.launch.launcher import python_command
+from realhf.launch.local.launcher import die_with_parent
+from realhf.lifecycle.replan_gain import Switch
+from realhf.rundir.events import event_line, note
+from realhf.rundir.lines import Tail, step_line
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Run
 
 Mode = Literal["off", "suggest", "switch"]
 

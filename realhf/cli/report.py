@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.rundir.paths import RunDirectory
 
 DESCRIPTION = """Writes RUN_DIR/report.html: metrics, predicted against measured times, the last steps on every worker,
 the plan. Works while the run goes on and after it failed, and needs no network to be read."""

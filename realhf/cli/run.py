@@ -7,10 +7,8 @@ import time
 from pathlib import Path
 from typing import Any, Literal
 
-from realhf.api.errors import RunError, UserError
-from realhf.api.files import delete
-from realhf.api.run import Run
-from realhf.api.status import Status, write_status
+from realhf.base.errors import RunError, UserError
+from realhf.base.files import delete
 from realhf.cli.devices import said_of_hardware
 from realhf.cli.experiment import add_experiment_arguments
 from realhf.cli.fewer import recovery_of
@@ -19,16 +17,18 @@ from realhf.cli.interruption import Interruption
 from realhf.cli.progress import Progress, print_summary
 from realhf.cli.replanning import Replanner
 from realhf.cli.runs import new_run, resumed_run
-from realhf.scheduler.base import MASTER, Launcher
-from realhf.scheduler.checkpoints import remove_unfinished
-from realhf.scheduler.devices import gpus_for
-from realhf.scheduler.events import note
-from realhf.scheduler.recovery import note_start, run_to_end
-from realhf.scheduler.run_directory import RunDirectory
-from realhf.scheduler.sbatch import SlurmOptions, sbatch_text
-from realhf.scheduler.site import LocalSite, Site, SlurmSite
-from realhf.scheduler.slurm import SlurmLauncher
-from realhf.scheduler.start import prepare
+from realhf.launch.devices import gpus_for
+from realhf.launch.launcher import MASTER, Launcher
+from realhf.launch.site import LocalSite, Site, SlurmSite
+from realhf.launch.slurm.launcher import SlurmLauncher
+from realhf.launch.slurm.script import SlurmOptions, sbatch_text
+from realhf.launch.start import prepare
+from realhf.lifecycle.recover import note_start, run_to_end
+from realhf.rundir.checkpoints import remove_unfinished
+from realhf.rundir.events import note
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Run
+from realhf.rundir.status import Status, write_status
 
 LAUNCHER_LOCK = "launcher"
 

@@ -9,27 +9,27 @@ from typing import Any
 
 import msgspec
 
-from realhf.api.errors import UserError
 from realhf.api.experiment import auto_settings, follows_of
-from realhf.api.graph import DataflowGraph
-from realhf.api.numbers import Range, check_ranges
-from realhf.api.plan import ExecutionPlan, load_plan
-from realhf.api.run import MAX_DEVICES, MAX_STEPS, RANGES, YEAR_S, Run, RunSpec, read_spec
-from realhf.api.status import read_status
+from realhf.base.errors import UserError
+from realhf.base.numbers import Range, check_ranges
 from realhf.cli.devices import cluster_of, has_gpus
 from realhf.cli.experiment import build_experiment
 from realhf.cli.fewer import check_recovery
 from realhf.cli.planning import plan_for
 from realhf.cli.replanning import check_replanning
 from realhf.data.fit import check_fit, check_replay
-from realhf.engine.megatron_check import check_megatron
+from realhf.dataflow.graph import DataflowGraph
+from realhf.dataflow.plan import ExecutionPlan, load_plan
+from realhf.engine.train.megatron_check import check_megatron
 from realhf.master.trackers import check_trackers
 from realhf.models.checkpoint_index import check_architecture, initial_optimizer_steps, read_index
 from realhf.models.hugging_face_files import check_checkpoint
-from realhf.scheduler.checkpoints import Choice, RunState, newest_good, step_folder
-from realhf.scheduler.run_directory import RunDirectory
-from realhf.search.cluster import Cluster
-from realhf.search.clusters import MEMORY_GB
+from realhf.planning.cluster import Cluster
+from realhf.planning.clusters import MEMORY_GB
+from realhf.rundir.checkpoints import Choice, RunState, newest_good, step_folder
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import MAX_DEVICES, MAX_STEPS, RANGES, YEAR_S, Run, RunSpec, read_spec
+from realhf.rundir.status import read_status
 
 # Options that are fields of the run's specification; what is not given keeps the field's default, or what the run had.
 SPEC_OPTIONS = (

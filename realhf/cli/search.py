@@ -11,13 +11,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from realhf.api.errors import UserError
-from realhf.api.numbers import check_range
-from realhf.search import _search
-from realhf.search.certificate import Certificate
-from realhf.search.planned_file import PlannedFile
-from realhf.search.problem_file import ProblemFile, load_problem, native_tables, unit_us
-from realhf.search.searcher import SEEDS, check_budget
+from realhf.base.errors import UserError
+from realhf.base.numbers import check_range
+from realhf.planning import _search
+from realhf.planning.explain.certificate import Certificate
+from realhf.planning.problem.file import ProblemFile, load_problem, native_tables, unit_us
+from realhf.planning.problem.solution_file import PlannedFile
+from realhf.planning.search import SEEDS, check_budget
 
 DEFAULT_SECONDS = 10.0
 THREADS = (1, 1024)

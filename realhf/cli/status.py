@@ -13,7 +13,7 @@ from rich.text import Text
 
 from realhf.cli.durations import duration
 from realhf.report.run_status import ENDED, FINISHED, ProcessState, RunStatus, read_run_status
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.rundir.paths import RunDirectory
 
 DESCRIPTION = """Says where a run stands: steps, speed, time left, what each process is doing, memory, checkpoints and
 restarts. Reads the run directory alone: works from any machine that sees it, while the run goes on and after it."""

@@ -8,8 +8,8 @@ from typing import Any, ClassVar
 
 from tokenizers import Tokenizer
 
-from realhf.api.errors import UserError
 from realhf.api.experiment import DatasetExtent, KeyExtent
+from realhf.base.errors import UserError
 
 Tokens = list[int]
 

@@ -5,12 +5,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from realhf.api.errors import UserError
 from realhf.api.experiment import DatasetExtent
 from realhf.api.generation import GenerationOptions
-from realhf.api.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
-from realhf.api.interface import InterfaceConfig
+from realhf.base.errors import UserError
 from realhf.data.recorded import read_recorded
+from realhf.dataflow.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.interface import InterfaceConfig
 
 
 @dataclass(frozen=True)

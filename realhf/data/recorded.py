@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-from realhf.api.errors import UserError
+from realhf.base.errors import UserError
 
 
 @dataclass(frozen=True)

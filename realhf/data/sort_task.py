@@ -26,8 +26,8 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 
-from realhf.api.errors import UserError
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
+from realhf.base.errors import UserError
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 VOCABULARY = (PAD, BOS, EOS, ">", *string.ascii_lowercase, "*", " ")

@@ -5,8 +5,8 @@ from math import prod
 import torch
 from torch import Tensor
 
-from realhf.engine.offload import allocate, free
-from realhf.realloc.shards import FlatLayout
+from realhf.engine.residency.offload import allocate, free
+from realhf.geometry.shards import FlatLayout
 
 
 class Arena:

@@ -7,7 +7,7 @@ from heapq import heappop, heappush
 import torch
 from torch import Tensor
 
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
 
 
 @dataclass(frozen=True)

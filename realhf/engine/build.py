@@ -7,23 +7,23 @@ from math import prod
 import torch
 from torch import Tensor, nn
 
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
 from realhf.engine.arena import Arena
-from realhf.engine.megatron_check import check_megatron
+from realhf.engine.train.megatron_check import check_megatron
+from realhf.geometry.boxes import Box, device_boxes
+from realhf.geometry.parameters import ParameterSpec, decoder_parameters
+from realhf.geometry.shards import flat_layout
 from realhf.models.decoder import Decoder
-from realhf.models.parameters import ParameterSpec, decoder_parameters
 from realhf.parallel.gradients import let_add_to_grad
 from realhf.parallel.groups import ParallelGroups
-from realhf.realloc.held import by_name
-from realhf.realloc.layout import Box, device_boxes
-from realhf.realloc.shards import flat_layout
+from realhf.realloc.execute.held import by_name
 
 _INITIAL_STD = 0.02
 _DRAWN_ELEMENTS = 2**20  # at a time
 
 
 def build_arena(config: DecoderConfig, groups: ParallelGroups, dtype: torch.dtype, device: torch.device) -> Arena:
-    """The storage of this rank's parameters, in the order of `realhf.realloc.shards.flat_layout`; zeros."""
+    """The storage of this rank's parameters, in the order of `realhf.geometry.shards.flat_layout`; zeros."""
     return Arena(flat_layout(config, groups.layout, groups.rank), dtype, device)
 
 
@@ -58,9 +58,9 @@ def decoder_on(config: DecoderConfig, groups: ParallelGroups, views: dict[str, T
 def megatron_layers(
     config: DecoderConfig, groups: ParallelGroups, dtype: torch.dtype, device: torch.device
 ) -> Callable[..., Tensor]:
-    """See `realhf.engine.megatron`, which is loaded now; UserError where it cannot be used."""
+    """See `realhf.engine.train.megatron`, which is loaded now; UserError where it cannot be used."""
     check_megatron(config, groups.layout.strategy, device.type)
-    from realhf.engine.megatron import MegatronLayers
+    from realhf.engine.train.megatron import MegatronLayers
 
     return MegatronLayers(config, dtype)
 

@@ -8,7 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from realhf.api.generation import GenerationOptions
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
 from realhf.engine.batch import Batch
 
 # A statistic is (weighted sum, weight): parts from several ranks add up, and sum / weight is the mean.

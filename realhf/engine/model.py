@@ -6,29 +6,29 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from realhf.api.compute import ComputeConfig
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
-from realhf.api.model import DecoderConfig
+from realhf.architecture.compute import ComputeConfig
+from realhf.architecture.model import DecoderConfig
 from realhf.engine import build
 from realhf.engine.arena import Arena
 from realhf.engine.batch import Batch, check_tokens
-from realhf.engine.data_parallel import Parameters, ReplicatedParameters
-from realhf.engine.decode_graphs import DecodeWorkspace, capture_of
 from realhf.engine.forward import forward
-from realhf.engine.fsdp import ShardedParameters
-from realhf.engine.generate import generate
+from realhf.engine.generate.decode_graphs import DecodeWorkspace, capture_of
+from realhf.engine.generate.loop import generate
 from realhf.engine.interface import EndCheck, GenerationOutput, LossFunction, Postprocess, Stats
-from realhf.engine.offload import HostCopy, allocate, free
-from realhf.engine.pipeline import Neighbours
-from realhf.engine.train import Trainer
-from realhf.engine.versions import ParameterVersions
+from realhf.engine.residency.offload import HostCopy, allocate, free
+from realhf.engine.residency.versions import ParameterVersions
+from realhf.engine.train.data_parallel import Parameters, ReplicatedParameters
+from realhf.engine.train.fsdp import ShardedParameters
+from realhf.engine.train.pipeline import Neighbours
+from realhf.engine.train.step import Trainer
+from realhf.geometry.boxes import Box
+from realhf.geometry.shards import shard_boxes
 from realhf.models.checkpoint import CheckpointReader
 from realhf.models.checkpoint_index import newer_kinds, of_kind, optimizer_steps
 from realhf.parallel.groups import ParallelGroups
-from realhf.realloc.held import by_name, holds, part
-from realhf.realloc.layout import Box
-from realhf.realloc.shards import shard_boxes
+from realhf.realloc.execute.held import by_name, holds, part
 
 LENT = "the parameters are in a copy until the call in its layout has ended, and other calls of the model wait for it"
 OFFLOADED = "the parameters wait in host memory; `load` brings them back before they are used"

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realhf.api.interface import RESERVED_STATISTICS, SampleDType
+from realhf.dataflow.interface import RESERVED_STATISTICS, SampleDType
 from realhf.engine.interface import CallResult, Stats
 
 SAMPLE_DTYPES = tuple(getattr(torch, name) for name in get_args(SampleDType))

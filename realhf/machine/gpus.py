@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pynvml
 
-from realhf.api.errors import UserError
+from realhf.base.errors import UserError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 ORDER = "CUDA_DEVICE_ORDER"

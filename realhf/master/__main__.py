@@ -7,13 +7,13 @@ import socket
 import sys
 from pathlib import Path
 
-from realhf.api.errors import RunError, UserError
-from realhf.api.files import writing_a_run
-from realhf.api.run import load_run
+from realhf.base.errors import RunError, UserError
+from realhf.base.files import writing_a_run
+from realhf.launch.launcher import MASTER
 from realhf.master.master import Master
-from realhf.scheduler.base import MASTER
-from realhf.scheduler.logs import start_logging
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.rundir.logs import start_logging
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import load_run
 from realhf.transport.codec import Codec
 from realhf.transport.keys import load_master_keys
 from realhf.transport.messages import ToMaster, ToWorker

@@ -7,11 +7,11 @@ from heapq import heappop, heappush
 from math import prod
 from string import ascii_letters
 
-from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
-from realhf.api.interface import SampleDType
-from realhf.api.layout import Layout
-from realhf.api.protocols import THREE_D_PROTO, Division, TransferProtocol
-from realhf.master.senders import EarliestSenders
+from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.interface import SampleDType
+from realhf.dataflow.protocols import THREE_D_PROTO, Division, TransferProtocol
+from realhf.geometry.layout import Layout
+from realhf.master.broadcast_tree import EarliestSenders
 from realhf.transport.messages import KeyMetadata, Receive, Send
 
 # mini_batches[part][j]: the ids of mini-batch j in a part of the batch, that of a data-parallel rank.

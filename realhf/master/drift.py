@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from realhf.scheduler.events import Event
+from realhf.rundir.events import Event
 
 # Steps that are looked at together: fewer would take one slow step for a change.
 WINDOW = 10

@@ -6,17 +6,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from realhf.api.deadlines import Deadlines
-from realhf.api.graph import DataflowGraph, ModelFunctionCallDef
-from realhf.api.layout import Layout
-from realhf.api.offload import Load, loads_of, models_needed, with_loads
-from realhf.api.plan import CallPlan
 from realhf.data.rows import DatasetRows
+from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.offload import Load, loads_of, models_needed, with_loads
+from realhf.dataflow.plan import CallPlan
+from realhf.geometry.layout import Layout
 from realhf.master.data import DataDirectory, Partition, dataset_sequences, division, length_key, partition
 from realhf.master.moves import Moves, SendRequest
 from realhf.master.open_requests import Clock, OpenRequests
 from realhf.master.replies import Request
 from realhf.master.state import Action, FinishStep, Issue, Node, Schedule, movers_of, occupied
+from realhf.rundir.deadlines import Deadlines
 from realhf.transport.messages import (
     BatchKey,
     CallFunction,

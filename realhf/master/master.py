@@ -7,26 +7,26 @@ import time
 from collections.abc import Iterable
 from functools import cached_property
 
-from realhf.api.errors import RunError
-from realhf.api.files import writing_a_run
-from realhf.api.lines import append_line, evaluation_line, read_lines
-from realhf.api.plan import DIGEST_LENGTH, plan_digest
-from realhf.api.run import Run
-from realhf.api.status import RunState, Status, write_status
+from realhf.base.errors import RunError
+from realhf.base.files import writing_a_run
 from realhf.data.datasets import JSONLDataset
 from realhf.data.rows import DatasetRows
-from realhf.master.awake import AwakeClock
-from realhf.master.borders import Borders
+from realhf.dataflow.plan import DIGEST_LENGTH, plan_digest
+from realhf.launch.launcher import MASTER, worker_name
+from realhf.master.clock import AwakeClock
 from realhf.master.drift import DriftWatch, told_calls
 from realhf.master.loop import CallRecord, Dispatcher, GraphRunner
+from realhf.master.milestones import Borders
 from realhf.master.records import Trace, log_step, step_metrics
 from realhf.master.saver import Saver
 from realhf.master.trackers import Trackers
 from realhf.master.vital_signs import VitalSigns
-from realhf.scheduler.activity import ActivityWriter
-from realhf.scheduler.base import MASTER, worker_name
-from realhf.scheduler.events import note, read_events
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.rundir.events import note, read_events
+from realhf.rundir.flight_recorder import ActivityWriter
+from realhf.rundir.lines import append_line, evaluation_line, read_lines
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Run
+from realhf.rundir.status import RunState, Status, write_status
 from realhf.transport.messages import (
     CheckpointWritten,
     DumpStacks,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from realhf.api.layout import Layout
+from realhf.geometry.layout import Layout
 from realhf.master.open_requests import OpenRequests
 from realhf.master.replies import Request
 from realhf.master.state import Node

@@ -8,10 +8,10 @@ from typing import Any
 
 import msgspec
 
-from realhf.api.files import naming
-from realhf.api.plan import ExecutionPlan
+from realhf.base.files import naming
+from realhf.dataflow.plan import ExecutionPlan
 from realhf.master.loop import CallRecord
-from realhf.scheduler.logs import at
+from realhf.rundir.logs import at
 from realhf.transport.messages import Phase, Span
 
 logger = logging.getLogger(__name__)

@@ -7,16 +7,16 @@ import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
-from realhf.api.errors import RunError, UserError
-from realhf.api.plan import plan_digest
-from realhf.api.run import Run
+from realhf.base.errors import RunError, UserError
+from realhf.dataflow.plan import plan_digest
+from realhf.geometry.boxes import Box
 from realhf.master.loop import Dispatcher
 from realhf.models.checkpoint_index import STEPS_KEY, finish, initial_optimizer_steps, state_owners
-from realhf.realloc.layout import Box
-from realhf.scheduler import checkpoints
-from realhf.scheduler.checkpoints import RunState, step_folder
-from realhf.scheduler.events import note
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.rundir import checkpoints
+from realhf.rundir.checkpoints import RunState, step_folder
+from realhf.rundir.events import note
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Run
 from realhf.transport.messages import CheckpointWritten
 
 logger = logging.getLogger(__name__)

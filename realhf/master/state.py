@@ -9,14 +9,14 @@ proceed: no deadlock, and the same order on every device in every run.
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from realhf.api.graph import DataflowGraph
-from realhf.api.layout import Layout
+from realhf.dataflow.graph import DataflowGraph
+from realhf.geometry.layout import Layout
 
 
 @dataclass(frozen=True, order=True)
 class Node:
     """Model function call `call` of step `step`; or a model following another at its end (`DataflowGraph.follows`), or
-    one coming back from host memory (`realhf.api.offload.Load`)."""
+    one coming back from host memory (`realhf.dataflow.offload.Load`)."""
 
     step: int
     call: str

@@ -5,8 +5,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from realhf.api.errors import UserError
-from realhf.api.run import RunSpec
+from realhf.base.errors import UserError
+from realhf.rundir.run import RunSpec
 
 GIB = 2**30
 

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from realhf.api.errors import RunError
+from realhf.base.errors import RunError
+from realhf.launch.launcher import worker_name
 from realhf.master.loop import Dispatcher
 from realhf.master.open_requests import NO_REQUEST, Clock
-from realhf.scheduler.base import worker_name
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.rundir.paths import RunDirectory
 
 
 class VitalSigns:

@@ -16,8 +16,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from realhf.api.decoding import takes_flash
-from realhf.api.errors import UserError
+from realhf.architecture.decoding import takes_flash
+from realhf.base.errors import UserError
 
 PackedKernel = Literal["flash-attn", "torch varlen", "scaled dot products"]
 

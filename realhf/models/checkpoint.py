@@ -9,9 +9,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from realhf.api.errors import UserError
-from realhf.api.files import write_atomically
-from realhf.api.model import DecoderConfig, DType
+from realhf.architecture.model import DecoderConfig, DType
+from realhf.base.errors import UserError
+from realhf.base.files import write_atomically
+from realhf.geometry.boxes import Box
 from realhf.models.checkpoint_digest import check_content
 from realhf.models.checkpoint_index import (
     SavedBox,
@@ -25,8 +26,7 @@ from realhf.models.checkpoint_index import (
     staging_directory,
 )
 from realhf.models.safetensors_file import write_safetensors
-from realhf.realloc.held import by_name, part
-from realhf.realloc.layout import Box
+from realhf.realloc.execute.held import by_name, part
 
 TORCH_DTYPE = {"F32": torch.float32, "F64": torch.float64, "BF16": torch.bfloat16, "F16": torch.float16}
 DTYPE_NAME: dict[torch.dtype, DType] = {

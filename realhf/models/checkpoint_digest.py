@@ -4,7 +4,7 @@ import hashlib
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from realhf.api.errors import UserError
+from realhf.base.errors import UserError
 from realhf.models.checkpoint_index import CheckpointIndex, SavedFile
 
 _THREADS = 8  # hashing is as fast as one core allows, and leaves the others free

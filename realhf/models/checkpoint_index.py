@@ -15,15 +15,15 @@ from typing import Any
 
 import msgspec
 
-from realhf.api.compute import DataParallel
-from realhf.api.errors import UserError
 from realhf.api.experiment import ModelSetup
-from realhf.api.files import BadContentError, decode_json, sync_directory, write_atomically
-from realhf.api.layout import Layout
-from realhf.api.model import DecoderConfig, DType
-from realhf.models.parameters import decoder_parameters
-from realhf.realloc.layout import Box, device_boxes
-from realhf.realloc.shards import shard_boxes
+from realhf.architecture.compute import DataParallel
+from realhf.architecture.model import DecoderConfig, DType
+from realhf.base.errors import UserError
+from realhf.base.files import BadContentError, decode_json, sync_directory, write_atomically
+from realhf.geometry.boxes import Box, device_boxes
+from realhf.geometry.layout import Layout
+from realhf.geometry.parameters import decoder_parameters
+from realhf.geometry.shards import shard_boxes
 
 FORMAT = "realhf-checkpoint/1"
 INDEX_FILE = "index.json"

@@ -13,16 +13,16 @@ from typing import get_args
 import msgspec
 import torch
 
-from realhf.api.errors import UserError
-from realhf.api.files import BadContentError, decode_json
-from realhf.api.hugging_face import config_content, family_of
-from realhf.api.model import DecoderConfig, DType
+from realhf.architecture.hugging_face import config_content, family_of
+from realhf.architecture.model import DecoderConfig, DType
+from realhf.base.errors import UserError
+from realhf.base.files import BadContentError, decode_json
+from realhf.geometry.boxes import Box
+from realhf.geometry.parameters import decoder_parameters, parameter_count
 from realhf.models.checkpoint import CheckpointReader, write_boxes
 from realhf.models.checkpoint_index import INDEX_FILE, finish, staging_directory
 from realhf.models.hugging_face_files import CONFIG_FILE, HuggingFaceDirectory, is_hugging_face
 from realhf.models.hugging_face_weights import HuggingFaceReader, in_parts, write_hugging_face
-from realhf.models.parameters import decoder_parameters, parameter_count
-from realhf.realloc.layout import Box
 
 # In a checkpoint of boxes: what came with the weights and is needed to convert back.
 COMPANION_FOLDER = "hugging_face"

@@ -15,9 +15,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realhf.api.compute import Recomputation
-from realhf.api.layout import chunk_layers
-from realhf.api.model import DecoderConfig
+from realhf.architecture.compute import Recomputation
+from realhf.architecture.model import DecoderConfig
+from realhf.geometry.layout import chunk_layers
 from realhf.models.attention import Attention
 from realhf.models.mlp import feed_forward
 from realhf.models.norms import RMSNorm, hidden_norm
@@ -104,7 +104,7 @@ class _Trunk(nn.Module):
 class Decoder(nn.Module):
     """This rank's stage (all its model chunks) and tensor-parallel part of a model; parameters are uninitialised.
 
-    Parameter names and shapes are those of `realhf.realloc.layout.device_boxes`.
+    Parameter names and shapes are those of `realhf.geometry.boxes.device_boxes`.
     """
 
     def __init__(self, config: DecoderConfig, groups: ParallelGroups):

@@ -2,8 +2,8 @@
 
 from dataclasses import dataclass
 
-from realhf.api.model import DecoderConfig
-from realhf.models.parameters import ParameterSpec, decoder_parameters
+from realhf.architecture.model import DecoderConfig
+from realhf.geometry.parameters import ParameterSpec, decoder_parameters
 
 
 @dataclass(frozen=True)

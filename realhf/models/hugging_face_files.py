@@ -9,10 +9,10 @@ from pathlib import Path
 
 import msgspec
 
-from realhf.api.errors import UserError
-from realhf.api.files import BadContentError, decode_json
-from realhf.api.hugging_face import config_content, decoder_of, family_of
-from realhf.api.model import DecoderConfig
+from realhf.architecture.hugging_face import config_content, decoder_of, family_of
+from realhf.architecture.model import DecoderConfig
+from realhf.base.errors import UserError
+from realhf.base.files import BadContentError, decode_json
 from realhf.models.checkpoint_index import HeaderEntry, check_architecture, read_header, read_index
 from realhf.models.hugging_face import Source, is_ignored, sources
 

@@ -11,10 +11,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from realhf.api.errors import UserError
-from realhf.api.files import write_atomically
-from realhf.api.hugging_face import family_of, write_config
-from realhf.api.model import DecoderConfig, DType
+from realhf.architecture.hugging_face import family_of, write_config
+from realhf.architecture.model import DecoderConfig, DType
+from realhf.base.errors import UserError
+from realhf.base.files import write_atomically
+from realhf.geometry.boxes import Box
+from realhf.geometry.parameters import decoder_parameters
 from realhf.models.checkpoint import TORCH_DTYPE, CheckpointReader, fill
 from realhf.models.checkpoint_index import replace_directory, staging_directory
 from realhf.models.hugging_face import Source, sources
@@ -25,8 +27,6 @@ from realhf.models.hugging_face_files import (
     HuggingFaceDirectory,
     is_hugging_face,
 )
-from realhf.models.parameters import decoder_parameters
-from realhf.realloc.layout import Box
 
 ReadBox = Callable[[Tensor, Box], None]
 
@@ -106,7 +106,7 @@ def write_hugging_face(
 
     Args:
         read_into: fills a tensor with a box of the model, as `CheckpointReader.read_into` does.
-        like: see `realhf.api.hugging_face.write_config`.
+        like: see `realhf.architecture.hugging_face.write_config`.
         companions: files (the tokenizer's) to copy along.
         max_file_bytes: weights are cut into files of about that size.
 

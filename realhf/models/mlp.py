@@ -5,8 +5,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realhf.api.model import Activation, DecoderConfig
-from realhf.kernels import fused
+from realhf.architecture.model import Activation, DecoderConfig
+from realhf.cpu import fused
 from realhf.parallel.sequence import TokenShards, enter, gather_outputs, leave
 from realhf.parallel.tensor import ColumnParallelLinear, JoinedLinears, RowParallelLinear
 

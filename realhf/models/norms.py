@@ -5,8 +5,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realhf.api.model import DecoderConfig
-from realhf.kernels import fused
+from realhf.architecture.model import DecoderConfig
+from realhf.cpu import fused
 from realhf.parallel.regions import copy_to_group
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from realhf.api.compute import Recomputation
+from realhf.architecture.compute import Recomputation
 
 
 def run_layer(recomputation: Recomputation, layer: Callable[..., Tensor], *args: Any) -> Tensor:

@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.api.model import DecoderConfig, RopeScaling
-from realhf.kernels import fused
+from realhf.architecture.model import DecoderConfig, RopeScaling
+from realhf.cpu import fused
 
 
 def rotary_tables(positions: Tensor, config: DecoderConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:

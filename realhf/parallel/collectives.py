@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.parallel import host_group
+from realhf.cpu import host_group
 
 HAS_BOTH = (dist.Backend.NCCL, host_group.BACKEND)
 BUCKET_BYTES = 16 * 2**20  # of what gloo receives at once

@@ -7,8 +7,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from realhf.api.layout import Layout
-from realhf.parallel import host_group
+from realhf.cpu import host_group
+from realhf.geometry.layout import Layout
 from realhf.parallel.waiting import HOST_WAITS, Waits
 
 

@@ -2,7 +2,7 @@
 
 On AMD CPUs MKL's float32 kernels use half of the vector width, oneDNN's all of it: 100 against 230 GFLOP/s a core of
 an EPYC 9005, in the products of both gradients too. Where one weight serves many steps it is *packed* into the order in
-which a kernel reads it: a kernel of our own on processors with AVX-512 (`realhf.kernels.products`), oneDNN's on others.
+which a kernel reads it: a kernel of our own on processors with AVX-512 (`realhf.cpu.products`), oneDNN's on others.
 On an EPYC 9004 the first has about its full rate from 8 rows on, of which oneDNN's has 0.9 at 64 rows and half at 8.
 """
 
@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from realhf.kernels import products
-from realhf.kernels.products import PackedWeight
+from realhf.cpu import products
+from realhf.cpu.products import PackedWeight
 
 Packed = PackedWeight | Tensor  # a Tensor is in the order of oneDNN's kernels
 

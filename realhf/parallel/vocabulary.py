@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.kernels import fused
+from realhf.cpu import fused
 from realhf.parallel.gradients import gradient_sink
 from realhf.parallel.linear import Packed, linear, weight_gradient
 from realhf.parallel.regions import gather_last_dim

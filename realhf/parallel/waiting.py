@@ -17,7 +17,7 @@ from typing import NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-from realhf.api.errors import RunError
+from realhf.base.errors import RunError
 
 LOOK_EVERY_S = 1.0
 

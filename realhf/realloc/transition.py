@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
-from realhf.api.compute import DataParallel
-from realhf.api.layout import Layout, ParallelStrategy
-from realhf.api.micro_dp import grouped_like
-from realhf.api.model import DecoderConfig
-from realhf.realloc.layout import Box, device_boxes
-from realhf.realloc.planner import ReallocationPlan, plan_reallocation
-from realhf.realloc.shards import held_boxes
+from realhf.architecture.compute import DataParallel
+from realhf.architecture.model import DecoderConfig
+from realhf.geometry.boxes import Box, device_boxes
+from realhf.geometry.layout import Layout, ParallelStrategy
+from realhf.geometry.micro_dp import grouped_like
+from realhf.geometry.shards import held_boxes
+from realhf.realloc.plan.planner import ReallocationPlan, plan_reallocation
 
 Engine = Literal["deepspeed-chat", "hybridflow-v", "hybridflow"]
 Boxes = Mapping[int, Sequence[Box]]  # by device
@@ -58,7 +58,7 @@ def transition(engine: Engine, model: DecoderConfig, training: Layout, tp: int, 
     - HybridFlow groups generation's ranks such that a micro data-parallel group gathers what it computes with.
 
     Raises:
-        ValueError: HybridFlow cannot group ranks so (`realhf.api.micro_dp`).
+        ValueError: HybridFlow cannot group ranks so (`realhf.geometry.micro_dp`).
     """
     mesh, degrees = training.mesh, ParallelStrategy(training.mesh.size // (tp * pp), tp, pp)
     whole = Layout(mesh, ParallelStrategy(mesh.size))

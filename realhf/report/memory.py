@@ -6,8 +6,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from realhf.api.plan import ExecutionPlan
-from realhf.api.rationale import DeviceMemory
+from realhf.dataflow.plan import ExecutionPlan
+from realhf.dataflow.rationale import DeviceMemory
 from realhf.report.figures import LEGEND_ABOVE, MEASURED_COLOUR, PREDICTED_COLOUR, styled
 from realhf.report.html import figure_html, section
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from realhf.api.plan import CallPlan
+from realhf.dataflow.plan import CallPlan
+from realhf.planning.explain.analysis import COMPUTE, Analysis, Span
+from realhf.planning.explain.comparison import Candidate, Comparison
 from realhf.report.figures import LEGEND_ABOVE, LINE_COLOURS, MEASURED_COLOUR, OTHER_COLOUR, PHASE_COLOURS, styled
 from realhf.report.html import document, figure_html, section, table
-from realhf.search.analysis import COMPUTE, Analysis, Span
-from realhf.search.comparison import Candidate, Comparison
 
 GIB = 2**30
 STEPS_SHOWN = 2

@@ -1,7 +1,7 @@
 """The plan of a run on its page: where every call runs, and why so."""
 
-from realhf.api.plan import ExecutionPlan
-from realhf.api.rationale import Instead, Rationale
+from realhf.dataflow.plan import ExecutionPlan
+from realhf.dataflow.rationale import Instead, Rationale
 from realhf.report.html import section, table
 
 SAME = 5e-4

@@ -9,14 +9,14 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 from msgspec import Meta
 
-from realhf.api.errors import UserError
-from realhf.api.files import decode_json
-from realhf.api.lines import evaluation_line, read_lines, step_line
-from realhf.api.plan import DIGEST_LENGTH, ExecutionPlan, load_plan, plan_digest
-from realhf.api.run import OtherRunVersionError, read_spec
-from realhf.api.status import Status, read_status
-from realhf.scheduler.events import Event, event_line
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.base.errors import UserError
+from realhf.base.files import decode_json
+from realhf.dataflow.plan import DIGEST_LENGTH, ExecutionPlan, load_plan, plan_digest
+from realhf.rundir.events import Event, event_line
+from realhf.rundir.lines import evaluation_line, read_lines, step_line
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import OtherRunVersionError, read_spec
+from realhf.rundir.status import Status, read_status
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from realhf.api.plan import ExecutionPlan
+from realhf.dataflow.plan import ExecutionPlan
 from realhf.report.run_data import TraceEvent
 
 WAITING = "waiting"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import zmq
 
-from realhf.api.errors import UserError
+from realhf.base.errors import UserError
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,8 +4,8 @@ from typing import Annotated, Literal
 
 import msgspec
 
-from realhf.api.interface import SampleDType
-from realhf.api.layout import Layout
+from realhf.dataflow.interface import SampleDType
+from realhf.geometry.layout import Layout
 
 Split = Literal["train", "evaluation"]
 # "sending" and "writing" are beside the rest: on threads of their own.
@@ -212,7 +212,7 @@ class Reply(Message, frozen=True, kw_only=True):
     tokens: Count = 0
     # How many steps of training the parameters have seen with which a call ran.
     weights_version: Count = 0
-    # The most that models and data took on this worker since its last call, `realhf.worker.memory`; 0: not known.
+    # The most that models and data took on this worker since its last call, `realhf.worker.memory_use`; 0: not known.
     peak_bytes: Count = 0
 
 

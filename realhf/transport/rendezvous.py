@@ -5,8 +5,8 @@ from pathlib import Path
 
 import msgspec
 
-from realhf.api.errors import RunError
-from realhf.api.files import BadContentError, decode_json, write_atomically
+from realhf.base.errors import RunError
+from realhf.base.files import BadContentError, decode_json, write_atomically
 
 _FILE = "master.json"
 

@@ -12,7 +12,7 @@ import zmq.asyncio
 from zmq.auth.asyncio import AsyncioAuthenticator
 from zmq.utils import z85
 
-from realhf.api.errors import RunError, UserError
+from realhf.base.errors import RunError, UserError
 from realhf.transport.codec import Codec, UndecodableError
 from realhf.transport.keys import MasterKeys
 

@@ -14,14 +14,14 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from realhf.api.errors import RunError
-from realhf.api.run import Run, load_run
-from realhf.engine.paged_attention import describe_attention
-from realhf.parallel.host_group import PeerError
-from realhf.scheduler.activity import ActivityWriter
-from realhf.scheduler.base import TOLD_RETURNCODE, worker_index, worker_name
-from realhf.scheduler.logs import start_logging
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.base.errors import RunError
+from realhf.cpu.host_group import PeerError
+from realhf.engine.generate.paged_attention import describe_attention
+from realhf.launch.launcher import TOLD_RETURNCODE, worker_index, worker_name
+from realhf.rundir.flight_recorder import ActivityWriter
+from realhf.rundir.logs import start_logging
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Run, load_run
 from realhf.transport.client import Client
 from realhf.transport.codec import Codec
 from realhf.transport.keys import load_worker_keys

@@ -7,9 +7,9 @@ from typing import NoReturn
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.api.graph import ModelFunctionCallDef
-from realhf.api.layout import Layout
-from realhf.api.protocols import THREE_D_PROTO
+from realhf.dataflow.graph import ModelFunctionCallDef
+from realhf.dataflow.protocols import THREE_D_PROTO
+from realhf.geometry.layout import Layout
 from realhf.parallel.groups import GroupTable
 
 

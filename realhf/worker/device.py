@@ -5,9 +5,9 @@ from collections.abc import Mapping
 
 import torch
 
-from realhf.api.errors import UserError
+from realhf.base.errors import UserError
+from realhf.launch.devices import DEVICE_VARIABLE
 from realhf.machine.gpus import FOR_THE_CPU, VISIBLE
-from realhf.scheduler.devices import DEVICE_VARIABLE
 
 
 def own_device(environ: Mapping[str, str] = os.environ) -> torch.device:

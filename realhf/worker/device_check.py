@@ -5,9 +5,9 @@ import socket
 
 import torch
 
-from realhf.api.errors import UserError
-from realhf.api.hardware import GIB, Hardware, mismatch
+from realhf.base.errors import UserError
 from realhf.machine.host import read_host
+from realhf.planning.model.hardware import GIB, Hardware, mismatch
 
 logger = logging.getLogger("realhf.worker")
 

@@ -2,12 +2,12 @@
 
 from pathlib import Path
 
-from realhf.api.run import Run
 from realhf.engine.model import ShardedModel
 from realhf.models.checkpoint import CheckpointReader
 from realhf.models.checkpoint_index import newer_kinds, of_kind
 from realhf.models.hugging_face_weights import HuggingFaceReader, open_checkpoint
-from realhf.scheduler.checkpoints import step_folder
+from realhf.rundir.checkpoints import step_folder
+from realhf.rundir.run import Run
 
 HEAD_PARAMETERS = ("lm_head.weight", "score.weight")
 

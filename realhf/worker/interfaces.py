@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import realhf
-from realhf.api.errors import UserError
-from realhf.api.graph import WEIGHTS_VERSION, ModelFunctionCallDef
-from realhf.api.interface import lacks_class, lacks_method
+from realhf.base.errors import UserError
+from realhf.dataflow.graph import WEIGHTS_VERSION, ModelFunctionCallDef
+from realhf.dataflow.interface import lacks_class, lacks_method
 from realhf.engine.batch import Batch, concatenate
 from realhf.engine.interface import CallResult, Model
 from realhf.engine.returned import InterfaceError, check_result

@@ -12,17 +12,17 @@ import msgspec
 import torch
 from torch import Tensor
 
-from realhf.api.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef, ModelInterfaceType
-from realhf.api.layout import Layout
-from realhf.api.run import Run
 from realhf.data.loader import DatasetReader
+from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef, ModelInterfaceType
 from realhf.engine.batch import Batch
 from realhf.engine.model import ShardedModel
+from realhf.geometry.layout import Layout
 from realhf.models.checkpoint import snapshot
 from realhf.models.checkpoint_index import initial_optimizer_steps
 from realhf.parallel.groups import GroupTable, group_of_all_ranks
 from realhf.parallel.waiting import waits_on
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Run
 from realhf.transport.messages import (
     BatchKey,
     CallFunction,
@@ -47,7 +47,7 @@ from realhf.worker.checkpoint_writer import CheckpointWriter
 from realhf.worker.home import fill
 from realhf.worker.interfaces import load_interface, run_interface
 from realhf.worker.mailbox import Mailbox
-from realhf.worker.memory import MemoryGauge
+from realhf.worker.memory_use import MemoryGauge
 from realhf.worker.move_lane import MoveLane
 from realhf.worker.parameter_moves import ParameterMoves
 from realhf.worker.store import SampleStore, describe

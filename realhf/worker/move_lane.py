@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 import torch
 
-from realhf.scheduler.logs import place_of
+from realhf.rundir.logs import place_of
 from realhf.transport.messages import BatchKey, Move, PrepareMove, Reallocate, Reply, Span
 from realhf.worker.activity import WorkerActivity
 

@@ -6,15 +6,15 @@ from contextlib import contextmanager
 
 import torch
 
-from realhf.api.layout import Layout
-from realhf.api.run import Run
 from realhf.engine.model import ShardedModel
+from realhf.geometry.layout import Layout
 from realhf.parallel.groups import GroupTable, group_of_all_ranks
-from realhf.realloc.checksum import SumsByPeer
-from realhf.realloc.executor import execute
-from realhf.realloc.planner import plan_between
-from realhf.realloc.transport import TorchTransport, Transport, transport_between
-from realhf.realloc.verification import LentParts, VerificationSchedule, verify
+from realhf.realloc.execute.checksum import SumsByPeer
+from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.message_passing import TorchTransport, Transport, transport_between
+from realhf.realloc.execute.verification import LentParts, VerificationSchedule, verify
+from realhf.realloc.plan.planner import plan_between
+from realhf.rundir.run import Run
 from realhf.transport.messages import FollowParameters, Move, PrepareMove, Reallocate, Release
 
 Models = MutableMapping[tuple[str, Layout], ShardedModel]

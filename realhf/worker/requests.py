@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from realhf.api.graph import ModelFunctionCallDef
-from realhf.api.layout import Layout
-from realhf.api.run import Run
+from realhf.dataflow.graph import ModelFunctionCallDef
+from realhf.geometry.layout import Layout
+from realhf.rundir.run import Run
 from realhf.transport.messages import (
     BatchKey,
     CallFunction,

@@ -5,7 +5,7 @@ from typing import cast
 
 from torch import Tensor
 
-from realhf.api.interface import SampleDType
+from realhf.dataflow.interface import SampleDType
 from realhf.engine.batch import Batch
 from realhf.transport.messages import BatchKey, KeyMetadata
 

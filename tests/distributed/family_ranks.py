@@ -6,17 +6,17 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from realhf.api.compute import ComputeConfig
 from realhf.api.experiment import OptimizerConfig
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
+from realhf.architecture.compute import ComputeConfig
+from realhf.architecture.model import DecoderConfig
 from realhf.engine.model import ShardedModel
+from realhf.geometry.boxes import Box
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.checkpoint import write_boxes
 from realhf.models.checkpoint_index import state_owners
 from realhf.models.hugging_face_files import HuggingFaceDirectory
 from realhf.models.hugging_face_weights import HuggingFaceReader
 from realhf.parallel.groups import GroupTable, ParallelGroups
-from realhf.realloc.layout import Box
 from tests.unit.engine.losses import next_token_loss, random_batch, split_like, trained_tokens
 
 OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.5)

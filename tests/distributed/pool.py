@@ -21,7 +21,7 @@ PRELOADED = [
     "numpy.testing",
     "realhf.engine.model",
     "realhf.parallel.groups",
-    "realhf.realloc.executor",
+    "realhf.realloc.execute.executor",
 ]
 
 

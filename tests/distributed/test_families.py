@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from realhf.api.compute import ComputeConfig
+from realhf.architecture.compute import ComputeConfig
 from realhf.models.checkpoint import CheckpointReader
 from realhf.models.checkpoint_index import finish
 from tests.distributed.family_ranks import OPTIMIZER, SAMPLES, Case, Outcome, run_cases

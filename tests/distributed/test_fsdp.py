@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from realhf.api.compute import ComputeConfig
 from realhf.api.generation import GenerationOptions
-from realhf.engine import fsdp
-from realhf.engine.fsdp import GATHERED_UNITS, ShardedParameters
+from realhf.architecture.compute import ComputeConfig
 from realhf.engine.model import ShardedModel
+from realhf.engine.train.fsdp import GATHERED_UNITS, ShardedParameters
+from realhf.engine.train.step import fsdp
+from realhf.geometry.boxes import Box, device_boxes
+from realhf.geometry.shards import shard_boxes, units
 from realhf.parallel.groups import GroupTable, ParallelGroups
-from realhf.realloc.layout import Box, device_boxes
-from realhf.realloc.shards import shard_boxes, units
 from tests.distributed.pool import run_distributed
 from tests.distributed.test_training_compute import FAMILIES, OPTIMIZER, Case, alone, built, oracle, relative
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, split_like, tiny, trained_tokens, value_loss

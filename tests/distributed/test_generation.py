@@ -9,16 +9,15 @@ import torch
 import torch.distributed as dist
 
 from realhf.algorithms.rollout.stop_strings import StopStrings
-from realhf.api.errors import RunError
 from realhf.api.generation import GenerationOptions
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.engine import paged_attention
+from realhf.base.errors import RunError
 from realhf.engine.batch import Batch
 from realhf.engine.build import build_decoder, initialise
-from realhf.engine.decode_graphs import DecodeWorkspace
-from realhf.engine.generate import generate
+from realhf.engine.generate.decode_graphs import DecodeWorkspace
+from realhf.engine.generate.loop import generate, paged_attention
 from realhf.engine.interface import GenerationOutput
 from realhf.engine.model import ShardedModel
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.decoder import Decoder
 from realhf.parallel.groups import GroupTable, ParallelGroups
 from realhf.parallel.waiting import HostWaits, What

@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.parallel import _host, groups, host_group
+from realhf.cpu import _host, host_group
+from realhf.cpu.host_group import Parts
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.parallel import groups
 from realhf.parallel.groups import GroupTable
-from realhf.parallel.host_group import Parts
 from tests.distributed.pool import run_distributed
 from tests.waiting import PATIENCE_S
 

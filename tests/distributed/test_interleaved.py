@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
 from realhf.engine.model import ShardedModel
+from realhf.geometry.boxes import device_boxes
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import GroupTable
-from realhf.realloc.executor import execute
-from realhf.realloc.layout import device_boxes
-from realhf.realloc.planner import plan_between
+from realhf.realloc.execute.executor import execute
+from realhf.realloc.plan.planner import plan_between
 from tests.distributed.pool import run_distributed
 from tests.distributed.test_training_compute import SEQUENCE, WAYS, Case, Outcome, check_step, run_cases
 from tests.unit.engine.losses import ONE_RANK, tiny

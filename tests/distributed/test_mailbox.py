@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PP_AS_DP, THREE_D_PROTO
+from realhf.dataflow.protocols import ALL_TO_ALL, ONE_TO_ALL, THREE_D_PP_AS_DP, THREE_D_PROTO
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.master.data import DataDirectory, partition
 from realhf.transport.messages import BatchKey, KeyMetadata, Receive, Send
 from realhf.worker.mailbox import Mailbox

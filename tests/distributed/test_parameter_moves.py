@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from realhf.api.experiment import ModelSetup, OptimizerConfig
-from realhf.api.follow import Follow
-from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP
-from realhf.api.plan import CallPlan, ExecutionPlan
-from realhf.api.run import Run, RunSpec
+from realhf.dataflow.follow import Follow
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP
+from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.engine.model import ShardedModel
 from realhf.parallel.groups import GroupTable
-from realhf.realloc.verification import VerificationError
+from realhf.realloc.execute.verification import VerificationError
+from realhf.rundir.run import Run, RunSpec
 from realhf.transport.messages import BatchKey, FollowParameters, PrepareMove, Reallocate, Release
 from realhf.worker.parameter_moves import ParameterMoves
 from tests.distributed.pool import run_distributed

@@ -12,12 +12,12 @@ from statistics import median
 import pytest
 from msgspec import structs
 
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
 from realhf.cli import main
-from realhf.scheduler.local import LocalLauncher
-from realhf.search.hardware import load_hardware
-from realhf.search.profile import LayerProfile, load_profile, profile_path
-from realhf.search.timings import load_costs
+from realhf.launch.local.launcher import LocalLauncher
+from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.model.profile import LayerProfile, load_profile, profile_path
+from realhf.planning.model.timings import load_costs
 from tests.distributed.pool import run_distributed
 
 pytestmark = pytest.mark.distributed
@@ -31,9 +31,9 @@ from dataclasses import dataclass, field
 from realhf.algorithms.ppo.config import PPOActor, PPOHyperparameters
 from realhf.algorithms.reward.config import SequenceReward
 from realhf.api.experiment import auto
-from realhf.api.graph import GENERATE, INFERENCE, ModelFunctionCallDef
-from realhf.api.model import DecoderConfig
-from realhf.search.hardware import load_hardware
+from realhf.dataflow.graph import GENERATE, INFERENCE, ModelFunctionCallDef
+from realhf.architecture.model import DecoderConfig
+from realhf.planning.model.descriptions import load_hardware
 
 
 @dataclass(frozen=True)
@@ -248,7 +248,7 @@ class Clock:
 def _stopwatch_on_two_ranks(rank: int) -> list[float]:
     import torch
 
-    from realhf.worker.model_bench import Stopwatch
+    from realhf.profiling.model_bench import Stopwatch
 
     clock = Clock()
     watch = Stopwatch(torch.device("cpu"), repetitions=3, clock=clock)

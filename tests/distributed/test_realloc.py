@@ -10,19 +10,19 @@ import numpy as np
 import pytest
 import torch
 
-from realhf.api.compute import DataParallel
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
-from realhf.api.model import DecoderConfig
-from realhf.models.parameters import decoder_parameters
-from realhf.parallel import host_group
-from realhf.realloc.checksum import SumsByPeer
-from realhf.realloc.executor import execute
-from realhf.realloc.held import by_name, part
-from realhf.realloc.layout import Box
-from realhf.realloc.planner import plan_between, plan_reallocation
-from realhf.realloc.shards import held_boxes
-from realhf.realloc.transport import HostTransport, Message, TorchTransport, Transport, Work
-from realhf.realloc.verification import VerificationError, verify
+from realhf.architecture.compute import DataParallel
+from realhf.architecture.model import DecoderConfig
+from realhf.cpu import host_group
+from realhf.geometry.boxes import Box
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
+from realhf.geometry.parameters import decoder_parameters
+from realhf.geometry.shards import held_boxes
+from realhf.realloc.execute.checksum import SumsByPeer
+from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.held import by_name, part
+from realhf.realloc.execute.message_passing import HostTransport, Message, TorchTransport, Transport, Work
+from realhf.realloc.execute.verification import VerificationError, verify
+from realhf.realloc.plan.planner import plan_between, plan_reallocation
 from tests.distributed.pool import run_distributed
 
 pytestmark = pytest.mark.distributed

@@ -9,11 +9,18 @@ from pathlib import Path
 import pytest
 import torch
 
-from realhf.parallel import host_group
-from realhf.realloc.executor import execute
-from realhf.realloc.layout import Box
-from realhf.realloc.planner import plan_reallocation
-from realhf.realloc.transport import HostTransport, Message, ReallocationError, TorchTransport, Transport, Work
+from realhf.cpu import host_group
+from realhf.geometry.boxes import Box
+from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.message_passing import (
+    HostTransport,
+    Message,
+    ReallocationError,
+    TorchTransport,
+    Transport,
+    Work,
+)
+from realhf.realloc.plan.planner import plan_reallocation
 from tests.distributed.pool import run_distributed
 from tests.waiting import PATIENCE_S, wait_until
 

@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from realhf.engine import model
 from realhf.models.decoder import Decoder
-from realhf.realloc.executor import execute
-from realhf.worker import self_check
+from realhf.profiling import self_check
+from realhf.realloc.execute.executor import execute
 from tests.distributed.pool import run_distributed
 from tests.unit.engine.captures import Compute, EagerCapture
 

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 import torch
 
-from realhf.api.errors import RunError
 from realhf.api.experiment import OptimizerConfig
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
+from realhf.base.errors import RunError
 from realhf.engine.batch import Batch
 from realhf.engine.interface import LossFunction
 from realhf.engine.model import ShardedModel
+from realhf.geometry.boxes import Box
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import GroupTable, ParallelGroups
-from realhf.realloc.layout import Box
 from tests.distributed.pool import run_distributed
 from tests.unit.engine.losses import (
     ONE_RANK,

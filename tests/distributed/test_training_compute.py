@@ -8,15 +8,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from realhf.api.compute import ComputeConfig
 from realhf.api.experiment import OptimizerConfig
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig, Experts
+from realhf.architecture.compute import ComputeConfig
+from realhf.architecture.model import DecoderConfig, Experts
 from realhf.engine.batch import Batch
 from realhf.engine.model import ShardedModel
+from realhf.geometry.boxes import Box
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import GroupTable, ParallelGroups
 from realhf.parallel.vocabulary import Logits
-from realhf.realloc.layout import Box
 from tests.distributed.pool import run_distributed
 from tests.unit.engine.losses import (
     ONE_RANK,

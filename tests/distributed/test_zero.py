@@ -20,18 +20,18 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from realhf.api.compute import ComputeConfig, DataParallel
 from realhf.api.experiment import OptimizerConfig
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
+from realhf.architecture.compute import ComputeConfig, DataParallel
+from realhf.architecture.model import DecoderConfig
 from realhf.engine.batch import Batch
 from realhf.engine.model import ShardedModel
 from realhf.engine.state import save_state
+from realhf.geometry.boxes import Box
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.checkpoint import CheckpointReader
 from realhf.parallel import collectives
 from realhf.parallel.collectives import all_gather, reduce_scatter
 from realhf.parallel.groups import GroupTable
-from realhf.realloc.layout import Box
 from tests.distributed.pool import run_distributed
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, targets, tiny, trained_tokens
 

@@ -6,17 +6,17 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from realhf.api.compute import ComputeConfig, DataParallel
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.micro_dp import grouped_like
+from realhf.architecture.compute import ComputeConfig, DataParallel
 from realhf.engine.model import ShardedModel
+from realhf.geometry.boxes import device_boxes
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.micro_dp import grouped_like
+from realhf.geometry.shards import flat_layout
 from realhf.parallel.groups import GroupTable, ParallelGroups
-from realhf.realloc.executor import execute
-from realhf.realloc.layout import device_boxes
-from realhf.realloc.planner import plan_between
-from realhf.realloc.shards import flat_layout
+from realhf.realloc.execute.executor import execute
+from realhf.realloc.plan.planner import plan_between
 from tests.distributed.pool import run_distributed
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from realhf.api.plan import ExecutionPlan
+from realhf.dataflow.plan import ExecutionPlan
 from tests.docs.blocks import DOCUMENTS, ROOT, Document
 from tests.waiting import PATIENCE_S
 

@@ -257,7 +257,7 @@ def test_what_benchmarks_import_is_there() -> None:
         if (names := names_of(module)) is not None and name not in names
     ]
     assert not missing
-    assert names_of("realhf.search.presets")
+    assert names_of("realhf.planning.presets")
 
 
 def names_of(module: str) -> set[str] | None:

@@ -4,18 +4,21 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from realhf.algorithms.rollout.config import Rollout
-from realhf.api.experiment import ModelSetup, auto
-from realhf.api.graph import GENERATE, INFERENCE, ModelFunctionCallDef
-from realhf.api.interface import InterfaceConfig
-from realhf.api.layout import Layout
-from realhf.api.protocols import (
+from realhf.api import (
     ALL_TO_ALL,
+    GENERATE,
+    INFERENCE,
     ONE_TO_ALL,
     RANK_ZERO,
     THREE_D_PP_AS_DP,
     THREE_D_PROTO,
     Division,
+    InterfaceConfig,
+    Layout,
+    ModelFunctionCallDef,
+    ModelSetup,
     TransferProtocol,
+    auto,
 )
 from realhf.data import sort_task
 from realhf.data.datasets import PromptDataset

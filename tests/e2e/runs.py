@@ -11,12 +11,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
 from realhf.data.sort_task import SORT_MODEL
 from realhf.engine.build import initial_value
+from realhf.geometry.boxes import Box
+from realhf.geometry.parameters import decoder_parameters
 from realhf.models.checkpoint import CheckpointReader
-from realhf.models.parameters import decoder_parameters
-from realhf.realloc.layout import Box
 from realhf.worker import rollouts
 from tests.waiting import PATIENCE_S
 

@@ -4,10 +4,16 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from realhf.algorithms.sft.config import SFT
-from realhf.api.experiment import ModelSetup, OptimizerConfig, auto
-from realhf.api.follow import Follow
-from realhf.api.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
-from realhf.api.interface import InterfaceConfig
+from realhf.api import (
+    GENERATE,
+    TRAIN_STEP,
+    Follow,
+    InterfaceConfig,
+    ModelFunctionCallDef,
+    ModelSetup,
+    OptimizerConfig,
+    auto,
+)
 from realhf.data import sort_task
 from realhf.data.datasets import PromptDataset
 

@@ -7,7 +7,7 @@ import torch
 from stale_job import Answers, MeetingSFT
 
 from realhf.algorithms.sft.interface import SFTInterface
-from realhf.api.generation import GenerationOptions
+from realhf.api import GenerationOptions
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, Model
 from tests.waiting import wait_until

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from realhf.api.plan import CallPlan, ExecutionPlan, save_plan
 from realhf.data import sort_task
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.geometry.boxes import Box
+from realhf.geometry.parameters import decoder_parameters
 from realhf.models.checkpoint import CheckpointReader
 from realhf.models.checkpoint_index import STEPS_KEY
-from realhf.models.parameters import decoder_parameters
-from realhf.realloc.layout import Box
 from tests.e2e.runs import ACTOR, finished, realhf
 
 pytestmark = pytest.mark.distributed

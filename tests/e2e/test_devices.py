@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from realhf.cli import main
-from realhf.scheduler import devices
+from realhf.launch import devices
 from tests.unit.machine.nvml import H100, stand_in, uuid_of
 
 ROOT = Path(__file__).parents[2]

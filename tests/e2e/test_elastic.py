@@ -7,7 +7,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from realhf.api.plan import CallPlan, ExecutionPlan, load_plan, save_plan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, load_plan, save_plan
 from tests.e2e.runs import FinishedRun, finished
 from tests.e2e.test_resume import JOB, LOSSES, MODELS, TWO, as_after_two_steps
 

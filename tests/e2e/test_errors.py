@@ -189,7 +189,7 @@ from dataclasses import dataclass
 
 from experiments.ppo import PPOExperiment
 from realhf.api.experiment import auto
-from realhf.api.graph import INFERENCE, ModelFunctionCallDef
+from realhf.dataflow.graph import INFERENCE, ModelFunctionCallDef
 from realhf.algorithms.reward.config import SequenceReward
 
 

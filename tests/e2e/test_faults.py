@@ -14,9 +14,9 @@ import msgspec
 import psutil
 import pytest
 
-from realhf.api.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
 from realhf.report.run_status import RunStatus, read_run_status
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.rundir.paths import RunDirectory
 from tests.e2e.runs import ROOT, command
 from tests.waiting import wait_until
 
@@ -229,8 +229,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from realhf.api.experiment import ModelSetup, OptimizerConfig, auto
-from realhf.api.graph import TRAIN_STEP, ModelFunctionCallDef
-from realhf.api.interface import InterfaceConfig
+from realhf.dataflow.graph import TRAIN_STEP, ModelFunctionCallDef
+from realhf.dataflow.interface import InterfaceConfig
 from realhf.data import sort_task
 from realhf.data.datasets import SFTDataset
 

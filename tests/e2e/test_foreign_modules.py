@@ -18,8 +18,8 @@ from beside import TINY
 from beside_interface import MySFT
 
 from realhf.api.experiment import auto
-from realhf.api.model import DecoderConfig
-from realhf.api.run import load_experiment_class
+from realhf.architecture.model import DecoderConfig
+from realhf.rundir.run import load_experiment_class
 
 @auto(batch_size=4)
 @dataclass(frozen=True, kw_only=True)

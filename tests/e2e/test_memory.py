@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.api.plan import load_plan
+from realhf.dataflow.plan import load_plan
 from tests.e2e.runs import ROOT, finished
 
 

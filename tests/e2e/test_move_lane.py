@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from realhf.api.plan import CallPlan, ExecutionPlan, OrderEntry, save_plan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, OrderEntry, save_plan
 from realhf.report.run_data import read_trace
 from tests.e2e.runs import ACTOR, CRITIC, FinishedRun, finished, realhf
 
@@ -32,8 +32,8 @@ from typing import ClassVar
 from experiments.ppo import PPOExperiment
 from realhf.algorithms.ppo.config import PPOActor
 from realhf.api.experiment import ModelSetup, auto
-from realhf.api.graph import INFERENCE, ModelFunctionCallDef
-from realhf.api.interface import InterfaceConfig
+from realhf.dataflow.graph import INFERENCE, ModelFunctionCallDef
+from realhf.dataflow.interface import InterfaceConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.api.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
 from realhf.report.run_data import read_trace
 from tests.e2e.runs import finished
 

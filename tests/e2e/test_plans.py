@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.ppo.config import PPOHyperparameters
-from realhf.engine.sampling import draw, uniform
+from realhf.engine.generate.sampling import draw, uniform
 from realhf.report.run_data import read_trace
 from tests.e2e.runs import ROOT, SMALL, SMALL_ACTOR, SMALL_CRITIC, FinishedRun, finished, initial_parameters, realhf
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from realhf.report.page import write_report
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.rundir.paths import RunDirectory
 from tests.unit.report.run_directories import good_run
 from tests.waiting import PATIENCE_S
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from realhf.api.plan import CallPlan, ExecutionPlan, save_plan
-from realhf.api.run import load_experiment_class
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.rundir.run import load_experiment_class
 from tests.e2e.runs import ROOT, FinishedRun, finished, realhf
 
 pytestmark = pytest.mark.distributed

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.plan import CallPlan, ExecutionPlan, OrderEntry, save_plan
-from realhf.api.run import load_experiment_class
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, OrderEntry, save_plan
 from realhf.engine.model import ShardedModel
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import ParallelGroups
+from realhf.rundir.run import load_experiment_class
 from tests.e2e.runs import ACTOR, ROOT, FinishedRun, finished, initial_parameters
 from tests.unit.models.llama import llama, llama_logits
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from realhf.engine.kv_cache import KVCache, PrefillRows, StepAttention
-from realhf.engine.paged_attention import DecodeRows, PagedKernels, TorchKernels, paged_kernels
+from realhf.engine.generate.kv_cache import KVCache, PrefillRows, StepAttention
+from realhf.engine.generate.paged_attention import DecodeRows, PagedKernels, TorchKernels, paged_kernels
 from realhf.models import attention
 from realhf.models.attention import PackedAttention
 from realhf.models.attention_kernels import Machine, machine

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from realhf.api.generation import GenerationOptions
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
 from realhf.engine.batch import Batch
 from realhf.engine.interface import GenerationOutput
 from realhf.engine.model import ShardedModel

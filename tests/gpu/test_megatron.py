@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from realhf.api.compute import ComputeConfig
 from realhf.api.experiment import OptimizerConfig
+from realhf.architecture.compute import ComputeConfig
 from realhf.engine.model import ShardedModel
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens
 

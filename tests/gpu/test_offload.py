@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from realhf.api.experiment import OptimizerConfig
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
 from realhf.engine.model import ShardedModel
-from realhf.engine.offload import HostCopy
+from realhf.engine.residency.offload import HostCopy
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, trained_tokens
 
 pytestmark = pytest.mark.gpu

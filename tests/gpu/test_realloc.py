@@ -13,12 +13,12 @@ from functools import partial
 import pytest
 import torch
 
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
-from realhf.realloc.executor import execute
-from realhf.realloc.layout import Box, device_boxes
-from realhf.realloc.planner import plan_between
-from realhf.realloc.transport import MESSAGE_BYTES, Message, TorchTransport, Work, _cut, _Piece
+from realhf.architecture.model import DecoderConfig
+from realhf.geometry.boxes import Box, device_boxes
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.message_passing import MESSAGE_BYTES, Message, TorchTransport, Work, _cut, _Piece
+from realhf.realloc.plan.planner import plan_between
 from tests.waiting import PATIENCE_S
 
 RANKS, BUCKET_BYTES, MIB = 4, 8 * 2**20, 2**20

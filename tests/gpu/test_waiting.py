@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from realhf.engine.decode_graphs import CudaCapture
+from realhf.engine.generate.decode_graphs import CudaCapture
 from realhf.parallel.waiting import StreamWaits
 from tests.waiting import wait_until
 

@@ -13,12 +13,12 @@ from tests.packaging.builds import EXPERIMENT, FEW, User, copy_source, finished,
 C_COMPILERS = {"g++": "gcc", "g++-11": "gcc-11", "clang++": "clang", "aarch64-linux-gnu-g++": "aarch64-linux-gnu-gcc"}
 CROSS = "aarch64-linux-gnu-g++"
 # What searcher and kernels compute, against references in Python and torch.
-TESTS = ("tests/unit/kernels", "tests/unit/search/test_exact.py", "tests/unit/search/test_osdp.py")
-TESTS += ("tests/unit/search/test_searcher.py",)
+TESTS = ("tests/unit/cpu", "tests/unit/planning/test_exact.py", "tests/unit/planning/test_osdp.py")
+TESTS += ("tests/unit/planning/test_searcher.py",)
 # Puts the modules of the first argument's folder in the place of the built ones, and runs the tests of the others.
 RUN = """
 import importlib.util, pathlib, sys, pytest
-for name in ("realhf.search._search", "realhf.kernels._cpu", "realhf.parallel._host"):
+for name in ("realhf.planning._search", "realhf.cpu._cpu", "realhf.cpu._host"):
     [path] = pathlib.Path(sys.argv[1]).glob(name.replace(".", "/") + ".*.so")
     spec = importlib.util.spec_from_file_location(name, path)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -48,7 +48,7 @@ def test_compiles_without_a_warning_and_computes_the_same(compiler: str, tmp_pat
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", [name for name in C_COMPILERS if name not in ("g++", CROSS)])
 def test_cpp_tests(compiler: str, tmp_path: Path) -> None:
-    """Those of the searcher; the default compiler runs them in tests/unit/search, with sanitizers."""
+    """Those of the searcher; the default compiler runs them in tests/unit/planning, with sanitizers."""
     if not shutil.which(compiler):
         pytest.skip(f"{compiler} is not installed")
     sources = sorted((copy_source(tmp_path) / "csrc/search").glob("*.cpp"))

@@ -40,7 +40,7 @@ def test_the_wheel_has_the_package_alone(built: tuple[Path, Path]) -> None:
     assert {name.partition("/")[0] for name in names} == {"realhf", f"realhf-{realhf.__version__}.dist-info"}
     suffixes = (".py", ".typed", ".yaml")
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "realhf").rglob("*") if path.suffix in suffixes}
-    assert sources >= {"realhf/py.typed", "realhf/search/descriptions/h100.yaml"}
+    assert sources >= {"realhf/py.typed", "realhf/planning/descriptions/h100.yaml"}
     assert sources <= names
     assert sum(name.endswith(".so") for name in names) == 4
 

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from testbed.cluster import Testbed
 
-from realhf.scheduler.base import Exit, Launcher, ProcessSpec, worker_name
-from realhf.scheduler.local import LocalLauncher
-from realhf.scheduler.run_directory import RunDirectory
-from realhf.scheduler.slurm import SlurmLauncher, SlurmOptions
+from realhf.launch.launcher import Exit, Launcher, ProcessSpec, worker_name
+from realhf.launch.local.launcher import LocalLauncher
+from realhf.launch.slurm.launcher import SlurmLauncher, SlurmOptions
+from realhf.rundir.paths import RunDirectory
 from tests.waiting import PATIENCE_S, wait_until
 
 NUM_WORKERS = 4

@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from realhf.api.experiment import auto
-from realhf.api.graph import GENERATE, ModelFunctionCallDef
-from realhf.api.interface import InterfaceConfig
+from realhf.dataflow.graph import GENERATE, ModelFunctionCallDef
+from realhf.dataflow.interface import InterfaceConfig
 from realhf.data import sort_task
 from realhf.data.datasets import PromptDataset
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from testbed.cluster import Testbed
 
-from realhf.api.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
 from tests.e2e.runs import ROOT, FinishedRun, command, finished
 from tests.e2e.test_faults import StartedRun
 from tests.e2e.test_resume import JOB, LOSSES, MODELS

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from testbed.cluster import Testbed
 
-from realhf.api.errors import RunError, UserError
-from realhf.scheduler.base import UNKNOWN_RETURNCODE, Exit, ProcessSpec, worker_name
-from realhf.scheduler.run_directory import RunDirectory
-from realhf.scheduler.sbatch import exits_folder
-from realhf.scheduler.slurm import SlurmLauncher, SlurmOptions
+from realhf.base.errors import RunError, UserError
+from realhf.launch.launcher import UNKNOWN_RETURNCODE, Exit, ProcessSpec, worker_name
+from realhf.launch.slurm.launcher import SlurmLauncher, SlurmOptions
+from realhf.launch.slurm.script import exits_folder
+from realhf.rundir.paths import RunDirectory
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slurm

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from realhf.kernels import products
+from realhf.cpu import products
 from realhf.parallel.linear import pack_for_onednn
 
 HAS_OWN = products.pack(torch.zeros(1, 2)) is not None

@@ -23,7 +23,7 @@ FORBIDDEN_SUFFIXES = ("_object", "_object_list")
 IMPORTS = {"import_module", "spec_from_file_location", "exec_module"}
 # The experiment, which is the user's code, and what the code itself names: never a message or a checkpoint.
 MAY_IMPORT_BY_NAME = {
-    "realhf/api/run.py",
+    "realhf/rundir/run.py",
     "realhf/cli/__init__.py",
     "realhf/models/attention_kernels.py",
     "realhf/worker/interfaces.py",

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
 
-from realhf.api.errors import UserError
 from realhf.api.generation import GenerationOptions
-from realhf.api.interface import InterfaceConfig
+from realhf.base.errors import UserError
+from realhf.dataflow.interface import InterfaceConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from realhf.api.errors import UserError
 from realhf.api.generation import DecodeGraphs, GenerationOptions
-from realhf.api.interface import InterfaceConfig
-from realhf.api.numbers import Range, check_ranges
+from realhf.base.errors import UserError
+from realhf.base.numbers import Range, check_ranges
+from realhf.dataflow.interface import InterfaceConfig
 
 RANGES = {
     "gamma": Range("gamma", 0, 1),

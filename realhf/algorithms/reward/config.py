@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from realhf.api.interface import InterfaceConfig
-from realhf.api.numbers import check_range
+from realhf.base.numbers import check_range
+from realhf.dataflow.interface import InterfaceConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from realhf.api.generation import GenerationOptions
-from realhf.api.interface import InterfaceConfig
+from realhf.dataflow.interface import InterfaceConfig
 
 
 @dataclass(frozen=True, kw_only=True)

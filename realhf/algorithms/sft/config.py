@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from realhf.api.interface import InterfaceConfig
+from realhf.dataflow.interface import InterfaceConfig
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from realhf.api.errors import UserError
 from realhf.api.experiment import SETTINGS_ATTRIBUTE, auto_settings, models_of
-from realhf.api.graph import DataflowGraph
+from realhf.base.errors import UserError
 from realhf.data import sort_task
-from realhf.models.parameters import parameter_count
+from realhf.dataflow.graph import DataflowGraph
+from realhf.geometry.parameters import parameter_count
 
 EXPERIMENTS = Path(__file__).parents[3] / "experiments"
 

@@ -9,7 +9,7 @@ from realhf.algorithms import functional as F
 from realhf.algorithms.ppo.advantages import add_advantages
 from realhf.algorithms.ppo.config import PPOActor, PPOCritic, PPOHyperparameters, PPOReference
 from realhf.algorithms.ppo.interface import PPOActorInterface, PPOCriticInterface, PPOReferenceInterface
-from realhf.api.errors import UserError
+from realhf.base.errors import UserError
 from realhf.engine.batch import Batch
 
 PPO = PPOHyperparameters(max_new_tokens=5, eos_token=2, temperature=0.7, reward_mean=0.5, reward_std=2.0)

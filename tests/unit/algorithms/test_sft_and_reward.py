@@ -14,7 +14,7 @@ from realhf.algorithms.rollout.config import Rollout
 from realhf.algorithms.rollout.interface import RolloutInterface
 from realhf.algorithms.sft.config import SFT
 from realhf.algorithms.sft.interface import SFTInterface
-from realhf.api.errors import UserError
+from realhf.base.errors import UserError
 from realhf.engine.batch import Batch
 
 EOS = 2

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from typing import Any
 
-from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
-from realhf.api.interface import InterfaceConfig
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.interface import InterfaceConfig
 
 TINY = DecoderConfig(hidden_size=32, intermediate_size=96, num_layers=4, num_heads=8, num_kv_heads=4, vocab_size=64)
 

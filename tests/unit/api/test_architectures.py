@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from realhf.api.architectures import architecture
-from realhf.api.errors import UserError
-from realhf.api.model import DecoderConfig, Experts
-from realhf.models.parameters import parameter_count
+from realhf.architecture.model import DecoderConfig, Experts
+from realhf.architecture.named import architecture
+from realhf.base.errors import UserError
+from realhf.geometry.parameters import parameter_count
 
 # ReaL's table (7B, 13B, 34B, 70B), and the sums of Meta's and Qwen's checkpoints.
 PUBLISHED = {

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from realhf.api.errors import UserError
 from realhf.api.experiment import OPTIMIZER_RANGES, ModelSetup, OptimizerConfig, auto, auto_settings, models_of
-from realhf.api.follow import Follow
-from realhf.api.graph import INFERENCE, TRAIN_STEP, ModelFunctionCallDef
+from realhf.base.errors import UserError
+from realhf.dataflow.follow import Follow
+from realhf.dataflow.graph import INFERENCE, TRAIN_STEP, ModelFunctionCallDef
 from tests.unit.api.calls import call
 
 

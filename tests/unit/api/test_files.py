@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from realhf.api import files
-from realhf.api.errors import RunError
-from realhf.api.files import BadContentError, decode_json, write_atomically, writing_a_run
+from realhf.base import files
+from realhf.base.errors import RunError
+from realhf.base.files import BadContentError, decode_json, write_atomically, writing_a_run
 
 
 @pytest.mark.parametrize(
@@ -38,7 +38,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path: Path, mon
 def test_what_the_system_refuses_to_write_is_said_with_file_reason_and_remedy(tmp_path: Path) -> None:
     program = (
         "import resource, signal, sys; from pathlib import Path\n"
-        "from realhf.api.errors import RunError; from realhf.api.files import write_atomically, writing_a_run\n"
+        "from realhf.base.errors import RunError; from realhf.base.files import write_atomically, writing_a_run\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (100, 100))\n"
         "try:\n  with writing_a_run(): write_atomically(Path(sys.argv[1]), bytes(1000))\n"
         "except RunError as error: print(error)"

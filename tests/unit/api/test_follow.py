@@ -4,9 +4,9 @@ import re
 
 import pytest
 
-from realhf.api.errors import UserError
-from realhf.api.follow import Follow
-from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
+from realhf.base.errors import UserError
+from realhf.dataflow.follow import Follow
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from tests.unit.api.calls import TINY, call
 
 CALLS = [

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from realhf.api.errors import UserError
 from realhf.api.generation import GenerationOptions
+from realhf.base.errors import UserError
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import re
 
 import pytest
 
-from realhf.api.errors import UserError
-from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, Edge
-from realhf.api.model import LLAMA
+from realhf.architecture.model import LLAMA
+from realhf.base.errors import UserError
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, Edge
 from tests.unit.api.calls import TINY, call, ppo_graph
 
 

@@ -10,9 +10,9 @@ import pytest
 from experiments.ppo import PPOExperiment
 from experiments.reward import RewardExperiment
 from experiments.sft import SFTExperiment
-from realhf.api.errors import UserError
-from realhf.api.graph import ModelFunctionCallDef
-from realhf.api.interface import InterfaceConfig, check_implementation
+from realhf.base.errors import UserError
+from realhf.dataflow.graph import ModelFunctionCallDef
+from realhf.dataflow.interface import InterfaceConfig, check_implementation
 
 
 def implemented_in(place: str) -> InterfaceConfig:

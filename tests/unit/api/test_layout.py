@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realhf.api.errors import UserError
-from realhf.api.layout import (
+from realhf.base.errors import UserError
+from realhf.geometry.layout import (
     DeviceMesh,
     Layout,
     ParallelStrategy,

@@ -6,8 +6,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from realhf.api.files import BadContentError, decode_json
-from realhf.api.lines import Lines, Tail, append_line, evaluation_line, read_lines, step_line
+from realhf.base.files import BadContentError, decode_json
+from realhf.rundir.lines import Lines, Tail, append_line, evaluation_line, read_lines, step_line
 
 
 class Row(msgspec.Struct):

@@ -5,9 +5,9 @@ from itertools import product
 
 import pytest
 
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.micro_dp import contains, grouped_like
-from realhf.realloc.layout import device_boxes
+from realhf.geometry.boxes import device_boxes
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.micro_dp import contains, grouped_like
 from tests.unit.api.calls import TINY
 
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from realhf.api.errors import UserError
-from realhf.api.model import LLAMA, RopeScaling, model_type
-from realhf.models.parameters import parameter_count
+from realhf.architecture.model import LLAMA, RopeScaling, model_type
+from realhf.base.errors import UserError
+from realhf.geometry.parameters import parameter_count
 from tests.unit.api.calls import TINY
 
 BAD = {

@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from realhf.api.errors import UserError
-from realhf.api.numbers import check_range
+from realhf.base.errors import UserError
+from realhf.base.numbers import check_range
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, 1e6])

@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from realhf.api.errors import UserError
-from realhf.api.follow import Follow
-from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
-from realhf.api.offload import Load, check_offload, loads_of, with_loads
+from realhf.base.errors import UserError
+from realhf.dataflow.follow import Follow
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
+from realhf.dataflow.offload import Load, check_offload, loads_of, with_loads
 from tests.unit.api.calls import call
 
 CALLS = [

@@ -9,10 +9,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from realhf.api.errors import UserError
-from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.plan import (
+from realhf.base.errors import UserError
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
+from realhf.dataflow.plan import (
     CallPlan,
     ExecutionPlan,
     OrderEntry,
@@ -20,6 +19,7 @@ from realhf.api.plan import (
     load_plan,
     save_plan,
 )
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from tests.unit.api.calls import TINY, call, ppo_graph
 
 BATCH_SIZE = 16

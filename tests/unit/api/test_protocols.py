@@ -7,12 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.api.errors import UserError
-from realhf.api.graph import TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
-from realhf.api.interface import InterfaceConfig
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.plan import CallPlan, ExecutionPlan, check_plan
-from realhf.api.protocols import (
+from realhf.base.errors import UserError
+from realhf.dataflow.graph import TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.interface import InterfaceConfig
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, check_plan
+from realhf.dataflow.protocols import (
     ALL_TO_ALL,
     DP_PROTO,
     ONE_TO_ALL,
@@ -24,6 +23,7 @@ from realhf.api.protocols import (
     TransferProtocol,
     all_micro_dp,
 )
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from tests.unit.api.calls import call
 
 SMALL = ParallelStrategy(dp=2, tp=2, pp=2)

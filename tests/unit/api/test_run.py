@@ -9,12 +9,12 @@ from typing import Any
 import msgspec
 import pytest
 
-from realhf.api.errors import UserError
 from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings, Evaluation, auto_settings
-from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP
-from realhf.api.interface import InterfaceConfig
-from realhf.api.plan import CallPlan, ExecutionPlan, save_plan
-from realhf.api.run import Run, RunSpec, evaluation_twin, load_experiment_class, load_run
+from realhf.base.errors import UserError
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP
+from realhf.dataflow.interface import InterfaceConfig
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.rundir.run import Run, RunSpec, evaluation_twin, load_experiment_class, load_run
 from tests.unit.api.calls import call, ppo_graph
 
 HEADER = """from dataclasses import dataclass

@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from realhf.api.errors import UserError
-from realhf.api.plan import CallPlan, ExecutionPlan, plan_digest, save_plan
+from realhf.base.errors import UserError
 from realhf.cli import parser
 from realhf.cli.fewer import plan_for_fewer, recovery_of
 from realhf.cli.runs import new_run
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, plan_digest, save_plan
 
 CALLS = ("actor_generate", "actor_train_step", "reference_inference", "reward_inference", "critic_inference")
 PLAN = "tests/plans/dp4.json"

@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from realhf import cli
-from realhf.api.errors import RunError, UserError
-from realhf.api.run import Run, RunSpec
+from realhf.base.errors import RunError, UserError
 from realhf.cli.going_on import NOT_KEPT, going_on, resume_command
 from realhf.cli.runs import SPEC_OPTIONS
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Run, RunSpec
 
 OF_THIS_START = {"experiment", "run_dir", "resume", "dry_run"}
 IN_THE_PLAN_OR_ITS_DEVICES = {"plan", "offload", "num_workers", "nodes", "gpus_per_node", "hardware", "memory_gb"}

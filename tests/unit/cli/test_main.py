@@ -7,7 +7,7 @@ from importlib.metadata import version
 import pytest
 
 from realhf import cli
-from realhf.api.errors import RunError, UserError
+from realhf.base.errors import RunError, UserError
 from tests.waiting import PATIENCE_S
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from realhf import cli
-from realhf.api.run import RANGES
 from realhf.cli.runs import EXPERIMENT_RANGES, OPTION_RANGES
+from realhf.rundir.run import RANGES
 
 HUGE = str(10**18)
 BAD = {

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from realhf.cli import main, profile, run
+from realhf.launch import devices
 from realhf.machine import host
-from realhf.scheduler import devices
 from tests.unit.machine.nvml import A100, H100, KINDS, RTX_4090, Device, stand_in, uuid_of
 
 UNKNOWN = replace(H100, name="NVIDIA X9000", memory_mib=30_000)  # no preset is of it

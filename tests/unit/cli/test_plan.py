@@ -9,17 +9,17 @@ from typing import Any
 
 import pytest
 
-from realhf.api.compute import ComputeConfig
 from realhf.api.experiment import ModelSetup
-from realhf.api.run import load_experiment_class
+from realhf.architecture.compute import ComputeConfig
 from realhf.cli import main
 from realhf.cli.planning import Planner
-from realhf.search import _search
-from realhf.search.cluster import Cluster
-from realhf.search.hardware import load_hardware
-from realhf.search.planned_file import PlannedFile
-from realhf.search.problem_file import load_problem, native_tables
-from realhf.search.what_if import WhatIf
+from realhf.planning import _search
+from realhf.planning.cluster import Cluster
+from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.problem.file import load_problem, native_tables
+from realhf.planning.problem.solution_file import PlannedFile
+from realhf.planning.what_if import WhatIf
+from realhf.rundir.run import load_experiment_class
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
@@ -259,7 +259,7 @@ def test_help_comes_at_once() -> None:
     code = """
 import sys
 from realhf.cli import main
-from realhf.search.hardware import load_hardware
+from realhf.planning.model.descriptions import load_hardware
 try:
     main(["plan", "--help"])
 finally:

@@ -10,22 +10,22 @@ import msgspec
 import pytest
 from msgspec import structs
 
-from realhf.api.errors import UserError
-from realhf.api.hardware import GIB
-from realhf.api.run import RunSpec
+from realhf.base.errors import UserError
 from realhf.cli import main, parser
 from realhf.cli.devices import cluster_of, hardware_text, said_of_hardware
 from realhf.cli.replan import planner_of
 from realhf.cli.runs import new_run
+from realhf.geometry.parameters import parameter_count
+from realhf.launch.site import LocalSite
 from realhf.machine import host
-from realhf.models.parameters import parameter_count
-from realhf.scheduler.run_directory import RunDirectory
-from realhf.scheduler.site import LocalSite
-from realhf.search.hardware import leave_description, load_hardware
-from realhf.search.here import COUNTED_OF_GPU, hardware_here
-from realhf.search.profile import profile_path
+from realhf.planning.here import COUNTED_OF_GPU, hardware_here
+from realhf.planning.model.descriptions import leave_description, load_hardware
+from realhf.planning.model.hardware import GIB
+from realhf.planning.model.profile import profile_path
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import RunSpec
 from tests.unit.machine.nvml import A100, H100, KINDS, RTX_4090, Device, stand_in
-from tests.unit.search.graphs import TINY
+from tests.unit.planning.graphs import TINY
 
 UNKNOWN = Device("NVIDIA B300 SXM7", 270_000, (10, 3), 20_480, 2000, 4000, 8192)
 SINGLE = "tests/plans/single.json"
@@ -39,8 +39,8 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
     monkeypatch.setattr(host.psutil, "virtual_memory", lambda: SimpleNamespace(total=33 * GIB))
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr("realhf.search.hardware.profiles_root", lambda: tmp_path / "profiles")
-    monkeypatch.setattr("realhf.search.profile.profiles_root", lambda: tmp_path / "profiles")
+    monkeypatch.setattr("realhf.planning.model.descriptions.profiles_root", lambda: tmp_path / "profiles")
+    monkeypatch.setattr("realhf.planning.model.profile.profiles_root", lambda: tmp_path / "profiles")
     return tmp_path / "profiles"
 
 

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from realhf.api.errors import UserError
-from realhf.api.plan import load_plan
+from realhf.base.errors import UserError
 from realhf.cli import main
-from realhf.search.clusters import parse_cluster
-from realhf.search.hardware import DESCRIPTIONS, load_hardware
-from realhf.search.problem_file import load_problem
-from realhf.search.profile import load_profile
+from realhf.dataflow.plan import load_plan
+from realhf.planning.clusters import parse_cluster
+from realhf.planning.model.descriptions import DESCRIPTIONS, load_hardware
+from realhf.planning.model.profile import load_profile
+from realhf.planning.problem.file import load_problem
 
 ROOT = Path(__file__).parents[3]
 PPO = str(ROOT / "experiments/ppo.py")

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from realhf.cli.progress import Progress
-from realhf.scheduler.activity import ActivityWriter
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.rundir.flight_recorder import ActivityWriter
+from realhf.rundir.paths import RunDirectory
 
 
 def line(step: int, end_s: float, **stats: float) -> dict[str, Any]:

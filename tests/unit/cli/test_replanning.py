@@ -7,18 +7,18 @@ from typing import Any
 import msgspec
 import pytest
 
-from realhf.api.errors import UserError
-from realhf.api.plan import CallPlan, ExecutionPlan, load_plan, plan_digest
-from realhf.api.run import Run, RunSpec, load_experiment_class
+from realhf.base.errors import UserError
 from realhf.cli import replanning
 from realhf.cli.planning import Planner
 from realhf.cli.replan import Proposal
 from realhf.cli.replanning import Mode, Replanner, check_replanning
-from realhf.scheduler.events import note, read_events
-from realhf.scheduler.run_directory import RunDirectory
-from realhf.scheduler.start import prepare
-from realhf.search.cluster import Cluster
-from realhf.search.hardware import load_hardware
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, load_plan, plan_digest
+from realhf.launch.start import prepare
+from realhf.planning.cluster import Cluster
+from realhf.planning.model.descriptions import load_hardware
+from realhf.rundir.events import note, read_events
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Run, RunSpec, load_experiment_class
 
 PRESENT = ExecutionPlan(num_devices=2, calls={"train": CallPlan(devices=(0, 1))})
 BETTER = ExecutionPlan(num_devices=2, calls={"train": CallPlan(devices=(0, 2), dp=2)}, predicted_step_s=0.5)

@@ -10,8 +10,8 @@ import pytest
 from realhf.cli import main, parser
 from realhf.cli.run import LAUNCHER_LOCK
 from realhf.cli.runs import new_run
-from realhf.scheduler.run_directory import RunDirectory
-from realhf.scheduler.start import prepare
+from realhf.launch.start import prepare
+from realhf.rundir.paths import RunDirectory
 
 
 @pytest.fixture
@@ -44,7 +44,7 @@ def test_a_run_that_another_process_has(
     holder: str, directory: RunDirectory, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = (
-        "import sys; from pathlib import Path; from realhf.scheduler.run_directory import RunDirectory\n"
+        "import sys; from pathlib import Path; from realhf.rundir.paths import RunDirectory\n"
         f"with RunDirectory.open(Path(sys.argv[1])).lock({holder!r}): print('locked', flush=True); input()"
     )
     command = [sys.executable, "-c", program, str(directory.path)]

@@ -7,8 +7,8 @@ import sys
 import pytest
 import torch
 
-from realhf.api.errors import UserError
 from realhf.api.experiment import Dataset
+from realhf.base.errors import UserError
 from realhf.data import sort_task
 from realhf.data.datasets import PreferenceDataset, PromptDataset, SFTDataset
 from realhf.data.loader import DatasetReader

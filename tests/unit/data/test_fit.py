@@ -10,15 +10,15 @@ from safetensors.numpy import save_file
 from realhf.algorithms.ppo.config import PPOActor, PPOHyperparameters
 from realhf.algorithms.reward.config import SequenceReward
 from realhf.algorithms.sft.config import SFT
-from realhf.api.errors import UserError
 from realhf.api.experiment import DatasetExtent
-from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
-from realhf.api.hugging_face import decoder_of, write_config
-from realhf.api.model import DecoderConfig, RopeScaling
+from realhf.architecture.hugging_face import decoder_of, write_config
+from realhf.architecture.model import DecoderConfig, RopeScaling
+from realhf.base.errors import UserError
 from realhf.cli import main
 from realhf.data import sort_task
 from realhf.data.datasets import JSONLDataset, PromptDataset, SFTDataset
 from realhf.data.fit import check_fit, check_replay
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
 
 # <bos> is 1, <eos> 2, ">" 3, "a" 4, "z" 29; " " is 31, the largest.
 MODEL = DecoderConfig(hidden_size=8, intermediate_size=8, num_layers=1, num_heads=1, num_kv_heads=1, vocab_size=32)

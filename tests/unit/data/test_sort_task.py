@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.api.errors import UserError
+from realhf.base.errors import UserError
 from realhf.data import sort_task
 from realhf.data.datasets import PreferenceDataset, PromptDataset, SFTDataset
 

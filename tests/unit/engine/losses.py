@@ -5,10 +5,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Stats
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.vocabulary import Logits
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.engine.batching import Scheduler, Step, pages_for
-from realhf.engine.pages import PagePool
+from realhf.engine.generate.batching import Scheduler, Step, pages_for
+from realhf.engine.generate.block_manager import PagePool
 
 PAGE = 4
 

@@ -7,14 +7,14 @@ from math import prod
 import pytest
 import torch
 
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
 from realhf.engine.arena import Arena
 from realhf.engine.build import attach_gradients, boxes, build_arena, build_decoder, initialise
-from realhf.engine.memory import PeakMemory
-from realhf.models.parameters import decoder_parameters, parameter_count
+from realhf.engine.tensor_bytes import PeakMemory
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.parameters import decoder_parameters, parameter_count
+from realhf.geometry.shards import FlatLayout, counted_range
 from realhf.parallel.groups import ParallelGroups
-from realhf.realloc.shards import FlatLayout, counted_range
 from tests.unit.engine.losses import ONE_RANK, tiny
 
 CPU = torch.device("cpu")

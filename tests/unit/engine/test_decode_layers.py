@@ -5,12 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
-from realhf.engine.decode_layers import decode_layers
-from realhf.engine.generate import packed_weights
-from realhf.engine.kv_cache import KVCache, PrefillRows, StepAttention
-from realhf.engine.paged_attention import DecodeRows
+from realhf.architecture.model import DecoderConfig
+from realhf.engine.generate.decode_layers import decode_layers
+from realhf.engine.generate.kv_cache import KVCache, PrefillRows, StepAttention
+from realhf.engine.generate.loop import packed_weights
+from realhf.engine.generate.paged_attention import DecodeRows
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.attention import packed_positions
 from realhf.models.decoder import Decoder
 from realhf.parallel.groups import ParallelGroups

@@ -17,16 +17,16 @@ from transformers.generation.logits_process import (
 
 from realhf.algorithms.functional import token_logprobs
 from realhf.algorithms.rollout.stop_strings import StopStrings
-from realhf.api.errors import UserError
 from realhf.api.generation import GenerationOptions
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
+from realhf.base.errors import UserError
 from realhf.engine.batch import Batch, concatenate
 from realhf.engine.build import build_decoder
-from realhf.engine.generate import generate, generate_and_report
+from realhf.engine.generate.loop import generate, generate_and_report
+from realhf.engine.generate.sampling import draw, uniform
 from realhf.engine.interface import GenerationOutput
 from realhf.engine.returned import InterfaceError
-from realhf.engine.sampling import draw, uniform
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.attention import PackedAttention, packed_positions
 from realhf.models.decoder import Decoder
 from realhf.parallel import tensor

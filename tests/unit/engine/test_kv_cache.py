@@ -7,10 +7,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from realhf.api.decoding import PAGE_TOKENS as PAGE
-from realhf.engine import paged_attention
-from realhf.engine.kv_cache import KVCache, PrefillRows, StepAttention
-from realhf.engine.paged_attention import DecodeRows, FlashKernels, paged_kernel
+from realhf.architecture.decoding import PAGE_TOKENS as PAGE
+from realhf.engine.generate.kv_cache import KVCache, PrefillRows, StepAttention
+from realhf.engine.generate.loop import paged_attention
+from realhf.engine.generate.paged_attention import DecodeRows, FlashKernels, paged_kernel
 from realhf.models.attention_kernels import Machine
 from tests.unit.models import flash
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from realhf.api.experiment import OptimizerConfig
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.engine.model import ShardedModel
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import ParallelGroups
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, split_like, tiny, trained_tokens
 

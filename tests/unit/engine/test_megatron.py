@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.api.compute import ComputeConfig
-from realhf.api.errors import UserError
 from realhf.api.experiment import OptimizerConfig
-from realhf.api.layout import ParallelStrategy
-from realhf.api.model import DecoderConfig, Experts
-from realhf.engine import megatron, megatron_check
+from realhf.architecture.compute import ComputeConfig
+from realhf.architecture.model import DecoderConfig, Experts
+from realhf.base.errors import UserError
 from realhf.engine.model import ShardedModel
-from realhf.models.parameters import decoder_parameters
+from realhf.engine.train.step import megatron, megatron_check
+from realhf.geometry.layout import ParallelStrategy
+from realhf.geometry.parameters import decoder_parameters
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens
 from tests.waiting import PATIENCE_S
 
@@ -95,7 +95,7 @@ for module in pkgutil.walk_packages(realhf.__path__, "realhf."):
     # A library that processes load before Python starts is no module.
     if not module.name.endswith("__main__") and module.name != "realhf.machine._aligned":
         importlib.import_module(module.name)
-assert "realhf.engine.megatron" in sys.modules
+assert "realhf.engine.train.megatron" in sys.modules
 assert not [name for name in sys.modules if name.split(".")[0] in ("megatron", "flash_attn", "transformer_engine")]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

@@ -9,8 +9,8 @@ from torch import Tensor
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
 from realhf.engine.model import ShardedModel
-from realhf.engine.offload import HostCopy, allocate, pinned_blocks
-from realhf.search.memory import static_bytes
+from realhf.engine.residency.offload import HostCopy, allocate, pinned_blocks
+from realhf.planning.model.memory import static_bytes
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, split_like, tiny, trained_tokens
 
 CONFIG = tiny(num_layers=2)

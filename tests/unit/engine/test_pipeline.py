@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.api.errors import RunError
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.engine.pipeline import Neighbours, Transfer, run_forward, run_training
-from realhf.engine.schedule import Pass, training_order
+from realhf.base.errors import RunError
+from realhf.engine.train.pipeline import Neighbours, Transfer, run_forward, run_training
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.pipeline_schedule import Pass, training_order
 from realhf.parallel.groups import ParallelGroups
 
 HIDDEN = 3

@@ -5,25 +5,25 @@ from dataclasses import replace
 import pytest
 import torch
 
-from realhf.api.compute import ComputeConfig, Recomputation
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
-from realhf.api.graph import TRAIN_STEP, ModelFunctionCallDef
-from realhf.api.interface import InterfaceConfig
-from realhf.api.model import DecoderConfig, DType
+from realhf.architecture.compute import ComputeConfig, Recomputation
+from realhf.architecture.model import DecoderConfig, DType
+from realhf.dataflow.graph import TRAIN_STEP, ModelFunctionCallDef
+from realhf.dataflow.interface import InterfaceConfig
 from realhf.engine.batch import Batch
 from realhf.engine.build import build_decoder
-from realhf.engine.generate import generate_and_report, packed_weights
-from realhf.engine.memory import PeakMemory
+from realhf.engine.generate.loop import generate_and_report, packed_weights
+from realhf.engine.generate.paged_attention import CppKernels, FlashKernels, TorchKernels, paged_kernel
 from realhf.engine.model import ShardedModel
-from realhf.engine.paged_attention import CppKernels, FlashKernels, TorchKernels, paged_kernel
+from realhf.engine.tensor_bytes import PeakMemory
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-from realhf.search.activations import kept_bytes
-from realhf.search.features import ENGINE, EngineFeatures
-from realhf.search.hardware import load_hardware
-from realhf.search.memory import HOLES, WORKER_BYTES, cache_bytes, dynamic_bytes, linear_elements
-from realhf.search.options import Option
-from realhf.search.workload import Workload
+from realhf.planning.model.activations import kept_bytes
+from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.model.features import ENGINE, EngineFeatures
+from realhf.planning.model.memory import HOLES, WORKER_BYTES, cache_bytes, dynamic_bytes, linear_elements
+from realhf.planning.options import Option
+from realhf.planning.workload import Workload
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens
 from tests.unit.models import flash
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from realhf.api.compute import ComputeConfig
-from realhf.api.errors import UserError
 from realhf.api.experiment import OptimizerConfig
+from realhf.architecture.compute import ComputeConfig
+from realhf.base.errors import UserError
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Stats
-from realhf.engine.memory import PeakMemory
 from realhf.engine.model import ShardedModel
+from realhf.engine.tensor_bytes import PeakMemory
 from realhf.parallel.vocabulary import Logits
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from realhf.api.interface import SampleDType
+from realhf.dataflow.interface import SampleDType
 from realhf.engine.interface import CallResult
 from realhf.engine.returned import InterfaceError, check_columns, check_end, check_loss, check_result, check_stats
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from realhf.engine.sampling import Truncation, draw, philox, replay, uniform
+from realhf.engine.generate.sampling import Truncation, draw, philox, replay, uniform
 
 # Known answers of Philox-4x32-10 from the Random123 distribution (file kat_vectors): counter, key, output.
 KNOWN_ANSWERS = [

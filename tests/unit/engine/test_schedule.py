@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realhf.engine.schedule import Pass, forward_steps, simulate, training_order, training_steps
+from realhf.geometry.pipeline_schedule import Pass, forward_steps, simulate, training_order, training_steps
 
 # (pp, chunks, micro-batches)
 shapes = st.tuples(st.integers(2, 5), st.integers(1, 4), st.integers(1, 13)) | st.tuples(

@@ -5,7 +5,7 @@ import torch
 
 from realhf.engine.model import ShardedModel
 from realhf.models.checkpoint_index import newer_kinds, state_owners
-from realhf.search.memory import static_bytes
+from realhf.planning.model.memory import static_bytes
 from tests.unit.engine.losses import ONE_RANK, random_batch, split_like, tiny
 
 CONFIG = tiny(num_layers=2)

@@ -5,7 +5,7 @@ import psutil
 import pynvml
 import pytest
 
-from realhf.api.errors import UserError
+from realhf.base.errors import UserError
 from realhf.machine.gpus import machine_gpus, visible_gpus
 from tests.unit.machine.nvml import A100, H100, KINDS, RTX_4090, Nvml, stand_in, uuid_of
 

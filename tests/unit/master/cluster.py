@@ -8,8 +8,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from realhf.api.graph import DataflowGraph
-from realhf.api.plan import ExecutionPlan
+from realhf.dataflow.graph import DataflowGraph
+from realhf.dataflow.plan import ExecutionPlan
 from realhf.master.loop import Dispatcher, GraphRunner
 from realhf.master.state import Node
 from realhf.transport.messages import (

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from realhf.master.borders import Borders
+from realhf.master.milestones import Borders
 
 
 def borders_of(now: list[float], steps: int, **given: Any) -> Borders:

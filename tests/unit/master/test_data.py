@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.api.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.protocols import (
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
+from realhf.dataflow.protocols import (
     ALL_TO_ALL,
     ONE_TO_ALL,
     RANK_ZERO,
@@ -20,6 +19,7 @@ from realhf.api.protocols import (
     THREE_D_PROTO,
     TransferProtocol,
 )
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.master.data import DataDirectory, Partition, length_key, partition
 from realhf.transport.messages import KeyMetadata
 from tests.unit.api.calls import Nothing, call

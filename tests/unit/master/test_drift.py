@@ -3,7 +3,7 @@
 from typing import Any
 
 from realhf.master.drift import WARM_UP, WINDOW, DriftWatch, call_factors, told_calls
-from realhf.scheduler.events import Event
+from realhf.rundir.events import Event
 
 
 def line(**seconds: float) -> dict[str, Any]:

@@ -5,14 +5,14 @@ import json
 from collections import Counter
 from pathlib import Path
 
-from realhf.api.deadlines import Deadlines
-from realhf.api.graph import INFERENCE, TRAIN_STEP, DataflowGraph
-from realhf.api.layout import Layout
-from realhf.api.plan import CallPlan, ExecutionPlan
 from realhf.data import sort_task
 from realhf.data.datasets import SFTDataset
 from realhf.data.rows import DatasetRows
+from realhf.dataflow.graph import INFERENCE, TRAIN_STEP, DataflowGraph
+from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.geometry.layout import Layout
 from realhf.master.loop import CallRecord, GraphRunner
+from realhf.rundir.deadlines import Deadlines
 from realhf.transport.messages import (
     CallFunction,
     FreeBatch,

@@ -12,19 +12,19 @@ from typing import Any
 
 import pytest
 
-from realhf.api.deadlines import Deadlines
-from realhf.api.errors import RunError
-from realhf.api.plan import ExecutionPlan
-from realhf.api.run import RunSpec
-from realhf.api.status import Status, read_status
-from realhf.master import awake
+from realhf.base.errors import RunError
+from realhf.dataflow.plan import ExecutionPlan
+from realhf.master import clock as awake
 from realhf.master import master as master_module
 from realhf.master.loop import CallRecord
 from realhf.master.master import Master
 from realhf.master.replies import Request
 from realhf.master.state import Node
-from realhf.scheduler.activity import read_activity
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.rundir.deadlines import Deadlines
+from realhf.rundir.flight_recorder import read_activity
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import RunSpec
+from realhf.rundir.status import Status, read_status
 from realhf.transport.messages import DumpStacks, Failure, Heartbeat, Hello, Ready, Reply, Span, ToMaster
 from realhf.transport.server import GoneError
 from tests.unit.api.calls import ppo_graph

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import msgspec
 
-from realhf.api.interface import RESERVED_STATISTICS
-from realhf.api.lines import step_line
-from realhf.api.plan import CallPlan, ExecutionPlan
+from realhf.dataflow.interface import RESERVED_STATISTICS
+from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.master.loop import CallRecord
 from realhf.master.records import Trace, step_metrics
 from realhf.master.state import Node
+from realhf.rundir.lines import step_line
 from realhf.transport.messages import Span
 
 

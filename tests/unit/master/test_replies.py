@@ -7,7 +7,7 @@ import random
 import msgspec
 import pytest
 
-from realhf.api.plan import CallPlan, ExecutionPlan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.master.loop import GraphRunner
 from realhf.master.replies import Request, check_reply
 from realhf.master.state import Node

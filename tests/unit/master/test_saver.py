@@ -9,19 +9,19 @@ from typing import Any
 import pytest
 import torch
 
-from realhf.api.deadlines import Deadlines
-from realhf.api.errors import RunError
 from realhf.api.experiment import ModelSetup, OptimizerConfig
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.plan import ExecutionPlan
+from realhf.base.errors import RunError
+from realhf.dataflow.plan import ExecutionPlan
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.master.saver import Saver
 from realhf.models.checkpoint import write_pieces
 from realhf.models.checkpoint_index import state_owners
-from realhf.scheduler.checkpoints import check, saved_steps
-from realhf.scheduler.events import read_events
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.rundir.checkpoints import check, saved_steps
+from realhf.rundir.deadlines import Deadlines
+from realhf.rundir.events import read_events
+from realhf.rundir.paths import RunDirectory
 from realhf.transport.messages import CheckpointWritten, Span
-from tests.unit.scheduler.saved_runs import MODEL
+from tests.unit.launch.saved_runs import MODEL
 
 HOME = Layout(DeviceMesh(0, 2), ParallelStrategy(dp=2))
 SPAN = Span("writing", "", 0.0, 0.0)

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from realhf.api.graph import DataflowGraph
-from realhf.api.plan import CallPlan, ExecutionPlan, OrderEntry
+from realhf.dataflow.graph import DataflowGraph
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, OrderEntry
 from realhf.master.state import Node
-from realhf.search.reference import simulate
-from realhf.search.tables import CallTable, OptionRow, Problem, TransferTable
+from realhf.planning.problem.simulation import simulate
+from realhf.planning.problem.tables import CallTable, OptionRow, Problem, TransferTable
 from tests.unit.master.cluster import VirtualCluster, runner_of
 from tests.unit.master.test_state import random_graph, random_plan
 from tests.unit.master.workers import GRAPH

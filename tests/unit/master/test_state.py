@@ -12,12 +12,12 @@ from random import Random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.api.errors import UserError
-from realhf.api.follow import Follow
-from realhf.api.graph import INFERENCE, TRAIN_STEP, DataflowGraph
-from realhf.api.layout import Layout
-from realhf.api.offload import loads_of, with_loads
-from realhf.api.plan import CallPlan, ExecutionPlan, OrderEntry, check_plan
+from realhf.base.errors import UserError
+from realhf.dataflow.follow import Follow
+from realhf.dataflow.graph import INFERENCE, TRAIN_STEP, DataflowGraph
+from realhf.dataflow.offload import loads_of, with_loads
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, OrderEntry, check_plan
+from realhf.geometry.layout import Layout
 from realhf.master.loop import GraphRunner
 from realhf.master.state import Action, FinishStep, Issue, Node, Schedule, movers_of, occupied
 from tests.unit.api.calls import call, ppo_graph

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from realhf.api.errors import UserError
-from realhf.api.run import RunSpec
+from realhf.base.errors import UserError
 from realhf.master import trackers
 from realhf.master.trackers import Trackers, check_trackers, step_values
+from realhf.rundir.run import RunSpec
 
 LINE = {
     "step": 3,

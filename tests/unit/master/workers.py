@@ -1,8 +1,8 @@
 """Workers that exist in name only: what they are sent is kept, and answered as real ones would."""
 
-from realhf.api.deadlines import Deadlines
-from realhf.api.graph import DataflowGraph
+from realhf.dataflow.graph import DataflowGraph
 from realhf.master.loop import Dispatcher
+from realhf.rundir.deadlines import Deadlines
 from realhf.transport.messages import (
     CallFunction,
     FollowParameters,

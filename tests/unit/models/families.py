@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
-from realhf.api.hugging_face import read_config
-from realhf.api.model import DecoderConfig
+from realhf.architecture.hugging_face import read_config
+from realhf.architecture.model import DecoderConfig
 from realhf.engine.model import ShardedModel
+from realhf.geometry.boxes import Box
+from realhf.geometry.parameters import decoder_parameters
 from realhf.models.hugging_face_weights import HuggingFaceReader
-from realhf.models.parameters import decoder_parameters
 from realhf.parallel.groups import ParallelGroups
-from realhf.realloc.layout import Box
 from tests.unit.engine.losses import ONE_RANK
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe", "gpt2")

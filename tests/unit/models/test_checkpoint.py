@@ -14,10 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
-from realhf.api.errors import UserError
 from realhf.api.experiment import ModelSetup, OptimizerConfig
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
+from realhf.base.errors import UserError
+from realhf.geometry.boxes import Box, device_boxes
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.parameters import decoder_parameters
 from realhf.models.checkpoint import CheckpointReader, save_model, write_boxes, write_pieces
 from realhf.models.checkpoint_index import (
     STEPS_KEY,
@@ -28,8 +30,6 @@ from realhf.models.checkpoint_index import (
     staging_directory,
     state_owners,
 )
-from realhf.models.parameters import decoder_parameters
-from realhf.realloc.layout import Box, device_boxes
 from tests.unit.realloc.layouts import layouts, models
 
 MODEL = DecoderConfig(
@@ -390,5 +390,5 @@ def test_architecture(tmp_path: Path) -> None:
 
 
 def test_index_and_planner_do_without_torch() -> None:
-    code = "import sys, realhf.models.checkpoint_index, realhf.realloc.planner; sys.exit('torch' in sys.modules)"
+    code = "import sys, realhf.models.checkpoint_index, realhf.realloc.plan.planner; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -13,14 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from realhf.api.errors import UserError
 from realhf.api.experiment import ModelSetup
-from realhf.api.graph import TRAIN_STEP, ModelFunctionCallDef
-from realhf.api.interface import InterfaceConfig
+from realhf.base.errors import UserError
 from realhf.cli import main
+from realhf.dataflow.graph import TRAIN_STEP, ModelFunctionCallDef
+from realhf.dataflow.interface import InterfaceConfig
+from realhf.geometry.parameters import decoder_parameters
 from realhf.models.checkpoint import CheckpointReader, save_model
 from realhf.models.convert import Conversion, convert
-from realhf.models.parameters import decoder_parameters
 from tests.unit.models.families import Oracle, config_class, distance, oracle, whole_box
 from tests.unit.models.test_hugging_face_files import GPT2_SIZES, SIZES
 

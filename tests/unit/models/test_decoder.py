@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.api.experiment import OptimizerConfig
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
 from realhf.engine.batch import Batch
 from realhf.engine.model import ShardedModel
 from tests.unit.engine.losses import (

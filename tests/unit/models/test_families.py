@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.engine.batch import Batch
+from realhf.geometry.boxes import Box
 from realhf.models.hugging_face_weights import write_hugging_face
-from realhf.realloc.layout import Box
 from tests.unit.engine.losses import next_token_loss, random_batch, split_like, targets, trained_tokens
 from tests.unit.models.families import FAMILIES, Oracle, distance, hugging_face_configs, load, oracle
 

@@ -11,14 +11,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from realhf.api.errors import UserError
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig
+from realhf.base.errors import UserError
+from realhf.geometry.boxes import device_boxes
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.parameters import decoder_parameters
 from realhf.models.checkpoint_index import read_header
 from realhf.models.hugging_face_files import HuggingFaceDirectory, check_checkpoint
 from realhf.models.hugging_face_weights import HuggingFaceReader
-from realhf.models.parameters import decoder_parameters
-from realhf.realloc.layout import device_boxes
 from tests.unit.engine.losses import random_batch, split_like
 from tests.unit.models.families import Oracle, config_class, distance, load, oracle, whole_box
 

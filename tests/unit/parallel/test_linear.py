@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from realhf.kernels import products
+from realhf.cpu import products
 from realhf.parallel import linear as module
 from realhf.parallel.linear import linear, pack, takes_packed
 from tests.unit.packing import PACKERS

@@ -13,14 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.api.errors import RunError
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.engine.pipeline import Neighbours
-from realhf.engine.ring import _Links
+from realhf.base.errors import RunError
+from realhf.engine.generate.ring import _Links
+from realhf.engine.train.pipeline import Neighbours
+from realhf.geometry.boxes import Box
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.waiting import HOST_WAITS, StreamWaits, Waits
-from realhf.realloc.layout import Box
-from realhf.realloc.transport import Message, TorchTransport, post, wait_for
+from realhf.realloc.execute.message_passing import Message, TorchTransport, post, wait_for
 from realhf.transport.messages import BatchKey, KeyMetadata, Receive, Send
 from realhf.worker.mailbox import Mailbox
 from realhf.worker.store import SampleStore

@@ -3,9 +3,9 @@
 import numpy as np
 from hypothesis import strategies as st
 
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, divisors
-from realhf.api.model import DecoderConfig
-from realhf.models.parameters import decoder_parameters
+from realhf.architecture.model import DecoderConfig
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, divisors
+from realhf.geometry.parameters import decoder_parameters
 
 
 @st.composite

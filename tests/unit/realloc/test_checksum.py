@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.realloc.checksum import bit_sums, checksum
+from realhf.realloc.execute.checksum import bit_sums, checksum
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.int8]
 

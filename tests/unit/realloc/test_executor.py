@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from realhf.realloc.executor import execute
-from realhf.realloc.layout import Box
-from realhf.realloc.planner import plan_reallocation
-from realhf.realloc.transport import Message, TorchTransport
+from realhf.geometry.boxes import Box
+from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.message_passing import Message, TorchTransport
+from realhf.realloc.plan.planner import plan_reallocation
 
 BOX = Box("p", (2, 0), (4, 3))
 

@@ -3,11 +3,11 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.api.compute import DataParallel
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy, divisors
-from realhf.api.model import DecoderConfig, Experts
-from realhf.realloc.planner import plan_between
-from realhf.realloc.shards import held_boxes
+from realhf.architecture.compute import DataParallel
+from realhf.architecture.model import DecoderConfig, Experts
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy, divisors
+from realhf.geometry.shards import held_boxes
+from realhf.realloc.plan.planner import plan_between
 from tests.unit.realloc.layouts import global_state
 from tests.unit.realloc.test_planner import check
 

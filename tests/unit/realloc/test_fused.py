@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from realhf.realloc.executor import execute
-from realhf.realloc.layout import Box
-from realhf.realloc.planner import plan_reallocation
-from realhf.realloc.transport import Message, Work
-from realhf.realloc.verification import verify
+from realhf.geometry.boxes import Box
+from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.message_passing import Message, Work
+from realhf.realloc.execute.verification import verify
+from realhf.realloc.plan.planner import plan_reallocation
 from tests.waiting import PATIENCE_S
 
 HIDDEN, KV_HEADS, HEAD_DIM, QUERIES = 6, 6, 2, 2  # two query heads for each of six key-value heads

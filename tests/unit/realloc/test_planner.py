@@ -7,15 +7,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.api.compute import DataParallel
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
-from realhf.realloc.cells import subtract
-from realhf.realloc.layout import Box, device_boxes
-from realhf.realloc.parcels import Load
-from realhf.realloc.planner import ReallocationPlan, plan_between, plan_reallocation
-from realhf.realloc.rounds import Transfer
-from realhf.realloc.shards import held_boxes
+from realhf.architecture.compute import DataParallel
+from realhf.architecture.model import DecoderConfig
+from realhf.geometry.boxes import Box, device_boxes
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.shards import held_boxes
+from realhf.realloc.plan.cells import subtract
+from realhf.realloc.plan.parcels import Load
+from realhf.realloc.plan.planner import ReallocationPlan, plan_between, plan_reallocation
+from realhf.realloc.plan.rounds import Transfer
 from tests.unit.realloc.layouts import global_state, layouts, models
 
 Boxes = dict[int, list[Box]]

@@ -7,12 +7,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.api.compute import DataParallel
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
-from realhf.models.parameters import decoder_parameters
-from realhf.realloc.layout import Box, device_boxes
-from realhf.realloc.shards import (
+from realhf.architecture.compute import DataParallel
+from realhf.architecture.model import DecoderConfig
+from realhf.geometry.boxes import Box, device_boxes
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.parameters import decoder_parameters
+from realhf.geometry.shards import (
     ALIGNMENT,
     FlatLayout,
     boxes_in,

@@ -6,10 +6,10 @@ from typing import get_args
 
 import pytest
 
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.model import DecoderConfig
-from realhf.models.parameters import decoder_parameters
-from realhf.realloc.layout import Box
+from realhf.architecture.model import DecoderConfig
+from realhf.geometry.boxes import Box
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.parameters import decoder_parameters
 from realhf.realloc.transition import Engine, Transition, transition
 
 MODEL = DecoderConfig(

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from realhf.realloc.layout import Box
-from realhf.realloc.transport import Message, ReallocationError, TorchTransport, post
+from realhf.geometry.boxes import Box
+from realhf.realloc.execute.message_passing import Message, ReallocationError, TorchTransport, post
 
 
 def test_the_peer_that_cannot_be_reached_is_named_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

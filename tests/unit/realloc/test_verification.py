@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.realloc.executor import execute
-from realhf.realloc.layout import Box
-from realhf.realloc.planner import plan_reallocation
-from realhf.realloc.verification import VerificationError, VerificationSchedule, verify
+from realhf.geometry.boxes import Box
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.verification import VerificationError, VerificationSchedule, verify
+from realhf.realloc.plan.planner import plan_reallocation
 
 
 def test_the_first_of_each_pair_and_then_every_third_step() -> None:

@@ -10,21 +10,21 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from realhf.api import files
-from realhf.api.errors import RunError, UserError
-from realhf.api.files import delete
+from realhf.base import files
+from realhf.base.errors import RunError, UserError
+from realhf.base.files import delete
 from realhf.cli import parser
 from realhf.cli.runs import new_run, resumed_run
 from realhf.cli.status import process_table, summary
+from realhf.launch.start import prepare
+from realhf.lifecycle.recover import note_start, restarted
 from realhf.report import html, page
 from realhf.report.run_data import read_run
 from realhf.report.run_status import read_run_status
-from realhf.scheduler.activity import ActivityWriter
-from realhf.scheduler.recovery import note_start, restarted
-from realhf.scheduler.run_directory import RunDirectory
-from realhf.scheduler.start import prepare
+from realhf.rundir.flight_recorder import ActivityWriter
+from realhf.rundir.paths import RunDirectory
+from tests.unit.launch.saved_runs import save
 from tests.unit.report.run_directories import good_run, metrics_line
-from tests.unit.scheduler.saved_runs import save
 
 CHANGES = 3  # bytes changed, and places where a file is cut off
 REPORTED = (

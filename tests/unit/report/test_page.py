@@ -10,7 +10,7 @@ import pytest
 from realhf.cli import main
 from realhf.report.figures import curves_of, split_curves
 from realhf.report.page import write_report
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.rundir.paths import RunDirectory
 from tests.unit.report.run_directories import good_run, metrics_line, step_events, write_run
 from tests.waiting import PATIENCE_S
 
@@ -149,7 +149,7 @@ def test_the_command_refuses_another_directory(tmp_path: Path, capsys: pytest.Ca
 def test_no_torch_is_imported(tmp_path: Path) -> None:
     code = (
         "import sys; from pathlib import Path; from realhf.report.page import write_report;"
-        "from realhf.scheduler.run_directory import RunDirectory;"
+        "from realhf.rundir.paths import RunDirectory;"
         f"write_report(RunDirectory(Path({str(good_run(tmp_path / 'run'))!r}))); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

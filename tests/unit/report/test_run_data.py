@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from realhf.api.errors import UserError
+from realhf.base.errors import UserError
 from realhf.cli import main
 from realhf.report.run_data import call_times, read_run, read_trace
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.rundir.paths import RunDirectory
 from tests.unit.report.run_directories import good_run, step_events, write_run
 
 

@@ -14,8 +14,8 @@ import pytest
 from realhf import cli
 from realhf.cli.durations import duration
 from realhf.report.run_status import Speed, read_run_status
-from realhf.scheduler.activity import ActivityWriter
-from realhf.scheduler.run_directory import RunDirectory
+from realhf.rundir.flight_recorder import ActivityWriter
+from realhf.rundir.paths import RunDirectory
 from tests.unit.report.run_directories import PLAN, RATIONALE, metrics_line, write_run
 
 NOW_S = 1e9 + 100

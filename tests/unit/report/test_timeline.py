@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from realhf.api.plan import ExecutionPlan
+from realhf.dataflow.plan import ExecutionPlan
 from realhf.report.run_data import TraceEvent
 from realhf.report.timeline import Timeline, last_steps
 from tests.unit.report.run_directories import PLAN, event, step_events

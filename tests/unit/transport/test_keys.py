@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from realhf.api.errors import UserError
+from realhf.base.errors import UserError
 from realhf.transport.keys import load_master_keys, load_worker_keys, make_run_keys
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from realhf.api.errors import RunError
+from realhf.base.errors import RunError
 from realhf.transport import rendezvous
 from realhf.transport.rendezvous import MasterAddress, publish_master, wait_for_master, withdraw_master
 

@@ -15,8 +15,8 @@ import msgspec
 import pytest
 import zmq
 
-from realhf.api.errors import RunError, UserError
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.base.errors import RunError, UserError
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.transport import server as server_module
 from realhf.transport.client import Client
 from realhf.transport.codec import Codec
@@ -303,7 +303,7 @@ def test_heartbeats_flow_while_the_main_thread_is_busy(keys: Path, tmp_path: Pat
     worker = """
 import sys
 from pathlib import Path
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.transport import server as server_module
 from realhf.transport.client import Client
 from realhf.transport.codec import Codec

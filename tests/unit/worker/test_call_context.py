@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from realhf.api.graph import ModelFunctionCallDef
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.protocols import ALL_TO_ALL, RANK_ZERO, THREE_D_PP_AS_DP, THREE_D_PROTO, TransferProtocol
+from realhf.dataflow.graph import ModelFunctionCallDef
+from realhf.dataflow.protocols import ALL_TO_ALL, RANK_ZERO, THREE_D_PP_AS_DP, THREE_D_PROTO, TransferProtocol
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.worker.call_context import BatchShare, CallContext, UnusedModel, batch_share, sharing_ranks
 from tests.unit.api.calls import call
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from realhf.geometry.boxes import Box
 from realhf.models.checkpoint import snapshot
 from realhf.models.checkpoint_index import digest_file, staging_directory
-from realhf.realloc.layout import Box
 from realhf.transport.messages import CheckpointWritten
 from realhf.worker.checkpoint_writer import CheckpointWriter
 

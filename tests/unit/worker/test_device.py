@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from realhf.api.errors import UserError
+from realhf.base.errors import UserError
 from realhf.worker.device import own_device
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from msgspec import structs
 
-from realhf.api.errors import UserError
-from realhf.search.hardware import load_hardware
+from realhf.base.errors import UserError
+from realhf.planning.model.descriptions import load_hardware
 from realhf.worker import device_check
 from realhf.worker.device_check import check_device, found_device
 

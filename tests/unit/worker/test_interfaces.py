@@ -8,9 +8,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from realhf.api.errors import UserError
-from realhf.api.graph import TRAIN_STEP, WEIGHTS_VERSION
-from realhf.api.interface import InterfaceConfig
+from realhf.base.errors import UserError
+from realhf.dataflow.graph import TRAIN_STEP, WEIGHTS_VERSION
+from realhf.dataflow.interface import InterfaceConfig
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult
 from realhf.engine.returned import InterfaceError, check_columns

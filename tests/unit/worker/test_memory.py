@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from realhf.worker import memory
-from realhf.worker.memory import MemoryGauge
+from realhf.worker import memory_use as memory
+from realhf.worker.memory_use import MemoryGauge
 
 MIB = 2**20
 

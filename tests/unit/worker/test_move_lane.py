@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.transport.messages import BatchKey, FollowParameters, Move, PrepareMove, Reallocate, Reply
 from realhf.worker.activity import WorkerActivity
 from realhf.worker.move_lane import MoveLane

@@ -2,12 +2,12 @@
 
 import pytest
 
-from realhf.api.errors import RunError
+from realhf.base.errors import RunError
+from realhf.profiling.profiler import powers_of_two, spread_lengths
+from realhf.profiling.reallocation_bench import fitted
+from realhf.profiling.round_trip import ROUNDS, median_round_trip_s
 from realhf.transport.codec import Codec
 from realhf.transport.messages import CallFunction, Reply
-from realhf.worker.profiler import powers_of_two, spread_lengths
-from realhf.worker.reallocation_bench import fitted
-from realhf.worker.round_trip import ROUNDS, median_round_trip_s
 from tests.waiting import PATIENCE_S
 
 

@@ -10,11 +10,11 @@ import msgspec
 import pytest
 
 from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings, Evaluation
-from realhf.api.graph import GENERATE
-from realhf.api.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.api.plan import CallPlan, ExecutionPlan
-from realhf.api.run import Run, RunSpec
+from realhf.dataflow.graph import GENERATE
+from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.master.loop import GraphRunner
+from realhf.rundir.run import Run, RunSpec
 from realhf.transport.codec import Codec, UndecodableError
 from realhf.transport.messages import (
     BatchKey,

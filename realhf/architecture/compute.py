@@ -1,0 +1,47 @@
+"""How a model is computed: choices that change time and memory, not the result."""
+
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from realhf.base.errors import UserError
+
+DataParallel = Literal["zero1", "fsdp"]
+Recomputation = Literal["off", "selective", "full"]
+Backend = Literal["native", "megatron"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ComputeConfig:
+    """Of a model's home; sequence parallelism and recomputation are of training alone, as inference and generation
+    keep no activations and do not divide tokens.
+
+    data_parallel: what the ranks of a data-parallel group divide among them. "zero1": optimizer states (ZeRO-1);
+        every rank has all parameters and gradients. "fsdp": parameters and gradients too (ZeRO-3, fully sharded data
+        parallelism): a layer is gathered for its forward and again for its backward pass, and freed behind them.
+        Without data parallelism nothing changes.
+    sequence_parallel: norms and residual sums are divided over the tensor-parallel ranks along the tokens. Without
+        tensor parallelism nothing changes.
+    recomputation: what the backward pass computes again instead of keeping it. "selective": all but matrix products
+        and attention; "full": whole layers, of which only the input is kept.
+    backend: what computes layers in passes with gradients: the decoder of this project, or megatron-core, on GPUs.
+    """
+
+    data_parallel: DataParallel = "zero1"
+    sequence_parallel: bool = False
+    recomputation: Recomputation = "off"
+    backend: Backend = "native"
+
+    def __post_init__(self) -> None:
+        _check("data_parallel", self.data_parallel, DataParallel)
+        _check("recomputation", self.recomputation, Recomputation)
+        _check("backend", self.backend, Backend)
+        if self.data_parallel == "fsdp" and self.backend == "megatron":
+            raise UserError(
+                "data_parallel='fsdp' gathers parameters for the decoder of this project, and backend='megatron' "
+                "computes with another; choose backend='native' or data_parallel='zero1'"
+            )
+
+
+def _check(field: str, value: str, known: Any) -> None:
+    if value not in get_args(known):
+        raise UserError(f"{field}={value!r} is not known; choose one of {', '.join(get_args(known))}")

@@ -1,0 +1,232 @@
+"""The architecture of a decoder: everything about a model except its weights."""
+
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from realhf.base.errors import UserError
+from realhf.base.numbers import check_range
+
+Head = Literal["lm", "scalar"]
+DType = Literal["float32", "float64", "bfloat16"]
+Norm = Literal["rms", "rms_plus_one", "layer"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Mlp = Literal["gated", "plain"]
+Positions = Literal["rotary", "learned"]
+RopeScalingKind = Literal["none", "linear", "dynamic", "llama3"]
+
+# Above any model there is. Below, all parameters can be listed in seconds, and their bytes fit into 64 bits.
+MAX_LAYERS = 1_000
+_MAX_POSITIONS = 10**9
+_MAX_EXPERTS = 100_000  # of all layers together
+_SIZES = {
+    "hidden_size": 10**5,
+    "intermediate_size": 10**6,
+    "num_layers": MAX_LAYERS,
+    "num_heads": 10**4,
+    "num_kv_heads": 10**4,
+    "vocab_size": 10**7,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """How rotary angles are stretched for sequences longer than those of pre-training.
+
+    `linear`: all frequencies divided by `factor` (Chen et al., 2023). `dynamic`: the base grows with the length once
+    it is above `original_positions` (NTK-aware scaling); a token is rotated for the length that ends with it, which
+    is what generation with a cache does. `llama3`: low frequencies are divided by `factor`, high ones kept, those
+    between `low_frequency_factor` and `high_frequency_factor` interpolated (Llama 3.1).
+    """
+
+    kind: RopeScalingKind = "none"
+    factor: float = 1.0
+    original_positions: int = 8192
+    low_frequency_factor: float = 1.0
+    high_frequency_factor: float = 4.0
+
+    def __post_init__(self) -> None:
+        check_range("rope scaling: factor", self.factor, 1, 10**6)
+        check_range("rope scaling: original_positions", self.original_positions, 1, _MAX_POSITIONS)
+        for name in ("low_frequency_factor", "high_frequency_factor"):
+            check_range(f"rope scaling: {name}", getattr(self, name), 0, 10**6)
+        if self.kind == "llama3" and not 0 < self.low_frequency_factor < self.high_frequency_factor:
+            raise UserError(
+                f"rope scaling: low_frequency_factor={self.low_frequency_factor} must be above 0 and below "
+                f"high_frequency_factor={self.high_frequency_factor}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experts:
+    """A mixture of experts in place of every MLP; `count` of 0 is none.
+
+    Every token goes through `per_token` experts, weighted by the softmax over all of them, which `normalised` makes
+    sum to one (Mixtral always does).
+    """
+
+    count: int = 0
+    per_token: int = 0
+    normalised: bool = True
+
+    def __post_init__(self) -> None:
+        if self.count < 0 or not (1 <= self.per_token <= self.count if self.count else self.per_token == 0):
+            raise UserError(
+                f"experts: per_token={self.per_token} must be from 1 to count={self.count} (both 0 for a dense model)"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """A decoder-only transformer; the defaults are those of Llama (RMSNorm, rotary positions, SwiGLU).
+
+    Attributes:
+        intermediate_size: width of an MLP; of each expert, where there are experts.
+        head: what stands on top: `lm` gives logits [tokens, vocab_size], `scalar` one value a token (critic, reward
+            model).
+        rms_norm_eps: epsilon of every norm.
+        attention_head_dim: width of a head where it is not hidden_size / num_heads.
+        norm: `rms_plus_one` multiplies by 1 + weight; `layer` is LayerNorm with a bias.
+        activation: of the MLP; `gelu_tanh` is the tanh approximation.
+        mlp: `gated` is down(activation(gate(x)) * up(x)), `plain` down(activation(up(x))).
+        qkv_bias, attention_output_bias, mlp_bias: which linears have a bias.
+        qk_norm: an RMSNorm over each head of queries and keys, before rotation.
+        positions: rotary angles, or an embedding of `max_positions` places, which sequences must not exceed.
+        max_positions: 0 where positions are rotary.
+        max_position_embeddings: the longest sequence that rotary angles were trained for, as a Hugging Face checkpoint
+            says it (None: not known). Nothing is computed with it, and models that differ in it alone are equal.
+        sliding_window: a token attends to that many tokens, itself included (None: to all before it), in all layers
+            but `full_attention_layers`.
+        scale_embeddings: embeddings are multiplied by sqrt(hidden_size).
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    vocab_size: int
+    head: Head = "lm"
+    tied_embeddings: bool = False
+    rope_theta: float = 10_000.0
+    rms_norm_eps: float = 1e-5
+    attention_head_dim: int | None = None
+    norm: Norm = "rms"
+    activation: Activation = "silu"
+    mlp: Mlp = "gated"
+    qkv_bias: bool = False
+    attention_output_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    positions: Positions = "rotary"
+    max_positions: int = 0
+    rope_scaling: RopeScaling = RopeScaling()
+    sliding_window: int | None = None
+    full_attention_layers: tuple[int, ...] = ()
+    scale_embeddings: bool = False
+    experts: Experts = Experts()
+    max_position_embeddings: int | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        for name, most in _SIZES.items():
+            check_range(name, getattr(self, name), 1, most)
+        check_range("max_positions", self.max_positions, 0, _MAX_POSITIONS)
+        check_range("rope_theta", self.rope_theta, 1, 10**12)
+        check_range("rms_norm_eps", self.rms_norm_eps, 0, 1)
+        check_range("num_layers x experts.count", self.num_layers * self.experts.count, 0, _MAX_EXPERTS)
+        self._check_heads()
+        if self.head == "scalar" and self.tied_embeddings:
+            raise UserError("a scalar head has no output embedding to tie; set tied_embeddings=False")
+        if (self.positions == "learned") != (self.max_positions > 0):
+            raise UserError(
+                f"max_positions={self.max_positions} with positions={self.positions!r}: learned positions need at "
+                "least 1, rotary ones have no limit (0)"
+            )
+        if self.positions == "learned" and self.rope_scaling.kind != "none":
+            raise UserError("rope_scaling is for rotary positions; learned ones have no angles to scale")
+        if self.sliding_window is None and self.full_attention_layers:
+            raise UserError("full_attention_layers needs a sliding_window that the other layers have")
+        if self.sliding_window is not None:
+            check_range("sliding_window", self.sliding_window, 1, _MAX_POSITIONS)
+        if self.experts.count and (self.mlp != "gated" or self.mlp_bias):
+            raise UserError("experts are gated MLPs without biases; set mlp='gated' and mlp_bias=False")
+
+    def _check_heads(self) -> None:
+        if self.attention_head_dim is None:
+            if self.hidden_size % self.num_heads or self.head_dim % 2:
+                raise UserError(
+                    f"hidden_size={self.hidden_size} must be num_heads={self.num_heads} times an even head "
+                    f"dimension; choose hidden_size as a multiple of {2 * self.num_heads}"
+                )
+        elif check_range("attention_head_dim", self.attention_head_dim, 2, 10**4) % 2:
+            raise UserError(f"attention_head_dim={self.attention_head_dim} must be even")
+        elif self.attention_head_dim * self.num_heads == self.hidden_size:
+            object.__setattr__(self, "attention_head_dim", None)  # one way to say it: equal models compare equal
+        if self.num_heads % self.num_kv_heads:
+            raise UserError(f"num_kv_heads={self.num_kv_heads} must divide num_heads={self.num_heads}")
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.num_heads if self.attention_head_dim is None else self.attention_head_dim
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """How many tokens a sequence may have; None: there is no limit, or it is not known."""
+        if self.positions == "learned":
+            return self.max_positions
+        if self.max_position_embeddings is None:
+            return None
+        # Those two kinds count from what was there before the scaling; others say what is there with it.
+        factor = self.rope_scaling.factor if self.rope_scaling.kind in ("linear", "dynamic") else 1
+        return int(self.max_position_embeddings * factor)
+
+    @property
+    def query_size(self) -> int:
+        """Width of all query heads together, which is that of attention's output."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Width of all key heads together, and of all value heads."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def active_intermediate_size(self) -> int:
+        """Width of what one token goes through: of an MLP, or of its experts together."""
+        return self.intermediate_size * (self.experts.per_token or 1)
+
+    def window(self, layer: int) -> int | None:
+        """How many tokens a token of `layer` attends to, itself included; None: all before it."""
+        return None if layer in self.full_attention_layers else self.sliding_window
+
+    def with_head(self, head: Head) -> "DecoderConfig":
+        """The same trunk under another head."""
+        return replace(self, head=head, tied_embeddings=self.tied_embeddings and head == "lm")
+
+
+LLAMA = {
+    "llama7b": DecoderConfig(
+        hidden_size=4096, intermediate_size=14336, num_layers=32, num_heads=32, num_kv_heads=8, vocab_size=128256
+    ),
+    "llama13b": DecoderConfig(
+        hidden_size=5120, intermediate_size=13824, num_layers=40, num_heads=40, num_kv_heads=40, vocab_size=128256
+    ),
+    "llama34b": DecoderConfig(
+        hidden_size=8192, intermediate_size=22016, num_layers=48, num_heads=64, num_kv_heads=8, vocab_size=128256
+    ),
+    "llama70b": DecoderConfig(
+        hidden_size=8192, intermediate_size=28672, num_layers=80, num_heads=64, num_kv_heads=8, vocab_size=128256
+    ),
+}
+
+
+def model_type(name: str) -> DecoderConfig:
+    """The architecture of a named model type (`llama7b`, `llama7b-critic`, ...).
+
+    Raises:
+        UserError: no model type has that name.
+    """
+    base, _, suffix = name.partition("-")
+    if base not in LLAMA or suffix not in ("", "critic"):
+        names = [n + s for n in LLAMA for s in ("", "-critic")]
+        raise UserError(f"model_type={name!r} is not known; choose one of {', '.join(names)} or pass a DecoderConfig")
+    return LLAMA[base].with_head("scalar") if suffix else LLAMA[base]

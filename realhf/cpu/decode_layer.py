@@ -1,0 +1,98 @@
+"""A decoder layer's decode step as one kernel on the CPU (`csrc/kernels/decode_layer.h`)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from realhf.cpu.products import PackedWeight
+
+try:
+    from realhf.cpu import _cpu
+except ImportError:  # not built
+    _cpu = None
+
+_DTYPES = {} if _cpu is None else {torch.float32: _cpu.DType.float32, torch.bfloat16: _cpu.DType.bfloat16}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerWeights:
+    """Those of a layer with RMS norms, rotary positions and a gated SiLU MLP, all of one dtype.
+
+    Norms are [hidden]; `qkv_bias` (None: there is none) is that of query, key and value one behind the other.
+    """
+
+    input_norm: Tensor
+    qkv: PackedWeight
+    qkv_bias: Tensor | None
+    output: PackedWeight
+    post_norm: Tensor
+    gate_up: PackedWeight
+    down: PackedWeight
+    epsilon: float
+
+
+class LayerKernel:
+    """One layer. `window`: a token attends to so many at most; None: to all."""
+
+    def __init__(self, weights: LayerWeights, *, kv_heads: int, head_dim: int, window: int | None):
+        self.weights = weights  # they stay where they are as long as this lives
+        self.kv_heads, self.head_dim, self.window = kv_heads, head_dim, window
+        self.hidden, self.dtype = weights.qkv.width, weights.qkv.dtype
+        heads = weights.output.width // head_dim
+        assert weights.qkv.out == (heads + 2 * kv_heads) * head_dim
+        assert weights.gate_up.out == 2 * weights.down.width
+        self._shape = _cpu.LayerShape(
+            hidden=self.hidden, kv_heads=kv_heads, group=heads // kv_heads, head_dim=head_dim, inner=weights.down.width
+        )
+        self._addresses = _cpu.LayerWeights(
+            input_norm=weights.input_norm.data_ptr(),
+            qkv=weights.qkv.data.data_ptr(),
+            qkv_bias=0 if weights.qkv_bias is None else weights.qkv_bias.data_ptr(),
+            output=weights.output.data.data_ptr(),
+            post_norm=weights.post_norm.data_ptr(),
+            gate_up=weights.gate_up.data.data_ptr(),
+            down=weights.down.data.data_ptr(),
+            epsilon=weights.epsilon,
+        )
+
+    def buffer_elements(self, rows: int) -> int:
+        """Of its dtype, for the intermediate results of so many rows."""
+        return rows * self._shape.buffer
+
+    def __call__(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        table: Tensor,
+        lengths: Tensor,
+        buffer: Tensor,
+    ) -> None:
+        """Turns x into the output of the layer, and leaves keys and values of the new tokens in their pages.
+
+        Args:
+            x: hidden states [rows, hidden], a token each.
+            cos, sin: of their positions, [rows, 1, head_dim].
+            keys, values: the layer's pages, see `realhf.engine.generate.paged_attention.CppKernels`.
+            table, lengths: see `realhf.engine.generate.paged_attention.DecodeRows`.
+            buffer: at least `buffer_elements(rows)`.
+        """
+        rows = len(x)
+        assert x.shape == (rows, self.hidden)
+        assert cos.shape == sin.shape == (rows, 1, self.head_dim)
+        assert keys.shape[1:] == (self.kv_heads, self.head_dim, _cpu.PAGE)
+        assert values.shape == (len(keys), self.kv_heads, _cpu.PAGE, self.head_dim)
+        assert len(table) == len(lengths) == rows
+        assert table.dtype == torch.int32
+        assert lengths.dtype == torch.int64
+        assert buffer.numel() >= self.buffer_elements(rows)
+        assert all(t.dtype == self.dtype for t in (x, cos, sin, keys, values, buffer))
+        assert all(t.is_contiguous() for t in (x, cos, sin, keys, values, table, lengths, buffer))
+        _cpu.decode_layer(
+            _DTYPES[self.dtype], self._shape, self._addresses, x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+            keys.data_ptr(), values.data_ptr(), len(keys), rows, table.data_ptr(), table.shape[1],
+            lengths.data_ptr(), self.window or 0, buffer.data_ptr(),
+        )  # fmt: skip

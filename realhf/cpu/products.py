@@ -1,0 +1,66 @@
+"""Products x W^T with weights in the order of a kernel of our own (`csrc/kernels/products.h`), on the CPU."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from realhf.cpu.huge_pages import empty_in_huge_pages
+
+try:
+    from realhf.cpu import _cpu
+except ImportError:  # not built
+    _cpu = None
+
+_DTYPES = {} if _cpu is None else {torch.float32: _cpu.DType.float32, torch.bfloat16: _cpu.DType.bfloat16}
+_HAS_PRODUCTS = _cpu is not None and _cpu.has_products()
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [`out`, `width`] of `dtype` in the kernel's order; `data` is its memory."""
+
+    out: int
+    width: int
+    dtype: torch.dtype
+    data: Tensor
+
+    def product(self, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x W^T + bias [rows, out] of x [rows, width], rounded where torch's operators round.
+
+        Each number is one sum in the order of the inputs: it does not depend on how many rows there are.
+        """
+        rows, width = x.shape
+        assert width == self.width
+        assert x.dtype == self.dtype
+        assert bias is None or (bias.shape == (self.out,) and bias.dtype == x.dtype and bias.is_contiguous())
+        if not _is_aligned(x):
+            x = x.contiguous()
+        y = torch.empty(rows, self.out, dtype=x.dtype)
+        _cpu.product(
+            _DTYPES[x.dtype], rows, self.out, width, x.data_ptr(), x.stride(0), self.data.data_ptr(),
+            0 if bias is None else bias.data_ptr(), False, y.data_ptr(),
+        )  # fmt: skip
+        return y
+
+
+def pack(weight: Tensor) -> PackedWeight | None:
+    """A copy of `weight` [out, width]; None where the kernel does not take it.
+
+    It takes float32 and bfloat16 (of these an even width) on processors with AVX-512 and its bfloat16 instructions.
+    """
+    out, width = weight.shape
+    is_taken = _HAS_PRODUCTS and weight.device.type == "cpu" and weight.dtype in _DTYPES
+    if not is_taken or (weight.dtype == torch.bfloat16 and width % 2):
+        return None
+    weight = weight.detach()
+    weight = weight if weight.stride(1) == 1 else weight.contiguous()
+    dtype = _DTYPES[weight.dtype]
+    data = empty_in_huge_pages((_cpu.packed_bytes(dtype, out, width),), torch.uint8)
+    _cpu.pack(dtype, out, width, weight.data_ptr(), weight.stride(0), data.data_ptr())
+    return PackedWeight(out, width, weight.dtype, data)
+
+
+def _is_aligned(x: Tensor) -> bool:
+    """Whether every row is contiguous and begins at a multiple of four bytes, in which the kernel reads it."""
+    return x.stride(1) == 1 and x.data_ptr() % 4 == 0 and x.stride(0) * x.itemsize % 4 == 0

@@ -1,0 +1,301 @@
+"""The dataflow graph: model function calls and the edges between them."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from realhf.architecture.model import DecoderConfig, model_type
+from realhf.architecture.named import architecture
+from realhf.base.errors import UserError
+from realhf.dataflow.follow import Follow, FollowNode, follow_nodes
+from realhf.dataflow.interface import InterfaceConfig
+from realhf.dataflow.protocols import THREE_D_PROTO, TransferProtocol
+from realhf.geometry.layout import Layout
+
+
+class ModelInterfaceType(Enum):
+    GENERATE = "generate"
+    INFERENCE = "inference"
+    TRAIN_STEP = "train_step"
+
+
+GENERATE = ModelInterfaceType.GENERATE
+INFERENCE = ModelInterfaceType.INFERENCE
+TRAIN_STEP = ModelInterfaceType.TRAIN_STEP
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFunctionCallDef:
+    """One node of the dataflow graph (ReaL, section 3).
+
+    `model_type` is an architecture, the name of one (`llama7b-critic`), or the directory of a Hugging Face checkpoint,
+    whose config.json then says it (`-critic` behind it asks for a scalar head).
+    `input_data` and `output_data` are keys of per-sample data; a key is produced by one call or
+    by the data set. Calls with one `model_name` share one set of parameters.
+    `mini_batches` is the number of optimizer steps a train_step call makes on the batch.
+    `protocol` says which device gets what of the batch, and whose outputs are taken (HybridFlow, section 4.1). Another
+    one than 3D_PROTO is for interfaces that do not use the model (`InterfaceConfig.uses_model`).
+    """
+
+    model_name: str
+    model_type: DecoderConfig | str
+    interface_type: ModelInterfaceType
+    interface_impl: InterfaceConfig
+    input_data: Sequence[str] = ()
+    output_data: Sequence[str] = ()
+    mini_batches: int = 1
+    protocol: TransferProtocol = THREE_D_PROTO
+    name: str = ""
+
+    def __post_init__(self) -> None:
+        if not self.name:
+            object.__setattr__(self, "name", f"{self.model_name}_{self.interface_type.value}")
+        for field in ("input_data", "output_data"):
+            if isinstance(getattr(self, field), str):
+                raise UserError(f"{self.name}: {field}={getattr(self, field)!r} must be a list of keys")
+            object.__setattr__(self, field, tuple(getattr(self, field)))
+        if isinstance(self.model_type, str):
+            is_path = "/" in self.model_type or Path(self.model_type).is_dir()
+            found = architecture(self.model_type) if is_path else model_type(self.model_type)
+            object.__setattr__(self, "model_type", found)
+        if self.mini_batches < 1 or (self.mini_batches > 1 and self.interface_type is not TRAIN_STEP):
+            raise UserError(f"{self.name}: mini_batches={self.mini_batches} must be 1, or at least 1 for a train_step")
+        if self.trains and not self.uses_model:
+            raise UserError(
+                f"{self.name}: {type(self.interface_impl).__name__} has uses_model=False, but a train_step changes its "
+                "model; leave uses_model out, or make it an inference call"
+            )
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The architecture, after a named model type was looked up."""
+        assert isinstance(self.model_type, DecoderConfig)
+        return self.model_type
+
+    @property
+    def trains(self) -> bool:
+        return self.interface_type is TRAIN_STEP
+
+    @property
+    def uses_model(self) -> bool:
+        return self.interface_impl.uses_model
+
+    def parts(self, layout: Layout) -> int:
+        """In how many parts the call's batch is cut in a layout."""
+        return layout.strategy.dp if self.protocol is THREE_D_PROTO else self.protocol.distribute(layout).parts
+
+    def check_protocol(self, layout: Layout) -> None:
+        """Raises UserError where the call cannot run under its protocol in `layout`."""
+        protocol, usual = self.protocol, THREE_D_PROTO
+        if protocol is usual:
+            return
+        try:
+            protocol.check(layout)
+        except UserError as error:
+            raise UserError(f"{self.name}: {error}") from None
+        same_parts = protocol.distribute(layout) == usual.distribute(layout)
+        if self.uses_model and not (same_parts and set(protocol.collect(layout)) == set(usual.collect(layout))):
+            raise UserError(
+                f"{self.name}: protocol {protocol.name} is not what {usual.name} is on {layout}, and a pass through "
+                f"the model needs {usual.name}, under which its devices work on the same samples; leave protocol out, "
+                f"or give {type(self.interface_impl).__name__} uses_model=False if it asks nothing of the model"
+            )
+        if self.output_data and not protocol.restores(layout):
+            raise UserError(
+                f"{self.name}: protocol {protocol.name} does not collect each sample once, in order, on {layout}, so "
+                f"there is no one value of its outputs {', '.join(self.output_data)}; leave output_data empty, or "
+                f"choose a protocol that does, such as {usual.name}"
+            )
+
+
+# A key of per-sample data that every call can make: how many steps of training the weights have seen that made the
+# sample. A tensor of one whole number, where a call lists it in `output_data`.
+WEIGHTS_VERSION = "weights_version"
+
+EdgeKind = Literal["data", "version"]
+
+
+@dataclass(frozen=True)
+class Edge:
+    """`child` of step t starts after `parent` of step t - steps_back has ended."""
+
+    parent: str
+    child: str
+    steps_back: int
+    kind: EdgeKind
+    keys: tuple[str, ...] = ()
+
+
+class DataflowGraph:
+    """The validated calls of one step and all edges among the steps.
+
+    Args:
+        calls: the `rpcs` of an experiment, in any order.
+        dataset_keys: the keys that every row of the data set has.
+        follows: by name, the models whose parameters follow those of another one.
+
+    Raises:
+        UserError: a key without a producer or with two, a cycle, two calls of one name, a
+            model name with two architectures, or a model that cannot follow the one it should.
+    """
+
+    def __init__(
+        self,
+        calls: Sequence[ModelFunctionCallDef],
+        dataset_keys: Sequence[str],
+        follows: Mapping[str, Follow] | None = None,
+    ):
+        self.dataset_keys = tuple(dataset_keys)
+        _check_names(calls)
+        self.producers = _find_producers(calls, self.dataset_keys)
+        data_edges = self._data_edges(calls)
+        parents: dict[str, set[str]] = {call.name: set() for call in calls}
+        for edge in data_edges:
+            parents[edge.child].add(edge.parent)
+        position = {call.name: i for i, call in enumerate(calls)}
+        self.calls = {name: next(c for c in calls if c.name == name) for name in _sorted_calls(parents, position)}
+        trained = {call.model_name for call in calls if call.trains}
+        self.follows: dict[str, FollowNode] = follow_nodes(follows or {}, self.models, trained)
+        self.edges = data_edges + self._version_edges() + self._follow_edges()
+        self.order = self._sorted_nodes()
+
+    @property
+    def models(self) -> dict[str, DecoderConfig]:
+        """Architecture of every model name, in order of first use."""
+        return {call.model_name: call.config for call in self.calls.values()}
+
+    @property
+    def nodes(self) -> list[str]:
+        """Names of all that happens in a step: calls in a topological order, then what models follow others."""
+        return [*self.calls, *self.follows]
+
+    def weights_version(self, model: str, step: int) -> int:
+        """The version of its parameters that `model` uses in `step`: how many steps of training they have seen.
+
+        Steps count from 0. Below 0 are versions of a model that follows another with staleness: all of them are what it
+        starts with.
+        """
+        if follow := self._follow_of(model):
+            return follow.version(step)
+        return step if any(call.trains for call in self.calls_of(model)) else 0
+
+    def versions_kept(self, model: str) -> int:
+        """How many versions of its parameters the home of a model keeps."""
+        follow = self._follow_of(model)
+        return follow.versions if follow else 1
+
+    def _follow_of(self, model: str) -> FollowNode | None:
+        return next((follow for follow in self.follows.values() if follow.target == model), None)
+
+    def calls_of(self, model_name: str) -> list[ModelFunctionCallDef]:
+        return [call for call in self.calls.values() if call.model_name == model_name]
+
+    def parents(self, name: str) -> list[Edge]:
+        return [edge for edge in self.edges if edge.child == name]
+
+    def consumers(self, key: str) -> list[str]:
+        return [call.name for call in self.calls.values() if key in call.input_data]
+
+    def _data_edges(self, calls: Sequence[ModelFunctionCallDef]) -> list[Edge]:
+        edges = []
+        for call in calls:
+            by_producer: dict[str, list[str]] = {}
+            for key in call.input_data:
+                if key in self.producers:
+                    by_producer.setdefault(self.producers[key], []).append(key)
+            edges += [Edge(parent, call.name, 0, "data", tuple(keys)) for parent, keys in by_producer.items()]
+        return edges
+
+    def _version_edges(self) -> list[Edge]:
+        """Edges between calls of one model: readers of step t, then its training, then step t + 1."""
+        edges = []
+        for model in self.models:
+            trains = [call.name for call in self.calls_of(model) if call.trains]
+            readers = [call.name for call in self.calls_of(model) if not call.trains]
+            if not trains:
+                continue
+            edges += [Edge(reader, trains[0], 0, "version") for reader in readers]
+            edges += [Edge(a, b, 0, "version") for a, b in pairwise(trains)]
+            edges += [Edge(trains[-1], name, 1, "version") for name in [*readers, trains[0]]]
+        return edges
+
+    def _follow_edges(self) -> list[Edge]:
+        """A model follows after all its own readers of a step and before those of the next, and after the source's
+        training of that step and before the next. With staleness k it is between two trainings a step earlier, and
+        before the readers of k steps later: what it overwrites is the version that the readers of its step had."""
+        edges = []
+        for node in self.follows.values():
+            trains = [call.name for call in self.calls_of(node.source) if call.trains]
+            readers = [call.name for call in self.calls_of(node.target)]
+            edges += [Edge(name, node.name, 0, "version") for name in readers]
+            edges += [Edge(node.name, name, node.versions, "version") for name in readers]
+            is_early = min(node.staleness, 1)
+            edges.append(Edge(trains[-1], node.name, is_early, "version"))
+            edges.append(Edge(node.name, trains[0], 1 - is_early, "version"))
+        return edges
+
+    def _sorted_nodes(self) -> list[str]:
+        """All that happens in a step, in an order that every edge within a step allows: as listed, where it is free."""
+        parents: dict[str, set[str]] = {name: set() for name in self.nodes}
+        for edge in self.edges:
+            if edge.steps_back == 0:
+                parents[edge.child].add(edge.parent)
+        return _sorted_calls(parents, {name: i for i, name in enumerate(self.nodes)})
+
+
+def _check_names(calls: Sequence[ModelFunctionCallDef]) -> None:
+    if not calls:
+        raise UserError("the experiment's rpcs is empty; return at least one ModelFunctionCallDef")
+    seen: dict[str, ModelFunctionCallDef] = {}
+    models: dict[str, ModelFunctionCallDef] = {}
+    for call in calls:
+        if call.name in seen:
+            raise UserError(f"two calls are named {call.name!r}; give one of them another name=")
+        seen[call.name] = call
+        first = models.setdefault(call.model_name, call)
+        if first.config != call.config:
+            raise UserError(
+                f"model_name={call.model_name!r} has two architectures: {first.name} uses {first.config}, "
+                f"{call.name} uses {call.config}; calls that share a model name share one set of "
+                "parameters, so give them one model_type or two model names"
+            )
+
+
+def _find_producers(calls: Sequence[ModelFunctionCallDef], dataset_keys: tuple[str, ...]) -> dict[str, str]:
+    producers: dict[str, str] = {}
+    for call in calls:
+        for key in call.output_data:
+            other = "the data set" if key in dataset_keys else producers.get(key)
+            if other:
+                raise UserError(f"key {key!r} has two producers, {other} and {call.name}; rename one of the outputs")
+            producers[key] = call.name
+    known = sorted({*producers, *dataset_keys})
+    for call in calls:
+        for key in call.input_data:
+            if key not in known:
+                raise UserError(
+                    f"{call.name}: input key {key!r} has no producer; no call lists it in output_data and the "
+                    f"data set does not have it; the known keys are {', '.join(known)}"
+                )
+    return producers
+
+
+def _sorted_calls(parents: dict[str, set[str]], position: dict[str, int]) -> list[str]:
+    """Topological order; calls that are free to go keep the order in which they were listed."""
+    sorter = TopologicalSorter(parents)
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        cycle = " -> ".join(error.args[1])  # each is a parent of the next
+        raise UserError(f"the calls form a cycle: {cycle}; remove one of these inputs") from None
+    order: list[str] = []
+    ready: list[str] = []
+    while sorter.is_active():
+        ready = sorted([*ready, *sorter.get_ready()], key=position.__getitem__)
+        order.append(ready.pop(0))
+        sorter.done(order[-1])
+    return order

@@ -1,0 +1,142 @@
+"""How an experiment names the code of an algorithm without importing it.
+
+The launcher, the planner and the master never import torch. An experiment therefore lists
+`InterfaceConfig` objects, which only say where the implementation is; the model workers load it.
+"""
+
+import ast
+import importlib.util
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from realhf.base.errors import UserError
+
+# What the tensors of samples may hold: outputs of calls, which are stored and sent to other workers.
+SampleDType = Literal["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
+
+# What every line of metrics.jsonl has already; no statistic may take the place of these.
+RESERVED_STATISTICS = frozenset(
+    {"step", "time_s", "tokens", "tokens_per_s", "calls", "peak_bytes", "num_workers", "plan"}
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class InterfaceConfig:
+    """The settings of an interface; subclass it, add fields, and name the implementation.
+
+    `implementation` is `module:Class`, where the module is an installed one or a file beside the
+    experiment's (`my_reward:MyReward` for my_reward.py). The class is made once per call on every
+    worker of the call's mesh with this configuration as its only argument, and has one or more of
+    the methods `generate`, `inference` and `train_step` (see `realhf.engine.interface`).
+    """
+
+    implementation: ClassVar[str]
+
+    sequence_keys: ClassVar[tuple[str, ...]] = ()
+    """The input keys whose tokens the model reads; empty: a prompt and its response. For the planner."""
+
+    recordable: ClassVar[tuple[str, ...]] = ()
+    """Outputs that its calls make beside their `output_data` where the run records them (`--record`)."""
+
+    uses_model: ClassVar[bool] = True
+    """Whether its methods ask the model for anything. False, for rules over the data alone: its calls may name a
+    transfer protocol that cuts the batch in any way (`ModelFunctionCallDef.protocol`), and are planned as no pass."""
+
+
+def check_implementation(call: str, config: InterfaceConfig, method: str) -> None:
+    """Looks for the class that implements `config` and for its `method`, without importing the module.
+
+    What its source cannot tell (a compiled module, an imported class) is found when the workers start.
+
+    Raises:
+        UserError: `implementation` is no `module:Class`, or there is no such module, class or method.
+    """
+    name, implementation = type(config).__name__, getattr(config, "implementation", None)
+    module, _, cls = str(implementation).partition(":")
+    if not (module and cls):
+        raise UserError(
+            f"{call}: {name} has implementation={implementation!r}; give it the class attribute "
+            'implementation: ClassVar[str] = "module:Class"'
+        )
+    try:
+        found = importlib.util.find_spec(module)
+    except ModuleNotFoundError:  # a package above it
+        found = None
+    if found is None:
+        raise UserError(
+            f"{call}: {name} is implemented in a module {module!r}, which is not there; put the file "
+            f"{module.rpartition('.')[2]}.py beside the experiment's, or install the package"
+        )
+    if found.origin and found.origin.endswith(".py"):
+        _check_source(call, config, Path(found.origin), cls, method)
+
+
+def lacks_class(call: str, config: InterfaceConfig, file: str | None, classes: Collection[str]) -> str:
+    """What to say of a module in which the class of `config` is not."""
+    name, cls = type(config).__name__, type(config).implementation.partition(":")[2]
+    return (
+        f"{call}: {name} is implemented by {cls!r} in {file}, which has no such class; it has "
+        f"{', '.join(sorted(classes)) or 'none'}; correct {name}.implementation"
+    )
+
+
+def lacks_method(call: str, config: InterfaceConfig, file: str | None, method: str) -> str:
+    """What to say of a class without the method that its call needs."""
+    cls = type(config).implementation.partition(":")[2]
+    return f"{call}: {cls} in {file} has no method {method}, which the call's interface_type needs; define it"
+
+
+def _check_source(call: str, config: InterfaceConfig, file: Path, cls: str, method: str) -> None:
+    try:
+        tree = ast.parse(file.read_bytes())
+    except SyntaxError as error:
+        raise UserError(f"{call}: {file}:{error.lineno}: cannot be imported: SyntaxError: {error.msg}") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{call}: {file}: cannot be imported: {type(error).__name__}: {error}") from None
+    bound = _bound_names(tree)
+    if bound & _ANY_NAME:
+        return
+    classes = {statement.name: statement for statement in tree.body if isinstance(statement, ast.ClassDef)}
+    if cls not in bound:
+        raise UserError(lacks_class(call, config, str(file), classes))
+    if cls in classes and f".{method}" not in bound and not _may_have(method, cls, classes):
+        raise UserError(lacks_method(call, config, str(file), method))
+
+
+# A module that has one of these may have names that its source does not show.
+_ANY_NAME = {"*", "__getattr__", "globals", "setattr", "exec"}
+
+
+def _bound_names(tree: ast.AST) -> set[str]:
+    """All names that a piece of source gives to something, wherever in it (`.NAME` to an attribute), and the functions
+    in it that may give others."""
+    names = set()
+    for node in ast.walk(tree):
+        match node:
+            case ast.ClassDef(name=name) | ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
+                names.add(name)
+            case ast.alias(name=name, asname=other):
+                names.add(other or name.partition(".")[0])
+            case ast.Name(id=name, ctx=ast.Store()):
+                names.add(name)
+            case ast.Attribute(attr=name, ctx=ast.Store()):
+                names.add(f".{name}")
+            case ast.Name(id=name) if name in _ANY_NAME:
+                names.add(name)
+    return names
+
+
+def _may_have(method: str, cls: str, classes: dict[str, ast.ClassDef]) -> bool:
+    """Whether a class of the module may have a method: it or its bases give something the name, or come from elsewhere.
+
+    Decorators and metaclasses may add anything.
+    """
+    if cls not in classes:
+        return cls != "object"
+    definition = classes[cls]
+    if definition.decorator_list or definition.keywords or method in _bound_names(definition):
+        return True
+    others = {name: found for name, found in classes.items() if name != cls}
+    return any(not isinstance(base, ast.Name) or _may_have(method, base.id, others) for base in definition.bases)

@@ -1,0 +1,270 @@
+"""The execution plan: where every call runs, how, and in which order. A file people can edit."""
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from realhf.architecture.model import DecoderConfig
+from realhf.base.errors import UserError
+from realhf.base.files import BadContentError, decode_json, write_atomically
+from realhf.base.numbers import DEVICES, SECONDS, STEPS_IN_FLIGHT, check_fields, check_range
+from realhf.dataflow.graph import GENERATE, DataflowGraph
+from realhf.dataflow.offload import check_offload
+from realhf.dataflow.protocols import THREE_D_PROTO
+from realhf.dataflow.rationale import Rationale
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
+from realhf.geometry.micro_dp import contains, grouped_like
+
+FORMAT = "execution-plan/1"
+DIGEST_LENGTH = 12  # of a plan's digest, where people read it
+
+
+class CallPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where and how one call runs.
+
+    `devices` is (first device, number of devices); `micro_batches` is the number of forward
+    passes that each data-parallel rank divides its part of a mini-batch into; `predicted_s` the
+    planner's estimate of the call alone, reallocation and transfer excluded. `chunks` is the number
+    of model chunks of each pipeline stage; above 1 the pipeline is interleaved. `micro_dp` groups the ranks such
+    that each one's part of the model contains what it holds in the home (`ParallelStrategy`).
+    """
+
+    devices: tuple[int, int]
+    dp: int = 1
+    tp: int = 1
+    pp: int = 1
+    chunks: int = 1
+    micro_dp: tuple[int, int] = (1, 1)
+    micro_batches: int = 1
+    predicted_s: float | None = None
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return DeviceMesh(*self.devices)
+
+    @property
+    def strategy(self) -> ParallelStrategy:
+        return ParallelStrategy(self.dp, self.tp, self.pp, self.chunks, self.micro_dp)
+
+    @property
+    def layout(self) -> Layout:
+        return Layout(self.mesh, self.strategy)
+
+    @property
+    def replicas_text(self) -> str:
+        """For tables: `4`, or `4 in 2 x 1` in micro data-parallel groups of two."""
+        return str(self.dp) if self.micro_dp == (1, 1) else "{} in {} x {}".format(self.dp, *self.micro_dp)
+
+    @property
+    def stages_text(self) -> str:
+        """For tables: `2`, or `2 x 3` for two stages of three chunks."""
+        return str(self.pp) if self.chunks == 1 else f"{self.pp} x {self.chunks}"
+
+
+class OrderEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One call of the steady-state order: in period t it is the call of step t - steps_back that runs.
+
+    Where a model follows another, that has an entry too (`DataflowGraph.follows`).
+    """
+
+    call: str
+    steps_back: int = 0
+
+
+class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The plan of one experiment on one cluster.
+
+    `order` is one period of the total order in which the master issues calls, every call once;
+    empty means one step after the other. `offload` names models that wait in host memory while nothing
+    needs them. `models` holds the architecture the plan was made for and may be left out in a plan written
+    by hand. `rationale` is there in the plan of a run.
+    """
+
+    num_devices: int
+    calls: dict[str, CallPlan]
+    devices_per_node: int | None = None
+    order: tuple[OrderEntry, ...] = ()
+    offload: tuple[str, ...] = ()
+    max_steps_in_flight: int = 2
+    predicted_step_s: float | None = None
+    models: dict[str, DecoderConfig] = {}
+    format: str = FORMAT
+    notes: dict[str, str | int | float | bool] = {}
+    rationale: Rationale | None = None
+
+    def layout(self, call: str) -> Layout:
+        return self.calls[call].layout
+
+    def home(self, graph: DataflowGraph, model: str) -> str:
+        """The call in whose layout a model's parameters live between calls: the one that trains it, else its first."""
+        calls = graph.calls_of(model)
+        return next((call.name for call in calls if call.trains), calls[0].name)
+
+    def unrolled(self, graph: DataflowGraph, steps: int) -> list[tuple[str, int]]:
+        """All (call, step) of a run of `steps` steps in the order in which they are issued."""
+        period = self.order or tuple(OrderEntry(call=name) for name in graph.order)
+        depth = max(entry.steps_back for entry in period)
+        return [
+            (entry.call, t - entry.steps_back)
+            for t in range(steps + depth)
+            for entry in period
+            if 0 <= t - entry.steps_back < steps
+        ]
+
+
+def plan_digest(plan: ExecutionPlan) -> str:
+    """SHA-256 of what is carried out, in hexadecimal: predictions, notes and reasons do not count."""
+    calls = {name: msgspec.structs.replace(call, predicted_s=None) for name, call in plan.calls.items()}
+    carried_out = msgspec.structs.replace(plan, calls=calls, predicted_step_s=None, models={}, notes={}, rationale=None)
+    return hashlib.sha256(msgspec.json.encode(carried_out, order="deterministic")).hexdigest()
+
+
+def load_plan(path: str | Path) -> ExecutionPlan:
+    """Reads a plan file.
+
+    Raises:
+        UserError: the file is missing, is not JSON, or holds an unknown or ill-typed field.
+    """
+    try:
+        plan = decode_json(Path(path).read_bytes(), ExecutionPlan)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the plan ({error.strerror}); give --plan a file that exists") from None
+    except BadContentError as error:
+        raise UserError(f"{path}: not an execution plan: {error}; write one with `realhf plan`") from None
+    if plan.format != FORMAT:
+        raise UserError(f"{path}: format {plan.format!r} is not {FORMAT!r}; make the plan again with `realhf plan`")
+    try:
+        _check_numbers(plan)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
+    return plan
+
+
+_CALL_RANGES = {
+    **dict.fromkeys(("dp", "tp", "pp", "chunks", "micro_dp"), DEVICES),
+    "devices": (0, DEVICES[1]),
+    "micro_batches": (1, 2**20),
+    "predicted_s": SECONDS,
+}
+
+
+def _check_numbers(plan: ExecutionPlan) -> None:
+    """Raises UserError for a number that no plan has, before anything is computed with it."""
+    ranges = {"num_devices": DEVICES, "devices_per_node": DEVICES, "max_steps_in_flight": STEPS_IN_FLIGHT}
+    check_fields("", plan, {**ranges, "predicted_step_s": SECONDS})
+    for name, call in plan.calls.items():
+        check_fields(f"calls.{name}.", call, _CALL_RANGES)
+    for entry in plan.order:
+        check_range(f"order: steps_back of {entry.call}", entry.steps_back, 0, STEPS_IN_FLIGHT[1])
+
+
+def save_plan(plan: ExecutionPlan, path: str | Path) -> None:
+    """Writes a plan file atomically."""
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(plan), indent=2) + b"\n")
+
+
+def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> None:
+    """Raises UserError when `plan` cannot run `graph` with `batch_size` samples a step."""
+    if set(plan.calls) != set(graph.calls):
+        raise UserError(
+            f"the plan is for other calls: it has {_names(plan.calls)}, the experiment has {_names(graph.calls)}; "
+            "make a plan for this experiment with `realhf plan`"
+        )
+    for model, config in graph.models.items():
+        if plan.models.get(model, config) != config:
+            raise UserError(
+                f"the plan is for another model: its {model!r} is {plan.models[model]}, the experiment's is {config}; "
+                "make a plan for this experiment with `realhf plan`"
+            )
+    for name, call in plan.calls.items():
+        definition = graph.calls[name]
+        first, count = call.devices
+        if min(call.dp, call.tp, call.pp, call.chunks, call.micro_batches) < 1:
+            raise UserError(f"{name}: dp, tp, pp, chunks and micro_batches must be at least 1")
+        if call.strategy.size != count:
+            raise UserError(f"{name}: {call.strategy} needs {call.strategy.size} devices but devices={[first, count]}")
+        if first < 0 or first + count > plan.num_devices:
+            raise UserError(
+                f"{name}: devices={[first, count]} do not lie within the {plan.num_devices} devices of the plan"
+            )
+        check_strategy(name, definition.config, call.strategy)
+        if call.chunks > 1 and definition.interface_type is GENERATE:
+            raise UserError(
+                f"{name}: chunks={call.chunks} is for train_step and inference calls, and this one generates; leave "
+                "chunks out here: the parameters are reallocated between layouts with chunks and without"
+            )
+        per_mini_batch, rest = divmod(batch_size, definition.mini_batches)
+        if rest:
+            raise UserError(f"{name}: mini_batches={definition.mini_batches} does not divide batch_size={batch_size}")
+        definition.check_protocol(call.layout)
+        parts = definition.parts(call.layout)
+        if per_mini_batch % (parts * call.micro_batches):
+            what = "dp" if definition.protocol is THREE_D_PROTO else f"parts of {definition.protocol.name}"
+            raise UserError(
+                f"{name}: {what}={parts} x micro_batches={call.micro_batches} does not divide the mini-batch of "
+                f"{per_mini_batch} samples; choose a product that divides {per_mini_batch}"
+            )
+    _check_homes(plan, graph)
+    _check_micro_dp(plan, graph)
+    _check_order(plan, graph)
+    check_offload(plan.offload, graph)
+
+
+def _check_homes(plan: ExecutionPlan, graph: DataflowGraph) -> None:
+    """A trained model's gradients and optimizer states stay in one place."""
+    for call in graph.calls.values():
+        home = plan.home(graph, call.model_name)
+        if call.trains and plan.layout(call.name) != plan.layout(home):
+            raise UserError(
+                f"{call.name} is planned as {plan.layout(call.name)} but {home} trains the same model as "
+                f"{plan.layout(home)}; give all train_step calls of one model the same devices, dp, tp, pp and chunks"
+            )
+
+
+def _check_micro_dp(plan: ExecutionPlan, graph: DataflowGraph) -> None:
+    """Micro data-parallel groups are those of a home on the same devices."""
+    for name, call in plan.calls.items():
+        if call.micro_dp == (1, 1):
+            continue
+        definition = graph.calls[name]
+        home_call = plan.home(graph, definition.model_name)
+        home, num_layers = plan.layout(home_call), definition.config.num_layers
+        if name == home_call:
+            raise UserError(f"{name}: micro_dp={list(call.micro_dp)} in the home of its model; leave it out here")
+        if call.mesh != home.mesh or not contains(call.layout, home, num_layers):
+            fitting = grouped_like(home, call.layout, num_layers)
+            remedy = f"set it to {list(fitting.strategy.micro_dp)}" if fitting else "leave it out"
+            raise UserError(
+                f"{name}: with micro_dp={list(call.micro_dp)} its {call.strategy} does not hold on every device what "
+                f"the home, {home} of {home_call}, has there; {remedy}"
+            )
+
+
+def _check_order(plan: ExecutionPlan, graph: DataflowGraph) -> None:
+    if plan.max_steps_in_flight < 1:
+        raise UserError(f"max_steps_in_flight={plan.max_steps_in_flight} must be at least 1")
+    if not plan.order:
+        return
+    place = {entry.call: (entry.steps_back, i) for i, entry in enumerate(plan.order)}
+    if sorted(entry.call for entry in plan.order) != sorted(graph.nodes):
+        raise UserError(f"order must name every call once; the calls are {_names(graph.nodes)}")
+    for entry in plan.order:
+        if not 0 <= entry.steps_back < plan.max_steps_in_flight:
+            raise UserError(
+                f"order: steps_back={entry.steps_back} of {entry.call} must be from 0 to "
+                f"{plan.max_steps_in_flight - 1}, since max_steps_in_flight={plan.max_steps_in_flight}"
+            )
+    for edge in graph.edges:
+        parent_back, parent_place = place[edge.parent]
+        child_back, child_place = place[edge.child]
+        # The parent of step t - edge.steps_back is issued in period t - edge.steps_back + parent_back.
+        if (parent_back - edge.steps_back, parent_place) >= (child_back, child_place):
+            raise UserError(
+                f"order: {edge.child} comes before {edge.parent}, of which it needs the result; move it behind"
+            )
+
+
+def _names(names: Iterable[str]) -> str:
+    return ", ".join(sorted(names))

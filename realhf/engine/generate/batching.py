@@ -1,0 +1,201 @@
+"""Continuous batching: which sequences compute in the next step, and in which pages their keys and values lie.
+
+Everything here is numbers: what is decided is computed by `realhf.engine.generate.lane`. All ranks of a data-parallel
+group decide the same, because they see the same prompts and tokens.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from realhf.engine.generate.block_manager import PagePool
+
+
+@dataclass(eq=False)
+class Running:
+    """A sequence that has a place in the batch.
+
+    `length` counts its tokens, the last of which is not in the cache yet; `slot` is its row of the page table as long
+    as it runs.
+    """
+
+    index: int
+    length: int
+    slot: int
+    pages: list[int]
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """Computes `length` tokens once for all `members`, which share its full pages."""
+
+    members: list[Running]
+    length: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """One pass through the model: the next token of `decodes`, and all tokens of `prefills`.
+
+    `grown` are the decodes that have a new page since the last step. After the pass `copies` are made, (from, to): the
+    last page of a prefill is copied for each further member, because they will write into it.
+    """
+
+    decodes: list[Running]
+    prefills: list[Prefill] = field(default_factory=list)
+    grown: list[Running] = field(default_factory=list)
+    copies: list[tuple[int, int]] = field(default_factory=list)
+
+    @property
+    def drawing(self) -> list[Running]:
+        """The sequences that get a token from this step, in the order of the logits."""
+        return [*self.decodes, *(member for prefill in self.prefills for member in prefill.members)]
+
+    @property
+    def rows(self) -> int:
+        """Tokens that are computed."""
+        return len(self.decodes) + sum(prefill.length for prefill in self.prefills)
+
+
+@dataclass
+class _Waiting:
+    """Sequences of the same tokens that wait for a place."""
+
+    indices: deque[int]
+    length: int
+
+
+class Scheduler:
+    """Admits sequences in their order as far as places and pages reach, and preempts the last admitted ones.
+
+    A preempted sequence loses its pages and waits in front; it is then computed anew, with the tokens it has.
+
+    Args:
+        lengths: tokens of every prompt.
+        twins: for every sequence the first one with the same prompt.
+        num_pages: of the cache.
+        page_size: tokens in a page.
+        max_running: sequences in the batch at most.
+        max_prefill_tokens: of one step, where it is more than one prompt.
+        holds_all: the pages are enough for any `max_running` sequences at their longest; none are kept back for growth.
+    """
+
+    def __init__(
+        self,
+        lengths: Sequence[int],
+        twins: Sequence[int],
+        *,
+        num_pages: int,
+        page_size: int,
+        max_running: int,
+        max_prefill_tokens: int,
+        holds_all: bool = False,
+    ):
+        self.page_size, self.max_running, self.max_prefill_tokens = page_size, max_running, max_prefill_tokens
+        self.holds_all = holds_all
+        self.pool = PagePool(num_pages)
+        self.running: list[Running] = []
+        self.preemptions = 0
+        groups: dict[int, _Waiting] = {}
+        for index, (length, twin) in enumerate(zip(lengths, twins, strict=True)):
+            groups.setdefault(twin, _Waiting(deque(), length)).indices.append(index)
+        self._waiting = deque(groups.values())
+        self._slots = list(reversed(range(max_running)))
+        self._step: Step | None = None
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that have no place."""
+        return sum(len(group.indices) for group in self._waiting)
+
+    @property
+    def is_done(self) -> bool:
+        return not (self.running or self._waiting)
+
+    def plan(self) -> Step:
+        """What to compute next; `advance` must follow before the next plan."""
+        assert self._step is None, "the last step has not ended"
+        before = self.preemptions
+        grown = self._grow()
+        step = Step(list(self.running), grown=grown)
+        if self.preemptions == before:  # else what was just taken away would be given to another
+            self._admit(step)
+        assert step.rows, "a budget that holds the longest sequence lets at least one run"
+        self._step = step
+        return step
+
+    def advance(self, is_end: Iterable[bool]) -> None:
+        """Every drawing sequence of the last plan got a token, with which it ended or not."""
+        assert self._step is not None
+        for sequence, ended in zip(self._step.drawing, is_end, strict=True):
+            sequence.length += 1
+            if ended:
+                self._release(sequence)
+        self.running = [sequence for sequence in self.running if sequence.pages]
+        self._step = None
+
+    def _grow(self) -> list[Running]:
+        """Gives a page to everyone whose next token begins one; the oldest take from the youngest."""
+        grown = []
+        for sequence in list(self.running):  # the oldest first
+            if not sequence.pages or (sequence.length - 1) // self.page_size < len(sequence.pages):
+                continue
+            while not self.pool.free:
+                victim = self.running.pop()
+                self._preempt(victim)
+                if victim is sequence:
+                    break
+            if sequence.pages:
+                sequence.pages.append(self.pool.take())
+                grown.append(sequence)
+        return grown
+
+    def _preempt(self, sequence: Running) -> None:
+        self.preemptions += 1
+        self._release(sequence)
+        self._waiting.appendleft(_Waiting(deque([sequence.index]), sequence.length))
+
+    def _release(self, sequence: Running) -> None:
+        for page in sequence.pages:
+            self.pool.give_back(page)
+        sequence.pages = []
+        self._slots.append(sequence.slot)
+
+    def _admit(self, step: Step) -> None:
+        tokens = 0
+        while self._waiting:
+            group = self._waiting[0]
+            tokens += group.length
+            if step.prefills and tokens > self.max_prefill_tokens:
+                return
+            # A page each beyond the full ones that they share: the next token has its place. Of those that run a
+            # quarter may need a page within the next quarter of a page; admitting must not starve them.
+            full = group.length // self.page_size
+            room = self.pool.free - full - (0 if self.holds_all else len(self.running) // 4)
+            count = min(len(group.indices), len(self._slots), room)
+            if count < 1:
+                return
+            self._start(step, group, count, full)
+            if group.indices:
+                return
+            self._waiting.popleft()
+
+    def _start(self, step: Step, group: _Waiting, count: int, full: int) -> None:
+        """Takes the first `count` of a group into the batch."""
+        shared = [self.pool.take() for _ in range(full)]
+        members = []
+        for place in range(count):
+            if place:
+                for page in shared:
+                    self.pool.share(page)
+            member = Running(group.indices.popleft(), group.length, self._slots.pop(), [*shared, self.pool.take()])
+            members.append(member)
+        if group.length % self.page_size:
+            step.copies.extend((members[0].pages[-1], member.pages[-1]) for member in members[1:])
+        step.prefills.append(Prefill(members, group.length))
+        self.running.extend(members)
+
+
+def pages_for(length: int, page_size: int) -> int:
+    """The pages that a sequence needs to be admitted with `length` tokens, or to grow to that many."""
+    return length // page_size + 1

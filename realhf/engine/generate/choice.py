@@ -1,0 +1,142 @@
+"""Which token comes next for every sequence of a batch, and which responses end with it."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realhf.api.generation import GenerationOptions
+from realhf.engine.generate.sampling import Draw, Truncation, draw, replay, uniform
+from realhf.engine.interface import EndCheck
+from realhf.engine.returned import check_end
+
+# Stands for a token where there is none, because the logits are no distribution: all ranks get it, and say so alike.
+_NO_TOKEN = -1
+
+_UNIFORMS_AT_ONCE = 64  # positions of a response whose random numbers are made together
+
+
+class TokenChoice:
+    """The tokens of all sequences of a batch: given ones (prompts), drawn ones, and where responses end.
+
+    Tokens lie on the host, one row a sequence, because ends are looked for there.
+
+    Args:
+        prompts: [length] int64 each.
+        options: how tokens are drawn.
+        sample_key: (seed, step).
+        ids: of the samples; with the position they determine the random numbers.
+        forced: responses that take the place of the draws.
+        limits: tokens of each response at most; None: `max_new_tokens`.
+        device: of the logits.
+        is_end: says of a response whether its last token ends it, besides what the options say.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Tensor],
+        options: GenerationOptions,
+        sample_key: tuple[int, int],
+        ids: Sequence[int],
+        forced: Sequence[Tensor] | None,
+        limits: Sequence[int] | None,
+        device: torch.device,
+        is_end: EndCheck | None = None,
+    ):
+        self._is_end = is_end
+        self.options, self.sample_key, self.device = options, sample_key, device
+        self.ids = torch.tensor(ids)
+        self.is_forced = forced is not None
+        self.prompt_lengths = np.array([len(p) for p in prompts])
+        if forced is not None:
+            limits = [len(response) for response in forced]
+        self.limits = np.array([options.max_new_tokens] * len(prompts) if limits is None else limits)
+        width = int((self.prompt_lengths + self.limits).max())
+        self.tokens = np.zeros((len(prompts), width), dtype=np.int64)
+        for row, prompt in zip(self.tokens, prompts, strict=True):
+            row[: len(prompt)] = prompt.cpu().numpy()
+        if forced is not None:
+            for row, start, response in zip(self.tokens, self.prompt_lengths, forced, strict=True):
+                row[start : start + len(response)] = response.cpu().numpy()
+        self._stops = [np.array(stop) for stop in options.stop_sequences]
+        self._uniforms: dict[int, np.ndarray] = {}
+
+    def longest(self) -> np.ndarray:
+        """[sequences]: tokens of which keys and values may be needed; the last token is never computed."""
+        return self.prompt_lengths + self.limits - 1
+
+    def twins(self) -> list[int]:
+        """For every sequence the first one with the same prompt."""
+        first: dict[bytes, int] = {}
+        prompts = (row[:length].tobytes() for row, length in zip(self.tokens, self.prompt_lengths, strict=True))
+        return [first.setdefault(prompt, i) for i, prompt in enumerate(prompts)]
+
+    def draw(self, logits: Tensor, sequences: np.ndarray, lengths: np.ndarray) -> Draw:
+        """The next token of `sequences` [n], which have `lengths` [n] tokens, from logits [n, vocab]."""
+        drawn = self._draw(logits, sequences, lengths)
+        is_none = drawn.logprobs.isnan() | drawn.untruncated.isnan()
+        return replace(drawn, tokens=drawn.tokens.masked_fill(is_none, _NO_TOKEN))
+
+    def _draw(self, logits: Tensor, sequences: np.ndarray, lengths: np.ndarray) -> Draw:
+        options = self.options
+        given = lengths - self.prompt_lengths[sequences]  # [n], tokens of the response so far
+        forbidden = None
+        if options.eos_token >= 0 and (given < options.min_new_tokens).any():
+            tokens = np.where(given < options.min_new_tokens, options.eos_token, -1)
+            forbidden = torch.from_numpy(tokens).to(self.device)
+        truncation = Truncation(top_k=options.top_k, top_p=options.top_p, forbidden=forbidden)
+        if self.is_forced:
+            given_tokens = torch.from_numpy(self.tokens[sequences, lengths]).to(self.device)
+            return replay(logits, given_tokens, options.temperature, truncation)
+        uniforms = None
+        if options.temperature > 0:
+            uniforms = torch.from_numpy(self._random_numbers(sequences, given)).to(self.device)
+        return draw(logits, uniforms, options.temperature, truncation)
+
+    def accept(self, drawn: np.ndarray, sequences: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+        """Appends `drawn` [n] to `sequences`, which have `lengths` tokens; [n] bool: the response ends with it.
+
+        Raises:
+            FloatingPointError: naming sample and token, a sequence has none, as its logits are no distribution.
+        """
+        self._check(drawn, sequences, lengths)
+        self.tokens[sequences, lengths] = drawn
+        given = lengths + 1 - self.prompt_lengths[sequences]
+        is_end = given >= self.limits[sequences]
+        if self.is_forced:
+            return is_end
+        may_end = given >= self.options.min_new_tokens
+        is_end |= may_end & (drawn == self.options.eos_token)
+        for stop in self._stops:
+            places = lengths[:, None] + 1 - len(stop) + np.arange(len(stop))  # [n, stop]
+            is_whole = given >= len(stop)  # a stop sequence lies within the response
+            is_end |= may_end & is_whole & (self.tokens[sequences[:, None], places.clip(0)] == stop).all(1)
+        if self._is_end is not None:
+            for i in np.flatnonzero(may_end & ~is_end):
+                start, length = self.prompt_lengths[sequences[i]], lengths[i] + 1
+                is_end[i] = check_end(self._is_end(self.tokens[sequences[i], start:length]))
+        return is_end
+
+    def _check(self, drawn: np.ndarray, sequences: np.ndarray, lengths: np.ndarray) -> None:
+        for i in np.flatnonzero(drawn == _NO_TOKEN)[:1]:
+            sequence = sequences[i]
+            given = lengths[i] - self.prompt_lengths[sequence]
+            raise FloatingPointError(
+                f"generate in step {self.sample_key[1] + 1}: the logits of sample {int(self.ids[sequence])} for token "
+                f"{given} of its response are NaN or infinite, so that no token can be drawn from them; start "
+                "from weights that are finite, and lower the learning rate if training made them so"
+            )
+
+    def _random_numbers(self, sequences: np.ndarray, given: np.ndarray) -> np.ndarray:
+        """[n] float64. They are made for many positions at once: for one it takes as long."""
+        numbers = np.empty(len(given))
+        for block in np.unique(given // _UNIFORMS_AT_ONCE).tolist():
+            if block not in self._uniforms:
+                offsets = torch.arange(block * _UNIFORMS_AT_ONCE, (block + 1) * _UNIFORMS_AT_ONCE)
+                positions = torch.from_numpy(self.prompt_lengths)[:, None] + offsets
+                self._uniforms[block] = uniform(*self.sample_key, self.ids[:, None], positions).numpy()
+            is_here = given // _UNIFORMS_AT_ONCE == block
+            numbers[is_here] = self._uniforms[block][sequences[is_here], given[is_here] % _UNIFORMS_AT_ONCE]
+        return numbers

@@ -1,0 +1,202 @@
+"""Decode steps as graphs: of a few numbers of rows, over buffers that stay where they are, from call to call.
+
+A decode step of a few billion parameters is some hundreds of kernels of microseconds each; launching them one by one
+takes longer than running them. A CUDA graph is launched at once, but repeats just what was recorded: the same kernels
+on the same addresses. So rows are padded to a *bucket*, inputs are copied into buffers that belong to it, and the pages
+of the KV cache stay allocated as long as the graphs live.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realhf.api.generation import GenerationOptions
+from realhf.architecture.decoding import graphs_refusal
+from realhf.engine.generate.kv_cache import KVCache, StepAttention
+from realhf.engine.generate.paged_attention import DecodeRows, PagedKernels
+from realhf.models.decoder import Decoder
+from realhf.parallel.vocabulary import Logits
+
+# Given a computation on tensors that stay where they are, what repeats it on what they hold by then.
+Capture = Callable[[Callable[[], None]], Callable[[], None]]
+
+
+def rows_bucket(rows: int) -> int:
+    """The rows that a step of so many is padded to: 1, 2, 4, 8, then multiples of 8, beyond 128 of 32."""
+    if rows <= 8:
+        return power_of_two(rows)
+    multiple = 8 if rows <= 128 else 32
+    return -(-rows // multiple) * multiple
+
+
+def power_of_two(number: int) -> int:
+    """The least one that is not below `number`."""
+    return 1 << (number - 1).bit_length()
+
+
+def capture_of(decoder: Decoder, options: GenerationOptions) -> "Capture | None":
+    """What records the decode steps of this rank's part of a model; None where they are not recorded."""
+    on_gpu = next(decoder.parameters()).is_cuda
+    if options.decode_graphs == "off" or graphs_refusal(decoder.config, on_gpu=on_gpu):
+        return None
+    return CudaCapture()
+
+
+class CudaCapture:
+    """Records CUDA graphs, all in one pool of memory: what one leaves there the next may overwrite."""
+
+    def __init__(self) -> None:
+        self._pool = torch.cuda.graph_pool_handle()
+
+    def __call__(self, compute: Callable[[], None]) -> Callable[[], None]:
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            compute()  # libraries make their handles and workspaces now, which they must not while recording
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        # Other threads, such as NCCL's watchdog, may ask the device for something meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            compute()
+        return graph.replay
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The buffers of one bucket, and what computes on them.
+
+    x: tokens [rows] int64, or the previous stage's hidden states [rows, hidden]. The other two: see `DecodeRows`.
+    """
+
+    x: Tensor
+    lengths: Tensor
+    table: Tensor
+
+    def fill(self, x: Tensor, lengths: np.ndarray, table: np.ndarray, spare: int) -> None:
+        """Takes the rows of a step; those that are padding have one token each, in the spare page."""
+        rows, pages = table.shape
+        all_lengths = np.zeros(len(self.lengths), dtype=lengths.dtype)
+        all_lengths[:rows] = lengths
+        all_pages = np.full(self.table.shape, spare, dtype=np.int32)
+        all_pages[:rows, :pages] = table
+        self.x[:rows].copy_(x)
+        self.lengths.copy_(torch.from_numpy(all_lengths))
+        self.table.copy_(torch.from_numpy(all_pages))
+
+
+class DecodeGraphs:
+    """The decode steps of one lane. A graph is made when its bucket first comes up.
+
+    Its last page is where padding writes. What the table is wide is a bucket too: a power of two.
+    """
+
+    def __init__(self, decoder: Decoder, cache: KVCache, max_rows: int, width: int, capture: Capture, timeout_s: float):
+        """`max_rows`, `width`: rows and pages of a row at most."""
+        self.decoder, self.cache, self.capture, self.timeout_s = decoder, cache, capture, timeout_s
+        self.max_rows, self.width = rows_bucket(max_rows), power_of_two(width)
+        config, self._like = decoder.config, next(decoder.parameters())
+        size = config.vocab_size if decoder.groups.is_last_stage else config.hidden_size
+        self._out = self._like.new_empty(self.max_rows, size)
+        self._addresses = _addresses(decoder)
+        self._steps: dict[tuple[int, int], tuple[_Step, Callable[[], None]]] = {}
+
+    def __call__(self, x: Tensor, lengths: np.ndarray, table: np.ndarray) -> Tensor:
+        """One step of the model's stage.
+
+        Args:
+            x: tokens [rows] int64 on the first stage, else hidden states [rows, hidden].
+            lengths: [rows], the tokens in the cache, without the new one.
+            table: [rows, pages] int32, the pages of each.
+
+        Returns:
+            logits [rows, vocab] on the last stage, complete on every tensor-parallel rank, else hidden states
+            [rows, hidden]; the next step overwrites them.
+        """
+        rows, pages = table.shape
+        width = power_of_two(pages) if self.cache.kernels.gathers else self.width
+        shape = rows_bucket(rows), width
+        spare = self.cache.pages - 1
+        if shape in self._steps:
+            step, replay = self._steps[shape]
+            step.fill(x, lengths, table, spare)
+        else:
+            step = self._buffers(*shape, x)
+            step.fill(x, lengths, table, spare)  # first: recording may run the step, which must find rows
+            replay = self.capture(lambda: self._compute(step))
+            self._steps[shape] = step, replay
+        replay()
+        groups = self.decoder.groups
+        if groups.tensor is not None:  # torch's watchdog knows nothing of collectives in a graph
+            groups.waits.watch(
+                self.timeout_s,
+                lambda: f"generate: rank {groups.rank} waited for the other tensor-parallel ranks in a decode step",
+            )
+        return self._out[:rows]
+
+    def fits(self, kernels: PagedKernels, pages: int, max_rows: int, width: int) -> bool:
+        """Whether it serves steps of such sizes, on the parameters where they are now; `pages` without the spare."""
+        is_large = self.cache.pages > pages and self.max_rows >= max_rows and self.width >= width
+        is_same = self.cache.kernels.page == kernels.page and self._addresses == _addresses(self.decoder)
+        return is_large and is_same
+
+    def _buffers(self, rows: int, width: int, x: Tensor) -> _Step:
+        device = self._like.device
+        return _Step(
+            torch.zeros(rows, *x.shape[1:], dtype=x.dtype, device=device),
+            torch.zeros(rows, dtype=self.cache.kernels.lengths_dtype, device=device),
+            torch.zeros(rows, width, dtype=torch.int32, device=device),
+        )
+
+    def _compute(self, step: _Step) -> None:
+        attend = StepAttention(self.cache, DecodeRows(step.table, step.lengths), None)
+        out = self.decoder(step.x, step.lengths, attend)  # the new token's place is the length without it
+        self._out[: len(step.lengths)].copy_(out.full() if isinstance(out, Logits) else out)
+
+
+def _addresses(decoder: Decoder) -> list[int]:
+    """Of the parameters: a graph reads what lies there when it is replayed."""
+    return [parameter.data_ptr() for parameter in decoder.parameters()]
+
+
+class DecodeWorkspace:
+    """The pages and graphs of generation's lanes.
+
+    Where steps are captured they stay from call to call, as long as those need no more than is there; else every call
+    gets pages of its own.
+    """
+
+    def __init__(self, capture: Capture | None, timeout_s: float = 600.0):
+        """`timeout_s`: how long a step may wait for tensor-parallel ranks."""
+        self.capture, self.timeout_s = capture, timeout_s
+        self._lanes: dict[int, DecodeGraphs] = {}
+
+    def lane(
+        self, index: int, decoder: Decoder, kernels: PagedKernels, layers: range, pages: int, max_rows: int, width: int
+    ) -> tuple[KVCache, DecodeGraphs | None]:
+        """At least so many pages for lane `index`, and what computes its decode steps (None: not captured).
+
+        `max_rows`, `width`: rows of a step and pages of a row at most.
+        """
+        config, tp = decoder.config, decoder.groups.layout.strategy.tp
+        like = next(decoder.parameters())
+
+        def new_cache(pages: int) -> KVCache:
+            return KVCache(layers, pages, config.num_kv_heads // tp, config.head_dim, like, kernels)
+
+        if self.capture is None:
+            return new_cache(pages), None
+        kept = self._lanes.pop(index, None)
+        if kept is not None and kept.fits(kernels, pages, max_rows, width):
+            kept.cache.clear()
+        else:
+            if kept is not None:  # sizes only grow, so that they settle after a few calls
+                pages, max_rows, width = (
+                    max(pages, kept.cache.pages - 1), max(max_rows, kept.max_rows), max(width, kept.width),
+                )  # fmt: skip
+            del kept  # its pages are free before there are new ones
+            kept = DecodeGraphs(decoder, new_cache(pages + 1), max_rows, width, self.capture, self.timeout_s)
+        self._lanes[index] = kept
+        return kept.cache, kept

@@ -1,0 +1,77 @@
+"""Decode steps of a model on the CPU with one kernel a layer, where its layers are of the kind that the kernel has."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from realhf.cpu.decode_layer import LayerKernel, LayerWeights
+from realhf.cpu.products import PackedWeight
+from realhf.engine.generate.kv_cache import StepAttention
+from realhf.engine.generate.paged_attention import CppKernels
+from realhf.models.decoder import Decoder, DecoderLayer
+from realhf.models.mlp import GatedMLP
+from realhf.models.norms import RMSNorm
+
+
+class DecodeLayers:
+    """Computes layers in place of their modules; prefills go through the modules.
+
+    Results are those of the modules bit by bit. Intermediate ones stay in one buffer for all layers and steps.
+    """
+
+    def __init__(self, kernels: dict[int, LayerKernel]):
+        self.kernels = kernels
+        self._buffer = torch.empty(0)
+
+    def __call__(self, layer: DecoderLayer, x: Tensor, cos: Tensor, sin: Tensor, attend: Any, *rest: Any) -> Tensor:
+        """As `DecoderLayer.forward`; x is used up."""
+        index = layer.self_attn.layer
+        is_decode = isinstance(attend, StepAttention) and attend.prefill is None
+        if not is_decode or index not in self.kernels or not isinstance(attend.cache.kernels, CppKernels):
+            return layer(x, cos, sin, attend, *rest)
+        kernel, cache, rows = self.kernels[index], attend.cache, attend.decode
+        if self._buffer.numel() < kernel.buffer_elements(len(x)) or self._buffer.dtype != x.dtype:
+            self._buffer = x.new_empty(kernel.buffer_elements(len(x)))
+        kernel(x, cos, sin, cache.keys[index], cache.values[index], rows.table, rows.lengths, self._buffer)
+        return x
+
+
+def decode_layers(decoder: Decoder) -> DecodeLayers | None:
+    """Of a decoder whose weights are packed; None where no layer has a kernel. It serves until they are unpacked."""
+    kernels = {}
+    for layer in decoder.model.layers.values():
+        weights = _weights(decoder, layer)
+        if weights is not None:
+            attention = layer.self_attn
+            kv_heads = attention.k_proj.weight.shape[0] // attention.head_dim
+            kernels[attention.layer] = LayerKernel(
+                weights, kv_heads=kv_heads, head_dim=attention.head_dim, window=attention.window
+            )
+    return DecodeLayers(kernels) if kernels else None
+
+
+def _weights(decoder: Decoder, layer: DecoderLayer) -> LayerWeights | None:
+    """None for layers of another kind, those divided over ranks, and weights that are not packed for our kernel."""
+    config, attention, mlp = decoder.config, layer.self_attn, layer.mlp
+    norms = layer.input_layernorm, layer.post_attention_layernorm
+    if not isinstance(mlp, GatedMLP) or not all(isinstance(norm, RMSNorm) for norm in norms):
+        return None
+    packed = (attention.joined.packed, attention.o_proj.packed, mlp.joined.packed, mlp.down_proj.packed)
+    is_plain = attention.group is None and config.positions == "rotary" and not config.qk_norm
+    has_bias = any(each.bias is not None for each in (attention.o_proj, mlp.gate_proj, mlp.down_proj))
+    if not is_plain or has_bias or config.activation != "silu":
+        return None
+    if not all(isinstance(weight, PackedWeight) for weight in packed):
+        return None
+    qkv, output, gate_up, down = packed
+    return LayerWeights(
+        input_norm=norms[0].weight.detach(),
+        qkv=qkv,
+        qkv_bias=attention.joined.bias,
+        output=output,
+        post_norm=norms[1].weight.detach(),
+        gate_up=gate_up,
+        down=down,
+        epsilon=config.rms_norm_eps,
+    )

@@ -1,0 +1,169 @@
+"""A part of a batch on its way through generation: carries out on this stage what the scheduler decides."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from realhf.engine.generate.batching import Running, Scheduler, Step, pages_for
+from realhf.engine.generate.choice import TokenChoice
+from realhf.engine.generate.decode_graphs import DecodeGraphs
+from realhf.engine.generate.kv_cache import KVCache, PrefillRows, StepAttention
+from realhf.engine.generate.paged_attention import DecodeRows
+from realhf.engine.generate.sampling import Draw
+from realhf.engine.interface import GenerationOutput
+from realhf.models.attention import packed_positions
+from realhf.models.decoder import Decoder
+from realhf.parallel.vocabulary import Logits
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What a stage computes on: `tokens` [rows] int64 (first stage), their `positions` [rows], and of which rows the
+    last stage computes logits (None: of all)."""
+
+    tokens: Tensor | None
+    positions: Tensor
+    attend: StepAttention
+    head_rows: Tensor | None
+
+
+class Lane:
+    """Takes its sequences to their ends, step by step: `plan`, `compute`, on the last stage `choose`, `accept`.
+
+    All stages see all tokens, hence decide the same.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        choice: TokenChoice,
+        scheduler: Scheduler,
+        cache: KVCache,
+        *,
+        return_logits: bool,
+        graphs: DecodeGraphs | None = None,
+    ):
+        self.decoder, self.choice, self.scheduler, self.cache = decoder, choice, scheduler, cache
+        self.graphs = graphs
+        self.return_logits = return_logits
+        self.device = next(decoder.parameters()).device
+        width = max(pages_for(length, cache.kernels.page) for length in choice.longest().tolist())
+        self._table = np.zeros((scheduler.max_running, width), dtype=np.int32)
+        self._draws: list[tuple[np.ndarray, Draw]] = []  # (sequences, draw) of every step
+        self._logits: list[Tensor] = []
+        self.steps = 0
+
+    @property
+    def is_done(self) -> bool:
+        return self.scheduler.is_done
+
+    def plan(self) -> Step:
+        """Decides on the next step and keeps it: afterwards the shapes of its tensors are known."""
+        self.step = step = self.scheduler.plan()
+        for sequence in (*step.grown, *(member for prefill in step.prefills for member in prefill.members)):
+            self._table[sequence.slot, : len(sequence.pages)] = sequence.pages
+        drawing = step.drawing
+        self._sequences = np.array([s.index for s in drawing])
+        self._lengths = np.array([s.length for s in drawing])
+        return step
+
+    def inputs(self) -> "StepInputs":
+        """The step's tensors on the device."""
+        step, decodes = self.step, len(self.step.decodes)
+        decode = prefill = None
+        positions = [torch.from_numpy(self._lengths[:decodes] - 1)]
+        if decodes:
+            lengths = positions[0].to(self.device, self.cache.kernels.lengths_dtype)
+            decode = DecodeRows(torch.from_numpy(self._decode_table()).to(self.device), lengths)
+        if step.prefills:
+            lengths = [p.length for p in step.prefills]
+            positions.append(packed_positions(lengths))
+            page = self.cache.kernels.page
+            places = [torch.from_numpy(_places(p.members[0], p.length, page)) for p in step.prefills]
+            prefill = PrefillRows(lengths, torch.cat(places).to(self.device))
+        return StepInputs(
+            tokens=self._tokens() if self.decoder.groups.is_first_stage else None,
+            positions=torch.cat(positions).to(self.device),
+            attend=StepAttention(self.cache, decode, prefill),
+            head_rows=self._head_rows() if self.decoder.groups.is_last_stage else None,
+        )
+
+    def compute(self, hidden: Tensor | None) -> Tensor:
+        """This stage on the step's tokens, or on the previous stage's `hidden` [rows, hidden].
+
+        Returns hidden states, or on the last stage logits [drawing, vocab], complete on every tensor-parallel rank.
+        """
+        if self.graphs is not None and not self.step.prefills:
+            x = self._tokens() if hidden is None else hidden
+            return self.graphs(x, self._lengths - 1, self._decode_table())
+        inputs = self.inputs()
+        x = inputs.tokens if hidden is None else hidden
+        out = self.decoder(x, inputs.positions, inputs.attend, inputs.head_rows)
+        self.cache.copy_pages(self.step.copies)
+        return out.full() if isinstance(out, Logits) else out
+
+    def choose(self, logits: Tensor) -> Tensor:
+        """Draws a token for every drawing sequence and records it: [drawing] int64."""
+        drawn = self.choice.draw(logits, self._sequences, self._lengths)
+        if self.decoder.groups.holds_outputs:
+            self._draws.append((self._sequences, drawn))
+            if self.return_logits:
+                self._logits.append(logits if self.graphs is None else logits.clone())
+        return drawn.tokens
+
+    def accept(self, tokens: Tensor) -> None:
+        """Takes the step's tokens [drawing]; sequences that end leave."""
+        is_end = self.choice.accept(tokens.cpu().numpy(), self._sequences, self._lengths)
+        self.scheduler.advance(is_end.tolist())
+        self.steps += 1
+
+    def output(self, prompts: Sequence[Tensor]) -> GenerationOutput:
+        """The rollouts, on the rank that recorded them."""
+        sequences = torch.from_numpy(np.concatenate([s for s, _ in self._draws]))
+        order = sequences.argsort(stable=True)  # by sequence, and by step within one
+        counts = sequences.bincount(minlength=len(prompts)).tolist()
+
+        def by_sequence(parts: list[Tensor]) -> list[Tensor]:
+            return list(torch.cat(parts)[order.to(self.device)].split(counts)) if parts else []
+
+        draws = [d for _, d in self._draws]
+        responses = by_sequence([d.tokens for d in draws])
+        return GenerationOutput(
+            sequences=[torch.cat([p.to(r.device), r]) for p, r in zip(prompts, responses, strict=True)],
+            logprobs=by_sequence([d.logprobs for d in draws]),
+            untruncated_logprobs=by_sequence([d.untruncated for d in draws]),
+            margins=by_sequence([d.margins for d in draws]),
+            logits=by_sequence(self._logits),
+        )
+
+    def _tokens(self) -> Tensor:
+        """The step's input [rows] int64: the last token of the decodes, all tokens of the prefills."""
+        count, known = len(self.step.decodes), self.choice.tokens
+        parts = [known[self._sequences[:count], self._lengths[:count] - 1]]
+        parts += [known[prefill.members[0].index, : prefill.length] for prefill in self.step.prefills]
+        return torch.from_numpy(np.concatenate(parts)).to(self.device)
+
+    def _decode_table(self) -> np.ndarray:
+        """The pages of the decodes [decodes, pages] int32, as many columns as the longest of them has pages."""
+        slots, page = [s.slot for s in self.step.decodes], self.cache.kernels.page
+        longest = int(self._lengths[: len(slots)].max()) - 1
+        return self._table[slots, : pages_for(longest, page)]
+
+    def _head_rows(self) -> Tensor | None:
+        """Which rows of the last stage's output the drawing sequences continue; None: row i for sequence i."""
+        if not self.step.prefills:
+            return None
+        rows, end = list(range(len(self.step.decodes))), len(self.step.decodes)
+        for prefill in self.step.prefills:
+            end += prefill.length
+            rows += [end - 1] * len(prefill.members)
+        return torch.tensor(rows, device=self.device)
+
+
+def _places(sequence: Running, length: int, page: int) -> np.ndarray:
+    """[length] int64: where the tokens of a sequence are kept."""
+    starts = np.array(sequence.pages, dtype=np.int64) * page
+    return (starts[:, None] + np.arange(page)).reshape(-1)[:length]

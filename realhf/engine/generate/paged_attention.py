@@ -1,0 +1,244 @@
+"""Attention of the new tokens of a step over pages of keys and values: the kernels there are, and which is taken."""
+
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from realhf.architecture.decoding import FLASH_PAGE_TOKENS, PAGE_TOKENS
+from realhf.models.attention_kernels import Machine, last_token_borders, machine, packed_kernel
+
+try:
+    from realhf.cpu import _cpu as _kernels
+except ImportError:  # not built: the same in torch's own operators, which copy the pages together
+    _kernels = None
+
+PagedKernel = Literal["C++", "flash-attn", "gathered pages"]
+
+_USUAL_HEAD_DIM = 128
+
+
+@dataclass(frozen=True)
+class DecodeRows:
+    """The sequences that get one more token.
+
+    `table` [rows, pages] int32 lists the pages of each in order (what lies behind its last page is not looked at) and
+    `lengths` [rows] the tokens in the cache, without the new one, in the kernels' `lengths_dtype`.
+    """
+
+    table: Tensor
+    lengths: Tensor
+
+
+class PagedKernels(Protocol):
+    """How keys and values lie in pages, and what works on them there. `keys` and `values` are one layer's pages.
+
+    page: tokens in a page.
+    lengths_dtype: of `DecodeRows.lengths`.
+    reads_behind: what lies in a page behind its sequence's end is read, and must be finite.
+    gathers: the work grows with the width of the table, not with the lengths of the sequences.
+    """
+
+    page: int
+    lengths_dtype: torch.dtype
+    reads_behind: bool
+    gathers: bool
+
+    def page_shapes(self, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of the keys and of the values in a page."""
+
+    def write(self, keys: Tensor, values: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
+        """Puts `key` and `value` [tokens, kv_heads, head_dim] at `places` [tokens] int64, page * `page` + place."""
+
+    def attend(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        rows: DecodeRows,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None,
+    ) -> Tensor:
+        """Writes `key` and `value` of the new tokens behind their sequences, and attends to these with `query`.
+
+        Makes nothing wait for the device, and its launches depend on shapes alone. See `realhf.models.attention`.
+        """
+
+
+def paged_kernel(machine: Machine, dtype: torch.dtype, head_dim: int, *, has_cpp: bool) -> PagedKernel:
+    """What attends over pages on such a machine."""
+    if machine.device == "cpu" and has_cpp and dtype in (torch.float32, torch.float64, torch.bfloat16):
+        return "C++"
+    if machine.flash_attn is not None and machine.runs_flash(dtype, head_dim):
+        return "flash-attn"
+    return "gathered pages"
+
+
+def paged_kernels(like: Tensor, head_dim: int) -> PagedKernels:
+    """Those for heads of the dtype and on the device of `like`."""
+    match paged_kernel(machine(like.device.type), like.dtype, head_dim, has_cpp=_kernels is not None):
+        case "C++":
+            return CppKernels(like.dtype)
+        case "flash-attn":
+            return FlashKernels()
+        case "gathered pages":
+            return TorchKernels()
+
+
+def describe_attention(device: str) -> list[str]:
+    """Which kernels models of each dtype take on `device`, a line for each choice."""
+    here, choices = machine(device), dict[str, list[str]]()
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        packed = packed_kernel(here, dtype, _USUAL_HEAD_DIM, None)
+        paged = paged_kernel(here, dtype, _USUAL_HEAD_DIM, has_cpp=_kernels is not None)
+        choice = f"{packed} over packed sequences, {paged} over the KV cache"
+        choices.setdefault(choice, []).append(str(dtype).removeprefix("torch."))
+    return [f"{', '.join(dtypes)}: {choice}" for choice, dtypes in choices.items()]
+
+
+class CppKernels:
+    """Attention where the pages lie, each sequence at its own length; one thread.
+
+    What a decode step reads of a head in a page lies together, in the order in which it is multiplied.
+    """
+
+    page, lengths_dtype, reads_behind, gathers = PAGE_TOKENS, torch.int64, False, False
+
+    def __init__(self, dtype: torch.dtype):
+        self.dtype = getattr(_kernels.DType, str(dtype).removeprefix("torch."))
+
+    def page_shapes(self, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (kv_heads, head_dim, PAGE_TOKENS), (kv_heads, PAGE_TOKENS, head_dim)
+
+    def write(self, keys: Tensor, values: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
+        _check(keys, values, key, value)
+        assert places.shape == key.shape[:1]
+        assert places.dtype == torch.int64
+        assert places.is_contiguous()
+        tokens, kv_heads, head_dim = key.shape
+        _kernels.write(
+            self.dtype, kv_heads, head_dim, keys.data_ptr(), values.data_ptr(), len(keys),
+            tokens, places.data_ptr(), *_rows(key), *_rows(value),
+        )  # fmt: skip
+
+    def attend(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        rows: DecodeRows,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None,
+    ) -> Tensor:
+        _check(keys, values, key, value)
+        count, kv_heads, head_dim = key.shape
+        assert rows.table.is_contiguous()
+        assert rows.table.dtype == torch.int32
+        assert rows.lengths.dtype == torch.int64
+        assert rows.lengths.is_contiguous()
+        assert len(rows.table) == len(rows.lengths) == len(query) == count
+        out = torch.empty(query.shape, dtype=query.dtype)
+        _kernels.attend(
+            self.dtype, kv_heads, query.shape[1] // kv_heads, head_dim, keys.data_ptr(), values.data_ptr(), len(keys),
+            count, rows.table.data_ptr(), rows.table.shape[1], rows.lengths.data_ptr(),
+            *_rows(query), *_rows(key), *_rows(value), head_dim**-0.5, window or 0, out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+
+class FlashKernels:
+    """flash-attn's kernel, which finds the pages by itself; half precision on a GPU."""
+
+    page, lengths_dtype, reads_behind, gathers = FLASH_PAGE_TOKENS, torch.int32, False, False
+
+    def page_shapes(self, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (FLASH_PAGE_TOKENS, kv_heads, head_dim), (FLASH_PAGE_TOKENS, kv_heads, head_dim)
+
+    def write(self, keys: Tensor, values: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
+        for pages, new in ((keys, key), (values, value)):
+            pages.flatten(0, 1)[places] = new
+
+    def attend(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        rows: DecodeRows,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None,
+    ) -> Tensor:
+        from flash_attn import flash_attn_with_kvcache
+
+        out = flash_attn_with_kvcache(
+            query[:, None], keys, values, key[:, None], value[:, None],
+            cache_seqlens=rows.lengths, block_table=rows.table, causal=True, window_size=last_token_borders(window),
+        )  # fmt: skip
+        return out[:, 0]  # [rows, heads, head_dim]
+
+
+class TorchKernels:
+    """The same on any device in any dtype: the pages of a sequence are copied together, and shorter ones masked."""
+
+    lengths_dtype, reads_behind, gathers = torch.int64, True, True
+
+    def __init__(self, page: int = PAGE_TOKENS):
+        self.page = page
+
+    def page_shapes(self, kv_heads: int, head_dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        return (kv_heads, head_dim, self.page), (kv_heads, self.page, head_dim)
+
+    def write(self, keys: Tensor, values: Tensor, places: Tensor, key: Tensor, value: Tensor) -> None:
+        page, within = places // self.page, places % self.page
+        keys[page, :, :, within] = key
+        values[page, :, within] = value
+
+    def attend(
+        self,
+        keys: Tensor,
+        values: Tensor,
+        rows: DecodeRows,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        window: int | None,
+    ) -> Tensor:
+        own = rows.lengths // self.page  # each row's last page, by its place in the table
+        last = rows.table.gather(1, own[:, None])[:, 0]
+        self.write(keys, values, last * self.page + rows.lengths % self.page, key, value)
+        # Behind its last page a row of the table may hold anything.
+        is_used = torch.arange(rows.table.shape[1], device=keys.device) <= own[:, None]
+        table = rows.table.long().where(is_used, 0)
+        own_keys = keys[table].permute(0, 2, 3, 1, 4).flatten(3)  # [rows, kv_heads, head_dim, tokens]
+        own_values = values[table].transpose(1, 2).flatten(2, 3)  # [rows, kv_heads, tokens, head_dim]
+        places = torch.arange(own_values.shape[2], device=keys.device)
+        is_seen = places <= rows.lengths[:, None]
+        if window is not None:
+            is_seen &= places > rows.lengths[:, None] - window
+        # Query heads that share a kv head stand where the query length would: no key is repeated.
+        grouped = query.unflatten(1, (key.shape[1], -1))  # [rows, kv_heads, group, head_dim]
+        out = F.scaled_dot_product_attention(
+            grouped, own_keys.transpose(-1, -2), own_values, attn_mask=is_seen[:, None, None]
+        )
+        return out.flatten(1, 2)  # [rows, heads, head_dim]
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    """Where x [tokens, heads, head_dim] begins, and how many elements lie from one token to the next."""
+    assert x.stride()[1:] == (x.shape[2], 1)
+    return x.data_ptr(), x.stride(0)
+
+
+def _check(keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
+    """What the kernels take on trust."""
+    _, kv_heads, head_dim, page = keys.shape
+    assert page == PAGE_TOKENS == _kernels.PAGE
+    assert values.shape == (len(keys), kv_heads, PAGE_TOKENS, head_dim)
+    assert keys.is_contiguous()
+    assert values.is_contiguous()
+    assert key.shape == value.shape == (len(key), kv_heads, head_dim), (key.shape, keys.shape)
+    assert keys.dtype == values.dtype == key.dtype == value.dtype

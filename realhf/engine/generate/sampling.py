@@ -1,0 +1,185 @@
+"""Random numbers that belong to a sequence and a position, and the draw of a token with one."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from realhf.cpu import fused
+
+_WORD = 0xFFFFFFFF
+# Multipliers and key increments of Philox-4x32 (Salmon et al., SC'11, section 3.3 and table 2).
+_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
+_KEY_INCREMENTS = (0x9E3779B9, 0xBB67AE85)
+_ROUNDS = 10
+
+
+def philox(counter: tuple[Tensor, ...], key: tuple[int, int]) -> tuple[Tensor, ...]:
+    """Philox-4x32-10, the counter-based generator of "Parallel random numbers: as easy as 1, 2, 3" (SC'11).
+
+    `counter` is four int64 tensors of equal shape and `key` two integers, all holding 32-bit words;
+    returns four words of random bits in the same form. For one key it is a bijection, so that
+    different counters never share their four words.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        # The product of two words fills 64 bits; int64 keeps the same bits, and the mask undoes the sign.
+        p0, p1 = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c1, c2, c3 = (p1 >> 32 & _WORD) ^ c1 ^ k0, p1 & _WORD, (p0 >> 32 & _WORD) ^ c3 ^ k1, p0 & _WORD
+        k0, k1 = k0 + _KEY_INCREMENTS[0] & _WORD, k1 + _KEY_INCREMENTS[1] & _WORD
+    return c0, c1, c2, c3
+
+
+def uniform(seed: int, step: int, sample_ids: Tensor, positions: Tensor) -> Tensor:
+    """One number in [0, 1) for every (seed, step, sample, position), whatever else is asked for with it.
+
+    Args:
+        seed: of the run, 0 <= seed < 2**64.
+        step: of the run, 0 <= step < 2**32.
+        sample_ids: int64, each in [0, 2**32).
+        positions: int64, each in [0, 2**32); broadcasts against `sample_ids`.
+
+    Returns:
+        float64 of the broadcast shape, multiples of 2**-53.
+
+    Raises:
+        ValueError: seed or step is out of its range.
+    """
+    if not 0 <= seed < 2**64:
+        raise ValueError(f"seed={seed} does not fit the random generator; choose 0 <= seed < 2**64")
+    if not 0 <= step < 2**32:
+        raise ValueError(f"step={step} does not fit the random generator; steps are 0 <= step < 2**32")
+    sample_ids, positions = torch.broadcast_tensors(sample_ids, positions)
+    zeros = torch.zeros_like(positions)
+    high, low, _, _ = philox((positions, sample_ids, zeros + step, zeros), (seed & _WORD, seed >> 32))
+    # 27 and 26 bits: every double in [0, 1) on the grid of 2**-53 is equally likely.
+    return ((high >> 5) * 2**26 + (low >> 6)).double() / 2**53
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One token for every row.
+
+    `tokens` [n] int64; `logprobs` [n], under the distribution drawn from, and `untruncated` [n], under the whole
+    distribution of the same temperature (both at least float32); `margins` [n] float64.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+    untruncated: Tensor
+    margins: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class Truncation:
+    """Which tokens are left out of a distribution before the draw.
+
+    First `forbidden` [n] int64, one token of each row (-1: none); then all but the `top_k` most likely ones (0: all are
+    kept; equals of the last one are kept too); then all but the fewest most likely ones whose probabilities, of what is
+    still there, sum to `top_p`.
+    """
+
+    top_k: int = 0
+    top_p: float = 1.0
+    forbidden: Tensor | None = None
+
+    def __call__(self, logprobs: Tensor) -> Tensor:
+        """What is left of log-probabilities [n, vocab], renormalised; the same tensor if nothing is left out."""
+        if self.forbidden is not None:
+            logprobs = self.without_forbidden(logprobs)
+        if 0 < self.top_k < logprobs.shape[-1]:
+            least = logprobs.topk(self.top_k).values[:, -1:]
+            logprobs = logprobs.masked_fill(logprobs < least, -torch.inf).log_softmax(-1)
+        if self.top_p < 1:
+            in_order = logprobs.sort(descending=True, stable=True)
+            probabilities = in_order.values.double().exp()
+            is_left = probabilities.cumsum(-1) - probabilities < self.top_p  # by the sum of those before it
+            is_kept = torch.zeros_like(is_left).scatter(-1, in_order.indices, is_left)
+            logprobs = logprobs.masked_fill(~is_kept, -torch.inf).log_softmax(-1)
+        return logprobs
+
+    @property
+    def keeps_all(self) -> bool:
+        return self.forbidden is None and not self.top_k and self.top_p >= 1
+
+    def without_forbidden(self, logprobs: Tensor) -> Tensor:
+        """[n, vocab], renormalised."""
+        if self.forbidden is None:
+            return logprobs
+        is_forbidden = torch.arange(logprobs.shape[-1], device=logprobs.device) == self.forbidden[:, None]
+        return logprobs.masked_fill(is_forbidden, -torch.inf).log_softmax(-1)
+
+
+NO_TRUNCATION = Truncation()
+
+
+def draw(logits: Tensor, uniforms: Tensor | None, temperature: float, truncation: Truncation = NO_TRUNCATION) -> Draw:
+    """Draws from softmax(logits / temperature), truncated, by inverting its cumulative distribution.
+
+    Args:
+        logits: [n, vocab].
+        uniforms: [n] float64 in [0, 1); unused at temperature 0.
+        temperature: 0 takes the most likely token that is not forbidden, and reports log-probabilities of the
+            untruncated distribution at temperature 1.
+
+    Returns:
+        tokens, their log-probabilities, and margins: by how much the random number missed the nearest other token's
+        interval (1 at temperature 0, and where there is no other token). Whether a token is kept by top-k and top-p
+        may depend on rounding too; the margin does not tell. A row that is no distribution (a logit is NaN or infinite,
+        or all are -infinity) has the log-probability NaN, and some token.
+    """
+    if uniforms is not None and _is_fused(logits, temperature, truncation):
+        tokens, logprobs, margins = fused.draw(logits, uniforms, temperature)
+        return Draw(tokens, logprobs, logprobs, margins)
+    whole = tempered_logprobs(logits, temperature)  # [n, vocab]
+    if temperature == 0:
+        return _certain(truncation.without_forbidden(whole).argmax(-1), whole, whole)
+    logprobs = truncation(whole)
+    assert uniforms is not None, "a draw at a temperature above 0 needs random numbers"
+    borders = logprobs.exp().cumsum(-1, dtype=torch.float64)  # [n, vocab], upper border of every token's interval
+    total = borders[:, -1:]  # 1 but for rounding
+    # Rounding may lift the product to the total, which lies beyond the last interval.
+    point = torch.minimum(uniforms[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    # The first token whose upper border is above the point; its probability cannot be 0.
+    tokens = torch.searchsorted(borders, point, right=True)  # [n, 1]
+    tokens = tokens.clamp_max(logits.shape[-1] - 1)  # of a row of NaN it is the vocabulary's size
+    upper = borders.gather(-1, tokens)
+    lower = torch.where(tokens > 0, borders.gather(-1, (tokens - 1).clamp_min(0)), 0.0)
+    # 0 and the total border no other token, so that no rounding moves a draw across them.
+    margins = torch.minimum(
+        torch.where(lower > 0, point - lower, 1.0),
+        torch.where(upper < total, upper - point, 1.0),
+    )
+    tokens = tokens.squeeze(-1)
+    picked = _pick(logprobs, tokens)
+    return Draw(tokens, picked, picked if logprobs is whole else _pick(whole, tokens), margins.squeeze(-1))
+
+
+def replay(logits: Tensor, tokens: Tensor, temperature: float, truncation: Truncation = NO_TRUNCATION) -> Draw:
+    """The draw that would have given `tokens` [n]: their log-probabilities under logits [n, vocab], margins 1."""
+    if _is_fused(logits, temperature, truncation):
+        _, logprobs, margins = fused.draw(logits, None, temperature, tokens)
+        return Draw(tokens, logprobs, logprobs, margins)
+    whole = tempered_logprobs(logits, temperature)
+    return _certain(tokens, whole if temperature == 0 else truncation(whole), whole)
+
+
+def tempered_logprobs(logits: Tensor, temperature: float) -> Tensor:
+    """log softmax(logits / temperature) in at least float32; temperature 0 reports temperature 1."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    return (logits if temperature in (0, 1) else logits / temperature).log_softmax(-1)
+
+
+def _is_fused(logits: Tensor, temperature: float, truncation: Truncation) -> bool:
+    """Whether one kernel does it all."""
+    return temperature > 0 and truncation.keeps_all and fused.takes(logits)
+
+
+def _certain(tokens: Tensor, logprobs: Tensor, whole: Tensor) -> Draw:
+    margins = torch.ones_like(tokens, dtype=torch.float64)
+    return Draw(tokens, _pick(logprobs, tokens), _pick(whole, tokens), margins)
+
+
+def _pick(logprobs: Tensor, tokens: Tensor) -> Tensor:
+    return logprobs.gather(-1, tokens[:, None]).squeeze(-1)  # [n]

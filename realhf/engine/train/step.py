@@ -1,0 +1,162 @@
+"""One optimizer step on a mini-batch: pipelined gradients, their sum over the layout, AdamW."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realhf.api.experiment import OptimizerConfig
+from realhf.architecture.compute import ComputeConfig
+from realhf.engine.batch import Batch
+from realhf.engine.forward import pack_micro_batch, run_stage
+from realhf.engine.interface import LossFunction, Stats
+from realhf.engine.returned import check_loss
+from realhf.engine.train.data_parallel import Parameters
+from realhf.engine.train.optimizer import FlatAdamW, gradient_dtype, square_sum
+from realhf.engine.train.pipeline import Neighbours, run_training
+from realhf.geometry.boxes import Box
+from realhf.geometry.pipeline_schedule import Pass
+from realhf.geometry.shards import counted_slices, shard_boxes
+from realhf.models.checkpoint_index import of_kind
+from realhf.parallel.sequence import TokenShards
+
+
+@dataclass
+class _Sums:
+    """Sums over the micro-batches of this data-parallel rank."""
+
+    loss: Tensor | float = 0.0
+    stats: Stats | None = None
+
+    def add(self, loss: Tensor, stats: Stats) -> None:
+        self.loss = self.loss + loss.detach().double()
+        self.stats = self.stats or {}
+        for key, (value, weight) in stats.items():
+            old_value, old_weight = self.stats.get(key, (0.0, 0.0))
+            self.stats[key] = (old_value + value, old_weight + weight)
+
+
+class Trainer:
+    """The training state of one rank's part of a model: the optimizer of the shard of the parameters that this
+    data-parallel rank updates (ZeRO: Rajbhandari et al., 2020, section 5)."""
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        neighbours: Neighbours,
+        config: OptimizerConfig,
+        total_optimizer_steps: int,
+        compute: ComputeConfig,
+    ):
+        self.parameters, self.decoder, self.neighbours = parameters, parameters.decoder, neighbours
+        self.compute = compute
+        parameters.attach_gradients(gradient_dtype(parameters.flat.dtype, config))
+        self.optimizer = FlatAdamW(parameters.shard, config, total_optimizer_steps)
+        groups = self.decoder.groups
+        self._counted = counted_slices(self.decoder.config, groups.layout, groups.rank, parameters.data_parallel)
+
+    def train_step(
+        self, batch: Batch, tokens_key: str, loss: LossFunction, weight: Callable[[Batch], float], micro_batches: int
+    ) -> Stats:
+        """See `realhf.engine.interface.Model.train_step`.
+
+        Raises:
+            ValueError: the weights of the mini-batch do not sum to a positive number.
+            FloatingPointError: the gradient's norm is not finite; the parameters are as before.
+        """
+        parts = [batch.select(places) for places in batch.balanced(tokens_key, micro_batches)]
+        local_weight = float(sum(weight(part) for part in parts))
+        global_weight = self._sum_over_data(local_weight)
+        if not (math.isfinite(global_weight) and global_weight > 0):
+            raise ValueError(
+                f"train_step at optimizer step {self.optimizer.step_count}: the loss weights of the mini-batch sum to "
+                f"{global_weight}, which must be finite and above 0; is there any token to train on?"
+            )
+        sums = self._accumulate(parts, tokens_key, loss, global_weight)
+        gradients = self.parameters.reduce_gradients(sequence_parallel=self.compute.sequence_parallel)
+        lr = self.optimizer.lr
+        norm = self._norm(gradients)
+        self._check(norm, sums)
+        limit = self.optimizer.config.max_grad_norm
+        self.optimizer.step(gradients, min(1.0, limit / (norm + 1e-6)))  # the guard is torch's clip_grad_norm_'s
+        self.parameters.publish()
+        if not self.decoder.groups.is_last_stage:
+            return {}
+        return {
+            **(sums.stats or {}),
+            "loss": (float(sums.loss), local_weight),
+            "grad_norm": (norm, 1.0),
+            "lr": (lr, 1.0),
+        }
+
+    def state(self, only_counted: bool = False) -> list[tuple[Box, Tensor]]:
+        """The optimizer's vectors as boxes of their parameters, views to be read or written in place: `NAME@exp_avg`,
+        `NAME@exp_avg_sq` and, where parameters are below float32, `NAME@master`.
+
+        They cover this rank's shard, so that a parameter may have several boxes here or none; with `only_counted`, the
+        part of it that no other rank has (`counted_range`).
+        """
+        groups = self.decoder.groups
+        boxes = shard_boxes(
+            self.decoder.config, groups.layout, groups.rank, self.parameters.data_parallel, only_counted=only_counted
+        )
+        return [
+            (of_kind(box, kind), flat[at : at + box.size].view(box.shape))
+            for box, at in boxes
+            for kind, flat in self.optimizer.state.items()
+        ]
+
+    def _accumulate(self, parts: list[Batch], tokens_key: str, loss: LossFunction, global_weight: float) -> _Sums:
+        """Leaves this rank's gradient of sum(loss) / global_weight with the parameters."""
+        packed = [pack_micro_batch(part.data[tokens_key], self.parameters.flat.device) for part in parts]
+        shards = [self._shards(len(p.tokens)) for p in packed]
+        counts = [len(p.tokens) if s is None else s.count for p, s in zip(packed, shards, strict=True)]
+        sums = _Sums()
+
+        def run(forward: Pass, hidden: Tensor | None) -> Tensor:
+            i, chunk = forward.micro_batch, forward.chunk
+            output = run_stage(self.decoder, packed[i], hidden, shards[i], self.compute.recomputation, chunk)
+            if not self.decoder.has_head(chunk):
+                return output
+            value, stats = check_loss(loss(output, parts[i]), parts[i].ids)
+            sums.add(value, stats)
+            return value / global_weight
+
+        self.parameters.zero_gradients()
+        with self.parameters.computing():
+            run_training(self.neighbours, counts, run)
+        return sums
+
+    def _shards(self, tokens: int) -> TokenShards | None:
+        group = self.decoder.groups.tensor
+        return TokenShards(group, tokens) if self.compute.sequence_parallel and group is not None else None
+
+    def _norm(self, gradients: Tensor) -> float:
+        """The Euclidean norm of the whole model's gradient, of which this is the shard's; the same on every rank.
+
+        In float64: a float32 sum depends on the layout in the fifth digit.
+        """
+        square = torch.stack([square_sum(gradients[part]) for part in self._counted]).sum()
+        if self.decoder.groups.model is not None:
+            dist.all_reduce(square, group=self.decoder.groups.model)
+        return math.sqrt(square.item())
+
+    def _sum_over_data(self, value: float) -> float:
+        group = self.decoder.groups.data
+        if group is None:
+            return value
+        total = torch.tensor(value, dtype=torch.float64, device=self.parameters.flat.device)
+        dist.all_reduce(total, group=group)
+        return total.item()
+
+    def _check(self, norm: float, sums: _Sums) -> None:
+        if math.isfinite(norm):
+            return
+        seen = f"; the loss here was {float(sums.loss)}" if self.decoder.groups.is_last_stage else ""
+        raise FloatingPointError(
+            f"train_step at optimizer step {self.optimizer.step_count}: the gradient norm is {norm}{seen}. The "
+            "parameters are unchanged; lower the learning rate, or look for values that overflow in the loss"
+        )

@@ -1,0 +1,45 @@
+"""Layouts on the devices of a home whose parts contain the home's: zero redundancy (HybridFlow, section 5.3).
+
+A model trains with degrees t and p and generates with smaller t_g and p_g on the same devices. If both have their ranks
+in the same order, a device may generate with a part of the model that lacks its part in training. With tensor and
+pipeline peers t / t_g and p / p_g ranks apart it never does: only the rest is received, and nothing is kept twice.
+"""
+
+from dataclasses import replace
+
+from realhf.geometry.layout import Layout, held_layers
+
+
+def contains(outer: Layout, inner: Layout, num_layers: int) -> bool:
+    """Whether every device of `inner` holds under `outer` all of the model that it holds under `inner`."""
+    return all(
+        device in outer.mesh.devices and _contains_on(device, outer, inner, num_layers) for device in inner.mesh.devices
+    )
+
+
+def _contains_on(device: int, outer: Layout, inner: Layout, num_layers: int) -> bool:
+    """Embedding and head need no look: they are where the first and the last layer are."""
+    _, outer_tp, outer_stage = outer.coordinates(device)
+    _, inner_tp, inner_stage = inner.coordinates(device)
+    outer_size, inner_size = outer.strategy.tp, inner.strategy.tp
+    begins = outer_tp * inner_size <= inner_tp * outer_size
+    ends = (inner_tp + 1) * outer_size <= (outer_tp + 1) * inner_size
+    layers = held_layers(num_layers, inner.strategy, inner_stage)
+    return begins and ends and layers <= held_layers(num_layers, outer.strategy, outer_stage)
+
+
+def grouped_like(home: Layout, layout: Layout, num_layers: int) -> Layout | None:
+    """`layout` with the micro data-parallel groups with which it contains `home`; None where there are none.
+
+    There are none on other devices, with degrees that do not divide those of the home, and where stages of the home
+    reach beyond those of the layout (six layers lie 2, 2, 1, 1 on four stages, and 3, 3 on two).
+    """
+    inner, outer = home.strategy, layout.strategy
+    if layout.mesh != home.mesh or inner.tp % outer.tp or inner.pp % outer.pp or outer.chunks > 1:
+        return None
+    interval = inner.pp // outer.pp
+    nests = all(
+        held_layers(num_layers, inner, stage) <= held_layers(num_layers, outer, stage // interval)
+        for stage in range(inner.pp)
+    )
+    return Layout(layout.mesh, replace(outer, micro_dp=(inner.tp // outer.tp, interval))) if nests else None

@@ -1,0 +1,110 @@
+"""The parameters of a decoder: names, global shapes, how each is divided. No torch here."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Literal
+
+from realhf.architecture.model import DecoderConfig
+
+Place = Literal["embedding", "layer", "head"]
+Initial = Literal["normal", "one", "zero"]
+
+
+@dataclass(frozen=True)
+class ParameterSpec:
+    """One global parameter.
+
+    `shard_dim` is the dimension divided over tensor parallelism (None: every rank holds all of
+    it); `place` and `layer` say which pipeline stage holds it; `initial` what it is before training.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    shard_dim: int | None
+    place: Place
+    layer: int = -1
+    tied: bool = False
+    initial: Initial = "normal"
+
+    @property
+    def size(self) -> int:
+        size = 1
+        for extent in self.shape:
+            size *= extent
+        return size
+
+    def is_on_stage(self, layers: Collection[int], stage: int, pp: int) -> bool:
+        """Whether the stage that has `layers` holds it; a tied embedding is on the first and the last stage."""
+        if self.place == "layer":
+            return self.layer in layers
+        return (self.place == "embedding" and stage == 0) or ((self.place == "head" or self.tied) and stage == pp - 1)
+
+
+@lru_cache(maxsize=64)
+def decoder_parameters(model: DecoderConfig) -> tuple[ParameterSpec, ...]:
+    """All parameters in the order of the forward pass. Names are those of Hugging Face's Llama and its kin, for
+    every family; weights are [out, in]."""
+    hidden, vocab = model.hidden_size, model.vocab_size
+    specs = [ParameterSpec("model.embed_tokens.weight", (vocab, hidden), 0, "embedding", tied=model.tied_embeddings)]
+    if model.positions == "learned":
+        specs.append(ParameterSpec("model.embed_positions.weight", (model.max_positions, hidden), None, "embedding"))
+    for i in range(model.num_layers):
+        specs += _layer(model, f"model.layers.{i}.", i)
+    specs += _norm(model, "model.norm", "head", -1)
+    if model.head == "scalar":
+        specs.append(ParameterSpec("score.weight", (1, hidden), None, "head"))
+    elif not model.tied_embeddings:
+        specs.append(ParameterSpec("lm_head.weight", (vocab, hidden), 0, "head"))
+    return tuple(specs)
+
+
+def _layer(model: DecoderConfig, prefix: str, layer: int) -> list[ParameterSpec]:
+    hidden, q, kv = model.hidden_size, model.query_size, model.kv_size
+
+    def linear(name: str, shape: tuple[int, int], shard_dim: int | None, bias: bool = False) -> list[ParameterSpec]:
+        specs = [ParameterSpec(f"{prefix}{name}.weight", shape, shard_dim, "layer", layer)]
+        if bias:  # divided with the outputs, or whole
+            dim = 0 if shard_dim == 0 else None
+            specs.append(ParameterSpec(f"{prefix}{name}.bias", shape[:1], dim, "layer", layer, initial="zero"))
+        return specs
+
+    def mlp(name: str, bias: bool) -> list[ParameterSpec]:
+        inner = model.intermediate_size
+        gate = linear(f"{name}.gate_proj", (inner, hidden), 0, bias) if model.mlp == "gated" else []
+        up, down = (inner, hidden), (hidden, inner)
+        return gate + linear(f"{name}.up_proj", up, 0, bias) + linear(f"{name}.down_proj", down, 1, bias)
+
+    specs = _norm(model, prefix + "input_layernorm", "layer", layer)
+    specs += linear("self_attn.q_proj", (q, hidden), 0, model.qkv_bias)
+    specs += linear("self_attn.k_proj", (kv, hidden), 0, model.qkv_bias)
+    specs += linear("self_attn.v_proj", (kv, hidden), 0, model.qkv_bias)
+    specs += linear("self_attn.o_proj", (hidden, q), 1, model.attention_output_bias)
+    if model.qk_norm:
+        specs += [
+            ParameterSpec(f"{prefix}self_attn.{n}.weight", (model.head_dim,), None, "layer", layer, initial="one")
+            for n in ("q_norm", "k_norm")
+        ]
+    specs += _norm(model, prefix + "post_attention_layernorm", "layer", layer)
+    if not model.experts.count:
+        return specs + mlp("mlp", model.mlp_bias)
+    specs += linear("mlp.gate", (model.experts.count, hidden), None)
+    return specs + [spec for j in range(model.experts.count) for spec in mlp(f"mlp.experts.{j}", False)]
+
+
+def _norm(model: DecoderConfig, name: str, place: Place, layer: int) -> list[ParameterSpec]:
+    weight: Initial = "zero" if model.norm == "rms_plus_one" else "one"
+    specs = [ParameterSpec(f"{name}.weight", (model.hidden_size,), None, place, layer, initial=weight)]
+    if model.norm == "layer":
+        specs.append(ParameterSpec(f"{name}.bias", (model.hidden_size,), None, place, layer, initial="zero"))
+    return specs
+
+
+def sees_own_tokens(spec: ParameterSpec) -> bool:
+    """Whether, under sequence parallelism, a tensor-parallel rank applies this replicated parameter to its own tokens
+    only, so that its gradient is the sum over the ranks. Norms of heads see all tokens of a rank's own heads."""
+    return spec.shard_dim is None and not spec.name.endswith(("q_norm.weight", "k_norm.weight"))
+
+
+def parameter_count(model: DecoderConfig) -> int:
+    return sum(spec.size for spec in decoder_parameters(model))

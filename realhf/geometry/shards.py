@@ -1,0 +1,211 @@
+"""A device's parameters as one flat vector, and its division over data parallelism: which boxes a rank updates,
+and with fully sharded data parallelism keeps.
+
+No torch here: the master tells from it who writes what of a checkpoint with optimizer states.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from math import prod
+
+from realhf.architecture.compute import DataParallel
+from realhf.architecture.model import DecoderConfig
+from realhf.geometry.boxes import Box, device_boxes
+from realhf.geometry.layout import Layout
+from realhf.geometry.parameters import ParameterSpec, decoder_parameters
+
+# Parameters and shards start at multiples of this, so that all are aligned for vector loads (256 bytes in float32).
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, eq=False)
+class FlatLayout:
+    """Tensors of the given shapes, one behind the other, padded to `shards` equal parts."""
+
+    shapes: Mapping[str, tuple[int, ...]]
+    shards: int = 1
+
+    @cached_property
+    def starts(self) -> dict[str, int]:
+        """Where each begins."""
+        starts, size = {}, 0
+        for name, shape in self.shapes.items():
+            starts[name] = size
+            size += _aligned(prod(shape), ALIGNMENT)
+        return starts
+
+    def end(self, name: str) -> int:
+        """Where the part of `name` ends, padding included."""
+        return self.starts[name] + _aligned(prod(self.shapes[name]), ALIGNMENT)
+
+    @cached_property
+    def size(self) -> int:
+        """Elements of the whole vector, the padding behind each tensor and of the last shard included."""
+        return _aligned(max(map(self.end, self.shapes), default=0), ALIGNMENT * self.shards)
+
+    def shard(self, index: int) -> range:
+        """The elements of shard `index` (ZeRO, Rajbhandari et al., 2020, section 5.1)."""
+        size = self.size // self.shards
+        return range(index * size, (index + 1) * size)
+
+
+def flat_layout(model: DecoderConfig, layout: Layout, device: int) -> FlatLayout:
+    """How the parameters of `device` lie one behind the other: those that it alone holds of its data-parallel
+    replica, those replicated over tp, the second copy of a tied embedding."""
+    shapes = {box.name: box.shape for box in device_boxes(model, layout, device)}
+    order = _counting_order(model, layout, device)
+    return FlatLayout({name: shapes[name] for name in sorted(shapes, key=order.__getitem__)}, layout.strategy.dp)
+
+
+def units(
+    model: DecoderConfig, layout: Layout, device: int, data_parallel: DataParallel = "zero1"
+) -> Mapping[str, FlatLayout]:
+    """The vectors of `device` that are divided over data parallelism, each by itself, in the order of their use.
+
+    "zero1" divides all parameters as one vector, of the name "". "fsdp" divides what is gathered at a time: an
+    embedding, a layer, or the final norm with the head; a unit's name is that of the module whose forward pass is the
+    first to use it. A tied embedding is a unit on both of its stages, so that their shards have the same elements.
+    """
+    _, tp_index, stage = layout.coordinates(device)
+    return _units(model, layout, layout.device(0, tp_index, stage), data_parallel)
+
+
+@lru_cache(maxsize=1024)
+def _units(model: DecoderConfig, layout: Layout, device: int, data_parallel: DataParallel) -> Mapping[str, FlatLayout]:
+    """Those of `device` and its data-parallel peers, which are the same."""
+    whole = flat_layout(model, layout, device)
+    if data_parallel == "zero1" or layout.strategy.dp == 1:
+        return {"": whole}
+    shapes: dict[str, dict[str, tuple[int, ...]]] = {}
+    for spec in decoder_parameters(model):
+        if spec.name in whole.shapes:
+            shapes.setdefault(_unit_of(spec), {})[spec.name] = whole.shapes[spec.name]
+    places = {name: place for place, name in enumerate(whole.shapes)}
+    return {
+        unit: FlatLayout({name: of_unit[name] for name in sorted(of_unit, key=places.__getitem__)}, layout.strategy.dp)
+        for unit, of_unit in shapes.items()
+    }
+
+
+def counted_range(model: DecoderConfig, layout: Layout, device: int, flat: FlatLayout) -> range:
+    """The part of its shard of `flat`, one of `units`, that `device` adds to a sum over the whole model, and writes
+    into a checkpoint.
+
+    Over all units of all devices of the layout, every element of every global parameter is in it once.
+    """
+    dp, tp, _ = layout.coordinates(device)
+    order = _counting_order(model, layout, device)
+    highest = 1 if tp == 0 else 0
+    counted = max((flat.end(name) for name in flat.shapes if order[name] <= highest), default=0)
+    shard = flat.shard(dp)
+    return range(shard.start, max(shard.start, min(shard.stop, counted)))
+
+
+def counted_slices(
+    model: DecoderConfig, layout: Layout, device: int, data_parallel: DataParallel = "zero1"
+) -> list[slice]:
+    """Where the counted parts lie in the vector of this rank's shards of all units, one behind the other."""
+    found, first = [], 0
+    for flat in units(model, layout, device, data_parallel).values():
+        counted = counted_range(model, layout, device, flat)
+        found.append(slice(first, first + len(counted)))  # what is counted is the beginning of a shard
+        first += flat.size // layout.strategy.dp
+    return found
+
+
+def shard_boxes(
+    model: DecoderConfig,
+    layout: Layout,
+    device: int,
+    data_parallel: DataParallel = "zero1",
+    *,
+    only_counted: bool = False,
+) -> list[tuple[Box, int]]:
+    """The boxes of this rank's shards of all units, each with the place where it begins in the vector of them."""
+    whole = {box.name: box for box in device_boxes(model, layout, device)}
+    found, first = [], 0
+    for flat in units(model, layout, device, data_parallel).values():
+        shard = flat.shard(layout.coordinates(device)[0])
+        elements = counted_range(model, layout, device, flat) if only_counted else shard
+        found += [(box, first + at - shard.start) for box, at in boxes_in(flat, whole, elements)]
+        first += len(shard)
+    return found
+
+
+def held_boxes(model: DecoderConfig, layout: Layout, device: int, data_parallel: DataParallel = "zero1") -> list[Box]:
+    """The boxes of parameters that `device` keeps: all of `device_boxes`, or its shards of them; [] outside the mesh.
+
+    A parameter that is cut within a row gives several boxes.
+    """
+    if data_parallel == "zero1" or layout.strategy.dp == 1 or device not in layout.mesh.devices:
+        return device_boxes(model, layout, device)
+    return [box for box, _ in shard_boxes(model, layout, device, data_parallel)]
+
+
+def boxes_in(flat: FlatLayout, whole: Mapping[str, Box], elements: range) -> list[tuple[Box, int]]:
+    """The boxes that `elements` of a vector consist of, each with the place where it begins in the vector.
+
+    `whole` has the boxes that lie in the vector. The elements of a box lie one behind the other. A parameter that is
+    cut within a row gives several boxes.
+    """
+    found = []
+    for name, start in flat.starts.items():
+        holder = whole[name]
+        if start >= elements.stop or start + holder.size <= elements.start:
+            continue
+        first, last = (min(max(place - start, 0), holder.size) for place in (elements.start, elements.stop))
+        for offset, shape in _cut(holder.shape, first, last):
+            moved = tuple(a + b for a, b in zip(holder.offset, offset, strict=True))
+            found.append((Box(name, moved, shape), start + first))
+            first += prod(shape)
+    return found
+
+
+@lru_cache(maxsize=4096)  # the layers of a device are cut alike
+def _cut(shape: tuple[int, ...], first: int, last: int) -> Sequence[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """(offset, shape) of the blocks that the elements [first, last) of an array consist of, counted along its rows:
+    the end of a row, whole rows, the beginning of a row; each again like this in more than two dimensions."""
+    if first >= last:
+        return []
+    if len(shape) == 1:
+        return [((first,), (last - first,))]
+    row = prod(shape[1:])
+    head_end = min(_aligned(first, row), last)
+    tail_start = max(last // row * row, head_end)
+
+    def within_row(begin: int, end: int) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
+        index = begin // row
+        return [
+            ((index, *offset), (1, *extents))
+            for offset, extents in _cut(shape[1:], begin - index * row, end - index * row)
+        ]
+
+    blocks = within_row(first, head_end)
+    if head_end < tail_start:
+        blocks.append(((head_end // row, *(0 for _ in shape[1:])), ((tail_start - head_end) // row, *shape[1:])))
+    return blocks + within_row(tail_start, last)
+
+
+def _unit_of(spec: ParameterSpec) -> str:
+    match spec.place:
+        case "embedding":
+            return spec.name.removesuffix(".weight")
+        case "layer":
+            return f"model.layers.{spec.layer}"
+        case "head":
+            return "model.norm"
+
+
+def _aligned(elements: int, alignment: int) -> int:
+    return -(-elements // alignment) * alignment
+
+
+def _counting_order(model: DecoderConfig, layout: Layout, device: int) -> dict[str, int]:
+    """0: held by this tensor-parallel rank alone; 1: replicated over them; 2: second copy of a tied embedding."""
+    stage = layout.coordinates(device)[2]
+
+    def rank(spec: ParameterSpec) -> int:
+        return 2 if spec.tied and stage > 0 else int(spec.shard_dim is None)
+
+    return {spec.name: rank(spec) for spec in decoder_parameters(model)}

@@ -1,0 +1,67 @@
+"""The devices that the workers of a run on this machine get, and how each worker is told which is its own."""
+
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from realhf.base.errors import UserError
+from realhf.machine.gpus import FOR_THE_CPU, VISIBLE, Gpu, visible_gpus
+from realhf.machine.torch_build import torch_cuda_version
+
+# What a launcher tells a worker: "cuda" or "cpu", and which of the run's devices on its machine it has, as in "cuda:1".
+# CUDA shows a worker no other GPU than that one, whatever its number.
+DEVICE_VARIABLE = "REALHF_DEVICE"
+WITHOUT_GPU = {VISIBLE: ""}
+
+
+@dataclass(frozen=True)
+class Device:
+    """What one worker computes on: a GPU, or a share of the CPU. `environment`: of this worker.
+
+    `place` is what the run's specification calls it: the UUID of a GPU, or a number.
+    """
+
+    place: str
+    environment: dict[str, str]
+
+
+def devices_of(gpus: Sequence[Gpu], avoided: Collection[str] = ()) -> Iterator[Device]:
+    """The devices for workers beside these GPUs, without the places to be avoided.
+
+    Without GPUs there is no end of them: workers share the CPU.
+    """
+    devices = (
+        (Device(gpu.uuid, {VISIBLE: gpu.token, DEVICE_VARIABLE: f"cuda:{i}"}) for i, gpu in enumerate(gpus))
+        if gpus
+        else (Device(str(i), {**WITHOUT_GPU, DEVICE_VARIABLE: f"cpu:{i}"}) for i in count())
+    )
+    return (device for device in devices if device.place not in avoided)
+
+
+def gpus_for(num_workers: int, avoided: Collection[str] = ()) -> tuple[Gpu, ...]:
+    """The visible GPUs, of which each of these workers gets one; none: they compute on the CPU.
+
+    Raises:
+        UserError: there are GPUs, but fewer than workers, or torch cannot use them; or as `visible_gpus`.
+    """
+    gpus = visible_gpus()
+    if not gpus:
+        return ()
+    if torch_cuda_version() is None:
+        raise UserError(
+            f"this machine has {in_words(gpus)}, but the installed torch was not built for CUDA; install a build that "
+            f"was (https://pytorch.org), or {FOR_THE_CPU}"
+        )
+    usable = [gpu for gpu in gpus if gpu.uuid not in avoided]
+    if num_workers > len(usable):
+        without = "" if len(usable) == len(gpus) else f", without {', '.join(avoided)} after failures there"
+        raise UserError(
+            f"{num_workers} workers need a GPU each, and there is {in_words(usable) or 'none'}{without}; give "
+            f"--num-workers {len(usable) or 1}, or {FOR_THE_CPU}"
+        )
+    return gpus
+
+
+def in_words(gpus: Sequence[Gpu]) -> str:
+    """`2 x NVIDIA H100 80GB HBM3`; empty without GPUs. They are of one kind."""
+    return f"{len(gpus)} x {gpus[0].name}" if gpus else ""

@@ -1,0 +1,125 @@
+"""Child processes on this machine."""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from realhf.base.errors import RunError, UserError
+from realhf.launch.launcher import WORKER_INDEX_VARIABLE, Exit, ProcessSpec
+
+_PR_SET_PDEATHSIG = 1
+# Marks all that descends from one launcher, also what left its process group or lost its parent.
+_LAUNCH_VARIABLE = "REALHF_LAUNCH_ID"
+
+
+class LocalLauncher:
+    """Runs each process in a session of its own, so that Ctrl-C reaches the launcher alone.
+
+    If the launcher dies, however it dies, the system kills its children. That is tied to the
+    thread that called `start`: it has to live as long as the run.
+    """
+
+    def __init__(self) -> None:
+        self._launch_id = uuid.uuid4().hex
+        self._children: list[_Child] = []
+
+    def start(self, specs: Sequence[ProcessSpec]) -> None:
+        assert not self._children, "a launcher starts once"
+        try:
+            for spec in specs:
+                self._children.append(self._start(spec))
+        except BaseException:
+            self.stop(grace_s=0)
+            raise
+
+    def _start(self, spec: ProcessSpec) -> "_Child":
+        env = {**os.environ, **spec.env, _LAUNCH_VARIABLE: self._launch_id}
+        env.pop(WORKER_INDEX_VARIABLE, None)
+        if spec.index is not None:
+            env[WORKER_INDEX_VARIABLE] = str(spec.index)
+        try:
+            with spec.log_path.open("ab") as log:
+                process = subprocess.Popen(
+                    spec.argv,
+                    env=env,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=die_with_parent(os.getpid()),
+                )
+        except OSError as error:
+            raise UserError(f"cannot start {spec.name} ({spec.argv[0]}): {error}") from error
+        return _Child(spec, process)
+
+    def poll(self) -> list[Exit]:
+        exits = []
+        for child in self._children:
+            if not child.is_reported and (status := child.process.poll()) is not None:
+                child.is_reported = True
+                exits.append(Exit(name=child.spec.name, returncode=status, log_path=child.spec.log_path))
+        # One that failed is the likelier cause of the others' ends if all were found at once.
+        return sorted(exits, key=lambda found: found.returncode == 0)
+
+    def stop(self, *, grace_s: float = 5.0) -> None:
+        _signal_groups(self._children, signal.SIGTERM)
+        deadline = time.monotonic() + grace_s
+        while any(child.process.poll() is None for child in self._children) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        _signal_groups(self._children, signal.SIGKILL)
+        for child in self._children:
+            child.process.wait()
+            child.is_reported = True
+        self._kill_descendants()
+
+    def _kill_descendants(self, *, timeout_s: float = 120.0) -> None:
+        deadline = time.monotonic() + timeout_s
+        while left := _processes_with(f"{_LAUNCH_VARIABLE}={self._launch_id}"):
+            if time.monotonic() > deadline:
+                raise RunError(f"processes {left} of this run cannot be killed; end them by hand")
+            for pid in left:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.02)
+
+
+@dataclass
+class _Child:
+    spec: ProcessSpec
+    process: subprocess.Popen[bytes]
+    is_reported: bool = False
+
+
+def _signal_groups(children: Sequence[_Child], number: signal.Signals) -> None:
+    for child in children:
+        # Only while its leader is not reaped is a group's number certain to be ours.
+        if child.process.poll() is None:
+            os.killpg(child.process.pid, number)
+
+
+def die_with_parent(parent: int) -> Callable[[], None]:
+    """What a child does before it becomes the program: asks the system for SIGKILL at its parent's end."""
+    prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork as little as possible should happen
+
+    def prepare() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it ended before the request was made
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    return prepare
+
+
+def _processes_with(entry: str) -> list[int]:
+    """Living processes of this user that have `entry` ("NAME=value") in the environment they were started with."""
+    found = []
+    for name in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+            if entry.encode() in file.read().split(b"\0"):
+                found.append(int(name))
+    return found

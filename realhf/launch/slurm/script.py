@@ -1,0 +1,227 @@
+"""The batch script of a run: a pure function of the options and the processes."""
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from realhf.base.errors import UserError
+from realhf.launch.devices import DEVICE_VARIABLE
+from realhf.launch.launcher import MASTER, WORKER_INDEX_VARIABLE, ProcessSpec
+from realhf.machine.gpus import VISIBLE
+from realhf.rundir.paths import RunDirectory
+
+
+@dataclass(frozen=True, kw_only=True)
+class SlurmOptions:
+    """What is asked of SLURM. What is None is left to the cluster's defaults.
+
+    `extra_args` are further sbatch options, such as "--qos=high". Without `with_gpus`, no GPU is
+    asked for. `queue_timeout_s` is how long the job may wait to start, None for ever;
+    `end_timeout_s` how long workers may run on after the master has ended well, or the reverse;
+    `controller_timeout_s` how long SLURM's controller may be silent.
+    """
+
+    nodes: int = 1
+    workers_per_node: int
+    with_gpus: bool = True
+    cpus_per_worker: int = 1
+    job_name: str = "realhf"
+    partition: str | None = None
+    account: str | None = None
+    time_limit: str | None = None
+    nodelist: str | None = None
+    exclude: str | None = None
+    extra_args: tuple[str, ...] = ()
+    queue_timeout_s: float | None = None
+    end_timeout_s: float = 60.0
+    controller_timeout_s: float = 600.0
+    poll_interval_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "workers_per_node", "cpus_per_worker"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name}={getattr(self, name)} asks for nothing; give 1 or more")
+        for arg in self.extra_args:
+            if not arg.startswith("-") or "\n" in arg:
+                raise UserError(f"{arg!r} is no sbatch option; write one as --name=value")
+
+    @property
+    def num_workers(self) -> int:
+        return self.nodes * self.workers_per_node
+
+
+def exits_folder(directory: RunDirectory) -> Path:
+    """Where each task leaves its exit code in a file of the process's name."""
+    return directory.launcher / "exits"
+
+
+def job_log(directory: RunDirectory) -> Path:
+    """What the batch script and srun say."""
+    return directory.launcher / "slurm.log"
+
+
+def check_specs(options: SlurmOptions, specs: Sequence[ProcessSpec]) -> tuple[ProcessSpec, ProcessSpec]:
+    """The master's spec and the one that stands for all workers. Raises UserError for a wrong number of workers."""
+    masters = [spec for spec in specs if spec.name == MASTER]
+    workers = [spec for spec in specs if spec.name != MASTER]
+    assert len(masters) == 1, f"{len(masters)} masters"
+    assert masters[0].log_path.name == f"{MASTER}.log", masters[0].log_path
+    if len(workers) != options.num_workers:
+        raise UserError(
+            f"{options.nodes} nodes with {options.workers_per_node} workers each are {options.num_workers} workers, "
+            f"but the run has {len(workers)}; change --nodes, the workers a node or the plan"
+        )
+    for index, worker in enumerate(workers):
+        # All are tasks of one step: one command, told apart by the index in the environment.
+        assert worker.index == index, f"{worker.name} at place {index}"
+        assert (worker.argv, worker.env) == (workers[0].argv, workers[0].env), f"{worker.name} differs from worker-0"
+        assert worker.log_path == masters[0].log_path.with_name(f"{worker.name}.log"), worker.log_path
+    return masters[0], workers[0]
+
+
+def sbatch_text(options: SlurmOptions, specs: Sequence[ProcessSpec], directory: RunDirectory) -> str:
+    """The batch script that runs `specs`: a master and `options.num_workers` workers that differ in name only.
+
+    The script's exit code is that of the component that failed first. Raises UserError for a
+    wrong number of workers.
+    """
+    master, worker = check_specs(options, specs)
+    header = "\n".join(f"#SBATCH {arg}" for arg in _job_args(options, directory))
+    master_step = _srun(
+        # Without --exact steps wait for each other; with --mem=0 the first does not take all memory.
+        ["--exact", "--mem=0", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", '--nodelist="$first_host"'],
+        ["--gres=none"] if options.with_gpus else [],
+    )
+    worker_step = _srun(
+        ["--exact", "--mem=0", f"--nodes={options.nodes}", f"--ntasks={options.num_workers}"],
+        [f"--ntasks-per-node={options.workers_per_node}", f"--cpus-per-task={options.cpus_per_worker}"],
+        # Without --gpu-bind=none, with which SLURM 22.05 tells the tasks no devices at all; it is the default besides.
+        [f"--gres=gpu:{options.workers_per_node}"] if options.with_gpus else [],
+    )
+    return _TEMPLATE.format(
+        header=header,
+        exits=shlex.quote(str(exits_folder(directory))),
+        logs=shlex.quote(str(master.log_path.parent)),
+        index_variable=WORKER_INDEX_VARIABLE,
+        own_device=_OWN_GPU if options.with_gpus else _CPU,
+        master_step=master_step,
+        master_command=_command(master),
+        worker_step=worker_step,
+        worker_command=_command(worker),
+        end_timeout_s=round(options.end_timeout_s),
+    )
+
+
+def _job_args(options: SlurmOptions, directory: RunDirectory) -> list[str]:
+    args = [
+        f"--job-name={options.job_name}",
+        f"--nodes={options.nodes}",
+        # One task more than workers on each node, so that the master has a place on the first.
+        f"--ntasks-per-node={options.workers_per_node + 1}",
+        f"--cpus-per-task={options.cpus_per_worker}",
+        # Not --gpus-per-node: a step could then not refuse GPUs.
+        *([f"--gres=gpu:{options.workers_per_node}"] if options.with_gpus else []),
+        "--no-requeue",
+        f"--output={_literal(job_log(directory))}",
+        *([f"--partition={options.partition}"] if options.partition else []),
+        *([f"--account={options.account}"] if options.account else []),
+        *([f"--time={options.time_limit}"] if options.time_limit else []),
+        *([f"--nodelist={options.nodelist}"] if options.nodelist else []),
+        *([f"--exclude={options.exclude}"] if options.exclude else []),
+    ]
+    return [*map(shlex.quote, args), *options.extra_args]
+
+
+def _literal(path: Path) -> str:
+    """A path as a SLURM file name pattern that means just this path."""
+    return str(path).replace("%", "%%")
+
+
+def _srun(*args: list[str]) -> str:
+    return " \\\n    ".join(["srun", *(arg for part in args for arg in part), "--kill-on-bad-exit=1"])
+
+
+def _command(spec: ProcessSpec) -> str:
+    env = ["env", *(f"{name}={value}" for name, value in sorted(spec.env.items()))] if spec.env else []
+    return shlex.join([*env, *spec.argv])
+
+
+# Every task of a node may use all of the node's GPUs, and shows CUDA the one of its own number. Where SLURM binds them
+# (--gpus-per-task), a cgroup hides the others, and NCCL cannot open the memory of a neighbour's GPU. GPUs that only
+# CUDA_VISIBLE_DEVICES hides stay reachable from CUDA 10.1 on (NCCL, src/transport/p2p.cc, p2pCanConnect).
+_OWN_GPU = f"""\
+    IFS=, read -ra gpus <<< "${{{VISIBLE}-}}"
+    export {VISIBLE}="${{gpus[SLURM_LOCALID]-}}" {DEVICE_VARIABLE}=cuda:$SLURM_LOCALID"""
+_CPU = f"""\
+    export {VISIBLE}= {DEVICE_VARIABLE}=cpu:$SLURM_LOCALID"""
+
+_TEMPLATE = """\
+#!/bin/bash
+{header}
+set -u
+
+# What each task runs. It leaves its exit code in a file, since srun's own tells neither which task
+# failed first nor of a node that was lost. It writes its log itself: what passes through srun may
+# come later than the exit code. SIGTERM is for the command, which may take its time.
+export REALHF_EXITS={exits} REALHF_LOGS={logs}
+task='
+trap : TERM
+name=$0
+if [ "$name" = worker ]; then
+    export {index_variable}=$SLURM_PROCID
+    name=worker-$SLURM_PROCID
+{own_device}
+fi
+"$@" >> "$REALHF_LOGS/$name.log" 2>&1
+code=$?
+echo "$code" > "$REALHF_EXITS/.$name" && mv "$REALHF_EXITS/.$name" "$REALHF_EXITS/$name"
+exit "$code"
+'
+
+trap : TERM  # a cancelled job ends when its steps have ended
+first_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+
+{master_step} \\
+    bash -c "$task" master \\
+    {master_command} &
+master=$!
+
+{worker_step} \\
+    bash -c "$task" worker \\
+    {worker_command} &
+workers=$!
+
+alive() {{ kill -0 "$1" 2>/dev/null; }}
+wait_for() {{  # process, seconds
+    local end=$((SECONDS + $2))
+    while alive "$1" && ((SECONDS < end)); do sleep 0.2; done
+}}
+first_failure() {{  # the exit code of the task that failed first, or else the code given
+    local name code
+    for name in $(ls -tr "$REALHF_EXITS"); do
+        code=$(<"$REALHF_EXITS/$name")
+        if ((code != 0)); then echo "$code"; return; fi
+    done
+    echo "$1"
+}}
+
+while alive "$master" && alive "$workers"; do sleep 0.2; done
+if alive "$master"; then first=$workers other=$master; else first=$master other=$workers; fi
+wait "$first"
+code=$?
+# After a failure the other may still write down what it knows of it.
+if ((code == 0)); then wait_for "$other" {end_timeout_s}; else wait_for "$other" 60; fi
+if alive "$other"; then
+    echo "one step ended with exit code $code, the other did not end and is stopped" >&2
+    ((code == 0)) && code=1
+    kill -TERM "$other"
+    wait_for "$other" 10
+    kill -KILL "$other" 2>/dev/null
+fi
+wait "$other"
+other_code=$?
+((code == 0)) && code=$other_code
+((code == 0)) || code=$(first_failure "$code")  # srun's may be that of a task which it killed itself
+exit "$code"
+"""

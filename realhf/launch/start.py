@@ -1,0 +1,82 @@
+"""Makes a run directory ready for a start of its processes: the first one, or one that goes on from a checkpoint."""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from realhf.base.errors import UserError
+from realhf.base.files import delete, write_atomically, writing_a_run
+from realhf.dataflow.plan import ExecutionPlan, load_plan, plan_digest, save_plan
+from realhf.rundir import checkpoints
+from realhf.rundir.events import note
+from realhf.rundir.lines import evaluation_line, read_lines, step_line
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Run, RunSpec
+from realhf.rundir.status import Status, write_status
+from realhf.transport.keys import make_run_keys
+
+
+@writing_a_run()
+def prepare(run: Run, directory: RunDirectory) -> None:
+    """Leaves the directory as the run had it after `run.spec.resume_step` steps, with new keys.
+
+    Metrics, evaluations and rollouts of later steps go: they will be made again. Traces of earlier starts stay
+    as trace-1.json, trace-2.json, and plans that the run had before as plan-1.json and so on. Called by one process
+    that holds the directory's lock, while no other is there.
+
+    Raises:
+        RunError: a file cannot be written.
+    """
+    step = run.spec.resume_step
+    checkpoints.tidy(directory.checkpoints, step)
+    for path, decode in ((directory.metrics, step_line), (directory.evaluations, evaluation_line)):
+        for damaged in _keep_lines_up_to(path, decode, step):
+            note(directory.events, "damaged", step, damaged)
+            print(damaged, file=sys.stderr)
+    rollouts = directory.path / "rollouts"
+    for later in (found for found in checkpoints.saved_steps(rollouts) if found > step):
+        delete(checkpoints.step_folder(rollouts, later))
+    if directory.trace.exists():
+        directory.trace.rename(_next_name(directory.trace))
+    for folder in (directory.keys, directory.rendezvous, directory.activity("master").parent):
+        for path in folder.iterdir():
+            delete(path)
+    for path in (directory.switch, *directory.path.glob(".*.part")):  # and what a crash left half-written
+        delete(path)
+    write_spec(run.spec, directory)
+    _keep_former_plan(run.plan, directory)
+    save_plan(run.plan, directory.plan)
+    make_run_keys(directory.keys, num_workers=run.spec.num_workers)
+    write_status(directory.status, Status(state="starting", step=step, steps=run.experiment.steps))
+
+
+def write_spec(spec: RunSpec, directory: RunDirectory) -> None:
+    """Writes `experiment.json`."""
+    write_atomically(directory.experiment, msgspec.json.format(msgspec.json.encode(spec), indent=2) + b"\n")
+
+
+def _keep_former_plan(plan: ExecutionPlan, directory: RunDirectory) -> None:
+    if not directory.plan.exists():
+        return
+    with contextlib.suppress(UserError):  # whatever it is, it is no plan of this run
+        if plan_digest(load_plan(directory.plan)) == plan_digest(plan):
+            return
+    directory.plan.rename(_next_name(directory.plan))
+
+
+def _next_name(path: Path) -> Path:
+    """trace.json -> trace-3.json, if there are two already."""
+    return path.with_stem(f"{path.stem}-{1 + len(list(path.parent.glob(f'{path.stem}-*{path.suffix}')))}")
+
+
+def _keep_lines_up_to(path: Path, decode: Callable[[bytes], dict[str, Any]], step: int) -> tuple[str, ...]:
+    """Drops the lines of later steps from a JSON lines file, one that a crash cut off, and damaged ones; says which
+    these are."""
+    lines = read_lines(path, lambda line: (decode(line)["step"], line))
+    if path.exists():
+        write_atomically(path, b"".join(line + b"\n" for made, line in lines.values if made <= step))
+    return lines.damaged

@@ -1,0 +1,184 @@
+"""Watches a run from outside until it ends, and says in one message why it ended badly."""
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from realhf.base.errors import RunError, UserError
+from realhf.launch.launcher import (
+    MASTER,
+    TOLD_RETURNCODE,
+    UNKNOWN_RETURNCODE,
+    Exit,
+    Launcher,
+    ProcessSpec,
+    worker_of,
+)
+from realhf.rundir.flight_recorder import read_activity
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.status import Status, read_status
+
+POLL_S = 0.1
+# After a first bad end, the others are given this long to end as well: the first to be seen is
+# not always the cause, and the master takes a few seconds to find it out (more on a busy machine).
+SETTLE_S = 30.0
+# A worker that ended without telling the master is the cause; others may have ended of the same one in that moment.
+SILENT_SETTLE_S = 1.0
+WORKERS_END_S = 120.0
+STOP_GRACE_S = 3.0
+LOG_LINES = 8
+# The master writes its status every second. One that does not for this long is given up; a busy machine does not keep
+# it from that.
+MASTER_SILENCE_S = 60.0
+# Shared file systems may show a file late, up to a minute with NFS's defaults.
+FILES_LATE_S = 90.0
+# A poll later than this means that this process stood still itself, and has missed signs of life.
+STOOD_STILL_S = 5.0
+
+
+def supervise(
+    launcher: Launcher,
+    specs: Sequence[ProcessSpec],
+    directory: RunDirectory,
+    on_poll: Callable[[], None],
+    *,
+    is_remote: bool = False,
+) -> None:
+    """Starts the processes and returns when all have ended well; `on_poll` is called ten times a second.
+
+    `is_remote`: they run on other machines, whose files may be seen late.
+
+    Raises:
+        RunError: one ended badly; by then all are gone. Whatever else is raised (Ctrl-C), all are stopped first.
+    """
+    exits: dict[str, Exit] = {}
+    master = _SignsOfLife(directory, MASTER_SILENCE_S + is_remote * FILES_LATE_S)
+    try:
+        launcher.start(specs)
+        deadline = math.inf
+        while len(exits) < len(specs):
+            exits |= {end.name: end for end in sorted(launcher.poll(), key=lambda end: end.returncode >= 0)}
+            on_poll()
+            bad = [end for end in exits.values() if end.returncode != 0]
+            if bad and _is_settled(exits, len(specs)):
+                break
+            deadline = min(deadline, time.monotonic() + _patience_s(bad, MASTER in exits))
+            if time.monotonic() > deadline:
+                break
+            if MASTER not in exits:
+                master.check()
+            time.sleep(POLL_S)
+        on_poll()
+    finally:
+        _stop(launcher)
+    bad = [end for end in exits.values() if end.returncode != 0]
+    if bad:
+        raise _explain(bad, directory)
+    if len(exits) < len(specs):
+        late = ", ".join(spec.name for spec in specs if spec.name not in exits)
+        raise RunError(f"the master ended but {late} did not within {WORKERS_END_S:g} s; logs in {directory.logs}")
+
+
+def _stop(launcher: Launcher) -> None:
+    """Ends all processes; who interrupts once more does not want to wait for them."""
+    try:
+        launcher.stop(grace_s=STOP_GRACE_S)
+    except KeyboardInterrupt:
+        launcher.stop(grace_s=0)
+        raise
+
+
+class _SignsOfLife:
+    """Whether the master still writes its status. Watched from its first word on: before that it may wait in a queue.
+
+    What counts is that the file changes, by this process's clock: clocks of nodes differ.
+    """
+
+    def __init__(self, directory: RunDirectory, silence_s: float) -> None:
+        self._directory, self._silence_s = directory, silence_s
+        self._first = self._last = self._updated()
+        self._seen_s = self._checked_s = time.monotonic()
+
+    def check(self) -> None:
+        """To be called often. Raises RunError when the master is silent for too long."""
+        now_s, updated = time.monotonic(), self._updated()
+        if updated != self._last or now_s - self._checked_s > STOOD_STILL_S:
+            self._last, self._seen_s = updated, now_s
+        self._checked_s = now_s
+        if self._last != self._first and now_s - self._seen_s > self._silence_s:
+            activity = read_activity(self._directory.activity(MASTER))
+            raise RunError(
+                f"the master has been silent for {now_s - self._seen_s:.0f} s: it hangs, or its node does"
+                + (f"; last activity: {activity}" if activity else "")
+                + f"; log: {self._directory.log(MASTER)}"
+            )
+
+    def _updated(self) -> float:
+        status = _status(self._directory)
+        return 0.0 if status is None else status.updated
+
+
+def _status(directory: RunDirectory) -> Status | None:
+    """None too where it is damaged: the master replaces it every second."""
+    with contextlib.suppress(UserError):
+        return read_status(directory.status)
+    return None
+
+
+def _is_settled(exits: dict[str, Exit], num_processes: int) -> bool:
+    """Whether the cause is known: a process was killed, or the master has written down what failed."""
+    return any(end.returncode < 0 for end in exits.values()) or MASTER in exits or len(exits) == num_processes
+
+
+def _patience_s(bad: Sequence[Exit], has_master_ended: bool) -> float:
+    """How long the others are waited for after these ends."""
+    if any(_is_silent(end) for end in bad):
+        return SILENT_SETTLE_S
+    return SETTLE_S if bad else WORKERS_END_S if has_master_ended else math.inf
+
+
+def _is_silent(end: Exit) -> bool:
+    """Whether a process ended badly without a word: it was killed, or is a worker that ended by itself."""
+    if end.returncode < 0:
+        return True
+    return end.name != MASTER and end.returncode not in (0, TOLD_RETURNCODE, UNKNOWN_RETURNCODE)
+
+
+def _explain(bad: Sequence[Exit], directory: RunDirectory) -> RunError:
+    """The most telling of several bad ends: who ended without a word, else what the master heard, else all.
+
+    Of those without a word, all that ended as the first of them did: what came after may be a consequence.
+    """
+    silent = [end for end in bad if _is_silent(end)]
+    silent = [end for end in silent if (end.returncode < 0) == (silent[0].returncode < 0)]
+    status = _status(directory)
+    if not silent and status is not None and status.state == "failed":
+        return RunError(status.message, status.blamed)
+    indices = (worker_of(end.name) for end in silent or bad)
+    return RunError(
+        "\n".join(_describe(end, directory) for end in silent or bad),
+        workers=[index for index in indices if index is not None],
+    )
+
+
+def _describe(end: Exit, directory: RunDirectory) -> str:
+    activity = read_activity(directory.activity(end.name))
+    if end.returncode < 0:
+        names = {number.value: f" ({number.name})" for number in signal.Signals}  # most real-time signals have none
+        how = f"was killed by signal {-end.returncode}{names.get(-end.returncode, '')}"
+    else:
+        how = f"ended with exit code {end.returncode}"
+    where = f"; last activity: {activity}" if activity else ""
+    note = f" ({end.note})" if end.note else ""
+    tail = "".join(f"\n  | {line}" for line in _last_lines(end.log_path))
+    return f"{end.name} {how}{where}{note}; log: {end.log_path}{tail}"
+
+
+def _last_lines(path: Path) -> list[str]:
+    try:
+        return path.read_text(errors="replace").splitlines()[-LOG_LINES:]
+    except OSError:
+        return []

@@ -1,0 +1,53 @@
+"""Where a run comes to rest: steps after which an evaluation or a checkpoint is due."""
+
+import math
+import time
+from collections.abc import Callable
+
+from realhf.rundir.run import Run
+
+
+class Borders:
+    """Decides from one border to the next, since checkpoints may be due after so many minutes.
+
+    Args:
+        clock: seconds that never go back.
+    """
+
+    def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic):
+        self._steps: int = run.experiment.steps
+        self._evaluates = run.evaluation is not None
+        self._evaluation_every = run.evaluation.every_steps if run.evaluation else None
+        self._save_every = run.spec.checkpoint_every_steps
+        minutes = run.spec.checkpoint_every_minutes
+        self._save_after_s = math.inf if minutes is None else 60.0 * minutes
+        self._clock = clock
+        self._saved_at_s = self._rested_at_s = clock()
+        self._step_s: float | None = None  # as measured between the last two borders
+
+    def next(self, step: int) -> int:
+        """The first step after `step` with something due, as far as that can be known now."""
+        self._rested_at_s = self._clock()
+        places = [self._steps]
+        places += [(step // every + 1) * every for every in (self._evaluation_every, self._save_every) if every]
+        if self._save_after_s < math.inf:
+            left_s = self._save_after_s - (self._rested_at_s - self._saved_at_s)
+            places.append(step + max(1, math.ceil(left_s / self._step_s) if self._step_s else 1))
+        return min(places)
+
+    def reached(self, before: int, step: int) -> None:
+        """The steps from `before` to `step` have been made since `next` was asked."""
+        self._step_s = (self._clock() - self._rested_at_s) / (step - before)
+
+    def evaluates_after(self, step: int) -> bool:
+        every = self._evaluation_every
+        return self._evaluates and (step == self._steps or bool(every and step % every == 0))
+
+    def saves_after(self, step: int) -> bool:
+        """Whether a checkpoint is due; if so, the minutes are counted anew."""
+        every = self._save_every
+        is_late = self._clock() - self._saved_at_s >= self._save_after_s
+        if not (step == self._steps or is_late or (every and step % every == 0)):
+            return False
+        self._saved_at_s = self._clock()
+        return True

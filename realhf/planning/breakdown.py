@@ -1,0 +1,32 @@
+"""What the devices of a simulated plan spend their time on: each call, reallocation, data transfer, idling."""
+
+from collections.abc import Sequence
+
+from realhf.planning.problem.simulation import Event, Simulation, makespan_s
+from realhf.planning.problem.tables import Problem
+
+REALLOCATION, DATA_TRANSFER, IDLE = "reallocation", "data transfer", "idle"
+_DATA = "data: "  # what the name of a data transfer begins with (`realhf.planning.problem.builder`)
+
+
+def device_time_shares(problem: Problem, choice: Sequence[int], events: Sequence[Event]) -> dict[str, float]:
+    """Parts of all device-seconds of a simulation, in [0, 1]; they add up to 1.
+
+    One entry a call by name, in the order of the problem, then REALLOCATION, DATA_TRANSFER and IDLE. A
+    node takes its duration on every device that it occupies; the whole is the makespan of `events`
+    (what `simulate` returned for `choice`) on all devices, so that devices without work idle.
+    """
+    nodes = Simulation(problem, choice)
+    shares = {call.name: 0.0 for call in problem.calls} | {REALLOCATION: 0.0, DATA_TRANSFER: 0.0}
+    whole = problem.num_devices * makespan_s(events)
+    assert whole > 0, "nothing takes any time"
+    for event in events:
+        shares[_kind(problem, event.node)] += (event.end_s - event.start_s) * len(nodes.devices[event.node]) / whole
+    return shares | {IDLE: max(0.0, 1.0 - sum(shares.values()))}
+
+
+def _kind(problem: Problem, node: int) -> str:
+    if node < len(problem.calls):
+        return problem.calls[node].name
+    name = problem.transfers[node - len(problem.calls)].name
+    return DATA_TRANSFER if name.startswith(_DATA) else REALLOCATION

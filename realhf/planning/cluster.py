@@ -1,0 +1,72 @@
+"""The cluster a plan is made for, and the device meshes it offers."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from realhf.base.numbers import DEVICES, check_fields, check_range
+from realhf.geometry.layout import DeviceMesh
+from realhf.planning.model.hardware import MEMORY_BYTES, Hardware
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """`num_nodes` equal nodes; `hardware` describes their devices."""
+
+    num_nodes: int = 1
+    devices_per_node: int
+    device_memory_bytes: int
+    hardware: Hardware = field(hash=False)  # it has a dict
+
+    def __post_init__(self) -> None:
+        check_fields("cluster: ", self, {"num_nodes": DEVICES, "devices_per_node": DEVICES})
+        check_range("cluster:", self.num_devices, *DEVICES, "devices")
+        check_range("cluster: device_memory_bytes", self.device_memory_bytes, *MEMORY_BYTES)
+
+    @property
+    def num_devices(self) -> int:
+        return self.num_nodes * self.devices_per_node
+
+    def node_of(self, device: int) -> int:
+        return device // self.devices_per_node
+
+    def crosses_nodes(self, devices: Iterable[int]) -> bool:
+        """Whether the devices lie on more than one node."""
+        return len({self.node_of(device) for device in devices}) > 1
+
+
+def share_a_node(cluster: Cluster, a: DeviceMesh, b: DeviceMesh) -> bool:
+    """Whether both meshes lie within one and the same node."""
+    node = cluster.node_of(a.first)
+    return node == cluster.node_of(a.devices[-1]) == cluster.node_of(b.first) == cluster.node_of(b.devices[-1])
+
+
+MOST_NODES_WITH_ALL_MESHES = 32
+
+
+def has_all_meshes(cluster: Cluster) -> bool:
+    """Whether the search has every mesh: on larger clusters those of several nodes are aligned powers of two."""
+    return cluster.num_nodes <= MOST_NODES_WITH_ALL_MESHES
+
+
+def device_meshes(cluster: Cluster) -> list[DeviceMesh]:
+    """All device meshes: an aligned power-of-two part of one node, or whole consecutive nodes (ReaL, section 3).
+
+    Of a cluster without `has_all_meshes`, aligned powers of two of nodes and the whole cluster only.
+    """
+    per_node = cluster.devices_per_node
+    meshes = []
+    size = 1
+    while size < per_node:
+        for node in range(cluster.num_nodes):
+            first = node * per_node
+            meshes += [DeviceMesh(first + start, size) for start in range(0, per_node - size + 1, size)]
+        size *= 2
+    for nodes in range(1, cluster.num_nodes + 1):
+        if has_all_meshes(cluster):
+            firsts = range(cluster.num_nodes - nodes + 1)
+        elif nodes & (nodes - 1) == 0 or nodes == cluster.num_nodes:
+            firsts = range(0, cluster.num_nodes - nodes + 1, nodes)
+        else:
+            continue
+        meshes += [DeviceMesh(node * per_node, nodes * per_node) for node in firsts]
+    return meshes

@@ -1,0 +1,158 @@
+"""Why a plan takes as long as it does: its timeline, its longest chain, its busiest device, its memory."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from realhf.dataflow.graph import GENERATE, DataflowGraph
+from realhf.dataflow.plan import ExecutionPlan
+from realhf.planning.options import Option
+from realhf.planning.predict import Prediction, sequence_of
+from realhf.planning.problem.simulation import Event, Simulation, communicator_bytes, makespan_s, simulate, static_bytes
+from realhf.planning.problem.tables import Problem
+from realhf.planning.task import PlanningTask
+
+TRANSFER, REALLOCATION, OFFLOAD, COMPUTE = "transfer", "reallocation", "offload", "compute"
+_ROUNDING_S = 1e-9
+
+
+@dataclass(frozen=True)
+class Span:
+    """Devices `devices` were busy with `name` of step `step`."""
+
+    name: str
+    kind: str
+    step: int
+    start_s: float
+    end_s: float
+    devices: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """What a plan does in steady state, simulated over the problem's unrolled steps in its own order.
+
+    `static_bytes` is, for each device, the part of `prediction.device_bytes` that stays whatever runs, and
+    `communicator_bytes` what of it communicators take.
+    `chain` has, for every call and kind of transfer on the longest chain of waiting, its part of the
+    whole time, largest first; `busiest_device` computes or sends for `busy` of the time.
+    """
+
+    prediction: Prediction
+    tokens_per_s: float
+    gpu_hours_per_million_tokens: float
+    peak_bytes: float
+    static_bytes: tuple[float, ...]
+    communicator_bytes: tuple[float, ...]
+    spans: tuple[Span, ...]
+    chain: dict[str, float]
+    busiest_device: int
+    busy: float
+
+    @property
+    def step_s(self) -> float:
+        return self.prediction.step_s
+
+    @property
+    def bottleneck(self) -> str:
+        """The largest part of the longest chain."""
+        name, share = next(iter(self.chain.items()))
+        return f"{name} {share:.0%}"
+
+    @property
+    def limits(self) -> str:
+        """What would have to become faster, in a few words."""
+        parts = [f"{name} {share:.0%}" for name, share in list(self.chain.items())[:3]]
+        return (
+            f"the longest chain of calls ({', '.join(parts)}); the busiest device, {self.busiest_device}, is busy for "
+            f"{self.busy:.0%} of the time"
+        )
+
+    def timeline(self, steps: int) -> tuple[Span, ...]:
+        """The spans of the first `steps` steps."""
+        return tuple(span for span in self.spans if span.step < steps)
+
+
+def analyse(task: PlanningTask, prediction: Prediction) -> Analysis:
+    """Simulates a predicted plan once more and keeps what happened."""
+    plan = prediction.plan
+    options = {name: [Option(call.layout, call.micro_batches)] for name, call in plan.calls.items()}
+    problem = task.problem(options, plan.offload)
+    choice = [0] * len(problem.calls)
+    simulation = Simulation(problem, choice)
+    events = simulate(problem, choice, problem.steps, sequence_of(plan, task.graph, problem))
+    spans = tuple(_span(problem, simulation, event) for event in events)
+    whole_s = makespan_s(events)
+    busy: Counter[int] = Counter()
+    for span in spans:
+        for device in span.devices:
+            busy[device] += span.end_s - span.start_s  # type: ignore[assignment]
+    device = min(range(problem.num_devices), key=lambda d: (-busy[d], d))
+    tokens_per_s = task.tokens_per_step / prediction.step_s
+    return Analysis(
+        prediction=prediction,
+        tokens_per_s=tokens_per_s,
+        gpu_hours_per_million_tokens=task.cluster.num_devices * 1e6 / tokens_per_s / 3600,
+        peak_bytes=max(prediction.device_bytes),
+        static_bytes=_static_bytes(problem),
+        communicator_bytes=tuple(communicator_bytes(problem, choice)),
+        spans=spans,
+        chain=_chain(simulation, events, spans, whole_s),
+        busiest_device=device,
+        busy=busy[device] / whole_s,
+    )
+
+
+def generates_apart(graph: DataflowGraph, plan: ExecutionPlan) -> bool:
+    """Whether some model generates and trains, and does not do both on any one device (disaggregated)."""
+    calls = graph.calls.values()
+    pairs = [
+        (plan.calls[a.name].mesh, plan.calls[b.name].mesh)
+        for a in calls
+        for b in calls
+        if a.model_name == b.model_name and a.interface_type is GENERATE and b.trains
+    ]
+    return bool(pairs) and not any(generation.overlaps(training) for generation, training in pairs)
+
+
+def _static_bytes(problem: Problem) -> tuple[float, ...]:
+    choice = [0] * len(problem.calls)
+    sums = communicator_bytes(problem, choice)
+    for call, kept in zip(problem.calls, static_bytes(problem, choice), strict=True):
+        [option] = call.options
+        first, size = option.devices
+        for device in range(first, first + size):
+            sums[device] += kept
+    return tuple(sums)
+
+
+def _span(problem: Problem, simulation: Simulation, event: Event) -> Span:
+    calls = len(problem.calls)
+    if event.node < calls:
+        name, kind = problem.calls[event.node].name, COMPUTE
+    else:
+        name = problem.transfers[event.node - calls].name
+        kind = {"data:": TRANSFER, "load": OFFLOAD, "offload": OFFLOAD}.get(name.partition(" ")[0], REALLOCATION)
+    devices = tuple(sorted(simulation.devices[event.node]))
+    return Span(name, kind, event.step, event.start_s, event.end_s, devices)
+
+
+def _chain(simulation: Simulation, events: list[Event], spans: tuple[Span, ...], whole_s: float) -> dict[str, float]:
+    """From the last event backwards, each time over what it waited for: a parent, or the devices' work before."""
+    by_instance = {(event.step, event.node): i for i, event in enumerate(events)}
+    parts: Counter[str] = Counter()
+    current: int | None = max(range(len(events)), key=lambda i: events[i].end_s)
+    while current is not None:
+        event, span = events[current], spans[current]
+        name = span.name if span.kind == COMPUTE else span.kind
+        parts[name] += event.end_s - event.start_s  # type: ignore[assignment]
+        devices = set(span.devices)
+        parents = {by_instance[parent] for parent in simulation.parents(event.step, event.node)}
+        # Events are in the order in which they took their devices: what came before is what was waited for.
+        before = [i for i in range(current) if i in parents or devices & set(spans[i].devices)]
+        before += [i for i in parents if i >= current]
+        current = max(
+            (i for i in before if events[i].end_s <= event.start_s + _ROUNDING_S and i != current),
+            key=lambda i: (events[i].end_s, i),
+            default=None,
+        )
+    return {name: share / whole_s for name, share in parts.most_common() if share > 0}

@@ -1,0 +1,118 @@
+"""The smallest changes that make an infeasible planning task feasible."""
+
+from dataclasses import dataclass, replace
+
+from realhf.base.errors import UserError
+from realhf.base.numbers import DEVICES
+from realhf.geometry.layout import DeviceMesh, Layout
+from realhf.planning.options import Option, call_strategies, mini_batch_size
+from realhf.planning.problem.native import native_problem
+from realhf.planning.task import PlanningTask
+
+GIB = 2**30
+MAX_TIMES_NODES = 64
+SEED = 0
+
+
+@dataclass(frozen=True)
+class Remedies:
+    """Each alone is enough: memory a device in bytes, samples a step, equal nodes, models to offload.
+
+    None: no such change was found.
+    """
+
+    memory_bytes: float | None
+    batch_size: int | None
+    num_nodes: int | None
+    offload: tuple[str, ...] | None = None
+
+    def __str__(self) -> str:
+        parts = []
+        if self.memory_bytes is not None:
+            parts.append(f"{self.memory_bytes / GIB:.1f} GiB of memory a device")
+        if self.batch_size is not None:
+            parts.append(f"a batch of {self.batch_size} samples")
+        if self.num_nodes is not None:
+            parts.append(f"{self.num_nodes} node{'s' if self.num_nodes > 1 else ''} of this kind")
+        if self.offload is not None:
+            parts.append(f"--offload {','.join(self.offload)}")
+        if not parts:
+            return "no smaller batch and no larger cluster helps: take a smaller model or shorter sequences"
+        return f"the smallest change that is enough: {', or '.join(parts)}"
+
+
+def find_remedies(task: PlanningTask) -> Remedies:
+    """Looks for plans that spread every model over all devices or half of them: each remedy is one that a plan has."""
+    limit = task.cluster.device_memory_bytes
+    return Remedies(smallest_peak_bytes(task), _batch(task, limit), _nodes(task, limit), _offload(task, limit))
+
+
+def smallest_peak_bytes(task: PlanningTask) -> float | None:
+    """Peak memory of the smallest plan found on all devices or half of them; None if no plan is legal."""
+    size = task.cluster.num_devices
+    halves = [DeviceMesh(0, size // 2), DeviceMesh(size // 2, size // 2)] if _can_halve(task) else []
+    options: dict[str, list[Option]] = {}
+    for call in task.graph.calls.values():
+        try:
+            mini_batch = mini_batch_size(call, task.batch_size)
+        except UserError:
+            return None
+        options[call.name] = [
+            Option(Layout(mesh, strategy), count)
+            for mesh in (DeviceMesh(0, size), *halves)
+            for strategy, counts in call_strategies(call, mesh.size, mini_batch)
+            for count in counts
+        ]
+        if not options[call.name]:
+            return None
+    native = native_problem(task.problem(options))
+    return float(native.evaluate(native.smallest_plan(SEED))["peak_bytes"])
+
+
+def _can_halve(task: PlanningTask) -> bool:
+    cluster = task.cluster
+    if cluster.num_nodes > 1:
+        return cluster.num_nodes % 2 == 0
+    return cluster.num_devices > 1 and cluster.num_devices & (cluster.num_devices - 1) == 0
+
+
+def _fits(task: PlanningTask, limit: float) -> bool:
+    peak = smallest_peak_bytes(task)
+    return peak is not None and peak <= limit
+
+
+def _batch(task: PlanningTask, limit: float) -> int | None:
+    """The largest of a half, a quarter, ... of the batch that fits."""
+    size = task.batch_size
+    while size % 2 == 0:
+        size //= 2
+        if _fits(replace(task, batch_size=size), limit):
+            return size
+    return None
+
+
+def _offload(task: PlanningTask, limit: float) -> tuple[str, ...] | None:
+    """Models that nobody trains, which only come and never go, or else all but those that follow another."""
+    trained = {call.model_name for call in task.graph.calls.values() if call.trains}
+    followers = {follow.target for follow in task.graph.follows.values()}
+    resting = tuple(model for model in task.graph.models if model not in trained | followers)
+    everything = tuple(model for model in task.graph.models if model not in followers)
+    return next((models for models in (resting, everything) if _fits(replace(task, offload=models), limit)), None)
+
+
+def _nodes(task: PlanningTask, limit: float) -> int | None:
+    """The least number of nodes that fits, between the cluster's and MAX_TIMES_NODES as many."""
+    enough = own = task.cluster.num_nodes
+
+    def fits(nodes: int) -> bool:
+        return _fits(replace(task, cluster=replace(task.cluster, num_nodes=nodes)), limit)
+
+    while not fits(enough):
+        enough *= 2
+        if enough > own * MAX_TIMES_NODES or enough * task.cluster.devices_per_node > DEVICES[1]:
+            return None
+    too_few = enough // 2 if enough > own else own - 1
+    while enough - too_few > 1:
+        middle = (enough + too_few) // 2
+        enough, too_few = (middle, too_few) if fits(middle) else (enough, middle)
+    return enough

@@ -1,0 +1,313 @@
+"""HybridFlow's automatic mapping of models to devices (HybridFlow, EuroSys 2025, section 6, algorithms 1 and 2)."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from realhf.base.errors import UserError
+from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
+from realhf.dataflow.plan import CallPlan
+from realhf.geometry.layout import DeviceMesh, Layout
+from realhf.planning.model.communicators import axes_used, group_key, of_all_devices
+from realhf.planning.model.memory import copy_bytes, dynamic_bytes, kept_cache_bytes, static_bytes
+from realhf.planning.model.sharding import Sharding
+from realhf.planning.options import Option, call_strategies, mini_batch_size
+from realhf.planning.problem.inputs import homes
+from realhf.planning.task import PlanningTask
+
+MOST_ALLOCATIONS = 500_000  # some ten seconds
+
+Group = tuple[str, ...]
+Placement = tuple[Group, ...]
+
+
+def placements(models: Sequence[str]) -> Iterator[Placement]:
+    """All partitions of the models into colocated groups: 15 for 4 models (the Bell numbers)."""
+    if not models:
+        yield ()
+        return
+    first, rest = models[0], models[1:]
+    for smaller in placements(rest):
+        yield ((first,), *smaller)
+        for i, group in enumerate(smaller):
+            yield (*smaller[:i], (first, *group), *smaller[i + 1 :])
+
+
+def allocations(
+    num_devices: int,
+    minima: Sequence[int],
+    sizes: Sequence[int] | None = None,
+    keeps: Callable[[tuple[int, ...]], bool] = lambda first: True,
+    first: tuple[int, ...] = (),
+) -> Iterator[tuple[int, ...]]:
+    """All ways to give every device to one of the groups, group i getting at least minima[i] of them.
+
+    C(N - 1, k - 1) for k groups of at least one device; `sizes` are the sizes that a group may have (ascending;
+    default: any). None begins with what `keeps` refuses: it is asked for the sizes of the first groups, which are
+    `first` and one more.
+    """
+    if not minima:
+        if num_devices == 0:
+            yield first
+        return
+    allowed = range(1, num_devices + 1) if sizes is None else sizes
+    most = num_devices - sum(minima[1:])
+    if len(minima) == 1:
+        allowed = [num_devices] if num_devices in allowed else []
+    for size in allowed:
+        if size > most:
+            return
+        if size >= minima[0] and keeps((*first, size)):
+            yield from allocations(num_devices - size, minima[1:], sizes, keeps, (*first, size))
+
+
+@dataclass(frozen=True)
+class Colocated:
+    """The models of a group on `num_devices` devices: an option for every call, on a mesh that begins at 0."""
+
+    num_devices: int
+    options: Mapping[str, Option]
+    stage_s: tuple[float, float, float]  # generation, preparation, training
+
+
+@dataclass(frozen=True)
+class FoundMapping:
+    """The cheapest mapping: which models share devices, the number of devices of each group, and the calls' plans."""
+
+    placement: Placement
+    num_devices: tuple[int, ...]
+    calls: Mapping[str, CallPlan]
+    cost_s: float
+
+
+@dataclass
+class Mapper:
+    """Searches mappings of a task; what was found for a group on a number of devices is remembered.
+
+    As in the paper, a group is given devices that no other group has, and its models run on all of them,
+    each call with the strategy that is fastest among those that fit. Groups get whole nodes or a
+    power-of-two part of one: meshes as plans have them. Memory is the planner's own model.
+    """
+
+    task: PlanningTask
+    _allocations: int = 0  # looked at
+    _groups: dict[tuple[Group, int], Colocated | None] = field(default_factory=dict)
+    _options: dict[tuple[str, int], list[tuple[float, Option]]] = field(default_factory=dict)
+
+    def best(self, among: Sequence[Placement] | None = None) -> FoundMapping:
+        """The cheapest mapping among these placements (default: all).
+
+        Raises:
+            UserError: none fits into memory, or there are too many to look at.
+        """
+        candidates = among if among is not None else placements(list(self.task.graph.models))
+        found = [self._best_of(placement) for placement in candidates]
+        mappings = [mapping for mapping in found if mapping]
+        if not mappings:
+            raise UserError(
+                f"none of {len(found)} placements fits into the memory of {self.task.cluster.num_devices} devices"
+            )
+        return min(mappings, key=lambda mapping: mapping.cost_s)
+
+    def least_devices(self, group: Group) -> int | None:
+        """The smallest allocation whose memory holds the models of the group; None if there is none."""
+        return next((n for n in self.sizes if self.colocated(group, n)), None)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Sizes of meshes: powers of two below a node, then whole nodes."""
+        per_node, sizes = self.task.cluster.devices_per_node, []
+        size = 1
+        while size < per_node:
+            sizes.append(size)
+            size *= 2
+        return sizes + [per_node * nodes for nodes in range(1, self.task.cluster.num_nodes + 1)]
+
+    def colocated(self, group: Group, num_devices: int) -> Colocated | None:
+        """The fastest strategies of a group's calls that fit on `num_devices` together; None if none do."""
+        key = (group, num_devices)
+        if key not in self._groups:
+            self._groups[key] = self._colocate(group, num_devices)
+        return self._groups[key]
+
+    def _best_of(self, placement: Placement) -> FoundMapping | None:
+        self._count()
+        minima = [self.least_devices(group) for group in placement]
+        least = [n for n in minima if n is not None]
+        if len(least) < len(minima):
+            return None
+        best: tuple[float, list[Colocated]] | None = None
+
+        def rated(sizes: tuple[int, ...]) -> tuple[float, list[Colocated]] | None:
+            """The cost of the first groups, which is the least that all cost; None unless it is below the best."""
+            self._count()
+            groups = [self.colocated(group, size) for group, size in zip(placement, sizes, strict=False)]
+            found = [group for group in groups if group]
+            if len(found) < len(groups):
+                return None
+            # Groups work side by side within a stage, models of one group one after the other.
+            cost = sum(max(group.stage_s[stage] for group in found) for stage in range(3))
+            return (cost, found) if best is None or cost < best[0] else None
+
+        for sizes in allocations(
+            self.task.cluster.num_devices, least, self.sizes, keeps=lambda first: rated(first) is not None
+        ):
+            best = rated(sizes) or best
+        if best is None:
+            return None
+        cost, found = best
+        return FoundMapping(placement, tuple(g.num_devices for g in found), placed(found), cost)
+
+    def _count(self) -> None:
+        self._allocations += 1
+        if self._allocations > MOST_ALLOCATIONS:
+            raise UserError(
+                f"there are more than {MOST_ALLOCATIONS:,} ways to give {self.task.cluster.num_devices} devices to "
+                f"{len(self.task.graph.models)} models; this rule is for smaller clusters"
+            )
+
+    def _colocate(self, group: Group, num_devices: int) -> Colocated | None:
+        """Training (or the home of a model) is chosen first, generation and inference in the memory that is left.
+
+        If the fastest homes leave too little, all homes take their smallest form.
+        """
+        graph = self.task.graph
+        calls = [call for model in group for call in graph.calls_of(model)]
+        if any(not self._ranked(call, num_devices) for call in calls):
+            return None
+        for frugal in (False, True):
+            chosen = self._choose_homes(calls, num_devices, frugal)
+            if chosen and self._choose_others(calls, num_devices, chosen):
+                return Colocated(num_devices, chosen, self._stages(calls, chosen))
+        return None
+
+    def _choose_homes(
+        self, calls: Sequence[ModelFunctionCallDef], num_devices: int, frugal: bool
+    ) -> dict[str, Option] | None:
+        """The fastest option that fits for every home, one after the other, with the least kept free for the rest."""
+        home_of = homes(self.task.graph)
+        at_home = [call for call in calls if home_of[call.name] == call.name]
+        static = {call.name: min(self._static(call, o) for _, o in self._ranked(call, num_devices)) for call in at_home}
+        chosen: dict[str, Option] = {}
+        for call in at_home:
+            least = static[call.name]
+            room = self._room() - (sum(static.values()) - least)
+            fitting = (
+                option
+                for _, option in self._ranked(call, num_devices)
+                if self._static(call, option) + self._dynamic(call, option) <= room
+                and (not frugal or self._static(call, option) == least)
+            )
+            option = next(fitting, None)
+            if option is None:
+                return None
+            chosen[call.name], static[call.name] = option, self._static(call, option)
+        return chosen
+
+    def _choose_others(
+        self, calls: Sequence[ModelFunctionCallDef], num_devices: int, chosen: dict[str, Option]
+    ) -> bool:
+        """Adds the fastest option of every other call to `chosen`; False if one call has too little room."""
+        home_of = homes(self.task.graph)
+        static = sum(self._static(call, chosen[call.name]) for call in calls if call.name in chosen)
+        room = self._room() - static
+        for call in calls:
+            at_home = self.task.graph.calls[home_of[call.name]]
+            home = chosen[at_home.name]
+            ranked = [(0.0, home)] if call.name in chosen else self._ranked(call, num_devices)
+            option = next((option for _, option in ranked if self._need(call, option, at_home, home) <= room), None)
+            if option is None:
+                return False
+            chosen[call.name] = option
+        needs, kept = [], []
+        for call in calls:
+            at_home, option = self.task.graph.calls[home_of[call.name]], chosen[call.name]
+            needs.append(self._need(call, option, at_home, chosen[at_home.name]))
+            kept.append(self._kept(call, option) if option.layout == chosen[at_home.name].layout else 0.0)
+        # What one call leaves, all others have beside them.
+        return all(need + sum(kept) - own <= room for need, own in zip(needs, kept, strict=True))
+
+    def _stages(
+        self, calls: Sequence[ModelFunctionCallDef], chosen: Mapping[str, Option]
+    ) -> tuple[float, float, float]:
+        sums = [0.0, 0.0, 0.0]
+        for call in calls:
+            option = chosen[call.name]
+            stage = 0 if call.interface_type is GENERATE else 2 if call.interface_type is TRAIN_STEP else 1
+            sums[stage] += next(s for s, o in self._ranked(call, option.layout.mesh.size) if o == option)
+        return sums[0], sums[1], sums[2]
+
+    def _ranked(self, call: ModelFunctionCallDef, num_devices: int) -> list[tuple[float, Option]]:
+        """(seconds, option) of all strategies of a call on `num_devices` devices, fastest first."""
+        key = (call.name, num_devices)
+        if key not in self._options:
+            cost, mesh = self.task.cost_of(call.name), DeviceMesh(0, num_devices)
+            mini_batch = mini_batch_size(call, self.task.batch_size)
+            found = [
+                (cost.seconds(strategy, count), Option(Layout(mesh, strategy), count))
+                for strategy, counts in call_strategies(call, num_devices, mini_batch)
+                for count in counts
+            ]
+            self._options[key] = sorted(found)
+        return self._options[key]
+
+    def _static(self, call: ModelFunctionCallDef, option: Option) -> float:
+        strategy, features = option.layout.strategy, self.task.costs.features_of(call.model_name)
+        if sharding := self._sharding(call, option):
+            return sharding.static_bytes + self._communicators(call, option)
+        versions = self.task.graph.versions_kept(call.model_name)
+        static = static_bytes(
+            call.config, strategy, self.task.dtype, trained=call.trains, features=features, versions=versions
+        )
+        return static + self._communicators(call, option)
+
+    def _communicators(self, call: ModelFunctionCallDef, option: Option) -> float:
+        """At most: no other call has one of them."""
+        gathers = self.task.costs.features_of(call.model_name).fully_sharded
+        axes = axes_used(call, option.layout.strategy, gathers_parameters=gathers)
+        keys = {group_key(option.layout, axis) for axis in axes}
+        return self.task.costs.hardware.communicator_bytes * len(keys)
+
+    def _room(self) -> float:
+        """What is left of a device beside the communicators of all devices."""
+        cluster, communicator_bytes = self.task.cluster, self.task.costs.hardware.communicator_bytes
+        return cluster.device_memory_bytes - communicator_bytes * len(of_all_devices(cluster.num_devices, moves=True))
+
+    def _kept(self, call: ModelFunctionCallDef, option: Option) -> float:
+        task, features = self.task, self.task.costs.features_of(call.model_name)
+        return kept_cache_bytes(call, option, task.batch_size, task.workload, task.dtype, features)
+
+    def _dynamic(self, call: ModelFunctionCallDef, option: Option) -> float:
+        task, sharding = self.task, self._sharding(call, option)
+        features = task.costs.features_of(call.model_name)
+        dynamic = dynamic_bytes(call, option, task.batch_size, task.workload, task.dtype, features)
+        return dynamic + (sharding.gather_bytes if sharding else 0)
+
+    def _sharding(self, call: ModelFunctionCallDef, option: Option) -> Sharding | None:
+        return self.task.cost_of(call.name).sharding(option.layout.strategy, option.micro_batches)
+
+    def _need(self, call: ModelFunctionCallDef, option: Option, at_home: ModelFunctionCallDef, home: Option) -> float:
+        """Dynamic bytes of a call away from home, with its copy of the parameters; training has to stay at home.
+
+        Nobody else is at home where operators are sharded.
+        """
+        dynamic = self._dynamic(call, option)
+        if call is at_home or (option.layout == home.layout and not self._sharding(at_home, home)):
+            return dynamic
+        return (
+            float("inf")
+            if call.trains
+            else dynamic
+            + copy_bytes(call.config, option.layout.strategy, self.task.dtype)
+            + self._communicators(call, option)
+        )
+
+
+def placed(groups: Sequence[Colocated]) -> dict[str, CallPlan]:
+    """The groups one behind the other, the largest first: whole nodes begin at a node, and parts do not cross one."""
+    calls, first = {}, 0
+    for group in sorted(groups, key=lambda g: -g.num_devices):
+        for name, option in group.options.items():
+            mesh = DeviceMesh(first, group.num_devices)
+            calls[name] = Option(Layout(mesh, option.layout.strategy), option.micro_batches).call_plan()
+        first += group.num_devices
+    return calls

@@ -1,0 +1,115 @@
+"""Bytes that passes through a model's layers have at once, a token: counted from the tensors of `realhf/models`.
+
+`tests/unit/engine/test_planned_memory.py` holds them against what the engine really keeps. With i bytes an element,
+w = max(i, 4); a = i on a GPU and w on the CPU, where training attends in float32 at least
+(`realhf/models/attention.py`).
+"""
+
+from realhf.architecture.model import DecoderConfig, DType
+from realhf.planning.model.descriptions import DTYPE_BYTES
+from realhf.planning.model.features import ENGINE, EngineFeatures
+
+
+def activation_elements(model: DecoderConfig, tp: int, *, sequence_parallel: bool = False) -> float:
+    """Elements that one layer has a token in a pass without gradients, at most.
+
+    Replicated over tp unless sequence-parallel: the inputs of both norms and their outputs, 4 hidden. Divided: q,
+    k, v and their rotated copies, attention's output, and gate, up, silu(gate) and their product.
+    """
+    kv = model.num_kv_heads * model.head_dim
+    divided = 3 * model.query_size + 3 * kv + (4 if model.mlp == "gated" else 2) * model.active_intermediate_size
+    # A mixture also keeps what goes into and comes out of every expert of a token.
+    whole = (4 + 2 * model.experts.per_token) * model.hidden_size
+    return whole / (tp if sequence_parallel else 1) + divided / tp
+
+
+def kept_layer_bytes(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures = ENGINE) -> float:
+    """What one layer keeps a token for its backward pass, without recomputation.
+
+    Whole, divided over tp with sequence parallelism only: of each norm its input in w, what it is normalised to, the
+    output, and the root. Divided: rotated q and k, v and attention's output (all a), that output again, a number a
+    head, and four arrays of a gated MLP or two of a plain one. The rotary tables of a layer are whole.
+    """
+    item, wide, attention = _items(dtype, features)
+    routed = 2 * model.experts.per_token * model.hidden_size * item
+    whole = 2 * _norm_bytes(model, item, wide) + routed
+    heads, kv = model.num_heads, model.num_kv_heads
+    divided = model.query_size * (2 * attention + item) + model.kv_size * 2 * attention + heads * wide
+    if model.qk_norm:
+        divided += (model.query_size + model.kv_size) * (wide + item) + (heads + kv) * wide
+    divided += _mlp_arrays(model) * model.active_intermediate_size * item
+    return whole / (tp if features.sequence_parallel else 1) + divided / tp + 2 * model.head_dim * item
+
+
+def kept_selective_bytes(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures = ENGINE) -> float:
+    """What one layer keeps a token for its backward pass with selective recomputation.
+
+    Its input, and what products and attention give (`realhf.models.recomputation`): q, k, v, attention's output (a)
+    with a number a head, gate and up, divided over tp; the outputs of the two row-parallel products whole, since they
+    are summed afterwards.
+    """
+    item, wide, attention = _items(dtype, features)
+    experts = model.experts.per_token if model.experts.count else 1
+    divided = model.query_size * (attention + item) + model.kv_size * 2 * item + model.num_heads * wide
+    divided += _mlp_arrays(model) // 2 * model.active_intermediate_size * item
+    kept_input = model.hidden_size / (tp if features.sequence_parallel else 1)
+    return (kept_input + (1 + experts) * model.hidden_size) * item + divided / tp
+
+
+def kept_bytes(
+    model: DecoderConfig, dtype: DType, tp: int, layers: int, in_flight: int, features: EngineFeatures = ENGINE
+) -> float:
+    """A token's bytes that a stage of `layers` layers keeps for the backward passes of `in_flight` micro-batches.
+
+    With recomputation: the input of every layer, hidden, or `kept_selective_bytes`; and one whole layer while it is run
+    again (Korthikanti et al., 2022, section 5).
+    """
+    layer = kept_layer_bytes(model, dtype, tp, features)
+    match features.recomputation:
+        case "off":
+            return in_flight * layers * layer
+        case "selective":
+            kept = kept_selective_bytes(model, dtype, tp, features)
+            return in_flight * layers * kept + max(layer - kept, 0)
+        case "full":
+            kept = model.hidden_size / (tp if features.sequence_parallel else 1) * DTYPE_BYTES[dtype]
+            return in_flight * layers * kept + layer
+
+
+def backward_bytes(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures = ENGINE) -> float:
+    """What a backward pass has a token beyond what was kept, in the last layer or behind it.
+
+    The final norm and its gradients in w; or the gradients of both factors of the MLP's product and of the hidden
+    states; or those of attention, when what the MLP behind it kept is freed (not where the layer was run again).
+    """
+    item, wide, attention = _items(dtype, features)
+    behind = 6 * model.hidden_size * wide
+    mlp = 2 * model.active_intermediate_size / tp * item + 2 * model.hidden_size * item
+    attending = 2 * (model.query_size + model.kv_size) / tp * attention
+    if features.recomputation == "off":
+        freed = _mlp_arrays(model) * model.active_intermediate_size / tp * item + _norm_bytes(model, item, wide)
+        most = max(behind, mlp, attending - freed)
+    else:
+        most = max(behind, mlp + attending)
+    return most + 2 * model.head_dim * item
+
+
+def _items(dtype: DType, features: EngineFeatures) -> tuple[int, int, int]:
+    """i, w and a."""
+    item = DTYPE_BYTES[dtype]
+    wide = max(item, 4)
+    return item, wide, wide if features.in_host_memory else item
+
+
+def _norm_bytes(model: DecoderConfig, item: int, wide: int) -> int:
+    match model.norm:
+        case "rms":
+            return model.hidden_size * (wide + 2 * item) + wide
+        case "rms_plus_one":
+            return model.hidden_size * (2 * wide + item) + wide
+        case "layer":
+            return model.hidden_size * 2 * item + 2 * item
+
+
+def _mlp_arrays(model: DecoderConfig) -> int:
+    return 4 if model.mlp == "gated" else 2

@@ -1,0 +1,105 @@
+"""Which communicators a call needs in a layout, and when two layouts share one.
+
+Process groups are made at the start, in one order on all ranks; NCCL makes the communicator of a group, with its
+buffers on the device, when it is first used (`realhf.parallel.groups`). Groups of the same ranks are one.
+"""
+
+from collections.abc import Iterable, Iterator
+from typing import Literal
+
+from realhf.dataflow.graph import ModelFunctionCallDef
+from realhf.geometry.layout import Layout, ParallelStrategy
+
+Axis = Literal["tensor", "data", "stages", "tied", "model"]
+Key = tuple[bool, tuple[tuple[int, int], ...], int]
+Digits = tuple[tuple[int, int], ...]  # (stride, count), strides ascending
+
+# Labels of the communicators of all devices: of the world, of moves of parameters where there are any (also in
+# csrc/search/problem.h), and of data between calls.
+WORLD, MOVES, DATA = 0, 1, 2
+
+
+def axes_used(call: ModelFunctionCallDef, strategy: ParallelStrategy, *, gathers_parameters: bool) -> Iterator[Axis]:
+    """The axes along which `call` communicates under `strategy`, where they have more than one rank.
+
+    gathers_parameters: the call finds them divided over the data-parallel ranks.
+    """
+    s = strategy
+    if s.tp > 1:
+        yield "tensor"
+    if s.pp > 1:
+        yield "stages"
+    if s.dp > 1 and (call.trains or gathers_parameters):
+        yield "data"
+    if s.size > 1 and call.trains:
+        yield "model"  # the norm of the gradients
+    if s.pp > 1 and call.trains and call.config.tied_embeddings:
+        yield "tied"
+
+
+def group_key(layout: Layout, axis: Axis) -> Key:
+    """Two layouts of equal keys have the same group on every device that is in both.
+
+    The ranks of a device's group differ in digits of its place in the mesh: those with (stride, count). Which of the
+    groups is the device's depends on where the mesh begins, up to multiples of the largest stride x count. Messages
+    between stages have communicators of their own. Of `tied`, stages between the first and the last have none: there
+    this is an upper bound.
+    """
+    digits = _merged(_digits(layout, axis))
+    stride, count = digits[-1]
+    return axis == "stages", digits, layout.mesh.first % (stride * count)
+
+
+class CommunicatorLabels:
+    """Numbers communicators: equal labels of two options are one communicator on the devices that both have.
+
+    Args:
+        common: what every device has.
+    """
+
+    def __init__(self, common: Iterable[int]):
+        self._common = tuple(sorted(common))
+        self._labels: dict[Key, int] = {}
+
+    def of(self, layout: Layout, axes: Iterable[Axis]) -> tuple[int, ...]:
+        """The labels of a layout's groups along `axes`, ascending, behind those that every device has."""
+        first = DATA + 1
+        keys = [group_key(layout, axis) for axis in axes]
+        own = {self._labels.setdefault(key, first + len(self._labels)) for key in keys}
+        return (*self._common, *sorted(own))
+
+
+def of_all_devices(num_devices: int, *, moves: bool) -> tuple[int, ...]:
+    """Labels of what every device of so many has, whatever is laid out how; `moves`: parameters move in any plan."""
+    if num_devices == 1:
+        return ()
+    return (WORLD, MOVES, DATA) if moves else (WORLD, DATA)
+
+
+def _digits(layout: Layout, axis: Axis) -> Digits:
+    """Which digits of a rank's place in the mesh differ within a group; see `Layout.device`."""
+    s, (places, stages) = layout.strategy, layout.strategy.micro_dp
+    replicas = s.dp // stages
+    match axis:
+        case "tensor":
+            return ((places, s.tp),)
+        case "data":
+            return (1, places), (places * s.tp, replicas // places), (replicas * s.tp, stages)
+        case "stages":
+            return ((s.dp * s.tp, s.pp),)
+        case "tied":
+            return ((s.dp * s.tp * (s.pp - 1), 2),)
+        case "model":
+            return ((1, s.size),)
+
+
+def _merged(digits: Digits) -> Digits:
+    """Without those of one value, and with neighbours as one digit."""
+    merged: list[tuple[int, int]] = []
+    for stride, count in digits:
+        if count == 1:
+            continue
+        if merged and stride == merged[-1][0] * merged[-1][1]:
+            stride, count = merged[-1][0], merged.pop()[1] * count
+        merged.append((stride, count))
+    return tuple(merged)

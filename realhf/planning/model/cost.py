@@ -1,0 +1,401 @@
+"""Seconds of a call under an option, of a parameter reallocation and of a data transfer."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+
+from realhf.architecture.model import DecoderConfig, DType
+from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, held_layers, stage_layers
+from realhf.planning.cluster import Cluster, share_a_node
+from realhf.planning.model.communicators import axes_used, group_key, of_all_devices
+from realhf.planning.model.descriptions import DTYPE_BYTES
+from realhf.planning.model.features import EngineFeatures
+from realhf.planning.model.hardware import Hardware
+from realhf.planning.model.memory import cache_turns, generation_parts, model_sizes
+from realhf.planning.model.sharding import Sharding, shard
+from realhf.planning.model.timings import Costs, Timings
+from realhf.planning.options import mini_batch_size
+from realhf.planning.workload import Workload
+
+BYTES_PER_TOKEN = 8  # of one key of per-sample data: token numbers are int64
+
+
+@dataclass(frozen=True)
+class Crossings:
+    """Which groups of a layout have members on several nodes, and members of a data-parallel group in one node."""
+
+    tensor: bool
+    data: bool
+    pipeline: bool
+    data_per_node: int = 1
+
+
+@lru_cache(maxsize=4096)
+def crossings(strategy: ParallelStrategy, cluster: Cluster) -> Crossings:
+    """Whether groups cross nodes. It depends on the strategy alone: meshes lie in one node or start at one."""
+    layout = Layout(DeviceMesh(0, strategy.size), strategy)
+    if strategy.size <= cluster.devices_per_node:
+        return Crossings(False, False, False)
+    dp, tp, pp = range(strategy.dp), range(strategy.tp), range(strategy.pp)
+    data_groups = [layout.data_group(t, p) for t in tp for p in pp]
+    data = any(cluster.crosses_nodes(group) for group in data_groups)
+    return Crossings(
+        tensor=any(cluster.crosses_nodes(layout.tensor_group(d, p)) for d in dp for p in pp),
+        data=data,
+        data_per_node=min(_fewest_in_a_node(group, cluster) for group in data_groups) if data else 1,
+        pipeline=any(cluster.crosses_nodes(layout.pipeline_group(d, t)) for d in dp for t in tp),
+    )
+
+
+def _fewest_in_a_node(devices: list[int], cluster: Cluster) -> int:
+    return min(Counter(cluster.node_of(device) for device in devices).values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallCost:
+    """Computes the seconds of one call; reallocation and data transfer are not part of them.
+
+    `shares_devices`: other calls may run on the same devices; see `realhf.planning.model.sharding.rooms`.
+    """
+
+    call: ModelFunctionCallDef
+    batch_size: int
+    workload: Workload
+    cluster: Cluster
+    costs: Costs
+    dtype: DType
+    shares_devices: bool = True
+
+    def seconds(self, strategy: ParallelStrategy, micro_batches: int) -> float:
+        """Seconds from the request's arrival to the result, on any mesh of the strategy's size.
+
+        What a call does that does not use its model is not known: nothing, but for what it was measured to take
+        (`call_factors`).
+        """
+        factor = self.costs.call_factors.get(self.call.name, 1.0)
+        if not self.call.uses_model:
+            return factor * self.timings.call_overhead_s
+        part = _Part(self, strategy, micro_batches, crossings(strategy, self.cluster))
+        match self.call.interface_type:
+            case kind if kind is TRAIN_STEP:
+                sharding = self.sharding(strategy, micro_batches)
+                added_s = sharding.added_s if sharding else 0.0
+                body = self.call.mini_batches * (part.mini_batch_train_s() + added_s)
+            case kind if kind is GENERATE:
+                body = part.generate_s()
+            case _:
+                body = part.inference_s()
+        return factor * (self.timings.call_overhead_s + body)
+
+    def sharding(self, strategy: ParallelStrategy, micro_batches: int) -> Sharding | None:
+        """What is sharded over dp because it would not fit otherwise; None: nothing, or it would not fit even so."""
+        features = self.costs.features_of(self.call.model_name)
+        if not features.sharded_operators or not self.call.trains or strategy.dp == 1:
+            return None
+        crosses = crossings(strategy, self.cluster)
+        return shard(
+            self.call,
+            strategy,
+            micro_batches,
+            batch_size=self.batch_size,
+            workload=self.workload,
+            memory_bytes=self._room_bytes(strategy),
+            shares_devices=self.shares_devices,
+            link=self.costs.hardware.link(crosses.data, crosses.data_per_node),
+            dtype=self.dtype,
+            features=features,
+        )
+
+    def _room_bytes(self, strategy: ParallelStrategy) -> int:
+        """What is left of a device beside communicators: the call's, those of all devices, and of copies for others."""
+        layout = Layout(DeviceMesh(0, strategy.size), strategy)
+        axes = axes_used(self.call, strategy, gathers_parameters=True)
+        common = of_all_devices(self.cluster.num_devices, moves=self.shares_devices)
+        number = len({group_key(layout, axis) for axis in axes}) + len(common)
+        return self.cluster.device_memory_bytes - round(self.costs.hardware.communicator_bytes * number)
+
+    @cached_property
+    def features(self) -> EngineFeatures:
+        features = self.costs.features_of(self.call.model_name).during(self.call.interface_type)
+        graphs = self.workload.of(self.call.name).decode_graphs
+        return replace(features, cuda_graphs=features.replays(self.call.config, graphs))
+
+    @cached_property
+    def timings(self) -> Timings:
+        return self.costs.of(self.call.config, self.features)
+
+
+class _Part:
+    """The work of one data-parallel rank of a call."""
+
+    def __init__(self, cost: CallCost, strategy: ParallelStrategy, micro_batches: int, crosses: Crossings):
+        self.model = cost.call.config
+        self.timings = cost.timings
+        self.features = cost.features
+        self.strategy = strategy
+        self.micro_batches = micro_batches
+        self.crosses = crosses
+        self.lengths = cost.workload.of(cost.call.name)
+        self.dtype = cost.dtype
+        self.item = DTYPE_BYTES[cost.dtype]
+        samples = mini_batch_size(cost.call, cost.batch_size) // strategy.dp
+        if cost.call.interface_type is GENERATE:
+            self.micro_batches = generation_parts(samples, micro_batches, strategy.pp)
+            self.cache_turns = cache_turns(samples, self.micro_batches, strategy.pp, self.lengths)
+        self.sequences = samples / self.micro_batches  # of one micro-batch
+
+    def inference_s(self) -> float:
+        """A forward pipeline over the micro-batches; the last stage has the head."""
+        tokens = self.sequences * self.lengths.tokens
+        pipeline = self._pipeline_s(self._stages(lambda stage: self._stage_s(stage, tokens, train=False)))
+        return pipeline + self.timings.overheads.forward_s
+
+    def mini_batch_train_s(self) -> float:
+        """Forward and backward of the micro-batches (1F1B), reduction of gradients over dp, AdamW.
+
+        Without ZeRO-1 every rank all-reduces all of its gradients once a mini-batch and has all optimizer
+        states of its parameters. With it, gradients are reduce-scattered, 1 / dp of the parameters
+        updated and all-gathered: the bytes of the same ring all-reduce (ZeRO, section 7.2.1).
+        """
+        tokens = self.sequences * self.lengths.tokens
+        strategy, sizes = self.strategy, model_sizes(self.model)
+        pipeline = self._pipeline_s(self._stages(lambda stage: self._stage_s(stage, tokens, train=True)))
+        parameters = sizes.largest(strategy)
+        gradient = self.features.gradient_bytes(self.dtype)
+        # Half of the ring's bytes are gradients; the other half are parameters with ZeRO-1, else gradients too.
+        size_bytes = parameters * ((gradient + self.item) / 2 if self.features.zero1 else gradient)
+        if self.features.fully_sharded:  # for every micro-batch, gathered twice and reduced once
+            size_bytes = self.micro_batches * parameters * (2 * self.item + gradient) / 2
+        reduce = self.timings.all_reduce(
+            size_bytes, strategy.dp, crosses_nodes=self.crosses.data, per_node=self.crosses.data_per_node
+        )
+        if sizes.tied and strategy.pp > 1:  # both copies of the embedding need the sum of their gradients
+            embedding_bytes = sizes.embedding_sharded // strategy.tp * gradient
+            reduce += self.timings.all_reduce(embedding_bytes, 2, crosses_nodes=self.crosses.pipeline)
+        is_divided = self.features.zero1 or self.features.fully_sharded
+        updated = parameters / strategy.dp if is_divided else parameters
+        return pipeline + reduce + self._optimizer_s(updated) + self.timings.overheads.train_s
+
+    def _optimizer_s(self, updated: float) -> float:
+        """A step on so many parameters of a device; states that wait in host memory come and go for it."""
+        seconds = self.timings.optimizer(updated)
+        if not self.features.offloads_states:
+            return seconds
+        return seconds + 2 * updated * self.features.state_bytes(self.dtype) / self.timings.links.host_bandwidth
+
+    def generate_s(self) -> float:
+        """Prefill, which gives the first token, then a decode step for each further token of the longest response.
+
+        With m >= pp micro-batches, pp of them in flight, a decode step of all takes m times the
+        slowest stage: a micro-batch's next token waits for its last one to have passed all pp stages,
+        which meanwhile work on the others. Fewer samples than stages leave stages idle. The context
+        is that of the middle of the response. Where the KV cache has no room for all, they take turns.
+        """
+        prompt = self.sequences * self.lengths.prompt_tokens
+        prefill = self._pipeline_s(
+            self._stages(lambda stage: self._stage_s(stage, prompt, train=False, head_tokens=self.sequences))
+        )
+        slowest = max(self._stages(self._decode_stage_s))
+        decode_step = max(self.micro_batches, self.strategy.pp) * slowest
+        overheads = self.timings.overheads
+        parameters = model_sizes(self.model).largest(self.strategy)
+        prefill += overheads.generate_s + parameters * overheads.generate_s_per_parameter
+        decode_steps = self.cache_turns * max(self.lengths.max_new_tokens - 1, 0)
+        return prefill + self.timings.sampling_s + decode_steps * decode_step
+
+    def _stages(self, seconds: Callable[[int], float]) -> list[float]:
+        """`seconds` of every stage; those within the pipeline with equally many layers are alike."""
+        examples = _examples_of_stages(self.model.num_layers, self.strategy.pp)
+        known = {stage: seconds(stage) for stage in set(examples)}
+        return [known[stage] for stage in examples]
+
+    def _pipeline_s(self, stages: list[float]) -> float:
+        """All stages once, and the slowest for each further micro-batch.
+
+        (m + pp - 1) slots where the stages are equal (GPipe and 1F1B, Narayanan et al., 2021, section 2.2). With model
+        chunks the other stages take 1 / chunks of that, for micro-batches in multiples of pp; what lacks of the
+        last multiple is waited for all the same, but for one chunk of each
+        (`training_order` of `realhf.geometry.pipeline_schedule`).
+        """
+        slowest, chunks = max(stages), self.strategy.chunks
+        lacking = -self.micro_batches % self.strategy.pp if chunks > 1 else 0
+        slots = self.micro_batches + lacking * (1 - 1 / chunks)
+        return slots * slowest + (sum(stages) - slowest) / chunks
+
+    def _stage_s(self, stage: int, tokens: float, *, train: bool, head_tokens: float | None = None) -> float:
+        """One micro-batch on one stage: forward, and backward for training; with the messages that it receives.
+
+        With recomputation, the backward pass runs the layers' forward again, or all but its products, in both cases
+        with its all-reduces; the embedding and the head are not recomputed.
+        """
+        tp, pp, crosses = self.strategy.tp, self.strategy.pp, self.crosses.tensor
+        layers = len(stage_layers(self.model.num_layers, pp, stage))
+        length = tokens / self.sequences
+        overheads = self.timings.overheads
+        seconds = overheads.train_micro_batch_s if train else overheads.forward_micro_batch_s
+        for backward in (False, True) if train else (False,):
+            seconds += layers * self.timings.layer(tokens, length, tp, backward=backward, tp_crosses_nodes=crosses)
+            if backward:
+                seconds += layers * self._recomputation_s(tokens, length)
+            if stage == 0:
+                seconds += self.timings.embedding(tokens, tp, backward=backward, tp_crosses_nodes=crosses)
+            if stage == pp - 1:
+                head = self._head_tokens if head_tokens is None else head_tokens
+                seconds += self.timings.head(head, tp, backward=backward, tp_crosses_nodes=crosses)
+            first, last = (pp - 1, 0) if backward else (0, pp - 1)
+            seconds += self._hops(stage, first, last) * (self._send_s(tokens) + overheads.message_s)
+        return seconds
+
+    def _recomputation_s(self, tokens: float, length: float) -> float:
+        """What the backward pass of one layer computes again."""
+        tp, crosses = self.strategy.tp, self.crosses.tensor
+        match self.features.recomputation:
+            case "full":
+                return self.timings.layer(tokens, length, tp, backward=False, tp_crosses_nodes=crosses)
+            case "selective":
+                return self.timings.recomputed(tokens, tp, tp_crosses_nodes=crosses)
+            case "off":
+                return 0.0
+
+    @property
+    def _head_tokens(self) -> float:
+        """Of one micro-batch of an inference or train_step: those that the head's output is wanted of."""
+        only_responses = self.features.response_logits and self.model.head == "lm" and self.lengths.new_tokens > 0
+        return self.sequences * (self.lengths.new_tokens if only_responses else self.lengths.tokens)
+
+    def _decode_stage_s(self, stage: int) -> float:
+        """One decode step of one micro-batch on one stage."""
+        tp, pp, crosses = self.strategy.tp, self.strategy.pp, self.crosses.tensor
+        layers = len(stage_layers(self.model.num_layers, pp, stage))
+        context = self.lengths.prompt_tokens + self.lengths.max_new_tokens / 2
+        sequences = self.sequences / self.cache_turns
+        seconds = self.timings.overheads.decode_step_s
+        seconds += layers * self.timings.decode_layer(sequences, context, tp, tp_crosses_nodes=crosses)
+        if stage == 0:
+            seconds += self.timings.embedding(sequences, tp, backward=False, tp_crosses_nodes=crosses)
+        if stage == pp - 1:
+            seconds += self.timings.head(sequences, tp, backward=False, tp_crosses_nodes=crosses)
+            seconds += self.timings.sampling_s
+        if pp > 1:  # hidden states from the stage before, or the drawn tokens from the last
+            message = self._send_s(sequences) + self.timings.overheads.message_s
+            seconds += (2 if self.features.blocking_sends else 1) * message
+        return seconds
+
+    def _hops(self, stage: int, first: int, last: int) -> int:
+        """Messages of one pass from stage `first` to `last`, round and round, that keep `stage` from computing."""
+        chunks = self.strategy.chunks
+        received, sent = chunks - (stage == first), chunks - (stage == last)
+        return received + (sent if self.features.blocking_sends else 0)
+
+    def _send_s(self, tokens: float) -> float:
+        """Hidden states to the next stage; every tensor-parallel rank sends all of them, or its part of the tokens."""
+        size_bytes = tokens * self.model.hidden_size * self.item
+        if self.features.sequence_parallel:
+            size_bytes /= self.strategy.tp
+        return self.timings.send(size_bytes, crosses_nodes=self.crosses.pipeline)
+
+
+@lru_cache(maxsize=1024)
+def _examples_of_stages(num_layers: int, pp: int) -> tuple[int, ...]:
+    """For every stage the first one like it: with as many layers, and at the same end of the pipeline or at none."""
+    examples: dict[tuple[int, bool, bool], int] = {}
+    kinds = [(len(stage_layers(num_layers, pp, stage)), stage == 0, stage == pp - 1) for stage in range(pp)]
+    return tuple(examples.setdefault(kind, stage) for stage, kind in enumerate(kinds))
+
+
+def moved_elements(model: DecoderConfig, source: Layout, target: Layout) -> tuple[int, int]:
+    """(elements that the worst device of `target` lacks, elements that all of its devices lack).
+
+    A device lacks the boxes it needs under `target` minus those it holds under `source`
+    (`realhf.geometry.boxes.device_boxes`); here in closed form, from the two pairs of pipeline
+    and tensor index. The search's tables come from the same formula in C++, which
+    knows neither model chunks nor micro data-parallel groups.
+    """
+    worst = total = 0
+    for device in target.mesh.devices:
+        lacking = _held_by_both(model, (target, target), device) - _held_by_both(model, (source, target), device)
+        worst, total = max(worst, lacking), total + lacking
+    return worst, total
+
+
+def _held_by_both(model: DecoderConfig, layouts: tuple[Layout, Layout], device: int) -> int:
+    """Elements that `device` holds under both layouts."""
+    if any(device not in layout.mesh.devices for layout in layouts):
+        return 0
+    sizes = model_sizes(model)
+    begins, ends, layers, embeddings, heads = [], [], [], [], []
+    whole = layouts[0].strategy.tp * layouts[1].strategy.tp
+    for layout in layouts:
+        _, tp_index, stage = layout.coordinates(device)
+        last = layout.strategy.pp - 1
+        begins.append(tp_index * whole // layout.strategy.tp)
+        ends.append((tp_index + 1) * whole // layout.strategy.tp)
+        layers.append(held_layers(model.num_layers, layout.strategy, stage))
+        embeddings.append(stage == 0 or (sizes.tied and stage == last))
+        heads.append(stage == last)
+    common = len(layers[0] & layers[1])
+    sharded, replicated = common * sizes.layer_sharded, common * sizes.layer_replicated
+    if all(embeddings):
+        sharded, replicated = sharded + sizes.embedding_sharded, replicated + sizes.embedding_replicated
+    if all(heads):
+        sharded, replicated = sharded + sizes.head_sharded, replicated + sizes.head_replicated
+    return sharded * max(min(ends) - max(begins), 0) // whole + replicated
+
+
+def reallocation_s(
+    model: DecoderConfig, moved: tuple[int, int], source: DeviceMesh, *, crosses_nodes: bool, item: int,
+    hardware: Hardware, forwarding: bool = True,
+) -> float:  # fmt: skip
+    """Seconds to move parameters of `item` bytes an element from the devices of `source`, from `moved_elements`.
+
+    The time is that of the busiest link: the most that one device receives, or an equal share, for each device of the
+    source, of what is sent: with `forwarding` of the model at most, since devices forward what several lack
+    (`realhf.realloc.plan.broadcast_chain`; 0.96 to 1.5 times this in 400 pairs of layouts of up to 16 devices). Links
+    between nodes are used unless both meshes are within one node. Zero if nothing moves.
+    """
+    worst, total = moved
+    if not total:
+        return 0.0
+    sent = (min(total, model_sizes(model).total) if forwarding else total) / source.size
+    return hardware.send_s(max(worst, sent) * item, crosses_nodes=crosses_nodes)
+
+
+def reallocation_table(
+    model: DecoderConfig,
+    sources: Sequence[Layout],
+    targets: Sequence[Layout],
+    *,
+    item: int,
+    cluster: Cluster,
+    hardware: Hardware,
+    forwarding: bool = True,
+) -> list[float]:
+    """`reallocation_s` of sources x targets, row-major: for a few pairs; the search has millions, and C++ for them."""
+    return [
+        reallocation_s(
+            model,
+            moved_elements(model, source, target),
+            source.mesh,
+            crosses_nodes=not share_a_node(cluster, source.mesh, target.mesh),
+            item=item,
+            hardware=hardware,
+            forwarding=forwarding,
+        )
+        for source in sources
+        for target in targets
+    ]
+
+
+def transfer_s(
+    keys: int, call: ModelFunctionCallDef, parts: int, *, crosses_nodes: bool, batch_size: int, workload: Workload,
+    hardware: Hardware,
+) -> float:  # fmt: skip
+    """Seconds to bring `keys` columns of per-sample data to `call`, whose batch is cut into `parts`: its dp, mostly.
+
+    Every device gets one of them, all at the same time. Data of one number a token, BYTES_PER_TOKEN each, is small:
+    one message each. Nothing is sent, and this does not hold, if both calls run on one and the same device.
+    """
+    size_bytes = keys * batch_size / parts * workload.of(call.name).tokens * BYTES_PER_TOKEN
+    return hardware.send_s(size_bytes, crosses_nodes=crosses_nodes)

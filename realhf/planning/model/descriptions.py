@@ -1,0 +1,68 @@
+"""Where descriptions of hardware are read from: the package, files of the user, and beside profiles."""
+
+from pathlib import Path
+
+import msgspec
+
+from realhf.architecture.model import DType
+from realhf.base.errors import UserError
+from realhf.base.files import BadContentError, decode_yaml, write_atomically
+from realhf.planning.model.hardware import Hardware
+from realhf.planning.model.profile import profiles_root
+
+DESCRIPTIONS = Path(__file__).parents[1] / "descriptions"  # NAME.yaml each, part of the package
+DTYPE_BYTES: dict[DType, int] = {"float32": 4, "float64": 8, "bfloat16": 2}
+LEFT_FILE = "hardware.yaml"
+FILE_NAMES = (".yaml", ".yml")
+
+
+def load_hardware(name: str) -> Hardware:
+    """The description that `--hardware NAME` means.
+
+    A path (it has a "/" or ends with .yaml) is read wherever it lies. Any other word names a description of the
+    package, or one that `realhf profile` has left beside the profiles of a machine.
+
+    Raises:
+        UserError: no such description, or a missing, unknown or ill-typed field.
+    """
+    if "/" in name or name.endswith(FILE_NAMES):
+        return read_hardware(Path(name))
+    found = left_descriptions() | {path.stem: path for path in DESCRIPTIONS.glob("*.yaml")}
+    if name not in found:
+        known = ", ".join(sorted(found))
+        raise UserError(f"hardware={name!r} is not known; choose one of {known}, or give the path of a .yaml file")
+    return read_hardware(found[name])
+
+
+def read_hardware(path: Path) -> Hardware:
+    """The description in a file. Raises UserError if it cannot be read, or a field is missing, unknown or ill-typed."""
+    try:
+        return decode_yaml(path.read_bytes(), Hardware, strict=False)
+    except OSError as error:
+        raise UserError(
+            f"{path}: cannot read the hardware description ({error.strerror}); copy one of {DESCRIPTIONS} there"
+        ) from None
+    except BadContentError as error:
+        raise UserError(f"{path}: not a hardware description: {error}; profiles/README.md lists the fields") from None
+
+
+def presets() -> list[Hardware]:
+    """The descriptions of the package, by name."""
+    return [read_hardware(path) for path in sorted(DESCRIPTIONS.glob("*.yaml"))]
+
+
+def leave_description(hardware: Hardware, root: Path | None = None) -> None:
+    """Writes a description beside the profiles of that hardware, so that another machine can plan for it by name.
+
+    A description of the package is there already, and stays the one that its name means.
+    """
+    if (DESCRIPTIONS / f"{hardware.name}.yaml").exists():
+        return
+    folder = (root or profiles_root()) / hardware.name
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomically(folder / LEFT_FILE, msgspec.yaml.encode(hardware))
+
+
+def left_descriptions() -> dict[str, Path]:
+    """The descriptions that lie beside profiles, by the name of their folder."""
+    return {path.parent.name: path for path in sorted(profiles_root().glob(f"*/{LEFT_FILE}"))}

@@ -1,0 +1,257 @@
+"""Measured step times of a cluster, the cost model's residuals on them, and the constants that fit them."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar, Literal
+
+import msgspec
+import numpy as np
+
+from realhf.architecture.model import DType, model_type
+from realhf.base.errors import UserError
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef, ModelInterfaceType
+from realhf.dataflow.interface import InterfaceConfig
+from realhf.geometry.layout import ParallelStrategy
+from realhf.planning.cluster import Cluster
+from realhf.planning.model.cost import CallCost
+from realhf.planning.model.features import EngineFeatures
+from realhf.planning.model.hardware import Hardware
+from realhf.planning.model.timings import AnalyticTimings, Costs
+from realhf.planning.workload import Workload
+
+INTERFACES: dict[str, ModelInterfaceType] = {"generate": GENERATE, "inference": INFERENCE, "train_step": TRAIN_STEP}
+
+
+class MeasuredCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A row: seconds of one call. `micro_batches` are per pipeline stage; a strategy is given if not the table's."""
+
+    call: str
+    model_type: str
+    interface: Literal["generate", "inference", "train_step"]
+    micro_batches: int
+    seconds: float
+    cuda_graphs: bool = False
+    strategy: ParallelStrategy | None = None
+
+    def __str__(self) -> str:
+        if self.interface != "generate":
+            return self.call
+        return f"{self.call}, {'CUDA graphs' if self.cuda_graphs else 'eager'}"
+
+
+class MeasuredTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Calls that were measured on one cluster, by default with one strategy on all devices.
+
+    `step_s`: whole steps of calls that ran one after the other.
+    """
+
+    name: str
+    nodes: int
+    devices_per_node: int
+    dp: int
+    tp: int
+    pp: int
+    batch_size: int
+    prompt_tokens: int
+    new_tokens: int
+    mini_batches: int
+    dtype: DType
+    features: EngineFeatures
+    calls: tuple[MeasuredCall, ...]
+    step_s: dict[Literal["graphs", "eager"], float] = {}
+
+    def strategy(self, row: MeasuredCall) -> ParallelStrategy:
+        return row.strategy or ParallelStrategy(self.dp, self.tp, self.pp)
+
+    def in_flight(self, row: MeasuredCall) -> int:
+        """Micro-batches of a data-parallel rank: those per stage x pp, twice that in pipelined training."""
+        pp = self.strategy(row).pp
+        return row.micro_batches * pp * (2 if row.interface == "train_step" and pp > 1 else 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Residual:
+    """A measured and a predicted time. `error` is predicted / measured - 1."""
+
+    table: str
+    row: str
+    measured_s: float
+    predicted_s: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.measured_s - 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Constant:
+    """A figure of the hardware that is fitted: within physical bounds, and near `prior` where the rows leave it open.
+
+    `spread` is the factor by which it may well differ from the prior (one standard deviation of its logarithm).
+    """
+
+    name: str
+    get: Callable[[Hardware], float]
+    put: Callable[[Hardware, float], Hardware]
+    prior: float
+    low: float
+    high: float
+    why: str
+    spread: float = 2.0
+
+
+def load_tables(path: str | Path) -> list[MeasuredTable]:
+    """Reads measured tables.
+
+    Raises:
+        UserError: the file is missing, or is not a list of tables; the text names the field.
+    """
+    try:
+        return msgspec.yaml.decode(Path(path).read_bytes(), type=list[MeasuredTable])
+    except (OSError, msgspec.DecodeError) as error:
+        raise UserError(f"{path}: no tables of measured step times: {error}") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _NoInterface(InterfaceConfig):
+    """A measured call has no implementation here."""
+
+    implementation: ClassVar[str] = "measured:elsewhere"
+
+
+def predict_s(table: MeasuredTable, row: MeasuredCall, hardware: Hardware) -> float:
+    """Seconds of a row's call by the analytic model."""
+    model = model_type(row.model_type)
+    interface = INTERFACES[row.interface]
+    features = replace(table.features, cuda_graphs=row.cuda_graphs).on(hardware)
+    call = ModelFunctionCallDef(
+        model_name=row.call.split()[0],
+        model_type=model,
+        interface_type=interface,
+        interface_impl=_NoInterface(),
+        input_data=["seq"],
+        output_data=["out"] if interface is not TRAIN_STEP else [],
+        mini_batches=table.mini_batches if interface is TRAIN_STEP else 1,
+    )
+    cluster = Cluster(
+        num_nodes=table.nodes,
+        devices_per_node=table.devices_per_node,
+        device_memory_bytes=hardware.device_memory_bytes,
+        hardware=hardware,
+    )
+    timings = AnalyticTimings(model=model, dtype=table.dtype, hardware=hardware, features=features)
+    cost = CallCost(
+        call=call,
+        batch_size=table.batch_size,
+        workload=Workload(prompt_tokens=table.prompt_tokens, new_tokens=table.new_tokens),
+        cluster=cluster,
+        costs=Costs(hardware, {model: timings}, features),
+        dtype=table.dtype,
+    )
+    return cost.seconds(table.strategy(row), table.in_flight(row))
+
+
+def residuals(tables: Sequence[MeasuredTable], hardware: Hardware) -> list[Residual]:
+    """Every row of every table."""
+    return [
+        Residual(table=table.name, row=str(row), measured_s=row.seconds, predicted_s=predict_s(table, row, hardware))
+        for table in tables
+        for row in table.calls
+    ]
+
+
+def step_residuals(tables: Sequence[MeasuredTable], hardware: Hardware) -> list[Residual]:
+    """Whole steps, against the sum of the predicted calls: they run one after the other on the same devices."""
+    result = []
+    for table in tables:
+        for mode, measured_s in table.step_s.items():
+            left_out = mode != "graphs"
+            rows = [row for row in table.calls if row.interface != "generate" or row.cuda_graphs != left_out]
+            predicted_s = sum(predict_s(table, row, hardware) for row in rows)
+            result.append(
+                Residual(table=table.name, row=f"whole step, {mode}", measured_s=measured_s, predicted_s=predicted_s)
+            )
+    return result
+
+
+def mean_error(rows: Sequence[Residual]) -> float:
+    return sum(abs(row.error) for row in rows) / len(rows)
+
+
+def worst_error(rows: Sequence[Residual]) -> float:
+    return max(abs(row.error) for row in rows)
+
+
+def fit(
+    tables: Sequence[MeasuredTable],
+    hardware: Hardware,
+    constants: Sequence[Constant],
+    *,
+    row_error: float = 0.08,
+    iterations: int = 60,
+) -> Hardware:
+    """`hardware` with the constants that fit the rows best; the same for the same input.
+
+    The most probable constants, if a row's logarithm is off by `row_error` and a constant's by log(spread)
+    from its prior (one standard deviation each): least squares in logarithms, by Gauss-Newton
+    steps with Levenberg's damping, clipped to the bounds.
+    """
+    low, high, prior = (np.log([getattr(c, name) for c in constants]) for name in ("low", "high", "prior"))
+    spread = np.log([c.spread for c in constants])
+
+    def described(x: np.ndarray) -> Hardware:
+        result = hardware
+        for constant, value in zip(constants, np.exp(x), strict=True):
+            result = constant.put(result, float(value))
+        return result
+
+    def misfit(x: np.ndarray) -> np.ndarray:
+        rows = [math.log(r.predicted_s / r.measured_s) / row_error for r in residuals(tables, described(x))]
+        return np.concatenate([np.array(rows), (x - prior) / spread])
+
+    x, damping = np.clip(prior, low, high), 1e-2
+    now = misfit(x)
+    for _ in range(iterations):
+        nudged = np.eye(len(x)) * 1e-4
+        jacobian = np.stack([(misfit(x + d) - now) / 1e-4 for d in nudged], axis=1)  # [rows + constants, constants]
+        slope = jacobian.T @ now
+        # A constant that its bound holds stays there.
+        free = ~(((x <= low) & (slope > 0)) | ((x >= high) & (slope < 0)))
+        normal = jacobian.T @ jacobian
+        step = np.zeros_like(x)
+        regular = normal[np.ix_(free, free)] + damping * np.diag(np.diag(normal)[free])
+        step[free] = -np.linalg.solve(regular, slope[free])
+        candidate = np.clip(x + step, low, high)
+        then = misfit(candidate)
+        if then @ then < now @ now:
+            x, now, damping = candidate, then, damping / 5
+        else:
+            damping *= 5
+        if np.abs(step).max() < 1e-7:
+            break
+    return described(x)
+
+
+def field_constant(name: str, prior: float, low: float, high: float, why: str, spread: float = 2.0) -> Constant:
+    """A plain number of the description."""
+
+    def put(hardware: Hardware, value: float) -> Hardware:
+        return msgspec.structs.replace(hardware, **{name: value})
+
+    return Constant(
+        name=name, get=lambda h: getattr(h, name), put=put, prior=prior, low=low, high=high, why=why, spread=spread
+    )
+
+
+def matmul_constant(dtype: DType, prior: float, low: float, high: float, why: str, spread: float = 1.3) -> Constant:
+    """The rate of matrix multiplications in one dtype."""
+
+    def put(hardware: Hardware, value: float) -> Hardware:
+        return msgspec.structs.replace(hardware, matmul_flops={**hardware.matmul_flops, dtype: value})
+
+    return Constant(
+        name=f"matmul_flops[{dtype}]", get=lambda h: h.flops(dtype), put=put, prior=prior, low=low, high=high, why=why,
+        spread=spread,
+    )  # fmt: skip

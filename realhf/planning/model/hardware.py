@@ -1,0 +1,156 @@
+"""Descriptions of hardware: what a plan takes a device and its links to achieve."""
+
+import math
+import re
+
+import msgspec
+
+from realhf.architecture.model import DType
+from realhf.base.errors import UserError
+from realhf.base.numbers import DEVICES, check_fields
+
+RATES = (1.0, 1e24)  # of bytes and operations a second
+DELAYS_S = (0.0, 1e4)
+MEMORY_BYTES = (1, 2**50)
+CORES = (1, 2**20)
+GIB = 2**30
+
+
+def device_kind(name: str) -> str:
+    """The name of a device as a file can have it: nvidia-h100-80gb-hbm3 of "NVIDIA H100 80GB HBM3".
+
+    Older drivers leave the vendor out ("A100-SXM4-80GB").
+    """
+    kind = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+    return f"nvidia-{kind.removeprefix('nvidia-')}"
+
+
+def mismatch(hardware: "Hardware", device_name: str | None, memory_bytes: int) -> str:
+    """Why a device is not one that a plan for `hardware` can count on; empty if it is.
+
+    `device_name` is what its driver calls it, None for a process on the CPU; `memory_bytes` is a GPU's memory.
+    """
+    planned = f"the plan is for {hardware.name} ({hardware.description})"
+    if device_name is None:
+        return f"{planned}, and there is no GPU" if hardware.is_gpu else ""
+    if not hardware.is_gpu or not hardware.describes(device_name):
+        return f"{planned}, and the device is {device_name}"
+    if hardware.device_memory_bytes > memory_bytes:
+        return (
+            f"{planned} and counts on {hardware.device_memory_bytes / GIB:.1f} GiB a device, and {device_name} has "
+            f"{memory_bytes / GIB:.1f} GiB"
+        )
+    return ""
+
+
+class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What one device and its links achieve: reached rates, not peaks. Bandwidths are per device and direction.
+
+    `layer_launch_s` is what a layer's forward costs whatever its size (kernel launches, the
+    interpreter), added to its compute and not hidden by it; `decode_launch_s` the same for a layer of one
+    decode step, `decode_graph_launch_s` where the step is replayed as a CUDA graph; `call_overhead_s` a
+    request's way from the master to the workers and back, with what a call prepares; `sampling_s`
+    drawing the tokens of one decode step of one micro-batch, with what the step costs the host; `host_bandwidth` that
+    between a device and its host's memory (PCIe 4 with 16 lanes, where a description does not say it). `packs_weights`:
+    see `realhf.planning.model.features.EngineFeatures`. `communicator_bytes`: memory that a communicator takes on each
+    of its devices, beside what it sends. `shares_host_memory`: the devices of a node send over the memory of
+    their host.
+
+    `device_names`: what the driver calls the devices that this describes; none: the description does not say. Of a CPU:
+    `threads` of a worker, and `host_memory_bytes` and `host_cores` of the machine where its workers share those.
+    """
+
+    name: str
+    description: str
+    matmul_flops: dict[DType, float]
+    memory_bandwidth: float
+    device_memory_bytes: int
+    devices_per_node: int
+    intra_node_bandwidth: float
+    intra_node_latency_s: float
+    inter_node_bandwidth: float
+    inter_node_latency_s: float
+    layer_launch_s: float
+    decode_launch_s: float
+    decode_graph_launch_s: float
+    call_overhead_s: float
+    sampling_s: float
+    packs_weights: bool = False
+    host_bandwidth: float = 2.4e10
+    communicator_bytes: float = 0.0
+    shares_host_memory: bool = False
+    device_names: tuple[str, ...] = ()
+    threads: int = 1
+    host_memory_bytes: int | None = None
+    host_cores: int | None = None
+
+    def __post_init__(self) -> None:
+        rates = ("matmul_flops", "memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth", "host_bandwidth")
+        delays = ("intra_node_latency_s", "inter_node_latency_s", "layer_launch_s", "decode_launch_s",
+                  "decode_graph_launch_s", "call_overhead_s", "sampling_s")  # fmt: skip
+        memory = {"device_memory_bytes": MEMORY_BYTES, "communicator_bytes": (0, 2**40), "devices_per_node": DEVICES}
+        of_host = {"host_memory_bytes": MEMORY_BYTES, "host_cores": CORES, "threads": CORES}
+        check_fields("", self, {**dict.fromkeys(rates, RATES), **dict.fromkeys(delays, DELAYS_S), **memory, **of_host})
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+-]*", self.name):
+            raise UserError(
+                f"name {self.name!r} is no name of a folder, where profiles lie; take letters, digits and -"
+            )
+        if not self.matmul_flops:
+            raise UserError("matmul_flops must give a rate for at least one dtype")
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether its devices are GPUs, and not processes on a host."""
+        return not self.shares_host_memory
+
+    def describes(self, device_name: str) -> bool:
+        """Whether it is of devices that their driver calls `device_name`. Without `device_names` it may be of any."""
+        return not self.device_names or device_kind(device_name) in map(device_kind, self.device_names)
+
+    def flops(self, dtype: DType) -> float:
+        """Matrix-multiplication FLOP/s.
+
+        Raises:
+            UserError: the description has no figure for this dtype.
+        """
+        if dtype not in self.matmul_flops:
+            known = ", ".join(self.matmul_flops)
+            raise UserError(f"hardware {self.name}: no matmul_flops for dtype {dtype!r}; it has {known}")
+        return self.matmul_flops[dtype]
+
+    def send_s(self, size_bytes: float, *, crosses_nodes: bool) -> float:
+        """One message: latency + bytes / bandwidth."""
+        if crosses_nodes:
+            return self.inter_node_latency_s + size_bytes / self.inter_node_bandwidth
+        return self.intra_node_latency_s + size_bytes / self.intra_node_bandwidth
+
+    def all_reduce_s(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
+        """The faster of a ring and a tree, as NCCL and gloo choose by size; 0 for a group of one.
+
+        Ring: 2 (n - 1) messages of 1 / n of the data (Patarasuk and Yuan, 2009, section 3). Double binary tree:
+        the whole data up and down in a pipeline, latency of 2 ceil(log2 n) hops (Sanders, Speck and Träff, 2009).
+        `per_node`: members in each node of a group that crosses nodes; see `link`.
+        """
+        if group_size <= 1:
+            return 0.0
+        latency_s, bandwidth = self.link(crosses_nodes, per_node)
+        ring = 2 * (group_size - 1) * (latency_s + size_bytes / group_size / bandwidth)
+        tree = 2 * (math.ceil(math.log2(group_size)) * latency_s + size_bytes / bandwidth)
+        return min(ring, tree)
+
+    def all_gather_s(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
+        """Ring all-gather of `size_bytes` in all: (n - 1) messages of 1 / n of the data. So is a reduce-scatter."""
+        latency_s, bandwidth = self.link(crosses_nodes, per_node)
+        return (group_size - 1) * (latency_s + size_bytes / group_size / bandwidth)
+
+    def link(self, crosses_nodes: bool, per_node: int) -> tuple[float, float]:
+        """(mean latency of a hop, bandwidth) of a group's ring.
+
+        Every member brings its own network link: a group with k members in each node runs k rings that
+        leave the node at different members, up to what a device can send within the node; one hop of k crosses.
+        """
+        if not crosses_nodes:
+            return self.intra_node_latency_s, self.intra_node_bandwidth
+        latency_s = (self.inter_node_latency_s + (per_node - 1) * self.intra_node_latency_s) / per_node
+        bandwidth = per_node * self.inter_node_bandwidth
+        return latency_s, bandwidth if per_node == 1 else min(bandwidth, self.intra_node_bandwidth)

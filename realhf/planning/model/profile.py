@@ -1,0 +1,203 @@
+"""Measured layer timings: the file format and the interpolation. Measuring is done elsewhere."""
+
+import hashlib
+from bisect import bisect_right
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import platformdirs
+
+import realhf
+from realhf.architecture.model import DecoderConfig, DType
+from realhf.base.errors import UserError
+from realhf.base.files import BadContentError, decode_json, write_atomically
+from realhf.base.numbers import BYTES, DEVICES, SECONDS, TOKENS, check_fields
+from realhf.planning.model.hardware import RATES
+
+FORMAT = "layer-profile/1"
+
+CollectiveKind = Literal["all_reduce", "broadcast", "send"]
+
+
+class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Seconds at measured sizes. `sizes` are strictly increasing, at least two of them."""
+
+    sizes: tuple[float, ...]
+    seconds: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.sizes) != len(self.seconds) or len(self.sizes) < 2:
+            raise ValueError("a curve needs as many seconds as sizes, and at least two of each")
+        if any(a >= b for a, b in zip(self.sizes, self.sizes[1:], strict=False)) or self.sizes[0] < 0:
+            raise ValueError(f"sizes={list(self.sizes)} must increase from at least 0")
+        check_fields("", self, {"sizes": BYTES, "seconds": SECONDS})
+
+    def at(self, size: float) -> float:
+        """Piecewise linear between measured sizes (ReaL, section 5.1), the outer pieces extended; never below 0."""
+        right = min(max(bisect_right(self.sizes, size), 1), len(self.sizes) - 1)
+        return max(_line(size, self.sizes[right - 1 : right + 1], self.seconds[right - 1 : right + 1]), 0.0)
+
+
+class DecodeTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One layer of one decode step with `context` tokens in every sequence's KV cache; sizes are sequences."""
+
+    context: int
+    seconds: Curve
+
+    def __post_init__(self) -> None:
+        check_fields("", self, {"context": (0, TOKENS[1])})
+
+
+class TensorTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Compute of one rank at one degree of tensor parallelism; the sizes of the curves are tokens of one micro-batch.
+
+    `includes_all_reduce` says that the layers ran on `tp` devices with their all-reduces in the
+    measured time. The head is everything above the last layer: the final norm, the output
+    projection and, forward, the gathering of the logits over tp.
+    """
+
+    tp: int
+    includes_all_reduce: bool
+    layer_forward: Curve
+    layer_backward: Curve
+    embedding_forward: Curve
+    embedding_backward: Curve
+    head_forward: Curve
+    head_backward: Curve
+    layer_decode: tuple[DecodeTimings, ...]
+
+    def __post_init__(self) -> None:
+        contexts = [decode.context for decode in self.layer_decode]
+        check_fields("", self, {"tp": DEVICES})
+        if not contexts or contexts != sorted(set(contexts)):
+            raise ValueError("layer_decode must have increasing contexts")
+
+
+class CollectiveTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One collective over `group_size` devices of one node (2 for a send); the sizes are bytes of the tensor."""
+
+    kind: CollectiveKind
+    group_size: int
+    seconds: Curve
+
+    def __post_init__(self) -> None:
+        check_fields("", self, {"group_size": DEVICES})
+
+
+class CallOverheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Seconds of whole calls beyond their layers, embedding, head, optimizer, reductions and single messages.
+
+    Packing, losses, statistics, the schedule. `forward_s` is an inference's, `train_s` a mini-batch's, `generate_s` a
+    generation's; the micro-batches' are what each of them adds, `decode_step_s` what a decode step of one does.
+    `generate_s_per_parameter`: putting the weights into the order that decoding wants. `message_s`:
+    what a message between computing stages takes beyond one between waiting ones.
+    """
+
+    forward_s: float = 0.0
+    forward_micro_batch_s: float = 0.0
+    train_s: float = 0.0
+    train_micro_batch_s: float = 0.0
+    generate_s: float = 0.0
+    generate_s_per_parameter: float = 0.0
+    decode_step_s: float = 0.0
+    message_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        check_fields("overheads: ", self, dict.fromkeys(self.__struct_fields__, SECONDS))
+
+
+class ReallocationTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A whole model moved from one device to its neighbour: `latency_s + bytes / bandwidth` seconds.
+
+    Packing and unpacking are in both, and the work for each parameter: those of a layer go with its bytes.
+    """
+
+    latency_s: float
+    bandwidth: float
+
+    def __post_init__(self) -> None:
+        check_fields("reallocation: ", self, {"latency_s": SECONDS, "bandwidth": RATES})
+
+
+class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What was measured of one model type in one dtype on one machine. `profiles/README.md` describes every field."""
+
+    hardware: str
+    model: DecoderConfig
+    dtype: DType
+    sequence_length: int
+    tensor: tuple[TensorTimings, ...]
+    collectives: tuple[CollectiveTimings, ...]
+    optimizer_s_per_parameter: float
+    call_overhead_s: float
+    sampling_s: float
+    overheads: CallOverheads = CallOverheads()
+    reallocation: ReallocationTimings | None = None
+    communicator_bytes: int | None = None
+    measured: dict[str, str | int | float] = {}
+    format: str = FORMAT
+
+    def __post_init__(self) -> None:
+        degrees = [timings.tp for timings in self.tensor]
+        if degrees != sorted(set(degrees)) or degrees[:1] != [1]:
+            raise ValueError(f"tensor has tp={degrees}; it needs tp=1 and increasing degrees")
+        seconds = dict.fromkeys(("optimizer_s_per_parameter", "call_overhead_s", "sampling_s"), SECONDS)
+        check_fields("", self, {**seconds, "sequence_length": TOKENS, "communicator_bytes": BYTES})
+
+    def collective(self, kind: CollectiveKind) -> list[CollectiveTimings]:
+        """The measured group sizes of a collective, the smallest first."""
+        return sorted((c for c in self.collectives if c.kind == kind), key=lambda c: c.group_size)
+
+
+def interpolate(points: list[tuple[float, float]], x: float) -> float:
+    """Piecewise linear through (x, y) points with increasing x; one point is a constant; never below 0."""
+    if len(points) == 1:
+        return points[0][1]
+    return Curve(tuple(p[0] for p in points), tuple(p[1] for p in points)).at(x)
+
+
+def profiles_root() -> Path:
+    """The folder of this machine's profiles: that of the checkout while working in it, else one of the user.
+
+    Working in the checkout: the working directory is the folder that this package is run from, or lies in it.
+    A run's launcher, and whatever plans it again, have the run's working directory, and so the same answer.
+    """
+    checkout = Path(realhf.__file__).resolve().parent.parent
+    if (checkout / "pyproject.toml").is_file() and Path.cwd().is_relative_to(checkout):
+        return checkout / "profiles" / "local"
+    return platformdirs.user_data_path("realhf") / "profiles"
+
+
+def profile_path(model: DecoderConfig, dtype: DType, hardware: str, root: Path | None = None) -> Path:
+    """`ROOT/HARDWARE/HASH.json`: where the profile of a model type lies; `root` is `profiles_root()` by default."""
+    content = msgspec.json.encode({"model": msgspec.to_builtins(model), "dtype": dtype}, order="sorted")
+    return (root or profiles_root()) / hardware / f"{hashlib.sha256(content).hexdigest()[:16]}.json"
+
+
+def save_profile(profile: LayerProfile, path: str | Path) -> None:
+    """Writes a profile atomically, with the folders above it."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(profile), indent=1) + b"\n")
+
+
+def load_profile(path: str | Path) -> LayerProfile:
+    """Reads a profile.
+
+    Raises:
+        UserError: the file is missing, or is not a profile; the text names the field.
+    """
+    remedy = "measure it again with `realhf profile`"
+    try:
+        profile = decode_json(Path(path).read_bytes(), LayerProfile)
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the profile ({error.strerror}); {remedy}") from None
+    except BadContentError as error:
+        raise UserError(f"{path}: not a layer profile: {error}; {remedy}") from None
+    if profile.format != FORMAT:
+        raise UserError(f"{path}: format {profile.format!r} is not {FORMAT!r}; {remedy}")
+    return profile
+
+
+def _line(x: float, xs: tuple[float, ...], ys: tuple[float, ...]) -> float:
+    return ys[0] + (x - xs[0]) * (ys[1] - ys[0]) / (xs[1] - xs[0])

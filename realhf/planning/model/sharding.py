@@ -1,0 +1,203 @@
+"""OSDP within the plan search: which operators of a training are sharded over dp where its states do not fit otherwise.
+
+Only with the engine feature `sharded_operators`, which this project's engine has not: such plans are what-ifs.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from realhf.architecture.model import DecoderConfig, DType
+from realhf.base.errors import UserError
+from realhf.dataflow.graph import ModelFunctionCallDef
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, held_layers
+from realhf.geometry.parameters import decoder_parameters
+from realhf.planning.model.descriptions import DTYPE_BYTES
+from realhf.planning.model.features import EngineFeatures
+from realhf.planning.model.memory import dynamic_bytes, model_sizes, static_bytes
+from realhf.planning.options import Option
+from realhf.planning.osdp.solver import Links, Mode, Operator, OsdpPlan, OsdpProblem, operator_kind, sliced, solve
+from realhf.planning.workload import Workload
+
+SLICES = 4  # of large operators, if that is better than whole ones: then less is gathered at a time
+SHARED_PART = 0.5  # of a device, for the states of a call that is not alone
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The modes of the operators on the fullest device of a train call, and what they change.
+
+    `plan` is of one mini-batch, its `problem.links` those of `added_links`; `links` are the group's as they are.
+    """
+
+    plan: OsdpPlan
+    links: Links
+
+    @property
+    def regather_s(self) -> float:
+        """Gathers all that is sharded once more: for a copy that another call of the model takes."""
+        return self.links.pass_s(self.sharded_bytes)
+
+    @cached_property
+    def gather_bytes(self) -> int:
+        """Whole parameters of the largest sharded slice, while it is in use."""
+        return max((self.plan.problem.gather_bytes(op) for op, _ in self.sharded), default=0)
+
+    @property
+    def sharded_bytes(self) -> float:
+        """Of the parameters before they were sharded."""
+        return sum(op.parameter_bytes * count / op.slices for op, count in self.sharded)
+
+    @property
+    def static_bytes(self) -> int:
+        """Parameters, gradients and optimizer states that stay on the device."""
+        return self.plan.memory_bytes - self.gather_bytes
+
+    @cached_property
+    def added_s(self) -> float:
+        """Seconds a mini-batch beyond those without sharding."""
+        return added_s(self.plan)
+
+    def __str__(self) -> str:
+        operators = self.plan.problem.operators
+        part = self.sharded_bytes / sum(op.parameter_bytes for op in operators)
+        return (
+            f"{len(self.sharded)} of {len(operators)} operators of a device sharded over "
+            f"dp={self.links.num_devices}, {part:.0%} of its parameters"
+        )
+
+    @cached_property
+    def sharded(self) -> list[tuple[Operator, int]]:
+        """Operators of which something is sharded, and how many slices of each."""
+        return [(op, row[1]) for op, row in zip(self.plan.problem.operators, self.plan.slices, strict=True) if row[1]]
+
+
+def rooms(dynamic_bytes: float, memory_bytes: float, *, shares_devices: bool) -> list[int]:
+    """Bytes that states may take, in the order in which they are tried: the first that holds a choice is taken.
+
+    A call that is alone (supervised training) gets what its activations leave, since sharding more only costs time.
+    Where others have calls on the devices too, states that fill them would rule out every plan in which these share
+    them, for a few seconds less: there states get half of a device at most, and the other half is for copies of
+    parameters, caches and other models; only if no choice is that small do they get all that is left. What the others
+    of a plan really need is not known before it is chosen, and every further level would multiply the options.
+    """
+    left = memory_bytes - dynamic_bytes
+    levels = [min(SHARED_PART * memory_bytes, left), left] if shares_devices else [left]
+    return [int(level) for level in dict.fromkeys(levels) if level >= 1]
+
+
+def added_links(
+    dp: int, latency_s: float, bandwidth: float, micro_batches: int, dtype: DType, features: EngineFeatures
+) -> Links:
+    """Links by which one pass of an operator takes as long as sharding adds to a mini-batch of it.
+
+    Sharded has one pass more than ZeRO-1 or replication (OSDP: ZDP to DP is 3 to 2), so that the solver weighs what
+    this engine would do: parameters gathered forward and backward (and for recomputation) and gradients
+    reduce-scattered for every micro-batch, in place of one all-reduce or ZeRO-1's two halves of it a mini-batch. Of
+    these only the bytes are saved: they are one message for all operators, and its latency stays.
+    """
+    item, gradient = DTYPE_BYTES[dtype], features.gradient_bytes(dtype)
+    gathers = 3 if features.recomputation == "full" else 2
+    before = (item if features.zero1 else gradient) + gradient
+    added = micro_batches * (gathers * item + gradient) - before
+    return Links(
+        num_devices=dp,
+        latency_s=micro_batches * (gathers + 1) * latency_s,
+        seconds_per_byte=added / item / bandwidth,
+    )
+
+
+def shard(
+    call: ModelFunctionCallDef,
+    strategy: ParallelStrategy,
+    micro_batches: int,
+    *,
+    batch_size: int,
+    workload: Workload,
+    memory_bytes: float,
+    shares_devices: bool,
+    link: tuple[float, float],
+    dtype: DType,
+    features: EngineFeatures,
+) -> Sharding | None:
+    """What a training shards over dp; None if it fits as it is, or no choice of modes fits.
+
+    `link`: seconds of latency and bytes a second of the ring of a data-parallel group (`Hardware.link`).
+    """
+    model = call.config
+    option = Option(Layout(DeviceMesh(0, strategy.size), strategy), micro_batches)
+    dynamic = dynamic_bytes(call, option, batch_size, workload, dtype, features)
+    if static_bytes(model, strategy, dtype, trained=True, features=features) + dynamic <= memory_bytes:
+        return None
+    links = added_links(strategy.dp, *link, micro_batches, dtype, features)
+    for room in rooms(dynamic, memory_bytes, shares_devices=shares_devices):
+        plan = choose_modes(model, strategy, links, room, dtype, features)
+        if plan is not None:
+            return Sharding(plan, Links(num_devices=strategy.dp, latency_s=link[0], seconds_per_byte=1 / link[1]))
+    return None
+
+
+@lru_cache(maxsize=4096)
+def choose_modes(
+    model: DecoderConfig,
+    strategy: ParallelStrategy,
+    links: Links,
+    room_bytes: int,
+    dtype: DType,
+    features: EngineFeatures,
+) -> OsdpPlan | None:
+    """The modes, ZeRO-1 (replicated without it) or sharded, that add the least time with states in `room_bytes`.
+
+    Exact, of the pipeline stage that holds the most; None if nothing fits.
+    """
+    modes: tuple[Mode, ...] = ("zero1" if features.zero1 else "replicated", "sharded")
+    problem = OsdpProblem(
+        operators=stage_operators(model, strategy, dtype, features), links=links, memory_bytes=room_bytes, modes=modes
+    )
+    plans = []
+    for slicing in (problem, sliced(problem, SLICES)):
+        try:
+            plans.append(solve(slicing, range(1, 2)))
+        except UserError:  # nothing fits
+            continue
+    # Not by their communication: what is not sharded is one message in this engine, however it is sliced.
+    return min(plans, key=added_s, default=None)
+
+
+def added_s(plan: OsdpPlan) -> float:
+    """Seconds of a mini-batch with this plan beyond those without sharding."""
+    problem = plan.problem
+    return sum(
+        row[1] * (problem.slice_seconds(op, "sharded") - problem.slice_seconds(op, problem.modes[0]))
+        for op, row in zip(problem.operators, plan.slices, strict=True)
+    )
+
+
+@lru_cache(maxsize=256)
+def stage_operators(
+    model: DecoderConfig, strategy: ParallelStrategy, dtype: DType, features: EngineFeatures
+) -> tuple[Operator, ...]:
+    """What a device holds of each operator, on the pipeline stage that holds the most (`ModelSizes.largest`)."""
+    tp, pp = strategy.tp, strategy.pp
+    sizes = model_sizes(model)
+    stage = max((0, pp - 1), key=lambda number: sizes.on_stage(tp, pp, number))
+    layers = held_layers(model.num_layers, strategy, stage)
+    item = DTYPE_BYTES[dtype]
+    optimizer = 2 * max(item, 4) + (4 if item < 4 else 0)
+    elements: dict[str, tuple[str, int]] = {}
+    for spec in decoder_parameters(model):
+        if not spec.is_on_stage(layers, stage, pp):
+            continue
+        kind = operator_kind(spec, model)
+        name = kind if spec.layer < 0 else f"layers.{spec.layer}.{kind}"
+        before = elements.get(name, (kind, 0))[1]
+        elements[name] = kind, before + (spec.size if spec.shard_dim is None else spec.size // tp)
+    return tuple(
+        Operator(
+            name=name,
+            kind=kind,
+            parameter_bytes=size * item,
+            gradient_bytes=size * features.gradient_bytes(dtype),
+            optimizer_bytes=size * optimizer,
+        )
+        for name, (kind, size) in elements.items()
+    )

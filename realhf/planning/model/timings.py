@@ -1,0 +1,394 @@
+"""Seconds of the parts of a call: from a measured profile where there is one, else from a model of the hardware."""
+
+from bisect import bisect_right
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from realhf.architecture.model import DecoderConfig, DType
+from realhf.base.errors import UserError
+from realhf.planning.model.descriptions import DTYPE_BYTES
+from realhf.planning.model.features import ENGINE, EngineFeatures
+from realhf.planning.model.hardware import Hardware
+from realhf.planning.model.profile import (
+    CallOverheads,
+    Curve,
+    LayerProfile,
+    TensorTimings,
+    interpolate,
+    load_profile,
+    profile_path,
+)
+
+
+class Timings(Protocol):
+    """Seconds on one device for one model type. `tokens` are those of one micro-batch on one data-parallel rank.
+
+    `tp_crosses_nodes`: whether the tensor-parallel group lies on several nodes. All-reduces over
+    tensor parallelism are part of the times of layers, embedding and head.
+    """
+
+    def layer(
+        self, tokens: float, sequence_length: float, tp: int, *, backward: bool, tp_crosses_nodes: bool
+    ) -> float: ...
+
+    def embedding(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float: ...
+
+    def head(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float: ...
+
+    def decode_layer(self, sequences: float, context: float, tp: int, *, tp_crosses_nodes: bool) -> float:
+        """One layer of one decode step of `sequences` sequences with `context` tokens in their caches."""
+
+    def recomputed(self, tokens: float, tp: int, *, tp_crosses_nodes: bool) -> float:
+        """What selective recomputation makes again of one layer: all of its forward but products and attention."""
+
+    def optimizer(self, parameters: float) -> float: ...
+
+    def all_reduce(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
+        """`per_node`: members in each node of a group that crosses nodes; each brings its own network link."""
+
+    def send(self, size_bytes: float, *, crosses_nodes: bool) -> float: ...
+
+    @property
+    def call_overhead_s(self) -> float: ...
+
+    @property
+    def sampling_s(self) -> float: ...
+
+    @property
+    def overheads(self) -> CallOverheads: ...
+
+    @property
+    def links(self) -> Hardware:
+        """The links as a reallocation of this model uses them."""
+
+
+def layer_matmul_elements(model: DecoderConfig) -> int:
+    """Weights of the matrix multiplications of one layer that a token goes through: q, k, v, o and gate, up, down."""
+    return model.hidden_size * (_attention_width(model) + _mlp_matrices(model) * model.active_intermediate_size)
+
+
+def layer_read_elements(model: DecoderConfig, tokens: float) -> float:
+    """Weights of one layer that `tokens` tokens need together: of a mixture at most so many experts as there are."""
+    touched = min(tokens * model.experts.per_token, model.experts.count) if model.experts.count else 1
+    return model.hidden_size * (_attention_width(model) + _mlp_matrices(model) * model.intermediate_size * touched)
+
+
+def _attention_width(model: DecoderConfig) -> int:
+    return 2 * model.query_size + 2 * model.kv_size
+
+
+def _mlp_matrices(model: DecoderConfig) -> int:
+    return 3 if model.mlp == "gated" else 2
+
+
+LOGITS_PASSES = 4  # fp32 reads and writes of all logits each way; see AnalyticTimings.head
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnalyticTimings:
+    """A model of the hardware: compute + element-wise passes + all-reduces + launches, none hiding another.
+
+    Compute is a roofline, the greater of FLOPs / rate and bytes / memory bandwidth. FLOPs: 2 a weight and
+    token forward, twice that backward (Kaplan et al., 2020, section 2.1); causal attention 2 x sequence x
+    hidden a token forward (QK and AV over half the positions each). `docs/cost_model.md` has all terms.
+    """
+
+    model: DecoderConfig
+    dtype: DType
+    hardware: Hardware
+    features: EngineFeatures = ENGINE
+
+    def layer(self, tokens: float, sequence_length: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
+        """Forward, or backward without recomputation: twice the compute, passes and launches, the same all-reduces."""
+        weights = layer_matmul_elements(self.model)
+        flops = tokens * (2 * weights + 2 * sequence_length * self.model.query_size) / tp
+        passes = 2 if backward else 1
+        read = layer_read_elements(self.model, tokens)
+        compute = self._roofline(passes * flops, passes * read / tp * self._item)
+        elementwise = passes * tokens * self.elementwise_bytes(tp) / self.hardware.memory_bandwidth
+        reduces = 2 * self._reduce(tokens, tp, tp_crosses_nodes)
+        return passes * self.hardware.layer_launch_s + compute + elementwise + reduces
+
+    def recomputed(self, tokens: float, tp: int, *, tp_crosses_nodes: bool) -> float:
+        elementwise = tokens * self.elementwise_bytes(tp) / self.hardware.memory_bandwidth
+        return self.hardware.layer_launch_s + elementwise + 2 * self._reduce(tokens, tp, tp_crosses_nodes)
+
+    def elementwise_bytes(self, tp: int) -> float:
+        """Memory traffic of one layer's forward beside its products, a token; every kernel reads and writes its arrays.
+
+        With i bytes an element and w = max(i, 4) for what is widened to fp32, `realhf/models/decoder.py` makes: an
+        RMSNorm, 4 i + 7 w below fp32 (widen, square, mean, scale, narrow, weight) and 7 w in fp32; a residual sum,
+        3 i; both twice, over hidden, on every rank (or divided by sequence parallelism). Divided over tp: rotation,
+        10 i over q and k; attention, i over q, k, v and its output; silu and product, 5 i over intermediate.
+        """
+        hidden, query, kv = self.model.hidden_size, self.model.query_size, self.model.kv_size
+        item, wide = self._item, max(self._item, 4)
+        norm = 7 * wide + (4 * item if item < wide else 0)
+        whole = 2 * (norm + 3 * item) * hidden
+        divided = item * (10 * (query + kv) + 2 * (query + kv) + 5 * self.model.active_intermediate_size)
+        return whole / (tp if self.features.sequence_parallel else 1) + divided / tp
+
+    def embedding(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
+        copy = 2 * tokens * self.model.hidden_size * self._item / self.hardware.memory_bandwidth
+        return copy + (0.0 if backward else self._reduce(tokens, tp, tp_crosses_nodes))
+
+    def head(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
+        """lm: projection and LOGITS_PASSES over the fp32 logits; scalar: one dot product.
+
+        The passes: forward widening (1.5), log-softmax (2) and picking the labels; backward as many (softmax
+        minus labels, scaling, narrowing). Logits of more than one chunk are projected again backward. With
+        `full_logits` the logits are gathered over tp and the passes are over the whole vocabulary on every rank, else
+        over 1 / tp of it. Backward the input's gradient is summed over tp.
+        """
+        passes = 2 if backward else 1
+        if self.model.head == "scalar":
+            return passes * 2 * tokens * self.model.hidden_size * self._item / self.hardware.memory_bandwidth
+        logits_bytes = tokens * self.model.vocab_size * max(self._item, 4)
+        weights = self.model.vocab_size * self.model.hidden_size / tp
+        full, chunk = self.features.full_logits, self.features.logits_chunk_bytes
+        is_projected_again = backward and not full and chunk is not None and logits_bytes / tp > chunk
+        compute = (passes + is_projected_again) * self._roofline(2 * tokens * weights, weights * self._item)
+        compute += LOGITS_PASSES * logits_bytes / (1 if full else tp) / self.hardware.memory_bandwidth
+        if backward:
+            return compute + self._reduce(tokens, tp, tp_crosses_nodes)
+        if not full:
+            return compute
+        gathered = tokens * self.model.vocab_size * self._item
+        per_node = self._tensor_group_per_node(tp)
+        return compute + self.hardware.all_gather_s(gathered, tp, crosses_nodes=tp_crosses_nodes, per_node=per_node)
+
+    def decode_layer(self, sequences: float, context: float, tp: int, *, tp_crosses_nodes: bool) -> float:
+        """Memory-bound: the layer's weights and the KV cache of grouped-query heads are read once a step."""
+        weights = layer_matmul_elements(self.model) / tp
+        cache_bytes = sequences * context * kv_bytes_per_token_layer(self.model, self.dtype) / tp
+        flops = sequences * (2 * weights + 4 * context * self.model.query_size / tp)
+        read = layer_read_elements(self.model, sequences) / tp
+        compute = self._roofline(flops, read * self._item + cache_bytes)
+        elementwise = sequences * self.elementwise_bytes(tp) / self.hardware.memory_bandwidth
+        graphs = self.features.cuda_graphs
+        launch = self.hardware.decode_graph_launch_s if graphs else self.hardware.decode_launch_s
+        return launch + compute + elementwise + 2 * self._reduce(sequences, tp, tp_crosses_nodes)
+
+    def optimizer(self, parameters: float) -> float:
+        """AdamW is bound by memory: read gradient, read and write parameter and both states, one more pass to clip.
+
+        Below fp32 the master copy is read and written too.
+        """
+        gradient, state = self.features.gradient_bytes(self.dtype), max(self._item, 4)
+        master = 2 * 4 if self._item < 4 else 0
+        moved_bytes = 3 * gradient + 2 * self._item + 4 * state + master  # an element
+        return parameters * moved_bytes / self.hardware.memory_bandwidth
+
+    def all_reduce(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
+        return self.hardware.all_reduce_s(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
+
+    def send(self, size_bytes: float, *, crosses_nodes: bool) -> float:
+        return self.hardware.send_s(size_bytes, crosses_nodes=crosses_nodes)
+
+    @property
+    def call_overhead_s(self) -> float:
+        return self.hardware.call_overhead_s
+
+    @property
+    def sampling_s(self) -> float:
+        return self.hardware.sampling_s
+
+    @property
+    def overheads(self) -> CallOverheads:
+        """None: `Hardware.call_overhead_s` has what a call prepares, and launches are in the layers."""
+        return CallOverheads()
+
+    @property
+    def links(self) -> Hardware:
+        return self.hardware
+
+    @property
+    def _item(self) -> int:
+        return DTYPE_BYTES[self.dtype]
+
+    def _roofline(self, flops: float, size_bytes: float) -> float:
+        return max(flops / self.hardware.flops(self.dtype), size_bytes / self.hardware.memory_bandwidth)
+
+    def _reduce(self, tokens: float, tp: int, crosses_nodes: bool) -> float:
+        """One all-reduce of hidden states (Megatron-LM, section 3: two a layer forward, two backward).
+
+        Sequence parallelism sends the same bytes: the reduce-scatter and the all-gather of one ring.
+        """
+        size_bytes = tokens * self.model.hidden_size * self._item
+        return self.all_reduce(size_bytes, tp, crosses_nodes=crosses_nodes, per_node=self._tensor_group_per_node(tp))
+
+    def _tensor_group_per_node(self, tp: int) -> int:
+        """Members of a tensor-parallel group in each node, if it crosses nodes: its members are neighbours."""
+        per_node = self.hardware.devices_per_node
+        return per_node if tp > per_node else 1
+
+
+@dataclass(frozen=True)
+class ProfiledTimings:
+    """Interpolates a profile. What one machine cannot show, links between nodes, comes from the hardware description.
+
+    A degree of tensor parallelism that was not measured takes the compute of the nearest
+    measured smaller one, divided by the ratio, and adds the all-reduces of the whole group.
+    """
+
+    profile: LayerProfile
+    hardware: Hardware
+
+    def layer(self, tokens: float, sequence_length: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
+        timings = self._measured(tp)
+        curve = timings.layer_backward if backward else timings.layer_forward
+        return self._with_reduces(timings, curve.at(tokens), tokens, tp, 2, tp_crosses_nodes)
+
+    def embedding(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
+        timings = self._measured(tp)
+        curve = timings.embedding_backward if backward else timings.embedding_forward
+        return self._with_reduces(timings, curve.at(tokens), tokens, tp, 0 if backward else 1, tp_crosses_nodes)
+
+    def head(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
+        timings = self._measured(tp)
+        curve = timings.head_backward if backward else timings.head_forward
+        return self._with_reduces(timings, curve.at(tokens), tokens, tp, 1, tp_crosses_nodes)
+
+    def decode_layer(self, sequences: float, context: float, tp: int, *, tp_crosses_nodes: bool) -> float:
+        timings = self._measured(tp)
+        seconds = interpolate([(float(d.context), d.seconds.at(sequences)) for d in timings.layer_decode], context)
+        return self._with_reduces(timings, seconds, sequences, tp, 2, tp_crosses_nodes)
+
+    def recomputed(self, tokens: float, tp: int, *, tp_crosses_nodes: bool) -> float:
+        """Of the hardware's description, because a profile measures whole layers."""
+        analytic = AnalyticTimings(model=self.profile.model, dtype=self.profile.dtype, hardware=self.hardware)
+        return analytic.recomputed(tokens, tp, tp_crosses_nodes=tp_crosses_nodes)
+
+    def optimizer(self, parameters: float) -> float:
+        return parameters * self.profile.optimizer_s_per_parameter
+
+    def all_reduce(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
+        if group_size == 1:
+            return 0.0
+        measured = self._all_reduces
+        if crosses_nodes or not measured:
+            return self.hardware.all_reduce_s(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
+        return interpolate([(n, curve.at(size_bytes)) for n, curve in measured], group_size)
+
+    def send(self, size_bytes: float, *, crosses_nodes: bool) -> float:
+        measured = self.profile.collective("send")
+        if crosses_nodes or not measured:
+            return self.hardware.send_s(size_bytes, crosses_nodes=crosses_nodes)
+        return measured[0].seconds.at(size_bytes)
+
+    @property
+    def call_overhead_s(self) -> float:
+        return self.profile.call_overhead_s
+
+    @property
+    def sampling_s(self) -> float:
+        return self.profile.sampling_s
+
+    @property
+    def overheads(self) -> CallOverheads:
+        return self.profile.overheads
+
+    @property
+    def links(self) -> Hardware:
+        measured = self.profile.reallocation
+        if measured is None:
+            return self.hardware
+        return msgspec.structs.replace(
+            self.hardware, intra_node_latency_s=measured.latency_s, intra_node_bandwidth=measured.bandwidth
+        )
+
+    @cached_property
+    def _all_reduces(self) -> list[tuple[float, Curve]]:
+        return [(float(c.group_size), c.seconds) for c in self.profile.collective("all_reduce")]
+
+    def _measured(self, tp: int) -> TensorTimings:
+        place = bisect_right([timings.tp for timings in self.profile.tensor], tp) - 1
+        return self.profile.tensor[place]
+
+    def _with_reduces(
+        self, timings: TensorTimings, seconds: float, tokens: float, tp: int, reduces: int, crosses_nodes: bool
+    ) -> float:
+        if tp == timings.tp and (tp == 1 or (timings.includes_all_reduce and not crosses_nodes)):
+            return seconds
+        size_bytes = tokens * self.profile.model.hidden_size * DTYPE_BYTES[self.profile.dtype]
+        if timings.includes_all_reduce and timings.tp > 1:  # take the measured group's own all-reduces out again
+            seconds -= reduces * self.all_reduce(size_bytes, timings.tp, crosses_nodes=False)
+        all_reduces = reduces * self.all_reduce(size_bytes, tp, crosses_nodes=crosses_nodes)
+        return max(seconds, 0.0) * timings.tp / tp + all_reduces
+
+
+def kv_bytes_per_token_layer(model: DecoderConfig, dtype: DType) -> int:
+    """Keys and values of one token in one layer, over all tensor-parallel ranks (grouped-query heads)."""
+    return 2 * model.num_kv_heads * model.head_dim * DTYPE_BYTES[dtype]
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What the cost model needs to know: timings of every model type, the links of the hardware, the engine's ways.
+
+    `of_models` has what the engine does for single models, by name, where their setups choose it. `call_factors` are
+    what a run has measured of calls over what is computed here, by name: all options of a call count so much more.
+    """
+
+    hardware: Hardware
+    timings: Mapping[DecoderConfig, Timings]
+    features: EngineFeatures = ENGINE
+    of_models: Mapping[str, EngineFeatures] = field(default_factory=dict)
+    call_factors: Mapping[str, float] = field(default_factory=dict)
+
+    def features_of(self, model_name: str) -> EngineFeatures:
+        """What the engine does for a model."""
+        return self.of_models.get(model_name, self.features)
+
+    def of(self, model: DecoderConfig, features: EngineFeatures | None = None) -> Timings:
+        """The timings of a model, the analytic ones under `features`; what was measured is as it was measured."""
+        timings = self.timings[model]
+        if features is None or not isinstance(timings, AnalyticTimings) or timings.features == features:
+            return timings
+        return replace(timings, features=features)
+
+    @property
+    def profiled(self) -> bool:
+        """Whether every model type was measured."""
+        return all(isinstance(timings, ProfiledTimings) for timings in self.timings.values())
+
+
+def load_costs(
+    models: Mapping[str, DecoderConfig],
+    *,
+    dtype: DType,
+    hardware: Hardware,
+    root: Path | None = None,
+    features: EngineFeatures = ENGINE,
+    of_models: Mapping[str, EngineFeatures] | None = None,
+) -> Costs:
+    """Measured timings where `ROOT/HARDWARE` has a profile of the model type, else the analytic model.
+
+    `features` and `of_models`: see `Costs`; what depends on the hardware is taken from it (`EngineFeatures.on`).
+
+    Raises:
+        UserError: a broken profile, or a profile of another model.
+    """
+    features = features.on(hardware)
+    of_models = {name: own.on(hardware) for name, own in (of_models or {}).items()}
+    timings: dict[DecoderConfig, Timings] = {}
+    measured_bytes: list[int] = []  # of communicators
+    for model in models.values():
+        path = profile_path(model, dtype, hardware.name, root)
+        if not path.is_file():
+            timings[model] = AnalyticTimings(model=model, dtype=dtype, hardware=hardware, features=features)
+            continue
+        profile = load_profile(path)
+        if (profile.model, profile.dtype) != (model, dtype):
+            raise UserError(f"{path}: the profile is of another model or dtype; measure it again with `realhf profile`")
+        timings[model] = ProfiledTimings(profile, hardware)
+        if profile.communicator_bytes is not None:
+            measured_bytes.append(profile.communicator_bytes)
+    if measured_bytes:
+        hardware = msgspec.structs.replace(hardware, communicator_bytes=float(max(measured_bytes)))
+    return Costs(hardware, timings, features, of_models)

@@ -1,0 +1,116 @@
+"""The options of a call: mesh x (dp, tp, pp) x number of micro-batches."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from realhf.architecture.model import DecoderConfig
+from realhf.base.errors import UserError
+from realhf.dataflow.graph import ModelFunctionCallDef
+from realhf.dataflow.plan import CallPlan
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy, divisors
+from realhf.planning.cluster import Cluster, device_meshes
+
+
+@dataclass(frozen=True, order=True)
+class Option:
+    """One way to run a call."""
+
+    layout: Layout
+    micro_batches: int
+
+    def call_plan(self, predicted_s: float | None = None) -> CallPlan:
+        strategy, mesh = self.layout.strategy, self.layout.mesh
+        return CallPlan(
+            devices=(mesh.first, mesh.size),
+            dp=strategy.dp,
+            tp=strategy.tp,
+            pp=strategy.pp,
+            chunks=strategy.chunks,
+            micro_dp=strategy.micro_dp,
+            micro_batches=self.micro_batches,
+            predicted_s=predicted_s,
+        )
+
+
+def is_legal(model: DecoderConfig, strategy: ParallelStrategy) -> bool:
+    try:
+        check_strategy("", model, strategy)
+    except UserError:
+        return False
+    return True
+
+
+def legal_strategies(model: DecoderConfig, num_devices: int) -> list[ParallelStrategy]:
+    """All (dp, tp, pp) whose product is `num_devices` and by which the model can be divided; none with chunks."""
+    strategies = [
+        ParallelStrategy(num_devices // (tp * pp), tp, pp)
+        for tp in divisors(num_devices)
+        for pp in divisors(num_devices // tp)
+    ]
+    return [strategy for strategy in strategies if is_legal(model, strategy)]
+
+
+def micro_batch_counts(strategy: ParallelStrategy, mini_batch: int) -> list[int]:
+    """Powers of two, and pp times powers of two, such that dp x count divides the mini-batch."""
+    if mini_batch % strategy.dp:
+        return []
+    per_rank = mini_batch // strategy.dp
+    return [count for count in divisors(per_rank) if _is_power_of_two(count) or _is_power_of_two(count / strategy.pp)]
+
+
+def call_strategies(
+    call: ModelFunctionCallDef, num_devices: int, mini_batch: int
+) -> list[tuple[ParallelStrategy, list[int]]]:
+    """The strategies by which a call can run on so many devices, and for each the numbers of its micro-batches.
+
+    Under a protocol of its own those that it takes; it is asked for devices from 0 on, and `check_plan` asks again. A
+    call that does not use its model has no micro-batches.
+    """
+    found = []
+    for strategy in legal_strategies(call.config, num_devices):
+        layout = Layout(DeviceMesh(0, num_devices), strategy)
+        try:
+            call.check_protocol(layout)
+        except UserError:
+            continue
+        if call.uses_model:
+            counts = micro_batch_counts(strategy, mini_batch)
+        else:
+            counts = [] if mini_batch % call.parts(layout) else [1]
+        if counts:
+            found.append((strategy, counts))
+    return found
+
+
+def mini_batch_size(call: ModelFunctionCallDef, batch_size: int) -> int:
+    """Samples of one mini-batch of the call.
+
+    Raises:
+        UserError: the call's mini_batches do not divide the batch.
+    """
+    size, rest = divmod(batch_size, call.mini_batches)
+    if rest:
+        raise UserError(
+            f"{call.name}: mini_batches={call.mini_batches} does not divide batch_size={batch_size}; "
+            f"choose mini_batches from {', '.join(map(str, divisors(batch_size)))}"
+        )
+    return size
+
+
+def call_options(call: ModelFunctionCallDef, batch_size: int, cluster: Cluster) -> list[Option]:
+    """All legal options of the call. None is left out: a search needs every one it might end with."""
+    return list(_iterate_options(call, mini_batch_size(call, batch_size), cluster))
+
+
+def _iterate_options(call: ModelFunctionCallDef, mini_batch: int, cluster: Cluster) -> Iterator[Option]:
+    by_size: dict[int, list[tuple[ParallelStrategy, list[int]]]] = {}
+    for mesh in device_meshes(cluster):
+        if mesh.size not in by_size:
+            by_size[mesh.size] = call_strategies(call, mesh.size, mini_batch)
+        for strategy, counts in by_size[mesh.size]:
+            layout = Layout(mesh, strategy)
+            yield from (Option(layout, count) for count in counts)
+
+
+def _is_power_of_two(value: float) -> bool:
+    return value >= 1 and value == int(value) and int(value) & (int(value) - 1) == 0

@@ -1,0 +1,412 @@
+"""Per-operator sharded data parallelism (OSDP, IJCAI 2023): which operator is replicated, which is sharded.
+
+The costs are those of the paper's alpha-beta-gamma model, with ZeRO-1 as a third mode; the choice is made
+exactly in C++ (csrc/search/osdp.h).
+"""
+
+import math
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from functools import cached_property
+from typing import Literal
+
+from realhf.architecture.model import DecoderConfig, DType
+from realhf.base.errors import UserError
+from realhf.geometry.parameters import ParameterSpec, decoder_parameters
+from realhf.planning import _search
+from realhf.planning.model.descriptions import DTYPE_BYTES
+from realhf.planning.model.hardware import Hardware
+
+Mode = Literal["replicated", "zero1", "sharded"]
+
+MODES: tuple[Mode, ...] = ("replicated", "zero1", "sharded")
+PAPER_MODES: tuple[Mode, ...] = ("replicated", "sharded")
+SMALLEST_SLICED_BYTES = 2**20  # smaller operators stay whole: slicing them only adds latency
+GIB = 2**30
+MOST_PARTS = 2**61  # of bytes, on one device: what 64 bits hold with room for a sum that is over the limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator:
+    """One weight of the model with what it needs on a device; activations and compute are those of one sample.
+
+    `kind` is what operators of all layers have in common ("q", "embedding", ...). Each of the
+    `slices` has a mode of its own, and only one slice is gathered at a time (OSDP, operator splitting).
+    """
+
+    name: str
+    kind: str
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int = 0
+    compute_s: float = 0.0
+    slices: int = 1
+
+    @property
+    def state_bytes(self) -> int:
+        """Parameters, gradients and optimizer states: `model_i` in the paper."""
+        return self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class Links:
+    """The data-parallel group and its ring: a message of x bytes takes `latency_s` + x `seconds_per_byte`.
+
+    `launch_s` is what each collective costs besides; the paper has none.
+    """
+
+    num_devices: int
+    latency_s: float
+    seconds_per_byte: float
+    launch_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.num_devices < 1:
+            raise UserError(f"num_devices={self.num_devices} must be at least 1")
+        for name in ("latency_s", "seconds_per_byte", "launch_s"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name}={getattr(self, name)} must not be negative")
+
+    def pass_s(self, size_bytes: float) -> float:
+        """One pass around the ring (an all-gather or a reduce-scatter): (N - 1)(alpha + S beta / N)."""
+        n = self.num_devices
+        return (n - 1) * (self.latency_s + size_bytes * self.seconds_per_byte / n)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OsdpProblem:
+    """A model's operators on the devices of one data-parallel group, each with `memory_bytes`.
+
+    `recompute`: activations are recomputed in the backward pass, for which sharded parameters are
+    gathered once more. `prefetch`: the next gather runs while one slice is in use, so two are held.
+    `extra_bytes` and `extra_bytes_per_sample` are needed whatever the modes are.
+    """
+
+    operators: tuple[Operator, ...]
+    links: Links
+    memory_bytes: int
+    modes: tuple[Mode, ...] = MODES
+    recompute: bool = False
+    prefetch: bool = False
+    extra_bytes: int = 0
+    extra_bytes_per_sample: int = 0
+
+    def __post_init__(self) -> None:
+        if self.memory_bytes < 1:
+            raise UserError(f"memory_bytes={self.memory_bytes} must be at least 1")
+        unknown = [mode for mode in self.modes if mode not in MODES]
+        if unknown or not self.modes or len(set(self.modes)) < len(self.modes):
+            raise UserError(f"modes={','.join(self.modes)} must be some of {', '.join(MODES)}, each once")
+        for op in self.operators:
+            if op.slices < 1:
+                raise UserError(f"operator {op.name}: slices={op.slices} must be at least 1")
+
+    @property
+    def bytes_per_sample(self) -> int:
+        return self.extra_bytes_per_sample + sum(op.activation_bytes for op in self.operators)
+
+    @property
+    def seconds_per_sample(self) -> float:
+        return sum(op.compute_s for op in self.operators)
+
+    def slice_seconds(self, op: Operator, mode: Mode) -> float:
+        """Communication of one slice in a step (the paper's T_i without compute).
+
+        Replicated: an all-reduce, which is two passes. ZeRO-1: a reduce-scatter of gradients and an
+        all-gather of the updated parameters, the same two passes in two collectives. Sharded: two
+        all-gathers and a reduce-scatter; one all-gather more with recomputation.
+        """
+        passes, collectives = {
+            "replicated": (2, 1),
+            "zero1": (2, 2),
+            "sharded": (4, 4) if self.recompute else (3, 3),
+        }[mode]
+        if self.links.num_devices == 1:
+            return 0.0
+        return passes * self.links.pass_s(op.parameter_bytes / op.slices) + collectives * self.links.launch_s
+
+    @cached_property
+    def parts_per_byte(self) -> int:
+        """Model states are counted in these parts of a byte, so that those of every slice are a whole number."""
+        parts = self.links.num_devices * math.lcm(*(op.slices for op in self.operators))
+        return parts if parts * self.memory_bytes < MOST_PARTS else 1  # else slices are rounded up
+
+    def slice_parts(self, op: Operator, mode: Mode) -> int:
+        """Model states of one slice on a device (the paper's M_i without activations), in parts of a byte."""
+        whole, divided = {
+            "replicated": (op.state_bytes, 0),
+            "zero1": (op.parameter_bytes + op.gradient_bytes, op.optimizer_bytes),
+            "sharded": (0, op.state_bytes),
+        }[mode]
+        n = self.links.num_devices
+        return -(-(whole * n + divided) * self.parts_per_byte // (n * op.slices))
+
+    def slice_bytes(self, op: Operator, mode: Mode) -> Fraction:
+        """`slice_parts` in bytes. Not rounded: the slices of a device lie in one buffer."""
+        return Fraction(self.slice_parts(op, mode), self.parts_per_byte)
+
+    def gather_bytes(self, op: Operator) -> int:
+        """The whole parameters of a slice while it is in use, twice with prefetch."""
+        return (2 if self.prefetch else 1) * -(-op.parameter_bytes // op.slices)
+
+
+@dataclass(frozen=True, kw_only=True)
+class OsdpPlan:
+    """The modes of all slices and the batch of each device.
+
+    `slices` has a row for each operator with the number of its slices in each of `problem.modes`.
+    `lower_bound_s` holds for the seconds per sample of any batch and modes asked for; `proven`
+    says that none is faster than this plan. A uniform plan is not searched for and has neither.
+    """
+
+    problem: OsdpProblem
+    batch: int
+    slices: tuple[tuple[int, ...], ...]
+    lower_bound_s: float = 0.0
+    proven: bool = False
+    search_s: float = 0.0
+
+    @property
+    def communication_s(self) -> float:
+        return sum(
+            count * self.problem.slice_seconds(op, mode)
+            for op, row in zip(self.problem.operators, self.slices, strict=True)
+            for mode, count in zip(self.problem.modes, row, strict=True)
+        )
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of one step: sum of T_i."""
+        return self.communication_s + self.batch * self.problem.seconds_per_sample
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """Of one device; the group does `num_devices` samples meanwhile."""
+        return self.step_s / self.batch
+
+    @property
+    def samples_per_s(self) -> float:
+        """Of all devices together."""
+        return self.problem.links.num_devices * self.batch / self.step_s
+
+    @property
+    def memory_bytes(self) -> int:
+        """The peak of a device, rounded up: sum of M_i, and the largest gather."""
+        problem, states, gather = self.problem, 0, 0
+        for op, row in zip(problem.operators, self.slices, strict=True):
+            for mode, count in zip(problem.modes, row, strict=True):
+                states += count * problem.slice_parts(op, mode)
+                if count and mode == "sharded":
+                    gather = max(gather, problem.gather_bytes(op))
+        states = -(-states // problem.parts_per_byte)
+        return states + gather + problem.extra_bytes + self.batch * problem.bytes_per_sample
+
+    def slices_by_kind(self) -> dict[str, dict[Mode, int]]:
+        """How many slices of each kind of operator are in each mode."""
+        counts: dict[str, dict[Mode, int]] = {}
+        for op, row in zip(self.problem.operators, self.slices, strict=True):
+            kind = counts.setdefault(op.kind, dict.fromkeys(self.problem.modes, 0))
+            for mode, count in zip(self.problem.modes, row, strict=True):
+                kind[mode] += count
+        return counts
+
+
+def solve(problem: OsdpProblem, batches: range, *, time_limit_s: float = 1.0) -> OsdpPlan:
+    """The modes, and the batch out of `batches`, with the least seconds per sample.
+
+    One batch only: the least seconds per step. Past the time limit (instances whose times are
+    nearly proportional to their bytes can be hard) the plan carries the bound proven so far.
+
+    Raises:
+        UserError: nothing fits; the text names the smallest memory and the largest batch that would.
+    """
+    return best_slicing([problem], batches, time_limit_s=time_limit_s)
+
+
+def best_slicing(problems: Sequence[OsdpProblem], batches: range, *, time_limit_s: float = 1.0) -> OsdpPlan:
+    """The best plan of problems that differ in the slices of their operators (see `solve`)."""
+    if not batches or batches[0] < 1 or batches.step != 1:
+        raise UserError(f"batches={batches} must be a range of one or more batches, from 1 on")
+    start = time.perf_counter()
+    solved = [(problem, _solution(problem, batches, time_limit_s)) for problem in problems]
+    feasible = [(problem, found) for problem, found in solved if found["feasible"]]
+    if not feasible:
+        raise UserError(_remedy(solved, batches[0]))
+    problem, found = min(feasible, key=lambda entry: entry[1]["step_s"] / entry[1]["batch"])
+    plan = OsdpPlan(
+        problem=problem,
+        batch=found["batch"],
+        slices=tuple(tuple(row) for row in found["slices"]),
+        lower_bound_s=min(other["lower_bound_s"] for _, other in feasible),
+        proven=all(other["proven"] for _, other in feasible),
+        search_s=time.perf_counter() - start,
+    )
+    assert plan.memory_bytes <= problem.memory_bytes
+    assert abs(plan.step_s - found["step_s"]) <= 1e-9 * plan.step_s
+    return plan
+
+
+def _solution(problem: OsdpProblem, batches: range, time_limit_s: float) -> "_search.OsdpSolution":
+    parts = problem.parts_per_byte
+    rows = [
+        (
+            op.slices,
+            problem.gather_bytes(op) * parts,
+            [(problem.slice_seconds(op, mode), problem.slice_parts(op, mode), mode == "sharded")
+             for mode in problem.modes],
+        )
+        for op in problem.operators
+    ]  # fmt: skip
+    found = _search.solve_osdp(
+        operators=rows,
+        memory_bytes=(problem.memory_bytes - problem.extra_bytes) * parts,
+        bytes_per_sample=problem.bytes_per_sample * parts,
+        seconds_per_sample=problem.seconds_per_sample,
+        min_batch=batches[0],
+        max_batch=batches[-1],
+        time_limit_s=time_limit_s,
+    )
+    found["smallest_fixed_bytes"] = -(-found["smallest_fixed_bytes"] // parts)
+    return found
+
+
+def _remedy(solved: Sequence[tuple[OsdpProblem, "_search.OsdpSolution"]], batch: int) -> str:
+    """What would make an infeasible problem feasible, exactly."""
+    problem, found = min(solved, key=lambda entry: entry[1]["smallest_fixed_bytes"])
+    fixed = found["smallest_fixed_bytes"] + problem.extra_bytes
+    smallest = fixed + batch * problem.bytes_per_sample
+    text = (
+        f"memory_bytes={problem.memory_bytes} ({problem.memory_bytes / GIB:.2f} GiB) holds no choice of modes with "
+        f"batch={batch} on each of {problem.links.num_devices} devices; the smallest memory that does is "
+        f"{smallest} bytes ({smallest / GIB:.2f} GiB)"
+    )
+    largest = (problem.memory_bytes - fixed) // problem.bytes_per_sample if problem.bytes_per_sample else 0
+    return text + (f", and the largest batch that fits is {largest}" if largest >= 1 else "")
+
+
+def uniform_plan(problem: OsdpProblem, mode: Mode, batches: range) -> OsdpPlan | None:
+    """All operators in one mode, with the largest batch of `batches` that fits (the fastest per sample).
+
+    None if no batch fits.
+    """
+    problem = replace(problem, modes=(mode,))
+    slices = tuple((op.slices,) for op in problem.operators)
+    for batch in reversed(batches):
+        plan = OsdpPlan(problem=problem, batch=batch, slices=slices)
+        if plan.memory_bytes <= problem.memory_bytes:
+            return plan
+    return None
+
+
+def sliced(problem: OsdpProblem, slices: int) -> OsdpProblem:
+    """The same problem with its large operators cut into `slices`."""
+    return replace(
+        problem,
+        operators=tuple(
+            replace(op, slices=slices if op.parameter_bytes >= SMALLEST_SLICED_BYTES else 1) for op in problem.operators
+        ),
+    )
+
+
+def ring(hardware: Hardware, num_devices: int, *, launch_s: float = 0.0) -> Links:
+    """The ring over `num_devices` neighbours: its slowest links set the pace (alpha and beta of one level)."""
+    if num_devices > hardware.devices_per_node:
+        latency_s, bandwidth = hardware.inter_node_latency_s, hardware.inter_node_bandwidth
+    else:
+        latency_s, bandwidth = hardware.intra_node_latency_s, hardware.intra_node_bandwidth
+    return Links(num_devices=num_devices, latency_s=latency_s, seconds_per_byte=1 / bandwidth, launch_s=launch_s)
+
+
+def decoder_problem(
+    model: DecoderConfig,
+    *,
+    links: Links,
+    memory_bytes: int,
+    sequence_length: int,
+    flops: float,
+    dtype: DType = "bfloat16",
+    modes: tuple[Mode, ...] = MODES,
+    recompute: bool = False,
+    prefetch: bool = False,
+) -> OsdpProblem:
+    """Training a decoder with AdamW on samples of `sequence_length` tokens, `flops` reached a second.
+
+    Operators are not sliced yet (`sliced`). Norms belong to the projection that follows them. Model
+    states: parameters and gradients in `dtype`, two states of AdamW in fp32 at least, below fp32 a
+    master copy. Compute: 6 FLOPs a parameter and token (8 with recomputation), and causal attention.
+    """
+    if sequence_length < 1:
+        raise UserError(f"sequence_length={sequence_length} must be at least 1")
+    item = DTYPE_BYTES[dtype]
+    optimizer = 2 * max(item, 4) + (4 if item < 4 else 0)
+    sizes: dict[tuple[int, str], int] = {}
+    active: dict[tuple[int, str], float] = {}  # of these, what a token goes through
+    for spec in decoder_parameters(model):
+        key = (spec.layer, operator_kind(spec, model))
+        sizes[key] = sizes.get(key, 0) + spec.size
+        used = model.experts.per_token / model.experts.count if ".experts." in spec.name else 1
+        active[key] = active.get(key, 0) + used * spec.size
+    kept = _activation_elements(model)
+    operators = []
+    for (layer, kind), size in sizes.items():
+        activations = sequence_length * kept.get(kind, 0) * item
+        is_lookup = kind == "embedding" and not model.tied_embeddings  # a tied one is the head's weight, too
+        flops_per_token = 0 if is_lookup else (8 if recompute and layer >= 0 else 6) * active[layer, kind]
+        if kind == "o":  # scores and their product with the values, half of each masked
+            flops_per_token += (8 if recompute else 6) * sequence_length * model.query_size
+        if recompute and layer >= 0:  # of a layer only its input is kept
+            activations = sequence_length * model.hidden_size * item if kind == "q" else 0
+        if kind == "head":
+            outputs = model.vocab_size if model.head == "lm" else 1
+            activations += 3 * sequence_length * outputs * max(item, 4)  # logits, probabilities, gradient
+        operators.append(
+            Operator(
+                name=kind if layer < 0 else f"layers.{layer}.{kind}",
+                kind=kind,
+                parameter_bytes=size * item,
+                gradient_bytes=size * item,
+                optimizer_bytes=size * optimizer,
+                activation_bytes=activations,
+                compute_s=flops_per_token * sequence_length / flops,
+            )
+        )
+    return OsdpProblem(
+        operators=tuple(operators),
+        links=links,
+        memory_bytes=memory_bytes,
+        modes=modes,
+        recompute=recompute,
+        prefetch=prefetch,
+        extra_bytes_per_sample=sequence_length * sum(kept.values()) * item if recompute else 0,
+    )
+
+
+def operator_kind(spec: ParameterSpec, model: DecoderConfig) -> str:
+    """The operator that a parameter belongs to: a bias to its projection, a norm to what follows it."""
+    if spec.place != "layer":
+        return spec.place
+    module = spec.name.rsplit(".", 2)[-2]
+    norms = {
+        "input_layernorm": "q",
+        "q_norm": "q",
+        "k_norm": "k",
+        "post_attention_layernorm": "gate" if model.mlp == "gated" else "up",
+    }
+    return norms.get(module, module.removesuffix("_proj"))
+
+
+def _activation_elements(model: DecoderConfig) -> dict[str, int]:
+    """Elements that an operator of a layer keeps a token: `activations.activation_elements`, told apart.
+
+    q: the norm's input and output, q and its rotated copy; o: attention's output; gate: the norm's
+    input and output, and its own output; down: silu(gate) and the product.
+    """
+    hidden, query, kv, inner = model.hidden_size, model.query_size, model.kv_size, model.active_intermediate_size
+    attention = {"q": 2 * hidden + 2 * query, "k": 2 * kv, "v": kv, "o": query}
+    if model.mlp == "plain":
+        return attention | {"up": 2 * hidden + inner, "down": inner}
+    routed = 2 * model.experts.per_token * hidden
+    return attention | {"gate": 2 * hidden + routed + inner, "up": inner, "down": 2 * inner}

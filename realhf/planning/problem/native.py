@@ -1,0 +1,151 @@
+"""The C++ search and its tables; the only importer of its module."""
+
+import math
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+
+import msgspec
+
+from realhf.architecture.model import DecoderConfig
+from realhf.geometry.layout import Layout
+from realhf.planning import _search
+from realhf.planning.cluster import Cluster
+from realhf.planning.model.cost import reallocation_table as reallocation_table_in_python
+from realhf.planning.model.hardware import Hardware
+from realhf.planning.model.memory import model_sizes
+from realhf.planning.problem.tables import Problem
+from realhf.planning.watching import Watch, unwatched
+
+UPDATES_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """The solution of a problem: the chosen option of every call.
+
+    `lower_bound_s` bounds the `step_s` of every feasible choice from below (infinite if there is
+    none), and `proven` says that this choice is optimal.
+    """
+
+    choice: list[int]
+    step_s: float
+    peak_bytes: float
+    feasible: bool
+    cost: float
+    lower_bound_s: float
+    proven: bool
+    trace: tuple[tuple[float, float], ...]
+    evaluations: int
+    seconds: float
+
+
+def native_problem(problem: Problem) -> _search.Problem:
+    """The problem in the searcher's memory.
+
+    Raises:
+        ValueError: the tables do not fit together.
+    """
+    tables = msgspec.structs.asdict(problem)
+    tables["calls"] = [msgspec.structs.asdict(call) for call in problem.calls]
+    tables["transfers"] = [msgspec.structs.asdict(transfer) for transfer in problem.transfers]
+    return _search.Problem(tables)
+
+
+def search_problem(
+    native: _search.Problem,
+    *,
+    seed: int,
+    evaluations: int,
+    seconds: float | None = None,
+    starts: Sequence[Sequence[int]] = (),
+    proves: bool = True,
+    watch: Watch = unwatched,
+) -> Found:
+    """Searches a problem on all cores; the same seed and evaluations give the same choice on any number of them.
+
+    With `seconds`, for so long at most, whatever the number of evaluations. What is found is no worse than any of the
+    choices `starts`. Without `proves` there is no more than a rough bound. An interruption ends the search.
+    """
+    start = time.perf_counter()
+    progress = _search.Progress()
+
+    def solve() -> "_search.Solution":
+        return native.solve(
+            seed=seed,
+            evaluations=0 if seconds else evaluations,
+            seconds=seconds or 0.0,
+            threads=len(os.sched_getaffinity(0)),
+            single_moves=False,
+            proves=proves,
+            starts=starts,
+            progress=progress,
+        )
+
+    phase = f"searching for {seconds:g} s" if seconds else f"searching, {evaluations:,} plans"
+    watch(phase, "")
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(solve)
+        try:
+            while not wait([future], timeout=UPDATES_EVERY_S).done:
+                watch(phase, _text(progress.cost, progress.evaluations))
+            solution = future.result()
+        finally:
+            progress.stop()
+    evaluation, evaluations = solution["evaluation"], solution["search_full"] + solution["search_rejected"]
+    watch(phase, _text(evaluation["step_time"] if evaluation["feasible"] else math.inf, evaluations))
+    return Found(
+        choice=solution["plan"],
+        step_s=evaluation["step_time"],
+        peak_bytes=evaluation["peak_bytes"],
+        feasible=evaluation["feasible"],
+        cost=evaluation["cost"],
+        lower_bound_s=solution["lower_bound"],
+        proven=solution["proven"],
+        trace=tuple(solution["trace"]),
+        evaluations=evaluations,
+        seconds=time.perf_counter() - start,
+    )
+
+
+def _text(best_s: float, evaluations: int) -> str:
+    best = f"best {best_s:.3g} s a step" if math.isfinite(best_s) else "none that fits"
+    return f"{best} after {evaluations:,} plans"
+
+
+def reallocation_table(
+    model: DecoderConfig,
+    sources: Sequence[Layout],
+    targets: Sequence[Layout],
+    *,
+    item: int,
+    cluster: Cluster,
+    hardware: Hardware,
+    forwarding: bool = True,
+) -> Sequence[float]:
+    """As `realhf.planning.model.cost.reallocation_table`, computed in C++; a buffer of doubles in its memory.
+
+    Layouts with model chunks or micro data-parallel groups, which only given plans have, are left to Python: C++ does
+    not know them.
+    """
+    if any(layout.strategy.chunks > 1 or layout.strategy.micro_dp != (1, 1) for layout in (*sources, *targets)):
+        return reallocation_table_in_python(
+            model, sources, targets, item=item, cluster=cluster, hardware=hardware, forwarding=forwarding
+        )
+    table = _search.reallocation_table(
+        asdict(model_sizes(model)),
+        [_layout_row(s) for s in sources],
+        [_layout_row(t) for t in targets],
+        within_node=(hardware.intra_node_latency_s, item / hardware.intra_node_bandwidth),
+        across_nodes=(hardware.inter_node_latency_s, item / hardware.inter_node_bandwidth),
+        devices_per_node=cluster.devices_per_node,
+        forwarding=forwarding,
+    )
+    return memoryview(table).cast("B").cast("d")  # its bytes are doubles
+
+
+def _layout_row(layout: Layout) -> tuple[int, int, int, int, int]:
+    strategy = layout.strategy
+    return (layout.mesh.first, layout.mesh.size, strategy.dp, strategy.tp, strategy.pp)

@@ -1,0 +1,170 @@
+"""The meaning of a planning problem, slow and plain: simulation and memory of one plan.
+
+The searcher's C++ evaluates millions of plans and has to agree with this, device by device.
+"""
+
+import heapq
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from realhf.planning.model.communicators import MOVES
+from realhf.planning.problem.tables import CallTable, OptionRow, Problem, TransferTable
+
+
+@dataclass(frozen=True)
+class Event:
+    """Node `node` of step `step` ran from `start_s` to `end_s`; nodes are numbered calls first, then transfers."""
+
+    node: int
+    step: int
+    start_s: float
+    end_s: float
+
+
+class Simulation:
+    """Nodes with durations and devices under one choice of options, and the clocks of the devices."""
+
+    def __init__(self, problem: Problem, choice: Sequence[int]):
+        self.problem = problem
+        self.nodes: list[CallTable | TransferTable] = [*problem.calls, *problem.transfers]
+        chosen = _chosen(problem, choice)
+        self.devices = [set(_range(option)) for option in chosen]
+        self.durations = [option.time_s for option in chosen]
+        for transfer in problem.transfers:
+            source, target = self.devices[transfer.source], self.devices[transfer.target]
+            self.devices.append({"both": source | target, "source": source, "target": target}[transfer.occupies])
+            row, column = transfer.rows[choice[transfer.source]], transfer.columns[choice[transfer.target]]
+            self.durations.append(transfer.seconds[row * transfer.num_columns + column])
+        self.free_at = [0.0] * problem.num_devices
+        self.end: dict[tuple[int, int], float] = {}  # by (step, node)
+
+    def parents(self, step: int, node: int) -> list[tuple[int, int]]:
+        """All (step, node) that must have ended, those of the bound on steps in flight included."""
+        table = self.nodes[node]
+        parents = [(step - back, parent) for parent, back in table.parents if step >= back]
+        is_source = all(back > 0 for _, back in table.parents)
+        if is_source and step >= self.problem.max_steps_in_flight:
+            parents += [(step - self.problem.max_steps_in_flight, other) for other in range(len(self.nodes))]
+        return parents
+
+    def ready_s(self, step: int, node: int) -> float:
+        return max((self.end[parent] for parent in self.parents(step, node)), default=0.0)
+
+    def run_node(self, step: int, node: int) -> Event:
+        """Starts a node when it is ready and its devices are free."""
+        start = max([self.ready_s(step, node), *(self.free_at[d] for d in self.devices[node])])
+        end = start + self.durations[node]
+        for device in self.devices[node]:
+            self.free_at[device] = end
+        self.end[step, node] = end
+        return Event(node, step, start, end)
+
+
+def simulate(problem: Problem, choice: Sequence[int], steps: int, order: Sequence[tuple[int, int]] = ()) -> list[Event]:
+    """Algorithm 1 of the ReaL paper over `steps` steps: nodes in the order in which they become ready; ties: the
+    earlier step, then the node's number. Returns the events in that order.
+
+    `order` lists all (node, step) of some nodes, every parent before its children: those that share a device
+    then run in that order. Other transfers remain free to run as soon as they are ready.
+    """
+    simulation = Simulation(problem, choice)
+    instances = [(step, node) for step in range(steps) for node in range(len(simulation.nodes))]
+    before = {instance: simulation.parents(*instance) for instance in instances}
+    last_on_device: dict[int, tuple[int, int]] = {}
+    for node, step in order:
+        earlier = {last_on_device[d] for d in simulation.devices[node] if d in last_on_device}
+        before[step, node] = [*before[step, node], *earlier]
+        last_on_device.update(dict.fromkeys(simulation.devices[node], (step, node)))
+    waits = {instance: len(parents) for instance, parents in before.items()}
+    children: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for instance, parents in before.items():
+        for parent in parents:
+            children.setdefault(parent, []).append(instance)
+    queue = [(0.0, *instance) for instance in instances if not waits[instance]]
+    heapq.heapify(queue)
+    events = []
+    while queue:
+        _, step, node = heapq.heappop(queue)
+        events.append(simulation.run_node(step, node))
+        for child in children.get((step, node), []):
+            waits[child] -= 1
+            if not waits[child]:
+                heapq.heappush(queue, (simulation.ready_s(*child), *child))
+    assert len(events) == len(instances), "the nodes form a cycle, or the order breaks an edge"
+    return events
+
+
+def device_bytes(problem: Problem, choice: Sequence[int]) -> list[float]:
+    """What each device needs: static bytes of all calls placed on it, plus the largest dynamic need of one of them;
+    communicators, and what it takes to send copies.
+
+    A call whose layout is not that of its home holds a copy of its parameters while it runs; `CallTable.spared`.
+    """
+    chosen = _chosen(problem, choice)
+    needed = [
+        _needed_bytes(call, option, chosen[call.home]) for call, option in zip(problem.calls, chosen, strict=True)
+    ]
+    communicators = communicator_bytes(problem, choice)
+    needs = []
+    for device in range(problem.num_devices):
+        static, dynamic = communicators[device], 0.0
+        for option, kept, bytes_needed in zip(chosen, static_bytes(problem, choice), needed, strict=True):
+            if device in _range(option):
+                static += kept
+                dynamic = max(dynamic, bytes_needed)
+        sends = any(
+            device in _range(chosen[call.home]) and device not in _range(option)
+            for call, option in zip(problem.calls, chosen, strict=True)
+        )
+        needs.append(static + dynamic + (problem.sending_bytes if sends else 0.0))
+    return needs
+
+
+def static_bytes(problem: Problem, choice: Sequence[int]) -> list[float]:
+    """What each call keeps on its devices whatever runs there: nothing where it works on a copy, which is freed."""
+    chosen = _chosen(problem, choice)
+    return [
+        option.static_bytes if number == call.home or _same_layout(option, chosen[call.home]) else 0.0
+        for number, (call, option) in enumerate(zip(problem.calls, chosen, strict=True))
+    ]
+
+
+def communicator_bytes(problem: Problem, choice: Sequence[int]) -> list[float]:
+    """Of each device the communicators of all calls placed on it, each once. Where any call is not laid out as its
+    home, copies move, which takes a communicator of all devices."""
+    chosen = _chosen(problem, choice)
+    homes = [chosen[call.home] for call in problem.calls]
+    moves = any(not _same_layout(option, home) for option, home in zip(chosen, homes, strict=True))
+    sizes = []
+    for device in range(problem.num_devices):
+        labels = {label for option in chosen if device in _range(option) for label in option.communicators}
+        if labels and moves:
+            labels.add(MOVES)
+        sizes.append(problem.communicator_bytes * len(labels))
+    return sizes
+
+
+def _needed_bytes(call: CallTable, option: OptionRow, home: OptionRow) -> float:
+    """Beside what stays: while the copy is filled, or while the call runs."""
+    if _same_layout(home, option):
+        return option.dynamic_bytes
+    spared = {(of_home, of_copy): saved for of_home, of_copy, saved in call.spared if home.devices == option.devices}
+    copied = max(option.copy_bytes - spared.get((home.strategy, option.strategy), 0.0), 0.0)
+    return max(option.static_bytes + option.dynamic_bytes + copied, option.copy_bytes)
+
+
+def _same_layout(one: OptionRow, other: OptionRow) -> bool:
+    return (one.devices, one.strategy) == (other.devices, other.strategy)
+
+
+def makespan_s(events: Iterable[Event]) -> float:
+    return max(event.end_s for event in events)
+
+
+def _chosen(problem: Problem, choice: Sequence[int]) -> list[OptionRow]:
+    return [call.options[index] for call, index in zip(problem.calls, choice, strict=True)]
+
+
+def _range(option: OptionRow) -> range:
+    first, size = option.devices
+    return range(first, first + size)

@@ -1,0 +1,167 @@
+"""Planning problems as files in the words of the planner (`planning-problem/2`): what `realhf plan` really solves.
+
+More than planning-problem/1 can say: transfers that occupy the devices of two calls, and depend on where these lie;
+memory for a copy of parameters, needed only away from the model's home; a bound on the steps in flight.
+Times are in seconds, as the planner has them, so that nothing is rounded on the way.
+"""
+
+from collections.abc import Iterator
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from realhf.planning.problem.nodes import (
+    MAX_CALLS,
+    MAX_TRANSFERS,
+    MOST,
+    Count,
+    Devices,
+    Label,
+    NotNegative,
+    NumDevices,
+    Parents,
+    Steps,
+    cycle_complaints,
+    node_complaints,
+    numbers,
+)
+
+Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
+
+
+class PlannedOption(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to run a call; bytes on each of its devices.
+
+    `static_bytes` for good, `dynamic_bytes` while it runs, `copy_bytes` on top of these unless the
+    model's home is chosen with the same devices and strategy: where it is not, `static_bytes` too are needed only while
+    it runs. `communicators`: ascending labels of those that each of
+    its devices is in; where options have a label in common, it is one communicator on every device that they share.
+    Label 1 is that of all copies of parameters, and need not be said.
+    """
+
+    devices: Devices
+    strategy: str
+    micro_batches: Count
+    time_s: Amount
+    static_bytes: Amount
+    dynamic_bytes: Amount
+    copy_bytes: Amount
+    communicators: list[Label] = []
+
+
+class PlannedCall(msgspec.Struct, frozen=True, kw_only=True):
+    """`home` is the call in whose layout the model's parameters live. `spared`: (home's strategy, strategy, bytes): on
+    the home's devices, what of `copy_bytes` is free again while the call runs."""
+
+    name: str
+    model: str
+    trains: bool
+    home: str
+    parents: Parents
+    options: Annotated[list[PlannedOption], msgspec.Meta(min_length=1)]
+    spared: list[tuple[str, str, Amount]] = []
+
+
+class PlannedTransfer(msgspec.Struct, frozen=True, kw_only=True):
+    """Occupies the devices of all calls of `on` for `times_s[rows[i]][columns[j]]` seconds, between option i of
+    the call `from` and option j of the call `to`."""
+
+    name: str
+    source: str = msgspec.field(name="from")
+    target: str = msgspec.field(name="to")
+    on: Annotated[list[str], msgspec.Meta(min_length=1, max_length=2)]
+    parents: Parents
+    rows: list[NotNegative]
+    columns: list[NotNegative]
+    times_s: Annotated[list[list[Amount]], msgspec.Meta(min_length=1)]
+
+
+class PlannedFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A planning problem in seconds and bytes.
+
+    The calls and transfers of step t that have no parent in it wait for everything of step t - max_steps_in_flight.
+    A device needs `communicator_bytes` for each communicator that it is in, and `sending_bytes` if it has a model's
+    home and not all of its calls, beside whatever runs there.
+    """
+
+    format: Literal["planning-problem/2"] = "planning-problem/2"
+    num_devices: NumDevices
+    devices_per_node: Count
+    device_memory_bytes: Annotated[float, msgspec.Meta(gt=0, le=MOST)]
+    steps: Steps
+    max_steps_in_flight: Steps
+    calls: Annotated[list[PlannedCall], msgspec.Meta(min_length=1, max_length=MAX_CALLS)]
+    transfers: Annotated[list[PlannedTransfer], msgspec.Meta(max_length=MAX_TRANSFERS)]
+    communicator_bytes: Amount = 0.0
+    sending_bytes: Amount = 0.0
+
+
+def planned_tables(problem: PlannedFile) -> dict[str, Any]:
+    """The tables that the C++ engine reads (csrc/search/bindings.cpp), times in seconds."""
+    nodes = numbers([*(call.name for call in problem.calls), *(transfer.name for transfer in problem.transfers)])
+    return {
+        "num_devices": problem.num_devices,
+        "device_memory_bytes": problem.device_memory_bytes,
+        "steps": problem.steps,
+        "max_steps_in_flight": problem.max_steps_in_flight,
+        "communicator_bytes": problem.communicator_bytes,
+        "sending_bytes": problem.sending_bytes,
+        "calls": [
+            {
+                "home": nodes[call.home],
+                "parents": [(nodes[name], back) for name, back in call.parents],
+                "options": [msgspec.to_builtins(option) for option in call.options],
+                "spared": call.spared,
+            }
+            for call in problem.calls
+        ],
+        "transfers": [
+            {
+                "source": nodes[transfer.source],
+                "target": nodes[transfer.target],
+                "on": [nodes[name] for name in transfer.on],
+                "parents": [(nodes[name], back) for name, back in transfer.parents],
+                "rows": transfer.rows,
+                "columns": transfer.columns,
+                "num_columns": len(transfer.times_s[0]),
+                "seconds": [seconds for row in transfer.times_s for seconds in row],
+            }
+            for transfer in problem.transfers
+        ],
+    }
+
+
+def planned_complaints(problem: PlannedFile) -> Iterator[str]:
+    """What is wrong with a problem, for people; nothing if it can be solved."""
+    nodes: list[PlannedCall | PlannedTransfer] = [*problem.calls, *problem.transfers]
+    yield from node_complaints(nodes, problem.steps)
+    calls = {call.name: call for call in problem.calls}
+    for call in problem.calls:
+        if call.home not in calls:
+            yield f"{call.name!r}: home is {call.home!r}, which is no call of the file"
+        for i, option in enumerate(call.options):
+            if sum(option.devices) > problem.num_devices:
+                where = f"{call.name!r}: options[{i}]"
+                yield f"{where}: devices {list(option.devices)} reach beyond num_devices={problem.num_devices}"
+    for transfer in problem.transfers:
+        for field, name in (("from", transfer.source), ("to", transfer.target), *(("on", on) for on in transfer.on)):
+            if name not in calls:
+                yield f"transfer {transfer.name!r}: {field!r} is {name!r}, which is no call of the file"
+        yield from _table_complaints(transfer, calls)
+    yield from cycle_complaints(nodes)
+
+
+def _table_complaints(transfer: PlannedTransfer, calls: dict[str, PlannedCall]) -> Iterator[str]:
+    where = f"transfer {transfer.name!r}"
+    width = len(transfer.times_s[0])
+    if not width or any(len(row) != width for row in transfer.times_s):
+        yield f"{where}: the rows of times_s must be equally long, and not empty"
+    for field, places, call, size in (
+        ("rows", transfer.rows, transfer.source, len(transfer.times_s)),
+        ("columns", transfer.columns, transfer.target, width),
+    ):
+        options = len(calls[call].options)
+        if len(places) != options:
+            yield f"{where}: {field} has {len(places)} entries; it needs one for each of {call!r}'s {options} options"
+        if any(place >= size for place in places):
+            yield f"{where}: {field} names {max(places)}, but times_s has {size} {field}"

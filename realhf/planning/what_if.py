@@ -1,0 +1,124 @@
+"""What if the models were larger, the sequences longer: changes to an experiment that only a plan needs."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from realhf.api.experiment import ModelSetup
+from realhf.architecture.model import DType
+from realhf.architecture.named import architecture
+from realhf.base.errors import UserError
+from realhf.base.numbers import SAMPLES, TOKENS, check_range
+from realhf.dataflow.graph import ModelFunctionCallDef
+from realhf.planning.model.features import EngineFeatures, differences, of_setup, with_features
+
+ROLES = {"actor": ("actor", "reference", "ref"), "critic": ("critic", "reward", "cost")}
+
+# The setting of ReaL's and HybridFlow's measurements, where architectures are replaced and nothing else is said.
+DEFAULT_TOKENS = 1024
+STALENESS = (0, 64)
+DEFAULT_DTYPE: DType = "bfloat16"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WhatIf:
+    """`model_types` gives model names another architecture; None leaves the experiment's own value.
+
+    `features` are names of `realhf.planning.model.features.FEATURES`: what an engine would have or lack, for all
+    models.
+
+    Raises:
+        UserError: a number out of its range, or an unknown feature.
+    """
+
+    model_types: Mapping[str, str] = field(default_factory=dict)
+    prompt_tokens: int | None = None
+    new_tokens: int | None = None
+    batch_size: int | None = None
+    dtype: DType | None = None
+    staleness: int = 0
+    features: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name, (low, high) in (("prompt_tokens", TOKENS), ("new_tokens", TOKENS), ("batch_size", SAMPLES)):
+            value = getattr(self, name)
+            if value is not None:
+                check_range(f"--{name.replace('_', '-')}", value, low, high)
+        check_range("--staleness", self.staleness, *STALENESS)
+        with_features(self.features)
+
+    @property
+    def needs_no_data(self) -> bool:
+        """Whether the lengths of the prompts are known without the data set."""
+        return bool(self.model_types) or self.prompt_tokens is not None
+
+    def with_defaults(self) -> "WhatIf":
+        """Replaced architectures come with the lengths and the dtype of published measurements."""
+        if not self.model_types:
+            return self
+        return replace(
+            self,
+            prompt_tokens=self.prompt_tokens or DEFAULT_TOKENS,
+            new_tokens=self.new_tokens or DEFAULT_TOKENS,
+            dtype=self.dtype or DEFAULT_DTYPE,
+        )
+
+    def engine(self, setup: ModelSetup | None = None) -> EngineFeatures:
+        """What the engine in question does for a model of this setup (None: of the default one)."""
+        return with_features(self.features, of_setup(setup or ModelSetup()))
+
+    def unlike(self, setups: Iterable[ModelSetup]) -> list[str]:
+        """By what that differs from what the engine does for models of these setups, in the command line's names."""
+        found = {name: None for setup in setups for name in differences(self.engine(setup), of_setup(setup))}
+        return list(found)
+
+    def apply(self, calls: Sequence[ModelFunctionCallDef]) -> list[ModelFunctionCallDef]:
+        """The calls with the other architectures under their own heads.
+
+        Raises:
+            UserError: no call uses such a model, or an architecture is not known.
+        """
+        used = list(dict.fromkeys(call.model_name for call in calls))
+        for name in self.model_types:
+            if name not in used:
+                raise UserError(f"--model-type {name}=...: no call uses such a model; there are {', '.join(used)}")
+        types = {name: architecture(value) for name, value in self.model_types.items()}
+        return [
+            replace(call, model_type=types[call.model_name].with_head(call.config.head))
+            if call.model_name in types
+            else call
+            for call in calls
+        ]
+
+
+def parse_model_types(
+    calls: Sequence[ModelFunctionCallDef], *, actor: str | None, critic: str | None, pairs: Sequence[str]
+) -> dict[str, str]:
+    """Architectures by model name: of --actor, --critic, and NAME=ARCHITECTURE words, of which the latter win.
+
+    Raises:
+        UserError: a word of another form, or an experiment without a model of the role.
+    """
+    used = list(dict.fromkeys(call.model_name for call in calls))
+    types: dict[str, str] = {}
+    for role, value in (("actor", actor), ("critic", critic)):
+        if value is None:
+            continue
+        names = [name for name in used if name in ROLES[role]]
+        if not names:
+            raise UserError(
+                f"--{role} {value}: no model is named {' or '.join(ROLES[role])}; the experiment has "
+                f"{', '.join(used)}, so give --model-type NAME={value}"
+            )
+        types |= dict.fromkeys(names, value)
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not (name and separator and value):
+            raise UserError(f"--model-type {pair}: write it NAME=ARCHITECTURE, for example {used[0]}=llama3-70b")
+        types[name] = value
+    return types
+
+
+def keys_without_producer(calls: Sequence[ModelFunctionCallDef]) -> tuple[str, ...]:
+    """What the calls read and none of them writes: the keys that a data set would have."""
+    written = {key for call in calls for key in call.output_data}
+    return tuple(dict.fromkeys(key for call in calls for key in call.input_data if key not in written))

@@ -1,0 +1,170 @@
+"""Times whole calls of the engine on a short model, to find what the sum of their parts leaves out."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realhf.api.experiment import OptimizerConfig
+from realhf.api.generation import GenerationOptions
+from realhf.engine.batch import Batch
+from realhf.engine.generate.loop import packed_weights
+from realhf.engine.interface import Stats
+from realhf.engine.model import ShardedModel
+from realhf.parallel.groups import ParallelGroups
+from realhf.planning.model.profile import CallOverheads
+from realhf.profiling.job import ProfileTarget
+from realhf.profiling.model_bench import ModelBench, Stopwatch
+
+LAYERS = 2  # one a stage where there are two
+SEQUENCES = 16  # of a data-parallel rank
+FEW, MANY = 1, 4  # micro-batches
+STEPS = 8  # of decoding
+
+
+class CallBench:
+    """Finds the overheads of a model type's calls; all ranks make it and call it together.
+
+    The head of inference and train_step is scalar: what the vocabulary costs is the head's, and measured there.
+
+    Args:
+        data: groups of the layout of data parallelism alone over all ranks.
+        pipeline: groups of a layout of two stages, None where this rank has no part in it.
+        lengths: of the SEQUENCES sequences.
+    """
+
+    def __init__(
+        self,
+        target: ProfileTarget,
+        data: ParallelGroups,
+        pipeline: ParallelGroups | None,
+        device: torch.device,
+        watch: Stopwatch,
+        lengths: list[int],
+    ):
+        self.model = replace(target.model.with_head("scalar"), num_layers=LAYERS)
+        self.target_dtype, self.dtype = target.dtype, getattr(torch, target.dtype)
+        self.device, self.watch = device, watch
+        self.data, self.pipeline = data, pipeline
+        sequences = [torch.arange(length, device=device) % self.model.vocab_size for length in lengths]
+        self.batch = Batch(tuple(range(len(lengths))), {"seq": sequences})
+        self.bench = ModelBench(self.model, target.dtype, data, device, watch)
+
+    def overheads(self, optimizer_s_per_parameter: float, message_s: float) -> CallOverheads:
+        """What calls take beyond their parts.
+
+        Those of a call and of a micro-batch come from data-parallel calls of FEW and of MANY micro-batches. That
+        of a message comes from a pipeline of two stages, which compute while messages are on their way.
+
+        Args:
+            message_s: see `message_s`; 0 if no rank has a part in a pipeline.
+        """
+        model = self._model(self.data)
+        beyond = optimizer_s_per_parameter * model.arena.flat.numel() + self._reduce_s(model)
+        parts = {count: self._parts_s(count) for count in (FEW, MANY)}
+        forward = {n: self._forward_s(model, n) - n * parts[n][0] for n in parts}
+        train = {n: self._train_s(model, n) - n * sum(parts[n]) - beyond for n in parts}
+        forward_call, forward_micro_batch = _split(forward)
+        train_call, train_micro_batch = _split(train)
+        generate_call, per_parameter, decode_step = self._generation()
+        return CallOverheads(
+            forward_s=forward_call,
+            forward_micro_batch_s=forward_micro_batch,
+            train_s=train_call,
+            train_micro_batch_s=train_micro_batch,
+            generate_s=generate_call,
+            generate_s_per_parameter=per_parameter,
+            decode_step_s=decode_step,
+            message_s=self._beyond_message_s(message_s, parts[MANY][0] / 2 + forward_micro_batch) if message_s else 0.0,
+        )
+
+    def message_s(self, exchange: Callable[[Tensor], object] | None) -> float:
+        """Seconds of one micro-batch's hidden states from rank to rank; `exchange` sends them there and back."""
+        tokens = sum(len(sequence) for sequence in self.batch.data["seq"]) // MANY
+        hidden = torch.zeros(tokens, self.model.hidden_size, dtype=self.dtype, device=self.device)
+        return self.watch.seconds(None if exchange is None else partial(exchange, hidden), slowest=True) / 2
+
+    def _generation(self) -> tuple[float, float, float]:
+        """Seconds of a call, of each parameter and of a decode step beyond prefill, decode steps and sampling."""
+        lm = self.model.with_head("lm")
+        model = ShardedModel(lm, self.data, self.dtype, self.device)
+        model.initialise(0)
+        bench = ModelBench(lm, self.target_dtype, self.data, self.device, self.watch)
+        lengths = [len(prompt) for prompt in self.batch.data["seq"]]
+        tokens, context = sum(lengths), sum(lengths) // len(lengths)
+
+        def generate_s(new_tokens: int) -> float:
+            options = GenerationOptions(max_new_tokens=new_tokens, eos_token=-1)
+            return self.watch.seconds(
+                lambda: model.generate(self.batch, "seq", options, sample_key=(0, 0), micro_batches=1), slowest=True
+            )
+
+        def pack() -> None:
+            with packed_weights(model.decoder):
+                pass
+
+        pack_s, sampling_s = self.watch.seconds(pack), bench.sampling(SEQUENCES, context)
+        head_s = bench.head(SEQUENCES)[0]
+        prefill_s = LAYERS * bench.layer(lengths)[0] + bench.embedding(tokens)[0] + head_s + sampling_s
+        step_s = LAYERS * bench.decode(SEQUENCES, context) + bench.embedding(SEQUENCES)[0] + head_s + sampling_s
+        first_s = generate_s(1)
+        decode_step_s = (generate_s(1 + STEPS) - first_s) / STEPS - step_s
+        call_s = first_s - prefill_s - pack_s
+        return max(call_s, 0.0), pack_s / model.arena.flat.numel(), max(decode_step_s, 0.0)
+
+    def _beyond_message_s(self, message_s: float, slot_s: float) -> float:
+        """A forward pass of two stages has MANY + 1 slots one after the other, with a message in all but one."""
+        staged = None if self.pipeline is None else self._model(self.pipeline)
+        expected = (MANY + 1) * slot_s + MANY * message_s
+        return max((self._forward_s(staged, MANY) - expected) / MANY, 0.0)
+
+    def _reduce_s(self, model: ShardedModel) -> float:
+        """Seconds to sum the gradients of the short model over the data-parallel ranks."""
+        if self.data.data is None:
+            return 0.0
+        gradients = torch.zeros_like(model.arena.flat)
+        return self.watch.seconds(lambda: dist.all_reduce(gradients, group=self.data.data))
+
+    def _model(self, groups: ParallelGroups) -> ShardedModel:
+        model = ShardedModel(self.model, groups, self.dtype, self.device, OptimizerConfig(), total_optimizer_steps=1)
+        model.initialise(0)
+        return model
+
+    def _parts_s(self, micro_batches: int) -> tuple[float, float]:
+        """(forward, backward) seconds of what the profile has measured, for one micro-batch."""
+        lengths = [len(sequence) for sequence in self.batch.split(micro_batches)[0].data["seq"]]
+        layer, tokens = self.bench.layer(lengths), sum(lengths)
+        others = zip(self.bench.embedding(tokens), self.bench.head(tokens), strict=True)
+        forward, backward = (LAYERS * one + sum(rest) for one, rest in zip(layer, others, strict=True))
+        return forward, backward
+
+    def _forward_s(self, model: ShardedModel | None, micro_batches: int) -> float:
+        if model is None:
+            return self.watch.seconds(None, slowest=True)
+        return self.watch.seconds(lambda: model.forward(self.batch, "seq", _outputs, micro_batches), slowest=True)
+
+    def _train_s(self, model: ShardedModel, micro_batches: int) -> float:
+        return self.watch.seconds(
+            lambda: model.train_step(self.batch, "seq", _loss, _weight, micro_batches), slowest=True
+        )
+
+
+def _split(residual: dict[int, float]) -> tuple[float, float]:
+    """(a call's, a micro-batch's) seconds, neither below 0, of residuals at FEW and MANY micro-batches."""
+    slope = min(max((residual[MANY] - residual[FEW]) / (MANY - FEW), 0.0), max(residual[MANY], 0.0) / MANY)
+    return max(residual[FEW] - FEW * slope, 0.0), slope
+
+
+def _outputs(head: Tensor, part: Batch) -> dict[str, list[Tensor]]:
+    return {"value": list(head.split([len(sequence) for sequence in part.data["seq"]]))}
+
+
+def _loss(head: Tensor, part: Batch) -> tuple[Tensor, Stats]:
+    return head.square().sum(), {"mean": (float(head.detach().sum()), _weight(part))}
+
+
+def _weight(part: Batch) -> float:
+    return float(sum(len(sequence) for sequence in part.data["seq"]))

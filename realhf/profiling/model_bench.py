@@ -1,0 +1,261 @@
+"""Times the parts of a model type: embedding, layer, head, one layer of a decode step."""
+
+import math
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realhf.api.experiment import OptimizerConfig
+from realhf.api.generation import GenerationOptions
+from realhf.architecture.model import DecoderConfig, DType
+from realhf.engine import build
+from realhf.engine.arena import Arena
+from realhf.engine.forward import pack_micro_batch
+from realhf.engine.generate.batching import Scheduler, pages_for
+from realhf.engine.generate.choice import TokenChoice
+from realhf.engine.generate.decode_graphs import capture_of
+from realhf.engine.generate.kv_cache import KVCache, StepAttention
+from realhf.engine.generate.lane import Lane
+from realhf.engine.generate.loop import packed_weights
+from realhf.engine.generate.paged_attention import DecodeRows, PagedKernels, paged_kernels
+from realhf.engine.train.optimizer import gradient_dtype
+from realhf.models.attention import Attention
+from realhf.models.decoder import rotary_tables
+from realhf.parallel.groups import ParallelGroups
+from realhf.parallel.vocabulary import Logits
+
+WARM_UPS = 2
+LAYERS = 4  # of the model that is timed
+# Short work is repeated within one reading of the clock, long work is read fewer times.
+SHORTEST_READING_S = 0.002
+LONGEST_POINT_S = 2.0
+FEWEST_READINGS = 3
+# More decode steps than are ever read.
+_MOST_STEPS = 10_000
+
+Work = Callable[[], object]
+
+
+class Stopwatch:
+    """Times work that all ranks start together; every rank gets the same result.
+
+    Collective: all ranks of the world make the same calls, with None where a rank has no work. `clock` tells seconds.
+    """
+
+    def __init__(self, device: torch.device, repetitions: int, clock: Callable[[], float] = time.perf_counter):
+        self._device, self._repetitions, self._clock = device, repetitions, clock
+
+    def seconds(self, work: Work | None, *, slowest: bool = False) -> float:
+        """Median seconds of one `work`, the mean over the ranks that work, or their maximum (`slowest`)."""
+        loops, readings = self._effort(work)
+        return self._combine(statistics.median(self._read(work, loops) for _ in range(readings)), work, slowest)
+
+    def seconds_and_rest(self, part: Work | None, whole: Work | None) -> tuple[float, float]:
+        """(seconds of `part`, what `whole` takes beyond it), means over the ranks that work.
+
+        The two are read in turns, and the rest is the median of the differences: what else the machine does
+        comes and goes, and strikes both readings of a turn alike.
+        """
+        loops, readings = self._effort(whole)
+        turns = [(self._read(part, loops), self._read(whole, loops)) for _ in range(readings)]
+        part_s = statistics.median(one for one, _ in turns)
+        rest_s = statistics.median(both - one for one, both in turns)
+        return self._combine(part_s, part), max(self._combine(rest_s, whole), 0.0)
+
+    def seconds_of_both(self, first: Work | None, second: Work | None) -> tuple[float, float]:
+        """(seconds of `first`, how much longer `second` takes), of the slowest rank; read in turns, as above.
+
+        The difference of two works of nearly the same length may come out negative: noise.
+        """
+        loops, readings = self._effort(second)
+        turns = [(self._read(first, loops), self._read(second, loops)) for _ in range(readings)]
+        first_s, longer_s = (
+            statistics.median(one for one, _ in turns),
+            statistics.median(two - one for one, two in turns),
+        )
+        return self._combine(first_s, first, slowest=True), self._combine(longer_s, second, slowest=True)
+
+    def largest(self, value: float) -> float:
+        """The largest of all ranks' values."""
+        return self._over_ranks(value, dist.ReduceOp.MAX)
+
+    def _effort(self, work: Work | None) -> tuple[int, int]:
+        """(how often to repeat `work` within a reading, how many readings to take), after warming it up."""
+        estimate = 0.0
+        for _ in range(WARM_UPS):
+            estimate = self._read(work, 1)
+        estimate = self._over_ranks(estimate, dist.ReduceOp.MAX)
+        loops = max(1, min(20, math.ceil(SHORTEST_READING_S / max(estimate, 1e-6))))
+        readings = self._repetitions
+        if readings * estimate > LONGEST_POINT_S:
+            readings = min(readings, max(FEWEST_READINGS, int(LONGEST_POINT_S / estimate)))
+        return loops, readings
+
+    def _combine(self, median: float, work: Work | None, slowest: bool = False) -> float:
+        if slowest:
+            return self._over_ranks(median, dist.ReduceOp.MAX)
+        return self._over_ranks(median) / self._over_ranks(float(work is not None))
+
+    def _read(self, work: Work | None, loops: int) -> float:
+        self._over_ranks(0.0)  # a barrier
+        if work is None:
+            return 0.0
+        start = self._clock()
+        for _ in range(loops):
+            work()
+        self._synchronise()
+        return (self._clock() - start) / loops
+
+    def _over_ranks(self, value: float, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> float:
+        total = torch.tensor(value, dtype=torch.float64, device=self._device)
+        dist.all_reduce(total, op)
+        return total.item()
+
+    def _synchronise(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+class ModelBench:
+    """The parts of a model type with a few layers, at the tensor parallelism of `groups`.
+
+    Layers are timed one after the other: in a pass, too, each finds the weights and activations of the others in the
+    caches, and not its own. Every method measures on all ranks of the layout; a rank outside of it (`groups` is None)
+    keeps step.
+    """
+
+    def __init__(
+        self, model: DecoderConfig, dtype: DType, groups: ParallelGroups | None, device: torch.device, watch: Stopwatch
+    ):
+        self.model, self.dtype, self.device, self.watch = model, getattr(torch, dtype), device, watch
+        self.groups = groups
+        if groups is None:
+            return
+        config = replace(model, num_layers=LAYERS)
+        arena = build.build_arena(config, groups, self.dtype, device)
+        self.decoder = build.build_decoder(config, groups, self.dtype, device, arena)
+        arena.flat.normal_(std=0.02)  # zeros would draw less power, hence run faster, on a GPU
+        build.attach_gradients(self.decoder, Arena(arena.layout, gradient_dtype(self.dtype, OptimizerConfig()), device))
+
+    def embedding(self, tokens: int) -> tuple[float, float]:
+        """(forward, backward) seconds."""
+        if self.groups is None:
+            return self._forward_and_backward(None, None)
+        return self._forward_and_backward(self.decoder.model.embed_tokens, self._tokens(tokens))
+
+    def layer(self, lengths: list[int]) -> tuple[float, float]:
+        """(forward, backward) seconds, on packed sequences of the given lengths."""
+        if self.groups is None:
+            return self._forward_and_backward(None, None)
+        packed = pack_micro_batch(list(self._tokens(sum(lengths)).split(lengths)), self.device)
+        # Not timed: a stage makes the tables once for all of its layers.
+        cos, sin = rotary_tables(packed.positions, self.model, self.dtype)
+        run = partial(self._layers, cos=cos, sin=sin, attend=packed.attend)
+        forward_s, backward_s = self._forward_and_backward(run, self._hidden(len(packed.tokens)))
+        return forward_s / LAYERS, backward_s / LAYERS
+
+    def head(self, tokens: int) -> tuple[float, float]:
+        """(forward, backward) seconds: the final norm, then values, or log-probabilities from the logits."""
+        if self.groups is None:
+            return self._forward_and_backward(None, None)
+        labels = self._tokens(tokens)
+
+        def run(x: Tensor) -> Tensor:
+            output = self.decoder.output(x)
+            return output.of_tokens(labels).logprob if isinstance(output, Logits) else output
+
+        return self._forward_and_backward(run, self._hidden(tokens))
+
+    @torch.inference_mode()
+    def decode(self, sequences: int, context: int) -> float:
+        """Seconds of one layer for one token of `sequences` sequences with `context` tokens in their caches."""
+        if self.groups is None:
+            return self.watch.seconds(None)
+        kernels = self._kernels()
+        pages = pages_for(context, kernels.page)  # of a sequence
+        cache = self._cache(sequences * pages)
+        table = torch.arange(sequences * pages, dtype=torch.int32, device=self.device).view(sequences, pages)
+        lengths = torch.full((sequences,), context, dtype=kernels.lengths_dtype, device=self.device)
+        attend = StepAttention(cache, DecodeRows(table, lengths), None)
+        cos, sin = rotary_tables(lengths, self.model, self.dtype)
+        x = self._hidden(sequences)
+
+        def step() -> None:
+            self._layers(x, cos, sin, attend)
+
+        capture = capture_of(self.decoder, GenerationOptions(max_new_tokens=1, eos_token=-1))
+        with packed_weights(self.decoder):
+            return self.watch.seconds(step if capture is None else capture(step)) / LAYERS
+
+    @torch.inference_mode()
+    def sampling(self, sequences: int, context: int) -> float:
+        """Seconds of what a decode step does once, whatever the number of layers: deciding, inputs, draws, ends."""
+        if self.groups is None:
+            return self.watch.seconds(None)
+        options = GenerationOptions(max_new_tokens=_MOST_STEPS, eos_token=-1)
+        prompts, ids = [self._tokens(context)] * sequences, range(sequences)
+        choice = TokenChoice(prompts, options, (0, 0), ids, None, None, self.device)
+        page = self._kernels().page
+        scheduler = Scheduler(
+            [context] * sequences,
+            range(sequences),  # as if the prompts were different
+            num_pages=sequences * pages_for(context + _MOST_STEPS, page),
+            page_size=page,
+            max_running=sequences,
+            max_prefill_tokens=sequences * context,
+        )
+        lane = Lane(self.decoder, choice, scheduler, self._cache(1), return_logits=False)
+        logits = torch.randn(sequences, self.model.vocab_size, dtype=self.dtype, device=self.device)
+
+        def step() -> None:
+            lane.plan()
+            rotary_tables(lane.inputs().positions, self.model, self.dtype)
+            lane.accept(lane.choose(logits))
+
+        step()  # the prompts
+        return self.watch.seconds(step)
+
+    def _layers(self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention) -> Tensor:
+        replacement = None if torch.is_grad_enabled() else self.decoder.infers_layer
+        for layer in self.decoder.model.layers.values():
+            run = layer if replacement is None else partial(replacement, layer)
+            x = run(x, cos, sin, attend)
+        return x
+
+    def _cache(self, pages: int) -> KVCache:
+        assert self.groups is not None
+        kv_heads = self.model.num_kv_heads // self.groups.layout.strategy.tp
+        return KVCache(range(LAYERS), pages, kv_heads, self.model.head_dim, self._hidden(0))
+
+    def _kernels(self) -> PagedKernels:
+        return paged_kernels(self._hidden(0), self.model.head_dim)
+
+    def _forward_and_backward(self, run: Callable[[Tensor], Tensor] | None, x: Tensor | None) -> tuple[float, float]:
+        """Forward as inference does it, and what a pass with gradients takes beyond that."""
+        if run is None or x is None:
+            return self.watch.seconds_and_rest(None, None)
+        if x.is_floating_point():
+            x.requires_grad_(True)
+
+        @torch.no_grad()
+        def infer() -> Tensor:
+            return run(x)
+
+        def train() -> None:
+            x.grad = None
+            torch.autograd.backward(run(x), gradient)
+
+        gradient = torch.ones_like(infer())
+        return self.watch.seconds_and_rest(infer, train)
+
+    def _tokens(self, count: int) -> Tensor:
+        return torch.arange(count, device=self.device) % self.model.vocab_size
+
+    def _hidden(self, tokens: int) -> Tensor:
+        return torch.randn(tokens, self.model.hidden_size, dtype=self.dtype, device=self.device)

@@ -1,0 +1,348 @@
+"""Measures what the cost model of the planner needs: `python -m realhf.profiling.profiler RUN_DIR`, a process a device.
+
+All ranks measure at the same time, because that is how a run loads the machine.
+"""
+
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from functools import partial
+from itertools import accumulate, pairwise
+from math import prod
+from pathlib import Path
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realhf.api.experiment import OptimizerConfig
+from realhf.architecture.model import DecoderConfig, DType
+from realhf.base.errors import UserError
+from realhf.base.files import decode_json
+from realhf.engine.train.optimizer import FlatAdamW, gradient_dtype, square_sum
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
+from realhf.geometry.parameters import decoder_parameters
+from realhf.launch.launcher import worker_index, worker_name
+from realhf.parallel.groups import GroupTable
+from realhf.parallel.waiting import end_process, waits_on
+from realhf.planning.model.profile import (
+    CallOverheads,
+    CollectiveKind,
+    CollectiveTimings,
+    Curve,
+    DecodeTimings,
+    LayerProfile,
+    ReallocationTimings,
+    TensorTimings,
+    save_profile,
+)
+from realhf.profiling.call_bench import SEQUENCES, CallBench
+from realhf.profiling.communicator_bench import communicator_bytes
+from realhf.profiling.job import JOB_FILE, ProfileJob, ProfileTarget
+from realhf.profiling.model_bench import ModelBench, Stopwatch
+from realhf.profiling.reallocation_bench import neighbours, reallocation
+from realhf.profiling.round_trip import median_round_trip_s
+from realhf.rundir.flight_recorder import ActivityWriter
+from realhf.rundir.paths import RunDirectory
+from realhf.worker.allocator import keep_freed_memory
+from realhf.worker.device import own_device
+
+SMALLEST_TOKENS = 16
+COLLECTIVE_BYTES = tuple(2**k for k in range(10, 25, 2))
+LARGEST_OPTIMIZER = 2**23  # parameters; more of them leave the caches as these do
+
+Run = Callable[[Tensor], object]
+
+
+class Profiler:
+    """Carries out a job on all ranks of the world together; those of rank 0 are complete.
+
+    Args:
+        set_activity: told in words what is being measured.
+    """
+
+    def __init__(
+        self, job: ProfileJob, rank: int, device: torch.device, directory: Path, set_activity: Callable[[str], None]
+    ):
+        self.job, self.rank, self.device, self.directory = job, rank, device, directory
+        self.set_activity = set_activity
+        self.watch = Stopwatch(device, job.repetitions)
+        workers = job.num_workers
+        self.layouts = {
+            size: Layout(DeviceMesh(0, workers // size * size), ParallelStrategy(dp=workers // size, tp=size))
+            for size in powers_of_two(1, workers)
+        }
+        pairs = workers // 2
+        self.pipeline = Layout(DeviceMesh(0, 2 * pairs), ParallelStrategy(dp=pairs, pp=2)) if pairs else None
+        # Neighbours, who measure messages: by the same way as those of pipeline stages.
+        self.pairs = [Layout(DeviceMesh(2 * i, 2), ParallelStrategy(pp=2)) for i in range(pairs)]
+        self.neighbours = neighbours(rank, workers)
+        alone = [Layout(DeviceMesh(device, 1), ParallelStrategy()) for device in range(2 * pairs)]
+        layouts = [*self.layouts.values(), *([self.pipeline] if self.pipeline else []), *self.pairs, *alone]
+        self.table = GroupTable(layouts, rank, job.timeout_s, waits=waits_on(device, end_process))
+
+    def profiles(self) -> list[LayerProfile]:
+        """One profile a target of the job, in their order."""
+        of_communicator = communicator_bytes(self.device, self.job.timeout_s)
+        collectives = self._collectives()
+        shared: dict[tuple[DecoderConfig, DType], _Shared] = {}
+        tensor: list[tuple[TensorTimings, ...]] = []
+        for target in self.job.targets:
+            key = _trunk(target.model), target.dtype
+            if key in shared:
+                tensor.append(self._with_head(shared[key].tensor, target))
+            else:
+                shared[key] = self._measure(target)
+                tensor.append(shared[key].tensor)
+        self.set_activity("measuring the way of a request and its reply")
+        call_overhead_s = median_round_trip_s(
+            self.directory, self.rank, self.job.num_workers, self.job.batch_size, self.job.timeout_s
+        )
+        return [
+            LayerProfile(
+                hardware=self.job.hardware,
+                model=target.model,
+                dtype=target.dtype,
+                sequence_length=self.job.sequence_length,
+                tensor=timings,
+                collectives=collectives,
+                optimizer_s_per_parameter=shared[_trunk(target.model), target.dtype].optimizer_s_per_parameter,
+                call_overhead_s=call_overhead_s,
+                sampling_s=shared[_trunk(target.model), target.dtype].sampling_s,
+                overheads=shared[_trunk(target.model), target.dtype].overheads,
+                reallocation=shared[_trunk(target.model), target.dtype].reallocation,
+                communicator_bytes=of_communicator,
+                measured=self._circumstances(),
+            )
+            for target, timings in zip(self.job.targets, tensor, strict=True)
+        ]
+
+    def _measure(self, target: ProfileTarget) -> "_Shared":
+        tensor = tuple(self._tensor(target, tp) for tp in self.layouts if _is_legal(target.model, tp))
+        self.set_activity(f"measuring sampling and the optimizer, {target.dtype}")
+        bench = self._bench(target, 1)
+        # A worker's share of the batch under pure data parallelism.
+        sequences = max(1, self.job.batch_size // self.job.num_workers)
+        sampling_s = bench.sampling(sequences, self.job.sequence_length)
+        optimizer_s = self._optimizer_s_per_parameter(target)
+        self.set_activity(f"measuring whole calls, {target.dtype}")
+        overheads = self._overheads(target, optimizer_s)
+        self.set_activity(f"measuring reallocation, {target.dtype}")
+        moved = None
+        if self.job.num_workers > 1:
+            moved = reallocation(target, self.neighbours, self.table, self.rank, self.device, self.watch)
+        return _Shared(tensor, sampling_s, optimizer_s, overheads, moved)
+
+    def _tensor(self, target: ProfileTarget, tp: int) -> TensorTimings:
+        bench, sizes = self._bench(target, tp), self._token_sizes
+        what = f"{target.model.head} model, {target.dtype}, tp={tp}"
+        self.set_activity(f"measuring layer and embedding: {what}")
+        layer = [bench.layer(self._lengths(tokens)) for tokens in sizes]
+        embedding = [bench.embedding(tokens) for tokens in sizes]
+        self.set_activity(f"measuring head: {what}")
+        head = [bench.head(tokens) for tokens in sizes]
+        self.set_activity(f"measuring decode: {what}")
+        batches = powers_of_two(1, self.job.max_sequences)
+        length = self.job.sequence_length
+        decode = tuple(
+            DecodeTimings(context=context, seconds=_curve(batches, [bench.decode(n, context) for n in batches]))
+            for context in sorted({max(length // 2, 1), length, 2 * length})
+        )
+        return TensorTimings(
+            tp=tp,
+            includes_all_reduce=True,
+            layer_forward=_curve(sizes, [forward for forward, _ in layer]),
+            layer_backward=_curve(sizes, [backward for _, backward in layer]),
+            embedding_forward=_curve(sizes, [forward for forward, _ in embedding]),
+            embedding_backward=_curve(sizes, [backward for _, backward in embedding]),
+            head_forward=_curve(sizes, [forward for forward, _ in head]),
+            head_backward=_curve(sizes, [backward for _, backward in head]),
+            layer_decode=decode,
+        )
+
+    def _with_head(self, tensor: Sequence[TensorTimings], target: ProfileTarget) -> tuple[TensorTimings, ...]:
+        """Timings of a model type whose trunk was measured: only the head is new."""
+        found = []
+        for timings in tensor:
+            self.set_activity(f"measuring head: {target.model.head} model, {target.dtype}, tp={timings.tp}")
+            bench = self._bench(target, timings.tp)
+            head = [bench.head(tokens) for tokens in self._token_sizes]
+            forward, backward = (_curve(self._token_sizes, seconds) for seconds in zip(*head, strict=True))
+            found.append(msgspec.structs.replace(timings, head_forward=forward, head_backward=backward))
+        return tuple(found)
+
+    def _optimizer_s_per_parameter(self, target: ProfileTarget) -> float:
+        """What a mini-batch does to all parameters beside AdamW included: zeroing gradients, norm, clipping."""
+        count = min(sum(prod(spec.shape) for spec in decoder_parameters(target.model)), LARGEST_OPTIMIZER)
+        parameters = torch.zeros(count, dtype=getattr(torch, target.dtype), device=self.device)
+        config = OptimizerConfig()
+        gradients = torch.ones(count, dtype=gradient_dtype(parameters.dtype, config), device=self.device)
+        optimizer = FlatAdamW(parameters, config, total_steps=1)
+
+        def step() -> None:
+            gradients.zero_()
+            square_sum(gradients).item()
+            optimizer.step(gradients, 0.5)
+
+        return self.watch.seconds(step) / count
+
+    def _overheads(self, target: ProfileTarget, optimizer_s_per_parameter: float) -> CallOverheads:
+        in_pipeline = self.pipeline is not None and self.rank in self.pipeline.mesh.devices
+        sequences = self._lengths(SEQUENCES * self.job.sequence_length)
+        bench = CallBench(
+            target,
+            self.table.groups(self.layouts[1]),
+            self.table.groups(self.pipeline) if self.pipeline and in_pipeline else None,
+            self.device,
+            self.watch,
+            (SEQUENCES * sequences)[:SEQUENCES],  # rounding may leave fewer
+        )
+        exchange = self._there_and_back if in_pipeline else None
+        message_s = bench.message_s(exchange) if self.pipeline else 0.0
+        return bench.overheads(optimizer_s_per_parameter, message_s)
+
+    def _bench(self, target: ProfileTarget, tp: int) -> ModelBench:
+        layout = self.layouts[tp]
+        groups = self.table.groups(layout) if self.rank in layout.mesh.devices else None
+        return ModelBench(target.model, target.dtype, groups, self.device, self.watch)
+
+    @property
+    def _token_sizes(self) -> list[int]:
+        return powers_of_two(SMALLEST_TOKENS, self.job.max_tokens)
+
+    def _lengths(self, tokens: int) -> list[int]:
+        return spread_lengths(tokens, self.job.sequence_length, self.job.length_spread)
+
+    def _collectives(self) -> tuple[CollectiveTimings, ...]:
+        """Of groups of 2, 4, ... neighbours, all groups of one size at the same time."""
+        found = []
+        for size, layout in self.layouts.items():
+            if size == 1:
+                continue
+            self.set_activity(f"measuring collectives of {size}")
+            all_reduce: Run | None = None
+            broadcast: Run | None = None
+            if self.rank in layout.mesh.devices:
+                group = self.table.groups(layout).tensor
+                root = self.rank // size * size
+                all_reduce = partial(dist.all_reduce, group=group)
+                broadcast = partial(dist.broadcast, src=root, group=group)
+            found.append(self._collective("all_reduce", size, all_reduce))
+            found.append(self._collective("broadcast", size, broadcast))
+        if self.job.num_workers > 1:
+            has_peer = self.rank // 2 < len(self.pairs)
+            found.append(self._collective("send", 2, self._there_and_back if has_peer else None))
+        return tuple(found)
+
+    def _collective(self, kind: CollectiveKind, size: int, run: Run | None) -> CollectiveTimings:
+        seconds = []
+        for size_bytes in COLLECTIVE_BYTES:
+            buffer = torch.zeros(size_bytes // 4, device=self.device)  # float32
+            taken = self.watch.seconds(None if run is None else partial(run, buffer), slowest=True)
+            seconds.append(taken / 2 if kind == "send" else taken)
+        return CollectiveTimings(kind=kind, group_size=size, seconds=_curve(COLLECTIVE_BYTES, seconds))
+
+    def _there_and_back(self, buffer: Tensor) -> None:
+        groups = self.table.groups(self.pairs[self.rank // 2])
+        peer, group = groups.stage_rank(1 - groups.stage), groups.pipeline
+        first, second = (dist.send, dist.recv) if groups.is_first_stage else (dist.recv, dist.send)
+        first(buffer, peer, group)
+        second(buffer, peer, group)
+
+    def _circumstances(self) -> dict[str, str | int | float]:
+        is_gpu = self.device.type == "cuda"
+        return {
+            "date": time.strftime("%Y-%m-%d"),
+            "host": platform.node(),
+            "device": torch.cuda.get_device_name(self.device) if is_gpu else platform.processor() or platform.machine(),
+            "cores": len(os.sched_getaffinity(0)),
+            "threads_per_worker": torch.get_num_threads(),
+            "workers": self.job.num_workers,
+            "repetitions": self.job.repetitions,
+            "length_spread": self.job.length_spread,
+            "torch": str(torch.__version__),
+        }
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """What model types that differ only in their heads share; `tensor` has the head of the first of them."""
+
+    tensor: tuple[TensorTimings, ...]
+    sampling_s: float
+    optimizer_s_per_parameter: float
+    overheads: CallOverheads
+    reallocation: ReallocationTimings | None
+
+
+def powers_of_two(first: int, last: int) -> list[int]:
+    """`first`, a power of two, and its doubles up to `last`."""
+    return [first * 2**k for k in range((last // first).bit_length())]
+
+
+def spread_lengths(tokens: int, mean: int, spread: int) -> list[int]:
+    """Lengths of sequences that sum to `tokens`: as many as have about `mean` tokens on average, evenly spread
+    over `spread` tokens to either side. Attention runs once for each distinct length, so it matters."""
+    count = max(1, round(tokens / mean))
+    low = max(mean - spread, 1)
+    wanted = [low + (mean + spread - low) * (i + 0.5) / count for i in range(count)]
+    borders = [round(border * tokens / sum(wanted)) for border in accumulate(wanted, initial=0.0)]
+    return [end - start for start, end in pairwise(borders) if end > start]
+
+
+def _trunk(model: DecoderConfig) -> DecoderConfig:
+    """Equal for models whose layers and embeddings cost the same."""
+    return replace(model.with_head("scalar"), num_layers=1)
+
+
+def _is_legal(model: DecoderConfig, tp: int) -> bool:
+    try:
+        check_strategy("profile", model, ParallelStrategy(tp=tp))
+    except UserError:
+        return False
+    return True
+
+
+def _curve(sizes: Sequence[int], seconds: Sequence[float]) -> Curve:
+    return Curve(tuple(map(float, sizes)), tuple(round(s, 9) for s in seconds))
+
+
+def main() -> int:
+    keep_freed_memory()
+    directory = RunDirectory.open(Path(sys.argv[1]))
+    rank = worker_index(os.environ)
+    assert rank is not None, "a launcher tells a worker its index"
+    job = decode_json((directory.path / JOB_FILE).read_bytes(), ProfileJob)
+    activity = ActivityWriter(directory.activity(worker_name(rank)))
+    activity.set("joining the other workers")
+    try:
+        device = own_device()
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=dist.FileStore(str(directory.rendezvous / "torch"), job.num_workers),
+            rank=rank,
+            world_size=job.num_workers,
+            timeout=timedelta(seconds=job.timeout_s),
+        )
+        profiles = Profiler(job, rank, device, directory.path / "round_trip", activity.set).profiles()
+        if rank == 0:
+            activity.set("writing the profiles")
+            for target, profile in zip(job.targets, profiles, strict=True):
+                save_profile(profile, target.path)
+    except Exception:
+        traceback.print_exc()
+        # Groups whose peers are gone can block an orderly end for minutes; there is nothing left to save.
+        sys.stderr.flush()
+        os._exit(1)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,82 @@
+"""Times the reallocation of a short model from a device to its neighbour."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import torch
+
+from realhf.engine.model import ShardedModel
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.parallel.groups import GroupTable
+from realhf.planning.model.profile import ReallocationTimings
+from realhf.profiling.job import ProfileTarget
+from realhf.profiling.model_bench import Stopwatch
+from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.message_passing import transport_between
+from realhf.realloc.plan.planner import plan_between
+
+FEW, MANY = 1, 4  # layers
+LEAST_GAIN = 0.05  # of the shorter move's time; layers are most of a model, so that a real gain is far above it
+
+
+def neighbours(rank: int, num_workers: int) -> tuple[Layout, Layout] | None:
+    """(source, target): a rank of even number and the next, each alone; None for one that has no neighbour."""
+    source = rank // 2 * 2
+    if source + 1 == num_workers:
+        return None
+    first, second = (Layout(DeviceMesh(device, 1), ParallelStrategy()) for device in (source, source + 1))
+    return first, second
+
+
+def reallocation(
+    target: ProfileTarget,
+    pair: tuple[Layout, Layout] | None,
+    table: GroupTable,
+    rank: int,
+    device: torch.device,
+    watch: Stopwatch,
+) -> ReallocationTimings:
+    """What moving a model from the first to the second of a pair takes; all ranks call it together.
+
+    From FEW and MANY layers: what does not grow with them is the latency.
+    """
+    dtype = getattr(torch, target.dtype)
+    works, size_bytes = [], []
+    for layers in (FEW, MANY):
+        model = replace(target.model.with_head("scalar"), num_layers=layers)
+        whole = (
+            ShardedModel(model, table.groups(pair[0] if rank % 2 == 0 else pair[1]), dtype, device) if pair else None
+        )
+        works.append(_move(whole, pair, table, rank) if pair and whole else None)
+        held_bytes = sum(box.size for box, _ in whole.boxes().values()) * dtype.itemsize if whole else 0
+        size_bytes.append(watch.largest(held_bytes))
+    few_s, gained_s = watch.seconds_of_both(*works)
+    return fitted(few_s, gained_s, size_bytes[0], size_bytes[1] - size_bytes[0])
+
+
+def fitted(few_s: float, gained_s: float, few_bytes: float, gained_bytes: float) -> ReallocationTimings:
+    """The line through two moves: of `few_bytes`, and of `gained_bytes` more, which took `gained_s` longer.
+
+    Where the gain is lost in the noise of a busy machine, all of the time counts as that of bytes: no move is free.
+    """
+    if gained_s <= LEAST_GAIN * few_s:
+        return ReallocationTimings(latency_s=0.0, bandwidth=(few_bytes + gained_bytes) / (few_s + max(gained_s, 0.0)))
+    latency_s = few_s - gained_s * few_bytes / gained_bytes
+    return ReallocationTimings(latency_s=max(latency_s, 0.0), bandwidth=gained_bytes / gained_s)
+
+
+def _move(model: ShardedModel, pair: tuple[Layout, Layout], table: GroupTable, rank: int) -> Callable[[], None]:
+    """A rank's part: to send its model, or to receive it into memory that is new each time, as a run does."""
+    source, target = pair
+    plan = plan_between(model.config, source, target, element_bytes=model.arena.flat.itemsize)
+    transport = transport_between(table.of_host((*source.mesh.devices, *target.mesh.devices)), table.waits)
+
+    def move() -> None:
+        if rank in source.mesh.devices:
+            execute(plan, rank, model.held(), [], transport)
+            return
+        model.free_parameters()
+        model.allocate_parameters()
+        execute(plan, rank, [], model.held(), transport)
+
+    return move

@@ -1,0 +1,151 @@
+"""Carries out a reallocation plan: round by round, the next one started while the last is on its way."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from realhf.geometry.boxes import Box
+from realhf.realloc.execute.checksum import SumsByPeer, bit_sum
+from realhf.realloc.execute.message_passing import (
+    Message,
+    TorchTransport,
+    Transport,
+    Work,
+    buffers_like,
+    post,
+    wait_for,
+)
+from realhf.realloc.execute.places import Memory, PlacedParts, places_of
+from realhf.realloc.plan.planner import ReallocationPlan
+
+
+def execute(
+    plan: ReallocationPlan,
+    rank: int,
+    source: Sequence[tuple[Box, Tensor]],
+    target: Sequence[tuple[Box, Tensor]],
+    transport: Transport | None = None,
+    *,
+    eta: float = 1.0,
+    arrived: SumsByPeer | None = None,
+    model_name: str = "model",
+    timeout_s: float = 600.0,
+) -> None:
+    """Fills the tensors of `target` from those of `source` on all ranks, each a view of the shape of its box.
+
+    With `eta` < 1 the target becomes eta * source + (1 - eta) * target, an exponential moving average of the sources
+    that it was given, as for a reference model that follows the actor; its own values are then needed before. Each
+    time it is rounded to the tensors' dtype: in bfloat16 changes below 1/256 of a value are lost, so keep averages
+    of small `eta` in float32. `arrived` then gets the bit sums of what came from each peer, for `verify`.
+
+    Every rank that holds source or target boxes calls it with the same plan, made from exactly these boxes, and the
+    same kind of transport (default: the world's backend); a device's index is its global rank. The others return at
+    once. A target may be the same view as the source of that name (nothing is copied), but must not overlap the
+    storage of a source otherwise. Beyond the tensors it needs two buckets of memory. When it returns the source may
+    change, and the target is complete.
+
+    Raises:
+        ReallocationError: a peer did not answer within `timeout_s` for one bucket, or died.
+        ValueError: the tensors are not all of one dtype, or not of the size that the plan counts with; `eta` is not
+            from 0 to 1, or less than 1 with a plan that forwards.
+    """
+    write, transport = _writer(plan, eta), transport or TorchTransport()
+    with torch.no_grad():
+        tensors = [tensor for _, tensor in (*source, *target)]
+        _check_dtype(plan, tensors)
+        places, memory = places_of(plan, rank, source, target), Memory(tensors)
+        here, there = places.to_copy(memory)
+        copying = _start_copies(transport, rank, here, there, memory) if eta == 1 else []
+        under_way: deque[_UnderWay] = deque()
+        for each_round in places.rounds:
+            while under_way and each_round.forwards:  # what has arrived before
+                under_way.popleft().finish(write, arrived, timeout_s)
+            messages = [placed.message(memory) for placed in each_round.messages]
+            # Averages need what arrives beside the target.
+            in_place = [message for message in messages if eta == 1 or message.peers_part == "receive"]
+            beside = [message for message in messages if eta < 1 and message.peers_part == "send"]
+            buffer_bytes = transport.packed_bytes(in_place) + sum(view.nbytes for m in beside for view in m.views)
+            most_bytes = 2 * plan.bucket_bytes - buffer_bytes
+            while len(under_way) == 2 or sum(started.buffer_bytes for started in under_way) > max(most_bytes, 0):
+                under_way.popleft().finish(write, arrived, timeout_s)
+            label = f"reallocation of {model_name}, bucket {each_round.index + 1} of {len(plan.rounds)}: rank {rank}"
+            under_way.append(_start(transport, in_place, beside, buffer_bytes, label))
+        if eta < 1:
+            for ours, wanted in zip(here.views(memory), there.views(memory), strict=True):
+                write(wanted, ours)
+        wait_for(copying, f"reallocation of {model_name}: rank {rank} copying", timeout_s)
+        while under_way:
+            under_way.popleft().finish(write, arrived, timeout_s)
+
+
+@dataclass(frozen=True)
+class _UnderWay:
+    """A round that was started. `arriving`: the peer, a part of the target, the buffer in which its new values arrive;
+    all buffers together have `buffer_bytes`.
+
+    A rank waits only for peers that are in the same or an earlier round, whatever the meshes, and has posted its own
+    part of a round before it waits for any of it: by induction over the rounds nobody waits forever.
+    """
+
+    label: str
+    works: Sequence[Work]
+    buffer_bytes: int
+    arriving: Sequence[tuple[int, Tensor, Tensor]]
+
+    def finish(self, write: Callable[[Tensor, Tensor], object], arrived: SumsByPeer | None, timeout_s: float) -> None:
+        wait_for(self.works, self.label, timeout_s)
+        for peer, wanted, values in self.arriving:
+            if arrived is not None:
+                arrived.setdefault(peer, []).append(bit_sum(values))
+            write(wanted, values)
+
+
+def _start(
+    transport: Transport, in_place: Sequence[Message], beside: Sequence[Message], buffer_bytes: int, label: str
+) -> _UnderWay:
+    """Posts messages from and to where their views are, and those `beside` to buffers: one for each message, in which
+    the parts lie one behind the other, so that nothing is packed."""
+    buffered: list[Message] = []
+    arriving: list[tuple[int, Tensor, Tensor]] = []
+    for message in beside:
+        buffers = buffers_like(message.views)
+        buffered.append(replace(message, views=buffers, parts=None))
+        arriving += [(message.peer, *pair) for pair in zip(message.views, buffers, strict=True)]
+    return _UnderWay(label, post(transport, [*in_place, *buffered], label), buffer_bytes, arriving)
+
+
+def _start_copies(transport: Transport, rank: int, here: PlacedParts, there: PlacedParts, memory: Memory) -> list[Work]:
+    if not here.places:
+        return []
+    return transport.copy(
+        Message("receive", rank, (), here.views(memory), here.parts(memory)),
+        Message("send", rank, (), there.views(memory), there.parts(memory)),
+    )
+
+
+def _writer(plan: ReallocationPlan, eta: float) -> Callable[[Tensor, Tensor], object]:
+    """What is done with (a part of the target, its new values)."""
+    if not 0 <= eta <= 1:
+        raise ValueError(f"eta={eta:g} is the weight of the source in an average; give a number from 0 to 1")
+    if eta == 1:
+        return Tensor.copy_
+    if any(transfer.is_forwarded for transfer in plan.transfers):
+        raise ValueError(
+            f"eta={eta:g} with a plan that forwards: a device would send on averages instead of the source's values; "
+            "plan with forwarding=False"
+        )
+    return lambda target, values: target.lerp_(values, eta)
+
+
+def _check_dtype(plan: ReallocationPlan, tensors: Sequence[Tensor]) -> None:
+    dtypes = {tensor.dtype for tensor in tensors}
+    if len(dtypes) > 1:
+        raise ValueError(f"a reallocation moves tensors of one dtype, not of {sorted(map(str, dtypes))}; split it")
+    if tensors and tensors[0].element_size() != plan.element_bytes:
+        raise ValueError(
+            f"the plan counts {plan.element_bytes} bytes an element, {tensors[0].dtype} has "
+            f"{tensors[0].element_size()}; plan with element_bytes={tensors[0].element_size()}"
+        )

@@ -1,0 +1,296 @@
+"""How the messages of a reallocation travel: through torch.distributed (gloo, NCCL), or the memory of their host."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from typing import Any, Literal, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realhf.cpu import host_group
+from realhf.cpu.host_group import HostProcessGroup, Parts
+from realhf.geometry.boxes import Box
+from realhf.parallel.waiting import HOST_WAITS, Waits
+
+# A part of at least so many bytes is a message of its own where it goes through torch.distributed, so that it need not
+# be packed if it is contiguous in memory; smaller ones go together, up to as many.
+MESSAGE_BYTES = 2**19
+# Over NCCL all messages of a round are one call, which takes a few hundred at most, and packing costs little.
+NCCL_MESSAGE_BYTES = 2**24
+
+
+@dataclass(frozen=True)
+class Message:
+    """What this rank sends to or receives from `peer`: `boxes` in their order, each in a view of any strides.
+
+    `peers_part` of it is the peer's. What is sent must not change, and what is received not be read, until it is done.
+    `parts`: where the views lie, if that is known without making them.
+    """
+
+    peers_part: Literal["send", "receive"]
+    peer: int
+    boxes: Sequence[Box]
+    views: Sequence[Tensor]
+    parts: Parts | None = None
+
+
+@dataclass(frozen=True)
+class Work:
+    """Something of `messages` that is on its way; `wait` raises RuntimeError if it is not done within the time, or
+    leaves that to `waits`."""
+
+    messages: Sequence[Message]
+    wait: Callable[[timedelta], None]
+    waits: Waits = HOST_WAITS
+
+
+class Transport(Protocol):
+    """Carries messages between the ranks of a reallocation, those between two ranks in the order in which both post
+    them. Peers are named by their global rank."""
+
+    def packed_bytes(self, messages: Sequence[Message]) -> int:
+        """Memory that the messages take while they are on their way, beside their views."""
+
+    def post(self, messages: Sequence[Message]) -> list[Work]:
+        """Starts all of them and returns; waiting for all works, in any order, is to be done once each.
+
+        Raises:
+            UnpostedError: a peer has died.
+        """
+
+    def copy(self, here: Message, there: Message) -> list[Work]:
+        """Within this rank, from the views of one into those of the other, of the same shapes and apart from them. To
+        be waited for like messages: what peers wait for goes first."""
+
+
+class UnpostedError(RuntimeError):
+    """`messages` could not be started; the text says why."""
+
+    def __init__(self, messages: Sequence[Message], cause: RuntimeError):
+        super().__init__(str(cause))
+        self.messages = messages
+
+
+class ReallocationError(RuntimeError):
+    """A peer did not send or receive its part; the text names the model, the bucket, the peer and the parameters."""
+
+
+def transport_between(group_of_host: dist.ProcessGroup | None, waits: Waits = HOST_WAITS) -> Transport:
+    """The memory of the host that all ranks of a reallocation are on, if it has a group; else the world's backend."""
+    return TorchTransport(waits=waits) if group_of_host is None else HostTransport(group_of_host)
+
+
+_NOTHING: "tuple[Sequence[Message], list[_Piece]]" = ((), [])
+
+
+class TorchTransport:
+    """Messages of torch.distributed. What is small, or not contiguous, is packed into buffers on its device."""
+
+    def __init__(self, group: dist.ProcessGroup | None = None, waits: Waits = HOST_WAITS):
+        """`group`: default the world. With NCCL all its ranks must have made one collective call in it before."""
+        self._group, self._waits = group, waits
+        self._cut_last: tuple[Sequence[Message], list[_Piece]] = _NOTHING  # most are asked for their bytes, then posted
+
+    @property
+    def _is_nccl(self) -> bool:
+        return dist.is_initialized() and dist.get_backend(self._group) == dist.Backend.NCCL
+
+    def packed_bytes(self, messages: Sequence[Message]) -> int:
+        self._cut_last = messages, self._pieces(messages)
+        return sum(piece.packed_bytes for piece in self._cut_last[1])
+
+    def post(self, messages: Sequence[Message]) -> list[Work]:
+        known, pieces = self._cut_last
+        if known is not messages:
+            pieces = self._pieces(messages)
+        self._cut_last = _NOTHING
+        if pieces and self._is_nccl:
+            return self._post_together(pieces)
+        # What others send may come while this rank packs; what it packed first is on its way while it packs the rest.
+        pieces.sort(key=lambda piece: piece.is_sent)
+        return [self._post(piece) for piece in pieces]
+
+    def copy(self, here: Message, there: Message) -> list[Work]:
+        def wait(timeout: timedelta) -> None:
+            for ours, wanted in zip(here.views, there.views, strict=True):
+                wanted.copy_(ours)
+
+        return [Work([], wait)]  # in the wait, since messages go on meanwhile
+
+    def _pieces(self, messages: Sequence[Message]) -> "list[_Piece]":
+        most_bytes = NCCL_MESSAGE_BYTES if self._is_nccl else MESSAGE_BYTES
+        return [_Piece(message, views) for message in messages for views in _cut(message.views, most_bytes)]
+
+    def _post(self, piece: "_Piece") -> Work:
+        start = dist.isend if piece.is_sent else dist.irecv
+        packed = piece.packed()
+        with _posting([piece.message]):
+            work = start(packed, piece.message.peer, group=self._group)
+        return self._work(work, [piece])
+
+    def _post_together(self, pieces: "Sequence[_Piece]") -> list[Work]:
+        """In one call: over NCCL, ranks that send to each other would wait for each other otherwise."""
+        operations = [
+            dist.P2POp(
+                dist.isend if piece.is_sent else dist.irecv, piece.packed(), piece.message.peer, group=self._group
+            )
+            for piece in pieces
+        ]
+        with _posting([piece.message for piece in pieces]):
+            works: Sequence[Any] = dist.batch_isend_irecv(operations)
+        # Several messages have one work where the backend makes one call of them.
+        shares = [pieces] if len(works) < len(pieces) else [[piece] for piece in pieces]
+        return [self._work(work, share) for work, share in zip(works, shares, strict=True)]
+
+    def _work(self, work: Any, pieces: "Sequence[_Piece]") -> Work:
+        def wait(timeout: timedelta) -> None:
+            self._waits.order(work, timeout.total_seconds())
+            for piece in pieces:
+                piece.unpack()
+
+        return Work([piece.message for piece in pieces], wait, self._waits)
+
+
+class HostTransport:
+    """Messages over the memory of one host: copied into it out of the sender's tensors, and out of it into the
+    receiver's, of any strides. Nothing is packed; between two ranks `host_group.PARTS_RING_BYTES` are on their way."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        assert isinstance(group, HostProcessGroup), f"a group over {host_group.BACKEND} is needed, not {group}"
+        self._group = group
+
+    def packed_bytes(self, messages: Sequence[Message]) -> int:
+        return 0
+
+    def post(self, messages: Sequence[Message]) -> list[Work]:
+        works = []
+        for message in messages:
+            peer = dist.get_group_rank(self._group, message.peer)
+            move = self._group.receive_parts if message.peers_part == "send" else self._group.send_parts
+            with _posting([message]):
+                works.append(Work([message], move(message.parts or Parts.of(message.views), peer).wait))
+        return works
+
+    def copy(self, here: Message, there: Message) -> list[Work]:
+        # As a message to itself: what is written goes past the caches, where rows are short in a third of the time, and
+        # while peers make room or have sent nothing.
+        return self.post([there, here])
+
+
+def post(transport: Transport, messages: Sequence[Message], label: str) -> list[Work]:
+    """Starts the messages; `label` begins the text of an error.
+
+    Raises:
+        ReallocationError: a peer has died. Named are the messages that could not be started: one, or all where they
+            are started together.
+    """
+    try:
+        return transport.post(messages)
+    except UnpostedError as error:
+        raise ReallocationError(f"{label} could not reach {_names(error.messages)}: {error}") from error
+
+
+@contextmanager
+def _posting(messages: Sequence[Message]) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise UnpostedError(messages, error) from error
+
+
+def wait_for(works: Sequence[Work], label: str, timeout_s: float) -> None:
+    """Waits until all of them are done, or as their `waits` do: what the current stream does next is behind them.
+
+    Raises:
+        ReallocationError: a peer did not answer within `timeout_s`, or died.
+    """
+    start = time.monotonic()
+    for work in works:
+        try:
+            work.wait(timedelta(seconds=max(0.001, start + timeout_s - time.monotonic())))
+        except RuntimeError as error:
+            raise ReallocationError(
+                f"{label} waited {time.monotonic() - start:.1f} s (at most {timeout_s:g}) in vain for "
+                f"{_names(work.messages)}: {error}"
+            ) from error
+    messages = [replace(message, views=(), parts=None) for work in works for message in work.messages]  # no tensors
+    for waits in dict.fromkeys(work.waits for work in works):
+        waits.watch(timeout_s, lambda: f"{label} waited in vain for {_names(messages)}")
+
+
+def buffers_like(views: Sequence[Tensor]) -> list[Tensor]:
+    """Tensors of the shapes of `views`, without values, that lie one behind the other in memory."""
+    sizes = [view.numel() for view in views]
+    parts = torch.empty(sum(sizes), dtype=views[0].dtype, device=views[0].device).split(sizes)
+    return [part.view(view.shape) for part, view in zip(parts, views, strict=True)]
+
+
+def _names(messages: Sequence[Message]) -> str:
+    """`rank 3 to send model.norm.weight and 4 more`, for every message."""
+    texts = []
+    for message in messages:
+        parameters = list(dict.fromkeys(box.name for box in message.boxes))
+        more = f" and {len(parameters) - 1} more" if len(parameters) > 1 else ""
+        texts.append(f"rank {message.peer} to {message.peers_part} {parameters[0]}{more}")
+    return ", ".join(dict.fromkeys(texts))
+
+
+class _Piece:
+    """Views of a message that go as one message of torch.distributed: from where they lie one behind the other, or
+    packed."""
+
+    def __init__(self, message: Message, views: Sequence[Tensor]):
+        self.message, self.is_sent, self._views = message, message.peers_part == "receive", list(views)
+        self._whole = _as_one(views)
+        self._buffers: list[Tensor] | None = None
+        self.packed_bytes = 0 if self._whole is not None else sum(view.nbytes for view in views)
+
+    def packed(self) -> Tensor:
+        """What is sent, or where it is received: as bytes, since the wire need not know the dtype."""
+        whole = self._whole
+        if whole is None:
+            self._buffers = buffers_like(self._views)
+            if self.is_sent:
+                torch._foreach_copy_(self._buffers, self._views)
+            whole = _as_one(self._buffers)
+        assert whole is not None
+        return whole.view(torch.uint8)
+
+    def unpack(self) -> None:
+        """To be called when it is done."""
+        if self._buffers is not None and not self.is_sent:
+            torch._foreach_copy_(self._views, self._buffers)
+        self._buffers = None
+
+
+def _cut(views: Sequence[Tensor], message_bytes: int) -> Iterator[Sequence[Tensor]]:
+    """The views of each piece. Depends on their sizes alone, so that both ends cut alike."""
+    small: list[Tensor] = []
+    small_bytes = 0
+    for view in views:
+        is_large = view.nbytes >= message_bytes
+        if small and (is_large or small_bytes + view.nbytes > message_bytes):
+            yield small
+            small, small_bytes = [], 0
+        if is_large:
+            yield [view]
+        else:
+            small.append(view)
+            small_bytes += view.nbytes
+    if small:
+        yield small
+
+
+def _as_one(views: Sequence[Tensor]) -> Tensor | None:
+    """All views as a vector, where they lie one behind the other in memory."""
+    first = views[0]
+    memory, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    for view in views:
+        if not view.is_contiguous() or view.data_ptr() != end or view.untyped_storage().data_ptr() != memory:
+            return None
+        end += view.nbytes
+    return first.as_strided((sum(view.numel() for view in views),), (1,))

@@ -1,0 +1,140 @@
+"""Checks that a reallocation delivered what was sent: a checksum for every part, which follows the data."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from realhf.geometry.boxes import Box
+from realhf.geometry.layout import Layout
+from realhf.realloc.execute.checksum import SumsByPeer, bit_sum, bit_sums
+from realhf.realloc.execute.held import HeldBoxes, by_name, part, sent_part
+from realhf.realloc.execute.message_passing import Message, ReallocationError, TorchTransport, Transport, post, wait_for
+from realhf.realloc.plan.planner import ReallocationPlan
+
+
+class VerificationError(ReallocationError):
+    """A rank holds other values than were sent to it, or than it lent; the text names the parameter, the part and the
+    ranks."""
+
+
+class VerificationSchedule:
+    """Which moves of a run are verified: the first of each name and layout, then all of every N-th step.
+
+    A function of the requests alone, so that all ranks of a move decide alike.
+    """
+
+    def __init__(self, every_steps: int):
+        """`every_steps`: 1 verifies each reallocation, 0 none."""
+        self._every_steps = every_steps
+        self._seen: set[tuple[str, Layout]] = set()
+
+    def is_due(self, name: str, layout: Layout, step: int) -> bool:
+        """Whether this move, which from now on has been seen, is to be verified. `name` is that of a model that is
+        reallocated, or of a `DataflowGraph.follows`."""
+        if not self._every_steps:
+            return False
+        is_first = (name, layout) not in self._seen
+        self._seen.add((name, layout))
+        return is_first or step % self._every_steps == 0
+
+
+def verify(
+    plan: ReallocationPlan,
+    rank: int,
+    source: Sequence[tuple[Box, Tensor]],
+    target: Sequence[tuple[Box, Tensor]],
+    transport: Transport | None = None,
+    *,
+    arrived: SumsByPeer | None = None,
+    model_name: str = "model",
+    timeout_s: float = 600.0,
+) -> None:
+    """Compares what each rank received, or copied, with what its sender holds. To be called by all ranks that
+    called `execute` with the same arguments, after it, while the tensors are as it left them; where eta < 1, with what
+    `arrived` there, since the target holds averages: what this rank copied has nothing to be compared with then.
+
+    A rank sums up the parts that it sent and that it received, sends one message of 8 bytes a part to each rank it
+    had sent to, and compares. It is one more round of the plan, and cannot deadlock for the same reason.
+
+    Raises:
+        VerificationError: a part of this rank differs.
+        ReallocationError: a peer did not send its sums within `timeout_s`, or died.
+    """
+    with torch.no_grad():
+        source_tensors, target_tensors = by_name(source), by_name(target)
+        label = f"reallocation of {model_name}, verification: rank {rank}"
+        differing: list[tuple[int, Box]] = []
+        if arrived is None:
+            differing = [(rank, box) for box in _differing_copies(plan, rank, source_tensors, target_tensors)]
+        sends: dict[int, list[Box]] = {}
+        receives: dict[int, list[Box]] = {}
+        for each_round in plan.rounds_of(rank):
+            for boxes_of, of_round in ((sends, each_round.sends), (receives, each_round.receives)):
+                for peer, boxes in of_round.items():
+                    boxes_of.setdefault(peer, []).extend(boxes)
+        messages = []
+        for peer, boxes in sorted(sends.items()):
+            held = bit_sums([sent_part(source_tensors, target_tensors, box) for box in boxes])
+            messages.append(Message("receive", peer, boxes, [held]))
+        own: dict[int, Tensor] = {}
+        for peer, boxes in sorted(receives.items()):
+            if arrived is None:
+                own[peer] = bit_sums([part(target_tensors, box) for box in boxes])
+            else:
+                own[peer] = torch.stack(arrived[peer])
+        received = [Message("send", peer, receives[peer], [torch.empty_like(sums)]) for peer, sums in own.items()]
+        wait_for(post(transport or TorchTransport(), [*messages, *received], label), label, timeout_s)
+        for message in received:
+            differs = own[message.peer] != message.views[0]
+            differing += [(message.peer, message.boxes[index]) for index in differs.nonzero().flatten().tolist()]
+    if differing:
+        sender, _ = differing[0]
+        raise VerificationError(
+            f"reallocation of {model_name}: rank {rank} holds other values than rank {sender} sent of parameter "
+            f"{_named([box for _, box in differing])}; a link or a memory changed them: {_REMEDY}"
+        )
+
+
+class LentParts:
+    """Bit sums of the parts that a rank lends to a copy of a model, to be compared when it has them back."""
+
+    def __init__(self, lent: Sequence[tuple[Box, Tensor]]):
+        self._sums = [(box, bit_sum(tensor)) for box, tensor in lent]
+
+    def verify(self, returned: Sequence[tuple[Box, Tensor]], *, rank: int, model_name: str) -> None:
+        """`returned`: the same boxes in the same order.
+
+        Raises:
+            VerificationError: a part is not as it was lent.
+        """
+        differing = []
+        for (box, before), (same, tensor) in zip(self._sums, returned, strict=True):
+            assert box == same
+            if bit_sum(tensor) != before:
+                differing.append(box)
+        if differing:
+            raise VerificationError(
+                f"{model_name}: rank {rank} took other values back than it had lent to a copy, of parameter "
+                f"{_named(differing)}; a memory changed them while the call in the copy's layout ran: {_REMEDY}"
+            )
+
+
+_REMEDY = "go on from the last checkpoint, without that machine if it happens again"
+
+
+def _named(boxes: Sequence[Box]) -> str:
+    first, more = boxes[0], f" and {len(boxes) - 1} more parts" if len(boxes) > 1 else ""
+    return f"{first.name}, the part of shape {first.shape} at offset {first.offset}{more}"
+
+
+def _differing_copies(
+    plan: ReallocationPlan, rank: int, source_tensors: HeldBoxes, target_tensors: HeldBoxes
+) -> list[Box]:
+    """The parts that this rank copied within its own memory, and that are not what they were copied from."""
+    boxes = plan.local_copies.get(rank, ())
+    if not boxes:
+        return []
+    copied, copies = ([part(tensors, box) for box in boxes] for tensors in (source_tensors, target_tensors))
+    differs = bit_sums(copied) != bit_sums(copies)
+    return [boxes[index] for index in differs.nonzero().flatten().tolist()]

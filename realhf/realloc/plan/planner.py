@@ -1,0 +1,193 @@
+"""Plans a parameter reallocation: which box travels from which device to which, in which bucket.
+
+Pure and deterministic, no torch: every rank computes the same plan from the same two tables of boxes, the search
+counts bytes with it, the executor runs it. Each byte that a device lacks is received exactly once, what a device
+already holds never crosses the network (ReaL, section 5.3 "redistribution", for boxes of any shape).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+from realhf.architecture.compute import DataParallel
+from realhf.architecture.model import DecoderConfig
+from realhf.geometry.boxes import Box
+from realhf.geometry.layout import Layout
+from realhf.geometry.shards import held_boxes
+from realhf.realloc.plan.broadcast_chain import Senders, node_of
+from realhf.realloc.plan.cells import Devices, cells_of
+from realhf.realloc.plan.parcels import parcels_of
+from realhf.realloc.plan.rounds import Rounds, Transfer
+
+DEFAULT_BUCKET_BYTES = 64 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class DeviceRound:
+    """What one device does in round `index`: by peer, the boxes it sends and receives, in this order.
+
+    `forwards`: some of what it sends it received in an earlier round.
+    """
+
+    index: int
+    sends: dict[int, tuple[Box, ...]]
+    receives: dict[int, tuple[Box, ...]]
+    forwards: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReallocationPlan:
+    """How the parameters get from one table of boxes to another.
+
+    `rounds` is the one total order in which all devices work: nobody starts round i + 1 before its own part of
+    round i is done, so overlapping meshes cannot deadlock. In a round no device sends more than `bucket_bytes`, or
+    receives more. `local_copies` are the parts of a device's target boxes that it already holds.
+    `lacking_bytes`, per target device, are those it does not hold: no plan can move less.
+    """
+
+    rounds: tuple[tuple[Transfer, ...], ...]
+    local_copies: Mapping[int, tuple[Box, ...]]
+    lacking_bytes: Mapping[int, int]
+    element_bytes: int
+    bucket_bytes: int
+    devices_per_node: int | None
+
+    @property
+    def transfers(self) -> Iterator[Transfer]:
+        """All transfers, in the total order."""
+        return (transfer for each_round in self.rounds for transfer in each_round)
+
+    @property
+    def lower_bound_bytes(self) -> int:
+        """Bytes that some device lacks, summed over the devices."""
+        return sum(self.lacking_bytes.values())
+
+    @cached_property
+    def sent_bytes(self) -> dict[int, int]:
+        """Bytes sent by each device that sends."""
+        sent: dict[int, int] = {}
+        for transfer in self.transfers:
+            sent[transfer.source] = sent.get(transfer.source, 0) + transfer.load.elements * self.element_bytes
+        return sent
+
+    @cached_property
+    def received_bytes(self) -> dict[int, int]:
+        """Bytes received by each device that receives."""
+        received: dict[int, int] = {}
+        for transfer in self.transfers:
+            received[transfer.target] = received.get(transfer.target, 0) + transfer.load.elements * self.element_bytes
+        return received
+
+    @cached_property
+    def network_bytes(self) -> int:
+        """Bytes that cross from one node to another; the other sent bytes stay within a node."""
+        return sum(
+            transfer.load.elements * self.element_bytes
+            for transfer in self.transfers
+            if node_of(transfer.target, self.devices_per_node) != node_of(transfer.source, self.devices_per_node)
+        )
+
+    @cached_property
+    def found_by_device(self) -> dict[int, object]:
+        """No part of the plan: what who carries it out found for each device, to be found once (`places_of`)."""
+        return {}
+
+    def rounds_of(self, device: int) -> list[DeviceRound]:
+        """The part of `device` in the rounds that concern it."""
+        result = []
+        for index, transfers in enumerate(self.rounds):
+            sends: dict[int, tuple[Box, ...]] = {}
+            receives: dict[int, tuple[Box, ...]] = {}
+            forwards = False
+            for source, target, load, is_forwarded in transfers:
+                if source == device:
+                    sends[target] = sends.get(target, ()) + load.boxes
+                    forwards |= is_forwarded
+                elif target == device:
+                    receives[source] = receives.get(source, ()) + load.boxes
+            if sends or receives:
+                result.append(DeviceRound(index, sends, receives, forwards))
+        return result
+
+
+@lru_cache(maxsize=1024)
+def plan_between(
+    model: DecoderConfig,
+    source: Layout,
+    target: Layout,
+    devices_per_node: int | None = None,
+    element_bytes: int = 4,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    source_data_parallel: DataParallel = "zero1",
+    target_data_parallel: DataParallel = "zero1",
+    forwarding: bool = True,
+) -> ReallocationPlan:
+    """The plan that moves `model` from layout `source` to layout `target`; planned once a pair, then cached.
+
+    What a device keeps of either depends on whether data parallelism divides parameters there (`held_boxes`).
+    """
+    return plan_reallocation(
+        {device: held_boxes(model, source, device, source_data_parallel) for device in source.mesh.devices},
+        {device: held_boxes(model, target, device, target_data_parallel) for device in target.mesh.devices},
+        devices_per_node,
+        element_bytes=element_bytes,
+        bucket_bytes=bucket_bytes,
+        forwarding=forwarding,
+    )
+
+
+def plan_reallocation(
+    source: Mapping[int, Sequence[Box]],
+    target: Mapping[int, Sequence[Box]],
+    devices_per_node: int | None = None,
+    *,
+    element_bytes: int = 4,
+    bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+    forwarding: bool = True,
+) -> ReallocationPlan:
+    """The plan after which every device of `target` holds its boxes, given what the devices of `source` hold.
+
+    A device's own part of a target box is copied locally. For the rest the sender is a holder on the same node
+    (devices i * devices_per_node and following; None: one node) or else any holder; among these the one that has
+    been given the fewest bytes to send, then the lowest index. With `forwarding`, a part that several devices want
+    goes on from those that got it in an earlier round: the first of a node fetches it for all of the node, and
+    holders that would send more than others receive are relieved, so that a chain forms behind a single holder.
+    Boxes larger than a bucket are cut along their first dimension (further ones only if a single row is larger).
+
+    Raises:
+        ValueError: part of a target box is held by nobody, two target boxes of a device overlap, or a bucket
+            cannot hold one element.
+    """
+    if bucket_bytes < element_bytes:
+        raise ValueError(
+            f"bucket_bytes={bucket_bytes} cannot hold one element of {element_bytes} bytes; make it larger"
+        )
+    local_copies: dict[int, list[Box]] = {}
+    ways: dict[tuple[Devices, Devices], list[Box]] = {}  # (holders, lacking) -> all that goes from those to these
+    for cell in cells_of(source, target):
+        for device in cell.keeping:
+            local_copies.setdefault(device, []).append(cell.box)
+        if cell.lacking:
+            ways.setdefault((cell.holders, cell.lacking), []).append(cell.box)
+    lacking_elements = dict.fromkeys(sorted(target), 0)
+    for (_, lacking), boxes in ways.items():
+        elements = sum(box.size for box in boxes)
+        for device in lacking:
+            lacking_elements[device] += elements
+    bucket_elements = bucket_bytes // element_bytes
+    parcels = parcels_of(ways, max(lacking_elements.values(), default=0), bucket_elements)
+    senders, rounds = Senders(devices_per_node, forwarding), Rounds(bucket_elements)
+    for parcel in parcels:
+        senders.expect(parcel.elements * element_bytes, parcel.holders)
+    for parcel in parcels:
+        arrived: dict[int, list[int]] = {}  # at a device that lacked the parcel: the round of each load
+        for sender, receiver in senders.hops(parcel.elements * element_bytes, parcel.holders, parcel.lacking):
+            arrived[receiver] = rounds.add(sender, receiver, parcel.loads, arrived.get(sender))
+    return ReallocationPlan(
+        rounds=tuple(tuple(transfers) for transfers in rounds.transfers),
+        local_copies={device: tuple(cells) for device, cells in local_copies.items()},
+        lacking_bytes={device: elements * element_bytes for device, elements in lacking_elements.items()},
+        element_bytes=element_bytes,
+        bucket_bytes=bucket_bytes,
+        devices_per_node=devices_per_node,
+    )

@@ -1,0 +1,70 @@
+"""Rounds of a reallocation: the total order of its transfers; in a round no device moves more than a bucket."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from realhf.realloc.plan.parcels import Load
+
+
+class Transfer(NamedTuple):
+    """`load` travels from device `source` to `target`. Forwarded: the source received it in an earlier round."""
+
+    source: int
+    target: int
+    load: Load
+    is_forwarded: bool = False
+
+
+class Rounds:
+    """Puts each load into the first round, not yet well filled, in which both of its devices have room for it."""
+
+    def __init__(self, bucket_elements: int) -> None:
+        self.transfers: list[list[Transfer]] = []
+        self._bucket_elements = bucket_elements
+        # Not looking for room where a sixteenth is left keeps planning fast.
+        self._well_filled = bucket_elements - bucket_elements // 16
+        self._sending: defaultdict[int, _Lane] = defaultdict(_Lane)
+        self._receiving: defaultdict[int, _Lane] = defaultdict(_Lane)
+
+    def add(self, source: int, target: int, loads: Sequence[Load], arrived: Sequence[int] | None) -> list[int]:
+        """Adds a transfer of each load, of at most a bucket; returns their rounds.
+
+        Args:
+            arrived: the rounds in which the source itself gets them; None if it has them from the start.
+        """
+        sending, receiving = self._sending[source], self._receiving[target]
+        rounds = []
+        for place, load in enumerate(loads):
+            too_early = (2 << arrived[place]) - 1 if arrived else 0
+            index = self._first_with_room(load.elements, sending, receiving, too_early)
+            for lane in (sending, receiving):
+                used = lane.used.get(index, 0) + load.elements
+                if used < self._well_filled:
+                    lane.used[index] = used
+                else:
+                    lane.closed |= 1 << index
+            while len(self.transfers) <= index:
+                self.transfers.append([])
+            self.transfers[index].append(Transfer(source, target, load, arrived is not None))
+            rounds.append(index)
+        return rounds
+
+    def _first_with_room(self, elements: int, sending: "_Lane", receiving: "_Lane", too_early: int) -> int:
+        most = self._bucket_elements - elements
+        closed = sending.closed | receiving.closed | too_early
+        while True:
+            index = (~closed & (closed + 1)).bit_length() - 1  # the lowest bit that is not set
+            if sending.used.get(index, 0) <= most and receiving.used.get(index, 0) <= most:
+                return index
+            closed |= 1 << index
+
+
+@dataclass(slots=True)
+class _Lane:
+    """Rounds of what one device sends, or receives: `closed` are the well filled ones, as a set of bits; `used` are the
+    elements of others."""
+
+    used: dict[int, int] = field(default_factory=dict)
+    closed: int = 0

@@ -1,0 +1,143 @@
+"""JSON lines of a run: appended one at a time, and read back past those that a crash or a disk has damaged."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Generic, TypeVar
+
+import msgspec
+from msgspec import Meta
+
+from realhf.base.files import BadContentError, decode_json, naming
+
+T = TypeVar("T")
+
+# What arithmetic and the calendar can take: a number beyond is no step, no duration and no time of a run.
+Step = Annotated[int, Meta(ge=0, le=2**53)]
+Seconds = Annotated[float, Meta(ge=-1e9, le=1e9)]  # below 0 where somebody set the clock back
+Time = Annotated[float, Meta(ge=0, le=1e11)]  # since the epoch
+Bytes = Annotated[int, Meta(ge=0, le=2**62)]
+
+
+class _Call(msgspec.Struct):
+    start: Time
+    end: Time
+    seconds: Seconds
+    predicted_s: Seconds | None
+
+
+class _Step(msgspec.Struct):
+    """What a line of `metrics.jsonl` has beside the step's statistics."""
+
+    step: Step
+    time_s: Seconds
+    tokens: Step
+    tokens_per_s: float
+    calls: dict[str, _Call]
+    peak_bytes: list[Bytes] = []
+    plan: str = ""
+    num_workers: int = 0
+
+
+class _Evaluation(msgspec.Struct):
+    step: Step
+
+
+def step_line(line: bytes) -> dict[str, Any]:
+    """A line of `metrics.jsonl`. Raises BadContentError."""
+    decode_json(line, _Step)
+    return decode_json(line, dict[str, Any])
+
+
+def evaluation_line(line: bytes) -> dict[str, Any]:
+    """A line of `evaluations.jsonl`. Raises BadContentError."""
+    decode_json(line, _Evaluation)
+    return decode_json(line, dict[str, Any])
+
+
+@dataclass(frozen=True)
+class Lines(Generic[T]):
+    """The good lines of a file, and a sentence about the others where there are any."""
+
+    values: list[T]
+    damaged: tuple[str, ...] = ()
+
+
+def append_line(path: Path, value: Any) -> None:
+    """Adds a line, which readers see at once. It is a line of its own behind one that a crash cut off, too.
+
+    Raises:
+        OSError: naming the file; a part of the line may have been written.
+    """
+    line = msgspec.json.encode(value) + b"\n"
+    with naming(path), path.open("a+b") as file:
+        if file.seek(0, 2):
+            file.seek(-1, 2)
+            if file.read(1) != b"\n":
+                line = b"\n" + line
+        file.write(line)
+
+
+def read_lines(path: Path, decode: Callable[[bytes], T], *, tail_bytes: int | None = None) -> Lines[T]:
+    """The lines of a file, or those in its last `tail_bytes`, that `decode` does not raise BadContentError for.
+
+    There are none where there is no file. A last line that has neither its end nor its line break is left out without a
+    word: it is still being written, or its writer died.
+    """
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            start = max(0, size - tail_bytes) if tail_bytes is not None else 0
+            file.seek(start)
+            lines = file.read(size - start).split(b"\n")
+    except FileNotFoundError:
+        return Lines([])
+    except OSError as error:
+        return Lines([], (f"{path} cannot be read ({error.strerror})",))
+    first = 1 if start else 0  # the seek has cut that one
+    values, bad = [], []
+    for index, line in enumerate(lines[first:], start=first):
+        is_last = index == len(lines) - 1
+        if is_last and not line:
+            break
+        try:
+            values.append(decode(line))
+        except BadContentError as error:
+            if not is_last:
+                where = f"line {index + 1}" if not start else f"line {len(lines) - 1 - index} from the end"
+                bad.append(f"{where}: {error}")
+    if not bad:
+        return Lines(values)
+    others = f"; {len(bad) - 1} more" if len(bad) > 1 else ""
+    return Lines(values, (f"{path} has lines that cannot be read and are left out: {bad[0]}{others}",))
+
+
+class Tail(Generic[T]):
+    """The lines that a file gained since the last look.
+
+    Args:
+        say: told of lines that `decode` raises BadContentError for; they are left out.
+    """
+
+    def __init__(self, path: Path, decode: Callable[[bytes], T], say: Callable[[str], None]):
+        self._path, self._decode, self._say, self._offset = path, decode, say, 0
+
+    def skip(self) -> None:
+        """Passes over what is there now."""
+        self._offset = self._path.stat().st_size if self._path.is_file() else 0
+
+    def read(self) -> Iterator[T]:
+        if not self._path.is_file():
+            return
+        with self._path.open("rb") as file:
+            file.seek(self._offset)
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                self._offset += len(line)
+                try:
+                    value = self._decode(line)
+                except BadContentError as error:
+                    self._say(f"{self._path} has gained a line that cannot be read and is left out: {error}")
+                else:
+                    yield value

@@ -1,0 +1,165 @@
+"""The directory of one run: which file lies where."""
+
+import contextlib
+import fcntl
+import os
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from realhf.base.errors import UserError
+from realhf.base.files import delete, writing_a_run
+
+
+@dataclass(frozen=True)
+class RunDirectory:
+    """Paths below `path`, made absolute. `create` makes a new one, `open` takes an existing one."""
+
+    path: Path
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "path", self.path.absolute())  # processes may run in other working directories
+
+    @classmethod
+    def create(cls, path: Path) -> "RunDirectory":
+        """Makes the directory and its folders. Raises UserError if something is there already."""
+        directory = cls(path)
+        path = directory.path
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(f"the run directory {path} exists and is not empty; give a new one with --run-dir")
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            for folder in directory._folders:
+                folder.mkdir()
+            for folder in (directory.keys, directory.rendezvous):  # whoever writes here can join the run
+                folder.chmod(0o700)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                delete(path)
+            raise UserError(f"cannot make the run directory {path}: {error}; give another with --run-dir") from error
+        return directory
+
+    @classmethod
+    def open(cls, path: Path) -> "RunDirectory":
+        """An existing run directory. Raises UserError if it is none."""
+        directory = cls(path)
+        missing = [folder.name for folder in directory._folders if not folder.is_dir()]
+        if missing:
+            raise UserError(f"{path} is no run directory: it has no {', '.join(missing)}; give the --run-dir of a run")
+        return directory
+
+    @contextlib.contextmanager
+    def lock(self, holder: str, wait_s: float = 0.0) -> Iterator[None]:
+        """Held by a process that must be alone: the run's supervisor ("launcher"), its master.
+
+        The system gives it back when the process ends, however it ends.
+
+        Raises:
+            UserError: another process has it, after `wait_s` still.
+            RunError: its file cannot be written.
+        """
+        deadline = time.monotonic() + wait_s
+        with writing_a_run():
+            file = (self.launcher / f"{holder}.lock").open("a+", errors="replace")
+        with file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() >= deadline:
+                        file.seek(0)
+                        raise UserError(
+                            f"the run in {self.path} still goes on: its {holder} is {file.read() or 'a process'}; "
+                            "wait for its end or stop it"
+                        ) from None
+                    time.sleep(0.2)
+            with contextlib.suppress(OSError):  # on a full disk: the lock holds whatever the file says
+                file.truncate(0)
+                file.write(f"process {os.getpid()} on {socket.gethostname()}")
+                file.flush()
+            yield
+
+    @property
+    def _folders(self) -> tuple[Path, ...]:
+        folders = ("logs", "checkpoints", "keys", "rendezvous", "activity", "launcher")
+        return tuple(self.path / folder for folder in folders)
+
+    @property
+    def plan(self) -> Path:
+        return self.path / "plan.json"
+
+    @property
+    def experiment(self) -> Path:
+        """The experiment with every default resolved."""
+        return self.path / "experiment.json"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def evaluations(self) -> Path:
+        """One JSON object an evaluation."""
+        return self.path / "evaluations.jsonl"
+
+    @property
+    def trace(self) -> Path:
+        """Chrome trace events, one row a worker."""
+        return self.path / "trace.json"
+
+    @property
+    def status(self) -> Path:
+        return self.path / "status.json"
+
+    @property
+    def events(self) -> Path:
+        """What happened to the run as a whole, one JSON object an event."""
+        return self.path / "events.jsonl"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    @property
+    def logs(self) -> Path:
+        return self.path / "logs"
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    @property
+    def keys(self) -> Path:
+        """The run's CURVE keys (0700)."""
+        return self.path / "keys"
+
+    @property
+    def rendezvous(self) -> Path:
+        """Where processes find each other: the master's address, torch's file store (0700)."""
+        return self.path / "rendezvous"
+
+    @property
+    def launcher(self) -> Path:
+        """What the launcher needs: the batch script, exit codes."""
+        return self.path / "launcher"
+
+    @property
+    def switch(self) -> Path:
+        """Asks the master, by being there, to end after the next checkpoint: the run goes on under another plan."""
+        return self.launcher / "switch"
+
+    def log(self, process: str) -> Path:
+        """What the process ("master", "worker-3") printed."""
+        return self.logs / f"{process}.log"
+
+    def stacks(self, process: str) -> Path:
+        """The Python stacks of the process when the run was found stuck."""
+        return self.logs / f"stacks-{process}.txt"
+
+    def activity(self, process: str) -> Path:
+        """What the process is doing (`realhf.rundir.flight_recorder`)."""
+        return self.path / "activity" / process

@@ -1,0 +1,332 @@
+"""A run, resolved: what the launcher writes into the run directory and master and workers read back."""
+
+import hashlib
+import importlib.util
+import os
+import sys
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+
+from realhf.api.experiment import (
+    SETTINGS_ATTRIBUTE,
+    AutoSettings,
+    Evaluation,
+    ModelSetup,
+    auto_settings,
+    follows_of,
+    models_of,
+)
+from realhf.base.errors import UserError
+from realhf.base.files import BadContentError, OtherVersionError, decode_versioned
+from realhf.base.numbers import Range, check_ranges
+from realhf.dataflow.graph import GENERATE, WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.interface import check_implementation
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, check_plan, load_plan
+from realhf.geometry.layout import Layout
+from realhf.planning.model.hardware import Hardware
+from realhf.rundir.deadlines import Deadlines
+
+T = TypeVar("T")
+
+# Of the run directory: for all its files that name no format of their own. The first version had none.
+FORMAT = "run/2"
+MAX_STEPS = 10**9
+MAX_DEVICES = 65_536
+YEAR_S = 365 * 86_400
+# Of the numbers of a run's specification, by field.
+RANGES = {
+    "num_workers": Range("--num-workers", 1, MAX_DEVICES),
+    "devices_per_node": Range("--gpus-per-node", 1, MAX_DEVICES),
+    "checkpoint_every_steps": Range("--checkpoint-every", 1, MAX_STEPS, "steps"),
+    "checkpoint_every_minutes": Range("--checkpoint-every-minutes", 0.001, YEAR_S / 60, "minutes"),
+    "keep_checkpoints": Range("--keep-checkpoints", 1, MAX_STEPS),
+    "checkpoint_failures": Range("--checkpoint-failures", 0, MAX_STEPS),
+    "resume_step": Range("resume_step", 0, MAX_STEPS),
+    "drift_threshold": Range("--drift-threshold", 1.001, 10**6, "times what was predicted"),
+    "verify_reallocations_every": Range("--verify-reallocations-every", 0, MAX_STEPS, "steps"),
+    "call_timeout_s": Range("--call-timeout-s", 0.001, YEAR_S, "seconds"),
+    "deadline_factor": Range("--deadline-factor", 1, 10**4, "times what was predicted"),
+    "setup_timeout_s": Range("--setup-timeout-s", 0.001, YEAR_S, "seconds"),
+}
+
+
+class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that decides what a run does, beside its plan: `experiment.json`.
+
+    `record` lists keys whose data every step writes below `rollouts/`; `replay` is such a folder
+    of an earlier run, whose responses are taken instead of drawing new ones. The first reallocation of a model into
+    a layout is verified by checksums, then those of every `verify_reallocations_every`-th step; 0: none.
+
+    Checkpoints are saved at the end, and every so many steps and minutes. `keep_checkpoints` of them are kept, the
+    newest ones (None: all), and with `keep_best` the one with the highest value of that statistic ("min:" before the
+    name: the lowest). The run goes on if one cannot be written, for `checkpoint_failures` in a row. `resume_step` steps
+    were made by earlier starts of the run: it goes on from that checkpoint.
+    `avoided` are devices of this machine or nodes of a cluster that the run does without, after failures there.
+    `call_factors` are what calls were measured to take over what the cost model says, by name, where the plan was made
+    with them. A call may take `deadline_factor` times what was predicted, and always `call_timeout_s`. Where measured
+    times leave the plan's predictions by more than `drift_threshold` times, an event says so. `hardware` is what was
+    planned for; whoever plans the run again does it for the same, and workers check that they are on it.
+
+    Raises:
+        UserError: at construction, a number is out of its range.
+    """
+
+    experiment_file: str
+    experiment_class: str
+    values: dict[str, Any]
+    working_directory: str
+    num_workers: int
+    devices_per_node: int
+    record: tuple[str, ...] = ()
+    replay: str | None = None
+    checkpoint_every_steps: int | None = None
+    checkpoint_every_minutes: float | None = None
+    keep_checkpoints: int | None = None
+    keep_best: str | None = None
+    checkpoint_failures: int = 0
+    resume_step: int = 0
+    avoided: tuple[str, ...] = ()
+    call_factors: dict[str, float] = {}
+    drift_threshold: float = 1.5
+    verify_reallocations_every: int = 100
+    call_timeout_s: float = Deadlines.floor_s
+    deadline_factor: float = Deadlines.factor
+    setup_timeout_s: float = 300.0
+    network_interface: str | None = None
+    hardware: Hardware | None = None
+    tensorboard: bool = False
+    wandb_project: str | None = None
+    format: str = FORMAT
+
+    def __post_init__(self) -> None:
+        check_ranges(msgspec.structs.asdict(self), RANGES)
+
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints are written on the way, and not at the end alone."""
+        return self.checkpoint_every_steps is not None or self.checkpoint_every_minutes is not None
+
+
+@dataclass(frozen=True)
+class Run:
+    """A validated experiment with its plan.
+
+    Raises:
+        UserError: at construction of any of its parts, before a process starts.
+    """
+
+    spec: RunSpec
+    experiment: Any
+    plan: ExecutionPlan
+
+    @cached_property
+    def settings(self) -> AutoSettings:
+        return auto_settings(self.experiment)
+
+    @cached_property
+    def graph(self) -> DataflowGraph:
+        return DataflowGraph(self.experiment.rpcs, self.experiment.dataset.keys, follows_of(self.experiment))
+
+    @cached_property
+    def models(self) -> dict[str, ModelSetup]:
+        return models_of(self.experiment)
+
+    @cached_property
+    def evaluation(self) -> Evaluation | None:
+        return getattr(self.experiment, "evaluation", None)
+
+    @cached_property
+    def evaluation_graph(self) -> DataflowGraph | None:
+        return DataflowGraph(self.evaluation.rpcs, self.evaluation.dataset.keys) if self.evaluation else None
+
+    @cached_property
+    def homes(self) -> dict[str, Layout]:
+        """The layout in which each model's parameters live between calls."""
+        return {model: self.plan.layout(self.plan.home(self.graph, model)) for model in self.graph.models}
+
+    def optimizer_steps(self, model: str) -> int:
+        """Optimizer steps of a model in each step of the run; 0: it is not trained."""
+        return sum(call.mini_batches for call in self.graph.calls_of(model) if call.trains)
+
+    @cached_property
+    def deadlines(self) -> Deadlines:
+        """How long a request to a worker may take."""
+        predicted = [self.plan.predicted_step_s, *(call.predicted_s for call in self.plan.calls.values())]
+        return Deadlines(
+            self.spec.call_timeout_s, self.spec.deadline_factor, max(seconds or 0.0 for seconds in predicted)
+        )
+
+    @property
+    def changing_models(self) -> list[str]:
+        """The models whose parameters change: those that are trained, and those that follow one."""
+        return [name for name in self.graph.models if self.optimizer_steps(name) or self.models[name].follows]
+
+    def evaluation_plan(self, call: ModelFunctionCallDef) -> CallPlan:
+        """How an evaluation call runs: as the training graph's call most like it, in one micro-batch; generation
+        without model chunks."""
+        twin = self.plan.calls[evaluation_twin(self.graph, call)]
+        chunks = 1 if call.interface_type is GENERATE else twin.chunks
+        return msgspec.structs.replace(twin, micro_batches=1, chunks=chunks)
+
+    def calls_with_layouts(self) -> list[tuple[ModelFunctionCallDef, Layout]]:
+        """All calls of training and evaluation, and where they run."""
+        calls = [(call, self.plan.layout(call.name)) for call in self.graph.calls.values()]
+        evaluation = self.evaluation_graph.calls.values() if self.evaluation_graph else ()
+        return calls + [(call, self.evaluation_plan(call).layout) for call in evaluation]
+
+    def check(self) -> None:
+        """Raises UserError if the plan does not fit the experiment, the evaluation does not fit the plan, an interface
+        has no implementation, or no call makes what is to be recorded."""
+        for graph in (self.graph, self.evaluation_graph):
+            for call in graph.calls.values() if graph else ():
+                check_implementation(call.name, call.interface_impl, call.interface_type.value)
+        self._check_record()
+        check_plan(self.plan, self.graph, self.settings.batch_size)
+        if self.plan.num_devices > self.spec.num_workers:
+            raise UserError(
+                f"the plan is for {self.plan.num_devices} devices but the run has {self.spec.num_workers} workers; "
+                f"give --num-workers {self.plan.num_devices} or another plan"
+            )
+        if self.evaluation:
+            assert self.evaluation_graph
+            for call in self.evaluation_graph.calls.values():
+                layout = self.evaluation_plan(call).layout
+                call.check_protocol(layout)
+                parts = call.parts(layout)
+                if self.evaluation.batch_size % parts:
+                    what = "dp" if parts == layout.strategy.dp else f"parts of {call.protocol.name}"
+                    raise UserError(
+                        f"{call.name}: {what}={parts} does not divide the evaluation's "
+                        f"batch_size={self.evaluation.batch_size}"
+                    )
+
+    def _check_record(self) -> None:
+        calls = self.graph.calls.values()
+        made = {key for call in calls for key in (*call.output_data, *call.interface_impl.recordable)}
+        known = sorted({*made, WEIGHTS_VERSION})
+        for key in self.spec.record:
+            if key not in known:
+                raise UserError(
+                    f"--record {key}: no call makes {key!r}; choose from {', '.join(known)}, or list it in a call's "
+                    "output_data, or in `recordable` of the configuration of its interface"
+                )
+
+
+def evaluation_twin(graph: DataflowGraph, call: ModelFunctionCallDef) -> str:
+    """The training graph's call whose layout an evaluation call takes: same model, same interface type if possible."""
+    same_model = graph.calls_of(call.model_name)
+    if not same_model:
+        raise UserError(
+            f"evaluation call {call.name} uses model {call.model_name!r}, which the experiment's rpcs do not have"
+        )
+    same_type = [c.name for c in same_model if c.interface_type is call.interface_type]
+    return same_type[0] if same_type else same_model[0].name
+
+
+def load_experiment_class(path: str | Path, name: str | None = None) -> type[Any]:
+    """The class under `@auto` in a Python file (`name` where there are several).
+
+    The file's folder is put at the end of `sys.path`, so that modules beside it can be imported: by
+    the file itself, and by the workers where they implement an interface.
+
+    Raises:
+        UserError: no such file, an error while importing it, or not exactly one such class.
+    """
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise UserError(f"{path}: no such file; give the path of an experiment, such as experiments/ppo.py")
+    # The dataclass machinery looks classes up in sys.modules, hence the entry and its unique name.
+    module_name = f"realhf_experiment_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    if str(file.parent) not in sys.path:
+        sys.path.append(str(file.parent))
+    try:
+        spec.loader.exec_module(module)
+    except UserError as error:
+        raise UserError(f"{path}{_line_in(file, error)}: {error}") from error
+    except Exception as error:
+        line = _line_in(file, error)
+        raise UserError(f"{path}{line}: cannot be imported: {type(error).__name__}: {error}") from error
+    classes = {
+        key: value
+        for key, value in vars(module).items()
+        if isinstance(value, type) and SETTINGS_ATTRIBUTE in vars(value) and value.__module__ == module_name
+    }
+    if name is not None and name in classes:
+        return classes[name]
+    if len(classes) != 1:
+        found = ", ".join(classes) or "none"
+        raise UserError(f"{path}: an experiment file has one class under @auto; found {found}")
+    return next(iter(classes.values()))
+
+
+def _line_in(file: Path, error: Exception) -> str:
+    """`:LINE` of the deepest place in `file` that `error` came from, or nothing."""
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        return f":{error.lineno}"
+    trace, line = error.__traceback__, ""
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(file):
+            line = f":{trace.tb_lineno}"
+        trace = trace.tb_next
+    return line
+
+
+class OtherRunVersionError(UserError):
+    """Another version of realhf has written a run directory."""
+
+
+def read_spec(path: Path, expected: type[T]) -> T:
+    """`experiment.json`, checked against `expected`: `RunSpec`, or less.
+
+    Raises:
+        OtherRunVersionError: another version of realhf has written it.
+        UserError: it is missing or damaged.
+    """
+    try:
+        return decode_versioned(path.read_bytes(), expected, FORMAT)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}): no run was started here") from None
+    except OtherVersionError as error:
+        raise OtherRunVersionError(
+            f"another version of realhf has written the run directory {path.parent}: of {path.name}, {error}; use the "
+            "version that wrote it, or start a new run"
+        ) from None
+    except BadContentError as error:
+        raise UserError(f"{path} is damaged ({error}); start a new run") from None
+
+
+def saved_experiment(spec: RunSpec, cls: type[Any], path: str | Path) -> Any:
+    """The experiment of a run, of the class `cls` in the file `path`. Raises UserError if its fields are others now."""
+    try:
+        return msgspec.convert(spec.values, type=cls)
+    except Exception as error:  # the class is the user's, and so are its checks
+        raise UserError(
+            f"the fields of {cls.__name__} in {path} are not those that the run was started with ({error}); resume it "
+            "with the file as it was, or start a new run"
+        ) from None
+
+
+def load_run(spec_path: Path, plan_path: Path) -> Run:
+    """Reads a run back from its directory, as master and workers do.
+
+    Raises:
+        UserError: a file is missing or damaged, or the experiment was changed since.
+    """
+    spec = read_spec(spec_path, RunSpec)
+    try:
+        os.chdir(spec.working_directory)  # relative paths of the experiment mean what they meant to the user
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{spec_path} names the working directory {spec.working_directory}, which cannot be entered: {error}"
+        ) from None
+    cls = load_experiment_class(spec.experiment_file, spec.experiment_class)
+    return Run(spec, saved_experiment(spec, cls, spec.experiment_file), load_plan(plan_path))

@@ -1,0 +1,155 @@
+"""The fused kernels against the operators of torch that they replace, in float64."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from realhf.architecture.decoding import PAGE_TOKENS as PAGE
+from realhf.cpu import fused
+from realhf.cpu.huge_pages import empty_in_huge_pages
+from realhf.engine.generate.paged_attention import CppKernels, DecodeRows
+from realhf.engine.generate.sampling import draw, replay, tempered_logprobs, uniform
+from realhf.models.rotary import rotate
+
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2e-2}
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+    assert fused.takes(torch.zeros(1)), "the C++ modules are not built"
+
+
+def part_of_wider_rows(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random numbers whose rows do not lie end to end."""
+    return torch.randn(shape[0], 2 * torch.Size(shape[1:]).numel()).to(dtype)[:, : torch.Size(shape[1:]).numel()]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width", [1, 16, 31, 32, 100])
+def test_rms_norm(dtype, width):
+    x, weight = part_of_wider_rows(5, width, dtype=dtype), torch.randn(width).to(dtype)
+    wide = x.double()
+    expected = wide * (wide.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight.double()
+    torch.testing.assert_close(fused.rms_norm(x, weight, 1e-5).double(), expected, rtol=TOLERANCE[dtype], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width", [1, 16, 47])
+def test_gated_silu(dtype, width):
+    gate, up = (part_of_wider_rows(6, width, dtype=dtype) for _ in range(2))
+    gate[0], gate[1], gate[2] = 100.0, -100.0, 0.0
+    expected = F.silu(gate.double()) * up.double()
+    torch.testing.assert_close(fused.gated_silu(gate, up).double(), expected, rtol=TOLERANCE[dtype], atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("head_dim", [2, 32, 48, 128])
+def test_rotation(dtype, head_dim):
+    x = part_of_wider_rows(7, 3, head_dim, dtype=dtype).unflatten(-1, (3, head_dim))
+    angles = torch.randn(7, 1, head_dim // 2).repeat(1, 1, 2)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    expected = rotate(x.double(), cos.double(), sin.double())
+    torch.testing.assert_close(rotate(x, cos, sin).double(), expected, rtol=0, atol=2 * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("vocab", [1, 16, 100])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_draws_are_those_of_float64(dtype, vocab, temperature):
+    """The same logits in float64 take the operators; a draw may differ only where its margin is that of rounding."""
+    logits, uniforms = (4 * torch.randn(500, vocab)).to(dtype), uniform(3, 0, torch.arange(500), torch.tensor([0]))
+    logits[:, vocab // 2 + 1 :: 7] = -torch.inf
+    drawn, expected = draw(logits, uniforms, temperature), draw(logits.double(), uniforms, temperature)
+    is_same = drawn.tokens == expected.tokens
+    assert (expected.margins[~is_same] < 1e-6).all()
+    assert is_same.sum() > 490
+    for name, tolerance in (("logprobs", 1e-5), ("untruncated", 1e-5), ("margins", 1e-6)):
+        found, wanted = (getattr(x, name)[is_same].double() for x in (drawn, expected))
+        torch.testing.assert_close(found, wanted, rtol=0, atol=tolerance)
+    assert torch.equal(replay(logits, drawn.tokens, temperature).logprobs, drawn.logprobs)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_statistics_of_the_vocabulary(dtype):
+    logits, tokens, out = (9 * torch.randn(40, 77)).to(dtype), torch.randint(77, (40,)), torch.empty(4, 50)[:3, 5:45]
+    fused.vocabulary_statistics(logits, tokens, 0.5, out)
+    z = logits.double() / 0.5
+    expected = torch.stack([z.logsumexp(-1), z.amax(-1), z.gather(-1, tokens[:, None])[:, 0]])
+    torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(
+        (out[2] - out[0]).exp() > 0.5, tempered_logprobs(z, 1).gather(-1, tokens[:, None])[:, 0].exp() > 0.5
+    )
+
+
+def test_gradients_and_other_dtypes_are_left_to_torch():
+    x = torch.zeros(2, 2)
+    assert not fused.takes(x, x.clone().requires_grad_(True))
+    assert not fused.takes(x, x.double())
+    assert not fused.takes(x.half())
+    with torch.no_grad():
+        assert fused.takes(x.clone().requires_grad_(True))
+
+
+def test_memory_in_huge_pages_is_memory():
+    large = empty_in_huge_pages((3, 1 << 20), torch.bfloat16)
+    large.fill_(2.0)
+    assert large.shape == (3, 1 << 20)
+    assert large.float().sum().item() == 6 << 20
+    assert empty_in_huge_pages((0, 7), torch.float32).shape == (0, 7)
+
+
+@pytest.mark.parametrize("token", [-1, 40, 10**9])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_token_outside_of_the_vocabulary_is_an_error_and_not_read(dtype, token):
+    logits, tokens = torch.randn(3, 40).to(dtype), torch.tensor([0, 39, token])
+    with pytest.raises(IndexError, match=f"token {token} of row 2 is not from 0 to 39"):
+        fused.draw(logits, None, 1.0, tokens)
+    with pytest.raises(IndexError, match=f"token {token} of row 2 is not from 0 to 39"):
+        fused.vocabulary_statistics(logits, tokens, 1.0, torch.empty(3, 3))
+
+
+@pytest.mark.parametrize("number", [math.nan, -0.1, 1.0])
+def test_a_random_number_outside_of_its_range_is_an_error(number):
+    with pytest.raises(ValueError, match="the random number of row 1 is "):
+        fused.draw(torch.randn(2, 40), torch.tensor([0.5, number], dtype=torch.float64), 1.0)
+
+
+@pytest.mark.parametrize("wrong", [math.nan, math.inf])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_logits_that_are_no_distribution_have_a_token_of_the_vocabulary_and_no_probability(dtype, wrong):
+    logits = torch.randn(3, 40)
+    logits[1, 17] = wrong
+    logits[2] = -math.inf
+    uniforms = uniform(0, 0, torch.arange(3), torch.arange(3))
+    tokens, logprobs, _ = fused.draw(logits.to(dtype), uniforms, 1.0)
+    assert logprobs.isnan().tolist() == [False, True, True]
+    assert (tokens >= 0).all()
+    assert (tokens < 40).all()
+    assert fused.draw(logits.to(dtype), None, 1.0, tokens)[1].isnan().tolist() == [False, True, True]
+
+
+def test_pages_outside_of_the_cache_are_an_error_and_not_read():
+    kernels, (keys, values) = CppKernels(torch.float32), cache_of(pages=3)
+    key = torch.randn(2, 1, 8)
+    for place in (-1, 3 * PAGE, 10**12):
+        with pytest.raises(
+            IndexError, match=rf"the place of token 1 is {place}, which is not from 0 to {3 * PAGE - 1}"
+        ):
+            kernels.write(keys, values, torch.tensor([0, place]), key, key)
+    for table, lengths, says in (
+        ([[0, 0], [1, 3]], [0, PAGE], "a page of sequence 1 is 3, which is not from 0 to 2"),
+        ([[0, 0], [-1, 0]], [0, 0], "a page of sequence 1 is -1"),
+        ([[0, 0], [1, 2]], [0, 2 * PAGE], f"the length of sequence 1 is {2 * PAGE}, which is not from 0 to"),
+        ([[0, 0], [1, 2]], [0, -1], "the length of sequence 1 is -1"),
+    ):
+        rows = DecodeRows(torch.tensor(table, dtype=torch.int32), torch.tensor(lengths))
+        with pytest.raises(IndexError, match=says):
+            kernels.attend(keys, values, rows, key, key, key, None)
+
+
+def cache_of(pages: int) -> tuple[torch.Tensor, torch.Tensor]:
+    key_shape, value_shape = CppKernels(torch.float32).page_shapes(1, 8)
+    return torch.zeros(pages, *key_shape), torch.zeros(pages, *value_shape)

@@ -1,0 +1,380 @@
+"""Starting again: from where, how often, and what the run directory looks like then."""
+
+import errno
+import json
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from realhf.base import files
+from realhf.base.errors import RunError, UserError
+from realhf.dataflow.plan import ExecutionPlan
+from realhf.launch import supervisor
+from realhf.launch.launcher import MASTER, Exit, Launcher, ProcessSpec
+from realhf.launch.start import prepare
+from realhf.lifecycle.recover import Recovery, last_step, run_to_end
+from realhf.lifecycle.shrink_rules import Suspects, largest_fitting
+from realhf.rundir.events import Event, note, read_events
+from realhf.rundir.flight_recorder import ActivityWriter
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Run, RunSpec, load_plan
+from realhf.rundir.status import read_status
+from tests.unit.launch.saved_runs import damage, save
+from tests.unit.report.run_directories import metrics_line
+
+
+class FailingLauncher:
+    """Its only process ends at once."""
+
+    def __init__(self, directory: RunDirectory, returncode: int, name: str = MASTER):
+        self._exit = Exit(name=name, returncode=returncode, log_path=directory.log(name))
+        self._ends: list[Exit] = []
+
+    def start(self, specs: Sequence[ProcessSpec]) -> None:
+        self._ends = [self._exit]
+
+    def poll(self) -> list[Exit]:
+        ends, self._ends = self._ends, []
+        return ends
+
+    def stop(self, *, grace_s: float = 5.0) -> None:
+        pass
+
+
+@pytest.fixture
+def run() -> Run:
+    spec = RunSpec(
+        experiment_file="", experiment_class="", values={}, working_directory="", num_workers=2, devices_per_node=2
+    )
+    return Run(spec, SimpleNamespace(steps=9), ExecutionPlan(num_devices=2, calls={}))
+
+
+@pytest.fixture
+def directory(tmp_path: Path, run: Run) -> RunDirectory:
+    """After five steps with checkpoints after the second and the fourth, and part of a sixth."""
+    directory = RunDirectory.create(tmp_path / "run")
+    prepare(run, directory)
+    directory.metrics.write_text("".join(json.dumps(metrics_line(step)) + "\n" for step in range(1, 6)) + '{"step":6,')
+    directory.evaluations.write_text('{"step":0}\n{"step":4}\n{"step":5}\n')
+    directory.trace.write_text("[\n")
+    (directory.rendezvous / "torch").write_text("of processes that are gone")
+    directory.activity("worker-7").write_bytes(b"")
+    for step in (1, 5):
+        (directory.path / f"rollouts/step-{step}").mkdir(parents=True)
+    for step in (2, 4):
+        save(directory.checkpoints, step)
+    (directory.checkpoints / ".step-6.part").mkdir()
+    return directory
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supervisor, "POLL_S", 0.001)
+
+
+@dataclass
+class FakeSite:
+    """Devices "a", "b", ... of which a run has the first that it does not avoid. The n-th start ends as the n-th end
+    says: the exit code, and whose it is."""
+
+    directory: RunDirectory
+    ends: list[tuple[int, str]]
+    devices: str = "abcdef"
+    gone: frozenset[str] = frozenset()
+    is_remote: bool = False
+    starts: list[tuple[int, str]] = field(default_factory=list)
+
+    def launcher(self, run: Run) -> Launcher:
+        self.starts.append((run.spec.resume_step, self._devices(run)))
+        return FailingLauncher(self.directory, *self.ends.pop(0))
+
+    def processes(self, run: Run) -> list[ProcessSpec]:
+        return [ProcessSpec(name=MASTER, argv=("true",), log_path=self.directory.log(MASTER))]
+
+    def place(self, run: Run, worker: int) -> str | None:
+        return self._devices(run)[worker]
+
+    def lost(self, run: Run) -> frozenset[str]:
+        return self.gone
+
+    def room(self, run: Run, avoided: frozenset[str]) -> int:
+        return len(set(self.devices) - avoided)
+
+    def _devices(self, run: Run) -> str:
+        return "".join(sorted(set(self.devices) - set(run.spec.avoided)))[: run.spec.num_workers]
+
+
+def carry_out(run: Run, directory: RunDirectory, codes: list[int], max_restarts: int) -> list[int]:
+    """The steps that the restarts go on from, where the n-th start ends with the n-th code."""
+    site = FakeSite(directory, [(code, MASTER) for code in codes])
+    try:
+        go_on(run, site, Recovery(max_restarts=max_restarts, plan_for_fewer=no_plan, next_run=no_run))
+    finally:
+        assert not site.ends
+    return [step for step, _ in site.starts[1:]]
+
+
+def go_on(run: Run, site: FakeSite, recovery: Recovery) -> list[str]:
+    """What `on_restart` is told."""
+    told: list[str] = []
+    run_to_end(
+        run, site.directory, site, recovery, on_poll=lambda _: None, on_restart=lambda text, _: told.append(text)
+    )
+    return told
+
+
+def no_plan(run: Run, num_workers: int) -> tuple[ExecutionPlan, None]:
+    raise UserError(f"nothing fits on {num_workers}")
+
+
+def no_run() -> Run:
+    raise AssertionError("nobody asked for another plan")
+
+
+def plan_for_fewer(run: Run, num_workers: int) -> tuple[ExecutionPlan, None]:
+    return ExecutionPlan(num_devices=num_workers, calls={}, predicted_step_s=0.25), None
+
+
+def test_a_run_goes_on_from_its_newest_good_checkpoint(run: Run, directory: RunDirectory) -> None:
+    assert last_step(directory) == 5
+    keys = {path.name: path.read_bytes() for path in directory.keys.iterdir()}
+    assert carry_out(run, directory, [-9, 0], max_restarts=3) == [4]
+    lines = [json.loads(line) for line in directory.metrics.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4]
+    assert directory.evaluations.read_text() == '{"step":0}\n{"step":4}\n'
+    assert sorted(path.name for path in directory.checkpoints.iterdir()) == ["latest", "step-2", "step-4"]
+    assert [path.name for path in (directory.path / "rollouts").iterdir()] == ["step-1"]
+    assert (directory.path / "trace-1.json").exists()
+    assert not directory.trace.exists()
+    assert not list(directory.rendezvous.iterdir())
+    assert not list(directory.activity("x").parent.iterdir())
+    new_keys = {path.name: path.read_bytes() for path in directory.keys.iterdir()}
+    assert new_keys.keys() == keys.keys()
+    assert not set(new_keys.values()) & set(keys.values()), "what is left of the earlier start cannot join"
+    assert json.loads(directory.experiment.read_text())["resume_step"] == 4
+    assert load_plan(directory.plan) == run.plan
+    status = read_status(directory.status)
+    assert status is not None
+    assert (status.state, status.step, status.steps) == ("starting", 4, 9)
+    failed, again = read_events(directory.events)[-2:]
+    assert (failed.event, failed.step) == ("failed", 5)
+    assert failed.message.startswith("master was killed by signal 9 (SIGKILL)")
+    assert (again.event, again.step, again.message) == ("restarted", 4, "2 workers, from checkpoints/step-4")
+
+
+def test_a_damaged_one_is_passed_over_and_said(run: Run, directory: RunDirectory) -> None:
+    damage(directory.checkpoints / "step-4")
+    assert carry_out(run, directory, [1, 0], max_restarts=1) == [2]
+    message = read_events(directory.events)[-1].message
+    assert message.startswith("2 workers, from checkpoints/step-2; step 4 is not good: checkpoint file ")
+    assert "has other content than when it was saved" in message
+
+
+def test_a_damaged_line_is_told_and_goes(run: Run, directory: RunDirectory, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (directory.metrics, directory.evaluations):
+        lines = path.read_bytes().split(b"\n")
+        path.write_bytes(b"\n".join([lines[0], b"\xff" + lines[1], *lines[2:]]))
+    directory.events.write_bytes(b'{"time_s":')
+    assert carry_out(run, directory, [-9, 0], max_restarts=1) == [4]
+    assert [json.loads(line)["step"] for line in directory.metrics.read_text().splitlines()] == [1, 3, 4]
+    assert directory.evaluations.read_text() == '{"step":0}\n'
+    told = [event.message for event in read_events(directory.events) if event.event == "damaged"]
+    assert told == capsys.readouterr().err.splitlines()
+    assert [message.partition(" has lines that cannot be read and are left out: line 2: ")[0] for message in told] == [
+        str(directory.metrics),
+        str(directory.evaluations),
+    ]
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff", b"{}", b'{"state":"dancing","step":0,"steps":1}'])
+def test_a_damaged_status_ends_nothing(content: bytes, run: Run, directory: RunDirectory) -> None:
+    directory.status.write_bytes(content)
+    assert carry_out(run, directory, [1, 0], max_restarts=1) == [4]
+    status = read_status(directory.status)
+    assert status is not None
+    assert status.state == "starting"
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.ENOSPC, r"No space left on device\): make room there"),
+        (errno.EROFS, r"Read-only file system\): mount it writable"),
+    ],
+)
+def test_a_directory_that_cannot_be_written_is_said_and_nothing_is_left(
+    number: int, reason: str, run: Run, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    ActivityWriter(directory.activity(MASTER)).set("the master's last word")
+    monkeypatch.setattr(files.os, "fsync", refuse)
+    match = (
+        r"master ended with exit code 1; last activity: the master's last word(.|\n)*the run cannot be restarted: "
+        rf".*metrics.jsonl cannot be written \({reason}, then go on with --resume"
+    )
+    with pytest.raises(RunError, match=match):
+        carry_out(run, directory, [1], max_restarts=3)
+    assert last_step(directory) == 5
+    assert not list(directory.path.rglob("*.part"))
+
+
+def test_an_end_that_nobody_can_read_is_a_failure(run: Run, directory: RunDirectory) -> None:
+    """Whether the run has ended, or is between two plans, is what the status says."""
+    directory.status.write_bytes(b"")
+    with pytest.raises(RunError, match=r"the processes have ended, but .*status.json is damaged \(.*\); remove it"):
+        carry_out(run, directory, [0], max_restarts=0)
+
+
+def test_without_a_checkpoint_it_starts_from_the_beginning(run: Run, directory: RunDirectory) -> None:
+    for step in (2, 4):
+        damage(directory.checkpoints / f"step-{step}")
+    assert carry_out(run, directory, [1, 0], max_restarts=1) == [0]
+    assert directory.metrics.read_text() == ""
+
+
+def test_restarts_are_counted(run: Run, directory: RunDirectory) -> None:
+    with pytest.raises(RunError, match="master ended with exit code 3"):
+        carry_out(run, directory, [1, 2, 3], max_restarts=2)
+    kinds = [event.event for event in read_events(directory.events)]
+    assert kinds == ["failed", "restarted", "failed", "restarted"]
+
+
+def test_without_recovery_the_first_failure_ends_it(run: Run, directory: RunDirectory) -> None:
+    with pytest.raises(RunError, match="master ended with exit code 1"):
+        carry_out(run, directory, [1], max_restarts=0)
+    assert not read_events(directory.events)
+    assert last_step(directory) == 5, "everything is left for looking at"
+
+
+def test_events_survive_a_cut_off_line_and_a_disk_that_is_full(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "events.jsonl"
+    assert read_events(path) == []
+    note(path, "checkpoint", 2)
+    with path.open("a") as file:
+        file.write('{"time_s":')
+    assert [(event.event, event.step) for event in read_events(path)] == [("checkpoint", 2)]
+    note(path, "checkpoint", 4)
+    assert [event.step for event in read_events(path)] == [2, 4], "the next one is a line of its own"
+    note(tmp_path, "failed", 3, "why")  # a directory cannot be written either
+    assert "not noted" in capsys.readouterr().err
+
+
+DEAD = (-9, "worker-1")
+DONE = (0, MASTER)
+ELASTIC = Recovery(max_restarts=5, min_workers=1, plan_for_fewer=plan_for_fewer, next_run=no_run)
+
+
+def restarts(directory: RunDirectory) -> list[str]:
+    return [f"{event.event}: {event.message}" for event in read_events(directory.events) if event.event != "failed"]
+
+
+def test_a_worker_that_dies_twice_at_one_place_is_done_without(run: Run, directory: RunDirectory) -> None:
+    site = FakeSite(directory, [DEAD, DEAD, DONE], devices="ab")
+    go_on(run, site, ELASTIC)
+    assert site.starts == [(0, "ab"), (4, "ab"), (4, "a")]
+    saved = json.loads(directory.experiment.read_text())
+    assert (saved["num_workers"], saved["devices_per_node"], saved["avoided"]) == (1, 1, ["b"])
+    assert load_plan(directory.plan).num_devices == 1
+    assert load_plan(directory.path / "plan-1.json") == run.plan
+    assert sorted(path.name for path in directory.keys.glob("*.secret")) == ["master.secret", "worker-0.secret"]
+    first, changed, second = restarts(directory)
+    assert first == "restarted: 2 workers, from checkpoints/step-4"
+    plans = r"plan \w{12} instead of \w{12}, 0\.25 s a step predicted"
+    assert re.fullmatch(rf"replanned: 1 worker instead of 2; without b; {plans}", changed)
+    assert second == "restarted: 1 worker, from checkpoints/step-4"
+
+
+def test_other_workers_in_turn_are_no_reason(run: Run, directory: RunDirectory) -> None:
+    site = FakeSite(directory, [DEAD, (-9, "worker-0"), DEAD, DONE], devices="ab")
+    go_on(run, site, ELASTIC)
+    assert [devices for _, devices in site.starts] == ["ab"] * 4
+
+
+def test_where_there_are_other_places_the_run_keeps_its_size(run: Run, directory: RunDirectory) -> None:
+    site = FakeSite(directory, [DEAD, DEAD, DONE], devices="abc")
+    go_on(run, site, ELASTIC)
+    assert [devices for _, devices in site.starts] == ["ab", "ab", "ac"]
+    assert restarts(directory)[1] == "replanned: without b"
+    assert load_plan(directory.plan) == run.plan
+
+
+def test_places_that_are_gone_are_not_tried_again(run: Run, directory: RunDirectory) -> None:
+    site = FakeSite(directory, [(-9, MASTER), DONE], devices="ab", gone=frozenset("a"))
+    go_on(run, site, ELASTIC)
+    assert [devices for _, devices in site.starts] == ["ab", "b"]
+
+
+def test_without_min_workers_nothing_changes(run: Run, directory: RunDirectory) -> None:
+    site = FakeSite(directory, [DEAD, DEAD, DONE], devices="ab", gone=frozenset("a"))
+    go_on(run, site, Recovery(max_restarts=5, plan_for_fewer=plan_for_fewer, next_run=no_run))
+    assert [devices for _, devices in site.starts] == ["ab", "ab", "ab"]
+
+
+@pytest.mark.parametrize(
+    ("least", "message"),
+    [
+        (
+            2,
+            r"room for 1 workers, fewer than --min-workers 2: without b; repair these, and .* --resume --num-workers 2",
+        ),
+        (1, r"no plan for the 1 workers that there is room for: nothing fits on 1"),
+    ],
+)
+def test_too_few_workers_end_the_run(least: int, message: str, run: Run, directory: RunDirectory) -> None:
+    site = FakeSite(directory, [DEAD, DEAD], devices="ab")
+    with pytest.raises(RunError, match=r"(?s)^worker-1 was killed by signal 9 .*" + message):
+        go_on(run, site, Recovery(max_restarts=5, min_workers=least, plan_for_fewer=no_plan, next_run=no_run))
+
+
+def test_suspects_by_hand() -> None:
+    suspects = Suspects()
+    assert not suspects.failed(3, [0, 1], 4)
+    assert not suspects.failed(4, [1], 4), "a step was made since"
+    assert not suspects.failed(4, [], 4), "nobody was to blame"
+    assert not suspects.failed(3, [1], 4)
+    assert suspects.failed(2, [1, 2], 4) == {1}
+    assert not Suspects().failed(0, [1], 2)
+    of_all = Suspects()
+    assert not of_all.failed(0, [0, 1], 2)
+    assert not of_all.failed(0, [0, 1], 2), "what all fail in is nobody's fault"
+
+
+def test_the_largest_plan_that_fits() -> None:
+    two, four = (ExecutionPlan(num_devices=n, calls={}) for n in (2, 4))
+    assert [largest_fitting([two, four], n) for n in (5, 4, 3, 1)] == [four, four, two, None]
+
+
+def silent_master(directory: RunDirectory, run: Run, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A launcher whose master writes one sign of life and no more."""
+
+    class Silent(FailingLauncher):
+        def start(self, specs: Sequence[ProcessSpec]) -> None:
+            status = json.loads(directory.status.read_text())
+            directory.status.write_text(json.dumps(status | {"updated": status["updated"] + 1}))
+
+    monkeypatch.setattr(supervisor, "MASTER_SILENCE_S", 0.1)
+    return Silent(directory, 0)
+
+
+def test_a_master_that_hangs_is_given_up(run: Run, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = silent_master(directory, run, monkeypatch)
+    spec = ProcessSpec(name=MASTER, argv=("true",), log_path=directory.log(MASTER))
+    with pytest.raises(RunError, match=r"^the master has been silent for \d+ s: it hangs, or its node does; log: "):
+        supervisor.supervise(launcher, [spec], directory, lambda: None)
+
+
+def test_an_event_says_when(tmp_path: Path) -> None:
+    note(tmp_path / "events.jsonl", "started", 0, "two workers")
+    (event,) = read_events(tmp_path / "events.jsonl")
+    assert event == Event(time_s=event.time_s, event="started", step=0, message="two workers")
+    assert event.time_s > 1e9

@@ -1,0 +1,144 @@
+"""Graphs, models and random problems for the planner's tests."""
+
+import random
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from realhf.architecture.model import DecoderConfig
+from realhf.dataflow.graph import (
+    GENERATE,
+    INFERENCE,
+    TRAIN_STEP,
+    DataflowGraph,
+    ModelFunctionCallDef,
+    ModelInterfaceType,
+)
+from realhf.dataflow.interface import InterfaceConfig
+from realhf.planning.cluster import Cluster
+from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.model.timings import load_costs
+from realhf.planning.problem.tables import CallTable, OptionRow, Problem, TransferTable
+from realhf.planning.workload import Workload
+
+TINY = DecoderConfig(hidden_size=64, intermediate_size=128, num_layers=4, num_heads=4, num_kv_heads=4, vocab_size=32)
+LENGTHS = Workload(prompt_tokens=8, new_tokens=8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stub(InterfaceConfig):
+    implementation: ClassVar[str] = "nowhere:Nothing"
+
+
+CPU = load_hardware("cpu")
+
+
+def call(
+    model: str,
+    config: DecoderConfig | str,
+    kind: ModelInterfaceType,
+    reads: str,
+    writes: str = "",
+    mini_batches: int = 1,
+) -> ModelFunctionCallDef:
+    return ModelFunctionCallDef(
+        model_name=model,
+        model_type=config,
+        interface_type=kind,
+        interface_impl=Stub(),
+        input_data=reads.split(),
+        output_data=writes.split(),
+        mini_batches=mini_batches,
+    )
+
+
+def ppo(
+    actor: DecoderConfig | str = TINY, critic: DecoderConfig | str | None = None, mini_batches: int = 2
+) -> DataflowGraph:
+    """Six calls on four models."""
+    critic = critic or TINY.with_head("scalar")
+    rollouts = "seq logp rewards ref_logp values"
+    return DataflowGraph(
+        [
+            call("actor", actor, GENERATE, "prompts", "seq logp"),
+            call("reward", critic, INFERENCE, "seq", "rewards"),
+            call("ref", actor, INFERENCE, "seq", "ref_logp"),
+            call("critic", critic, INFERENCE, "seq", "values"),
+            call("actor", actor, TRAIN_STEP, rollouts, "", mini_batches),
+            call("critic", critic, TRAIN_STEP, rollouts, "", mini_batches),
+        ],
+        ["prompts"],
+    )
+
+
+def settings(
+    graph: DataflowGraph, cluster: Cluster, batch_size: int = 16, workload: Workload = LENGTHS
+) -> dict[str, Any]:
+    """The keyword arguments that the planner's functions share."""
+    return {
+        "batch_size": batch_size,
+        "workload": workload,
+        "cluster": cluster,
+        "costs": load_costs(graph.models, dtype="float32", hardware=cluster.hardware),
+        "dtype": "float32",
+    }
+
+
+def cpu_cluster(devices: int, num_nodes: int = 1, memory: int = 2**32) -> Cluster:
+    return Cluster(num_nodes=num_nodes, devices_per_node=devices, device_memory_bytes=memory, hardware=CPU)
+
+
+def random_problem(seed: int, num_calls: int = 3, max_options: int = 5) -> Problem:
+    """Calls and transfers of any kind on 4 devices; whole seconds, so that equal times and ties occur."""
+    rng = random.Random(seed)
+    calls, transfers = [], []
+    for i in range(num_calls):
+        options = []
+        for _ in range(rng.randint(1, max_options)):
+            size = rng.choice([1, 1, 2, 3, 4])
+            options.append(
+                OptionRow(
+                    devices=(rng.randrange(4 - size + 1), size),
+                    strategy=rng.choice("ab"),
+                    micro_batches=1,
+                    time_s=float(rng.randint(0, 9)),
+                    static_bytes=float(rng.randint(0, 30)),
+                    dynamic_bytes=float(rng.randint(0, 30)),
+                    copy_bytes=float(rng.randint(0, 20)),
+                    # Labels that any two options may share, wherever they lie.
+                    communicators=tuple(label for label in range(5) if label != 1 and rng.random() < 0.4),
+                )
+            )
+        parents = [(j, 0) for j in range(i) if rng.random() < 0.5]
+        parents += [(j, rng.randint(1, 2)) for j in range(num_calls) if rng.random() < 0.3]
+        spared = [(home, copy, float((7 * seed + 3 * i + k) % 21)) for k, (home, copy) in enumerate(["ab", "ba"])]
+        calls.append(
+            CallTable(name=f"call{i}", home=rng.randrange(i + 1), parents=parents, options=options, spared=spared)
+        )
+    for number in range(rng.randint(0, 4)):
+        source, target = rng.randrange(num_calls), rng.randrange(num_calls)
+        back = 0 if source < target else 1
+        rows, columns = len(calls[source].options), len(calls[target].options)
+        transfers.append(
+            TransferTable(
+                name=f"transfer{number}",
+                source=source,
+                target=target,
+                parents=[(source, back)],
+                rows=rng.sample(range(rows), rows),
+                columns=rng.sample(range(columns), columns),
+                num_columns=columns,
+                seconds=[float(rng.randint(0, 3)) for _ in range(rows * columns)],
+                occupies=rng.choice(["both", "source", "target"]),
+            )
+        )
+        calls[target].parents.append((num_calls + number, 0))
+    return Problem(
+        num_devices=4,
+        device_memory_bytes=float(rng.choice([60, 1000])),
+        steps=rng.randint(1, 4),
+        max_steps_in_flight=rng.randint(1, 3),
+        calls=calls,
+        transfers=transfers,
+        communicator_bytes=float(seed % 3 * 2),
+        sending_bytes=float(seed % 4 * 3),
+    )

@@ -1,0 +1,161 @@
+"""What limits a plan, what else its calls could do, what would make it fit: each against a plain recomputation."""
+
+import itertools
+from collections import defaultdict
+from dataclasses import replace
+
+import pytest
+from msgspec.structs import replace as changed
+
+from realhf.base.errors import UserError
+from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.planning.explain.alternatives import best_alternatives
+from realhf.planning.explain.analysis import COMPUTE, analyse
+from realhf.planning.explain.remedies import find_remedies, smallest_peak_bytes
+from realhf.planning.options import Option, call_options
+from realhf.planning.problem.builder import STEPS
+from realhf.planning.problem.simulation import device_bytes, makespan_s, simulate
+from realhf.planning.task import PlanningTask, with_staleness
+from tests.unit.planning.graphs import cpu_cluster, ppo, settings
+
+
+def task(devices: int, num_nodes: int = 1, memory: int = 2**32) -> PlanningTask:
+    graph = ppo()
+    return PlanningTask(graph=graph, max_steps_in_flight=2, **settings(graph, cpu_cluster(devices, num_nodes, memory)))
+
+
+def split_plan(of: PlanningTask) -> ExecutionPlan:
+    """Actor and reference on device 0, critic and reward on device 1."""
+    calls = {
+        name: CallPlan(devices=(0 if definition.model_name in ("actor", "ref") else 1, 1))
+        for name, definition in of.graph.calls.items()
+    }
+    return of.plan(calls, "by hand")
+
+
+def test_busy_time_and_memory_of_each_device() -> None:
+    of = task(2)
+    prediction = of.predict(split_plan(of))
+    analysis = analyse(of, prediction)
+    on_0 = sum(prediction.call_s[name] for name in ("actor_generate", "ref_inference", "actor_train_step"))
+    sent = sum(s for name, s in prediction.transfer_s.items() if not same_device(of, name, prediction.plan))
+    transfers_0 = sum(s for name, s in prediction.transfer_s.items() if touches(of, name, prediction.plan, 0))
+    assert sent > 0
+    assert analysis.busiest_device == 0
+    assert analysis.busy == pytest.approx((on_0 + transfers_0) / prediction.step_s)
+    assert analysis.tokens_per_s == pytest.approx(16 * 16 / prediction.step_s)
+    assert analysis.gpu_hours_per_million_tokens == pytest.approx(2 * 1e6 / analysis.tokens_per_s / 3600)
+    assert analysis.peak_bytes == max(prediction.device_bytes)
+    assert all(s < total for s, total in zip(analysis.static_bytes, prediction.device_bytes, strict=True))
+
+
+def ends(of: PlanningTask, transfer: str) -> list[str]:
+    return transfer.removeprefix("data: ").partition(": ")[0].split(" -> ")
+
+
+def same_device(of: PlanningTask, transfer: str, plan: ExecutionPlan) -> bool:
+    return len({plan.calls[name].devices for name in ends(of, transfer) if name in plan.calls}) == 1
+
+
+def touches(of: PlanningTask, transfer: str, plan: ExecutionPlan, device: int) -> bool:
+    return any(device in plan.calls[name].mesh.devices for name in ends(of, transfer) if name in plan.calls)
+
+
+def test_the_longest_chain_has_no_gap() -> None:
+    of = task(2)
+    analysis = analyse(of, of.predict(split_plan(of)))
+    assert sum(analysis.chain.values()) == pytest.approx(1)
+    assert list(analysis.chain.values()) == sorted(analysis.chain.values(), reverse=True)
+    assert analysis.bottleneck.startswith(next(iter(analysis.chain)))
+
+
+def test_spans_of_a_device_do_not_overlap() -> None:
+    of = task(2)
+    analysis = analyse(of, of.predict(split_plan(of)))
+    by_device = defaultdict(list)
+    for span in analysis.timeline(2):
+        assert span.step < 2
+        for device in span.devices:
+            by_device[device].append((span.start_s, span.end_s))
+    for spans in by_device.values():
+        spans.sort()
+        assert all(a[1] <= b[0] + 1e-12 for a, b in itertools.pairwise(spans))
+    computed = [(span.name, span.step) for span in analysis.spans if span.kind == COMPUTE]
+    assert sorted(computed) == sorted((name, step) for name in of.graph.calls for step in range(STEPS))
+
+
+def test_alternatives_are_the_best_changes_of_one_call() -> None:
+    """Against the plain simulation of every change."""
+    of = task(2)
+    plan = split_plan(of)
+    for alternative in best_alternatives(of, plan):
+        chosen = {name: [Option(entry.layout, entry.micro_batches)] for name, entry in plan.calls.items()}
+        times, too_large = [], 0
+        others = call_options(of.graph.calls[alternative.call], of.batch_size, of.cluster)
+        others = [option for option in others if option.layout != plan.layout(alternative.call)]
+        for option in others:
+            problem = of.problem({**chosen, alternative.call: [option]})
+            choice = [0] * len(problem.calls)
+            if max(device_bytes(problem, choice)) > of.cluster.device_memory_bytes:
+                too_large += 1
+            else:
+                times.append(makespan_s(simulate(problem, choice, STEPS)) / STEPS)
+        assert (alternative.num_options, alternative.num_too_large) == (len(others), too_large)
+        assert alternative.step_s == pytest.approx(min(times), rel=1e-5)
+        assert alternative.option is not None
+
+
+def test_remedies_are_enough_and_the_least() -> None:
+    of = task(2)
+    peak = smallest_peak_bytes(of)
+    assert peak is not None
+    tight = replace(of, cluster=replace(of.cluster, device_memory_bytes=int(peak) - 1))
+    remedies = find_remedies(tight)
+    assert remedies.memory_bytes == peak
+    assert remedies.batch_size is not None
+    assert remedies.batch_size < of.batch_size
+    assert remedies.num_nodes == 2
+    for fitting in (
+        replace(tight, batch_size=remedies.batch_size),
+        replace(tight, cluster=replace(tight.cluster, num_nodes=2)),
+        replace(tight, offload=("reward", "ref")),
+    ):
+        smaller = smallest_peak_bytes(fitting)
+        assert smaller is not None
+        assert smaller < peak
+    assert str(remedies).startswith("the smallest change that is enough: ")
+    assert str(remedies).endswith(
+        f"or a batch of {remedies.batch_size} samples, or 2 nodes of this kind, or --offload reward,ref"
+    )
+
+
+def test_no_remedy() -> None:
+    remedies = find_remedies(task(2, memory=10))
+    assert (remedies.batch_size, remedies.num_nodes, remedies.offload) == (None, None, None)
+
+
+def test_staleness_moves_generations_edge_only() -> None:
+    graph = ppo()
+    stale = with_staleness(graph, 2)
+    changes = [(a, b) for a, b in zip(graph.edges, stale.edges, strict=True) if a != b]
+    assert [(a.child, a.steps_back, b.steps_back) for a, b in changes] == [("actor_generate", 1, 3)]
+    assert graph.edges == ppo().edges
+    assert with_staleness(graph, 0) is graph
+    with pytest.raises(UserError, match="--staleness -1 must be at least 0"):
+        with_staleness(graph, -1)
+
+
+def test_stale_rollouts_overlap_with_training_on_other_devices() -> None:
+    """Generation on device 0, everything else on device 1: on-policy they take turns, one step stale they overlap."""
+    of = replace(task(2), max_steps_in_flight=3)
+    calls = {name: CallPlan(devices=(0 if name == "actor_generate" else 1, 1)) for name in of.graph.calls}
+    plan = changed(of.plan(calls, "disaggregated"), max_steps_in_flight=3)
+    stale = replace(of, graph=with_staleness(of.graph, 1))
+    on_policy_s = of.predict_in_best_order(plan).step_s
+    stale_s = stale.predict_in_best_order(plan).step_s
+    call_s = of.predict(plan).call_s
+    generate_s = call_s["actor_generate"]
+    others_s = sum(call_s.values()) - generate_s
+    assert on_policy_s >= generate_s + call_s["actor_train_step"]
+    assert stale_s < on_policy_s
+    assert stale_s >= max(generate_s, others_s)

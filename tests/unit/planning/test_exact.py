@@ -1,0 +1,119 @@
+"""Proofs: bounds are never above the optimum, and what is called optimal is, against enumeration."""
+
+import itertools
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realhf.planning.explain.certificate import Certificate
+from tests.unit.planning.evaluate_plan import evaluate
+from tests.unit.planning.problem_files import (
+    NAMES,
+    OPTIMA,
+    brute_force,
+    named,
+    native,
+    random_problem,
+    reference_problem,
+    symmetric_problem,
+)
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=400, deadline=None)
+def test_no_bound_is_above_the_optimum(seed: int) -> None:
+    problem = random_problem(seed)
+    optimum = brute_force(problem)
+    engine = native(problem)
+    # The bound without branching; a proof cut short; a whole one. The search alone would find most optima by itself:
+    # with single moves and few evaluations the proof has something left to do.
+    for proves, evaluations in ((False, 100), (True, 100), (True, 5000)):
+        found = engine.solve(
+            seed=seed, evaluations=evaluations, seconds=0, threads=1, single_moves=evaluations == 100, proves=proves
+        )
+        evaluation = found["evaluation"]
+        if optimum is None:
+            assert not evaluation["feasible"]
+            continue
+        assert found["lower_bound"] <= optimum
+        if evaluation["feasible"]:
+            assert evaluation["step_time"] >= optimum
+            assert found["lower_bound"] <= evaluation["step_time"]
+        if found["proven"]:
+            assert evaluation["feasible"]
+            assert found["lower_bound"] == evaluation["step_time"] == optimum
+    assert found["proven"]
+    assert evaluation["feasible"] == (optimum is not None)
+
+
+@given(st.integers(0, 10**9))
+@settings(max_examples=200, deadline=None)
+def test_exchangeable_devices_lose_no_optimum(seed: int) -> None:
+    problem = symmetric_problem(seed)
+    engine = native(problem)
+    plans = itertools.product(*(range(len(call["options"])) for call in problem["calls"]))
+    results = [engine.evaluate(plan) for plan in plans]
+    optimum = min((result["step_time"] for result in results if result["feasible"]), default=None)
+    found = engine.solve(seed=seed, evaluations=300, seconds=0, threads=1, single_moves=True, proves=True)
+    evaluation = found["evaluation"]
+    assert optimum is None or found["lower_bound"] <= optimum
+    if found["proven"]:
+        assert (evaluation["step_time"] if evaluation["feasible"] else None) == optimum
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(3))
+def test_reference_problems_are_solved_and_proven(name: str, seed: int) -> None:
+    problem = reference_problem(name)
+    found = native(problem).solve(
+        seed=seed, evaluations=400_000, seconds=0, threads=2, single_moves=False, proves=True
+    )  # fmt: skip
+    best = OPTIMA[name]["best_us_per_step"]
+    assert evaluate(problem, named(problem, found["plan"]))["us_per_step"] == best
+    assert found["proven"]
+    assert found["lower_bound"] == best
+
+
+@pytest.mark.measures
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("seed", range(20))
+def test_reference_problems_are_solved_in_a_second(name: str, seed: int) -> None:
+    found = native(reference_problem(name)).solve(
+        seed=seed, evaluations=0, seconds=5, threads=2, single_moves=False, proves=True
+    )
+    assert found["proven"]
+    assert found["trace"][-1][0] < 1
+    assert found["evaluation"]["step_time"] == OPTIMA[name]["best_us_per_step"]
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_change_nothing_but_the_time(threads: int) -> None:
+    engine = native(reference_problem("s2_steps3"))
+    keys = ("plan", "lower_bound", "proven", "evaluations", "search_full", "search_rejected")
+    one, several = (
+        engine.solve(seed=7, evaluations=200_000, seconds=0, threads=t, single_moves=False, proves=True)
+        for t in (1, threads)
+    )
+    assert [one[key] for key in keys] == [several[key] for key in keys]
+
+
+def test_a_proof_finds_what_a_poor_search_missed() -> None:
+    """The search gets 100 evaluations of single moves and stays above the optimum; branch and bound closes the gap."""
+    problem = reference_problem("n1_steps3")
+    engine = native(problem)
+    poor = engine.solve(seed=0, evaluations=100, seconds=0, threads=1, single_moves=True, proves=False)
+    assert poor["evaluation"]["step_time"] > OPTIMA["n1_steps3"]["best_us_per_step"]
+    assert 0 < poor["lower_bound"] < OPTIMA["n1_steps3"]["best_us_per_step"]
+    assert not poor["proven"]
+
+
+def test_what_a_certificate_says() -> None:
+    optimal = Certificate(best=2.0, lower_bound=2.0, feasible=True, proven=True)
+    assert (optimal.gap, optimal.verdict()) == (0.0, "optimal")
+    open_ = Certificate(best=2.0, lower_bound=1.98, feasible=True, proven=False)
+    assert open_.gap == pytest.approx(0.01)
+    assert open_.verdict() == "at most 1.00% above the optimum"
+    nothing = Certificate(best=2.0, lower_bound=None, feasible=False, proven=True)
+    assert (nothing.gap, nothing.is_optimal) == (None, False)
+    assert nothing.verdict() == "no plan fits into memory (proven)"

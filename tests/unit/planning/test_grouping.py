@@ -1,0 +1,133 @@
+"""Grouped calls in planning: what is moved, the plans that have them, and memory that holds a model's part once."""
+
+from itertools import product
+
+import pytest
+from msgspec.structs import replace
+
+from realhf.architecture.model import DecoderConfig
+from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.micro_dp import grouped_like
+from realhf.planning.cluster import Cluster
+from realhf.planning.model.cost import moved_elements, reallocation_s
+from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.model.features import EngineFeatures
+from realhf.planning.model.grouping import grouped, moved_to_groups, spared_bytes, with_groups
+from realhf.planning.model.memory import parameter_bytes, static_bytes
+from realhf.planning.options import Option, call_options
+from realhf.planning.predict import predict
+from realhf.planning.problem.builder import build_problem
+from realhf.planning.problem.inputs import homes
+from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES, plan_between
+from tests.unit.planning.graphs import TINY, ppo, settings
+
+CLUSTER = Cluster(num_nodes=2, devices_per_node=4, device_memory_bytes=2**34, hardware=load_hardware("cpu"))
+CPU = load_hardware("cpu")
+
+
+def layout(size: int, tp: int, pp: int, first: int = 0) -> Layout:
+    return Layout(DeviceMesh(first, size), ParallelStrategy(size // (tp * pp), tp, pp))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_moves_to_groups_is_what_the_planner_moves(tied: bool) -> None:
+    """The closed form against the one for all layouts, and against boxes."""
+    model = DecoderConfig(
+        hidden_size=16, intermediate_size=24, num_layers=5, num_heads=4, num_kv_heads=4, vocab_size=32,
+        tied_embeddings=tied,
+    )  # fmt: skip
+    found = 0
+    for t, p, t_g, p_g in product((1, 2, 4), repeat=4):
+        if t * p > 8:
+            continue
+        home, target = layout(8, t, p), layout(8, t_g, p_g) if t_g * p_g <= 8 else layout(8, 1, 1)
+        with_micro_dp = grouped_like(home, target, model.num_layers)
+        if with_micro_dp is None:
+            continue
+        found += 1
+        elements = moved_to_groups(model, home.strategy, target.strategy)
+        assert elements == moved_elements(model, home, with_micro_dp)
+        lacking = plan_between(model, home, with_micro_dp).lacking_bytes
+        assert elements == (max(lacking.values()) // 4, sum(lacking.values()) // 4)
+    assert found > 10
+
+
+def test_tensor_peers_are_not_put_on_other_nodes() -> None:
+    """tp 8 on two nodes of four: its every second rank would be peers across nodes, which plain tp 4 does not have."""
+    assert grouped(layout(8, 8, 1), layout(8, 4, 1), TINY.num_layers, CLUSTER) is None
+    found = grouped(layout(8, 4, 1), layout(8, 2, 1), TINY.num_layers, CLUSTER)
+    assert found is not None
+    assert found.strategy == ParallelStrategy(4, 2, 1, micro_dp=(2, 1))
+
+
+def test_the_tables_of_the_search_count_groups_and_its_plans_have_them() -> None:
+    """Against the formula of every pair of layouts of one home and one copy of it."""
+    graph = ppo(mini_batches=1)
+    cluster = Cluster(num_nodes=1, devices_per_node=8, device_memory_bytes=2**34, hardware=load_hardware("cpu"))
+    shared = settings(graph, cluster, batch_size=8)
+    whole_mesh = [
+        option
+        for option in call_options(graph.calls["actor_train_step"], 8, cluster)
+        if option.micro_batches == 1 and option.layout.mesh.size == 8
+    ]
+    options = {name: whole_mesh if name.startswith("actor") else whole_mesh[:1] for name in graph.calls}
+    plain = build_problem(graph, options, max_steps_in_flight=2, **shared)
+    problem = build_problem(graph, options, max_steps_in_flight=2, groups=True, **shared)
+    name = "actor: actor_train_step -> actor_generate"
+    before, table = (next(t for t in p.transfers if t.name == name) for p in (plain, problem))
+    home_of, seen = homes(graph), 0
+    for i, source in enumerate(options["actor_train_step"]):
+        for j, target in enumerate(options["actor_generate"]):
+            calls = {name: option[0].call_plan() for name, option in options.items()}
+            calls |= {"actor_train_step": source.call_plan(), "actor_generate": target.call_plan()}
+            arranged = with_groups(calls, home_of, graph, cluster)["actor_generate"]
+            seen += arranged.micro_dp != (1, 1)
+            place = table.rows[i] * table.num_columns + table.columns[j]
+            assert table.seconds[place] <= before.seconds[place]
+            assert table.seconds[place] == reallocation_s(
+                TINY, moved_elements(TINY, source.layout, arranged.layout), source.layout.mesh,
+                crosses_nodes=False, item=4, hardware=CPU,
+            )  # fmt: skip
+    assert seen == 3  # to tp2 from dp2 tp4, and to tp2 with and without pp2 from tp4 pp2: all others contain their home
+
+
+def with_home(**generation: object) -> ExecutionPlan:
+    """Actor trained as tp4, and generating as given; all other calls as data parallelism of four."""
+    calls = {name: CallPlan(devices=(0, 4), dp=4) for name in ppo(mini_batches=1).calls}
+    calls["actor_train_step"] = CallPlan(devices=(0, 4), tp=4)
+    calls["actor_generate"] = replace(calls["actor_generate"], **generation)
+    return ExecutionPlan(num_devices=4, calls=calls, max_steps_in_flight=1)
+
+
+def test_a_grouped_copy_counts_without_the_part_that_it_contains() -> None:
+    """Groups save what the home has on a device, or less if the transition needs more than the call."""
+    graph = ppo(mini_batches=1)
+    cluster = Cluster(num_nodes=1, devices_per_node=4, device_memory_bytes=2**34, hardware=load_hardware("cpu"))
+    shared = settings(graph, cluster, batch_size=4)
+    plain, arranged = with_home(dp=2, tp=2), with_home(dp=2, tp=2, micro_dp=(2, 1))
+    tables = []
+    for plan in (plain, arranged):
+        options = {name: [Option(call.layout, call.micro_batches)] for name, call in plan.calls.items()}
+        problem = build_problem(graph, options, max_steps_in_flight=1, **shared)
+        tables.append(next(call for call in problem.calls if call.name == "actor_generate"))
+    home_bytes = parameter_bytes(TINY, ParallelStrategy(tp=4), "float32")
+    copy = parameter_bytes(TINY, ParallelStrategy(dp=2, tp=2), "float32")
+    assert [table.options[0].copy_bytes for table in tables] == [copy + 2 * DEFAULT_BUCKET_BYTES] * 2
+    assert tables[0].spared == []
+    spared = (str(plain.calls["actor_train_step"].layout.strategy), tables[1].options[0].strategy)
+    assert tables[1].spared == [(*spared, home_bytes + 2 * DEFAULT_BUCKET_BYTES)]
+    assert predict(arranged, graph, **shared).plan.calls["actor_generate"].micro_dp == (2, 1)
+
+
+def test_what_is_spared() -> None:
+    home, copy = layout(4, 4, 1), layout(4, 1, 1)
+    parameters = parameter_bytes(TINY, home.strategy, "bfloat16")
+    assert spared_bytes(TINY, home, copy, "bfloat16") == parameters
+    assert spared_bytes(TINY, home, layout(4, 2, 1), "bfloat16") == 0  # device 1 has another part there
+    assert spared_bytes(TINY, home, home, "bfloat16") == 0  # no copy
+    assert spared_bytes(TINY, home, layout(4, 1, 1, first=4), "bfloat16") == 0
+    sharded = EngineFeatures(fully_sharded=True)
+    halves = layout(4, 2, 1)
+    kept = static_bytes(TINY, halves.strategy, "bfloat16", trained=False, features=sharded)
+    assert spared_bytes(TINY, halves, copy, "bfloat16", sharded) == kept

@@ -1,0 +1,214 @@
+"""Profiles and hardware descriptions: files, interpolation, and what replaces a missing measurement."""
+
+from pathlib import Path
+
+import pytest
+from msgspec import structs
+
+import realhf
+from realhf.base.errors import UserError
+from realhf.planning.model.descriptions import DESCRIPTIONS, load_hardware
+from realhf.planning.model.profile import (
+    CollectiveTimings,
+    Curve,
+    DecodeTimings,
+    LayerProfile,
+    ReallocationTimings,
+    TensorTimings,
+    interpolate,
+    load_profile,
+    profile_path,
+    profiles_root,
+    save_profile,
+)
+from realhf.planning.model.timings import AnalyticTimings, ProfiledTimings, load_costs
+from tests.unit.planning.graphs import TINY
+
+
+def tensor(tp: int, scale: float, includes_all_reduce: bool = True) -> TensorTimings:
+    line = Curve((1, 2, 4), (1 * scale, 2 * scale, 4 * scale))
+    return TensorTimings(
+        tp=tp,
+        includes_all_reduce=includes_all_reduce,
+        layer_forward=line,
+        layer_backward=Curve((1, 4), (2 * scale, 8 * scale)),
+        embedding_forward=line,
+        embedding_backward=line,
+        head_forward=line,
+        head_backward=line,
+        layer_decode=(
+            DecodeTimings(context=10, seconds=Curve((1, 2), (1.0, 2.0))),
+            DecodeTimings(context=20, seconds=Curve((1, 2), (3.0, 4.0))),
+        ),
+    )
+
+
+def profile(*tensors: TensorTimings) -> LayerProfile:
+    return LayerProfile(
+        hardware="cpu",
+        model=TINY,
+        dtype="float32",
+        sequence_length=16,
+        tensor=tensors or (tensor(1, 1.0),),
+        collectives=(
+            CollectiveTimings(kind="all_reduce", group_size=4, seconds=Curve((0, 256), (0.3, 0.3))),
+            CollectiveTimings(kind="all_reduce", group_size=2, seconds=Curve((0, 256), (0.1, 0.1))),
+            CollectiveTimings(kind="send", group_size=2, seconds=Curve((0, 100), (0.0, 1.0))),
+        ),
+        optimizer_s_per_parameter=1e-9,
+        call_overhead_s=0.01,
+        sampling_s=0.002,
+    )
+
+
+def test_interpolation() -> None:
+    curve = Curve((1, 2, 4), (1.0, 3.0, 4.0))
+    assert [curve.at(x) for x in (1, 1.5, 2, 3, 4)] == [1.0, 2.0, 3.0, 3.5, 4.0]
+    assert curve.at(8) == 6.0  # the last piece goes on
+    assert curve.at(0.75) == 0.5  # and so does the first
+    assert curve.at(0) == 0.0  # though never below zero
+    assert interpolate([(2.0, 5.0)], 9) == 5.0
+
+
+@pytest.mark.parametrize(
+    ("sizes", "seconds"), [((1,), (1.0,)), ((1, 1), (1.0, 1.0)), ((1, 2), (1.0,)), ((1, 2), (1.0, -1.0))]
+)
+def test_broken_curves(sizes: tuple[float, ...], seconds: tuple[float, ...]) -> None:
+    with pytest.raises((ValueError, UserError), match=r"curve|sizes|seconds"):
+        Curve(sizes, seconds)
+
+
+def test_profiles_are_files(tmp_path: Path) -> None:
+    path = profile_path(TINY, "float32", "cpu", tmp_path)
+    assert path.parent == tmp_path / "cpu"
+    assert path != profile_path(TINY, "float64", "cpu", tmp_path)
+    assert path != profile_path(TINY.with_head("scalar"), "float32", "cpu", tmp_path)
+    save_profile(profile(), path)
+    assert load_profile(path) == profile()
+    assert [p.name for p in path.parent.iterdir()] == [path.name]
+
+
+def test_where_profiles_lie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkout = tmp_path / "checkout"
+    (checkout / "realhf").mkdir(parents=True)
+    (checkout / "experiments").mkdir()
+    monkeypatch.setattr(realhf, "__file__", str(checkout / "realhf" / "__init__.py"))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path / "data"))
+    of_the_user = tmp_path / "data" / "realhf" / "profiles"
+    monkeypatch.chdir(checkout)
+    assert profiles_root() == of_the_user  # an installed package: pyproject.toml does not stand beside it
+    (checkout / "pyproject.toml").touch()
+    for folder, root in (
+        (checkout, checkout / "profiles" / "local"),
+        (checkout / "experiments", checkout / "profiles" / "local"),
+        (tmp_path, of_the_user),
+    ):
+        monkeypatch.chdir(folder)
+        assert profiles_root() == root
+        assert profile_path(TINY, "float32", "cpu").is_relative_to(root / "cpu")
+    monkeypatch.delenv("XDG_DATA_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    assert profiles_root() == tmp_path / "home" / ".local" / "share" / "realhf" / "profiles"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("layer-profile/1", "layer-profile/9", "format"),
+        ('"sampling_s"', '"samplings"', "samplings"),
+        ('"tp": 1', '"tp": 2', "it needs tp=1"),
+        ('"num_layers": 4', '"num_layers": 0', "num_layers"),
+    ],
+)
+def test_broken_profiles_are_refused(tmp_path: Path, old: str, new: str, message: str) -> None:
+    path = tmp_path / "p.json"
+    save_profile(profile(), path)
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new))
+    with pytest.raises(UserError, match=message) as error:
+        load_profile(path)
+    assert str(path) in str(error.value)
+    assert "realhf profile" in str(error.value)
+
+
+def test_missing_profile(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="No such file"):
+        load_profile(tmp_path / "none.json")
+
+
+def test_measured_times_are_used() -> None:
+    timings = ProfiledTimings(profile(tensor(1, 1.0), tensor(2, 0.75)), load_hardware("cpu"))
+    assert timings.layer(3, 16, 1, backward=False, tp_crosses_nodes=False) == 3.0
+    assert timings.layer(3, 16, 1, backward=True, tp_crosses_nodes=False) == 6.0
+    assert timings.layer(3, 16, 2, backward=False, tp_crosses_nodes=False) == 0.75 * 3
+    assert timings.decode_layer(2, 15, 1, tp_crosses_nodes=False) == 3.0  # between the contexts
+    assert timings.optimizer(10**9) == pytest.approx(1.0)
+    assert timings.send(50, crosses_nodes=False) == 0.5
+    assert timings.all_reduce(100, 3, crosses_nodes=False) == pytest.approx(0.2)  # between the group sizes
+    assert timings.all_reduce(100, 1, crosses_nodes=False) == 0.0
+
+
+def test_links_are_those_of_the_hardware_but_for_a_measured_reallocation() -> None:
+    hardware = load_hardware("cpu")
+    assert ProfiledTimings(profile(), hardware).links == hardware
+    measured = structs.replace(profile(), reallocation=ReallocationTimings(latency_s=0.5, bandwidth=100.0))
+    links = ProfiledTimings(measured, hardware).links
+    assert links.send_s(200, crosses_nodes=False) == 0.5 + 2.0
+    assert links.send_s(200, crosses_nodes=True) == hardware.send_s(200, crosses_nodes=True)
+
+
+def test_what_was_not_measured() -> None:
+    hardware = load_hardware("cpu")
+    timings = ProfiledTimings(profile(tensor(1, 1.0), tensor(2, 0.75)), hardware)
+    # tp 4 from tp 2: its own two all-reduces out, half the compute, two all-reduces of four devices.
+    four = timings.layer(4, 16, 4, backward=False, tp_crosses_nodes=False)
+    assert four == pytest.approx((3.0 - 2 * 0.1) / 2 + 2 * 0.3)
+    without = ProfiledTimings(profile(tensor(1, 1.0), tensor(2, 0.75, includes_all_reduce=False)), hardware)
+    assert without.layer(4, 16, 2, backward=False, tp_crosses_nodes=False) == pytest.approx(3.0 + 2 * 0.1)
+    size_bytes = 4 * 64 * 4
+    between = hardware.all_reduce_s(size_bytes, 2, crosses_nodes=True)
+    crossing = timings.layer(4, 16, 2, backward=False, tp_crosses_nodes=True)
+    assert crossing == pytest.approx(3.0 - 2 * 0.1 + 2 * between)
+
+
+def test_load_costs_prefers_a_measurement(tmp_path: Path) -> None:
+    models = {"actor": TINY, "critic": TINY.with_head("scalar")}
+    save_profile(profile(), profile_path(TINY, "float32", "cpu", tmp_path))
+    costs = load_costs(models, dtype="float32", hardware=load_hardware("cpu"), root=tmp_path)
+    assert isinstance(costs.of(TINY), ProfiledTimings)
+    assert isinstance(costs.of(models["critic"]), AnalyticTimings)
+    assert not costs.profiled
+    assert costs.hardware.communicator_bytes == 0
+
+
+def test_the_memory_of_a_communicator_is_the_most_that_was_measured(tmp_path: Path) -> None:
+    models = {"actor": TINY, "critic": TINY.with_head("scalar")}
+    for size_bytes, model in ((300_000_000, TINY), (200_000_000, models["critic"])):
+        measured = structs.replace(profile(), hardware="h100", model=model, communicator_bytes=size_bytes)
+        save_profile(measured, profile_path(model, "float32", "h100", tmp_path))
+    costs = load_costs(models, dtype="float32", hardware=load_hardware("h100"), root=tmp_path)
+    assert costs.profiled
+    assert costs.hardware.communicator_bytes == 300_000_000
+
+
+@pytest.mark.parametrize("name", ["a100-80g", "h100", "h200", "cpu"])
+def test_hardware_descriptions(name: str) -> None:
+    hardware = load_hardware(name)
+    assert hardware.flops("bfloat16") > hardware.flops("float32") > hardware.flops("float64")
+    assert hardware.intra_node_bandwidth > hardware.inter_node_bandwidth
+
+
+def test_broken_hardware(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="choose one of a100-80g, cpu, h100, h200"):
+        load_hardware("b300")
+    text = (DESCRIPTIONS / "cpu.yaml").read_text()
+    for old, new, message in [
+        ("memory_bandwidth: 10.0e+9\n", "", "memory_bandwidth"),
+        ("memory_bandwidth: 10.0e+9", "memory_bandwidth: -1", "memory_bandwidth -1.0 is not from 1 to"),
+        ("name: cpu", "name: ../cpu", "name '../cpu' is no name of a folder"),
+    ]:
+        assert old in text
+        (tmp_path / "cpu.yaml").write_text(text.replace(old, new))
+        with pytest.raises(UserError, match=message):
+            load_hardware(str(tmp_path / "cpu.yaml"))

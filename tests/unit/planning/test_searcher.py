@@ -1,0 +1,234 @@
+"""The C++ search against the plain reference and against enumeration; plans from end to end."""
+
+import itertools
+import random
+import subprocess
+import sys
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import settings as hypothesis_settings
+from hypothesis import strategies as st
+
+from realhf.base.errors import UserError
+from realhf.dataflow.plan import OrderEntry, check_plan, load_plan, save_plan
+from realhf.planning.cluster import Cluster
+from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.options import call_options
+from realhf.planning.order import possible_orders
+from realhf.planning.predict import predict
+from realhf.planning.presets import heuristic_plan
+from realhf.planning.problem.builder import build_problem
+from realhf.planning.problem.native import native_problem, search_problem
+from realhf.planning.problem.simulation import device_bytes, makespan_s, simulate
+from realhf.planning.problem.tables import Problem
+from realhf.planning.search import search_plan
+from realhf.planning.workload import Workload
+from tests.unit.planning.graphs import cpu_cluster, ppo, random_problem, settings
+
+
+def reference_cost(problem: Problem, choice: Sequence[int]) -> float:
+    step_s = makespan_s(simulate(problem, choice, problem.steps)) / problem.steps
+    peak = max(device_bytes(problem, choice))
+    return step_s if peak <= problem.device_memory_bytes else 1000 * step_s * peak / problem.device_memory_bytes
+
+
+def fits(problem: Problem, choice: Sequence[int]) -> bool:
+    return max(device_bytes(problem, choice)) <= problem.device_memory_bytes
+
+
+def random_choice(problem: Problem, rng: random.Random) -> list[int]:
+    return [rng.randrange(len(call.options)) for call in problem.calls]
+
+
+@given(st.integers(0, 10**9))
+@hypothesis_settings(max_examples=200, deadline=None)
+def test_simulator_equals_the_reference(seed: int) -> None:
+    rng = random.Random(seed)
+    problem = random_problem(seed, num_calls=rng.randint(1, 5))
+    native = native_problem(problem)
+    for _ in range(5):
+        choice = random_choice(problem, rng)
+        evaluation = native.evaluate(choice)
+        assert evaluation["cost"] == pytest.approx(reference_cost(problem, choice))
+        assert evaluation["peak_bytes"] == max(device_bytes(problem, choice))
+        steps = problem.steps + 2
+        expected = [(e.node, e.step, e.start_s, e.end_s) for e in simulate(problem, choice, steps)]
+        assert native.trace(choice, steps) == expected
+
+
+@given(st.integers(0, 10**9))
+@hypothesis_settings(max_examples=40, deadline=None)
+def test_search_finds_the_optimum_of_random_problems(seed: int) -> None:
+    problem = random_problem(seed)
+    native = native_problem(problem)
+    choices = itertools.product(*(range(len(call.options)) for call in problem.calls))
+    # A plan that fits comes before any that does not.
+    (unfit, optimum) = min((not fits(problem, choice), reference_cost(problem, choice)) for choice in choices)
+    found = search_problem(native, seed=seed, evaluations=3000)
+    assert found.feasible == (not unfit)
+    assert found.cost == pytest.approx(optimum)
+    assert unfit or found.lower_bound_s <= optimum * (1 + 1e-9)
+    assert unfit or not found.proven or found.lower_bound_s == pytest.approx(optimum)
+    assert reference_cost(problem, found.choice) == pytest.approx(optimum)
+    assert found.evaluations <= 3000
+
+
+def test_search_finds_the_optimum_of_a_small_ppo_graph() -> None:
+    graph = ppo(mini_batches=1)
+    cluster = cpu_cluster(2)
+    shared = settings(graph, cluster, batch_size=2)
+    all_options = {c.name: call_options(c, 2, cluster) for c in graph.calls.values()}
+    options = {name: [o for o in rows if o.micro_batches == 1] for name, rows in all_options.items()}
+    problem = build_problem(graph, options, max_steps_in_flight=2, **shared)
+    counts = [len(call.options) for call in problem.calls]
+    assert counts == [5] * 6  # either device alone; both as dp2, tp2 or pp2
+    native = native_problem(problem)
+    choices = list(itertools.product(*map(range, counts)))
+    optimum = min(native.evaluate(choice)["cost"] for choice in choices)
+    for choice in random.Random(0).sample(choices, 20):
+        assert native.evaluate(choice)["cost"] == pytest.approx(reference_cost(problem, choice))
+    for seed in range(5):
+        assert search_problem(native, seed=seed, evaluations=10_000).cost == pytest.approx(optimum)
+
+
+def test_search_plan_returns_the_optimum_of_all_plans() -> None:
+    graph = ppo(mini_batches=1)
+    cluster = cpu_cluster(2)
+    shared = settings(graph, cluster, batch_size=1)
+    options = {c.name: call_options(c, 1, cluster) for c in graph.calls.values()}
+    native = native_problem(build_problem(graph, options, max_steps_in_flight=2, **shared))
+    choices = itertools.product(*(range(len(rows)) for rows in options.values()))
+    optimum = min(native.evaluate(choice)["cost"] for choice in choices)
+    for seed in range(3):
+        result = search_plan(graph, seed=seed, evaluations=10_000, max_steps_in_flight=2, **shared)
+        assert result.cost_s == pytest.approx(optimum)
+        assert result.plan.predicted_step_s == pytest.approx(optimum)
+
+
+def test_the_same_seed_gives_the_same_plan() -> None:
+    graph = ppo()
+    cluster = cpu_cluster(4, num_nodes=2)
+    runs = [
+        search_plan(graph, seed=3, evaluations=3000, max_steps_in_flight=2, **settings(graph, cluster))
+        for _ in range(2)
+    ]
+    assert runs[0].plan == runs[1].plan
+    assert runs[0].evaluations == 3000
+    assert runs[0].feasible
+    assert runs[0].evaluations_per_s > 0
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 3])
+def test_the_plan_carries_an_order_that_runs_and_takes_what_was_predicted(in_flight: int, tmp_path: object) -> None:
+    graph = ppo()
+    cluster = cpu_cluster(4)
+    shared = settings(graph, cluster)
+    result = search_plan(graph, seed=0, evaluations=5000, max_steps_in_flight=in_flight, **shared)
+    check_plan(result.plan, graph, 16)
+    assert {entry.call for entry in result.plan.order} == set(graph.calls)
+    prediction = predict(result.plan, graph, **shared)
+    assert prediction.step_s == pytest.approx(result.plan.predicted_step_s)
+    assert prediction.step_s == pytest.approx(result.cost_s, rel=0.05)
+    assert max(prediction.device_bytes) == pytest.approx(result.peak_bytes)
+    assert prediction.call_s == {name: call.predicted_s for name, call in result.plan.calls.items()}
+    save_plan(result.plan, f"{tmp_path}/plan.json")
+    assert load_plan(f"{tmp_path}/plan.json") == result.plan
+
+
+def test_search_beats_the_heuristic() -> None:
+    graph = ppo()
+    shared = settings(graph, cpu_cluster(4))
+    heuristic = heuristic_plan(graph, max_steps_in_flight=2, **shared)
+    check_plan(heuristic, graph, 16)
+    assert {(c.devices, c.dp, c.tp, c.pp) for c in heuristic.calls.values()} == {((0, 4), 1, 4, 1)}
+    result = search_plan(graph, seed=0, evaluations=5000, max_steps_in_flight=2, **shared)
+    assert heuristic.predicted_step_s is not None
+    assert result.cost_s < heuristic.predicted_step_s
+
+
+def test_heuristic_takes_data_parallelism_across_nodes() -> None:
+    graph = ppo("llama7b", "llama7b-critic", mini_batches=8)
+    cluster = Cluster(num_nodes=2, devices_per_node=8, device_memory_bytes=80 * 10**9, hardware=load_hardware("h100"))
+    shared = settings(graph, cluster, 512, Workload(prompt_tokens=1024, new_tokens=1024))
+    plan = heuristic_plan(graph, max_steps_in_flight=1, **shared)
+    assert {(c.dp, c.tp, c.pp) for c in plan.calls.values()} == {(2, 8, 1)}
+
+
+def test_nothing_fits() -> None:
+    graph = ppo()
+    shared = settings(graph, cpu_cluster(2, memory=200_000))
+    with pytest.raises(UserError, match="smallest one found needs") as error:
+        search_plan(graph, seed=0, evaluations=1000, max_steps_in_flight=2, **shared)
+    assert "use more devices" in str(error.value)
+
+
+def test_memory_can_force_a_slower_plan() -> None:
+    graph = ppo()
+    shared = settings(graph, cpu_cluster(4))
+    free = search_plan(graph, seed=0, evaluations=5000, max_steps_in_flight=2, **shared)
+    limit = int(free.peak_bytes * 0.8)
+    tight = search_plan(
+        graph, seed=0, evaluations=5000, max_steps_in_flight=2, **settings(graph, cpu_cluster(4, memory=limit))
+    )
+    assert tight.peak_bytes <= limit
+    assert tight.cost_s > free.cost_s
+
+
+def test_predict_refuses_a_plan_for_more_devices() -> None:
+    graph = ppo()
+    plan = heuristic_plan(graph, max_steps_in_flight=2, **settings(graph, cpu_cluster(4)))
+    with pytest.raises(UserError, match="4 devices but the cluster has 2"):
+        predict(plan, graph, **settings(graph, cpu_cluster(2)))
+
+
+def test_order_across_steps() -> None:
+    """A trains on devices of its own while the next step's generation runs: one period spans two steps."""
+    graph = ppo()
+    shared = settings(graph, cpu_cluster(2))
+    plan = heuristic_plan(graph, max_steps_in_flight=2, **shared)
+    names = list(graph.calls)
+    # Six calls, one a second; critic training is so late that the next step's generation is ahead of it.
+    delays = dict(zip(names, [0.0, 1.0, 2.0, 3.0, 4.0, 6.5], strict=True))
+    starts = [(name, step, 6.0 * step + delay) for step in range(12) for name, delay in delays.items()]
+    first, *_, sequential = possible_orders(starts, plan, graph, 16)
+    assert [(entry.call, entry.steps_back) for entry in first] == [
+        ("actor_generate", 0),
+        ("critic_train_step", 1),
+        *((name, 0) for name in names[1:5]),
+    ]
+    assert sequential == tuple(OrderEntry(call=name) for name in names)
+
+
+def test_order_falls_back_to_step_after_step() -> None:
+    graph = ppo()
+    plan = heuristic_plan(graph, max_steps_in_flight=2, **settings(graph, cpu_cluster(2)))
+    names = list(graph.calls)
+    starts = [
+        (name, step, 6.0 * step + (i if i < 5 else 6.5 - (step % 2)))
+        for step in range(12)
+        for i, name in enumerate(names)
+    ]
+    assert possible_orders(starts, plan, graph, 16) == [tuple(OrderEntry(call=name) for name in names)]
+
+
+@pytest.mark.parametrize(("argument", "value"), [("evaluations", 0), ("max_steps_in_flight", 0), ("seed", -1)])
+def test_bad_arguments(argument: str, value: int) -> None:
+    graph = ppo()
+    arguments = {"evaluations": 1000, "max_steps_in_flight": 2, "seed": 0, **settings(graph, cpu_cluster(2))}
+    with pytest.raises(UserError, match=f"{argument} {value} is not from"):
+        search_plan(graph, **{**arguments, argument: value})
+
+
+def test_tables_that_do_not_fit_are_refused() -> None:
+    problem = random_problem(0)
+    problem.calls[0].parents.append((0, 0))
+    with pytest.raises(ValueError, match="cycle"):
+        native_problem(problem)
+
+
+def test_what_takes_long_to_import_is_not_imported() -> None:
+    modules = "realhf.planning.search, realhf.planning.presets"
+    code = f"import sys, {modules}; print(sys.modules.keys() & {{'torch', 'numpy', 'rich'}})"
+    assert subprocess.check_output([sys.executable, "-c", code], text=True) == "set()\n"
