@@ -13,8 +13,8 @@ import torch
 from realhf.api.generation import GenerationOptions
 from realhf.architecture.compute import ComputeConfig
 from realhf.engine.model import ShardedModel
+from realhf.engine.train import fsdp
 from realhf.engine.train.fsdp import GATHERED_UNITS, ShardedParameters
-from realhf.engine.train.step import fsdp
 from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.shards import shard_boxes, units
 from realhf.parallel.groups import GroupTable, ParallelGroups

@@ -13,8 +13,9 @@ from realhf.api.generation import GenerationOptions
 from realhf.base.errors import RunError
 from realhf.engine.batch import Batch
 from realhf.engine.build import build_decoder, initialise
+from realhf.engine.generate import paged_attention
 from realhf.engine.generate.decode_graphs import DecodeWorkspace
-from realhf.engine.generate.loop import generate, paged_attention
+from realhf.engine.generate.loop import generate
 from realhf.engine.interface import GenerationOutput
 from realhf.engine.model import ShardedModel
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy

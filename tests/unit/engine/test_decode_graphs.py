@@ -9,8 +9,9 @@ from realhf.architecture.model import DecoderConfig, Experts
 from realhf.base.errors import UserError
 from realhf.engine.batch import Batch
 from realhf.engine.build import build_decoder, initialise
+from realhf.engine.generate import paged_attention
 from realhf.engine.generate.decode_graphs import DecodeWorkspace, capture_of, power_of_two, rows_bucket
-from realhf.engine.generate.loop import generate, generate_and_report, paged_attention
+from realhf.engine.generate.loop import generate, generate_and_report
 from realhf.engine.model import ShardedModel
 from realhf.models.decoder import Decoder
 from tests.unit.engine.captures import EagerCapture, TracedCapture

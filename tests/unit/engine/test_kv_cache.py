@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.architecture.decoding import PAGE_TOKENS as PAGE
+from realhf.engine.generate import paged_attention
 from realhf.engine.generate.kv_cache import KVCache, PrefillRows, StepAttention
-from realhf.engine.generate.loop import paged_attention
 from realhf.engine.generate.paged_attention import DecodeRows, FlashKernels, paged_kernel
 from realhf.models.attention_kernels import Machine
 from tests.unit.models import flash

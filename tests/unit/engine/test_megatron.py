@@ -15,7 +15,7 @@ from realhf.architecture.compute import ComputeConfig
 from realhf.architecture.model import DecoderConfig, Experts
 from realhf.base.errors import UserError
 from realhf.engine.model import ShardedModel
-from realhf.engine.train.step import megatron, megatron_check
+from realhf.engine.train import megatron, megatron_check
 from realhf.geometry.layout import ParallelStrategy
 from realhf.geometry.parameters import decoder_parameters
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens

@@ -7,8 +7,8 @@ import torch
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.engine.tensor_bytes import PeakMemory
+from realhf.engine.train import optimizer as optimizer_module
 from realhf.engine.train.optimizer import FlatAdamW, learning_rate, square_sum
-from realhf.engine.train.step import optimizer as optimizer_module
 
 
 def test_learning_rate_by_hand() -> None:
