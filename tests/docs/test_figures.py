@@ -3,10 +3,10 @@
 import ast
 import importlib
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,87 +48,6 @@ class Result(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     hardware: str
     results: list[Case]
     note: str = ""
-
-
-@dataclass(frozen=True)
-class Figure:
-    """`words` are on `page`, with the case of a results file that begins with `case` filled in; another case for each
-    further one. They are not there while there is no such file."""
-
-    page: str
-    file: str
-    words: str
-    cases: tuple[str, ...]
-
-    @property
-    def beginning(self) -> str:
-        """The words before the first figure."""
-        return self.words.partition("{")[0]
-
-    def sentence(self) -> str:
-        rows = read(RESULTS / f"{self.file}.json").results
-        found = [next(row for row in rows if row.case.startswith(case)) for case in self.cases]
-        return self.words.format(*found)
-
-
-FIGURES = [
-    Figure(
-        "README.md",
-        "main_job",
-        "the searched plan took {0.value:.2f} s a step and the best plan by rule {0.baseline:.2f} s, "
-        "{0.ratio:.2f} times as long",
-        ("step, searched plan against",),
-    ),
-    Figure(
-        "README.md",
-        "faults",
-        "{0.value:.0f} of {0.baseline:.0f} runs that were killed, stopped, cut off or damaged",
-        ("runs that",),
-    ),
-    Figure(
-        "docs/architecture.md",
-        "overlap",
-        "critic trains on step t while the actor generates for step t + 1, and a step takes {0.value:.2f} s in place "
-        "of {0.baseline:.2f} s; with rollouts one step old, and all training on worker 1, {1.value:.2f} s in place "
-        "of {1.baseline:.2f} s",
-        ("on-policy: step", "one step stale: step"),
-    ),
-    Figure(
-        "docs/architecture.md",
-        "control_plane",
-        "an empty call takes {0.value:.1g} s on 4 workers and {1.value:.1g} s on 1,024",
-        ("empty call on 4 real workers, request to last reply, median", "empty call on 1024 simulated workers"),
-    ),
-    Figure(
-        "docs/architecture.md",
-        "transition",
-        "there and back takes {0.value:.2f} s, gathering the model in each replica {1.value:.2f} s, gathering it from "
-        "all devices {2.value:.2f} s, and sending a second copy to the other half of the devices {3.value:.2f} s",
-        ("hybridflow: and back", "hybridflow-v: and back", "deepspeed-chat: and back", "two copies: and back"),
-    ),
-    Figure(
-        "docs/architecture.md",
-        "reallocation_planning",
-        "devices, what one device sends and receives where included: {0.value:.1f} s for half of the pairs and "
-        "{1.value:.1f} s at most on the same devices, and {2.value:.1f} s at most from sharded parameters (ZeRO-3)",
-        ("30 pairs on the same devices, median", "30 pairs on the same devices, worst",
-         "30 pairs on the same devices, from fsdp, worst"),
-    ),
-    Figure(
-        "docs/cost_model.md",
-        "cost_model",
-        "Calls: mean {0.value:.1%}, worst {1.value:.1%}.",
-        ("calls: mean", "calls: worst"),
-    ),
-    Figure(
-        "docs/cost_model.md",
-        "cost_model",
-        "70B + 7B held out: mean {0.value:.1%}, worst {1.value:.1%}. 7B held out: mean {2.value:.1%}, "
-        "worst {3.value:.1%}.",
-        ("70B + 7B on 16 x 8, held out: mean", "70B + 7B on 16 x 8, held out: worst",
-         "7B on 2 x 8, held out: mean", "7B on 2 x 8, held out: worst"),
-    ),
-]  # fmt: skip
 
 
 def read(path: Path) -> Result:
@@ -216,13 +135,25 @@ def is_ancestor(commit: str) -> bool:
     return git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0
 
 
-@pytest.mark.parametrize("figure", FIGURES, ids=lambda figure: f"{figure.page} {figure.file}")
-def test_pages_say_what_the_files_say(figure: Figure) -> None:
-    text = " ".join((ROOT / figure.page).read_text().split())
-    if (RESULTS / f"{figure.file}.json").exists():
-        assert figure.sentence() in text, f"{figure.page} is to say: {figure.sentence()}"
-    else:
-        assert figure.beginning not in text, f"{figure.page} has figures of {figure.file}, of which there is no file"
+def test_the_measurements_page_says_what_the_files_say() -> None:
+    """Every row of its tables is a case of the file that stands above the table; every file stands on the page."""
+    file, named = "", set()
+    for block in (ROOT / "docs/measurements.md").read_text().split("\n\n"):
+        files = re.findall(r"benchmarks/results/(\w+)\.json", block)
+        named.update(files)
+        file = files[0] if files else file
+        if block.startswith("| case |"):
+            known = {measurements_row(case) for case in read(RESULTS / f"{file}.json").results}
+            assert not [row for row in block.splitlines()[2:] if row not in known], f"not what {file}.json says"
+    assert named == {path.stem for path in FILES}
+
+
+def measurements_row(case: Case) -> str:
+    """A case as `docs/measurements.md` shows it: value and unit, the value beside it, their ratio."""
+    value, baseline = (
+        f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}" for number in (case.value, case.baseline)
+    )
+    return f"| {case.case} | {f'{value} {case.unit}'.strip()} | {baseline} | {case.ratio:.2f} |"
 
 
 @pytest.mark.parametrize("row", json.loads((RESULTS / "scaling.json").read_bytes())["results"], ids=lambda r: r["case"])
