@@ -16,7 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import zmq
-from common import case, finish, parse_arguments
+from lib.common import case, finish, parse_arguments
 
 from realhf.architecture.model import DecoderConfig
 from realhf.dataflow.graph import INFERENCE, DataflowGraph, ModelFunctionCallDef

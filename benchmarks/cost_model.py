@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 from types import ModuleType
 
-from common import case, finish, parse_arguments
+from lib.common import case, finish, parse_arguments
 from msgspec import structs
 
 from realhf.planning.model.descriptions import load_hardware

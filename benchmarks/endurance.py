@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
-from common import argument_parser, case, finish
-from fault_injection import processes
-from fault_job import PLAN
+from jobs.fault_job import PLAN
+from lib.common import argument_parser, case, finish
+from lib.fault_injection import processes
 
 from realhf.dataflow.plan import save_plan
 from realhf.launch.launcher import python_command
@@ -88,7 +88,7 @@ def watched_run(folder: Path, steps: int, dtype: str) -> Mapping[str, Sequence[S
     """Samples of every process of a run of so many steps, the first ones first."""
     plan, run_dir, output = folder / "plan.json", folder / "run", folder / "output.txt"
     save_plan(PLAN, plan)
-    command = list(python_command("realhf.cli", "run", str(Path(__file__).with_name("fault_job.py"))))
+    command = list(python_command("realhf.cli", "run", str(Path(__file__).with_name("jobs") / "fault_job.py")))
     command += ["--run-dir", str(run_dir), "--plan", str(plan), "--steps", str(steps), "--reference-eta", "0.1"]
     command += ["--checkpoint-every", "10", "--keep-checkpoints", "2", "--dtype", dtype]
     samples: dict[str, list[Sample]] = defaultdict(list)

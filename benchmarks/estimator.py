@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from common import case, finish, parse_arguments, realhf
-from machine_speed import Speed, speed_probes
+from lib.common import case, finish, parse_arguments, realhf
+from lib.machine_speed import Speed, speed_probes
 
 from realhf.cli.experiment import build_experiment
 from realhf.cli.planning import Planner

@@ -21,10 +21,10 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from common import argument_parser, commit, finish
-from fault_campaign import Campaign, mount
-from fault_injection import Fault, make_schedule, one_of_each
-from fault_outcome import cases, read_rows, row, write_tables
+from lib.common import argument_parser, commit, finish
+from lib.fault_campaign import Campaign, mount
+from lib.fault_injection import Fault, make_schedule, one_of_each
+from lib.fault_outcome import cases, read_rows, row, write_tables
 
 FOLDER_BYTES, SHARED_BYTES = 2**31, 2**28
 SHARED_MEMORY = Path("/dev/shm")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from common import case, case_parser, finish
+from lib.common import case, case_parser, finish
 from on_gpu import generation_cases
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM

@@ -9,7 +9,7 @@ import statistics
 import tempfile
 from pathlib import Path
 
-from common import case, finish, parse_arguments, realhf
+from lib.common import case, finish, parse_arguments, realhf
 
 from realhf.api import ExecutionPlan, save_plan
 from realhf.cli.planning import Planner

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from common import argument_parser, case, finish
+from lib.common import argument_parser, case, finish
 from torch import Tensor
 
 from realhf.algorithms.functional import predicting_places, token_logprobs

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
 
-from common import case, finish, parse_arguments
+from lib.common import case, finish, parse_arguments
 
 from realhf.architecture.model import DecoderConfig, model_type
 from realhf.base.errors import UserError

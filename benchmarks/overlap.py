@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import case, finish, parse_arguments, realhf
+from lib.common import case, finish, parse_arguments, realhf
 
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
 from realhf.rundir.lines import read_lines, step_line
 
-EXPERIMENT = "benchmarks/overlap_job.py"
+EXPERIMENT = "benchmarks/jobs/overlap_job.py"
 WARM_UP_STEPS = 2
 ACTOR, CRITIC = CallPlan(devices=(0, 1)), CallPlan(devices=(1, 1))
 CALLS = {

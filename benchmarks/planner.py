@@ -8,8 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from common import case, finish, parse_arguments
-from search_instances import planning_task
+from lib.common import case, finish, parse_arguments
+from lib.search_instances import planning_task
 
 from realhf.planning.explain.alternatives import best_alternatives
 from realhf.planning.options import call_options

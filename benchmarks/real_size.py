@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from common import case, case_parser, finish, realhf
-from machine_speed import Speed, speed_probes
+from lib.common import case, case_parser, finish, realhf
+from lib.machine_speed import Speed, speed_probes
 
 from realhf.dataflow.plan import ExecutionPlan, load_plan
 from realhf.rundir.lines import read_lines, step_line
 
-JOB, PLAN = "benchmarks/real_size_job.py", "benchmarks/real_size_plan.json"
+JOB, PLAN = "benchmarks/jobs/real_size_job.py", "benchmarks/jobs/real_size_plan.json"
 MEMORY_TARGET, TIME_TARGET = 1.15, 0.15
 
 

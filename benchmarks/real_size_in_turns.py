@@ -21,14 +21,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import ROOT, argument_parser, case, finish
+from lib.common import ROOT, argument_parser, case, finish
 
 from realhf.launch.launcher import python_command
 from realhf.rundir.lines import read_lines, step_line
 
 BEFORE = "fcc0769"  # memory traffic as it was before it was looked at
 TARGET = 1.3
-JOB, PLAN = ROOT / "benchmarks/real_size_job.py", ROOT / "benchmarks/real_size_plan.json"
+JOB, PLAN = ROOT / "benchmarks/jobs/real_size_job.py", ROOT / "benchmarks/jobs/real_size_plan.json"
 
 
 @dataclass(frozen=True)

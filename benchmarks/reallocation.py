@@ -31,8 +31,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import argument_parser, case, commit, finish
-from reallocation_rivals import Checkpoint, RawMessages, gather_and_slice
+from lib.common import argument_parser, case, commit, finish
+from lib.reallocation_rivals import Checkpoint, RawMessages, gather_and_slice
 from torch import Tensor
 
 from realhf.architecture.model import DecoderConfig

@@ -10,7 +10,7 @@ import time
 from typing import Any
 
 import torch
-from common import case, finish, parse_arguments
+from lib.common import case, finish, parse_arguments
 
 from realhf.architecture.compute import DataParallel
 from realhf.architecture.model import DecoderConfig

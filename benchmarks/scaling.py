@@ -13,13 +13,13 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from common import case, finish, parse_arguments
+from lib.breakdown import device_time_shares
+from lib.common import case, finish, parse_arguments
 
 from realhf.architecture.model import model_type
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.planning.breakdown import device_time_shares
 from realhf.planning.cluster import Cluster, device_meshes
 from realhf.planning.model.cost import CallCost
 from realhf.planning.model.descriptions import load_hardware

@@ -2,7 +2,7 @@
 
 On the reference problems in tests/data/planning_problems/ the baseline is the best of three runs of 60 s of the
 released ReaLHF searcher (where optima.json has them), and single moves of Metropolis-Hastings alone, as in the paper,
-stand beside the whole search. The large problems come out of the cost model (benchmarks/search_instances.py). Two
+stand beside the whole search. The large problems come out of the cost model (benchmarks/lib/search_instances.py). Two
 threads; `--quick` takes fewer seeds, and leaves out runs of 10 and 60 s and the largest cluster.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from common import case, finish, parse_arguments
-from search_instances import INSTANCES, instance
+from lib.common import case, finish, parse_arguments
+from lib.search_instances import INSTANCES, instance
 
 from realhf.cli.search import solve_file
 from realhf.planning import _search

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from common import case, case_parser, finish
+from lib.common import case, case_parser, finish
 from on_gpu import training_cases
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM

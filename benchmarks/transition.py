@@ -31,7 +31,8 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from common import case, finish, parse_arguments
+from lib.common import case, finish, parse_arguments
+from lib.hybridflow_transition import Transition, transition
 from torch import Tensor
 
 from realhf.architecture.model import DecoderConfig
@@ -43,7 +44,6 @@ from realhf.launch.launcher import process_environment
 from realhf.realloc.execute.executor import execute
 from realhf.realloc.execute.held import by_name, part
 from realhf.realloc.execute.message_passing import Transport, transport_between
-from realhf.realloc.transition import Transition, transition
 from realhf.worker.allocator import keep_freed_memory
 
 ENGINES = ("deepspeed-chat", "hybridflow-v", "hybridflow", "two copies")

@@ -26,7 +26,7 @@ BEFORE_THE_MARK = {
 
 
 class Case(msgspec.Struct, kw_only=True):
-    """One measured case; see `case` in `benchmarks/common.py`."""
+    """One measured case; see `case` in `benchmarks/lib/common.py`."""
 
     case: str
     value: float
@@ -102,7 +102,7 @@ def test_commits_that_are_not_in_the_history_are_seen(whole_clone: None) -> None
 
 def test_what_benchmarks_write_is_what_is_read_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    common = importlib.import_module("common")
+    common = importlib.import_module("lib.common")
     file = tmp_path / "result.json"
     monkeypatch.setattr(sys, "argv", ["/anywhere/benchmarks/osdp.py", "--json", str(file)])
     row = common.case("a", 2.0, "s", baseline=4.0, ratio=2.0, target=1.0, holds=True)
@@ -115,7 +115,7 @@ def test_a_changed_file_makes_a_checkout_dirty_and_a_result_does_not(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    common = importlib.import_module("common")
+    common = importlib.import_module("lib.common")
     monkeypatch.setattr(common, "ROOT", tmp_path)
     (tmp_path / "code.py").touch()
     for words in (["init", "-q"], ["add", "."], ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "a"]):
@@ -177,7 +177,7 @@ def test_what_benchmarks_import_is_there() -> None:
     """Nothing else of the default suite runs most of them. By the sources: to import them all takes long."""
     imported = {
         (node.module, name.name, path.name)
-        for path in (ROOT / "benchmarks").glob("*.py")
+        for path in (ROOT / "benchmarks").rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.ImportFrom)
         for name in node.names
@@ -207,5 +207,5 @@ def names_of(module: str) -> set[str] | None:
 
 def benchmarks() -> Iterator[Path]:
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
-        if "finish(" in path.read_text() and path.name != "common.py":
+        if "finish(" in path.read_text():
             yield path

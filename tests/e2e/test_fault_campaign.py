@@ -27,11 +27,11 @@ def benchmarks(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_a_killed_run_goes_on_from_the_newest_checkpoint_that_is_whole(benchmarks: Any, tmp_path: Path) -> None:
     """In step 7 of 10, checkpoints after every second: the third is corrupted and a worker killed, at one moment."""
-    fault = benchmarks("fault_injection").Fault(
+    fault = benchmarks("lib.fault_injection").Fault(
         kind="corrupted checkpoint", victim="worker-1", phase="generation", watched="worker-1", after_checkpoints=3,
         file="checkpoints/step-*/*/boxes-*.safetensors",
     )  # fmt: skip
-    campaign = benchmarks("fault_campaign").Campaign(
+    campaign = benchmarks("lib.fault_campaign").Campaign(
         tmp_path, steps=10, interval=2, hold_at=7, call_timeout_s=PATIENCE_S
     )
     outcome = campaign.run(1, fault, recovers=True)
@@ -56,7 +56,7 @@ def test_a_killed_run_goes_on_from_the_newest_checkpoint_that_is_whole(benchmark
     plan = replace(outcome.fault, kind="damaged file", file="plan.json")
     assert replace(outcome, fault=plan, redone=0, refusal="run/plan.json is damaged", is_equal=False).holds
 
-    report, table = benchmarks("fault_outcome"), tmp_path / "faults.md"
+    report, table = benchmarks("lib.fault_outcome"), tmp_path / "faults.md"
     report.write_tables([outcome], table)
     assert f"| {outcome.commit} | auto | corrupted checkpoint | worker-1 |" in table.read_text()
     with table.with_suffix(".jsonl").open("a") as file:
@@ -66,7 +66,7 @@ def test_a_killed_run_goes_on_from_the_newest_checkpoint_that_is_whole(benchmark
 
 def test_cut_connections_are_cut(benchmarks: Any) -> None:
     """Those of a process with a master's port, here one process; it says which."""
-    injection = benchmarks("fault_injection")
+    injection = benchmarks("lib.fault_injection")
     with socket.create_server(("127.0.0.1", 0)) as server:
         with socket.create_connection(server.getsockname()) as ours, server.accept()[0]:
             assert injection.cut_connections(os.getpid(), os.getpid()) == {ours.getsockname()[1]}
@@ -76,7 +76,7 @@ def test_cut_connections_are_cut(benchmarks: Any) -> None:
 
 @pytest.mark.parametrize("how", ["bit", "garbage", "cut", "empty"])
 def test_damage_is_done_and_seen(benchmarks: Any, how: str, tmp_path: Path) -> None:
-    injection, path = benchmarks("fault_injection"), tmp_path / "metrics.jsonl"
+    injection, path = benchmarks("lib.fault_injection"), tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "text": "x" * 40}) for step in range(1, 6)]
     path.write_text("\n".join(lines) + "\n")
     assert injection.readable_steps(path) == {1, 2, 3, 4, 5}
@@ -89,7 +89,7 @@ def test_damage_is_done_and_seen(benchmarks: Any, how: str, tmp_path: Path) -> N
 
 
 def test_a_schedule_damages_every_file(benchmarks: Any) -> None:
-    injection = benchmarks("fault_injection")
+    injection = benchmarks("lib.fault_injection")
     schedule = benchmarks("faults").make_schedules(48, 12, 0)
     damaged = {(fault.file, fault.damage) for fault, _ in schedule if fault.file}
     assert damaged == {*injection.OF_CHECKPOINTS, *injection.OF_RUNS}

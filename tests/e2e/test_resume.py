@@ -14,14 +14,14 @@ from tests.e2e.runs import ROOT, FinishedRun, finished, realhf
 
 pytestmark = pytest.mark.distributed
 
-JOB = "../benchmarks/fault_job"  # PPO on a tiny model, with an actor that raises when a file asks it to
+JOB = "../benchmarks/jobs/fault_job"  # PPO on a tiny model, with an actor that raises when a file asks it to
 STEPS = 6
 # The reference follows the actor, so that it is a state as well.
 COMMON = ("--checkpoint-every", "2", "--steps", str(STEPS), "--reference-eta", "0.1")
 CHANGING = ("actor", "critic", "reference")
 MODELS: Any = {
     call.model_name: call.config
-    for call in load_experiment_class(ROOT / "benchmarks/fault_job.py")().rpcs
+    for call in load_experiment_class(ROOT / "benchmarks/jobs/fault_job.py")().rpcs
     if call.model_name in CHANGING
 }
 BOTH, FIRST, SECOND = CallPlan(devices=(0, 2), dp=2), CallPlan(devices=(0, 1)), CallPlan(devices=(1, 1))

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from common import case
-from fault_injection import Fault
+from lib.common import case
+from lib.fault_injection import Fault
 
 # The longest that anything here waits: the supervisor for a sign of life of the master, then for others' last words.
 NOTICED_WITHIN_S = 100.0

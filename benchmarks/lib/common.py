@@ -16,7 +16,7 @@ from rich.table import Table
 
 from realhf.launch.launcher import python_command
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:

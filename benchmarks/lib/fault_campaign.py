@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import commit
-from fault_checks import Reference, leaks, read_events
-from fault_injection import DISK_BYTES, RUN_DISK_BYTES, Fault, Injector, Strike
-from fault_job import PLAN
-from fault_outcome import Outcome
+from jobs.fault_job import PLAN
+from lib.common import commit
+from lib.fault_checks import Reference, leaks, read_events
+from lib.fault_injection import DISK_BYTES, RUN_DISK_BYTES, Fault, Injector, Strike
+from lib.fault_outcome import Outcome
 
 from realhf.dataflow.plan import save_plan
 from realhf.launch.launcher import python_command
 from realhf.rundir.events import Event
 
-EXPERIMENT = Path(__file__).with_name("fault_job.py")
+EXPERIMENT = Path(__file__).parents[1] / "jobs/fault_job.py"
 DEADLINE_S = 1500.0  # of a whole run, on a machine that may be busy with much else
 REFUSED = 2  # the exit code of `realhf run` for what its user has to change
 

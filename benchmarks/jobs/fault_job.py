@@ -9,7 +9,7 @@ from realhf.api import CallPlan, DecoderConfig, ExecutionPlan, ModelFunctionCall
 from realhf.data import sort_task
 from realhf.rundir.run import load_experiment_class
 
-PPOExperiment: Any = load_experiment_class(Path(__file__).parents[1] / "experiments/ppo.py")
+PPOExperiment: Any = load_experiment_class(Path(__file__).parents[2] / "experiments/ppo.py")
 TINY = replace(sort_task.SORT_MODEL, hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=4)
 BOTH, FIRST, SECOND = CallPlan(devices=(0, 2), dp=2), CallPlan(devices=(0, 1)), CallPlan(devices=(1, 1))
 # Reallocations before every generation, transfers between all calls, and devices that work on different calls.

@@ -7,7 +7,7 @@ from typing import Any
 from realhf.api import ModelFunctionCallDef, auto
 from realhf.rundir.run import load_experiment_class
 
-PPOExperiment: Any = load_experiment_class(Path(__file__).parents[1] / "experiments/ppo.py")
+PPOExperiment: Any = load_experiment_class(Path(__file__).parents[2] / "experiments/ppo.py")
 
 
 @auto(batch_size=128)

@@ -1,8 +1,8 @@
 """Where the devices' time of a simulated plan goes."""
 
 import pytest
+from lib.breakdown import DATA_TRANSFER, IDLE, REALLOCATION, device_time_shares
 
-from realhf.planning.breakdown import DATA_TRANSFER, IDLE, REALLOCATION, device_time_shares
 from realhf.planning.problem.simulation import makespan_s, simulate
 from realhf.planning.problem.tables import CallTable, OptionRow, Problem, TransferTable
 from tests.unit.planning.graphs import random_problem

@@ -1,6 +1,6 @@
 """Large planning problems out of the cost model, as planning-problem/1 files: what the search is measured on.
 
-python benchmarks/search_instances.py FOLDER
+python benchmarks/lib/search_instances.py FOLDER
 """
 
 import random

@@ -5,12 +5,12 @@ from fractions import Fraction
 from typing import get_args
 
 import pytest
+from lib.hybridflow_transition import Engine, Transition, transition
 
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.parameters import decoder_parameters
-from realhf.realloc.transition import Engine, Transition, transition
 
 MODEL = DecoderConfig(
     hidden_size=1024, intermediate_size=2048, num_layers=8, num_heads=8, num_kv_heads=8, vocab_size=1024

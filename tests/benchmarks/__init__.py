@@ -1,0 +1,1 @@
+"""Tests of what benchmarks compute with; `tests/docs` and `tests/e2e` run the benchmarks themselves."""
