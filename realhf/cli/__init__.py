@@ -23,10 +23,11 @@ COMMANDS = {
 
 
 OSDP = "--osdp"  # makes `realhf plan` one of a model's operators, with arguments of its own
+WITH_EXPERIMENT = ("run", "plan", "profile")  # options that they do not know are fields of the experiment
 
 
 def parser(command: str | None = None, *, osdp: bool = False) -> argparse.ArgumentParser:
-    """The parser with all commands, of which only `command` has its arguments: the others are not imported.
+    """The parser with all commands. Only `command` has its arguments: the modules of the others are not imported.
 
     `osdp`: `plan` has the arguments of `plan --osdp`.
     """
@@ -38,11 +39,14 @@ def parser(command: str | None = None, *, osdp: bool = False) -> argparse.Argume
     top.add_argument("--version", action="version", version=f"realhf {realhf.__version__}")
     commands = top.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, summary in COMMANDS.items():
+        chosen = commands.add_parser(name, help=summary, formatter_class=argparse.RawDescriptionHelpFormatter)
         if name == command:
-            module = "osdp" if name == "plan" and osdp else name
-            importlib.import_module(f"realhf.cli.{module}").add_command(commands)
-        else:
-            commands.add_parser(name, help=summary)
+            module = importlib.import_module(f"realhf.cli.{'osdp' if osdp and name == 'plan' else name}")
+            chosen.description, chosen.epilog = module.DESCRIPTION, module.EXAMPLE
+            takes_fields = name in WITH_EXPERIMENT and not osdp
+            chosen.allow_abbrev = not takes_fields
+            chosen.set_defaults(execute=module.execute, takes_experiment_fields=takes_fields)
+            module.add_arguments(chosen)
     return top
 
 

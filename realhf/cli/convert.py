@@ -3,7 +3,7 @@
 import argparse
 import subprocess
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import msgspec
 
@@ -21,20 +21,12 @@ EXAMPLE = """examples:
   realhf convert runs/mine/checkpoints/latest/actor exported/actor --like path/to/Qwen3-0.6B"""
 
 
-def add_command(commands: Any) -> None:
-    command = commands.add_parser(
-        "convert",
-        help="convert a checkpoint from or to Hugging Face's format",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("source", metavar="SOURCE", help="a Hugging Face directory, or a checkpoint of boxes")
     command.add_argument("target", metavar="TARGET", help="the directory to write; it must not exist")
     command.add_argument("--dtype", choices=get_args(DType), help="of the result (default: that of the source)")
     command.add_argument("--like", metavar="DIR", help="a Hugging Face directory whose tokenizer and config to take")
     command.add_argument("--max-file-gb", type=float, default=5.0, help="largest file in GB of 10^9 bytes (default 5)")
-    command.set_defaults(execute=execute, takes_experiment_fields=False)
 
 
 def execute(arguments: argparse.Namespace) -> int:

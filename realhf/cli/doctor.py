@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import psutil
 from rich.console import Console
@@ -36,19 +35,11 @@ MIN_TORCH = (2, 11)
 STYLES: dict[State, str] = {"ok": "green", "info": "blue", "warn": "yellow", "fail": "bold red"}
 
 
-def add_command(commands: Any) -> None:
-    command = commands.add_parser(
-        "doctor",
-        help="check what this machine has",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--runs-dir", type=Path, default=Path("runs"), help="where run directories are to lie (default runs)"
     )
     command.add_argument("--gpu", action="store_true", help="also check CUDA, NCCL, reallocation and CUDA graphs")
-    command.set_defaults(execute=execute, takes_experiment_fields=False)
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -33,7 +33,6 @@ def add_experiment_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--offload", metavar="MODELS", help="models that wait in host memory while nothing needs them: NAME,NAME"
     )
-    command.set_defaults(takes_experiment_fields=True)
 
 
 def build_experiment(path: str, overrides: list[str], saved: RunSpec | None = None) -> Any:

@@ -52,15 +52,9 @@ RANGES: dict[str, Bounds] = {
 NAMES: dict[Mode, str] = {"replicated": "all replicated", "zero1": "all ZeRO-1", "sharded": "all sharded"}
 
 
-def add_command(commands: Any) -> None:
-    command = commands.add_parser(
-        "plan",
-        prog="realhf plan --osdp MODEL",
-        usage="realhf plan --osdp MODEL --devices N --memory-gb M [options]",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.prog = "realhf plan --osdp MODEL"
+    command.usage = "realhf plan --osdp MODEL --devices N --memory-gb M [options]"
     command.add_argument(
         "--osdp",
         dest="model",
@@ -84,7 +78,6 @@ def add_command(commands: Any) -> None:
     )
     command.add_argument("--seconds", type=float, default=1.0, help="time limit of the search (default 1)")
     command.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
-    command.set_defaults(execute=execute, takes_experiment_fields=False)
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -38,6 +38,8 @@ from realhf.planning.problem.file import problem_bytes
 from realhf.planning.search import SearchResult, check_budget
 from realhf.planning.what_if import WhatIf, parse_model_types
 
+DESCRIPTION = "Searches the execution plan of an experiment and prints it. Needs no GPU and starts no worker."
+
 EXAMPLE = """examples:
   realhf plan experiments/ppo.py --num-workers 4
   realhf plan experiments/ppo.py --nodes 2 --gpus-per-node 8 --hardware h100 --output plan.json
@@ -47,15 +49,7 @@ EXAMPLE = """examples:
   realhf plan --osdp llama7b --devices 8 --memory-gb 40    (one model's operators: `realhf plan --osdp MODEL --help`)"""
 
 
-def add_command(commands: Any) -> None:
-    command = commands.add_parser(
-        "plan",
-        help="find the fastest execution plan, or predict a given one",
-        description="Searches the execution plan of an experiment and prints it. Needs no GPU and starts no worker.",
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # what is not known here is a field of the experiment
-    )
+def add_arguments(command: argparse.ArgumentParser) -> None:
     add_experiment_arguments(command)
     command.add_argument("--output", type=Path, help="write the plan to this file")
     command.add_argument(
@@ -103,7 +97,7 @@ def add_command(commands: Any) -> None:
         metavar="NAMES",
         help=f"plan for an engine with these as well, or with no- before the name without: {', '.join(FEATURES)}",
     )
-    command.set_defaults(execute=execute, launcher=None, cpu_only=False)
+    command.set_defaults(launcher=None, cpu_only=False)
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -50,15 +50,7 @@ EXAMPLE = """examples:
   realhf profile experiments/ppo.py --model.hidden-size 512 --max-tokens 8192"""
 
 
-def add_command(commands: Any) -> None:
-    command = commands.add_parser(
-        "profile",
-        help="measure this machine, once per model type",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # what is not known here is a field of the experiment
-    )
+def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("experiment", help="a Python file with one dataclass under @auto")
     command.add_argument("--num-workers", type=int, help="devices to use (default: the GPUs here, else the CPU cores)")
     command.add_argument("--hardware", help="a hardware description, such as h100 or cpu (default: this machine)")
@@ -72,7 +64,7 @@ def add_command(commands: Any) -> None:
     )
     command.add_argument("--timeout-s", type=float, default=900.0, help="longest the measuring may take (default 900)")
     command.add_argument("--force", action="store_true", help="measure again what was measured already")
-    command.set_defaults(execute=execute, takes_experiment_fields=True, **THIS_MACHINE)
+    command.set_defaults(**THIS_MACHINE)
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ import argparse
 import statistics
 import sys
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -49,20 +48,12 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     plan: ExecutionPlan
 
 
-def add_command(commands: Any) -> None:
-    command = commands.add_parser(
-        "replan",
-        help="search a run's plan again, with measured times",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the directory of a run, whatever its state")
     command.add_argument("--output", type=Path, help="write the plan there")
     command.add_argument("--json", type=Path, help="write the plan there with the factors and predictions")
     command.add_argument("--evaluations", type=int, metavar="N", help=f"budget of the search (default {EVALUATIONS:,})")
     command.add_argument("--seconds", type=float, metavar="S", help="budget of the search in seconds")
-    command.set_defaults(execute=execute, takes_experiment_fields=False)
 
 
 def execute(arguments: argparse.Namespace) -> int:

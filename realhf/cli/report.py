@@ -2,7 +2,6 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from realhf.rundir.paths import RunDirectory
 
@@ -13,16 +12,8 @@ EXAMPLE = """example:
   realhf report runs/ppo-20260101-120000"""
 
 
-def add_command(commands: Any) -> None:
-    command = commands.add_parser(
-        "report",
-        help="write a run's report.html",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the directory of a run, whatever its state")
-    command.set_defaults(execute=execute, takes_experiment_fields=False)
 
 
 def execute(arguments: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ import contextlib
 import sys
 import time
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import delete
@@ -42,15 +42,7 @@ EXAMPLE = """examples:
   realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8"""
 
 
-def add_command(commands: Any) -> None:
-    command = commands.add_parser(
-        "run",
-        help="run an experiment",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,  # what is not known here is a field of the experiment
-    )
+def add_arguments(command: argparse.ArgumentParser) -> None:
     add_experiment_arguments(command)
     command.add_argument("--run-dir", type=Path, help="where everything is written (default runs/NAME-TIME)")
     command.add_argument("--launcher", choices=("local", "slurm"))
@@ -90,7 +82,7 @@ def add_command(commands: Any) -> None:
     slurm.add_argument("--sbatch", action="append", metavar="OPTION", help="a further sbatch option")
     slurm.add_argument("--queue-timeout-s", type=float, help="longest to wait for the job to start")
     slurm.add_argument("--dry-run", action="store_true", help="print the sbatch text and submit nothing")
-    command.set_defaults(execute=execute, **NOT_KEPT)
+    command.set_defaults(**NOT_KEPT)
 
 
 def _add_checkpoint_arguments(command: argparse.ArgumentParser) -> None:

@@ -32,14 +32,7 @@ EXAMPLE = """example:
   realhf search problem.json --seconds 10 --seed 1 --threads 2 --json found.json"""
 
 
-def add_command(commands: Any) -> None:
-    command = commands.add_parser(
-        "search",
-        help="find the fastest plan of a planning problem given as a file",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("file", type=Path, metavar="FILE", help="the problem: a planning-problem/1 or /2 JSON file")
     budget = command.add_mutually_exclusive_group()
     budget.add_argument(
@@ -57,7 +50,6 @@ def add_command(commands: Any) -> None:
         help="single: Metropolis-Hastings that changes one call at a time and nothing else, without a proof",
     )
     command.add_argument("--json", type=Path, metavar="OUT", help="write the result to this file")
-    command.set_defaults(execute=execute, takes_experiment_fields=False)
 
 
 def execute(arguments: argparse.Namespace) -> int:

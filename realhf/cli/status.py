@@ -4,7 +4,6 @@ import argparse
 import sys
 import time
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -25,17 +24,9 @@ EXAMPLE = """examples:
 MIB = 2**20
 
 
-def add_command(commands: Any) -> None:
-    command = commands.add_parser(
-        "status",
-        help="say where a run stands",
-        description=DESCRIPTION,
-        epilog=EXAMPLE,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the directory of a run, whatever its state")
     command.add_argument("--json", action="store_true", help="print one JSON object: the fields of RunStatus")
-    command.set_defaults(execute=execute, takes_experiment_fields=False)
 
 
 def execute(arguments: argparse.Namespace) -> int:
