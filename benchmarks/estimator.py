@@ -21,12 +21,12 @@ from lib.common import case, finish, parse_arguments, realhf
 from lib.machine_speed import Speed, speed_probes
 
 from realhf.cli.experiment import build_experiment
-from realhf.cli.planning import Planner
 from realhf.dataflow.plan import ExecutionPlan, load_plan, save_plan
 from realhf.planning.cluster import Cluster
 from realhf.planning.here import CPU
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.options import call_options
+from realhf.planning.planner import Planner
 from realhf.rundir.lines import read_lines, step_line
 
 EXPERIMENT = "experiments/ppo.py"

@@ -12,10 +12,10 @@ from pathlib import Path
 from lib.common import case, finish, parse_arguments, realhf
 
 from realhf.api import ExecutionPlan, save_plan
-from realhf.cli.planning import Planner
 from realhf.planning.cluster import Cluster
 from realhf.planning.here import CPU
 from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.planner import Planner
 from realhf.planning.presets import evaluate_presets
 from realhf.rundir.lines import read_lines, step_line
 from realhf.rundir.run import load_experiment_class

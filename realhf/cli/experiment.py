@@ -1,12 +1,14 @@
-"""From the words of a command line to an experiment."""
+"""From the words of a command line to an experiment, and to what is asked of the planner."""
 
 import argparse
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import tyro
 
 from realhf.base.errors import UserError
+from realhf.planning.request import DevicesRequest, PlannedHardware, PlanRequest, SearchBudget
 from realhf.rundir.run import RunSpec, load_experiment_class, saved_experiment
 
 FIELDS_OPTION = "--fields"
@@ -32,6 +34,39 @@ def add_experiment_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--offload", metavar="MODELS", help="models that wait in host memory while nothing needs them: NAME,NAME"
+    )
+
+
+def plan_request(arguments: argparse.Namespace) -> PlanRequest:
+    """What the arguments of `add_experiment_arguments` and --launcher ask of the planner.
+
+    Raises:
+        UserError: a number is out of its range, or --offload is given beside --plan.
+    """
+    return PlanRequest(
+        devices=DevicesRequest(
+            num_workers=arguments.num_workers,
+            nodes=arguments.nodes,
+            gpus_per_node=arguments.gpus_per_node,
+            hardware=arguments.hardware,
+            memory_gb=arguments.memory_gb,
+            place={"local": "here", "slurm": "nodes", None: None}[arguments.launcher],
+            cpu_only=arguments.cpu_only,
+        ),
+        plan=arguments.plan,
+        budget=SearchBudget(evaluations=arguments.evaluations, seconds=arguments.seconds),
+        offload=tuple(arguments.offload.split(",")) if arguments.offload else (),
+    )
+
+
+def asked_again(request: PlanRequest, saved: RunSpec) -> PlanRequest:
+    """The request for a saved run: with its hardware and the measured factors of its calls."""
+    planned = PlannedHardware(saved.hardware, saved.num_workers) if saved.hardware else None
+    return replace(
+        request,
+        devices=replace(request.devices, planned=planned),
+        saves=request.saves or saved.saves,
+        call_factors=saved.call_factors,
     )
 
 

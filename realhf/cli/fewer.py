@@ -2,14 +2,18 @@
 
 import argparse
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from realhf.base.errors import UserError
-from realhf.cli.planning import plan_for
+from realhf.cli.experiment import asked_again, plan_request
+from realhf.cli.phases import Phases
 from realhf.dataflow.plan import ExecutionPlan, check_plan, load_plan
 from realhf.lifecycle.recover import Recovery
 from realhf.lifecycle.shrink_rules import largest_fitting
 from realhf.planning.model.hardware import Hardware
+from realhf.planning.planner import plan_for
+from realhf.planning.request import SearchBudget
 from realhf.rundir.run import Run
 
 # Budget of a search while a run waits for it, a number of plans, where the command line gives none.
@@ -63,17 +67,26 @@ def plan_for_fewer(arguments: argparse.Namespace, run: Run, num_workers: int) ->
     """
     plans = _fallback_plans(arguments)
     given = largest_fitting(list(plans.values()), num_workers)
-    wanted = vars(arguments) | {"plan": None, "num_workers": None, "offload": ",".join(run.plan.offload) or None}
-    wanted |= {"hardware": None, "memory_gb": None}  # those of the run
+    request, path = plan_request(arguments), None
+    offload, budget = run.plan.offload, request.budget
     if given is not None:
         path = next(path for path, plan in plans.items() if plan is given)
-        wanted |= {"plan": path, "offload": None}
+        offload = ()
         num_workers = given.num_devices
-    elif arguments.evaluations is None and arguments.seconds is None:
-        wanted["evaluations"] = EVALUATIONS
+    elif budget == SearchBudget():
+        budget = SearchBudget(evaluations=EVALUATIONS)
     per_node = run.spec.devices_per_node if arguments.launcher == "slurm" else num_workers
-    wanted |= {"nodes": num_workers // per_node, "gpus_per_node": per_node}
-    plan, cluster = plan_for(run.experiment, argparse.Namespace(**wanted), run.spec)
+    devices = replace(
+        request.devices,
+        num_workers=None,
+        nodes=num_workers // per_node,
+        gpus_per_node=per_node,
+        hardware=None,  # that of the run, with its memory
+        memory_gb=None,
+    )
+    request = replace(request, devices=devices, plan=path, budget=budget, offload=offload)
+    with Phases() as watch:
+        plan, cluster = plan_for(run.experiment, asked_again(request, run.spec), watch)
     return plan, cluster.hardware
 
 

@@ -12,8 +12,7 @@ from rich.console import Console
 from realhf.api.experiment import models_of
 from realhf.base.errors import UserError
 from realhf.base.files import write_atomically
-from realhf.cli.devices import cluster_of
-from realhf.cli.experiment import add_experiment_arguments, build_experiment
+from realhf.cli.experiment import add_experiment_arguments, build_experiment, plan_request
 from realhf.cli.phases import Phases
 from realhf.cli.plan_tables import (
     CaseResult,
@@ -24,18 +23,19 @@ from realhf.cli.plan_tables import (
     problems,
     setting_text,
 )
-from realhf.cli.planning import Planner, offload_of
 from realhf.dataflow.plan import ExecutionPlan, load_plan, save_plan
 from realhf.planning.cluster import Cluster
-from realhf.planning.clusters import parse_clusters
+from realhf.planning.clusters import cluster_of, parse_clusters
 from realhf.planning.explain.analysis import analyse, generates_apart
 from realhf.planning.explain.comparison import GIVEN, SEARCHED, Candidate, Comparison, certificate_of, compare, summary
 from realhf.planning.model.descriptions import DTYPE_BYTES
 from realhf.planning.model.features import FEATURES
+from realhf.planning.planner import Planner
 from realhf.planning.presets import evaluate_preset
 from realhf.planning.problem.dump import planned_file, simple_file
 from realhf.planning.problem.file import problem_bytes
-from realhf.planning.search import SearchResult, check_budget
+from realhf.planning.request import PlanRequest
+from realhf.planning.search import SearchResult
 from realhf.planning.what_if import WhatIf, parse_model_types
 
 DESCRIPTION = "Searches the execution plan of an experiment and prints it. Needs no GPU and starts no worker."
@@ -101,10 +101,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    check_budget(arguments.evaluations, arguments.seconds)
+    request = plan_request(arguments)
     experiment = build_experiment(arguments.experiment, arguments.overrides)
     given = load_plan(arguments.plan) if arguments.plan else None
-    clusters = _clusters(arguments, given.num_devices if given else None)
+    clusters = _clusters(arguments, request, given.num_devices if given else None)
     stalenesses = _stalenesses(arguments.staleness)
     what_if = _what_if(arguments, experiment, stalenesses[0])
     console = Console()
@@ -119,10 +119,10 @@ def execute(arguments: argparse.Namespace) -> int:
         if len(stalenesses) > 1:
             [cluster] = clusters.values()
             cases = {f"staleness {k}": (cluster, replace(what_if, staleness=k)) for k in stalenesses}
-        _compare_cases(console, arguments, experiment, cases)
+        _compare_cases(console, arguments, request, experiment, cases)
         return 0
     [cluster] = clusters.values()
-    planner = Planner(experiment, cluster, what_if=what_if, offload=offload_of(arguments))
+    planner = Planner(experiment, cluster, what_if=what_if, offload=request.offload)
     task = planner.task
     console.print(setting_text(task), highlight=False, soft_wrap=True)
     lacking = what_if.unlike(models_of(experiment).values())
@@ -147,7 +147,7 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     else:
         with Phases() as watch:
-            result = planner.search(arguments.evaluations, arguments.seconds, watch)
+            result = planner.search(request.budget, watch)
         _print_search(console, result)
         candidate = Candidate(name=SEARCHED, analysis=analyse(task, planner.predict(result.plan)))
     assert candidate.analysis is not None
@@ -178,10 +178,10 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _clusters(arguments: argparse.Namespace, given_devices: int | None) -> dict[str, Cluster]:
+def _clusters(arguments: argparse.Namespace, request: PlanRequest, given_devices: int | None) -> dict[str, Cluster]:
     """The cluster of --nodes and so on, or those of --cluster."""
     if arguments.cluster is None:
-        return {"": cluster_of(arguments, given_devices)}
+        return {"": cluster_of(request.devices, given_devices)}
     described = {
         "--nodes": arguments.nodes != 1,
         "--gpus-per-node": arguments.gpus_per_node is not None,
@@ -216,16 +216,20 @@ def _what_if(arguments: argparse.Namespace, experiment: Any, staleness: int) -> 
 
 
 def _compare_cases(
-    console: Console, arguments: argparse.Namespace, experiment: Any, cases: dict[str, tuple[Cluster, WhatIf]]
+    console: Console,
+    arguments: argparse.Namespace,
+    request: PlanRequest,
+    experiment: Any,
+    cases: dict[str, tuple[Cluster, WhatIf]],
 ) -> None:
     """One search a case; one in which nothing fits does not end the others."""
     results, summaries = [], {}
     fresher: ExecutionPlan | None = None
     for name, (cluster, what_if) in cases.items():
-        planner = Planner(experiment, cluster, what_if=what_if, offload=offload_of(arguments))
+        planner = Planner(experiment, cluster, what_if=what_if, offload=request.offload)
         try:
             with Phases() as watch:
-                found = planner.search(arguments.evaluations, arguments.seconds, watch)
+                found = planner.search(request.budget, watch)
         except UserError as error:
             results.append(CaseResult(name=name, analysis=None, problem=str(error)))
             summaries[name] = {"feasible": False, "problem": str(error)}

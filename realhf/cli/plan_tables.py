@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from rich import box
 from rich.table import Table
 
-from realhf.cli.devices import hardware_text
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.planning.clusters import hardware_text
 from realhf.planning.explain.analysis import Analysis
 from realhf.planning.explain.comparison import Comparison
 from realhf.planning.task import PlanningTask

@@ -17,15 +17,16 @@ from realhf.api.experiment import auto_settings, models_of
 from realhf.base.errors import RunError
 from realhf.base.files import write_atomically
 from realhf.base.numbers import check_range
-from realhf.cli.devices import cluster_of, hardware_text
 from realhf.cli.experiment import build_experiment
 from realhf.dataflow.graph import DataflowGraph
 from realhf.launch.devices import devices_of, gpus_for
 from realhf.launch.launcher import ProcessSpec, process_environment, python_command, worker_name
 from realhf.launch.local.launcher import LocalLauncher
 from realhf.launch.supervisor import supervise
+from realhf.planning.clusters import cluster_of, hardware_text
 from realhf.planning.model.descriptions import leave_description
 from realhf.planning.model.profile import LayerProfile, load_profile, profile_path
+from realhf.planning.request import DevicesRequest
 from realhf.profiling.job import JOB_FILE, ProfileJob, ProfileTarget
 from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.paths import RunDirectory
@@ -35,9 +36,6 @@ WORKER_MODULE = "realhf.profiling.profiler"  # started, not imported: this proce
 LEAST_MAX_TOKENS = 64
 DEFAULT_MAX_TOKENS = 4096
 MAX_SEQUENCES = 128
-
-# What `cluster_of` reads of a command line, where all is measured here.
-THIS_MACHINE: dict[str, Any] = {"nodes": 1, "gpus_per_node": None, "launcher": "local", "memory_gb": None}
 
 DESCRIPTION = """Measures forward, backward and decode of a single layer, embedding and head, the optimizer, the way of
 a request and the collectives on this machine, for every model type of an experiment. `realhf plan` and
@@ -64,13 +62,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--timeout-s", type=float, default=900.0, help="longest the measuring may take (default 900)")
     command.add_argument("--force", action="store_true", help="measure again what was measured already")
-    command.set_defaults(**THIS_MACHINE)
 
 
 def execute(arguments: argparse.Namespace) -> int:
     _check(arguments)
     experiment = build_experiment(arguments.experiment, arguments.overrides)
-    cluster = cluster_of(arguments)
+    cluster = cluster_of(DevicesRequest(num_workers=arguments.num_workers, hardware=arguments.hardware, place="here"))
     targets = _targets(experiment, cluster.hardware.name, arguments.profiles_dir)
     missing = [target for target in targets if arguments.force or not Path(target.path).is_file()]
     console = Console()

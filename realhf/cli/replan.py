@@ -11,13 +11,13 @@ from rich.table import Table
 
 from realhf.base.errors import UserError
 from realhf.base.files import write_atomically
-from realhf.cli.planning import Planner
 from realhf.dataflow.plan import ExecutionPlan, save_plan
 from realhf.master.drift import WARM_UP, WINDOW, call_factors
 from realhf.planning.cluster import Cluster
 from realhf.planning.explain.explanation import explain
 from realhf.planning.here import divided, hardware_here
-from realhf.planning.search import check_budget
+from realhf.planning.planner import Planner
+from realhf.planning.request import SearchBudget
 from realhf.report.run_data import lines_under
 from realhf.rundir.lines import read_lines, step_line
 from realhf.rundir.paths import RunDirectory
@@ -57,10 +57,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    check_budget(arguments.evaluations, arguments.seconds)
+    budget = SearchBudget(evaluations=arguments.evaluations, seconds=arguments.seconds)
     directory = RunDirectory.open(arguments.run_dir)
     output, numbers = (path and path.absolute() for path in (arguments.output, arguments.json))
-    found = propose(directory, arguments.evaluations, arguments.seconds)
+    found = propose(directory, budget)
     if output:
         save_plan(found.plan, output)
     if numbers:
@@ -81,7 +81,7 @@ def execute(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def propose(directory: RunDirectory, evaluations: int | None = None, seconds: float | None = None) -> Proposal:
+def propose(directory: RunDirectory, budget: SearchBudget) -> Proposal:
     """The best plan found with the times that were measured under the present one.
 
     Raises:
@@ -95,9 +95,9 @@ def propose(directory: RunDirectory, evaluations: int | None = None, seconds: fl
     factors = {name: run.spec.call_factors.get(name, 1.0) * factor for name, factor in measured.items()}
     planner = planner_of(run, factors)
     present = planner.predict(run.plan)
-    if evaluations is None and seconds is None:
-        evaluations = EVALUATIONS
-    result = planner.search(evaluations, seconds)
+    if budget == SearchBudget():
+        budget = SearchBudget(evaluations=EVALUATIONS)
+    result = planner.search(budget)
     best = planner.predict(result.plan)
     return Proposal(
         factors=factors,

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,20 +13,22 @@ import msgspec
 from realhf.api.experiment import auto_settings, follows_of
 from realhf.base.errors import UserError
 from realhf.base.numbers import Range, check_ranges
-from realhf.cli.devices import cluster_of, has_gpus
-from realhf.cli.experiment import build_experiment
+from realhf.cli.experiment import asked_again, build_experiment, plan_request
 from realhf.cli.fewer import check_recovery
-from realhf.cli.planning import plan_for
+from realhf.cli.phases import Phases
 from realhf.cli.replanning import check_replanning
 from realhf.data.fit import check_fit, check_replay
 from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.plan import ExecutionPlan, load_plan
 from realhf.engine.train.megatron_check import check_megatron
+from realhf.machine.gpus import count_gpus
 from realhf.master.trackers import check_trackers
 from realhf.models.checkpoint_index import check_architecture, initial_optimizer_steps, read_index
 from realhf.models.hugging_face_files import check_checkpoint
 from realhf.planning.cluster import Cluster
-from realhf.planning.clusters import MEMORY_GB
+from realhf.planning.clusters import MEMORY_GB, cluster_of
+from realhf.planning.planner import plan_for
+from realhf.planning.request import PlanRequest
 from realhf.rundir.checkpoints import Choice, RunState, newest_good, step_folder
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import MAX_DEVICES, MAX_STEPS, RANGES, YEAR_S, Run, RunSpec, read_spec
@@ -73,7 +76,8 @@ def new_run(arguments: argparse.Namespace) -> Run:
     _check_numbers(arguments)
     experiment = build_experiment(arguments.experiment, arguments.overrides)
     _check_experiment(experiment)
-    plan, cluster = plan_for(experiment, arguments)
+    with Phases() as watch:
+        plan, cluster = plan_for(experiment, _request(arguments), watch)
     run = Run(RunSpec(**_base(arguments, experiment, cluster), **_given(arguments)), experiment, plan)
     _check(run, arguments)
     return run
@@ -174,17 +178,23 @@ def _plan(
     experiment: Any, arguments: argparse.Namespace, saved: RunSpec, directory: RunDirectory
 ) -> tuple[ExecutionPlan, Cluster]:
     """The run's own plan, unless the command line asks for another or for another number of devices."""
-    given = vars(arguments)
+    request = asked_again(_request(arguments), saved)
     if not _names_devices(arguments):
         nodes = 1 if arguments.plan else saved.num_workers // saved.devices_per_node
-        given = given | {"nodes": nodes, "gpus_per_node": None if arguments.plan else saved.devices_per_node}
-    wanted = argparse.Namespace(**given)
+        per_node = None if arguments.plan else saved.devices_per_node
+        request = replace(request, devices=replace(request.devices, nodes=nodes, gpus_per_node=per_node))
     if arguments.plan is None:
-        cluster = cluster_of(wanted, saved=saved)
+        cluster = cluster_of(request.devices)
         before = (saved.num_workers, saved.devices_per_node, saved.hardware or cluster.hardware)
         if (cluster.num_devices, cluster.devices_per_node, cluster.hardware) == before:
             return load_plan(directory.plan), cluster
-    return plan_for(experiment, wanted, saved)
+    with Phases() as watch:
+        return plan_for(experiment, request, watch)
+
+
+def _request(arguments: argparse.Namespace) -> PlanRequest:
+    intervals = (arguments.checkpoint_every_steps, arguments.checkpoint_every_minutes)
+    return replace(plan_request(arguments), saves=any(interval is not None for interval in intervals))
 
 
 def _names_devices(arguments: argparse.Namespace) -> bool:
@@ -244,7 +254,7 @@ def _check(run: Run, arguments: argparse.Namespace) -> None:
     check_recovery(arguments, run)
     check_replanning(arguments, run)
     check_trackers(run.spec)
-    _check_backends(run, has_gpus=has_gpus() if arguments.launcher == "local" else not arguments.cpu_only)
+    _check_backends(run, has_gpus=count_gpus() > 0 if arguments.launcher == "local" else not arguments.cpu_only)
     for name, setup in run.models.items():  # looked up once here: a checkpoint that does not fit is found now
         if setup.checkpoint is not None:
             check_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)

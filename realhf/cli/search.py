@@ -17,7 +17,8 @@ from realhf.planning import _search
 from realhf.planning.explain.certificate import Certificate
 from realhf.planning.problem.file import ProblemFile, load_problem, native_tables, unit_us
 from realhf.planning.problem.solution_file import PlannedFile
-from realhf.planning.search import SEEDS, check_budget
+from realhf.planning.request import SearchBudget
+from realhf.planning.search import SEEDS
 
 DEFAULT_SECONDS = 10.0
 THREADS = (1, 1024)
@@ -117,7 +118,7 @@ def solve_file(
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    check_budget(arguments.evaluations, arguments.seconds)
+    SearchBudget(evaluations=arguments.evaluations, seconds=arguments.seconds)
     check_range("--seed", arguments.seed, *SEEDS)
     if arguments.threads is not None:
         check_range("--threads", arguments.threads, *THREADS)

@@ -1,4 +1,4 @@
-"""Clusters by name (`h100-16x8`) or from a YAML file of node groups."""
+"""The cluster that is asked for: by its numbers, by its name (`h100-16x8`), or as a YAML file of node groups."""
 
 import re
 from pathlib import Path
@@ -8,10 +8,12 @@ import msgspec
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_yaml
 from realhf.base.numbers import DEVICES, check_fields, check_range
+from realhf.machine.gpus import visible_gpus
 from realhf.planning.cluster import Cluster
-from realhf.planning.here import divided
-from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.here import CPU, check_here, divided, gpu_hardware, hardware_here, local_devices
+from realhf.planning.model.descriptions import left_descriptions, load_hardware
 from realhf.planning.model.hardware import GIB, Hardware
+from realhf.planning.request import DevicesRequest, PlannedHardware
 
 _NAME = re.compile(r"(?P<hardware>.+)-(?P<nodes>\d+)x(?P<devices>\d+)")
 _SUFFIXES = (".yaml", ".yml")
@@ -48,6 +50,44 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def __post_init__(self) -> None:
         if not self.groups:
             raise ValueError("groups is empty; give at least one")
+
+
+def cluster_of(request: DevicesRequest, num_devices: int | None = None) -> Cluster:
+    """The cluster of a request, with `num_devices` (a given plan's) where it has no number of devices.
+
+    Raises:
+        UserError: the numbers contradict each other, or the hardware is not known or not what is here.
+    """
+    total = request.num_workers
+    if request.gpus_per_node is not None:
+        per_node = request.gpus_per_node
+    else:
+        total = total or num_devices or local_devices()
+        per_node = total // request.nodes
+    if per_node < 1 or (total is not None and per_node * request.nodes != total):
+        raise UserError(
+            f"--num-workers {total} is not --nodes {request.nodes} x --gpus-per-node {per_node}; give any two of them"
+        )
+    hardware = with_memory(_hardware(request), request.memory_gb)
+    sharing = request.nodes * per_node if request.place == "here" else per_node
+    if PlannedHardware(hardware, sharing) != request.planned:
+        hardware = divided(hardware, sharing)
+    if request.place == "here":
+        check_here(hardware, is_given=bool(request.hardware))
+    return Cluster(
+        num_nodes=request.nodes,
+        devices_per_node=per_node,
+        device_memory_bytes=hardware.device_memory_bytes,
+        hardware=hardware,
+    )
+
+
+def hardware_text(hardware: Hardware, num_nodes: int, devices_per_node: int) -> str:
+    """`1 x 2 cpu with 10.9 GiB each (...)`: what is planned for."""
+    return (
+        f"{num_nodes} x {devices_per_node} {hardware.name} with {hardware.device_memory_bytes / GIB:.1f} GiB each "
+        f"({hardware.description})"
+    )
 
 
 def parse_clusters(text: str, memory_gb: float | None = None) -> dict[str, Cluster]:
@@ -112,3 +152,35 @@ def _read(path: Path, memory_gb: float | None) -> Cluster:
         return file.groups[0].cluster(memory_gb)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
+
+
+def _hardware(request: DevicesRequest) -> Hardware:
+    """The hardware by name, as it was planned, of nodes elsewhere, or of this machine."""
+    if request.hardware:
+        gpus = visible_gpus()
+        here = gpu_hardware(gpus[0], len(gpus)) if gpus else None
+        return here if here and here.name == request.hardware else load_hardware(request.hardware)
+    if request.planned:
+        return request.planned.hardware
+    return _of_nodes(request.cpu_only) if request.place == "nodes" else hardware_here()
+
+
+def _of_nodes(cpu_only: bool) -> Hardware:
+    """What can be known of a cluster's nodes from a machine that may be unlike them.
+
+    Raises:
+        UserError: their GPUs cannot be known.
+    """
+    if cpu_only:
+        return load_hardware(CPU)
+    gpus = visible_gpus()
+    if gpus:
+        return gpu_hardware(gpus[0], len(gpus))
+    profiled = [found for name in left_descriptions() if (found := load_hardware(name)).is_gpu]
+    if len(profiled) == 1:
+        return profiled[0]
+    kinds = f"profiles of {', '.join(one.name for one in profiled)}" if profiled else "no profile of any"
+    raise UserError(
+        f"this machine has no GPU and {kinds}, so that the kind of the nodes' GPUs is not known; give it with "
+        "--hardware (h100, or the path of a .yaml file), or --cpu-only for nodes without GPUs"
+    )

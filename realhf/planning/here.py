@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import msgspec
 
 from realhf.base.errors import UserError
-from realhf.machine.gpus import Gpu, visible_gpus
+from realhf.machine.gpus import Gpu, count_gpus, visible_gpus
 from realhf.machine.host import Host, read_host
 from realhf.planning.model.descriptions import load_hardware, presets
 from realhf.planning.model.hardware import GIB, Hardware, device_kind, mismatch
@@ -23,6 +23,11 @@ SYSTEM_BYTES = GIB
 # A GPU is counted with so much of its memory as the descriptions of the package are (80e9 bytes of the 85.5e9 of an
 # "80GB" H100): the rest is for CUDA's context, the workspaces of its libraries and fragments.
 COUNTED_OF_GPU = 0.93
+
+
+def local_devices() -> int:
+    """The number of GPUs that a run on this machine uses, or of its cores where there is none."""
+    return count_gpus() or read_host().cores
 
 
 def hardware_here(environ: Mapping[str, str] = os.environ) -> Hardware:

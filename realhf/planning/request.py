@@ -1,16 +1,38 @@
 """What somebody asks of the planner: for which devices, with which budget, and what is fixed beforehand."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from realhf.base.errors import UserError
+from realhf.base.numbers import DEVICES, check_range
+from realhf.planning.model.hardware import Hardware
+
+# Limits of a budget. Every search looks at its starts: one evaluation gives the best of them.
+EVALUATIONS = (1, 10**12)
+SECONDS = (0.01, 10**7)
+
+
+@dataclass(frozen=True)
+class PlannedHardware:
+    """The hardware that a run was planned for, as each of its `num_workers` workers has it."""
+
+    hardware: Hardware
+    num_workers: int
+
 
 @dataclass(frozen=True, kw_only=True)
 class DevicesRequest:
-    """The devices that a plan is for. What is None is taken from a given plan, a saved run, or this machine.
+    """The devices that a plan is for. What is None is taken from a given plan, from `planned`, or from this machine.
 
-    `place`: "here" where all workers run on this machine and share its cores and memory, "nodes" where they run on
-    nodes that this machine may be unlike, None where nothing is started. `cpu_only`: the nodes have no GPUs.
+    `hardware`: the name of a description or the path of its file. `memory_gb`: GiB a device. `place`: "here" where all
+    workers run on this machine and share its cores and memory, "nodes" where they run on nodes that this machine may
+    be unlike, None where nothing is started. `cpu_only`: the nodes have no GPUs. `planned`: of a run that is planned
+    again.
+
+    Raises:
+        UserError: a number of devices or nodes is out of its range.
     """
 
     num_workers: int | None = None
@@ -20,22 +42,42 @@ class DevicesRequest:
     memory_gb: float | None = None
     place: Literal["here", "nodes"] | None = None
     cpu_only: bool = False
+    planned: PlannedHardware | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "gpus_per_node", "num_workers"):
+            if getattr(self, name) is not None:
+                check_range(f"--{name.replace('_', '-')}", getattr(self, name), *DEVICES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchBudget:
     """How long a search goes on: a number of plans, or seconds; neither: the experiment's own, or one that grows with
-    the problem."""
+    the problem.
+
+    Raises:
+        UserError: a number is out of its range.
+    """
 
     evaluations: int | None = None
     seconds: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.evaluations is not None:
+            check_range("--evaluations", self.evaluations, *EVALUATIONS, "plans")
+        if self.seconds is not None:
+            check_range("--seconds", self.seconds, *SECONDS, "seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRequest:
     """A plan to be found, or the one in the file `plan` to be predicted.
 
-    `offload`: models that wait in host memory while nothing needs them. `saves`: the run writes checkpoints on the way.
+    `offload`: models that wait in host memory while nothing needs them. `saves`: the run writes checkpoints on the way,
+    and not at its end alone. `call_factors`: measured over predicted seconds of calls, which scale all predictions.
+
+    Raises:
+        UserError: models to offload beside a plan, which has its own.
     """
 
     devices: DevicesRequest = field(default_factory=DevicesRequest)
@@ -43,3 +85,8 @@ class PlanRequest:
     budget: SearchBudget = field(default_factory=SearchBudget)
     offload: tuple[str, ...] = ()
     saves: bool = False
+    call_factors: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.offload and self.plan:
+            raise UserError("--offload is for the search of a plan; write the models into the file of --plan instead")

@@ -12,10 +12,10 @@ import pytest
 from realhf.api.experiment import ModelSetup
 from realhf.architecture.compute import ComputeConfig
 from realhf.cli import main
-from realhf.cli.planning import Planner
 from realhf.planning import _search
 from realhf.planning.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.planner import Planner
 from realhf.planning.problem.file import load_problem, native_tables
 from realhf.planning.problem.solution_file import PlannedFile
 from realhf.planning.what_if import WhatIf

@@ -5,6 +5,7 @@ import os
 import re
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, Literal
 
 import msgspec
 import pytest
@@ -12,16 +13,19 @@ from msgspec import structs
 
 from realhf.base.errors import UserError
 from realhf.cli import main, parser
-from realhf.cli.devices import cluster_of, hardware_text, said_of_hardware
+from realhf.cli.devices import said_of_hardware
 from realhf.cli.replan import planner_of
 from realhf.cli.runs import new_run
 from realhf.geometry.parameters import parameter_count
 from realhf.launch.site import LocalSite
 from realhf.machine import host
+from realhf.planning.cluster import Cluster
+from realhf.planning.clusters import cluster_of, hardware_text
 from realhf.planning.here import COUNTED_OF_GPU, hardware_here
 from realhf.planning.model.descriptions import leave_description, load_hardware
 from realhf.planning.model.hardware import GIB
 from realhf.planning.model.profile import profile_path
+from realhf.planning.request import DevicesRequest, PlannedHardware
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import RunSpec
 from tests.unit.machine.nvml import A100, H100, KINDS, RTX_4090, Device, stand_in
@@ -50,17 +54,21 @@ def parse(command: str, *words: str) -> argparse.Namespace:
     return found
 
 
+def cluster_at(place: Literal["here", "nodes"] | None, **fields: Any) -> Cluster:
+    return cluster_of(DevicesRequest(place=place, **fields))
+
+
 def spec(**fields: object) -> RunSpec:
     base = {"num_workers": 2, "devices_per_node": 2, **fields}
     return RunSpec(experiment_file="", experiment_class="", values={}, working_directory="", **base)
 
 
-@pytest.mark.parametrize("command", ["run", "plan", "profile"])
+@pytest.mark.parametrize("place", ["here", None])
 @pytest.mark.parametrize("count", [1, 2, 8])
 @pytest.mark.parametrize("kind", [*KINDS, UNKNOWN], ids=lambda kind: kind.name)
-def test_the_gpus_that_are_here(command, count, kind, monkeypatch, machine):
+def test_the_gpus_that_are_here(place, count, kind, monkeypatch, machine):
     stand_in(monkeypatch, machine.parent, [kind] * count)
-    cluster = cluster_of(parse(command))
+    cluster = cluster_at(place)
     assert (cluster.num_devices, cluster.num_nodes) == (count, 1)
     assert cluster.device_memory_bytes == int(COUNTED_OF_GPU * kind.memory_mib * 2**20)
     folder = profile_path(TINY, "float32", cluster.hardware.name).parent
@@ -68,41 +76,41 @@ def test_the_gpus_that_are_here(command, count, kind, monkeypatch, machine):
     assert hardware_text(cluster.hardware, 1, count).startswith(f"1 x {count} {folder.name} with ")
 
 
-@pytest.mark.parametrize(("command", "visible"), [("run", ""), ("plan", "-1"), ("profile", "")])
-def test_without_visible_gpus_workers_share_the_cpu(command, visible, monkeypatch, machine):
+@pytest.mark.parametrize(("place", "visible"), [("here", ""), (None, "-1")])
+def test_without_visible_gpus_workers_share_the_cpu(place, visible, monkeypatch, machine):
     stand_in(monkeypatch, machine.parent, [H100] * 2, visible)
-    assert cluster_of(parse(command)).num_devices == 8
-    cluster = cluster_of(parse(command, "--num-workers", "2"))
+    assert cluster_at(place).num_devices == 8
+    cluster = cluster_at(place, num_workers=2)
     assert cluster.hardware.name == "cpu-4-threads"
     assert cluster.device_memory_bytes == 16 * GIB - round(0.4 * GIB)
     text = "1 x 2 cpu-4-threads with 15.6 GiB each (this machine's 33.0 GiB and 8 cores)"
     assert hardware_text(cluster.hardware, 1, 2) == text
 
 
-@pytest.mark.parametrize("command", ["run", "plan", "profile"])
-def test_gpus_of_several_kinds_are_refused(command, monkeypatch, machine):
+@pytest.mark.parametrize("place", ["here", None])
+def test_gpus_of_several_kinds_are_refused(place, monkeypatch, machine):
     stand_in(monkeypatch, machine.parent, [H100, RTX_4090])
     with pytest.raises(UserError, match="a run needs GPUs of one kind"):
-        cluster_of(parse(command))
+        cluster_at(place)
 
 
-@pytest.mark.parametrize("command", ["run", "plan"])
-def test_the_memory_that_is_given(command):
-    cluster = cluster_of(parse(command, "--num-workers", "2", "--memory-gb", "3.5"))
+@pytest.mark.parametrize("place", ["here", None])
+def test_the_memory_that_is_given(place):
+    cluster = cluster_at(place, num_workers=2, memory_gb=3.5)
     assert cluster.device_memory_bytes == cluster.hardware.device_memory_bytes == int(3.5 * GIB)
 
 
 def test_more_memory_than_a_gpu_has_is_refused(monkeypatch, machine):
     stand_in(monkeypatch, machine.parent, [A100] * 2)
     with pytest.raises(UserError, match=r"counts on 41.0 GiB a device, and NVIDIA A100-SXM4-40GB has 40.0 GiB"):
-        cluster_of(parse("run", "--memory-gb", "41"))
-    assert cluster_of(parse("plan", "--memory-gb", "41")).device_memory_bytes == 41 * GIB
+        cluster_at("here", memory_gb=41)
+    assert cluster_at(None, memory_gb=41).device_memory_bytes == 41 * GIB
 
 
 def test_nodes_of_one_machine_share_it():
-    here = cluster_of(parse("run", "--nodes", "2", "--gpus-per-node", "2"))
+    here = cluster_at("here", nodes=2, gpus_per_node=2)
     assert here.device_memory_bytes == 8 * GIB - round(0.4 * GIB)
-    like_this = cluster_of(parse("plan", "--nodes", "2", "--gpus-per-node", "2"))
+    like_this = cluster_at(None, nodes=2, gpus_per_node=2)
     assert like_this.device_memory_bytes == 16 * GIB - round(0.4 * GIB)
 
 
@@ -112,29 +120,31 @@ def test_a_description_may_lie_anywhere_and_need_not_be_called_after_itself(mach
     path.parent.mkdir()
     path.write_bytes(msgspec.yaml.encode(mine))
     for word in (str(path), os.path.relpath(path)):
-        cluster = cluster_of(parse("run", "--num-workers", "2", "--hardware", word))
+        cluster = cluster_at("here", num_workers=2, hardware=word)
         assert (cluster.hardware, cluster.device_memory_bytes) == (mine, 5 * GIB)
     with pytest.raises(UserError, match=r"none.yaml: cannot read the hardware description \(No such file"):
-        cluster_of(parse("run", "--hardware", "none.yaml"))
+        cluster_at("here", hardware="none.yaml")
 
 
 def test_a_run_keeps_its_hardware_when_the_file_has_gone(machine):
     mine = structs.replace(load_hardware("cpu"), name="workstation", device_memory_bytes=5 * GIB)
     saved = spec(hardware=mine)
     assert msgspec.json.decode(msgspec.json.encode(saved), type=RunSpec) == saved
-    assert cluster_of(parse("run", "--num-workers", "2"), saved=saved).hardware == mine
-    assert cluster_of(parse("run", "--num-workers", "1"), saved=saved).hardware == mine
+    planned = PlannedHardware(mine, 2)
+    assert cluster_at("here", num_workers=2, planned=planned).hardware == mine
+    assert cluster_at("here", num_workers=1, planned=planned).hardware == mine
 
 
 def test_a_share_is_divided_anew_among_other_workers_and_kept_for_as_many(monkeypatch):
-    first = cluster_of(parse("run", "--num-workers", "2"))
-    saved = spec(hardware=first.hardware)
+    first = cluster_at("here", num_workers=2)
+    planned = PlannedHardware(first.hardware, 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which would be another number of threads
-    assert cluster_of(parse("run", "--num-workers", "2"), saved=saved).hardware == first.hardware
-    alone = cluster_of(parse("run", "--num-workers", "1"), saved=saved)
+    assert cluster_at("here", num_workers=2, planned=planned).hardware == first.hardware
+    alone = cluster_at("here", num_workers=1, planned=planned)
     assert alone.device_memory_bytes == 32 * GIB - round(0.4 * GIB)
-    given = cluster_of(parse("run", "--num-workers", "2", "--memory-gb", "3"))
-    alone = cluster_of(parse("run", "--num-workers", "1"), saved=spec(hardware=given.hardware))
+    given = cluster_at("here", num_workers=2, memory_gb=3)
+    given_before = PlannedHardware(given.hardware, 2)
+    alone = cluster_at("here", num_workers=1, planned=given_before)
     assert alone.device_memory_bytes == 3 * GIB
 
 
@@ -185,27 +195,27 @@ def test_a_run_on_other_hardware_is_refused(words, devices, message, monkeypatch
     assert main(["run", "experiments/ppo.py", "--num-workers", "1", *words, "--run-dir", str(run_dir)]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert not run_dir.exists()
-    assert cluster_of(parse("plan", "--num-workers", "1", *words)).hardware.name == words[1]
+    assert cluster_at(None, num_workers=1, hardware=words[1]).hardware.name == words[1]
 
 
 def test_the_hardware_of_nodes_that_cannot_be_seen(monkeypatch, machine):
-    words = ("--launcher", "slurm", "--nodes", "2", "--gpus-per-node", "4")
+    fields = {"nodes": 2, "gpus_per_node": 4}
     with pytest.raises(UserError, match=r"no profile of any, so that the kind .* --hardware .* or --cpu-only"):
-        cluster_of(parse("run", *words))
-    assert cluster_of(parse("run", *words, "--hardware", "h100")).hardware == load_hardware("h100")
-    assert cluster_of(parse("run", *words, "--cpu-only")).hardware == load_hardware("cpu")
-    assert cluster_of(parse("run", *words, "--cpu-only", "--memory-gb", "9")).device_memory_bytes == 9 * GIB
+        cluster_at("nodes", **fields)
+    assert cluster_at("nodes", **fields, hardware="h100").hardware == load_hardware("h100")
+    assert cluster_at("nodes", **fields, cpu_only=True).hardware == load_hardware("cpu")
+    assert cluster_at("nodes", **fields, cpu_only=True, memory_gb=9).device_memory_bytes == 9 * GIB
     stand_in(monkeypatch, machine.parent, [A100])
-    assert cluster_of(parse("run", *words)).hardware.name == "nvidia-a100-sxm4-40gb"
+    assert cluster_at("nodes", **fields).hardware.name == "nvidia-a100-sxm4-40gb"
     leave_description(hardware_here(), machine)
     stand_in(monkeypatch, machine.parent, [])
-    assert cluster_of(parse("run", *words)).hardware.name == "nvidia-a100-sxm4-40gb"
+    assert cluster_at("nodes", **fields).hardware.name == "nvidia-a100-sxm4-40gb"
     assert load_hardware("nvidia-a100-sxm4-40gb").device_memory_bytes == int(COUNTED_OF_GPU * 40_960 * 2**20)
     stand_in(monkeypatch, machine.parent, [H100])
     leave_description(hardware_here(), machine)
     stand_in(monkeypatch, machine.parent, [])
     with pytest.raises(UserError, match="profiles of nvidia-a100-sxm4-40gb, nvidia-h100-80gb-hbm3, so that"):
-        cluster_of(parse("run", *words))
+        cluster_at("nodes", **fields)
 
 
 @pytest.mark.parametrize("option", ["--checkpoint-every", "--checkpoint-every-minutes"])

@@ -9,13 +9,13 @@ import pytest
 
 from realhf.base.errors import UserError
 from realhf.cli import replanning
-from realhf.cli.planning import Planner
 from realhf.cli.replan import Proposal
 from realhf.cli.replanning import Mode, Replanner, check_replanning
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, load_plan, plan_digest
 from realhf.launch.start import prepare
 from realhf.planning.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.planner import Planner
 from realhf.rundir.events import note, read_events
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run, RunSpec, load_experiment_class

@@ -1,6 +1,5 @@
 """From an experiment and a cluster to a plan: searched, or read and predicted."""
 
-import argparse
 import math
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,24 +12,23 @@ from realhf.api.experiment import AutoSettings, auto_settings, follows_of, model
 from realhf.api.generation import DECODE_GRAPHS
 from realhf.architecture.model import DType
 from realhf.base.errors import UserError
-from realhf.cli.devices import cluster_of
-from realhf.cli.phases import Phases
 from realhf.dataflow.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.offload import check_offload
 from realhf.dataflow.plan import ExecutionPlan, check_plan, load_plan
 from realhf.planning.cluster import Cluster
+from realhf.planning.clusters import cluster_of
 from realhf.planning.explain.explanation import explain
 from realhf.planning.explain.remedies import find_remedies, smallest_peak_bytes
 from realhf.planning.model.timings import Costs, load_costs
 from realhf.planning.options import call_options
 from realhf.planning.predict import Prediction
 from realhf.planning.problem.tables import Problem
+from realhf.planning.request import PlanRequest, SearchBudget
 from realhf.planning.search import SearchResult, search_plan
 from realhf.planning.task import PlanningTask, with_staleness
 from realhf.planning.watching import Watch, unwatched
 from realhf.planning.what_if import WhatIf, keys_without_producer
 from realhf.planning.workload import Workload
-from realhf.rundir.run import RunSpec
 
 
 class Planner:
@@ -96,14 +94,14 @@ class Planner:
             offload=self.offload,
         )
 
-    def search(
-        self, evaluations: int | None = None, seconds: float | None = None, watch: Watch = unwatched
-    ) -> SearchResult:
-        """The cheapest plan found with a budget of `evaluations` (default: that of `@auto`) or `seconds`.
+    def search(self, budget: SearchBudget | None = None, watch: Watch = unwatched) -> SearchResult:
+        """The cheapest plan found; a budget without a number of plans has that of `@auto`.
 
         Raises:
             UserError: no plan is legal, or none fits; the text names the smallest changes that would help.
         """
+        budget = budget or SearchBudget()
+        evaluations = self.settings.search_evaluations if budget.evaluations is None else budget.evaluations
         try:
             return search_plan(
                 self.graph,
@@ -112,8 +110,8 @@ class Planner:
                 cluster=self.cluster,
                 costs=self.costs,
                 seed=self.experiment.seed,
-                evaluations=self.settings.search_evaluations if evaluations is None else evaluations,
-                seconds=seconds,
+                evaluations=evaluations,
+                seconds=budget.seconds,
                 max_steps_in_flight=self.settings.max_steps_in_flight,
                 dtype=self.dtype,
                 offload=self.offload,
@@ -154,42 +152,30 @@ class Planner:
         return {key: (float(tokens), tokens) for key in self.graph.dataset_keys}
 
 
-def plan_for(
-    experiment: Any, arguments: argparse.Namespace, saved: RunSpec | None = None
-) -> tuple[ExecutionPlan, Cluster]:
-    """The plan that the command line asks for: that of --plan, or the best one found; with predictions and reasons.
+def plan_for(experiment: Any, request: PlanRequest, watch: Watch = unwatched) -> tuple[ExecutionPlan, Cluster]:
+    """The plan that is asked for, given or the best one found, with predictions and reasons; and its cluster.
 
-    `saved`: the run that is planned again, whose hardware and measured factors of calls count.
+    Raises:
+        UserError: the devices, the given plan or the experiment are not valid, or no plan fits.
     """
-    given = load_plan(arguments.plan) if arguments.plan else None
-    cluster = cluster_of(arguments, given.num_devices if given else None, saved)
+    given, result = load_plan(request.plan) if request.plan else None, None
+    cluster = cluster_of(request.devices, given.num_devices if given else None)
     if given:
         # Before anything is predicted: the errors of a plan for something else are the clearer ones.
         settings = auto_settings(experiment)
         graph = DataflowGraph(experiment.rpcs, experiment.dataset.keys, follows_of(experiment))
         check_plan(given, graph, settings.batch_size)
-    factors = saved.call_factors if saved else None
-    saves = (saved is not None and saved.saves) or any(
-        interval is not None for interval in (arguments.checkpoint_every_steps, arguments.checkpoint_every_minutes)
+    planner = Planner(
+        experiment, cluster, offload=request.offload, call_factors=request.call_factors, saves=request.saves
     )
-    planner = Planner(experiment, cluster, offload=offload_of(arguments), call_factors=factors, saves=saves)
-    result: SearchResult | None = None
     if given:
         prediction = planner.predict(given)
     else:
-        with Phases() as watch:
-            result = planner.search(arguments.evaluations, arguments.seconds, watch)
+        result = planner.search(request.budget, watch)
         prediction = planner.predict(result.plan)
     check_cache_room(prediction.plan, planner)
     rationale = explain(planner.task, prediction, result)
     return msgspec.structs.replace(prediction.plan, rationale=rationale), cluster
-
-
-def offload_of(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """The models of --offload. Raises UserError beside --plan, which has its own."""
-    if arguments.offload and arguments.plan:
-        raise UserError("--offload is for the search of a plan; write the models into the file of --plan instead")
-    return tuple(arguments.offload.split(",")) if arguments.offload else ()
 
 
 def check_cache_room(plan: ExecutionPlan, planner: Planner) -> None:
