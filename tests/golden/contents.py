@@ -102,24 +102,26 @@ def renamed(value: Any) -> Any:
     return [renamed(item) for item in value] if isinstance(value, list) else value
 
 
-def differences(recorded: Any, now: Any, relative: float = RELATIVE, path: str = "") -> list[Difference]:
+def differences(
+    recorded: Any, now: Any, relative: float = RELATIVE, absolute: float = 0.0, path: str = ""
+) -> list[Difference]:
     """Where `now` is not what was recorded: another structure, another text, or a number further off than `relative`
-    times the larger of the two."""
+    times the larger of the two and than `absolute`."""
     if isinstance(recorded, dict) and isinstance(now, dict):
         names = list(dict.fromkeys([*recorded, *now]))
         pairs = [(f"{path}.{name}", recorded.get(name, ABSENT), now.get(name, ABSENT)) for name in names]
     elif isinstance(recorded, list) and isinstance(now, list) and len(recorded) == len(now):
         pairs = [(f"{path}[{i}]", a, b) for i, (a, b) in enumerate(zip(recorded, now, strict=True))]
     else:
-        return [] if _same(recorded, now, relative) else [Difference(path.lstrip("."), recorded, now)]
-    return [found for inner, a, b in pairs for found in differences(a, b, relative, inner)]
+        return [] if _same(recorded, now, relative, absolute) else [Difference(path.lstrip("."), recorded, now)]
+    return [found for inner, a, b in pairs for found in differences(a, b, relative, absolute, inner)]
 
 
-def _same(a: Any, b: Any, relative: float) -> bool:
+def _same(a: Any, b: Any, relative: float, absolute: float) -> bool:
     if isinstance(a, bool) or isinstance(b, bool):
         return a is b
     if isinstance(a, int | float) and isinstance(b, int | float):
-        return math.isclose(a, b, rel_tol=relative)
+        return math.isclose(a, b, rel_tol=relative, abs_tol=absolute)
     return bool(a == b)
 
 

@@ -1,15 +1,19 @@
 """The goldens: what `realhf plan`, `search`, `plan --osdp` and `run` answer, recorded so that no change is unseen.
 
 `tests/golden/planning/CASE.json` holds the outcome of a case of `cases.py`, `tests/golden/digests/RUN.json` the digest
-of a run of `runs.py`. The tests compare with these.
+of a float64 run of `runs.py`, and `tests/golden/digests32/RUN.json` that of the same run in float32. The tests compare
+with the former two; the last are for one machine, and only this command compares with them.
 
     python -m tests.golden.record                     shows what of the planning goldens changed
-    python -m tests.golden.record ppo_stale osdp      of these alone
+    python -m tests.golden.record ppo_stale osdp      of these cases or runs alone
+    python -m tests.golden.record --runs              what of the runs changed
+    python -m tests.golden.record --runs-float32      the same in float32
     python -m tests.golden.record --most 200          with more lines for each
-    python -m tests.golden.record --write             and writes the files
+    python -m tests.golden.record --write             and writes the files that changed
 
-Prose, clocks and paths are not recorded (`contents.py`, `commands.py`). Where a key is renamed and nothing else
-changed, name it in `contents.RENAMED_KEYS`, or write the files anew.
+It ends with 1 where something changed and is not written. Prose, clocks and paths are not recorded (`contents.py`,
+`commands.py`). Where a key is renamed and nothing else changed, name it in `contents.RENAMED_KEYS`, or write the files
+anew.
 """
 
 import argparse
@@ -19,26 +23,41 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from tests.golden.cases import CASES, Case
-from tests.golden.commands import carried_out, prepared
+from tests.golden import commands, runs
+from tests.golden.cases import CASES
 from tests.golden.contents import Difference, differences, lines_of, renamed
 
-PLANNING = Path(__file__).parent / "planning"
+HERE = Path(__file__).parent
+PLANNING, DIGESTS, DIGESTS32 = HERE / "planning", HERE / "digests", HERE / "digests32"
 
 
-def planned(name: str, folder: Path) -> dict[str, Any]:
-    """The outcome of a planning case as the code of today gives it."""
-    case: Case = CASES[name]
-    return carried_out(case.commands, prepared(folder / name, profiled=case.profiled), case.edits)
+def changed_plans(name: str, folder: Path) -> tuple[Any, list[Difference]]:
+    """The outcome of a planning case as the code of today gives it, and where it is not as recorded."""
+    case = CASES[name]
+    prepared = commands.prepared(folder / name, profiled=case.profiled)
+    now = commands.carried_out(case.commands, prepared, case.edits)
+    return now, differences(_recorded(PLANNING, name), now)
 
 
-def changes(golden: Path, now: Any, relative: float | None = None) -> list[Difference]:
-    """Where `now` differs from what a file holds; all of it where there is no file."""
-    recorded = renamed(json.loads(golden.read_bytes())) if golden.exists() else {}
-    return differences(recorded, now) if relative is None else differences(recorded, now, relative)
+def changed_run(name: str, folder: Path) -> tuple[Any, list[Difference]]:
+    """The same of a run in float64, where rounding is no difference."""
+    now = runs.carried_out(name, folder)
+    return now, differences(_recorded(DIGESTS, name), now, runs.RELATIVE, runs.ABSOLUTE)
 
 
-def show(name: str, found: list[Difference], most: int) -> None:
+def changed_run_in_float32(name: str, folder: Path) -> tuple[Any, list[Difference]]:
+    """The same of a run in float32, where every difference counts."""
+    now = runs.carried_out(name, folder, "float32")
+    return now, differences(_recorded(DIGESTS32, name), now)
+
+
+def _recorded(folder: Path, name: str) -> Any:
+    path = folder / f"{name}.json"
+    return renamed(json.loads(path.read_bytes())) if path.exists() else {}
+
+
+def shown(name: str, found: list[Difference], most: int) -> None:
+    """Prints what changed, `most` lines of it."""
     print(f"{name}: {f'{len(found)} changed' if found else 'unchanged'}", flush=True)
     for difference in found[:most]:
         text = str(difference)
@@ -47,33 +66,36 @@ def show(name: str, found: list[Difference], most: int) -> None:
         print(f"  and {len(found) - most} more", flush=True)
 
 
-def write(golden: Path, now: Any) -> None:
-    golden.parent.mkdir(exist_ok=True)
-    golden.write_text(lines_of(now) + "\n")
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.golden.record", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="of planning cases (default: all)")
+    parser.add_argument("names", nargs="*", metavar="NAME", help="of cases or runs (default: all of the kind)")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--runs", action="store_true", help="the runs in float64")
+    kind.add_argument("--runs-float32", action="store_true", help="the runs in float32, on the machine of the record")
     parser.add_argument("--most", type=int, default=20, metavar="N", help="lines to show of each (default 20)")
-    parser.add_argument("--write", action="store_true", help="write the files")
+    parser.add_argument("--write", action="store_true", help="write the files that changed")
     arguments = parser.parse_args()
-    unknown = set(arguments.names) - set(CASES)
+    if arguments.runs_float32:
+        target, known, make = DIGESTS32, list(runs.RUNS), changed_run_in_float32
+    elif arguments.runs:
+        target, known, make = DIGESTS, list(runs.RUNS), changed_run
+    else:
+        target, known, make = PLANNING, list(CASES), changed_plans
+    unknown = [name for name in arguments.names if name not in known]
     if unknown:
-        parser.error(f"no such case: {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
-    changed = 0
+        parser.error(f"{', '.join(unknown)}: there are {', '.join(known)}")
+    any_left = False
     with tempfile.TemporaryDirectory() as folder:
-        for name in arguments.names or CASES:
-            now = planned(name, Path(folder).resolve())
-            golden = PLANNING / f"{name}.json"
-            found = changes(golden, now)
-            show(name, found, arguments.most)
-            changed += bool(found)
-            if arguments.write and found:
-                write(golden, now)
-    return 1 if changed and not arguments.write else 0
+        for name in arguments.names or known:
+            now, found = make(name, Path(folder).resolve())
+            shown(name, found, arguments.most)
+            any_left |= bool(found) and not arguments.write
+            if found and arguments.write:
+                target.mkdir(exist_ok=True)
+                (target / f"{name}.json").write_text(lines_of(now) + "\n")
+    return int(any_left)
 
 
 if __name__ == "__main__":

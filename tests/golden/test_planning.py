@@ -5,16 +5,21 @@ from pathlib import Path
 import pytest
 
 from tests.golden.cases import CASES
-from tests.golden.record import PLANNING, changes, planned
+from tests.golden.contents import Difference
+from tests.golden.record import PLANNING, changed_plans
 
 SHOWN = 20
 
 
+def text(found: list[Difference]) -> str:
+    more = f"\nand {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return "\n".join(map(str, found[:SHOWN])) + more
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_changed(name: str, tmp_path: Path) -> None:
-    found = changes(PLANNING / f"{name}.json", planned(name, tmp_path))
-    more = f"\nand {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    assert not found, "\n".join(map(str, found[:SHOWN])) + more
+    _, found = changed_plans(name, tmp_path)
+    assert not found, text(found)
 
 
 def test_every_file_is_of_a_case() -> None:
