@@ -39,9 +39,10 @@ from realhf.architecture.model import DecoderConfig
 from realhf.cpu import host_group
 from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.shards import Placement
 from realhf.launch.launcher import process_environment
 from realhf.realloc.execute.checksum import bit_sum
-from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.message_passing import HostTransport, TorchTransport
 from realhf.realloc.plan.planner import plan_between
 from realhf.worker.allocator import keep_freed_memory
@@ -198,7 +199,7 @@ def measure_pair(
     rank: int, model: DecoderConfig, pair: str, source: Layout, target: Layout, directory: str,
     groups: Mapping[str, dist.ProcessGroup], transports: Sequence[str], repetitions: int,
 ) -> list[Measured]:  # fmt: skip
-    plan = plan_between(model, source, target, None)
+    plan = plan_between(model, Placement(source), Placement(target), None)
     (source_flat, held), (target_flat, wanted) = (_allocate(model, layout, rank) for layout in (source, target))
     for box, tensor in held:
         tensor.normal_(generator=torch.Generator().manual_seed(zlib.crc32(repr(box).encode())))
@@ -210,7 +211,7 @@ def measure_pair(
         group = groups[transport]
         carrier = HostTransport(group) if transport == "host memory" else TorchTransport(group)
         ways = [
-            partial(execute, plan, rank, held, wanted, carrier, timeout_s=DEADLINE_S),
+            partial(execute, Reallocation(plan, rank, held, wanted, carrier, timeout_s=DEADLINE_S)),
             RawMessages(plan, rank, carrier, source_flat, target_flat, DEADLINE_S),
             checkpoint.save_and_load,
             partial(gather_and_slice, model, source, rank, held, wanted, group),

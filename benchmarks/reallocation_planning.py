@@ -15,7 +15,7 @@ from lib.common import case, finish, parse_arguments
 from realhf.architecture.compute import DataParallel
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.geometry.shards import held_boxes
+from realhf.geometry.shards import Placement, held_boxes
 from realhf.realloc.execute.places import places_of
 from realhf.realloc.plan.planner import plan_between
 
@@ -82,7 +82,7 @@ def layouts(mesh: DeviceMesh) -> list[Layout]:
 def seconds(source: Layout, target: Layout, data_parallel: DataParallel = "zero1") -> float:
     plan_between.cache_clear()
     start = time.perf_counter()
-    plan = plan_between(LLAMA_70B, source, target, 8, element_bytes=2, source_data_parallel=data_parallel)
+    plan = plan_between(LLAMA_70B, Placement(source, data_parallel), Placement(target), 8, element_bytes=2)
     taken = time.perf_counter() - start
     moved = {
         device: plan.sent_bytes.get(device, 0) + plan.received_bytes.get(device, 0)

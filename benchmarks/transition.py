@@ -41,7 +41,7 @@ from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.parameters import decoder_parameters
 from realhf.launch.launcher import process_environment
-from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.held import by_name, part
 from realhf.realloc.execute.message_passing import Transport, transport_between
 from realhf.worker.allocator import keep_freed_memory
@@ -109,7 +109,7 @@ class Device:
         """Returns the most bytes of parameters on the device during the transition."""
         plan, rank = self.plan, self.rank
         gathered = self.computes or empty(plan.gathered[rank])
-        execute(plan.plan, rank, self.kept, gathered, self.transport, timeout_s=TIMEOUT_S)
+        execute(Reallocation(plan.plan, rank, self.kept, gathered, self.transport, timeout_s=TIMEOUT_S))
         peak = size_bytes(self.kept, gathered)
         if self.engine in ("deepspeed-chat", "hybridflow-v"):
             self.computes = copied(plan.computes[rank], gathered)

@@ -50,6 +50,14 @@ class FlatLayout:
         return range(index * size, (index + 1) * size)
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where a model lies: a layout, and whether data parallelism divides the parameters themselves ("fsdp")."""
+
+    layout: Layout
+    data_parallel: DataParallel = "zero1"
+
+
 def flat_layout(model: DecoderConfig, layout: Layout, device: int) -> FlatLayout:
     """How the parameters of `device` lie one behind the other: those that it alone holds of its data-parallel
     replica, those replicated over tp, the second copy of a tied embedding."""

@@ -7,11 +7,12 @@ import torch
 
 from realhf.engine.model import ShardedModel
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.shards import Placement
 from realhf.parallel.groups import GroupTable
 from realhf.planning.model.profile import ReallocationTimings
 from realhf.profiling.job import ProfileTarget
 from realhf.profiling.model_bench import Stopwatch
-from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.message_passing import transport_between
 from realhf.realloc.plan.planner import plan_between
 
@@ -68,15 +69,15 @@ def fitted(few_s: float, gained_s: float, few_bytes: float, gained_bytes: float)
 def _move(model: ShardedModel, pair: tuple[Layout, Layout], table: GroupTable, rank: int) -> Callable[[], None]:
     """A rank's part: to send its model, or to receive it into memory that is new each time, as a run does."""
     source, target = pair
-    plan = plan_between(model.config, source, target, element_bytes=model.arena.flat.itemsize)
+    plan = plan_between(model.config, Placement(source), Placement(target), element_bytes=model.arena.flat.itemsize)
     transport = transport_between(table.of_host((*source.mesh.devices, *target.mesh.devices)), table.waits)
 
     def move() -> None:
         if rank in source.mesh.devices:
-            execute(plan, rank, model.held(), [], transport)
+            execute(Reallocation(plan, rank, model.held(), [], transport))
             return
         model.free_parameters()
         model.allocate_parameters()
-        execute(plan, rank, [], model.held(), transport)
+        execute(Reallocation(plan, rank, [], model.held(), transport))
 
     return move

@@ -22,10 +22,11 @@ from realhf.engine.model import ShardedModel
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.parameters import decoder_parameters
+from realhf.geometry.shards import Placement
 from realhf.parallel.collectives import all_gather, reduce_scatter
 from realhf.parallel.groups import GroupTable
 from realhf.parallel.waiting import end_process, waits_on
-from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.message_passing import transport_between
 from realhf.realloc.execute.verification import verify
 from realhf.realloc.plan.planner import plan_between
@@ -94,9 +95,12 @@ def check_reallocation(rank: int, size: int, device: torch.device) -> str:
     transport = transport_between(table.of_host(range(size)), table.waits)
     moved_bytes = 0
     for source, target in zip(models, [*models[1:], models[0]], strict=True):
-        plan = plan_between(SMALL, source.groups.layout, target.groups.layout, size, element_bytes=4)
-        for part in (execute, verify):
-            part(plan, rank, source.held(), target.held(), transport, timeout_s=TIMEOUT_S)
+        plan = plan_between(
+            SMALL, Placement(source.groups.layout), Placement(target.groups.layout), size, element_bytes=4
+        )
+        part = Reallocation(plan, rank, source.held(), target.held(), transport, timeout_s=TIMEOUT_S)
+        execute(part)
+        verify(part)
         moved_bytes += sum(plan.received_bytes.values())
         for box, tensor in target.held():
             if not torch.equal(tensor.cpu(), _part(expected[box.name], box)):

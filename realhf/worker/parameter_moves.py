@@ -8,9 +8,10 @@ import torch
 
 from realhf.engine.model import ShardedModel
 from realhf.geometry.layout import Layout
+from realhf.geometry.shards import Placement
 from realhf.parallel.groups import GroupTable, group_of_all_ranks
 from realhf.realloc.execute.checksum import SumsByPeer
-from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.message_passing import TorchTransport, Transport, transport_between
 from realhf.realloc.execute.verification import LentParts, VerificationSchedule, verify
 from realhf.realloc.plan.planner import plan_between
@@ -104,11 +105,10 @@ class ParameterMoves:
         source, target = self._models.get((name, home)), self._models.get((name, layout))
         plan = plan_between(
             self._run.graph.models[name],
-            home,
-            layout,
+            Placement(home, self._run.models[name].compute.data_parallel),
+            Placement(layout),
             self._run.spec.devices_per_node,
             element_bytes=dtype.itemsize,
-            source_data_parallel=self._run.models[name].compute.data_parallel,
         )
         transport = self._transport(home, layout)
         with self._resting(name):
@@ -117,9 +117,10 @@ class ParameterMoves:
                 if source is not None:
                     source.select_version(version)  # which it may lend; nothing computes here now
             boxes = source.readable(version) if source else [], target.held() if target else []
-            execute(plan, self._rank, *boxes, transport, model_name=name, timeout_s=self._timeout_s)
+            part = Reallocation(plan, self._rank, *boxes, transport, name, self._timeout_s)
+            execute(part)
             if is_verified := self._verification.is_due(name, layout, step):
-                verify(plan, self._rank, *boxes, transport, model_name=name, timeout_s=self._timeout_s)
+                verify(part)
             self._finish_on_device()
             if source is not None and target is not None:
                 source.lend_to(target)
@@ -131,12 +132,12 @@ class ParameterMoves:
         source, target = (self._models.get((model, run.homes[model])) for model in (node.source, node.target))
         plan = plan_between(
             run.graph.models[node.target],
-            run.homes[node.source],
-            run.homes[node.target],
+            *(
+                Placement(run.homes[name], run.models[name].compute.data_parallel)
+                for name in (node.source, node.target)
+            ),
             run.spec.devices_per_node,
             element_bytes=getattr(torch, run.models[node.target].dtype).itemsize,
-            source_data_parallel=run.models[node.source].compute.data_parallel,
-            target_data_parallel=run.models[node.target].compute.data_parallel,
             forwarding=False,  # a device would send on its average
         )
         if target:
@@ -146,26 +147,10 @@ class ParameterMoves:
         arrived: SumsByPeer | None = {} if is_verified and node.eta < 1 else None
         with self._resting(node.source):
             boxes = source.readable(node.brings(step)) if source else [], target.held() if target else []
-            execute(
-                plan,
-                self._rank,
-                *boxes,
-                transport,
-                eta=node.eta,
-                arrived=arrived,
-                model_name=node.target,
-                timeout_s=self._timeout_s,
-            )
+            part = Reallocation(plan, self._rank, *boxes, transport, node.target, self._timeout_s)
+            execute(part, eta=node.eta, arrived=arrived)
             if is_verified:
-                verify(
-                    plan,
-                    self._rank,
-                    *boxes,
-                    transport,
-                    arrived=arrived,
-                    model_name=node.target,
-                    timeout_s=self._timeout_s,
-                )
+                verify(part, arrived=arrived)
             self._finish_on_device()
         if target:
             target.versions.current = node.brings(step)

@@ -10,8 +10,9 @@ from realhf.architecture.model import DecoderConfig
 from realhf.engine.model import ShardedModel
 from realhf.geometry.boxes import device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.shards import Placement
 from realhf.parallel.groups import GroupTable
-from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.plan.planner import plan_between
 from tests.distributed.pool import run_distributed
 from tests.distributed.test_training_compute import SEQUENCE, WAYS, Case, Outcome, check_step, run_cases
@@ -80,13 +81,9 @@ def reallocate_along(rank: int) -> dict[str, np.ndarray]:
     source.initialise(seed=5)
     for before, after in pairwise(WAYS_THERE):
         target = model_in(after)
-        execute(
-            plan_between(TIED, before, after, 2, element_bytes=8),
-            rank,
-            source.held() if source else [],
-            target.held() if target else [],
-            model_name="actor",
-        )
+        plan = plan_between(TIED, Placement(before), Placement(after), 2, element_bytes=8)
+        ours, wanted = source.held() if source else [], target.held() if target else []
+        execute(Reallocation(plan, rank, ours, wanted, model_name="actor"))
         source = target
     assert source is not None
     return {name: local.numpy().copy() for name, (_, local) in source.boxes().items()}

@@ -16,9 +16,9 @@ from realhf.cpu import host_group
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
 from realhf.geometry.parameters import decoder_parameters
-from realhf.geometry.shards import held_boxes
+from realhf.geometry.shards import Placement, held_boxes
 from realhf.realloc.execute.checksum import SumsByPeer
-from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.held import by_name, part
 from realhf.realloc.execute.message_passing import HostTransport, Message, TorchTransport, Transport, Work
 from realhf.realloc.execute.verification import VerificationError, verify
@@ -102,13 +102,14 @@ def run_pair(
     transport: Transport | None = None,
 ) -> int:
     state = random_state(model, dtype)
-    plan = plan_between(model, a, b, 2, dtype.itemsize, bucket_bytes, *divided)
+    plan = plan_between(model, *map(Placement, (a, b), divided), 2, dtype.itemsize, bucket_bytes)
     source, expected = (
         boxed(state, held_boxes(model, side, rank, how)) for side, how in zip((a, b), divided, strict=True)
     )
     target = [(box, torch.full_like(tensor, -7)) for box, tensor in expected]
-    execute(plan, rank, source, target, transport)
-    verify(plan, rank, source, target, transport)
+    own = Reallocation(plan, rank, source, target, transport or TorchTransport())
+    execute(own)
+    verify(own)
     for (_, got), (box, tensor) in zip(target, expected, strict=True):
         assert torch.equal(got, tensor), (model, a, b, box)
     return plan.received_bytes.get(rank, 0)
@@ -119,7 +120,7 @@ def average(
 ) -> None:
     """The target becomes eta * source + (1 - eta) * target, as float64 has it but for one rounding."""
     state, eta = random_state(model, dtype), 0.3
-    plan = plan_between(model, a, b, 2, dtype.itemsize, BUCKET_BYTES, forwarding=False)
+    plan = plan_between(model, Placement(a), Placement(b), 2, dtype.itemsize, BUCKET_BYTES, forwarding=False)
     source, wanted = (boxed(state, held_boxes(model, side, rank)) for side in (a, b))
     target = [(box, (1 + tensor.abs()).to(dtype)) for box, tensor in wanted]
     expected = [
@@ -127,8 +128,8 @@ def average(
     ]
     largest = [new.double().abs() + old.double().abs() for (_, new), (_, old) in zip(wanted, target, strict=True)]
     arrived: SumsByPeer = {}
-    execute(plan, rank, source, target, transport, eta=eta, arrived=arrived)
-    verify(plan, rank, source, target, transport, arrived=arrived)
+    execute(Reallocation(plan, rank, source, target, transport), eta=eta, arrived=arrived)
+    verify(Reallocation(plan, rank, source, target, transport), arrived=arrived)
     for (box, got), values, size in zip(target, expected, largest, strict=True):
         assert ((got.double() - values).abs() <= size * rounding).all(), (model, a, b, box)
 
@@ -203,10 +204,10 @@ def reallocate_in_place(rank: int) -> int | list[float]:
     plan = plan_reallocation({0: [Box("p", (0,), (4,))]}, {0: [Box("p", (0,), (4,))], 1: [Box("p", (1,), (2,))]})
     if rank == 0:
         shared = [(Box("p", (0,), (4,)), torch.arange(4.0, requires_grad=True))]
-        execute(plan, rank, shared, shared)
+        execute(Reallocation(plan, rank, shared, shared))
         return int(shared[0][1]._version)
     target = [(Box("p", (1,), (2,)), torch.zeros(2))] if rank == 1 else []
-    execute(plan, rank, [], target)
+    execute(Reallocation(plan, rank, [], target))
     if rank > 1:
         return 0  # has no part in it and comes back at once
     return target[0][1].tolist()
@@ -231,14 +232,14 @@ def peaks(rank: int, transport: Transport) -> list[Peak]:
 def peak_of(
     rank: int, transport: Transport, model: DecoderConfig, a: Layout, b: Layout, bucket_bytes: int, eta: float
 ) -> Peak:
-    plan = plan_between(model, a, b, 2, 4, bucket_bytes, forwarding=eta == 1)
+    plan = plan_between(model, Placement(a), Placement(b), 2, 4, bucket_bytes, forwarding=eta == 1)
     kept = set(held_boxes(model, a, rank)) & set(held_boxes(model, b, rank))
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         source = [(box, torch.zeros(box.shape)) for box in held_boxes(model, a, rank)]
         shared = {box: tensor for box, tensor in source if box in kept}
         target = [(box, shared.get(box, torch.empty(0))) for box in held_boxes(model, b, rank)]
         target = [(box, tensor if box in kept else torch.zeros(box.shape)) for box, tensor in target]
-        execute(plan, rank, source, target, transport, eta=eta)
+        execute(Reallocation(plan, rank, source, target, transport), eta=eta)
     held = sum(4 * box.size for box in {*held_boxes(model, a, rank), *held_boxes(model, b, rank)})
     events = profile.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
@@ -283,13 +284,13 @@ class FlipsABit:
 def corrupt_a_part(rank: int, eta: float) -> str:
     """One bit of what rank 2 receives from rank 0 flips on the way; what verification says of it."""
     model, a, b = FOUR_HEADS, layout(0, 1, 2, 1), layout(2, 1, 2, 1)
-    plan = plan_between(model, a, b, forwarding=False)
+    plan = plan_between(model, Placement(a), Placement(b), forwarding=False)
     source, target = (boxed(random_state(model, torch.float32), held_boxes(model, side, rank)) for side in (a, b))
     arrived: SumsByPeer | None = {} if eta < 1 else None
-    transport = FlipsABit(TorchTransport()) if rank == 2 else None
-    execute(plan, rank, source, target, transport, eta=eta, arrived=arrived)
+    transport = FlipsABit(TorchTransport()) if rank == 2 else TorchTransport()
+    execute(Reallocation(plan, rank, source, target, transport), eta=eta, arrived=arrived)
     try:
-        verify(plan, rank, source, target, arrived=arrived, model_name="critic")
+        verify(Reallocation(plan, rank, source, target, model_name="critic"), arrived=arrived)
     except VerificationError as error:
         return str(error)
     return ""

@@ -11,7 +11,7 @@ import torch
 
 from realhf.cpu import host_group
 from realhf.geometry.boxes import Box
-from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.message_passing import (
     HostTransport,
     Message,
@@ -41,7 +41,9 @@ def wait_for_a_peer_that_does_not_send(rank: int, folder: Path) -> str:
     plan = plan_reallocation({0 if rank == 1 else 3: [ONE_LAYER]}, {rank: [ONE_LAYER]}, bucket_bytes=1024)
     target = [(ONE_LAYER, torch.zeros(ONE_LAYER.shape))]
     with pytest.raises(ReallocationError) as raised:
-        execute(plan, rank, [], target, model_name="critic", timeout_s=1.5 if rank == 1 else 2 * PATIENCE_S)
+        execute(
+            Reallocation(plan, rank, [], target, model_name="critic", timeout_s=1.5 if rank == 1 else 2 * PATIENCE_S)
+        )
     (folder / f"rank-{rank}").touch()
     return str(raised.value)
 
@@ -97,13 +99,15 @@ def lose_a_peer(rank: int, over_host_memory: bool) -> str:
     target = [(box, tensors[box]) for box in ([SMALL] if rank == KILLED else [LARGE])]
     with pytest.raises(ReallocationError) as raised:
         execute(
-            plan,
-            rank,
-            source,
-            target,
-            KillsItself(transport) if rank == KILLED else transport,
-            model_name="actor",
-            timeout_s=2 * PATIENCE_S,  # longer than the test may take
+            Reallocation(
+                plan,
+                rank,
+                source,
+                target,
+                KillsItself(transport) if rank == KILLED else transport,
+                model_name="actor",
+                timeout_s=2 * PATIENCE_S,
+            )
         )
     return str(raised.value)
 

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from realhf.engine import model
 from realhf.models.decoder import Decoder
 from realhf.profiling import self_check
-from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.executor import Reallocation, execute
 from tests.distributed.pool import run_distributed
 from tests.unit.engine.captures import Compute, EagerCapture
 
@@ -34,9 +34,9 @@ def broken(rank: int, check: str) -> str:
     def wrong_sum(numbers: torch.Tensor, group: dist.ProcessGroup | None = None) -> None:
         numbers.add_(7)
 
-    def losing(plan, rank, source, target, transport, **options) -> None:
-        execute(plan, rank, source, target, transport, **options)
-        target[0][1].view(-1)[0] += 1
+    def losing(part: Reallocation) -> None:
+        execute(part)
+        part.target[0][1].view(-1)[0] += 1
 
     if check == "groups":
         self_check.dist.all_reduce = wrong_sum

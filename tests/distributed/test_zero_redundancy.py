@@ -13,9 +13,9 @@ from realhf.engine.model import ShardedModel
 from realhf.geometry.boxes import device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.micro_dp import grouped_like
-from realhf.geometry.shards import flat_layout
+from realhf.geometry.shards import Placement, flat_layout
 from realhf.parallel.groups import GroupTable, ParallelGroups
-from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.plan.planner import plan_between
 from tests.distributed.pool import run_distributed
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens
@@ -110,8 +110,8 @@ def run_case(rank: int, table: GroupTable, case: Case) -> Outcome:
     home_layout, layout = case.layouts
     home, twin = (built(table.groups(home_layout), case.data_parallel) for _ in range(2))
     copy = ShardedModel(CONFIG, table.groups(layout), torch.float64)
-    plan = plan_between(CONFIG, home_layout, layout, element_bytes=8, source_data_parallel=case.data_parallel)
-    execute(plan, rank, home.held(), copy.held())
+    plan = plan_between(CONFIG, Placement(home_layout, case.data_parallel), Placement(layout), element_bytes=8)
+    execute(Reallocation(plan, rank, home.held(), copy.held()))
     home.lend_to(copy)
     during = parameter_bytes(home, copy)
     sequences = rollouts(copy)

@@ -16,7 +16,8 @@ import torch
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.realloc.execute.executor import execute
+from realhf.geometry.shards import Placement
+from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.message_passing import MESSAGE_BYTES, Message, TorchTransport, Work, _cut, _Piece
 from realhf.realloc.plan.planner import plan_between
 from tests.waiting import PATIENCE_S
@@ -104,12 +105,12 @@ def value_at(box: Box) -> float:
 
 def reallocate(homes: list[list[tuple[Box, torch.Tensor]]], layout: Layout, device: str) -> None:
     """There, every value looked at, and the copy's memory is free again."""
-    plan = plan_between(MODEL, HOME, layout, None, 2, BUCKET_BYTES)
+    plan = plan_between(MODEL, Placement(HOME), Placement(layout), None, 2, BUCKET_BYTES)
     channels = {(a, b): Channel() for a in range(RANKS) for b in range(RANKS)}
     copies = [tensors_of(layout, rank, device) for rank in range(RANKS)]
 
     def move(rank: int) -> None:
-        execute(plan, rank, homes[rank], copies[rank], Loop(rank, channels), timeout_s=PATIENCE_S)
+        execute(Reallocation(plan, rank, homes[rank], copies[rank], Loop(rank, channels), timeout_s=PATIENCE_S))
 
     on_every_rank(move)
     for copy in copies:

@@ -2,7 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -22,19 +22,25 @@ from realhf.realloc.execute.places import Memory, PlacedParts, places_of
 from realhf.realloc.plan.planner import ReallocationPlan
 
 
-def execute(
-    plan: ReallocationPlan,
-    rank: int,
-    source: Sequence[tuple[Box, Tensor]],
-    target: Sequence[tuple[Box, Tensor]],
-    transport: Transport | None = None,
-    *,
-    eta: float = 1.0,
-    arrived: SumsByPeer | None = None,
-    model_name: str = "model",
-    timeout_s: float = 600.0,
-) -> None:
-    """Fills the tensors of `target` from those of `source` on all ranks, each a view of the shape of its box.
+@dataclass(frozen=True)
+class Reallocation:
+    """One rank's part of a reallocation: the plan of all ranks, and this rank's boxes with their tensors.
+
+    Each tensor is a view of the shape of its box. The device of a plan with index i is global rank i. A peer has
+    `timeout_s` to answer for one bucket; `model_name` is for messages.
+    """
+
+    plan: ReallocationPlan
+    rank: int
+    source: Sequence[tuple[Box, Tensor]]
+    target: Sequence[tuple[Box, Tensor]]
+    transport: Transport = field(default_factory=TorchTransport)
+    model_name: str = "model"
+    timeout_s: float = 600.0
+
+
+def execute(part: Reallocation, *, eta: float = 1.0, arrived: SumsByPeer | None = None) -> None:
+    """Fills the tensors of `target` from those of `source` on all ranks.
 
     With `eta` < 1 the target becomes eta * source + (1 - eta) * target, an exponential moving average of the sources
     that it was given, as for a reference model that follows the actor; its own values are then needed before. Each
@@ -42,21 +48,21 @@ def execute(
     of small `eta` in float32. `arrived` then gets the bit sums of what came from each peer, for `verify`.
 
     Every rank that holds source or target boxes calls it with the same plan, made from exactly these boxes, and the
-    same kind of transport (default: the world's backend); a device's index is its global rank. The others return at
-    once. A target may be the same view as the source of that name (nothing is copied), but must not overlap the
-    storage of a source otherwise. Beyond the tensors it needs two buckets of memory. When it returns the source may
-    change, and the target is complete.
+    same kind of transport. The others return at once. A target may be the same view as the source of that
+    name (nothing is copied), but must not overlap the storage of a source otherwise. Beyond the tensors it needs two
+    buckets of memory. When it returns the source may change, and the target is complete.
 
     Raises:
         ReallocationError: a peer did not answer within `timeout_s` for one bucket, or died.
         ValueError: the tensors are not all of one dtype, or not of the size that the plan counts with; `eta` is not
             from 0 to 1, or less than 1 with a plan that forwards.
     """
-    write, transport = _writer(plan, eta), transport or TorchTransport()
+    plan, rank, transport, timeout_s = part.plan, part.rank, part.transport, part.timeout_s
+    write = _writer(plan, eta)
     with torch.no_grad():
-        tensors = [tensor for _, tensor in (*source, *target)]
+        tensors = [tensor for _, tensor in (*part.source, *part.target)]
         _check_dtype(plan, tensors)
-        places, memory = places_of(plan, rank, source, target), Memory(tensors)
+        places, memory = places_of(plan, rank, part.source, part.target), Memory(tensors)
         here, there = places.to_copy(memory)
         copying = _start_copies(transport, rank, here, there, memory) if eta == 1 else []
         under_way: deque[_UnderWay] = deque()
@@ -71,12 +77,14 @@ def execute(
             most_bytes = 2 * plan.bucket_bytes - buffer_bytes
             while len(under_way) == 2 or sum(started.buffer_bytes for started in under_way) > max(most_bytes, 0):
                 under_way.popleft().finish(write, arrived, timeout_s)
-            label = f"reallocation of {model_name}, bucket {each_round.index + 1} of {len(plan.rounds)}: rank {rank}"
+            label = (
+                f"reallocation of {part.model_name}, bucket {each_round.index + 1} of {len(plan.rounds)}: rank {rank}"
+            )
             under_way.append(_start(transport, in_place, beside, buffer_bytes, label))
         if eta < 1:
             for ours, wanted in zip(here.views(memory), there.views(memory), strict=True):
                 write(wanted, ours)
-        wait_for(copying, f"reallocation of {model_name}: rank {rank} copying", timeout_s)
+        wait_for(copying, f"reallocation of {part.model_name}: rank {rank} copying", timeout_s)
         while under_way:
             under_way.popleft().finish(write, arrived, timeout_s)
 

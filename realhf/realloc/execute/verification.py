@@ -8,8 +8,9 @@ from torch import Tensor
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import Layout
 from realhf.realloc.execute.checksum import SumsByPeer, bit_sum, bit_sums
+from realhf.realloc.execute.executor import Reallocation
 from realhf.realloc.execute.held import HeldBoxes, by_name, part, sent_part
-from realhf.realloc.execute.message_passing import Message, ReallocationError, TorchTransport, Transport, post, wait_for
+from realhf.realloc.execute.message_passing import Message, ReallocationError, post, wait_for
 from realhf.realloc.plan.planner import ReallocationPlan
 
 
@@ -39,20 +40,12 @@ class VerificationSchedule:
         return is_first or step % self._every_steps == 0
 
 
-def verify(
-    plan: ReallocationPlan,
-    rank: int,
-    source: Sequence[tuple[Box, Tensor]],
-    target: Sequence[tuple[Box, Tensor]],
-    transport: Transport | None = None,
-    *,
-    arrived: SumsByPeer | None = None,
-    model_name: str = "model",
-    timeout_s: float = 600.0,
-) -> None:
-    """Compares what each rank received, or copied, with what its sender holds. To be called by all ranks that
-    called `execute` with the same arguments, after it, while the tensors are as it left them; where eta < 1, with what
-    `arrived` there, since the target holds averages: what this rank copied has nothing to be compared with then.
+def verify(reallocation: Reallocation, *, arrived: SumsByPeer | None = None) -> None:
+    """Compares what each rank received, or copied, with what its sender holds.
+
+    All ranks that called `execute` call it afterwards with the same argument, while the tensors are as `execute` left
+    them. Where eta < 1 the target holds averages, so `arrived` has the bit sums that `execute` noted; what this rank
+    copied is not compared then.
 
     A rank sums up the parts that it sent and that it received, sends one message of 8 bytes a part to each rank it
     had sent to, and compares. It is one more round of the plan, and cannot deadlock for the same reason.
@@ -61,8 +54,9 @@ def verify(
         VerificationError: a part of this rank differs.
         ReallocationError: a peer did not send its sums within `timeout_s`, or died.
     """
+    plan, rank, model_name = reallocation.plan, reallocation.rank, reallocation.model_name
     with torch.no_grad():
-        source_tensors, target_tensors = by_name(source), by_name(target)
+        source_tensors, target_tensors = by_name(reallocation.source), by_name(reallocation.target)
         label = f"reallocation of {model_name}, verification: rank {rank}"
         differing: list[tuple[int, Box]] = []
         if arrived is None:
@@ -84,7 +78,8 @@ def verify(
             else:
                 own[peer] = torch.stack(arrived[peer])
         received = [Message("send", peer, receives[peer], [torch.empty_like(sums)]) for peer, sums in own.items()]
-        wait_for(post(transport or TorchTransport(), [*messages, *received], label), label, timeout_s)
+        works = post(reallocation.transport, [*messages, *received], label)
+        wait_for(works, label, reallocation.timeout_s)
         for message in received:
             differs = own[message.peer] != message.views[0]
             differing += [(message.peer, message.boxes[index]) for index in differs.nonzero().flatten().tolist()]

@@ -9,11 +9,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from realhf.architecture.compute import DataParallel
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.boxes import Box
-from realhf.geometry.layout import Layout
-from realhf.geometry.shards import held_boxes
+from realhf.geometry.shards import Placement, held_boxes
 from realhf.realloc.plan.broadcast_chain import Senders, node_of
 from realhf.realloc.plan.cells import Devices, cells_of
 from realhf.realloc.plan.parcels import parcels_of
@@ -113,22 +111,21 @@ class ReallocationPlan:
 @lru_cache(maxsize=1024)
 def plan_between(
     model: DecoderConfig,
-    source: Layout,
-    target: Layout,
+    source: Placement,
+    target: Placement,
     devices_per_node: int | None = None,
     element_bytes: int = 4,
     bucket_bytes: int = DEFAULT_BUCKET_BYTES,
-    source_data_parallel: DataParallel = "zero1",
-    target_data_parallel: DataParallel = "zero1",
     forwarding: bool = True,
 ) -> ReallocationPlan:
-    """The plan that moves `model` from layout `source` to layout `target`; planned once a pair, then cached.
-
-    What a device keeps of either depends on whether data parallelism divides parameters there (`held_boxes`).
-    """
+    """The plan that moves `model` from `source` to `target`. Planned once for each pair, then cached."""
+    before, after = (
+        {device: held_boxes(model, at.layout, device, at.data_parallel) for device in at.layout.mesh.devices}
+        for at in (source, target)
+    )
     return plan_reallocation(
-        {device: held_boxes(model, source, device, source_data_parallel) for device in source.mesh.devices},
-        {device: held_boxes(model, target, device, target_data_parallel) for device in target.mesh.devices},
+        before,
+        after,
         devices_per_node,
         element_bytes=element_bytes,
         bucket_bytes=bucket_bytes,

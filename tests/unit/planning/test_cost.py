@@ -14,6 +14,7 @@ from realhf.geometry.boxes import device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.parameters import parameter_count
 from realhf.geometry.pipeline_schedule import BACKWARD_TIME, FORWARD_TIME, simulate, training_order
+from realhf.geometry.shards import Placement
 from realhf.planning import _search
 from realhf.planning.cluster import Cluster
 from realhf.planning.model.cost import (
@@ -447,7 +448,7 @@ def test_reallocation_seconds() -> None:
 def test_the_busiest_device_of_a_reallocation_is_that_of_its_plan(source: Layout, target: Layout) -> None:
     """0.96 to 1.51 times the formula in 400 random pairs; chains cannot always be balanced."""
     model = replace(TINY, hidden_size=512, intermediate_size=1536, num_layers=16, num_heads=16, num_kv_heads=8)
-    plan = plan_between(model, source, target, None, element_bytes=4, bucket_bytes=2**20)
+    plan = plan_between(model, Placement(source), Placement(target), None, element_bytes=4, bucket_bytes=2**20)
     busiest_bytes = max(*plan.sent_bytes.values(), *plan.received_bytes.values())
     moved = moved_elements(model, source, target)
     seconds = reallocation_s(model, moved, source.mesh, crosses_nodes=False, item=4, hardware=CPU)

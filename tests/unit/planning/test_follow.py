@@ -6,6 +6,7 @@ from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.parameters import parameter_count
+from realhf.geometry.shards import Placement
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.options import Option, call_options
 from realhf.planning.order import steps_to_simulate
@@ -38,7 +39,7 @@ def test_it_takes_what_the_reallocation_planner_moves(every_steps: int) -> None:
     graph = following(every_steps)
     reference, training = CallPlan(devices=(1, 1)), CallPlan(devices=(2, 2), tp=2)
     prediction = predict(placed(reference, training), graph, **settings(graph, cpu_cluster(4)))
-    moved = plan_between(TINY, training.layout, reference.layout, None, forwarding=False)
+    moved = plan_between(TINY, Placement(training.layout), Placement(reference.layout), None, forwarding=False)
     assert moved.lower_bound_bytes == sum(moved.sent_bytes.values()) == 4 * parameter_count(TINY)
     seconds = CPU.send_s(moved.lower_bound_bytes, crosses_nodes=False)
     assert prediction.transfer_s[NAME] == pytest.approx(seconds / every_steps)
@@ -57,7 +58,7 @@ def test_who_has_the_parameters_sends_them_to_all_that_follow(searched: bool) ->
         [found] = next(transfer.seconds for transfer in problem.transfers if transfer.name == NAME)
     else:
         found = predict(plan, graph, **shared).transfer_s[NAME]
-    moved = plan_between(TINY, training.layout, reference.layout, None, forwarding=False)
+    moved = plan_between(TINY, Placement(training.layout), Placement(reference.layout), None, forwarding=False)
     assert moved.sent_bytes == {0: 2 * 4 * parameter_count(TINY)}
     assert found == pytest.approx(CPU.send_s(moved.sent_bytes[0], crosses_nodes=False))
 

@@ -9,6 +9,7 @@ from realhf.architecture.model import DecoderConfig
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.micro_dp import grouped_like
+from realhf.geometry.shards import Placement
 from realhf.planning.cluster import Cluster
 from realhf.planning.model.cost import moved_elements, reallocation_s
 from realhf.planning.model.descriptions import load_hardware
@@ -48,7 +49,7 @@ def test_what_moves_to_groups_is_what_the_planner_moves(tied: bool) -> None:
         found += 1
         elements = moved_to_groups(model, home.strategy, target.strategy)
         assert elements == moved_elements(model, home, with_micro_dp)
-        lacking = plan_between(model, home, with_micro_dp).lacking_bytes
+        lacking = plan_between(model, Placement(home), Placement(with_micro_dp)).lacking_bytes
         assert elements == (max(lacking.values()) // 4, sum(lacking.values()) // 4)
     assert found > 10
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from realhf.geometry.boxes import Box
-from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.message_passing import Message, TorchTransport
 from realhf.realloc.plan.planner import plan_reallocation
 
@@ -16,7 +16,7 @@ def test_a_part_is_copied_locally() -> None:
     want = Box("p", (3, 1), (2, 2))
     source = torch.arange(12.0).view(4, 3)
     target = torch.zeros(2, 2)
-    execute(plan_reallocation({5: [BOX]}, {5: [want]}), 5, [(BOX, source)], [(want, target)])
+    execute(Reallocation(plan_reallocation({5: [BOX]}, {5: [want]}), 5, [(BOX, source)], [(want, target)]))
     assert target.tolist() == [[4.0, 5.0], [7.0, 8.0]]
 
 
@@ -24,10 +24,10 @@ def test_what_is_kept_of_a_plan_does_not_depend_on_where_tensors_lie() -> None:
     """The same plan again: in other memory, where source and target were one tensor, and with other strides."""
     plan = plan_reallocation({5: [BOX]}, {5: [BOX]})
     shared = torch.arange(12.0).view(4, 3)
-    execute(plan, 5, [(BOX, shared)], [(BOX, shared)])
+    execute(Reallocation(plan, 5, [(BOX, shared)], [(BOX, shared)]))
     for value, target in ((1.0, torch.zeros(4, 3)), (2.0, torch.zeros(4, 3)), (3.0, torch.zeros(3, 4).t())):
         source = torch.arange(12.0).view(4, 3) * value
-        execute(plan, 5, [(BOX, source)], [(BOX, target)])
+        execute(Reallocation(plan, 5, [(BOX, source)], [(BOX, target)]))
         assert torch.equal(target, source)
     assert torch.equal(shared, torch.arange(12.0).view(4, 3))
 
@@ -47,21 +47,21 @@ def test_nothing_is_packed_that_lies_one_behind_the_other() -> None:
 def test_mixed_or_unplanned_dtypes_are_refused() -> None:
     plan = plan_reallocation({0: [BOX]}, {0: [BOX]})
     with pytest.raises(ValueError, match="one dtype"):
-        execute(plan, 0, [(BOX, torch.zeros(4, 3))], [(BOX, torch.zeros(4, 3).double())])
+        execute(Reallocation(plan, 0, [(BOX, torch.zeros(4, 3))], [(BOX, torch.zeros(4, 3).double())]))
     double = [(BOX, torch.zeros(4, 3).double())]
     with pytest.raises(ValueError, match="element_bytes=8"):
-        execute(plan, 0, double, double)
+        execute(Reallocation(plan, 0, double, double))
 
 
 def test_tensors_the_plan_was_not_made_for_are_refused() -> None:
     plan = plan_reallocation({0: [BOX]}, {0: [BOX]})
     other = Box("p", (3, 0), (4, 3))
     with pytest.raises(ValueError, match=r"offset=\(3, 0\)"):
-        execute(plan, 0, [(BOX, torch.zeros(4, 3))], [(other, torch.zeros(4, 3))])
+        execute(Reallocation(plan, 0, [(BOX, torch.zeros(4, 3))], [(other, torch.zeros(4, 3))]))
     with pytest.raises(ValueError, match=r"in a tensor of \(5, 3\)"):
-        execute(plan, 0, [(BOX, torch.zeros(5, 3))], [(BOX, torch.zeros(4, 3))])
+        execute(Reallocation(plan, 0, [(BOX, torch.zeros(5, 3))], [(BOX, torch.zeros(4, 3))]))
     with pytest.raises(ValueError, match="nothing of it"):
-        execute(plan, 0, [(BOX, torch.zeros(4, 3))], [])
+        execute(Reallocation(plan, 0, [(BOX, torch.zeros(4, 3))], []))
 
 
 @pytest.mark.parametrize(("dtype", "rounding"), [(torch.float32, 2**-22), (torch.bfloat16, 2**-8)])
@@ -72,15 +72,15 @@ def test_a_target_moves_towards_the_source(dtype: torch.dtype, rounding: float) 
     plan = plan_reallocation({0: [BOX]}, {0: [BOX]}, element_bytes=dtype.itemsize)
     for eta in (0.25, 0.75, 0.0):
         expected = eta * source.double() + (1 - eta) * target.double()
-        execute(plan, 0, [(BOX, source)], [(BOX, target)], eta=eta)
+        execute(Reallocation(plan, 0, [(BOX, source)], [(BOX, target)]), eta=eta)
         assert ((target.double() - expected).abs() <= expected * rounding).all()
-    execute(plan, 0, [(BOX, source)], [(BOX, target)], eta=1.0)
+    execute(Reallocation(plan, 0, [(BOX, source)], [(BOX, target)]), eta=1.0)
     assert torch.equal(target, source)
 
 
 def test_averages_outside_of_0_to_1_or_along_chains_are_refused() -> None:
     chain = plan_reallocation({0: [BOX]}, {1: [BOX], 2: [BOX]})
     with pytest.raises(ValueError, match=r"eta=0\.5 with a plan that forwards.*forwarding=False"):
-        execute(chain, 2, [], [(BOX, torch.zeros(4, 3))], eta=0.5)
+        execute(Reallocation(chain, 2, [], [(BOX, torch.zeros(4, 3))]), eta=0.5)
     with pytest.raises(ValueError, match=r"eta=1\.5 .* give a number from 0 to 1"):
-        execute(chain, 2, [], [(BOX, torch.zeros(4, 3))], eta=1.5)
+        execute(Reallocation(chain, 2, [], [(BOX, torch.zeros(4, 3))]), eta=1.5)

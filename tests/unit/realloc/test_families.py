@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 from realhf.architecture.compute import DataParallel
 from realhf.architecture.model import DecoderConfig, Experts
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy, divisors
-from realhf.geometry.shards import held_boxes
+from realhf.geometry.shards import Placement, held_boxes
 from realhf.realloc.plan.planner import plan_between
 from tests.unit.realloc.layouts import global_state
 from tests.unit.realloc.test_planner import check
@@ -55,7 +55,9 @@ def test_any_family_to_any_grouping(data: st.DataObject) -> None:
     a, b = data.draw(grouped_layouts(model)), data.draw(grouped_layouts(model))
     kinds: list[DataParallel] = [data.draw(st.sampled_from(["zero1", "fsdp"])) for _ in range(2)]
     bucket_bytes = data.draw(st.sampled_from([64, 1000, 2**20]))
-    plan = plan_between(model, a, b, data.draw(st.sampled_from([None, 2, 4])), 2, bucket_bytes, *kinds)
+    plan = plan_between(
+        model, *map(Placement, (a, b), kinds), data.draw(st.sampled_from([None, 2, 4])), 2, bucket_bytes
+    )
     source = {device: held_boxes(model, a, device, kinds[0]) for device in a.mesh.devices}
     target = {device: held_boxes(model, b, device, kinds[1]) for device in b.mesh.devices}
     check(plan, global_state(model), source, target)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from realhf.geometry.boxes import Box
-from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.message_passing import Message, Work
 from realhf.realloc.execute.verification import verify
 from realhf.realloc.plan.planner import plan_reallocation
@@ -106,8 +106,8 @@ def test_from_fused_and_to_fused_projections(
 
     def move(rank: int) -> None:
         ours, wanted = (side[rank][1] if rank in side else [] for side in (source, target))
-        execute(plan, rank, ours, wanted, wires.of(rank))
-        verify(plan, rank, ours, wanted, wires.of(rank))
+        execute(Reallocation(plan, rank, ours, wanted, wires.of(rank)))
+        verify(Reallocation(plan, rank, ours, wanted, wires.of(rank)))
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         list(pool.map(move, ranks))

@@ -11,7 +11,7 @@ from realhf.architecture.compute import DataParallel
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.geometry.shards import held_boxes
+from realhf.geometry.shards import Placement, held_boxes
 from realhf.realloc.plan.cells import subtract
 from realhf.realloc.plan.parcels import Load
 from realhf.realloc.plan.planner import ReallocationPlan, plan_between, plan_reallocation
@@ -87,7 +87,9 @@ def test_any_layout_to_any_layout(data: st.DataObject) -> None:
     bucket_bytes = data.draw(st.sampled_from([7 * element_bytes, 100, 512, 2**20]))
     devices_per_node, forwarding = data.draw(st.sampled_from([None, 1, 2, 4])), data.draw(st.booleans())
     kinds: list[DataParallel] = [data.draw(st.sampled_from(["zero1", "fsdp"])) for _ in range(2)]
-    plan = plan_between(model, a, b, devices_per_node, element_bytes, bucket_bytes, *kinds, forwarding=forwarding)
+    plan = plan_between(
+        model, *map(Placement, (a, b), kinds), devices_per_node, element_bytes, bucket_bytes, forwarding=forwarding
+    )
     source = {device: held_boxes(model, a, device, kinds[0]) for device in a.mesh.devices}
     target = {device: held_boxes(model, b, device, kinds[1]) for device in b.mesh.devices}
     state = global_state(model)
@@ -182,7 +184,7 @@ def test_replicas_share_the_sending() -> None:
     model = DecoderConfig(hidden_size=8, intermediate_size=12, num_layers=2, num_heads=4, num_kv_heads=4, vocab_size=12)
     source = Layout(DeviceMesh(0, 4), ParallelStrategy(dp=4))
     target = Layout(DeviceMesh(4, 4), ParallelStrategy(dp=4))
-    sent = plan_between(model, source, target).sent_bytes
+    sent = plan_between(model, Placement(source), Placement(target)).sent_bytes
     assert set(sent.values()) == {sum(sent.values()) // 4}
     assert set(sent) == {0, 1, 2, 3}
 
@@ -231,7 +233,7 @@ def test_with_chains_no_device_sends_much_more_than_the_bound(source: Layout, ta
     model = DecoderConfig(
         hidden_size=16, intermediate_size=32, num_layers=8, num_heads=4, num_kv_heads=4, vocab_size=16
     )
-    plan = plan_between(model, source, target, bucket_bytes=512)
+    plan = plan_between(model, Placement(source), Placement(target), bucket_bytes=512)
     state = global_state(model)
     wanted_by_somebody = 4 * sum(array.size for array in state.values())
     bound = max(*plan.lacking_bytes.values(), wanted_by_somebody / source.mesh.size)
@@ -241,7 +243,7 @@ def test_with_chains_no_device_sends_much_more_than_the_bound(source: Layout, ta
 def test_equal_layouts_move_nothing() -> None:
     model = DecoderConfig(hidden_size=8, intermediate_size=12, num_layers=3, num_heads=4, num_kv_heads=4, vocab_size=12)
     layout = Layout(DeviceMesh(2, 4), ParallelStrategy(tp=2, pp=2))
-    plan = plan_between(model, layout, layout)
+    plan = plan_between(model, Placement(layout), Placement(layout))
     assert plan.rounds == ()
     assert plan.lower_bound_bytes == 0
     assert plan.local_copies == {device: tuple(device_boxes(model, layout, device)) for device in range(2, 6)}
@@ -255,8 +257,9 @@ def test_plan_does_not_depend_on_the_order_of_the_tables_and_is_cached() -> None
     b = Layout(DeviceMesh(2, 4), ParallelStrategy(dp=2, tp=2, pp=1))
     source = {device: device_boxes(model, a, device) for device in reversed(a.mesh.devices)}
     target = {device: device_boxes(model, b, device) for device in reversed(b.mesh.devices)}
-    assert plan_reallocation(source, target, 4, bucket_bytes=256) == plan_between(model, a, b, 4, 4, 256)
-    assert plan_between(model, a, b, 4) is plan_between(model, a, b, 4)
+    ends = Placement(a), Placement(b)
+    assert plan_reallocation(source, target, 4, bucket_bytes=256) == plan_between(model, *ends, 4, 4, 256)
+    assert plan_between(model, *ends, 4) is plan_between(model, *ends, 4)
 
 
 def test_rounds_fill_buckets_side_by_side() -> None:
@@ -342,7 +345,7 @@ def test_a_70b_model_on_128_devices_is_little_work_to_plan(
     And what makes it little: hardly more transfers than buckets to be received, still shared evenly."""
     a, b = (Layout(DeviceMesh(0, 128), strategy) for strategy in (source, target))
     profile = cProfile.Profile()
-    plan = profile.runcall(plan_between.__wrapped__, LLAMA_70B, a, b, 8, 2, source_data_parallel=data_parallel)
+    plan = profile.runcall(plan_between.__wrapped__, LLAMA_70B, Placement(a, data_parallel), Placement(b), 8, 2)
     calls = sum(entry.callcount for entry in profile.getstats())
     assert calls < 2_000_000
     most_lacking = max(plan.lacking_bytes.values())

@@ -5,7 +5,7 @@ import torch
 
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.realloc.execute.executor import execute
+from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.verification import VerificationError, VerificationSchedule, verify
 from realhf.realloc.plan.planner import plan_reallocation
 
@@ -25,8 +25,8 @@ def test_a_copy_that_differs_is_named() -> None:
     held, wanted = Box("p", (2, 0), (4, 3)), Box("p", (3, 1), (2, 2))
     source, target = [(held, torch.arange(12.0).view(4, 3))], [(wanted, torch.zeros(2, 2))]
     plan = plan_reallocation({5: [held]}, {5: [wanted]})
-    execute(plan, 5, source, target)
-    verify(plan, 5, source, target)
+    execute(Reallocation(plan, 5, source, target))
+    verify(Reallocation(plan, 5, source, target))
     target[0][1][1, 1] += 1
     with pytest.raises(VerificationError, match=r"of critic: rank 5 .* rank 5 sent of parameter p, .*offset \(3, 1\)"):
-        verify(plan, 5, source, target, model_name="critic")
+        verify(Reallocation(plan, 5, source, target, model_name="critic"))
