@@ -14,6 +14,8 @@ from lib.search_instances import planning_task
 from realhf.planning.explain.alternatives import best_alternatives
 from realhf.planning.options import call_options
 from realhf.planning.presets import evaluate_presets
+from realhf.planning.problem.builder import build_problem
+from realhf.planning.request import SearchBudget
 from realhf.planning.search import SearchResult, search_plan
 from realhf.planning.task import PlanningTask
 
@@ -36,31 +38,17 @@ def main() -> None:
 def cases(devices: int, task: PlanningTask) -> Iterator[dict[str, Any]]:
     if devices <= TABLES_AT:  # above, the search leaves out what cannot fit before it builds them
         options = {call.name: call_options(call, task.batch_size, task.cluster) for call in task.graph.calls.values()}
-        built = seconds_of(lambda: task.problem(options))
+        built = seconds_of(lambda: build_problem(task, options))
         count = sum(len(rows) for rows in options.values())
         yield at_most(f"{devices} devices: tables of {count:,} options built", built, "s", TABLES_TARGET_S)
     found: list[SearchResult] = []
-    searched = seconds_of(lambda: found.append(search(task)))
+    searched = seconds_of(lambda: found.append(search_plan(task, SearchBudget(), seed=1)))
     [result] = found
     yield at_most(f"{devices} devices: searched, {result.evaluations:,} evaluations", searched, "s", ANSWER_TARGET_S)
     gap = result.cost_s / result.lower_bound_s - 1
     yield at_most(f"{devices} devices: gap of the certificate", gap, "part", GAP_TARGET)
     compared = seconds_of(lambda: (evaluate_presets(task), best_alternatives(task, result.plan)))
     yield at_most(f"{devices} devices: presets and alternatives", compared, "s", ANSWER_TARGET_S)
-
-
-def search(task: PlanningTask) -> SearchResult:
-    return search_plan(
-        task.graph,
-        batch_size=task.batch_size,
-        workload=task.workload,
-        cluster=task.cluster,
-        costs=task.costs,
-        seed=1,
-        evaluations=None,
-        max_steps_in_flight=task.max_steps_in_flight,
-        dtype=task.dtype,
-    )
 
 
 def seconds_of(work: Callable[[], object]) -> float:

@@ -28,9 +28,10 @@ from realhf.planning.model.memory import dynamic_bytes, static_bytes
 from realhf.planning.model.timings import Costs, load_costs
 from realhf.planning.options import Option, legal_strategies, micro_batch_counts, mini_batch_size
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.native import Found, native_problem, reallocation_table, search_problem
+from realhf.planning.problem.native import Found, native_problem, search_problem
 from realhf.planning.problem.simulation import simulate
 from realhf.planning.problem.tables import Problem
+from realhf.planning.task import PlanningTask
 from realhf.planning.workload import Workload
 
 HARDWARE, DTYPE, DEVICES_PER_NODE = "h100", "bfloat16", 8
@@ -184,10 +185,11 @@ class Study:
         return static, dynamic_bytes(call, option, self.point.batch_size, self.workload, DTYPE, FEATURES)
 
     def problem(self, options: Mapping[str, Sequence[Option]]) -> Problem:
-        return build_problem(
-            self.graph, options, batch_size=self.point.batch_size, workload=self.workload, cluster=self.cluster,
-            costs=self.costs, max_steps_in_flight=STEPS_IN_FLIGHT, dtype=DTYPE, reallocations=reallocation_table,
+        task = PlanningTask(
+            graph=self.graph, batch_size=self.point.batch_size, workload=self.workload, cluster=self.cluster,
+            costs=self.costs, max_steps_in_flight=STEPS_IN_FLIGHT, dtype=DTYPE,
         )  # fmt: skip
+        return build_problem(task, options)
 
     def searched(self) -> dict[str, Any]:
         meshes = [mesh for mesh in device_meshes(self.cluster) if self._is_offered(mesh)]

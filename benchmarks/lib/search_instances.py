@@ -93,17 +93,18 @@ def instance(name: str) -> ProblemFile:
         call.name: [o for o in call_options(call, BATCH_SIZE, cluster) if _is_aligned(o, chosen.smallest)]
         for call in graph.calls.values()
     }
-    tables = build_problem(
-        graph,
-        options,
+    task = PlanningTask(
+        graph=graph,
         batch_size=BATCH_SIZE,
         workload=LENGTHS,
         cluster=cluster,
         costs=load_costs(graph.models, dtype="bfloat16", hardware=cluster.hardware),
         max_steps_in_flight=STEPS,
         dtype="bfloat16",
-        reallocations=lambda _, sources, targets, **links: [0.0] * (len(sources) * len(targets)),  # see _moves
     )
+    tables = build_problem(
+        task, options, reallocations=lambda _, sources, targets, **links: [0.0] * (len(sources) * len(targets))
+    )  # see _moves
     problem = _made_uneven(tables, chosen.uneven)
     moves = _moves_of(graph)
     return simple_file(problem, graph, DEVICES_PER_NODE, steps=STEPS, label=lambda row: row.strategy, moves=moves)

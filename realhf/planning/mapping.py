@@ -11,7 +11,6 @@ from realhf.planning.model.communicators import axes_used, group_key, of_all_dev
 from realhf.planning.model.memory import copy_bytes, dynamic_bytes, kept_cache_bytes, static_bytes
 from realhf.planning.model.sharding import Sharding
 from realhf.planning.options import Option, call_strategies, mini_batch_size
-from realhf.planning.problem.inputs import homes
 from realhf.planning.task import PlanningTask
 
 MOST_ALLOCATIONS = 500_000  # some ten seconds
@@ -184,8 +183,7 @@ class Mapper:
         self, calls: Sequence[ModelFunctionCallDef], num_devices: int, frugal: bool
     ) -> dict[str, Option] | None:
         """The fastest option that fits for every home, one after the other, with the least kept free for the rest."""
-        home_of = homes(self.task.graph)
-        at_home = [call for call in calls if home_of[call.name] == call.name]
+        at_home = [call for call in calls if self.task.homes[call.name] == call.name]
         static = {call.name: min(self._static(call, o) for _, o in self._ranked(call, num_devices)) for call in at_home}
         chosen: dict[str, Option] = {}
         for call in at_home:
@@ -207,11 +205,10 @@ class Mapper:
         self, calls: Sequence[ModelFunctionCallDef], num_devices: int, chosen: dict[str, Option]
     ) -> bool:
         """Adds the fastest option of every other call to `chosen`; False if one call has too little room."""
-        home_of = homes(self.task.graph)
         static = sum(self._static(call, chosen[call.name]) for call in calls if call.name in chosen)
         room = self._room() - static
         for call in calls:
-            at_home = self.task.graph.calls[home_of[call.name]]
+            at_home = self.task.graph.calls[self.task.homes[call.name]]
             home = chosen[at_home.name]
             ranked = [(0.0, home)] if call.name in chosen else self._ranked(call, num_devices)
             option = next((option for _, option in ranked if self._need(call, option, at_home, home) <= room), None)
@@ -220,7 +217,7 @@ class Mapper:
             chosen[call.name] = option
         needs, kept = [], []
         for call in calls:
-            at_home, option = self.task.graph.calls[home_of[call.name]], chosen[call.name]
+            at_home, option = self.task.graph.calls[self.task.homes[call.name]], chosen[call.name]
             needs.append(self._need(call, option, at_home, chosen[at_home.name]))
             kept.append(self._kept(call, option) if option.layout == chosen[at_home.name].layout else 0.0)
         # What one call leaves, all others have beside them.

@@ -32,6 +32,11 @@ class Option:
         )
 
 
+def option_of(call: CallPlan) -> Option:
+    """The option that a plan took for a call."""
+    return Option(call.layout, call.micro_batches)
+
+
 def is_legal(model: DecoderConfig, strategy: ParallelStrategy) -> bool:
     try:
         check_strategy("", model, strategy)

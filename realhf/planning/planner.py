@@ -21,7 +21,8 @@ from realhf.planning.explain.explanation import explain
 from realhf.planning.explain.remedies import find_remedies, smallest_peak_bytes
 from realhf.planning.model.timings import Costs, load_costs
 from realhf.planning.options import call_options
-from realhf.planning.predict import Prediction
+from realhf.planning.predict import Prediction, predict, predict_in_best_order
+from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.tables import Problem
 from realhf.planning.request import PlanRequest, SearchBudget
 from realhf.planning.search import SearchResult, search_plan
@@ -103,20 +104,8 @@ class Planner:
         budget = budget or SearchBudget()
         evaluations = self.settings.search_evaluations if budget.evaluations is None else budget.evaluations
         try:
-            return search_plan(
-                self.graph,
-                batch_size=self.settings.batch_size,
-                workload=self.workload,
-                cluster=self.cluster,
-                costs=self.costs,
-                seed=self.experiment.seed,
-                evaluations=evaluations,
-                seconds=budget.seconds,
-                max_steps_in_flight=self.settings.max_steps_in_flight,
-                dtype=self.dtype,
-                offload=self.offload,
-                watch=watch,
-            )
+            own = replace(budget, evaluations=evaluations)
+            return search_plan(self.task, own, self.experiment.seed, watch)
         except UserError as error:
             smallest = smallest_peak_bytes(self.task)
             if smallest is None or smallest <= self.cluster.device_memory_bytes:
@@ -127,20 +116,18 @@ class Planner:
     def problem(self) -> Problem:
         """The tables of all legal options: what `search` solves."""
         calls = self.graph.calls.values()
-        return self.task.problem(
-            {call.name: call_options(call, self.settings.batch_size, self.cluster) for call in calls}
-        )
+        options = {call.name: call_options(call, self.settings.batch_size, self.cluster) for call in calls}
+        return build_problem(self.task, options)
 
     def predict(self, plan: ExecutionPlan) -> Prediction:
         """What a given plan would take; the plan that comes back has the predictions filled in."""
-        return self.task.predict(plan)
+        return predict(self.task, plan)
 
     def predict_in_best_order(self, plan: ExecutionPlan) -> Prediction:
         """The prediction of a plan's calls in the fastest order for this experiment, whatever its own order."""
         in_flight = self.settings.max_steps_in_flight
-        return self.task.predict_in_best_order(
-            msgspec.structs.replace(plan, order=(), max_steps_in_flight=in_flight, predicted_step_s=None)
-        )
+        unordered = msgspec.structs.replace(plan, order=(), max_steps_in_flight=in_flight, predicted_step_s=None)
+        return predict_in_best_order(self.task, unordered)
 
     def _lengths(self) -> dict[str, tuple[float, int]]:
         """Mean and largest number of tokens of every key of the data set."""

@@ -1,21 +1,24 @@
 """What a plan would take: seconds per call and per step, and memory."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from msgspec.structs import replace
+from msgspec import structs
 
-from realhf.architecture.model import DType
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.offload import loads_of, with_loads
 from realhf.dataflow.plan import ExecutionPlan, check_plan
-from realhf.planning.cluster import Cluster
-from realhf.planning.model.timings import Costs
-from realhf.planning.options import Option
+from realhf.planning.model.cost import reallocation_table
+from realhf.planning.options import option_of
+from realhf.planning.order import possible_orders, steps_to_simulate
 from realhf.planning.problem.builder import build_problem
+from realhf.planning.problem.native import native_problem
+from realhf.planning.problem.native import reallocation_table as native_reallocations
+from realhf.planning.problem.parameters import ReallocationTable
 from realhf.planning.problem.simulation import device_bytes, makespan_s, simulate
 from realhf.planning.problem.tables import Problem
-from realhf.planning.workload import Workload
+from realhf.planning.task import PlanningTask
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,45 +38,62 @@ class Prediction:
     fits: bool
 
 
-def predict(
-    plan: ExecutionPlan,
-    graph: DataflowGraph,
-    *,
-    batch_size: int,
-    workload: Workload,
-    cluster: Cluster,
-    costs: Costs,
-    dtype: DType,
-) -> Prediction:
-    """Predicts a plan, searched or made by hand, run in its own order.
+def predict(task: PlanningTask, plan: ExecutionPlan) -> Prediction:
+    """Predicts a plan, searched or made by hand, run in its own order with its own offloaded models.
 
     Raises:
         UserError: the plan cannot run the graph, or is for more devices than the cluster has.
     """
-    check_plan(plan, graph, batch_size)
-    if plan.num_devices > cluster.num_devices:
+    check_plan(plan, task.graph, task.batch_size)
+    if plan.num_devices > task.cluster.num_devices:
         raise UserError(
-            f"the plan is for {plan.num_devices} devices but the cluster has {cluster.num_devices}; "
+            f"the plan is for {plan.num_devices} devices but the cluster has {task.cluster.num_devices}; "
             "give a larger cluster or make a plan for this one with `realhf plan`"
         )
-    options = {name: [Option(call.layout, call.micro_batches)] for name, call in plan.calls.items()}
-    problem = build_problem(
-        graph, options, batch_size=batch_size, workload=workload, cluster=cluster, costs=costs,
-        max_steps_in_flight=plan.max_steps_in_flight, dtype=dtype, offload=plan.offload,
-    )  # fmt: skip
+    in_flight = plan.max_steps_in_flight
+    problem = problem_of(replace(task, max_steps_in_flight=in_flight), plan, reallocations=reallocation_table)
     choice = [0] * len(problem.calls)
-    step_s = makespan_s(simulate(problem, choice, problem.steps, sequence_of(plan, graph, problem))) / problem.steps
+    order = sequence_of(plan, task.graph, problem)
+    step_s = makespan_s(simulate(problem, choice, problem.steps, order)) / problem.steps
     needs = device_bytes(problem, choice)
     call_s = {call.name: call.options[0].time_s for call in problem.calls}
-    filled = {name: replace(call, predicted_s=call_s[name]) for name, call in plan.calls.items()}
+    filled = {name: structs.replace(call, predicted_s=call_s[name]) for name, call in plan.calls.items()}
     return Prediction(
-        plan=replace(plan, calls=filled, predicted_step_s=step_s),
+        plan=structs.replace(plan, calls=filled, predicted_step_s=step_s),
         call_s=call_s,
         transfer_s={transfer.name: transfer.seconds[0] for transfer in problem.transfers},
         step_s=step_s,
         device_bytes=needs,
-        fits=max(needs) <= cluster.device_memory_bytes,
+        fits=max(needs) <= task.cluster.device_memory_bytes,
     )
+
+
+def problem_of(
+    task: PlanningTask, plan: ExecutionPlan, reallocations: ReallocationTable = native_reallocations
+) -> Problem:
+    """The tables of a plan's own options: one for each call."""
+    options = {name: [option_of(call)] for name, call in plan.calls.items()}
+    return build_problem(replace(task, offload=plan.offload), options, reallocations=reallocations)
+
+
+def predict_in_best_order(task: PlanningTask, plan: ExecutionPlan) -> Prediction:
+    """The prediction of the plan in the fastest of the orders that a simulation suggests."""
+    native = native_problem(problem_of(task, plan))
+    return fastest_order(task, plan, native.trace([0] * len(plan.calls), steps_to_simulate(task.max_steps_in_flight)))
+
+
+def fastest_order(
+    task: PlanningTask, plan: ExecutionPlan, simulated: Sequence[tuple[int, int, float, float]]
+) -> Prediction:
+    """The prediction of the plan in the fastest of the orders that can be run and agree with a simulation.
+
+    `simulated`: (node, step, start_s, end_s) of what was simulated (`Problem.trace` of the C++ search).
+    """
+    names = task.graph.nodes
+    starts = [(names[node], step, start_s) for node, step, start_s, _ in simulated if node < len(names)]
+    orders = possible_orders(starts, plan, task.graph, task.batch_size)
+    predictions = [predict(task, structs.replace(plan, order=order)) for order in orders]
+    return min(predictions, key=lambda prediction: prediction.step_s)
 
 
 def sequence_of(plan: ExecutionPlan, graph: DataflowGraph, problem: Problem) -> list[tuple[int, int]]:

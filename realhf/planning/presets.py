@@ -3,9 +3,6 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from msgspec.structs import replace
-
-from realhf.architecture.model import DType
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.plan import ExecutionPlan
@@ -15,13 +12,12 @@ from realhf.planning.mapping import Mapper
 from realhf.planning.model.communicators import axes_used, group_key, of_all_devices
 from realhf.planning.model.cost import CallCost
 from realhf.planning.model.memory import dynamic_bytes, kept_cache_bytes, static_bytes
-from realhf.planning.model.timings import Costs
 from realhf.planning.options import Option, call_strategies, mini_batch_size
-from realhf.planning.predict import Prediction, predict
+from realhf.planning.predict import Prediction, predict, predict_in_best_order
+from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem, search_problem
 from realhf.planning.task import PlanningTask
 from realhf.planning.watching import Watch, unwatched
-from realhf.planning.workload import Workload
 
 GIB = 2**30
 SEED, EVALUATIONS = 0, 20_000  # of the search for the best strategies within a preset's meshes
@@ -50,7 +46,7 @@ def evaluate_presets(task: PlanningTask, watch: Watch = unwatched) -> list[Prese
 def evaluate_preset(name: str, task: PlanningTask) -> PresetResult:
     """A preset, predicted as the searched plan is, in its own best order."""
     try:
-        prediction = task.predict_in_best_order(replace(PRESETS[name](task), offload=task.offload))
+        prediction = predict_in_best_order(task, PRESETS[name](task))
     except UserError as error:
         return PresetResult(name=name, prediction=None, problem=str(error))
     if prediction.fits:
@@ -110,19 +106,7 @@ def standalone(task: PlanningTask) -> ExecutionPlan:
 
 def hybridflow(task: PlanningTask) -> ExecutionPlan:
     """HybridFlow's mapping; see `realhf.planning.mapping`."""
-    return task.plan(Mapper(task).best().calls, "hybridflow")
-
-
-def heuristic(task: PlanningTask) -> ExecutionPlan:
-    return heuristic_plan(
-        task.graph,
-        batch_size=task.batch_size,
-        workload=task.workload,
-        cluster=task.cluster,
-        costs=task.costs,
-        max_steps_in_flight=task.max_steps_in_flight,
-        dtype=task.dtype,
-    )
+    return task.plan(Mapper(task).best().calls, preset="hybridflow")
 
 
 def _best_on(task: PlanningTask, meshes: Mapping[str, DeviceMesh], preset: str) -> ExecutionPlan:
@@ -140,23 +124,14 @@ def _best_on(task: PlanningTask, meshes: Mapping[str, DeviceMesh], preset: str) 
                 f"{preset}: no (dp, tp, pp) on {mesh.size} devices is legal for {call.name} with mini-batches of "
                 f"{mini_batch} samples; choose a batch size that the number of devices divides"
             )
-    native = native_problem(task.problem(options))
+    native = native_problem(build_problem(task, options))
     found = search_problem(native, seed=SEED, evaluations=EVALUATIONS, proves=False)
     choice = found.choice if found.feasible else native.smallest_plan(SEED)
     calls = {name: options[name][index].call_plan() for name, index in zip(task.graph.calls, choice, strict=True)}
-    return task.plan(calls, preset)
+    return task.plan(calls, preset=preset)
 
 
-def heuristic_plan(
-    graph: DataflowGraph,
-    *,
-    batch_size: int,
-    workload: Workload,
-    cluster: Cluster,
-    costs: Costs,
-    max_steps_in_flight: int,
-    dtype: DType,
-) -> ExecutionPlan:
+def heuristic(task: PlanningTask) -> ExecutionPlan:
     """All calls the same on all devices: tensor parallelism as far as it is legal within a node, data parallelism
     with the rest, pipeline stages only where dp would not divide a mini-batch or the models not fit into
     memory (after Megatron-LM's advice).
@@ -167,6 +142,7 @@ def heuristic_plan(
     Raises:
         UserError: no strategy on all devices is legal for all calls.
     """
+    graph, cluster, costs, dtype = task.graph, task.cluster, task.costs, task.dtype
     trained = {call.model_name for call in graph.calls.values() if call.trains}
 
     def static(strategy: ParallelStrategy) -> int:
@@ -196,7 +172,7 @@ def heuristic_plan(
     chosen: dict[str, Option] = {}
 
     def cache(call: ModelFunctionCallDef, option: Option) -> float:
-        return kept_cache_bytes(call, option, batch_size, workload, dtype, costs.features_of(call.model_name))
+        return kept_cache_bytes(call, option, task.batch_size, task.workload, dtype, costs.features_of(call.model_name))
 
     def need(call: ModelFunctionCallDef, option: Option) -> float:
         """With what other calls leave: under their options, or at least."""
@@ -206,7 +182,9 @@ def heuristic_plan(
             if other is not call:
                 theirs = [chosen[other.name]] if other.name in chosen else options(other, strategy)
                 kept += min(cache(other, o) for o in theirs)
-        return kept + dynamic_bytes(call, option, batch_size, workload, dtype, costs.features_of(call.model_name))
+        return kept + dynamic_bytes(
+            call, option, task.batch_size, task.workload, dtype, costs.features_of(call.model_name)
+        )
 
     def need_of_all(call: ModelFunctionCallDef, option: Option) -> float:
         """Of the call, or of another one beside what this one leaves."""
@@ -216,7 +194,7 @@ def heuristic_plan(
         return max(need(call, option), *(size_bytes + more for size_bytes in smallest), 0.0)
 
     micro_batches = {
-        call.name: dict(call_strategies(call, cluster.num_devices, mini_batch_size(call, batch_size)))
+        call.name: dict(call_strategies(call, cluster.num_devices, mini_batch_size(call, task.batch_size)))
         for call in graph.calls.values()
     }
 
@@ -229,28 +207,18 @@ def heuristic_plan(
         least = (min(need(call, o) for o in options(call, strategy)) for call in graph.calls.values())
         return max(max(least) - cluster.device_memory_bytes, 0.0)
 
-    strategies = _common_strategies(graph, batch_size, cluster)
+    strategies = _common_strategies(graph, task.batch_size, cluster)
     strategy = min(strategies, key=lambda s: (excess(s), -s.tp, -s.dp))
     # Those first that leave something: the others choose beside it.
     for call in sorted(graph.calls.values(), key=lambda call: call.interface_type is not GENERATE):
-        cost = CallCost(call=call, batch_size=batch_size, workload=workload, cluster=cluster, costs=costs, dtype=dtype)
+        cost = task.cost_of(call.name)
 
         def key(option: Option, call: ModelFunctionCallDef = call, cost: CallCost = cost) -> tuple[float, float]:
             over = max(need_of_all(call, option) - cluster.device_memory_bytes, 0.0)
             return over, cost.seconds(strategy, option.micro_batches)
 
         chosen[call.name] = min(options(call, strategy), key=key)
-    plan = ExecutionPlan(
-        num_devices=cluster.num_devices,
-        devices_per_node=cluster.devices_per_node,
-        calls={name: chosen[name].call_plan() for name in graph.calls},
-        max_steps_in_flight=max_steps_in_flight,
-        models=graph.models,
-        notes={"preset": "heuristic", "hardware": cluster.hardware.name},
-    )
-    return predict(
-        plan, graph, batch_size=batch_size, workload=workload, cluster=cluster, costs=costs, dtype=dtype
-    ).plan
+    return predict(task, task.plan({name: chosen[name].call_plan() for name in graph.calls}, preset="heuristic")).plan
 
 
 def _common_strategies(graph: DataflowGraph, batch_size: int, cluster: Cluster) -> list[ParallelStrategy]:

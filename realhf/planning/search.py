@@ -5,33 +5,25 @@ from dataclasses import dataclass
 
 import msgspec
 
-from realhf.architecture.model import DType
 from realhf.base.errors import UserError
 from realhf.base.numbers import STEPS_IN_FLIGHT, check_range
-from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.offload import check_offload
-from realhf.dataflow.plan import CallPlan, ExecutionPlan, check_plan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import ParallelStrategy
 from realhf.planning.cluster import Cluster, has_all_meshes
-from realhf.planning.model.cost import CallCost
 from realhf.planning.model.grouping import with_groups
 from realhf.planning.model.memory import dynamic_bytes, parameter_bytes, static_bytes
-from realhf.planning.model.timings import Costs
-from realhf.planning.options import Option, call_options
-from realhf.planning.order import possible_orders, steps_to_simulate
-from realhf.planning.predict import Prediction
+from realhf.planning.options import Option, call_options, option_of
+from realhf.planning.order import steps_to_simulate
+from realhf.planning.predict import Prediction, fastest_order
 from realhf.planning.presets import PresetResult, evaluate_presets
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.inputs import homes
-from realhf.planning.problem.native import native_problem, reallocation_table, search_problem
+from realhf.planning.problem.native import native_problem, search_problem
 from realhf.planning.problem.tables import Problem
+from realhf.planning.request import SearchBudget
 from realhf.planning.task import PlanningTask
 from realhf.planning.watching import Watch, unwatched
-from realhf.planning.workload import Workload
 
-# What a budget may be. A search looks at its starts, whatever its budget: one evaluation gives the best of them.
-EVALUATIONS = (1, 10**12)
-SECONDS = (0.01, 10**7)
 SEEDS = (0, 2**63 - 1)
 EVALUATIONS_PER_OPTION = 20
 DEFAULT_EVALUATIONS = (20_000, 2_000_000)  # at least, at most
@@ -71,110 +63,63 @@ def default_evaluations(options: Mapping[str, Sequence[Option]]) -> int:
     return min(max(EVALUATIONS_PER_OPTION * sum(len(rows) for rows in options.values()), least), most)
 
 
-def search_plan(
-    graph: DataflowGraph,
-    *,
-    batch_size: int,
-    workload: Workload,
-    cluster: Cluster,
-    costs: Costs,
-    seed: int,
-    evaluations: int | None,
-    max_steps_in_flight: int,
-    dtype: DType,
-    seconds: float | None = None,
-    offload: tuple[str, ...] = (),
-    watch: Watch = unwatched,
-) -> SearchResult:
+def search_plan(task: PlanningTask, budget: SearchBudget, seed: int, watch: Watch = unwatched) -> SearchResult:
     """Searches mesh, strategy and micro-batches of every call (ReaL, section 5.2), from the plans by rule on.
 
-    `evaluations` is the search's budget (None: `default_evaluations`); the models of `offload` wait in host memory
-    while nothing needs them, in every plan that is looked at. Whatever the budget, no plan by rule that fits has a
-    shorter predicted step.
+    Without a budget it is `default_evaluations`. Whatever the budget, no plan by rule that fits has a shorter predicted
+    step.
 
     Raises:
-        UserError: `offload` names other than models of the graph, a call has no legal option, a number is out of its
-            range, or no plan fits into the devices' memory.
+        UserError: the task's `offload` names other than models of the graph, a call has no legal option, a number is
+            out of its range, or no plan fits into the devices' memory.
     """
-    check_budget(evaluations, seconds)
     check_range("seed", seed, *SEEDS)
-    check_range("max_steps_in_flight", max_steps_in_flight, *STEPS_IN_FLIGHT)
-    check_offload(offload, graph)
-    task = PlanningTask(
-        graph=graph, batch_size=batch_size, workload=workload, cluster=cluster, costs=costs,
-        max_steps_in_flight=max_steps_in_flight, dtype=dtype, offload=offload,
-    )  # fmt: skip
+    check_range("max_steps_in_flight", task.max_steps_in_flight, *STEPS_IN_FLIGHT)
+    check_offload(task.offload, task.graph)
     rules = evaluate_presets(task, watch)
     known = [rule.prediction for rule in rules if rule.prediction is not None and not rule.problem]
     watch("options", "")
-    options = {call.name: call_options(call, batch_size, cluster) for call in graph.calls.values()}
+    options = {call.name: call_options(call, task.batch_size, task.cluster) for call in task.graph.calls.values()}
     num_options = {name: len(rows) for name, rows in options.items()}
-    if not has_all_meshes(cluster):
-        options = {
-            name: without_hopeless(
-                graph.calls[name], rows, batch_size=batch_size, workload=workload, cluster=cluster, costs=costs,
-                dtype=dtype,
-            )
-            for name, rows in options.items()
-        }  # fmt: skip
+    if not has_all_meshes(task.cluster):
+        options = {name: without_hopeless(task, name, rows) for name, rows in options.items()}
     starts = [_choice(prediction.plan, options) for prediction in known]
     watch("tables", f"{sum(len(rows) for rows in options.values()):,} options")
-    problem = build_problem(
-        graph, options, batch_size=batch_size, workload=workload, cluster=cluster, costs=costs,
-        max_steps_in_flight=max_steps_in_flight, dtype=dtype, reallocations=reallocation_table, offload=offload,
-        groups=True,
-    )  # fmt: skip
+    problem = build_problem(task, options, groups=True)
     native = native_problem(problem)
-    budget = evaluations or default_evaluations(options)
-    found = search_problem(native, seed=seed, evaluations=budget, seconds=seconds, starts=starts, watch=watch)
-    candidates = [(prediction, choice) for prediction, choice in zip(known, starts, strict=True)]
+    evaluations = budget.evaluations or default_evaluations(options)
+    found = search_problem(
+        native, seed=seed, evaluations=evaluations, seconds=budget.seconds, starts=starts, watch=watch
+    )
+    candidates = list(zip(known, starts, strict=True))
     if found.feasible:
-        notes: dict[str, str | int | float | bool] = {
-            "hardware": cluster.hardware.name,
-            "costs": "measured" if costs.profiled else "analytic",
-            "seed": seed,
-            "evaluations": found.evaluations,
-        }
-        simulated = native.trace(found.choice, steps_to_simulate(max_steps_in_flight))
-        calls = _call_plans(problem, options, found.choice)
-        candidates.insert(0, (_ordered(task, calls, simulated, notes), found.choice))
+        costs = "measured" if task.costs.profiled else "analytic"
+        plan = task.plan(
+            _call_plans(problem, options, found.choice), costs=costs, seed=seed, evaluations=found.evaluations
+        )
+        simulated = native.trace(found.choice, steps_to_simulate(task.max_steps_in_flight))
+        candidates.insert(0, (_ordered(task, plan, simulated), found.choice))
     if not candidates:
         smallest = native.evaluate(native.smallest_plan(seed))["peak_bytes"]
-        raise UserError(_nothing_fits(smallest, cluster))
+        raise UserError(_nothing_fits(smallest, task.cluster))
     # A search compares plans as they are simulated, each call as soon as it can; a plan is run in its own order.
     prediction, choice = min(candidates, key=lambda candidate: (not candidate[0].fits, candidate[0].step_s))
     cost_s = native.evaluate(choice)["step_time"]
     proven = found.proven and cost_s <= found.step_s
-    peak_bytes = max(prediction.device_bytes)
-    notes = {**prediction.plan.notes, "peak_memory_gib": round(peak_bytes / GIB, 3)}
-    plan = msgspec.structs.replace(prediction.plan, notes=notes)
-    check_plan(plan, graph, batch_size)
-    if (plan.predicted_step_s or 0.0) >= found.lower_bound_s * (1 - ROUNDING):
-        # The proof is about simulated plans; the plan's own order could do better, and the note would be wrong of it.
-        bound = {"lower_bound_s": round(found.lower_bound_s, 6), "proven_optimal": proven}
-        plan = msgspec.structs.replace(plan, notes={**plan.notes, **bound})
     return SearchResult(
-        plan=plan,
+        plan=_noted(prediction, found.lower_bound_s, proven),
         cost_s=cost_s,
         evaluations=found.evaluations,
         evaluations_per_s=found.evaluations / max(found.seconds, 1e-9),
         feasible=True,
-        peak_bytes=peak_bytes,
+        peak_bytes=max(prediction.device_bytes),
         lower_bound_s=found.lower_bound_s,
         proven=proven,
         trace=found.trace,
         num_options=num_options,
         rules=tuple(rules),
-        has_all_meshes=has_all_meshes(cluster),
+        has_all_meshes=has_all_meshes(task.cluster),
     )
-
-
-def check_budget(evaluations: int | None, seconds: float | None) -> None:
-    """Raises UserError for a budget of a search (`--evaluations`, `--seconds`) out of its range."""
-    if evaluations is not None:
-        check_range("--evaluations", evaluations, *EVALUATIONS, "plans")
-    if seconds is not None:
-        check_range("--seconds", seconds, *SECONDS, "seconds")
 
 
 def _choice(plan: ExecutionPlan, options: dict[str, list[Option]]) -> list[int]:
@@ -184,60 +129,40 @@ def _choice(plan: ExecutionPlan, options: dict[str, list[Option]]) -> list[int]:
     """
     choice = []
     for name, rows in options.items():
-        option = Option(plan.calls[name].layout, plan.calls[name].micro_batches)
+        option = option_of(plan.calls[name])
         if option not in rows:
             rows.append(option)
         choice.append(rows.index(option))
     return choice
 
 
-def _ordered(
-    task: PlanningTask,
-    calls: dict[str, CallPlan],
-    simulated: Sequence[tuple[int, int, float, float]],
-    notes: dict[str, str | int | float | bool],
-) -> Prediction:
-    """The plan of these calls in the fastest of its possible orders, grouped as their homes if that fits."""
-    graph, names = task.graph, task.graph.nodes
-    starts = [(names[node], step, start) for node, step, start, _ in simulated if node < len(names)]
-
-    def fastest(of: dict[str, CallPlan]) -> Prediction:
-        unordered = ExecutionPlan(
-            num_devices=task.cluster.num_devices,
-            devices_per_node=task.cluster.devices_per_node,
-            calls=of,
-            max_steps_in_flight=task.max_steps_in_flight,
-            offload=task.offload,
-            models=graph.models,
-            notes=notes,
-        )
-        orders = possible_orders(starts, unordered, graph, task.batch_size)
-        predictions = [task.predict(msgspec.structs.replace(unordered, order=order)) for order in orders]
-        return min(predictions, key=lambda prediction: prediction.step_s)
-
-    prediction = fastest(with_groups(calls, homes(graph), graph, task.cluster))
+def _ordered(task: PlanningTask, plan: ExecutionPlan, simulated: Sequence[tuple[int, int, float, float]]) -> Prediction:
+    """The plan in the fastest of its possible orders, grouped as its homes if that fits."""
+    calls = with_groups(plan.calls, task.homes, task.graph, task.cluster)
+    prediction = fastest_order(task, msgspec.structs.replace(plan, calls=calls), simulated)
     if not prediction.fits:  # grouped calls may need communicators where others were shared
-        prediction = min(prediction, fastest(calls), key=lambda prediction: not prediction.fits)
+        prediction = min(prediction, fastest_order(task, plan, simulated), key=lambda prediction: not prediction.fits)
     return prediction
 
 
-def without_hopeless(
-    call: ModelFunctionCallDef,
-    options: Sequence[Option],
-    *,
-    batch_size: int,
-    workload: Workload,
-    cluster: Cluster,
-    costs: Costs,
-    dtype: DType,
-) -> list[Option]:
-    """The options that may fit into memory: no feasible plan has another. All if there is none.
+def _noted(prediction: Prediction, lower_bound_s: float, proven: bool) -> ExecutionPlan:
+    """The predicted plan with what the search knows of it in its notes."""
+    plan = prediction.plan
+    notes = {**plan.notes, "peak_memory_gib": round(max(prediction.device_bytes) / GIB, 3)}
+    if (plan.predicted_step_s or 0.0) >= lower_bound_s * (1 - ROUNDING):
+        # The proof is about simulated plans; the plan's own order could do better, and the note would be wrong of it.
+        notes |= {"lower_bound_s": round(lower_bound_s, 6), "proven_optimal": proven}
+    return msgspec.structs.replace(plan, notes=notes)
+
+
+def without_hopeless(task: PlanningTask, name: str, options: Sequence[Option]) -> list[Option]:
+    """The options of a call that may fit into memory: no feasible plan has another. All if there is none.
 
     Wherever the model lives, its parameters are on the call's devices beside what the call allocates.
     """
     needs: dict[tuple[ParallelStrategy, int], float] = {}
-    features = costs.features_of(call.model_name)
-    cost = CallCost(call=call, batch_size=batch_size, workload=workload, cluster=cluster, costs=costs, dtype=dtype)
+    call, dtype, cost = task.graph.calls[name], task.dtype, task.cost_of(name)
+    features = task.costs.features_of(call.model_name)
     kept = []
     for option in options:
         shape = (option.layout.strategy, option.micro_batches)
@@ -245,10 +170,10 @@ def without_hopeless(
             needs[shape] = parameter_bytes(call.config, option.layout.strategy, dtype)
             if call.trains:  # at home, as every training of a model is, with the optimizer's states
                 needs[shape] = static_bytes(call.config, option.layout.strategy, dtype, trained=True, features=features)
-            needs[shape] += dynamic_bytes(call, option, batch_size, workload, dtype, features)
+            needs[shape] += dynamic_bytes(call, option, task.batch_size, task.workload, dtype, features)
             if cost.sharding(*shape):
                 needs[shape] = 0.0  # operators are sharded so that it fits
-        if needs[shape] <= cluster.device_memory_bytes:
+        if needs[shape] <= task.cluster.device_memory_bytes:
             kept.append(option)
     return kept or list(options)
 

@@ -1,9 +1,10 @@
 """Why not otherwise: for each call of a plan, the best that a change of this call alone would give."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
-from realhf.planning.options import Option, call_options
+from realhf.planning.options import Option, call_options, option_of
+from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem
 from realhf.planning.task import PlanningTask
 
@@ -34,10 +35,10 @@ def best_alternatives(task: PlanningTask, plan: ExecutionPlan) -> list[Alternati
 
 
 def _best(task: PlanningTask, plan: ExecutionPlan, name: str) -> Alternative:
-    chosen = {call: [Option(entry.layout, entry.micro_batches)] for call, entry in plan.calls.items()}
+    chosen = {call: [option_of(entry)] for call, entry in plan.calls.items()}
     planned = chosen[name][0]
     options = [planned, *_others(task, name, planned)]
-    native = native_problem(task.problem({**chosen, name: options}, plan.offload))
+    native = native_problem(build_problem(replace(task, offload=plan.offload), {**chosen, name: options}))
     place = list(task.graph.calls).index(name)
     (planned_step_s, _), *evaluations = native.evaluate_all([0] * len(task.graph.calls), place)
     best, best_s, too_large = None, float("inf"), 0

@@ -5,8 +5,7 @@ from dataclasses import dataclass
 
 from realhf.dataflow.graph import GENERATE, DataflowGraph
 from realhf.dataflow.plan import ExecutionPlan
-from realhf.planning.options import Option
-from realhf.planning.predict import Prediction, sequence_of
+from realhf.planning.predict import Prediction, problem_of, sequence_of
 from realhf.planning.problem.simulation import Event, Simulation, communicator_bytes, makespan_s, simulate, static_bytes
 from realhf.planning.problem.tables import Problem
 from realhf.planning.task import PlanningTask
@@ -75,8 +74,7 @@ class Analysis:
 def analyse(task: PlanningTask, prediction: Prediction) -> Analysis:
     """Simulates a predicted plan once more and keeps what happened."""
     plan = prediction.plan
-    options = {name: [Option(call.layout, call.micro_batches)] for name, call in plan.calls.items()}
-    problem = task.problem(options, plan.offload)
+    problem = problem_of(task, plan)
     choice = [0] * len(problem.calls)
     simulation = Simulation(problem, choice)
     events = simulate(problem, choice, problem.steps, sequence_of(plan, task.graph, problem))

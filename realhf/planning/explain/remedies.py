@@ -6,6 +6,7 @@ from realhf.base.errors import UserError
 from realhf.base.numbers import DEVICES
 from realhf.geometry.layout import DeviceMesh, Layout
 from realhf.planning.options import Option, call_strategies, mini_batch_size
+from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem
 from realhf.planning.task import PlanningTask
 
@@ -65,7 +66,7 @@ def smallest_peak_bytes(task: PlanningTask) -> float | None:
         ]
         if not options[call.name]:
             return None
-    native = native_problem(task.problem(options))
+    native = native_problem(build_problem(task, options))
     return float(native.evaluate(native.smallest_plan(SEED))["peak_bytes"])
 
 

@@ -25,7 +25,7 @@ class DataTransfers:
         transfer to wait for the source's devices, it would stand behind all steps that were ready before it.
         """
         inputs = self._inputs
-        runs_ahead = any(edge.kind == "version" and edge.steps_back > 1 for edge in inputs.graph.parents(parent))
+        runs_ahead = any(edge.kind == "version" and edge.steps_back > 1 for edge in inputs.task.graph.parents(parent))
         sources, rows = distinct(inputs.layouts[parent], self._place)
         places = inputs.layouts[call.name]
         targets, columns = distinct(places, lambda layout: (self._place(layout), call.parts(layout)))
@@ -50,12 +50,12 @@ class DataTransfers:
     ) -> "array[float]":
         """Row-major. A row is that of meshes on different nodes, but for the few targets on the source's own node."""
 
-        inputs = self._inputs
+        task = self._inputs.task
 
         def seconds(parts: int, crosses_nodes: bool) -> float:
             return transfer_s(
-                keys, call, parts, crosses_nodes=crosses_nodes, batch_size=inputs.batch_size, workload=inputs.workload,
-                hardware=inputs.costs.hardware,
+                keys, call, parts, crosses_nodes=crosses_nodes, batch_size=task.batch_size, workload=task.workload,
+                hardware=task.costs.hardware,
             )  # fmt: skip
 
         numbers_of_parts = {parts for _, parts in targets}
@@ -76,5 +76,5 @@ class DataTransfers:
 
     def _place(self, layout: Layout) -> _Place:
         mesh = layout.mesh
-        first, last = self._inputs.cluster.node_of(mesh.first), self._inputs.cluster.node_of(mesh.first + mesh.size - 1)
+        first, last = self._inputs.task.cluster.node_of(mesh.first), self._inputs.task.cluster.node_of(mesh.devices[-1])
         return mesh.first if mesh.size == 1 else None, first if first == last else None

@@ -2,20 +2,17 @@
 
 from collections.abc import Mapping, Sequence
 
-from realhf.architecture.model import DType
-from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.offload import loads_of
-from realhf.planning.cluster import Cluster
-from realhf.planning.model.cost import reallocation_table
 from realhf.planning.model.offloading import offload_tables
-from realhf.planning.model.timings import Costs
 from realhf.planning.options import Option
 from realhf.planning.problem.arrays import DataTransfers
 from realhf.planning.problem.inputs import ProblemInputs
+from realhf.planning.problem.native import reallocation_table
 from realhf.planning.problem.option_rows import OptionRows
 from realhf.planning.problem.parameters import ParameterTransfers, ReallocationTable
 from realhf.planning.problem.tables import CallTable, Problem, TransferTable
-from realhf.planning.workload import Workload
+from realhf.planning.task import PlanningTask
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
 
 STEPS = 4  # unrolled steps: the objective is their makespan / STEPS, so that overlap across steps counts
@@ -28,17 +25,10 @@ def steps_unrolled(max_steps_in_flight: int) -> int:
 
 
 def build_problem(
-    graph: DataflowGraph,
+    task: PlanningTask,
     options: Mapping[str, Sequence[Option]],
     *,
-    batch_size: int,
-    workload: Workload,
-    cluster: Cluster,
-    costs: Costs,
-    max_steps_in_flight: int,
-    dtype: DType,
     reallocations: ReallocationTable = reallocation_table,
-    offload: Sequence[str] = (),
     groups: bool = False,
 ) -> Problem:
     """The tables for a choice among `options` of every call.
@@ -49,35 +39,32 @@ def build_problem(
     together, since the copy that a reallocation makes is freed after the call and must not occupy
     memory before.
 
-    A model of `offload` waits in host memory: it is loaded for each of its calls, on the devices of its home,
-    and sent back behind it. Both occupy these devices alone; its memory counts in its own calls.
+    A model of the task's `offload` waits in host memory: it is loaded for each of its calls, on the devices of its
+    home, and sent back behind it. Both occupy these devices alone; its memory counts in its own calls.
 
     With `groups`, calls on the devices of their home count as grouped like it where they can be
     (`realhf.planning.model.grouping`). A copy that contains the home's part counts without it; where the home has
     several layouts to choose from, bytes of an option cannot depend on which, and all of it counts.
     """
-    inputs = ProblemInputs(
-        graph=graph, options=options, batch_size=batch_size, workload=workload, cluster=cluster, costs=costs,
-        dtype=dtype, offload=frozenset(offload), groups=groups,
-    )  # fmt: skip
+    inputs = ProblemInputs(task, options, groups)
     builder = _Builder(inputs, reallocations)
     return Problem(
-        num_devices=cluster.num_devices,
-        device_memory_bytes=cluster.device_memory_bytes,
-        steps=steps_unrolled(max_steps_in_flight),
-        max_steps_in_flight=max_steps_in_flight,
-        calls=[builder.call_table(call) for call in graph.calls.values()],
+        num_devices=task.cluster.num_devices,
+        device_memory_bytes=task.cluster.device_memory_bytes,
+        steps=steps_unrolled(task.max_steps_in_flight),
+        max_steps_in_flight=task.max_steps_in_flight,
+        calls=[builder.call_table(call) for call in task.graph.calls.values()],
         transfers=builder.transfers,
-        communicator_bytes=costs.hardware.communicator_bytes,
-        sending_bytes=_sending_bytes(inputs),
+        communicator_bytes=task.costs.hardware.communicator_bytes,
+        sending_bytes=_sending_bytes(task),
     )
 
 
-def _sending_bytes(inputs: ProblemInputs) -> float:
+def _sending_bytes(task: PlanningTask) -> float:
     """The buckets of a device that sends a copy: as many as fill one (`copy_bytes`), where messages are packed. What
     does not leave a host whose memory its devices share is not (`realhf.realloc.execute.message_passing`)."""
-    is_packed = inputs.cluster.num_nodes > 1 or not inputs.costs.hardware.shares_host_memory
-    has_copies = any(home != call for call, home in inputs.homes.items())
+    is_packed = task.cluster.num_nodes > 1 or not task.costs.hardware.shares_host_memory
+    has_copies = any(home != call for call, home in task.homes.items())
     return 2.0 * DEFAULT_BUCKET_BYTES if is_packed and has_copies else 0.0
 
 
@@ -87,8 +74,8 @@ class _Builder:
     def __init__(self, inputs: ProblemInputs, reallocations: ReallocationTable):
         self._inputs, self._rows = inputs, OptionRows(inputs)
         self._data, self._parameters = DataTransfers(inputs), ParameterTransfers(inputs, reallocations)
-        graph = inputs.graph
-        loads = loads_of(graph, inputs.offload).values()
+        graph = inputs.task.graph
+        loads = loads_of(graph, inputs.task.offload).values()
         offloading, self._waits = offload_tables(graph, loads, inputs.number, self._parameters.host_copy)
         # The first transfers are the graph's own nodes.
         follows = (self._parameters.follow(node, self._waits[node.name]) for node in graph.follows.values())
@@ -99,11 +86,11 @@ class _Builder:
     def call_table(self, call: ModelFunctionCallDef) -> CallTable:
         """Waits for its version edges and its transfers; a data edge is a transfer's business."""
         inputs = self._inputs
-        edges = [edge for edge in inputs.graph.parents(call.name) if edge.kind != "data"]
+        edges = [edge for edge in inputs.task.graph.parents(call.name) if edge.kind != "data"]
         parents = [(inputs.number[edge.parent], edge.steps_back) for edge in edges]
         return CallTable(
             name=call.name,
-            home=inputs.number[inputs.homes[call.name]],
+            home=inputs.number[inputs.task.homes[call.name]],
             parents=[*parents, *self._waits[call.name]],
             options=self._rows.rows(call),
             spared=list(self._rows.spared(call)),
@@ -111,16 +98,16 @@ class _Builder:
 
     def _add_transfers(self, call: ModelFunctionCallDef) -> None:
         inputs = self._inputs
-        edges, loads = inputs.graph.parents(call.name), list(self._waits[call.name])
+        edges, loads = inputs.task.graph.parents(call.name), list(self._waits[call.name])
         for edge in edges:
             if edge.kind == "data":
                 self._add(self._data.between(call, edge.parent, len(edge.keys)), call.name)
-        home = inputs.homes[call.name]
+        home = inputs.task.homes[call.name]
         if home != call.name:
             parents = [(inputs.number[edge.parent], edge.steps_back) for edge in edges]
             self._add(self._parameters.reallocation(call, home, [*parents, *loads]), call.name)
 
     def _add(self, transfer: TransferTable, call: str) -> None:
         """Appends a transfer that `call` waits for."""
-        self._waits[call].append((len(self._inputs.graph.calls) + len(self.transfers), 0))
+        self._waits[call].append((len(self._inputs.task.graph.calls) + len(self.transfers), 0))
         self.transfers.append(transfer)

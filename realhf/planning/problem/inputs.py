@@ -5,66 +5,46 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TypeVar
 
-from realhf.architecture.model import DType
-from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
-from realhf.dataflow.plan import ExecutionPlan
+from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.geometry.layout import Layout, ParallelStrategy
-from realhf.planning.cluster import Cluster
-from realhf.planning.model.timings import Costs
 from realhf.planning.options import Option
-from realhf.planning.workload import Workload
+from realhf.planning.task import PlanningTask
 
 K = TypeVar("K")
 Numbered = tuple[list[Layout], list[int]]  # distinct layouts, and for every option the number of its own
 
 
-def homes(graph: DataflowGraph) -> dict[str, str]:
-    """For every call, the call in whose layout its model's parameters live (`ExecutionPlan.home`)."""
-    empty = ExecutionPlan(num_devices=1, calls={})
-    return {name: empty.home(graph, call.model_name) for name, call in graph.calls.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class ProblemInputs:
-    """The arguments of `realhf.planning.problem.builder.build_problem`.
+    """A task, the options of its calls, and whether calls count as grouped like their home where they can be.
 
-    `homes` has for every call the name of its model's home; `number` those of the graph's own nodes, which come first;
-    `layouts` of a call are the distinct ones among its options.
+    `number` has those of the graph's own nodes, which come first; `layouts` of a call are the distinct ones among its
+    options.
     """
 
-    graph: DataflowGraph
+    task: PlanningTask
     options: Mapping[str, Sequence[Option]]
-    batch_size: int
-    workload: Workload
-    cluster: Cluster
-    costs: Costs
-    dtype: DType
-    offload: frozenset[str]
     groups: bool
 
     @cached_property
-    def homes(self) -> dict[str, str]:
-        return homes(self.graph)
-
-    @cached_property
     def number(self) -> dict[str, int]:
-        return {name: i for i, name in enumerate(self.graph.nodes)}
+        return {name: i for i, name in enumerate(self.task.graph.nodes)}
 
     @cached_property
     def layouts(self) -> dict[str, Numbered]:
-        return {name: _layouts(self.options[name]) for name in self.graph.calls}
+        return {name: _layouts(self.options[name]) for name in self.task.graph.calls}
 
     def home_call(self, model: str) -> ModelFunctionCallDef:
         """The call in whose layout a model's parameters live."""
-        return self.graph.calls[self.homes[self.graph.calls_of(model)[0].name]]
+        return self.task.graph.calls[self.task.homes[self.task.graph.calls_of(model)[0].name]]
 
     def at_home(
         self, bytes_of: Callable[..., int], call: ModelFunctionCallDef, strategy: ParallelStrategy, *, trained: bool
     ) -> int:
         """`static_bytes` or `offloaded_bytes` of the home of the call's model."""
         model = call.model_name
-        features, versions = self.costs.features_of(model), self.graph.versions_kept(model)
-        return bytes_of(call.config, strategy, self.dtype, trained=trained, features=features, versions=versions)
+        features, versions = self.task.costs.features_of(model), self.task.graph.versions_kept(model)
+        return bytes_of(call.config, strategy, self.task.dtype, trained=trained, features=features, versions=versions)
 
 
 def _layouts(options: Sequence[Option]) -> Numbered:

@@ -39,17 +39,14 @@ class OptionRows:
 
     def __init__(self, inputs: ProblemInputs):
         self._inputs = inputs
-        common = of_all_devices(inputs.cluster.num_devices, moves=bool(inputs.graph.follows))
+        common = of_all_devices(inputs.task.cluster.num_devices, moves=bool(inputs.task.graph.follows))
         self._labels = CommunicatorLabels(common)
 
     def rows(self, call: ModelFunctionCallDef) -> list[OptionRow]:
         """Where the mesh lies changes nothing: what is known of a strategy holds for all meshes of its size."""
         inputs = self._inputs
-        is_home = inputs.homes[call.name] == call.name
-        cost = CallCost(
-            call=call, batch_size=inputs.batch_size, workload=inputs.workload, cluster=inputs.cluster,
-            costs=inputs.costs, dtype=inputs.dtype, shares_devices=len(inputs.graph.calls) > 1,
-        )  # fmt: skip
+        is_home = inputs.task.homes[call.name] == call.name
+        cost = inputs.task.cost_of(call.name)
         known: dict[ParallelStrategy, _StrategyRow] = {}
         layouts, numbers = inputs.layouts[call.name]
         by_layout = []
@@ -58,7 +55,7 @@ class OptionRows:
                 known[layout.strategy] = self._strategy_row(call, layout.strategy, is_home)
             devices = (layout.mesh.first, layout.mesh.size)
             by_layout.append((devices, self._communicators(call, layout), known[layout.strategy]))
-        waits = call.model_name in inputs.offload
+        waits = call.model_name in inputs.task.offload
         home_bytes = 0.0 if is_home or not waits else self._loaded_bytes(call)
         rows = []
         for option, number in zip(inputs.options[call.name], numbers, strict=True):
@@ -82,36 +79,36 @@ class OptionRows:
 
     def _communicators(self, call: ModelFunctionCallDef, layout: Layout) -> tuple[int, ...]:
         inputs = self._inputs
-        if inputs.costs.hardware.communicator_bytes == 0:
+        if inputs.task.costs.hardware.communicator_bytes == 0:
             return ()
-        is_home = inputs.homes[call.name] == call.name
-        gathers = is_home and inputs.costs.features_of(call.model_name).fully_sharded
+        is_home = inputs.task.homes[call.name] == call.name
+        gathers = is_home and inputs.task.costs.features_of(call.model_name).fully_sharded
         return self._labels.of(layout, axes_used(call, layout.strategy, gathers_parameters=gathers))
 
     def _needs(self, call: ModelFunctionCallDef, option: Option, row: _StrategyRow, cost: CallCost) -> _Needs:
         inputs = self._inputs
         strategy, micro_batches = option.layout.strategy, option.micro_batches
         seconds = cost.seconds(strategy, micro_batches)
-        features = inputs.costs.features_of(call.model_name)
-        dynamic = dynamic_bytes(call, option, inputs.batch_size, inputs.workload, inputs.dtype, features)
-        kept = kept_cache_bytes(call, option, inputs.batch_size, inputs.workload, inputs.dtype, features)
+        features = inputs.task.costs.features_of(call.model_name)
+        dynamic = dynamic_bytes(call, option, inputs.task.batch_size, inputs.task.workload, inputs.task.dtype, features)
+        kept = kept_cache_bytes(call, option, inputs.task.batch_size, inputs.task.workload, inputs.task.dtype, features)
         dynamic -= kept
-        is_home = inputs.homes[call.name] == call.name
+        is_home = inputs.task.homes[call.name] == call.name
         if is_home:
-            dynamic += gathered_for_call(call, strategy, inputs.dtype, features)
+            dynamic += gathered_for_call(call, strategy, inputs.task.dtype, features)
         sharding = cost.sharding(strategy, micro_batches) if is_home else None
         if sharding is None:
             label = self._home_label(call, strategy) if is_home else row.label
             return _Needs(label, seconds, row.static_bytes + kept, dynamic)
         # No call finds whole parameters in such a home: a label of its own makes each take a copy, and the time to
         # gather what it is made of is added here, once a copy.
-        copies = len(inputs.graph.calls_of(call.model_name)) - 1
+        copies = len(inputs.task.graph.calls_of(call.model_name)) - 1
         seconds += copies * sharding.regather_s
         label = f"{row.label} sharded"
         return _Needs(label, seconds, float(sharding.static_bytes), dynamic + sharding.gather_bytes)
 
     def _home_label(self, call: ModelFunctionCallDef, strategy: ParallelStrategy) -> str:
-        is_sharded = self._inputs.costs.features_of(call.model_name).fully_sharded and strategy.dp > 1
+        is_sharded = self._inputs.task.costs.features_of(call.model_name).fully_sharded and strategy.dp > 1
         return f"{strategy} sharded" if is_sharded else str(strategy)
 
     def spared(self, call: ModelFunctionCallDef) -> Iterator[tuple[str, str, float]]:
@@ -120,8 +117,8 @@ class OptionRows:
         None where the home is loaded for each call, or keeps shards of its own choice, which has another label.
         """
         inputs = self._inputs
-        home, features = inputs.home_call(call.model_name), inputs.costs.features_of(call.model_name)
-        if home is call or call.trains or call.model_name in inputs.offload:
+        home, features = inputs.home_call(call.model_name), inputs.task.costs.features_of(call.model_name)
+        if home is call or call.trains or call.model_name in inputs.task.offload:
             return
         homes, copies = (
             {layout.strategy: None for layout in inputs.layouts[name][0]} for name in (home.name, call.name)
@@ -132,8 +129,8 @@ class OptionRows:
             source, target = (
                 Layout(DeviceMesh(0, kept.size), degrees) for degrees in (kept, copied)
             )  # wherever they lie
-            groups = grouped(source, target, call.config.num_layers, inputs.cluster) if inputs.groups else None
-            spared = spared_bytes(call.config, source, groups or target, inputs.dtype, features)
+            groups = grouped(source, target, call.config.num_layers, inputs.task.cluster) if inputs.groups else None
+            spared = spared_bytes(call.config, source, groups or target, inputs.task.dtype, features)
             if spared:
                 yield self._home_label(home, kept), str(copied), float(spared + 2 * DEFAULT_BUCKET_BYTES)
 
@@ -144,15 +141,15 @@ class OptionRows:
             return _StrategyRow(str(strategy), float(static), 0.0)
         if call.trains:
             # The optimizer's states stay at home, so that every training of a model has one layout.
-            return _StrategyRow(str(strategy), 0.0, 2.0 * inputs.cluster.device_memory_bytes)
-        return _StrategyRow(str(strategy), 0.0, float(copy_bytes(call.config, strategy, inputs.dtype)))
+            return _StrategyRow(str(strategy), 0.0, 2.0 * inputs.task.cluster.device_memory_bytes)
+        return _StrategyRow(str(strategy), 0.0, float(copy_bytes(call.config, strategy, inputs.task.dtype)))
 
     def _loaded_bytes(self, call: ModelFunctionCallDef) -> float:
         """The most that is loaded at home for a call that is not the home, under the homes that fit into memory."""
         inputs = self._inputs
         home = inputs.home_call(call.model_name)
         strategies = {layout.strategy for layout in inputs.layouts[home.name][0]}
-        limit = inputs.cluster.device_memory_bytes
+        limit = inputs.task.cluster.device_memory_bytes
         fitting = [s for s in strategies if self._strategy_row(home, s, is_home=True).static_bytes <= limit]
         sizes = (
             inputs.at_home(static_bytes, home, strategy, trained=call.trains) for strategy in fitting or strategies

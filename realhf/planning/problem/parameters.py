@@ -47,7 +47,7 @@ class ParameterTransfers:
         inputs = self._inputs
         home = inputs.home_call(load.model)
         layouts, rows = inputs.layouts[home.name]
-        bandwidth = inputs.costs.hardware.host_bandwidth
+        bandwidth = inputs.task.costs.hardware.host_bandwidth
         sizes = [inputs.at_home(offloaded_bytes, home, layout.strategy, trained=load.states) for layout in layouts]
         return TransferTable(
             name="",
@@ -67,8 +67,10 @@ class ParameterTransfers:
         Nothing is forwarded on the way to an average. It waits for `loads`, too.
         """
         inputs = self._inputs
-        source, target = (inputs.homes[inputs.graph.calls_of(model)[0].name] for model in (node.source, node.target))
-        parents = [(inputs.number[edge.parent], edge.steps_back) for edge in inputs.graph.parents(node.name)]
+        source, target = (
+            inputs.task.homes[inputs.task.graph.calls_of(model)[0].name] for model in (node.source, node.target)
+        )
+        parents = [(inputs.number[edge.parent], edge.steps_back) for edge in inputs.task.graph.parents(node.name)]
         parents += loads
         table = self._parameter_move(node.name, source, target, parents, forwarding=False)
         if node.every_steps == 1:
@@ -82,7 +84,8 @@ class ParameterTransfers:
             return table
         seconds = grouped_reallocations(
             table.seconds, call.config, inputs.layouts[home][0], inputs.layouts[call.name][0],
-            item=DTYPE_BYTES[inputs.dtype], cluster=inputs.cluster, hardware=inputs.costs.of(call.config).links,
+            item=DTYPE_BYTES[inputs.task.dtype], cluster=inputs.task.cluster,
+            hardware=inputs.task.costs.of(call.config).links,
         )  # fmt: skip
         return replace(table, seconds=seconds)
 
@@ -96,8 +99,8 @@ class ParameterTransfers:
         """
         inputs = self._inputs
         (sources, rows), (targets, columns) = inputs.layouts[source], inputs.layouts[target]
-        model = inputs.graph.calls[target].config
-        is_loaded = inputs.graph.calls[source].model_name in inputs.offload
+        model = inputs.task.graph.calls[target].config
+        is_loaded = inputs.task.graph.calls[source].model_name in inputs.task.offload
         return TransferTable(
             name=name,
             source=inputs.number[source],
@@ -111,9 +114,9 @@ class ParameterTransfers:
                 model,
                 sources,
                 targets,
-                item=DTYPE_BYTES[inputs.dtype],
-                cluster=inputs.cluster,
-                hardware=inputs.costs.of(model).links,
+                item=DTYPE_BYTES[inputs.task.dtype],
+                cluster=inputs.task.cluster,
+                hardware=inputs.task.costs.of(model).links,
                 forwarding=forwarding,
             ),
         )

@@ -18,6 +18,7 @@ from realhf.planning.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.timings import load_costs
 from realhf.planning.problem.tables import CallTable, OptionRow, Problem, TransferTable
+from realhf.planning.task import PlanningTask
 from realhf.planning.workload import Workload
 
 TINY = DecoderConfig(hidden_size=64, intermediate_size=128, num_layers=4, num_heads=4, num_kv_heads=4, vocab_size=32)
@@ -81,6 +82,11 @@ def settings(
         "costs": load_costs(graph.models, dtype="float32", hardware=cluster.hardware),
         "dtype": "float32",
     }
+
+
+def task_of(graph: DataflowGraph, **arguments: Any) -> PlanningTask:
+    """Two steps in flight, where the arguments do not say another number."""
+    return PlanningTask(graph=graph, **{"max_steps_in_flight": 2, **arguments})
 
 
 def cpu_cluster(devices: int, num_nodes: int = 1, memory: int = 2**32) -> Cluster:

@@ -13,7 +13,8 @@ from realhf.planning.explain.alternatives import best_alternatives
 from realhf.planning.explain.analysis import COMPUTE, analyse
 from realhf.planning.explain.remedies import find_remedies, smallest_peak_bytes
 from realhf.planning.options import Option, call_options
-from realhf.planning.problem.builder import STEPS
+from realhf.planning.predict import predict, predict_in_best_order
+from realhf.planning.problem.builder import STEPS, build_problem
 from realhf.planning.problem.simulation import device_bytes, makespan_s, simulate
 from realhf.planning.task import PlanningTask, with_staleness
 from tests.unit.planning.graphs import cpu_cluster, ppo, settings
@@ -30,12 +31,12 @@ def split_plan(of: PlanningTask) -> ExecutionPlan:
         name: CallPlan(devices=(0 if definition.model_name in ("actor", "ref") else 1, 1))
         for name, definition in of.graph.calls.items()
     }
-    return of.plan(calls, "by hand")
+    return of.plan(calls, preset="by hand")
 
 
 def test_busy_time_and_memory_of_each_device() -> None:
     of = task(2)
-    prediction = of.predict(split_plan(of))
+    prediction = predict(of, split_plan(of))
     analysis = analyse(of, prediction)
     on_0 = sum(prediction.call_s[name] for name in ("actor_generate", "ref_inference", "actor_train_step"))
     sent = sum(s for name, s in prediction.transfer_s.items() if not same_device(of, name, prediction.plan))
@@ -63,7 +64,7 @@ def touches(of: PlanningTask, transfer: str, plan: ExecutionPlan, device: int) -
 
 def test_the_longest_chain_has_no_gap() -> None:
     of = task(2)
-    analysis = analyse(of, of.predict(split_plan(of)))
+    analysis = analyse(of, predict(of, split_plan(of)))
     assert sum(analysis.chain.values()) == pytest.approx(1)
     assert list(analysis.chain.values()) == sorted(analysis.chain.values(), reverse=True)
     assert analysis.bottleneck.startswith(next(iter(analysis.chain)))
@@ -71,7 +72,7 @@ def test_the_longest_chain_has_no_gap() -> None:
 
 def test_spans_of_a_device_do_not_overlap() -> None:
     of = task(2)
-    analysis = analyse(of, of.predict(split_plan(of)))
+    analysis = analyse(of, predict(of, split_plan(of)))
     by_device = defaultdict(list)
     for span in analysis.timeline(2):
         assert span.step < 2
@@ -94,7 +95,7 @@ def test_alternatives_are_the_best_changes_of_one_call() -> None:
         others = call_options(of.graph.calls[alternative.call], of.batch_size, of.cluster)
         others = [option for option in others if option.layout != plan.layout(alternative.call)]
         for option in others:
-            problem = of.problem({**chosen, alternative.call: [option]})
+            problem = build_problem(of, {**chosen, alternative.call: [option]})
             choice = [0] * len(problem.calls)
             if max(device_bytes(problem, choice)) > of.cluster.device_memory_bytes:
                 too_large += 1
@@ -149,11 +150,11 @@ def test_stale_rollouts_overlap_with_training_on_other_devices() -> None:
     """Generation on device 0, everything else on device 1: on-policy they take turns, one step stale they overlap."""
     of = replace(task(2), max_steps_in_flight=3)
     calls = {name: CallPlan(devices=(0 if name == "actor_generate" else 1, 1)) for name in of.graph.calls}
-    plan = changed(of.plan(calls, "disaggregated"), max_steps_in_flight=3)
+    plan = changed(of.plan(calls, preset="disaggregated"), max_steps_in_flight=3)
     stale = replace(of, graph=with_staleness(of.graph, 1))
-    on_policy_s = of.predict_in_best_order(plan).step_s
-    stale_s = stale.predict_in_best_order(plan).step_s
-    call_s = of.predict(plan).call_s
+    on_policy_s = predict_in_best_order(of, plan).step_s
+    stale_s = predict_in_best_order(stale, plan).step_s
+    call_s = predict(of, plan).call_s
     generate_s = call_s["actor_generate"]
     others_s = sum(call_s.values()) - generate_s
     assert on_policy_s >= generate_s + call_s["actor_train_step"]

@@ -19,7 +19,7 @@ from realhf.planning.predict import Prediction, predict
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
-from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings
+from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings, task_of
 
 EACH = 10_000_000.0  # bytes of a communicator
 TIED = replace(TINY, tied_embeddings=True)
@@ -86,7 +86,7 @@ def test_only_groups_that_a_run_makes_are_counted(kind: str, strategy: ParallelS
 def predicted(plan: ExecutionPlan, graph: DataflowGraph, cluster: Cluster, each: float) -> Prediction:
     shared = settings(graph, cluster)
     hardware = msgspec.structs.replace(shared["costs"].hardware, communicator_bytes=each)
-    return predict(plan, graph, **{**shared, "costs": replace(shared["costs"], hardware=hardware)})
+    return predict(task_of(graph, **{**shared, "costs": replace(shared["costs"], hardware=hardware)}), plan)
 
 
 def counted(plan: ExecutionPlan, graph: DataflowGraph, device: int) -> int:
@@ -141,7 +141,7 @@ def test_the_search_counts_them_as_the_prediction_does() -> None:
     hardware = msgspec.structs.replace(shared["costs"].hardware, communicator_bytes=EACH)
     shared["costs"] = replace(shared["costs"], hardware=hardware)
     options = {c.name: call_options(c, 16, cluster) for c in graph.calls.values()}
-    native = native_problem(build_problem(graph, options, max_steps_in_flight=2, **shared))
+    native = native_problem(build_problem(task_of(graph, **shared), options))
     rng = random.Random(0)
     for _ in range(10):
         choice = [rng.randrange(len(rows)) for rows in options.values()]
@@ -151,8 +151,8 @@ def test_the_search_counts_them_as_the_prediction_does() -> None:
         calls = {name: option.call_plan() for name, option in chosen.items()}
         plan = ExecutionPlan(num_devices=8, devices_per_node=4, calls=calls, max_steps_in_flight=2)
         found = native.evaluate(choice)["peak_bytes"]
-        assert found >= max(predict(plan, graph, **shared).device_bytes)
-        assert found == pytest.approx(max(predict(plan, graph, **shared).device_bytes), rel=1e-6) or any(
+        assert found >= max(predict(task_of(graph, **shared), plan).device_bytes)
+        assert found == pytest.approx(max(predict(task_of(graph, **shared), plan).device_bytes), rel=1e-6) or any(
             chosen[name].layout.mesh == chosen[plan.home(graph, c.model_name)].layout.mesh
             for name, c in graph.calls.items()
         )
@@ -170,9 +170,9 @@ def test_who_only_sends_a_copy_has_its_buckets_beside_what_runs() -> None:
     )
     together = ExecutionPlan(num_devices=2, calls=dict.fromkeys(apart.calls, CallPlan(devices=(0, 1))))
     on_two, on_one = cpu_cluster(1, num_nodes=2), cpu_cluster(2)
-    sender, receiver = predict(apart, graph, **settings(graph, on_two)).device_bytes
-    unpacked, _ = predict(apart, graph, **settings(graph, on_one)).device_bytes
-    at_home, nothing = predict(together, graph, **settings(graph, on_two)).device_bytes
+    sender, receiver = predict(task_of(graph, **settings(graph, on_two)), apart).device_bytes
+    unpacked, _ = predict(task_of(graph, **settings(graph, on_one)), apart).device_bytes
+    at_home, nothing = predict(task_of(graph, **settings(graph, on_two)), together).device_bytes
     assert sender - unpacked == 2 * DEFAULT_BUCKET_BYTES
     assert receiver > copy_bytes(TINY, ParallelStrategy(), "float32")
     assert unpacked == at_home  # training, which needs more than rollouts

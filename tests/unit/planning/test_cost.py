@@ -37,7 +37,7 @@ from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import reallocation_table as native_table
 from realhf.planning.workload import Workload
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES, plan_between
-from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings
+from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings, task_of
 
 CPU = load_hardware("cpu")
 NO_OVERHEADS = CallOverheads()
@@ -481,7 +481,7 @@ def test_the_table_of_a_data_transfer_is_the_formula_of_every_pair() -> None:
     cluster = cpu_cluster(2, num_nodes=3)
     shared = settings(graph, cluster, batch_size=8)
     options = {c.name: call_options(c, 8, cluster) for c in graph.calls.values()}
-    problem = build_problem(graph, options, max_steps_in_flight=2, reallocations=native_table, **shared)
+    problem = build_problem(task_of(graph, max_steps_in_flight=2, **shared), options, reallocations=native_table)
     names = list(graph.calls)
     edges = {(e.parent, e.child): len(e.keys) for child in names for e in graph.parents(child) if e.kind == "data"}
     tables = {(names[t.source], names[t.target]): t for t in problem.transfers if t.name.startswith("data")}
@@ -514,7 +514,7 @@ def test_tables_of_a_ppo_graph() -> None:
         for name, definition in graph.calls.items()
     }
     options = {name: [Option(layout, 1)] for name, layout in layouts_by_call.items()}
-    problem = build_problem(graph, options, max_steps_in_flight=2, **settings(graph, cluster))
+    problem = build_problem(task_of(graph, **settings(graph, cluster)), options, reallocations=reallocation_table)
     names = [c.name for c in problem.calls]
     home = {c.name: names[c.home] for c in problem.calls}
     assert home["actor_generate"] == "actor_train_step"
@@ -545,7 +545,7 @@ def test_a_reallocation_takes_what_was_measured_of_its_model() -> None:
     }
     links = structs.replace(CPU, intra_node_latency_s=5.0, intra_node_bandwidth=1000.0)
     costs = Costs(CPU, {model: RoundTimings(links=links) for model in graph.models.values()})
-    problem = build_problem(graph, options, max_steps_in_flight=2, **{**settings(graph, cluster), "costs": costs})
+    problem = build_problem(task_of(graph, **{**settings(graph, cluster), "costs": costs}), options)
     moves = {t.name: list(t.seconds) for t in problem.transfers if not t.name.startswith("data")}
     assert moves["actor: actor_train_step -> actor_generate"] == [5 + 4 * parameter_count(TINY) / 1000]
 

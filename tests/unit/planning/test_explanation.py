@@ -10,15 +10,17 @@ from realhf.dataflow.plan import ExecutionPlan, load_plan, save_plan
 from realhf.planning.explain.alternatives import best_alternatives
 from realhf.planning.explain.analysis import analyse
 from realhf.planning.explain.explanation import explain
+from realhf.planning.predict import predict
+from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan
 from realhf.report.plan_page import memory_figure
-from tests.unit.planning.graphs import cpu_cluster, ppo, settings
+from tests.unit.planning.graphs import cpu_cluster, ppo, settings, task_of
 from tests.unit.planning.test_analysis import split_plan, task
 
 
 def test_the_memory_of_every_device_is_the_prediction() -> None:
     of = task(4)
-    prediction = of.predict(split_plan(of))  # devices 2 and 3 have nothing to do
+    prediction = predict(of, split_plan(of))  # devices 2 and 3 have nothing to do
     why = explain(of, prediction, None)
     for device, needed in enumerate(prediction.device_bytes):
         memory = why.memory_of(device)
@@ -37,7 +39,7 @@ def test_communicators_are_told_apart_from_what_else_stays() -> None:
     hardware = replace(of.costs.hardware, communicator_bytes=each)
     counting = dataclasses.replace(of, costs=dataclasses.replace(of.costs, hardware=hardware))
     plan = split_plan(of)
-    without, prediction = of.predict(plan), counting.predict(plan)
+    without, prediction = predict(of, plan), predict(counting, plan)
     why = explain(counting, prediction, None)
     assert [why.memory_of(device).communicator_bytes for device in range(4)] == [2 * each, 2 * each, 0, 0]  # type: ignore[union-attr]
     assert why.memory[0].static_bytes == explain(of, without, None).memory[0].static_bytes + 2 * each
@@ -51,7 +53,7 @@ def test_communicators_are_told_apart_from_what_else_stays() -> None:
 
 def test_the_best_other_layouts_survive_the_plan_file(tmp_path: Path) -> None:
     of = task(2)
-    prediction = of.predict(split_plan(of))
+    prediction = predict(of, split_plan(of))
     why = explain(of, prediction, None)
     for one, other in zip(why.instead, best_alternatives(of, prediction.plan), strict=True):
         assert other.option is not None
@@ -65,8 +67,8 @@ def test_the_best_other_layouts_survive_the_plan_file(tmp_path: Path) -> None:
 def test_a_searched_plan_says_how_good_it_is() -> None:
     graph, cluster = ppo(), cpu_cluster(2)
     of = task(2)
-    result = search_plan(graph, seed=1, evaluations=2000, max_steps_in_flight=2, **settings(graph, cluster))
-    why = explain(of, of.predict(result.plan), result)
+    result = search_plan(task_of(graph, **settings(graph, cluster)), SearchBudget(evaluations=2000), 1)
+    why = explain(of, predict(of, result.plan), result)
     assert f"{result.evaluations:,} plans" in why.origin
     assert why.certificate.startswith("optimal" if result.proven else "no plan")
     assert why.heuristic_step_s is not None
@@ -77,6 +79,6 @@ def test_a_searched_plan_says_how_good_it_is() -> None:
 def test_a_plan_of_one_device_has_nothing_else() -> None:
     of = task(1)
     calls = {name: replace(call, devices=(0, 1)) for name, call in split_plan(of).calls.items()}
-    plan: ExecutionPlan = of.plan(calls, "by hand")
-    why = explain(of, of.predict(plan), None)
+    plan: ExecutionPlan = of.plan(calls, preset="by hand")
+    why = explain(of, predict(of, plan), None)
     assert {(one.layout, one.num_others) for one in why.instead} == {("", 0)}

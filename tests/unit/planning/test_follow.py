@@ -14,9 +14,10 @@ from realhf.planning.predict import predict
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem, reallocation_table
 from realhf.planning.problem.simulation import makespan_s, simulate
+from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan
 from realhf.realloc.plan.planner import plan_between
-from tests.unit.planning.graphs import TINY, cpu_cluster, ppo, settings
+from tests.unit.planning.graphs import TINY, cpu_cluster, ppo, settings, task_of
 
 NAME = "ref_follows_actor"
 CPU = load_hardware("cpu")
@@ -38,7 +39,7 @@ def placed(reference: CallPlan, training: CallPlan) -> ExecutionPlan:
 def test_it_takes_what_the_reallocation_planner_moves(every_steps: int) -> None:
     graph = following(every_steps)
     reference, training = CallPlan(devices=(1, 1)), CallPlan(devices=(2, 2), tp=2)
-    prediction = predict(placed(reference, training), graph, **settings(graph, cpu_cluster(4)))
+    prediction = predict(task_of(graph, **settings(graph, cpu_cluster(4))), placed(reference, training))
     moved = plan_between(TINY, Placement(training.layout), Placement(reference.layout), None, forwarding=False)
     assert moved.lower_bound_bytes == sum(moved.sent_bytes.values()) == 4 * parameter_count(TINY)
     seconds = CPU.send_s(moved.lower_bound_bytes, crosses_nodes=False)
@@ -54,10 +55,12 @@ def test_who_has_the_parameters_sends_them_to_all_that_follow(searched: bool) ->
     plan = placed(reference, training)
     if searched:
         options = {name: [Option(call.layout, call.micro_batches)] for name, call in plan.calls.items()}
-        problem = build_problem(graph, options, max_steps_in_flight=1, reallocations=reallocation_table, **shared)
+        problem = build_problem(
+            task_of(graph, max_steps_in_flight=1, **shared), options, reallocations=reallocation_table
+        )
         [found] = next(transfer.seconds for transfer in problem.transfers if transfer.name == NAME)
     else:
-        found = predict(plan, graph, **shared).transfer_s[NAME]
+        found = predict(task_of(graph, **shared), plan).transfer_s[NAME]
     moved = plan_between(TINY, Placement(training.layout), Placement(reference.layout), None, forwarding=False)
     assert moved.sent_bytes == {0: 2 * 4 * parameter_count(TINY)}
     assert found == pytest.approx(CPU.send_s(moved.sent_bytes[0], crosses_nodes=False))
@@ -71,8 +74,8 @@ def test_it_delays_the_next_step_where_the_reference_shares_a_device(delays: boo
     graph, cluster = following(), cpu_cluster(4)
     reference, training = (0, 1) if delays else (1, 0)
     plan = placed(CallPlan(devices=(reference, 1)), CallPlan(devices=(training, 1)))
-    with_it = predict(plan, graph, **settings(graph, cluster))
-    without = predict(plan, ppo(), **settings(graph, cluster))
+    with_it = predict(task_of(graph, **settings(graph, cluster)), plan)
+    without = predict(task_of(ppo(), **settings(graph, cluster)), plan)
     assert with_it.transfer_s[NAME] > 0
     assert with_it.step_s > without.step_s if delays else with_it.step_s == without.step_s
     assert with_it.device_bytes == without.device_bytes
@@ -81,10 +84,10 @@ def test_it_delays_the_next_step_where_the_reference_shares_a_device(delays: boo
 def test_a_searched_plan_has_it_in_its_order() -> None:
     graph, cluster = following(), cpu_cluster(2)
     shared = settings(graph, cluster)
-    result = search_plan(graph, seed=0, evaluations=3000, max_steps_in_flight=2, **shared)
+    result = search_plan(task_of(graph, **shared), SearchBudget(evaluations=3000), 0)
     assert sorted(entry.call for entry in result.plan.order) == sorted(graph.nodes)
     options = {call.name: call_options(call, shared["batch_size"], cluster) for call in graph.calls.values()}
-    problem = build_problem(graph, options, max_steps_in_flight=2, **shared)
+    problem = build_problem(task_of(graph, **shared), options)
     native, choice = native_problem(problem), [3] * len(graph.calls)
     expected = simulate(problem, choice, problem.steps)
     assert native.evaluate(choice)["step_time"] * problem.steps == pytest.approx(makespan_s(expected))

@@ -11,7 +11,7 @@ from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.micro_dp import grouped_like
 from realhf.geometry.shards import Placement
 from realhf.planning.cluster import Cluster
-from realhf.planning.model.cost import moved_elements, reallocation_s
+from realhf.planning.model.cost import moved_elements, reallocation_s, reallocation_table
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.grouping import grouped, moved_to_groups, spared_bytes, with_groups
@@ -19,9 +19,8 @@ from realhf.planning.model.memory import parameter_bytes, static_bytes
 from realhf.planning.options import Option, call_options
 from realhf.planning.predict import predict
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.inputs import homes
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES, plan_between
-from tests.unit.planning.graphs import TINY, ppo, settings
+from tests.unit.planning.graphs import TINY, ppo, settings, task_of
 
 CLUSTER = Cluster(num_nodes=2, devices_per_node=4, device_memory_bytes=2**34, hardware=load_hardware("cpu"))
 CPU = load_hardware("cpu")
@@ -73,16 +72,18 @@ def test_the_tables_of_the_search_count_groups_and_its_plans_have_them() -> None
         if option.micro_batches == 1 and option.layout.mesh.size == 8
     ]
     options = {name: whole_mesh if name.startswith("actor") else whole_mesh[:1] for name in graph.calls}
-    plain = build_problem(graph, options, max_steps_in_flight=2, **shared)
-    problem = build_problem(graph, options, max_steps_in_flight=2, groups=True, **shared)
+    task = task_of(graph, **shared)
+    plain, problem = (
+        build_problem(task, options, reallocations=reallocation_table, groups=groups) for groups in (False, True)
+    )
     name = "actor: actor_train_step -> actor_generate"
     before, table = (next(t for t in p.transfers if t.name == name) for p in (plain, problem))
-    home_of, seen = homes(graph), 0
+    seen = 0
     for i, source in enumerate(options["actor_train_step"]):
         for j, target in enumerate(options["actor_generate"]):
             calls = {name: option[0].call_plan() for name, option in options.items()}
             calls |= {"actor_train_step": source.call_plan(), "actor_generate": target.call_plan()}
-            arranged = with_groups(calls, home_of, graph, cluster)["actor_generate"]
+            arranged = with_groups(calls, task.homes, graph, cluster)["actor_generate"]
             seen += arranged.micro_dp != (1, 1)
             place = table.rows[i] * table.num_columns + table.columns[j]
             assert table.seconds[place] <= before.seconds[place]
@@ -110,7 +111,7 @@ def test_a_grouped_copy_counts_without_the_part_that_it_contains() -> None:
     tables = []
     for plan in (plain, arranged):
         options = {name: [Option(call.layout, call.micro_batches)] for name, call in plan.calls.items()}
-        problem = build_problem(graph, options, max_steps_in_flight=1, **shared)
+        problem = build_problem(task_of(graph, max_steps_in_flight=1, **shared), options)
         tables.append(next(call for call in problem.calls if call.name == "actor_generate"))
     home_bytes = parameter_bytes(TINY, ParallelStrategy(tp=4), "float32")
     copy = parameter_bytes(TINY, ParallelStrategy(dp=2, tp=2), "float32")
@@ -118,7 +119,7 @@ def test_a_grouped_copy_counts_without_the_part_that_it_contains() -> None:
     assert tables[0].spared == []
     spared = (str(plain.calls["actor_train_step"].layout.strategy), tables[1].options[0].strategy)
     assert tables[1].spared == [(*spared, home_bytes + 2 * DEFAULT_BUCKET_BYTES)]
-    assert predict(arranged, graph, **shared).plan.calls["actor_generate"].micro_dp == (2, 1)
+    assert predict(task_of(graph, **shared), arranged).plan.calls["actor_generate"].micro_dp == (2, 1)
 
 
 def test_what_is_spared() -> None:

@@ -12,6 +12,7 @@ from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.mapping import Colocated, Mapper, allocations, placed, placements
 from realhf.planning.model.memory import WORKER_BYTES, static_bytes
 from realhf.planning.options import Option
+from realhf.planning.predict import predict
 from realhf.planning.task import PlanningTask
 from tests.unit.planning.graphs import cpu_cluster, ppo, settings
 
@@ -94,9 +95,9 @@ def test_groups_get_devices_of_their_own(devices: int, nodes: int) -> None:
             inside = mesh.first // devices == (mesh.first + mesh.size - 1) // devices
             assert inside or mesh.first % devices == mesh.size % devices == 0
         assert sorted(device for mesh in meshes for device in mesh.devices) == list(range(devices * nodes))
-        plan = mapper.task.plan(mapping.calls, "test")
+        plan = mapper.task.plan(mapping.calls, preset="test")
         check_plan(plan, mapper.task.graph, mapper.task.batch_size)
-        assert mapper.task.predict(plan).fits
+        assert predict(mapper.task, plan).fits
 
 
 @pytest.mark.parametrize("sizes", [(1, 2, 4, 1), (1, 8, 1, 2), (2, 4, 2, 4)])
@@ -122,7 +123,7 @@ def test_a_mapping_fits_whatever_the_memory(share: float) -> None:
     """Between what all models on all devices take at their fastest, and what a worker takes anyway: what is found
     fits."""
     free = task(4)
-    peak = max(free.predict(free.plan(Mapper(free).best().calls, "")).device_bytes)
+    peak = max(predict(free, free.plan(Mapper(free).best().calls, preset="")).device_bytes)
     memory = int(WORKER_BYTES + (peak - WORKER_BYTES) * share)
     tight = replace(free, cluster=replace(free.cluster, device_memory_bytes=memory))
     mapper = Mapper(tight)
@@ -133,7 +134,7 @@ def test_a_mapping_fits_whatever_the_memory(share: float) -> None:
         except UserError:
             continue
         fitting += 1
-        assert tight.predict(tight.plan(mapping.calls, "")).fits
+        assert predict(tight, tight.plan(mapping.calls, preset="")).fits
     assert fitting > 0 or share <= 0.5
 
 

@@ -39,6 +39,7 @@ from realhf.planning.options import Option
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem
 from realhf.planning.problem.simulation import device_bytes
+from realhf.planning.task import PlanningTask
 from realhf.planning.what_if import WhatIf
 from realhf.planning.workload import Workload
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
@@ -334,11 +335,11 @@ def test_each_model_has_the_features_of_its_setup() -> None:
     )
     workload = Workload(prompt_tokens=8, new_tokens=8)
     option = Option(Layout(DeviceMesh(0, 2), strategy), 1)
-    problem = build_problem(
-        graph, {name: [option] for name in graph.calls}, batch_size=16, workload=workload,
+    task = PlanningTask(
+        graph=graph, batch_size=16, workload=workload, costs=costs, max_steps_in_flight=1, dtype="float32",
         cluster=Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**34, hardware=load_hardware("h100")),
-        costs=costs, max_steps_in_flight=1, dtype="float32",
     )  # fmt: skip
+    problem = build_problem(task, {name: [option] for name in graph.calls})
     rows = {table.name: table.options[0] for table in problem.calls}
     actor_layer, critic_layer = NORMS + DIVIDED / 2 + TABLES, (NORMS + DIVIDED) / 2 + TABLES
     kept = (4 * 64 + SELECTIVE_DIVIDED) / 2 + 2 * 4 * 64
@@ -392,12 +393,13 @@ def test_the_cache_that_graphs_keep_is_there_in_training() -> None:
     def most_bytes(name: str, generating: Option, graphs: DecodeGraphs) -> float:
         hardware = load_hardware(name)
         options = {name: [generating if name == "actor_generate" else home] for name in graph.calls}
-        problem = build_problem(
-            graph, options, batch_size=16, workload=Workload(prompt_tokens=120, new_tokens=8, decode_graphs=graphs),
+        task = PlanningTask(
+            graph=graph, batch_size=16, workload=Workload(prompt_tokens=120, new_tokens=8, decode_graphs=graphs),
             cluster=Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**34, hardware=hardware),
             costs=load_costs(graph.models, dtype="bfloat16", hardware=hardware), max_steps_in_flight=1,
             dtype="bfloat16",
         )  # fmt: skip
+        problem = build_problem(task, options)
         needed = max(device_bytes(problem, [0] * len(problem.calls)))
         assert native_problem(problem).evaluate([0] * len(problem.calls))["peak_bytes"] == pytest.approx(needed)
         return needed

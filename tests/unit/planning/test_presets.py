@@ -10,6 +10,7 @@ from realhf.geometry.layout import ParallelStrategy
 from realhf.planning.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.timings import load_costs
+from realhf.planning.predict import predict
 from realhf.planning.presets import PRESETS, PresetResult, evaluate_presets, heuristic
 from realhf.planning.task import PlanningTask
 from realhf.planning.workload import Workload
@@ -35,7 +36,7 @@ def test_presets_are_legal(devices: int, nodes: int) -> None:
         assert result.prediction is not None
         assert result.prediction.fits
         check_plan(result.prediction.plan, of.graph, of.batch_size)
-        assert of.predict(result.prediction.plan).step_s == result.prediction.step_s
+        assert predict(of, result.prediction.plan).step_s == result.prediction.step_s
 
 
 def test_meshes_of_the_presets() -> None:
@@ -94,4 +95,4 @@ def test_the_heuristic_takes_stages_where_memory_asks_for_them() -> None:
     # One copy of the actor's training states takes 16 bytes a parameter at least: more than tp=8 alone can hold.
     assert plan.calls["actor_train_step"].tp == 8
     assert plan.calls["actor_train_step"].pp > 1
-    assert large.predict(plan).fits
+    assert predict(large, plan).fits

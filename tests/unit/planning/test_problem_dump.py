@@ -17,6 +17,7 @@ from realhf.cli.search import solve_file
 from realhf.dataflow.graph import TRAIN_STEP, DataflowGraph
 from realhf.planning import _search
 from realhf.planning.options import call_options
+from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.dump import planned_file, simple_file
 from realhf.planning.problem.file import ProblemFile, load_problem, native_tables, problem_bytes, save_problem
 from realhf.planning.problem.native import native_problem, search_problem
@@ -34,7 +35,7 @@ def planned(staleness: int = 0, in_flight: int = 2, memory: int = 2**32) -> tupl
     graph = with_staleness(graphs.ppo(), staleness)
     cluster = graphs.cpu_cluster(2, num_nodes=2, memory=memory)
     task = PlanningTask(graph=graph, max_steps_in_flight=in_flight, **graphs.settings(graph, cluster))
-    return task.problem({c.name: call_options(c, task.batch_size, cluster) for c in graph.calls.values()}), graph
+    return build_problem(task, {c.name: call_options(c, task.batch_size, cluster) for c in graph.calls.values()}), graph
 
 
 def engine(file: PlannedFile | ProblemFile) -> _search.Problem:
@@ -86,7 +87,7 @@ def test_the_simpler_file_is_exact_where_nothing_moves() -> None:
     graph = DataflowGraph([graphs.call("model", graphs.TINY, TRAIN_STEP, "prompts")], ["prompts"])
     cluster = graphs.cpu_cluster(4)
     task = PlanningTask(graph=graph, max_steps_in_flight=2, **graphs.settings(graph, cluster))
-    problem = task.problem({c.name: call_options(c, task.batch_size, cluster) for c in graph.calls.values()})
+    problem = build_problem(task, {c.name: call_options(c, task.batch_size, cluster) for c in graph.calls.values()})
     exact, simple = native_problem(problem), engine(simple_file(problem, graph, 4))
     assert len(problem.calls[0].options) > 10
     for option in range(len(problem.calls[0].options)):
@@ -117,7 +118,7 @@ def test_what_version_1_cannot_say_is_refused() -> None:
     graph = DataflowGraph([twice, replace(twice, name="again", input_data=["seq"])], ["prompts", "seq"])
     cluster = graphs.cpu_cluster(2)
     task = PlanningTask(graph=graph, max_steps_in_flight=2, **graphs.settings(graph, cluster))
-    problem = task.problem({c.name: call_options(c, task.batch_size, cluster) for c in graph.calls.values()})
+    problem = build_problem(task, {c.name: call_options(c, task.batch_size, cluster) for c in graph.calls.values()})
     with pytest.raises(UserError, match="again: planning-problem/1 cannot say that two calls train actor in one"):
         simple_file(problem, graph, 2)
     assert planned_file(problem, graph, 2).calls[1].home == "actor_train_step"

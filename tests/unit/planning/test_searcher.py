@@ -18,14 +18,15 @@ from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.options import call_options
 from realhf.planning.order import possible_orders
 from realhf.planning.predict import predict
-from realhf.planning.presets import heuristic_plan
+from realhf.planning.presets import heuristic
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem, search_problem
 from realhf.planning.problem.simulation import device_bytes, makespan_s, simulate
 from realhf.planning.problem.tables import Problem
+from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan
 from realhf.planning.workload import Workload
-from tests.unit.planning.graphs import cpu_cluster, ppo, random_problem, settings
+from tests.unit.planning.graphs import cpu_cluster, ppo, random_problem, settings, task_of
 
 
 def reference_cost(problem: Problem, choice: Sequence[int]) -> float:
@@ -81,7 +82,7 @@ def test_search_finds_the_optimum_of_a_small_ppo_graph() -> None:
     shared = settings(graph, cluster, batch_size=2)
     all_options = {c.name: call_options(c, 2, cluster) for c in graph.calls.values()}
     options = {name: [o for o in rows if o.micro_batches == 1] for name, rows in all_options.items()}
-    problem = build_problem(graph, options, max_steps_in_flight=2, **shared)
+    problem = build_problem(task_of(graph, **shared), options)
     counts = [len(call.options) for call in problem.calls]
     assert counts == [5] * 6  # either device alone; both as dp2, tp2 or pp2
     native = native_problem(problem)
@@ -98,11 +99,11 @@ def test_search_plan_returns_the_optimum_of_all_plans() -> None:
     cluster = cpu_cluster(2)
     shared = settings(graph, cluster, batch_size=1)
     options = {c.name: call_options(c, 1, cluster) for c in graph.calls.values()}
-    native = native_problem(build_problem(graph, options, max_steps_in_flight=2, **shared))
+    native = native_problem(build_problem(task_of(graph, **shared), options))
     choices = itertools.product(*(range(len(rows)) for rows in options.values()))
     optimum = min(native.evaluate(choice)["cost"] for choice in choices)
     for seed in range(3):
-        result = search_plan(graph, seed=seed, evaluations=10_000, max_steps_in_flight=2, **shared)
+        result = search_plan(task_of(graph, **shared), SearchBudget(evaluations=10_000), seed)
         assert result.cost_s == pytest.approx(optimum)
         assert result.plan.predicted_step_s == pytest.approx(optimum)
 
@@ -111,8 +112,7 @@ def test_the_same_seed_gives_the_same_plan() -> None:
     graph = ppo()
     cluster = cpu_cluster(4, num_nodes=2)
     runs = [
-        search_plan(graph, seed=3, evaluations=3000, max_steps_in_flight=2, **settings(graph, cluster))
-        for _ in range(2)
+        search_plan(task_of(graph, **settings(graph, cluster)), SearchBudget(evaluations=3000), 3) for _ in range(2)
     ]
     assert runs[0].plan == runs[1].plan
     assert runs[0].evaluations == 3000
@@ -125,10 +125,10 @@ def test_the_plan_carries_an_order_that_runs_and_takes_what_was_predicted(in_fli
     graph = ppo()
     cluster = cpu_cluster(4)
     shared = settings(graph, cluster)
-    result = search_plan(graph, seed=0, evaluations=5000, max_steps_in_flight=in_flight, **shared)
+    result = search_plan(task_of(graph, max_steps_in_flight=in_flight, **shared), SearchBudget(evaluations=5000), 0)
     check_plan(result.plan, graph, 16)
     assert {entry.call for entry in result.plan.order} == set(graph.calls)
-    prediction = predict(result.plan, graph, **shared)
+    prediction = predict(task_of(graph, **shared), result.plan)
     assert prediction.step_s == pytest.approx(result.plan.predicted_step_s)
     assert prediction.step_s == pytest.approx(result.cost_s, rel=0.05)
     assert max(prediction.device_bytes) == pytest.approx(result.peak_bytes)
@@ -140,19 +140,19 @@ def test_the_plan_carries_an_order_that_runs_and_takes_what_was_predicted(in_fli
 def test_search_beats_the_heuristic() -> None:
     graph = ppo()
     shared = settings(graph, cpu_cluster(4))
-    heuristic = heuristic_plan(graph, max_steps_in_flight=2, **shared)
-    check_plan(heuristic, graph, 16)
-    assert {(c.devices, c.dp, c.tp, c.pp) for c in heuristic.calls.values()} == {((0, 4), 1, 4, 1)}
-    result = search_plan(graph, seed=0, evaluations=5000, max_steps_in_flight=2, **shared)
-    assert heuristic.predicted_step_s is not None
-    assert result.cost_s < heuristic.predicted_step_s
+    rule = heuristic(task_of(graph, **shared))
+    check_plan(rule, graph, 16)
+    assert {(c.devices, c.dp, c.tp, c.pp) for c in rule.calls.values()} == {((0, 4), 1, 4, 1)}
+    result = search_plan(task_of(graph, **shared), SearchBudget(evaluations=5000), 0)
+    assert rule.predicted_step_s is not None
+    assert result.cost_s < rule.predicted_step_s
 
 
 def test_heuristic_takes_data_parallelism_across_nodes() -> None:
     graph = ppo("llama7b", "llama7b-critic", mini_batches=8)
     cluster = Cluster(num_nodes=2, devices_per_node=8, device_memory_bytes=80 * 10**9, hardware=load_hardware("h100"))
     shared = settings(graph, cluster, 512, Workload(prompt_tokens=1024, new_tokens=1024))
-    plan = heuristic_plan(graph, max_steps_in_flight=1, **shared)
+    plan = heuristic(task_of(graph, max_steps_in_flight=1, **shared))
     assert {(c.dp, c.tp, c.pp) for c in plan.calls.values()} == {(2, 8, 1)}
 
 
@@ -160,17 +160,17 @@ def test_nothing_fits() -> None:
     graph = ppo()
     shared = settings(graph, cpu_cluster(2, memory=200_000))
     with pytest.raises(UserError, match="smallest one found needs") as error:
-        search_plan(graph, seed=0, evaluations=1000, max_steps_in_flight=2, **shared)
+        search_plan(task_of(graph, **shared), SearchBudget(evaluations=1000), 0)
     assert "use more devices" in str(error.value)
 
 
 def test_memory_can_force_a_slower_plan() -> None:
     graph = ppo()
     shared = settings(graph, cpu_cluster(4))
-    free = search_plan(graph, seed=0, evaluations=5000, max_steps_in_flight=2, **shared)
+    free = search_plan(task_of(graph, **shared), SearchBudget(evaluations=5000), 0)
     limit = int(free.peak_bytes * 0.8)
     tight = search_plan(
-        graph, seed=0, evaluations=5000, max_steps_in_flight=2, **settings(graph, cpu_cluster(4, memory=limit))
+        task_of(graph, **settings(graph, cpu_cluster(4, memory=limit))), SearchBudget(evaluations=5000), 0
     )
     assert tight.peak_bytes <= limit
     assert tight.cost_s > free.cost_s
@@ -178,16 +178,16 @@ def test_memory_can_force_a_slower_plan() -> None:
 
 def test_predict_refuses_a_plan_for_more_devices() -> None:
     graph = ppo()
-    plan = heuristic_plan(graph, max_steps_in_flight=2, **settings(graph, cpu_cluster(4)))
+    plan = heuristic(task_of(graph, **settings(graph, cpu_cluster(4))))
     with pytest.raises(UserError, match="4 devices but the cluster has 2"):
-        predict(plan, graph, **settings(graph, cpu_cluster(2)))
+        predict(task_of(graph, **settings(graph, cpu_cluster(2))), plan)
 
 
 def test_order_across_steps() -> None:
     """A trains on devices of its own while the next step's generation runs: one period spans two steps."""
     graph = ppo()
     shared = settings(graph, cpu_cluster(2))
-    plan = heuristic_plan(graph, max_steps_in_flight=2, **shared)
+    plan = heuristic(task_of(graph, **shared))
     names = list(graph.calls)
     # Six calls, one a second; critic training is so late that the next step's generation is ahead of it.
     delays = dict(zip(names, [0.0, 1.0, 2.0, 3.0, 4.0, 6.5], strict=True))
@@ -203,7 +203,7 @@ def test_order_across_steps() -> None:
 
 def test_order_falls_back_to_step_after_step() -> None:
     graph = ppo()
-    plan = heuristic_plan(graph, max_steps_in_flight=2, **settings(graph, cpu_cluster(2)))
+    plan = heuristic(task_of(graph, **settings(graph, cpu_cluster(2))))
     names = list(graph.calls)
     starts = [
         (name, step, 6.0 * step + (i if i < 5 else 6.5 - (step % 2)))
@@ -216,9 +216,10 @@ def test_order_falls_back_to_step_after_step() -> None:
 @pytest.mark.parametrize(("argument", "value"), [("evaluations", 0), ("max_steps_in_flight", 0), ("seed", -1)])
 def test_bad_arguments(argument: str, value: int) -> None:
     graph = ppo()
-    arguments = {"evaluations": 1000, "max_steps_in_flight": 2, "seed": 0, **settings(graph, cpu_cluster(2))}
+    given = {"evaluations": 1000, "max_steps_in_flight": 2, "seed": 0, argument: value}
+    task = task_of(graph, max_steps_in_flight=given["max_steps_in_flight"], **settings(graph, cpu_cluster(2)))
     with pytest.raises(UserError, match=f"{argument} {value} is not from"):
-        search_plan(graph, **{**arguments, argument: value})
+        search_plan(task, SearchBudget(evaluations=given["evaluations"]), given["seed"])
 
 
 def test_tables_that_do_not_fit_are_refused() -> None:

@@ -27,6 +27,7 @@ from realhf.planning.osdp.solver import MODES, decoder_problem, ring, sliced, so
 from realhf.planning.predict import predict
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.tables import Problem
+from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan, without_hopeless
 from realhf.planning.task import PlanningTask
 from realhf.planning.workload import Workload
@@ -62,12 +63,7 @@ def task(graph: DataflowGraph, features: EngineFeatures, memory: int, batch_size
 def tables(asked: PlanningTask) -> Problem:
     calls = asked.graph.calls.values()
     options = {call.name: call_options(call, asked.batch_size, asked.cluster) for call in calls}
-    return build_problem(asked.graph, options, **keywords(asked))
-
-
-def keywords(asked: PlanningTask) -> dict[str, object]:
-    names = ("batch_size", "workload", "cluster", "costs", "max_steps_in_flight", "dtype")
-    return {name: getattr(asked, name) for name in names}
+    return build_problem(asked, options)
 
 
 @pytest.mark.parametrize(
@@ -79,12 +75,12 @@ def test_an_infeasible_training_becomes_feasible(graph: DataflowGraph, memory: i
     # 71 million parameters: 8 bytes of each on every rank and 8 / 8 of its AdamW states (610 MiB) do not fit.
     without, asked = task(graph, ENGINE, memory), task(graph, SHARDED, memory)
     with pytest.raises(UserError, match="no plan fits into memory"):
-        search_plan(graph, seed=0, evaluations=2000, **keywords(without))
-    found = search_plan(graph, seed=0, evaluations=20_000, **keywords(asked))
-    predicted = asked.predict(found.plan)
+        search_plan(without, SearchBudget(evaluations=2000), 0)
+    found = search_plan(asked, SearchBudget(evaluations=20_000), 0)
+    predicted = predict(asked, found.plan)
     assert predicted.fits
     assert max(predicted.device_bytes) <= memory
-    assert not without.predict(found.plan).fits
+    assert not predict(without, found.plan).fits
     [(name, sharding)] = asked.shardings(found.plan).items()
     assert graph.calls[name].config == WHOLE
     assert graph.calls[name].trains
@@ -252,8 +248,7 @@ def test_options_that_sharding_saves_are_not_hopeless() -> None:
     for features, kept in ((ENGINE, False), (SHARDED, True)):
         asked = task(SFT, features, 250 * MIB)
         rows = call_options(definition, 16, asked.cluster)
-        names = ("batch_size", "workload", "cluster", "costs", "dtype")
-        left = without_hopeless(definition, rows, **{name: getattr(asked, name) for name in names})
+        left = without_hopeless(asked, definition.name, rows)
         # Without the feature nothing fits, and then all stay.
         assert (0 < len(left) < len(rows)) == kept
         assert not kept or all(option.layout.strategy.dp > 1 for option in left)
@@ -261,9 +256,8 @@ def test_options_that_sharding_saves_are_not_hopeless() -> None:
 
 def test_a_plan_is_predicted_as_it_was_searched() -> None:
     asked = task(SFT, SHARDED, 250 * MIB)
-    found = search_plan(SFT, seed=0, evaluations=2000, **keywords(asked))
-    names = ("batch_size", "workload", "cluster", "costs", "dtype")
-    predicted = predict(found.plan, SFT, **{name: getattr(asked, name) for name in names})
+    found = search_plan(asked, SearchBudget(evaluations=2000), 0)
+    predicted = predict(asked, found.plan)
     assert predicted.step_s == pytest.approx(found.cost_s)
     assert max(predicted.device_bytes) == found.peak_bytes
 
@@ -279,7 +273,7 @@ def test_mapping_by_rule_shards_too() -> None:
     with pytest.raises(UserError, match="fits into the memory"):
         Mapper(on_two_nodes(ENGINE)).best()
     asked = on_two_nodes(SHARDED)
-    predicted = asked.predict(asked.plan(Mapper(asked).best().calls, "hybridflow"))
+    predicted = predict(asked, asked.plan(Mapper(asked).best().calls, preset="hybridflow"))
     assert predicted.fits
     assert list(asked.shardings(predicted.plan)) == ["actor_train_step"]
 

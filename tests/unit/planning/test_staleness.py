@@ -5,6 +5,7 @@ import pytest
 
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.planning.options import call_options
+from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem, search_problem
 from realhf.planning.problem.tables import Problem
 from realhf.planning.task import PlanningTask, with_staleness
@@ -28,7 +29,7 @@ def searched(staleness: int, num_devices: int, places: Places) -> tuple[float, d
     )
     cluster = graphs.cpu_cluster(num_devices)
     task = PlanningTask(graph=graph, max_steps_in_flight=4, **graphs.settings(graph, cluster))
-    problem = task.problem({c.name: call_options(c, task.batch_size, cluster) for c in graph.calls.values()})
+    problem = build_problem(task, {c.name: call_options(c, task.batch_size, cluster) for c in graph.calls.values()})
     native = native_problem(timed(problem, places))
     found = search_problem(native, seed=0, evaluations=3000)
     tables = timed(problem, places).calls

@@ -15,8 +15,11 @@ from realhf.planning.explain.comparison import SEARCHED, Candidate, compare
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.timings import load_costs
 from realhf.planning.options import Option
+from realhf.planning.predict import predict
 from realhf.planning.presets import evaluate_presets
+from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem, search_problem
+from realhf.planning.request import SearchBudget
 from realhf.planning.search import SearchResult, search_plan
 from realhf.planning.task import PlanningTask
 from realhf.planning.workload import Workload
@@ -24,11 +27,7 @@ from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings
 
 
 def searched(task: PlanningTask, evaluations: int | None, seconds: float | None = None, seed: int = 0) -> SearchResult:
-    return search_plan(
-        task.graph, batch_size=task.batch_size, workload=task.workload, cluster=task.cluster, costs=task.costs,
-        dtype=task.dtype, max_steps_in_flight=task.max_steps_in_flight, offload=task.offload, seed=seed,
-        evaluations=evaluations, seconds=seconds,
-    )  # fmt: skip
+    return search_plan(task, SearchBudget(evaluations=evaluations, seconds=seconds), seed)
 
 
 def check(task: PlanningTask, result: SearchResult) -> None:
@@ -36,7 +35,7 @@ def check(task: PlanningTask, result: SearchResult) -> None:
     assert rows, "nothing to compare with"
     assert result.plan.predicted_step_s is not None
     assert result.plan.predicted_step_s <= min(rows)
-    prediction = task.predict(result.plan)
+    prediction = predict(task, result.plan)
     assert prediction.fits
     assert prediction.step_s == result.plan.predicted_step_s
 
@@ -93,14 +92,14 @@ def test_what_does_not_fit_is_no_candidate() -> None:
     task = large(1, batch_size=64)
     small = replace(task, cluster=replace(task.cluster, device_memory_bytes=47 * 10**9))
     assert any(row.problem and row.prediction for row in evaluate_presets(small)), "a plan by rule must not fit"
-    assert small.predict(searched(small, 1).plan).fits
+    assert predict(small, searched(small, 1).plan).fits
 
 
 def test_the_table_shows_the_rules_that_the_search_began_with() -> None:
     graph = DataflowGraph([call("sft", TINY, TRAIN_STEP, "seq")], ["seq"])
     task = PlanningTask(graph=graph, max_steps_in_flight=2, **settings(graph, cpu_cluster(4)))
     result = searched(task, 1)
-    plan = Candidate(name=SEARCHED, analysis=analyse(task, task.predict(result.plan)))
+    plan = Candidate(name=SEARCHED, analysis=analyse(task, predict(task, result.plan)))
     rows = compare(task, plan, result).presets
     again = evaluate_presets(task)
     assert [(row.name, row.problem) for row in rows] == [(rule.name, rule.problem) for rule in again]
@@ -119,7 +118,7 @@ def test_a_search_of_one_evaluation_returns_its_best_start(seed: int) -> None:
         ]
         for name in task.graph.calls
     }
-    native = native_problem(task.problem(options))
+    native = native_problem(build_problem(task, options))
     starts = [[(seed + i * k) % 6 for i in range(6)] for k in range(5)]
     best = min((native.evaluate(start) for start in starts), key=lambda e: (not e["feasible"], e["cost"]))
     found = search_problem(native, seed=seed, evaluations=1, starts=starts)
