@@ -22,7 +22,7 @@ from realhf.architecture.model import DecoderConfig
 from realhf.dataflow.graph import INFERENCE, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.dataflow.plan import CallPlan
-from realhf.master.loop import CallRecord, Dispatcher, GraphRunner
+from realhf.master.loop import CallRecord, Dispatcher, PlannedGraph
 from realhf.transport.client import Client
 from realhf.transport.codec import Codec
 from realhf.transport.keys import load_master_keys, load_worker_keys, make_run_keys
@@ -86,7 +86,7 @@ async def _measure(keys: Path, num_workers: int, repeats: int) -> list[tuple[flo
                 dispatcher.reply(worker, message)
 
     receiver = asyncio.create_task(receive())
-    runner, times = empty_call(num_workers), []
+    planned, times = empty_call(num_workers), []
     for step in range(repeats):
         start = time.perf_counter()
         ended: list[float] = []
@@ -94,7 +94,7 @@ async def _measure(keys: Path, num_workers: int, repeats: int) -> list[tuple[flo
         def on_step(_: int, records: list[CallRecord], ended: list[float] = ended) -> None:
             ended.append(time.perf_counter())
 
-        await dispatcher.run_steps(runner, [("model_inference", step)], 1, on_step)
+        await dispatcher.run_steps(planned, [("model_inference", step)], 1, on_step)
         times.append((sent_at - start, ended[0] - start))
     receiver.cancel()
     for worker in range(num_workers):
@@ -105,7 +105,7 @@ async def _measure(keys: Path, num_workers: int, repeats: int) -> list[tuple[flo
     return times[WARM_UP:]
 
 
-def empty_call(num_workers: int) -> GraphRunner:
+def empty_call(num_workers: int) -> PlannedGraph:
     """A step of one call on all workers, one sample each, with no output."""
     call = ModelFunctionCallDef(
         model_name="model",
@@ -116,7 +116,7 @@ def empty_call(num_workers: int) -> GraphRunner:
     )
     plan = CallPlan(devices=(0, num_workers), dp=num_workers)
     graph = DataflowGraph([call], ["x"])
-    return GraphRunner("train", graph, {call.name: plan}, {"model": plan.layout}, num_workers)
+    return PlannedGraph("train", graph, {call.name: plan}, {"model": plan.layout}, num_workers)
 
 
 def start_workers(address: str, keys: Path, num_workers: int) -> list[multiprocessing.Process]:

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from realhf.data.datasets import JSONLDataset, Tokens
-from realhf.data.order import row_of
+from realhf.data.row_order import row_of
 
 # More than are in flight in most runs; what is asked for later is tokenised once more.
 KEPT_STEPS = 4

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from realhf.realloc.plan.broadcast_chain import node_of
 
 
-class EarliestSenders:
+class BroadcastTrees:
     """Chooses the hops by which messages get from their holders to those that lack them.
 
     List scheduling (Graham, 1966) with bytes for a clock: a message is sent whole, by one that has it, and a device

@@ -3,7 +3,7 @@
 import time
 
 
-class AwakeClock:
+class ListeningClock:
     """Seconds in which this process ran.
 
     A busy machine may hold a process up for minutes, and a stopped one for longer; what arrives meanwhile waits to be

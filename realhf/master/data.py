@@ -11,7 +11,7 @@ from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import SampleDType
 from realhf.dataflow.protocols import THREE_D_PROTO, Division, TransferProtocol
 from realhf.geometry.layout import Layout
-from realhf.master.broadcast_tree import EarliestSenders
+from realhf.master.broadcast_tree import BroadcastTrees
 from realhf.transport.messages import KeyMetadata, Receive, Send
 
 # mini_batches[part][j]: the ids of mini-batch j in a part of the batch, that of a data-parallel rank.
@@ -122,7 +122,7 @@ class DataDirectory:
 
     def __init__(self, devices_per_node: int | None = None) -> None:
         self._columns: dict[str, _Column] = {}
-        self._senders = EarliestSenders(devices_per_node)
+        self._trees = BroadcastTrees(devices_per_node)
 
     def lengths(self, key: str, count: int) -> Mapping[int, int] | None:
         """The length of every sample of a key; None as long as not all `count` of them have been made."""
@@ -143,7 +143,7 @@ class DataDirectory:
         """What moves so that every rank of `layout` has `keys` of its samples, and notes it as done.
 
         Who lacks a sample gets it once: from its own node where somebody there has it, so that it comes into each node
-        once; evenly from all who have it; and from those who have just got it (`EarliestSenders`).
+        once; evenly from all who have it; and from those who have just got it (`BroadcastTrees`).
 
         Returns:
             rounds, to be sent out in their order: in each, a worker sends what it has or will have by an earlier one.
@@ -157,7 +157,7 @@ class DataDirectory:
         ids: dict[tuple[int, str, int, int], list[int]] = {}  # by round, key, sender and receiver: one message
         for group in groups:
             round_of = dict.fromkeys(group.holders, -1)
-            for sender, receiver in self._senders.hops(group.size_bytes, group.holders, group.lacking):
+            for sender, receiver in self._trees.hops(group.size_bytes, group.holders, group.lacking):
                 round_of[receiver] = round_of[sender] + 1
                 ids.setdefault((round_of[receiver], group.key, sender, receiver), []).extend(group.ids)
             holders = _ascending(round_of)

@@ -1,4 +1,4 @@
-"""The asyncio shell around the schedule: turns actions into requests and replies into events."""
+"""The asyncio shell around the queue: turns actions into requests and replies into events."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ from realhf.master.data import DataDirectory, Partition, dataset_sequences, divi
 from realhf.master.moves import Moves, SendRequest
 from realhf.master.open_requests import Clock, OpenRequests
 from realhf.master.replies import Request
-from realhf.master.state import Action, FinishStep, Issue, Node, Schedule, movers_of, occupied
+from realhf.master.state import Action, CallQueue, FinishStep, Issue, Node, movers_of, occupied
 from realhf.rundir.deadlines import Deadlines
 from realhf.transport.messages import (
     BatchKey,
@@ -60,7 +60,7 @@ class CallRecord:
 
 
 @dataclass(frozen=True)
-class GraphRunner:
+class PlannedGraph:
     """What `Dispatcher` needs to know of a graph to run it.
 
     `homes` are the layouts in which the parameters live, or would if those of `offload` did not wait in host memory;
@@ -85,7 +85,7 @@ class GraphRunner:
 
     @cached_property
     def devices(self) -> dict[str, frozenset[int]]:
-        """What every node of the schedule occupies, by name."""
+        """What every node of the queue occupies, by name."""
         of_nodes = {
             name: occupied(self.graph, name, self._layouts, self.homes, self.offload) for name in self.graph.nodes
         }
@@ -151,13 +151,13 @@ class Dispatcher:
 
     async def run_steps(
         self,
-        runner: GraphRunner,
+        planned: PlannedGraph,
         order: list[tuple[str, int]],
         max_steps_in_flight: int,
         on_step: Callable[[int, list[CallRecord]], None],
     ) -> None:
         """Runs all calls of `order`; `on_step` gets the calls of every step as soon as all have ended."""
-        schedule = Schedule(runner.graph, with_loads(order, runner.loads), runner.devices, max_steps_in_flight)
+        queue = CallQueue(planned.graph, with_loads(order, planned.loads), planned.devices, max_steps_in_flight)
         directories: dict[int, DataDirectory] = {}
         records: dict[Node, CallRecord] = {}
         pending: dict[Node, int] = {}
@@ -166,16 +166,16 @@ class Dispatcher:
             for action in actions:
                 match action:
                     case Issue(node):
-                        directory = directories.setdefault(node.step, DataDirectory(runner.devices_per_node))
-                        records[node] = CallRecord(node, runner.model_of(node.call))
-                        pending[node] = await self._issue(runner, node, directory)
+                        directory = directories.setdefault(node.step, DataDirectory(planned.devices_per_node))
+                        records[node] = CallRecord(node, planned.model_of(node.call))
+                        pending[node] = await self._issue(planned, node, directory)
                     case FinishStep(step):
                         directories.pop(step, None)
-                        await self._broadcast(FreeBatch(batch=BatchKey(runner.split, step)))
+                        await self._broadcast(FreeBatch(batch=BatchKey(planned.split, step)))
                         on_step(step, [records.pop(node) for node in sorted(records) if node.step == step])
 
-        await perform(schedule.start())
-        while not schedule.finished:
+        await perform(queue.start())
+        while not queue.finished:
             worker, request, reply = await self._replies.get()
             if request.prepares:
                 await self._moves.prepared(worker, request.prepares)
@@ -194,8 +194,8 @@ class Dispatcher:
             pending[node] -= 1
             if not pending[node]:
                 del pending[node]
-                await self._push(runner, node, directories[node.step])
-                await perform(schedule.ended(node))
+                await self._push(planned, node, directories[node.step])
+                await perform(queue.ended(node))
         await self._drain()
 
     async def save(self, directory: str, writers: dict[int, tuple[str, ...]], *, is_last: bool) -> None:
@@ -209,28 +209,28 @@ class Dispatcher:
             )
         await self._drain()
 
-    async def _issue(self, runner: GraphRunner, node: Node, directory: DataDirectory) -> int:
+    async def _issue(self, planned: PlannedGraph, node: Node, directory: DataDirectory) -> int:
         """Sends the requests of one call in the order in which they are to be executed; returns
         the number of replies that end the call."""
-        if load := runner.loads.get(node.call):
-            return await self._load(runner, node, load)
-        replies = await (self._follow if node.call in runner.graph.follows else self._call)(runner, node, directory)
-        await self._offload(runner, node)
+        if load := planned.loads.get(node.call):
+            return await self._load(planned, node, load)
+        replies = await (self._follow if node.call in planned.graph.follows else self._call)(planned, node, directory)
+        await self._offload(planned, node)
         return replies
 
-    async def _call(self, runner: GraphRunner, node: Node, directory: DataDirectory) -> int:
-        definition, plan = runner.graph.calls[node.call], runner.calls[node.call]
-        batch, layout = BatchKey(runner.split, node.step), plan.layout
-        home, version = runner.homes[definition.model_name], runner.version(node)
+    async def _call(self, planned: PlannedGraph, node: Node, directory: DataDirectory) -> int:
+        definition, plan = planned.graph.calls[node.call], planned.calls[node.call]
+        batch, layout = BatchKey(planned.split, node.step), plan.layout
+        home, version = planned.homes[definition.model_name], planned.version(node)
         if layout != home:
             message = Reallocate(
                 request_id=0, batch=batch, call=node.call, model=definition.model_name, layout=layout, version=version
             )
             what = f"reallocation of {definition.model_name} for {_name(node, batch)}"
             request = Request(what, self._deadlines.longest_s, together=True)
-            devices, movers = runner.devices[node.call], runner.movers[node.call]
+            devices, movers = planned.devices[node.call], planned.movers[node.call]
             await self._moves.prepare(node, definition.model_name, layout, devices, movers, request, message)
-        parts = _parts(runner, definition, node.step, directory)
+        parts = _parts(planned, definition, node.step, directory)
         assert parts is not None, "its inputs have been made"
         await self._send_call(node, batch, definition, plan, parts, version)
         if layout != home:
@@ -238,8 +238,8 @@ class Dispatcher:
                 await self._send(worker, Release(model=definition.model_name, layout=layout))
         return len(division(layout, definition.protocol).part_of)
 
-    async def _load(self, runner: GraphRunner, node: Node, load: Load) -> int:
-        batch, mesh = BatchKey(runner.split, node.step), runner.homes[load.model].mesh
+    async def _load(self, planned: PlannedGraph, node: Node, load: Load) -> int:
+        batch, mesh = BatchKey(planned.split, node.step), planned.homes[load.model].mesh
         for worker in mesh.devices:
             request_id = self._open.expect(worker, Request(_name(node, batch), self._deadlines.longest_s, node))
             await self._send(
@@ -247,43 +247,43 @@ class Dispatcher:
             )
         return mesh.size
 
-    async def _offload(self, runner: GraphRunner, node: Node) -> None:
+    async def _offload(self, planned: PlannedGraph, node: Node) -> None:
         """Behind `node`, what was loaded for it goes back to host memory; nobody waits for that."""
-        batch = BatchKey(runner.split, node.step)
-        for model in models_needed(runner.graph, node.call):
-            for worker in runner.homes[model].mesh.devices if model in runner.offload else ():
+        batch = BatchKey(planned.split, node.step)
+        for model in models_needed(planned.graph, node.call):
+            for worker in planned.homes[model].mesh.devices if model in planned.offload else ():
                 request = Request(f"offload of {model} after {_name(node, batch)}", self._deadlines.longest_s)
                 request_id = self._open.expect(worker, request)
                 await self._send(worker, OffloadModel(request_id=request_id, batch=batch, model=model))
 
-    async def _follow(self, runner: GraphRunner, node: Node, _: DataDirectory) -> int:
-        batch, target = BatchKey(runner.split, node.step), runner.graph.follows[node.call].target
+    async def _follow(self, planned: PlannedGraph, node: Node, _: DataDirectory) -> int:
+        batch, target = BatchKey(planned.split, node.step), planned.graph.follows[node.call].target
         message = FollowParameters(request_id=0, batch=batch, name=node.call)
         request = Request(_name(node, batch), self._deadlines.longest_s, node, together=True)
-        devices, movers = runner.devices[node.call], runner.movers[node.call]
-        await self._moves.prepare(node, target, runner.homes[target], devices, movers, request, message)
+        devices, movers = planned.devices[node.call], planned.movers[node.call]
+        await self._moves.prepare(node, target, planned.homes[target], devices, movers, request, message)
         return len(movers)
 
-    async def _push(self, runner: GraphRunner, node: Node, directory: DataDirectory) -> None:
+    async def _push(self, planned: PlannedGraph, node: Node, directory: DataDirectory) -> None:
         """Sends a call's outputs to the calls that will need them, before later calls occupy the workers.
 
         Which rank of a consumer gets a sample is known with the lengths that divide its samples; what is made earlier
         goes out then. So the division does not depend on which of two calls ends first.
         """
-        batch, graph = BatchKey(runner.split, node.step), runner.graph
+        batch, graph = BatchKey(planned.split, node.step), planned.graph
         for consumer in graph.calls.values():
             if not any(key in graph.producers for key in consumer.input_data):
                 continue  # it reads the data set alone
-            parts = _parts(runner, consumer, node.step, directory)
+            parts = _parts(planned, consumer, node.step, directory)
             if parts is None:
                 continue
             divides = graph.producers.get(length_key(graph, consumer) or "") == node.call
             keys = [
                 key
                 for key in consumer.input_data
-                if (divides or graph.producers.get(key) == node.call) and directory.lengths(key, runner.batch_size)
+                if (divides or graph.producers.get(key) == node.call) and directory.lengths(key, planned.batch_size)
             ]
-            layout = runner.calls[consumer.name].layout
+            layout = planned.calls[consumer.name].layout
             for moves_of in directory.plan_transfer(layout, parts, keys, consumer.protocol):
                 for worker, moves in sorted(moves_of.items()):
                     message = Transfer(batch=batch, sends=tuple(moves.sends), receives=tuple(moves.receives))
@@ -329,18 +329,18 @@ class Dispatcher:
             await self._replies.get()
 
 
-def _parts(runner: GraphRunner, call: ModelFunctionCallDef, step: int, directory: DataDirectory) -> Partition | None:
+def _parts(planned: PlannedGraph, call: ModelFunctionCallDef, step: int, directory: DataDirectory) -> Partition | None:
     """Who works on what of a call; None as long as the lengths that decide it are not known."""
-    key = length_key(runner.graph, call)
+    key = length_key(planned.graph, call)
     lengths: Mapping[int, int] | None = None
     if key is not None:
-        lengths = directory.lengths(key, runner.batch_size)
+        lengths = directory.lengths(key, planned.batch_size)
         if lengths is None:
             return None
-    elif runner.rows is not None:
-        lengths = runner.rows.lengths(step, dataset_sequences(call))
-    parts = division(runner.calls[call.name].layout, call.protocol).parts
-    return partition(runner.batch_size, call.mini_batches, parts, lengths)
+    elif planned.rows is not None:
+        lengths = planned.rows.lengths(step, dataset_sequences(call))
+    parts = division(planned.calls[call.name].layout, call.protocol).parts
+    return partition(planned.batch_size, call.mini_batches, parts, lengths)
 
 
 def _name(node: Node, batch: BatchKey) -> str:

@@ -13,10 +13,10 @@ from realhf.data.datasets import JSONLDataset
 from realhf.data.rows import DatasetRows
 from realhf.dataflow.plan import DIGEST_LENGTH, plan_digest
 from realhf.launch.launcher import MASTER, worker_name
-from realhf.master.clock import AwakeClock
+from realhf.master.clock import ListeningClock
 from realhf.master.drift import DriftWatch, told_calls
-from realhf.master.loop import CallRecord, Dispatcher, GraphRunner
-from realhf.master.milestones import Borders
+from realhf.master.loop import CallRecord, Dispatcher, PlannedGraph
+from realhf.master.milestones import Milestones
 from realhf.master.records import Trace, log_step, step_metrics
 from realhf.master.saver import Saver
 from realhf.master.trackers import Trackers
@@ -64,7 +64,7 @@ class Master:
         self._recorder = ActivityWriter(directory.activity(MASTER))
         self._trace = Trace(directory.trace, self._num_workers)
         self._trackers = Trackers(run.spec, directory.path)
-        self._clock = AwakeClock(WATCH_EVERY_S)
+        self._clock = ListeningClock(WATCH_EVERY_S)
         self._dispatcher = Dispatcher(server.send, self._num_workers, self._trace.add, self._clock.now, run.deadlines)
         self._signs = VitalSigns(self._clock.now, self._dispatcher, directory, server.garbage)
         self._ready: dict[int, str] = {}  # the device of each worker that is
@@ -126,16 +126,16 @@ class Master:
         step, steps = self._step, self._run.experiment.steps
         if not self._is_evaluated(step):  # a run that goes on may have been
             await self._evaluate(step)
-        borders = Borders(self._run)
+        milestones = Milestones(self._run)
         while step < steps:
-            first, step = step, borders.next(step)
+            first, step = step, milestones.next(step)
             self._previous_end = time.time()
             self._recorder.set(f"training, {f'steps {first + 1} to' if step > first + 1 else 'step'} {step}")
             await self._train(first, step)
-            borders.reached(first, step)
-            if borders.evaluates_after(step):
+            milestones.reached(first, step)
+            if milestones.evaluates_after(step):
                 await self._evaluate(step)
-            if borders.saves_after(step):
+            if milestones.saves_after(step):
                 self._recorder.set(f"checkpoint after step {step}")
                 await self._saver.begin(step, self._statistics)
                 if step < steps and self._directory.switch.exists():
@@ -175,7 +175,7 @@ class Master:
 
     def _is_evaluated(self, step: int) -> bool:
         """Whether this is no place for an evaluation, or one was made here by an earlier start of the run."""
-        if step and not Borders(self._run).evaluates_after(step):
+        if step and not Milestones(self._run).evaluates_after(step):
             return True
         made = read_lines(self._directory.evaluations, evaluation_line).values
         return step in {line["step"] for line in made}
@@ -191,14 +191,14 @@ class Master:
 
     async def _train(self, first: int, last: int) -> None:
         run = self._run
-        runner = GraphRunner(
+        planned = PlannedGraph(
             "train", run.graph, run.plan.calls, run.homes, run.settings.batch_size, self._rows, run.plan.offload,
             devices_per_node=run.spec.devices_per_node,
         )  # fmt: skip
         steps = [(name, first + step) for name, step in run.plan.unrolled(run.graph, last - first)]
         follows = run.graph.follows
         order = [(name, step) for name, step in steps if name not in follows or follows[name].is_due(step)]
-        await self._dispatcher.run_steps(runner, order, run.plan.max_steps_in_flight, self._record_step)
+        await self._dispatcher.run_steps(planned, order, run.plan.max_steps_in_flight, self._record_step)
 
     def _record_step(self, step: int, records: list[CallRecord]) -> None:
         metrics = step_metrics(step + 1, records, self._run.plan, self._previous_end)
@@ -240,7 +240,7 @@ class Master:
         calls = {name: run.evaluation_plan(call) for name, call in graph.calls.items()}
         assert isinstance(evaluation.dataset, JSONLDataset), "workers read no other"
         rows = DatasetRows(evaluation.dataset, None, evaluation.batch_size)
-        runner = GraphRunner(
+        planned = PlannedGraph(
             "evaluation", graph, calls, run.homes, evaluation.batch_size, rows, run.plan.offload,
             versions=lambda model, _: run.graph.weights_version(model, step),
             devices_per_node=run.spec.devices_per_node,
@@ -255,7 +255,7 @@ class Master:
                     old = totals.get(name, (0.0, 0.0))
                     totals[name] = (old[0] + total, old[1] + weight)
 
-        await self._dispatcher.run_steps(runner, order, 1, add)
+        await self._dispatcher.run_steps(planned, order, 1, add)
         means = {name: total / weight for name, (total, weight) in totals.items() if weight}
         self._statistics |= means
         line = {"step": step, **means}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from realhf.rundir.run import Run
 
 
-class Borders:
+class Milestones:
     """Decides from one border to the next, since checkpoints may be due after so many minutes.
 
     Args:
@@ -23,17 +23,17 @@ class Borders:
         self._save_after_s = math.inf if minutes is None else 60.0 * minutes
         self._clock = clock
         self._saved_at_s = self._rested_at_s = clock()
-        self._step_s: float | None = None  # as measured between the last two borders
+        self._step_s: float | None = None  # as measured between the last two milestones
 
     def next(self, step: int) -> int:
         """The first step after `step` with something due, as far as that can be known now."""
         self._rested_at_s = self._clock()
-        places = [self._steps]
-        places += [(step // every + 1) * every for every in (self._evaluation_every, self._save_every) if every]
+        due = [self._steps]
+        due += [(step // every + 1) * every for every in (self._evaluation_every, self._save_every) if every]
         if self._save_after_s < math.inf:
             left_s = self._save_after_s - (self._rested_at_s - self._saved_at_s)
-            places.append(step + max(1, math.ceil(left_s / self._step_s) if self._step_s else 1))
-        return min(places)
+            due.append(step + max(1, math.ceil(left_s / self._step_s) if self._step_s else 1))
+        return min(due)
 
     def reached(self, before: int, step: int) -> None:
         """The steps from `before` to `step` have been made since `next` was asked."""

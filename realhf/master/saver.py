@@ -53,19 +53,19 @@ class Saver:
         for model, owners in sorted(self._owners.items()):
             for worker in owners:
                 writers[worker] = (*writers.get(worker, ()), model)
-        self._writing, self._under_way, self._error = set(writers), str(self._part(step)), None
+        self._writing, self._under_way, self._error = set(writers), str(self._staging(step)), None
         self._step = step
         self._all_written.clear()
         if not writers:  # no model changes
             self._all_written.set()
-        part = self._part(step)
+        staging = self._staging(step)
         try:
-            part.mkdir()
+            staging.mkdir()
         except OSError as error:
             self._note_failure(step, _not_complete(step, error))
             self._idle.set()
             return
-        await self._dispatcher.save(str(part), writers, is_last=step == self._run.experiment.steps)
+        await self._dispatcher.save(str(staging), writers, is_last=step == self._run.experiment.steps)
         self._begun.put_nowait(self._state(step, statistics))
 
     def written(self, worker: int, message: CheckpointWritten) -> None:
@@ -125,7 +125,7 @@ class Saver:
         text = f"{error}; the run goes on, and may fail to write {left} more in a row"
         logger.warning("%s", text)
         note(self._directory.events, "unsaved", step, text)
-        shutil.rmtree(self._part(step), ignore_errors=True)
+        shutil.rmtree(self._staging(step), ignore_errors=True)
 
     async def _wait_for_writers(self, step: int) -> None:
         timeout_s = self._run.deadlines.longest_s
@@ -140,14 +140,14 @@ class Saver:
 
     def _complete(self, state: RunState) -> None:
         """Checks what the workers wrote, and gives the checkpoint its name. In a thread: it waits for the disk."""
-        run, part = self._run, self._part(state.step)
+        run, staging = self._run, self._staging(state.step)
         for model, owners in sorted(self._owners.items()):
             metadata = {"step": state.step, "seed": state.seed}
             if model in state.optimizer_steps:
                 metadata[STEPS_KEY] = state.optimizer_steps[model]
-            finish(part / model, run.graph.models[model], run.models[model].dtype, owners, metadata)
+            finish(staging / model, run.graph.models[model], run.models[model].dtype, owners, metadata)
         target = step_folder(self._directory.checkpoints, state.step)
-        checkpoints.complete(part, target, state, list(self._owners))
+        checkpoints.complete(staging, target, state, list(self._owners))
         note(self._directory.events, "checkpoint", state.step)
         checkpoints.retain(self._directory.checkpoints, run.spec.keep_checkpoints, run.spec.keep_best)
 
@@ -186,7 +186,7 @@ class Saver:
             for model in run.changing_models
         }
 
-    def _part(self, step: int) -> Path:
+    def _staging(self, step: int) -> Path:
         target = step_folder(self._directory.checkpoints, step)
         return target.with_name(f".{target.name}.part")
 

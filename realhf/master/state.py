@@ -39,7 +39,7 @@ class FinishStep:
 Action = Issue | FinishStep
 
 
-class Schedule:
+class CallQueue:
     """Issues the calls of steps `order` covers.
 
     Args:
@@ -122,7 +122,7 @@ def occupied(
     are sent by these beside whatever they compute; but where they wait in host memory (`offload`), they
     are loaded and sent back in the order of calls, so that the home is one of the places.
     """
-    sources, target = _places(graph, node, layouts, homes)
+    sources, target = _sources_and_target(graph, node, layouts, homes)
     return frozenset({*target.mesh.devices, *_devices(homes[model] for model in sources if model in offload)})
 
 
@@ -130,13 +130,13 @@ def movers_of(
     graph: DataflowGraph, node: str, layouts: Mapping[str, Layout], homes: Mapping[str, Layout]
 ) -> frozenset[int]:
     """The devices that take part in the move of parameters for `node`, none where there is no move."""
-    sources, target = _places(graph, node, layouts, homes)
+    sources, target = _sources_and_target(graph, node, layouts, homes)
     if all(homes[model] == target for model in sources) and node not in graph.follows:
         return frozenset()
     return frozenset({*target.mesh.devices, *_devices(homes[model] for model in sources)})
 
 
-def _places(
+def _sources_and_target(
     graph: DataflowGraph, node: str, layouts: Mapping[str, Layout], homes: Mapping[str, Layout]
 ) -> tuple[tuple[str, ...], Layout]:
     """The models whose homes a node needs, and where it has something to compute or to write."""

@@ -11,10 +11,10 @@ from realhf.base.files import write_atomically
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.report.figures import accuracy_curves, curves_figure, split_curves, timeline_figure, times_figure
 from realhf.report.html import document, figure_html, section, table
-from realhf.report.memory import memory_section
 from realhf.report.plan_section import plan_section
 from realhf.report.run_data import RunData, call_times, read_run
 from realhf.report.timeline import EVALUATION, last_steps
+from realhf.report.worker_memory import memory_section
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.status import Status
 

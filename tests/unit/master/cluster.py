@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.plan import ExecutionPlan
-from realhf.master.loop import Dispatcher, GraphRunner
+from realhf.master.loop import Dispatcher, PlannedGraph
 from realhf.master.state import Node
 from realhf.transport.messages import (
     CallFunction,
@@ -47,7 +47,7 @@ class VirtualCluster:
 
     def __init__(
         self,
-        runner: GraphRunner,
+        planned: PlannedGraph,
         num_workers: int,
         seconds: Seconds,
         dead: frozenset[int] = frozenset(),
@@ -59,9 +59,9 @@ class VirtualCluster:
         self.order: list[list[Node]] = [[] for _ in range(num_workers)]
         self.num_messages = 0
         self.dispatcher = Dispatcher(self._send, num_workers, lambda *_: None, lambda: self.now_s)
-        self._runner, self._dead, self._wide_lanes = runner, dead, wide_lanes
+        self._planned, self._dead, self._wide_lanes = planned, dead, wide_lanes
         self._seconds, self._move_seconds = seconds, move_seconds
-        self._meshes = {name: frozenset(call.mesh.devices) for name, call in runner.calls.items()}
+        self._meshes = {name: frozenset(call.mesh.devices) for name, call in planned.calls.items()}
         self._queues: list[deque[CallFunction | PrepareMove]] = [deque() for _ in range(num_workers)]
         self._lanes: list[deque[Node]] = [deque() for _ in range(num_workers)]
         self._moves: dict[tuple[int, Node], Reallocate | FollowParameters] = {}
@@ -72,7 +72,7 @@ class VirtualCluster:
     async def run(self, order: list[tuple[str, int]], max_steps_in_flight: int) -> bool:
         """Returns when all has ended (True), or when nothing moves any more."""
         driver = asyncio.ensure_future(
-            self.dispatcher.run_steps(self._runner, order, max_steps_in_flight, lambda *_: None)
+            self.dispatcher.run_steps(self._planned, order, max_steps_in_flight, lambda *_: None)
         )
         await _settle()
         while self._ends:
@@ -97,7 +97,7 @@ class VirtualCluster:
                 self._moves[worker, node] = message
                 self._lanes[worker].append(node)
                 if self._wide_lanes or len(self._lanes[worker]) == 1:
-                    self._arrive(Task(True, node, self._runner.movers[name]))
+                    self._arrive(Task(True, node, self._planned.movers[name]))
 
     def _come_to(self, worker: int) -> None:
         """The worker is at its oldest request."""
@@ -115,7 +115,7 @@ class VirtualCluster:
         if self._arrived[task.node] < len(task.devices):
             return
         del self._arrived[task.node]
-        is_reallocation = task.is_move and task.node.call in self._runner.graph.calls
+        is_reallocation = task.is_move and task.node.call in self._planned.graph.calls
         end_s = self.now_s + (self._move_seconds if is_reallocation else self._seconds)(task.node)
         heapq.heappush(self._ends, (end_s, next(self._count), task))
         if not is_reallocation:
@@ -128,10 +128,10 @@ class VirtualCluster:
             assert not isinstance(request, PrepareMove)
             if task.is_move:
                 self._lanes[worker].remove(node)
-            if worker in (self._runner.devices[node.call] if task.is_move else task.devices):
+            if worker in (self._planned.devices[node.call] if task.is_move else task.devices):
                 self._queues[worker].popleft()
                 come_to.append(worker)
-                if not task.is_move or node.call not in self._runner.graph.calls:
+                if not task.is_move or node.call not in self._planned.graph.calls:
                     self.order[worker].append(node)
             self.dispatcher.reply(worker, self._reply(worker, request))
         for worker in come_to:
@@ -140,26 +140,26 @@ class VirtualCluster:
             for worker in sorted(task.devices):
                 if self._lanes[worker]:
                     following = self._lanes[worker][0]
-                    self._arrive(Task(True, following, self._runner.movers[following.call]))
+                    self._arrive(Task(True, following, self._planned.movers[following.call]))
 
     def _reply(self, worker: int, request: Answered) -> Reply:
-        return answer(self._runner, worker, request, Span("compute", "", self.now_s, self.now_s))
+        return answer(self._planned, worker, request, Span("compute", "", self.now_s, self.now_s))
 
 
-def answer(runner: GraphRunner, worker: int, request: Answered, span: Span) -> Reply:
+def answer(planned: PlannedGraph, worker: int, request: Answered, span: Span) -> Reply:
     """What a worker replies; every sample of a call's outputs has three tokens."""
     if not isinstance(request, CallFunction):
         return Reply(request_id=request.request_id, span=span)
-    definition = runner.graph.calls[request.call]
+    definition = planned.graph.calls[request.call]
     keys = definition.output_data if worker in definition.protocol.collect(request.layout) else ()
     ids = tuple(sample for mini_batch in request.mini_batches for sample in mini_batch)
     column = KeyMetadata(dtype="int64", trailing=(), ids=ids, lengths=(3,) * len(ids))
     return Reply(request_id=request.request_id, span=span, outputs=dict.fromkeys(keys, column))
 
 
-def runner_of(graph: DataflowGraph, plan: ExecutionPlan, batch_size: int) -> GraphRunner:
+def planned_graph(graph: DataflowGraph, plan: ExecutionPlan, batch_size: int) -> PlannedGraph:
     homes = {model: plan.layout(plan.home(graph, model)) for model in graph.models}
-    return GraphRunner("train", graph, plan.calls, homes, batch_size)
+    return PlannedGraph("train", graph, plan.calls, homes, batch_size)
 
 
 async def _settle() -> None:

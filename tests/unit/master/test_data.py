@@ -198,7 +198,7 @@ def test_every_rank_gets_its_samples_and_nothing_twice(seed: int) -> None:
         sent = workers.deliver(layout, mini_batches, wanted)
         grown = sum(len(held - held_before.get(worker, set())) for worker, held in workers.held.items())
         assert len(sent) == grown
-        # The least that must cross borders of nodes: one copy for each node that did not have it.
+        # The least that must cross milestones of nodes: one copy for each node that did not have it.
         crossed = sum(per_node is not None and sender // per_node != to // per_node for sender, to, _, _ in sent)
         assert crossed == sum(len(nodes - nodes_before[sample]) for sample, nodes in nodes_by_sample().items())
         assert not workers.deliver(layout, mini_batches, wanted), "a second time nothing is missing"

@@ -11,7 +11,7 @@ from realhf.data.rows import DatasetRows
 from realhf.dataflow.graph import INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import Layout
-from realhf.master.loop import CallRecord, GraphRunner
+from realhf.master.loop import CallRecord, PlannedGraph
 from realhf.rundir.deadlines import Deadlines
 from realhf.transport.messages import (
     CallFunction,
@@ -30,11 +30,11 @@ from tests.unit.master.workers import GRAPH, Workers
 
 def run(workers: Workers, plan: ExecutionPlan, steps: int, batch_size: int) -> list[tuple[int, list[CallRecord]]]:
     homes: dict[str, Layout] = {model: plan.layout(plan.home(GRAPH, model)) for model in GRAPH.models}
-    runner = GraphRunner("train", GRAPH, plan.calls, homes, batch_size, offload=plan.offload)
+    planned = PlannedGraph("train", GRAPH, plan.calls, homes, batch_size, offload=plan.offload)
     ended: list[tuple[int, list[CallRecord]]] = []
     asyncio.run(
         workers.dispatcher.run_steps(
-            runner,
+            planned,
             plan.unrolled(GRAPH, steps),
             plan.max_steps_in_flight,
             lambda step, calls: ended.append((step, calls)),
@@ -72,9 +72,9 @@ def test_rows_of_the_data_set_are_divided_by_their_tokens(tmp_path: Path) -> Non
     plan = ExecutionPlan(num_devices=2, calls={"sft_train_step": CallPlan(devices=(0, 2), dp=2)})
     homes = {"sft": plan.layout(plan.home(graph, "sft"))}
     rows = DatasetRows(dataset, None, 8)
-    runner = GraphRunner("train", graph, plan.calls, homes, 8, rows)
+    planned = PlannedGraph("train", graph, plan.calls, homes, 8, rows)
     workers = Workers(2, graph)
-    asyncio.run(workers.dispatcher.run_steps(runner, plan.unrolled(graph, 1), 1, lambda *_: None))
+    asyncio.run(workers.dispatcher.run_steps(planned, plan.unrolled(graph, 1), 1, lambda *_: None))
     divided = [message.mini_batches for _, message in workers.got if isinstance(message, CallFunction)]
     assert divided == [((0, 3), (4, 5)), ((1, 2), (6, 7))]
     lengths = rows.lengths(0, ["tokens"])
@@ -194,8 +194,8 @@ def test_the_division_does_not_depend_on_who_ends_first() -> None:
 
     async def script(workers: Silent, order: tuple[int, int]) -> list[tuple[int, str]]:
         homes = {model: plan.layout(plan.home(graph, model)) for model in graph.models}
-        runner = GraphRunner("train", graph, plan.calls, homes, 4)
-        task = asyncio.ensure_future(workers.dispatcher.run_steps(runner, plan.unrolled(graph, 1), 1, lambda *_: None))
+        planned = PlannedGraph("train", graph, plan.calls, homes, 4)
+        task = asyncio.ensure_future(workers.dispatcher.run_steps(planned, plan.unrolled(graph, 1), 1, lambda *_: None))
         for worker in (*order, 2, 3):
             await until_idle()
             await workers.answer(worker)
@@ -227,8 +227,8 @@ def test_a_worker_is_late_at_the_request_it_executes_not_at_those_behind() -> No
     async def script(workers: Silent) -> None:
         describe, late = workers.dispatcher.describe, workers.dispatcher.late
         homes = {model: plan.layout(plan.home(GRAPH, model)) for model in GRAPH.models}
-        runner = GraphRunner("train", GRAPH, plan.calls, homes, 1)
-        task = asyncio.ensure_future(workers.dispatcher.run_steps(runner, plan.unrolled(GRAPH, 1), 1, lambda *_: None))
+        planned = PlannedGraph("train", GRAPH, plan.calls, homes, 1)
+        task = asyncio.ensure_future(workers.dispatcher.run_steps(planned, plan.unrolled(GRAPH, 1), 1, lambda *_: None))
         await until_idle()
         reallocation = "reallocation of actor for actor_generate of step 1"
         assert (describe(0), describe(1)) == ("no request", reallocation), "worker 0 is asked when worker 1 is prepared"
@@ -271,8 +271,8 @@ def test_a_call_may_take_as_much_longer_as_was_predicted_of_it() -> None:
 
     async def script(workers: Silent) -> None:
         homes = {model: plan.layout(plan.home(GRAPH, model)) for model in GRAPH.models}
-        runner = GraphRunner("train", GRAPH, plan.calls, homes, 1)
-        task = asyncio.ensure_future(workers.dispatcher.run_steps(runner, plan.unrolled(GRAPH, 1), 1, lambda *_: None))
+        planned = PlannedGraph("train", GRAPH, plan.calls, homes, 1)
+        task = asyncio.ensure_future(workers.dispatcher.run_steps(planned, plan.unrolled(GRAPH, 1), 1, lambda *_: None))
         await until_idle()
         workers.now_s = 70.0
         assert workers.dispatcher.describe(0) == "actor_generate of step 1"

@@ -5,26 +5,26 @@ from typing import Any
 
 import pytest
 
-from realhf.master.milestones import Borders
+from realhf.master.milestones import Milestones
 
 
-def borders_of(now: list[float], steps: int, **given: Any) -> Borders:
+def milestones_of(now: list[float], steps: int, **given: Any) -> Milestones:
     spec = SimpleNamespace(
         checkpoint_every_steps=given.get("save"), checkpoint_every_minutes=given.get("minutes"), resume_step=0
     )
     evaluation = SimpleNamespace(every_steps=given["evaluate"]) if "evaluate" in given else None
     run: Any = SimpleNamespace(experiment=SimpleNamespace(steps=steps), spec=spec, evaluation=evaluation)
-    return Borders(run, clock=lambda: now[0])
+    return Milestones(run, clock=lambda: now[0])
 
 
-def walk(borders: Borders, now: list[float], steps: int, step_s: float, first: int = 0) -> list[tuple[int, str]]:
+def walk(milestones: Milestones, now: list[float], steps: int, step_s: float, first: int = 0) -> list[tuple[int, str]]:
     """Every border with what is due there: "e", "s"."""
     found, step = [], first
     while step < steps:
-        before, step = step, borders.next(step)
+        before, step = step, milestones.next(step)
         now[0] += step_s * (step - before)
-        borders.reached(before, step)
-        due = ("e" if borders.evaluates_after(step) else "") + ("s" if borders.saves_after(step) else "")
+        milestones.reached(before, step)
+        due = ("e" if milestones.evaluates_after(step) else "") + ("s" if milestones.saves_after(step) else "")
         found.append((step, due))
     return found
 
@@ -45,18 +45,18 @@ def walk(borders: Borders, now: list[float], steps: int, step_s: float, first: i
 )
 def test_borders(first: int, given: dict[str, Any], expected: list[tuple[int, str]]) -> None:
     now = [1000.0]
-    assert walk(borders_of(now, 10, **given), now, 10, step_s=30.0, first=first) == expected
+    assert walk(milestones_of(now, 10, **given), now, 10, step_s=30.0, first=first) == expected
 
 
 def test_steps_that_become_faster_do_not_save_more_often() -> None:
     now = [0.0]
-    borders = borders_of(now, 100, minutes=1.0)
-    assert borders.next(0) == 1
+    milestones = milestones_of(now, 100, minutes=1.0)
+    assert milestones.next(0) == 1
     now[0] += 10.0
-    borders.reached(0, 1)
-    assert not borders.saves_after(1)
-    assert borders.next(1) == 6
+    milestones.reached(0, 1)
+    assert not milestones.saves_after(1)
+    assert milestones.next(1) == 6
     now[0] += 25.0  # twice as fast
-    borders.reached(1, 6)
-    assert not borders.saves_after(6)
-    assert borders.next(6) == 11
+    milestones.reached(1, 6)
+    assert not milestones.saves_after(6)
+    assert milestones.next(6) == 11

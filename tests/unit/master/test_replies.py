@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
-from realhf.master.loop import GraphRunner
+from realhf.master.loop import PlannedGraph
 from realhf.master.replies import Request, check_reply
 from realhf.master.state import Node
 from realhf.transport.codec import Codec, UndecodableError
@@ -85,10 +85,10 @@ class Distorted(Workers):
 
 def test_ten_thousand_distorted_replies() -> None:
     plan = ExecutionPlan(num_devices=4, calls=dict.fromkeys(GRAPH.calls, CallPlan(devices=(0, 4), dp=2, tp=2)))
-    runner = GraphRunner("train", GRAPH, plan.calls, {m: plan.layout(plan.home(GRAPH, m)) for m in GRAPH.models}, 8)
+    planned = PlannedGraph("train", GRAPH, plan.calls, {m: plan.layout(plan.home(GRAPH, m)) for m in GRAPH.models}, 8)
     workers, steps, ended = Distorted(), 13, []
     order = plan.unrolled(GRAPH, steps)
-    asyncio.run(workers.dispatcher.run_steps(runner, order, 2, lambda step, _: ended.append(step)))
+    asyncio.run(workers.dispatcher.run_steps(planned, order, 2, lambda step, _: ended.append(step)))
     assert ended == list(range(steps))
     assert workers.handed_over == steps * 5 * 4 * (workers.FRAMES + 2) > 10_000
     assert workers.accepted == steps * 5 * 4, "one answer to a request, whichever came first"

@@ -12,7 +12,7 @@ from realhf.dataflow.plan import CallPlan, ExecutionPlan, OrderEntry
 from realhf.master.state import Node
 from realhf.planning.problem.simulation import simulate
 from realhf.planning.problem.tables import CallTable, OptionRow, Problem, TransferTable
-from tests.unit.master.cluster import VirtualCluster, runner_of
+from tests.unit.master.cluster import VirtualCluster, planned_graph
 from tests.unit.master.test_state import random_graph, random_plan
 from tests.unit.master.workers import GRAPH
 
@@ -93,7 +93,7 @@ def workers_of(graph: DataflowGraph, plan: ExecutionPlan, name: str) -> frozense
     """Who computes a call, or takes part when a model follows another."""
     if name in graph.calls:
         return frozenset(plan.layout(name).mesh.devices)
-    return runner_of(graph, plan, 4).devices[name]
+    return planned_graph(graph, plan, 4).devices[name]
 
 
 @settings(max_examples=100, deadline=None)
@@ -103,10 +103,10 @@ def test_the_master_runs_what_the_planner_simulates(seed: int) -> None:
     graph = random_graph(random)
     plan = replace(random_plan(graph, random), offload=())
     seconds = {name: float(random.randint(1, 5)) for name in graph.nodes}  # whole numbers: many ends at one time
-    runner = runner_of(graph, plan, 4)
-    move_seconds = {name: float(random.randint(0, 3)) for name in graph.calls if runner.movers[name]}
+    planned = planned_graph(graph, plan, 4)
+    move_seconds = {name: float(random.randint(0, 3)) for name in graph.calls if planned.movers[name]}
     cluster = VirtualCluster(
-        runner,
+        planned,
         plan.num_devices,
         lambda node: seconds[node.call],
         move_seconds=lambda node: move_seconds[node.call],
@@ -115,8 +115,8 @@ def test_the_master_runs_what_the_planner_simulates(seed: int) -> None:
     assert asyncio.run(cluster.run(plan.unrolled(graph, STEPS), plan.max_steps_in_flight)), "deadlock"
     assert cluster.spans == planned_spans(graph, plan, seconds, move_seconds)
     for worker, done in enumerate(cluster.order):
-        planned = [Node(step, name) for name, step in plan.unrolled(graph, STEPS)]
-        assert done == [node for node in planned if worker in workers_of(graph, plan, node.call)]
+        expected = [Node(step, name) for name, step in plan.unrolled(graph, STEPS)]
+        assert done == [node for node in expected if worker in workers_of(graph, plan, node.call)]
 
 
 @settings(max_examples=30, deadline=None)
@@ -129,11 +129,11 @@ def test_with_one_move_at_a_time_the_order_on_every_worker_is_the_plans(seed: in
     def seconds(_: Node) -> float:
         return random.expovariate(1.0)
 
-    cluster = VirtualCluster(runner_of(graph, plan, 4), plan.num_devices, seconds, move_seconds=seconds)
+    cluster = VirtualCluster(planned_graph(graph, plan, 4), plan.num_devices, seconds, move_seconds=seconds)
     assert asyncio.run(cluster.run(plan.unrolled(graph, STEPS), plan.max_steps_in_flight)), "deadlock"
     for worker, done in enumerate(cluster.order):
-        planned = [Node(step, name) for name, step in plan.unrolled(graph, STEPS)]
-        assert done == [node for node in planned if worker in workers_of(graph, plan, node.call)]
+        expected = [Node(step, name) for name, step in plan.unrolled(graph, STEPS)]
+        assert done == [node for node in expected if worker in workers_of(graph, plan, node.call)]
 
 
 ACTOR, CRITIC = CallPlan(devices=(0, 512), dp=512), CallPlan(devices=(512, 512), dp=512)
@@ -152,7 +152,7 @@ def two_halves(max_steps_in_flight: int, dead: frozenset[int] = frozenset()) -> 
     """PPO on 1,024 workers: the actor on the first half, critic and reward model on the other."""
     order = tuple(OrderEntry(call=name) for name in STEP)
     plan = ExecutionPlan(num_devices=1024, calls=HALVES, order=order, max_steps_in_flight=max_steps_in_flight)
-    cluster = VirtualCluster(runner_of(GRAPH, plan, 512), 1024, lambda node: SECONDS[node.call], dead)
+    cluster = VirtualCluster(planned_graph(GRAPH, plan, 512), 1024, lambda node: SECONDS[node.call], dead)
     return cluster, asyncio.run(cluster.run(plan.unrolled(GRAPH, 3), max_steps_in_flight))
 
 

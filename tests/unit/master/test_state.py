@@ -1,4 +1,4 @@
-"""The schedule against workers that are queues: any graph, any layouts, any timing."""
+"""The queue against workers that are queues: any graph, any layouts, any timing."""
 
 import contextlib
 import heapq
@@ -18,8 +18,8 @@ from realhf.dataflow.graph import INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.offload import loads_of, with_loads
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, OrderEntry, check_plan
 from realhf.geometry.layout import Layout
-from realhf.master.loop import GraphRunner
-from realhf.master.state import Action, FinishStep, Issue, Node, Schedule, movers_of, occupied
+from realhf.master.loop import PlannedGraph
+from realhf.master.state import Action, CallQueue, FinishStep, Issue, Node, movers_of, occupied
 from tests.unit.api.calls import call, ppo_graph
 
 
@@ -40,9 +40,9 @@ class Item:
 
 @dataclass
 class Simulation:
-    """Workers that execute first in, first out, under a schedule; `seconds` tells how long an item takes."""
+    """Workers that execute first in, first out, under a queue; `seconds` tells how long an item takes."""
 
-    schedule: Schedule
+    queue: CallQueue
     graph: DataflowGraph
     plan: ExecutionPlan
     seconds: Callable[[Item], float]
@@ -59,7 +59,7 @@ class Simulation:
         ends: list[tuple[float, int, float, Item]] = []
         order = itertools.count()
         now_s = 0.0
-        self._perform(self.schedule.start())
+        self._perform(self.queue.start())
         while True:
             for item in self._startable() - running:
                 running.add(item)
@@ -78,7 +78,7 @@ class Simulation:
             if item.kind == "compute":
                 for send in self._sends(item.node):
                     self._enqueue(send)
-                self._perform(self.schedule.ended(item.node))
+                self._perform(self.queue.ended(item.node))
 
     def _perform(self, actions: list[Action]) -> None:
         for action in actions:
@@ -147,10 +147,10 @@ def steps_of(graph: DataflowGraph, plan: ExecutionPlan, name: str) -> list[tuple
     return [("reallocate", mesh | (home(model) if model in plan.offload else set()), mesh | home(model)), compute]
 
 
-def schedule_of(graph: DataflowGraph, plan: ExecutionPlan, order: list[tuple[str, int]]) -> Schedule:
+def queue_of(graph: DataflowGraph, plan: ExecutionPlan, order: list[tuple[str, int]]) -> CallQueue:
     homes: dict[str, Layout] = {model: plan.layout(plan.home(graph, model)) for model in graph.models}
-    runner = GraphRunner("train", graph, plan.calls, homes, 1, offload=plan.offload)
-    return Schedule(graph, with_loads(order, runner.loads), runner.devices, plan.max_steps_in_flight)
+    planned = PlannedGraph("train", graph, plan.calls, homes, 1, offload=plan.offload)
+    return CallQueue(graph, with_loads(order, planned.loads), planned.devices, plan.max_steps_in_flight)
 
 
 def random_graph(random: Random) -> DataflowGraph:
@@ -243,9 +243,9 @@ def test_any_plan_on_any_graph_under_any_timing(seed: int) -> None:
     order = [(name, first + step) for name, step in plan.unrolled(graph, steps)]
     nodes = [Node(step, name) for name, step in with_loads(order, loads_of(graph, plan.offload))]
     for _ in range(2):
-        schedule = schedule_of(graph, plan, order)
-        simulation = Simulation(schedule, graph, plan, lambda _: random.expovariate(1.0)).run()
-        assert schedule.finished, "deadlock"
+        queue = queue_of(graph, plan, order)
+        simulation = Simulation(queue, graph, plan, lambda _: random.expovariate(1.0)).run()
+        assert queue.finished, "deadlock"
         check_execution(simulation, nodes)
 
 
@@ -321,14 +321,14 @@ def test_a_model_follows_only_when_it_is_due() -> None:
     plan = ExecutionPlan(num_devices=2, calls=places, max_steps_in_flight=3)
     follow = graph.follows["average_follows_student"]
     order = [(name, step) for name, step in plan.unrolled(graph, 3) if name != follow.name or follow.is_due(step)]
-    schedule = schedule_of(graph, plan, order)
+    queue = queue_of(graph, plan, order)
     ask, train = ([Node(step, name) for step in range(3)] for name in places)
-    assert schedule.start() == [Issue(ask[0]), Issue(train[0]), Issue(ask[1])]
-    assert schedule.ended(ask[0]) == []
-    assert schedule.ended(train[0]) == [FinishStep(0), Issue(train[1])]
-    assert schedule.ended(ask[1]) == []
-    assert schedule.ended(train[1]) == [Issue(Node(1, follow.name))]
-    assert schedule.ended(Node(1, follow.name)) == [FinishStep(1), Issue(ask[2]), Issue(train[2])]
+    assert queue.start() == [Issue(ask[0]), Issue(train[0]), Issue(ask[1])]
+    assert queue.ended(ask[0]) == []
+    assert queue.ended(train[0]) == [FinishStep(0), Issue(train[1])]
+    assert queue.ended(ask[1]) == []
+    assert queue.ended(train[1]) == [Issue(Node(1, follow.name))]
+    assert queue.ended(Node(1, follow.name)) == [FinishStep(1), Issue(ask[2]), Issue(train[2])]
 
 
 ACTOR, CRITIC = CallPlan(devices=(0, 1)), CallPlan(devices=(1, 1))
@@ -354,10 +354,8 @@ def ppo_on_two_devices(max_steps_in_flight: int, steps: int = 4) -> Simulation:
     order = tuple(OrderEntry(call=name) for name in STEP)
     plan = ExecutionPlan(num_devices=2, calls=DISJOINT, order=order, max_steps_in_flight=max_steps_in_flight)
     check_plan(plan, graph, 1)
-    schedule = schedule_of(graph, plan, plan.unrolled(graph, steps))
-    return Simulation(
-        schedule, graph, plan, lambda item: SECONDS[item.node.call] if item.kind == "compute" else 0.0
-    ).run()
+    queue = queue_of(graph, plan, plan.unrolled(graph, steps))
+    return Simulation(queue, graph, plan, lambda item: SECONDS[item.node.call] if item.kind == "compute" else 0.0).run()
 
 
 def test_the_critic_trains_while_the_actor_generates_for_the_next_step() -> None:
@@ -380,18 +378,18 @@ def test_actions_of_one_small_graph() -> None:
     """Two calls on one device, one edge between them, two steps; worked out by hand."""
     graph = DataflowGraph([call("a", INFERENCE, ["x"], ["y"]), call("b", INFERENCE, ["y"])], ["x"])
     plan = ExecutionPlan(num_devices=1, calls=dict.fromkeys(graph.calls, CallPlan(devices=(0, 1))))
-    schedule = schedule_of(graph, plan, plan.unrolled(graph, 2))
+    queue = queue_of(graph, plan, plan.unrolled(graph, 2))
     a0, b0, a1, b1 = Node(0, "a_inference"), Node(0, "b_inference"), Node(1, "a_inference"), Node(1, "b_inference")
-    assert schedule.start() == [Issue(a0)]
-    assert schedule.ended(a0) == [Issue(b0), Issue(a1)], "a of step 1 may queue up behind b of step 0"
-    assert schedule.ended(b0) == [FinishStep(0)]
-    assert schedule.ended(a1) == [Issue(b1)]
-    assert not schedule.finished
-    assert schedule.ended(b1) == [FinishStep(1)]
-    assert schedule.finished
+    assert queue.start() == [Issue(a0)]
+    assert queue.ended(a0) == [Issue(b0), Issue(a1)], "a of step 1 may queue up behind b of step 0"
+    assert queue.ended(b0) == [FinishStep(0)]
+    assert queue.ended(a1) == [Issue(b1)]
+    assert not queue.finished
+    assert queue.ended(b1) == [FinishStep(1)]
+    assert queue.finished
 
 
 def test_nothing_to_do() -> None:
-    schedule = schedule_of(ppo_graph(), ExecutionPlan(num_devices=2, calls=DISJOINT), [])
-    assert schedule.start() == []
-    assert schedule.finished
+    queue = queue_of(ppo_graph(), ExecutionPlan(num_devices=2, calls=DISJOINT), [])
+    assert queue.start() == []
+    assert queue.finished

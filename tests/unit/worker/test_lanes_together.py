@@ -11,7 +11,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
-from realhf.master.loop import Dispatcher, GraphRunner
+from realhf.master.loop import Dispatcher, PlannedGraph
 from realhf.master.state import Node
 from realhf.transport.messages import (
     CallFunction,
@@ -26,7 +26,7 @@ from realhf.transport.messages import (
 )
 from realhf.worker.activity import WorkerActivity
 from realhf.worker.move_lane import MoveLane
-from tests.unit.master.cluster import Answered, answer, runner_of
+from tests.unit.master.cluster import Answered, answer, planned_graph
 from tests.unit.master.test_state import random_graph, random_plan
 from tests.waiting import PATIENCE_S
 
@@ -50,12 +50,12 @@ class Meetings:
 class Worker:
     """Executes requests as a model worker does, but that calls and moves are meetings."""
 
-    def __init__(self, rank: int, runner: GraphRunner, meetings: Meetings, send: "Send", random: Random):
+    def __init__(self, rank: int, planned: PlannedGraph, meetings: Meetings, send: "Send", random: Random):
         self.inbox: queue.SimpleQueue[ToWorker] = queue.SimpleQueue()
         self.moves: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
         self.computed: list[Node] = []
         self.moved: list[Node] = []
-        self._rank, self._runner, self._meetings, self._send, self._random = rank, runner, meetings, send, random
+        self._rank, self._planned, self._meetings, self._send, self._random = rank, planned, meetings, send, random
         cpu, activity = torch.device("cpu"), WorkerActivity(lambda _: None)
         self._lane = MoveLane(self.moves, self._move, self._report, self._report, activity, cpu, PATIENCE_S)
         self.thread = threading.Thread(target=self._serve, daemon=True)
@@ -66,7 +66,7 @@ class Worker:
 
     def _move(self, move: Move) -> None:
         node = Node(move.batch.step, move.call if isinstance(move, Reallocate) else move.name)
-        self._meetings.meet("move", node, self._runner.movers[node.call])
+        self._meetings.meet("move", node, self._planned.movers[node.call])
         self.moved.append(node)
 
     def _serve(self) -> None:
@@ -86,7 +86,7 @@ class Worker:
         self._lane.close()
 
     def _answer(self, request: Answered) -> None:
-        self._report(answer(self._runner, self._rank, request, SPAN))
+        self._report(answer(self._planned, self._rank, request, SPAN))
 
 
 class Send:
@@ -110,8 +110,8 @@ async def run(seed: int) -> int:
     random = Random(seed)
     graph = random_graph(random)
     plan = replace(random_plan(graph, random), offload=())
-    runner, meetings, send = runner_of(graph, plan, 4), Meetings(), Send()
-    workers = [Worker(rank, runner, meetings, send, Random(rank)) for rank in range(plan.num_devices)]
+    planned, meetings, send = planned_graph(graph, plan, 4), Meetings(), Send()
+    workers = [Worker(rank, planned, meetings, send, Random(rank)) for rank in range(plan.num_devices)]
 
     async def deliver(worker: int, message: ToWorker) -> None:
         is_move = isinstance(message, Reallocate | FollowParameters)
@@ -119,17 +119,19 @@ async def run(seed: int) -> int:
 
     send.dispatcher = Dispatcher(deliver, plan.num_devices, lambda *_: None)
     order = plan.unrolled(graph, STEPS)
-    running = asyncio.ensure_future(send.dispatcher.run_steps(runner, order, plan.max_steps_in_flight, lambda *_: None))
+    running = asyncio.ensure_future(
+        send.dispatcher.run_steps(planned, order, plan.max_steps_in_flight, lambda *_: None)
+    )
     await asyncio.wait({running, send.failed}, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
     assert running.done(), "deadlock, or a lane failed"
     await running
     for worker in workers:
         worker.inbox.put(Shutdown())
         worker.thread.join(PATIENCE_S)
-    planned = [Node(step, name) for name, step in order]
+    expected = [Node(step, name) for name, step in order]
     for rank, worker in enumerate(workers):
         layouts = {name: plan.layout(name) for name in graph.calls}
-        here = [node for node in planned if node.call in layouts and rank in layouts[node.call].mesh.devices]
+        here = [node for node in expected if node.call in layouts and rank in layouts[node.call].mesh.devices]
         assert worker.computed == here, f"worker {rank} leaves the plan's order"
     check_one_order([worker.moved for worker in workers])
     return len({node for worker in workers for node in worker.moved})
@@ -151,6 +153,6 @@ def test_the_random_plans_have_moves() -> None:
     for seed in range(12):
         random = Random(seed)
         graph = random_graph(random)
-        runner = runner_of(graph, random_plan(graph, random), 4)
-        counts[any(movers - runner.devices[name] for name, movers in runner.movers.items())] += 1
+        planned = planned_graph(graph, random_plan(graph, random), 4)
+        counts[any(movers - planned.devices[name] for name, movers in planned.movers.items())] += 1
     assert counts[True] >= 6, "who only sends is what lanes are for"

@@ -13,7 +13,7 @@ from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings, Evaluation
 from realhf.dataflow.graph import GENERATE
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.master.loop import GraphRunner
+from realhf.master.loop import PlannedGraph
 from realhf.rundir.run import Run, RunSpec
 from realhf.transport.codec import Codec, UndecodableError
 from realhf.transport.messages import (
@@ -65,11 +65,11 @@ def requests_of(run: Run, checkpoints: Path) -> list[ToWorker]:
     workers = Workers(4, run.graph)
 
     async def script() -> None:
-        train = GraphRunner("train", run.graph, run.plan.calls, run.homes, 8, offload=run.plan.offload)
+        train = PlannedGraph("train", run.graph, run.plan.calls, run.homes, 8, offload=run.plan.offload)
         await workers.dispatcher.run_steps(train, run.plan.unrolled(run.graph, 2), 2, lambda *_: None)
         workers.graph = graph = run.evaluation_graph
         calls = {name: run.evaluation_plan(call) for name, call in graph.calls.items()}
-        evaluate = GraphRunner("evaluation", graph, calls, run.homes, 4, offload=run.plan.offload)
+        evaluate = PlannedGraph("evaluation", graph, calls, run.homes, 4, offload=run.plan.offload)
         await workers.dispatcher.run_steps(evaluate, [("accuracy", 0), ("accuracy", 1)], 1, lambda *_: None)
         await workers.dispatcher.save(str(checkpoints / ".step-2.part"), {0: ("actor", "critic")}, is_last=True)
 

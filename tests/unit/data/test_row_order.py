@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realhf.data.order import row_of
+from realhf.data.row_order import row_of
 
 
 @given(st.integers(0, 2**63), st.integers(1, 40), st.integers(1, 50))

@@ -5,7 +5,7 @@ from typing import Any
 import msgspec
 
 from realhf.dataflow.plan import ExecutionPlan
-from realhf.report.memory import MAX_ROWS, memory_figure, memory_section, worker_memory
+from realhf.report.worker_memory import MAX_ROWS, memory_figure, memory_section, worker_memory
 from tests.unit.report.run_directories import PLAN, RATIONALE
 
 GIB = 2**30
