@@ -41,9 +41,9 @@ from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.shards import Placement
 from realhf.launch.launcher import process_environment
+from realhf.realloc.execute.carriers import HostCarrier, TorchCarrier
 from realhf.realloc.execute.checksum import bit_sum
 from realhf.realloc.execute.executor import Reallocation, execute
-from realhf.realloc.execute.message_passing import HostTransport, TorchTransport
 from realhf.realloc.plan.planner import plan_between
 from realhf.worker.allocator import keep_freed_memory
 
@@ -209,7 +209,7 @@ def measure_pair(
     measured = []
     for transport in transports:
         group = groups[transport]
-        carrier = HostTransport(group) if transport == "host memory" else TorchTransport(group)
+        carrier = HostCarrier(group) if transport == "host memory" else TorchCarrier(group)
         ways = [
             partial(execute, Reallocation(plan, rank, held, wanted, carrier, timeout_s=DEADLINE_S)),
             RawMessages(plan, rank, carrier, source_flat, target_flat, DEADLINE_S),

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from lib.common import case, finish, parse_arguments
+from realhf.realloc.execute.places import places_of
 
 from realhf.architecture.compute import DataParallel
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.shards import Placement, held_boxes
-from realhf.realloc.execute.places import places_of
 from realhf.realloc.plan.planner import plan_between
 
 LLAMA_70B = DecoderConfig(

@@ -41,9 +41,9 @@ from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.parameters import decoder_parameters
 from realhf.launch.launcher import process_environment
+from realhf.realloc.execute.carriers import Carrier, carrier_between
 from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.held import by_name, part
-from realhf.realloc.execute.message_passing import Transport, transport_between
 from realhf.worker.allocator import keep_freed_memory
 
 ENGINES = ("deepspeed-chat", "hybridflow-v", "hybridflow", "two copies")
@@ -98,8 +98,8 @@ def planned(engine: str, setting: Setting) -> Transition:
 class Device:
     """One process with its tensors."""
 
-    def __init__(self, engine: str, plan: Transition, rank: int, transport: Transport):
-        self.engine, self.plan, self.rank, self.transport = engine, plan, rank, transport
+    def __init__(self, engine: str, plan: Transition, rank: int, carrier: Carrier):
+        self.engine, self.plan, self.rank, self.carrier = engine, plan, rank, carrier
         self.kept = filled(plan.kept[rank])
         self.computes: list[tuple[Box, Tensor]] = []
         if engine == "two copies":
@@ -109,7 +109,7 @@ class Device:
         """Returns the most bytes of parameters on the device during the transition."""
         plan, rank = self.plan, self.rank
         gathered = self.computes or empty(plan.gathered[rank])
-        execute(Reallocation(plan.plan, rank, self.kept, gathered, self.transport, timeout_s=TIMEOUT_S))
+        execute(Reallocation(plan.plan, rank, self.kept, gathered, self.carrier, timeout_s=TIMEOUT_S))
         peak = size_bytes(self.kept, gathered)
         if self.engine in ("deepspeed-chat", "hybridflow-v"):
             self.computes = copied(plan.computes[rank], gathered)
@@ -169,9 +169,9 @@ class Measured:
     generating_bytes: int
 
 
-def measure(engine: str, setting: Setting, rank: int, transport: Transport) -> Measured:
+def measure(engine: str, setting: Setting, rank: int, carrier: Carrier) -> Measured:
     plan = planned(engine, setting)
-    device = Device(engine, plan, rank, transport)
+    device = Device(engine, plan, rank, carrier)
     there, back, peak, generating = [], [], 0, 0
     for _ in range(setting.turns):
         dist.barrier()
@@ -210,7 +210,7 @@ def process(rank: int, setting: Setting, store: str, results: Connection) -> Non
         timeout=timeout,
     )
     memory = dist.new_group(list(range(setting.devices)), backend=host_group.BACKEND, timeout=timeout)
-    measured = {engine: measure(engine, setting, rank, transport_between(memory)) for engine in ENGINES}
+    measured = {engine: measure(engine, setting, rank, carrier_between(memory)) for engine in ENGINES}
     if rank == 0:
         results.send(measured)
     dist.barrier()

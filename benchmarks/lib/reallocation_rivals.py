@@ -15,7 +15,7 @@ from realhf.architecture.model import DecoderConfig
 from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.layout import Layout
 from realhf.geometry.parameters import decoder_parameters
-from realhf.realloc.execute.message_passing import Message, Transport, post, wait_for
+from realhf.realloc.execute.carriers import Carrier, Message, post, wait_for
 from realhf.realloc.plan.planner import ReallocationPlan
 
 Held = Sequence[tuple[Box, Tensor]]
@@ -23,13 +23,13 @@ Held = Sequence[tuple[Box, Tensor]]
 
 class RawMessages:
     """The messages of a plan, round by round, each one piece of the memory that the parameters lie in, and one copy of
-    as many bytes as the rank copies within it: what the transport can do."""
+    as many bytes as the rank copies within it: what the carrier can do."""
 
     def __init__(
-        self, plan: ReallocationPlan, rank: int, transport: Transport, source: Tensor, target: Tensor, timeout_s: float
+        self, plan: ReallocationPlan, rank: int, carrier: Carrier, source: Tensor, target: Tensor, timeout_s: float
     ):
         """`source`, `target`: all parameters of this rank, as one vector each; the target is overwritten."""
-        self._transport, self._timeout_s = transport, timeout_s
+        self._carrier, self._timeout_s = carrier, timeout_s
         outgoing, incoming = _Pieces(max(source, target, key=len)), _Pieces(target)
         self._rounds = [
             [
@@ -43,7 +43,7 @@ class RawMessages:
 
     def __call__(self) -> None:
         for messages in self._rounds:
-            wait_for(post(self._transport, messages, "raw"), "raw", self._timeout_s)
+            wait_for(post(self._carrier, messages, "raw"), "raw", self._timeout_s)
         target, source = self._copy
         target.copy_(source)
 

@@ -12,8 +12,8 @@ from realhf.parallel.groups import GroupTable
 from realhf.planning.model.profile import ReallocationTimings
 from realhf.profiling.job import ProfileTarget
 from realhf.profiling.model_bench import Stopwatch
+from realhf.realloc.execute.carriers import carrier_between
 from realhf.realloc.execute.executor import Reallocation, execute
-from realhf.realloc.execute.message_passing import transport_between
 from realhf.realloc.plan.planner import plan_between
 
 FEW, MANY = 1, 4  # layers
@@ -70,14 +70,14 @@ def _move(model: ShardedModel, pair: tuple[Layout, Layout], table: GroupTable, r
     """A rank's part: to send its model, or to receive it into memory that is new each time, as a run does."""
     source, target = pair
     plan = plan_between(model.config, Placement(source), Placement(target), element_bytes=model.arena.flat.itemsize)
-    transport = transport_between(table.of_host((*source.mesh.devices, *target.mesh.devices)), table.waits)
+    carrier = carrier_between(table.of_host((*source.mesh.devices, *target.mesh.devices)), table.waits)
 
     def move() -> None:
         if rank in source.mesh.devices:
-            execute(Reallocation(plan, rank, model.held(), [], transport))
+            execute(Reallocation(plan, rank, model.held(), [], carrier))
             return
         model.free_parameters()
         model.allocate_parameters()
-        execute(Reallocation(plan, rank, [], model.held(), transport))
+        execute(Reallocation(plan, rank, [], model.held(), carrier))
 
     return move

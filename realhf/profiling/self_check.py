@@ -26,8 +26,8 @@ from realhf.geometry.shards import Placement
 from realhf.parallel.collectives import all_gather, reduce_scatter
 from realhf.parallel.groups import GroupTable
 from realhf.parallel.waiting import end_process, waits_on
+from realhf.realloc.execute.carriers import carrier_between
 from realhf.realloc.execute.executor import Reallocation, execute
-from realhf.realloc.execute.message_passing import transport_between
 from realhf.realloc.execute.verification import verify
 from realhf.realloc.plan.planner import plan_between
 from realhf.worker.device import own_device
@@ -92,13 +92,13 @@ def check_reallocation(rank: int, size: int, device: torch.device) -> str:
     models = [ShardedModel(SMALL, table.groups(layout), torch.float32, device) for layout in layouts]
     models[0].initialise(SEED)
     expected = {spec.name: initial_value(spec, SEED) for spec in decoder_parameters(SMALL)}
-    transport = transport_between(table.of_host(range(size)), table.waits)
+    carrier = carrier_between(table.of_host(range(size)), table.waits)
     moved_bytes = 0
     for source, target in zip(models, [*models[1:], models[0]], strict=True):
         plan = plan_between(
             SMALL, Placement(source.groups.layout), Placement(target.groups.layout), size, element_bytes=4
         )
-        part = Reallocation(plan, rank, source.held(), target.held(), transport, timeout_s=TIMEOUT_S)
+        part = Reallocation(plan, rank, source.held(), target.held(), carrier, timeout_s=TIMEOUT_S)
         execute(part)
         verify(part)
         moved_bytes += sum(plan.received_bytes.values())

@@ -10,9 +10,9 @@ from realhf.engine.model import ShardedModel
 from realhf.geometry.layout import Layout
 from realhf.geometry.shards import Placement
 from realhf.parallel.groups import GroupTable, group_of_all_ranks
+from realhf.realloc.execute.carriers import Carrier, TorchCarrier, carrier_between
 from realhf.realloc.execute.checksum import SumsByPeer
 from realhf.realloc.execute.executor import Reallocation, execute
-from realhf.realloc.execute.message_passing import TorchTransport, Transport, transport_between
 from realhf.realloc.execute.verification import LentParts, VerificationSchedule, verify
 from realhf.realloc.plan.planner import plan_between
 from realhf.rundir.run import Run
@@ -110,14 +110,14 @@ class ParameterMoves:
             self._run.spec.devices_per_node,
             element_bytes=dtype.itemsize,
         )
-        transport = self._transport(home, layout)
+        carrier = self._carrier(home, layout)
         with self._resting(name):
             if target is not None:
                 target.versions.current = version
                 if source is not None:
                     source.select_version(version)  # which it may lend; nothing computes here now
             boxes = source.readable(version) if source else [], target.held() if target else []
-            part = Reallocation(plan, self._rank, *boxes, transport, name, self._timeout_s)
+            part = Reallocation(plan, self._rank, *boxes, carrier, name, self._timeout_s)
             execute(part)
             if is_verified := self._verification.is_due(name, layout, step):
                 verify(part)
@@ -142,12 +142,12 @@ class ParameterMoves:
         )
         if target:
             target.select_version(node.version(step))  # which nobody will ask for any more
-        transport = self._transport(run.homes[node.source], run.homes[node.target])
+        carrier = self._carrier(run.homes[node.source], run.homes[node.target])
         is_verified = self._verification.is_due(name, run.homes[node.target], step)
         arrived: SumsByPeer | None = {} if is_verified and node.eta < 1 else None
         with self._resting(node.source):
             boxes = source.readable(node.brings(step)) if source else [], target.held() if target else []
-            part = Reallocation(plan, self._rank, *boxes, transport, node.target, self._timeout_s)
+            part = Reallocation(plan, self._rank, *boxes, carrier, node.target, self._timeout_s)
             execute(part, eta=node.eta, arrived=arrived)
             if is_verified:
                 verify(part, arrived=arrived)
@@ -175,10 +175,10 @@ class ParameterMoves:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def _transport(self, source: Layout, target: Layout) -> Transport:
+    def _carrier(self, source: Layout, target: Layout) -> Carrier:
         of_host = self._groups.of_host((*source.mesh.devices, *target.mesh.devices))
         waits = self._groups.waits
-        return TorchTransport(self._across_hosts, waits) if of_host is None else transport_between(of_host)
+        return TorchCarrier(self._across_hosts, waits) if of_host is None else carrier_between(of_host)
 
 
 def _moves_anything(run: Run) -> bool:

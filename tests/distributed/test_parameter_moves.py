@@ -75,16 +75,16 @@ class Worker:
         """What is said where the reference follows the actor, and perhaps a bit of what it receives flips."""
         if self.rank == 0:
             self.models["actor", self.run.homes["actor"]].versions.current = step + 1
-        transport_between = self.moves._transport
+        carrier_between = self.moves._carrier
         if is_disturbed and self.rank == 1:
-            self.moves._transport = lambda *layouts: FlipsABit(transport_between(*layouts))  # type: ignore[method-assign]
+            self.moves._carrier = lambda *layouts: FlipsABit(carrier_between(*layouts))  # type: ignore[method-assign]
         try:
             batch = BatchKey("train", step)
             self.moves.carry_out(FollowParameters(request_id=0, batch=batch, name="reference_follows_actor"))
         except VerificationError as error:
             return str(error)
         finally:
-            self.moves._transport = transport_between  # type: ignore[method-assign]
+            self.moves._carrier = carrier_between  # type: ignore[method-assign]
         return ""
 
     def generate(self, step: int, is_disturbed: bool) -> str:

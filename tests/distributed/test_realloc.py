@@ -17,10 +17,10 @@ from realhf.geometry.boxes import Box
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
 from realhf.geometry.parameters import decoder_parameters
 from realhf.geometry.shards import Placement, held_boxes
+from realhf.realloc.execute.carriers import Carrier, HostCarrier, Message, TorchCarrier, Work
 from realhf.realloc.execute.checksum import SumsByPeer
 from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.held import by_name, part
-from realhf.realloc.execute.message_passing import HostTransport, Message, TorchTransport, Transport, Work
 from realhf.realloc.execute.verification import VerificationError, verify
 from realhf.realloc.plan.planner import plan_between, plan_reallocation
 from tests.distributed.pool import run_distributed
@@ -99,7 +99,7 @@ def run_pair(
     dtype: torch.dtype,
     bucket_bytes: int,
     divided: tuple[DataParallel, DataParallel] = ("zero1", "zero1"),
-    transport: Transport | None = None,
+    carrier: Carrier | None = None,
 ) -> int:
     state = random_state(model, dtype)
     plan = plan_between(model, *map(Placement, (a, b), divided), 2, dtype.itemsize, bucket_bytes)
@@ -107,7 +107,7 @@ def run_pair(
         boxed(state, held_boxes(model, side, rank, how)) for side, how in zip((a, b), divided, strict=True)
     )
     target = [(box, torch.full_like(tensor, -7)) for box, tensor in expected]
-    own = Reallocation(plan, rank, source, target, transport or TorchTransport())
+    own = Reallocation(plan, rank, source, target, carrier or TorchCarrier())
     execute(own)
     verify(own)
     for (_, got), (box, tensor) in zip(target, expected, strict=True):
@@ -116,7 +116,7 @@ def run_pair(
 
 
 def average(
-    rank: int, model: DecoderConfig, a: Layout, b: Layout, dtype: torch.dtype, rounding: float, transport: Transport
+    rank: int, model: DecoderConfig, a: Layout, b: Layout, dtype: torch.dtype, rounding: float, carrier: Carrier
 ) -> None:
     """The target becomes eta * source + (1 - eta) * target, as float64 has it but for one rounding."""
     state, eta = random_state(model, dtype), 0.3
@@ -128,27 +128,27 @@ def average(
     ]
     largest = [new.double().abs() + old.double().abs() for (_, new), (_, old) in zip(wanted, target, strict=True)]
     arrived: SumsByPeer = {}
-    execute(Reallocation(plan, rank, source, target, transport), eta=eta, arrived=arrived)
-    verify(Reallocation(plan, rank, source, target, transport), arrived=arrived)
+    execute(Reallocation(plan, rank, source, target, carrier), eta=eta, arrived=arrived)
+    verify(Reallocation(plan, rank, source, target, carrier), arrived=arrived)
     for (box, got), values, size in zip(target, expected, largest, strict=True):
         assert ((got.double() - values).abs() <= size * rounding).all(), (model, a, b, box)
 
 
-def run_all_pairs(rank: int, transport: Transport) -> list[int]:
+def run_all_pairs(rank: int, carrier: Carrier) -> list[int]:
     received = []
     for index, (model, a, b) in enumerate(PAIRS):
         dtype = [torch.float32, torch.float64, torch.bfloat16][index % 3]
-        received.append(run_pair(rank, model, a, b, dtype, BUCKET_BYTES, transport=transport))
+        received.append(run_pair(rank, model, a, b, dtype, BUCKET_BYTES, carrier=carrier))
     for model, a, b in SHARDED_PAIRS:
-        run_pair(rank, model, a, b, torch.float32, BUCKET_BYTES, ("fsdp", "zero1"), transport)
-        run_pair(rank, model, b, a, torch.bfloat16, BUCKET_BYTES, ("zero1", "fsdp"), transport)
-        run_pair(rank, model, a, a, torch.float64, BUCKET_BYTES, ("fsdp", "zero1"), transport)
+        run_pair(rank, model, a, b, torch.float32, BUCKET_BYTES, ("fsdp", "zero1"), carrier)
+        run_pair(rank, model, b, a, torch.bfloat16, BUCKET_BYTES, ("zero1", "fsdp"), carrier)
+        run_pair(rank, model, a, a, torch.float64, BUCKET_BYTES, ("fsdp", "zero1"), carrier)
     for model, a, b in PAIRS[-3:]:
-        average(rank, model, a, b, torch.float32, 2**-22, transport)
-        average(rank, model, a, b, torch.bfloat16, 2**-8, transport)
+        average(rank, model, a, b, torch.float32, 2**-22, carrier)
+        average(rank, model, a, b, torch.bfloat16, 2**-8, carrier)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
-        run_pair(rank, *PAIRS[0], dtype, bucket_bytes=2**26, transport=transport)
-    run_pair(rank, WIDE, layout(0, 1, 4, 1), layout(0, 2, 2, 1), torch.float32, 2**21, transport=transport)
+        run_pair(rank, *PAIRS[0], dtype, bucket_bytes=2**26, carrier=carrier)
+    run_pair(rank, WIDE, layout(0, 1, 4, 1), layout(0, 2, 2, 1), torch.float32, 2**21, carrier=carrier)
     return received
 
 
@@ -172,11 +172,11 @@ class Results(NamedTuple):
 
 def run_all(rank: int) -> Results:
     memory = torch.distributed.new_group(list(range(4)), backend=host_group.BACKEND)
-    transports = {"gloo": TorchTransport(), "host memory": HostTransport(memory)}
+    carriers = {"gloo": TorchCarrier(), "host memory": HostCarrier(memory)}
     return Results(
-        {name: run_all_pairs(rank, transport) for name, transport in transports.items()},
+        {name: run_all_pairs(rank, carrier) for name, carrier in carriers.items()},
         reallocate_in_place(rank),
-        {name: peaks(rank, transport) for name, transport in transports.items()},
+        {name: peaks(rank, carrier) for name, carrier in carriers.items()},
         [corrupt_a_part(rank, eta) for eta in (1.0, 0.3)],
     )
 
@@ -224,13 +224,13 @@ PEAKS = [
 ]
 
 
-def peaks(rank: int, transport: Transport) -> list[Peak]:
+def peaks(rank: int, carrier: Carrier) -> list[Peak]:
     """As torch's profiler counts allocations, from before source and target to the end."""
-    return [peak_of(rank, transport, *case, eta) for case in PEAKS for eta in (1.0, 0.3)]
+    return [peak_of(rank, carrier, *case, eta) for case in PEAKS for eta in (1.0, 0.3)]
 
 
 def peak_of(
-    rank: int, transport: Transport, model: DecoderConfig, a: Layout, b: Layout, bucket_bytes: int, eta: float
+    rank: int, carrier: Carrier, model: DecoderConfig, a: Layout, b: Layout, bucket_bytes: int, eta: float
 ) -> Peak:
     plan = plan_between(model, Placement(a), Placement(b), 2, 4, bucket_bytes, forwarding=eta == 1)
     kept = set(held_boxes(model, a, rank)) & set(held_boxes(model, b, rank))
@@ -239,7 +239,7 @@ def peak_of(
         shared = {box: tensor for box, tensor in source if box in kept}
         target = [(box, shared.get(box, torch.empty(0))) for box in held_boxes(model, b, rank)]
         target = [(box, tensor if box in kept else torch.zeros(box.shape)) for box, tensor in target]
-        execute(Reallocation(plan, rank, source, target, transport), eta=eta)
+        execute(Reallocation(plan, rank, source, target, carrier), eta=eta)
     held = sum(4 * box.size for box in {*held_boxes(model, a, rank), *held_boxes(model, b, rank)})
     events = profile.profiler.kineto_results.events()
     changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
@@ -257,19 +257,19 @@ def test_peak_is_source_and_target_less_what_they_share_and_two_buckets(results:
 
 
 class FlipsABit:
-    """A transport that changes one bit of the first message."""
+    """A carrier that changes one bit of the first message."""
 
-    def __init__(self, transport: Transport):
-        self._transport, self._has_flipped = transport, False
+    def __init__(self, carrier: Carrier):
+        self._carrier, self._has_flipped = carrier, False
 
     def packed_bytes(self, messages: Sequence[Message]) -> int:
-        return self._transport.packed_bytes(messages)
+        return self._carrier.packed_bytes(messages)
 
     def copy(self, here: Message, there: Message) -> list[Work]:
-        return self._transport.copy(here, there)
+        return self._carrier.copy(here, there)
 
     def post(self, messages: Sequence[Message]) -> list[Work]:
-        first, *others = self._transport.post(messages)
+        first, *others = self._carrier.post(messages)
         if self._has_flipped:
             return [first, *others]
         self._has_flipped = True
@@ -287,8 +287,8 @@ def corrupt_a_part(rank: int, eta: float) -> str:
     plan = plan_between(model, Placement(a), Placement(b), forwarding=False)
     source, target = (boxed(random_state(model, torch.float32), held_boxes(model, side, rank)) for side in (a, b))
     arrived: SumsByPeer | None = {} if eta < 1 else None
-    transport = FlipsABit(TorchTransport()) if rank == 2 else TorchTransport()
-    execute(Reallocation(plan, rank, source, target, transport), eta=eta, arrived=arrived)
+    carrier = FlipsABit(TorchCarrier()) if rank == 2 else TorchCarrier()
+    execute(Reallocation(plan, rank, source, target, carrier), eta=eta, arrived=arrived)
     try:
         verify(Reallocation(plan, rank, source, target, model_name="critic"), arrived=arrived)
     except VerificationError as error:

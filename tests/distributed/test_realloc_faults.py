@@ -11,15 +11,15 @@ import torch
 
 from realhf.cpu import host_group
 from realhf.geometry.boxes import Box
-from realhf.realloc.execute.executor import Reallocation, execute
-from realhf.realloc.execute.message_passing import (
-    HostTransport,
+from realhf.realloc.execute.carriers import (
+    Carrier,
+    HostCarrier,
     Message,
     ReallocationError,
-    TorchTransport,
-    Transport,
+    TorchCarrier,
     Work,
 )
+from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.plan.planner import plan_reallocation
 from tests.distributed.pool import run_distributed
 from tests.waiting import PATIENCE_S, wait_until
@@ -59,22 +59,22 @@ def test_a_peer_that_is_late_or_gone_is_named_within_the_deadline(tmp_path: Path
 
 
 class KillsItself:
-    """A transport whose rank is gone, without a word, when it comes to the fifth round."""
+    """A carrier whose rank is gone, without a word, when it comes to the fifth round."""
 
-    def __init__(self, transport: Transport):
-        self._transport, self._rounds = transport, 0
+    def __init__(self, carrier: Carrier):
+        self._carrier, self._rounds = carrier, 0
 
     def packed_bytes(self, messages: Sequence[Message]) -> int:
-        return self._transport.packed_bytes(messages)
+        return self._carrier.packed_bytes(messages)
 
     def copy(self, here: Message, there: Message) -> list[Work]:
-        return self._transport.copy(here, there)
+        return self._carrier.copy(here, there)
 
     def post(self, messages: Sequence[Message]) -> list[Work]:
         self._rounds += 1
         if self._rounds == 5:
             os.kill(os.getpid(), signal.SIGKILL)
-        return self._transport.post(messages)
+        return self._carrier.post(messages)
 
 
 KILLED = 1
@@ -85,7 +85,7 @@ SMALL = Box("model.norm.weight", (0,), (4096,))
 def lose_a_peer(rank: int, over_host_memory: bool) -> str:
     """Ranks 0, 2 and 3 receive from rank 1, rank 0 sends to it too; what they say when it is killed half way."""
     memory = torch.distributed.new_group(list(range(4)), backend=host_group.BACKEND)
-    transport = HostTransport(memory) if over_host_memory else TorchTransport()
+    carrier = HostCarrier(memory) if over_host_memory else TorchCarrier()
     torch.distributed.barrier()
     others = [0, 2, 3]
     plan = plan_reallocation(
@@ -104,7 +104,7 @@ def lose_a_peer(rank: int, over_host_memory: bool) -> str:
                 rank,
                 source,
                 target,
-                KillsItself(transport) if rank == KILLED else transport,
+                KillsItself(carrier) if rank == KILLED else carrier,
                 model_name="actor",
                 timeout_s=2 * PATIENCE_S,
             )

@@ -1,7 +1,7 @@
 """Reallocations on one device, four ranks as threads: the memory they need stays what it was the first time.
 
 What goes over NCCL takes as many GPUs as ranks (`realhf doctor --gpu`); here messages go from buffer to buffer, and
-what allocates memory is that of the executor and its transport.
+what allocates memory is that of the executor and its carrier.
 """
 
 import threading
@@ -17,8 +17,8 @@ from realhf.architecture.model import DecoderConfig
 from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.shards import Placement
+from realhf.realloc.execute.carriers import MESSAGE_BYTES, Message, TorchCarrier, Work, _cut, _Piece
 from realhf.realloc.execute.executor import Reallocation, execute
-from realhf.realloc.execute.message_passing import MESSAGE_BYTES, Message, TorchTransport, Work, _cut, _Piece
 from realhf.realloc.plan.planner import plan_between
 from tests.waiting import PATIENCE_S
 
@@ -52,7 +52,7 @@ class Channel:
         return done
 
 
-class Loop(TorchTransport):
+class Loop(TorchCarrier):
     """Messages between threads, packed as for torch.distributed."""
 
     def __init__(self, rank: int, channels: Mapping[tuple[int, int], Channel]):

@@ -62,7 +62,7 @@ def build_problem(
 
 def _sending_bytes(task: PlanningTask) -> float:
     """The buckets of a device that sends a copy: as many as fill one (`copy_bytes`), where messages are packed. What
-    does not leave a host whose memory its devices share is not (`realhf.realloc.execute.message_passing`)."""
+    does not leave a host whose memory its devices share is not (`realhf.realloc.execute.carriers`)."""
     is_packed = task.cluster.num_nodes > 1 or not task.costs.hardware.shares_host_memory
     has_copies = any(home != call for call, home in task.homes.items())
     return 2.0 * DEFAULT_BUCKET_BYTES if is_packed and has_copies else 0.0

@@ -22,7 +22,7 @@ def checksum(tensor: Tensor) -> int:
 
 
 def bit_sum(tensor: Tensor) -> Tensor:
-    """The checksum as a scalar of int64, modulo 2^64, on the tensor's device: nobody waits for it there."""
+    """The checksum as a scalar of int64, modulo 2^64, on the tensor's device; the host does not wait for it."""
     # A word has 32 bits at most: of a 64th bit every odd factor leaves only the parity, and two changed signs would
     # cancel out.
     word = {1: torch.int8, 2: torch.int16}.get(tensor.element_size(), torch.int32)
@@ -43,7 +43,7 @@ def bit_sums(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def _factors(first: int, words: Tensor) -> Tensor:
-    """What word `first` and those after it count, int64 of the shape of `words`: odd numbers below 2^32, all different.
+    """The factors of word `first` and those after it, int64 of the shape of `words`: distinct odd numbers below 2^32.
 
     An odd factor has an inverse modulo 2^64, so that no change of a single word can cancel out. That of one bit in two
     words, 2^n (f + g) or 2^n (f - g) with n < 32, is not 0 modulo 2^64 either. Their order is mixed up, since many

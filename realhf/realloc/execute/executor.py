@@ -8,17 +8,17 @@ import torch
 from torch import Tensor
 
 from realhf.geometry.boxes import Box
-from realhf.realloc.execute.checksum import SumsByPeer, bit_sum
-from realhf.realloc.execute.message_passing import (
+from realhf.realloc.execute.carriers import (
+    Carrier,
     Message,
-    TorchTransport,
-    Transport,
+    TorchCarrier,
     Work,
     buffers_like,
     post,
     wait_for,
 )
-from realhf.realloc.execute.places import Memory, PlacedParts, places_of
+from realhf.realloc.execute.checksum import SumsByPeer, bit_sum
+from realhf.realloc.execute.locations import Locations, Memory, locate
 from realhf.realloc.plan.planner import ReallocationPlan
 
 
@@ -34,7 +34,7 @@ class Reallocation:
     rank: int
     source: Sequence[tuple[Box, Tensor]]
     target: Sequence[tuple[Box, Tensor]]
-    transport: Transport = field(default_factory=TorchTransport)
+    carrier: Carrier = field(default_factory=TorchCarrier)
     model_name: str = "model"
     timeout_s: float = 600.0
 
@@ -48,7 +48,7 @@ def execute(part: Reallocation, *, eta: float = 1.0, arrived: SumsByPeer | None 
     of small `eta` in float32. `arrived` then gets the bit sums of what came from each peer, for `verify`.
 
     Every rank that holds source or target boxes calls it with the same plan, made from exactly these boxes, and the
-    same kind of transport. The others return at once. A target may be the same view as the source of that
+    same kind of carrier. The others return at once. A target may be the same view as the source of that
     name (nothing is copied), but must not overlap the storage of a source otherwise. Beyond the tensors it needs two
     buckets of memory. When it returns the source may change, and the target is complete.
 
@@ -57,30 +57,30 @@ def execute(part: Reallocation, *, eta: float = 1.0, arrived: SumsByPeer | None 
         ValueError: the tensors are not all of one dtype, or not of the size that the plan counts with; `eta` is not
             from 0 to 1, or less than 1 with a plan that forwards.
     """
-    plan, rank, transport, timeout_s = part.plan, part.rank, part.transport, part.timeout_s
+    plan, rank, carrier, timeout_s = part.plan, part.rank, part.carrier, part.timeout_s
     write = _writer(plan, eta)
     with torch.no_grad():
         tensors = [tensor for _, tensor in (*part.source, *part.target)]
         _check_dtype(plan, tensors)
-        places, memory = places_of(plan, rank, part.source, part.target), Memory(tensors)
-        here, there = places.to_copy(memory)
-        copying = _start_copies(transport, rank, here, there, memory) if eta == 1 else []
+        located, memory = locate(plan, rank, part.source, part.target), Memory(tensors)
+        here, there = located.to_copy(memory)
+        copying = _start_copies(carrier, rank, here, there, memory) if eta == 1 else []
         under_way: deque[_UnderWay] = deque()
-        for each_round in places.rounds:
+        for each_round in located.rounds:
             while under_way and each_round.forwards:  # what has arrived before
                 under_way.popleft().finish(write, arrived, timeout_s)
             messages = [placed.message(memory) for placed in each_round.messages]
             # Averages need what arrives beside the target.
             in_place = [message for message in messages if eta == 1 or message.peers_part == "receive"]
             beside = [message for message in messages if eta < 1 and message.peers_part == "send"]
-            buffer_bytes = transport.packed_bytes(in_place) + sum(view.nbytes for m in beside for view in m.views)
+            buffer_bytes = carrier.packed_bytes(in_place) + sum(view.nbytes for m in beside for view in m.views)
             most_bytes = 2 * plan.bucket_bytes - buffer_bytes
             while len(under_way) == 2 or sum(started.buffer_bytes for started in under_way) > max(most_bytes, 0):
                 under_way.popleft().finish(write, arrived, timeout_s)
             label = (
                 f"reallocation of {part.model_name}, bucket {each_round.index + 1} of {len(plan.rounds)}: rank {rank}"
             )
-            under_way.append(_start(transport, in_place, beside, buffer_bytes, label))
+            under_way.append(_start(carrier, in_place, beside, buffer_bytes, label))
         if eta < 1:
             for ours, wanted in zip(here.views(memory), there.views(memory), strict=True):
                 write(wanted, ours)
@@ -94,8 +94,8 @@ class _UnderWay:
     """A round that was started. `arriving`: the peer, a part of the target, the buffer in which its new values arrive;
     all buffers together have `buffer_bytes`.
 
-    A rank waits only for peers that are in the same or an earlier round, whatever the meshes, and has posted its own
-    part of a round before it waits for any of it: by induction over the rounds nobody waits forever.
+    A rank posts its own part of a round before it waits for any of it, and waits only for peers in the same or an
+    earlier round, whatever the meshes. By induction over the rounds, no rank waits forever.
     """
 
     label: str
@@ -112,7 +112,7 @@ class _UnderWay:
 
 
 def _start(
-    transport: Transport, in_place: Sequence[Message], beside: Sequence[Message], buffer_bytes: int, label: str
+    carrier: Carrier, in_place: Sequence[Message], beside: Sequence[Message], buffer_bytes: int, label: str
 ) -> _UnderWay:
     """Posts messages from and to where their views are, and those `beside` to buffers: one for each message, in which
     the parts lie one behind the other, so that nothing is packed."""
@@ -122,20 +122,20 @@ def _start(
         buffers = buffers_like(message.views)
         buffered.append(replace(message, views=buffers, parts=None))
         arriving += [(message.peer, *pair) for pair in zip(message.views, buffers, strict=True)]
-    return _UnderWay(label, post(transport, [*in_place, *buffered], label), buffer_bytes, arriving)
+    return _UnderWay(label, post(carrier, [*in_place, *buffered], label), buffer_bytes, arriving)
 
 
-def _start_copies(transport: Transport, rank: int, here: PlacedParts, there: PlacedParts, memory: Memory) -> list[Work]:
-    if not here.places:
+def _start_copies(carrier: Carrier, rank: int, here: Locations, there: Locations, memory: Memory) -> list[Work]:
+    if not here.locations:
         return []
-    return transport.copy(
+    return carrier.copy(
         Message("receive", rank, (), here.views(memory), here.parts(memory)),
         Message("send", rank, (), there.views(memory), there.parts(memory)),
     )
 
 
 def _writer(plan: ReallocationPlan, eta: float) -> Callable[[Tensor, Tensor], object]:
-    """What is done with (a part of the target, its new values)."""
+    """The function that writes new values into a part of the target."""
     if not 0 <= eta <= 1:
         raise ValueError(f"eta={eta:g} is the weight of the source in an average; give a number from 0 to 1")
     if eta == 1:

@@ -7,10 +7,10 @@ from torch import Tensor
 
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import Layout
+from realhf.realloc.execute.carriers import Message, ReallocationError, post, wait_for
 from realhf.realloc.execute.checksum import SumsByPeer, bit_sum, bit_sums
 from realhf.realloc.execute.executor import Reallocation
 from realhf.realloc.execute.held import HeldBoxes, by_name, part, sent_part
-from realhf.realloc.execute.message_passing import Message, ReallocationError, post, wait_for
 from realhf.realloc.plan.planner import ReallocationPlan
 
 
@@ -78,7 +78,7 @@ def verify(reallocation: Reallocation, *, arrived: SumsByPeer | None = None) -> 
             else:
                 own[peer] = torch.stack(arrived[peer])
         received = [Message("send", peer, receives[peer], [torch.empty_like(sums)]) for peer, sums in own.items()]
-        works = post(reallocation.transport, [*messages, *received], label)
+        works = post(reallocation.carrier, [*messages, *received], label)
         wait_for(works, label, reallocation.timeout_s)
         for message in received:
             differs = own[message.peer] != message.views[0]

@@ -1,40 +1,43 @@
-"""Who sends a part to whom: nearest first, once into a node, and evenly over the devices."""
+"""Broadcast of a parcel along a chain or tree of messages (ReaL, section 5.3).
+
+A device receives from the nearest sender. A parcel enters each node once, and sending is even over the devices.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 
 
-class Senders:
-    """Chooses the hops by which parts get from their holders to those that lack them, evenly over all parts."""
+class BroadcastChains:
+    """Chooses the messages of each broadcast, so that all broadcasts together load the devices evenly."""
 
     def __init__(self, devices_per_node: int | None, forwarding: bool) -> None:
-        """`forwarding`: a device may send on what it received."""
+        """With `forwarding` a device may send on a parcel that it received."""
         self._devices_per_node = devices_per_node
         self._forwarding = forwarding
         self._sent: defaultdict[int, int] = defaultdict(int)
         self._received: defaultdict[int, int] = defaultdict(int)
         self._received_across_nodes: defaultdict[int, int] = defaultdict(int)
-        # Bytes sent, and those still to be sent first: nobody should forward who has enough to send of its own.
+        # Bytes sent, and bytes of its own that a device has still to send: a busy holder should not forward too.
         self._load: defaultdict[int, int] = defaultdict(int)
 
     def expect(self, size_bytes: int, holders: Sequence[int]) -> None:
-        """Says that one of `holders` will have to send a part; to be said of all parts before any `hops`."""
+        """Counts a parcel that one of `holders` will send. Call it for every parcel before the first `hops`."""
         for holder in holders:
             self._load[holder] += size_bytes // len(holders)
 
     def hops(self, size_bytes: int, holders: Sequence[int], lacking: Sequence[int]) -> Iterator[tuple[int, int]]:
-        """(sender, receiver) for every device of `lacking`: a receiver may be the sender of later hops.
+        """One (sender, receiver) for each device of `lacking`. A receiver may send in later hops.
 
         Args:
-            holders: who has the part from the start, ascending.
+            holders: the devices that have the parcel from the start, ascending.
         """
         sent, load = self._sent, self._load
         for holder in holders:
             load[holder] -= size_bytes // len(holders)
         holders_of, forwarders_of = self._by_node(holders), self._by_node(())
         forwarders: list[int] = []
-        # Of a node's devices the one comes first, and may fetch for all, that fetched the least from other nodes; else
-        # the one with the least to send, which can forward.
+        # The first receiver of a node may fetch for the whole node: the device that has fetched the least from other
+        # nodes, then the one with the least to send, which can forward.
         for receiver in sorted(lacking, key=lambda device: (self._received_across_nodes[device], load[device], device)):
             node = node_of(receiver, self._devices_per_node)
             candidates, others = holders_of[node], forwarders_of[node]
@@ -42,7 +45,7 @@ class Senders:
                 candidates, others = list(holders), forwarders
                 self._received_across_nodes[receiver] += size_bytes
             sender = min(candidates or others, key=load.__getitem__)
-            # Forwarding takes a round more: it pays only where those who hold the part are the busier end.
+            # Forwarding takes one round more. It pays only where the holders send more than the receivers receive.
             if others and sent[sender] > self._received[receiver]:
                 sender = min((*candidates, *others), key=load.__getitem__)
             sent[sender] += size_bytes
@@ -61,5 +64,5 @@ class Senders:
 
 
 def node_of(device: int, devices_per_node: int | None) -> int:
-    """The node that a device is on; with None all are on one."""
+    """The index of a device's node. None: all devices are on one node."""
     return 0 if devices_per_node is None else device // devices_per_node

@@ -1,4 +1,4 @@
-"""Cells: parts of parameters that every device holds, and wants, as a whole or not at all."""
+"""Cells: parts of parameters. A device holds a cell whole or not at all, and wants it whole or not at all."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
@@ -9,7 +9,7 @@ Devices = tuple[int, ...]  # ascending
 
 
 class Cell(NamedTuple):
-    """`box` and the devices that have it from the start, that want it and lack it, that want it and have it."""
+    """A box, the devices that hold it from the start, those that want and lack it, those that want and hold it."""
 
     box: Box
     holders: Devices
@@ -24,7 +24,7 @@ def cells_of(source: Mapping[int, Sequence[Box]], target: Mapping[int, Sequence[
         ValueError: part of a target box is held by nobody, or two target boxes of a device overlap.
     """
     holders, wanting = _devices_by_box(source), _devices_by_box(target, disjoint=True)
-    # The layers of a stage are divided alike: what was found for one is that of the others, up to the name.
+    # The layers of a stage are divided alike: their cells differ in the name alone.
     found: dict[object, list[Cell]] = {}
     for name, wanted in wanting.items():
         held = holders.get(name, {})
@@ -39,10 +39,10 @@ def cells_of(source: Mapping[int, Sequence[Box]], target: Mapping[int, Sequence[
 
 
 def _devices_by_box(table: Mapping[int, Sequence[Box]], disjoint: bool = False) -> dict[str, dict[Box, Devices]]:
-    """Name -> each distinct box of it -> the devices that have that box in their row of the table.
+    """Name -> distinct box -> the devices with that box in their row of the table.
 
     Raises:
-        ValueError: two boxes of a device overlap although they are said to be `disjoint`.
+        ValueError: `disjoint`, and two boxes of a device overlap.
     """
     alike: dict[tuple[Box, ...], list[int]] = {}
     for device in sorted(table):

@@ -1,6 +1,6 @@
-"""Parcels: what takes the same way from its holders to those that lack it, in loads of at most a bucket.
+"""Parcels: boxes with the same holders and the same receivers travel together, in loads of at most a bucket.
 
-So the work of planning grows with the bytes that a device lacks, not with the number of parameters.
+The work of planning therefore grows with the bytes that a device lacks, not with the number of parameters.
 """
 
 from collections import deque
@@ -11,7 +11,7 @@ from itertools import zip_longest
 from realhf.geometry.boxes import Box
 from realhf.realloc.plan.cells import Devices
 
-# A parcel is one of so many that a device receives: few enough to be planned fast, small enough to be shared evenly.
+# The parcels that the busiest device receives: few enough to plan fast, small enough to divide evenly over senders.
 PARCELS_OF_A_DEVICE = 256
 
 
@@ -25,7 +25,7 @@ class Load:
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """Loads that each device of `lacking` gets from the same sender, at first one of `holders`."""
+    """Loads that are broadcast from one of `holders` to every device of `lacking`."""
 
     loads: Sequence[Load]
     holders: Devices
@@ -39,12 +39,13 @@ class Parcel:
 def parcels_of(
     ways: Mapping[tuple[Devices, Devices], Sequence[Box]], device_elements: int, most_elements: int
 ) -> list[Parcel]:
-    """What goes each way, from (holders) to (lacking), in parcels; one of each way in turn, so that all holders have
-    something to send from the start.
+    """The boxes of each way, from holders to the devices that lack them, as parcels.
+
+    Parcels of different ways alternate, so that all holders have something to send from the start.
 
     Args:
-        device_elements: how much the device receives that receives most.
-        most_elements: the most that a load may have.
+        device_elements: elements that the busiest device receives.
+        most_elements: the most elements of a load.
     """
     parcel_elements = device_elements // PARCELS_OF_A_DEVICE
     loads_each = max(1, parcel_elements // most_elements)
@@ -57,7 +58,8 @@ def parcels_of(
 
 
 def _loads(boxes: Sequence[Box], enough_elements: int, most_elements: int) -> Iterator[Load]:
-    """`boxes` in their order, so many in a load that they have enough; cut where they have more than the most."""
+    """`boxes` in their order, as loads of `enough_elements` or more. A box is cut where a load would have more than
+    `most_elements`."""
     left = deque(boxes)
     load: list[Box] = []
     room = most_elements
@@ -77,7 +79,7 @@ def _loads(boxes: Sequence[Box], enough_elements: int, most_elements: int) -> It
 
 
 def _split(box: Box, elements: int) -> tuple[Box, Box]:
-    """`box` cut along its first dimension that can be: the rows of at most so many elements, but one at least; and the
+    """`box` cut along its first dimension above 1: the rows of at most `elements` elements, at least one; and the
     rest."""
     dim = next(dim for dim, extent in enumerate(box.shape) if extent > 1)
     start, end = box.offset[dim], box.offset[dim] + box.shape[dim]

@@ -12,7 +12,7 @@ from functools import cached_property, lru_cache
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.boxes import Box
 from realhf.geometry.shards import Placement, held_boxes
-from realhf.realloc.plan.broadcast_chain import Senders, node_of
+from realhf.realloc.plan.broadcast_chain import BroadcastChains, node_of
 from realhf.realloc.plan.cells import Devices, cells_of
 from realhf.realloc.plan.parcels import parcels_of
 from realhf.realloc.plan.rounds import Rounds, Transfer
@@ -87,7 +87,7 @@ class ReallocationPlan:
 
     @cached_property
     def found_by_device(self) -> dict[int, object]:
-        """No part of the plan: what who carries it out found for each device, to be found once (`places_of`)."""
+        """A cache of the executor, by device; not part of the plan (`realhf.realloc.execute.locations`)."""
         return {}
 
     def rounds_of(self, device: int) -> list[DeviceRound]:
@@ -173,7 +173,7 @@ def plan_reallocation(
             lacking_elements[device] += elements
     bucket_elements = bucket_bytes // element_bytes
     parcels = parcels_of(ways, max(lacking_elements.values(), default=0), bucket_elements)
-    senders, rounds = Senders(devices_per_node, forwarding), Rounds(bucket_elements)
+    senders, rounds = BroadcastChains(devices_per_node, forwarding), Rounds(bucket_elements)
     for parcel in parcels:
         senders.expect(parcel.elements * element_bytes, parcel.holders)
     for parcel in parcels:

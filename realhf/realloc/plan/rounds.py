@@ -23,35 +23,35 @@ class Rounds:
     def __init__(self, bucket_elements: int) -> None:
         self.transfers: list[list[Transfer]] = []
         self._bucket_elements = bucket_elements
-        # Not looking for room where a sixteenth is left keeps planning fast.
+        # A round with less than a sixteenth left counts as full: that keeps planning fast.
         self._well_filled = bucket_elements - bucket_elements // 16
-        self._sending: defaultdict[int, _Lane] = defaultdict(_Lane)
-        self._receiving: defaultdict[int, _Lane] = defaultdict(_Lane)
+        self._sending: defaultdict[int, _Usage] = defaultdict(_Usage)
+        self._receiving: defaultdict[int, _Usage] = defaultdict(_Usage)
 
     def add(self, source: int, target: int, loads: Sequence[Load], arrived: Sequence[int] | None) -> list[int]:
         """Adds a transfer of each load, of at most a bucket; returns their rounds.
 
         Args:
-            arrived: the rounds in which the source itself gets them; None if it has them from the start.
+            arrived: the rounds in which the source receives the loads; None if it holds them from the start.
         """
         sending, receiving = self._sending[source], self._receiving[target]
         rounds = []
         for place, load in enumerate(loads):
             too_early = (2 << arrived[place]) - 1 if arrived else 0
             index = self._first_with_room(load.elements, sending, receiving, too_early)
-            for lane in (sending, receiving):
-                used = lane.used.get(index, 0) + load.elements
+            for usage in (sending, receiving):
+                used = usage.used.get(index, 0) + load.elements
                 if used < self._well_filled:
-                    lane.used[index] = used
+                    usage.used[index] = used
                 else:
-                    lane.closed |= 1 << index
+                    usage.closed |= 1 << index
             while len(self.transfers) <= index:
                 self.transfers.append([])
             self.transfers[index].append(Transfer(source, target, load, arrived is not None))
             rounds.append(index)
         return rounds
 
-    def _first_with_room(self, elements: int, sending: "_Lane", receiving: "_Lane", too_early: int) -> int:
+    def _first_with_room(self, elements: int, sending: "_Usage", receiving: "_Usage", too_early: int) -> int:
         most = self._bucket_elements - elements
         closed = sending.closed | receiving.closed | too_early
         while True:
@@ -62,9 +62,9 @@ class Rounds:
 
 
 @dataclass(slots=True)
-class _Lane:
-    """Rounds of what one device sends, or receives: `closed` are the well filled ones, as a set of bits; `used` are the
-    elements of others."""
+class _Usage:
+    """How full the rounds of one device are, in one direction: `closed` has a bit for each full round, `used` the
+    elements of the others."""
 
     used: dict[int, int] = field(default_factory=dict)
     closed: int = 0

@@ -20,7 +20,7 @@ from realhf.geometry.boxes import Box
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.waiting import HOST_WAITS, StreamWaits, Waits
-from realhf.realloc.execute.message_passing import Message, TorchTransport, post, wait_for
+from realhf.realloc.execute.carriers import Message, TorchCarrier, post, wait_for
 from realhf.transport.messages import BatchKey, KeyMetadata, Receive, Send
 from realhf.worker.mailbox import Mailbox
 from realhf.worker.store import SampleStore
@@ -77,7 +77,7 @@ def reallocation(waits: Waits) -> None:
     boxes = [Box("model.norm.weight", (0,), (4,))]
     messages = [Message(end, 1, boxes, [torch.zeros(4)]) for end in ("send", "receive")]
     label = "reallocation of actor, bucket 1 of 2: rank 0"
-    wait_for(post(TorchTransport(waits=waits), messages, label), label, TIMEOUT_S)
+    wait_for(post(TorchCarrier(waits=waits), messages, label), label, TIMEOUT_S)
 
 
 def samples(waits: Waits) -> None:

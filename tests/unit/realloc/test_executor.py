@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from realhf.geometry.boxes import Box
+from realhf.realloc.execute.carriers import Message, TorchCarrier
 from realhf.realloc.execute.executor import Reallocation, execute
-from realhf.realloc.execute.message_passing import Message, TorchTransport
 from realhf.realloc.plan.planner import plan_reallocation
 
 BOX = Box("p", (2, 0), (4, 3))
@@ -33,10 +33,10 @@ def test_what_is_kept_of_a_plan_does_not_depend_on_where_tensors_lie() -> None:
 
 
 def test_nothing_is_packed_that_lies_one_behind_the_other() -> None:
-    flat, transport = torch.zeros(24), TorchTransport()
+    flat, carrier = torch.zeros(24), TorchCarrier()
 
     def packed_bytes(*views: torch.Tensor) -> int:
-        return transport.packed_bytes([Message("send", 1, [BOX] * len(views), views)])
+        return carrier.packed_bytes([Message("send", 1, [BOX] * len(views), views)])
 
     assert packed_bytes(flat[:6].view(2, 3), flat[6:18].view(4, 3)) == 0
     assert packed_bytes(flat[:6].view(2, 3), flat[7:19].view(4, 3)) == 72  # between them is another element

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from realhf.geometry.boxes import Box
+from realhf.realloc.execute.carriers import Message, Work
 from realhf.realloc.execute.executor import Reallocation, execute
-from realhf.realloc.execute.message_passing import Message, Work
 from realhf.realloc.execute.verification import verify
 from realhf.realloc.plan.planner import plan_reallocation
 from tests.waiting import PATIENCE_S
@@ -57,7 +57,7 @@ class Wires:
 
 
 class Wire:
-    """The transport of one rank."""
+    """The carrier of one rank."""
 
     def __init__(self, wires: Wires, rank: int):
         self._wires, self._rank = wires, rank

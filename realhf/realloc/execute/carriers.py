@@ -48,7 +48,7 @@ class Work:
     waits: Waits = HOST_WAITS
 
 
-class Transport(Protocol):
+class Carrier(Protocol):
     """Carries messages between the ranks of a reallocation, those between two ranks in the order in which both post
     them. Peers are named by their global rank."""
 
@@ -79,15 +79,15 @@ class ReallocationError(RuntimeError):
     """A peer did not send or receive its part; the text names the model, the bucket, the peer and the parameters."""
 
 
-def transport_between(group_of_host: dist.ProcessGroup | None, waits: Waits = HOST_WAITS) -> Transport:
+def carrier_between(group_of_host: dist.ProcessGroup | None, waits: Waits = HOST_WAITS) -> Carrier:
     """The memory of the host that all ranks of a reallocation are on, if it has a group; else the world's backend."""
-    return TorchTransport(waits=waits) if group_of_host is None else HostTransport(group_of_host)
+    return TorchCarrier(waits=waits) if group_of_host is None else HostCarrier(group_of_host)
 
 
 _NOTHING: "tuple[Sequence[Message], list[_Piece]]" = ((), [])
 
 
-class TorchTransport:
+class TorchCarrier:
     """Messages of torch.distributed. What is small, or not contiguous, is packed into buffers on its device."""
 
     def __init__(self, group: dist.ProcessGroup | None = None, waits: Waits = HOST_WAITS):
@@ -155,7 +155,7 @@ class TorchTransport:
         return Work([piece.message for piece in pieces], wait, self._waits)
 
 
-class HostTransport:
+class HostCarrier:
     """Messages over the memory of one host: copied into it out of the sender's tensors, and out of it into the
     receiver's, of any strides. Nothing is packed; between two ranks `host_group.PARTS_RING_BYTES` are on their way."""
 
@@ -181,7 +181,7 @@ class HostTransport:
         return self.post([there, here])
 
 
-def post(transport: Transport, messages: Sequence[Message], label: str) -> list[Work]:
+def post(carrier: Carrier, messages: Sequence[Message], label: str) -> list[Work]:
     """Starts the messages; `label` begins the text of an error.
 
     Raises:
@@ -189,7 +189,7 @@ def post(transport: Transport, messages: Sequence[Message], label: str) -> list[
             are started together.
     """
     try:
-        return transport.post(messages)
+        return carrier.post(messages)
     except UnpostedError as error:
         raise ReallocationError(f"{label} could not reach {_names(error.messages)}: {error}") from error
 

@@ -1,5 +1,7 @@
-"""Where the boxes of a plan lie in a rank's tensors: found once, since from one reallocation to the next only the
-addresses of the tensors change."""
+"""Where the boxes of a plan lie in a rank's tensors.
+
+Found once: from one reallocation to the next only the addresses of the tensors change.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -11,15 +13,15 @@ from torch import Tensor
 
 from realhf.cpu.host_group import Parts, rows_of
 from realhf.geometry.boxes import Box
+from realhf.realloc.execute.carriers import Message
 from realhf.realloc.execute.held import by_name, holder_of, holds
-from realhf.realloc.execute.message_passing import Message
 from realhf.realloc.plan.planner import ReallocationPlan
 
 Held = Sequence[tuple[Box, Tensor]]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """A part of number `index` of a rank's tensors, from `offset` on; in elements."""
 
     index: int
@@ -41,29 +43,29 @@ class Memory:
         self._items = [tensor.element_size() for tensor in tensors]
         self.addresses = np.array(self._addresses, np.int64)
 
-    def is_same(self, one: Place, other: Place) -> bool:
-        """Whether two places of one shape are of the same memory."""
+    def is_same(self, one: Location, other: Location) -> bool:
+        """Whether two locations of one shape are of the same memory."""
         return one.strides == other.strides and self._first_byte(one) == self._first_byte(other)
 
-    def _first_byte(self, place: Place) -> int:
+    def _first_byte(self, place: Location) -> int:
         return self._addresses[place.index] + place.offset * self._items[place.index]
 
 
-class PlacedParts:
-    """Places, one behind the other."""
+class Locations:
+    """Several locations in order."""
 
-    def __init__(self, places: Sequence[Place], item_bytes: int):
-        self.places, self.item_bytes = tuple(places), item_bytes
+    def __init__(self, locations: Sequence[Location], item_bytes: int):
+        self.locations, self.item_bytes = tuple(locations), item_bytes
         rows = [
             (place.index, *row)
-            for place in places
+            for place in locations
             for row in rows_of(place.offset * item_bytes, place.shape, place.strides, item_bytes)
         ]
         table = np.array(rows, np.int64).reshape(-1, 5)
         self._holders, self._rows = table[:, 0], table[:, 1:]
 
     def views(self, memory: Memory) -> "Views":
-        return Views(self.places, memory.tensors)
+        return Views(self.locations, memory.tensors)
 
     def parts(self, memory: Memory) -> Parts:
         rows = self._rows.copy()
@@ -72,13 +74,13 @@ class PlacedParts:
 
 
 class Views(Sequence[Tensor]):
-    """The views of places, made when they are asked for: over the memory of a host nobody does."""
+    """The views of locations, made on demand: over a host's memory nothing asks for them."""
 
-    def __init__(self, places: Sequence[Place], tensors: Sequence[Tensor]):
-        self._places, self._tensors = places, tensors
+    def __init__(self, locations: Sequence[Location], tensors: Sequence[Tensor]):
+        self._locations, self._tensors = locations, tensors
 
     def __len__(self) -> int:
-        return len(self._places)
+        return len(self._locations)
 
     @overload
     def __getitem__(self, index: int) -> Tensor: ...
@@ -89,86 +91,86 @@ class Views(Sequence[Tensor]):
 
     @cached_property
     def _all(self) -> list[Tensor]:
-        return [place.view(self._tensors) for place in self._places]
+        return [place.view(self._tensors) for place in self._locations]
 
 
 @dataclass(frozen=True)
-class PlacedMessage:
+class LocatedMessage:
     """`boxes` that go to `peer` or come from it; `peers_part` is the peer's."""
 
     peers_part: Literal["send", "receive"]
     peer: int
     boxes: tuple[Box, ...]
-    parts: PlacedParts
+    parts: Locations
 
     def message(self, memory: Memory) -> Message:
         return Message(self.peers_part, self.peer, self.boxes, self.parts.views(memory), self.parts.parts(memory))
 
 
 @dataclass(frozen=True)
-class PlacedRound:
+class LocatedRound:
     """What a rank does in round `index`, as the plan's `DeviceRound` says."""
 
     index: int
     forwards: bool
-    messages: tuple[PlacedMessage, ...]
+    messages: tuple[LocatedMessage, ...]
 
 
 @dataclass(frozen=True)
-class Places:
-    """What a rank does in its memory: its rounds, and the parts that it copies from source to target."""
+class LocatedPlan:
+    """A rank's part of a plan: its rounds, and the parts that it copies from source to target."""
 
-    rounds: tuple[PlacedRound, ...]
-    copied: PlacedParts
-    copies: PlacedParts
+    rounds: tuple[LocatedRound, ...]
+    copied: Locations
+    copies: Locations
 
-    def to_copy(self, memory: Memory) -> tuple[PlacedParts, PlacedParts]:
-        """(from, to), but for what is of one memory in both."""
-        pairs = list(zip(self.copied.places, self.copies.places, strict=True))
+    def to_copy(self, memory: Memory) -> tuple[Locations, Locations]:
+        """(from, to) of the parts to copy: without those that lie in the same memory in both."""
+        pairs = list(zip(self.copied.locations, self.copies.locations, strict=True))
         apart = [pair for pair in pairs if not memory.is_same(*pair)]
         if len(apart) == len(pairs):
             return self.copied, self.copies
         item = self.copied.item_bytes
-        return PlacedParts([here for here, _ in apart], item), PlacedParts([there for _, there in apart], item)
+        return Locations([here for here, _ in apart], item), Locations([there for _, there in apart], item)
 
 
-def places_of(plan: ReallocationPlan, rank: int, source: Held, target: Held) -> Places:
-    """Where what `rank` sends, receives and copies lies in the tensors of `source` and `target`.
+def locate(plan: ReallocationPlan, rank: int, source: Held, target: Held) -> LocatedPlan:
+    """Where the parts that `rank` sends, receives and copies lie in the tensors of `source` and `target`.
 
-    The plan keeps what was found last for each rank, and it is found again only for other boxes or strides.
+    The plan caches the last result of each rank. Other boxes or strides are located again.
 
     Raises:
         ValueError: the tensors are not those of the layouts that were planned for.
     """
     arrangement = [[(box, tensor.shape, tensor.stride()) for box, tensor in held] for held in (source, target)]
-    known = cast(tuple[object, Places] | None, plan.found_by_device.get(rank))
+    known = cast(tuple[object, LocatedPlan] | None, plan.found_by_device.get(rank))
     if known is None or known[0] != arrangement:
         known = arrangement, _find(plan, rank, source, target)
         plan.found_by_device[rank] = known
     return known[1]
 
 
-def _find(plan: ReallocationPlan, rank: int, source: Held, target: Held) -> Places:
+def _find(plan: ReallocationPlan, rank: int, source: Held, target: Held) -> LocatedPlan:
     ours, wanted, item = _Side(source, 0), _Side(target, len(source)), plan.element_bytes
 
-    @cache  # what is forwarded lies where it was received
-    def parts(boxes: tuple[Box, ...]) -> PlacedParts:
-        """What the rank holds from the start, or else, since nobody receives what it holds, what it receives."""
-        return PlacedParts([(ours if ours.holds(box) else wanted).place(box) for box in boxes], item)
+    @cache  # a forwarded part lies where it was received
+    def parts(boxes: tuple[Box, ...]) -> Locations:
+        """Of boxes that the rank holds from the start, or receives; it receives none that it holds."""
+        return Locations([(ours if ours.holds(box) else wanted).location(box) for box in boxes], item)
 
     rounds = []
     for each_round in plan.rounds_of(rank):
         sends, receives = sorted(each_round.sends.items()), sorted(each_round.receives.items())
         messages = (
-            *(PlacedMessage("receive", peer, boxes, parts(boxes)) for peer, boxes in sends),
-            *(PlacedMessage("send", peer, boxes, parts(boxes)) for peer, boxes in receives),
+            *(LocatedMessage("receive", peer, boxes, parts(boxes)) for peer, boxes in sends),
+            *(LocatedMessage("send", peer, boxes, parts(boxes)) for peer, boxes in receives),
         )
-        rounds.append(PlacedRound(each_round.index, each_round.forwards, messages))
+        rounds.append(LocatedRound(each_round.index, each_round.forwards, messages))
     copied = plan.local_copies.get(rank, ())
-    return Places(
+    return LocatedPlan(
         tuple(rounds),
-        PlacedParts(list(map(ours.place, copied)), item),
-        PlacedParts(list(map(wanted.place, copied)), item),
+        Locations(list(map(ours.location, copied)), item),
+        Locations(list(map(wanted.location, copied)), item),
     )
 
 
@@ -182,8 +184,8 @@ class _Side:
     def holds(self, box: Box) -> bool:
         return holds(self._held, box)
 
-    def place(self, box: Box) -> Place:
+    def location(self, box: Box) -> Location:
         holder, tensor = holder_of(self._held, box)
         strides = tensor.stride()
         begin = sum((a - b) * s for a, b, s in zip(box.offset, holder.offset, strides, strict=True))
-        return Place(self._index_of[id(tensor)], begin, box.shape, strides)
+        return Location(self._index_of[id(tensor)], begin, box.shape, strides)
