@@ -26,7 +26,7 @@ from realhf.engine.generate.loop import packed_weights
 from realhf.engine.generate.paged_attention import DecodeRows, PagedKernels, paged_kernels
 from realhf.engine.train.optimizer import gradient_dtype
 from realhf.models.attention import Attention
-from realhf.models.decoder import rotary_tables
+from realhf.models.rotary import rotary_tables
 from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.vocabulary import Logits
 

@@ -44,7 +44,7 @@ class Work:
     leaves that to `waits`."""
 
     messages: Sequence[Message]
-    wait: Callable[[timedelta], None]
+    wait: Callable[[timedelta], object]
     waits: Waits = HOST_WAITS
 
 

@@ -65,8 +65,8 @@ def verify(reallocation: Reallocation, *, arrived: SumsByPeer | None = None) -> 
         receives: dict[int, list[Box]] = {}
         for each_round in plan.rounds_of(rank):
             for boxes_of, of_round in ((sends, each_round.sends), (receives, each_round.receives)):
-                for peer, boxes in of_round.items():
-                    boxes_of.setdefault(peer, []).extend(boxes)
+                for peer, added in of_round.items():
+                    boxes_of.setdefault(peer, []).extend(added)
         messages = []
         for peer, boxes in sorted(sends.items()):
             held = bit_sums([sent_part(source_tensors, target_tensors, box) for box in boxes])
