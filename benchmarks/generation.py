@@ -25,6 +25,7 @@ from transformers.generation import StoppingCriteria, StoppingCriteriaList
 from realhf.algorithms.functional import predicting_places, token_logprobs
 from realhf.api.generation import GenerationOptions
 from realhf.architecture.model import DecoderConfig
+from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.generate.loop import generate_and_report
 from realhf.engine.interface import GenerationOutput
@@ -86,7 +87,7 @@ class Comparison:
         shape = MODELS[name]
         self.config = DecoderConfig(**shape, num_kv_heads=shape["num_heads"], vocab_size=VOCABULARY)
         groups = ParallelGroups(Layout(DeviceMesh(0, 1), ParallelStrategy()), 0)
-        self.ours = ShardedModel(self.config, groups, dtype)
+        self.ours = ShardedModel(ModelSpec(self.config, groups, dtype))
         self.ours.initialise(seed=0)
         self.theirs = LlamaForCausalLM(
             LlamaConfig(

@@ -18,6 +18,7 @@ from realhf.algorithms.functional import predicting_places, token_logprobs
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import DecodeGraphs, GenerationOptions
 from realhf.architecture.model import DecoderConfig
+from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Stats
 from realhf.engine.model import ShardedModel
@@ -70,11 +71,11 @@ def training_cases(*, quick: bool = False, device: str = "cuda") -> list[dict]:
 
 
 def build(config: DecoderConfig, device: str, optimizer: OptimizerConfig | None = None) -> ShardedModel:
-    model = ShardedModel(config, ONE_RANK, DTYPE, device, optimizer=optimizer, total_optimizer_steps=1000)
+    model = ShardedModel(ModelSpec(config, ONE_RANK, DTYPE, device, optimizer=optimizer, total_optimizer_steps=1000))
     torch.manual_seed(0)
     for _, local in model.boxes().values():
         local.normal_(std=0.02)
-    model.parameters_changed()
+    model.residency.written()
     return model
 
 

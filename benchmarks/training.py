@@ -22,6 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from realhf.algorithms.functional import predicting_places, token_logprobs
 from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.model import DecoderConfig
+from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Stats
 from realhf.engine.model import ShardedModel
@@ -75,7 +76,7 @@ def response_tokens(batch: Batch) -> float:
 
 def ours(config: DecoderConfig, dtype: torch.dtype, tokens: list[Tensor]) -> Side:
     optimizer = OptimizerConfig(lr=ADAMW["lr"])
-    model = ShardedModel(config, ONE_RANK, dtype, optimizer=optimizer, total_optimizer_steps=10_000)
+    model = ShardedModel(ModelSpec(config, ONE_RANK, dtype, optimizer=optimizer, total_optimizer_steps=10_000))
     model.initialise(seed=0)
     batch = Batch(tuple(range(SAMPLES)), {"tokens": tokens})
 

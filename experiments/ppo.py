@@ -1,6 +1,7 @@
 """PPO on the sorting task: four models, six calls."""
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from realhf.algorithms.evaluation.config import SampledAccuracy
 from realhf.algorithms.ppo.config import PPOActor, PPOCritic, PPOHyperparameters, PPOReference
@@ -55,6 +56,7 @@ class PPOExperiment:
     actor_lr: float = 1e-4
     critic_lr: float = 3e-4
     warmup_steps: int = 5
+    backend: str = "native"
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     reference_eta: float = 0.0
     reference_every_steps: int = 1
@@ -124,27 +126,20 @@ class PPOExperiment:
         sft, reward = self.sft_checkpoint or None, self.reward_checkpoint or None
         actor = OptimizerConfig(lr=self.actor_lr, warmup_steps=self.warmup_steps)
         critic = OptimizerConfig(lr=self.critic_lr, warmup_steps=self.warmup_steps)
+        setup = partial(ModelSetup, dtype=self.dtype, backend=self.backend, compute=self.compute)
         follows = None
         if self.reference_eta:
             follows = Follow("actor", eta=self.reference_eta, every_steps=self.reference_every_steps)
         rollout = {}
         if self.staleness:
             copy = Follow("actor", eta=1.0, staleness=self.staleness)
-            rollout = {"rollout": ModelSetup(checkpoint=sft, dtype=self.dtype, compute=self.compute, follows=copy)}
+            rollout = {"rollout": setup(checkpoint=sft, follows=copy)}
         return {
             **rollout,
-            "actor": ModelSetup(checkpoint=sft, optimizer=actor, dtype=self.dtype, compute=self.compute),
-            "reference": ModelSetup(checkpoint=sft, dtype=self.dtype, compute=self.compute, follows=follows),
-            "reward": ModelSetup(
-                checkpoint=reward, new_head=self.new_value_head, dtype=self.dtype, compute=self.compute
-            ),
-            "critic": ModelSetup(
-                checkpoint=reward,
-                new_head=self.new_value_head,
-                optimizer=critic,
-                dtype=self.dtype,
-                compute=self.compute,
-            ),
+            "actor": setup(checkpoint=sft, optimizer=actor),
+            "reference": setup(checkpoint=sft, follows=follows),
+            "reward": setup(checkpoint=reward, new_head=self.new_value_head),
+            "critic": setup(checkpoint=reward, new_head=self.new_value_head, optimizer=critic),
         }
 
     @property

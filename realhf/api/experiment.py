@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
+from realhf.api.backends import NATIVE, implementation_of
 from realhf.architecture.compute import ComputeConfig
 from realhf.architecture.model import DType
 from realhf.base.errors import UserError
@@ -66,6 +67,8 @@ class ModelSetup:
     takes the trunk from the checkpoint and makes a fresh head (a reward model from a language model). `with_optimizer`
     takes the optimizer's states and step from it too, and not the parameters alone: training goes on where it was, with
     a schedule over the steps made and those to come; rows of the data set are read from the beginning.
+    `backend` names what computes the model, of `realhf.api.backends`: "native", the engine of this project, or
+    "megatron", which has megatron-core compute the layers in passes with gradients, on GPUs.
     `compute` says how training spends memory and time. `follows` makes the parameters of a model that is not trained
     follow those of one that is: `Follow("actor", eta=0.01, every_steps=1)`.
     """
@@ -75,6 +78,7 @@ class ModelSetup:
     with_optimizer: bool = False
     optimizer: OptimizerConfig | None = None
     dtype: DType = "float32"
+    backend: str = NATIVE
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     follows: Follow | None = None
 
@@ -90,6 +94,12 @@ class ModelSetup:
             raise UserError(
                 f"with_optimizer=True takes the optimizer's states from a checkpoint of the same model: give "
                 f"checkpoint ({self.checkpoint}) and optimizer, without new_head ({self.new_head}), or leave it out"
+            )
+        implementation_of(self.backend)
+        if self.compute.data_parallel == "fsdp" and self.backend == "megatron":
+            raise UserError(
+                "data_parallel='fsdp' gathers parameters for the decoder of this project, and backend='megatron' "
+                "computes with another; choose backend='native' or data_parallel='zero1'"
             )
 
 

@@ -7,7 +7,6 @@ from realhf.base.errors import UserError
 
 DataParallel = Literal["zero1", "fsdp"]
 Recomputation = Literal["off", "selective", "full"]
-Backend = Literal["native", "megatron"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,23 +22,15 @@ class ComputeConfig:
         tensor parallelism nothing changes.
     recomputation: what the backward pass computes again instead of keeping it. "selective": all but matrix products
         and attention; "full": whole layers, of which only the input is kept.
-    backend: what computes layers in passes with gradients: the decoder of this project, or megatron-core, on GPUs.
     """
 
     data_parallel: DataParallel = "zero1"
     sequence_parallel: bool = False
     recomputation: Recomputation = "off"
-    backend: Backend = "native"
 
     def __post_init__(self) -> None:
         _check("data_parallel", self.data_parallel, DataParallel)
         _check("recomputation", self.recomputation, Recomputation)
-        _check("backend", self.backend, Backend)
-        if self.data_parallel == "fsdp" and self.backend == "megatron":
-            raise UserError(
-                "data_parallel='fsdp' gathers parameters for the decoder of this project, and backend='megatron' "
-                "computes with another; choose backend='native' or data_parallel='zero1'"
-            )
 
 
 def _check(field: str, value: str, known: Any) -> None:

@@ -278,5 +278,5 @@ def _check(run: Run, arguments: argparse.Namespace) -> None:
 def _check_backends(run: Run, has_gpus: bool) -> None:
     """As the workers will at their start."""
     for name, setup in run.models.items():
-        if setup.compute.backend == "megatron" and setup.optimizer is not None:
+        if setup.backend == "megatron" and setup.optimizer is not None:
             check_megatron(run.graph.models[name], run.homes[name].strategy, "cuda" if has_gpus else "cpu")

@@ -1,7 +1,7 @@
 """From a configuration and a place in a layout to a decoder whose parameters lie in one arena."""
 
 import hashlib
-from collections.abc import Callable, Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from math import prod
 
 import torch
@@ -9,7 +9,6 @@ from torch import Tensor, nn
 
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.arena import Arena
-from realhf.engine.train.megatron_check import check_megatron
 from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.parameters import ParameterSpec, decoder_parameters
 from realhf.geometry.shards import flat_layout
@@ -53,16 +52,6 @@ def decoder_on(config: DecoderConfig, groups: ParallelGroups, views: dict[str, T
         setattr(decoder.get_submodule(owner), leaf, nn.Parameter(views.pop(name), requires_grad=False))
     assert not views, f"the decoder lacks {sorted(views)}"
     return decoder
-
-
-def megatron_layers(
-    config: DecoderConfig, groups: ParallelGroups, dtype: torch.dtype, device: torch.device
-) -> Callable[..., Tensor]:
-    """See `realhf.engine.train.megatron`, which is loaded now; UserError where it cannot be used."""
-    check_megatron(config, groups.layout.strategy, device.type)
-    from realhf.engine.train.megatron import MegatronLayers
-
-    return MegatronLayers(config, dtype)
 
 
 def attach_gradients(decoder: Decoder, gradients: Arena) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
+from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.generate.loop import packed_weights
 from realhf.engine.interface import Stats
@@ -90,7 +91,7 @@ class CallBench:
     def _generation(self) -> tuple[float, float, float]:
         """Seconds of a call, of each parameter and of a decode step beyond prefill, decode steps and sampling."""
         lm = self.model.with_head("lm")
-        model = ShardedModel(lm, self.data, self.dtype, self.device)
+        model = ShardedModel(ModelSpec(lm, self.data, self.dtype, self.device))
         model.initialise(0)
         bench = ModelBench(lm, self.target_dtype, self.data, self.device, self.watch)
         lengths = [len(prompt) for prompt in self.batch.data["seq"]]
@@ -129,7 +130,9 @@ class CallBench:
         return self.watch.seconds(lambda: dist.all_reduce(gradients, group=self.data.data))
 
     def _model(self, groups: ParallelGroups) -> ShardedModel:
-        model = ShardedModel(self.model, groups, self.dtype, self.device, OptimizerConfig(), total_optimizer_steps=1)
+        model = ShardedModel(
+            ModelSpec(self.model, groups, self.dtype, self.device, optimizer=OptimizerConfig(), total_optimizer_steps=1)
+        )
         model.initialise(0)
         return model
 

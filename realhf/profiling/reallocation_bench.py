@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import torch
 
+from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.shards import Placement
@@ -46,7 +47,9 @@ def reallocation(
     for layers in (FEW, MANY):
         model = replace(target.model.with_head("scalar"), num_layers=layers)
         whole = (
-            ShardedModel(model, table.groups(pair[0] if rank % 2 == 0 else pair[1]), dtype, device) if pair else None
+            ShardedModel(ModelSpec(model, table.groups(pair[0] if rank % 2 == 0 else pair[1]), dtype, device))
+            if pair
+            else None
         )
         works.append(_move(whole, pair, table, rank) if pair and whole else None)
         held_bytes = sum(box.size for box, _ in whole.boxes().values()) * dtype.itemsize if whole else 0
@@ -74,10 +77,10 @@ def _move(model: ShardedModel, pair: tuple[Layout, Layout], table: GroupTable, r
 
     def move() -> None:
         if rank in source.mesh.devices:
-            execute(Reallocation(plan, rank, model.held(), [], carrier))
+            execute(Reallocation(plan, rank, model.residency.held(), [], carrier))
             return
-        model.free_parameters()
-        model.allocate_parameters()
-        execute(Reallocation(plan, rank, [], model.held(), carrier))
+        model.residency.free()
+        model.residency.allocate()
+        execute(Reallocation(plan, rank, [], model.residency.held(), carrier))
 
     return move

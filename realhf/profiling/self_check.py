@@ -15,6 +15,7 @@ import torch.distributed as dist
 from realhf.api.generation import DecodeGraphs, GenerationOptions
 from realhf.architecture.decoding import graphs_refusal
 from realhf.architecture.model import DecoderConfig
+from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.build import initial_value
 from realhf.engine.generate.paged_attention import paged_kernels
@@ -89,7 +90,7 @@ def check_reallocation(rank: int, size: int, device: torch.device) -> str:
     """
     layouts = _layouts(size)
     table = GroupTable(layouts, rank, TIMEOUT_S, waits=waits_on(device, end_process))
-    models = [ShardedModel(SMALL, table.groups(layout), torch.float32, device) for layout in layouts]
+    models = [ShardedModel(ModelSpec(SMALL, table.groups(layout), torch.float32, device)) for layout in layouts]
     models[0].initialise(SEED)
     expected = {spec.name: initial_value(spec, SEED) for spec in decoder_parameters(SMALL)}
     carrier = carrier_between(table.of_host(range(size)), table.waits)
@@ -98,11 +99,12 @@ def check_reallocation(rank: int, size: int, device: torch.device) -> str:
         plan = plan_between(
             SMALL, Placement(source.groups.layout), Placement(target.groups.layout), size, element_bytes=4
         )
-        part = Reallocation(plan, rank, source.held(), target.held(), carrier, timeout_s=TIMEOUT_S)
+        boxes = source.residency.held(), target.residency.held()
+        part = Reallocation(plan, rank, *boxes, carrier, timeout_s=TIMEOUT_S)
         execute(part)
         verify(part)
         moved_bytes += sum(plan.received_bytes.values())
-        for box, tensor in target.held():
+        for box, tensor in target.residency.held():
             if not torch.equal(tensor.cpu(), _part(expected[box.name], box)):
                 route = f"{source.groups.layout} to {target.groups.layout}"
                 raise ArithmeticError(f"{box.name} came wrong from {route}")
@@ -129,9 +131,9 @@ def check_generation(rank: int, size: int, device: torch.device) -> str:
     batch = Batch(tuple(range(5)), data).to(device)
     pages = []
     for dtype in (torch.float64, torch.bfloat16):
-        model = ShardedModel(GENERATING, groups, dtype, device)
+        model = ShardedModel(ModelSpec(GENERATING, groups, dtype, device))
         model.initialise(SEED)
-        for _, local in model.held():
+        for _, local in model.residency.held():
             if local.ndim == 2:
                 local.mul_(4)  # so large that what is attended to changes the next token
         _check_replays(model, batch, dtype)

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from realhf.engine.model import ShardedModel
+from realhf.engine.backend import EngineModel
 from realhf.models.checkpoint import CheckpointReader
 from realhf.models.checkpoint_index import newer_kinds, of_kind
 from realhf.models.hugging_face_weights import HuggingFaceReader, open_checkpoint
@@ -12,7 +12,7 @@ from realhf.rundir.run import Run
 HEAD_PARAMETERS = ("lm_head.weight", "score.weight")
 
 
-def fill(model: ShardedModel, run: Run, name: str, checkpoints: Path) -> None:
+def fill(model: EngineModel, run: Run, name: str, checkpoints: Path) -> None:
     """Gives `model`, the home of the run's model `name`, its parameters, and optimizer states where they are saved.
 
     A model that changes comes from the run's own `checkpoints` where the run goes on. Of one that keeps several
@@ -24,15 +24,15 @@ def fill(model: ShardedModel, run: Run, name: str, checkpoints: Path) -> None:
     setup = run.models[name]
     if run.spec.resume_step and name in run.changing_models:
         saved = CheckpointReader(step_folder(checkpoints, run.spec.resume_step) / name)
-        if model.trainer is not None:
+        if model.trains:
             model.load_state(saved)
         else:
             saved.check_architecture(model.config)
-            versions = model.versions.numbers
+            versions = model.residency.versions
             for kind, version in zip(("", *newer_kinds(len(versions))), versions, strict=True):
-                model.select_version(version)
+                model.residency.select_version(version)
                 _read(model, saved, kind)
-    elif setup.checkpoint is not None and setup.with_optimizer and model.trainer is not None:
+    elif setup.checkpoint is not None and setup.with_optimizer and model.trains:
         model.load_state(CheckpointReader(setup.checkpoint))
     else:
         if setup.checkpoint is None or setup.new_head:
@@ -40,13 +40,13 @@ def fill(model: ShardedModel, run: Run, name: str, checkpoints: Path) -> None:
         if setup.checkpoint is not None:
             reader = open_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)
             _read(model, reader, without=HEAD_PARAMETERS if setup.new_head else ())
-        model.versions.fill()
+        model.residency.fill_versions()
 
 
 def _read(
-    model: ShardedModel, reader: CheckpointReader | HuggingFaceReader, kind: str = "", without: tuple[str, ...] = ()
+    model: EngineModel, reader: CheckpointReader | HuggingFaceReader, kind: str = "", without: tuple[str, ...] = ()
 ) -> None:
-    for box, tensor in model.held():
+    for box, tensor in model.residency.held():
         if box.name not in without:
             reader.read_into(tensor, of_kind(box, kind))
-    model.parameters_changed()
+    model.residency.written()

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from realhf.data.loader import DatasetReader
 from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef, ModelInterfaceType
+from realhf.engine.backend import EngineModel, ModelSpec, build_model
 from realhf.engine.batch import Batch
-from realhf.engine.model import ShardedModel
 from realhf.geometry.layout import Layout
 from realhf.models.checkpoint import snapshot
 from realhf.models.checkpoint_index import initial_optimizer_steps
@@ -99,14 +99,14 @@ class ModelWorker:
         group = group_of_all_ranks(device, self._timeout_s) if device.type == "cuda" else None
         self._mailbox = Mailbox(self._store, device, self._timeout_s, group, waits)
         self._interfaces = self._load_interfaces()
-        self._models: dict[tuple[str, Layout], ShardedModel] = {}
+        self._models: dict[tuple[str, Layout], EngineModel] = {}
         for name, home in run.homes.items():
             if rank in home.mesh.devices:
                 self._set_activity(f"setup: model {name}")
                 self._models[name, home] = self._build_home(name, home)
                 logger.info("model %s is here, %s", name, home)
                 if name in run.plan.offload:
-                    self._models[name, home].offload()  # before the next one is built
+                    self._models[name, home].residency.offload()  # before the next one is built
         self._moves = ParameterMoves(run, rank, device, self._groups, self._models)
         longest_s = (len(run.graph.calls) + 1) * self._timeout_s  # others may have a step's calls before theirs
         self._lane = MoveLane(moves, self._moves.carry_out, report, fail, activity, device, longest_s)
@@ -123,7 +123,7 @@ class ModelWorker:
         self._lane.close()
         self._mailbox.close()
         for model in self._models.values():
-            model.forget_graphs()  # NCCL takes no groups apart that are in graphs
+            model.close()  # NCCL takes no groups apart that are in graphs
         self._groups.waits.close()
 
     def _handle(self, request: Request) -> Reply | None:
@@ -141,11 +141,11 @@ class ModelWorker:
                 return Reply(request_id=request_id, span=span())
             case LoadModel(request_id=request_id, batch=batch, model=name, states=states):
                 with self._timed("offload", f"load {name} in {batch}") as span:
-                    self._models[name, self._run.homes[name]].load(states=states)
+                    self._models[name, self._run.homes[name]].residency.load(states=states)
                 return Reply(request_id=request_id, span=span())
             case OffloadModel(request_id=request_id, batch=batch, model=name):
                 with self._timed("offload", f"offload {name} in {batch}") as span:
-                    self._models[name, self._run.homes[name]].offload()
+                    self._models[name, self._run.homes[name]].residency.offload()
                 return Reply(request_id=request_id, span=span())
             case Release():
                 self._moves.release(request)
@@ -177,11 +177,11 @@ class ModelWorker:
                     loaded[split, call.name] = load_interface(call)
         return loaded
 
-    def _build_home(self, name: str, home: Layout) -> ShardedModel:
+    def _build_home(self, name: str, home: Layout) -> EngineModel:
         run, setup = self._run, self._run.models[name]
         steps = run.experiment.steps * run.optimizer_steps(name)
         oldest = run.graph.weights_version(name, run.spec.resume_step)
-        model = ShardedModel(
+        spec = ModelSpec(
             run.graph.models[name],
             self._groups.groups(home),
             getattr(torch, setup.dtype),
@@ -192,6 +192,7 @@ class ModelWorker:
             timeout_s=self._timeout_s,
             versions=range(oldest, oldest + run.graph.versions_kept(name)),
         )
+        model = build_model(setup.backend, spec)
         fill(model, run, name, self._directory.checkpoints)
         return model
 
@@ -210,7 +211,7 @@ class ModelWorker:
             tokens_before = model.tokens_processed
             result = run_interface(self._interfaces[split, definition.name], definition, model, mini_batches, context)
         if split == "train" and definition.trains and definition == self._trainings(definition.model_name)[-1]:
-            model.versions.current = step + 1
+            model.residency.begin_at_version(step + 1)
         reply = Reply(
             request_id=request.request_id,
             span=span(),
@@ -278,7 +279,7 @@ class ModelWorker:
         snapshots = {}
         for name in request.models:
             model = self._models[name, self._run.homes[name]]
-            with model.loaded():
+            with model.residency.loaded():
                 # What waits in host memory leaves its tensors again.
                 is_copied = not request.is_last or name in self._run.plan.offload
                 snapshots[name] = snapshot(model.state(), copied=is_copied)

@@ -6,7 +6,8 @@ from contextlib import contextmanager
 
 import torch
 
-from realhf.engine.model import ShardedModel
+from realhf.engine.backend import EngineModel, ModelSpec, build_model
+from realhf.engine.residency.residency import Boxes, Where
 from realhf.geometry.layout import Layout
 from realhf.geometry.shards import Placement
 from realhf.parallel.groups import GroupTable, group_of_all_ranks
@@ -18,7 +19,7 @@ from realhf.realloc.plan.planner import plan_between
 from realhf.rundir.run import Run
 from realhf.transport.messages import FollowParameters, Move, PrepareMove, Reallocate, Release
 
-Models = MutableMapping[tuple[str, Layout], ShardedModel]
+Models = MutableMapping[tuple[str, Layout], EngineModel]
 
 
 class ParameterMoves:
@@ -55,15 +56,12 @@ class ParameterMoves:
         if layout == self._run.homes[name] or self._rank not in layout.mesh.devices:
             return
         if copy := self._models.get((name, layout)):
-            copy.allocate_parameters()
+            copy.residency.allocate()
             return
-        self._models[name, layout] = ShardedModel(
-            self._run.graph.models[name],
-            self._groups.groups(layout),
-            getattr(torch, self._run.models[name].dtype),
-            self._device,
-            timeout_s=self._timeout_s,
-        )
+        setup = self._run.models[name]
+        dtype, groups = getattr(torch, setup.dtype), self._groups.groups(layout)
+        spec = ModelSpec(self._run.graph.models[name], groups, dtype, self._device, timeout_s=self._timeout_s)
+        self._models[name, layout] = build_model(setup.backend, spec)
 
     def carry_out(self, move: Move) -> None:
         """Does this worker's part of a move; when it returns, what comes here is complete.
@@ -86,18 +84,18 @@ class ParameterMoves:
         copy = self._models[request.model, request.layout]
         with self._resting(request.model):
             if home := self._models.get((request.model, self._run.homes[request.model])):
-                home.take_back_from(copy)
+                home.residency.take_back_from(copy.residency)
                 if lent := self._lent.pop(request.model, None):
-                    lent.verify(home.held(), rank=self._rank, model_name=request.model)
+                    lent.verify(home.residency.held(), rank=self._rank, model_name=request.model)
             self._finish_on_device()  # the other thread's stream may read the home next
-            copy.free_parameters()
+            copy.residency.free()
 
-    def select(self, model: ShardedModel, name: str, version: int) -> None:
+    def select(self, model: EngineModel, name: str, version: int) -> None:
         """Makes a version of its parameters the one that `model`, here under `name`, computes with. Raises LookupError
         where it is not kept."""
-        if model.versions.current != version:
+        if model.residency.version != version:
             with self._resting(name):  # others may be reading it
-                model.select_version(version)
+                model.residency.select_version(version)
                 self._finish_on_device()
 
     def _reallocate(self, name: str, layout: Layout, step: int, version: int) -> None:
@@ -113,19 +111,19 @@ class ParameterMoves:
         carrier = self._carrier(home, layout)
         with self._resting(name):
             if target is not None:
-                target.versions.current = version
+                target.residency.begin_at_version(version)
                 if source is not None:
-                    source.select_version(version)  # which it may lend; nothing computes here now
-            boxes = source.readable(version) if source else [], target.held() if target else []
+                    source.residency.select_version(version)  # which it may lend; nothing computes here now
+            boxes = _boxes(source, version), _boxes(target)
             part = Reallocation(plan, self._rank, *boxes, carrier, name, self._timeout_s)
             execute(part)
             if is_verified := self._verification.is_due(name, layout, step):
                 verify(part)
             self._finish_on_device()
             if source is not None and target is not None:
-                source.lend_to(target)
-                if is_verified and source.is_lent:
-                    self._lent[name] = LentParts(source.readable())
+                source.residency.lend_to(target.residency)
+                if is_verified and source.residency.where is Where.LENT:
+                    self._lent[name] = LentParts(source.residency.readable())
 
     def _follow(self, name: str, step: int) -> None:
         run, node = self._run, self._run.graph.follows[name]
@@ -141,20 +139,20 @@ class ParameterMoves:
             forwarding=False,  # a device would send on its average
         )
         if target:
-            target.select_version(node.version(step))  # which nobody will ask for any more
+            target.residency.select_version(node.version(step))  # which nobody will ask for any more
         carrier = self._carrier(run.homes[node.source], run.homes[node.target])
         is_verified = self._verification.is_due(name, run.homes[node.target], step)
         arrived: SumsByPeer | None = {} if is_verified and node.eta < 1 else None
         with self._resting(node.source):
-            boxes = source.readable(node.brings(step)) if source else [], target.held() if target else []
+            boxes = _boxes(source, node.brings(step)), _boxes(target)
             part = Reallocation(plan, self._rank, *boxes, carrier, node.target, self._timeout_s)
             execute(part, eta=node.eta, arrived=arrived)
             if is_verified:
                 verify(part, arrived=arrived)
             self._finish_on_device()
         if target:
-            target.versions.current = node.brings(step)
-            target.parameters_changed()
+            target.residency.begin_at_version(node.brings(step))
+            target.residency.written()
 
     @contextmanager
     def _resting(self, name: str) -> Iterator[None]:
@@ -179,6 +177,13 @@ class ParameterMoves:
         of_host = self._groups.of_host((*source.mesh.devices, *target.mesh.devices))
         waits = self._groups.waits
         return TorchCarrier(self._across_hosts, waits) if of_host is None else carrier_between(of_host)
+
+
+def _boxes(model: EngineModel | None, version: int | None = None) -> Boxes:
+    """The parameters here: of a `version` those to be read, else those to be written; none where the model is not."""
+    if model is None:
+        return []
+    return model.residency.held() if version is None else model.residency.readable(version)
 
 
 def _moves_anything(run: Run) -> bool:

@@ -9,6 +9,7 @@ import torch
 from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.compute import ComputeConfig
 from realhf.architecture.model import DecoderConfig
+from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
@@ -62,22 +63,24 @@ def run_cases(rank: int, root: str, cases: dict[str, Case]) -> dict[str, Outcome
 def _run(name: str, case: Case, groups: ParallelGroups, root: Path) -> Outcome:
     config = HuggingFaceDirectory(root / case.family).model
     model = ShardedModel(
-        config,
-        groups,
-        torch.float64,
-        optimizer=OPTIMIZER,
-        total_optimizer_steps=10,
-        compute=case.compute,
+        ModelSpec(
+            config,
+            groups,
+            torch.float64,
+            optimizer=OPTIMIZER,
+            total_optimizer_steps=10,
+            compute=case.compute,
+        )
     )
     reader = HuggingFaceReader(root / case.family, config)
-    for box, tensor in model.held():
+    for box, tensor in model.residency.held():
         reader.read_into(tensor, box)
-    model.parameters_changed()
+    model.residency.written()
     owned = case.owners(config)[groups.rank]
-    write_boxes(root / "saved" / name, groups.rank, owned, model.held())  # as loaded
+    write_boxes(root / "saved" / name, groups.rank, owned, model.residency.held())  # as loaded
     batch = random_batch(config, SAMPLES, lengths=(2, 20)).split(case.dp)[groups.dp_index]
     logits = model.forward(batch, "tokens", split_like, 2).get("output", [])
     stats = model.train_step(batch, "tokens", next_token_loss, trained_tokens, 2)
     grad_norm = stats["grad_norm"][0] if stats else None
-    parameters = [(box, local.numpy().copy()) for box, local in model.held()]
+    parameters = [(box, local.numpy().copy()) for box, local in model.residency.held()]
     return Outcome([x.numpy() for x in logits], grad_norm, parameters)

@@ -12,6 +12,7 @@ import torch
 
 from realhf.api.generation import GenerationOptions
 from realhf.architecture.compute import ComputeConfig
+from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
 from realhf.engine.train import fsdp
 from realhf.engine.train.fsdp import GATHERED_UNITS, ShardedParameters
@@ -249,7 +250,7 @@ def test_all_that_is_kept_between_steps_is_divided(ranks: list[dict[str, Outcome
 
 
 def test_without_data_parallelism_nothing_is_divided() -> None:
-    model = ShardedModel(tiny(), ONE_RANK, torch.float32, optimizer=OPTIMIZER, compute=way())
+    model = ShardedModel(ModelSpec(tiny(), ONE_RANK, torch.float32, optimizer=OPTIMIZER, compute=way()))
     assert model.arena.flat.data_ptr() == model.parameters.flat.data_ptr()
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from realhf.algorithms.rollout.stop_strings import StopStrings
 from realhf.api.generation import GenerationOptions
 from realhf.base.errors import RunError
+from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.build import build_decoder, initialise
 from realhf.engine.generate import paged_attention
@@ -157,7 +158,7 @@ def cut(outcome: Outcome, batch: Batch, strings: tuple[str, ...]) -> Outcome:
 def refusals(case: Case, groups: ParallelGroups) -> list[str]:
     """What this rank says to a prompt beyond the vocabulary, in generation and in a forward pass, and to NaN logits."""
     beyond = Batch((3,), {"prompt": [torch.tensor([4, CONFIG.vocab_size])]})
-    model = ShardedModel(CONFIG, groups, torch.float64)
+    model = ShardedModel(ModelSpec(CONFIG, groups, torch.float64))
     model.initialise(seed=0)
     said = []
     for compute in (

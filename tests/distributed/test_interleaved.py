@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from realhf.architecture.model import DecoderConfig
+from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
 from realhf.geometry.boxes import device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
@@ -74,7 +75,7 @@ def reallocate_along(rank: int) -> dict[str, np.ndarray]:
 
     def model_in(layout: Layout) -> ShardedModel | None:
         inside = rank in layout.mesh.devices
-        return ShardedModel(TIED, table.groups(layout), torch.float64) if inside else None
+        return ShardedModel(ModelSpec(TIED, table.groups(layout), torch.float64)) if inside else None
 
     source = model_in(WAYS_THERE[0])
     assert source is not None
@@ -82,7 +83,7 @@ def reallocate_along(rank: int) -> dict[str, np.ndarray]:
     for before, after in pairwise(WAYS_THERE):
         target = model_in(after)
         plan = plan_between(TIED, Placement(before), Placement(after), 2, element_bytes=8)
-        ours, wanted = source.held() if source else [], target.held() if target else []
+        ours, wanted = source.residency.held() if source else [], target.residency.held() if target else []
         execute(Reallocation(plan, rank, ours, wanted, model_name="actor"))
         source = target
     assert source is not None
@@ -90,7 +91,7 @@ def reallocate_along(rank: int) -> dict[str, np.ndarray]:
 
 
 def whole(config: DecoderConfig) -> dict[str, torch.Tensor]:
-    model = ShardedModel(config, ONE_RANK, torch.float64)
+    model = ShardedModel(ModelSpec(config, ONE_RANK, torch.float64))
     model.initialise(seed=5)
     return {name: local for name, (_, local) in model.boxes().items()}
 

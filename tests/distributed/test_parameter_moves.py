@@ -9,6 +9,7 @@ from realhf.api.experiment import ModelSetup, OptimizerConfig
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
 from realhf.parallel.groups import GroupTable
 from realhf.realloc.execute.verification import VerificationError
@@ -63,7 +64,7 @@ class Worker:
     def __init__(self, rank: int, run: Run, table: GroupTable):
         self.rank, self.run = rank, run
         self.models = {
-            (name, home): ShardedModel(TINY, table.groups(home), torch.float32)
+            (name, home): ShardedModel(ModelSpec(TINY, table.groups(home), torch.float32))
             for name, home in run.homes.items()
             if rank in home.mesh.devices
         }
@@ -74,7 +75,7 @@ class Worker:
     def follow(self, step: int, is_disturbed: bool) -> str:
         """What is said where the reference follows the actor, and perhaps a bit of what it receives flips."""
         if self.rank == 0:
-            self.models["actor", self.run.homes["actor"]].versions.current = step + 1
+            self.models["actor", self.run.homes["actor"]].residency.begin_at_version(step + 1)
         carrier_between = self.moves._carrier
         if is_disturbed and self.rank == 1:
             self.moves._carrier = lambda *layouts: FlipsABit(carrier_between(*layouts))  # type: ignore[method-assign]
@@ -94,7 +95,7 @@ class Worker:
         self.moves.prepare(PrepareMove(request_id=0, batch=batch, name=name, model=model, layout=layout))
         self.moves.carry_out(Reallocate(request_id=0, batch=batch, call=name, model=model, layout=layout, version=step))
         if is_disturbed:
-            (first, *_) = self.models[model, layout].held()
+            (first, *_) = self.models[model, layout].residency.held()
             first[1].view(-1).view(torch.int32)[3] ^= 1 << 31
         try:
             self.moves.release(Release(model=model, layout=layout))

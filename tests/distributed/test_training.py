@@ -10,6 +10,7 @@ import torch
 from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import RunError
+from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.interface import LossFunction
 from realhf.engine.model import ShardedModel
@@ -87,7 +88,7 @@ def loss_of(config: DecoderConfig) -> LossFunction:
 def run_case(case: Case, groups: ParallelGroups) -> Outcome:
     """A forward pass, then training steps on different mini-batches."""
     dtype = getattr(torch, case.dtype)
-    model = ShardedModel(case.config, groups, dtype, optimizer=OPTIMIZER, total_optimizer_steps=4)
+    model = ShardedModel(ModelSpec(case.config, groups, dtype, optimizer=OPTIMIZER, total_optimizer_steps=4))
     model.initialise(seed=5)
     outputs = model.forward(part(0, case, groups), "tokens", split_like, case.micro_batches).get("output", [])
     stats = [
@@ -124,7 +125,7 @@ def alone(config: DecoderConfig, dtype: str) -> Outcome:
 
 @cache
 def initial(config: DecoderConfig) -> dict[str, np.ndarray]:
-    model = ShardedModel(config, ONE_RANK, torch.float64)
+    model = ShardedModel(ModelSpec(config, ONE_RANK, torch.float64))
     model.initialise(seed=5)
     return {name: local.numpy() for name, (_, local) in model.boxes().items()}
 
@@ -196,7 +197,7 @@ def wait_for_silent_stage(rank: int) -> str:
     groups = GroupTable([layout], rank).groups(layout)
     if rank == 0:
         return ""  # it stays until all are done, but sends nothing
-    model = ShardedModel(PLAIN, groups, torch.float32, timeout_s=0.5)
+    model = ShardedModel(ModelSpec(PLAIN, groups, torch.float32, timeout_s=0.5))
     with pytest.raises(RunError) as error:
         model.forward(random_batch(PLAIN, 4), "tokens", split_like, micro_batches=1)
     return str(error.value)

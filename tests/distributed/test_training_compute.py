@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.compute import ComputeConfig
 from realhf.architecture.model import DecoderConfig, Experts
+from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.model import ShardedModel
 from realhf.geometry.boxes import Box
@@ -124,9 +125,9 @@ class Outcome:
 def built(
     config: DecoderConfig, groups: ParallelGroups, compute: ComputeConfig, dtype: torch.dtype = torch.float64
 ) -> ShardedModel:
-    model = ShardedModel(config, groups, dtype, optimizer=OPTIMIZER, compute=compute)
+    model = ShardedModel(ModelSpec(config, groups, dtype, optimizer=OPTIMIZER, compute=compute))
     model.initialise(seed=5)
-    for box, local in model.held():
+    for box, local in model.residency.held():
         # Larger weights and uneven norms, so that attention is far from uniform.
         if len(box.shape) == 2:
             local.mul_(4.0)

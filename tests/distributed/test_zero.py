@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.compute import ComputeConfig, DataParallel
 from realhf.architecture.model import DecoderConfig
+from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.model import ShardedModel
 from realhf.engine.state import save_state
@@ -129,10 +130,10 @@ def train_and_save(case: Case, table: GroupTable, directory: Path) -> Trained:
     model.initialise(seed=5)
     for step in range(STEPS):
         if step == SAVED_AT:
-            seen.state_at_save = copies([*model.held(), *model.optimizer_state()])
+            seen.state_at_save = copies([*model.residency.held(), *model.optimizer_state()])
             save_state(directory, model, {"note": "two steps"}, hashed=True)
         train(model, case.saved, step, seen)
-    seen.parameters = copies(model.held())
+    seen.parameters = copies(model.residency.held())
     return seen
 
 
@@ -143,22 +144,24 @@ def load_and_train(case: Case, table: GroupTable, directory: Path) -> Trained:
     assert reader.metadata["note"] == "two steps"
     assert reader.metadata["optimizer"]["schedule"] == "cosine"
     model.load_state(reader)
-    assert model.optimizer_steps == SAVED_AT
-    seen.state_at_save = copies([*model.held(), *model.optimizer_state()])
+    assert model.trainer.optimizer.step_count == SAVED_AT
+    seen.state_at_save = copies([*model.residency.held(), *model.optimizer_state()])
     for step in range(SAVED_AT, STEPS):
         train(model, case.loaded, step, seen)
-    seen.parameters = copies(model.held())
+    seen.parameters = copies(model.residency.held())
     return seen
 
 
 def build(case: Case, where: Layout, how: DataParallel, table: GroupTable) -> ShardedModel:
     return ShardedModel(
-        case.config,
-        table.groups(where),
-        getattr(torch, case.dtype),
-        optimizer=OPTIMIZER,
-        total_optimizer_steps=STEPS,
-        compute=ComputeConfig(data_parallel=how),
+        ModelSpec(
+            case.config,
+            table.groups(where),
+            getattr(torch, case.dtype),
+            optimizer=OPTIMIZER,
+            total_optimizer_steps=STEPS,
+            compute=ComputeConfig(data_parallel=how),
+        )
     )
 
 
@@ -215,7 +218,7 @@ def oracle(config: DecoderConfig) -> tuple[Arrays, Arrays, list[float]]:
     """Initial parameters, those after STEPS steps, mean losses: transformers and torch.optim.AdamW in float64."""
     from tests.unit.models.llama import llama, llama_logits  # here, so that the ranks need not import transformers
 
-    model = ShardedModel(config, ONE_RANK, torch.float64)
+    model = ShardedModel(ModelSpec(config, ONE_RANK, torch.float64))
     model.initialise(seed=5)
     hf = llama(config, model)
     before = {name: p.detach().numpy().copy() for name, p in hf.named_parameters()}

@@ -9,6 +9,7 @@ import torch
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
 from realhf.architecture.compute import ComputeConfig, DataParallel
+from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
 from realhf.geometry.boxes import device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
@@ -74,7 +75,9 @@ EIGHT = {
 def built(groups: ParallelGroups, data_parallel: DataParallel = "zero1") -> ShardedModel:
     compute = ComputeConfig(data_parallel=data_parallel)
     optimizer = OptimizerConfig(lr=1e-2)
-    model = ShardedModel(CONFIG, groups, torch.float64, optimizer=optimizer, total_optimizer_steps=9, compute=compute)
+    model = ShardedModel(
+        ModelSpec(CONFIG, groups, torch.float64, optimizer=optimizer, total_optimizer_steps=9, compute=compute)
+    )
     model.initialise(seed=3)
     step(model)
     return model
@@ -109,14 +112,14 @@ def run_all(rank: int, cases: dict[str, Case]) -> dict[str, Outcome]:
 def run_case(rank: int, table: GroupTable, case: Case) -> Outcome:
     home_layout, layout = case.layouts
     home, twin = (built(table.groups(home_layout), case.data_parallel) for _ in range(2))
-    copy = ShardedModel(CONFIG, table.groups(layout), torch.float64)
+    copy = ShardedModel(ModelSpec(CONFIG, table.groups(layout), torch.float64))
     plan = plan_between(CONFIG, Placement(home_layout, case.data_parallel), Placement(layout), element_bytes=8)
-    execute(Reallocation(plan, rank, home.held(), copy.held()))
-    home.lend_to(copy)
+    execute(Reallocation(plan, rank, home.residency.held(), copy.residency.held()))
+    home.residency.lend_to(copy.residency)
     during = parameter_bytes(home, copy)
     sequences = rollouts(copy)
-    home.take_back_from(copy)
-    copy.free_parameters()
+    home.residency.take_back_from(copy.residency)
+    copy.residency.free()
     after_call = torch.equal(home.parameters.flat, twin.parameters.flat)
     for model in (home, twin):
         step(model)

@@ -156,7 +156,7 @@ def test_a_dp_that_does_not_divide_the_batch(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(has_gpus(), reason="megatron-core may run here")
 def test_a_backend_for_gpus_without_one(tmp_path: Path) -> None:
-    text = error(tmp_path / "run", "experiments/ppo.py", "--plan", PLAN, "--compute.backend", "megatron")
+    text = error(tmp_path / "run", "experiments/ppo.py", "--plan", PLAN, "--backend", "megatron")
     assert text == ("backend='megatron' needs a GPU, and the model is on cpu; run it on one, or set backend='native'\n")
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, OrderEntry, save_plan
+from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import ParallelGroups
@@ -90,7 +91,9 @@ def delayed(prompts: list[list[Tensor]], staleness: int, seed: int) -> Iterator[
     """The oracle, one process of plain torch with Hugging Face's Llama: the answers of every step, by the weights of
     `staleness` steps before, and the loss of the present ones on these answers, on which they are then trained."""
     job = sys.modules[load_experiment_class(ROOT / "tests/e2e/stale_job.py").__module__]
-    initial = ShardedModel(job.TINY, ParallelGroups(Layout(DeviceMesh(0, 1), ParallelStrategy()), 0), torch.float64)
+    initial = ShardedModel(
+        ModelSpec(job.TINY, ParallelGroups(Layout(DeviceMesh(0, 1), ParallelStrategy()), 0), torch.float64)
+    )
     initial.initialise(seed)
     actor, rollout = llama(job.TINY, initial), llama(job.TINY, initial)
     optimizer = torch.optim.AdamW(actor.parameters(), lr=job.LR, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)

@@ -5,6 +5,7 @@ import torch
 
 from realhf.api.generation import GenerationOptions
 from realhf.architecture.model import DecoderConfig
+from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.interface import GenerationOutput
 from realhf.engine.model import ShardedModel
@@ -16,7 +17,7 @@ SMALL = DecoderConfig(hidden_size=256, intermediate_size=512, num_layers=3, num_
 
 
 def model_on(device: str, config: DecoderConfig, dtype: torch.dtype) -> ShardedModel:
-    model = ShardedModel(config, ONE_RANK, dtype, device)
+    model = ShardedModel(ModelSpec(config, ONE_RANK, dtype, device))
     model.initialise(0)
     for _, local in model.boxes().values():
         if local.ndim == 2:

@@ -5,8 +5,7 @@ import torch
 import torch.distributed as dist
 
 from realhf.api.experiment import OptimizerConfig
-from realhf.architecture.compute import ComputeConfig
-from realhf.engine.model import ShardedModel
+from realhf.engine.backend import ModelSpec, build_model
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens
 
 pytestmark = pytest.mark.gpu
@@ -28,10 +27,9 @@ def test_steps_are_those_of_the_native_engine(tmp_path, dtype, tolerance):
 
 def train(device: str, backend: str, dtype: torch.dtype) -> list[float]:
     """Loss and norm of the gradient of three steps."""
-    model = ShardedModel(
-        CONFIG, ONE_RANK, dtype, device,
-        optimizer=OptimizerConfig(lr=1e-3), total_optimizer_steps=3, compute=ComputeConfig(backend=backend),
-    )  # fmt: skip
+    optimizer = OptimizerConfig(lr=1e-3)
+    spec = ModelSpec(CONFIG, ONE_RANK, dtype, device, optimizer=optimizer, total_optimizer_steps=3)
+    model = build_model(backend, spec)
     model.initialise(0)
     batch = random_batch(CONFIG, 6, lengths=(10, 60)).to(torch.device(device))
     numbers = []

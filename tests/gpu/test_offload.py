@@ -5,6 +5,7 @@ import torch
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.model import DecoderConfig
+from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
 from realhf.engine.residency.offload import HostCopy
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, trained_tokens
@@ -19,23 +20,32 @@ def test_training_goes_on_with_the_same_bits_in_memory_that_was_used_meanwhile()
     batch = random_batch(CONFIG, 8).to("cuda")
     results = []
     for offloads in (False, True):
-        model = ShardedModel(CONFIG, ONE_RANK, torch.bfloat16, "cuda", OptimizerConfig(lr=1e-3), 4)
+        model = ShardedModel(
+            ModelSpec(
+                CONFIG,
+                ONE_RANK,
+                torch.bfloat16,
+                "cuda",
+                optimizer=OptimizerConfig(lr=1e-3),
+                total_optimizer_steps=4,
+            )
+        )
         model.initialise(seed=0)
         whole = torch.cuda.memory_allocated()
         for _ in range(4):
             if offloads:
-                model.offload()
+                model.residency.offload()
                 # Taken from the memory that is being given back, and written over and over.
                 others = [torch.full((2**20,), 7.0, device="cuda") for _ in range(64)]
                 assert torch.cuda.memory_allocated() < whole
                 del others
-                model.load()
+                model.residency.load()
             model.train_step(batch, "tokens", next_token_loss, trained_tokens, micro_batches=2)
         assert model.trainer is not None
         results.append([v.cpu() for v in (model.parameters.flat, *model.trainer.optimizer.state.values())])
         if offloads:
             before = torch.cuda.memory_allocated()
-            model.offload()
+            model.residency.offload()
             held = sum(v.nbytes for v in (model.parameters.gradient, model.parameters.flat))
             assert before - torch.cuda.memory_allocated() >= held
         del model

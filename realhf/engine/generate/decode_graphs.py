@@ -200,3 +200,27 @@ class DecodeWorkspace:
             kept = DecodeGraphs(decoder, new_cache(pages + 1), max_rows, width, self.capture, self.timeout_s)
         self._lanes[index] = kept
         return kept.cache, kept
+
+
+class KeptWorkspace:
+    """The workspace of the calls so far, where `GenerationOptions.decode_graphs` asks to keep it."""
+
+    def __init__(self, *, is_possible: bool, timeout_s: float):
+        """`is_possible`: whether the parameters lie at the same place in every call."""
+        self._is_possible, self._timeout_s = is_possible, timeout_s
+        self.workspace: DecodeWorkspace | None = None
+
+    def of_call(self, decoder: Decoder, options: GenerationOptions) -> DecodeWorkspace:
+        """The workspace for a call with `options`."""
+        if options.decode_graphs != "kept" or not self._is_possible:
+            self.forget()
+        if self.workspace is not None:
+            return self.workspace
+        workspace = DecodeWorkspace(capture_of(decoder, options), self._timeout_s)
+        if options.decode_graphs == "kept" and self._is_possible:
+            self.workspace = workspace
+        return workspace
+
+    def forget(self) -> None:
+        """Gives pages and graphs back."""
+        self.workspace = None

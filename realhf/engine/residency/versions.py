@@ -9,69 +9,68 @@ PIECE_ELEMENTS = 2**20
 
 
 class ParameterVersions:
-    """The vector with which a model computes, and others of its arrangement with other versions of the values.
+    """The vectors with which a model computes, and others of the same sizes with other versions of the values.
 
-    A version is a number that the owner gives, here how many steps of training the values have seen. Nothing is
-    computed with the others before `select` has exchanged values with one of them: what is built on the model's own
-    vector, views, modules and graphs, stays as it is.
-
-    Args:
-        flat: the model's own vector. It has the first of `numbers`, and its values are still to come.
-        numbers: the versions there are.
+    A version is a number. Its owner chooses it; here it says how many training steps the values have seen. Only the
+    model's own vectors compute: `select` exchanges their values with those of another version, so the views, modules
+    and graphs that are built on them stay as they are.
     """
 
-    def __init__(self, flat: Tensor, numbers: Sequence[int] = (0,)):
-        self._flat = flat.detach()
-        self._others = [torch.zeros_like(self._flat) for _ in numbers[1:]]
-        self._numbers = list(numbers)
+    def __init__(self, own: Sequence[Tensor], numbers: Sequence[int] = (0,)):
+        """`own`: the model's own vectors. They get the first of `numbers`; the values are still to come."""
+        own = [vector.detach() for vector in own]
+        others = [[torch.zeros_like(vector) for vector in own] for _ in numbers[1:]]
+        self._kept = dict(zip(numbers, [own, *others], strict=True))
+        self._current = numbers[0]
 
     @property
     def current(self) -> int:
-        """The version that computes; settable, when its values were written."""
-        return self._numbers[0]
-
-    @current.setter
-    def current(self, number: int) -> None:
-        self._numbers[0] = number
+        """The version that computes."""
+        return self._current
 
     @property
     def numbers(self) -> list[int]:
-        """All versions, the lowest first."""
-        return sorted(self._numbers)
+        """All versions, the oldest first."""
+        return sorted(self._kept)
 
-    @property
-    def others(self) -> list[Tensor]:
-        """The vectors beside the model's own."""
-        return self._others
+    def all_vectors(self) -> list[Tensor]:
+        """The model's own vectors and those beside them."""
+        return [vector for vectors in self._kept.values() for vector in vectors]
 
-    def vector(self, number: int) -> Tensor:
-        """Where a version lies. Raises LookupError where it is not kept."""
-        if number not in self._numbers:
+    def vectors(self, number: int) -> list[Tensor]:
+        """The vectors of a version. Raises LookupError where it is not kept."""
+        if number not in self._kept:
             raise LookupError(f"the weights of version {number} are asked for, and here are those of {self.numbers}")
-        return [self._flat, *self._others][self._numbers.index(number)]
+        return self._kept[number]
+
+    def begin_at(self, number: int) -> None:
+        """The version that computes is `number` from now on: its values were replaced."""
+        assert number == self._current or number not in self._kept, f"version {number} is kept beside {self._current}"
+        self._kept[number] = self._kept.pop(self._current)
+        self._current = number
 
     def select(self, number: int) -> bool:
-        """Makes a version the one that computes; returns whether it was another one before.
+        """Makes a version the one that computes; returns whether another one did before.
 
         Raises:
             LookupError: there is no such version.
         """
-        kept = self.vector(number)
-        if kept is self._flat:
+        kept, own = self.vectors(number), self._kept[self._current]
+        if kept is own:
             return False
-        for a, b in zip(self._flat.split(PIECE_ELEMENTS), kept.split(PIECE_ELEMENTS), strict=True):
-            before = a.clone()
-            a.copy_(b)
-            b.copy_(before)
-        place = self._numbers.index(number)
-        self._numbers[0], self._numbers[place] = number, self._numbers[0]
+        for vector, other in zip(own, kept, strict=True):
+            for a, b in zip(vector.split(PIECE_ELEMENTS), other.split(PIECE_ELEMENTS), strict=True):
+                before = a.clone()
+                a.copy_(b)
+                b.copy_(before)
+        self._kept[number], self._kept[self._current] = own, kept
+        self._current = number
         return True
 
     def fill(self) -> None:
-        """All versions get the values of the one that computes."""
-        for other in self._others:
-            other.copy_(self._flat)
-
-    def by_age(self) -> list[Tensor]:
-        """The vectors of all versions, the lowest number first."""
-        return [self.vector(number) for number in self.numbers]
+        """Copies the values of the version that computes to all others."""
+        own = self._kept[self._current]
+        for vectors in self._kept.values():
+            if vectors is not own:
+                for vector, value in zip(vectors, own, strict=True):
+                    vector.copy_(value)

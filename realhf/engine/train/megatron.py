@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from realhf.architecture.model import DecoderConfig
-from realhf.engine.train.megatron_check import check_architecture
+from realhf.engine.backend import ModelSpec
+from realhf.engine.model import ShardedModel
+from realhf.engine.train.megatron_check import check_architecture, check_megatron
 from realhf.models.attention import Attention
 from realhf.models.decoder import DecoderLayer
 from realhf.models.rotary import rotate
@@ -60,6 +62,18 @@ def from_megatron(weights: Mapping[str, Tensor], config: DecoderConfig) -> dict[
             own |= {f"self_attn.{n}_proj.{kind}": x.flatten(0, 1) for n, x in zip("qkv", parts, strict=True)}
     own["mlp.gate_proj.weight"], own["mlp.up_proj.weight"] = weights[_FC1].chunk(2)
     return own
+
+
+class MegatronModel(ShardedModel):
+    """The native model, whose layers megatron-core computes in passes with gradients."""
+
+    def __init__(self, spec: ModelSpec):
+        """Raises UserError where megatron-core cannot be used."""
+        if spec.optimizer is not None:
+            check_megatron(spec.config, spec.groups.layout.strategy, torch.device(spec.device).type)
+        super().__init__(spec)
+        if spec.optimizer is not None:
+            self.decoder.trains_layer = MegatronLayers(spec.config, spec.dtype)
 
 
 class MegatronLayers:

@@ -7,6 +7,7 @@ from realhf.api.generation import GenerationOptions
 from realhf.architecture.decoding import graphs_refusal
 from realhf.architecture.model import DecoderConfig, Experts
 from realhf.base.errors import UserError
+from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.build import build_decoder, initialise
 from realhf.engine.generate import paged_attention
@@ -117,17 +118,17 @@ def test_buffers_and_graphs_are_kept_between_calls():
 
 
 def test_a_model_keeps_them_as_long_as_it_is_asked_to():
-    model = ShardedModel(tiny(), ONE_RANK, torch.float32)
+    model = ShardedModel(ModelSpec(tiny(), ONE_RANK, torch.float32))
     model.initialise(0)
     spaces = []
     for graphs in ("kept", "kept", "call", "kept"):
         options = GenerationOptions(max_new_tokens=4, eos_token=-1, decode_graphs=graphs)
         model.generate(batch_of(3), "prompt", options, sample_key=KEY, micro_batches=1)
-        spaces.append(model._workspace)
+        spaces.append(model._kept.workspace)
     first, second, none, new = spaces
     assert first is second is not None
     assert none is None
     assert new is not None
     assert new is not first
-    model.free_parameters()
-    assert model._workspace is None  # their pages go with the parameters
+    model.residency.free()
+    assert model._kept.workspace is None  # their pages go with the parameters

@@ -6,7 +6,9 @@ import pytest
 import torch
 
 from realhf.api.experiment import OptimizerConfig
+from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
+from realhf.engine.residency.residency import Where
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import ParallelGroups
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, split_like, tiny, trained_tokens
@@ -16,7 +18,7 @@ BATCH = random_batch(TINY, 4)
 
 
 def trained(dtype: torch.dtype) -> ShardedModel:
-    model = ShardedModel(TINY, ONE_RANK, dtype, optimizer=OptimizerConfig(lr=1e-2), total_optimizer_steps=10)
+    model = ShardedModel(ModelSpec(TINY, ONE_RANK, dtype, optimizer=OptimizerConfig(lr=1e-2), total_optimizer_steps=10))
     model.initialise(seed=1)
     step(model)
     return model
@@ -27,8 +29,8 @@ def step(model: ShardedModel) -> None:
 
 
 def copy_of(home: ShardedModel) -> ShardedModel:
-    copy = ShardedModel(TINY, ONE_RANK, home.parameters.flat.dtype)
-    for (box, source), (other, target) in zip(home.held(), copy.held(), strict=True):
+    copy = ShardedModel(ModelSpec(TINY, ONE_RANK, home.parameters.flat.dtype))
+    for (box, source), (other, target) in zip(home.residency.held(), copy.residency.held(), strict=True):
         assert box == other
         target.copy_(source)
     return copy
@@ -44,16 +46,16 @@ def test_parameters_come_back_bit_by_bit_and_training_goes_on_as_without(dtype: 
     before, once = home.parameters.flat.clone(), parameter_bytes(home)
     copy = copy_of(home)
     for _ in range(2):
-        home.lend_to(copy)
+        home.residency.lend_to(copy.residency)
         assert parameter_bytes(home, copy) == once
-        home.take_back_from(copy)
+        home.residency.take_back_from(copy.residency)
         assert torch.equal(home.parameters.flat, before)  # the padding too
-        copy.free_parameters()
+        copy.residency.free()
         assert parameter_bytes(home, copy) == once
-        home.offload()
-        home.load()
-        copy.allocate_parameters()
-        for (_, source), (_, target) in zip(home.held(), copy.held(), strict=True):
+        home.residency.offload()
+        home.residency.load()
+        copy.residency.allocate()
+        for (_, source), (_, target) in zip(home.residency.held(), copy.residency.held(), strict=True):
             target.copy_(source)
     step(home)
     step(other)
@@ -64,8 +66,8 @@ def test_parameters_come_back_bit_by_bit_and_training_goes_on_as_without(dtype: 
 USES: dict[str, Callable[[ShardedModel], object]] = {
     "training": step,
     "inference": lambda model: model.forward(BATCH, "tokens", split_like, 1),
-    "reallocation": lambda model: model.held(),
-    "lending": lambda model: model.lend_to(model),
+    "reallocation": lambda model: model.residency.held(),
+    "lending": lambda model: model.residency.lend_to(model.residency),
 }
 
 
@@ -73,28 +75,30 @@ USES: dict[str, Callable[[ShardedModel], object]] = {
 def test_a_home_that_is_lent_is_not_used(use: str) -> None:
     home = trained(torch.float32)
     copy = copy_of(home)
-    home.lend_to(copy)
+    home.residency.lend_to(copy.residency)
     with pytest.raises(AssertionError, match="the parameters are in a copy"):
         USES[use](home)
 
 
 def test_who_reads_a_lent_home_finds_its_parameters_in_the_copy() -> None:
     home = trained(torch.float32)
-    before = {box: tensor.clone() for box, tensor in home.readable()}
+    before = {box: tensor.clone() for box, tensor in home.residency.readable()}
     copy = copy_of(home)
-    home.lend_to(copy)
-    lent = home.readable()
+    home.residency.lend_to(copy.residency)
+    lent = home.residency.readable()
     assert [box for box, _ in lent] == list(before)
     assert all(torch.equal(tensor, before[box]) for box, tensor in lent)
-    home.take_back_from(copy)
-    copy.free_parameters()
-    assert all(torch.equal(tensor, before[box]) for box, tensor in home.readable())
+    home.residency.take_back_from(copy.residency)
+    copy.residency.free()
+    assert all(torch.equal(tensor, before[box]) for box, tensor in home.residency.readable())
 
 
 def test_what_lacks_a_part_is_lent_nothing() -> None:
     home = trained(torch.float32)
-    half = ShardedModel(TINY, ParallelGroups(Layout(DeviceMesh(0, 2), ParallelStrategy(pp=2)), 0), torch.float32)
-    home.lend_to(half)
-    assert not home.is_lent
-    home.take_back_from(half)  # of a home that kept its own: nothing to do
+    half = ShardedModel(
+        ModelSpec(TINY, ParallelGroups(Layout(DeviceMesh(0, 2), ParallelStrategy(pp=2)), 0), torch.float32)
+    )
+    home.residency.lend_to(half.residency)
+    assert home.residency.where is not Where.LENT
+    home.residency.take_back_from(half.residency)  # of a home that kept its own: nothing to do
     step(home)

@@ -10,10 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from realhf.api.experiment import OptimizerConfig
+from realhf.api.experiment import ModelSetup, OptimizerConfig
 from realhf.architecture.compute import ComputeConfig
 from realhf.architecture.model import DecoderConfig, Experts
 from realhf.base.errors import UserError
+from realhf.engine.backend import ModelSpec, build_model
 from realhf.engine.model import ShardedModel
 from realhf.engine.train import megatron, megatron_check
 from realhf.geometry.layout import ParallelStrategy
@@ -72,11 +73,11 @@ def test_gradients_pass_through_the_fused_layout():
 
 def test_what_is_refused(monkeypatch):
     one = ParallelStrategy()
-    optimizer, compute = OptimizerConfig(lr=1e-3), ComputeConfig(backend="megatron")
+    spec = ModelSpec(tiny(), ONE_RANK, torch.float32, optimizer=OptimizerConfig(lr=1e-3))
     with pytest.raises(UserError, match="needs a GPU, and the model is on cpu; run it on one, or set backend='native'"):
-        ShardedModel(tiny(), ONE_RANK, torch.float32, optimizer=optimizer, compute=compute)
+        build_model("megatron", spec)
     with pytest.raises(UserError, match="backend='mega' is not known; choose one of native, megatron"):
-        ComputeConfig(backend="mega")
+        ModelSetup(backend="mega")
     for config in (tiny(norm="layer"), tiny(mlp_bias=True), tiny(experts=Experts(count=2, per_token=1))):
         with pytest.raises(UserError, match="set backend='native' for this model"):
             megatron_check.check_architecture(config)
@@ -127,6 +128,8 @@ def alone(tmp_path):
 def model_of(config: DecoderConfig, recomputation: str) -> ShardedModel:
     compute = ComputeConfig(recomputation=recomputation)
     optimizer = OptimizerConfig(lr=1e-3)
-    model = ShardedModel(config, ONE_RANK, torch.float64, optimizer=optimizer, total_optimizer_steps=3, compute=compute)
+    model = ShardedModel(
+        ModelSpec(config, ONE_RANK, torch.float64, optimizer=optimizer, total_optimizer_steps=3, compute=compute)
+    )
     model.initialise(0)
     return model

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
+from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.model import ShardedModel
 from realhf.engine.returned import InterfaceError
@@ -22,7 +23,7 @@ def token_logprobs(output: Logits, batch: Batch) -> dict[str, list[Tensor]]:
 
 
 def test_generated_logprobs_are_those_of_the_forward_pass() -> None:
-    model = ShardedModel(tiny(), ONE_RANK, torch.float64)
+    model = ShardedModel(ModelSpec(tiny(), ONE_RANK, torch.float64))
     model.initialise(seed=0)
     model.arena.flat.mul_(3.0)
     prompts = random_batch(tiny(), 6)
@@ -38,7 +39,9 @@ def test_generated_logprobs_are_those_of_the_forward_pass() -> None:
 
 @pytest.mark.parametrize("token", [-1, 24, 10**9])
 def test_an_id_outside_of_the_vocabulary_names_sample_key_and_id(token: int) -> None:
-    model = ShardedModel(tiny(), ONE_RANK, torch.float64, optimizer=OptimizerConfig(), total_optimizer_steps=1)
+    model = ShardedModel(
+        ModelSpec(tiny(), ONE_RANK, torch.float64, optimizer=OptimizerConfig(), total_optimizer_steps=1)
+    )
     batch = random_batch(tiny(), 3)
     batch.data["tokens"][2][1] = token
     says = (
@@ -52,7 +55,7 @@ def test_an_id_outside_of_the_vocabulary_names_sample_key_and_id(token: int) -> 
 
 def test_a_sequence_beyond_learned_positions_is_named() -> None:
     config = tiny(positions="learned", max_positions=4, norm="layer", mlp="plain")
-    model = ShardedModel(config, ONE_RANK, torch.float64)
+    model = ShardedModel(ModelSpec(config, ONE_RANK, torch.float64))
     batch = Batch((5, 6), {"tokens": [torch.arange(4), torch.arange(5)]})
     with pytest.raises(ValueError, match="'tokens' of sample 6 has 5 tokens, and the model's max_positions=4"):
         model.forward(batch, "tokens", split_like, micro_batches=1)
@@ -60,7 +63,7 @@ def test_a_sequence_beyond_learned_positions_is_named() -> None:
 
 @pytest.mark.parametrize("head", ["lm", "scalar"])
 def test_an_output_that_is_not_finite_names_key_and_sample(head: str) -> None:
-    model = ShardedModel(tiny(head=head), ONE_RANK, torch.float64)
+    model = ShardedModel(ModelSpec(tiny(head=head), ONE_RANK, torch.float64))
     model.initialise(seed=0)
     model.decoder.model.embed_tokens.weight.data[7] = torch.nan
     batch = Batch((5, 6), {"tokens": [torch.tensor([1, 2]), torch.tensor([3, 7])]})

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
+from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
 from realhf.engine.residency.offload import HostCopy, allocate, pinned_blocks
 from realhf.planning.model.memory import static_bytes
@@ -20,9 +21,9 @@ STAYS: Callable[[ShardedModel], None] = lambda model: None  # noqa: E731
 
 
 def goes_and_comes(model: ShardedModel) -> None:
-    model.offload()
+    model.residency.offload()
     assert device_bytes(model) == 0
-    model.load()
+    model.residency.load()
 
 
 def device_bytes(model: ShardedModel) -> int:
@@ -35,7 +36,7 @@ def device_bytes(model: ShardedModel) -> int:
 
 def trained(optimizer: OptimizerConfig, dtype: torch.dtype, between: Callable[[ShardedModel], None]) -> list[Tensor]:
     """Everything that the model has after three steps, with `between` before each of them, and its outputs."""
-    model = ShardedModel(CONFIG, ONE_RANK, dtype, optimizer=optimizer, total_optimizer_steps=3)
+    model = ShardedModel(ModelSpec(CONFIG, ONE_RANK, dtype, optimizer=optimizer, total_optimizer_steps=3))
     model.initialise(seed=0)
     for _ in range(3):
         between(model)
@@ -60,53 +61,55 @@ def test_every_bit_is_the_same(dtype: torch.dtype, offload_states: bool) -> None
 
 @pytest.mark.parametrize(("optimizer", "elements"), [(None, 1), (OptimizerConfig(), 4)])
 def test_it_has_the_planned_memory_or_none(optimizer: OptimizerConfig | None, elements: int) -> None:
-    model = ShardedModel(CONFIG, ONE_RANK, torch.float32, optimizer=optimizer)
+    model = ShardedModel(ModelSpec(CONFIG, ONE_RANK, torch.float32, optimizer=optimizer))
     planned = static_bytes(CONFIG, ONE_RANK.layout.strategy, "float32", trained=optimizer is not None)
     assert planned == elements * 4 * sum(p.numel() for p in model.decoder.parameters())
     whole = device_bytes(model)
     assert planned <= whole <= 1.02 * planned, "places between parameters are left empty"
-    model.offload()
-    model.offload()
+    model.residency.offload()
+    model.residency.offload()
     assert device_bytes(model) == 0
-    with model.loaded():
+    with model.residency.loaded():
         assert device_bytes(model) == whole
     assert device_bytes(model) == 0
-    model.load()
-    model.load()
-    with model.loaded():
+    model.residency.load()
+    model.residency.load()
+    with model.residency.loaded():
         pass
     assert device_bytes(model) == whole
 
 
 def test_what_has_not_changed_is_not_copied_again() -> None:
-    model = ShardedModel(CONFIG, ONE_RANK, torch.float32)
+    model = ShardedModel(ModelSpec(CONFIG, ONE_RANK, torch.float32))
     model.initialise(seed=0)
-    model.offload()
-    model.load()
+    model.residency.offload()
+    model.residency.load()
     model.parameters.flat.zero_()  # behind its back: the values on the host are older
-    model.offload()
-    model.load()
+    model.residency.offload()
+    model.residency.load()
     assert model.parameters.flat.any()
     model.parameters.flat.zero_()
-    model.parameters_changed()
-    model.offload()
-    model.load()
+    model.residency.written()
+    model.residency.offload()
+    model.residency.load()
     assert not model.parameters.flat.any()
 
 
 def test_readers_get_the_parameters_alone() -> None:
-    model = ShardedModel(CONFIG, ONE_RANK, torch.float32, optimizer=OptimizerConfig(), total_optimizer_steps=2)
+    model = ShardedModel(
+        ModelSpec(CONFIG, ONE_RANK, torch.float32, optimizer=OptimizerConfig(), total_optimizer_steps=2)
+    )
     model.initialise(seed=0)
     before = model.forward(BATCH, "tokens", split_like, micro_batches=1)["output"]
-    model.offload()
-    model.load(states=False)
+    model.residency.offload()
+    model.residency.load(states=False)
     assert device_bytes(model) == model.parameters.flat.nbytes
     after = model.forward(BATCH, "tokens", split_like, micro_batches=1)["output"]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    model.load()
+    model.residency.load()
     model.train_step(BATCH, "tokens", next_token_loss, trained_tokens, micro_batches=1)
-    model.offload()
-    model.offload()
+    model.residency.offload()
+    model.residency.offload()
     assert device_bytes(model) == 0
 
 
@@ -159,19 +162,19 @@ def test_vectors_that_are_cut_come_back_bit_by_bit() -> None:
 USES: dict[str, Callable[[ShardedModel], object]] = {
     "training": lambda model: model.train_step(BATCH, "tokens", next_token_loss, trained_tokens, micro_batches=1),
     "inference": lambda model: model.forward(BATCH, "tokens", split_like, micro_batches=1),
-    "reallocation to it": lambda model: model.held(),
-    "reallocation from it": lambda model: model.readable(),
-    "lending": lambda model: model.lend_to(model),
-    "an older version": lambda model: model.readable(1),
-    "a change of version": lambda model: model.select_version(1),
+    "reallocation to it": lambda model: model.residency.held(),
+    "reallocation from it": lambda model: model.residency.readable(),
+    "lending": lambda model: model.residency.lend_to(model.residency),
+    "an older version": lambda model: model.residency.readable(1),
+    "a change of version": lambda model: model.residency.select_version(1),
 }
 
 
 @pytest.mark.parametrize("use", USES)
 def test_a_home_that_waits_in_host_memory_is_not_used(use: str) -> None:
-    model = ShardedModel(CONFIG, ONE_RANK, torch.float32, optimizer=OptimizerConfig(), versions=(0, 1))
-    model.offload()
+    model = ShardedModel(ModelSpec(CONFIG, ONE_RANK, torch.float32, optimizer=OptimizerConfig(), versions=(0, 1)))
+    model.residency.offload()
     with pytest.raises(AssertionError, match="the parameters wait in host memory"):
         USES[use](model)
-    model.load()
+    model.residency.load()
     USES["reallocation from it"](model)

@@ -11,6 +11,7 @@ from realhf.architecture.compute import ComputeConfig, Recomputation
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.dataflow.graph import TRAIN_STEP, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
+from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.build import build_decoder
 from realhf.engine.generate.loop import generate_and_report, packed_weights
@@ -87,7 +88,9 @@ def test_what_training_keeps(family: str, dtype: DType, recomputation: Recomputa
     batch = random_batch(config, 8, lengths=(96, 97))  # 768 tokens: no padding
     memory, live = PeakMemory(), []
     compute, features = ComputeConfig(recomputation=recomputation), replace(CPU, recomputation=recomputation)
-    model = ShardedModel(config, ONE_RANK, getattr(torch, dtype), optimizer=OptimizerConfig(), compute=compute)
+    model = ShardedModel(
+        ModelSpec(config, ONE_RANK, getattr(torch, dtype), optimizer=OptimizerConfig(), compute=compute)
+    )
     model.initialise(seed=0)
     for layer in model.decoder.model.layers.values():
         layer.register_forward_hook(lambda *_: live.append(memory.live_bytes))

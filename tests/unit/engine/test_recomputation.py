@@ -6,6 +6,7 @@ import torch
 from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.compute import ComputeConfig
 from realhf.base.errors import UserError
+from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Stats
 from realhf.engine.model import ShardedModel
@@ -18,7 +19,7 @@ CONFIG = tiny(num_layers=6, num_kv_heads=2)
 
 def made(recomputation: str, dtype: torch.dtype) -> ShardedModel:
     compute = ComputeConfig(recomputation=recomputation)
-    model = ShardedModel(CONFIG, ONE_RANK, dtype, optimizer=OptimizerConfig(), compute=compute)
+    model = ShardedModel(ModelSpec(CONFIG, ONE_RANK, dtype, optimizer=OptimizerConfig(), compute=compute))
     model.initialise(seed=0)
     return model
 

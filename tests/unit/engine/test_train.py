@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from realhf.api.experiment import OptimizerConfig
+from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.forward import PackedMicroBatch, pack_micro_batch, run_stage
 from realhf.engine.interface import Stats
@@ -19,7 +20,7 @@ CONFIG = tiny(num_layers=2)
 
 def model(dtype: torch.dtype = torch.float64, **optimizer: float) -> ShardedModel:
     config = OptimizerConfig(**{"lr": 1e-2, **optimizer})
-    made = ShardedModel(CONFIG, ONE_RANK, dtype, optimizer=config, total_optimizer_steps=10)
+    made = ShardedModel(ModelSpec(CONFIG, ONE_RANK, dtype, optimizer=config, total_optimizer_steps=10))
     made.initialise(seed=0)
     return made
 
@@ -61,7 +62,7 @@ def test_clipping_limits_the_gradient() -> None:
 
 def used_gradient(trained: ShardedModel) -> Tensor:
     """What the first step of AdamW took for the gradient: its first moment is (1 - beta1) of it."""
-    assert trained.optimizer_steps == 1
+    assert trained.trainer.optimizer.step_count == 1
     return trained.trainer.optimizer.state["exp_avg"] / (1 - OptimizerConfig().beta1)
 
 
@@ -89,7 +90,7 @@ def test_bfloat16_follows_a_loop_written_out(wide: bool) -> None:
     """Master weights, moments and (unless asked otherwise) sums of gradients in float32, one parameter at a time."""
     config = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=0.3, schedule="constant", fp32_gradients=wide)
     trained, loop = (
-        ShardedModel(CONFIG, ONE_RANK, torch.bfloat16, optimizer=optimizer, total_optimizer_steps=3)
+        ShardedModel(ModelSpec(CONFIG, ONE_RANK, torch.bfloat16, optimizer=optimizer, total_optimizer_steps=3))
         for optimizer in (config, None)
     )
     trained.initialise(seed=0)
@@ -177,7 +178,7 @@ def test_refuses_what_would_spoil_the_parameters(
         trained.train_step(batch, "tokens", loss, weight, 2)
     assert torch.equal(trained.arena.flat, before)
     assert all(torch.equal(local, old) for (_, local), old in zip(trained.optimizer_state(), state, strict=True))
-    assert trained.optimizer_steps == 1
+    assert trained.trainer.optimizer.step_count == 1
     step(trained, batch)
     assert trained.arena.flat.isfinite().all()
 
@@ -189,21 +190,21 @@ def test_a_copy_made_from_boxes_continues_alike() -> None:
     for name, (box, local) in original.boxes().items():
         assert copy.boxes()[name][0] == box
         copy.boxes()[name][1].copy_(local)
-    copy.parameters_changed()
+    copy.residency.written()
     moments = original.optimizer_state()
     assert len(moments) == 2 * len(original.boxes())
     for (box, local), (same, other) in zip(moments, copy.optimizer_state(), strict=True):
         assert box == same
         assert local.shape == box.shape
         other.copy_(local)
-    copy.optimizer_steps = original.optimizer_steps
+    copy.trainer.optimizer.step_count = original.trainer.optimizer.step_count
     batch = random_batch(CONFIG, 4, seed=9)
     assert step(original, batch) == step(copy, batch)
     assert torch.equal(original.arena.flat, copy.arena.flat)
 
 
 def test_a_model_without_an_optimizer_has_no_gradients() -> None:
-    frozen = ShardedModel(CONFIG, ONE_RANK, torch.float32)
+    frozen = ShardedModel(ModelSpec(CONFIG, ONE_RANK, torch.float32))
     assert frozen.optimizer_state() == []
     assert all(p.grad is None and not p.requires_grad for p in frozen.decoder.parameters())
 
@@ -230,7 +231,7 @@ def test_the_number_of_rows_is_one_of_few(tokens: int, rows: int) -> None:
 
 
 def test_padding_changes_neither_outputs_nor_gradients() -> None:
-    model = ShardedModel(CONFIG, ONE_RANK, torch.float64)
+    model = ShardedModel(ModelSpec(CONFIG, ONE_RANK, torch.float64))
     model.initialise(0)
     parameters = [p.requires_grad_() for p in model.decoder.parameters()]
     batch = random_batch(CONFIG, 24, seed=0)

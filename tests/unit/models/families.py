@@ -17,6 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from realhf.architecture.hugging_face import read_config
 from realhf.architecture.model import DecoderConfig
+from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
 from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import decoder_parameters
@@ -200,11 +201,11 @@ def load(
     directory: Path, config: DecoderConfig, dtype: torch.dtype, groups: ParallelGroups = ONE_RANK, **arguments: Any
 ) -> ShardedModel:
     """Our model under a layout with the weights of a Hugging Face checkpoint."""
-    model = ShardedModel(config, groups, dtype, **arguments)
+    model = ShardedModel(ModelSpec(config, groups, dtype, **arguments))
     reader = HuggingFaceReader(directory, config)
     for box, tensor in model.boxes().values():
         reader.read_into(tensor, box)
-    model.parameters_changed()
+    model.residency.written()
     return model
 
 

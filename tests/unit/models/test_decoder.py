@@ -7,6 +7,7 @@ from torch import Tensor
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.model import DecoderConfig
+from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.model import ShardedModel
 from tests.unit.engine.losses import (
@@ -34,7 +35,7 @@ all_configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.ke
 
 
 def build(config: DecoderConfig, dtype: torch.dtype, optimizer: OptimizerConfig | None = None) -> ShardedModel:
-    model = ShardedModel(config, ONE_RANK, dtype, optimizer=optimizer, total_optimizer_steps=10)
+    model = ShardedModel(ModelSpec(config, ONE_RANK, dtype, optimizer=optimizer, total_optimizer_steps=10))
     model.initialise(seed=3)
     for name, (_, local) in model.boxes().items():
         # Larger weights and uneven norms than the initial ones: attention is then far from uniform.
@@ -122,7 +123,7 @@ def test_scalar_head_is_a_linear_on_the_final_norm() -> None:
 
 
 def _with_lm_head(scalar: ShardedModel) -> ShardedModel:
-    model = ShardedModel(tiny(), ONE_RANK, torch.float64)
+    model = ShardedModel(ModelSpec(tiny(), ONE_RANK, torch.float64))
     for name, (_, local) in model.boxes().items():
         if name != "lm_head.weight":
             local.copy_(scalar.boxes()[name][1])

@@ -1,0 +1,25 @@
+"""The engine backends that a model can be computed by. This is the one place where they are listed."""
+
+from realhf.base.errors import UserError
+
+NATIVE = "native"
+
+# The name that `ModelSetup.backend` gives -> MODULE:CLASS of the engine's model
+# (`realhf.engine.backend.EngineModel`), which is imported on the workers alone.
+BACKENDS = {
+    NATIVE: "realhf.engine.model:ShardedModel",
+    "megatron": "realhf.engine.train.megatron:MegatronModel",
+}
+
+
+def implementation_of(backend: str) -> str:
+    """MODULE:CLASS of a backend: that of a known name, or what was given where it names a class itself.
+
+    Raises:
+        UserError: the name is not known.
+    """
+    if backend not in BACKENDS and ":" not in backend:
+        raise UserError(
+            f"backend={backend!r} is not known; choose one of {', '.join(BACKENDS)}, or give MODULE:CLASS of your own"
+        )
+    return BACKENDS.get(backend, backend)

@@ -1,0 +1,203 @@
+"""Where a model's parameters are, and which versions of them there are: said here alone."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from enum import Enum
+
+from torch import Tensor
+
+from realhf.engine.residency.offload import HostCopy, allocate, free
+from realhf.engine.residency.versions import ParameterVersions
+from realhf.geometry.boxes import Box
+from realhf.realloc.execute.held import by_name, holds, part
+
+Boxes = list[tuple[Box, Tensor]]  # parts of global parameters, each with a local tensor of its shape
+
+
+class Where(Enum):
+    """The value says why the parameters cannot be used."""
+
+    HERE = ""
+    FREED = "the parameters have no memory; `allocate` takes it again, and they have to be written before they are used"
+    LENT = "the parameters are in a copy until the call in its layout has ended, and other calls of the model wait"
+    OFFLOADED = "the parameters wait in host memory; `load` brings them back before they are used"
+
+
+class Residency:
+    """The life of one rank's parameters: they are on the device, freed, lent to a copy, or offloaded to host memory.
+
+    A backend makes one over the tensors that it computes with; the worker moves the parameters by it. Views, modules
+    and graphs that are built on the tensors stay valid: memory goes and comes below them.
+
+    Args:
+        vectors: all parameters that this rank keeps, each vector with a storage of its own; padding is zero.
+        held: lists the boxes of global parameters that this rank keeps, as views of `vectors`.
+        versions: the numbers of the versions to be kept; the first one computes.
+        states: the optimizer's vectors on the device, which offloading takes along.
+        gradient: its values are not kept when the model is offloaded.
+        on_leaving: called before the parameters lose their memory.
+        on_written: called after the parameters were written from outside.
+    """
+
+    def __init__(
+        self,
+        vectors: Sequence[Tensor],
+        held: Callable[[], Boxes],
+        *,
+        versions: Sequence[int] = (0,),
+        states: Sequence[Tensor] = (),
+        gradient: Tensor | None = None,
+        on_leaving: Callable[[], None] = lambda: None,
+        on_written: Callable[[], None] = lambda: None,
+    ):
+        self._vectors, self._held, self._gradient = list(vectors), held, gradient
+        self._on_leaving, self._on_written = on_leaving, on_written
+        self._where = Where.HERE
+        self._in_copy: Boxes = []  # while they are lent: where they are
+        self._versions = ParameterVersions(vectors, versions)
+        self._waiting_parameters = HostCopy(self._versions.all_vectors())
+        self._waiting_states = HostCopy(states)
+
+    @property
+    def where(self) -> Where:
+        return self._where
+
+    def check_here(self) -> None:
+        """To be called before the parameters are used: without memory they would be views of nothing."""
+        assert self._where is Where.HERE, self._where.value
+
+    def held(self) -> Boxes:
+        """The parameters of this rank, to be read or written in place; fully sharded, a parameter may have several
+        boxes here or none. Call `written` after writing."""
+        self.check_here()
+        return self._held()
+
+    def readable(self, version: int | None = None) -> Boxes:
+        """The parameters of this rank, only to be read: of lent ones the views of the copy, of a `version` that does
+        not compute those of its own vectors. Raises LookupError where the version is not kept."""
+        assert self._where is not Where.OFFLOADED, Where.OFFLOADED.value
+        if version is None or version == self.version:
+            return self._in_copy if self._where is Where.LENT else self.held()
+        kept = {_storage(own): other for own, other in zip(self._vectors, self._versions.vectors(version), strict=True)}
+        return [(b, kept[_storage(t)].as_strided(t.shape, t.stride(), t.storage_offset())) for b, t in self._held()]
+
+    def written(self) -> None:
+        """To be called after the parameters were written from outside."""
+        self.trained()
+        self._on_written()
+
+    def trained(self) -> None:
+        """To be called when the model itself changes its parameters and optimizer states."""
+        self._waiting_parameters.has_changed = self._waiting_states.has_changed = True
+
+    @property
+    def version(self) -> int:
+        """The version that computes."""
+        return self._versions.current
+
+    @property
+    def versions(self) -> list[int]:
+        """All versions kept, the oldest first."""
+        return self._versions.numbers
+
+    def vectors(self, version: int) -> list[Tensor]:
+        """The vectors of a version. Raises LookupError where it is not kept."""
+        self.check_here()
+        return self._versions.vectors(version)
+
+    def begin_at_version(self, number: int) -> None:
+        """The values that compute are version `number` from now on; the version that they replace is gone."""
+        self._versions.begin_at(number)
+
+    def select_version(self, number: int) -> None:
+        """Version `number` computes from now on. Raises LookupError where it is not kept."""
+        self.check_here()
+        if self._versions.select(number):
+            self.written()
+
+    def fill_versions(self) -> None:
+        """Gives all versions the values of the one that computes."""
+        self.check_here()
+        self._versions.fill()
+
+    def free(self) -> None:
+        """Gives the memory of the parameters back; gradients and optimizer states stay."""
+        self._leave(Where.FREED)
+        for vector in self._vectors:
+            free(vector)
+
+    def allocate(self) -> None:
+        """Memory for freed parameters, to be written by `held` before any use. What is here already stays."""
+        if self._where is Where.FREED:
+            for vector in self._vectors:
+                allocate(vector)
+            self._where = Where.HERE
+
+    def lend_to(self, copy: "Residency") -> None:
+        """Frees these parameters until `take_back_from`, if `copy` has all of them; else nothing happens.
+
+        So a model is not kept twice while it computes in another layout (HybridFlow, section 5.3).
+        """
+        there = by_name(copy.held())
+        held = self.held()
+        if all(holds(there, box) for box, _ in held):
+            self._in_copy = [(box, part(there, box)) for box, _ in held]
+            self.free()
+            self._where = Where.LENT
+
+    def take_back_from(self, copy: "Residency") -> None:
+        """The parameters as they were before `lend_to`, bit by bit, from a copy that did not change them."""
+        if self._where is Where.LENT:
+            self._where = Where.FREED
+            self.allocate()
+            for vector in self._vectors:
+                vector.detach().zero_()  # the padding: norms and the optimizer count on zeros
+            there = by_name(copy.held())
+            for box, tensor in self._held():
+                tensor.copy_(part(there, box))
+            self._in_copy = []
+
+    def offload(self) -> None:
+        """Moves parameters, all versions, and optimizer states to host memory until `load`; frees the gradient.
+
+        Values that have not changed since the last time are not copied again.
+        """
+        if self._where is not Where.OFFLOADED:
+            self._leave(Where.OFFLOADED)
+        self._waiting_parameters.offload()
+        if not self._waiting_states.is_offloaded:
+            self._waiting_states.offload()
+            if self._gradient is not None:
+                free(self._gradient)
+
+    def load(self, *, states: bool = True) -> None:
+        """Brings back what `offload` moved; without `states` the parameters alone, and the model cannot train. What
+        is here already stays."""
+        if self._where is Where.OFFLOADED:
+            self._waiting_parameters.load()
+            self._where = Where.HERE
+        if states and self._waiting_states.is_offloaded:
+            self._waiting_states.load()
+            if self._gradient is not None:
+                allocate(self._gradient)
+
+    @contextmanager
+    def loaded(self) -> Iterator[None]:
+        """Within it all of the model is on the device, wherever it is before and after."""
+        was_offloaded = self._where is Where.OFFLOADED
+        self.load()
+        try:
+            yield
+        finally:
+            if was_offloaded:
+                self.offload()
+
+    def _leave(self, where: Where) -> None:
+        self.check_here()
+        self._on_leaving()
+        self._where = where
+
+
+def _storage(tensor: Tensor) -> int:
+    """Names the storage of a tensor, whether it has memory or not."""
+    return tensor.untyped_storage()._cdata
