@@ -22,6 +22,7 @@ PROSE_KEYS = {"problem", "description", "origin"}
 # Longer lists and objects are recorded as digests.
 LONGEST = 64
 NUMBER = re.compile(r"(?:(?<![\w.)])[-+])?(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?(?:e[-+]?\d+)?")
+LINE_LENGTH = 100
 RELATIVE = 1e-12
 
 
@@ -79,9 +80,10 @@ def digest(numbers: list[float]) -> dict[str, float]:
 
 
 def lines_of(value: Any, indent: str = "") -> str:
-    """JSON with a line for each number, text or list of such: short, and easy to compare by eye."""
-    if not isinstance(value, dict | list) or not any(isinstance(item, dict | list) for item in _items(value)):
-        return json.dumps(value)
+    """JSON in lines of up to about 100 characters, as few as there can be: short, and easy to compare by eye."""
+    line = json.dumps(value)
+    if not isinstance(value, dict | list) or len(line) + len(indent) <= LINE_LENGTH:
+        return line
     inner = indent + " "
     rows = [lines_of(item, inner) for item in _items(value)]
     if isinstance(value, dict):
