@@ -20,8 +20,8 @@ from pathlib import Path
 from lib.common import case, finish, parse_arguments, realhf
 from lib.machine_speed import Speed, speed_probes
 
-from realhf.cli.experiment import build_experiment
 from realhf.dataflow.plan import ExecutionPlan, load_plan, save_plan
+from realhf.lifecycle.experiment import experiment_of
 from realhf.planning.cluster import Cluster
 from realhf.planning.here import CPU
 from realhf.planning.model.descriptions import load_hardware
@@ -91,7 +91,7 @@ def random_plan(setting: Setting, seed: int) -> ExecutionPlan:
     """A plan that fits into memory, every call's option drawn by itself."""
     hardware = load_hardware(CPU)
     cluster = Cluster(devices_per_node=NUM_WORKERS, device_memory_bytes=hardware.device_memory_bytes, hardware=hardware)
-    planner = Planner(build_experiment(EXPERIMENT, setting.words()), cluster)
+    planner = Planner(experiment_of(EXPERIMENT, setting.words()), cluster)
     draw = random.Random(f"{setting} {seed}")
     while True:
         calls = {}

@@ -12,7 +12,7 @@ from rich.console import Console
 from realhf.api.experiment import models_of
 from realhf.base.errors import UserError
 from realhf.base.files import write_atomically
-from realhf.cli.experiment import add_experiment_arguments, build_experiment, plan_request
+from realhf.cli.experiment import add_experiment_arguments, plan_request
 from realhf.cli.phases import Phases
 from realhf.cli.plan_tables import (
     CaseResult,
@@ -24,6 +24,7 @@ from realhf.cli.plan_tables import (
     setting_text,
 )
 from realhf.dataflow.plan import ExecutionPlan, load_plan, save_plan
+from realhf.lifecycle.experiment import experiment_of
 from realhf.planning.cluster import Cluster
 from realhf.planning.clusters import cluster_of, parse_clusters
 from realhf.planning.explain.analysis import analyse, generates_apart
@@ -97,12 +98,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help=f"plan for an engine with these as well, or with no- before the name without: {', '.join(FEATURES)}",
     )
-    command.set_defaults(launcher=None, cpu_only=False)
 
 
 def execute(arguments: argparse.Namespace) -> int:
     request = plan_request(arguments)
-    experiment = build_experiment(arguments.experiment, arguments.overrides)
+    experiment = experiment_of(arguments.experiment, arguments.overrides)
     given = load_plan(arguments.plan) if arguments.plan else None
     clusters = _clusters(arguments, request, given.num_devices if given else None)
     stalenesses = _stalenesses(arguments.staleness)

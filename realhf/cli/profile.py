@@ -17,12 +17,12 @@ from realhf.api.experiment import auto_settings, models_of
 from realhf.base.errors import RunError
 from realhf.base.files import write_atomically
 from realhf.base.numbers import check_range
-from realhf.cli.experiment import build_experiment
 from realhf.dataflow.graph import DataflowGraph
 from realhf.launch.devices import devices_of, gpus_for
 from realhf.launch.launcher import ProcessSpec, process_environment, python_command, worker_name
 from realhf.launch.local.launcher import LocalLauncher
 from realhf.launch.supervisor import supervise
+from realhf.lifecycle.experiment import experiment_of
 from realhf.planning.clusters import cluster_of, hardware_text
 from realhf.planning.model.descriptions import leave_description
 from realhf.planning.model.profile import LayerProfile, load_profile, profile_path
@@ -66,7 +66,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     _check(arguments)
-    experiment = build_experiment(arguments.experiment, arguments.overrides)
+    experiment = experiment_of(arguments.experiment, arguments.overrides)
     cluster = cluster_of(DevicesRequest(num_workers=arguments.num_workers, hardware=arguments.hardware, place="here"))
     targets = _targets(experiment, cluster.hardware.name, arguments.profiles_dir)
     missing = [target for target in targets if arguments.force or not Path(target.path).is_file()]

@@ -3,6 +3,7 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -12,7 +13,9 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from realhf.cli.durations import duration
+from realhf.cli.phases import Phases
 from realhf.launch.launcher import MASTER, worker_name
+from realhf.lifecycle.news import News, Said, Searching, Starting, Watched
 from realhf.report.run_data import CallTime, call_times, read_run
 from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.lines import Tail, evaluation_line, step_line
@@ -26,109 +29,122 @@ SILENCE_S = 60.0
 
 
 class Progress:
-    """A bar on a terminal, a line now and then elsewhere; and lines that say how far a start is.
+    """Shows what a run tells (`realhf.lifecycle.news`): a bar on a terminal, a line now and then elsewhere.
 
     Args:
         clock: seconds that never go back.
     """
 
-    def __init__(self, directory: RunDirectory, steps: int, step: int = 0, clock: Callable[[], float] = time.monotonic):
-        self.step = step
-        self._steps, self._directory, self._clock = steps, directory, clock
-        self._begun_s = self._said_s = clock()
-        self._silence_s = SILENCE_S
-        self._is_starting, self._phase = True, ""
-        self._metrics = Tail(directory.metrics, step_line, self.say)
-        self._evaluations = Tail(directory.evaluations, evaluation_line, self.say)
-        self._skip()
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock = clock
         self._console = Console(stderr=True)
+        self._phases: Phases | None = None
         self._bar: Bar | None = None
         self._task = TaskID(0)
+        self._directory: RunDirectory | None = None
+        self._step = self._steps = 0
+        self._begun_s = self._said_s = clock()
+        self._silence_s = SILENCE_S
+        self._is_starting, self._phase, self._job = True, "", ""
         self._last_line_s = 0.0
-        self._job = ""
 
     def __enter__(self) -> "Progress":
-        if self._console.is_terminal:
-            columns = (
-                TextColumn("step"),
-                MofNCompleteColumn(),
-                BarColumn(),
-                TimeRemainingColumn(),
-                TextColumn("{task.description}"),
-            )
-            self._bar = Bar(*columns, console=self._console)
-            self._bar.start()
-            self._task = self._bar.add_task("starting", total=self._steps)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._end_search(error)
         if self._bar is not None:
             self._bar.stop()
 
-    def restart(self, reason: str, step: int) -> None:
-        """The run has broken, for a reason, or its plan changes; it goes on after `step`, and later steps are shown
-        once more."""
-        self.say(f"{reason}\nthe run goes on after step {step}".lstrip())
-        self.step = step
-        self._skip()
+    def __call__(self, news: News) -> None:
+        if isinstance(news, Searching):
+            return self.search(news.phase, news.detail)
+        self._end_search()
+        match news:
+            case Said(text):
+                self._say(text)
+            case Starting():
+                self._start(news)
+            case Watched(job):
+                if job != self._job:
+                    self._job = job
+                    self._say(job)
+                if self._directory:
+                    self._update(self._directory)
+        return None
 
-    def begin(self, num_workers: int) -> None:
-        """The processes of the run are about to be started, maybe once more."""
-        self._begun_s, self._silence_s = self._clock(), SILENCE_S
-        self._is_starting, self._phase = True, ""
-        workers = "1 worker" if num_workers == 1 else f"{num_workers} workers"
-        self.say(f"starting the master and {workers}; logs in {self._directory.logs}")
+    def search(self, phase: str, detail: str) -> None:
+        """Shows the phase of a search for a plan (`realhf.planning.watching.Watch`)."""
+        if self._phases is None:
+            self._phases = Phases(self._console)
+            if self._bar is None:  # a terminal has room for one of them
+                self._phases.__enter__()
+        self._phases(phase, detail)
 
-    def _skip(self) -> None:
+    def _end_search(self, error: BaseException | None = None) -> None:
+        if self._phases is not None:
+            self._phases.__exit__(type(error) if error else None, error, None)
+            self._phases = None
+
+    def _start(self, news: Starting) -> None:
+        run, self._directory = news.run, news.directory
+        self._step, self._steps = run.spec.resume_step, run.experiment.steps
+        if news.reason is not None:  # later steps are made, and shown, once more
+            self._say(f"{news.reason}\nthe run goes on after step {self._step}".lstrip())
+        self._metrics = Tail(news.directory.metrics, step_line, self._say)
+        self._evaluations = Tail(news.directory.evaluations, evaluation_line, self._say)
         self._metrics.skip()
         self._evaluations.skip()
+        if self._console.is_terminal and self._bar is None:
+            counts = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+            self._bar = Bar(*counts, TextColumn("{task.description}"), console=self._console)
+            self._bar.start()
+            self._task = self._bar.add_task("starting", total=self._steps)
+        self._begun_s, self._silence_s = self._clock(), SILENCE_S
+        self._is_starting, self._phase = True, ""
+        workers = "1 worker" if run.spec.num_workers == 1 else f"{run.spec.num_workers} workers"
+        self._say(f"starting the master and {workers}; logs in {news.directory.logs}")
 
-    def show_job(self, status: str) -> None:
-        """Shows the state of a SLURM job when it is another than the last one shown."""
-        if status != self._job:
-            self._job = status
-            self.say(status)
-
-    def update(self) -> None:
+    def _update(self, directory: RunDirectory) -> None:
         """Shows what is new in the run directory."""
         for evaluation in self._evaluations.read():
-            self.say(f"evaluation after step {evaluation['step']}: {_format(evaluation)}")
+            self._say(f"evaluation after step {evaluation['step']}: {_format(evaluation)}")
         for metrics in self._metrics.read():
-            self.step = metrics["step"]
+            self._step = metrics["step"]
             self._is_starting, self._silence_s = False, SILENCE_S
             if self._bar is not None:
-                self._bar.update(self._task, completed=self.step, description=_format(metrics, SHOWN))
+                self._bar.update(self._task, completed=self._step, description=_format(metrics, SHOWN))
             elif metrics["calls"] and self._is_due(metrics):
-                self.say(f"step {self.step}/{self._steps} {metrics['time_s']:.2f} s  {_format(metrics, SHOWN)}")
-        self._tell_phase()
+                self._say(f"step {self._step}/{self._steps} {metrics['time_s']:.2f} s  {_format(metrics, SHOWN)}")
+        self._tell_phase(directory)
 
-    def _tell_phase(self) -> None:
+    def _tell_phase(self, directory: RunDirectory) -> None:
         """Says what the master notes that it does, before the first step has ended and after the last one; in between
         only where nothing was said for long."""
-        activity = read_activity(self._directory.activity(MASTER))
+        activity = read_activity(directory.activity(MASTER))
         phase = activity.text.removeprefix("setup: ") if activity else self._job or "the master has not begun yet"
         now_s = self._clock()
-        is_news = phase != self._phase and activity is not None and (self._is_starting or self.step >= self._steps)
+        is_news = phase != self._phase and activity is not None and (self._is_starting or self._step >= self._steps)
         if not (is_news and now_s - self._said_s >= PLAIN_LINES_EVERY_S) and now_s - self._said_s < self._silence_s:
             return
         if not is_news:
             self._silence_s *= 2
-            if worker := read_activity(self._directory.activity(worker_name(0))):
+            if worker := read_activity(directory.activity(worker_name(0))):
                 phase += f"; worker 0: {worker}"
         else:
             self._phase, self._silence_s = phase, SILENCE_S
-        self.say(f"after {duration(now_s - self._begun_s)}: {phase}")
+        self._say(f"after {duration(now_s - self._begun_s)}: {phase}")
 
     def _is_due(self, metrics: dict[str, Any]) -> bool:
         end_s = max(call["end"] for call in metrics["calls"].values())
-        if end_s - self._last_line_s < PLAIN_LINES_EVERY_S and self.step != self._steps:
+        if end_s - self._last_line_s < PLAIN_LINES_EVERY_S and self._step != self._steps:
             return False
         self._last_line_s = end_s
         return True
 
-    def say(self, text: str) -> None:
+    def _say(self, text: str) -> None:
         """Shows a line beside the progress."""
         self._said_s = self._clock()
         if self._bar is not None:
@@ -161,6 +177,7 @@ def call_table(times: Sequence[CallTime]) -> Table:
 def print_summary(directory: RunDirectory, seconds: float) -> None:
     """The end of a good run: evaluations before and after, speed, the calls, and where everything lies."""
     console = Console(width=None if sys.stdout.isatty() else 110)
+    say = partial(console.print, highlight=False, soft_wrap=True)
     run = read_run(directory)
     metrics, evaluations = run.metrics, run.evaluations
     if len(evaluations) > 1:
@@ -174,10 +191,6 @@ def print_summary(directory: RunDirectory, seconds: float) -> None:
     if metrics and run.plan:
         console.print(call_table(call_times(run.plan, metrics)))
         tokens, time_s = sum(m["tokens"] for m in metrics), sum(m["time_s"] for m in metrics)
-        console.print(
-            f"{len(metrics)} steps in {seconds:.1f} s, start included; {tokens / time_s:.0f} tokens/s",
-            highlight=False,
-            soft_wrap=True,
-        )
-    console.print(f"run directory: {directory.path}", highlight=False, soft_wrap=True)
-    console.print(f"report: {directory.report}", highlight=False, soft_wrap=True)
+        say(f"{len(metrics)} steps in {seconds:.1f} s, start included; {tokens / time_s:.0f} tokens/s")
+    say(f"run directory: {directory.path}")
+    say(f"report: {directory.report}")

@@ -23,7 +23,7 @@ class SlurmOptions:
     """
 
     nodes: int = 1
-    workers_per_node: int
+    workers_per_node: int = 1
     with_gpus: bool = True
     cpus_per_worker: int = 1
     job_name: str = "realhf"

@@ -10,9 +10,11 @@ from typing import Any
 
 import pytest
 
-from realhf.cli import main, profile, run
+from realhf.cli import main, profile
 from realhf.launch import devices
+from realhf.lifecycle import controller
 from realhf.machine import host
+from realhf.rundir.run import Run
 from tests.unit.machine.nvml import A100, H100, KINDS, RTX_4090, Device, stand_in, uuid_of
 
 UNKNOWN = replace(H100, name="NVIDIA X9000", memory_mib=30_000)  # no preset is of it
@@ -89,7 +91,15 @@ def test_a_run_on_one_gpu_is_planned_and_its_worker_is_shown_it(
 ) -> None:
     stand_in(monkeypatch, tmp_path, [kind])
     started = []
-    monkeypatch.setattr(run, "_carry_out", lambda job, _, site, __: started.append((job, site.processes(job))) or 0)
+
+    class Carried:
+        def __init__(self, run: Run, request: Any, directory: Any, site: Any, listen: Any):
+            started.append((run, site.processes(run)))
+
+        def carry_out(self) -> None: ...
+
+    monkeypatch.setattr(controller, "Controller", Carried)
+    monkeypatch.setattr("realhf.cli.run.print_summary", lambda *_: None)
     words = ["run", f"experiments/{experiment}.py", "--run-dir", str(tmp_path / "run"), "--num-workers", "1"]
     assert main([*words, "--data-dir", str(tmp_path / "data")]) == 0
     ((job, (master, worker)),) = started

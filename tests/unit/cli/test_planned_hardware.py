@@ -1,6 +1,5 @@
 """Which hardware a command line plans for, on stand-ins for the devices of this machine."""
 
-import argparse
 import os
 import re
 from pathlib import Path
@@ -12,12 +11,12 @@ import pytest
 from msgspec import structs
 
 from realhf.base.errors import UserError
-from realhf.cli import main, parser
-from realhf.cli.devices import said_of_hardware
-from realhf.cli.replan import planner_of
-from realhf.cli.runs import new_run
+from realhf.cli import main
 from realhf.geometry.parameters import parameter_count
 from realhf.launch.site import LocalSite
+from realhf.lifecycle.new import new_run
+from realhf.lifecycle.planned_hardware import said_of_hardware
+from realhf.lifecycle.replan import planner_of
 from realhf.machine import host
 from realhf.planning.cluster import Cluster
 from realhf.planning.clusters import cluster_of, hardware_text
@@ -28,6 +27,7 @@ from realhf.planning.model.profile import profile_path
 from realhf.planning.request import DevicesRequest, PlannedHardware
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import RunSpec
+from tests.unit.lifecycle.requests import request_of
 from tests.unit.machine.nvml import A100, H100, KINDS, RTX_4090, Device, stand_in
 from tests.unit.planning.graphs import TINY
 
@@ -46,12 +46,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setattr("realhf.planning.model.descriptions.profiles_root", lambda: tmp_path / "profiles")
     monkeypatch.setattr("realhf.planning.model.profile.profiles_root", lambda: tmp_path / "profiles")
     return tmp_path / "profiles"
-
-
-def parse(command: str, *words: str) -> argparse.Namespace:
-    found, rest = parser(command).parse_known_args([command, "experiments/ppo.py", *words])
-    found.overrides = rest
-    return found
 
 
 def cluster_at(place: Literal["here", "nodes"] | None, **fields: Any) -> Cluster:
@@ -149,7 +143,9 @@ def test_a_share_is_divided_anew_among_other_workers_and_kept_for_as_many(monkey
 
 
 def test_a_run_records_what_it_was_planned_for():
-    run = new_run(parse("run", "--num-workers", "1", "--plan", SINGLE, "--memory-gb", "2", "--steps", "3"))
+    run = new_run(
+        request_of("experiments/ppo.py", "--num-workers", "1", "--plan", SINGLE, "--memory-gb", "2", "--steps", "3")
+    )
     assert run.spec.hardware is not None
     assert run.spec.hardware.device_memory_bytes == 2 * GIB
     assert run.plan.rationale is not None
@@ -159,7 +155,9 @@ def test_a_run_records_what_it_was_planned_for():
 
 
 def test_more_memory_than_the_machine_has_is_warned_of():
-    run = new_run(parse("run", "--num-workers", "2", "--plan", SINGLE, "--memory-gb", "17", "--steps", "3"))
+    run = new_run(
+        request_of("experiments/ppo.py", "--num-workers", "2", "--plan", SINGLE, "--memory-gb", "17", "--steps", "3")
+    )
     assert said_of_hardware(run, None)[1:] == [
         "warning: 2 workers with 17.0 GiB each count on more than this machine's 33.0"
     ]
@@ -169,14 +167,18 @@ def test_a_given_plan_that_does_not_fit_or_is_of_elsewhere_is_told(tmp_path):
     text = Path(SINGLE).read_text().rstrip().removesuffix("}") + ', "notes": {"hardware": "h100"}}'
     plan = tmp_path / "plan.json"
     plan.write_text(text)
-    run = new_run(parse("run", "--num-workers", "1", "--plan", str(plan), "--memory-gb", "0.01", "--steps", "3"))
+    run = new_run(
+        request_of(
+            "experiments/ppo.py", "--num-workers", "1", "--plan", str(plan), "--memory-gb", "0.01", "--steps", "3"
+        )
+    )
     _, note, warning = said_of_hardware(run, plan)
     assert note == f"note: {plan} was made for h100; its times and memory are predicted anew"
     assert re.fullmatch(rf"warning: {plan} needs [0-9.]+ GiB on a device, and they have 0.0 GiB", warning)
 
 
 def test_workers_have_the_threads_that_were_planned(machine):
-    run = new_run(parse("run", "--num-workers", "2", "--plan", SINGLE, "--steps", "3"))
+    run = new_run(request_of("experiments/ppo.py", "--num-workers", "2", "--plan", SINGLE, "--steps", "3"))
     _, *workers = LocalSite(RunDirectory(machine), ()).processes(run)
     assert {worker.env["OMP_NUM_THREADS"] for worker in workers} == {"4"}
 
@@ -221,8 +223,8 @@ def test_the_hardware_of_nodes_that_cannot_be_seen(monkeypatch, machine):
 @pytest.mark.parametrize("option", ["--checkpoint-every", "--checkpoint-every-minutes"])
 def test_checkpoints_on_the_way_take_memory(option):
     """Training goes on while they are written, from a copy."""
-    words = ("run", "--num-workers", "1", "--plan", SINGLE, "--steps", "3")
-    without, saving = new_run(parse(*words)), new_run(parse(*words, option, "1"))
+    words = ("experiments/ppo.py", "--num-workers", "1", "--plan", SINGLE, "--steps", "3")
+    without, saving = new_run(request_of(*words)), new_run(request_of(*words, option, "1"))
     peaks = [run.plan.rationale.memory[0].static_bytes for run in (without, saving)]
     trained = sum(parameter_count(run_model) for run_model in trained_models(saving))
     # Each parameter with AdamW's two states, all in float32.

@@ -1,14 +1,18 @@
 """Following a file that is being written; lines for people where there is no terminal."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
 from realhf.cli.progress import Progress
+from realhf.dataflow.plan import ExecutionPlan
+from realhf.lifecycle.news import Starting, Watched
 from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Run, RunSpec
 
 
 def line(step: int, end_s: float, **stats: float) -> dict[str, Any]:
@@ -18,18 +22,19 @@ def line(step: int, end_s: float, **stats: float) -> dict[str, Any]:
 
 def test_a_line_now_and_then_and_one_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = RunDirectory.create(tmp_path / "run")
-    with Progress(directory, steps=4) as progress:
-        progress.update()
-        assert progress.step == 0
+    with Progress() as progress:
+        progress(Watched())
+        progress(starting(directory))
+        progress(Watched())
         lines = [line(1, 100.0, loss=0.5), line(2, 101.0), line(3, 102.5), line(4, 103.0, grad_norm=1.0)]
         directory.metrics.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in lines))
         directory.evaluations.write_text('{"step":0,"accuracy":0.25}\n')
-        progress.update()
+        progress(Watched())
         with directory.metrics.open("a") as file:
             file.write('{"step": 5}\n')
-        progress.update()
-        assert progress.step == 4
+        progress(Watched())
     assert capsys.readouterr().err.splitlines() == [
+        f"starting the master and 2 workers; logs in {directory.logs}",
         "evaluation after step 0: accuracy 0.25",
         "step 1/4 1.00 s  loss 0.5  tokens_per_s 10",
         "step 3/4 1.00 s  tokens_per_s 10",
@@ -37,6 +42,14 @@ def test_a_line_now_and_then_and_one_at_the_end(tmp_path: Path, capsys: pytest.C
         f"{directory.metrics} has gained a line that cannot be read and is left out: "
         "Object missing required field `time_s`",
     ]
+
+
+def starting(directory: RunDirectory, num_workers: int = 2, step: int = 0, reason: str | None = None) -> Starting:
+    spec = RunSpec(
+        experiment_file="", experiment_class="", values={}, working_directory="", num_workers=num_workers,
+        devices_per_node=num_workers, resume_step=step,
+    )  # fmt: skip
+    return Starting(Run(spec, SimpleNamespace(steps=4), ExecutionPlan(num_devices=1, calls={})), directory, reason)
 
 
 class Clock:
@@ -50,15 +63,15 @@ def test_a_start_tells_its_phases_until_its_first_step_has_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory, clock = RunDirectory.create(tmp_path / "run"), Clock()
-    with Progress(directory, steps=4, clock=clock) as progress:
+    with Progress(clock) as progress:
 
         def at(seconds: float) -> list[str]:
             clock.now_s = 1000.0 + seconds
-            progress.update()
+            progress(Watched())
             return capsys.readouterr().err.splitlines()
 
         clock.now_s = 1000.0
-        progress.begin(2)
+        progress(starting(directory))
         assert at(0) == [f"starting the master and 2 workers; logs in {directory.logs}"]
         assert at(59) == []
         assert at(61) == ["after 1 min 1 s: the master has not begun yet"]
@@ -85,8 +98,7 @@ def test_a_start_tells_its_phases_until_its_first_step_has_ended(
         master.set("waiting for the last checkpoint to be written")
         assert at(281) == ["step 4/4 1.00 s  tokens_per_s 10"]
         assert at(284) == ["after 4 min 44 s: waiting for the last checkpoint to be written"]
-        progress.restart("worker-1 was killed", 2)
-        progress.begin(1)
+        progress(starting(directory, num_workers=1, step=2, reason="worker-1 was killed"))
         assert at(290) == [
             "worker-1 was killed",
             "the run goes on after step 2",

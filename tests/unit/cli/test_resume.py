@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from realhf.cli import main, parser
-from realhf.cli.run import LAUNCHER_LOCK
-from realhf.cli.runs import new_run
+from realhf.cli import main
 from realhf.launch.start import prepare
+from realhf.lifecycle.controller import LAUNCHER_LOCK
+from realhf.lifecycle.new import new_run
 from realhf.rundir.paths import RunDirectory
+from tests.unit.lifecycle.requests import request_of
 
 
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
     """A run that was prepared and never made a checkpoint."""
-    words = ["run", "experiments/ppo.py", "--plan", "tests/plans/single.json"]
-    arguments, arguments.overrides = parser("run").parse_known_args(words)[0], ["--steps", "3"]
+    request = request_of("experiments/ppo.py", "--plan", "tests/plans/single.json", "--steps", "3")
     directory = RunDirectory.create(tmp_path / "run")
-    prepare(new_run(arguments), directory)
+    prepare(new_run(request), directory)
     return directory
 
 

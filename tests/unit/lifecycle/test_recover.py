@@ -5,7 +5,7 @@ import json
 import os
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,8 +18,11 @@ from realhf.dataflow.plan import ExecutionPlan
 from realhf.launch import supervisor
 from realhf.launch.launcher import MASTER, Exit, Launcher, ProcessSpec
 from realhf.launch.start import prepare
-from realhf.lifecycle.recover import Recovery, last_step, run_to_end
-from realhf.lifecycle.shrink_rules import Suspects, largest_fitting
+from realhf.lifecycle import shrink
+from realhf.lifecycle.controller import Controller
+from realhf.lifecycle.news import News, Starting
+from realhf.lifecycle.recover import last_step
+from realhf.lifecycle.request import RecoveryRequest, RunRequest
 from realhf.rundir.events import Event, note, read_events
 from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.rundir.paths import RunDirectory
@@ -113,32 +116,35 @@ class FakeSite:
 def carry_out(run: Run, directory: RunDirectory, codes: list[int], max_restarts: int) -> list[int]:
     """The steps that the restarts go on from, where the n-th start ends with the n-th code."""
     site = FakeSite(directory, [(code, MASTER) for code in codes])
+    recovery = RecoveryRequest(recover="auto", max_restarts=max_restarts) if max_restarts else RecoveryRequest()
     try:
-        go_on(run, site, Recovery(max_restarts=max_restarts, plan_for_fewer=no_plan, next_run=no_run))
+        go_on(run, site, recovery)
     finally:
         assert not site.ends
     return [step for step, _ in site.starts[1:]]
 
 
-def go_on(run: Run, site: FakeSite, recovery: Recovery) -> list[str]:
-    """What `on_restart` is told."""
-    told: list[str] = []
-    run_to_end(
-        run, site.directory, site, recovery, on_poll=lambda _: None, on_restart=lambda text, _: told.append(text)
-    )
+def go_on(run: Run, site: FakeSite, recovery: RecoveryRequest) -> list[str | None]:
+    """The reasons that are told for its starts."""
+    told: list[str | None] = []
+
+    def listen(news: News) -> None:
+        if isinstance(news, Starting):
+            told.append(news.reason)
+
+    request = RunRequest(experiment="experiment.py", recovery=recovery)
+    Controller(run, request, site.directory, site, listen).run_to_end()
     return told
 
 
-def no_plan(run: Run, num_workers: int) -> tuple[ExecutionPlan, None]:
-    raise UserError(f"nothing fits on {num_workers}")
+@pytest.fixture
+def plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is a plan for any number of workers."""
 
+    def plan_for_fewer(run: Run, request: RunRequest, num_workers: int, watch: Any) -> tuple[ExecutionPlan, None]:
+        return ExecutionPlan(num_devices=num_workers, calls={}, predicted_step_s=0.25), None
 
-def no_run() -> Run:
-    raise AssertionError("nobody asked for another plan")
-
-
-def plan_for_fewer(run: Run, num_workers: int) -> tuple[ExecutionPlan, None]:
-    return ExecutionPlan(num_devices=num_workers, calls={}, predicted_step_s=0.25), None
+    monkeypatch.setattr(shrink, "plan_for_fewer", plan_for_fewer)
 
 
 def test_a_run_goes_on_from_its_newest_good_checkpoint(run: Run, directory: RunDirectory) -> None:
@@ -271,16 +277,19 @@ def test_events_survive_a_cut_off_line_and_a_disk_that_is_full(
 
 DEAD = (-9, "worker-1")
 DONE = (0, MASTER)
-ELASTIC = Recovery(max_restarts=5, min_workers=1, plan_for_fewer=plan_for_fewer, next_run=no_run)
+ELASTIC = RecoveryRequest(recover="auto", max_restarts=5, min_workers=1)
 
 
 def restarts(directory: RunDirectory) -> list[str]:
     return [f"{event.event}: {event.message}" for event in read_events(directory.events) if event.event != "failed"]
 
 
+@pytest.mark.usefixtures("plans")
 def test_a_worker_that_dies_twice_at_one_place_is_done_without(run: Run, directory: RunDirectory) -> None:
     site = FakeSite(directory, [DEAD, DEAD, DONE], devices="ab")
-    go_on(run, site, ELASTIC)
+    first_start, *reasons = go_on(run, site, ELASTIC)
+    assert first_start is None
+    assert [reason and reason.partition(" (")[0] for reason in reasons] == ["worker-1 was killed by signal 9"] * 2
     assert site.starts == [(0, "ab"), (4, "ab"), (4, "a")]
     saved = json.loads(directory.experiment.read_text())
     assert (saved["num_workers"], saved["devices_per_node"], saved["avoided"]) == (1, 1, ["b"])
@@ -308,6 +317,7 @@ def test_where_there_are_other_places_the_run_keeps_its_size(run: Run, directory
     assert load_plan(directory.plan) == run.plan
 
 
+@pytest.mark.usefixtures("plans")
 def test_places_that_are_gone_are_not_tried_again(run: Run, directory: RunDirectory) -> None:
     site = FakeSite(directory, [(-9, MASTER), DONE], devices="ab", gone=frozenset("a"))
     go_on(run, site, ELASTIC)
@@ -316,7 +326,7 @@ def test_places_that_are_gone_are_not_tried_again(run: Run, directory: RunDirect
 
 def test_without_min_workers_nothing_changes(run: Run, directory: RunDirectory) -> None:
     site = FakeSite(directory, [DEAD, DEAD, DONE], devices="ab", gone=frozenset("a"))
-    go_on(run, site, Recovery(max_restarts=5, plan_for_fewer=plan_for_fewer, next_run=no_run))
+    go_on(run, site, RecoveryRequest(recover="auto", max_restarts=5))
     assert [devices for _, devices in site.starts] == ["ab", "ab", "ab"]
 
 
@@ -330,28 +340,16 @@ def test_without_min_workers_nothing_changes(run: Run, directory: RunDirectory) 
         (1, r"no plan for the 1 workers that there is room for: nothing fits on 1"),
     ],
 )
-def test_too_few_workers_end_the_run(least: int, message: str, run: Run, directory: RunDirectory) -> None:
+def test_too_few_workers_end_the_run(
+    least: int, message: str, run: Run, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_plan(run: Run, request: RunRequest, num_workers: int, watch: Any) -> tuple[ExecutionPlan, None]:
+        raise UserError(f"nothing fits on {num_workers}")
+
+    monkeypatch.setattr(shrink, "plan_for_fewer", no_plan)
     site = FakeSite(directory, [DEAD, DEAD], devices="ab")
     with pytest.raises(RunError, match=r"(?s)^worker-1 was killed by signal 9 .*" + message):
-        go_on(run, site, Recovery(max_restarts=5, min_workers=least, plan_for_fewer=no_plan, next_run=no_run))
-
-
-def test_suspects_by_hand() -> None:
-    suspects = Suspects()
-    assert not suspects.failed(3, [0, 1], 4)
-    assert not suspects.failed(4, [1], 4), "a step was made since"
-    assert not suspects.failed(4, [], 4), "nobody was to blame"
-    assert not suspects.failed(3, [1], 4)
-    assert suspects.failed(2, [1, 2], 4) == {1}
-    assert not Suspects().failed(0, [1], 2)
-    of_all = Suspects()
-    assert not of_all.failed(0, [0, 1], 2)
-    assert not of_all.failed(0, [0, 1], 2), "what all fail in is nobody's fault"
-
-
-def test_the_largest_plan_that_fits() -> None:
-    two, four = (ExecutionPlan(num_devices=n, calls={}) for n in (2, 4))
-    assert [largest_fitting([two, four], n) for n in (5, 4, 3, 1)] == [four, four, two, None]
+        go_on(run, site, replace(ELASTIC, min_workers=least))
 
 
 def silent_master(directory: RunDirectory, run: Run, monkeypatch: pytest.MonkeyPatch) -> Any:

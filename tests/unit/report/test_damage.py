@@ -13,17 +13,18 @@ from rich.console import Console
 from realhf.base import files
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import delete
-from realhf.cli import parser
-from realhf.cli.runs import new_run, resumed_run
 from realhf.cli.status import process_table, summary
 from realhf.launch.start import prepare
+from realhf.lifecycle.new import new_run
 from realhf.lifecycle.recover import note_start, restarted
+from realhf.lifecycle.resume import resumed_run
 from realhf.report import html, page
 from realhf.report.run_data import read_run
 from realhf.report.run_status import read_run_status
 from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.rundir.paths import RunDirectory
 from tests.unit.launch.saved_runs import save
+from tests.unit.lifecycle.requests import request_of
 from tests.unit.report.run_directories import good_run, metrics_line
 
 CHANGES = 3  # bytes changed, and places where a file is cut off
@@ -117,9 +118,7 @@ def test_what_is_damaged_is_said(file: str, reported: RunDirectory, capsys: pyte
 def resumed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     """A run of the experiment with small checkpoints, which are of other models than it trains."""
     directory = RunDirectory.create(tmp_path_factory.mktemp("damage") / "run")
-    arguments = parser("run").parse_known_args(words(directory))[0]
-    arguments.overrides = ["--steps", "6"]
-    run = new_run(arguments)
+    run = new_run(request_of(*words(directory), "--steps", "6"))
     prepare(run, directory)
     note_start(run, directory, "started")
     good = good_run(directory.path.parent / "good", metrics=[metrics_line(step) for step in (1, 2, 3, 4, 5)])
@@ -133,7 +132,7 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
 
 
 def words(directory: RunDirectory) -> list[str]:
-    return ["run", "experiments/ppo.py", "--plan", "tests/plans/single.json", "--run-dir", str(directory.path)]
+    return ["experiments/ppo.py", "--plan", "tests/plans/single.json", "--run-dir", str(directory.path)]
 
 
 @pytest.mark.parametrize("file", RESUMED)
@@ -141,14 +140,13 @@ def test_a_run_goes_on_or_says_why_not(
     file: str, resumed: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(files.os, "fsync", lambda _: None)  # nobody pulls a plug here
-    arguments = parser("run").parse_known_args([*words(resumed), "--resume"])[0]
-    arguments.overrides = []
-    run = new_run(arguments)
+    request = request_of(*words(resumed), "--resume")
+    run = new_run(request)
     for how in damages(resumed.path / file, 1):
         copy = RunDirectory(tmp_path / "copy")
         delete(copy.path)
         shutil.copytree(resumed.path, copy.path, symlinks=True)
         with contextlib.suppress(UserError):
-            resumed_run(arguments, copy)
+            resumed_run(request, copy)
         with contextlib.suppress(RunError):
-            assert restarted(run, copy, how).spec.resume_step in (2, 4)
+            assert restarted(run, run, copy, how).spec.resume_step in (2, 4)

@@ -1,4 +1,4 @@
-"""What a run says of the hardware that it was planned for."""
+"""What is said of the hardware that a run was planned for, before it starts."""
 
 from pathlib import Path
 
@@ -10,8 +10,8 @@ from realhf.rundir.run import Run
 
 
 def said_of_hardware(run: Run, given: Path | None) -> list[str]:
-    """What a run is planned for; whether it counts on more memory than there is; and of a `given` plan, whether it
-    comes from elsewhere and needs more memory than it is to have."""
+    """What the run is planned for, and warnings: that it counts on more memory than there is; that the plan in the file
+    `given` comes from elsewhere, or needs more memory than the devices have."""
     hardware, workers = run.spec.hardware, run.spec.num_workers
     if hardware is None:
         return []

@@ -5,7 +5,7 @@ import signal
 
 import pytest
 
-from realhf.cli.interruption import Interruption
+from realhf.lifecycle.interruption import Interruption
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

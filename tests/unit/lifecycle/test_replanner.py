@@ -8,17 +8,20 @@ import msgspec
 import pytest
 
 from realhf.base.errors import UserError
-from realhf.cli import replanning
-from realhf.cli.replan import Proposal
-from realhf.cli.replanning import Mode, Replanner, check_replanning
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, load_plan, plan_digest
 from realhf.launch.start import prepare
+from realhf.lifecycle import replanner as module
+from realhf.lifecycle.new import new_run
+from realhf.lifecycle.replan import Proposal
+from realhf.lifecycle.replanner import Replanner
+from realhf.lifecycle.request import Mode, ReplanRequest
 from realhf.planning.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.planner import Planner
 from realhf.rundir.events import note, read_events
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run, RunSpec, load_experiment_class
+from tests.unit.lifecycle.requests import request_of
 
 PRESENT = ExecutionPlan(num_devices=2, calls={"train": CallPlan(devices=(0, 1))})
 BETTER = ExecutionPlan(num_devices=2, calls={"train": CallPlan(devices=(0, 2), dp=2)}, predicted_step_s=0.5)
@@ -62,9 +65,9 @@ def answers(
 ) -> tuple[Replanner, list[str]]:
     """After a drift at step 10 of 110: what is noted of it. A step takes 1 s, and half of it under `BETTER`."""
     proposal = found and Proposal(factors={"train": 3.0}, step_s=1.0, present_s=1.0, plan=found)
-    monkeypatch.setattr(replanning.subprocess, "Popen", lambda *_, **__: Search(directory, proposal))
+    monkeypatch.setattr(module.subprocess, "Popen", lambda *_, **__: Search(directory, proposal))
     said: list[str] = []
-    replanner = Replanner(run, directory, mode, cost_s, said.append)
+    replanner = Replanner(run, directory, ReplanRequest(mode=mode, switch_cost_s=cost_s), said.append)
     times = {"start": 5, "end": 6, "seconds": 1, "predicted_s": None}
     line = {"step": 10, "time_s": 1, "tokens": 1, "tokens_per_s": 1, "calls": {"train": times}}
     directory.metrics.write_bytes(b'{"step":\n' + msgspec.json.encode(line) + b"\n")
@@ -153,14 +156,11 @@ def test_off_only_says_it(run: Run, directory: RunDirectory, monkeypatch: pytest
     assert answers(run, directory, monkeypatch, "off", BETTER, 0.0)[1] == []
 
 
-def test_a_change_needs_checkpoints(run: Run) -> None:
-    arguments: Any = SimpleNamespace(replan="switch")
+def test_a_change_needs_checkpoints() -> None:
+    words = ("experiments/ppo.py", "--plan", "tests/plans/single.json", "--replan", "switch")
     with pytest.raises(UserError, match="give --checkpoint-every STEPS or --checkpoint-every-minutes MINUTES"):
-        check_replanning(arguments, run)
-    spec = msgspec.structs.replace(run.spec, checkpoint_every_steps=5)
-    check_replanning(arguments, Run(spec, run.experiment, run.plan))
-    with pytest.raises(UserError, match=r"--drift-threshold 1\.0 is not from 1\.001 to 1,000,000 times"):
-        msgspec.structs.replace(run.spec, drift_threshold=1.0)
+        new_run(request_of(*words))
+    assert new_run(request_of(*words, "--checkpoint-every", "5")).spec.saves
 
 
 def test_factors_hold_for_every_option_of_a_call() -> None:
@@ -195,8 +195,8 @@ def test_a_drift_during_a_search_is_searched_for_afterwards(
         searches.append(LongSearch(directory, proposal))
         return searches[-1]
 
-    monkeypatch.setattr(replanning.subprocess, "Popen", begin)
-    replanner = Replanner(run, directory, "suggest", 1.0, lambda _: None)
+    monkeypatch.setattr(module.subprocess, "Popen", begin)
+    replanner = Replanner(run, directory, ReplanRequest(mode="suggest", switch_cost_s=1.0), lambda _: None)
     for name in ("train", "generate", "inference"):  # each in the middle of the search before, or of none
         note(directory.events, "drift", 10, f"{name} takes 3 times as long as the plan predicts")
         replanner.poll()

@@ -1,79 +1,60 @@
 """While a run goes on: its plan is searched again where measured times have drifted, and changed if that pays."""
 
-import argparse
 import contextlib
 import os
 import subprocess
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from pathlib import Path
+from types import TracebackType
 
 import msgspec
 
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_json, write_atomically
-from realhf.cli.replan import Proposal
 from realhf.dataflow.plan import DIGEST_LENGTH, load_plan, plan_digest
 from realhf.launch.launcher import python_command
 from realhf.launch.local.launcher import die_with_parent
-from realhf.lifecycle.replan_gain import Switch
+from realhf.lifecycle.replan import PlanChange, Proposal
+from realhf.lifecycle.request import ReplanRequest
 from realhf.rundir.events import event_line, note
 from realhf.rundir.lines import Tail, step_line
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run
 
-Mode = Literal["off", "suggest", "switch"]
-
-
-def check_replanning(arguments: argparse.Namespace, run: Run) -> None:
-    """Raises UserError if the run is to be changed to another plan and has no place where it could be."""
-    spec = run.spec
-    if arguments.replan == "switch" and not (spec.checkpoint_every_steps or spec.checkpoint_every_minutes):
-        raise UserError(
-            "--replan switch changes the plan at a checkpoint, and there is none before the end; give "
-            "--checkpoint-every STEPS or --checkpoint-every-minutes MINUTES"
-        )
-
 
 class Replanner:
-    """Answers the events `drift` that the master writes.
+    """Answers the events `drift` that the master writes during one start of a run; its `with` leaves no process.
 
     A process at idle priority searches the plan again. Mode "suggest" notes what it found; "switch" also asks the
-    master to end after the next checkpoint, if that pays, and has the run that goes on from there.
+    master to end after the next checkpoint, if a change pays, and gives the run that goes on from there.
 
     Args:
-        switch_cost_s: how long a change is taken to hold the run up; None: as long as its last start did.
         say: shows a line to the user.
     """
 
-    def __init__(
-        self, run: Run, directory: RunDirectory, mode: Mode, switch_cost_s: float | None, say: Callable[[str], None]
-    ):
-        self._directory, self._mode, self._given_cost_s, self._say = directory, mode, switch_cost_s, say
+    def __init__(self, run: Run, directory: RunDirectory, request: ReplanRequest, say: Callable[[str], None]):
+        self._run, self._directory, self._request, self._say = run, directory, request, say
         self._search: subprocess.Popen[bytes] | None = None
         self._proposal: Proposal | None = None
-        self.started(run)
-
-    def started(self, run: Run) -> None:
-        """The processes of `run` are about to be started: what was found out before is of another start."""
-        self.stop()
-        self._run = run
+        self._is_due = False
         self._started_s = time.time()
         self._start_took_s: float | None = None
         self._step = run.spec.resume_step
-        self._proposal = None
-        self._is_due = False
-        self._events = Tail(self._directory.events, event_line, self._say)
-        self._metrics = Tail(self._directory.metrics, step_line, lambda _: None)  # whoever shows them says it
+        self._events = Tail(directory.events, event_line, say)
+        self._metrics = Tail(directory.metrics, step_line, lambda _: None)  # the progress says what is damaged
         self._events.skip()
         self._metrics.skip()
 
-    def stop(self) -> None:
-        """Leaves no process behind."""
+    def __enter__(self) -> "Replanner":
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._search is not None:
             self._search.kill()
             self._search.wait()
-            self._search = None
 
     def poll(self) -> None:
         """To be called often. Does not wait."""
@@ -84,7 +65,7 @@ class Replanner:
         for event in self._events.read():
             if event.event == "drift":
                 self._say(f"drift: {event.message}")
-                self._is_due = self._mode != "off"
+                self._is_due = self._request.mode != "off"
         if self._search is not None and self._search.poll() is not None:
             is_good, self._search = self._search.returncode == 0, None
             self._search_ended(is_good)
@@ -94,7 +75,7 @@ class Replanner:
 
     def _search_ended(self, is_good: bool) -> None:
         if not is_good:
-            return self._note(f"the search for another plan failed; see {self._log}")
+            return self._note(f"the search for another plan failed; see {self._directory.log('replan')}")
         try:
             found = decode_json(self._file.read_bytes(), Proposal)
             if found.plan.predicted_step_s is None:
@@ -110,15 +91,11 @@ class Replanner:
         return Run(spec, self._run.experiment, self._proposal.plan)
 
     @property
-    def _file(self) -> Any:
+    def _file(self) -> Path:
         return self._directory.launcher / "proposal.json"
 
-    @property
-    def _log(self) -> Any:
-        return self._directory.log("replan")
-
     def _begin_search(self) -> None:
-        with self._log.open("ab") as log:
+        with self._directory.log("replan").open("ab") as log:
             self._search = subprocess.Popen(
                 python_command("realhf.cli", "replan", str(self._directory.path), "--json", str(self._file)),
                 stdin=subprocess.DEVNULL,
@@ -134,27 +111,28 @@ class Replanner:
         if digest in self._digests():
             return self._note(f"plan {digest[:DIGEST_LENGTH]}, which the run has or has had, is still the best")
         assert found.plan.predicted_step_s is not None
-        switch = Switch(
+        given_s = self._request.switch_cost_s
+        change = PlanChange(
             step_s=found.step_s,
             present_s=found.present_s,
             other_s=found.plan.predicted_step_s,
             steps_left=self._run.experiment.steps - self._step,
-            cost_s=self._given_cost_s if self._given_cost_s is not None else self._start_took_s or 0.0,
+            cost_s=given_s if given_s is not None else self._start_took_s or 0.0,
         )
-        text = f"plan {digest[:DIGEST_LENGTH]}: {switch}"
-        if not switch.pays:
+        text = f"plan {digest[:DIGEST_LENGTH]}: {change}"
+        if not change.pays:
             return self._note(f"{text}: does not pay")
-        if self._mode == "suggest":
+        if self._request.mode == "suggest":
             return self._note(f"{text}: pays; see realhf replan, or give --replan switch")
         self._proposal = found
         write_atomically(self._directory.switch, f"{digest}\n".encode())
         return self._note(f"{text}: pays; the run changes to it at the next checkpoint")
 
     def _digests(self) -> set[str]:
-        """Of the plans that the run has had: it goes back to none, or it would go to and fro."""
+        """Of the plans that the run has had. It goes back to none of them, or it would go to and fro."""
         digests = set()
         for path in self._directory.path.glob("plan*.json"):
-            with contextlib.suppress(UserError):  # a damaged one is none to go back to
+            with contextlib.suppress(UserError):  # the run cannot go back to a damaged plan
                 digests.add(plan_digest(load_plan(path)))
         return digests
 

@@ -1,14 +1,16 @@
-"""What is said about lost workers on the command line, and the plans for those that are left."""
+"""Who is blamed for failures, what is asked for about lost workers, and the plans for those that are left."""
 
 from pathlib import Path
 
 import pytest
 
 from realhf.base.errors import UserError
-from realhf.cli import parser
-from realhf.cli.fewer import plan_for_fewer, recovery_of
-from realhf.cli.runs import new_run
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, plan_digest, save_plan
+from realhf.lifecycle.new import new_run
+from realhf.lifecycle.request import RunRequest
+from realhf.lifecycle.shrink import Suspects, plan_for_fewer
+from realhf.planning.watching import unwatched
+from tests.unit.lifecycle.requests import request_of
 
 CALLS = ("actor_generate", "actor_train_step", "reference_inference", "reward_inference", "critic_inference")
 PLAN = "tests/plans/dp4.json"
@@ -21,25 +23,22 @@ def fallback(path: Path, num_devices: int) -> Path:
     return path
 
 
-def parse(*words: str | Path):
-    arguments, rest = parser("run").parse_known_args(["run", "experiments/ppo.py", *map(str, words)])
-    arguments.overrides = ["--steps", "3"]
-    assert not rest
-    return arguments
+def asked(*words: str | Path) -> RunRequest:
+    return request_of("experiments/ppo.py", "--steps", "3", *words)
 
 
 def test_the_largest_fallback_plan_that_fits_else_a_search(tmp_path: Path) -> None:
     two, three = (fallback(tmp_path / f"{n}.json", n) for n in (2, 3))
     words = ("--plan", PLAN, "--recover", "auto", "--evaluations", "200")
-    arguments = parse(*words, "--fallback-plan", two, "--fallback-plan", three, "--min-workers", "1")
-    run = new_run(arguments)
-    assert recovery_of(arguments, lambda: run).min_workers == 1
-    assert recovery_of(parse(*words, "--fallback-plan", two, "--fallback-plan", three), lambda: run).min_workers == 2
-    assert recovery_of(parse(*words), lambda: run).min_workers is None
-    plans = {left: plan_for_fewer(arguments, run, left)[0] for left in (3, 2, 1)}
+    request = asked(*words, "--fallback-plan", two, "--fallback-plan", three, "--min-workers", "1")
+    run = new_run(request)
+    assert request.recovery.least_workers == 1
+    assert asked(*words, "--fallback-plan", two, "--fallback-plan", three).recovery.least_workers == 2
+    assert asked(*words).recovery.least_workers is None
+    plans = {left: plan_for_fewer(run, request, left, unwatched)[0] for left in (3, 2, 1)}
     assert {left: plan.num_devices for left, plan in plans.items()} == {3: 3, 2: 2, 1: 1}
     assert plans[3].calls["actor_generate"].predicted_s is not None
-    searched, hardware = plan_for_fewer(parse(*words, "--min-workers", "1"), run, 2)
+    searched, hardware = plan_for_fewer(run, asked(*words, "--min-workers", "1"), 2, unwatched)
     assert run.spec.hardware
     assert hardware.device_memory_bytes > run.spec.hardware.device_memory_bytes, "two share what four had"
     assert searched.num_devices == 2
@@ -48,9 +47,9 @@ def test_the_largest_fallback_plan_that_fits_else_a_search(tmp_path: Path) -> No
 
 
 def test_fewer_workers_keep_the_memory_that_was_given() -> None:
-    run = new_run(parse("--plan", PLAN, "--recover", "auto", "--memory-gb", "3", "--min-workers", "1"))
-    resumed = parse("--recover", "auto", "--evaluations", "200")  # which does not say it again
-    _, hardware = plan_for_fewer(resumed, run, 2)
+    run = new_run(asked("--plan", PLAN, "--recover", "auto", "--memory-gb", "3", "--min-workers", "1"))
+    resumed = asked("--recover", "auto", "--evaluations", "200")  # which does not say it again
+    _, hardware = plan_for_fewer(run, resumed, 2, unwatched)
     assert hardware.device_memory_bytes == 3 * 2**30
 
 
@@ -70,6 +69,18 @@ def test_what_does_not_fit_is_found_before_anything_starts(
     words: tuple[str, ...], message: str, tmp_path: Path
 ) -> None:
     plan = str(fallback(tmp_path / "two.json", 2))
-    arguments = parse("--plan", PLAN, *(plan if word == "PLAN" else word for word in words))
     with pytest.raises(UserError, match=message):
-        new_run(arguments)
+        new_run(asked("--plan", PLAN, *(plan if word == "PLAN" else word for word in words)))
+
+
+def test_suspects_by_hand() -> None:
+    suspects = Suspects()
+    assert not suspects.failed(3, [0, 1], 4)
+    assert not suspects.failed(4, [1], 4), "a step was made since"
+    assert not suspects.failed(4, [], 4), "nobody was to blame"
+    assert not suspects.failed(3, [1], 4)
+    assert suspects.failed(2, [1, 2], 4) == {1}
+    assert not Suspects().failed(0, [1], 2)
+    of_all = Suspects()
+    assert not of_all.failed(0, [0, 1], 2)
+    assert not of_all.failed(0, [0, 1], 2), "what all fail in is nobody's fault"

@@ -10,19 +10,18 @@ import pytest
 
 from realhf import cli
 from realhf.base.errors import RunError, UserError
-from realhf.cli.going_on import NOT_KEPT, going_on, resume_command
-from realhf.cli.runs import SPEC_OPTIONS
+from realhf.lifecycle.advice import NOT_KEPT, going_on, resume_command
+from realhf.lifecycle.request import SPEC_OPTIONS, RunRequest
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run, RunSpec
+from tests.unit.lifecycle.requests import request_of
 
 OF_THIS_START = {"experiment", "run_dir", "resume", "dry_run"}
 IN_THE_PLAN_OR_ITS_DEVICES = {"plan", "offload", "num_workers", "nodes", "gpus_per_node", "hardware", "memory_gb"}
 
 
-def arguments(*words: str) -> argparse.Namespace:
-    found, rest = cli.parser("run").parse_known_args(["run", "experiments/ppo.py", *words])
-    found.overrides, found.words = rest, ["run", "experiments/ppo.py", *words]
-    return found
+def asked(*words: str) -> RunRequest:
+    return request_of("experiments/ppo.py", *words)
 
 
 @pytest.fixture
@@ -47,7 +46,7 @@ def save(directory: RunDirectory, *steps: int) -> None:
 
 def test_a_checkpoint_and_the_command_that_goes_on_from_it(directory: RunDirectory) -> None:
     save(directory, 4, 8)
-    given = arguments("--run-dir", "runs/first", "--checkpoint-every", "4", "--steps", "20")
+    given = asked("--run-dir", "runs/first", "--checkpoint-every", "4", "--steps", "20")
     go_on = "go on with: realhf run experiments/ppo.py --run-dir runs/first --resume"
     assert going_on(run_of(), directory, given, 11).splitlines() == [
         "saved: the checkpoint after step 8, runs/first/checkpoints/step-8; the steps after it, to step 11, have to be "
@@ -71,7 +70,7 @@ def test_a_checkpoint_and_the_command_that_goes_on_from_it(directory: RunDirecto
     ],
 )
 def test_nothing_was_saved(spec: dict[str, Any], step: int, why: str, directory: RunDirectory) -> None:
-    text = going_on(run_of(**spec), directory, arguments("--ppo.kl-coef", "0.1"), step)
+    text = going_on(run_of(**spec), directory, asked("--ppo.kl-coef", "0.1"), step)
     new = "realhf run experiments/ppo.py --ppo.kl-coef 0.1"
     assert text.splitlines() == [f"nothing was saved: {why}", f"start anew with: {new}"]
 
@@ -79,7 +78,7 @@ def test_nothing_was_saved(spec: dict[str, Any], step: int, why: str, directory:
 @pytest.mark.parametrize("word", [["--run-dir", "runs/first"], ["--run-dir=runs/first"]])
 def test_a_new_start_has_another_directory(word: list[str], directory: RunDirectory) -> None:
     (directory.path.parent / "first-2").mkdir()
-    text = going_on(run_of(), directory, arguments(*word, "--steps", "20"), 3)
+    text = going_on(run_of(), directory, asked(*word, "--steps", "20"), 3)
     assert text.endswith("\nstart anew with: realhf run experiments/ppo.py --steps 20 --run-dir runs/first-3")
 
 
@@ -90,19 +89,22 @@ def test_the_command_has_the_options_that_the_directory_does_not_keep(directory:
         "--min-workers 1 --fallback-plan a.json --fallback-plan b.json --replan switch --switch-cost-s 3 --seconds 2 "
         "--hardware h100"
     )
-    given = arguments(*shlex.split(words), "--checkpoint-every", "4", "--nodes", "2", "--ppo.kl-coef", "0.1")
+    given = asked(*shlex.split(words), "--checkpoint-every", "4", "--nodes", "2", "--ppo.kl-coef", "0.1")
     head, *command = shlex.split(resume_command(given, directory))
     assert (head, command[:5]) == ("realhf", ["run", "experiments/ppo.py", "--run-dir", "runs/first", "--resume"])
-    again, rest = cli.parser("run").parse_known_args(command)
-    assert rest == []
-    assert {name: getattr(again, name) for name in NOT_KEPT} == {name: getattr(given, name) for name in NOT_KEPT}
-    assert again.checkpoint_every_steps is None, "the run knows it"
+    again = request_of(*command[1:])
+    same = ("experiment", "launcher", "slurm", "network_interface", "recovery", "replan")
+    assert {name: getattr(again, name) for name in same} == {name: getattr(given, name) for name in same}
+    assert again.plan.budget == given.plan.budget
+    assert again.fields == ()
+    assert again.given_options == {}, "the run knows it"
 
 
 def test_every_option_is_kept_by_the_run_or_given_again() -> None:
-    options = set(vars(arguments())) - {"command", "execute", "takes_experiment_fields", "overrides", "words"}
-    known = {*SPEC_OPTIONS, *NOT_KEPT, *OF_THIS_START, *IN_THE_PLAN_OR_ITS_DEVICES}
-    assert options == known
+    parsed = cli.parser("run").parse_args(["run", "experiments/ppo.py"])
+    options = set(vars(parsed)) - {"command", "execute", "takes_experiment_fields"}
+    not_kept = {option.removeprefix("--").replace("-", "_") for option in NOT_KEPT}
+    assert options == {*SPEC_OPTIONS, *not_kept, *OF_THIS_START, *IN_THE_PLAN_OR_ITS_DEVICES}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,218 @@
+"""Owns a run from its first start to its end: started, watched, started again where it breaks or its plan changes."""
+
+import contextlib
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal
+
+from realhf.base.errors import RunError, UserError
+from realhf.base.files import delete, writing_a_run
+from realhf.launch.devices import gpus_for
+from realhf.launch.launcher import MASTER
+from realhf.launch.site import LocalSite, Site, SlurmSite
+from realhf.launch.slurm.launcher import SlurmLauncher
+from realhf.launch.slurm.script import sbatch_text
+from realhf.launch.start import prepare
+from realhf.launch.supervisor import supervise
+from realhf.lifecycle.advice import going_on
+from realhf.lifecycle.interruption import Interruption
+from realhf.lifecycle.news import Listener, Said, Searching, Starting, Watched, unheard
+from realhf.lifecycle.planned_hardware import said_of_hardware
+from realhf.lifecycle.recover import going_on_under, last_step, note_start, restarted
+from realhf.lifecycle.replanner import Replanner
+from realhf.lifecycle.request import RunRequest
+from realhf.lifecycle.resume import resumed_run
+from realhf.lifecycle.shrink import Suspects, elsewhere
+from realhf.rundir.checkpoints import newest_good, remove_unfinished
+from realhf.rundir.events import note
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Run
+from realhf.rundir.status import Status, read_status, write_status
+
+LAUNCHER_LOCK = "launcher"
+
+
+def start(run: Run, request: RunRequest, listen: Listener = unheard) -> RunDirectory:
+    """Carries out a new run; returns its directory when it has ended well.
+
+    Raises:
+        UserError, RunError: it could not be started, or broke. KeyboardInterrupt: Ctrl-C or SIGTERM came. Where there
+            was a run by then, notes say what was saved and which command goes on; no process is left.
+    """
+    directory = run_directory(request)
+    site = site_of(run, request, directory)
+    RunDirectory.create(directory.path)
+    with directory.lock(LAUNCHER_LOCK):
+        try:
+            prepare(run, directory)
+        except RunError:  # there is nothing that --resume could go on with
+            with contextlib.suppress(OSError):
+                delete(directory.path)
+            raise
+        note_start(run, directory, "started")
+        Controller(run, request, directory, site, listen).carry_out()
+    return directory
+
+
+def resume(request: RunRequest, listen: Listener = unheard) -> RunDirectory:
+    """As `start`, for the run in the request's directory, which goes on from its newest good checkpoint."""
+    if request.run_dir is None:
+        raise UserError("--resume goes on with a run that was begun: give its directory with --run-dir")
+    directory = RunDirectory.open(request.run_dir)
+    with directory.lock(LAUNCHER_LOCK):
+        with directory.lock(MASTER):  # of a job that outlived its launcher
+            run, choice = resumed_run(request, directory, lambda *what: listen(Searching(*what)))
+            site = site_of(run, request, directory)
+            prepare(run, directory)
+        note_start(run, directory, "resumed", choice)
+        for step, reason in choice.damaged.items():
+            listen(Said(f"the checkpoint after step {step} is passed over: {reason}"))
+        listen(Said(f"the run goes on after step {run.spec.resume_step}"))
+        Controller(run, request, directory, site, listen).carry_out()
+    return directory
+
+
+def batch_script(run: Run, request: RunRequest) -> str:
+    """The sbatch text that would start the run."""
+    directory = run_directory(request)
+    site = slurm_site(run, request, directory)
+    return sbatch_text(site.options_of(run), site.processes(run), directory)
+
+
+def run_directory(request: RunRequest) -> RunDirectory:
+    """Of a new run: the request's directory, or one that is named after the experiment and the time."""
+    name = f"{Path(request.experiment).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return RunDirectory((request.run_dir or Path("runs") / name).absolute())
+
+
+class Controller:
+    """Carries out a run whose directory has been prepared.
+
+    What is known of the run is in its directory: between two starts of its processes nothing is kept here but the
+    number of restarts, and which workers were to blame.
+    """
+
+    def __init__(self, run: Run, request: RunRequest, directory: RunDirectory, site: Site, listen: Listener = unheard):
+        self._run, self._request, self._directory, self._site = run, request, directory, site
+        self._listen = listen
+        self._interruption = Interruption()
+
+    def carry_out(self) -> None:
+        """Returns when the run has ended well, maybe under another plan. However it ends, the directory tells how, and
+        has a report. Raises as `start`."""
+        for line in said_of_hardware(self._run, self._request.plan.plan):
+            self._say(line)
+        with self._interruption:
+            try:
+                self.run_to_end()
+                note(self._directory.events, "ended", self._run.experiment.steps)
+            except (KeyboardInterrupt, RunError, UserError) as error:
+                with self._interruption.ignored():
+                    self._end_badly(error)
+                raise
+            finally:
+                self._write_report()
+
+    @writing_a_run()
+    def run_to_end(self) -> None:
+        """Starts the processes, watches them, and starts them again as the request says.
+
+        Raises:
+            RunError: the run broke and all restarts have been made, or too few workers are left; no process is left.
+                Whatever else is raised (Ctrl-C) ends it as well.
+        """
+        suspects, restarts_left = Suspects(), self._request.recovery.restarts
+        reason: str | None = None
+        while True:
+            before = self._run
+            try:
+                other = self._started(reason)
+                if other is None:
+                    return
+                choice, reason = newest_good(self._directory.checkpoints), ""
+                self._run = going_on_under(before, other, self._directory, choice)
+            except RunError as error:
+                if not restarts_left:
+                    raise
+                reason, restarts_left = str(error), restarts_left - 1
+                blamed = suspects.failed(last_step(self._directory), error.workers, before.spec.num_workers)
+                moved = elsewhere(before, self._request, self._site, blamed, error, self._search)
+                if moved:
+                    suspects = Suspects()
+                try:
+                    self._run = restarted(before, moved or before, self._directory, reason)
+                except RunError as cannot:
+                    raise RunError(f"{reason}\nthe run cannot be restarted: {cannot}") from error
+
+    def _started(self, reason: str | None) -> Run | None:
+        """Starts the processes and watches them to their end; the run under the plan that they ended for, if any.
+
+        `reason`: see `Starting`.
+        """
+        launcher = self._site.launcher(self._run)
+        with Replanner(self._run, self._directory, self._request.replan, self._say) as replanner:
+            self._listen(Starting(self._run, self._directory, reason))
+
+            def look() -> None:
+                self._interruption.check()
+                self._listen(Watched(launcher.status() if isinstance(launcher, SlurmLauncher) else ""))
+                replanner.poll()
+
+            processes = self._site.processes(self._run)
+            supervise(launcher, processes, self._directory, look, is_remote=self._site.is_remote)
+            return replanner.next_run() if self._is_between_plans() else None
+
+    def _say(self, text: str) -> None:
+        self._listen(Said(text))
+
+    def _search(self, phase: str, detail: str) -> None:
+        self._listen(Searching(phase, detail))
+
+    def _is_between_plans(self) -> bool:
+        """Whether the master ended for another plan. Raises RunError where nobody can tell any more."""
+        try:
+            status = read_status(self._directory.status)
+        except UserError as error:
+            raise RunError(f"the processes have ended, but {error}") from None
+        return status is not None and status.state == "replan"
+
+    def _end_badly(self, error: BaseException) -> None:
+        """Leaves the last word in the directory, since the master may have been killed, or ended for another's end."""
+        self._listen(Watched())
+        directory, step = self._directory, last_step(self._directory)
+        state: Literal["failed", "interrupted"] = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+        note(directory.events, state, step, str(error))
+        error.add_note(going_on(self._run, directory, self._request, step))
+        message = "\n".join(filter(None, [str(error), *error.__notes__]))
+        status = Status(state=state, step=step, steps=self._run.experiment.steps, message=message)
+        with contextlib.suppress(OSError):  # on a full disk: what went wrong is said by the error
+            remove_unfinished(directory.checkpoints)
+            write_status(directory.status, status)
+
+    def _write_report(self) -> None:
+        """Leaves a report of however much there was of the run; what it lacks must not hide how the run ended."""
+        from realhf.report.page import write_report  # plotly takes a while to import
+
+        try:
+            write_report(self._directory)
+        except (UserError, OSError) as error:
+            self._say(f"no report: {error}")
+
+
+def site_of(run: Run, request: RunRequest, directory: RunDirectory) -> Site:
+    """Where the request has the run's processes started. Raises UserError if this machine has too few GPUs."""
+    if request.launcher == "local":
+        return LocalSite(directory, gpus_for(run.spec.num_workers, run.spec.avoided))
+    return slurm_site(run, request, directory)
+
+
+def slurm_site(run: Run, request: RunRequest, directory: RunDirectory) -> SlurmSite:
+    """The cluster, which is asked for the run's workers on the nodes of the request, or on those of `@auto`."""
+    options = replace(
+        request.slurm,
+        workers_per_node=run.spec.devices_per_node,
+        job_name=f"realhf-{Path(request.experiment).stem}",
+        nodelist=request.slurm.nodelist or run.settings.nodelist,
+    )
+    return SlurmSite(options, directory)

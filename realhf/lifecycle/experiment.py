@@ -1,0 +1,36 @@
+"""From the words of a command line to an experiment."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import tyro
+
+from realhf.base.errors import UserError
+from realhf.rundir.run import RunSpec, load_experiment_class, saved_experiment
+
+FIELDS_OPTION = "--fields"
+
+
+def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = None) -> Any:
+    """The experiment of a file with its fields set from `--field value` words. The others have their defaults, or the
+    values of a `saved` run.
+
+    Raises:
+        UserError: the file has no such class, or `saved` is of another one.
+        SystemExit: a word is wrong, which is explained on stderr (code 2); `--fields` has listed all fields (0).
+    """
+    cls = load_experiment_class(path)
+    prog = f"realhf COMMAND {path}"
+    if FIELDS_OPTION in words:
+        tyro.cli(cls, args=["--help"], prog=prog, config=(tyro.conf.AvoidSubcommands,))
+    start = {} if saved is None else {"default": _saved_experiment(path, cls, saved)}
+    return tyro.cli(cls, args=list(words), prog=prog, config=(tyro.conf.AvoidSubcommands,), add_help=False, **start)
+
+
+def _saved_experiment(path: str, cls: type[Any], saved: RunSpec) -> Any:
+    if cls.__name__ != saved.experiment_class:
+        raise UserError(
+            f"{path} has the experiment {cls.__name__}, the run is one of {saved.experiment_class} in "
+            f"{saved.experiment_file}; give that file"
+        )
+    return saved_experiment(saved, cls, path)

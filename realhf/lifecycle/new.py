@@ -1,0 +1,130 @@
+"""From a request to a validated run: everything that can be wrong is found before a process starts."""
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from realhf.api.experiment import auto_settings, follows_of
+from realhf.base.errors import UserError
+from realhf.base.numbers import Range, check_ranges
+from realhf.data.fit import check_fit, check_replay
+from realhf.dataflow.graph import DataflowGraph
+from realhf.dataflow.plan import check_plan
+from realhf.engine.train.megatron_check import check_megatron
+from realhf.lifecycle.experiment import experiment_of
+from realhf.lifecycle.request import RunRequest
+from realhf.machine.gpus import count_gpus
+from realhf.master.trackers import check_trackers
+from realhf.models.checkpoint_index import initial_optimizer_steps
+from realhf.models.hugging_face_files import check_checkpoint
+from realhf.planning.cluster import Cluster
+from realhf.planning.planner import plan_for
+from realhf.planning.watching import Watch, unwatched
+from realhf.rundir.run import MAX_STEPS, Run, RunSpec
+
+EXPERIMENT_RANGES = {"steps": Range("steps", 1, MAX_STEPS), "seed": Range("seed", 0, 2**63 - 1)}
+
+
+def new_run(request: RunRequest, watch: Watch = unwatched) -> Run:
+    """A run from its first step.
+
+    Raises:
+        UserError: whatever is wrong with it.
+    """
+    experiment = experiment_of(request.experiment, request.fields)
+    check_experiment(experiment)
+    plan, cluster = plan_for(experiment, request.plan_request(), watch)
+    run = Run(RunSpec(**spec_fields(request, experiment, cluster)), experiment, plan)
+    check_run(run, request)
+    return run
+
+
+def spec_fields(request: RunRequest, experiment: Any, cluster: Cluster) -> dict[str, Any]:
+    """The fields of the run's specification that a request decides, for a plan on `cluster`."""
+    return {
+        "experiment_file": str(Path(request.experiment).resolve()),
+        "experiment_class": type(experiment).__name__,
+        "values": msgspec.to_builtins(experiment),
+        "working_directory": os.getcwd(),
+        "num_workers": cluster.num_devices,
+        "devices_per_node": cluster.devices_per_node,
+        "hardware": cluster.hardware,
+        "network_interface": request.network_interface or ("lo" if request.launcher == "local" else None),
+        **request.given_options,
+    }
+
+
+def check_experiment(experiment: Any) -> None:
+    """Raises UserError for what is wrong with an experiment whatever its plan is."""
+    check_ranges({name: getattr(experiment, name) for name in EXPERIMENT_RANGES}, EXPERIMENT_RANGES)
+    _check_finite("", msgspec.to_builtins(experiment))
+    extent, batch_size = experiment.dataset.check(), auto_settings(experiment).batch_size
+    if extent.rows < batch_size:
+        raise UserError(f"the data set has {extent.rows} rows, fewer than batch_size={batch_size}; add rows")
+    check_fit(DataflowGraph(experiment.rpcs, experiment.dataset.keys, follows_of(experiment)), extent)
+
+
+def _check_finite(name: str, value: Any) -> None:
+    """No field, however deep, is NaN or infinite: JSON, which workers read, has no such numbers."""
+    if isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{name.removeprefix('.')} {value} is not finite; give a number that is")
+    if isinstance(value, dict | list | tuple):
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
+            _check_finite(f"{name}.{key}", part)
+
+
+def check_run(run: Run, request: RunRequest) -> None:
+    """Raises UserError for what is wrong with a run under its plan, as it is to be carried out."""
+    run.check()
+    _check_recovery(run, request)
+    if request.replan.mode == "switch" and not run.spec.saves:
+        raise UserError(
+            "--replan switch changes the plan at a checkpoint, and there is none before the end; give "
+            "--checkpoint-every STEPS or --checkpoint-every-minutes MINUTES"
+        )
+    check_trackers(run.spec)
+    with_gpus = count_gpus() > 0 if request.launcher == "local" else request.slurm.with_gpus
+    for name, setup in run.models.items():
+        if setup.backend == "megatron" and setup.optimizer is not None:
+            check_megatron(run.graph.models[name], run.homes[name].strategy, "cuda" if with_gpus else "cpu")
+        if setup.checkpoint is not None:  # one that does not fit is found now
+            check_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)
+            initial_optimizer_steps(setup)
+    if run.evaluation:
+        assert run.evaluation_graph
+        extent = run.evaluation.dataset.check()
+        check_fit(run.evaluation_graph, extent)
+        if extent.rows % run.evaluation.batch_size:
+            raise UserError(
+                f"the evaluation's batch_size={run.evaluation.batch_size} does not divide its {extent.rows} rows; "
+                "change either"
+            )
+    if run.spec.replay:
+        folder = Path(run.spec.replay)
+        if not folder.is_dir():
+            raise UserError(f"--replay {folder}: no such folder; give RUN_DIR/rollouts of a run with --record")
+        check_replay(run.graph, folder, range(run.spec.resume_step, run.experiment.steps), run.settings.batch_size)
+
+
+def _check_recovery(run: Run, request: RunRequest) -> None:
+    """Raises UserError if the least number of workers or a fallback plan does not fit the run."""
+    least, workers = request.recovery.least_workers, run.spec.num_workers
+    if least is None:
+        return
+    if least > workers:
+        raise UserError(f"--min-workers {least} is more than the run's {workers}; give {workers} or fewer")
+    for path, plan in request.recovery.plans.items():
+        if not least <= plan.num_devices < workers:
+            raise UserError(
+                f"--fallback-plan {path} is for {plan.num_devices} devices, which are not fewer than the run's "
+                f"{workers} and at least {least}; make one with `realhf plan --num-workers N`, or change --min-workers"
+            )
+        if request.launcher == "slurm" and plan.num_devices % run.spec.devices_per_node:
+            raise UserError(
+                f"--fallback-plan {path} is for {plan.num_devices} devices, which are no whole nodes of "
+                f"{run.spec.devices_per_node}; nodes are lost as a whole, so make one for fewer --nodes"
+            )
+        check_plan(plan, run.graph, run.settings.batch_size)

@@ -1,0 +1,115 @@
+"""The plan of a run is searched again with the times that its calls really take; whether a change to it pays."""
+
+import statistics
+from dataclasses import dataclass
+
+import msgspec
+
+from realhf.base.errors import UserError
+from realhf.dataflow.plan import ExecutionPlan
+from realhf.master.drift import WARM_UP, WINDOW, call_factors
+from realhf.planning.cluster import Cluster
+from realhf.planning.explain.explanation import explain
+from realhf.planning.here import divided, hardware_here
+from realhf.planning.planner import Planner
+from realhf.planning.request import SearchBudget
+from realhf.report.run_data import lines_under
+from realhf.rundir.lines import read_lines, step_line
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Run, load_run
+
+# Of a search while a run goes on or waits, where the request gives none.
+EVALUATIONS = 20_000
+# A step predicted to be shorter by less than this part is within what predictions are worth.
+LEAST_GAIN = 0.05
+
+
+class Proposal(msgspec.Struct, frozen=True, kw_only=True):
+    """What a search with measured times found.
+
+    `factors` are measured over predicted seconds by call, of predictions without any; `present_s` and `plan`'s
+    predicted_step_s are predictions of a step with them, under the present plan and under `plan`; `step_s` is a step as
+    it was measured.
+    """
+
+    factors: dict[str, float]
+    step_s: float
+    present_s: float
+    plan: ExecutionPlan
+
+
+def propose(directory: RunDirectory, budget: SearchBudget) -> Proposal:
+    """The best plan found with the times that were measured under the present one. Changes nothing in the run.
+
+    Raises:
+        UserError: too few steps were made under it, or none of its calls has a prediction.
+    """
+    run = load_run(directory.experiment, directory.plan)
+    lines = lines_under(run.plan, read_lines(directory.metrics, step_line).values)[WARM_UP:][-WINDOW:]
+    measured = call_factors(lines)
+    if not measured:
+        raise UserError(f"{directory.metrics} has no times beside predictions yet; let the run make some steps")
+    factors = {name: run.spec.call_factors.get(name, 1.0) * factor for name, factor in measured.items()}
+    planner = planner_of(run, factors)
+    present = planner.predict(run.plan)
+    result = planner.search(or_default(budget))
+    best = planner.predict(result.plan)
+    return Proposal(
+        factors=factors,
+        step_s=statistics.median(line["time_s"] for line in lines),
+        present_s=present.step_s,
+        plan=msgspec.structs.replace(best.plan, rationale=explain(planner.task, best, result)),
+    )
+
+
+def or_default(budget: SearchBudget) -> SearchBudget:
+    """The budget, or one of `EVALUATIONS` where it says nothing."""
+    return SearchBudget(evaluations=EVALUATIONS) if budget == SearchBudget() else budget
+
+
+def planner_of(run: Run, factors: dict[str, float]) -> Planner:
+    """The planner of a run on the devices that it has, its calls' times scaled."""
+    hardware = run.spec.hardware or divided(hardware_here(), run.spec.num_workers)
+    cluster = Cluster(
+        num_nodes=run.spec.num_workers // run.spec.devices_per_node,
+        devices_per_node=run.spec.devices_per_node,
+        device_memory_bytes=hardware.device_memory_bytes,
+        hardware=hardware,
+    )
+    offload, saves = run.plan.offload, run.spec.saves
+    return Planner(run.experiment, cluster, offload=offload, call_factors=factors, saves=saves)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanChange:
+    """A change from the present plan to another one: what it gains over the steps that are left, and what it costs.
+
+    `step_s` is a step as measured under the present plan. `present_s` and `other_s` are predictions under the same
+    costs: their ratio counts, since both are off in the same direction. `cost_s` is how long no step is made.
+    """
+
+    step_s: float
+    present_s: float
+    other_s: float
+    steps_left: int
+    cost_s: float
+
+    @property
+    def gain(self) -> float:
+        """The part of a step that is saved."""
+        return 1 - self.other_s / self.present_s
+
+    @property
+    def gain_s(self) -> float:
+        """Seconds saved over the steps that are left, without the cost."""
+        return self.gain * self.step_s * self.steps_left
+
+    @property
+    def pays(self) -> bool:
+        return self.gain >= LEAST_GAIN and self.gain_s > self.cost_s
+
+    def __str__(self) -> str:
+        return (
+            f"{self.other_s:.3g} s instead of {self.present_s:.3g} s a step; {self.steps_left} steps are left, of "
+            f"{self.step_s:.3g} s each: gains {self.gain_s:.3g} s, a change costs {self.cost_s:.3g} s"
+        )

@@ -1,0 +1,126 @@
+"""A run that goes on from its newest good checkpoint, when somebody asks for it."""
+
+import contextlib
+import os
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+
+from realhf.base.errors import UserError
+from realhf.dataflow.plan import ExecutionPlan, load_plan
+from realhf.lifecycle.experiment import experiment_of
+from realhf.lifecycle.new import check_experiment, check_run, spec_fields
+from realhf.lifecycle.request import RunRequest
+from realhf.models.checkpoint_index import check_architecture, read_index
+from realhf.planning.cluster import Cluster
+from realhf.planning.clusters import cluster_of
+from realhf.planning.planner import plan_for
+from realhf.planning.watching import Watch, unwatched
+from realhf.rundir.checkpoints import Choice, RunState, newest_good, step_folder
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Run, RunSpec, read_spec
+from realhf.rundir.status import read_status
+
+# A resumed run may make more steps than were asked for first. All other fields stay as they were.
+CHANGEABLE_FIELDS = ("steps",)
+
+
+def resumed_run(request: RunRequest, directory: RunDirectory, watch: Watch = unwatched) -> tuple[Run, Choice]:
+    """The run of `directory`, to go on from its newest good checkpoint; also which checkpoint that is.
+
+    Fields and options that are not given are those of the run. Another plan or number of workers may be given.
+
+    Raises:
+        UserError: there is no good checkpoint, the experiment is another one or was changed, the run has ended.
+    """
+    saved = read_spec(directory.experiment, RunSpec)
+    if os.getcwd() != saved.working_directory:
+        raise UserError(
+            f"the run was started in {saved.working_directory}, which its relative paths begin at, and this is "
+            f"{os.getcwd()}; cd {saved.working_directory} and resume it there"
+        )
+    experiment = experiment_of(request.experiment, request.fields, saved)
+    _check_unchanged(saved.values, experiment, directory)
+    choice = newest_good(directory.checkpoints)
+    if choice.state is None:
+        reasons = "".join(f"\n  step {step}: {reason}" for step, reason in choice.damaged.items())
+        raise UserError(
+            f"{directory.checkpoints} has no checkpoint to go on from; start a new run with another --run-dir{reasons}"
+        )
+    _check_steps(experiment.steps, choice.state.step, directory)
+    check_experiment(experiment)
+    plan, cluster = _plan(experiment, request, saved, directory, watch)
+    fields = spec_fields(request, experiment, cluster) | {"resume_step": choice.state.step}
+    if request.plan.plan is not None or request.names_devices:
+        fields["avoided"] = ()  # a user who names devices knows which are good
+    run = Run(msgspec.structs.replace(saved, **fields), experiment, plan)
+    check_run(run, request)
+    _check_state(run, choice.state, directory)
+    return run, choice
+
+
+def _check_unchanged(saved: dict[str, Any], experiment: Any, directory: RunDirectory) -> None:
+    now = msgspec.json.decode(msgspec.json.encode(msgspec.to_builtins(experiment)))  # as they stand in experiment.json
+    changed = [text for name, text in _differences(saved, now) if name not in CHANGEABLE_FIELDS]
+    if changed:
+        raise UserError(
+            f"the run in {directory.path} has other fields: {'; '.join(changed)}. A run goes on as it began: leave "
+            "them out (only steps may change), or start a new run with another --run-dir"
+        )
+
+
+def _differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -> list[tuple[str, str]]:
+    """(dotted name, "name was ..., now ...") of every field with another value."""
+    found = []
+    for name in saved.keys() & now.keys():
+        before, after = saved[name], now[name]
+        if isinstance(before, dict) and isinstance(after, dict):
+            found += _differences(before, after, f"{prefix}{name}.")
+        elif before != after:
+            found.append((f"{prefix}{name}", f"{prefix}{name} was {before!r}, now {after!r}"))
+    return sorted(found)
+
+
+def _check_steps(steps: int, made: int, directory: RunDirectory) -> None:
+    status = None
+    with contextlib.suppress(UserError):  # a damaged status is replaced when the run goes on
+        status = read_status(directory.status)
+    if steps < made:
+        raise UserError(f"steps={steps} is below the {made} steps that the run has made; give --steps {made} or more")
+    if steps == made and status is not None and status.state == "done":
+        raise UserError(f"the run in {directory.path} has made all its {made} steps; give a larger --steps to go on")
+
+
+def _plan(
+    experiment: Any, request: RunRequest, saved: RunSpec, directory: RunDirectory, watch: Watch
+) -> tuple[ExecutionPlan, Cluster]:
+    """The run's own plan, unless another one or another number of devices is asked for."""
+    wanted = request.plan_request(saved)
+    if not request.names_devices and not wanted.plan:
+        nodes, per_node = saved.num_workers // saved.devices_per_node, saved.devices_per_node
+        wanted = replace(wanted, devices=replace(wanted.devices, nodes=nodes, gpus_per_node=per_node))
+    if not wanted.plan:
+        cluster = cluster_of(wanted.devices)
+        before = (saved.num_workers, saved.devices_per_node, saved.hardware or cluster.hardware)
+        if (cluster.num_devices, cluster.devices_per_node, cluster.hardware) == before:
+            return load_plan(directory.plan), cluster
+    return plan_for(experiment, wanted, watch)
+
+
+def _check_state(run: Run, state: RunState, directory: RunDirectory) -> None:
+    """Checks what fields do not tell: the batch size of `@auto`, and the models that the experiment's code makes."""
+    batch_size = run.settings.batch_size
+    if state.samples != state.step * batch_size:
+        raise UserError(
+            f"the run has read {state.samples} samples in {state.step} steps, which is no batch_size={batch_size}; "
+            f"give the batch size of before, {state.samples // state.step}, or start a new run"
+        )
+    if set(run.changing_models) != set(state.models):
+        raise UserError(
+            f"the experiment trains {', '.join(sorted(run.changing_models))}, the run in {directory.path} trains "
+            f"{', '.join(sorted(state.models))}; resume it with the experiment it was started with"
+        )
+    for model in run.changing_models:
+        checkpoint = step_folder(directory.checkpoints, state.step) / model
+        check_architecture(read_index(checkpoint), checkpoint, run.graph.models[model])
