@@ -9,7 +9,7 @@ CLOCKS = {"monotonic", "perf_counter", "process_time", "time", "monotonic_ns", "
 MAY_READ = {"waiting.py", "distributed/pool.py", "slurm/testbed/__main__.py", "slurm/testbed/cluster.py"}
 MAY_READ |= {"slurm/testbed/keeper.py"}
 # The moment of an activity lies between two readings of the same clock.
-MAY_READ |= {"unit/launch/test_activity.py"}
+MAY_READ |= {"unit/rundir/test_flight_recorder.py"}
 
 
 def measures(function: ast.AST) -> bool:
