@@ -15,11 +15,12 @@ from rich.table import Table
 from realhf.cli.durations import duration
 from realhf.cli.phases import Phases
 from realhf.launch.launcher import MASTER, worker_name
-from realhf.lifecycle.news import News, Said, Searching, Starting, Watched
+from realhf.lifecycle.listener import Listener
 from realhf.report.run_data import CallTime, call_times, read_run
 from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.lines import Tail, evaluation_line, step_line
 from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Run
 
 # Statistics shown beside the step, those that exist.
 SHOWN = ("reward_mean", "accuracy", "loss", "actor_loss", "kl", "tokens_per_s")
@@ -28,8 +29,8 @@ PLAIN_LINES_EVERY_S = 2.0
 SILENCE_S = 60.0
 
 
-class Progress:
-    """Shows what a run tells (`realhf.lifecycle.news`): a bar on a terminal, a line now and then elsewhere.
+class Progress(Listener):
+    """Shows what a run tells: a bar on a terminal, a line now and then elsewhere.
 
     Args:
         clock: seconds that never go back.
@@ -58,25 +59,7 @@ class Progress:
         if self._bar is not None:
             self._bar.stop()
 
-    def __call__(self, news: News) -> None:
-        if isinstance(news, Searching):
-            return self.search(news.phase, news.detail)
-        self._end_search()
-        match news:
-            case Said(text):
-                self._say(text)
-            case Starting():
-                self._start(news)
-            case Watched(job):
-                if job != self._job:
-                    self._job = job
-                    self._say(job)
-                if self._directory:
-                    self._update(self._directory)
-        return None
-
     def search(self, phase: str, detail: str) -> None:
-        """Shows the phase of a search for a plan (`realhf.planning.watching.Watch`)."""
         if self._phases is None:
             self._phases = Phases(self._console)
             if self._bar is None:  # a terminal has room for one of them
@@ -88,13 +71,13 @@ class Progress:
             self._phases.__exit__(type(error) if error else None, error, None)
             self._phases = None
 
-    def _start(self, news: Starting) -> None:
-        run, self._directory = news.run, news.directory
+    def starting(self, run: Run, directory: RunDirectory, reason: str | None) -> None:
+        self._directory = directory
         self._step, self._steps = run.spec.resume_step, run.experiment.steps
-        if news.reason is not None:  # later steps are made, and shown, once more
-            self._say(f"{news.reason}\nthe run goes on after step {self._step}".lstrip())
-        self._metrics = Tail(news.directory.metrics, step_line, self._say)
-        self._evaluations = Tail(news.directory.evaluations, evaluation_line, self._say)
+        if reason is not None:  # later steps are made, and shown, once more
+            self.say(f"{reason}\nthe run goes on after step {self._step}".lstrip())
+        self._metrics = Tail(directory.metrics, step_line, self.say)
+        self._evaluations = Tail(directory.evaluations, evaluation_line, self.say)
         self._metrics.skip()
         self._evaluations.skip()
         if self._console.is_terminal and self._bar is None:
@@ -105,20 +88,24 @@ class Progress:
         self._begun_s, self._silence_s = self._clock(), SILENCE_S
         self._is_starting, self._phase = True, ""
         workers = "1 worker" if run.spec.num_workers == 1 else f"{run.spec.num_workers} workers"
-        self._say(f"starting the master and {workers}; logs in {news.directory.logs}")
+        self.say(f"starting the master and {workers}; logs in {directory.logs}")
 
-    def _update(self, directory: RunDirectory) -> None:
-        """Shows what is new in the run directory."""
+    def watched(self, job: str) -> None:
+        if job and job != self._job:
+            self._job = job
+            self.say(job)
+        if self._directory is None:
+            return
         for evaluation in self._evaluations.read():
-            self._say(f"evaluation after step {evaluation['step']}: {_format(evaluation)}")
+            self.say(f"evaluation after step {evaluation['step']}: {_format(evaluation)}")
         for metrics in self._metrics.read():
             self._step = metrics["step"]
             self._is_starting, self._silence_s = False, SILENCE_S
             if self._bar is not None:
                 self._bar.update(self._task, completed=self._step, description=_format(metrics, SHOWN))
             elif metrics["calls"] and self._is_due(metrics):
-                self._say(f"step {self._step}/{self._steps} {metrics['time_s']:.2f} s  {_format(metrics, SHOWN)}")
-        self._tell_phase(directory)
+                self.say(f"step {self._step}/{self._steps} {metrics['time_s']:.2f} s  {_format(metrics, SHOWN)}")
+        self._tell_phase(self._directory)
 
     def _tell_phase(self, directory: RunDirectory) -> None:
         """Says what the master notes that it does, before the first step has ended and after the last one; in between
@@ -135,7 +122,7 @@ class Progress:
                 phase += f"; worker 0: {worker}"
         else:
             self._phase, self._silence_s = phase, SILENCE_S
-        self._say(f"after {duration(now_s - self._begun_s)}: {phase}")
+        self.say(f"after {duration(now_s - self._begun_s)}: {phase}")
 
     def _is_due(self, metrics: dict[str, Any]) -> bool:
         end_s = max(call["end"] for call in metrics["calls"].values())
@@ -144,8 +131,8 @@ class Progress:
         self._last_line_s = end_s
         return True
 
-    def _say(self, text: str) -> None:
-        """Shows a line beside the progress."""
+    def say(self, text: str) -> None:
+        self._end_search()
         self._said_s = self._clock()
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, soft_wrap=True)

@@ -17,7 +17,7 @@ from realhf.launch.start import prepare
 from realhf.launch.supervisor import supervise
 from realhf.lifecycle.advice import going_on
 from realhf.lifecycle.interruption import Interruption
-from realhf.lifecycle.news import Listener, Said, Searching, Starting, Watched, unheard
+from realhf.lifecycle.listener import UNHEARD, Listener
 from realhf.lifecycle.planned_hardware import said_of_hardware
 from realhf.lifecycle.recover import going_on_under, last_step, note_start, restarted
 from realhf.lifecycle.replanner import Replanner
@@ -33,7 +33,7 @@ from realhf.rundir.status import Status, read_status, write_status
 LAUNCHER_LOCK = "launcher"
 
 
-def start(run: Run, request: RunRequest, listen: Listener = unheard) -> RunDirectory:
+def start(run: Run, request: RunRequest, listener: Listener = UNHEARD) -> RunDirectory:
     """Carries out a new run; returns its directory when it has ended well.
 
     Raises:
@@ -51,25 +51,25 @@ def start(run: Run, request: RunRequest, listen: Listener = unheard) -> RunDirec
                 delete(directory.path)
             raise
         note_start(run, directory, "started")
-        Controller(run, request, directory, site, listen).carry_out()
+        Controller(run, request, directory, site, listener).carry_out()
     return directory
 
 
-def resume(request: RunRequest, listen: Listener = unheard) -> RunDirectory:
+def resume(request: RunRequest, listener: Listener = UNHEARD) -> RunDirectory:
     """As `start`, for the run in the request's directory, which goes on from its newest good checkpoint."""
     if request.run_dir is None:
         raise UserError("--resume goes on with a run that was begun: give its directory with --run-dir")
     directory = RunDirectory.open(request.run_dir)
     with directory.lock(LAUNCHER_LOCK):
         with directory.lock(MASTER):  # of a job that outlived its launcher
-            run, choice = resumed_run(request, directory, lambda *what: listen(Searching(*what)))
+            run, choice = resumed_run(request, directory, listener.search)
             site = site_of(run, request, directory)
             prepare(run, directory)
         note_start(run, directory, "resumed", choice)
         for step, reason in choice.damaged.items():
-            listen(Said(f"the checkpoint after step {step} is passed over: {reason}"))
-        listen(Said(f"the run goes on after step {run.spec.resume_step}"))
-        Controller(run, request, directory, site, listen).carry_out()
+            listener.say(f"the checkpoint after step {step} is passed over: {reason}")
+        listener.say(f"the run goes on after step {run.spec.resume_step}")
+        Controller(run, request, directory, site, listener).carry_out()
     return directory
 
 
@@ -93,16 +93,18 @@ class Controller:
     number of restarts, and which workers were to blame.
     """
 
-    def __init__(self, run: Run, request: RunRequest, directory: RunDirectory, site: Site, listen: Listener = unheard):
+    def __init__(
+        self, run: Run, request: RunRequest, directory: RunDirectory, site: Site, listener: Listener = UNHEARD
+    ):
         self._run, self._request, self._directory, self._site = run, request, directory, site
-        self._listen = listen
+        self._listener = listener
         self._interruption = Interruption()
 
     def carry_out(self) -> None:
         """Returns when the run has ended well, maybe under another plan. However it ends, the directory tells how, and
         has a report. Raises as `start`."""
         for line in said_of_hardware(self._run, self._request.plan.plan):
-            self._say(line)
+            self._listener.say(line)
         with self._interruption:
             try:
                 self.run_to_end()
@@ -137,7 +139,7 @@ class Controller:
                     raise
                 reason, restarts_left = str(error), restarts_left - 1
                 blamed = suspects.failed(last_step(self._directory), error.workers, before.spec.num_workers)
-                moved = elsewhere(before, self._request, self._site, blamed, error, self._search)
+                moved = elsewhere(before, self._request, self._site, blamed, error, self._listener.search)
                 if moved:
                     suspects = Suspects()
                 try:
@@ -148,26 +150,20 @@ class Controller:
     def _started(self, reason: str | None) -> Run | None:
         """Starts the processes and watches them to their end; the run under the plan that they ended for, if any.
 
-        `reason`: see `Starting`.
+        `reason`: see `Listener.starting`.
         """
         launcher = self._site.launcher(self._run)
-        with Replanner(self._run, self._directory, self._request.replan, self._say) as replanner:
-            self._listen(Starting(self._run, self._directory, reason))
+        with Replanner(self._run, self._directory, self._request.replan, self._listener.say) as replanner:
+            self._listener.starting(self._run, self._directory, reason)
 
             def look() -> None:
                 self._interruption.check()
-                self._listen(Watched(launcher.status() if isinstance(launcher, SlurmLauncher) else ""))
+                self._listener.watched(launcher.status() if isinstance(launcher, SlurmLauncher) else "")
                 replanner.poll()
 
             processes = self._site.processes(self._run)
             supervise(launcher, processes, self._directory, look, is_remote=self._site.is_remote)
             return replanner.next_run() if self._is_between_plans() else None
-
-    def _say(self, text: str) -> None:
-        self._listen(Said(text))
-
-    def _search(self, phase: str, detail: str) -> None:
-        self._listen(Searching(phase, detail))
 
     def _is_between_plans(self) -> bool:
         """Whether the master ended for another plan. Raises RunError where nobody can tell any more."""
@@ -179,7 +175,7 @@ class Controller:
 
     def _end_badly(self, error: BaseException) -> None:
         """Leaves the last word in the directory, since the master may have been killed, or ended for another's end."""
-        self._listen(Watched())
+        self._listener.watched("")
         directory, step = self._directory, last_step(self._directory)
         state: Literal["failed", "interrupted"] = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
         note(directory.events, state, step, str(error))
@@ -197,7 +193,7 @@ class Controller:
         try:
             write_report(self._directory)
         except (UserError, OSError) as error:
-            self._say(f"no report: {error}")
+            self._listener.say(f"no report: {error}")
 
 
 def site_of(run: Run, request: RunRequest, directory: RunDirectory) -> Site:

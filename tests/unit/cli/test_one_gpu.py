@@ -93,7 +93,7 @@ def test_a_run_on_one_gpu_is_planned_and_its_worker_is_shown_it(
     started = []
 
     class Carried:
-        def __init__(self, run: Run, request: Any, directory: Any, site: Any, listen: Any):
+        def __init__(self, run: Run, request: Any, directory: Any, site: Any, listener: Any):
             started.append((run, site.processes(run)))
 
         def carry_out(self) -> None: ...

@@ -9,7 +9,6 @@ import pytest
 
 from realhf.cli.progress import Progress
 from realhf.dataflow.plan import ExecutionPlan
-from realhf.lifecycle.news import Starting, Watched
 from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run, RunSpec
@@ -23,16 +22,16 @@ def line(step: int, end_s: float, **stats: float) -> dict[str, Any]:
 def test_a_line_now_and_then_and_one_at_the_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     directory = RunDirectory.create(tmp_path / "run")
     with Progress() as progress:
-        progress(Watched())
-        progress(starting(directory))
-        progress(Watched())
+        progress.watched("")
+        progress.starting(run_of(), directory, None)
+        progress.watched("")
         lines = [line(1, 100.0, loss=0.5), line(2, 101.0), line(3, 102.5), line(4, 103.0, grad_norm=1.0)]
         directory.metrics.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in lines))
         directory.evaluations.write_text('{"step":0,"accuracy":0.25}\n')
-        progress(Watched())
+        progress.watched("")
         with directory.metrics.open("a") as file:
             file.write('{"step": 5}\n')
-        progress(Watched())
+        progress.watched("")
     assert capsys.readouterr().err.splitlines() == [
         f"starting the master and 2 workers; logs in {directory.logs}",
         "evaluation after step 0: accuracy 0.25",
@@ -44,12 +43,12 @@ def test_a_line_now_and_then_and_one_at_the_end(tmp_path: Path, capsys: pytest.C
     ]
 
 
-def starting(directory: RunDirectory, num_workers: int = 2, step: int = 0, reason: str | None = None) -> Starting:
+def run_of(num_workers: int = 2, step: int = 0) -> Run:
     spec = RunSpec(
         experiment_file="", experiment_class="", values={}, working_directory="", num_workers=num_workers,
         devices_per_node=num_workers, resume_step=step,
     )  # fmt: skip
-    return Starting(Run(spec, SimpleNamespace(steps=4), ExecutionPlan(num_devices=1, calls={})), directory, reason)
+    return Run(spec, SimpleNamespace(steps=4), ExecutionPlan(num_devices=1, calls={}))
 
 
 class Clock:
@@ -67,11 +66,11 @@ def test_a_start_tells_its_phases_until_its_first_step_has_ended(
 
         def at(seconds: float) -> list[str]:
             clock.now_s = 1000.0 + seconds
-            progress(Watched())
+            progress.watched("")
             return capsys.readouterr().err.splitlines()
 
         clock.now_s = 1000.0
-        progress(starting(directory))
+        progress.starting(run_of(), directory, None)
         assert at(0) == [f"starting the master and 2 workers; logs in {directory.logs}"]
         assert at(59) == []
         assert at(61) == ["after 1 min 1 s: the master has not begun yet"]
@@ -98,7 +97,7 @@ def test_a_start_tells_its_phases_until_its_first_step_has_ended(
         master.set("waiting for the last checkpoint to be written")
         assert at(281) == ["step 4/4 1.00 s  tokens_per_s 10"]
         assert at(284) == ["after 4 min 44 s: waiting for the last checkpoint to be written"]
-        progress(starting(directory, num_workers=1, step=2, reason="worker-1 was killed"))
+        progress.starting(run_of(num_workers=1, step=2), directory, "worker-1 was killed")
         assert at(290) == [
             "worker-1 was killed",
             "the run goes on after step 2",

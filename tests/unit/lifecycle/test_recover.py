@@ -20,7 +20,7 @@ from realhf.launch.launcher import MASTER, Exit, Launcher, ProcessSpec
 from realhf.launch.start import prepare
 from realhf.lifecycle import shrink
 from realhf.lifecycle.controller import Controller
-from realhf.lifecycle.news import News, Starting
+from realhf.lifecycle.listener import Listener
 from realhf.lifecycle.recover import last_step
 from realhf.lifecycle.request import RecoveryRequest, RunRequest
 from realhf.rundir.events import Event, note, read_events
@@ -128,12 +128,12 @@ def go_on(run: Run, site: FakeSite, recovery: RecoveryRequest) -> list[str | Non
     """The reasons that are told for its starts."""
     told: list[str | None] = []
 
-    def listen(news: News) -> None:
-        if isinstance(news, Starting):
-            told.append(news.reason)
+    class Reasons(Listener):
+        def starting(self, run: Run, directory: RunDirectory, reason: str | None) -> None:
+            told.append(reason)
 
     request = RunRequest(experiment="experiment.py", recovery=recovery)
-    Controller(run, request, site.directory, site, listen).run_to_end()
+    Controller(run, request, site.directory, site, Reasons()).run_to_end()
     return told
 
 
