@@ -5,14 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from realhf.cpu.native import DTYPES, kernels
 from realhf.cpu.products import PackedWeight
-
-try:
-    from realhf.cpu import _cpu
-except ImportError:  # not built
-    _cpu = None
-
-_DTYPES = {} if _cpu is None else {torch.float32: _cpu.DType.float32, torch.bfloat16: _cpu.DType.bfloat16}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +26,20 @@ class LayerWeights:
     epsilon: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class LayerCache:
+    """A layer's keys and values, and the pages that each row of a decode step has of them.
+
+    keys, values: the layer's pages, see `realhf.engine.generate.paged_attention.CppKernels`.
+    table, lengths: see `realhf.engine.generate.paged_attention.DecodeRows`.
+    """
+
+    keys: Tensor
+    values: Tensor
+    table: Tensor
+    lengths: Tensor
+
+
 class LayerKernel:
     """One layer. `window`: a token attends to so many at most; None: to all."""
 
@@ -42,10 +50,10 @@ class LayerKernel:
         heads = weights.output.width // head_dim
         assert weights.qkv.out == (heads + 2 * kv_heads) * head_dim
         assert weights.gate_up.out == 2 * weights.down.width
-        self._shape = _cpu.LayerShape(
+        self._shape = kernels.LayerShape(
             hidden=self.hidden, kv_heads=kv_heads, group=heads // kv_heads, head_dim=head_dim, inner=weights.down.width
         )
-        self._addresses = _cpu.LayerWeights(
+        self._addresses = kernels.LayerWeights(
             input_norm=weights.input_norm.data_ptr(),
             qkv=weights.qkv.data.data_ptr(),
             qkv_bias=0 if weights.qkv_bias is None else weights.qkv_bias.data_ptr(),
@@ -60,39 +68,28 @@ class LayerKernel:
         """Of its dtype, for the intermediate results of so many rows."""
         return rows * self._shape.buffer
 
-    def __call__(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        keys: Tensor,
-        values: Tensor,
-        table: Tensor,
-        lengths: Tensor,
-        buffer: Tensor,
-    ) -> None:
-        """Turns x into the output of the layer, and leaves keys and values of the new tokens in their pages.
+    def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, buffer: Tensor) -> None:
+        """Replaces x by the output of the layer, and writes the keys and values of the new tokens into their pages.
 
         Args:
-            x: hidden states [rows, hidden], a token each.
-            cos, sin: of their positions, [rows, 1, head_dim].
-            keys, values: the layer's pages, see `realhf.engine.generate.paged_attention.CppKernels`.
-            table, lengths: see `realhf.engine.generate.paged_attention.DecodeRows`.
-            buffer: at least `buffer_elements(rows)`.
+            x: hidden states [rows, hidden], one token a row.
+            cos, sin: rotary tables of the tokens' positions, [rows, 1, head_dim].
+            buffer: at least `buffer_elements(rows)` elements.
         """
         rows = len(x)
+        keys, values, table, lengths = cache.keys, cache.values, cache.table, cache.lengths
         assert x.shape == (rows, self.hidden)
         assert cos.shape == sin.shape == (rows, 1, self.head_dim)
-        assert keys.shape[1:] == (self.kv_heads, self.head_dim, _cpu.PAGE)
-        assert values.shape == (len(keys), self.kv_heads, _cpu.PAGE, self.head_dim)
+        assert keys.shape[1:] == (self.kv_heads, self.head_dim, kernels.PAGE)
+        assert values.shape == (len(keys), self.kv_heads, kernels.PAGE, self.head_dim)
         assert len(table) == len(lengths) == rows
         assert table.dtype == torch.int32
         assert lengths.dtype == torch.int64
         assert buffer.numel() >= self.buffer_elements(rows)
         assert all(t.dtype == self.dtype for t in (x, cos, sin, keys, values, buffer))
         assert all(t.is_contiguous() for t in (x, cos, sin, keys, values, table, lengths, buffer))
-        _cpu.decode_layer(
-            _DTYPES[self.dtype], self._shape, self._addresses, x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
+        kernels.decode_layer(
+            DTYPES[self.dtype], self._shape, self._addresses, x.data_ptr(), cos.data_ptr(), sin.data_ptr(),
             keys.data_ptr(), values.data_ptr(), len(keys), rows, table.data_ptr(), table.shape[1],
             lengths.data_ptr(), self.window or 0, buffer.data_ptr(),
         )  # fmt: skip

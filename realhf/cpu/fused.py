@@ -7,19 +7,14 @@ the operators for all other cases: other devices, float64, gradients, or modules
 import torch
 from torch import Tensor
 
-try:
-    from realhf.cpu import _cpu
-except ImportError:  # not built
-    _cpu = None
-
-_DTYPES = {} if _cpu is None else {torch.float32: _cpu.DType.float32, torch.bfloat16: _cpu.DType.bfloat16}
+from realhf.cpu.native import DTYPES, kernels
 
 
 def takes(*tensors: Tensor) -> bool:
     """Whether the kernels compute on these: all on the CPU in one dtype that they have, none for a gradient."""
     first, is_recorded = tensors[0], torch.is_grad_enabled()
     return (
-        first.dtype in _DTYPES
+        first.dtype in DTYPES
         and first.device.type == "cpu"
         and all(x.dtype == first.dtype and not (is_recorded and x.requires_grad) for x in tensors)
     )
@@ -32,8 +27,8 @@ def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype)
     assert weight.dtype == x.dtype
     assert weight.shape == (width,)
-    _cpu.rms_norm(
-        _DTYPES[x.dtype], len(rows), width, rows.data_ptr(), rows.stride(0), weight.data_ptr(), epsilon, out.data_ptr()
+    kernels.rms_norm(
+        DTYPES[x.dtype], len(rows), width, rows.data_ptr(), rows.stride(0), weight.data_ptr(), epsilon, out.data_ptr()
     )
     return out
 
@@ -46,8 +41,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     assert cos.shape == sin.shape == (tokens, 1, head_dim)
     assert cos.is_contiguous()
     assert sin.is_contiguous()
-    _cpu.rotate(
-        _DTYPES[x.dtype], tokens, heads, head_dim, x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(),
+    kernels.rotate(
+        DTYPES[x.dtype], tokens, heads, head_dim, x.data_ptr(), x.stride(0), cos.data_ptr(), sin.data_ptr(),
         out.data_ptr(),
     )  # fmt: skip
     return out
@@ -59,8 +54,8 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     assert gate.shape == up.shape
     assert gate.dtype == up.dtype
     out = torch.empty(gate.shape, dtype=gate.dtype)
-    _cpu.gated_silu(
-        _DTYPES[gate.dtype], *gate.shape, gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0), out.data_ptr()
+    kernels.gated_silu(
+        DTYPES[gate.dtype], *gate.shape, gate.data_ptr(), gate.stride(0), up.data_ptr(), up.stride(0), out.data_ptr()
     )
     return out
 
@@ -77,7 +72,7 @@ def vocabulary_statistics(logits: Tensor, tokens: Tensor, temperature: float, ou
     assert out.shape[0] == 3
     assert out.stride(1) == 1
     addresses = [row.data_ptr() for row in out]
-    _cpu.statistics(_DTYPES[logits.dtype], rows, vocab, logits.data_ptr(), temperature, tokens.data_ptr(), *addresses)
+    kernels.statistics(DTYPES[logits.dtype], rows, vocab, logits.data_ptr(), temperature, tokens.data_ptr(), *addresses)
 
 
 def draw(
@@ -101,8 +96,8 @@ def draw(
         assert tokens.shape == (rows,)
         assert tokens.dtype == torch.int64
     logprobs, margins = torch.empty(rows), torch.empty(rows, dtype=torch.float64)
-    _cpu.draw(
-        _DTYPES[logits.dtype], rows, vocab, logits.data_ptr(), temperature,
+    kernels.draw(
+        DTYPES[logits.dtype], rows, vocab, logits.data_ptr(), temperature,
         0 if uniforms is None else uniforms.data_ptr(), tokens.data_ptr(), logprobs.data_ptr(), margins.data_ptr(),
     )  # fmt: skip
     return tokens, logprobs, margins

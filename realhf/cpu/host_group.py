@@ -82,7 +82,7 @@ class HostProcessGroup(dist.ProcessGroup):
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
-        super().__init__(rank, size)
+        super().__init__(rank, size)  # type: ignore[call-arg]  # of two constructors torch types one
         required = [
             _host.HostGroup.required_bytes(size, SLOT_BYTES),
             _host.Channels.required_bytes(size, RING_BYTES),
@@ -103,20 +103,23 @@ class HostProcessGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return BACKEND
 
-    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> dist.Work:
+    # Of each collective's overloads torch calls one.
+    def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> dist.Work:  # type: ignore[override]
         for tensor in tensors:
             with _Contiguous(tensor) as flat:
                 dtype, operation = _kinds(flat, opts.reduceOp)
                 self._group.all_reduce(flat.data_ptr(), flat.numel(), dtype, operation)
         return _done(tensors)
 
-    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions) -> dist.Work:
+    def broadcast(self, tensors: list[Tensor], opts: dist.BroadcastOptions) -> dist.Work:  # type: ignore[override]
         for tensor in tensors:
             with _Contiguous(tensor) as flat:
                 self._group.broadcast(flat.data_ptr(), flat.nbytes, opts.rootRank)
         return _done(tensors)
 
-    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None) -> dist.Work:
+    def allgather(  # type: ignore[override]
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: object = None
+    ) -> dist.Work:
         for parts, own in zip(outputs, inputs, strict=True):
             whole = torch.empty(len(parts), *own.shape, dtype=own.dtype)
             self._allgather_base(whole, own)
@@ -130,7 +133,9 @@ class HostProcessGroup(dist.ProcessGroup):
             self._group.all_gather(own.data_ptr(), flat.data_ptr(), own.nbytes)
         return _done([output])
 
-    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, opts: dist.ReduceScatterOptions) -> dist.Work:
+    def _reduce_scatter_base(  # type: ignore[override]
+        self, output: Tensor, whole: Tensor, opts: dist.ReduceScatterOptions
+    ) -> dist.Work:
         whole = whole.contiguous()
         with _Contiguous(output) as flat:
             dtype, operation = _kinds(flat, opts.reduceOp)
@@ -138,8 +143,8 @@ class HostProcessGroup(dist.ProcessGroup):
         return _done([output])
 
     # What torch 2.13 calls the two.
-    all_gather_single = _allgather_base
-    reduce_scatter_single = _reduce_scatter_base
+    all_gather_single = _allgather_base  # type: ignore[assignment]
+    reduce_scatter_single = _reduce_scatter_base  # type: ignore[assignment]
 
     def barrier(self, opts: object = None) -> dist.Work:
         self._group.barrier()
@@ -224,7 +229,7 @@ class _Contiguous:
 
 def _kinds(tensor: Tensor, operation: dist.ReduceOp) -> tuple[_host.DType, _host.Operation]:
     for known, found in _OPERATIONS.items():
-        if operation == known and tensor.dtype in _DTYPES:
+        if operation == known and tensor.dtype in _DTYPES:  # type: ignore[comparison-overlap]
             return _DTYPES[tensor.dtype], found
     raise NotImplementedError(f"{operation} of {tensor.dtype}: host memory has SUM and MAX of {list(_DTYPES)}")
 
@@ -232,7 +237,7 @@ def _kinds(tensor: Tensor, operation: dist.ReduceOp) -> tuple[_host.DType, _host
 def _done(tensors: Sequence[Tensor]) -> dist.Work:
     future: torch.futures.Future[Sequence[Tensor]] = torch.futures.Future()
     future.set_result(tensors)
-    return torch._C._distributed_c10d._create_work_from_future(future)
+    return torch._C._distributed_c10d._create_work_from_future(future)  # type: ignore[attr-defined]
 
 
 def rows_of(first: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> Iterator[Rows]:

@@ -6,14 +6,9 @@ import torch
 from torch import Tensor
 
 from realhf.cpu.huge_pages import empty_in_huge_pages
+from realhf.cpu.native import DTYPES, kernels
 
-try:
-    from realhf.cpu import _cpu
-except ImportError:  # not built
-    _cpu = None
-
-_DTYPES = {} if _cpu is None else {torch.float32: _cpu.DType.float32, torch.bfloat16: _cpu.DType.bfloat16}
-_HAS_PRODUCTS = _cpu is not None and _cpu.has_products()
+_HAS_PRODUCTS = kernels is not None and kernels.has_products()
 
 
 @dataclass(frozen=True)
@@ -37,8 +32,8 @@ class PackedWeight:
         if not _is_aligned(x):
             x = x.contiguous()
         y = torch.empty(rows, self.out, dtype=x.dtype)
-        _cpu.product(
-            _DTYPES[x.dtype], rows, self.out, width, x.data_ptr(), x.stride(0), self.data.data_ptr(),
+        kernels.product(
+            DTYPES[x.dtype], rows, self.out, width, x.data_ptr(), x.stride(0), self.data.data_ptr(),
             0 if bias is None else bias.data_ptr(), False, y.data_ptr(),
         )  # fmt: skip
         return y
@@ -50,14 +45,14 @@ def pack(weight: Tensor) -> PackedWeight | None:
     It takes float32 and bfloat16 (of these an even width) on processors with AVX-512 and its bfloat16 instructions.
     """
     out, width = weight.shape
-    is_taken = _HAS_PRODUCTS and weight.device.type == "cpu" and weight.dtype in _DTYPES
+    is_taken = _HAS_PRODUCTS and weight.device.type == "cpu" and weight.dtype in DTYPES
     if not is_taken or (weight.dtype == torch.bfloat16 and width % 2):
         return None
     weight = weight.detach()
     weight = weight if weight.stride(1) == 1 else weight.contiguous()
-    dtype = _DTYPES[weight.dtype]
-    data = empty_in_huge_pages((_cpu.packed_bytes(dtype, out, width),), torch.uint8)
-    _cpu.pack(dtype, out, width, weight.data_ptr(), weight.stride(0), data.data_ptr())
+    dtype = DTYPES[weight.dtype]
+    data = empty_in_huge_pages((kernels.packed_bytes(dtype, out, width),), torch.uint8)
+    kernels.pack(dtype, out, width, weight.data_ptr(), weight.stride(0), data.data_ptr())
     return PackedWeight(out, width, weight.dtype, data)
 
 

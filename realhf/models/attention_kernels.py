@@ -8,10 +8,10 @@ scaled dot products.
 import importlib.metadata
 import importlib.util
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -112,7 +112,8 @@ def torch_varlen_attention(
         grouped = {"enable_gqa": True}
     elif group > 1:
         key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
-    return varlen_attn(
+    attend: Callable[..., Any] = varlen_attn  # its options differ from version to version
+    return attend(
         query, key, value, cu_seqlens, cu_seqlens, longest, longest, window_size=window_borders(window), **grouped
     )
 

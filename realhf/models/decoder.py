@@ -44,6 +44,8 @@ class SelfAttention(nn.Module):
         self.v_proj = ColumnParallelLinear((config.kv_size // tp, hidden), bias=bias)
         self.o_proj = RowParallelLinear((hidden, config.query_size // tp), group, bias=config.attention_output_bias)
         self.joined = JoinedLinears(self.q_proj, self.k_proj, self.v_proj)
+        self.q_norm: nn.Module
+        self.k_norm: nn.Module
         if config.qk_norm:
             self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps, group)
             self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps, group)
@@ -160,9 +162,8 @@ class Decoder(nn.Module):
         for i in self.chunks[chunk]:
             layer = self.model.layers[str(i)]
             replacement = self.trains_layer if torch.is_grad_enabled() else self.infers_layer
-            if replacement is not None:
-                layer = partial(replacement, layer)
-            x = run_layer(recomputation, layer, x, cos, sin, attend, shards)
+            compute = layer if replacement is None else partial(replacement, layer)
+            x = run_layer(recomputation, compute, x, cos, sin, attend, shards)
         if not self.has_head(chunk):
             return x
         return self.output(x, head_rows, shards)

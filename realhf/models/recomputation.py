@@ -6,7 +6,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 from realhf.architecture.compute import Recomputation
 
@@ -21,8 +26,8 @@ def run_layer(recomputation: Recomputation, layer: Callable[..., Tensor], *args:
     """
     if recomputation == "off" or not torch.is_grad_enabled():
         return layer(*args)
-    context = {} if recomputation == "full" else {"context_fn": _keeping_products}
-    return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False, **context)
+    contexts = noop_context_fn if recomputation == "full" else _keeping_products
+    return checkpoint(layer, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 _aten = torch.ops.aten

@@ -6,6 +6,7 @@ The library's own writer copies all tensors to bytes first and holds Python's lo
 import hashlib
 import os
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 
 import msgspec
@@ -30,8 +31,9 @@ def write_safetensors(path: Path, content: Mapping[str, Tensor]) -> str:
     # The widest first, as the library does: so every tensor lies at a multiple of its elements' size.
     tensors = dict(sorted(content.items(), key=lambda item: (-item[1].element_size(), item[0])))
     digest = hashlib.sha256()
+    parts = chain([memoryview(_header(tensors))], *(_parts(tensor) for tensor in tensors.values()))
     with path.open("wb") as file:
-        for part in (_header(tensors), *(part for tensor in tensors.values() for part in _parts(tensor))):
+        for part in parts:
             file.write(part)
             digest.update(part)
         file.flush()
@@ -51,6 +53,6 @@ def _header(tensors: Mapping[str, Tensor]) -> bytes:
 
 def _parts(tensor: Tensor) -> Iterator[memoryview]:
     assert tensor.is_contiguous(), "the bytes of a view are not its elements"
-    content = memoryview(tensor.reshape(-1).view(torch.uint8).numpy())
+    content = tensor.reshape(-1).view(torch.uint8).numpy().data
     for start in range(0, len(content), _CHUNK_BYTES):
         yield content[start : start + _CHUNK_BYTES]

@@ -1,6 +1,8 @@
 """Where tensor-parallel computation begins and ends: identities and sums that are each other's gradient (Megatron-LM,
 section 3)."""
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -10,12 +12,12 @@ class _CopyToGroup(torch.autograd.Function):
     """Identity forward, sum over the group backward: stands before a column-parallel linear."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
         return x
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         grad = grad.contiguous().clone()
         dist.all_reduce(grad, group=ctx.group)
         return grad, None
@@ -25,13 +27,13 @@ class _SumOverGroup(torch.autograd.Function):
     """Sum over the group forward, identity backward: stands behind a row-parallel linear."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         x = x.contiguous().clone()
         dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad, None
 
 
@@ -42,14 +44,14 @@ class _GatherLastDim(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    def forward(ctx: Any, x: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.width, ctx.index = x.shape[-1], dist.get_rank(group)
         parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
         dist.all_gather(parts, x.contiguous(), group=group)
         return torch.cat(parts, dim=-1)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad.narrow(-1, ctx.index * ctx.width, ctx.width), None
 
 

@@ -7,6 +7,7 @@ divided.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -62,23 +63,23 @@ def gather_outputs(x: Tensor, shards: TokenShards | None) -> Tensor:
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, shards: TokenShards) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shards: TokenShards) -> Tensor:
         ctx.shards = shards
         return _all_gather(x, shards)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _reduce_scatter(grad, ctx.shards), None
 
 
 class _SumOfOwn(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, shards: TokenShards) -> Tensor:
+    def forward(ctx: Any, x: Tensor, shards: TokenShards) -> Tensor:
         ctx.shards = shards
         return _reduce_scatter(x, shards)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return _all_gather(grad, ctx.shards), None
 
 
@@ -86,7 +87,7 @@ class _GatherForLoss(_Gather):
     """The gradient needs no sum: every rank has all of it."""
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         return grad[ctx.shards.own], None
 
 

@@ -6,6 +6,7 @@ the length of its sequences; the backward pass projects a tile again.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -140,7 +141,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, tokens: Tensor, softmax: _Softmax, keeps: bool
+        ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, softmax: _Softmax, keeps: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
         wide, rows, vocab = _wide(hidden.dtype), len(hidden), len(weight)
         rank = 0 if softmax.group is None else dist.get_rank(softmax.group)
@@ -167,6 +168,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 kept = z
             own[2].masked_fill_(~is_there, 0.0)
             total = own if total is None else _joined(torch.stack([total, own]))
+        assert total is not None, "a vocabulary has parts"
         logsumexp, greatest, picked, mean = _over_ranks(total, softmax.group)
         entropy = logsumexp - mean if softmax.with_entropy else torch.zeros_like(logsumexp)
         if keeps:
@@ -179,7 +181,7 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx, grad_logprob: Tensor, grad_entropy: Tensor, _: Tensor
+        ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor, _: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         hidden, weight, local, logsumexp, entropy, kept = ctx.saved_tensors
         softmax, rows, vocab = ctx.softmax, len(hidden), len(weight)

@@ -135,7 +135,7 @@ class StreamWaits:
         with self._lock:
             self._watched[: len(seen)] = pending
         late = min((w for w in pending if w.deadline < time.monotonic()), key=lambda w: w.deadline, default=None)
-        return late and RunError(f"{late.what()}: timed out after {late.timeout_s:g} s")
+        return None if late is None else RunError(f"{late.what()}: timed out after {late.timeout_s:g} s")
 
 
 def waits_on(device: torch.device, fail: Callable[[Exception], object]) -> Waits:

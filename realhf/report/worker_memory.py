@@ -121,11 +121,7 @@ def memory_figure(rows: Sequence[WorkerMemory], limit_bytes: int | None) -> go.F
     end = longest / unit
     if limit_bytes and limit_bytes <= DRAWN_LIMIT * longest:
         end = max(end, limit_bytes / unit)
-        figure.add_vline(x=limit_bytes / unit, line={"color": LIMIT_COLOUR, "width": 2, "dash": "dash"})
-        figure.add_annotation(
-            x=limit_bytes / unit, y=1, yref="paper", xanchor="right", yanchor="bottom", showarrow=False,
-            text=f"limit {_text(limit_bytes)}", font={"color": LIMIT_COLOUR},
-        )  # fmt: skip
+        _draw_limit(figure, limit_bytes / unit, f"limit {_text(limit_bytes)}")
     figure.update_layout(barmode="group", bargap=0.3, legend={"traceorder": "normal"} | LEGEND_ABOVE)
     # Room at the right for the words behind the longest bar.
     figure.update_xaxes(title=name, range=[0, 1.2 * end])
@@ -133,6 +129,14 @@ def memory_figure(rows: Sequence[WorkerMemory], limit_bytes: int | None) -> go.F
         categoryorder="array", categoryarray=workers, autorange="reversed", automargin=True, ticksuffix="  "
     )
     return styled(figure, 100 + 52 * len(rows), {"l": 20, "r": 20, "t": 36, "b": 44})
+
+
+def _draw_limit(figure: go.Figure, x: float, text: str) -> None:
+    figure.add_vline(x=x, line={"color": LIMIT_COLOUR, "width": 2, "dash": "dash"})
+    figure.add_annotation(
+        x=x, y=1, yref="paper", xanchor="right", yanchor="bottom", showarrow=False,
+        text=text, font={"color": LIMIT_COLOUR},
+    )  # fmt: skip
 
 
 def _growth(metrics: Sequence[dict[str, Any]]) -> str:

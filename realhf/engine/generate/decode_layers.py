@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.cpu.decode_layer import LayerKernel, LayerWeights
+from realhf.cpu.decode_layer import LayerCache, LayerKernel, LayerWeights
 from realhf.cpu.products import PackedWeight
 from realhf.engine.generate.kv_cache import StepAttention
 from realhf.engine.generate.paged_attention import CppKernels
@@ -33,7 +33,8 @@ class DecodeLayers:
         kernel, cache, rows = self.kernels[index], attend.cache, attend.decode
         if self._buffer.numel() < kernel.buffer_elements(len(x)) or self._buffer.dtype != x.dtype:
             self._buffer = x.new_empty(kernel.buffer_elements(len(x)))
-        kernel(x, cos, sin, cache.keys[index], cache.values[index], rows.table, rows.lengths, self._buffer)
+        pages = LayerCache(keys=cache.keys[index], values=cache.values[index], table=rows.table, lengths=rows.lengths)
+        kernel(x, cos, sin, pages, self._buffer)
         return x
 
 

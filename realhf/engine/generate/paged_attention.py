@@ -8,12 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from realhf.architecture.decoding import FLASH_PAGE_TOKENS, PAGE_TOKENS
+from realhf.cpu.native import kernels as _kernels
 from realhf.models.attention_kernels import Machine, last_token_borders, machine, packed_kernel
-
-try:
-    from realhf.cpu import _cpu as _kernels
-except ImportError:  # not built: the same in torch's own operators, which copy the pages together
-    _kernels = None
 
 PagedKernel = Literal["C++", "flash-attn", "gathered pages"]
 

@@ -19,9 +19,8 @@ import importlib.util, sys, pytest
 spec = importlib.util.spec_from_file_location("realhf.cpu._cpu", sys.argv[1])
 module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-import realhf.cpu
-realhf.cpu._cpu = module
-from realhf.cpu import products
+from realhf.cpu import native, products
+assert native.kernels is module
 assert not products._HAS_PRODUCTS
 sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", *sys.argv[2:]]))
 """
