@@ -21,12 +21,10 @@ from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.cluster import Cluster, device_meshes
-from realhf.planning.model.cost import CallCost
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import EngineFeatures
-from realhf.planning.model.memory import dynamic_bytes, static_bytes
 from realhf.planning.model.timings import Costs, load_costs
-from realhf.planning.options import Option, legal_strategies, micro_batch_counts, mini_batch_size
+from realhf.planning.options import Option, legal_strategies, micro_batch_counts
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import Found, native_problem, search_problem
 from realhf.planning.problem.simulation import simulate
@@ -149,6 +147,10 @@ class Study:
         self.costs: Costs = load_costs(
             self.graph.models, dtype=DTYPE, hardware=load_hardware(HARDWARE), features=FEATURES
         )
+        self.task = PlanningTask(
+            graph=self.graph, batch_size=point.batch_size, workload=self.workload, cluster=self.cluster,
+            costs=self.costs, max_steps_in_flight=STEPS_IN_FLIGHT, dtype=DTYPE,
+        )  # fmt: skip
 
     def options(self, call: ModelFunctionCallDef, meshes: Iterable[DeviceMesh]) -> list[Option]:
         """Of every mesh and strategy, the numbers of micro-batches that fit and of which none is better in all."""
@@ -162,34 +164,21 @@ class Study:
         return result
 
     def _useful_counts(self, call: ModelFunctionCallDef, strategy: ParallelStrategy, mesh: DeviceMesh) -> list[int]:
-        cost = CallCost(
-            call=call, batch_size=self.point.batch_size, workload=self.workload, cluster=self.cluster,
-            costs=self.costs, dtype=DTYPE,
-        )  # fmt: skip
+        model = self.task.call_models[call.name]
         static, _ = self.bytes_of(call, Option(Layout(mesh, strategy), 1))
         if static > self.cluster.device_memory_bytes:
             return []
-        counts = micro_batch_counts(strategy, mini_batch_size(call, self.point.batch_size))
+        counts = micro_batch_counts(strategy, model.samples)
         needs = {count: self.bytes_of(call, Option(Layout(mesh, strategy), count))[1] for count in counts}
         fitting = [count for count in counts if static + needs[count] <= self.cluster.device_memory_bytes]
-        rows = sorted((needs[count], cost.seconds(strategy, count), count) for count in fitting)
+        rows = sorted((needs[count], model.seconds(strategy, count), count) for count in fitting)
         return [count for i, (_, seconds, count) in enumerate(rows) if all(seconds < row[1] for row in rows[:i])]
 
     def bytes_of(self, call: ModelFunctionCallDef, option: Option) -> tuple[float, float]:
         """(static, dynamic) bytes on a device; a model lives with its training, or with its only call."""
-        trained = any(other.trains for other in self.graph.calls.values() if other.model_name == call.model_name)
-        static = 0.0
-        if call.trains or not trained:
-            strategy = option.layout.strategy
-            static = float(static_bytes(call.config, strategy, DTYPE, trained=trained, features=FEATURES))
-        return static, dynamic_bytes(call, option, self.point.batch_size, self.workload, DTYPE, FEATURES)
-
-    def problem(self, options: Mapping[str, Sequence[Option]]) -> Problem:
-        task = PlanningTask(
-            graph=self.graph, batch_size=self.point.batch_size, workload=self.workload, cluster=self.cluster,
-            costs=self.costs, max_steps_in_flight=STEPS_IN_FLIGHT, dtype=DTYPE,
-        )  # fmt: skip
-        return build_problem(task, options)
+        model, at_home = self.task.call_models[call.name], self.task.homes[call.name] == call.name
+        static = float(model.static_bytes(option.layout.strategy)) if at_home else 0.0
+        return static, model.dynamic_bytes(*option.shape)
 
     def searched(self) -> dict[str, Any]:
         meshes = [mesh for mesh in device_meshes(self.cluster) if self._is_offered(mesh)]
@@ -218,7 +207,7 @@ class Study:
         lacking = [name for name, rows in options.items() if not rows]
         if lacking:
             return {"infeasible": f"{lacking[0]} does not fit by itself"}
-        problem = self.problem(options)
+        problem = build_problem(self.task, options)
         native = native_problem(problem)
         found = search_problem(native, seed=SEED, evaluations=self.point.evaluations)
         if not found.feasible:

@@ -14,7 +14,7 @@ from realhf.base.errors import UserError
 from realhf.dataflow.follow import Follow, FollowNode, follow_nodes
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.dataflow.protocols import THREE_D_PROTO, TransferProtocol
-from realhf.geometry.layout import Layout
+from realhf.geometry.layout import Layout, divisors
 
 
 class ModelInterfaceType(Enum):
@@ -87,6 +87,16 @@ class ModelFunctionCallDef:
     def parts(self, layout: Layout) -> int:
         """In how many parts the call's batch is cut in a layout."""
         return layout.strategy.dp if self.protocol is THREE_D_PROTO else self.protocol.distribute(layout).parts
+
+    def mini_batch_size(self, batch_size: int) -> int:
+        """Samples of one mini-batch. Raises UserError where `mini_batches` does not divide the batch."""
+        size, rest = divmod(batch_size, self.mini_batches)
+        if rest:
+            raise UserError(
+                f"{self.name}: mini_batches={self.mini_batches} does not divide batch_size={batch_size}; "
+                f"choose mini_batches from {', '.join(map(str, divisors(batch_size)))}"
+            )
+        return size
 
     def check_protocol(self, layout: Layout) -> None:
         """Raises UserError where the call cannot run under its protocol in `layout`."""

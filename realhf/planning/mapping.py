@@ -4,13 +4,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from realhf.base.errors import UserError
-from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
+from realhf.dataflow.graph import GENERATE, TRAIN_STEP
 from realhf.dataflow.plan import CallPlan
 from realhf.geometry.layout import DeviceMesh, Layout
-from realhf.planning.model.communicators import axes_used, group_key, of_all_devices
-from realhf.planning.model.memory import copy_bytes, dynamic_bytes, kept_cache_bytes, static_bytes
-from realhf.planning.model.sharding import Sharding
-from realhf.planning.options import Option, call_strategies, mini_batch_size
+from realhf.planning.model.call import CallModel
+from realhf.planning.model.communicators import of_all_devices
+from realhf.planning.options import Option, options_on
 from realhf.planning.task import PlanningTask
 
 MOST_ALLOCATIONS = 500_000  # some ten seconds
@@ -170,7 +169,7 @@ class Mapper:
         If the fastest homes leave too little, all homes take their smallest form.
         """
         graph = self.task.graph
-        calls = [call for model in group for call in graph.calls_of(model)]
+        calls = [self.task.call_models[call.name] for model in group for call in graph.calls_of(model)]
         if any(not self._ranked(call, num_devices) for call in calls):
             return None
         for frugal in (False, True):
@@ -179,124 +178,91 @@ class Mapper:
                 return Colocated(num_devices, chosen, self._stages(calls, chosen))
         return None
 
-    def _choose_homes(
-        self, calls: Sequence[ModelFunctionCallDef], num_devices: int, frugal: bool
-    ) -> dict[str, Option] | None:
+    def _choose_homes(self, calls: Sequence[CallModel], num_devices: int, frugal: bool) -> dict[str, Option] | None:
         """The fastest option that fits for every home, one after the other, with the least kept free for the rest."""
-        at_home = [call for call in calls if self.task.homes[call.name] == call.name]
-        static = {call.name: min(self._static(call, o) for _, o in self._ranked(call, num_devices)) for call in at_home}
+        at_home = [call for call in calls if self._home(call) is call]
+        static = {call.call.name: min(_static(call, o) for _, o in self._ranked(call, num_devices)) for call in at_home}
         chosen: dict[str, Option] = {}
         for call in at_home:
-            least = static[call.name]
+            name, least = call.call.name, static[call.call.name]
             room = self._room() - (sum(static.values()) - least)
             fitting = (
                 option
                 for _, option in self._ranked(call, num_devices)
-                if self._static(call, option) + self._dynamic(call, option) <= room
-                and (not frugal or self._static(call, option) == least)
+                if _static(call, option) + _dynamic(call, option) <= room
+                and (not frugal or _static(call, option) == least)
             )
             option = next(fitting, None)
             if option is None:
                 return None
-            chosen[call.name], static[call.name] = option, self._static(call, option)
+            chosen[name], static[name] = option, _static(call, option)
         return chosen
 
-    def _choose_others(
-        self, calls: Sequence[ModelFunctionCallDef], num_devices: int, chosen: dict[str, Option]
-    ) -> bool:
+    def _choose_others(self, calls: Sequence[CallModel], num_devices: int, chosen: dict[str, Option]) -> bool:
         """Adds the fastest option of every other call to `chosen`; False if one call has too little room."""
-        static = sum(self._static(call, chosen[call.name]) for call in calls if call.name in chosen)
-        room = self._room() - static
-        for call in calls:
-            at_home = self.task.graph.calls[self.task.homes[call.name]]
-            home = chosen[at_home.name]
-            ranked = [(0.0, home)] if call.name in chosen else self._ranked(call, num_devices)
-            option = next((option for _, option in ranked if self._need(call, option, at_home, home) <= room), None)
-            if option is None:
-                return False
-            chosen[call.name] = option
+        room = self._room() - sum(_static(call, chosen[call.call.name]) for call in calls if call.call.name in chosen)
         needs, kept = [], []
         for call in calls:
-            at_home, option = self.task.graph.calls[self.task.homes[call.name]], chosen[call.name]
-            needs.append(self._need(call, option, at_home, chosen[at_home.name]))
-            kept.append(self._kept(call, option) if option.layout == chosen[at_home.name].layout else 0.0)
+            at_home, name = self._home(call), call.call.name
+            home = chosen[at_home.call.name]
+            ranked = [(0.0, chosen[name])] if name in chosen else self._ranked(call, num_devices)
+            option = next((option for _, option in ranked if _need(call, option, at_home, home) <= room), None)
+            if option is None:
+                return False
+            chosen[name] = option
+            needs.append(_need(call, option, at_home, home))
+            kept.append(call.kept_cache_bytes(*option.shape) if option.layout == home.layout else 0.0)
         # What one call leaves, all others have beside them.
         return all(need + sum(kept) - own <= room for need, own in zip(needs, kept, strict=True))
 
-    def _stages(
-        self, calls: Sequence[ModelFunctionCallDef], chosen: Mapping[str, Option]
-    ) -> tuple[float, float, float]:
+    def _stages(self, calls: Sequence[CallModel], chosen: Mapping[str, Option]) -> tuple[float, float, float]:
         sums = [0.0, 0.0, 0.0]
         for call in calls:
-            option = chosen[call.name]
-            stage = 0 if call.interface_type is GENERATE else 2 if call.interface_type is TRAIN_STEP else 1
+            option, kind = chosen[call.call.name], call.call.interface_type
+            stage = 0 if kind is GENERATE else 2 if kind is TRAIN_STEP else 1
             sums[stage] += next(s for s, o in self._ranked(call, option.layout.mesh.size) if o == option)
         return sums[0], sums[1], sums[2]
 
-    def _ranked(self, call: ModelFunctionCallDef, num_devices: int) -> list[tuple[float, Option]]:
+    def _ranked(self, call: CallModel, num_devices: int) -> list[tuple[float, Option]]:
         """(seconds, option) of all strategies of a call on `num_devices` devices, fastest first."""
-        key = (call.name, num_devices)
+        key = (call.call.name, num_devices)
         if key not in self._options:
-            cost, mesh = self.task.cost_of(call.name), DeviceMesh(0, num_devices)
-            mini_batch = mini_batch_size(call, self.task.batch_size)
-            found = [
-                (cost.seconds(strategy, count), Option(Layout(mesh, strategy), count))
-                for strategy, counts in call_strategies(call, num_devices, mini_batch)
-                for count in counts
-            ]
-            self._options[key] = sorted(found)
+            options = options_on([DeviceMesh(0, num_devices)], call.call, call.samples)
+            self._options[key] = sorted((call.seconds(*option.shape), option) for option in options)
         return self._options[key]
 
-    def _static(self, call: ModelFunctionCallDef, option: Option) -> float:
-        strategy, features = option.layout.strategy, self.task.costs.features_of(call.model_name)
-        if sharding := self._sharding(call, option):
-            return sharding.static_bytes + self._communicators(call, option)
-        versions = self.task.graph.versions_kept(call.model_name)
-        static = static_bytes(
-            call.config, strategy, self.task.dtype, trained=call.trains, features=features, versions=versions
-        )
-        return static + self._communicators(call, option)
-
-    def _communicators(self, call: ModelFunctionCallDef, option: Option) -> float:
-        """At most: no other call has one of them."""
-        gathers = self.task.costs.features_of(call.model_name).fully_sharded
-        axes = axes_used(call, option.layout.strategy, gathers_parameters=gathers)
-        keys = {group_key(option.layout, axis) for axis in axes}
-        return self.task.costs.hardware.communicator_bytes * len(keys)
+    def _home(self, call: CallModel) -> CallModel:
+        return self.task.call_models[self.task.homes[call.call.name]]
 
     def _room(self) -> float:
-        """What is left of a device beside the communicators of all devices."""
+        """Bytes of a device beside the communicators of all devices."""
         cluster, communicator_bytes = self.task.cluster, self.task.costs.hardware.communicator_bytes
         return cluster.device_memory_bytes - communicator_bytes * len(of_all_devices(cluster.num_devices, moves=True))
 
-    def _kept(self, call: ModelFunctionCallDef, option: Option) -> float:
-        task, features = self.task, self.task.costs.features_of(call.model_name)
-        return kept_cache_bytes(call, option, task.batch_size, task.workload, task.dtype, features)
 
-    def _dynamic(self, call: ModelFunctionCallDef, option: Option) -> float:
-        task, sharding = self.task, self._sharding(call, option)
-        features = task.costs.features_of(call.model_name)
-        dynamic = dynamic_bytes(call, option, task.batch_size, task.workload, task.dtype, features)
-        return dynamic + (sharding.gather_bytes if sharding else 0)
+def _static(call: CallModel, option: Option) -> float:
+    """At home, with communicators: at most, where no other call has one of them."""
+    sharding = call.sharding(*option.shape)
+    static = sharding.static_bytes if sharding else call.static_bytes(option.layout.strategy)
+    return static + call.communicator_bytes(option.layout)
 
-    def _sharding(self, call: ModelFunctionCallDef, option: Option) -> Sharding | None:
-        return self.task.cost_of(call.name).sharding(option.layout.strategy, option.micro_batches)
 
-    def _need(self, call: ModelFunctionCallDef, option: Option, at_home: ModelFunctionCallDef, home: Option) -> float:
-        """Dynamic bytes of a call away from home, with its copy of the parameters; training has to stay at home.
+def _dynamic(call: CallModel, option: Option) -> float:
+    sharding = call.sharding(*option.shape)
+    return call.dynamic_bytes(*option.shape) + (sharding.gather_bytes if sharding else 0)
 
-        Nobody else is at home where operators are sharded.
-        """
-        dynamic = self._dynamic(call, option)
-        if call is at_home or (option.layout == home.layout and not self._sharding(at_home, home)):
-            return dynamic
-        return (
-            float("inf")
-            if call.trains
-            else dynamic
-            + copy_bytes(call.config, option.layout.strategy, self.task.dtype)
-            + self._communicators(call, option)
-        )
+
+def _need(call: CallModel, option: Option, at_home: CallModel, home: Option) -> float:
+    """Dynamic bytes, and away from home a copy of the parameters; training has to stay at home.
+
+    A home of sharded operators serves no other call: each call takes a copy.
+    """
+    dynamic = _dynamic(call, option)
+    if call is at_home or (option.layout == home.layout and not at_home.sharding(*home.shape)):
+        return dynamic
+    if call.call.trains:
+        return float("inf")
+    return dynamic + call.copy_bytes(option.layout.strategy) + call.communicator_bytes(option.layout)
 
 
 def placed(groups: Sequence[Colocated]) -> dict[str, CallPlan]:

@@ -1,6 +1,6 @@
 """The options of a call: mesh x (dp, tp, pp) x number of micro-batches."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from realhf.architecture.model import DecoderConfig
@@ -9,6 +9,7 @@ from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.plan import CallPlan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy, divisors
 from realhf.planning.cluster import Cluster, device_meshes
+from realhf.planning.task import PlanningTask
 
 
 @dataclass(frozen=True, order=True)
@@ -17,6 +18,11 @@ class Option:
 
     layout: Layout
     micro_batches: int
+
+    @property
+    def shape(self) -> tuple[ParallelStrategy, int]:
+        """What seconds and bytes depend on, wherever the mesh lies (`realhf.planning.model.call`)."""
+        return self.layout.strategy, self.micro_batches
 
     def call_plan(self, predicted_s: float | None = None) -> CallPlan:
         strategy, mesh = self.layout.strategy, self.layout.mesh
@@ -87,34 +93,31 @@ def call_strategies(
     return found
 
 
-def mini_batch_size(call: ModelFunctionCallDef, batch_size: int) -> int:
-    """Samples of one mini-batch of the call.
-
-    Raises:
-        UserError: the call's mini_batches do not divide the batch.
-    """
-    size, rest = divmod(batch_size, call.mini_batches)
-    if rest:
-        raise UserError(
-            f"{call.name}: mini_batches={call.mini_batches} does not divide batch_size={batch_size}; "
-            f"choose mini_batches from {', '.join(map(str, divisors(batch_size)))}"
-        )
-    return size
-
-
-def call_options(call: ModelFunctionCallDef, batch_size: int, cluster: Cluster) -> list[Option]:
-    """All legal options of the call. None is left out: a search needs every one it might end with."""
-    return list(_iterate_options(call, mini_batch_size(call, batch_size), cluster))
-
-
-def _iterate_options(call: ModelFunctionCallDef, mini_batch: int, cluster: Cluster) -> Iterator[Option]:
+def options_on(meshes: Iterable[DeviceMesh], call: ModelFunctionCallDef, mini_batch: int) -> list[Option]:
+    """All legal options of a call on these meshes, for mini-batches of so many samples."""
     by_size: dict[int, list[tuple[ParallelStrategy, list[int]]]] = {}
-    for mesh in device_meshes(cluster):
+    options = []
+    for mesh in meshes:
         if mesh.size not in by_size:
             by_size[mesh.size] = call_strategies(call, mesh.size, mini_batch)
         for strategy, counts in by_size[mesh.size]:
             layout = Layout(mesh, strategy)
-            yield from (Option(layout, count) for count in counts)
+            options += [Option(layout, count) for count in counts]
+    return options
+
+
+def call_options(call: ModelFunctionCallDef, batch_size: int, cluster: Cluster) -> list[Option]:
+    """All legal options of the call. None is left out: a search needs every one it might end with.
+
+    Raises:
+        UserError: the call's mini-batches do not divide the batch.
+    """
+    return options_on(device_meshes(cluster), call, call.mini_batch_size(batch_size))
+
+
+def all_options(task: PlanningTask) -> dict[str, list[Option]]:
+    """`call_options` of every call of a task, by name."""
+    return {name: call_options(call, task.batch_size, task.cluster) for name, call in task.graph.calls.items()}
 
 
 def _is_power_of_two(value: float) -> bool:

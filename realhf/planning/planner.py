@@ -20,7 +20,7 @@ from realhf.planning.clusters import cluster_of
 from realhf.planning.explain.explanation import explain
 from realhf.planning.explain.remedies import find_remedies, smallest_peak_bytes
 from realhf.planning.model.timings import Costs, load_costs
-from realhf.planning.options import call_options
+from realhf.planning.options import all_options
 from realhf.planning.predict import Prediction, predict, predict_in_best_order
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.tables import Problem
@@ -115,9 +115,7 @@ class Planner:
 
     def problem(self) -> Problem:
         """The tables of all legal options: what `search` solves."""
-        calls = self.graph.calls.values()
-        options = {call.name: call_options(call, self.settings.batch_size, self.cluster) for call in calls}
-        return build_problem(self.task, options)
+        return build_problem(self.task, all_options(self.task))
 
     def predict(self, plan: ExecutionPlan) -> Prediction:
         """What a given plan would take; the plan that comes back has the predictions filled in."""

@@ -9,7 +9,7 @@ from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.offload import loads_of, with_loads
 from realhf.dataflow.plan import ExecutionPlan, check_plan
-from realhf.planning.model.cost import reallocation_table
+from realhf.planning.model.reallocation import reallocation_table
 from realhf.planning.options import option_of
 from realhf.planning.order import possible_orders, steps_to_simulate
 from realhf.planning.problem.builder import build_problem

@@ -4,15 +4,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from realhf.base.errors import UserError
-from realhf.dataflow.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.graph import GENERATE
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.planning.cluster import Cluster
 from realhf.planning.mapping import Mapper
-from realhf.planning.model.communicators import axes_used, group_key, of_all_devices
-from realhf.planning.model.cost import CallCost
-from realhf.planning.model.memory import dynamic_bytes, kept_cache_bytes, static_bytes
-from realhf.planning.options import Option, call_strategies, mini_batch_size
+from realhf.planning.model.call import CallModel
+from realhf.planning.model.communicators import of_all_devices
+from realhf.planning.options import Option, call_strategies, options_on
 from realhf.planning.predict import Prediction, predict, predict_in_best_order
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem, search_problem
@@ -113,12 +111,8 @@ def _best_on(task: PlanningTask, meshes: Mapping[str, DeviceMesh], preset: str) 
     """The fastest strategies and micro-batches if every model has its mesh (the least memory if none fit)."""
     options: dict[str, list[Option]] = {}
     for call in task.graph.calls.values():
-        mesh, mini_batch = meshes[call.model_name], mini_batch_size(call, task.batch_size)
-        options[call.name] = [
-            Option(Layout(mesh, strategy), count)
-            for strategy, counts in call_strategies(call, mesh.size, mini_batch)
-            for count in counts
-        ]
+        mesh, mini_batch = meshes[call.model_name], call.mini_batch_size(task.batch_size)
+        options[call.name] = options_on([mesh], call, mini_batch)
         if not options[call.name]:
             raise UserError(
                 f"{preset}: no (dp, tp, pp) on {mesh.size} devices is legal for {call.name} with mini-batches of "
@@ -142,98 +136,81 @@ def heuristic(task: PlanningTask) -> ExecutionPlan:
     Raises:
         UserError: no strategy on all devices is legal for all calls.
     """
-    graph, cluster, costs, dtype = task.graph, task.cluster, task.costs, task.dtype
-    trained = {call.model_name for call in graph.calls.values() if call.trains}
+    needs, limit = _NeedsOfAll(task), task.cluster.device_memory_bytes
+    strategy = min(needs.strategies(), key=lambda s: (max(needs.least(s) - limit, 0.0), -s.tp, -s.dp))
+    # Calls that leave something come first: the others choose beside it.
+    for model in sorted(task.call_models.values(), key=lambda model: model.call.interface_type is not GENERATE):
 
-    def static(strategy: ParallelStrategy) -> int:
-        return sum(
-            static_bytes(
-                model,
-                strategy,
-                dtype,
-                trained=name in trained,
-                features=costs.features_of(name),
-                versions=graph.versions_kept(name),
-            )
-            for name, model in graph.models.items()
-        )
+        def key(count: int, model: CallModel = model) -> tuple[float, float]:
+            over = max(needs.with_the_others(model, strategy, count) - limit, 0.0)
+            return over, model.seconds(strategy, count)
 
-    def communicators(layout: Layout) -> float:
-        keys = {
-            group_key(layout, axis)
-            for call in graph.calls.values()
-            for axis in axes_used(
-                call, layout.strategy, gathers_parameters=costs.features_of(call.model_name).fully_sharded
-            )
+        needs.chosen[model.call.name] = min(needs.counts(model, strategy), key=key)
+    layout = Layout(DeviceMesh(0, task.cluster.num_devices), strategy)
+    calls = {name: Option(layout, count).call_plan() for name, count in needs.chosen.items()}
+    return predict(task, task.plan(calls, preset="heuristic")).plan
+
+
+class _NeedsOfAll:
+    """Bytes on a device while all calls run in one strategy on all devices; `chosen`: micro-batches by call."""
+
+    def __init__(self, task: PlanningTask):
+        self._task, self._models = task, list(task.call_models.values())
+        self._legal = {
+            model.call.name: dict(call_strategies(model.call, task.cluster.num_devices, model.samples))
+            for model in self._models
         }
-        common = of_all_devices(cluster.num_devices, moves=bool(graph.follows))
-        return costs.hardware.communicator_bytes * (len(common) + len(keys))
+        self.chosen: dict[str, int] = {}
 
-    chosen: dict[str, Option] = {}
+    def strategies(self) -> list[ParallelStrategy]:
+        """Those that are legal for all calls, with tensor-parallel groups within a node."""
+        task = self._task
+        common = set.intersection(*(set(legal) for legal in self._legal.values()))
+        within_node = sorted(s for s in common if task.cluster.devices_per_node % s.tp == 0)
+        if not within_node:
+            raise UserError(
+                f"heuristic plan: no (dp, tp, pp) on {task.cluster.num_devices} devices is legal for all calls with "
+                f"batch_size={task.batch_size}; choose another number of devices or a batch size that it divides"
+            )
+        return within_node
 
-    def cache(call: ModelFunctionCallDef, option: Option) -> float:
-        return kept_cache_bytes(call, option, task.batch_size, task.workload, dtype, costs.features_of(call.model_name))
+    def counts(self, model: CallModel, strategy: ParallelStrategy) -> list[int]:
+        return self._legal[model.call.name][strategy]
 
-    def need(call: ModelFunctionCallDef, option: Option) -> float:
-        """With what other calls leave: under their options, or at least."""
-        strategy = option.layout.strategy
-        kept = static(strategy) + communicators(option.layout)
-        for other in graph.calls.values():
-            if other is not call:
-                theirs = [chosen[other.name]] if other.name in chosen else options(other, strategy)
-                kept += min(cache(other, o) for o in theirs)
-        return kept + dynamic_bytes(
-            call, option, task.batch_size, task.workload, dtype, costs.features_of(call.model_name)
-        )
+    def least(self, strategy: ParallelStrategy) -> float:
+        """Of the call that needs most, each in its smallest form."""
+        return max(self._smallest(model, strategy) for model in self._models)
 
-    def need_of_all(call: ModelFunctionCallDef, option: Option) -> float:
+    def with_the_others(self, model: CallModel, strategy: ParallelStrategy, count: int) -> float:
         """Of the call, or of another one beside what this one leaves."""
-        more = cache(call, option) - min(cache(call, o) for o in options(call, option.layout.strategy))
-        rest = [] if more == 0 else [other for other in graph.calls.values() if other is not call]
-        smallest = (min(need(other, o) for o in options(other, option.layout.strategy)) for other in rest)
-        return max(need(call, option), *(size_bytes + more for size_bytes in smallest), 0.0)
+        left = [model.kept_cache_bytes(strategy, each) for each in self.counts(model, strategy)]
+        more = model.kept_cache_bytes(strategy, count) - min(left)
+        rest = [] if more == 0 else [other for other in self._models if other is not model]
+        of_others = (self._smallest(other, strategy) + more for other in rest)
+        return max(self._need(model, strategy, count), *of_others, 0.0)
 
-    micro_batches = {
-        call.name: dict(call_strategies(call, cluster.num_devices, mini_batch_size(call, task.batch_size)))
-        for call in graph.calls.values()
-    }
+    def _smallest(self, model: CallModel, strategy: ParallelStrategy) -> float:
+        return min(self._need(model, strategy, count) for count in self.counts(model, strategy))
 
-    def options(call: ModelFunctionCallDef, strategy: ParallelStrategy) -> list[Option]:
-        layout = Layout(DeviceMesh(0, cluster.num_devices), strategy)
-        return [Option(layout, count) for count in micro_batches[call.name][strategy]]
+    def _need(self, model: CallModel, strategy: ParallelStrategy, count: int) -> float:
+        """With what other calls leave: as chosen, or at least."""
+        kept = self._stays(strategy)
+        for other in self._models:
+            if other is not model:
+                chosen = self.chosen.get(other.call.name)
+                counts = self.counts(other, strategy) if chosen is None else [chosen]
+                kept += min(other.kept_cache_bytes(strategy, each) for each in counts)
+        return kept + model.dynamic_bytes(strategy, count)
 
-    def excess(strategy: ParallelStrategy) -> float:
-        """Bytes over the limit, with each call's smallest option."""
-        least = (min(need(call, o) for o in options(call, strategy)) for call in graph.calls.values())
-        return max(max(least) - cluster.device_memory_bytes, 0.0)
-
-    strategies = _common_strategies(graph, task.batch_size, cluster)
-    strategy = min(strategies, key=lambda s: (excess(s), -s.tp, -s.dp))
-    # Those first that leave something: the others choose beside it.
-    for call in sorted(graph.calls.values(), key=lambda call: call.interface_type is not GENERATE):
-        cost = task.cost_of(call.name)
-
-        def key(option: Option, call: ModelFunctionCallDef = call, cost: CallCost = cost) -> tuple[float, float]:
-            over = max(need_of_all(call, option) - cluster.device_memory_bytes, 0.0)
-            return over, cost.seconds(strategy, option.micro_batches)
-
-        chosen[call.name] = min(options(call, strategy), key=key)
-    return predict(task, task.plan({name: chosen[name].call_plan() for name in graph.calls}, preset="heuristic")).plan
-
-
-def _common_strategies(graph: DataflowGraph, batch_size: int, cluster: Cluster) -> list[ParallelStrategy]:
-    """The strategies on all devices that are legal for all calls, with tensor-parallel groups within a node."""
-    common: set[ParallelStrategy] | None = None
-    for call in graph.calls.values():
-        legal = {s for s, _ in call_strategies(call, cluster.num_devices, mini_batch_size(call, batch_size))}
-        common = legal if common is None else common & legal
-    within_node = [s for s in common or () if cluster.devices_per_node % s.tp == 0]
-    if not within_node:
-        raise UserError(
-            f"heuristic plan: no (dp, tp, pp) on {cluster.num_devices} devices is legal for all calls with "
-            f"batch_size={batch_size}; choose another number of devices or a batch size that it divides"
-        )
-    return sorted(within_node)
+    def _stays(self, strategy: ParallelStrategy) -> float:
+        """All models at home, and the communicators."""
+        task, num_devices = self._task, self._task.cluster.num_devices
+        homes = [task.call_models[name] for name in dict.fromkeys(task.homes.values())]
+        layout = Layout(DeviceMesh(0, num_devices), strategy)
+        own = {key for model in self._models for key in model.communicators(layout)}
+        common = of_all_devices(num_devices, moves=bool(task.graph.follows))
+        static = sum(home.static_bytes(strategy) for home in homes)
+        return static + task.costs.hardware.communicator_bytes * (len(common) + len(own))
 
 
 PRESETS: dict[str, Callable[[PlanningTask], ExecutionPlan]] = {

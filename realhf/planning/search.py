@@ -12,8 +12,8 @@ from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import ParallelStrategy
 from realhf.planning.cluster import Cluster, has_all_meshes
 from realhf.planning.model.grouping import with_groups
-from realhf.planning.model.memory import dynamic_bytes, parameter_bytes, static_bytes
-from realhf.planning.options import Option, call_options, option_of
+from realhf.planning.model.memory import parameter_bytes
+from realhf.planning.options import Option, all_options, option_of
 from realhf.planning.order import steps_to_simulate
 from realhf.planning.predict import Prediction, fastest_order
 from realhf.planning.presets import PresetResult, evaluate_presets
@@ -79,7 +79,7 @@ def search_plan(task: PlanningTask, budget: SearchBudget, seed: int, watch: Watc
     rules = evaluate_presets(task, watch)
     known = [rule.prediction for rule in rules if rule.prediction is not None and not rule.problem]
     watch("options", "")
-    options = {call.name: call_options(call, task.batch_size, task.cluster) for call in task.graph.calls.values()}
+    options = all_options(task)
     num_options = {name: len(rows) for name, rows in options.items()}
     if not has_all_meshes(task.cluster):
         options = {name: without_hopeless(task, name, rows) for name, rows in options.items()}
@@ -161,18 +161,18 @@ def without_hopeless(task: PlanningTask, name: str, options: Sequence[Option]) -
     Wherever the model lives, its parameters are on the call's devices beside what the call allocates.
     """
     needs: dict[tuple[ParallelStrategy, int], float] = {}
-    call, dtype, cost = task.graph.calls[name], task.dtype, task.cost_of(name)
-    features = task.costs.features_of(call.model_name)
+    model, config = task.call_models[name], task.graph.calls[name].config
     kept = []
     for option in options:
-        shape = (option.layout.strategy, option.micro_batches)
+        shape = option.shape
         if shape not in needs:
-            needs[shape] = parameter_bytes(call.config, option.layout.strategy, dtype)
-            if call.trains:  # at home, as every training of a model is, with the optimizer's states
-                needs[shape] = static_bytes(call.config, option.layout.strategy, dtype, trained=True, features=features)
-            needs[shape] += dynamic_bytes(call, option, task.batch_size, task.workload, dtype, features)
-            if cost.sharding(*shape):
+            needs[shape] = model.dynamic_bytes(*shape)
+            if model.sharding(*shape):
                 needs[shape] = 0.0  # operators are sharded so that it fits
+            elif model.call.trains:  # at home, as every training of a model is, with the optimizer's states
+                needs[shape] += model.static_bytes(shape[0])
+            else:
+                needs[shape] += parameter_bytes(config, shape[0], task.dtype)
         if needs[shape] <= task.cluster.device_memory_bytes:
             kept.append(option)
     return kept or list(options)

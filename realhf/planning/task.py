@@ -7,10 +7,10 @@ from functools import cached_property
 
 from realhf.architecture.model import DType
 from realhf.base.errors import UserError
-from realhf.dataflow.graph import GENERATE, DataflowGraph
+from realhf.dataflow.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.planning.cluster import Cluster
-from realhf.planning.model.cost import CallCost
+from realhf.planning.model.call import CallModel, features_during
 from realhf.planning.model.sharding import Sharding
 from realhf.planning.model.timings import Costs
 from realhf.planning.workload import Workload
@@ -38,14 +38,25 @@ class PlanningTask:
         """Tokens of the rollouts of a step, prompts and responses (of the sequences, where nothing is generated)."""
         return self.batch_size * self.workload.tokens
 
-    def cost_of(self, call: str) -> CallCost:
-        return CallCost(
-            call=self.graph.calls[call],
-            batch_size=self.batch_size,
-            workload=self.workload,
-            cluster=self.cluster,
-            costs=self.costs,
+    @cached_property
+    def call_models(self) -> dict[str, CallModel]:
+        """By the name of a call what knows its seconds and bytes. Raises UserError for mini-batches of unequal size."""
+        return {name: self._call_model(call) for name, call in self.graph.calls.items()}
+
+    def _call_model(self, call: ModelFunctionCallDef) -> CallModel:
+        lengths = self.workload.of(call.name)
+        features = features_during(call, lengths, self.costs.features_of(call.model_name))
+        return CallModel(
+            call=call,
+            samples=call.mini_batch_size(self.batch_size),
+            lengths=lengths,
             dtype=self.dtype,
+            features=features,
+            timings=self.costs.of(call.config, features),
+            cluster=self.cluster,
+            hardware=self.costs.hardware,
+            versions=self.graph.versions_kept(call.model_name),
+            factor=self.costs.call_factors.get(call.name, 1.0),
             shares_devices=len(self.graph.calls) > 1,
         )
 
@@ -53,7 +64,7 @@ class PlanningTask:
         """By name the trainings of a plan that are predicted with operators sharded over dp."""
         found = {}
         for name, call in plan.calls.items():
-            sharding = self.cost_of(name).sharding(call.layout.strategy, call.micro_batches)
+            sharding = self.call_models[name].sharding(call.layout.strategy, call.micro_batches)
             if sharding is not None and self.homes[name] == name:
                 found[name] = sharding
         return found

@@ -49,7 +49,7 @@ def _best(task: PlanningTask, plan: ExecutionPlan, name: str) -> Alternative:
             best, best_s = option, step_s
     return Alternative(
         call=name,
-        option=best.call_plan(predicted_s=task.cost_of(name).seconds(best.layout.strategy, best.micro_batches))
+        option=best.call_plan(predicted_s=task.call_models[name].seconds(best.layout.strategy, best.micro_batches))
         if best
         else None,
         step_s=best_s,

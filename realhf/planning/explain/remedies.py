@@ -4,8 +4,8 @@ from dataclasses import dataclass, replace
 
 from realhf.base.errors import UserError
 from realhf.base.numbers import DEVICES
-from realhf.geometry.layout import DeviceMesh, Layout
-from realhf.planning.options import Option, call_strategies, mini_batch_size
+from realhf.geometry.layout import DeviceMesh
+from realhf.planning.options import Option, options_on
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem
 from realhf.planning.task import PlanningTask
@@ -55,15 +55,10 @@ def smallest_peak_bytes(task: PlanningTask) -> float | None:
     options: dict[str, list[Option]] = {}
     for call in task.graph.calls.values():
         try:
-            mini_batch = mini_batch_size(call, task.batch_size)
+            mini_batch = call.mini_batch_size(task.batch_size)
         except UserError:
             return None
-        options[call.name] = [
-            Option(Layout(mesh, strategy), count)
-            for mesh in (DeviceMesh(0, size), *halves)
-            for strategy, counts in call_strategies(call, mesh.size, mini_batch)
-            for count in counts
-        ]
+        options[call.name] = options_on((DeviceMesh(0, size), *halves), call, mini_batch)
         if not options[call.name]:
             return None
     native = native_problem(build_problem(task, options))

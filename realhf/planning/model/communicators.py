@@ -61,10 +61,9 @@ class CommunicatorLabels:
         self._common = tuple(sorted(common))
         self._labels: dict[Key, int] = {}
 
-    def of(self, layout: Layout, axes: Iterable[Axis]) -> tuple[int, ...]:
-        """The labels of a layout's groups along `axes`, ascending, behind those that every device has."""
+    def of(self, keys: Iterable[Key]) -> tuple[int, ...]:
+        """The labels of communicators, ascending, behind those that every device has."""
         first = DATA + 1
-        keys = [group_key(layout, axis) for axis in axes]
         own = {self._labels.setdefault(key, first + len(self._labels)) for key in keys}
         return (*self._common, *sorted(own))
 

@@ -15,10 +15,10 @@ from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunction
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.geometry.layout import ParallelStrategy
 from realhf.planning.cluster import Cluster
-from realhf.planning.model.cost import CallCost
+from realhf.planning.model.call import CallModel, features_during
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.timings import AnalyticTimings, Costs
+from realhf.planning.model.timings import AnalyticTimings
 from realhf.planning.workload import Workload
 
 INTERFACES: dict[str, ModelInterfaceType] = {"generate": GENERATE, "inference": INFERENCE, "train_step": TRAIN_STEP}
@@ -125,7 +125,6 @@ def predict_s(table: MeasuredTable, row: MeasuredCall, hardware: Hardware) -> fl
     """Seconds of a row's call by the analytic model."""
     model = model_type(row.model_type)
     interface = INTERFACES[row.interface]
-    features = replace(table.features, cuda_graphs=row.cuda_graphs).on(hardware)
     call = ModelFunctionCallDef(
         model_name=row.call.split()[0],
         model_type=model,
@@ -141,16 +140,20 @@ def predict_s(table: MeasuredTable, row: MeasuredCall, hardware: Hardware) -> fl
         device_memory_bytes=hardware.device_memory_bytes,
         hardware=hardware,
     )
-    timings = AnalyticTimings(model=model, dtype=table.dtype, hardware=hardware, features=features)
-    cost = CallCost(
+    lengths = Workload(prompt_tokens=table.prompt_tokens, new_tokens=table.new_tokens)
+    engine = replace(table.features, cuda_graphs=row.cuda_graphs).on(hardware)
+    features = features_during(call, lengths, engine)
+    taken = CallModel(
         call=call,
-        batch_size=table.batch_size,
-        workload=Workload(prompt_tokens=table.prompt_tokens, new_tokens=table.new_tokens),
-        cluster=cluster,
-        costs=Costs(hardware, {model: timings}, features),
+        samples=call.mini_batch_size(table.batch_size),
+        lengths=lengths,
         dtype=table.dtype,
+        features=features,
+        timings=AnalyticTimings(model=model, dtype=table.dtype, hardware=hardware, features=features),
+        cluster=cluster,
+        hardware=hardware,
     )
-    return cost.seconds(table.strategy(row), table.in_flight(row))
+    return taken.seconds(table.strategy(row), table.in_flight(row))
 
 
 def residuals(tables: Sequence[MeasuredTable], hardware: Hardware) -> list[Residual]:

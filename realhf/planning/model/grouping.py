@@ -16,10 +16,11 @@ from realhf.dataflow.protocols import THREE_D_PROTO
 from realhf.geometry.layout import Layout, ParallelStrategy
 from realhf.geometry.micro_dp import contains, grouped_like
 from realhf.planning.cluster import Cluster
-from realhf.planning.model.cost import reallocation_s
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.memory import model_sizes, static_bytes
+from realhf.planning.model.memory import static_bytes
+from realhf.planning.model.reallocation import reallocation_s
+from realhf.planning.model.sizes import model_sizes
 
 
 def grouped(home: Layout, layout: Layout, num_layers: int, cluster: Cluster) -> Layout | None:
@@ -66,7 +67,7 @@ def spared_bytes(
 
 
 def moved_to_groups(model: DecoderConfig, home: ParallelStrategy, target: ParallelStrategy) -> tuple[int, int]:
-    """As `realhf.planning.model.cost.moved_elements` to a grouped layout: of each stage of the home, its part
+    """As `realhf.planning.model.reallocation.moved_elements` to a grouped layout: of each stage of the home, its part
     less than what it is contained in."""
     sizes, interval = model_sizes(model), home.pp // target.pp
     lacking = [

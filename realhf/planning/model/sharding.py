@@ -8,15 +8,15 @@ from functools import cached_property, lru_cache
 
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
-from realhf.dataflow.graph import ModelFunctionCallDef
-from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, held_layers
+from realhf.geometry.layout import ParallelStrategy, held_layers
 from realhf.geometry.parameters import decoder_parameters
+from realhf.planning.model.call_memory import dynamic_bytes
 from realhf.planning.model.descriptions import DTYPE_BYTES
 from realhf.planning.model.features import EngineFeatures
-from realhf.planning.model.memory import dynamic_bytes, model_sizes, static_bytes
-from realhf.planning.options import Option
+from realhf.planning.model.memory import static_bytes
+from realhf.planning.model.rank_work import RankWork
+from realhf.planning.model.sizes import model_sizes
 from realhf.planning.osdp.solver import Links, Mode, Operator, OsdpPlan, OsdpProblem, operator_kind, sliced, solve
-from realhf.planning.workload import Workload
 
 SLICES = 4  # of large operators, if that is better than whole ones: then less is gathered at a time
 SHARED_PART = 0.5  # of a device, for the states of a call that is not alone
@@ -106,29 +106,16 @@ def added_links(
     )
 
 
-def shard(
-    call: ModelFunctionCallDef,
-    strategy: ParallelStrategy,
-    micro_batches: int,
-    *,
-    batch_size: int,
-    workload: Workload,
-    memory_bytes: float,
-    shares_devices: bool,
-    link: tuple[float, float],
-    dtype: DType,
-    features: EngineFeatures,
-) -> Sharding | None:
-    """What a training shards over dp; None if it fits as it is, or no choice of modes fits.
+def shard(work: RankWork, memory_bytes: int, link: tuple[float, float], *, shares_devices: bool) -> Sharding | None:
+    """What a training shards over dp to fit into `memory_bytes`; None if it fits as it is, or no choice of modes fits.
 
     `link`: seconds of latency and bytes a second of the ring of a data-parallel group (`Hardware.link`).
     """
-    model = call.config
-    option = Option(Layout(DeviceMesh(0, strategy.size), strategy), micro_batches)
-    dynamic = dynamic_bytes(call, option, batch_size, workload, dtype, features)
+    model, strategy, dtype, features = work.model, work.strategy, work.dtype, work.features
+    dynamic = dynamic_bytes(work)
     if static_bytes(model, strategy, dtype, trained=True, features=features) + dynamic <= memory_bytes:
         return None
-    links = added_links(strategy.dp, *link, micro_batches, dtype, features)
+    links = added_links(strategy.dp, *link, work.micro_batches, dtype, features)
     for room in rooms(dynamic, memory_bytes, shares_devices=shares_devices):
         plan = choose_modes(model, strategy, links, room, dtype, features)
         if plan is not None:

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.geometry.layout import Layout
-from realhf.planning.model.cost import transfer_s
 from realhf.planning.problem.inputs import ProblemInputs, distinct
 from realhf.planning.problem.tables import TransferTable
 
@@ -50,16 +49,12 @@ class DataTransfers:
     ) -> "array[float]":
         """Row-major. A row is that of meshes on different nodes, but for the few targets on the source's own node."""
 
-        task = self._inputs.task
-
-        def seconds(parts: int, crosses_nodes: bool) -> float:
-            return transfer_s(
-                keys, call, parts, crosses_nodes=crosses_nodes, batch_size=task.batch_size, workload=task.workload,
-                hardware=task.costs.hardware,
-            )  # fmt: skip
-
+        model = self._inputs.task.call_models[call.name]
         numbers_of_parts = {parts for _, parts in targets}
-        across, within = ({n: seconds(n, crosses) for n in numbers_of_parts} for crosses in (True, False))
+        across, within = (
+            {parts: model.transfer_s(keys, parts, crosses_nodes=crosses) for parts in numbers_of_parts}
+            for crosses in (True, False)
+        )
         between_nodes = array("d", [across[parts] for _, parts in targets])
         on_node: dict[int | None, list[int]] = {}  # numbers of targets
         for number, ((_, node), _) in enumerate(targets):

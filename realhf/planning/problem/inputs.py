@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import TypeVar
 
 from realhf.dataflow.graph import ModelFunctionCallDef
-from realhf.geometry.layout import Layout, ParallelStrategy
+from realhf.geometry.layout import Layout
 from realhf.planning.options import Option
 from realhf.planning.task import PlanningTask
 
@@ -37,14 +37,6 @@ class ProblemInputs:
     def home_call(self, model: str) -> ModelFunctionCallDef:
         """The call in whose layout a model's parameters live."""
         return self.task.graph.calls[self.task.homes[self.task.graph.calls_of(model)[0].name]]
-
-    def at_home(
-        self, bytes_of: Callable[..., int], call: ModelFunctionCallDef, strategy: ParallelStrategy, *, trained: bool
-    ) -> int:
-        """`static_bytes` or `offloaded_bytes` of the home of the call's model."""
-        model = call.model_name
-        features, versions = self.task.costs.features_of(model), self.task.graph.versions_kept(model)
-        return bytes_of(call.config, strategy, self.task.dtype, trained=trained, features=features, versions=versions)
 
 
 def _layouts(options: Sequence[Option]) -> Numbered:

@@ -13,9 +13,9 @@ from realhf.architecture.model import DecoderConfig
 from realhf.geometry.layout import Layout
 from realhf.planning import _search
 from realhf.planning.cluster import Cluster
-from realhf.planning.model.cost import reallocation_table as reallocation_table_in_python
 from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.memory import model_sizes
+from realhf.planning.model.reallocation import reallocation_table as reallocation_table_in_python
+from realhf.planning.model.sizes import model_sizes
 from realhf.planning.problem.tables import Problem
 from realhf.planning.watching import Watch, unwatched
 
@@ -125,7 +125,7 @@ def reallocation_table(
     hardware: Hardware,
     forwarding: bool = True,
 ) -> Sequence[float]:
-    """As `realhf.planning.model.cost.reallocation_table`, computed in C++; a buffer of doubles in its memory.
+    """As `realhf.planning.model.reallocation.reallocation_table`, computed in C++; a buffer of doubles in its memory.
 
     Layouts with model chunks or micro data-parallel groups, which only given plans have, are left to Python: C++ does
     not know them.

@@ -1,157 +1,128 @@
 """The options of a call as rows of a planning problem: what each takes, and what it needs on its devices."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from itertools import product
+
+from msgspec.structs import replace
 
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.planning.model.communicators import CommunicatorLabels, axes_used, of_all_devices
-from realhf.planning.model.cost import CallCost
+from realhf.planning.model.call import CallModel
+from realhf.planning.model.communicators import CommunicatorLabels, of_all_devices
 from realhf.planning.model.grouping import grouped, spared_bytes
-from realhf.planning.model.memory import copy_bytes, dynamic_bytes, gathered_for_call, kept_cache_bytes, static_bytes
-from realhf.planning.options import Option
 from realhf.planning.problem.inputs import ProblemInputs
 from realhf.planning.problem.tables import OptionRow
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
-
-
-@dataclass(frozen=True)
-class _Needs:
-    """What is known of a strategy with a number of micro-batches."""
-
-    label: str
-    time_s: float
-    static_bytes: float
-    dynamic_bytes: float
-
-
-@dataclass(frozen=True)
-class _StrategyRow:
-    label: str
-    static_bytes: float
-    copy_bytes: float
-    by_micro_batches: dict[int, _Needs] = field(default_factory=dict)
 
 
 class OptionRows:
     """Seconds and bytes of the options of every call."""
 
     def __init__(self, inputs: ProblemInputs):
-        self._inputs = inputs
-        common = of_all_devices(inputs.task.cluster.num_devices, moves=bool(inputs.task.graph.follows))
+        self._inputs, self._task = inputs, inputs.task
+        common = of_all_devices(self._task.cluster.num_devices, moves=bool(self._task.graph.follows))
         self._labels = CommunicatorLabels(common)
 
     def rows(self, call: ModelFunctionCallDef) -> list[OptionRow]:
         """Where the mesh lies changes nothing: what is known of a strategy holds for all meshes of its size."""
-        inputs = self._inputs
-        is_home = inputs.task.homes[call.name] == call.name
-        cost = inputs.task.cost_of(call.name)
-        known: dict[ParallelStrategy, _StrategyRow] = {}
-        layouts, numbers = inputs.layouts[call.name]
-        by_layout = []
-        for layout in layouts:
-            if layout.strategy not in known:
-                known[layout.strategy] = self._strategy_row(call, layout.strategy, is_home)
-            devices = (layout.mesh.first, layout.mesh.size)
-            by_layout.append((devices, self._communicators(call, layout), known[layout.strategy]))
-        waits = call.model_name in inputs.task.offload
-        home_bytes = 0.0 if is_home or not waits else self._loaded_bytes(call)
-        rows = []
-        for option, number in zip(inputs.options[call.name], numbers, strict=True):
-            devices, communicators, row = by_layout[number]
-            if option.micro_batches not in row.by_micro_batches:
-                row.by_micro_batches[option.micro_batches] = self._needs(call, option, row, cost)
-            needs = row.by_micro_batches[option.micro_batches]
-            rows.append(
-                OptionRow(
-                    devices=devices,
-                    strategy=needs.label,
-                    micro_batches=option.micro_batches,
-                    time_s=needs.time_s,
-                    static_bytes=0.0 if waits else needs.static_bytes,
-                    dynamic_bytes=needs.dynamic_bytes + (needs.static_bytes + home_bytes if waits else 0.0),
-                    copy_bytes=row.copy_bytes,
-                    communicators=communicators,
-                )
+        model = self._task.call_models[call.name]
+        loaded_bytes = self._loaded_bytes(model) if call.model_name in self._task.offload else None
+        known: dict[ParallelStrategy, dict[int, OptionRow]] = {}
+        layouts, numbers = self._inputs.layouts[call.name]
+        by_layout = [
+            (
+                (layout.mesh.first, layout.mesh.size),
+                self._communicators(model, layout),
+                known.setdefault(layout.strategy, {}),
             )
+            for layout in layouts
+        ]
+        rows = []
+        for option, number in zip(self._inputs.options[call.name], numbers, strict=True):
+            devices, communicators, by_micro_batches = by_layout[number]
+            if option.micro_batches not in by_micro_batches:
+                row = self._row(model, option.layout.strategy, option.micro_batches, loaded_bytes)
+                by_micro_batches[option.micro_batches] = row
+            row = by_micro_batches[option.micro_batches]
+            rows.append(replace(row, devices=devices, communicators=communicators))
         return rows
-
-    def _communicators(self, call: ModelFunctionCallDef, layout: Layout) -> tuple[int, ...]:
-        inputs = self._inputs
-        if inputs.task.costs.hardware.communicator_bytes == 0:
-            return ()
-        is_home = inputs.task.homes[call.name] == call.name
-        gathers = is_home and inputs.task.costs.features_of(call.model_name).fully_sharded
-        return self._labels.of(layout, axes_used(call, layout.strategy, gathers_parameters=gathers))
-
-    def _needs(self, call: ModelFunctionCallDef, option: Option, row: _StrategyRow, cost: CallCost) -> _Needs:
-        inputs = self._inputs
-        strategy, micro_batches = option.layout.strategy, option.micro_batches
-        seconds = cost.seconds(strategy, micro_batches)
-        features = inputs.task.costs.features_of(call.model_name)
-        dynamic = dynamic_bytes(call, option, inputs.task.batch_size, inputs.task.workload, inputs.task.dtype, features)
-        kept = kept_cache_bytes(call, option, inputs.task.batch_size, inputs.task.workload, inputs.task.dtype, features)
-        dynamic -= kept
-        is_home = inputs.task.homes[call.name] == call.name
-        if is_home:
-            dynamic += gathered_for_call(call, strategy, inputs.task.dtype, features)
-        sharding = cost.sharding(strategy, micro_batches) if is_home else None
-        if sharding is None:
-            label = self._home_label(call, strategy) if is_home else row.label
-            return _Needs(label, seconds, row.static_bytes + kept, dynamic)
-        # No call finds whole parameters in such a home: a label of its own makes each take a copy, and the time to
-        # gather what it is made of is added here, once a copy.
-        copies = len(inputs.task.graph.calls_of(call.model_name)) - 1
-        seconds += copies * sharding.regather_s
-        label = f"{row.label} sharded"
-        return _Needs(label, seconds, float(sharding.static_bytes), dynamic + sharding.gather_bytes)
-
-    def _home_label(self, call: ModelFunctionCallDef, strategy: ParallelStrategy) -> str:
-        is_sharded = self._inputs.task.costs.features_of(call.model_name).fully_sharded and strategy.dp > 1
-        return f"{strategy} sharded" if is_sharded else str(strategy)
 
     def spared(self, call: ModelFunctionCallDef) -> Iterator[tuple[str, str, float]]:
         """See `CallTable.spared`: the home's parameters, and the two buckets that fill the copy.
 
         None where the home is loaded for each call, or keeps shards of its own choice, which has another label.
         """
-        inputs = self._inputs
-        home, features = inputs.home_call(call.model_name), inputs.task.costs.features_of(call.model_name)
-        if home is call or call.trains or call.model_name in inputs.task.offload:
+        inputs, task, home = self._inputs, self._task, self._inputs.home_call(call.model_name)
+        if home is call or call.trains or call.model_name in task.offload:
             return
+        model = task.call_models[call.name]
         homes, copies = (
             {layout.strategy: None for layout in inputs.layouts[name][0]} for name in (home.name, call.name)
         )
         for kept, copied in product(homes, copies):
             if kept.size != copied.size or kept == copied:
                 continue
-            source, target = (
-                Layout(DeviceMesh(0, kept.size), degrees) for degrees in (kept, copied)
-            )  # wherever they lie
-            groups = grouped(source, target, call.config.num_layers, inputs.task.cluster) if inputs.groups else None
-            spared = spared_bytes(call.config, source, groups or target, inputs.task.dtype, features)
+            mesh = DeviceMesh(0, kept.size)  # wherever it lies
+            source, target = Layout(mesh, kept), Layout(mesh, copied)
+            groups = grouped(source, target, call.config.num_layers, task.cluster) if inputs.groups else None
+            spared = spared_bytes(call.config, source, groups or target, task.dtype, model.features)
             if spared:
-                yield self._home_label(home, kept), str(copied), float(spared + 2 * DEFAULT_BUCKET_BYTES)
+                yield _home_label(model, kept), str(copied), float(spared + 2 * DEFAULT_BUCKET_BYTES)
 
-    def _strategy_row(self, call: ModelFunctionCallDef, strategy: ParallelStrategy, is_home: bool) -> _StrategyRow:
-        inputs = self._inputs
-        if is_home:
-            static = inputs.at_home(static_bytes, call, strategy, trained=call.trains)
-            return _StrategyRow(str(strategy), float(static), 0.0)
-        if call.trains:
+    def _row(
+        self, model: CallModel, strategy: ParallelStrategy, micro_batches: int, loaded_bytes: float | None
+    ) -> OptionRow:
+        """The row of an option, on devices to be filled in.
+
+        loaded_bytes: at home for a call that is not the home, where the model waits in host memory; else None.
+        """
+        call, is_home, shape = model.call, self._is_home(model), (strategy, micro_batches)
+        time_s, label, copied = model.seconds(*shape), str(strategy), 0.0
+        static = model.kept_cache_bytes(*shape)
+        dynamic = model.dynamic_bytes(*shape) - static
+        sharding = model.sharding(*shape) if is_home else None
+        if sharding:
+            # No call finds whole parameters in such a home: a label of its own makes each take a copy, and the time to
+            # gather what it is made of is added here, once a copy.
+            time_s += (len(self._task.graph.calls_of(call.model_name)) - 1) * sharding.regather_s
+            label, static = f"{strategy} sharded", float(sharding.static_bytes)
+            dynamic += sharding.gather_bytes
+        elif is_home:
+            label, static = _home_label(model, strategy), static + model.static_bytes(strategy)
+            dynamic += model.gathered_bytes(strategy)
+        elif call.trains:
             # The optimizer's states stay at home, so that every training of a model has one layout.
-            return _StrategyRow(str(strategy), 0.0, 2.0 * inputs.task.cluster.device_memory_bytes)
-        return _StrategyRow(str(strategy), 0.0, float(copy_bytes(call.config, strategy, inputs.task.dtype)))
-
-    def _loaded_bytes(self, call: ModelFunctionCallDef) -> float:
-        """The most that is loaded at home for a call that is not the home, under the homes that fit into memory."""
-        inputs = self._inputs
-        home = inputs.home_call(call.model_name)
-        strategies = {layout.strategy for layout in inputs.layouts[home.name][0]}
-        limit = inputs.task.cluster.device_memory_bytes
-        fitting = [s for s in strategies if self._strategy_row(home, s, is_home=True).static_bytes <= limit]
-        sizes = (
-            inputs.at_home(static_bytes, home, strategy, trained=call.trains) for strategy in fitting or strategies
+            copied = 2.0 * self._task.cluster.device_memory_bytes
+        else:
+            copied = float(model.copy_bytes(strategy))
+        if loaded_bytes is not None:
+            static, dynamic = 0.0, dynamic + (static + (0.0 if is_home else loaded_bytes))
+        return OptionRow(
+            devices=(0, strategy.size),
+            strategy=label,
+            micro_batches=micro_batches,
+            time_s=time_s,
+            static_bytes=static,
+            dynamic_bytes=dynamic,
+            copy_bytes=copied,
         )
-        return float(max(sizes))
+
+    def _is_home(self, model: CallModel) -> bool:
+        return self._task.homes[model.call.name] == model.call.name
+
+    def _communicators(self, model: CallModel, layout: Layout) -> tuple[int, ...]:
+        if model.hardware.communicator_bytes == 0:
+            return ()
+        return self._labels.of(model.communicators(layout, at_home=self._is_home(model)))
+
+    def _loaded_bytes(self, model: CallModel) -> float:
+        """The most that is loaded at home for a call that is not the home, under the homes that fit into memory."""
+        home = self._task.call_models[self._task.homes[model.call.name]]
+        strategies = {layout.strategy for layout in self._inputs.layouts[home.call.name][0]}
+        limit = self._task.cluster.device_memory_bytes
+        fitting = [strategy for strategy in strategies if home.static_bytes(strategy) <= limit]
+        return float(max(model.static_bytes(strategy) for strategy in fitting or strategies))
+
+
+def _home_label(model: CallModel, strategy: ParallelStrategy) -> str:
+    return f"{strategy} sharded" if model.features.fully_sharded and strategy.dp > 1 else str(strategy)

@@ -15,13 +15,12 @@ from realhf.planning.cluster import Cluster
 from realhf.planning.model.descriptions import DTYPE_BYTES
 from realhf.planning.model.grouping import grouped_reallocations
 from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.memory import offloaded_bytes
 from realhf.planning.problem.inputs import ProblemInputs
 from realhf.planning.problem.tables import ParentRow, TransferTable
 
 
 class ReallocationTable(Protocol):
-    """Seconds of the reallocations of sources x targets, row-major (`realhf.planning.model.cost.reallocation_s`)."""
+    """Seconds of the reallocations of sources x targets, row-major (`realhf.planning.model.reallocation.reallocation_s`)."""
 
     def __call__(
         self,
@@ -48,7 +47,8 @@ class ParameterTransfers:
         home = inputs.home_call(load.model)
         layouts, rows = inputs.layouts[home.name]
         bandwidth = inputs.task.costs.hardware.host_bandwidth
-        sizes = [inputs.at_home(offloaded_bytes, home, layout.strategy, trained=load.states) for layout in layouts]
+        model = inputs.task.call_models[home.name]
+        sizes = [model.offloaded_bytes(layout.strategy, states=load.states) for layout in layouts]
         return TransferTable(
             name="",
             source=inputs.number[home.name],

@@ -20,10 +20,12 @@ from realhf.engine.model import ShardedModel
 from realhf.engine.tensor_bytes import PeakMemory
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from realhf.planning.model.activations import kept_bytes
+from realhf.planning.model.call_memory import HOLES, WORKER_BYTES, dynamic_bytes
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures
-from realhf.planning.model.memory import HOLES, WORKER_BYTES, cache_bytes, dynamic_bytes, linear_elements
-from realhf.planning.options import Option
+from realhf.planning.model.memory import cache_bytes
+from realhf.planning.model.rank_work import RankWork
+from realhf.planning.model.sizes import linear_elements
 from realhf.planning.workload import Workload
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens
 from tests.unit.models import flash
@@ -103,8 +105,10 @@ def test_what_training_keeps(family: str, dtype: DType, recomputation: Recomputa
         model_name="m", model_type=config, interface_type=TRAIN_STEP, interface_impl=InterfaceConfig(), input_data=["x"]
     )
     workload = Workload(prompt_tokens=96, new_tokens=0, max_prompt_tokens=96, max_new_tokens=0)
-    planned = dynamic_bytes(call, Option(ONE_RANK.layout, 1), 8, workload, dtype, features)
-    planned = (planned - WORKER_BYTES) / (1 + HOLES)
+    work = RankWork(
+        call=call, samples=8, lengths=workload, dtype=dtype, features=features, strategy=ONE, micro_batches=1
+    )
+    planned = (dynamic_bytes(work) - WORKER_BYTES) / (1 + HOLES)
     # A layer that runs again counts with the gradients of all its parts.
     assert memory.peak_bytes <= planned <= (1.65 if recomputation == "full" else 1.25) * memory.peak_bytes
 

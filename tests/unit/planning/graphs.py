@@ -4,7 +4,7 @@ import random
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from realhf.architecture.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig, DType
 from realhf.dataflow.graph import (
     GENERATE,
     INFERENCE,
@@ -14,8 +14,12 @@ from realhf.dataflow.graph import (
     ModelInterfaceType,
 )
 from realhf.dataflow.interface import InterfaceConfig
+from realhf.geometry.layout import ParallelStrategy
 from realhf.planning.cluster import Cluster
+from realhf.planning.model.call import CallModel, features_during
 from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.model.features import ENGINE, EngineFeatures
+from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.timings import load_costs
 from realhf.planning.problem.tables import CallTable, OptionRow, Problem, TransferTable
 from realhf.planning.task import PlanningTask
@@ -87,6 +91,31 @@ def settings(
 def task_of(graph: DataflowGraph, **arguments: Any) -> PlanningTask:
     """Two steps in flight, where the arguments do not say another number."""
     return PlanningTask(graph=graph, **{"max_steps_in_flight": 2, **arguments})
+
+
+def call_model(*, call: ModelFunctionCallDef, **arguments: Any) -> CallModel:
+    """Of a call that is alone in its graph."""
+    return task_of(DataflowGraph([call], call.input_data), **arguments).call_models[call.name]
+
+
+def work_of(
+    call: ModelFunctionCallDef,
+    strategy: ParallelStrategy,
+    micro_batches: int,
+    lengths: Workload = LENGTHS,
+    dtype: DType = "float32",
+    features: EngineFeatures = ENGINE,
+) -> RankWork:
+    """Of a batch of 16 samples."""
+    return RankWork(
+        call=call,
+        samples=call.mini_batch_size(16) // strategy.dp,
+        lengths=lengths,
+        dtype=dtype,
+        features=features_during(call, lengths, features),
+        strategy=strategy,
+        micro_batches=micro_batches,
+    )
 
 
 def cpu_cluster(devices: int, num_nodes: int = 1, memory: int = 2**32) -> Cluster:

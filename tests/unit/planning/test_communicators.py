@@ -78,7 +78,7 @@ def test_only_groups_that_a_run_makes_are_counted(kind: str, strategy: ParallelS
     made = set(_collective_groups(layout))
     assert {ranks(layout, axis, device) for axis in axes - {"stages"} for device in layout.mesh.devices} <= made | {()}
     # Tensor and data of two stages, all devices, and the stages; with two stages, first and last are those of `tied`.
-    labels = CommunicatorLabels([0]).of(layout, axes)
+    labels = CommunicatorLabels([0]).of([group_key(layout, axis) for axis in axes])
     assert len(labels) == 1 + len(axes)
     assert labels == tuple(sorted(labels))
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from realhf.architecture.model import DecoderConfig, DType
-from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
 from realhf.geometry.boxes import device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.parameters import parameter_count
@@ -17,27 +17,21 @@ from realhf.geometry.pipeline_schedule import BACKWARD_TIME, FORWARD_TIME, simul
 from realhf.geometry.shards import Placement
 from realhf.planning import _search
 from realhf.planning.cluster import Cluster
-from realhf.planning.model.cost import (
-    CallCost,
-    Crossings,
-    crossings,
-    moved_elements,
-    reallocation_s,
-    reallocation_table,
-    transfer_s,
-)
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.memory import model_sizes, parameter_bytes
+from realhf.planning.model.memory import parameter_bytes
 from realhf.planning.model.profile import CallOverheads
+from realhf.planning.model.reallocation import moved_elements, reallocation_s, reallocation_table
+from realhf.planning.model.seconds import Crossings, crossings
+from realhf.planning.model.sizes import model_sizes
 from realhf.planning.model.timings import Costs, load_costs
 from realhf.planning.options import Option, call_options, legal_strategies
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import reallocation_table as native_table
 from realhf.planning.workload import Workload
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES, plan_between
-from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings, task_of
+from tests.unit.planning.graphs import TINY, call, call_model, cpu_cluster, ppo, settings, task_of
 
 CPU = load_hardware("cpu")
 NO_OVERHEADS = CallOverheads()
@@ -85,7 +79,7 @@ def seconds(
     overheads: CallOverheads = NO_OVERHEADS,
     chunks: int = 1,
 ) -> float:
-    cost = CallCost(
+    cost = call_model(
         call=definition,
         batch_size=16,
         workload=Workload(prompt_tokens=8, new_tokens=5),
@@ -115,7 +109,7 @@ def test_seconds_of_equal_stages_are_slots() -> None:
         def head(self, *args: object, **kwargs: object) -> float:  # type: ignore[override]
             return 0.0
 
-    cost = CallCost(
+    cost = call_model(
         call=call("m", TINY, INFERENCE, "x"),
         batch_size=16,
         workload=Workload(prompt_tokens=8),
@@ -130,7 +124,7 @@ def test_states_in_host_memory_come_and_go_for_every_optimizer_step() -> None:
     """Two of four bytes of the half of the parameters that a data-parallel rank updates, for two mini-batches."""
 
     def taken(features: EngineFeatures) -> float:
-        cost = CallCost(
+        cost = call_model(
             call=call("m", TINY, TRAIN_STEP, "x", mini_batches=2),
             batch_size=16,
             workload=Workload(prompt_tokens=8),
@@ -175,7 +169,7 @@ def test_the_time_of_equal_stages_is_that_of_the_simulated_schedule(pp: int, chu
         head = optimizer = send = embedding  # type: ignore[assignment]
 
     model = replace(TINY, num_layers=pp * chunks)
-    cost = CallCost(
+    cost = call_model(
         call=call("m", model, TRAIN_STEP, "x"),
         batch_size=16 * micro_batches,
         workload=Workload(prompt_tokens=8),
@@ -192,7 +186,7 @@ def test_the_time_of_equal_stages_is_that_of_the_simulated_schedule(pp: int, chu
 
 def test_stages_of_unequal_length() -> None:
     model = replace(TINY, num_layers=6)
-    cost = CallCost(
+    cost = call_model(
         call=call("m", model, INFERENCE, "x"),
         batch_size=16,
         workload=Workload(prompt_tokens=8),
@@ -225,7 +219,7 @@ def test_logits_of_responses_only() -> None:
 
     def head_s(model: DecoderConfig, response_logits: bool) -> float:
         timings = {model: HeadByTokens()}
-        cost = CallCost(
+        cost = call_model(
             call=call("m", model, INFERENCE, "x"),
             batch_size=16,
             workload=Workload(prompt_tokens=8, new_tokens=5),
@@ -306,7 +300,7 @@ def test_ranks_of_a_sequence_parallel_group_send_their_tokens_only() -> None:
             return size_bytes
 
     def cost(definition: ModelFunctionCallDef, sequence_parallel: bool) -> float:
-        return CallCost(
+        return call_model(
             call=definition,
             batch_size=16,
             workload=Workload(prompt_tokens=8, new_tokens=5),
@@ -340,7 +334,7 @@ def test_sequences_without_room_for_their_keys_take_turns() -> None:
             return 1 + sequences / 16
 
     def generation(kv_cache_tokens: int | None) -> float:
-        cost = CallCost(
+        cost = call_model(
             call=call("m", TINY, GENERATE, "x"),
             batch_size=16,
             workload=Workload(prompt_tokens=8, new_tokens=5, kv_cache_tokens=kv_cache_tokens),
@@ -457,18 +451,12 @@ def test_the_busiest_device_of_a_reallocation_is_that_of_its_plan(source: Layout
 
 
 def test_transfer_seconds() -> None:
-    definition = call("m", TINY, INFERENCE, "x")
+    graph = DataflowGraph([call("m", TINY, INFERENCE, "x")], ["x"])
+    shared = settings(graph, cpu_cluster(1), workload=Workload(prompt_tokens=10))
+    [model] = task_of(graph, **shared).call_models.values()
 
     def cost(dp: int, crosses_nodes: bool) -> float:
-        return transfer_s(
-            2,
-            definition,
-            dp,
-            crosses_nodes=crosses_nodes,
-            batch_size=16,
-            workload=Workload(prompt_tokens=10),
-            hardware=CPU,
-        )
+        return model.transfer_s(2, dp, crosses_nodes=crosses_nodes)
 
     within = CPU.intra_node_latency_s + 2 * 16 * 10 * 8 / 2 / CPU.intra_node_bandwidth
     assert cost(2, crosses_nodes=False) == pytest.approx(within)
@@ -481,13 +469,14 @@ def test_the_table_of_a_data_transfer_is_the_formula_of_every_pair() -> None:
     cluster = cpu_cluster(2, num_nodes=3)
     shared = settings(graph, cluster, batch_size=8)
     options = {c.name: call_options(c, 8, cluster) for c in graph.calls.values()}
-    problem = build_problem(task_of(graph, max_steps_in_flight=2, **shared), options, reallocations=native_table)
+    task = task_of(graph, **shared)
+    problem = build_problem(task, options, reallocations=native_table)
     names = list(graph.calls)
     edges = {(e.parent, e.child): len(e.keys) for child in names for e in graph.parents(child) if e.kind == "data"}
     tables = {(names[t.source], names[t.target]): t for t in problem.transfers if t.name.startswith("data")}
     assert tables.keys() == edges.keys()
     (parent, child), keys = next(iter(edges.items()))
-    table, seen = tables[parent, child], set[str]()
+    table, model, seen = tables[parent, child], task.call_models[child], set[str]()
     for i, source in enumerate(options[parent]):
         for j, target in enumerate(options[child]):
             a, b = source.layout.mesh, target.layout.mesh
@@ -498,10 +487,7 @@ def test_the_table_of_a_data_transfer_is_the_formula_of_every_pair() -> None:
                 continue
             crosses = cluster.crosses_nodes({*a.devices, *b.devices})
             seen.add("across" if crosses else "within")
-            assert seconds == transfer_s(
-                keys, graph.calls[child], target.layout.strategy.dp, crosses_nodes=crosses, batch_size=8,
-                workload=shared["workload"], hardware=CPU,
-            )  # fmt: skip
+            assert seconds == model.transfer_s(keys, target.layout.strategy.dp, crosses_nodes=crosses)
     assert len(seen) == 3
 
 

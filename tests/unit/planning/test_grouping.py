@@ -11,11 +11,11 @@ from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.micro_dp import grouped_like
 from realhf.geometry.shards import Placement
 from realhf.planning.cluster import Cluster
-from realhf.planning.model.cost import moved_elements, reallocation_s, reallocation_table
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.grouping import grouped, moved_to_groups, spared_bytes, with_groups
 from realhf.planning.model.memory import parameter_bytes, static_bytes
+from realhf.planning.model.reallocation import moved_elements, reallocation_s, reallocation_table
 from realhf.planning.options import Option, call_options
 from realhf.planning.predict import predict
 from realhf.planning.problem.builder import build_problem

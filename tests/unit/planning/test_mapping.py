@@ -10,7 +10,8 @@ from realhf.base.errors import UserError
 from realhf.dataflow.plan import check_plan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.mapping import Colocated, Mapper, allocations, placed, placements
-from realhf.planning.model.memory import WORKER_BYTES, static_bytes
+from realhf.planning.model.call_memory import WORKER_BYTES
+from realhf.planning.model.memory import static_bytes
 from realhf.planning.options import Option
 from realhf.planning.predict import predict
 from realhf.planning.task import PlanningTask
@@ -73,10 +74,7 @@ def test_stage_seconds_are_sums_of_calls() -> None:
     mapper = Mapper(task(2))
     group = mapper.colocated(("actor", "ref"), 2)
     assert group is not None
-    seconds = {
-        name: mapper.task.cost_of(name).seconds(option.layout.strategy, option.micro_batches)
-        for name, option in group.options.items()
-    }
+    seconds = {name: mapper.task.call_models[name].seconds(*option.shape) for name, option in group.options.items()}
     assert group.stage_s == (seconds["actor_generate"], seconds["ref_inference"], seconds["actor_train_step"])
     alone = mapper.colocated(("actor",), 2)
     assert alone is not None

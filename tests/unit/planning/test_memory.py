@@ -17,23 +17,19 @@ from realhf.geometry.parameters import decoder_parameters, parameter_count
 from realhf.geometry.pipeline_schedule import training_order
 from realhf.planning.cluster import Cluster
 from realhf.planning.model.activations import kept_bytes, kept_layer_bytes
-from realhf.planning.model.cost import CallCost
+from realhf.planning.model.call_memory import HOLES, WORKER_BYTES, dynamic_bytes, layers_in_flight
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures, of_setup
 from realhf.planning.model.memory import (
-    HOLES,
-    WORKER_BYTES,
     cache_bytes,
     chunk_bytes,
     copy_bytes,
-    dynamic_bytes,
     gathered_bytes,
     gathered_for_call,
-    layers_in_flight,
-    model_sizes,
     packed_bytes,
     static_bytes,
 )
+from realhf.planning.model.sizes import model_sizes
 from realhf.planning.model.timings import load_costs
 from realhf.planning.options import Option
 from realhf.planning.problem.builder import build_problem
@@ -43,7 +39,7 @@ from realhf.planning.task import PlanningTask
 from realhf.planning.what_if import WhatIf
 from realhf.planning.workload import Workload
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
-from tests.unit.planning.graphs import TINY, call, ppo
+from tests.unit.planning.graphs import TINY, call, call_model, ppo, work_of
 
 # Of TINY in float32, bytes a token and layer: two norms (input, normalised, output; the root), rotated q and
 # attention's output twice, k and v, a number a head, four arrays of the MLP; the rotary tables.
@@ -125,9 +121,8 @@ def test_a_copy_needs_two_buckets_beside_the_parameters() -> None:
 def need(
     definition: ModelFunctionCallDef, strategy: ParallelStrategy, micro_batches: int, features: EngineFeatures = ENGINE
 ) -> float:
-    option = Option(Layout(DeviceMesh(0, strategy.size), strategy), micro_batches)
-    workload = Workload(prompt_tokens=4, new_tokens=2, max_prompt_tokens=6, max_new_tokens=4)
-    return dynamic_bytes(definition, option, 16, workload, "float32", features)
+    lengths = Workload(prompt_tokens=4, new_tokens=2, max_prompt_tokens=6, max_new_tokens=4)
+    return dynamic_bytes(work_of(definition, strategy, micro_batches, lengths, features=features))
 
 
 def test_states_in_host_memory() -> None:
@@ -270,14 +265,11 @@ def test_logits_are_bounded_by_a_chunk_except_where_tokens_are_drawn() -> None:
 def test_grouped_query_heads_shrink_the_cache(dtype_bytes: tuple[int, str]) -> None:
     item, dtype = dtype_bytes
     many = replace(TINY, vocab_size=1, intermediate_size=4)
-    option, workload = (
-        Option(Layout(DeviceMesh(0, 1), ParallelStrategy()), 1),
-        Workload(prompt_tokens=1, new_tokens=999),
-    )
+    lengths = Workload(prompt_tokens=1, new_tokens=999)
     caches = []
     for heads in (4, 1):
         definition = call("m", replace(many, num_kv_heads=heads), GENERATE, "x")
-        caches.append(dynamic_bytes(definition, option, 16, workload, dtype))  # type: ignore[arg-type]
+        caches.append(dynamic_bytes(work_of(definition, ParallelStrategy(), 1, lengths, dtype)))  # type: ignore[arg-type]
     # Four layers, 1,000 tokens in 63 pages, keys and values of three heads of 16 fewer; and their part of the prefill.
     assert caches[0] - caches[1] == 16 * item * 3 * 16 * (4 * 63 * 16 * 2 + 3)
 
@@ -295,7 +287,7 @@ def test_a_cache_of_given_size_is_no_larger() -> None:
 
     def bytes_with(kv_cache_tokens: int | None) -> float:
         workload = Workload(prompt_tokens=6, new_tokens=4, kv_cache_tokens=kv_cache_tokens)
-        return dynamic_bytes(generate, Option(Layout(DeviceMesh(0, 1), strategy), 1), 16, workload, "float32")
+        return dynamic_bytes(work_of(generate, strategy, 1, workload))
 
     a_sequence = cache_bytes(TINY, strategy, "float32", 10)
     assert bytes_with(None) == bytes_with(160) == bytes_with(1000)
@@ -354,7 +346,7 @@ def test_each_model_has_the_features_of_its_setup() -> None:
     seconds = {}
     for name, ways in (("own", costs), ("plain", plain)):
         for train in ("actor_train_step", "critic_train_step"):
-            cost = CallCost(
+            cost = call_model(
                 call=graph.calls[train], batch_size=16, workload=workload,
                 cluster=Cluster(devices_per_node=2, device_memory_bytes=2**34, hardware=load_hardware("h100")),
                 costs=ways, dtype="float32",
@@ -417,7 +409,7 @@ def test_a_call_takes_the_graphs_that_its_options_and_its_model_allow() -> None:
         hardware = load_hardware(name)
         generate = call("m", model, GENERATE, "x")
         costs = load_costs({"m": model}, dtype="bfloat16", hardware=hardware)
-        cost = CallCost(
+        cost = call_model(
             call=generate, batch_size=16, workload=Workload(prompt_tokens=8, new_tokens=8, decode_graphs=graphs),
             cluster=Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**34, hardware=hardware),
             costs=costs, dtype="bfloat16",

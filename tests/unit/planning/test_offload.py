@@ -13,7 +13,6 @@ from realhf.geometry.parameters import parameter_count
 from realhf.planning.explain.analysis import OFFLOAD, analyse
 from realhf.planning.explain.remedies import find_remedies
 from realhf.planning.model.descriptions import load_hardware
-from realhf.planning.model.memory import dynamic_bytes
 from realhf.planning.options import Option
 from realhf.planning.predict import predict, predict_in_best_order
 from realhf.planning.problem.builder import build_problem
@@ -22,7 +21,7 @@ from realhf.planning.problem.simulation import makespan_s, simulate
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan
 from realhf.planning.task import PlanningTask
-from tests.unit.planning.graphs import LENGTHS, TINY, cpu_cluster, ppo, settings, task_of
+from tests.unit.planning.graphs import TINY, cpu_cluster, ppo, settings, task_of
 
 HOST = load_hardware("cpu").host_bandwidth
 COUNT = parameter_count(TINY)
@@ -62,9 +61,7 @@ def test_memory_counts_in_the_models_own_calls() -> None:
     graph, shared = ppo(), settings(ppo(), cpu_cluster(1))
 
     def need(name: str) -> float:
-        call, option = graph.calls[name], Option(ON_ONE.layout(name), 1)
-        features = shared["costs"].features_of(call.model_name)
-        return dynamic_bytes(call, option, shared["batch_size"], LENGTHS, "float32", features)
+        return task_of(graph, **shared).call_models[name].dynamic_bytes(ON_ONE.layout(name).strategy, 1)
 
     values = parameter_count(TINY.with_head("scalar"))
     home = {"actor": 16 * COUNT, "critic": 16 * values, "ref": 4 * COUNT, "reward": 4 * values}

@@ -12,13 +12,11 @@ from realhf.dataflow.plan import ExecutionPlan, check_plan
 from realhf.dataflow.protocols import ALL_TO_ALL, DP_PROTO
 from realhf.geometry.layout import DeviceMesh, ParallelStrategy
 from realhf.planning.cluster import Cluster, device_meshes, share_a_node
-from realhf.planning.model.cost import CallCost
 from realhf.planning.model.descriptions import load_hardware
-from realhf.planning.model.memory import dynamic_bytes
 from realhf.planning.model.timings import load_costs
 from realhf.planning.options import call_options, legal_strategies, micro_batch_counts
 from realhf.planning.workload import Workload
-from tests.unit.planning.graphs import LENGTHS, TINY, Stub, call, cpu_cluster, ppo
+from tests.unit.planning.graphs import LENGTHS, TINY, Stub, call, call_model, cpu_cluster, ppo
 
 
 def test_meshes_are_parts_of_a_node_or_whole_nodes() -> None:
@@ -111,6 +109,6 @@ def test_a_call_under_a_protocol_of_its_own() -> None:
     sizes = {(o.layout.mesh.size, o.layout.strategy.tp) for o in call_options(one_each, 2, cluster)}
     assert sizes == {(1, 1), (2, 1), (2, 2)}
     costs = load_costs({"judge": TINY}, dtype="float32", hardware=cluster.hardware)
-    cost = CallCost(call=one_each, batch_size=8, workload=LENGTHS, cluster=cluster, costs=costs, dtype="float32")
+    cost = call_model(call=one_each, batch_size=8, workload=LENGTHS, cluster=cluster, costs=costs, dtype="float32")
     assert cost.seconds(ParallelStrategy(tp=4), 1) == cost.timings.call_overhead_s
-    assert dynamic_bytes(one_each, dp_only[0], 8, LENGTHS, "float32") == 0
+    assert cost.dynamic_bytes(*dp_only[0].shape) == 0

@@ -28,7 +28,8 @@ from realhf.planning.model.fit import (
     step_residuals,
     worst_error,
 )
-from realhf.planning.model.memory import model_sizes, parameter_bytes
+from realhf.planning.model.memory import parameter_bytes
+from realhf.planning.model.sizes import model_sizes
 from realhf.planning.options import call_options
 from tests.unit.planning.graphs import ppo
 

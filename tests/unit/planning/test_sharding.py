@@ -12,17 +12,18 @@ from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 from realhf.cli import main
 from realhf.dataflow.graph import TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
-from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.layout import ParallelStrategy
 from realhf.geometry.parameters import parameter_count
 from realhf.planning.cluster import Cluster
 from realhf.planning.mapping import Mapper
-from realhf.planning.model.cost import CallCost
+from realhf.planning.model.call import CallModel
 from realhf.planning.model.descriptions import DTYPE_BYTES, load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures
-from realhf.planning.model.memory import dynamic_bytes, model_sizes, static_bytes
+from realhf.planning.model.memory import static_bytes
 from realhf.planning.model.sharding import added_links, added_s, choose_modes, rooms, stage_operators
+from realhf.planning.model.sizes import model_sizes
 from realhf.planning.model.timings import AnalyticTimings, Costs
-from realhf.planning.options import Option, call_options
+from realhf.planning.options import call_options
 from realhf.planning.osdp.solver import MODES, decoder_problem, ring, sliced, solve, uniform_plan
 from realhf.planning.predict import predict
 from realhf.planning.problem.builder import build_problem
@@ -31,7 +32,7 @@ from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan, without_hopeless
 from realhf.planning.task import PlanningTask
 from realhf.planning.workload import Workload
-from tests.unit.planning.graphs import TINY, call, ppo
+from tests.unit.planning.graphs import TINY, call, call_model, ppo
 
 CPU = load_hardware("cpu")
 SHARDED = EngineFeatures(sharded_operators=True)
@@ -152,31 +153,27 @@ def test_operators_are_a_device_of_the_fullest_stage(model: DecoderConfig, degre
     )
 
 
-def train_cost(features: EngineFeatures, memory: int, definition: ModelFunctionCallDef, latency_s: float) -> CallCost:
+def train_cost(features: EngineFeatures, memory: int, definition: ModelFunctionCallDef, latency_s: float) -> CallModel:
     hardware = msgspec.structs.replace(CPU, intra_node_latency_s=latency_s)
     timings = AnalyticTimings(model=definition.config, dtype="bfloat16", hardware=hardware, features=features)
-    return CallCost(
+    return call_model(
         call=definition,
         batch_size=16,
         workload=LENGTHS,
         cluster=Cluster(num_nodes=1, devices_per_node=4, device_memory_bytes=memory, hardware=load_hardware("cpu")),
         costs=Costs(hardware, {definition.config: timings}, features),
         dtype="bfloat16",
-        shares_devices=False,
     )
 
 
-def smallest_memory(cost: CallCost, strategy: ParallelStrategy, micro_batches: int) -> int:
+def smallest_memory(cost: CallModel, strategy: ParallelStrategy, micro_batches: int) -> int:
     """With which every operator is sharded."""
-    option = Option(Layout(DeviceMesh(0, strategy.size), strategy), micro_batches)
-    definition, features = cost.call, cost.costs.features
-    links = added_links(strategy.dp, 0.0, 1.0, micro_batches, cost.dtype, features)
-    modes = choose_modes(definition.config, strategy, links, 2**40, cost.dtype, features)
+    links = added_links(strategy.dp, 0.0, 1.0, micro_batches, cost.dtype, cost.features)
+    modes = choose_modes(cost.call.config, strategy, links, 2**40, cost.dtype, cost.features)
     assert modes is not None
     states = uniform_plan(modes.problem, "sharded", range(1, 2))
     assert states is not None
-    dynamic = dynamic_bytes(definition, option, cost.batch_size, LENGTHS, cost.dtype, features)
-    return int(dynamic) + states.memory_bytes
+    return int(cost.dynamic_bytes(strategy, micro_batches)) + states.memory_bytes
 
 
 def test_communication_grows_as_three_to_two() -> None:
@@ -221,9 +218,10 @@ def test_memory_of_an_option() -> None:
     asked = task(SFT, SHARDED, 400 * MIB)
     [definition] = SFT.calls.values()
     strategy = ParallelStrategy(dp=8)
-    dynamic = dynamic_bytes(definition, Option(Layout(DeviceMesh(0, 8), strategy), 1), 16, LENGTHS, "float32", SHARDED)
-    alone = asked.cost_of(definition.name).sharding(strategy, 1)
-    shared = replace(asked.cost_of(definition.name), shares_devices=True).sharding(strategy, 1)
+    model = asked.call_models[definition.name]
+    dynamic = model.dynamic_bytes(strategy, 1)
+    alone = model.sharding(strategy, 1)
+    shared = replace(model, shares_devices=True).sharding(strategy, 1)
     assert alone is not None
     assert shared is not None
     states = 0.0

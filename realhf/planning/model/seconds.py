@@ -1,25 +1,17 @@
-"""Seconds of a call under an option, of a parameter reallocation and of a data transfer."""
+"""Seconds of the work of a data-parallel rank in a call."""
 
 from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 
-from realhf.architecture.model import DecoderConfig, DType
-from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
-from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, held_layers, stage_layers
-from realhf.planning.cluster import Cluster, share_a_node
-from realhf.planning.model.communicators import axes_used, group_key, of_all_devices
+from realhf.dataflow.graph import TRAIN_STEP
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, stage_layers
+from realhf.planning.cluster import Cluster
 from realhf.planning.model.descriptions import DTYPE_BYTES
-from realhf.planning.model.features import EngineFeatures
-from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.memory import cache_turns, generation_parts, model_sizes
-from realhf.planning.model.sharding import Sharding, shard
-from realhf.planning.model.timings import Costs, Timings
-from realhf.planning.options import mini_batch_size
-from realhf.planning.workload import Workload
-
-BYTES_PER_TOKEN = 8  # of one key of per-sample data: token numbers are int64
+from realhf.planning.model.rank_work import RankWork
+from realhf.planning.model.sizes import model_sizes
+from realhf.planning.model.timings import Timings
 
 
 @dataclass(frozen=True)
@@ -53,98 +45,20 @@ def _fewest_in_a_node(devices: list[int], cluster: Cluster) -> int:
     return min(Counter(cluster.node_of(device) for device in devices).values())
 
 
-@dataclass(frozen=True, kw_only=True)
-class CallCost:
-    """Computes the seconds of one call; reallocation and data transfer are not part of them.
+class RankSeconds:
+    """What the parts of a rank's work take, by the timings of its model; nothing that the call costs as a whole."""
 
-    `shares_devices`: other calls may run on the same devices; see `realhf.planning.model.sharding.rooms`.
-    """
+    def __init__(self, work: RankWork, timings: Timings, crosses: Crossings):
+        self.model, self.strategy, self.features, self.lengths = work.model, work.strategy, work.features, work.lengths
+        self.work, self.timings, self.crosses = work, timings, crosses
+        self.item, self.micro_batches = DTYPE_BYTES[work.dtype], work.parts
+        self.sequences = work.samples / work.parts  # of one micro-batch
 
-    call: ModelFunctionCallDef
-    batch_size: int
-    workload: Workload
-    cluster: Cluster
-    costs: Costs
-    dtype: DType
-    shares_devices: bool = True
-
-    def seconds(self, strategy: ParallelStrategy, micro_batches: int) -> float:
-        """Seconds from the request's arrival to the result, on any mesh of the strategy's size.
-
-        What a call does that does not use its model is not known: nothing, but for what it was measured to take
-        (`call_factors`).
-        """
-        factor = self.costs.call_factors.get(self.call.name, 1.0)
-        if not self.call.uses_model:
-            return factor * self.timings.call_overhead_s
-        part = _Part(self, strategy, micro_batches, crossings(strategy, self.cluster))
-        match self.call.interface_type:
-            case kind if kind is TRAIN_STEP:
-                sharding = self.sharding(strategy, micro_batches)
-                added_s = sharding.added_s if sharding else 0.0
-                body = self.call.mini_batches * (part.mini_batch_train_s() + added_s)
-            case kind if kind is GENERATE:
-                body = part.generate_s()
-            case _:
-                body = part.inference_s()
-        return factor * (self.timings.call_overhead_s + body)
-
-    def sharding(self, strategy: ParallelStrategy, micro_batches: int) -> Sharding | None:
-        """What is sharded over dp because it would not fit otherwise; None: nothing, or it would not fit even so."""
-        features = self.costs.features_of(self.call.model_name)
-        if not features.sharded_operators or not self.call.trains or strategy.dp == 1:
-            return None
-        crosses = crossings(strategy, self.cluster)
-        return shard(
-            self.call,
-            strategy,
-            micro_batches,
-            batch_size=self.batch_size,
-            workload=self.workload,
-            memory_bytes=self._room_bytes(strategy),
-            shares_devices=self.shares_devices,
-            link=self.costs.hardware.link(crosses.data, crosses.data_per_node),
-            dtype=self.dtype,
-            features=features,
-        )
-
-    def _room_bytes(self, strategy: ParallelStrategy) -> int:
-        """What is left of a device beside communicators: the call's, those of all devices, and of copies for others."""
-        layout = Layout(DeviceMesh(0, strategy.size), strategy)
-        axes = axes_used(self.call, strategy, gathers_parameters=True)
-        common = of_all_devices(self.cluster.num_devices, moves=self.shares_devices)
-        number = len({group_key(layout, axis) for axis in axes}) + len(common)
-        return self.cluster.device_memory_bytes - round(self.costs.hardware.communicator_bytes * number)
-
-    @cached_property
-    def features(self) -> EngineFeatures:
-        features = self.costs.features_of(self.call.model_name).during(self.call.interface_type)
-        graphs = self.workload.of(self.call.name).decode_graphs
-        return replace(features, cuda_graphs=features.replays(self.call.config, graphs))
-
-    @cached_property
-    def timings(self) -> Timings:
-        return self.costs.of(self.call.config, self.features)
-
-
-class _Part:
-    """The work of one data-parallel rank of a call."""
-
-    def __init__(self, cost: CallCost, strategy: ParallelStrategy, micro_batches: int, crosses: Crossings):
-        self.model = cost.call.config
-        self.timings = cost.timings
-        self.features = cost.features
-        self.strategy = strategy
-        self.micro_batches = micro_batches
-        self.crosses = crosses
-        self.lengths = cost.workload.of(cost.call.name)
-        self.dtype = cost.dtype
-        self.item = DTYPE_BYTES[cost.dtype]
-        samples = mini_batch_size(cost.call, cost.batch_size) // strategy.dp
-        if cost.call.interface_type is GENERATE:
-            self.micro_batches = generation_parts(samples, micro_batches, strategy.pp)
-            self.cache_turns = cache_turns(samples, self.micro_batches, strategy.pp, self.lengths)
-        self.sequences = samples / self.micro_batches  # of one micro-batch
+    def total_s(self) -> float:
+        """The whole call, but one mini-batch of a training, without its reduction of sharded operators."""
+        if self.work.generates:
+            return self.generate_s()
+        return self.mini_batch_train_s() if self.work.call.interface_type is TRAIN_STEP else self.inference_s()
 
     def inference_s(self) -> float:
         """A forward pipeline over the micro-batches; the last stage has the head."""
@@ -163,7 +77,7 @@ class _Part:
         strategy, sizes = self.strategy, model_sizes(self.model)
         pipeline = self._pipeline_s(self._stages(lambda stage: self._stage_s(stage, tokens, train=True)))
         parameters = sizes.largest(strategy)
-        gradient = self.features.gradient_bytes(self.dtype)
+        gradient = self.features.gradient_bytes(self.work.dtype)
         # Half of the ring's bytes are gradients; the other half are parameters with ZeRO-1, else gradients too.
         size_bytes = parameters * ((gradient + self.item) / 2 if self.features.zero1 else gradient)
         if self.features.fully_sharded:  # for every micro-batch, gathered twice and reduced once
@@ -183,7 +97,7 @@ class _Part:
         seconds = self.timings.optimizer(updated)
         if not self.features.offloads_states:
             return seconds
-        return seconds + 2 * updated * self.features.state_bytes(self.dtype) / self.timings.links.host_bandwidth
+        return seconds + 2 * updated * self.features.state_bytes(self.work.dtype) / self.timings.links.host_bandwidth
 
     def generate_s(self) -> float:
         """Prefill, which gives the first token, then a decode step for each further token of the longest response.
@@ -202,7 +116,7 @@ class _Part:
         overheads = self.timings.overheads
         parameters = model_sizes(self.model).largest(self.strategy)
         prefill += overheads.generate_s + parameters * overheads.generate_s_per_parameter
-        decode_steps = self.cache_turns * max(self.lengths.max_new_tokens - 1, 0)
+        decode_steps = self.work.cache_turns * max(self.lengths.max_new_tokens - 1, 0)
         return prefill + self.timings.sampling_s + decode_steps * decode_step
 
     def _stages(self, seconds: Callable[[int], float]) -> list[float]:
@@ -270,7 +184,7 @@ class _Part:
         tp, pp, crosses = self.strategy.tp, self.strategy.pp, self.crosses.tensor
         layers = len(stage_layers(self.model.num_layers, pp, stage))
         context = self.lengths.prompt_tokens + self.lengths.max_new_tokens / 2
-        sequences = self.sequences / self.cache_turns
+        sequences = self.sequences / self.work.cache_turns
         seconds = self.timings.overheads.decode_step_s
         seconds += layers * self.timings.decode_layer(sequences, context, tp, tp_crosses_nodes=crosses)
         if stage == 0:
@@ -303,99 +217,3 @@ def _examples_of_stages(num_layers: int, pp: int) -> tuple[int, ...]:
     examples: dict[tuple[int, bool, bool], int] = {}
     kinds = [(len(stage_layers(num_layers, pp, stage)), stage == 0, stage == pp - 1) for stage in range(pp)]
     return tuple(examples.setdefault(kind, stage) for stage, kind in enumerate(kinds))
-
-
-def moved_elements(model: DecoderConfig, source: Layout, target: Layout) -> tuple[int, int]:
-    """(elements that the worst device of `target` lacks, elements that all of its devices lack).
-
-    A device lacks the boxes it needs under `target` minus those it holds under `source`
-    (`realhf.geometry.boxes.device_boxes`); here in closed form, from the two pairs of pipeline
-    and tensor index. The search's tables come from the same formula in C++, which
-    knows neither model chunks nor micro data-parallel groups.
-    """
-    worst = total = 0
-    for device in target.mesh.devices:
-        lacking = _held_by_both(model, (target, target), device) - _held_by_both(model, (source, target), device)
-        worst, total = max(worst, lacking), total + lacking
-    return worst, total
-
-
-def _held_by_both(model: DecoderConfig, layouts: tuple[Layout, Layout], device: int) -> int:
-    """Elements that `device` holds under both layouts."""
-    if any(device not in layout.mesh.devices for layout in layouts):
-        return 0
-    sizes = model_sizes(model)
-    begins, ends, layers, embeddings, heads = [], [], [], [], []
-    whole = layouts[0].strategy.tp * layouts[1].strategy.tp
-    for layout in layouts:
-        _, tp_index, stage = layout.coordinates(device)
-        last = layout.strategy.pp - 1
-        begins.append(tp_index * whole // layout.strategy.tp)
-        ends.append((tp_index + 1) * whole // layout.strategy.tp)
-        layers.append(held_layers(model.num_layers, layout.strategy, stage))
-        embeddings.append(stage == 0 or (sizes.tied and stage == last))
-        heads.append(stage == last)
-    common = len(layers[0] & layers[1])
-    sharded, replicated = common * sizes.layer_sharded, common * sizes.layer_replicated
-    if all(embeddings):
-        sharded, replicated = sharded + sizes.embedding_sharded, replicated + sizes.embedding_replicated
-    if all(heads):
-        sharded, replicated = sharded + sizes.head_sharded, replicated + sizes.head_replicated
-    return sharded * max(min(ends) - max(begins), 0) // whole + replicated
-
-
-def reallocation_s(
-    model: DecoderConfig, moved: tuple[int, int], source: DeviceMesh, *, crosses_nodes: bool, item: int,
-    hardware: Hardware, forwarding: bool = True,
-) -> float:  # fmt: skip
-    """Seconds to move parameters of `item` bytes an element from the devices of `source`, from `moved_elements`.
-
-    The time is that of the busiest link: the most that one device receives, or an equal share, for each device of the
-    source, of what is sent: with `forwarding` of the model at most, since devices forward what several lack
-    (`realhf.realloc.plan.broadcast_chain`; 0.96 to 1.5 times this in 400 pairs of layouts of up to 16 devices). Links
-    between nodes are used unless both meshes are within one node. Zero if nothing moves.
-    """
-    worst, total = moved
-    if not total:
-        return 0.0
-    sent = (min(total, model_sizes(model).total) if forwarding else total) / source.size
-    return hardware.send_s(max(worst, sent) * item, crosses_nodes=crosses_nodes)
-
-
-def reallocation_table(
-    model: DecoderConfig,
-    sources: Sequence[Layout],
-    targets: Sequence[Layout],
-    *,
-    item: int,
-    cluster: Cluster,
-    hardware: Hardware,
-    forwarding: bool = True,
-) -> list[float]:
-    """`reallocation_s` of sources x targets, row-major: for a few pairs; the search has millions, and C++ for them."""
-    return [
-        reallocation_s(
-            model,
-            moved_elements(model, source, target),
-            source.mesh,
-            crosses_nodes=not share_a_node(cluster, source.mesh, target.mesh),
-            item=item,
-            hardware=hardware,
-            forwarding=forwarding,
-        )
-        for source in sources
-        for target in targets
-    ]
-
-
-def transfer_s(
-    keys: int, call: ModelFunctionCallDef, parts: int, *, crosses_nodes: bool, batch_size: int, workload: Workload,
-    hardware: Hardware,
-) -> float:  # fmt: skip
-    """Seconds to bring `keys` columns of per-sample data to `call`, whose batch is cut into `parts`: its dp, mostly.
-
-    Every device gets one of them, all at the same time. Data of one number a token, BYTES_PER_TOKEN each, is small:
-    one message each. Nothing is sent, and this does not hold, if both calls run on one and the same device.
-    """
-    size_bytes = keys * batch_size / parts * workload.of(call.name).tokens * BYTES_PER_TOKEN
-    return hardware.send_s(size_bytes, crosses_nodes=crosses_nodes)

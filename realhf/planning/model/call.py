@@ -1,0 +1,155 @@
+"""What one call of a planning task takes under an option: seconds, and bytes on each of its devices.
+
+Options of equal strategy and micro-batches take the same wherever their meshes lie: a mesh is within a node or begins
+at one.
+"""
+
+from dataclasses import dataclass, field, replace
+
+from realhf.architecture.model import DType
+from realhf.dataflow.graph import ModelFunctionCallDef
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.planning.cluster import Cluster
+from realhf.planning.model import memory
+from realhf.planning.model.call_memory import dynamic_bytes, kept_cache_bytes
+from realhf.planning.model.communicators import Key, axes_used, group_key, of_all_devices
+from realhf.planning.model.features import EngineFeatures
+from realhf.planning.model.hardware import Hardware
+from realhf.planning.model.rank_work import RankWork
+from realhf.planning.model.seconds import RankSeconds, crossings
+from realhf.planning.model.sharding import Sharding, shard
+from realhf.planning.model.timings import Timings
+from realhf.planning.workload import Workload
+
+Shape = tuple[ParallelStrategy, int]  # a strategy and a number of micro-batches
+
+BYTES_PER_TOKEN = 8  # of one key of per-sample data: token numbers are int64
+
+
+@dataclass(frozen=True, kw_only=True)
+class CallModel:
+    """Seconds and bytes of one call; a reallocation of its parameters is not part of them.
+
+    samples: of a mini-batch.
+    lengths: of the call's sequences.
+    features: what the engine does during the call; `timings` hold for them.
+    hardware: the cluster's, with what was measured of its communicators.
+    versions: of the model's parameters that its home keeps.
+    factor: by which a run measured the call to be slower than it is computed here.
+    shares_devices: other calls may run on the same devices (`realhf.planning.model.sharding.rooms`).
+    """
+
+    call: ModelFunctionCallDef
+    samples: int
+    lengths: Workload
+    dtype: DType
+    features: EngineFeatures
+    timings: Timings
+    cluster: Cluster
+    hardware: Hardware
+    versions: int = 1
+    factor: float = 1.0
+    shares_devices: bool = True
+    _shardings: dict[tuple[ParallelStrategy, int], Sharding | None] = field(
+        default_factory=dict, init=False, repr=False
+    )
+
+    def seconds(self, strategy: ParallelStrategy, micro_batches: int) -> float:
+        """Seconds from the request's arrival to the result.
+
+        What a call does that does not use its model is not known: nothing, but for its `factor`.
+        """
+        if not self.call.uses_model:
+            return self.factor * self.timings.call_overhead_s
+        work = self.work(strategy, micro_batches)
+        body = RankSeconds(work, self.timings, crossings(strategy, self.cluster)).total_s()
+        if self.call.trains:
+            sharding = self.sharding(strategy, micro_batches)
+            body = self.call.mini_batches * (body + (sharding.added_s if sharding else 0.0))
+        return self.factor * (self.timings.call_overhead_s + body)
+
+    def work(self, strategy: ParallelStrategy, micro_batches: int) -> RankWork:
+        """The work of a data-parallel rank in one mini-batch."""
+        return RankWork(
+            call=self.call,
+            samples=self.samples // strategy.dp,
+            lengths=self.lengths,
+            dtype=self.dtype,
+            features=self.features,
+            strategy=strategy,
+            micro_batches=micro_batches,
+        )
+
+    def static_bytes(self, strategy: ParallelStrategy) -> int:
+        """What a home in this strategy keeps on each device: with the optimizer's states, if the call trains."""
+        return memory.static_bytes(
+            self.call.config, strategy, self.dtype, trained=self.call.trains, features=self.features,
+            versions=self.versions,
+        )  # fmt: skip
+
+    def offloaded_bytes(self, strategy: ParallelStrategy, *, states: bool) -> int:
+        """What goes from a device of a home to host memory and back, with or without the optimizer's states."""
+        return memory.offloaded_bytes(
+            self.call.config, strategy, self.dtype, trained=states, features=self.features, versions=self.versions
+        )
+
+    def copy_bytes(self, strategy: ParallelStrategy) -> int:
+        """A copy of the parameters away from their home, with the buckets that fill it."""
+        return memory.copy_bytes(self.call.config, strategy, self.dtype)
+
+    def dynamic_bytes(self, strategy: ParallelStrategy, micro_batches: int) -> float:
+        """What the call allocates while it runs; what it gathers of sharded operators is not part of it."""
+        return dynamic_bytes(self.work(strategy, micro_batches))
+
+    def kept_cache_bytes(self, strategy: ParallelStrategy, micro_batches: int) -> float:
+        """The part of `dynamic_bytes` that stays behind the call at its model's home."""
+        return kept_cache_bytes(self.work(strategy, micro_batches))
+
+    def gathered_bytes(self, strategy: ParallelStrategy) -> int:
+        """What the call gathers, beside `dynamic_bytes`, at a home that is fully sharded."""
+        return memory.gathered_for_call(self.call, strategy, self.dtype, self.features)
+
+    def sharding(self, strategy: ParallelStrategy, micro_batches: int) -> Sharding | None:
+        """What is sharded over dp because it would not fit otherwise; None: nothing, or it would not fit even so."""
+        if not self.features.sharded_operators or not self.call.trains or strategy.dp == 1:
+            return None
+        key = (strategy, micro_batches)
+        if key not in self._shardings:
+            crosses = crossings(strategy, self.cluster)
+            link = self.hardware.link(crosses.data, crosses.data_per_node)
+            room_bytes = self._room_bytes(strategy)
+            self._shardings[key] = shard(self.work(*key), room_bytes, link, shares_devices=self.shares_devices)
+        return self._shardings[key]
+
+    def communicators(self, layout: Layout, *, at_home: bool = True) -> set[Key]:
+        """The communicators that the call needs; away from home it finds whole parameters."""
+        gathers = at_home and self.features.fully_sharded
+        axes = axes_used(self.call, layout.strategy, gathers_parameters=gathers)
+        return {group_key(layout, axis) for axis in axes}
+
+    def communicator_bytes(self, layout: Layout) -> float:
+        """The bytes of `communicators` on a device."""
+        return self.hardware.communicator_bytes * len(self.communicators(layout))
+
+    def transfer_s(self, keys: int, parts: int, *, crosses_nodes: bool) -> float:
+        """Seconds to bring `keys` columns of per-sample data to the call, its batch cut into `parts`: its dp, mostly.
+
+        Every device gets one of them, all at the same time. Data of one number a token, BYTES_PER_TOKEN each, is small:
+        one message each. Nothing is sent, and this does not hold, if both calls run on one and the same device.
+        """
+        batch_size = self.samples * self.call.mini_batches
+        size_bytes = keys * batch_size / parts * self.lengths.tokens * BYTES_PER_TOKEN
+        return self.hardware.send_s(size_bytes, crosses_nodes=crosses_nodes)
+
+    def _room_bytes(self, strategy: ParallelStrategy) -> int:
+        """What is left of a device beside communicators: the call's, those of all devices, and of copies for others."""
+        own = self.communicators(Layout(DeviceMesh(0, strategy.size), strategy))
+        common = of_all_devices(self.cluster.num_devices, moves=self.shares_devices)
+        taken = self.hardware.communicator_bytes * (len(own) + len(common))
+        return self.cluster.device_memory_bytes - round(taken)
+
+
+def features_during(call: ModelFunctionCallDef, lengths: Workload, engine: EngineFeatures) -> EngineFeatures:
+    """What an engine does during a call."""
+    replays = engine.replays(call.config, lengths.decode_graphs)
+    return replace(engine.during(call.interface_type), cuda_graphs=replays)

@@ -1,0 +1,55 @@
+"""The work of one data-parallel rank in a call: its samples, in micro-batches, through a model in shards."""
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+from realhf.architecture.model import DecoderConfig, DType
+from realhf.dataflow.graph import GENERATE, ModelFunctionCallDef
+from realhf.geometry.layout import ParallelStrategy
+from realhf.planning.model.features import EngineFeatures
+from realhf.planning.workload import Workload
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankWork:
+    """What seconds and bytes of a call depend on, for one option.
+
+    `samples`: of one mini-batch on one rank. `lengths`: of the call's sequences. `features`: what the engine does
+    during this call. `micro_batches`: as planned.
+    """
+
+    call: ModelFunctionCallDef
+    samples: int
+    lengths: Workload
+    dtype: DType
+    features: EngineFeatures
+    strategy: ParallelStrategy
+    micro_batches: int
+
+    @property
+    def model(self) -> DecoderConfig:
+        return self.call.config
+
+    @property
+    def generates(self) -> bool:
+        return self.call.interface_type is GENERATE
+
+    @cached_property
+    def parts(self) -> int:
+        """Micro-batches; of a generation one for every stage at least, none empty."""
+        return min(max(self.micro_batches, self.strategy.pp), self.samples) if self.generates else self.micro_batches
+
+    @property
+    def parts_in_flight(self) -> int:
+        """Parts of a generation that are under way at once; the others wait without a cache."""
+        return min(self.parts, self.strategy.pp)
+
+    @cached_property
+    def cache_turns(self) -> float:
+        """How many times as much room as the call was given its sequences in flight would need; 1 where they have it.
+
+        So many turns are taken: with 1 / turns of the sequences at a time, decode steps come to turns times as many.
+        """
+        in_flight = self.parts_in_flight * math.ceil(self.samples / self.parts)
+        return max(1.0, in_flight * self.lengths.max_tokens / (self.lengths.kv_cache_tokens or math.inf))
