@@ -21,14 +21,12 @@ MANY_PARAMETERS: set[str] = {
     "engine/generate/loop.py::generate_and_report",
     "engine/interface.py::Model.generate",
     "engine/model.py::ShardedModel.generate",
-    "planning/model/sharding.py::shard",
     "planning/osdp/solver.py::decoder_problem",
     "worker/model_worker.py::ModelWorker.__init__",
 }
 LONG: set[str] = {
     "cli/plan.py::execute",
     "planning/osdp/solver.py::decoder_problem",
-    "planning/presets.py::heuristic",
 }
 UNTYPED: set[str] = {
     "worker/model_worker.py::ModelWorker._timed",

@@ -20,7 +20,7 @@ from realhf.planning.problem.tables import ParentRow, TransferTable
 
 
 class ReallocationTable(Protocol):
-    """Seconds of the reallocations of sources x targets, row-major (`realhf.planning.model.reallocation.reallocation_s`)."""
+    """Seconds of the reallocations of sources x targets, row-major (`realhf.planning.model.reallocation`)."""
 
     def __call__(
         self,
