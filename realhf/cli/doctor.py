@@ -15,10 +15,9 @@ import psutil
 from rich.console import Console
 from rich.text import Text
 
-from realhf.cli.doctor_devices import find_gpus
-from realhf.cli.doctor_ranks import GIB, find_ranks, gpu_checks
+from realhf.cli.doctor_devices import GIB, find_attention, find_cuda, find_gpu_matmul, find_gpus, find_nccl, find_ranks
 from realhf.cli.doctor_wire import find_curve, find_host_name, find_keys, find_loopback
-from realhf.cli.findings import Check, Finding, State
+from realhf.cli.findings import Check, FailedError, Finding, State
 from realhf.machine.host import read_host
 
 DESCRIPTION = (
@@ -43,7 +42,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    checks = [*base_checks(arguments.runs_dir), *(all_gpu_checks() if arguments.gpu else ())]
+    checks = [*base_checks(arguments.runs_dir), *(gpu_checks() if arguments.gpu else ())]
     return run_checks(checks, Console())
 
 
@@ -68,12 +67,13 @@ def line(name: str, finding: Finding) -> Text:
 
 def base_checks(runs_dir: Path) -> list[Check]:
     """What every machine needs that plans or runs."""
+    disk = "give a --run-dir on a disk with POSIX modes and locks: a local one, NFS 4, Lustre with flock"
     gloo = "see that the loopback interface works and torch has gloo"
     reinstall = "install the package again in this environment (`make setup`, or pip install -e .)"
     return [
         Check("python", find_python, "use Python 3.11, 3.12 or 3.13"),
         Check("torch", find_torch, "pip install 'torch>=2.11'"),
-        Check("GPUs", find_gpus, "see that `nvidia-smi` works"),
+        Check("GPUs", find_gpus, "see that `nvidia-smi -L` lists the devices"),
         Check("C++ searcher", find_searcher, f"{reinstall}; that compiles it and needs a C++17 compiler such as g++"),
         Check("messages", find_curve, "pip install --force-reinstall 'pyzmq>=26'"),
         Check("loopback", find_loopback, "bring it up with `ip link set lo up`, or give --network-interface to run"),
@@ -81,29 +81,34 @@ def base_checks(runs_dir: Path) -> list[Check]:
         Check("keys", partial(find_keys, runs_dir), "give a --run-dir on a disk that keeps modes; see messages above"),
         Check("gloo groups", partial(find_ranks, "groups", "gloo", 2), gloo),
         Check("reallocation", partial(find_ranks, "reallocation", "gloo", 2), gloo),
-        Check(
-            "run directories", partial(find_file_system, runs_dir), "give a --run-dir on a local disk, NFS or Lustre"
-        ),
+        Check("run directories", partial(find_file_system, runs_dir), disk),
         Check("attention", partial(find_attention, "cpu"), reinstall),
         Check("SLURM", find_slurm, "install the SLURM client commands"),
         Check("cores, memory", find_cores_and_memory, "use a machine of which psutil can read cores and memory"),
     ]
 
 
-def all_gpu_checks() -> list[Check]:
+def gpu_checks() -> list[Check]:
     """What runs on GPUs need besides."""
-    attention = Check("GPU attention", partial(find_attention, "cuda"), "pip install flash-attn --no-build-isolation")
-    return [*gpu_checks(), attention]
+    nccl = "install a CUDA build of torch with NCCL; NCCL_DEBUG=INFO says more"
+    return [
+        Check("CUDA", find_cuda, "install the NVIDIA driver and a CUDA build of torch (https://pytorch.org)"),
+        Check("GPU arithmetic", find_gpu_matmul, "see `nvidia-smi` for errors and other processes on the GPUs"),
+        Check("NCCL groups", partial(find_nccl, "groups"), nccl),
+        Check("GPU reallocation", partial(find_nccl, "reallocation"), nccl),
+        Check("CUDA graphs", partial(find_nccl, "generation"), 'set decode_graphs="off" in the generation options'),
+        Check("GPU attention", partial(find_attention, "cuda"), "pip install flash-attn --no-build-isolation"),
+    ]
 
 
-def find_python() -> Finding:
+def find_python() -> str:
     version = platform.python_version()
     if not (3, 11) <= sys.version_info[:2] <= (3, 13):
-        return Finding(state="fail", detail=f"{version} is not supported", remedy="use Python 3.11, 3.12 or 3.13")
-    return Finding(state="ok", detail=f"{version} ({sys.executable})")
+        raise FailedError(f"{version} is not supported")
+    return f"{version} ({sys.executable})"
 
 
-def find_torch() -> Finding:
+def find_torch() -> str:
     import torch
 
     devices = "the CPU"
@@ -112,34 +117,28 @@ def find_torch() -> Finding:
     detail = f"{torch.__version__} on {devices}"
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])
     if (major, minor) < MIN_TORCH:
-        return Finding(state="fail", detail=f"{detail} is too old", remedy="pip install 'torch>=2.11'")
-    return Finding(state="ok", detail=detail)
+        raise FailedError(f"{detail} is too old")
+    return detail
 
 
-def find_searcher() -> Finding:
+def find_searcher() -> str:
     from realhf.planning import search as searcher
 
-    return Finding(state="ok", detail=f"importable ({Path(searcher.__file__).parent})")
+    return f"importable ({Path(searcher.__file__).parent})"
 
 
-def find_file_system(runs_dir: Path) -> Finding:
+def find_file_system(runs_dir: Path) -> str | Finding:
     """What a run directory's files rest on: atomic renames, modes that keep others out, locks between processes."""
     parent = next(path for path in (runs_dir.absolute(), *runs_dir.absolute().parents) if path.is_dir())
     with tempfile.TemporaryDirectory(prefix=".realhf-doctor-", dir=parent) as name:
         folder = Path(name)
         problems = [problem for check in (_rename_problem, _mode_problem, _lock_problem) if (problem := check(folder))]
     if problems:
-        return Finding(
-            state="fail",
-            detail=f"{parent}: {'; '.join(problems)}",
-            remedy="give a --run-dir on a disk with POSIX modes and locks: a local one, NFS 4, Lustre with flock",
-        )
+        raise FailedError(f"{parent}: {'; '.join(problems)}")
     free_gib = shutil.disk_usage(parent).free / GIB
     if free_gib < 1:
-        return Finding(
-            state="warn", detail=f"{parent}: {free_gib:.2f} GiB free", remedy="make room: checkpoints are written there"
-        )
-    return Finding(state="ok", detail=f"{parent}: atomic rename, modes and locks are kept, {free_gib:.0f} GiB free")
+        return Finding("warn", f"{parent}: {free_gib:.2f} GiB free", "make room: checkpoints are written there")
+    return f"{parent}: atomic rename, modes and locks are kept, {free_gib:.0f} GiB free"
 
 
 def _rename_problem(folder: Path) -> str:
@@ -174,15 +173,15 @@ def _lock_problem(folder: Path) -> str:
     return "flock lets two in at once"
 
 
-def find_slurm() -> Finding:
+def find_slurm() -> str | Finding:
     found = [command for command in SLURM_COMMANDS if shutil.which(command)]
     missing = [command for command in SLURM_COMMANDS if command not in found]
     if not missing:
-        return Finding(state="ok", detail=f"{', '.join(found)} are here")
-    return Finding(state="info", detail=f"no {', '.join(missing)}: only --launcher local works from this machine")
+        return f"{', '.join(found)} are here"
+    return Finding("info", f"no {', '.join(missing)}: only --launcher local works from this machine")
 
 
-def find_cores_and_memory() -> Finding:
+def find_cores_and_memory() -> str | Finding:
     host = read_host()
     # What a control group with a limit has used of it is not read.
     available = min(psutil.virtual_memory().available, host.memory_bytes)
@@ -190,22 +189,7 @@ def find_cores_and_memory() -> Finding:
     limit = f" (limit of {host.memory_limit})" if host.memory_limit else ""
     detail = f"{cores}, {available / GIB:.1f} of {host.memory_bytes / GIB:.1f} GiB free{limit}"
     if available < 2 * GIB:
-        return Finding(
-            state="warn", detail=detail, remedy="a worker of a tiny model takes about 0.5 GiB: use fewer workers"
-        )
+        return Finding("warn", detail, "a worker of a tiny model takes about 0.5 GiB: use fewer workers")
     if host.cores < 2:
-        return Finding(
-            state="warn", detail=detail, remedy="workers share cores and get slow: use as many workers as cores"
-        )
-    return Finding(state="ok", detail=detail)
-
-
-def find_attention(device: str) -> Finding:
-    """Which kernels runs on this machine would take."""
-    import torch
-
-    from realhf.engine.generate.paged_attention import describe_attention
-
-    if device == "cuda" and not torch.cuda.is_available():
-        return Finding(state="info", detail="no GPU to choose for")
-    return Finding(state="ok", detail="; ".join(describe_attention(device)))
+        return Finding("warn", detail, "workers share cores and get slow: use as many workers as cores")
+    return detail

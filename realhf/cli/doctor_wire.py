@@ -10,7 +10,7 @@ import psutil
 import zmq
 
 from realhf.base.errors import UserError
-from realhf.cli.findings import Finding
+from realhf.cli.findings import FailedError, Finding
 from realhf.transport.client import Client
 from realhf.transport.codec import Codec
 from realhf.transport.keys import WorkerKeys, load_master_keys, load_worker_keys, make_run_keys
@@ -20,32 +20,26 @@ from realhf.transport.server import Server
 HANDSHAKE_TIMEOUT_S = 120.0
 
 
-def find_curve() -> Finding:
+def find_curve() -> str:
     detail = f"pyzmq {zmq.pyzmq_version()}, libzmq {zmq.zmq_version()}"
     if not zmq.has("curve"):
-        return Finding(
-            state="fail",
-            detail=f"{detail} cannot encrypt (no CURVE)",
-            remedy="pip install --force-reinstall 'pyzmq>=26'; its wheels have CURVE",
-        )
-    return Finding(state="ok", detail=f"{detail} with CURVE")
+        raise FailedError(f"{detail} cannot encrypt (no CURVE)")
+    return f"{detail} with CURVE"
 
 
-def find_loopback() -> Finding:
+def find_loopback() -> str:
     """The interface that local runs name to gloo, and a connection over it."""
     addresses = {a.address for a in psutil.net_if_addrs().get("lo", ()) if a.family is socket.AF_INET}
     if not addresses:
-        return Finding(
-            state="fail",
-            detail=f"no interface lo with an IPv4 address; there are {', '.join(psutil.net_if_addrs()) or 'none'}",
-            remedy="bring it up with `ip link set lo up`, or give --network-interface to run",
+        raise FailedError(
+            f"no interface lo with an IPv4 address; there are {', '.join(psutil.net_if_addrs()) or 'none'}"
         )
     with socket.create_server(("127.0.0.1", 0)) as server:
         socket.create_connection(server.getsockname(), timeout=5).close()
-    return Finding(state="ok", detail=f"lo has {', '.join(sorted(addresses))} and takes connections")
+    return f"lo has {', '.join(sorted(addresses))} and takes connections"
 
 
-def find_host_name() -> Finding:
+def find_host_name() -> str | Finding:
     """Under SLURM the master listens on the address that its host's name stands for, and others must reach it."""
     name = socket.gethostname()
     own = {
@@ -59,18 +53,16 @@ def find_host_name() -> Finding:
     try:
         address = socket.gethostbyname(name)
     except OSError as error:
-        return Finding(state="warn", detail=f"{name} is not known ({error}); interfaces: {interfaces}", remedy=remedy)
+        return Finding("warn", f"{name} is not known ({error}); interfaces: {interfaces}", remedy)
     if address not in own.values() and not address.startswith("127."):
-        return Finding(
-            state="warn", detail=f"{name} is {address}, no address of this machine ({interfaces})", remedy=remedy
-        )
+        return Finding("warn", f"{name} is {address}, no address of this machine ({interfaces})", remedy)
     if address.startswith("127.") and len(own) > 1:
         detail = f"{name} is {address}, which only this machine reaches; interfaces: {interfaces}"
-        return Finding(state="info", detail=detail)
-    return Finding(state="ok", detail=f"{name} is {address}; interfaces: {interfaces}")
+        return Finding("info", detail)
+    return f"{name} is {address}; interfaces: {interfaces}"
 
 
-def find_keys(runs_dir: Path) -> Finding:
+def find_keys(runs_dir: Path) -> str:
     """Keys where run directories are to lie: a worker with the run's key gets in, a stranger and exposed files do not.
 
     Raises:
@@ -89,7 +81,7 @@ def find_keys(runs_dir: Path) -> Finding:
         try:
             load_worker_keys(folder, worker=0)
         except UserError:
-            return Finding(state="ok", detail="a run's worker gets in; a stranger's and an exposed key are refused")
+            return "a run's worker gets in; a stranger's and an exposed key are refused"
         raise PermissionError(f"a key of mode {secret.stat().st_mode & 0o777:04o} was taken")
 
 

@@ -4,12 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+from realhf.base.errors import UserError
+
 State = Literal["ok", "info", "warn", "fail"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Finding:
-    """What one check found. What fails or is to be warned of has a remedy."""
+    """What one check found. A failure and a warning have a remedy."""
 
     state: State
     detail: str
@@ -19,17 +21,32 @@ class Finding:
         assert self.remedy or self.state in ("ok", "info"), f"no remedy for {self.detail!r}"
 
 
+class FailedError(Exception):
+    """A check failed; the text says what is wrong. `remedy`: a better one than the check's."""
+
+    def __init__(self, text: str, remedy: str = ""):
+        super().__init__(text)
+        self.remedy = remedy
+
+
 @dataclass(frozen=True)
 class Check:
-    """A name for the line, and what to do for it. What `find` raises counts as a failure with `remedy`."""
+    """A name for the line, what to do for it, and the remedy if it fails.
+
+    `find` returns what is good, or a finding that is a note or a warning. Whatever it raises is a failure.
+    """
 
     name: str
-    find: Callable[[], Finding]
+    find: Callable[[], str | Finding]
     remedy: str
 
     def run(self) -> Finding:
+        """What was found."""
         try:
-            return self.find()
-        except Exception as error:  # whatever is wrong with the machine is what this command is to say
+            found = self.find()
+        except (FailedError, UserError) as error:
+            return Finding("fail", str(error), getattr(error, "remedy", "") or self.remedy)
+        except Exception as error:  # the command is to say whatever is wrong with the machine
             text = str(error).strip() or "no message"
-            return Finding(state="fail", detail=f"{type(error).__name__}: {text}", remedy=self.remedy)
+            return Finding("fail", f"{type(error).__name__}: {text}", self.remedy)
+        return Finding("ok", found) if isinstance(found, str) else found

@@ -11,11 +11,11 @@ import pynvml
 import pytest
 from rich.console import Console
 
-from realhf.cli import doctor, doctor_devices, doctor_ranks, doctor_wire
-from realhf.cli.doctor import all_gpu_checks, base_checks, find_file_system, run_checks
-from realhf.cli.doctor_ranks import find_ranks
+from realhf.cli import doctor, doctor_devices, doctor_wire
+from realhf.cli.doctor import base_checks, gpu_checks, run_checks
+from realhf.cli.doctor_devices import find_ranks
 from realhf.cli.doctor_wire import find_host_name, find_keys
-from realhf.cli.findings import Check, Finding
+from realhf.cli.findings import Check, FailedError, Finding
 from realhf.transport.keys import WorkerKeys
 from tests.unit.machine.nvml import A100, H100, Device, stand_in
 from tests.waiting import PATIENCE_S
@@ -26,6 +26,11 @@ def printed(*checks: Check) -> tuple[int, list[str]]:
     code = run_checks(checks, console)
     assert isinstance(console.file, io.StringIO)
     return code, console.file.getvalue().splitlines()
+
+
+def found(name: str, runs_dir: Path) -> Finding:
+    (check,) = (check for check in base_checks(runs_dir) if check.name == name)
+    return check.run()
 
 
 def test_this_machine_can_run_runs(tmp_path: Path) -> None:
@@ -44,7 +49,7 @@ def test_this_machine_can_run_runs(tmp_path: Path) -> None:
 
 def test_a_failure_is_one_line_with_its_remedy() -> None:
     def find() -> Finding:
-        return Finding(state="fail", detail="libzmq 4 cannot\nencrypt", remedy="pip install --force-reinstall pyzmq")
+        raise FailedError("libzmq 4 cannot\nencrypt", "pip install --force-reinstall pyzmq")
 
     code, lines = printed(Check("messages", find, "never shown"))
     assert code == 1
@@ -58,9 +63,7 @@ def test_what_a_check_raises_is_a_failure_and_the_others_go_on() -> None:
     def find() -> Finding:
         raise ImportError("no module named [bold]_search[/bold]")
 
-    code, lines = printed(
-        Check("C++ searcher", find, "compile it"), Check("python", lambda: Finding(state="ok", detail="3.12"), "")
-    )
+    code, lines = printed(Check("C++ searcher", find, "compile it"), Check("python", lambda: "3.12", ""))
     assert code == 1
     assert lines[0].endswith("ImportError: no module named [bold]_search[/bold]; remedy: compile it")
     assert lines[1] == "ok   python            3.12"
@@ -82,15 +85,15 @@ def test_a_failure_without_a_remedy_is_a_mistake_in_the_check() -> None:
 
 def test_an_interface_without_curve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_wire.zmq, "has", lambda _: False)
-    finding = doctor_wire.find_curve()
-    assert finding.state == "fail"
+    finding = found("messages", Path("runs"))
+    assert (finding.state, finding.detail[-25:]) == ("fail", "cannot encrypt (no CURVE)")
     assert "pyzmq" in finding.remedy
 
 
 def test_a_file_system_without_modes_and_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Path, "chmod", lambda *_: None)  # as on a FAT disk
     monkeypatch.setattr(doctor.fcntl, "flock", lambda *_: None)  # as on Lustre mounted with localflock
-    finding = find_file_system(tmp_path / "not" / "yet")
+    finding = found("run directories", tmp_path / "not" / "yet")
     assert finding.state == "fail"
     assert finding.detail.startswith(f"{tmp_path}: modes 0700, 0600 became ")
     assert "flock lets two in at once" in finding.detail
@@ -98,7 +101,7 @@ def test_a_file_system_without_modes_and_locks(tmp_path: Path, monkeypatch: pyte
 
 
 def test_processes_that_cannot_meet_are_ended_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_ranks, "RANKS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(doctor_devices, "RANKS_TIMEOUT_S", 0.2)
     with pytest.raises(TimeoutError, match=r"process 0 of 2 did not end within 0.2 s"):
         find_ranks("groups", "gloo", 2)
     assert not multiprocessing.active_children()
@@ -137,6 +140,7 @@ def taking_any(load: Callable[..., WorkerKeys]) -> Callable[..., WorkerKeys]:
 def test_a_host_name_that_leads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor_wire.socket, "gethostbyname", lambda _: "203.0.113.9")
     finding = find_host_name()
+    assert isinstance(finding, Finding)
     assert finding.state == "warn"
     assert "is 203.0.113.9, no address of this machine (" in finding.detail
     assert "lo 127.0.0.1" in finding.detail
@@ -144,8 +148,7 @@ def test_a_host_name_that_leads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> No
 
 def found_gpus(monkeypatch: pytest.MonkeyPatch, cuda: str | None = "12.8") -> Finding:
     monkeypatch.setattr(doctor_devices, "torch_cuda_version", lambda: cuda)
-    (check,) = (check for check in base_checks(Path("runs")) if check.name == "GPUs")
-    return check.run()
+    return found("GPUs", Path("runs"))
 
 
 def test_the_gpus_that_a_run_would_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,8 +184,8 @@ def test_gpus_that_a_run_cannot_use_are_a_failure(tmp_path: Path, monkeypatch: p
 
 def test_every_gpu_check_says_what_to_do() -> None:
     """Without a GPU each fails by itself, and the others go on."""
-    for check in all_gpu_checks():
+    for check in gpu_checks():
         finding = check.run()
         assert finding.state in ("ok", "info") or finding.remedy
-    names = [check.name for check in all_gpu_checks()]
+    names = [check.name for check in gpu_checks()]
     assert names == ["CUDA", "GPU arithmetic", "NCCL groups", "GPU reallocation", "CUDA graphs", "GPU attention"]
