@@ -25,6 +25,8 @@ IMPORTS = {"import_module", "spec_from_file_location", "exec_module"}
 MAY_IMPORT_BY_NAME = {
     "realhf/rundir/run.py",
     "realhf/cli/__init__.py",
+    "realhf/cpu/native.py",
+    "realhf/engine/backend.py",
     "realhf/models/attention_kernels.py",
     "realhf/worker/interfaces.py",
 }
