@@ -27,8 +27,8 @@ from realhf.api.generation import GenerationOptions
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
-from realhf.engine.generate.loop import generate_and_report
-from realhf.engine.interface import GenerationOutput
+from realhf.engine.generate.loop import generate
+from realhf.engine.interface import GenerationOutput, GenerationRequest
 from realhf.engine.model import ShardedModel
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import ParallelGroups
@@ -159,9 +159,7 @@ class Comparison:
     def generate(self, lengths: list[int]) -> GenerationOutput:
         batch = Batch(tuple(range(BATCH)), {"prompt": list(self.prompts)})
         options = GenerationOptions(max_new_tokens=RESPONSE, eos_token=-1)
-        return generate_and_report(
-            self.ours.decoder, batch, "prompt", options, sample_key=(0, 0), micro_batches=1, limits=lengths
-        )[0]
+        return generate(self.ours.decoder, batch, GenerationRequest(options, sample_key=(0, 0), limits=lengths))[0]
 
     @torch.inference_mode()
     def generate_theirs(self, lengths: list[int]) -> Tensor:

@@ -20,7 +20,7 @@ from realhf.api.generation import DecodeGraphs, GenerationOptions
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
-from realhf.engine.interface import Stats
+from realhf.engine.interface import GenerationRequest, Stats
 from realhf.engine.model import ShardedModel
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.parameters import decoder_parameters, parameter_count
@@ -137,7 +137,9 @@ def _decode_case(model: ShardedModel, graphs: DecodeGraphs, bandwidth: float, se
     def generate(steps: int) -> float:
         shorter = replace(options, max_new_tokens=steps)
         arguments = {"sample_key": (0, 0), "micro_batches": 1}
-        return best_seconds(lambda: model.generate(batch, "prompt", shorter, **arguments), device, repetitions=3)
+        return best_seconds(
+            lambda: model.generate(batch, GenerationRequest(shorter, **arguments)), device, repetitions=3
+        )
 
     few, many = (2, 6) if device == "cpu" else (FEW_STEPS, MANY_STEPS)
     longer_s = generate(many)

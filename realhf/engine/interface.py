@@ -1,7 +1,7 @@
 """What an algorithm sees: the model it is called on, the call's context, and what it gives back."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -29,6 +29,38 @@ LossFunction = Callable[[Head, Batch], tuple[Tensor, Stats]]
 # (tokens of a response so far, [length] int64) -> whether it ends with the last of them. A pure function: all ranks of
 # a data-parallel group ask it about every token, and must decide alike.
 EndCheck = Callable[[np.ndarray], bool]
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """What a model is to generate for the samples of a batch.
+
+    options: how tokens are drawn.
+    sample_key: (seed, step). With the sample's id and the token's position it determines every random number.
+    prompt_key: `batch.data[prompt_key][i]` is the prompt of sample i, [length] int64.
+    micro_batches: at most 1 / micro_batches of the samples are computed together; the others wait and take the places
+        of those that end.
+    forced: responses [length] int64 to replay, in the order of the batch. They replace the draws; their
+        log-probabilities are computed.
+    limits: the longest response of each sample, where it is below `options.max_new_tokens`.
+    return_logits: whether to give back the logits of every drawn token.
+    is_end: finds `options.stop_strings` in a response, because the engine knows no text.
+    """
+
+    options: GenerationOptions
+    sample_key: tuple[int, int] = field(kw_only=True)
+    prompt_key: str = field(default="prompt", kw_only=True)
+    micro_batches: int = field(default=1, kw_only=True)
+    forced: Sequence[Tensor] | None = field(default=None, kw_only=True)
+    limits: Sequence[int] | None = field(default=None, kw_only=True)
+    return_logits: bool = field(default=False, kw_only=True)
+    is_end: EndCheck | None = field(default=None, kw_only=True)
+
+    def of_samples(self, samples: range) -> "GenerationRequest":
+        """The same request for a run of the samples."""
+        run = slice(samples.start, samples.stop)
+        forced = None if self.forced is None else self.forced[run]
+        return replace(self, forced=forced, limits=None if self.limits is None else self.limits[run])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,22 +106,8 @@ class Model(Protocol):
         `grad_norm`, `lr` (weight 1), on the last stage; {} elsewhere.
         """
 
-    def generate(
-        self,
-        batch: Batch,
-        prompt_key: str,
-        options: GenerationOptions,
-        *,
-        sample_key: tuple[int, int],
-        micro_batches: int,
-        forced: Sequence[Tensor] | None = None,
-        return_logits: bool = False,
-        is_end: EndCheck | None = None,
-    ) -> GenerationOutput:
-        """Samples a response for every prompt. `sample_key` is (seed, step): with the sample's id
-        and the position it determines every random number. `forced` replaces the draws by given
-        responses and leaves everything else as it is. `is_end` looks for `options.stop_strings`,
-        because the engine knows no text."""
+    def generate(self, batch: Batch, request: GenerationRequest) -> GenerationOutput:
+        """Samples a response for every prompt of the batch."""
 
 
 class Context(Protocol):

@@ -5,7 +5,6 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from realhf.api.generation import GenerationOptions
 from realhf.engine import build
 from realhf.engine.arena import Arena
 from realhf.engine.backend import ModelSpec
@@ -13,7 +12,7 @@ from realhf.engine.batch import Batch, check_tokens
 from realhf.engine.forward import forward
 from realhf.engine.generate.decode_graphs import KeptWorkspace
 from realhf.engine.generate.loop import generate
-from realhf.engine.interface import EndCheck, GenerationOutput, LossFunction, Postprocess, Stats
+from realhf.engine.interface import GenerationOutput, GenerationRequest, LossFunction, Postprocess, Stats
 from realhf.engine.residency.residency import Boxes, Residency
 from realhf.engine.train.data_parallel import Parameters, ReplicatedParameters
 from realhf.engine.train.fsdp import ShardedParameters
@@ -138,33 +137,11 @@ class ShardedModel:
         self._count(batch.data[tokens_key])
         return self.trainer.train_step(batch, tokens_key, loss, weight, micro_batches)
 
-    def generate(
-        self,
-        batch: Batch,
-        prompt_key: str,
-        options: GenerationOptions,
-        *,
-        sample_key: tuple[int, int],
-        micro_batches: int,
-        forced: Sequence[Tensor] | None = None,
-        return_logits: bool = False,
-        is_end: EndCheck | None = None,
-    ) -> GenerationOutput:
+    def generate(self, batch: Batch, request: GenerationRequest) -> GenerationOutput:
         self.residency.check_here()
         with self.parameters.whole():
-            output = generate(
-                self.decoder,
-                batch,
-                prompt_key,
-                options,
-                sample_key=sample_key,
-                micro_batches=micro_batches,
-                forced=forced,
-                return_logits=return_logits,
-                is_end=is_end,
-                workspace=self._kept.of_call(self.decoder, options),
-                timeout_s=self._neighbours.timeout_s,
-            )
+            workspace = self._kept.of_call(self.decoder, request.options)
+            output, _ = generate(self.decoder, batch, request, workspace)
         self._count(output.sequences)
         return output
 

@@ -13,7 +13,7 @@ from realhf.api.generation import GenerationOptions
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.generate.loop import packed_weights
-from realhf.engine.interface import Stats
+from realhf.engine.interface import GenerationRequest, Stats
 from realhf.engine.model import ShardedModel
 from realhf.parallel.groups import ParallelGroups
 from realhf.planning.model.profile import CallOverheads
@@ -100,7 +100,8 @@ class CallBench:
         def generate_s(new_tokens: int) -> float:
             options = GenerationOptions(max_new_tokens=new_tokens, eos_token=-1)
             return self.watch.seconds(
-                lambda: model.generate(self.batch, "seq", options, sample_key=(0, 0), micro_batches=1), slowest=True
+                lambda: model.generate(self.batch, GenerationRequest(options, prompt_key="seq", sample_key=(0, 0))),
+                slowest=True,
             )
 
         def pack() -> None:

@@ -16,14 +16,16 @@ from realhf.api.generation import GenerationOptions
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.engine import build
 from realhf.engine.arena import Arena
+from realhf.engine.batch import Batch
 from realhf.engine.forward import pack_micro_batch
 from realhf.engine.generate.batching import Scheduler, pages_for
 from realhf.engine.generate.choice import TokenChoice
 from realhf.engine.generate.decode_graphs import capture_of
 from realhf.engine.generate.kv_cache import KVCache, StepAttention
-from realhf.engine.generate.lane import Lane
 from realhf.engine.generate.loop import packed_weights
 from realhf.engine.generate.paged_attention import DecodeRows, PagedKernels, paged_kernels
+from realhf.engine.generate.running_batch import RunningBatch
+from realhf.engine.interface import GenerationRequest
 from realhf.engine.train.optimizer import gradient_dtype
 from realhf.models.attention import Attention
 from realhf.models.rotary import rotary_tables
@@ -199,8 +201,8 @@ class ModelBench:
         if self.groups is None:
             return self.watch.seconds(None)
         options = GenerationOptions(max_new_tokens=_MOST_STEPS, eos_token=-1)
-        prompts, ids = [self._tokens(context)] * sequences, range(sequences)
-        choice = TokenChoice(prompts, options, (0, 0), ids, None, None, self.device)
+        batch = Batch(tuple(range(sequences)), {"prompt": [self._tokens(context)] * sequences})
+        choice = TokenChoice(batch, GenerationRequest(options, sample_key=(0, 0)), self.device)
         page = self._kernels().page
         scheduler = Scheduler(
             [context] * sequences,
@@ -210,13 +212,13 @@ class ModelBench:
             max_running=sequences,
             max_prefill_tokens=sequences * context,
         )
-        lane = Lane(self.decoder, choice, scheduler, self._cache(1), return_logits=False)
+        running = RunningBatch(self.decoder, choice, scheduler, self._cache(1), return_logits=False)
         logits = torch.randn(sequences, self.model.vocab_size, dtype=self.dtype, device=self.device)
 
         def step() -> None:
-            lane.plan()
-            rotary_tables(lane.inputs().positions, self.model, self.dtype)
-            lane.accept(lane.choose(logits))
+            running.plan()
+            rotary_tables(running.inputs().positions, self.model, self.dtype)
+            running.accept(running.choose(logits))
 
         step()  # the prompts
         return self.watch.seconds(step)

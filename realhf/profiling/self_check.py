@@ -19,6 +19,7 @@ from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.build import initial_value
 from realhf.engine.generate.paged_attention import paged_kernels
+from realhf.engine.interface import GenerationRequest
 from realhf.engine.model import ShardedModel
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
@@ -151,7 +152,7 @@ def _check_replays(model: ShardedModel, batch: Batch, dtype: torch.dtype) -> Non
     def rollouts(graphs: DecodeGraphs) -> list[torch.Tensor]:
         options = GenerationOptions(max_new_tokens=16, eos_token=-1, decode_graphs=graphs)
         forced = None if is_exact else batch.data["response"]
-        output = model.generate(batch, "prompt", options, sample_key=(SEED, 0), micro_batches=1, forced=forced)
+        output = model.generate(batch, GenerationRequest(options, sample_key=(SEED, 0), forced=forced))
         return output.sequences if is_exact else output.logprobs
 
     expected, recorded, replayed = rollouts("off"), rollouts("kept"), rollouts("kept")

@@ -13,6 +13,7 @@ import torch
 from realhf.api.generation import GenerationOptions
 from realhf.architecture.compute import ComputeConfig
 from realhf.engine.backend import ModelSpec
+from realhf.engine.interface import GenerationRequest
 from realhf.engine.model import ShardedModel
 from realhf.engine.train import fsdp
 from realhf.engine.train.fsdp import GATHERED_UNITS, ShardedParameters
@@ -182,7 +183,7 @@ def generated(model: ShardedModel, case: Case) -> list[list[int]]:
     if case.config.head == "scalar" or case.chunks > 1:
         return []
     prompts = case.batch.split(case.dp)[model.groups.dp_index]
-    output = model.generate(prompts, "tokens", GENERATION, sample_key=(1, 0), micro_batches=1)
+    output = model.generate(prompts, GenerationRequest(GENERATION, prompt_key="tokens", sample_key=(1, 0)))
     return [sequence.tolist() for sequence in output.sequences]
 
 

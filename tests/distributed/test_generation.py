@@ -17,7 +17,7 @@ from realhf.engine.build import build_decoder, initialise
 from realhf.engine.generate import paged_attention
 from realhf.engine.generate.decode_graphs import DecodeWorkspace
 from realhf.engine.generate.loop import generate
-from realhf.engine.interface import GenerationOutput
+from realhf.engine.interface import GenerationOutput, GenerationRequest
 from realhf.engine.model import ShardedModel
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.decoder import Decoder
@@ -122,12 +122,16 @@ def decoder_of(case: Case, groups: ParallelGroups) -> Decoder:
 
 def rollouts(case: Case, groups: ParallelGroups, batch: Batch, timeout_s: float = 600.0) -> GenerationOutput:
     sampling = replace(SAMPLING, temperature=case.temperature, kv_cache_tokens=case.kv_cache_tokens)
-    return generate(
-        decoder_of(case, groups), batch, "prompt", sampling,
-        sample_key=(7, 1), micro_batches=case.micro_batches, forced=batch.data["given"] if case.is_forced else None,
-        is_end=stop_strings() if case.stop_strings else None, return_logits=True, timeout_s=timeout_s,
-        workspace=DecodeWorkspace(EagerCapture()) if case.is_replayed else None,
-    )  # fmt: skip
+    request = GenerationRequest(
+        sampling,
+        sample_key=(7, 1),
+        micro_batches=case.micro_batches,
+        forced=batch.data["given"] if case.is_forced else None,
+        is_end=stop_strings() if case.stop_strings else None,
+        return_logits=True,
+    )
+    workspace = DecodeWorkspace(EagerCapture() if case.is_replayed else None, timeout_s)
+    return generate(decoder_of(case, groups), batch, request, workspace)[0]
 
 
 def stop_strings() -> StopStrings:
@@ -173,7 +177,7 @@ def refusals(case: Case, groups: ParallelGroups) -> list[str]:
     for is_greedy in (True, False):
         options = replace(SAMPLING, temperature=0.0 if is_greedy else 1.0, top_p=1.0)
         with pytest.raises(FloatingPointError) as failed:
-            model.generate(batch_of(1), "prompt", options, sample_key=(7, 1), micro_batches=1)
+            model.generate(batch_of(1), GenerationRequest(options, sample_key=(7, 1)))
         said.append(str(failed.value))
     return said
 
@@ -252,9 +256,9 @@ def record_sums(rank: int) -> tuple[Outcome, Outcome, int, list[str]]:
     paged_attention._kernels = None
     decoder, batch = decoder_of(case, groups), batch_of(3)
     arguments = {"sample_key": (7, 1), "micro_batches": 1, "return_logits": True}
-    expected = generate(decoder, batch, "prompt", SAMPLING, **arguments)
+    expected = generate(decoder, batch, GenerationRequest(SAMPLING, **arguments))[0]
     assert not waits.watched
-    actual = generate(decoder, batch, "prompt", SAMPLING, workspace=DecodeWorkspace(capture, 9.0), **arguments)
+    actual = generate(decoder, batch, GenerationRequest(SAMPLING, **arguments), DecodeWorkspace(capture, 9.0))[0]
     return as_arrays(expected), as_arrays(actual), capture.replays, waits.watched
 
 

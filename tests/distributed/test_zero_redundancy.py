@@ -10,6 +10,7 @@ from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
 from realhf.architecture.compute import ComputeConfig, DataParallel
 from realhf.engine.backend import ModelSpec
+from realhf.engine.interface import GenerationRequest
 from realhf.engine.model import ShardedModel
 from realhf.geometry.boxes import device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
@@ -92,7 +93,7 @@ def step(model: ShardedModel) -> None:
 def rollouts(model: ShardedModel) -> dict[int, list[int]]:
     groups = model.groups
     prompts = BATCH.split(groups.layout.strategy.dp)[groups.dp_index]
-    output = model.generate(prompts, "tokens", GENERATION, sample_key=(1, 0), micro_batches=1)
+    output = model.generate(prompts, GenerationRequest(GENERATION, prompt_key="tokens", sample_key=(1, 0)))
     return {sample: tokens.tolist() for sample, tokens in zip(prompts.ids, output.sequences, strict=False)}
 
 

@@ -9,7 +9,7 @@ from stale_job import Answers, MeetingSFT
 from realhf.algorithms.sft.interface import SFTInterface
 from realhf.api import GenerationOptions
 from realhf.engine.batch import Batch
-from realhf.engine.interface import CallResult, Context, Model
+from realhf.engine.interface import CallResult, Context, GenerationRequest, Model
 from tests.waiting import wait_until
 
 
@@ -22,7 +22,9 @@ class AnswersInterface:
             (Path(self._config.meeting) / f"answers {context.step}").touch()
         options = GenerationOptions(max_new_tokens=self._config.max_new_tokens, eos_token=-1, temperature=0.0)
         sample_key = (context.seed, context.step)
-        output = model.generate(batch, "prompt", options, sample_key=sample_key, micro_batches=context.micro_batches)
+        output = model.generate(
+            batch, GenerationRequest(options, sample_key=sample_key, micro_batches=context.micro_batches)
+        )
         lengths = [torch.tensor([len(prompt)]) for prompt in batch.data["prompt"]]
         return CallResult(outputs={"tokens": output.sequences, "prompt_length": lengths})
 

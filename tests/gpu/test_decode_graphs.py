@@ -7,7 +7,7 @@ from realhf.api.generation import GenerationOptions
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
-from realhf.engine.interface import GenerationOutput
+from realhf.engine.interface import GenerationOutput, GenerationRequest
 from realhf.engine.model import ShardedModel
 from tests.unit.engine.losses import ONE_RANK, tiny
 from tests.unit.engine.test_generate import assert_same_rollouts
@@ -31,7 +31,7 @@ def rollouts(model: ShardedModel, graphs: str, seed: int = 1, **options) -> Gene
     prompts = [torch.randint(model.config.vocab_size, (n,), generator=generator) for n in lengths]
     batch = Batch(tuple(range(len(prompts))), {"prompt": prompts}).to(model.arena.flat.device)
     sampling = GenerationOptions(max_new_tokens=40, eos_token=2, temperature=1.2, decode_graphs=graphs, **options)
-    output = model.generate(batch, "prompt", sampling, sample_key=(3, 1), micro_batches=1)
+    output = model.generate(batch, GenerationRequest(sampling, sample_key=(3, 1)))
     return GenerationOutput(**{f: [x.cpu() for x in getattr(output, f)] for f in GenerationOutput.__dataclass_fields__})
 
 

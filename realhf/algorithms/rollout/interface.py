@@ -8,14 +8,12 @@ from realhf.algorithms.rollout.config import Rollout
 from realhf.algorithms.rollout.stop_strings import StopStrings
 from realhf.api.generation import GenerationOptions
 from realhf.engine.batch import Batch
-from realhf.engine.interface import CallResult, Context, GenerationOutput, Model
+from realhf.engine.interface import CallResult, Context, GenerationOutput, GenerationRequest, Model
 
 
 def generate(model: Model, batch: Batch, context: Context, options: GenerationOptions) -> GenerationOutput:
     """Samples one response to every `prompt`; a key `forced_response` replaces the draws (replay)."""
-    return model.generate(
-        batch,
-        "prompt",
+    request = GenerationRequest(
         options,
         sample_key=(context.seed, context.step),
         micro_batches=context.micro_batches,
@@ -23,6 +21,7 @@ def generate(model: Model, batch: Batch, context: Context, options: GenerationOp
         return_logits="logits" in context.record,
         is_end=_stop_strings(options.tokenizer, options.stop_strings) if options.stop_strings else None,
     )
+    return model.generate(batch, request)
 
 
 @lru_cache(maxsize=8)  # a tokenizer takes a second to read

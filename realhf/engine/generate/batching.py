@@ -1,7 +1,7 @@
 """Continuous batching: which sequences compute in the next step, and in which pages their keys and values lie.
 
-Everything here is numbers: what is decided is computed by `realhf.engine.generate.lane`. All ranks of a data-parallel
-group decide the same, because they see the same prompts and tokens.
+Everything here is numbers; `realhf.engine.generate.running_batch` computes what is decided. All ranks of a
+data-parallel group decide the same, because they see the same prompts and tokens.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ from realhf.engine.generate.block_manager import PagePool
 
 
 @dataclass(eq=False)
-class Running:
+class RunningSequence:
     """A sequence that has a place in the batch.
 
     `length` counts its tokens, the last of which is not in the cache yet; `slot` is its row of the page table as long
@@ -29,7 +29,7 @@ class Running:
 class Prefill:
     """Computes `length` tokens once for all `members`, which share its full pages."""
 
-    members: list[Running]
+    members: list[RunningSequence]
     length: int
 
 
@@ -41,13 +41,13 @@ class Step:
     last page of a prefill is copied for each further member, because they will write into it.
     """
 
-    decodes: list[Running]
+    decodes: list[RunningSequence]
     prefills: list[Prefill] = field(default_factory=list)
-    grown: list[Running] = field(default_factory=list)
+    grown: list[RunningSequence] = field(default_factory=list)
     copies: list[tuple[int, int]] = field(default_factory=list)
 
     @property
-    def drawing(self) -> list[Running]:
+    def drawing(self) -> list[RunningSequence]:
         """The sequences that get a token from this step, in the order of the logits."""
         return [*self.decodes, *(member for prefill in self.prefills for member in prefill.members)]
 
@@ -94,7 +94,7 @@ class Scheduler:
         self.page_size, self.max_running, self.max_prefill_tokens = page_size, max_running, max_prefill_tokens
         self.holds_all = holds_all
         self.pool = PagePool(num_pages)
-        self.running: list[Running] = []
+        self.running: list[RunningSequence] = []
         self.preemptions = 0
         groups: dict[int, _Waiting] = {}
         for index, (length, twin) in enumerate(zip(lengths, twins, strict=True)):
@@ -134,7 +134,7 @@ class Scheduler:
         self.running = [sequence for sequence in self.running if sequence.pages]
         self._step = None
 
-    def _grow(self) -> list[Running]:
+    def _grow(self) -> list[RunningSequence]:
         """Gives a page to everyone whose next token begins one; the oldest take from the youngest."""
         grown = []
         for sequence in list(self.running):  # the oldest first
@@ -150,12 +150,12 @@ class Scheduler:
                 grown.append(sequence)
         return grown
 
-    def _preempt(self, sequence: Running) -> None:
+    def _preempt(self, sequence: RunningSequence) -> None:
         self.preemptions += 1
         self._release(sequence)
         self._waiting.appendleft(_Waiting(deque([sequence.index]), sequence.length))
 
-    def _release(self, sequence: Running) -> None:
+    def _release(self, sequence: RunningSequence) -> None:
         for page in sequence.pages:
             self.pool.give_back(page)
         sequence.pages = []
@@ -188,8 +188,8 @@ class Scheduler:
             if place:
                 for page in shared:
                     self.pool.share(page)
-            member = Running(group.indices.popleft(), group.length, self._slots.pop(), [*shared, self.pool.take()])
-            members.append(member)
+            pages = [*shared, self.pool.take()]
+            members.append(RunningSequence(group.indices.popleft(), group.length, self._slots.pop(), pages))
         if group.length % self.page_size:
             step.copies.extend((members[0].pages[-1], member.pages[-1]) for member in members[1:])
         step.prefills.append(Prefill(members, group.length))

@@ -1,15 +1,14 @@
 """Which token comes next for every sequence of a batch, and which responses end with it."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from realhf.api.generation import GenerationOptions
+from realhf.engine.batch import Batch
 from realhf.engine.generate.sampling import Draw, Truncation, draw, replay, uniform
-from realhf.engine.interface import EndCheck
+from realhf.engine.interface import GenerationRequest
 from realhf.engine.returned import check_end
 
 # Stands for a token where there is none, because the logits are no distribution: all ranks get it, and say so alike.
@@ -23,36 +22,19 @@ class TokenChoice:
 
     Tokens lie on the host, one row a sequence, because ends are looked for there.
 
-    Args:
-        prompts: [length] int64 each.
-        options: how tokens are drawn.
-        sample_key: (seed, step).
-        ids: of the samples; with the position they determine the random numbers.
-        forced: responses that take the place of the draws.
-        limits: tokens of each response at most; None: `max_new_tokens`.
-        device: of the logits.
-        is_end: says of a response whether its last token ends it, besides what the options say.
+    `device` is that of the logits.
     """
 
-    def __init__(
-        self,
-        prompts: Sequence[Tensor],
-        options: GenerationOptions,
-        sample_key: tuple[int, int],
-        ids: Sequence[int],
-        forced: Sequence[Tensor] | None,
-        limits: Sequence[int] | None,
-        device: torch.device,
-        is_end: EndCheck | None = None,
-    ):
-        self._is_end = is_end
-        self.options, self.sample_key, self.device = options, sample_key, device
-        self.ids = torch.tensor(ids)
+    def __init__(self, batch: Batch, request: GenerationRequest, device: torch.device):
+        prompts, forced, limits = batch.data[request.prompt_key], request.forced, request.limits
+        self.options, self.sample_key, self._is_end = request.options, request.sample_key, request.is_end
+        self.device = device
+        self.ids = torch.tensor(batch.ids)
         self.is_forced = forced is not None
         self.prompt_lengths = np.array([len(p) for p in prompts])
         if forced is not None:
             limits = [len(response) for response in forced]
-        self.limits = np.array([options.max_new_tokens] * len(prompts) if limits is None else limits)
+        self.limits = np.array([self.options.max_new_tokens] * len(prompts) if limits is None else limits)
         width = int((self.prompt_lengths + self.limits).max())
         self.tokens = np.zeros((len(prompts), width), dtype=np.int64)
         for row, prompt in zip(self.tokens, prompts, strict=True):
@@ -60,7 +42,7 @@ class TokenChoice:
         if forced is not None:
             for row, start, response in zip(self.tokens, self.prompt_lengths, forced, strict=True):
                 row[start : start + len(response)] = response.cpu().numpy()
-        self._stops = [np.array(stop) for stop in options.stop_sequences]
+        self._stops = [np.array(stop) for stop in self.options.stop_sequences]
         self._uniforms: dict[int, np.ndarray] = {}
 
     def longest(self) -> np.ndarray:

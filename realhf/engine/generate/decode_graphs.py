@@ -87,10 +87,20 @@ class _Step:
         self.table.copy_(torch.from_numpy(all_pages))
 
 
-class DecodeGraphs:
-    """The decode steps of one lane. A graph is made when its bucket first comes up.
+@dataclass(frozen=True)
+class CacheSizes:
+    """`pages` of a KV cache, without the spare one of graphs; of a decode step at most `max_rows`, with at most `width`
+    pages each."""
 
-    Its last page is where padding writes. What the table is wide is a bucket too: a power of two.
+    pages: int
+    max_rows: int
+    width: int
+
+
+class DecodeGraphs:
+    """The decode steps of one batch. A graph is made when its bucket first comes up.
+
+    Padding writes into the last page of the cache. The width of the page table is a bucket too: a power of two.
     """
 
     def __init__(self, decoder: Decoder, cache: KVCache, max_rows: int, width: int, capture: Capture, timeout_s: float):
@@ -136,9 +146,9 @@ class DecodeGraphs:
             )
         return self._out[:rows]
 
-    def fits(self, kernels: PagedKernels, pages: int, max_rows: int, width: int) -> bool:
-        """Whether it serves steps of such sizes, on the parameters where they are now; `pages` without the spare."""
-        is_large = self.cache.pages > pages and self.max_rows >= max_rows and self.width >= width
+    def fits(self, kernels: PagedKernels, sizes: CacheSizes) -> bool:
+        """Whether it serves steps of these sizes, on the parameters where they are now."""
+        is_large = self.cache.pages > sizes.pages and self.max_rows >= sizes.max_rows and self.width >= sizes.width
         is_same = self.cache.kernels.page == kernels.page and self._addresses == _addresses(self.decoder)
         return is_large and is_same
 
@@ -162,43 +172,44 @@ def _addresses(decoder: Decoder) -> list[int]:
 
 
 class DecodeWorkspace:
-    """The pages and graphs of generation's lanes.
+    """The pages and graphs of generation, for each of the batches that are in flight together.
 
-    Where steps are captured they stay from call to call, as long as those need no more than is there; else every call
+    Where steps are captured they stay from call to call, as long as a call needs no more than is there; else every call
     gets pages of its own.
     """
 
     def __init__(self, capture: Capture | None, timeout_s: float = 600.0):
         """`timeout_s`: how long a step may wait for tensor-parallel ranks."""
         self.capture, self.timeout_s = capture, timeout_s
-        self._lanes: dict[int, DecodeGraphs] = {}
+        self._kept: dict[int, DecodeGraphs] = {}
 
-    def lane(
-        self, index: int, decoder: Decoder, kernels: PagedKernels, layers: range, pages: int, max_rows: int, width: int
+    def of_batch(
+        self, index: int, decoder: Decoder, kernels: PagedKernels, sizes: CacheSizes
     ) -> tuple[KVCache, DecodeGraphs | None]:
-        """At least so many pages for lane `index`, and what computes its decode steps (None: not captured).
-
-        `max_rows`, `width`: rows of a step and pages of a row at most.
-        """
+        """Pages of at least `sizes` for batch `index`, and its decode steps as graphs (None: not captured)."""
         config, tp = decoder.config, decoder.groups.layout.strategy.tp
         like = next(decoder.parameters())
+        (layers,) = decoder.chunks
 
         def new_cache(pages: int) -> KVCache:
             return KVCache(layers, pages, config.num_kv_heads // tp, config.head_dim, like, kernels)
 
         if self.capture is None:
-            return new_cache(pages), None
-        kept = self._lanes.pop(index, None)
-        if kept is not None and kept.fits(kernels, pages, max_rows, width):
+            return new_cache(sizes.pages), None
+        kept = self._kept.pop(index, None)
+        if kept is not None and kept.fits(kernels, sizes):
             kept.cache.clear()
         else:
             if kept is not None:  # sizes only grow, so that they settle after a few calls
-                pages, max_rows, width = (
-                    max(pages, kept.cache.pages - 1), max(max_rows, kept.max_rows), max(width, kept.width),
-                )  # fmt: skip
+                sizes = CacheSizes(
+                    max(sizes.pages, kept.cache.pages - 1),
+                    max(sizes.max_rows, kept.max_rows),
+                    max(sizes.width, kept.width),
+                )
             del kept  # its pages are free before there are new ones
-            kept = DecodeGraphs(decoder, new_cache(pages + 1), max_rows, width, self.capture, self.timeout_s)
-        self._lanes[index] = kept
+            cache = new_cache(sizes.pages + 1)
+            kept = DecodeGraphs(decoder, cache, sizes.max_rows, sizes.width, self.capture, self.timeout_s)
+        self._kept[index] = kept
         return kept.cache, kept
 
 

@@ -1,4 +1,4 @@
-"""Lanes of generation in a ring over the pipeline stages: hidden states go down, tokens come back."""
+"""Batches that are generated in a ring over the pipeline stages: hidden states go down, tokens come back."""
 
 from collections import deque
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.base.errors import RunError
-from realhf.engine.generate.lane import Lane
+from realhf.engine.generate.running_batch import RunningBatch
 from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.waiting import Waits
 
@@ -53,10 +53,10 @@ class _Links:
 
 
 class _InFlight:
-    """A lane and the messages about it: under way, and awaited from the previous and the last stage."""
+    """A batch and the messages about it: under way, and awaited from the previous and the last stage."""
 
-    def __init__(self, lane: Lane):
-        self.lane = lane
+    def __init__(self, batch: RunningBatch):
+        self.batch = batch
         self.sent: list[_Message] = []
         self.incoming: _Message | None = None
         self.awaits_tokens = False
@@ -68,17 +68,17 @@ class _InFlight:
 
 
 class Ring:
-    """Takes lanes to their ends, all of them in flight at once: one a stage keeps all stages busy.
+    """Takes batches to their ends, all of them in flight at once: one a stage keeps all stages busy.
 
-    Every stage takes the lanes in one order, sends without waiting, and the two ends of a pair of
+    Every stage takes the batches in one order, sends without waiting, and the two ends of a pair of
     ranks post their messages in one order.
     """
 
-    def __init__(self, groups: ParallelGroups, lanes: list[Lane], hidden_like: Tensor, timeout_s: float):
+    def __init__(self, groups: ParallelGroups, batches: list[RunningBatch], hidden_like: Tensor, timeout_s: float):
         """`hidden_like` [0, hidden] has the dtype and device of hidden states."""
         self.groups, self.hidden_like = groups, hidden_like
         self.links = _Links(groups, timeout_s)
-        self.all = [_InFlight(lane) for lane in lanes]
+        self.all = [_InFlight(batch) for batch in batches]
         self.last = groups.layout.strategy.pp - 1
 
     def run(self) -> None:
@@ -89,7 +89,7 @@ class Ring:
             entry = in_flight.popleft()
             if entry.awaits_tokens and not self._accept(entry, self._receive_tokens(entry)):
                 continue
-            out = entry.lane.compute(None if entry.incoming is None else entry.incoming.wait())
+            out = entry.batch.compute(None if entry.incoming is None else entry.incoming.wait())
             if not self.groups.is_last_stage:
                 self._send_hidden(entry, out)
             elif not self._accept(entry, self._choose(entry, out)):
@@ -99,36 +99,36 @@ class Ring:
             entry.await_sent()
 
     def _accept(self, entry: _InFlight, tokens: Tensor) -> bool:
-        """Gives the lane its tokens; False if that was its last step."""
-        entry.lane.accept(tokens)
-        if entry.lane.is_done:
+        """Gives the batch its tokens; False if that was its last step."""
+        entry.batch.accept(tokens)
+        if entry.batch.is_done:
             return False
         self._plan(entry)
         return True
 
     def _plan(self, entry: _InFlight) -> None:
         """Plans the next step, and posts the receive of its hidden states now that their shape is known."""
-        step = entry.lane.plan()
+        step = entry.batch.plan()
         if not self.groups.is_first_stage:
             hidden = self.hidden_like.new_empty(step.rows, self.hidden_like.shape[1])
-            what = f"the hidden states of decode step {entry.lane.steps}"
+            what = f"the hidden states of decode step {entry.batch.steps}"
             entry.incoming = self.links.receive(hidden, self.groups.stage - 1, what)
 
     def _send_hidden(self, entry: _InFlight, hidden: Tensor) -> None:
-        what = f"the hidden states of decode step {entry.lane.steps}"
+        what = f"the hidden states of decode step {entry.batch.steps}"
         entry.sent.append(self.links.send(hidden, self.groups.stage + 1, what))
         entry.awaits_tokens = True
 
     def _choose(self, entry: _InFlight, logits: Tensor) -> Tensor:
         entry.await_sent()  # the last step's tokens: they have arrived, else there were no logits
-        tokens = entry.lane.choose(logits)
-        what = f"the tokens of decode step {entry.lane.steps}"
+        tokens = entry.batch.choose(logits)
+        what = f"the tokens of decode step {entry.batch.steps}"
         entry.sent += [self.links.send(tokens, stage, what) for stage in range(self.last)]
         return tokens
 
     def _receive_tokens(self, entry: _InFlight) -> Tensor:
-        what = f"the tokens of decode step {entry.lane.steps}"
-        count = len(entry.lane.step.drawing)
+        what = f"the tokens of decode step {entry.batch.steps}"
+        count = len(entry.batch.step.drawing)
         empty = torch.empty(count, dtype=torch.int64, device=self.hidden_like.device)
         tokens = self.links.receive(empty, self.last, what).wait()
         entry.await_sent()  # the hidden states: they have arrived, else there were no tokens

@@ -8,9 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from realhf.api.generation import GenerationOptions
 from realhf.engine.batch import Batch, concatenate
-from realhf.engine.interface import GenerationOutput, Stats
+from realhf.engine.interface import GenerationOutput, GenerationRequest, Stats
 
 
 class CausalMean(nn.Module):
@@ -67,20 +66,10 @@ class SingleProcessModel:
         return stats | {"loss": (total_loss, total_weight), "grad_norm": (norm, 1.0), "lr": (lr, 1.0)}
 
     @torch.no_grad()
-    def generate(
-        self,
-        batch,
-        prompt_key,
-        sampling: GenerationOptions,
-        *,
-        sample_key,
-        micro_batches,
-        forced=None,
-        return_logits=False,
-        is_end=None,
-    ) -> GenerationOutput:
-        generator = torch.Generator().manual_seed(hash(sample_key) % 2**31)
-        sequences = [p.clone() for p in batch.data[prompt_key]]
+    def generate(self, batch: Batch, request: GenerationRequest) -> GenerationOutput:
+        sampling, forced = request.options, request.forced
+        generator = torch.Generator().manual_seed(hash(request.sample_key) % 2**31)
+        sequences = [p.clone() for p in batch.data[request.prompt_key]]
         logprobs: list[list[Tensor]] = [[] for _ in sequences]
         limits = [sampling.max_new_tokens if forced is None else len(f) for f in forced or sequences]
         for _ in range(max(limits)):

@@ -12,7 +12,8 @@ from realhf.engine.batch import Batch
 from realhf.engine.build import build_decoder, initialise
 from realhf.engine.generate import paged_attention
 from realhf.engine.generate.decode_graphs import DecodeWorkspace, capture_of, power_of_two, rows_bucket
-from realhf.engine.generate.loop import generate, generate_and_report
+from realhf.engine.generate.loop import generate
+from realhf.engine.interface import GenerationRequest
 from realhf.engine.model import ShardedModel
 from realhf.models.decoder import Decoder
 from tests.unit.engine.captures import EagerCapture, TracedCapture
@@ -67,10 +68,8 @@ def test_the_rollouts_are_those_without_graphs(monkeypatch, kernels, config, mem
     decoder, batch, capture = decoder_of(config), batch_of(13), EagerCapture()
     options = GenerationOptions(max_new_tokens=24, eos_token=2, temperature=1.3, kv_cache_tokens=memory)
     arguments = {"sample_key": KEY, "micro_batches": 1, "return_logits": True}
-    expected = generate(decoder, batch, "prompt", options, **arguments)
-    actual, report = generate_and_report(
-        decoder, batch, "prompt", options, workspace=DecodeWorkspace(capture), **arguments
-    )
+    expected = generate(decoder, batch, GenerationRequest(options, **arguments))[0]
+    actual, report = generate(decoder, batch, GenerationRequest(options, **arguments), DecodeWorkspace(capture))
     assert_same_rollouts(actual, expected)
     torch.testing.assert_close(actual.logits, expected.logits, rtol=0, atol=1e-9)
     assert 1 < capture.captures < capture.replays
@@ -85,8 +84,8 @@ def test_recorded_operators_are_all_that_is_needed(monkeypatch, config):
     decoder, batch, capture = decoder_of(config), batch_of(3), TracedCapture()
     options = GenerationOptions(max_new_tokens=5, eos_token=-1)
     arguments = {"sample_key": KEY, "micro_batches": 1}
-    expected = generate(decoder, batch, "prompt", options, **arguments)
-    actual = generate(decoder, batch, "prompt", options, workspace=DecodeWorkspace(capture), **arguments)
+    expected = generate(decoder, batch, GenerationRequest(options, **arguments))[0]
+    actual = generate(decoder, batch, GenerationRequest(options, **arguments), DecodeWorkspace(capture))[0]
     assert_same_rollouts(actual, expected)
     assert (capture.captures, capture.replays) == (2, 4)  # the table grows to two pages
 
@@ -102,8 +101,8 @@ def test_buffers_and_graphs_are_kept_between_calls():
         """How many graphs it made."""
         before = capture.captures
         arguments = {"sample_key": KEY, "micro_batches": 1}
-        actual = generate(decoder, batch, "prompt", options, workspace=workspace, **arguments)
-        assert_same_rollouts(actual, generate(decoder, batch, "prompt", options, **arguments))
+        actual = generate(decoder, batch, GenerationRequest(options, **arguments), workspace)[0]
+        assert_same_rollouts(actual, generate(decoder, batch, GenerationRequest(options, **arguments))[0])
         return capture.captures - before
 
     assert call(batch_of(9)) == 1
@@ -123,7 +122,7 @@ def test_a_model_keeps_them_as_long_as_it_is_asked_to():
     spaces = []
     for graphs in ("kept", "kept", "call", "kept"):
         options = GenerationOptions(max_new_tokens=4, eos_token=-1, decode_graphs=graphs)
-        model.generate(batch_of(3), "prompt", options, sample_key=KEY, micro_batches=1)
+        model.generate(batch_of(3), GenerationRequest(options, sample_key=KEY))
         spaces.append(model._kept.workspace)
     first, second, none, new = spaces
     assert first is second is not None

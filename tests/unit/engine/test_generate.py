@@ -22,9 +22,9 @@ from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 from realhf.engine.batch import Batch, concatenate
 from realhf.engine.build import build_decoder
-from realhf.engine.generate.loop import generate, generate_and_report
+from realhf.engine.generate.loop import generate
 from realhf.engine.generate.sampling import draw, uniform
-from realhf.engine.interface import GenerationOutput
+from realhf.engine.interface import GenerationOutput, GenerationRequest
 from realhf.engine.returned import InterfaceError
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.attention import PackedAttention, packed_positions
@@ -80,13 +80,11 @@ def prompts(config: DecoderConfig, lengths: Sequence[int] = PROMPT_LENGTHS) -> B
 
 
 def rollout(decoder: Decoder, batch: Batch, micro_batches: int = 1, **options) -> GenerationOutput:
-    forced, return_logits = options.pop("forced", None), options.pop("return_logits", False)
-    is_end = options.pop("is_end", None)
+    names = ("forced", "return_logits", "is_end")
+    asked = {name: options.pop(name) for name in names if name in options}
     sampling = GenerationOptions(**{"max_new_tokens": 12, "eos_token": EOS, **options})
-    return generate(
-        decoder, batch, "prompt", sampling,
-        sample_key=KEY, micro_batches=micro_batches, forced=forced, return_logits=return_logits, is_end=is_end,
-    )  # fmt: skip
+    request = GenerationRequest(sampling, sample_key=KEY, micro_batches=micro_batches, **asked)
+    return generate(decoder, batch, request)[0]
 
 
 def responses(batch: Batch, output: GenerationOutput) -> list[Tensor]:
@@ -195,15 +193,15 @@ def test_800_samples_in_little_memory_are_those_generated_in_much_and_one_by_one
     distinct = prompts(config, torch.randint(1, 40, (200,), generator=generator).tolist()).data["prompt"]
     batch = Batch(tuple(range(800)), {"prompt": [prompt for prompt in distinct for _ in range(4)]})
     options = GenerationOptions(max_new_tokens=12, eos_token=EOS, temperature=1.5, top_p=0.95, kv_cache_tokens=512)
-    output, report = generate_and_report(decoder, batch, "prompt", options, sample_key=KEY, micro_batches=1)
+    output, report = generate(decoder, batch, GenerationRequest(options, sample_key=KEY))
     assert report.preemptions > 50
     # 2 layers, keys and values, 2 heads of 8 numbers: at most 512 of the 20,000 tokens lie in the cache at a time.
     assert report.cache_bytes == 2 * 2 * 2 * 8 * 8 * 512
     assert report.steps > 10 * 12
     much = replace(options, kv_cache_tokens=None)
-    assert_same_rollouts(output, generate(decoder, batch, "prompt", much, sample_key=KEY, micro_batches=1))
+    assert_same_rollouts(output, generate(decoder, batch, GenerationRequest(much, sample_key=KEY))[0])
     for i in range(0, 800, 9):  # each of the four of a prompt in turn
-        alone = generate(decoder, batch.select([i]), "prompt", options, sample_key=KEY, micro_batches=1)
+        alone = generate(decoder, batch.select([i]), GenerationRequest(options, sample_key=KEY))[0]
         assert_same_rollouts(GenerationOutput(**{f: [getattr(output, f)[i]] for f in FIELDS}), alone)
 
 
@@ -212,7 +210,7 @@ def test_without_a_budget_nobody_waits():
     decoder = decoder_of(GROUPED, llama(GROUPED, torch.float32))
     batch = prompts(GROUPED, (6, 7, 6, 7, 6, 7, 6, 9) * 4)
     options = GenerationOptions(max_new_tokens=8, eos_token=-1)
-    _, report = generate_and_report(decoder, batch, "prompt", options, sample_key=KEY, micro_batches=1)
+    _, report = generate(decoder, batch, GenerationRequest(options, sample_key=KEY))
     assert report.steps == 8
 
 
@@ -448,10 +446,10 @@ def test_logits_that_are_not_finite_end_the_call_and_name_step_sample_and_token(
     batch = Batch((11, 12), {"prompt": [torch.tensor([3, 4]), torch.tensor([3, 7])]})
     options = GenerationOptions(max_new_tokens=3, eos_token=-1, temperature=temperature)
     with pytest.raises(FloatingPointError, match=r"in step 6: the logits of sample 12 for token 0 of its response"):
-        generate(decoder, batch, "prompt", options, sample_key=(0, 5), micro_batches=1)
+        generate(decoder, batch, GenerationRequest(options, sample_key=(0, 5)))[0]
     forced = [torch.tensor([3, 4]), torch.tensor([3, 4])]
     with pytest.raises(FloatingPointError, match="the logits of sample 12 for token 0"):
-        generate(decoder, batch, "prompt", options, sample_key=(0, 5), micro_batches=1, forced=forced)
+        generate(decoder, batch, GenerationRequest(options, sample_key=(0, 5), forced=forced))[0]
 
 
 def test_what_the_model_cannot_read_is_named():
@@ -468,4 +466,4 @@ def test_what_the_model_cannot_read_is_named():
     )
     options = GenerationOptions(max_new_tokens=6, eos_token=-1)
     with pytest.raises(ValueError, match=f"response' of sample {batch.ids[0]} has 9 tokens, .* max_positions=8"):
-        generate(learned, batch, "prompt", options, sample_key=(0, 0), micro_batches=1)
+        generate(learned, batch, GenerationRequest(options, sample_key=(0, 0)))[0]

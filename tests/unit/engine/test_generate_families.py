@@ -9,6 +9,7 @@ from torch import Tensor
 
 from realhf.api.generation import GenerationOptions
 from realhf.engine.batch import Batch
+from realhf.engine.interface import GenerationRequest
 from tests.unit.models.families import FAMILIES, computing_in, config_class, distance, load, oracle
 
 SIZES: dict[str, Any] = {
@@ -45,7 +46,7 @@ def test_logits_of_drawn_tokens(family: str, tmp_path: Path) -> None:
     config = config_class(family)(**(GPT2 if family == "gpt2" else SIZES | CHANGES[family]))
     theirs = oracle(config, tmp_path, torch.float64)
     ours, batch = load(theirs.directory, theirs.config, torch.float64), prompts()
-    output = ours.generate(batch, "prompt", SAMPLING, sample_key=(3, 0), micro_batches=2, return_logits=True)
+    output = ours.generate(batch, GenerationRequest(SAMPLING, sample_key=(3, 0), micro_batches=2, return_logits=True))
     assert max(len(s) for s in output.sequences) > 12
     with torch.no_grad():
         for prompt, sequence, logits in zip(batch.data["prompt"], output.sequences, output.logits, strict=True):
@@ -59,7 +60,7 @@ def test_dynamic_rope_beyond_the_original_length(tmp_path: Path) -> None:
     theirs = oracle(config, tmp_path, torch.float64)
     ours, batch = load(theirs.directory, theirs.config, torch.float64), prompts()
     batch = batch.with_data(prompt=[p[:8] for p in batch.data["prompt"]])
-    output = ours.generate(batch, "prompt", SAMPLING, sample_key=(3, 0), micro_batches=2, return_logits=True)
+    output = ours.generate(batch, GenerationRequest(SAMPLING, sample_key=(3, 0), micro_batches=2, return_logits=True))
     assert max(len(s) for s in output.sequences) > 14
     for prompt, sequence, logits in zip(batch.data["prompt"], output.sequences, output.logits, strict=True):
         assert distance(logits, token_by_token(theirs.hf, sequence)[len(prompt) - 1 : -1]) < 1e-12

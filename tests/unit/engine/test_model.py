@@ -8,6 +8,7 @@ from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
+from realhf.engine.interface import GenerationRequest
 from realhf.engine.model import ShardedModel
 from realhf.engine.returned import InterfaceError
 from realhf.parallel.vocabulary import Logits
@@ -28,7 +29,10 @@ def test_generated_logprobs_are_those_of_the_forward_pass() -> None:
     model.arena.flat.mul_(3.0)
     prompts = random_batch(tiny(), 6)
     rollouts = model.generate(
-        prompts, "tokens", GenerationOptions(max_new_tokens=5, eos_token=1), sample_key=(7, 0), micro_batches=2
+        prompts,
+        GenerationRequest(
+            GenerationOptions(max_new_tokens=5, eos_token=1), prompt_key="tokens", sample_key=(7, 0), micro_batches=2
+        ),
     )
     batch = prompts.with_data(tokens=rollouts.sequences)
     logprobs = model.forward(batch, "tokens", token_logprobs, micro_batches=3)["logprobs"]

@@ -9,6 +9,7 @@ from torch import Tensor
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
 from realhf.engine.backend import ModelSpec
+from realhf.engine.interface import GenerationRequest
 from realhf.engine.model import ShardedModel
 from realhf.engine.residency.offload import HostCopy, allocate, pinned_blocks
 from realhf.planning.model.memory import static_bytes
@@ -45,7 +46,7 @@ def trained(optimizer: OptimizerConfig, dtype: torch.dtype, between: Callable[[S
     outputs = model.forward(BATCH, "tokens", split_like, micro_batches=2)["output"]
     between(model)
     options = GenerationOptions(max_new_tokens=4, eos_token=1)
-    rollouts = model.generate(BATCH, "tokens", options, sample_key=(0, 0), micro_batches=1)
+    rollouts = model.generate(BATCH, GenerationRequest(options, prompt_key="tokens", sample_key=(0, 0)))
     assert model.trainer is not None
     states = [state.clone() for state in model.trainer.optimizer.state.values()]
     return [model.parameters.flat.clone(), *states, *outputs, *rollouts.sequences, *rollouts.logprobs]

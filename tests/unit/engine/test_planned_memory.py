@@ -14,8 +14,9 @@ from realhf.dataflow.interface import InterfaceConfig
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.build import build_decoder
-from realhf.engine.generate.loop import generate_and_report, packed_weights
+from realhf.engine.generate.loop import generate, packed_weights
 from realhf.engine.generate.paged_attention import CppKernels, FlashKernels, TorchKernels, paged_kernel
+from realhf.engine.interface import GenerationRequest
 from realhf.engine.model import ShardedModel
 from realhf.engine.tensor_bytes import PeakMemory
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
@@ -40,7 +41,7 @@ def test_the_cache(new_tokens: int) -> None:
     decoder = build_decoder(config, ONE_RANK, torch.float32)
     batch = Batch((0, 1, 2), {"prompt": [torch.arange(20)] * 3})
     options = GenerationOptions(max_new_tokens=new_tokens, eos_token=-1)
-    _, report = generate_and_report(decoder, batch, "prompt", options, sample_key=(0, 0), micro_batches=1)
+    _, report = generate(decoder, batch, GenerationRequest(options, sample_key=(0, 0)))
     assert report.cache_bytes == 3 * cache_bytes(config, ONE, "float32", 20 + new_tokens)
 
 

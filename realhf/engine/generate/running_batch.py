@@ -1,4 +1,4 @@
-"""A part of a batch on its way through generation: carries out on this stage what the scheduler decides."""
+"""Sequences that are generated together: carries out on this stage what their scheduler decides."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realhf.engine.generate.batching import Running, Scheduler, Step, pages_for
+from realhf.engine.generate.batching import RunningSequence, Scheduler, Step, pages_for
 from realhf.engine.generate.choice import TokenChoice
 from realhf.engine.generate.decode_graphs import DecodeGraphs
 from realhf.engine.generate.kv_cache import KVCache, PrefillRows, StepAttention
@@ -30,7 +30,7 @@ class StepInputs:
     head_rows: Tensor | None
 
 
-class Lane:
+class RunningBatch:
     """Takes its sequences to their ends, step by step: `plan`, `compute`, on the last stage `choose`, `accept`.
 
     All stages see all tokens, hence decide the same.
@@ -70,14 +70,14 @@ class Lane:
         self._lengths = np.array([s.length for s in drawing])
         return step
 
-    def inputs(self) -> "StepInputs":
+    def inputs(self) -> StepInputs:
         """The step's tensors on the device."""
         step, decodes = self.step, len(self.step.decodes)
         decode = prefill = None
         positions = [torch.from_numpy(self._lengths[:decodes] - 1)]
         if decodes:
-            lengths = positions[0].to(self.device, self.cache.kernels.lengths_dtype)
-            decode = DecodeRows(torch.from_numpy(self._decode_table()).to(self.device), lengths)
+            cached = positions[0].to(self.device, self.cache.kernels.lengths_dtype)
+            decode = DecodeRows(torch.from_numpy(self._decode_table()).to(self.device), cached)
         if step.prefills:
             lengths = [p.length for p in step.prefills]
             positions.append(packed_positions(lengths))
@@ -100,8 +100,8 @@ class Lane:
             x = self._tokens() if hidden is None else hidden
             return self.graphs(x, self._lengths - 1, self._decode_table())
         inputs = self.inputs()
-        x = inputs.tokens if hidden is None else hidden
-        out = self.decoder(x, inputs.positions, inputs.attend, inputs.head_rows)
+        given = inputs.tokens if hidden is None else hidden
+        out = self.decoder(given, inputs.positions, inputs.attend, inputs.head_rows)
         self.cache.copy_pages(self.step.copies)
         return out.full() if isinstance(out, Logits) else out
 
@@ -163,7 +163,7 @@ class Lane:
         return torch.tensor(rows, device=self.device)
 
 
-def _places(sequence: Running, length: int, page: int) -> np.ndarray:
+def _places(sequence: RunningSequence, length: int, page: int) -> np.ndarray:
     """[length] int64: where the tokens of a sequence are kept."""
     starts = np.array(sequence.pages, dtype=np.int64) * page
     return (starts[:, None] + np.arange(page)).reshape(-1)[:length]
