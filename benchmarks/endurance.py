@@ -27,7 +27,7 @@ from lib.common import argument_parser, case, finish
 from lib.fault_injection import processes
 
 from realhf.dataflow.plan import save_plan
-from realhf.launch.launcher import python_command
+from realhf.launch.process import python_command
 from realhf.rundir.status import read_status
 
 LAUNCHER = "launcher"

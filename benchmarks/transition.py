@@ -40,7 +40,7 @@ from realhf.cpu import host_group
 from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.parameters import decoder_parameters
-from realhf.launch.launcher import process_environment
+from realhf.launch.process import process_environment
 from realhf.realloc.execute.carriers import Carrier, carrier_between
 from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.execute.held import by_name, part

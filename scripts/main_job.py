@@ -11,7 +11,7 @@ from rich.table import Table
 
 from realhf.base.errors import UserError
 from realhf.cli.progress import call_table
-from realhf.launch.launcher import python_command
+from realhf.launch.process import python_command
 from realhf.machine.gpus import count_gpus
 from realhf.machine.host import read_host
 from realhf.report.run_data import call_times, read_run

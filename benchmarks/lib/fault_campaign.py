@@ -17,7 +17,7 @@ from lib.fault_injection import DISK_BYTES, RUN_DISK_BYTES, Fault, Injector, Str
 from lib.fault_outcome import Outcome
 
 from realhf.dataflow.plan import save_plan
-from realhf.launch.launcher import python_command
+from realhf.launch.process import python_command
 from realhf.rundir.events import Event
 
 EXPERIMENT = Path(__file__).parents[1] / "jobs/fault_job.py"

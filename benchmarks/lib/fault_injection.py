@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 import psutil
 
-from realhf.launch.launcher import MASTER, worker_name
 from realhf.rundir.checkpoints import saved_steps
 from realhf.rundir.flight_recorder import read_activity
+from realhf.rundir.paths import MASTER, worker_name
 
 Kind = Literal[
     "kill", "hang", "exception", "full disk", "full run directory", "connection cut", "corrupted checkpoint",

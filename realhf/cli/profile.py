@@ -5,7 +5,6 @@ import shutil
 import tempfile
 import time
 from collections.abc import Callable
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +17,9 @@ from realhf.base.errors import RunError
 from realhf.base.files import write_atomically
 from realhf.base.numbers import check_range
 from realhf.dataflow.graph import DataflowGraph
-from realhf.launch.devices import devices_of, gpus_for
-from realhf.launch.launcher import ProcessSpec, process_environment, python_command, worker_name
-from realhf.launch.local.launcher import LocalLauncher
+from realhf.launch.launcher import NoOptions
+from realhf.launch.local import LocalLauncher
+from realhf.launch.process import Job, ProcessSpec, process_environment, python_command
 from realhf.launch.supervisor import supervise
 from realhf.lifecycle.experiment import experiment_of
 from realhf.planning.clusters import cluster_of, hardware_text
@@ -29,7 +28,7 @@ from realhf.planning.model.profile import LayerProfile, load_profile, profile_pa
 from realhf.planning.request import DevicesRequest
 from realhf.profiling.job import JOB_FILE, ProfileJob, ProfileTarget
 from realhf.rundir.flight_recorder import read_activity
-from realhf.rundir.paths import RunDirectory
+from realhf.rundir.paths import RunDirectory, worker_name
 
 WORKER_MODULE = "realhf.profiling.profiler"  # started, not imported: this process does without torch
 
@@ -197,9 +196,8 @@ def _measure(job: ProfileJob, threads: int, console: Console) -> None:
             console.print("starting the workers", highlight=False, soft_wrap=True)
         with console.status("starting the workers") as status:
             supervise(
-                LocalLauncher(),
-                _processes(job, directory, threads),
-                directory,
+                LocalLauncher(NoOptions()),
+                _workers(job, directory, threads),
                 _progress(job, directory, console, status.update),
             )
     except RunError:
@@ -236,15 +234,11 @@ def _progress(
     return update
 
 
-def _processes(job: ProfileJob, directory: RunDirectory, threads: int) -> list[ProcessSpec]:
+def _workers(job: ProfileJob, directory: RunDirectory, threads: int) -> Job:
     env = {**process_environment(threads), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    devices = islice(devices_of(gpus_for(job.num_workers)), job.num_workers)
-    return [
-        ProcessSpec(
-            name=worker_name(i),
-            argv=python_command(WORKER_MODULE, str(directory.path)),
-            env={**env, **device.environment},
-            log_path=directory.log(worker_name(i)),
-        )
-        for i, device in enumerate(devices)
-    ]
+    command = python_command(WORKER_MODULE, str(directory.path))
+    workers = (
+        ProcessSpec(name=name, argv=command, env=env, log_path=directory.log(name))
+        for name in map(worker_name, range(job.num_workers))
+    )
+    return Job(directory=directory, processes=tuple(workers), workers_per_node=job.num_workers)

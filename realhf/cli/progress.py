@@ -14,12 +14,11 @@ from rich.table import Table
 
 from realhf.cli.durations import duration
 from realhf.cli.phases import Phases
-from realhf.launch.launcher import MASTER, worker_name
 from realhf.lifecycle.listener import Listener
 from realhf.report.run_data import CallTime, call_times, read_run
 from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.lines import Tail, evaluation_line, step_line
-from realhf.rundir.paths import RunDirectory
+from realhf.rundir.paths import MASTER, RunDirectory, worker_name
 from realhf.rundir.run import Run
 
 # Statistics shown beside the step, those that exist.

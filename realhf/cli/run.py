@@ -6,9 +6,9 @@ from pathlib import Path
 
 from realhf.base.errors import UserError
 from realhf.cli.experiment import add_experiment_arguments, plan_request
+from realhf.cli.launchers import add_launcher_arguments, launcher_of
 from realhf.cli.progress import Progress, print_summary
-from realhf.launch.slurm.script import SlurmOptions
-from realhf.lifecycle.controller import batch_script, resume, start
+from realhf.lifecycle.controller import preview, resume, start
 from realhf.lifecycle.new import new_run
 from realhf.lifecycle.request import SPEC_OPTIONS, RecoveryRequest, ReplanRequest, RunRequest
 
@@ -25,7 +25,6 @@ EXAMPLE = """examples:
 def add_arguments(command: argparse.ArgumentParser) -> None:
     add_experiment_arguments(command)
     command.add_argument("--run-dir", type=Path, help="where everything is written (default runs/NAME-TIME)")
-    command.add_argument("--launcher", choices=("local", "slurm"), default="local")
     command.add_argument("--record", nargs="+", metavar="KEY", help="write these keys' data to rollouts/")
     command.add_argument(
         "--replay", type=_absolute, metavar="FOLDER", help="a rollouts/ folder whose responses are taken, none drawn"
@@ -53,15 +52,10 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     )
     _add_checkpoint_arguments(command)
     _add_replanning_arguments(command)
-    slurm = command.add_argument_group("SLURM")
-    slurm.add_argument("--partition")
-    slurm.add_argument("--account")
-    slurm.add_argument("--time-limit", help="as sbatch --time")
-    slurm.add_argument("--nodelist", help="as sbatch --nodelist (default: that of @auto)")
-    slurm.add_argument("--cpu-only", action="store_true", help="the nodes have no GPUs; ask for none")
-    slurm.add_argument("--sbatch", action="append", default=[], metavar="OPTION", help="a further sbatch option")
-    slurm.add_argument("--queue-timeout-s", type=float, default=86_400.0, help="longest to wait for the job to start")
-    slurm.add_argument("--dry-run", action="store_true", help="print the sbatch text and submit nothing")
+    add_launcher_arguments(command)
+    command.add_argument(
+        "--dry-run", action="store_true", help="print what the launcher would start, and start nothing"
+    )
 
 
 def _add_checkpoint_arguments(command: argparse.ArgumentParser) -> None:
@@ -147,7 +141,7 @@ def execute(arguments: argparse.Namespace) -> int:
         if not arguments.resume:
             run = new_run(request, progress.search)
             if arguments.dry_run:
-                print(batch_script(run, request))
+                print(preview(run, request))
                 return 0
         began = time.monotonic()
         directory = resume(request, progress) if arguments.resume else start(run, request, progress)
@@ -158,21 +152,14 @@ def execute(arguments: argparse.Namespace) -> int:
 def run_request(arguments: argparse.Namespace) -> RunRequest:
     """What the command line asks for. Raises UserError for a number out of its range."""
     options = {name: getattr(arguments, name) for name in SPEC_OPTIONS}
+    launcher, launcher_options = launcher_of(arguments)  # it takes its own options from the overrides
     return RunRequest(
         experiment=arguments.experiment,
         fields=tuple(arguments.overrides),
         run_dir=arguments.run_dir,
         plan=plan_request(arguments),
-        launcher=arguments.launcher,
-        slurm=SlurmOptions(
-            with_gpus=not arguments.cpu_only,
-            partition=arguments.partition,
-            account=arguments.account,
-            time_limit=arguments.time_limit,
-            nodelist=arguments.nodelist,
-            extra_args=tuple(arguments.sbatch),
-            queue_timeout_s=arguments.queue_timeout_s,
-        ),
+        launcher=launcher,
+        launcher_options=launcher_options,
         network_interface=arguments.network_interface,
         spec_options={name: tuple(value) if isinstance(value, list) else value for name, value in options.items()},
         recovery=RecoveryRequest(

@@ -1,99 +1,16 @@
-"""What a launcher is: it starts processes from specs, tells which have ended, and leaves none behind."""
+"""What a launcher is, and how `--launcher NAME` finds one."""
 
-import importlib.util
-import os
-import platform
-import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+import importlib
+import inspect
+from collections.abc import Mapping
+from dataclasses import Field, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, ClassVar, Protocol, cast
 
-MASTER = "master"
-WORKER_INDEX_VARIABLE = "REALHF_WORKER_INDEX"
-
-
-def worker_name(index: int) -> str:
-    return f"worker-{index}"
-
-
-def worker_of(name: str) -> int | None:
-    """The index of the worker whose process has this name, None for the master's."""
-    prefix, _, index = name.partition("-")
-    return int(index) if prefix == "worker" and index.isdecimal() else None
-
-
-def worker_index(environ: Mapping[str, str]) -> int | None:
-    """The index that a launcher gave to this worker process through its environment, None outside of one."""
-    text = environ.get(WORKER_INDEX_VARIABLE)
-    return None if text is None else int(text)
-
-
-def python_command(module: str, *words: str) -> tuple[str, ...]:
-    """The command line of every Python process that is started: `module` with these words.
-
-    Without -P the working directory would lead `sys.path`: a file `json.py` lying there would be run in place of
-    Python's own. What these processes start in turn (multiprocessing) has -P too.
-    """
-    return (sys.executable, "-P", "-m", module, *words)
-
-
-def process_environment(threads: int = 1) -> dict[str, str]:
-    """What every process gets: `threads` unless the user asks for others, its lines at once, memory in huge pages, and
-    freed memory of tensors that can be used again.
-
-    malloc asks for huge pages (glibc from 2.35 on; others do not know the option). A model of 144 MB that one
-    process sends to three or seven others was there in 0.75 and 0.88 of the time, since fewer pages are looked up.
-    `csrc/memory/aligned.cpp` says why it is loaded; what the user preloads comes first, another malloc for instance.
-    """
-    own, preloaded = os.environ.get("GLIBC_TUNABLES"), os.environ.get("LD_PRELOAD")
-    threads_text = os.environ.get("OMP_NUM_THREADS", str(threads))
-    aligned = _aligned_memory()
-    return {
-        **({"LD_PRELOAD": ":".join(filter(None, [preloaded, aligned]))} if aligned else {}),
-        "OMP_NUM_THREADS": threads_text,
-        # Threads that wait for each other by spinning take the cores from whoever is waited for, where all cores are
-        # in use: a step of PPO with two threads on two busy cores took ten times as long as with one.
-        **({} if threads_text == "1" else {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}),
-        "PYTHONUNBUFFERED": "1",
-        # Of two values of one option the later counts: the user's.
-        "GLIBC_TUNABLES": ":".join(filter(None, ["glibc.malloc.hugetlb=1", own])),
-    }
-
-
-def _aligned_memory() -> str | None:
-    """The library of `csrc/memory`; None where malloc is not glibc's or the loader cannot read the name."""
-    module = importlib.util.find_spec("realhf.machine._aligned")
-    if module is None or module.origin is None or platform.libc_ver()[0] != "glibc":
-        return None
-    return None if {" ", ":"} & set(module.origin) else module.origin
-
-
-@dataclass(frozen=True, kw_only=True)
-class ProcessSpec:
-    """One process to start: `name` is "master" or "worker-INDEX".
-
-    `env` is added to the launcher's own environment; a worker finds its index in it besides
-    (`worker_index`). What the process prints goes to `log_path`.
-    """
-
-    name: str
-    argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)
-    log_path: Path
-
-    def __post_init__(self) -> None:
-        assert self.name == MASTER or worker_name(self.index or 0) == self.name, f"process name {self.name!r}"
-        assert self.argv, f"{self.name} has no command"
-
-    @property
-    def index(self) -> int | None:
-        """The worker's index, None for the master."""
-        return worker_of(self.name)
-
-
-# The exit code of a worker that has told the master what failed. Who ends with another one has died without a word.
-TOLD_RETURNCODE = 86
+from realhf.base.code_files import add_to_search_path, load_code_file
+from realhf.base.errors import UserError
+from realhf.launch.process import Job
+from realhf.rundir.run import MAX_DEVICES
 
 # The exit code of a process of whose end only the cluster knows.
 UNKNOWN_RETURNCODE = 255
@@ -112,21 +29,149 @@ class Exit:
     note: str = ""
 
 
-class Launcher(Protocol):
-    """Starts, watches and ends the processes of one run. Used from one thread, `start` called once."""
+def option(default: Any, help: str) -> Any:
+    """A field of a launcher's options that the command line has as `--field-name`."""
+    return field(default=default, metadata={"help": help})
 
-    def start(self, specs: Sequence[ProcessSpec]) -> None:
-        """Starts one process a spec. Raises UserError or RunError if that cannot be; then none is left."""
+
+@dataclass(frozen=True, kw_only=True)
+class NoOptions:
+    """The options of a launcher that has none."""
+
+
+class Launcher(Protocol):
+    """Starts, watches and ends the processes of a run, and knows the places on which its workers are.
+
+    A place is a device of this machine or a node of a cluster; a job names those that it does without
+    (`Job.avoided`). A launcher is used from one thread. It starts one job at a time: the next one after `stop`.
+    A class that inherits from this one needs `start`, `poll` and `stop`; the other methods have a default.
+    """
+
+    options_type: ClassVar[type[Any]] = NoOptions
+    """A frozen dataclass, all of whose fields have defaults. Fields made by `option` are options of the command line:
+    of type bool, int, float, str, any of the last three or None, or a tuple of str (the option may be repeated)."""
+
+    is_remote: ClassVar[bool] = False
+    """Whether the processes run on other machines, which see the run directory through a shared file system."""
+
+    uses_terminal: ClassVar[bool] = False
+    """Whether what runs may read from the terminal and write to it, as a debugger does."""
+
+    def __init__(self, options: Any) -> None:
+        """`options`: of `options_type`."""
+
+    def preview(self, job: Job) -> str:
+        """What `start` would do, as text: the batch script, for example. Starts nothing.
+
+        Raises:
+            UserError: the job cannot be started here.
+        """
+        return "".join(f"{process.name}: {' '.join(process.argv)}\n" for process in job.processes)
+
+    def start(self, job: Job) -> None:
+        """Starts every process of the job. Raises UserError or RunError if that cannot be; then none is left."""
+        raise NotImplementedError
 
     def poll(self) -> list[Exit]:
         """The processes that have ended since the last poll, in the order in which they ended. Does not wait.
 
         Raises RunError where the launcher has lost sight of them or gives up; then none is left.
         """
+        raise NotImplementedError
 
     def stop(self, *, grace_s: float = 5.0) -> None:
         """Ends what is left: asks (SIGTERM), and after `grace_s` kills. Returns when nothing is left.
 
-        May be called at any time and more than once; what it ended is not reported by `poll`.
+        May be called at any time and more than once; `poll` does not report what it ended.
         Raises RunError where something cannot be ended.
         """
+        raise NotImplementedError
+
+    def status(self) -> str:
+        """One line for the user about the job, such as "job 17: PENDING (Resources)"; empty if there is nothing."""
+        return ""
+
+    def place(self, worker: int) -> str | None:
+        """Where a worker of the last job was; None: not known."""
+        return None
+
+    def lost(self) -> frozenset[str]:
+        """The places of the last job that are not there any more, as far as that is known."""
+        return frozenset()
+
+    def room(self, avoided: frozenset[str]) -> int:
+        """How many workers of the last job there is room for now, without the places `avoided`; by default all."""
+        return MAX_DEVICES
+
+
+LAUNCHERS: Mapping[str, str] = {
+    "local": "realhf.launch.local:LocalLauncher",
+    "slurm": "realhf.launch.slurm.launcher:SlurmLauncher",
+}
+
+
+def option_fields(launcher: type[Launcher]) -> dict[str, Field[Any]]:
+    """The options of a launcher that the command line has, by name."""
+    return {field.name: field for field in fields(launcher.options_type) if "help" in field.metadata}
+
+
+def find_launcher(name: str, folder: Path | None = None) -> type[Launcher]:
+    """The class that `--launcher name` means: `local`, `slurm`, or `MODULE:CLASS` from elsewhere.
+
+    MODULE is a file (`my_launcher.py`), or the name of an installed module or of one in `folder`, the experiment's.
+
+    Raises:
+        UserError: there is no such launcher, module or class, or the class lacks what a launcher needs.
+    """
+    module, _, cls = LAUNCHERS.get(name, name).rpartition(":")
+    if not (module and cls):
+        raise UserError(
+            f"--launcher {name}: no such launcher; choose from {', '.join(LAUNCHERS)}, or name a class as MODULE:CLASS "
+            "(my_launcher:MyLauncher) or FILE.py:CLASS"
+        )
+    loaded = _load(name, module, folder)
+    found = getattr(loaded, cls, None)
+    if not isinstance(found, type):
+        classes = sorted(key for key, value in vars(loaded).items() if isinstance(value, type))
+        raise UserError(
+            f"--launcher {name}: {loaded.__file__} has no class {cls!r}; it has {', '.join(classes) or 'none'}"
+        )
+    if lacking := _lacking(found):
+        raise UserError(
+            f"--launcher {name}: {cls} in {loaded.__file__} has no {', '.join(lacking)}; see "
+            "realhf.launch.launcher.Launcher for what a launcher needs"
+        )
+    return cast(type[Launcher], found)
+
+
+def _load(name: str, module: str, folder: Path | None) -> Any:
+    if module.endswith(".py"):
+        try:
+            return load_code_file(module)
+        except UserError as error:
+            raise UserError(f"--launcher {name}: {error}") from error
+    if folder is not None:
+        add_to_search_path(folder)
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module}.".startswith(f"{error.name}."):  # one that the launcher's imports
+            raise UserError(f"--launcher {name}: {module} cannot be imported: {error}") from error
+        raise UserError(
+            f"--launcher {name}: there is no module {module!r}; put {module.rpartition('.')[2]}.py beside the "
+            "experiment, install it, or give the path of the file: FILE.py:CLASS"
+        ) from None
+    except Exception as error:
+        raise UserError(f"--launcher {name}: {module} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+def _lacking(found: type) -> list[str]:
+    """What a class does not have of what a launcher needs."""
+    members = [name for name in vars(Launcher) if not name.startswith("_")]
+    methods = [name for name in members if inspect.isfunction(vars(Launcher)[name])]
+    bare = {name for name in ("start", "poll", "stop") if getattr(found, name, None) is vars(Launcher)[name]}
+    lacking = [name for name in methods if name in bare or not callable(getattr(found, name, None))]
+    lacking += [name for name in members if name not in methods and not hasattr(found, name)]
+    if not lacking and not is_dataclass(getattr(found, "options_type", None)):
+        lacking = ["options_type that is a dataclass"]
+    return lacking

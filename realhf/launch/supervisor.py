@@ -8,17 +8,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from realhf.base.errors import RunError, UserError
-from realhf.launch.launcher import (
-    MASTER,
-    TOLD_RETURNCODE,
-    UNKNOWN_RETURNCODE,
-    Exit,
-    Launcher,
-    ProcessSpec,
-    worker_of,
-)
+from realhf.launch.launcher import UNKNOWN_RETURNCODE, Exit, Launcher
+from realhf.launch.process import TOLD_RETURNCODE, Job
 from realhf.rundir.flight_recorder import read_activity
-from realhf.rundir.paths import RunDirectory
+from realhf.rundir.paths import MASTER, RunDirectory, worker_of
 from realhf.rundir.status import Status, read_status
 
 POLL_S = 0.1
@@ -39,31 +32,22 @@ FILES_LATE_S = 90.0
 STOOD_STILL_S = 5.0
 
 
-def supervise(
-    launcher: Launcher,
-    specs: Sequence[ProcessSpec],
-    directory: RunDirectory,
-    on_poll: Callable[[], None],
-    *,
-    is_remote: bool = False,
-) -> None:
-    """Starts the processes and returns when all have ended well; `on_poll` is called ten times a second.
-
-    `is_remote`: they run on other machines, whose files may be seen late.
+def supervise(launcher: Launcher, job: Job, on_poll: Callable[[], None]) -> None:
+    """Starts the processes of a job and returns when all have ended well; `on_poll` is called ten times a second.
 
     Raises:
         RunError: one ended badly; by then all are gone. Whatever else is raised (Ctrl-C), all are stopped first.
     """
     exits: dict[str, Exit] = {}
-    master = _SignsOfLife(directory, MASTER_SILENCE_S + is_remote * FILES_LATE_S)
+    master = _SignsOfLife(job.directory, MASTER_SILENCE_S + launcher.is_remote * FILES_LATE_S)
     try:
-        launcher.start(specs)
+        launcher.start(job)
         deadline = math.inf
-        while len(exits) < len(specs):
+        while len(exits) < len(job.processes):
             exits |= {end.name: end for end in sorted(launcher.poll(), key=lambda end: end.returncode >= 0)}
             on_poll()
             bad = [end for end in exits.values() if end.returncode != 0]
-            if bad and _is_settled(exits, len(specs)):
+            if bad and _is_settled(exits, len(job.processes)):
                 break
             deadline = min(deadline, time.monotonic() + _patience_s(bad, MASTER in exits))
             if time.monotonic() > deadline:
@@ -76,10 +60,11 @@ def supervise(
         _stop(launcher)
     bad = [end for end in exits.values() if end.returncode != 0]
     if bad:
-        raise _explain(bad, directory)
-    if len(exits) < len(specs):
-        late = ", ".join(spec.name for spec in specs if spec.name not in exits)
-        raise RunError(f"the master ended but {late} did not within {WORKERS_END_S:g} s; logs in {directory.logs}")
+        raise _explain(bad, job.directory)
+    if late := [process.name for process in job.processes if process.name not in exits]:
+        raise RunError(
+            f"the master ended but {', '.join(late)} did not within {WORKERS_END_S:g} s; logs in {job.directory.logs}"
+        )
 
 
 def _stop(launcher: Launcher) -> None:

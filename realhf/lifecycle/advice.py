@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 from itertools import count
 from pathlib import Path
 
+from realhf.launch.launcher import option_fields
 from realhf.lifecycle.request import RunRequest
 from realhf.rundir.checkpoints import saved_steps, step_folder
 from realhf.rundir.paths import RunDirectory
@@ -48,7 +49,8 @@ def going_on(run: Run, directory: RunDirectory, request: RunRequest, step: int) 
 
 def resume_command(request: RunRequest, directory: RunDirectory) -> str:
     """The command that goes on with the run in `directory`, with the options of the one that began it."""
-    not_kept, _ = _split(request.words, NOT_KEPT)
+    options = [f"--{name.replace('_', '-')}" for name in option_fields(request.launcher)]
+    not_kept, _ = _split(request.words, {*NOT_KEPT, *options})
     where = ("--run-dir", _short(directory.path), "--resume")
     return shlex.join(["realhf", "run", request.experiment, *where, *not_kept])
 
@@ -86,7 +88,7 @@ def _split(words: Sequence[str], options: Collection[str]) -> tuple[list[str], l
             others.append(word)
             continue
         chosen.append(word)
-        if not equals and name not in WITHOUT_VALUE:
+        if not equals and name not in WITHOUT_VALUE and left:
             chosen.append(left.popleft())
     return chosen, others
 

@@ -2,18 +2,13 @@
 
 import contextlib
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import delete, writing_a_run
-from realhf.launch.devices import gpus_for
-from realhf.launch.launcher import MASTER
-from realhf.launch.site import LocalSite, Site, SlurmSite
-from realhf.launch.slurm.launcher import SlurmLauncher
-from realhf.launch.slurm.script import sbatch_text
-from realhf.launch.start import prepare
+from realhf.launch.launcher import Launcher
+from realhf.launch.process import job_of
 from realhf.launch.supervisor import supervise
 from realhf.lifecycle.advice import going_on
 from realhf.lifecycle.interruption import Interruption
@@ -26,7 +21,8 @@ from realhf.lifecycle.resume import resumed_run
 from realhf.lifecycle.shrink import Suspects, elsewhere
 from realhf.rundir.checkpoints import newest_good, remove_unfinished
 from realhf.rundir.events import note
-from realhf.rundir.paths import RunDirectory
+from realhf.rundir.paths import MASTER, RunDirectory
+from realhf.rundir.prepare import prepare
 from realhf.rundir.run import Run
 from realhf.rundir.status import Status, read_status, write_status
 
@@ -41,7 +37,8 @@ def start(run: Run, request: RunRequest, listener: Listener = UNHEARD) -> RunDir
             was a run by then, notes say what was saved and which command goes on; no process is left.
     """
     directory = run_directory(request)
-    site = site_of(run, request, directory)
+    launcher = request.launcher(request.launcher_options)
+    launcher.preview(job_of(run, directory, is_remote=launcher.is_remote))  # it can be started
     RunDirectory.create(directory.path)
     with directory.lock(LAUNCHER_LOCK):
         try:
@@ -51,7 +48,7 @@ def start(run: Run, request: RunRequest, listener: Listener = UNHEARD) -> RunDir
                 delete(directory.path)
             raise
         note_start(run, directory, "started")
-        Controller(run, request, directory, site, listener).carry_out()
+        Controller(run, request, directory, launcher, listener).carry_out()
     return directory
 
 
@@ -63,21 +60,21 @@ def resume(request: RunRequest, listener: Listener = UNHEARD) -> RunDirectory:
     with directory.lock(LAUNCHER_LOCK):
         with directory.lock(MASTER):  # of a job that outlived its launcher
             run, choice = resumed_run(request, directory, listener.search)
-            site = site_of(run, request, directory)
+            launcher = request.launcher(request.launcher_options)
+            launcher.preview(job_of(run, directory, is_remote=launcher.is_remote))  # it can be started
             prepare(run, directory)
         note_start(run, directory, "resumed", choice)
         for step, reason in choice.damaged.items():
             listener.say(f"the checkpoint after step {step} is passed over: {reason}")
         listener.say(f"the run goes on after step {run.spec.resume_step}")
-        Controller(run, request, directory, site, listener).carry_out()
+        Controller(run, request, directory, launcher, listener).carry_out()
     return directory
 
 
-def batch_script(run: Run, request: RunRequest) -> str:
-    """The sbatch text that would start the run."""
-    directory = run_directory(request)
-    site = slurm_site(run, request, directory)
-    return sbatch_text(site.options_of(run), site.processes(run), directory)
+def preview(run: Run, request: RunRequest) -> str:
+    """What the launcher would start: a batch script, commands. Raises UserError where it cannot start them."""
+    launcher = request.launcher(request.launcher_options)
+    return launcher.preview(job_of(run, run_directory(request), is_remote=launcher.is_remote))
 
 
 def run_directory(request: RunRequest) -> RunDirectory:
@@ -94,9 +91,9 @@ class Controller:
     """
 
     def __init__(
-        self, run: Run, request: RunRequest, directory: RunDirectory, site: Site, listener: Listener = UNHEARD
+        self, run: Run, request: RunRequest, directory: RunDirectory, launcher: Launcher, listener: Listener = UNHEARD
     ):
-        self._run, self._request, self._directory, self._site = run, request, directory, site
+        self._run, self._request, self._directory, self._launcher = run, request, directory, launcher
         self._listener = listener
         self._interruption = Interruption()
 
@@ -139,7 +136,7 @@ class Controller:
                     raise
                 reason, restarts_left = str(error), restarts_left - 1
                 blamed = suspects.failed(last_step(self._directory), error.workers, before.spec.num_workers)
-                moved = elsewhere(before, self._request, self._site, blamed, error, self._listener.search)
+                moved = elsewhere(before, self._request, self._launcher, blamed, error, self._listener.search)
                 if moved:
                     suspects = Suspects()
                 try:
@@ -152,17 +149,16 @@ class Controller:
 
         `reason`: see `Listener.starting`.
         """
-        launcher = self._site.launcher(self._run)
         with Replanner(self._run, self._directory, self._request.replan, self._listener.say) as replanner:
             self._listener.starting(self._run, self._directory, reason)
 
             def look() -> None:
                 self._interruption.check()
-                self._listener.watched(launcher.status() if isinstance(launcher, SlurmLauncher) else "")
+                self._listener.watched(self._launcher.status())
                 replanner.poll()
 
-            processes = self._site.processes(self._run)
-            supervise(launcher, processes, self._directory, look, is_remote=self._site.is_remote)
+            job = job_of(self._run, self._directory, is_remote=self._launcher.is_remote)
+            supervise(self._launcher, job, look)
             return replanner.next_run() if self._is_between_plans() else None
 
     def _is_between_plans(self) -> bool:
@@ -194,21 +190,3 @@ class Controller:
             write_report(self._directory)
         except (UserError, OSError) as error:
             self._listener.say(f"no report: {error}")
-
-
-def site_of(run: Run, request: RunRequest, directory: RunDirectory) -> Site:
-    """Where the request has the run's processes started. Raises UserError if this machine has too few GPUs."""
-    if request.launcher == "local":
-        return LocalSite(directory, gpus_for(run.spec.num_workers, run.spec.avoided))
-    return slurm_site(run, request, directory)
-
-
-def slurm_site(run: Run, request: RunRequest, directory: RunDirectory) -> SlurmSite:
-    """The cluster, which is asked for the run's workers on the nodes of the request, or on those of `@auto`."""
-    options = replace(
-        request.slurm,
-        workers_per_node=run.spec.devices_per_node,
-        job_name=f"realhf-{Path(request.experiment).stem}",
-        nodelist=request.slurm.nodelist or run.settings.nodelist,
-    )
-    return SlurmSite(options, directory)

@@ -52,7 +52,7 @@ def spec_fields(request: RunRequest, experiment: Any, cluster: Cluster) -> dict[
         "num_workers": cluster.num_devices,
         "devices_per_node": cluster.devices_per_node,
         "hardware": cluster.hardware,
-        "network_interface": request.network_interface or ("lo" if request.launcher == "local" else None),
+        "network_interface": request.network_interface or (None if request.launcher.is_remote else "lo"),
         **request.given_options,
     }
 
@@ -86,7 +86,7 @@ def check_run(run: Run, request: RunRequest) -> None:
             "--checkpoint-every STEPS or --checkpoint-every-minutes MINUTES"
         )
     check_trackers(run.spec)
-    with_gpus = count_gpus() > 0 if request.launcher == "local" else request.slurm.with_gpus
+    with_gpus = not request.cpu_only if request.launcher.is_remote else count_gpus() > 0
     for name, setup in run.models.items():
         if setup.backend == "megatron" and setup.optimizer is not None:
             check_megatron(run.graph.models[name], run.homes[name].strategy, "cuda" if with_gpus else "cpu")
@@ -122,7 +122,7 @@ def _check_recovery(run: Run, request: RunRequest) -> None:
                 f"--fallback-plan {path} is for {plan.num_devices} devices, which are not fewer than the run's "
                 f"{workers} and at least {least}; make one with `realhf plan --num-workers N`, or change --min-workers"
             )
-        if request.launcher == "slurm" and plan.num_devices % run.spec.devices_per_node:
+        if request.launcher.is_remote and plan.num_devices % run.spec.devices_per_node:
             raise UserError(
                 f"--fallback-plan {path} is for {plan.num_devices} devices, which are no whole nodes of "
                 f"{run.spec.devices_per_node}; nodes are lost as a whole, so make one for fewer --nodes"

@@ -3,11 +3,11 @@
 import msgspec
 
 from realhf.dataflow.plan import DIGEST_LENGTH, plan_digest
-from realhf.launch.start import prepare
 from realhf.rundir.checkpoints import Choice, newest_good
 from realhf.rundir.events import EventKind, note
 from realhf.rundir.lines import read_lines, step_line
 from realhf.rundir.paths import RunDirectory
+from realhf.rundir.prepare import prepare
 from realhf.rundir.run import Run
 
 

@@ -13,8 +13,8 @@ import msgspec
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_json, write_atomically
 from realhf.dataflow.plan import DIGEST_LENGTH, load_plan, plan_digest
-from realhf.launch.launcher import python_command
-from realhf.launch.local.launcher import die_with_parent
+from realhf.launch.local import die_with_parent
+from realhf.launch.process import python_command
 from realhf.lifecycle.replan import PlanChange, Proposal
 from realhf.lifecycle.request import ReplanRequest
 from realhf.rundir.events import event_line, note

@@ -9,7 +9,8 @@ from typing import Any, Literal
 from realhf.base.errors import UserError
 from realhf.base.numbers import Range, check_ranges
 from realhf.dataflow.plan import ExecutionPlan, load_plan
-from realhf.launch.slurm.script import SlurmOptions
+from realhf.launch.launcher import Launcher, NoOptions
+from realhf.launch.local import LocalLauncher
 from realhf.planning.request import PlannedHardware, PlanRequest
 from realhf.rundir.run import MAX_DEVICES, RANGES, YEAR_S, RunSpec
 
@@ -37,7 +38,6 @@ OPTION_RANGES = {
     "max_restarts": Range("--max-restarts", 1, 10**6),
     "min_workers": Range("--min-workers", 1, MAX_DEVICES),
     "switch_cost_s": Range("--switch-cost-s", 0, YEAR_S, "seconds"),
-    "queue_timeout_s": Range("--queue-timeout-s", 0, YEAR_S, "seconds"),
 }
 
 
@@ -104,8 +104,9 @@ class RunRequest:
 
     `fields` are words (`--steps 10`) that set fields of the experiment. `run_dir` is by default runs/NAME-TIME.
     `spec_options` are fields of `RunSpec`, of those in `SPEC_OPTIONS`; a field that is not there or None keeps its
-    default, in a resumed run the value that it had. `slurm` counts with the launcher "slurm"; its nodes and workers
-    are those of the plan. `words` is the command line, without the command's name, for the advice on how to go on.
+    default, in a resumed run the value that it had.
+    `launcher_options` are of `launcher.options_type`. `words` is the command line, without the command's name, for the
+    advice on how to go on.
 
     Raises:
         UserError: a number is out of its range. Parts of the request raise what is wrong with them.
@@ -115,8 +116,8 @@ class RunRequest:
     fields: tuple[str, ...] = ()
     run_dir: Path | None = None
     plan: PlanRequest = field(default_factory=PlanRequest)
-    launcher: Literal["local", "slurm"] = "local"
-    slurm: SlurmOptions = field(default_factory=SlurmOptions)
+    launcher: type[Launcher] = LocalLauncher
+    launcher_options: Any = field(default_factory=NoOptions)
     network_interface: str | None = None
     spec_options: Mapping[str, Any] = field(default_factory=dict)
     recovery: RecoveryRequest = field(default_factory=RecoveryRequest)
@@ -127,7 +128,11 @@ class RunRequest:
         unknown = set(self.spec_options) - set(SPEC_OPTIONS)
         assert not unknown, f"no options of a run: {unknown}"
         check_ranges(self.spec_options, RANGES)
-        check_ranges({"queue_timeout_s": self.slurm.queue_timeout_s}, OPTION_RANGES)
+
+    @property
+    def cpu_only(self) -> bool:
+        """Whether nodes without GPUs are asked for: an option of SLURM's launcher and of others that have one."""
+        return bool(getattr(self.launcher_options, "cpu_only", False))
 
     @property
     def given_options(self) -> dict[str, Any]:
@@ -145,8 +150,8 @@ class RunRequest:
         planned = PlannedHardware(saved.hardware, saved.num_workers) if saved and saved.hardware else None
         devices = replace(
             self.plan.devices,
-            place="here" if self.launcher == "local" else "nodes",
-            cpu_only=not self.slurm.with_gpus,
+            place="nodes" if self.launcher.is_remote else "here",
+            cpu_only=self.cpu_only,
             planned=planned,
         )
         saves = self.given_options.keys() & {"checkpoint_every_steps", "checkpoint_every_minutes"}

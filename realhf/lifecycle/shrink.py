@@ -7,7 +7,7 @@ import msgspec
 
 from realhf.base.errors import RunError, UserError
 from realhf.dataflow.plan import ExecutionPlan
-from realhf.launch.site import Site
+from realhf.launch.launcher import Launcher
 from realhf.lifecycle.replan import or_default
 from realhf.lifecycle.request import RunRequest
 from realhf.planning.model.hardware import Hardware
@@ -44,7 +44,7 @@ class Suspects:
 
 
 def elsewhere(
-    run: Run, request: RunRequest, site: Site, blamed: frozenset[int], error: RunError, watch: Watch
+    run: Run, request: RunRequest, launcher: Launcher, blamed: frozenset[int], error: RunError, watch: Watch
 ) -> Run | None:
     """The run without the places that are lost and those of the workers `blamed`, with fewer workers if there is no
     room for all; None where it can stay, or may not go on with fewer workers.
@@ -55,10 +55,10 @@ def elsewhere(
     least = request.recovery.least_workers
     if least is None:
         return None
-    places = (site.place(run, worker) for worker in sorted(blamed))
-    gone = {place for place in places if place is not None} | site.lost(run)
+    places = (launcher.place(worker) for worker in sorted(blamed))
+    gone = {place for place in places if place is not None} | launcher.lost()
     avoided = frozenset(run.spec.avoided) | gone
-    room = site.room(run, avoided)
+    room = launcher.room(avoided)
     spec = msgspec.structs.replace(run.spec, avoided=tuple(sorted(avoided)))
     if room >= run.spec.num_workers:  # a cluster has other nodes
         return Run(spec, run.experiment, run.plan) if gone else None
@@ -72,7 +72,7 @@ def elsewhere(
         plan, hardware = plan_for_fewer(run, request, room, watch)
     except UserError as no_plan:
         raise RunError(f"{error}\nno plan for the {room} workers that there is room for: {no_plan}") from error
-    per_node = min(run.spec.devices_per_node, plan.num_devices) if site.is_remote else plan.num_devices
+    per_node = min(run.spec.devices_per_node, plan.num_devices) if launcher.is_remote else plan.num_devices
     spec = msgspec.structs.replace(spec, num_workers=plan.num_devices, devices_per_node=per_node, hardware=hardware)
     return Run(spec, run.experiment, plan)
 
@@ -88,7 +88,7 @@ def plan_for_fewer(run: Run, request: RunRequest, num_workers: int, watch: Watch
     fitting = [(path, plan) for path, plan in request.recovery.plans.items() if plan.num_devices <= num_workers]
     path, given = max(fitting, key=lambda one: one[1].num_devices, default=(None, None))
     num_workers = given.num_devices if given else num_workers
-    per_node = run.spec.devices_per_node if request.launcher == "slurm" else num_workers
+    per_node = run.spec.devices_per_node if request.launcher.is_remote else num_workers
     wanted = request.plan_request(run.spec)
     devices = replace(
         wanted.devices,

@@ -9,10 +9,9 @@ from pathlib import Path
 
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import writing_a_run
-from realhf.launch.launcher import MASTER
 from realhf.master.master import Master
 from realhf.rundir.logs import start_logging
-from realhf.rundir.paths import RunDirectory
+from realhf.rundir.paths import MASTER, RunDirectory
 from realhf.rundir.run import load_run
 from realhf.transport.codec import Codec
 from realhf.transport.keys import load_master_keys

@@ -12,7 +12,6 @@ from realhf.base.files import writing_a_run
 from realhf.data.datasets import JSONLDataset
 from realhf.data.rows import DatasetRows
 from realhf.dataflow.plan import DIGEST_LENGTH, plan_digest
-from realhf.launch.launcher import MASTER, worker_name
 from realhf.master.clock import ListeningClock
 from realhf.master.drift import DriftWatch, told_calls
 from realhf.master.loop import CallRecord, Dispatcher, PlannedGraph
@@ -24,7 +23,7 @@ from realhf.master.vital_signs import VitalSigns
 from realhf.rundir.events import note, read_events
 from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.rundir.lines import append_line, evaluation_line, read_lines
-from realhf.rundir.paths import RunDirectory
+from realhf.rundir.paths import MASTER, RunDirectory, worker_name
 from realhf.rundir.run import Run
 from realhf.rundir.status import RunState, Status, write_status
 from realhf.transport.messages import (

@@ -3,10 +3,9 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from realhf.base.errors import RunError
-from realhf.launch.launcher import worker_name
 from realhf.master.loop import Dispatcher
 from realhf.master.open_requests import NO_REQUEST, Clock
-from realhf.rundir.paths import RunDirectory
+from realhf.rundir.paths import RunDirectory, worker_name
 
 
 class VitalSigns:

@@ -28,7 +28,7 @@ from realhf.base.files import decode_json
 from realhf.engine.train.optimizer import FlatAdamW, gradient_dtype, square_sum
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
 from realhf.geometry.parameters import decoder_parameters
-from realhf.launch.launcher import worker_index, worker_name
+from realhf.launch.process import worker_index
 from realhf.parallel.groups import GroupTable
 from realhf.parallel.waiting import end_process, waits_on
 from realhf.planning.model.profile import (
@@ -49,7 +49,7 @@ from realhf.profiling.model_bench import ModelBench, Stopwatch
 from realhf.profiling.reallocation_bench import neighbours, reallocation
 from realhf.profiling.round_trip import median_round_trip_s
 from realhf.rundir.flight_recorder import ActivityWriter
-from realhf.rundir.paths import RunDirectory
+from realhf.rundir.paths import RunDirectory, worker_name
 from realhf.worker.allocator import keep_freed_memory
 from realhf.worker.device import own_device
 

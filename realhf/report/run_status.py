@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from realhf.dataflow.plan import ExecutionPlan
-from realhf.launch.launcher import MASTER, worker_name
 from realhf.report.run_data import experiment_of, lines_of, plan_of, status_of
 from realhf.rundir.checkpoints import saved_steps
 from realhf.rundir.events import Event, event_line
 from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.lines import step_line
-from realhf.rundir.paths import RunDirectory
+from realhf.rundir.paths import MASTER, RunDirectory, worker_name
 
 # The speed is that of the last steps: what a plan, a node or the length of responses has changed shows soon.
 SPEED_STEPS = 20

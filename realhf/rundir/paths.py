@@ -12,6 +12,19 @@ from pathlib import Path
 from realhf.base.errors import UserError
 from realhf.base.files import delete, writing_a_run
 
+MASTER = "master"
+
+
+def worker_name(index: int) -> str:
+    """The name of a worker's process."""
+    return f"worker-{index}"
+
+
+def worker_of(name: str) -> int | None:
+    """The index of the worker whose process has this name, None for the master's."""
+    prefix, _, index = name.partition("-")
+    return int(index) if prefix == "worker" and index.isdecimal() else None
+
 
 @dataclass(frozen=True)
 class RunDirectory:
@@ -123,6 +136,11 @@ class RunDirectory:
     @property
     def report(self) -> Path:
         return self.path / "report.html"
+
+    @property
+    def rollouts(self) -> Path:
+        """The data of `--record`, a folder a step."""
+        return self.path / "rollouts"
 
     @property
     def logs(self) -> Path:

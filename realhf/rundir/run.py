@@ -1,9 +1,6 @@
 """A run, resolved: what the launcher writes into the run directory and master and workers read back."""
 
-import hashlib
-import importlib.util
 import os
-import sys
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,6 +17,7 @@ from realhf.api.experiment import (
     follows_of,
     models_of,
 )
+from realhf.base.code_files import load_code_file
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, OtherVersionError, decode_versioned
 from realhf.base.numbers import Range, check_ranges
@@ -230,35 +228,18 @@ def evaluation_twin(graph: DataflowGraph, call: ModelFunctionCallDef) -> str:
 def load_experiment_class(path: str | Path, name: str | None = None) -> type[Any]:
     """The class under `@auto` in a Python file (`name` where there are several).
 
-    The file's folder is put at the end of `sys.path`, so that modules beside it can be imported: by
-    the file itself, and by the workers where they implement an interface.
+    Modules beside the file can be imported: by the file itself, and by the workers where they implement an interface.
 
     Raises:
         UserError: no such file, an error while importing it, or not exactly one such class.
     """
-    file = Path(path).resolve()
-    if not file.is_file():
+    if not Path(path).is_file():
         raise UserError(f"{path}: no such file; give the path of an experiment, such as experiments/ppo.py")
-    # The dataclass machinery looks classes up in sys.modules, hence the entry and its unique name.
-    module_name = f"realhf_experiment_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    spec = importlib.util.spec_from_file_location(module_name, file)
-    if spec is None or spec.loader is None:
-        raise UserError(f"{path}: not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[module_name] = module
-    if str(file.parent) not in sys.path:
-        sys.path.append(str(file.parent))
-    try:
-        spec.loader.exec_module(module)
-    except UserError as error:
-        raise UserError(f"{path}{_line_in(file, error)}: {error}") from error
-    except Exception as error:
-        line = _line_in(file, error)
-        raise UserError(f"{path}{line}: cannot be imported: {type(error).__name__}: {error}") from error
+    module = load_code_file(path)
     classes = {
         key: value
         for key, value in vars(module).items()
-        if isinstance(value, type) and SETTINGS_ATTRIBUTE in vars(value) and value.__module__ == module_name
+        if isinstance(value, type) and SETTINGS_ATTRIBUTE in vars(value) and value.__module__ == module.__name__
     }
     if name is not None and name in classes:
         return classes[name]
@@ -266,18 +247,6 @@ def load_experiment_class(path: str | Path, name: str | None = None) -> type[Any
         found = ", ".join(classes) or "none"
         raise UserError(f"{path}: an experiment file has one class under @auto; found {found}")
     return next(iter(classes.values()))
-
-
-def _line_in(file: Path, error: Exception) -> str:
-    """`:LINE` of the deepest place in `file` that `error` came from, or nothing."""
-    if isinstance(error, SyntaxError) and error.filename == str(file):
-        return f":{error.lineno}"
-    trace, line = error.__traceback__, ""
-    while trace is not None:
-        if trace.tb_frame.f_code.co_filename == str(file):
-            line = f":{trace.tb_lineno}"
-        trace = trace.tb_next
-    return line
 
 
 class OtherRunVersionError(UserError):

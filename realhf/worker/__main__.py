@@ -17,10 +17,10 @@ import torch.distributed as dist
 from realhf.base.errors import RunError
 from realhf.cpu.host_group import PeerError
 from realhf.engine.generate.paged_attention import describe_attention
-from realhf.launch.launcher import TOLD_RETURNCODE, worker_index, worker_name
+from realhf.launch.process import TOLD_RETURNCODE, worker_index
 from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.rundir.logs import start_logging
-from realhf.rundir.paths import RunDirectory
+from realhf.rundir.paths import RunDirectory, worker_name
 from realhf.rundir.run import Run, load_run
 from realhf.transport.client import Client
 from realhf.transport.codec import Codec

@@ -268,8 +268,7 @@ class ModelWorker:
             self._store.put(request.batch, key, ids, outputs[key])
         recorded = {key: outputs[key] for key in self._run.spec.record if key in outputs}
         if recorded and request.batch.split == "train":
-            folder = self._directory.path / "rollouts"
-            rollouts.record(folder, request.batch.step, definition.name, self._rank, recorded, ids)
+            rollouts.record(self._directory.rollouts, request.batch.step, definition.name, self._rank, recorded, ids)
         return {key: describe(ids, outputs[key]) for key in definition.output_data}
 
     def _trainings(self, model: str) -> list[ModelFunctionCallDef]:

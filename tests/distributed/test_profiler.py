@@ -14,7 +14,7 @@ from msgspec import structs
 
 from realhf.architecture.model import DecoderConfig
 from realhf.cli import main
-from realhf.launch.local.launcher import LocalLauncher
+from realhf.launch.local import LocalLauncher
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.profile import LayerProfile, load_profile, profile_path
 from realhf.planning.model.timings import load_costs

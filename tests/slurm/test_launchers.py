@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from testbed.cluster import Testbed
 
-from realhf.launch.launcher import Exit, Launcher, ProcessSpec, worker_name
-from realhf.launch.local.launcher import LocalLauncher
-from realhf.launch.slurm.launcher import SlurmLauncher, SlurmOptions
-from realhf.rundir.paths import RunDirectory
+from realhf.launch.launcher import Exit, Launcher, NoOptions
+from realhf.launch.local import LocalLauncher
+from realhf.launch.process import Job, ProcessSpec
+from realhf.launch.slurm.launcher import SlurmLauncher
+from realhf.launch.slurm.script import SlurmOptions
+from realhf.rundir.paths import RunDirectory, worker_name
 from tests.waiting import PATIENCE_S, wait_until
 
 NUM_WORKERS = 4
@@ -33,9 +35,9 @@ class Bench:
 
     def start(self, *, master: str, worker: str) -> None:
         """Starts shell commands in the places of the master and of each worker."""
-        self.launcher.start(
-            [self.spec("master", master), *(self.spec(worker_name(i), worker) for i in range(NUM_WORKERS))]
-        )
+        workers = (self.spec(worker_name(i), worker) for i in range(NUM_WORKERS))
+        processes = (self.spec("master", master), *workers)
+        self.launcher.start(Job(directory=self.directory, processes=processes, workers_per_node=2))
 
     def spec(self, name: str, command: str) -> ProcessSpec:
         env = {TOKEN: self.token, "PLACE": str(self.directory.path)}
@@ -82,11 +84,11 @@ def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
     # A name that shells and SLURM's file name patterns would mistake if it were not quoted.
     directory = RunDirectory.create(tmp_path / "a run, 100%t $HOME's")
     if request.param == "local":
-        made = Bench(LocalLauncher(), directory, lambda: 0)
+        made = Bench(LocalLauncher(NoOptions()), directory, lambda: 0)
     else:
         cluster: Testbed = request.getfixturevalue("slurm_testbed")
-        options = SlurmOptions(nodes=2, workers_per_node=2, time_limit="5", poll_interval_s=0.2)
-        made = Bench(SlurmLauncher(options, directory), directory, lambda: len(queued(cluster)))
+        options = SlurmOptions(time_limit="5", poll_interval_s=0.2)
+        made = Bench(SlurmLauncher(options), directory, lambda: len(queued(cluster)))
     yield made
     made.launcher.stop(grace_s=0)
     wait_until(made.is_clean, "all processes and jobs are gone")

@@ -9,10 +9,11 @@ import pytest
 from testbed.cluster import Testbed
 
 from realhf.base.errors import RunError, UserError
-from realhf.launch.launcher import UNKNOWN_RETURNCODE, Exit, ProcessSpec, worker_name
-from realhf.launch.slurm.launcher import SlurmLauncher, SlurmOptions
-from realhf.launch.slurm.script import exits_folder
-from realhf.rundir.paths import RunDirectory
+from realhf.launch.launcher import UNKNOWN_RETURNCODE, Exit
+from realhf.launch.process import Job, ProcessSpec
+from realhf.launch.slurm.launcher import SlurmLauncher
+from realhf.launch.slurm.script import SlurmOptions, exits_folder
+from realhf.rundir.paths import RunDirectory, worker_name
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.slurm
@@ -33,8 +34,8 @@ def make(slurm_testbed: Testbed, directory: RunDirectory) -> Iterator[Make]:
     made: list[SlurmLauncher] = []
 
     def make(**options: Any) -> SlurmLauncher:
-        defaults = {"nodes": 2, "workers_per_node": 2, "time_limit": "5", "poll_interval_s": 0.2}
-        made.append(SlurmLauncher(SlurmOptions(**(defaults | options)), directory))
+        defaults = {"time_limit": "5", "poll_interval_s": 0.2}
+        made.append(SlurmLauncher(SlurmOptions(**(defaults | options))))
         return made[-1]
 
     yield make
@@ -43,11 +44,17 @@ def make(slurm_testbed: Testbed, directory: RunDirectory) -> Iterator[Make]:
     assert slurm_testbed.run("squeue", "-h").stdout == ""
 
 
-def specs(directory: RunDirectory, *, master: str, worker: str) -> list[ProcessSpec]:
-    return [
-        ProcessSpec(name=name, argv=("bash", "-c", command), log_path=directory.log(name))
-        for name, command in [("master", master), *((worker_name(i), worker) for i in range(NUM_WORKERS))]
-    ]
+def job(directory: RunDirectory, *, master: str | tuple[str, ...], worker: str) -> Job:
+    commands = [("master", master), *((worker_name(i), worker) for i in range(NUM_WORKERS))]
+    processes = (
+        ProcessSpec(
+            name=name,
+            argv=("bash", "-c", command) if isinstance(command, str) else command,
+            log_path=directory.log(name),
+        )
+        for name, command in commands
+    )
+    return Job(directory=directory, processes=tuple(processes), workers_per_node=2)
 
 
 def told(launcher: SlurmLauncher, number: int = NUM_WORKERS + 1) -> dict[str, Exit]:
@@ -80,7 +87,7 @@ def test_every_worker_has_its_gpu_and_the_master_none(
     show = 'echo "$(hostname) ${CUDA_VISIBLE_DEVICES:-none} ${GPU_DEVICE_ORDINAL:-none} ${REALHF_DEVICE-}"'
     # Each side waits for the other: the steps do run side by side.
     launcher.start(
-        specs(
+        job(
             directory,
             master=f"{show}; touch {directory.path}/m; until [ -e {directory.path}/w ]; do sleep 0.05; done",
             worker=f"{show}; touch {directory.path}/w; until [ -e {directory.path}/m ]; do sleep 0.05; done",
@@ -98,9 +105,9 @@ def test_every_worker_has_its_gpu_and_the_master_none(
 def test_the_first_failure_ends_the_job_and_is_its_exit_code(
     make: Make, slurm_testbed: Testbed, directory: RunDirectory
 ) -> None:
-    launcher = make(with_gpus=False)
+    launcher = make(cpu_only=True)
     launcher.start(
-        specs(
+        job(
             directory,
             # It outlives the worker by as much as it needs.
             master=f"until [ -e {exits_folder(directory)}/worker-2 ]; do sleep 0.1; done; sleep 0.5; exit 5",
@@ -120,7 +127,7 @@ def test_the_first_failure_ends_the_job_and_is_its_exit_code(
 
 def test_workers_that_do_not_end_after_the_master_are_ended(make: Make, directory: RunDirectory) -> None:
     launcher = make(end_timeout_s=1)
-    launcher.start(specs(directory, master="exit 0", worker=FOR_EVER))
+    launcher.start(job(directory, master="exit 0", worker=FOR_EVER))
     ends = told(launcher)
     assert ends["master"].returncode == 0
     assert all(ends[worker_name(i)].returncode != 0 for i in range(NUM_WORKERS))
@@ -129,8 +136,7 @@ def test_workers_that_do_not_end_after_the_master_are_ended(make: Make, director
 
 def test_a_program_that_is_missing_is_the_process_s_end(make: Make, directory: RunDirectory) -> None:
     launcher = make()
-    master = ProcessSpec(name="master", argv=("/no/such/program",), log_path=directory.log("master"))
-    launcher.start([master, *specs(directory, master="", worker=FOR_EVER)[1:]])
+    launcher.start(job(directory, master=("/no/such/program",), worker=FOR_EVER))
     first = next(iter(told(launcher, 1).values()))
     assert (first.name, first.returncode) == ("master", 127)
     assert "/no/such/program" in first.log_path.read_text()
@@ -141,7 +147,7 @@ def test_a_job_that_someone_cancels_is_told(make: Make, slurm_testbed: Testbed, 
     # They ignore SIGTERM, so they are killed.
     stubborn = f'trap "" TERM; touch {directory.path}'
     launcher.start(
-        specs(directory, master=f"{stubborn}/up-m; {FOR_EVER}", worker=f"{stubborn}/up-$SLURM_PROCID; {FOR_EVER}")
+        job(directory, master=f"{stubborn}/up-m; {FOR_EVER}", worker=f"{stubborn}/up-$SLURM_PROCID; {FOR_EVER}")
     )
     for name in ("m", *range(NUM_WORKERS)):
         wait_for_file(directory.path / f"up-{name}")
@@ -154,8 +160,8 @@ def test_a_job_that_someone_cancels_is_told(make: Make, slurm_testbed: Testbed, 
 def test_a_job_that_does_not_start_in_time_is_cancelled(
     make: Make, slurm_testbed: Testbed, directory: RunDirectory
 ) -> None:
-    launcher = make(extra_args=("--begin=now+1hour",), queue_timeout_s=0.5)
-    launcher.start(specs(directory, master=":", worker=":"))
+    launcher = make(sbatch=("--begin=now+1hour",), queue_timeout_s=0.5)
+    launcher.start(job(directory, master=":", worker=":"))
     wait_until(lambda: "Reason=BeginTime" in shown_job(slurm_testbed, launcher), "SLURM says why it does not start")
     with pytest.raises(RunError, match=r"within 0\.5 s and was cancelled; job \d+: PENDING \(BeginTime\)"):
         told(launcher)
@@ -164,7 +170,7 @@ def test_a_job_that_does_not_start_in_time_is_cancelled(
 
 def test_what_slurm_refuses_is_the_users_error(make: Make, slurm_testbed: Testbed, directory: RunDirectory) -> None:
     with pytest.raises(UserError, match=r"SLURM refused the job: .*invalid partition specified: nonesuch"):
-        make(partition="nonesuch").start(specs(directory, master=":", worker=":"))
+        make(partition="nonesuch").start(job(directory, master=":", worker=":"))
     assert slurm_testbed.run("squeue", "-h").stdout == ""
 
 
@@ -173,14 +179,14 @@ def test_without_slurm_the_way_out_is_named(
 ) -> None:
     monkeypatch.setenv("PATH", str(directory.path))
     with pytest.raises(UserError, match=r"sbatch was not found.*--launcher local"):
-        make().start(specs(directory, master=":", worker=":"))
+        make().start(job(directory, master=":", worker=":"))
 
 
 def test_a_lost_node_ends_the_run_with_the_jobs_state(
     make: Make, slurm_testbed: Testbed, directory: RunDirectory
 ) -> None:
     launcher = make()
-    launcher.start(specs(directory, master=FOR_EVER, worker=f"touch {directory.path}/up-$SLURM_PROCID; {FOR_EVER}"))
+    launcher.start(job(directory, master=FOR_EVER, worker=f"touch {directory.path}/up-$SLURM_PROCID; {FOR_EVER}"))
     for index in range(NUM_WORKERS):
         wait_for_file(directory.path / f"up-{index}")
     try:

@@ -21,9 +21,11 @@ FORBIDDEN_METHODS = {
 # torch.distributed's collectives of objects pickle them.
 FORBIDDEN_SUFFIXES = ("_object", "_object_list")
 IMPORTS = {"import_module", "spec_from_file_location", "exec_module"}
-# The experiment, which is the user's code, and what the code itself names: never a message or a checkpoint.
+# The experiment and the launcher, which are the user's code, and what the code itself names: never a message or a
+# checkpoint.
 MAY_IMPORT_BY_NAME = {
-    "realhf/rundir/run.py",
+    "realhf/base/code_files.py",
+    "realhf/launch/launcher.py",
     "realhf/cli/__init__.py",
     "realhf/cpu/native.py",
     "realhf/engine/backend.py",

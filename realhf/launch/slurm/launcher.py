@@ -1,229 +1,75 @@
-"""One SLURM job for a run: a master step and a worker step side by side, submitted and waited for."""
+"""A run as one job of a SLURM cluster: a master step and a worker step side by side."""
 
-import os
-import re
-import shutil
-import subprocess
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import replace
 
-from realhf.base.errors import RunError, UserError
-from realhf.launch.launcher import UNKNOWN_RETURNCODE, Exit, ProcessSpec
-from realhf.launch.slurm.script import SlurmOptions, exits_folder, job_log, sbatch_text
-from realhf.rundir.paths import RunDirectory
-
-__all__ = ["SlurmLauncher", "SlurmOptions", "sbatch_text"]
-
-# States a job does not leave again. Whatever else is shown, in this or a later SLURM, counts as unfinished.
-_FINAL_STATES = frozenset(
-    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
-    | {"REVOKED", "TIMEOUT"}
-)
-_WAITING_STATES = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"})
-_COMMAND_TIMEOUT_S = 60.0
-# Between a job's end and the moment when exit codes written on its nodes must be visible here.
-_FILES_SETTLE_S = 2.0
-# How long a job whose processes have all ended may take to end by itself.
-_JOB_END_S = 60.0
-# What SLURM may take to kill tasks that ignore SIGTERM: its KillWait (30 s by default), and the kill itself.
-_KILL_S = 300.0
+from realhf.launch.launcher import Exit, Launcher
+from realhf.launch.process import Job
+from realhf.launch.slurm.job import SubmittedJob
+from realhf.launch.slurm.nodes import job_nodes, usable_nodes, without_nodes
+from realhf.launch.slurm.script import SlurmOptions, sbatch_text
 
 
-@dataclass(frozen=True)
-class _Job:
-    """What the controller says of a job; `state` is "" where it has forgotten the job."""
+class SlurmLauncher(Launcher):
+    """Runs the processes as tasks of one job, which goes on if the launcher dies. A place is the name of a node."""
 
-    state: str
-    detail: str = ""
+    options_type = SlurmOptions
+    is_remote = True
 
-    @property
-    def is_over(self) -> bool:
-        return not self.state or self.state in _FINAL_STATES
-
-    @property
-    def is_ending(self) -> bool:
-        """Whether SLURM is about to kill what is left of it, or has done so."""
-        return self.is_over or self.state == "COMPLETING"
-
-
-class SlurmLauncher:
-    """Runs the processes as tasks of one job. Works with and without SLURM's accounting.
-
-    A process's end is read from a file that it leaves (`sbatch.py`); where there is none, such as
-    after a node's failure, the job's state is the truth. If the launcher dies, the job goes on.
-    """
-
-    def __init__(self, options: SlurmOptions, directory: RunDirectory) -> None:
+    def __init__(self, options: SlurmOptions) -> None:
         self._options = options
-        self._directory = directory
-        self._specs: dict[str, ProcessSpec] = {}
-        self._reported: set[str] = set()
-        self._first_failure = ""
-        self._job_id: str | None = None
-        self._job = _Job("PENDING")
-        self._submitted_s = self._looked_s = self._answered_s = self._ended_s = 0.0
+        self._job: Job | None = None
+        self._submitted: SubmittedJob | None = None
 
     @property
     def job_id(self) -> str | None:
-        return self._job_id
+        """SLURM's number of the last job, None before the first."""
+        return self._submitted.id if self._submitted else None
 
-    def status(self) -> str:
-        """One line for the user: "job 17: PENDING (Resources)"."""
-        return f"job {self._job_id}: {self._job.state or 'over'}{self._job.detail and f' ({self._job.detail})'}"
+    def preview(self, job: Job) -> str:
+        return sbatch_text(self._options_of(job), job)
 
-    def start(self, specs: Sequence[ProcessSpec]) -> None:
-        assert self._job_id is None, "a launcher starts once"
-        text = sbatch_text(self._options, specs, self._directory)
-        exits_folder(self._directory).mkdir(parents=True, exist_ok=True)
-        for left in exits_folder(self._directory).iterdir():  # by an earlier start of the run
-            left.unlink()
-        script = self._directory.launcher / "job.sbatch"
-        script.write_text(text)
-        submitted = slurm_command("sbatch", "--parsable", str(script))
-        job_id = submitted.stdout.strip().partition(";")[0]  # "17" or "17;cluster"
-        if submitted.returncode or not job_id.isdecimal():
-            raise UserError(
-                f"SLURM refused the job: {_output(submitted) or 'no reason given'}; "
-                f"check partition, account, nodes and limits (the script is {script})"
-            )
-        self._job_id = job_id
-        self._specs = {spec.name: spec for spec in specs}
-        self._submitted_s = self._answered_s = time.monotonic()
+    def start(self, job: Job) -> None:
+        self._job, self._submitted = job, None
+        self._submitted = SubmittedJob(self._options_of(job), job)
 
     def poll(self) -> list[Exit]:
-        if self._job_id is None or len(self._reported) == len(self._specs):
-            return []
-        now_s = time.monotonic()
-        if not self._job.is_over and now_s - self._looked_s >= self._options.poll_interval_s:
-            self._look()
-            self._check_waiting()
-        exits = self._recorded_exits()
-        if self._job.is_over and now_s - self._ended_s >= _FILES_SETTLE_S:
-            exits += self._unrecorded_exits({found.name for found in exits})
-        self._reported |= {found.name for found in exits}
-        return exits
+        return self._submitted.poll() if self._submitted else []
 
     def stop(self, *, grace_s: float = 5.0) -> None:
-        if self._job_id is None:
-            return
-        if len(self._reported) == len(self._specs) and self._ends_within(_JOB_END_S):
-            return  # it came to its own end and is not to be shown as cancelled
-        slurm_command("scancel", self._job_id)  # SIGTERM now, SIGKILL after the cluster's KillWait
-        if not self._ends_within(grace_s):
-            slurm_command("scancel", "--signal=KILL", "--full", self._job_id)
-            if not self._ends_within(_KILL_S):
-                raise RunError(f"{self.status()} after scancel; end it by hand: scancel {self._job_id}")
-        self._reported |= self._specs.keys()
+        if self._submitted:
+            self._submitted.stop(grace_s)
 
-    # -- what the controller says
+    def status(self) -> str:
+        return self._submitted.status() if self._submitted else ""
 
-    def _look(self) -> None:
-        assert self._job_id is not None
-        self._looked_s = time.monotonic()
-        shown = slurm_command("scontrol", "show", "job", "--oneliner", self._job_id)
-        if shown.returncode == 0 and (state := re.search(r"\bJobState=([A-Z_]+)", shown.stdout)):
-            reason = re.search(r"\bReason=(\S+)", shown.stdout)
-            code = re.search(r"\bExitCode=(\d+:\d+)", shown.stdout)
-            details = [reason[1] if reason and reason[1] != "None" else ""]
-            details += [f"exit code {code[1]}" if code and state[1] in _FINAL_STATES else ""]
-            self._job = _Job(state[1], ", ".join(filter(None, details)))
-        elif "invalid job id" in _output(shown).lower():
-            self._job = _Job("")  # it ended, and the controller forgets after its MinJobAge
-        elif self._looked_s - self._answered_s > self._options.controller_timeout_s:
-            raise RunError(
-                f"SLURM's controller has not answered for {self._options.controller_timeout_s:g} s "
-                f"({_output(shown)}); job {self._job_id} may still run: see squeue and scancel"
-            )
-        else:
-            return
-        self._answered_s = self._looked_s
-        if self._job.is_over:
-            self._ended_s = self._looked_s
+    def place(self, worker: int) -> str | None:
+        assert self._job is not None
+        nodes, node = self._nodes(), worker // self._job.workers_per_node
+        return nodes[node] if node < len(nodes) else None
 
-    def _check_waiting(self) -> None:
-        limit_s = self._options.queue_timeout_s
-        waited_s = time.monotonic() - self._submitted_s
-        if limit_s is not None and self._job.state in _WAITING_STATES and waited_s > limit_s:
-            status = self.status()
-            self.stop(grace_s=0)
-            raise RunError(f"the job did not start within {limit_s:g} s and was cancelled; {status}")
+    def lost(self) -> frozenset[str]:
+        usable = self._usable()
+        return frozenset() if usable is None else frozenset(self._nodes()).difference(usable)
 
-    def _ends_within(self, timeout_s: float) -> bool:
-        deadline = time.monotonic() + timeout_s
-        while True:
-            self._look()
-            if self._job.is_over:
-                return True
-            if time.monotonic() > deadline:
-                return False
-            time.sleep(min(self._options.poll_interval_s, 0.5))
+    def room(self, avoided: frozenset[str]) -> int:
+        assert self._job is not None
+        usable, num_workers = self._usable(), len(self._job.workers)
+        if usable is None:
+            return num_workers  # SLURM does not say; the job waits for what it needs
+        return min(len(frozenset(usable) - avoided) * self._job.workers_per_node, num_workers)
 
-    # -- how processes ended
+    def _options_of(self, job: Job) -> SlurmOptions:
+        """What is asked of SLURM for a job."""
+        nodelist, exclude = without_nodes(self._nodelist(job), sorted(job.avoided))
+        return replace(self._options, nodelist=nodelist, exclude=exclude)
 
-    def _recorded_exits(self) -> list[Exit]:
-        """Those whose tasks have noted an exit code, in the order in which they did."""
-        found: list[tuple[int, str, int]] = []
-        for path in exits_folder(self._directory).iterdir():
-            if path.name in self._specs and path.name not in self._reported:
-                code = int(path.read_text())
-                # bash's way of telling a signal
-                found.append((path.stat().st_mtime_ns, path.name, 128 - code if 128 < code < 193 else code))
-        exits = (self._exit(name, returncode) for _, name, returncode in sorted(found))
-        return [end for end in exits if end is not None]
+    def _nodelist(self, job: Job) -> str | None:
+        return self._options.nodelist or job.nodelist
 
-    def _exit(self, name: str, returncode: int) -> Exit | None:
-        """None for a task that was killed because its job is ending: only the job's state tells why that is."""
-        note = ""
-        if returncode < 0 and self._first_failure:
-            # SLURM kills the tasks beside the one that failed: to show them as killed would hide which it was.
-            returncode, note = UNKNOWN_RETURNCODE, f"ended by SLURM after {self._first_failure} had failed"
-        elif returncode < 0:
-            if not self._job.is_ending:
-                self._look()
-            if self._job.is_ending:
-                return None
-        if returncode and not self._first_failure:
-            self._first_failure = name
-        return Exit(name=name, returncode=returncode, log_path=self._specs[name].log_path, note=note)
+    def _usable(self) -> list[str] | None:
+        assert self._job is not None
+        return usable_nodes(self._options.partition, self._nodelist(self._job))
 
-    def _unrecorded_exits(self, just_found: set[str]) -> list[Exit]:
-        """Those that say nothing of themselves, when the job is over."""
-        is_good = self._job.state == "COMPLETED"
-        note = "" if is_good else self.status()
-        if not is_good and not self._first_failure:
-            note += _tail(job_log(self._directory))
-        return [
-            Exit(name=name, returncode=0 if is_good else UNKNOWN_RETURNCODE, log_path=spec.log_path, note=note)
-            for name, spec in self._specs.items()
-            if name not in self._reported | just_found
-        ]
-
-
-def slurm_command(*command: str) -> subprocess.CompletedProcess[str]:
-    """Runs a SLURM command, with a deadline. Raises UserError where there is no such command."""
-    # What an enclosing job put into the environment would speak for that job.
-    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SRUN_"))}
-    if "SLURM_CONF" in os.environ:
-        env["SLURM_CONF"] = os.environ["SLURM_CONF"]
-    if shutil.which(command[0]) is None:
-        raise UserError(f"{command[0]} was not found: is this a machine of a SLURM cluster? else use --launcher local")
-    try:
-        return subprocess.run(
-            command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_COMMAND_TIMEOUT_S
-        )
-    except subprocess.TimeoutExpired:
-        return subprocess.CompletedProcess(command, 1, "", f"no answer within {_COMMAND_TIMEOUT_S:g} s")
-
-
-def _output(ended: subprocess.CompletedProcess[str]) -> str:
-    return " ".join((ended.stderr.strip() or ended.stdout.strip()).split())
-
-
-def _tail(path: Path, num_lines: int = 10) -> str:
-    try:
-        lines = path.read_text(errors="replace").rstrip().splitlines()
-    except FileNotFoundError:
-        return ""
-    return "".join(f"\n  | {line}" for line in lines[-num_lines:])
+    def _nodes(self) -> list[str]:
+        """The nodes of the last job, by number."""
+        return job_nodes(self._submitted.id) if self._submitted else []

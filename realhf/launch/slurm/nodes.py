@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 
-from realhf.launch.slurm.launcher import slurm_command
+from realhf.launch.slurm.job import slurm_command
 
 # States of a node that takes jobs, now or when the ones before have ended. Whatever else is shown counts as lost.
 _USABLE = frozenset({"idle", "mixed", "allocated", "completing", "planned", "reserved"})

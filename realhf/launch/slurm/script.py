@@ -1,54 +1,49 @@
 """The batch script of a run: a pure function of the options and the processes."""
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from realhf.base.errors import UserError
+from realhf.base.numbers import Range, check_ranges
 from realhf.launch.devices import DEVICE_VARIABLE
-from realhf.launch.launcher import MASTER, WORKER_INDEX_VARIABLE, ProcessSpec
+from realhf.launch.launcher import option
+from realhf.launch.process import WORKER_INDEX_VARIABLE, Job, ProcessSpec
 from realhf.machine.gpus import VISIBLE
-from realhf.rundir.paths import RunDirectory
+from realhf.rundir.paths import MASTER, RunDirectory
+from realhf.rundir.run import YEAR_S
+
+RANGES = {"queue_timeout_s": Range("--queue-timeout-s", 0, YEAR_S, "seconds")}
 
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
-    """What is asked of SLURM. What is None is left to the cluster's defaults.
+    """What is asked of SLURM beside the workers. What is None is left to the cluster's defaults.
 
-    `extra_args` are further sbatch options, such as "--qos=high". Without `with_gpus`, no GPU is
-    asked for. `queue_timeout_s` is how long the job may wait to start, None for ever;
-    `end_timeout_s` how long workers may run on after the master has ended well, or the reverse;
-    `controller_timeout_s` how long SLURM's controller may be silent.
+    `queue_timeout_s` is how long the job may wait to start, None for ever; `end_timeout_s` how long workers may run on
+    after the master has ended well, or the reverse; `controller_timeout_s` how long SLURM's controller may be silent.
     """
 
-    nodes: int = 1
-    workers_per_node: int = 1
-    with_gpus: bool = True
-    cpus_per_worker: int = 1
-    job_name: str = "realhf"
-    partition: str | None = None
-    account: str | None = None
-    time_limit: str | None = None
-    nodelist: str | None = None
+    partition: str | None = option(None, "as sbatch --partition")
+    account: str | None = option(None, "as sbatch --account")
+    time_limit: str | None = option(None, "as sbatch --time")
+    nodelist: str | None = option(None, "as sbatch --nodelist (default: that of @auto)")
     exclude: str | None = None
-    extra_args: tuple[str, ...] = ()
-    queue_timeout_s: float | None = None
+    cpu_only: bool = option(False, "the nodes have no GPUs; ask for none")
+    sbatch: tuple[str, ...] = option((), "a further sbatch option; may be repeated")
+    queue_timeout_s: float | None = option(86_400.0, "longest to wait for the job to start (default a day)")
+    cpus_per_worker: int = 1
     end_timeout_s: float = 60.0
     controller_timeout_s: float = 600.0
     poll_interval_s: float = 2.0
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "workers_per_node", "cpus_per_worker"):
-            if getattr(self, name) < 1:
-                raise UserError(f"{name}={getattr(self, name)} asks for nothing; give 1 or more")
-        for arg in self.extra_args:
+        if self.cpus_per_worker < 1:
+            raise UserError(f"cpus_per_worker={self.cpus_per_worker} asks for nothing; give 1 or more")
+        check_ranges(vars(self), RANGES)
+        for arg in self.sbatch:
             if not arg.startswith("-") or "\n" in arg:
                 raise UserError(f"{arg!r} is no sbatch option; write one as --name=value")
-
-    @property
-    def num_workers(self) -> int:
-        return self.nodes * self.workers_per_node
 
 
 def exits_folder(directory: RunDirectory) -> Path:
@@ -61,50 +56,42 @@ def job_log(directory: RunDirectory) -> Path:
     return directory.launcher / "slurm.log"
 
 
-def check_specs(options: SlurmOptions, specs: Sequence[ProcessSpec]) -> tuple[ProcessSpec, ProcessSpec]:
-    """The master's spec and the one that stands for all workers. Raises UserError for a wrong number of workers."""
-    masters = [spec for spec in specs if spec.name == MASTER]
-    workers = [spec for spec in specs if spec.name != MASTER]
-    assert len(masters) == 1, f"{len(masters)} masters"
-    assert masters[0].log_path.name == f"{MASTER}.log", masters[0].log_path
-    if len(workers) != options.num_workers:
+def num_nodes(job: Job) -> int:
+    """Raises UserError where the workers are no whole nodes."""
+    nodes, left = divmod(len(job.workers), job.workers_per_node)
+    if left or not nodes:
         raise UserError(
-            f"{options.nodes} nodes with {options.workers_per_node} workers each are {options.num_workers} workers, "
-            f"but the run has {len(workers)}; change --nodes, the workers a node or the plan"
+            f"{len(job.workers)} workers are no whole nodes of {job.workers_per_node} workers each; change --nodes, "
+            "--gpus-per-node or the plan"
         )
-    for index, worker in enumerate(workers):
-        # All are tasks of one step: one command, told apart by the index in the environment.
-        assert worker.index == index, f"{worker.name} at place {index}"
-        assert (worker.argv, worker.env) == (workers[0].argv, workers[0].env), f"{worker.name} differs from worker-0"
-        assert worker.log_path == masters[0].log_path.with_name(f"{worker.name}.log"), worker.log_path
-    return masters[0], workers[0]
+    return nodes
 
 
-def sbatch_text(options: SlurmOptions, specs: Sequence[ProcessSpec], directory: RunDirectory) -> str:
-    """The batch script that runs `specs`: a master and `options.num_workers` workers that differ in name only.
+def sbatch_text(options: SlurmOptions, job: Job) -> str:
+    """The batch script that runs a job's master and workers, which differ in name only.
 
     The script's exit code is that of the component that failed first. Raises UserError for a
     wrong number of workers.
     """
-    master, worker = check_specs(options, specs)
-    header = "\n".join(f"#SBATCH {arg}" for arg in _job_args(options, directory))
+    master, worker = _commands(job)
+    header = "\n".join(f"#SBATCH {arg}" for arg in _job_args(options, job))
     master_step = _srun(
         # Without --exact steps wait for each other; with --mem=0 the first does not take all memory.
         ["--exact", "--mem=0", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", '--nodelist="$first_host"'],
-        ["--gres=none"] if options.with_gpus else [],
+        [] if options.cpu_only else ["--gres=none"],
     )
     worker_step = _srun(
-        ["--exact", "--mem=0", f"--nodes={options.nodes}", f"--ntasks={options.num_workers}"],
-        [f"--ntasks-per-node={options.workers_per_node}", f"--cpus-per-task={options.cpus_per_worker}"],
+        ["--exact", "--mem=0", f"--nodes={num_nodes(job)}", f"--ntasks={len(job.workers)}"],
+        [f"--ntasks-per-node={job.workers_per_node}", f"--cpus-per-task={options.cpus_per_worker}"],
         # Without --gpu-bind=none, with which SLURM 22.05 tells the tasks no devices at all; it is the default besides.
-        [f"--gres=gpu:{options.workers_per_node}"] if options.with_gpus else [],
+        [] if options.cpu_only else [f"--gres=gpu:{job.workers_per_node}"],
     )
     return _TEMPLATE.format(
         header=header,
-        exits=shlex.quote(str(exits_folder(directory))),
-        logs=shlex.quote(str(master.log_path.parent)),
+        exits=shlex.quote(str(exits_folder(job.directory))),
+        logs=shlex.quote(str(job.directory.logs)),
         index_variable=WORKER_INDEX_VARIABLE,
-        own_device=_OWN_GPU if options.with_gpus else _CPU,
+        own_device=_CPU if options.cpu_only else _OWN_GPU,
         master_step=master_step,
         master_command=_command(master),
         worker_step=worker_step,
@@ -113,24 +100,38 @@ def sbatch_text(options: SlurmOptions, specs: Sequence[ProcessSpec], directory: 
     )
 
 
-def _job_args(options: SlurmOptions, directory: RunDirectory) -> list[str]:
+def _commands(job: Job) -> tuple[ProcessSpec, ProcessSpec]:
+    """The master, and the one that stands for all workers: they are tasks of one step, told apart by their index."""
+    master, *workers = job.processes
+    assert master.name == MASTER, "no master"
+    for process in job.processes:
+        assert process.log_path == job.directory.log(process.name), process.log_path
+    for worker in workers:
+        assert (worker.argv, worker.env) == (workers[0].argv, workers[0].env), f"{worker.name} differs from worker-0"
+    return master, workers[0]
+
+
+def _job_args(options: SlurmOptions, job: Job) -> list[str]:
     args = [
-        f"--job-name={options.job_name}",
-        f"--nodes={options.nodes}",
+        f"--job-name={job.name}",
+        f"--nodes={num_nodes(job)}",
         # One task more than workers on each node, so that the master has a place on the first.
-        f"--ntasks-per-node={options.workers_per_node + 1}",
+        f"--ntasks-per-node={job.workers_per_node + 1}",
         f"--cpus-per-task={options.cpus_per_worker}",
         # Not --gpus-per-node: a step could then not refuse GPUs.
-        *([f"--gres=gpu:{options.workers_per_node}"] if options.with_gpus else []),
+        *([] if options.cpu_only else [f"--gres=gpu:{job.workers_per_node}"]),
         "--no-requeue",
-        f"--output={_literal(job_log(directory))}",
-        *([f"--partition={options.partition}"] if options.partition else []),
-        *([f"--account={options.account}"] if options.account else []),
-        *([f"--time={options.time_limit}"] if options.time_limit else []),
-        *([f"--nodelist={options.nodelist}"] if options.nodelist else []),
-        *([f"--exclude={options.exclude}"] if options.exclude else []),
+        f"--output={_literal(job_log(job.directory))}",
     ]
-    return [*map(shlex.quote, args), *options.extra_args]
+    asked = {
+        "partition": options.partition,
+        "account": options.account,
+        "time": options.time_limit,
+        "nodelist": options.nodelist,
+        "exclude": options.exclude,
+    }
+    args += [f"--{name}={value}" for name, value in asked.items() if value]
+    return [*map(shlex.quote, args), *options.sbatch]
 
 
 def _literal(path: Path) -> str:

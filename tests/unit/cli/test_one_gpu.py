@@ -12,8 +12,11 @@ import pytest
 
 from realhf.cli import main, profile
 from realhf.launch import devices
+from realhf.launch.local import LocalLauncher
+from realhf.launch.process import Job, job_of
 from realhf.lifecycle import controller
 from realhf.machine import host
+from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run
 from tests.unit.machine.nvml import A100, H100, KINDS, RTX_4090, Device, stand_in, uuid_of
 
@@ -93,8 +96,8 @@ def test_a_run_on_one_gpu_is_planned_and_its_worker_is_shown_it(
     started = []
 
     class Carried:
-        def __init__(self, run: Run, request: Any, directory: Any, site: Any, listener: Any):
-            started.append((run, site.processes(run)))
+        def __init__(self, run: Run, request: Any, directory: RunDirectory, launcher: LocalLauncher, listener: Any):
+            started.append((run, launcher.placed(job_of(run, directory, is_remote=False))))
 
         def carry_out(self) -> None: ...
 
@@ -112,8 +115,8 @@ def test_the_profiler_s_workers_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch,
     stand_in(monkeypatch, tmp_path, [H100] * 2, visible="1,0")
     measured = []
 
-    def measure(launcher: Any, specs: Any, *_: Any) -> None:
-        measured.extend(specs)
+    def measure(launcher: LocalLauncher, job: Job, *_: Any) -> None:
+        measured.extend(launcher.placed(job))
         raise KeyboardInterrupt
 
     monkeypatch.setattr(profile, "supervise", measure)

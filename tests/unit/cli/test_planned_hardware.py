@@ -13,7 +13,7 @@ from msgspec import structs
 from realhf.base.errors import UserError
 from realhf.cli import main
 from realhf.geometry.parameters import parameter_count
-from realhf.launch.site import LocalSite
+from realhf.launch.process import job_of
 from realhf.lifecycle.new import new_run
 from realhf.lifecycle.planned_hardware import said_of_hardware
 from realhf.lifecycle.replan import planner_of
@@ -179,7 +179,7 @@ def test_a_given_plan_that_does_not_fit_or_is_of_elsewhere_is_told(tmp_path):
 
 def test_workers_have_the_threads_that_were_planned(machine):
     run = new_run(request_of("experiments/ppo.py", "--num-workers", "2", "--plan", SINGLE, "--steps", "3"))
-    _, *workers = LocalSite(RunDirectory(machine), ()).processes(run)
+    workers = job_of(run, RunDirectory(machine), is_remote=False).workers
     assert {worker.env["OMP_NUM_THREADS"] for worker in workers} == {"4"}
 
 

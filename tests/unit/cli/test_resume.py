@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 
 from realhf.cli import main
-from realhf.launch.start import prepare
 from realhf.lifecycle.controller import LAUNCHER_LOCK
 from realhf.lifecycle.new import new_run
 from realhf.rundir.paths import RunDirectory
+from realhf.rundir.prepare import prepare
 from tests.unit.lifecycle.requests import request_of
 
 

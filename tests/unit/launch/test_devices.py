@@ -3,19 +3,16 @@
 import subprocess
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from msgspec.structs import replace
 
 from realhf.base.errors import UserError
-from realhf.dataflow.plan import ExecutionPlan
 from realhf.launch import devices
-from realhf.launch.devices import gpus_for
-from realhf.launch.site import LocalSite
+from realhf.launch.launcher import NoOptions
+from realhf.launch.local import LocalLauncher
+from realhf.launch.process import Job, ProcessSpec
 from realhf.machine.torch_build import torch_cuda_version
-from realhf.rundir.paths import RunDirectory
-from realhf.rundir.run import Run, RunSpec
+from realhf.rundir.paths import MASTER, RunDirectory, worker_name
 from tests.unit.machine.nvml import A100, H100, KINDS, stand_in, uuid_of
 
 kinds = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
@@ -27,22 +24,25 @@ def _cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "torch_cuda_version", lambda: "12.8")
 
 
-def run_of(num_workers: int, avoided: tuple[str, ...] = ()) -> Run:
-    spec = RunSpec(
-        experiment_file="", experiment_class="", values={}, working_directory="",
-        num_workers=num_workers, devices_per_node=num_workers, avoided=avoided,
-    )  # fmt: skip
-    return Run(spec, SimpleNamespace(steps=1), ExecutionPlan(num_devices=num_workers, calls={}))
+def job_of(directory: Path, num_workers: int, *avoided: str) -> Job:
+    """Its processes do nothing."""
+    names = (MASTER, *map(worker_name, range(num_workers)))
+    processes = (ProcessSpec(name=name, argv=("true",), log_path=directory / f"{name}.log") for name in names)
+    return Job(
+        directory=RunDirectory(directory),
+        processes=tuple(processes),
+        workers_per_node=num_workers,
+        avoided=frozenset(avoided),
+    )
 
 
-def site_of(run: Run) -> LocalSite:
-    return LocalSite(RunDirectory(Path("/runs/first")), gpus_for(run.spec.num_workers, run.spec.avoided))
+def launcher() -> LocalLauncher:
+    return LocalLauncher(NoOptions())
 
 
-def shown(run: Run) -> list[tuple[str, str]]:
+def shown(job: Job) -> list[tuple[str, str]]:
     """(CUDA_VISIBLE_DEVICES, REALHF_DEVICE) of every worker."""
-    master, *workers = site_of(run).processes(run)
-    assert master.env["CUDA_VISIBLE_DEVICES"] == ""
+    _, *workers = launcher().placed(job)
     return [(worker.env["CUDA_VISIBLE_DEVICES"], worker.env["REALHF_DEVICE"]) for worker in workers]
 
 
@@ -50,7 +50,7 @@ def shown(run: Run) -> list[tuple[str, str]]:
 @counts
 def test_every_worker_is_shown_one_gpu_of_the_machine(kind, count, monkeypatch, tmp_path):
     stand_in(monkeypatch, tmp_path, [kind] * count)
-    assert shown(run_of(count)) == [(uuid_of(i), f"cuda:{i}") for i in range(count)]
+    assert shown(job_of(tmp_path, count)) == [(uuid_of(i), f"cuda:{i}") for i in range(count)]
 
 
 @kinds
@@ -59,12 +59,12 @@ def test_every_worker_is_shown_one_gpu_of_the_machine(kind, count, monkeypatch, 
 def test_every_worker_is_shown_one_of_the_gpus_that_the_user_chose(make, kind, count, monkeypatch, tmp_path):
     chosen = [make(index) for index in reversed(range(count))]
     stand_in(monkeypatch, tmp_path, [kind] * count, visible=",".join(chosen))
-    assert shown(run_of(count)) == [(token, f"cuda:{i}") for i, token in enumerate(chosen)]
+    assert shown(job_of(tmp_path, count)) == [(token, f"cuda:{i}") for i, token in enumerate(chosen)]
 
 
 def test_two_workers_take_the_first_of_three_chosen_gpus(monkeypatch, tmp_path):
     stand_in(monkeypatch, tmp_path, [H100] * 8, visible="6,2,3")
-    assert shown(run_of(2)) == [("6", "cuda:0"), ("2", "cuda:1")]
+    assert shown(job_of(tmp_path, 2)) == [("6", "cuda:0"), ("2", "cuda:1")]
 
 
 @kinds
@@ -72,7 +72,7 @@ def test_two_workers_take_the_first_of_three_chosen_gpus(monkeypatch, tmp_path):
 @pytest.mark.parametrize("text", ["", "-1"])
 def test_an_empty_choice_is_a_run_on_the_cpu_where_no_worker_sees_a_gpu(text, kind, count, monkeypatch, tmp_path):
     stand_in(monkeypatch, tmp_path, [kind] * count, visible=text)
-    assert shown(run_of(3)) == [("", f"cpu:{i}") for i in range(3)]
+    assert shown(job_of(tmp_path, 3)) == [("", f"cpu:{i}") for i in range(3)]
 
 
 @kinds
@@ -83,44 +83,45 @@ def test_more_workers_than_visible_gpus_are_refused(kind, count, monkeypatch, tm
         rf"{count + 1} workers need a GPU each, and there is {count} x {kind.name}; give --num-workers {count}, or set"
     )
     with pytest.raises(UserError, match=text):
-        site_of(run_of(count + 1))
+        launcher().preview(job_of(tmp_path, count + 1))
 
 
 def test_the_number_of_workers_is_held_against_the_chosen_gpus(monkeypatch, tmp_path):
     stand_in(monkeypatch, tmp_path, [H100] * 8, visible="3")
     with pytest.raises(UserError, match=r"2 workers need a GPU each, and there is 1 x .*--num-workers 1"):
-        site_of(run_of(2))
+        launcher().preview(job_of(tmp_path, 2))
 
 
 def test_a_run_does_without_a_gpu_where_its_workers_died(monkeypatch, tmp_path):
     stand_in(monkeypatch, tmp_path, [A100] * 3, visible="2,0,1")
-    run = run_of(2)
-    site = site_of(run)
-    assert [site.place(run, worker) for worker in range(2)] == [uuid_of(2), uuid_of(0)]
-    assert site.room(run, frozenset({uuid_of(0)})) == 2  # the third takes its place
-    assert site.room(run, frozenset({uuid_of(0), uuid_of(1)})) == 1
-    again = run_of(2, avoided=(uuid_of(0),))
-    assert shown(again) == [("2", "cuda:0"), ("1", "cuda:2")]
+    local = launcher()
+    local.start(job_of(tmp_path, 2))
+    local.stop()
+    assert [local.place(worker) for worker in range(2)] == [uuid_of(2), uuid_of(0)]
+    assert local.room(frozenset({uuid_of(0)})) == 2  # the third takes its place
+    assert local.room(frozenset({uuid_of(0), uuid_of(1)})) == 1
+    assert shown(job_of(tmp_path, 2, uuid_of(0))) == [("2", "cuda:0"), ("1", "cuda:2")]
     with pytest.raises(UserError, match=rf"3 workers .* 2 x {A100.name}, without {uuid_of(0)} after failures there"):
-        site_of(Run(replace(again.spec, num_workers=3), again.experiment, again.plan))
+        shown(job_of(tmp_path, 3, uuid_of(0)))
 
 
 def test_on_the_cpu_a_place_is_a_number(monkeypatch, tmp_path):
     stand_in(monkeypatch, tmp_path, [])
-    run = run_of(2, avoided=("0",))
-    site = site_of(run)
-    assert shown(run) == [("", "cpu:1"), ("", "cpu:2")]
-    assert site.place(run, 1) == "2"
-    assert site.room(run, frozenset({"0", "2"})) == 1
+    job, local = job_of(tmp_path, 2, "0"), launcher()
+    assert shown(job) == [("", "cpu:1"), ("", "cpu:2")]
+    local.start(job)
+    local.stop()
+    assert local.place(1) == "2"
+    assert local.room(frozenset({"0", "2"})) == 1
 
 
 def test_a_torch_for_the_cpu_is_refused_where_there_are_gpus(monkeypatch, tmp_path):
     stand_in(monkeypatch, tmp_path, [H100] * 2)
     monkeypatch.setattr(devices, "torch_cuda_version", lambda: None)
     with pytest.raises(UserError, match=rf"this machine has 2 x {H100.name}, but .*torch was not built for CUDA"):
-        site_of(run_of(2))
+        launcher().preview(job_of(tmp_path, 2))
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert shown(run_of(1)) == [("", "cpu:0")]
+    assert shown(job_of(tmp_path, 1)) == [("", "cpu:0")]
 
 
 @pytest.mark.parametrize(

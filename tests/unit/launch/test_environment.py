@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.launch.launcher import process_environment
+from realhf.launch.process import process_environment
 from tests.waiting import PATIENCE_S
 
 HUGE_PAGES = Path("/sys/kernel/mm/transparent_hugepage/enabled")

@@ -9,23 +9,20 @@ from pathlib import Path
 import pytest
 
 from realhf.base.errors import UserError
-from realhf.launch.launcher import ProcessSpec, python_command, worker_name
+from realhf.launch.process import Job, ProcessSpec, python_command
 from realhf.launch.slurm.script import SlurmOptions, sbatch_text
-from realhf.rundir.paths import RunDirectory
+from realhf.rundir.paths import RunDirectory, worker_name
 
 GOLDEN = Path(__file__).parent / "job.sbatch.golden"
 RECORD = "REALHF_RECORD_GOLDEN"
 
 OPTIONS = SlurmOptions(
-    nodes=2,
-    workers_per_node=2,
     cpus_per_worker=4,
-    job_name="ppo",
     partition="main",
     account="lab",
     time_limit="1-00:00:00",
     nodelist="node[01-02]",
-    extra_args=("--qos=high",),
+    sbatch=("--qos=high",),
 )
 DIRECTORY = RunDirectory(Path("/shared/runs/100% mine"))
 
@@ -35,28 +32,18 @@ def command(module: str) -> tuple[str, ...]:
     return ("python", *python_command(module, str(DIRECTORY.path))[1:])
 
 
-def specs(num_workers: int = 4) -> list[ProcessSpec]:
+def job(num_workers: int = 4) -> Job:
     env = {"OMP_NUM_THREADS": "1", "NOTE": "it's $HOME"}
-    return [
-        ProcessSpec(
-            name="master",
-            argv=command("realhf.master"),
-            log_path=DIRECTORY.log("master"),
-        ),
-        *(
-            ProcessSpec(
-                name=worker_name(i),
-                argv=command("realhf.worker"),
-                env=env,
-                log_path=DIRECTORY.log(worker_name(i)),
-            )
-            for i in range(num_workers)
-        ),
-    ]
+    master = ProcessSpec(name="master", argv=command("realhf.master"), log_path=DIRECTORY.log("master"))
+    workers = (
+        ProcessSpec(name=name, argv=command("realhf.worker"), env=env, log_path=DIRECTORY.log(name))
+        for name in map(worker_name, range(num_workers))
+    )
+    return Job(name="ppo", directory=DIRECTORY, processes=(master, *workers), workers_per_node=2)
 
 
 def test_the_text_is_as_recorded() -> None:
-    text = sbatch_text(OPTIONS, specs(), DIRECTORY)
+    text = sbatch_text(OPTIONS, job())
     if os.environ.get(RECORD):
         GOLDEN.write_text(text)
     diff = "".join(difflib.unified_diff(GOLDEN.read_text().splitlines(True), text.splitlines(True), "recorded", "now"))
@@ -66,30 +53,30 @@ def test_the_text_is_as_recorded() -> None:
 
 
 def test_bash_accepts_it() -> None:
-    text = sbatch_text(OPTIONS, specs(), DIRECTORY)
+    text = sbatch_text(OPTIONS, job())
     checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
     assert (checked.returncode, checked.stderr) == (0, "")
 
 
 def test_machines_without_gpus_are_asked_for_none() -> None:
-    text = sbatch_text(replace(OPTIONS, with_gpus=False), specs(), DIRECTORY)
+    text = sbatch_text(replace(OPTIONS, cpu_only=True), job())
     assert "gres" not in text
     assert "gpu" not in text
 
 
 def test_what_is_not_given_is_left_to_the_cluster() -> None:
-    text = sbatch_text(SlurmOptions(nodes=2, workers_per_node=2), specs(), DIRECTORY)
+    text = sbatch_text(SlurmOptions(), job())
     for option in ("partition", "account", "time", "qos"):
         assert f"--{option}" not in text
     assert "#SBATCH --nodelist" not in text
 
 
 def test_the_number_of_workers_has_to_fit() -> None:
-    with pytest.raises(UserError, match="2 nodes with 2 workers each are 4 workers, but the run has 3"):
-        sbatch_text(OPTIONS, specs(3), DIRECTORY)
+    with pytest.raises(UserError, match="3 workers are no whole nodes of 2 workers each; change --nodes, "):
+        sbatch_text(OPTIONS, job(3))
 
 
-@pytest.mark.parametrize("wrong", [{"nodes": 0}, {"workers_per_node": 0}, {"extra_args": ("qos=high",)}])
+@pytest.mark.parametrize("wrong", [{"cpus_per_worker": 0}, {"sbatch": ("qos=high",)}])
 def test_options_are_checked_when_made(wrong: dict[str, int]) -> None:
     with pytest.raises(UserError):
         replace(OPTIONS, **wrong)  # type: ignore[arg-type]

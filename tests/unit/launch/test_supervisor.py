@@ -10,14 +10,15 @@ import pytest
 
 from realhf.base.errors import RunError
 from realhf.launch import supervisor
-from realhf.launch.launcher import MASTER, TOLD_RETURNCODE, Exit, ProcessSpec, worker_name
+from realhf.launch.launcher import Exit, Launcher
+from realhf.launch.process import TOLD_RETURNCODE, Job, ProcessSpec
 from realhf.launch.supervisor import supervise
 from realhf.rundir.flight_recorder import ActivityWriter
-from realhf.rundir.paths import RunDirectory
+from realhf.rundir.paths import MASTER, RunDirectory, worker_name
 from realhf.rundir.status import Status, write_status
 
 
-class ScriptedLauncher:
+class ScriptedLauncher(Launcher):
     """Its n-th poll tells the n-th list of ends; nothing more after the last."""
 
     def __init__(self, polls: Sequence[Sequence[Exit]]):
@@ -25,8 +26,8 @@ class ScriptedLauncher:
         self.started: list[str] = []
         self.num_stopped = 0
 
-    def start(self, specs: Sequence[ProcessSpec]) -> None:
-        self.started = [spec.name for spec in specs]
+    def start(self, job: Job) -> None:
+        self.started = [process.name for process in job.processes]
 
     def poll(self) -> list[Exit]:
         return self.polls.pop(0) if self.polls else []
@@ -38,6 +39,10 @@ class ScriptedLauncher:
 @pytest.fixture
 def directory(tmp_path: Path) -> RunDirectory:
     return RunDirectory.create(tmp_path / "run")
+
+
+def job(directory: RunDirectory, *processes: ProcessSpec) -> Job:
+    return Job(directory=directory, processes=processes, workers_per_node=2)
 
 
 class Clock:
@@ -75,7 +80,7 @@ def watch(directory: RunDirectory) -> Watch:
         names = [MASTER, worker_name(0), worker_name(1)]
         specs = [ProcessSpec(name=name, argv=("true",), log_path=directory.log(name)) for name in names]
         try:
-            supervise(launcher, specs, directory, lambda: None)
+            supervise(launcher, job(directory, *specs), lambda: None)
         finally:
             assert launcher.started == names
             assert launcher.num_stopped == 1, "nothing is left, however it ends"
@@ -174,7 +179,7 @@ def test_an_interruption_stops_all_and_is_passed_on(directory: RunDirectory) -> 
     launcher = ScriptedLauncher([])
     spec = ProcessSpec(name=MASTER, argv=("true",), log_path=directory.log(MASTER))
     with pytest.raises(KeyboardInterrupt):
-        supervise(launcher, [spec], directory, interrupt)
+        supervise(launcher, job(directory, spec), interrupt)
     assert launcher.num_stopped == 1
 
 
@@ -190,5 +195,5 @@ def test_a_second_interruption_shortens_the_grace(directory: RunDirectory) -> No
     launcher = Impatient([[Exit(name=MASTER, returncode=1, log_path=directory.log(MASTER))]])
     spec = ProcessSpec(name=MASTER, argv=("true",), log_path=directory.log(MASTER))
     with pytest.raises(KeyboardInterrupt):
-        supervise(launcher, [spec], directory, lambda: None)
+        supervise(launcher, job(directory, spec), lambda: None)
     assert launcher.graces_s == (supervisor.STOP_GRACE_S, 0)

@@ -93,7 +93,7 @@ def test_the_command_has_the_options_that_the_directory_does_not_keep(directory:
     head, *command = shlex.split(resume_command(given, directory))
     assert (head, command[:5]) == ("realhf", ["run", "experiments/ppo.py", "--run-dir", "runs/first", "--resume"])
     again = request_of(*command[1:])
-    same = ("experiment", "launcher", "slurm", "network_interface", "recovery", "replan")
+    same = ("experiment", "launcher", "launcher_options", "network_interface", "recovery", "replan")
     assert {name: getattr(again, name) for name in same} == {name: getattr(given, name) for name in same}
     assert again.plan.budget == given.plan.budget
     assert again.fields == ()

@@ -58,7 +58,7 @@ def test_from_the_command_to_the_solver(
     monkeypatch.setattr(search, "native_problem", watched)
     words = ("run", "experiments/sft.py", "--num-workers", "2", "--evaluations", "50", "--dry-run")
     assert main([*words, "--run-dir", str(tmp_path / "run")]) == 0
-    assert capsys.readouterr().out.startswith("#!/bin/bash\n")
+    assert capsys.readouterr().out.startswith("master: ")
     [problem] = problems
     assert problem.callers[-1] == "main"
     assert "new_run" in problem.callers

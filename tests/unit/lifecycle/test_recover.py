@@ -4,7 +4,6 @@ import errno
 import json
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,12 +11,13 @@ from typing import Any
 
 import pytest
 
+from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings
 from realhf.base import files
 from realhf.base.errors import RunError, UserError
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.launch import supervisor
-from realhf.launch.launcher import MASTER, Exit, Launcher, ProcessSpec
-from realhf.launch.start import prepare
+from realhf.launch.launcher import Exit, Launcher
+from realhf.launch.process import Job, ProcessSpec
 from realhf.lifecycle import shrink
 from realhf.lifecycle.controller import Controller
 from realhf.lifecycle.listener import Listener
@@ -25,29 +25,12 @@ from realhf.lifecycle.recover import last_step
 from realhf.lifecycle.request import RecoveryRequest, RunRequest
 from realhf.rundir.events import Event, note, read_events
 from realhf.rundir.flight_recorder import ActivityWriter
-from realhf.rundir.paths import RunDirectory
+from realhf.rundir.paths import MASTER, RunDirectory
+from realhf.rundir.prepare import prepare
 from realhf.rundir.run import Run, RunSpec, load_plan
 from realhf.rundir.status import read_status
 from tests.unit.launch.saved_runs import damage, save
 from tests.unit.report.run_directories import metrics_line
-
-
-class FailingLauncher:
-    """Its only process ends at once."""
-
-    def __init__(self, directory: RunDirectory, returncode: int, name: str = MASTER):
-        self._exit = Exit(name=name, returncode=returncode, log_path=directory.log(name))
-        self._ends: list[Exit] = []
-
-    def start(self, specs: Sequence[ProcessSpec]) -> None:
-        self._ends = [self._exit]
-
-    def poll(self) -> list[Exit]:
-        ends, self._ends = self._ends, []
-        return ends
-
-    def stop(self, *, grace_s: float = 5.0) -> None:
-        pass
 
 
 @pytest.fixture
@@ -55,7 +38,11 @@ def run() -> Run:
     spec = RunSpec(
         experiment_file="", experiment_class="", values={}, working_directory="", num_workers=2, devices_per_node=2
     )
-    return Run(spec, SimpleNamespace(steps=9), ExecutionPlan(num_devices=2, calls={}))
+    return Run(
+        spec,
+        SimpleNamespace(steps=9, **{SETTINGS_ATTRIBUTE: AutoSettings(batch_size=1)}),
+        ExecutionPlan(num_devices=2, calls={}),
+    )
 
 
 @pytest.fixture
@@ -82,49 +69,55 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @dataclass
-class FakeSite:
-    """Devices "a", "b", ... of which a run has the first that it does not avoid. The n-th start ends as the n-th end
-    says: the exit code, and whose it is."""
+class FakeLauncher(Launcher):
+    """Devices "a", "b", ... of which a job has the first that it does not avoid. The n-th start ends at once as the
+    n-th end says: the exit code, and whose it is; if that is 0, all processes end well."""
 
     directory: RunDirectory
     ends: list[tuple[int, str]]
     devices: str = "abcdef"
     gone: frozenset[str] = frozenset()
-    is_remote: bool = False
     starts: list[tuple[int, str]] = field(default_factory=list)
+    exits: list[Exit] = field(default_factory=list)
+    of_job: str = ""
 
-    def launcher(self, run: Run) -> Launcher:
-        self.starts.append((run.spec.resume_step, self._devices(run)))
-        return FailingLauncher(self.directory, *self.ends.pop(0))
+    def start(self, job: Job) -> None:
+        code, name = self.ends.pop(0)
+        names = [name] if code else [process.name for process in job.processes]
+        self.exits = [Exit(name=name, returncode=code, log_path=self.directory.log(name)) for name in names]
+        self.of_job = "".join(sorted(set(self.devices) - job.avoided))[: len(job.workers)]
+        resume_step = json.loads(self.directory.experiment.read_text())["resume_step"]
+        self.starts.append((resume_step, self.of_job))
 
-    def processes(self, run: Run) -> list[ProcessSpec]:
-        return [ProcessSpec(name=MASTER, argv=("true",), log_path=self.directory.log(MASTER))]
+    def poll(self) -> list[Exit]:
+        exits, self.exits = self.exits, []
+        return exits
 
-    def place(self, run: Run, worker: int) -> str | None:
-        return self._devices(run)[worker]
+    def stop(self, *, grace_s: float = 5.0) -> None:
+        pass
 
-    def lost(self, run: Run) -> frozenset[str]:
+    def place(self, worker: int) -> str | None:
+        return self.of_job[worker]
+
+    def lost(self) -> frozenset[str]:
         return self.gone
 
-    def room(self, run: Run, avoided: frozenset[str]) -> int:
+    def room(self, avoided: frozenset[str]) -> int:
         return len(set(self.devices) - avoided)
-
-    def _devices(self, run: Run) -> str:
-        return "".join(sorted(set(self.devices) - set(run.spec.avoided)))[: run.spec.num_workers]
 
 
 def carry_out(run: Run, directory: RunDirectory, codes: list[int], max_restarts: int) -> list[int]:
     """The steps that the restarts go on from, where the n-th start ends with the n-th code."""
-    site = FakeSite(directory, [(code, MASTER) for code in codes])
+    launcher = FakeLauncher(directory, [(code, MASTER) for code in codes])
     recovery = RecoveryRequest(recover="auto", max_restarts=max_restarts) if max_restarts else RecoveryRequest()
     try:
-        go_on(run, site, recovery)
+        go_on(run, launcher, recovery)
     finally:
-        assert not site.ends
-    return [step for step, _ in site.starts[1:]]
+        assert not launcher.ends
+    return [step for step, _ in launcher.starts[1:]]
 
 
-def go_on(run: Run, site: FakeSite, recovery: RecoveryRequest) -> list[str | None]:
+def go_on(run: Run, launcher: FakeLauncher, recovery: RecoveryRequest) -> list[str | None]:
     """The reasons that are told for its starts."""
     told: list[str | None] = []
 
@@ -133,7 +126,7 @@ def go_on(run: Run, site: FakeSite, recovery: RecoveryRequest) -> list[str | Non
             told.append(reason)
 
     request = RunRequest(experiment="experiment.py", recovery=recovery)
-    Controller(run, request, site.directory, site, Reasons()).run_to_end()
+    Controller(run, request, launcher.directory, launcher, Reasons()).run_to_end()
     return told
 
 
@@ -286,11 +279,11 @@ def restarts(directory: RunDirectory) -> list[str]:
 
 @pytest.mark.usefixtures("plans")
 def test_a_worker_that_dies_twice_at_one_place_is_done_without(run: Run, directory: RunDirectory) -> None:
-    site = FakeSite(directory, [DEAD, DEAD, DONE], devices="ab")
-    first_start, *reasons = go_on(run, site, ELASTIC)
+    launcher = FakeLauncher(directory, [DEAD, DEAD, DONE], devices="ab")
+    first_start, *reasons = go_on(run, launcher, ELASTIC)
     assert first_start is None
     assert [reason and reason.partition(" (")[0] for reason in reasons] == ["worker-1 was killed by signal 9"] * 2
-    assert site.starts == [(0, "ab"), (4, "ab"), (4, "a")]
+    assert launcher.starts == [(0, "ab"), (4, "ab"), (4, "a")]
     saved = json.loads(directory.experiment.read_text())
     assert (saved["num_workers"], saved["devices_per_node"], saved["avoided"]) == (1, 1, ["b"])
     assert load_plan(directory.plan).num_devices == 1
@@ -304,30 +297,30 @@ def test_a_worker_that_dies_twice_at_one_place_is_done_without(run: Run, directo
 
 
 def test_other_workers_in_turn_are_no_reason(run: Run, directory: RunDirectory) -> None:
-    site = FakeSite(directory, [DEAD, (-9, "worker-0"), DEAD, DONE], devices="ab")
-    go_on(run, site, ELASTIC)
-    assert [devices for _, devices in site.starts] == ["ab"] * 4
+    launcher = FakeLauncher(directory, [DEAD, (-9, "worker-0"), DEAD, DONE], devices="ab")
+    go_on(run, launcher, ELASTIC)
+    assert [devices for _, devices in launcher.starts] == ["ab"] * 4
 
 
 def test_where_there_are_other_places_the_run_keeps_its_size(run: Run, directory: RunDirectory) -> None:
-    site = FakeSite(directory, [DEAD, DEAD, DONE], devices="abc")
-    go_on(run, site, ELASTIC)
-    assert [devices for _, devices in site.starts] == ["ab", "ab", "ac"]
+    launcher = FakeLauncher(directory, [DEAD, DEAD, DONE], devices="abc")
+    go_on(run, launcher, ELASTIC)
+    assert [devices for _, devices in launcher.starts] == ["ab", "ab", "ac"]
     assert restarts(directory)[1] == "replanned: without b"
     assert load_plan(directory.plan) == run.plan
 
 
 @pytest.mark.usefixtures("plans")
 def test_places_that_are_gone_are_not_tried_again(run: Run, directory: RunDirectory) -> None:
-    site = FakeSite(directory, [(-9, MASTER), DONE], devices="ab", gone=frozenset("a"))
-    go_on(run, site, ELASTIC)
-    assert [devices for _, devices in site.starts] == ["ab", "b"]
+    launcher = FakeLauncher(directory, [(-9, MASTER), DONE], devices="ab", gone=frozenset("a"))
+    go_on(run, launcher, ELASTIC)
+    assert [devices for _, devices in launcher.starts] == ["ab", "b"]
 
 
 def test_without_min_workers_nothing_changes(run: Run, directory: RunDirectory) -> None:
-    site = FakeSite(directory, [DEAD, DEAD, DONE], devices="ab", gone=frozenset("a"))
-    go_on(run, site, RecoveryRequest(recover="auto", max_restarts=5))
-    assert [devices for _, devices in site.starts] == ["ab", "ab", "ab"]
+    launcher = FakeLauncher(directory, [DEAD, DEAD, DONE], devices="ab", gone=frozenset("a"))
+    go_on(run, launcher, RecoveryRequest(recover="auto", max_restarts=5))
+    assert [devices for _, devices in launcher.starts] == ["ab", "ab", "ab"]
 
 
 @pytest.mark.parametrize(
@@ -347,28 +340,29 @@ def test_too_few_workers_end_the_run(
         raise UserError(f"nothing fits on {num_workers}")
 
     monkeypatch.setattr(shrink, "plan_for_fewer", no_plan)
-    site = FakeSite(directory, [DEAD, DEAD], devices="ab")
+    launcher = FakeLauncher(directory, [DEAD, DEAD], devices="ab")
     with pytest.raises(RunError, match=r"(?s)^worker-1 was killed by signal 9 .*" + message):
-        go_on(run, site, replace(ELASTIC, min_workers=least))
+        go_on(run, launcher, replace(ELASTIC, min_workers=least))
 
 
 def silent_master(directory: RunDirectory, run: Run, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A launcher whose master writes one sign of life and no more."""
 
-    class Silent(FailingLauncher):
-        def start(self, specs: Sequence[ProcessSpec]) -> None:
+    class Silent(FakeLauncher):
+        def start(self, job: Job) -> None:
             status = json.loads(directory.status.read_text())
             directory.status.write_text(json.dumps(status | {"updated": status["updated"] + 1}))
 
     monkeypatch.setattr(supervisor, "MASTER_SILENCE_S", 0.1)
-    return Silent(directory, 0)
+    return Silent(directory, [])
 
 
 def test_a_master_that_hangs_is_given_up(run: Run, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = silent_master(directory, run, monkeypatch)
     spec = ProcessSpec(name=MASTER, argv=("true",), log_path=directory.log(MASTER))
+    job = Job(directory=directory, processes=(spec,), workers_per_node=1)
     with pytest.raises(RunError, match=r"^the master has been silent for \d+ s: it hangs, or its node does; log: "):
-        supervisor.supervise(launcher, [spec], directory, lambda: None)
+        supervisor.supervise(launcher, job, lambda: None)
 
 
 def test_an_event_says_when(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, load_plan, plan_digest
-from realhf.launch.start import prepare
 from realhf.lifecycle import replanner as module
 from realhf.lifecycle.new import new_run
 from realhf.lifecycle.replan import Proposal
@@ -20,6 +19,7 @@ from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.planner import Planner
 from realhf.rundir.events import note, read_events
 from realhf.rundir.paths import RunDirectory
+from realhf.rundir.prepare import prepare
 from realhf.rundir.run import Run, RunSpec, load_experiment_class
 from tests.unit.lifecycle.requests import request_of
 

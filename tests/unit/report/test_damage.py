@@ -14,7 +14,6 @@ from realhf.base import files
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import delete
 from realhf.cli.status import process_table, summary
-from realhf.launch.start import prepare
 from realhf.lifecycle.new import new_run
 from realhf.lifecycle.recover import note_start, restarted
 from realhf.lifecycle.resume import resumed_run
@@ -23,6 +22,7 @@ from realhf.report.run_data import read_run
 from realhf.report.run_status import read_run_status
 from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.rundir.paths import RunDirectory
+from realhf.rundir.prepare import prepare
 from tests.unit.launch.saved_runs import save
 from tests.unit.lifecycle.requests import request_of
 from tests.unit.report.run_directories import good_run, metrics_line

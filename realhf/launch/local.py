@@ -3,37 +3,63 @@
 import contextlib
 import ctypes
 import os
+import shlex
 import signal
 import subprocess
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 from realhf.base.errors import RunError, UserError
-from realhf.launch.launcher import WORKER_INDEX_VARIABLE, Exit, ProcessSpec
+from realhf.launch.devices import Device, devices_of, gpus_for
+from realhf.launch.launcher import Exit, Launcher, NoOptions
+from realhf.launch.process import WORKER_INDEX_VARIABLE, Job, ProcessSpec
+from realhf.machine.gpus import Gpu
 
 _PR_SET_PDEATHSIG = 1
 # Marks all that descends from one launcher, also what left its process group or lost its parent.
 _LAUNCH_VARIABLE = "REALHF_LAUNCH_ID"
 
 
-class LocalLauncher:
-    """Runs each process in a session of its own, so that Ctrl-C reaches the launcher alone.
+class LocalLauncher(Launcher):
+    """Runs each process in a session of its own, so that Ctrl-C reaches the launcher alone. A place is a device.
 
     If the launcher dies, however it dies, the system kills its children. That is tied to the
     thread that called `start`: it has to live as long as the run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, options: NoOptions) -> None:
+        self._gpus: tuple[Gpu, ...] | None = None  # that runs may use, as they were seen first
+        self._job: Job | None = None
         self._launch_id = uuid.uuid4().hex
         self._children: list[_Child] = []
 
-    def start(self, specs: Sequence[ProcessSpec]) -> None:
-        assert not self._children, "a launcher starts once"
+    def preview(self, job: Job) -> str:
+        return "".join(f"{process.name}: {shlex.join(process.argv)}\n" for process in self.placed(job))
+
+    def placed(self, job: Job) -> list[ProcessSpec]:
+        """The job's processes, each worker with its device in its environment.
+
+        Raises:
+            UserError: there are too few devices.
+        """
+        devices = self._devices(job)
+        environments = (
+            {} if process.index is None else devices[process.index].environment for process in job.processes
+        )
+        return [
+            replace(process, env={**process.env, **own})
+            for process, own in zip(job.processes, environments, strict=True)
+        ]
+
+    def start(self, job: Job) -> None:
+        assert not self._children, "the last job was not stopped"
+        self._job = job
         try:
-            for spec in specs:
-                self._children.append(self._start(spec))
+            for process in self.placed(job):
+                self._children.append(self._start(process))
         except BaseException:
             self.stop(grace_s=0)
             raise
@@ -75,8 +101,24 @@ class LocalLauncher:
         _signal_groups(self._children, signal.SIGKILL)
         for child in self._children:
             child.process.wait()
-            child.is_reported = True
+        self._children = []
         self._kill_descendants()
+
+    def place(self, worker: int) -> str | None:
+        assert self._job is not None
+        return self._devices(self._job)[worker].place
+
+    def room(self, avoided: frozenset[str]) -> int:
+        assert self._job is not None
+        if self._gpus:
+            return min(len(list(devices_of(self._gpus, avoided))), len(self._job.workers))
+        return len(self._job.workers) - len(avoided - self._job.avoided)
+
+    def _devices(self, job: Job) -> list[Device]:
+        """The device of each worker."""
+        if self._gpus is None:
+            self._gpus = gpus_for(len(job.workers), job.avoided)
+        return list(islice(devices_of(self._gpus, job.avoided), len(job.workers)))
 
     def _kill_descendants(self, *, timeout_s: float = 120.0) -> None:
         deadline = time.monotonic() + timeout_s

@@ -12,8 +12,10 @@ import psutil
 import pytest
 
 from realhf.base.errors import UserError
-from realhf.launch.launcher import Exit, ProcessSpec, worker_index
-from realhf.launch.local.launcher import LocalLauncher
+from realhf.launch.launcher import Exit, NoOptions
+from realhf.launch.local import LocalLauncher
+from realhf.launch.process import Job, ProcessSpec, worker_index
+from realhf.rundir.paths import RunDirectory
 from tests.waiting import wait_until
 
 FOR_EVER = "while :; do sleep 0.1; done"
@@ -23,6 +25,10 @@ def spec(name: str, tmp_path: Path, command: str) -> ProcessSpec:
     return ProcessSpec(
         name=name, argv=("bash", "-c", command), env={"PLACE": str(tmp_path)}, log_path=tmp_path / f"{name}.log"
     )
+
+
+def job(tmp_path: Path, *processes: ProcessSpec) -> Job:
+    return Job(directory=RunDirectory(tmp_path), processes=processes, workers_per_node=1)
 
 
 def pid_in(path: Path) -> int:
@@ -50,7 +56,7 @@ def polled(launcher: LocalLauncher, number: int = 1) -> list[Exit]:
 
 @pytest.fixture
 def launcher() -> Iterator[LocalLauncher]:
-    launcher = LocalLauncher()
+    launcher = LocalLauncher(NoOptions())
     yield launcher
     launcher.stop(grace_s=0)
 
@@ -59,14 +65,16 @@ def test_sigkill_of_the_launcher_leaves_no_child(tmp_path: Path) -> None:
     program = f"""
 import sys, time
 from pathlib import Path
-from realhf.launch.launcher import ProcessSpec
-from realhf.launch.local.launcher import LocalLauncher
+from realhf.launch.launcher import NoOptions
+from realhf.launch.local import LocalLauncher
+from realhf.launch.process import Job, ProcessSpec
+from realhf.rundir.paths import RunDirectory
 place = Path(sys.argv[1])
-launcher = LocalLauncher()
-launcher.start([
+launcher = LocalLauncher(NoOptions())
+launcher.start(Job(directory=RunDirectory(place), workers_per_node=1, processes=tuple(
     ProcessSpec(name=name, argv=("bash", "-c", f"echo $$ > {{place}}/{{name}}; {FOR_EVER}"), log_path=place / "log")
     for name in ("master", "worker-0")
-])
+)))
 time.sleep(3600)
 """
     parent = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
@@ -83,7 +91,7 @@ time.sleep(3600)
 def test_descendants_are_ended_wherever_they_went(launcher: LocalLauncher, tmp_path: Path, parent_ends: bool) -> None:
     """In another session, with the parent that started them dead or alive."""
     leave = f'setsid bash -c \'trap "" TERM; echo $$ > "$PLACE/pid"; {FOR_EVER}\' > /dev/null 2>&1 &'
-    launcher.start([spec("master", tmp_path, leave + ("" if parent_ends else FOR_EVER))])
+    launcher.start(job(tmp_path, spec("master", tmp_path, leave + ("" if parent_ends else FOR_EVER))))
     pid = pid_in(tmp_path / "pid")
     if parent_ends:
         polled(launcher)
@@ -96,26 +104,28 @@ def test_a_failed_start_leaves_nothing(launcher: LocalLauncher, tmp_path: Path) 
     worker = spec("worker-0", tmp_path, f'echo $$ > "$PLACE/pid"; {FOR_EVER}')
     missing = ProcessSpec(name="master", argv=("/no/such/program",), log_path=tmp_path / "master.log")
     with pytest.raises(UserError, match="cannot start master \\(/no/such/program\\)"):
-        launcher.start([worker, missing])
+        launcher.start(job(tmp_path, worker, missing))
     me = psutil.Process()
     assert not [child for child in me.children(recursive=True) if "PLACE" in child.environ()]
 
 
 def test_the_signal_that_killed_is_the_returncode(launcher: LocalLauncher, tmp_path: Path) -> None:
-    launcher.start([spec("worker-0", tmp_path, "kill -SEGV $$")])
+    launcher.start(job(tmp_path, spec("worker-0", tmp_path, "kill -SEGV $$")))
     assert [(found.name, found.returncode) for found in polled(launcher)] == [("worker-0", -signal.SIGSEGV)]
 
 
 def test_of_several_ends_the_bad_ones_come_first(launcher: LocalLauncher, tmp_path: Path) -> None:
     note = 'echo $$ > "$PLACE/pid"'
-    launcher.start([spec("master", tmp_path, f"{note}.0; exit 0"), spec("worker-0", tmp_path, f"{note}.4; exit 4")])
+    launcher.start(
+        job(tmp_path, spec("master", tmp_path, f"{note}.0; exit 0"), spec("worker-0", tmp_path, f"{note}.4; exit 4"))
+    )
     pids = [pid_in(tmp_path / f"pid.{code}") for code in (0, 4)]
     wait_until(lambda: not any(map(lives, pids)), "both end")
     assert [(found.name, found.returncode) for found in launcher.poll()] == [("worker-0", 4), ("master", 0)]
 
 
 def test_ctrl_c_reaches_the_launcher_alone(launcher: LocalLauncher, tmp_path: Path) -> None:
-    launcher.start([spec("master", tmp_path, f'echo $$ > "$PLACE/pid"; {FOR_EVER}')])
+    launcher.start(job(tmp_path, spec("master", tmp_path, f'echo $$ > "$PLACE/pid"; {FOR_EVER}')))
     pid = pid_in(tmp_path / "pid")
     assert os.getsid(pid) == os.getpgid(pid) == pid
     assert os.getsid(pid) != os.getsid(0)
@@ -123,8 +133,8 @@ def test_ctrl_c_reaches_the_launcher_alone(launcher: LocalLauncher, tmp_path: Pa
 
 def test_logs_are_appended_to(tmp_path: Path) -> None:
     (tmp_path / "master.log").write_text("before\n")
-    launcher = LocalLauncher()
-    launcher.start([spec("master", tmp_path, "echo after")])
+    launcher = LocalLauncher(NoOptions())
+    launcher.start(job(tmp_path, spec("master", tmp_path, "echo after")))
     polled(launcher)
     launcher.stop()
     assert (tmp_path / "master.log").read_text() == "before\nafter\n"
@@ -132,12 +142,12 @@ def test_logs_are_appended_to(tmp_path: Path) -> None:
 
 def test_the_index_is_the_workers_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("REALHF_WORKER_INDEX", "7")  # of a run that this one was started from
-    launcher = LocalLauncher()
+    launcher = LocalLauncher(NoOptions())
     print_it = 'echo "$REALHF_WORKER_INDEX"'
-    launcher.start([spec("master", tmp_path, print_it), spec("worker-2", tmp_path, print_it)])
+    launcher.start(job(tmp_path, spec("master", tmp_path, print_it), spec("worker-0", tmp_path, print_it)))
     polled(launcher, number=2)
     launcher.stop()
     assert (tmp_path / "master.log").read_text() == "\n"
-    assert (tmp_path / "worker-2.log").read_text() == "2\n"
+    assert (tmp_path / "worker-0.log").read_text() == "0\n"
     assert worker_index({"REALHF_WORKER_INDEX": "2"}) == 2
     assert worker_index({}) is None

@@ -37,9 +37,8 @@ def prepare(run: Run, directory: RunDirectory) -> None:
         for damaged in _keep_lines_up_to(path, decode, step):
             note(directory.events, "damaged", step, damaged)
             print(damaged, file=sys.stderr)
-    rollouts = directory.path / "rollouts"
-    for later in (found for found in checkpoints.saved_steps(rollouts) if found > step):
-        delete(checkpoints.step_folder(rollouts, later))
+    for later in (found for found in checkpoints.saved_steps(directory.rollouts) if found > step):
+        delete(checkpoints.step_folder(directory.rollouts, later))
     if directory.trace.exists():
         directory.trace.rename(_next_name(directory.trace))
     for folder in (directory.keys, directory.rendezvous, directory.activity("master").parent):

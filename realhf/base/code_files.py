@@ -1,0 +1,54 @@
+"""Loading a Python file that a user names: an experiment, a launcher."""
+
+import hashlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+from realhf.base.errors import UserError
+
+
+def load_code_file(path: str | Path) -> ModuleType:
+    """The module in a Python file, loaded anew. Modules in the file's folder can be imported from now on.
+
+    Raises:
+        UserError: there is no such file, or an error while importing it, with the line that it came from.
+    """
+    file = Path(path).resolve()
+    if not file.is_file():
+        raise UserError(f"{path}: no such file")
+    # The dataclass machinery looks classes up in sys.modules, hence the entry and its unique name.
+    name = f"realhf_loaded_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    spec = importlib.util.spec_from_file_location(name, file)
+    if spec is None or spec.loader is None:
+        raise UserError(f"{path}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    add_to_search_path(file.parent)
+    try:
+        spec.loader.exec_module(module)
+    except UserError as error:
+        raise UserError(f"{path}{_line_in(file, error)}: {error}") from error
+    except Exception as error:
+        line = _line_in(file, error)
+        raise UserError(f"{path}{line}: cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def add_to_search_path(folder: Path) -> None:
+    """Modules in `folder` can be imported, where no other module has their name."""
+    if str(folder.resolve()) not in sys.path:
+        sys.path.append(str(folder.resolve()))
+
+
+def _line_in(file: Path, error: Exception) -> str:
+    """`:LINE` of the deepest place in `file` that `error` came from, or nothing."""
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        return f":{error.lineno}"
+    trace, line = error.__traceback__, ""
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == str(file):
+            line = f":{trace.tb_lineno}"
+        trace = trace.tb_next
+    return line

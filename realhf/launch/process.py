@@ -1,0 +1,144 @@
+"""What a launcher starts: the processes of a run, with their commands, environments and logs."""
+
+import importlib.util
+import os
+import platform
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from realhf.launch.devices import WITHOUT_GPU
+from realhf.rundir.paths import MASTER, RunDirectory, worker_name, worker_of
+from realhf.rundir.run import Run
+
+WORKER_INDEX_VARIABLE = "REALHF_WORKER_INDEX"
+
+# The exit code of a worker that has told the master what failed. A worker that ends with another one died silently.
+TOLD_RETURNCODE = 86
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProcessSpec:
+    """One process to start: `name` is "master" or "worker-INDEX".
+
+    `env` is added to the launcher's own environment; a launcher adds a worker's index to it
+    (`worker_index`). What the process prints goes to `log_path`.
+    """
+
+    name: str
+    argv: tuple[str, ...]
+    env: Mapping[str, str] = field(default_factory=dict)
+    log_path: Path
+
+    def __post_init__(self) -> None:
+        assert self.name == MASTER or worker_name(self.index or 0) == self.name, f"process name {self.name!r}"
+        assert self.argv, f"{self.name} has no command"
+
+    @property
+    def index(self) -> int | None:
+        """The worker's index, None for the master."""
+        return worker_of(self.name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """One start of a run: all its processes, and where they may be.
+
+    `processes` are the master, if there is one, and the workers by index. Workers of a node are next to each other.
+    `nodelist` names the nodes that the experiment asks for (None: any), `avoided` the places that it does without,
+    after failures there.
+    """
+
+    name: str = "realhf"
+    directory: RunDirectory
+    processes: tuple[ProcessSpec, ...]
+    workers_per_node: int
+    nodelist: str | None = None
+    avoided: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        indices = [process.index for process in self.processes if process.name != MASTER]
+        assert indices == [*range(len(indices))], f"workers {indices}"
+        assert len(self.processes) - len(indices) <= 1, "several masters"
+
+    @property
+    def workers(self) -> tuple[ProcessSpec, ...]:
+        return tuple(process for process in self.processes if process.name != MASTER)
+
+
+def job_of(run: Run, directory: RunDirectory, *, is_remote: bool) -> Job:
+    """The master and the workers of a run, each worker with the threads that the run was planned with.
+
+    `is_remote`: workers are on other machines than the master, so it listens on its host's address.
+    """
+    path, threads = str(directory.path), run.spec.hardware.threads if run.spec.hardware else 1
+    master = ProcessSpec(
+        name=MASTER,
+        argv=python_command("realhf.master", path, *([] if is_remote else ["127.0.0.1"])),
+        env={**process_environment(), **WITHOUT_GPU},
+        log_path=directory.log(MASTER),
+    )
+    workers = (
+        ProcessSpec(
+            name=worker_name(index),
+            argv=python_command("realhf.worker", path),
+            env=process_environment(threads),
+            log_path=directory.log(worker_name(index)),
+        )
+        for index in range(run.spec.num_workers)
+    )
+    return Job(
+        name=f"realhf-{Path(run.spec.experiment_file).stem}",
+        directory=directory,
+        processes=(master, *workers),
+        workers_per_node=run.spec.devices_per_node,
+        nodelist=run.settings.nodelist,
+        avoided=frozenset(run.spec.avoided),
+    )
+
+
+def worker_index(environ: Mapping[str, str]) -> int | None:
+    """The index that a launcher gave to this worker process through its environment, None outside of one."""
+    text = environ.get(WORKER_INDEX_VARIABLE)
+    return None if text is None else int(text)
+
+
+def python_command(module: str, *words: str) -> tuple[str, ...]:
+    """The command line of every Python process that is started: `module` with these words.
+
+    Without -P the working directory would lead `sys.path`: a file `json.py` lying there would be run in place of
+    Python's own. What these processes start in turn (multiprocessing) has -P too.
+    """
+    return (sys.executable, "-P", "-m", module, *words)
+
+
+def process_environment(threads: int = 1) -> dict[str, str]:
+    """What every process gets: `threads` unless the user asks for others, its lines at once, memory in huge pages, and
+    freed memory of tensors that can be used again.
+
+    malloc asks for huge pages (glibc from 2.35 on; others do not know the option). A model of 144 MB that one
+    process sends to three or seven others was there in 0.75 and 0.88 of the time, since fewer pages are looked up.
+    `csrc/memory/aligned.cpp` says why it is loaded; what the user preloads comes first, another malloc for instance.
+    """
+    own, preloaded = os.environ.get("GLIBC_TUNABLES"), os.environ.get("LD_PRELOAD")
+    threads_text = os.environ.get("OMP_NUM_THREADS", str(threads))
+    aligned = _aligned_memory()
+    return {
+        **({"LD_PRELOAD": ":".join(filter(None, [preloaded, aligned]))} if aligned else {}),
+        "OMP_NUM_THREADS": threads_text,
+        # Threads that wait for each other by spinning take the cores from whoever is waited for, where all cores are
+        # in use: a step of PPO with two threads on two busy cores took ten times as long as with one.
+        **({} if threads_text == "1" else {"OMP_WAIT_POLICY": os.environ.get("OMP_WAIT_POLICY", "PASSIVE")}),
+        "PYTHONUNBUFFERED": "1",
+        # Of two values of one option the later counts: the user's.
+        "GLIBC_TUNABLES": ":".join(filter(None, ["glibc.malloc.hugetlb=1", own])),
+    }
+
+
+def _aligned_memory() -> str | None:
+    """The library of `csrc/memory`; None where malloc is not glibc's or the loader cannot read the name."""
+    module = importlib.util.find_spec("realhf.machine._aligned")
+    if module is None or module.origin is None or platform.libc_ver()[0] != "glibc":
+        return None
+    return None if {" ", ":"} & set(module.origin) else module.origin
