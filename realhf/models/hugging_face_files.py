@@ -4,17 +4,19 @@ A launcher finds out with it, from the headers of the files, whether a model can
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
 import msgspec
 
+from realhf.architecture.families.family import Family, Source
 from realhf.architecture.hugging_face import config_content, decoder_of, family_of
 from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_json
+from realhf.geometry.parameters import decoder_parameters
 from realhf.models.checkpoint_index import HeaderEntry, check_architecture, read_header, read_index
-from realhf.models.hugging_face import Source, is_ignored, sources
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -36,12 +38,19 @@ COMPANION_FILES = (
 _DTYPES = ("F64", "F32", "BF16", "F16")
 _CHUNK_BYTES = 2**24
 _HEADS = ("lm_head.weight", "score.weight")
+# Tensors that are no parameters: buffers that old versions of transformers saved.
+_BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 class _WeightsIndex(msgspec.Struct, frozen=True):
     """What `model.safetensors.index.json` says of the weights; more may stand beside it."""
 
     weight_map: dict[str, str]
+
+
+def sources(model: DecoderConfig, family: Family) -> dict[str, Source]:
+    """Where a checkpoint of `family` has each parameter of `model`, by the parameter's name."""
+    return {spec.name: family.source(spec.name, spec.shape, model) for spec in decoder_parameters(model)}
 
 
 class HuggingFaceDirectory:
@@ -74,14 +83,11 @@ class HuggingFaceDirectory:
 
     def sources(self, model: DecoderConfig) -> dict[str, Source]:
         """Parameter of `model` -> where this checkpoint has it, under the names that it uses."""
-        found = sources(model, self.family.model_type)
-        if any(name.startswith("transformer.") for name in self.tensors) or self.family.model_type != "gpt2":
+        found, prefix = sources(model, self.family), self.family.base_prefix
+        if not prefix or any(name.startswith(prefix) for name in self.tensors):
             return found
-        # Saved from the base model, as the published GPT-2 is: names have no prefix.
-        return {
-            name: Source(s.tensor.removeprefix("transformer."), s.shape, s.offset, s.transposed)
-            for name, s in found.items()
-        }
+        # Saved without a head, as the published GPT-2 is.
+        return {name: replace(source, tensor=source.tensor.removeprefix(prefix)) for name, source in found.items()}
 
     def check(self, model: DecoderConfig, new_head: bool = False) -> None:
         """Raises UserError, naming field or tensor, where `model` cannot be loaded from this checkpoint.
@@ -95,7 +101,7 @@ class HuggingFaceDirectory:
         used = {source.tensor for source in wanted.values()}
         allowed = set(_HEADS) if new_head or model.tied_embeddings else set()
         for name in self.tensors:
-            if name not in used | allowed and not is_ignored(name):
+            if name not in used | allowed and not name.endswith(_BUFFERS):
                 raise UserError(
                     f"checkpoint {self.path} has the tensor {name}, which a {self.family.model_type} of its "
                     "config.json does not have; choose a checkpoint whose files and config.json belong together"

@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from realhf.architecture.families.family import Source
 from realhf.architecture.hugging_face import family_of, write_config
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
@@ -19,13 +20,13 @@ from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import decoder_parameters
 from realhf.models.checkpoint import TORCH_DTYPE, CheckpointReader, fill
 from realhf.models.checkpoint_index import replace_directory, staging_directory
-from realhf.models.hugging_face import Source, sources
 from realhf.models.hugging_face_files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     WEIGHTS_INDEX_FILE,
     HuggingFaceDirectory,
     is_hugging_face,
+    sources,
 )
 
 ReadBox = Callable[[Tensor, Box], None]
@@ -121,7 +122,7 @@ def write_hugging_face(
     staging = staging_directory(directory)
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
-    tensors = _tensors(sources(model, family_of(config).model_type))
+    tensors = _tensors(sources(model, family_of(config)))
     files = _files({name: parts[0][1].shape for name, parts in tensors.items()}, dtype, max_file_bytes)
     boxes = {spec.name: Box(spec.name, (0,) * len(spec.shape), spec.shape) for spec in decoder_parameters(model)}
     for file, names in files.items():

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from realhf.architecture.families import FAMILIES
 from realhf.architecture.hugging_face import read_config
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.backend import ModelSpec
@@ -25,17 +26,6 @@ from realhf.models.hugging_face_weights import HuggingFaceReader
 from realhf.parallel.groups import ParallelGroups
 from tests.unit.engine.losses import ONE_RANK
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "mixtral", "qwen3_moe", "gpt2")
-_CLASSES = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "qwen2": "Qwen2",
-    "qwen3": "Qwen3",
-    "gemma": "Gemma",
-    "mixtral": "Mixtral",
-    "qwen3_moe": "Qwen3Moe",
-    "gpt2": "GPT2",
-}
 _SCALED_ROPES: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 3.0},
     {"rope_type": "dynamic", "factor": 2.0},
@@ -50,7 +40,7 @@ _SCALED_ROPES: list[dict[str, Any]] = [
 
 
 def config_class(family: str) -> type[PreTrainedConfig]:
-    return getattr(transformers, f"{_CLASSES[family]}Config")
+    return getattr(transformers, f"{FAMILIES[family].class_prefix}Config")
 
 
 @st.composite
