@@ -18,7 +18,7 @@ from realhf.planning.cluster import Cluster
 from realhf.planning.model.call import CallModel, features_during
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.timings import AnalyticTimings
+from realhf.planning.model.timings import Timings
 from realhf.planning.workload import Workload
 
 INTERFACES: dict[str, ModelInterfaceType] = {"generate": GENERATE, "inference": INFERENCE, "train_step": TRAIN_STEP}
@@ -149,7 +149,7 @@ def predict_s(table: MeasuredTable, row: MeasuredCall, hardware: Hardware) -> fl
         lengths=lengths,
         dtype=table.dtype,
         features=features,
-        timings=AnalyticTimings(model=model, dtype=table.dtype, hardware=hardware, features=features),
+        timings=Timings(model=model, dtype=table.dtype, hardware=hardware, features=features),
         cluster=cluster,
         hardware=hardware,
     )

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
@@ -24,78 +23,20 @@ from realhf.planning.model.profile import (
     profile_path,
 )
 
-
-class Timings(Protocol):
-    """Seconds on one device for one model type. `tokens` are those of one micro-batch on one data-parallel rank.
-
-    `tp_crosses_nodes`: whether the tensor-parallel group lies on several nodes. All-reduces over
-    tensor parallelism are part of the times of layers, embedding and head.
-    """
-
-    def layer(
-        self, tokens: float, sequence_length: float, tp: int, *, backward: bool, tp_crosses_nodes: bool
-    ) -> float: ...
-
-    def embedding(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float: ...
-
-    def head(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float: ...
-
-    def decode_layer(self, sequences: float, context: float, tp: int, *, tp_crosses_nodes: bool) -> float:
-        """One layer of one decode step of `sequences` sequences with `context` tokens in their caches."""
-
-    def recomputed(self, tokens: float, tp: int, *, tp_crosses_nodes: bool) -> float:
-        """What selective recomputation makes again of one layer: all of its forward but products and attention."""
-
-    def optimizer(self, parameters: float) -> float: ...
-
-    def all_reduce(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
-        """`per_node`: members in each node of a group that crosses nodes; each brings its own network link."""
-
-    def send(self, size_bytes: float, *, crosses_nodes: bool) -> float: ...
-
-    @property
-    def call_overhead_s(self) -> float: ...
-
-    @property
-    def sampling_s(self) -> float: ...
-
-    @property
-    def overheads(self) -> CallOverheads: ...
-
-    @property
-    def links(self) -> Hardware:
-        """The links as a reallocation of this model uses them."""
-
-
-def layer_matmul_elements(model: DecoderConfig) -> int:
-    """Weights of the matrix multiplications of one layer that a token goes through: q, k, v, o and gate, up, down."""
-    return model.hidden_size * (_attention_width(model) + _mlp_matrices(model) * model.active_intermediate_size)
-
-
-def layer_read_elements(model: DecoderConfig, tokens: float) -> float:
-    """Weights of one layer that `tokens` tokens need together: of a mixture at most so many experts as there are."""
-    touched = min(tokens * model.experts.per_token, model.experts.count) if model.experts.count else 1
-    return model.hidden_size * (_attention_width(model) + _mlp_matrices(model) * model.intermediate_size * touched)
-
-
-def _attention_width(model: DecoderConfig) -> int:
-    return 2 * model.query_size + 2 * model.kv_size
-
-
-def _mlp_matrices(model: DecoderConfig) -> int:
-    return 3 if model.mlp == "gated" else 2
-
-
-LOGITS_PASSES = 4  # fp32 reads and writes of all logits each way; see AnalyticTimings.head
+LOGITS_PASSES = 4  # fp32 reads and writes of all logits each way; see `Timings.head`
 
 
 @dataclass(frozen=True, kw_only=True)
-class AnalyticTimings:
-    """A model of the hardware: compute + element-wise passes + all-reduces + launches, none hiding another.
+class Timings:
+    """Seconds on one device for one model type, by a model of the hardware.
 
-    Compute is a roofline, the greater of FLOPs / rate and bytes / memory bandwidth. FLOPs: 2 a weight and
-    token forward, twice that backward (Kaplan et al., 2020, section 2.1); causal attention 2 x sequence x
-    hidden a token forward (QK and AV over half the positions each). `docs/cost_model.md` has all terms.
+    Nothing hides anything: compute, element-wise passes, all-reduces and launches add up. Compute is a roofline, the
+    greater of FLOPs / rate and bytes / memory bandwidth. FLOPs: 2 a weight and token forward, twice that backward
+    (Kaplan et al., 2020, section 2.1); causal attention 2 x sequence x hidden a token forward (QK and AV over half the
+    positions each). `docs/cost_model.md` has all terms.
+
+    `tokens` are those of one micro-batch on one data-parallel rank. `tp_crosses_nodes`: the tensor-parallel group lies
+    on several nodes. Its all-reduces are part of the times of layers, embedding and head.
     """
 
     model: DecoderConfig
@@ -105,26 +46,29 @@ class AnalyticTimings:
 
     def layer(self, tokens: float, sequence_length: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
         """Forward, or backward without recomputation: twice the compute, passes and launches, the same all-reduces."""
-        weights = layer_matmul_elements(self.model)
+        weights = self._layer_weights(self.model.experts.per_token or 1)
         flops = tokens * (2 * weights + 2 * sequence_length * self.model.query_size) / tp
         passes = 2 if backward else 1
-        read = layer_read_elements(self.model, tokens)
+        read = self._layer_read_elements(tokens)
         compute = self._roofline(passes * flops, passes * read / tp * self._item)
         elementwise = passes * tokens * self.elementwise_bytes(tp) / self.hardware.memory_bandwidth
         reduces = 2 * self._reduce(tokens, tp, tp_crosses_nodes)
         return passes * self.hardware.layer_launch_s + compute + elementwise + reduces
 
     def recomputed(self, tokens: float, tp: int, *, tp_crosses_nodes: bool) -> float:
+        """What selective recomputation makes again of one layer: all of its forward but products and attention."""
         elementwise = tokens * self.elementwise_bytes(tp) / self.hardware.memory_bandwidth
         return self.hardware.layer_launch_s + elementwise + 2 * self._reduce(tokens, tp, tp_crosses_nodes)
 
     def elementwise_bytes(self, tp: int) -> float:
         """Memory traffic of one layer's forward beside its products, a token; every kernel reads and writes its arrays.
 
-        With i bytes an element and w = max(i, 4) for what is widened to fp32, `realhf/models/decoder.py` makes: an
-        RMSNorm, 4 i + 7 w below fp32 (widen, square, mean, scale, narrow, weight) and 7 w in fp32; a residual sum,
-        3 i; both twice, over hidden, on every rank (or divided by sequence parallelism). Divided over tp: rotation,
-        10 i over q and k; attention, i over q, k, v and its output; silu and product, 5 i over intermediate.
+        They are those of `realhf/models/decoder.py`, with i bytes an element and w = max(i, 4) where it is widened:
+
+        - whole on every rank without sequence parallelism, twice over hidden: an RMSNorm, 7 w and below fp32 4 i more
+          (widen, square, mean, scale, narrow, weight); a residual sum, 3 i;
+        - divided over tp: rotation, 10 i over q and k; attention, i over q, k, v and its output; silu and product,
+          5 i over intermediate.
         """
         hidden, query, kv = self.model.hidden_size, self.model.query_size, self.model.kv_size
         item, wide = self._item, max(self._item, 4)
@@ -140,10 +84,10 @@ class AnalyticTimings:
     def head(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
         """lm: projection and LOGITS_PASSES over the fp32 logits; scalar: one dot product.
 
-        The passes: forward widening (1.5), log-softmax (2) and picking the labels; backward as many (softmax
-        minus labels, scaling, narrowing). Logits of more than one chunk are projected again backward. With
-        `full_logits` the logits are gathered over tp and the passes are over the whole vocabulary on every rank, else
-        over 1 / tp of it. Backward the input's gradient is summed over tp.
+        The passes: forward widening (1.5), log-softmax (2) and picking the labels; backward as many (softmax minus
+        labels, scaling, narrowing). They are over the rank's part of the vocabulary, or with `full_logits` over all of
+        it, gathered over tp. Backward, logits of more than one chunk are projected again, and the input's gradient is
+        summed over tp.
         """
         passes = 2 if backward else 1
         if self.model.head == "scalar":
@@ -163,11 +107,14 @@ class AnalyticTimings:
         return compute + self.hardware.all_gather_s(gathered, tp, crosses_nodes=tp_crosses_nodes, per_node=per_node)
 
     def decode_layer(self, sequences: float, context: float, tp: int, *, tp_crosses_nodes: bool) -> float:
-        """Memory-bound: the layer's weights and the KV cache of grouped-query heads are read once a step."""
-        weights = layer_matmul_elements(self.model) / tp
+        """One layer of one decode step of `sequences` sequences with `context` tokens in their caches.
+
+        Memory-bound: the layer's weights and the KV cache of grouped-query heads are read once.
+        """
+        weights = self._layer_weights(self.model.experts.per_token or 1) / tp
         cache_bytes = sequences * context * kv_bytes_per_token_layer(self.model, self.dtype) / tp
         flops = sequences * (2 * weights + 4 * context * self.model.query_size / tp)
-        read = layer_read_elements(self.model, sequences) / tp
+        read = self._layer_read_elements(sequences) / tp
         compute = self._roofline(flops, read * self._item + cache_bytes)
         elementwise = sequences * self.elementwise_bytes(tp) / self.hardware.memory_bandwidth
         graphs = self.features.cuda_graphs
@@ -179,12 +126,12 @@ class AnalyticTimings:
 
         Below fp32 the master copy is read and written too.
         """
-        gradient, state = self.features.gradient_bytes(self.dtype), max(self._item, 4)
-        master = 2 * 4 if self._item < 4 else 0
-        moved_bytes = 3 * gradient + 2 * self._item + 4 * state + master  # an element
+        gradient, states = self.features.gradient_bytes(self.dtype), self.features.state_bytes(self.dtype)
+        moved_bytes = 3 * gradient + 2 * self._item + 2 * states  # an element
         return parameters * moved_bytes / self.hardware.memory_bandwidth
 
     def all_reduce(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
+        """See `Hardware.all_reduce_s`."""
         return self.hardware.all_reduce_s(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
 
     def send(self, size_bytes: float, *, crosses_nodes: bool) -> float:
@@ -205,11 +152,24 @@ class AnalyticTimings:
 
     @property
     def links(self) -> Hardware:
+        """The links as a reallocation of this model uses them."""
         return self.hardware
 
     @property
     def _item(self) -> int:
         return DTYPE_BYTES[self.dtype]
+
+    def _layer_weights(self, experts: float) -> float:
+        """Elements of the products of one layer: q, k, v, o and, in `experts` MLPs, gate, up, down."""
+        model = self.model
+        mlps = (3 if model.mlp == "gated" else 2) * model.intermediate_size * experts
+        return model.hidden_size * (2 * model.query_size + 2 * model.kv_size + mlps)
+
+    def _layer_read_elements(self, tokens: float) -> float:
+        """Those that `tokens` tokens need together: of a mixture at most as many experts as there are."""
+        experts = self.model.experts
+        touched = min(tokens * experts.per_token, experts.count) if experts.count else 1
+        return self._layer_weights(touched)
 
     def _roofline(self, flops: float, size_bytes: float) -> float:
         return max(flops / self.hardware.flops(self.dtype), size_bytes / self.hardware.memory_bandwidth)
@@ -220,7 +180,8 @@ class AnalyticTimings:
         Sequence parallelism sends the same bytes: the reduce-scatter and the all-gather of one ring.
         """
         size_bytes = tokens * self.model.hidden_size * self._item
-        return self.all_reduce(size_bytes, tp, crosses_nodes=crosses_nodes, per_node=self._tensor_group_per_node(tp))
+        per_node = self._tensor_group_per_node(tp)
+        return self.hardware.all_reduce_s(size_bytes, tp, crosses_nodes=crosses_nodes, per_node=per_node)
 
     def _tensor_group_per_node(self, tp: int) -> int:
         """Members of a tensor-parallel group in each node, if it crosses nodes: its members are neighbours."""
@@ -228,16 +189,16 @@ class AnalyticTimings:
         return per_node if tp > per_node else 1
 
 
-@dataclass(frozen=True)
-class ProfiledTimings:
-    """Interpolates a profile. What one machine cannot show, links between nodes, comes from the hardware description.
+@dataclass(frozen=True, kw_only=True)
+class ProfiledTimings(Timings):
+    """Interpolates a profile. What one machine cannot show, as links between nodes, is as the hardware is described.
 
     A degree of tensor parallelism that was not measured takes the compute of the nearest
-    measured smaller one, divided by the ratio, and adds the all-reduces of the whole group.
+    measured smaller one, divided by the ratio, and adds the all-reduces of the whole group. A profile measures whole
+    layers, so that `recomputed` is the description's.
     """
 
     profile: LayerProfile
-    hardware: Hardware
 
     def layer(self, tokens: float, sequence_length: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
         timings = self._measured(tp)
@@ -259,26 +220,18 @@ class ProfiledTimings:
         seconds = interpolate([(float(d.context), d.seconds.at(sequences)) for d in timings.layer_decode], context)
         return self._with_reduces(timings, seconds, sequences, tp, 2, tp_crosses_nodes)
 
-    def recomputed(self, tokens: float, tp: int, *, tp_crosses_nodes: bool) -> float:
-        """Of the hardware's description, because a profile measures whole layers."""
-        analytic = AnalyticTimings(model=self.profile.model, dtype=self.profile.dtype, hardware=self.hardware)
-        return analytic.recomputed(tokens, tp, tp_crosses_nodes=tp_crosses_nodes)
-
     def optimizer(self, parameters: float) -> float:
         return parameters * self.profile.optimizer_s_per_parameter
 
     def all_reduce(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
-        if group_size == 1:
-            return 0.0
-        measured = self._all_reduces
-        if crosses_nodes or not measured:
-            return self.hardware.all_reduce_s(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
-        return interpolate([(n, curve.at(size_bytes)) for n, curve in measured], group_size)
+        if group_size == 1 or crosses_nodes or not self._all_reduces:
+            return super().all_reduce(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
+        return interpolate([(n, curve.at(size_bytes)) for n, curve in self._all_reduces], group_size)
 
     def send(self, size_bytes: float, *, crosses_nodes: bool) -> float:
         measured = self.profile.collective("send")
         if crosses_nodes or not measured:
-            return self.hardware.send_s(size_bytes, crosses_nodes=crosses_nodes)
+            return super().send(size_bytes, crosses_nodes=crosses_nodes)
         return measured[0].seconds.at(size_bytes)
 
     @property
@@ -315,7 +268,7 @@ class ProfiledTimings:
     ) -> float:
         if tp == timings.tp and (tp == 1 or (timings.includes_all_reduce and not crosses_nodes)):
             return seconds
-        size_bytes = tokens * self.profile.model.hidden_size * DTYPE_BYTES[self.profile.dtype]
+        size_bytes = tokens * self.model.hidden_size * self._item
         if timings.includes_all_reduce and timings.tp > 1:  # take the measured group's own all-reduces out again
             seconds -= reduces * self.all_reduce(size_bytes, timings.tp, crosses_nodes=False)
         all_reduces = reduces * self.all_reduce(size_bytes, tp, crosses_nodes=crosses_nodes)
@@ -329,10 +282,10 @@ def kv_bytes_per_token_layer(model: DecoderConfig, dtype: DType) -> int:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the cost model needs to know: timings of every model type, the links of the hardware, the engine's ways.
+    """What the cost model knows: the timings of every model type, the links of the hardware, the engine's features.
 
-    `of_models` has what the engine does for single models, by name, where their setups choose it. `call_factors` are
-    what a run has measured of calls over what is computed here, by name: all options of a call count so much more.
+    `of_models`: the features that the setups of single models choose, by name. `call_factors`: a call's measured over
+    its predicted seconds, by name; they scale all options of the call.
     """
 
     hardware: Hardware
@@ -342,13 +295,12 @@ class Costs:
     call_factors: Mapping[str, float] = field(default_factory=dict)
 
     def features_of(self, model_name: str) -> EngineFeatures:
-        """What the engine does for a model."""
         return self.of_models.get(model_name, self.features)
 
     def of(self, model: DecoderConfig, features: EngineFeatures | None = None) -> Timings:
-        """The timings of a model, the analytic ones under `features`; what was measured is as it was measured."""
+        """The timings of a model under `features`; what was measured stays as it is."""
         timings = self.timings[model]
-        if features is None or not isinstance(timings, AnalyticTimings) or timings.features == features:
+        if features is None or isinstance(timings, ProfiledTimings):
             return timings
         return replace(timings, features=features)
 
@@ -381,12 +333,12 @@ def load_costs(
     for model in models.values():
         path = profile_path(model, dtype, hardware.name, root)
         if not path.is_file():
-            timings[model] = AnalyticTimings(model=model, dtype=dtype, hardware=hardware, features=features)
+            timings[model] = Timings(model=model, dtype=dtype, hardware=hardware, features=features)
             continue
         profile = load_profile(path)
         if (profile.model, profile.dtype) != (model, dtype):
             raise UserError(f"{path}: the profile is of another model or dtype; measure it again with `realhf profile`")
-        timings[model] = ProfiledTimings(profile, hardware)
+        timings[model] = ProfiledTimings(model=model, dtype=dtype, hardware=hardware, profile=profile)
         if profile.communicator_bytes is not None:
             measured_bytes.append(profile.communicator_bytes)
     if measured_bytes:

@@ -45,6 +45,7 @@ class RoundTimings:
     sampling_s: float = 0.25
     overheads: CallOverheads = NO_OVERHEADS
     links: Hardware = CPU
+    features: EngineFeatures = ENGINE
 
     def layer(self, tokens: float, sequence_length: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
         return 2.0 if backward else 1.0

@@ -8,6 +8,7 @@ from msgspec import structs
 import realhf
 from realhf.base.errors import UserError
 from realhf.planning.model.descriptions import DESCRIPTIONS, load_hardware
+from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.profile import (
     CollectiveTimings,
     Curve,
@@ -21,7 +22,7 @@ from realhf.planning.model.profile import (
     profiles_root,
     save_profile,
 )
-from realhf.planning.model.timings import AnalyticTimings, ProfiledTimings, load_costs
+from realhf.planning.model.timings import ProfiledTimings, load_costs
 from tests.unit.planning.graphs import TINY
 
 
@@ -137,8 +138,12 @@ def test_missing_profile(tmp_path: Path) -> None:
         load_profile(tmp_path / "none.json")
 
 
+def profiled(measured: LayerProfile, hardware: Hardware) -> ProfiledTimings:
+    return ProfiledTimings(model=measured.model, dtype=measured.dtype, hardware=hardware, profile=measured)
+
+
 def test_measured_times_are_used() -> None:
-    timings = ProfiledTimings(profile(tensor(1, 1.0), tensor(2, 0.75)), load_hardware("cpu"))
+    timings = profiled(profile(tensor(1, 1.0), tensor(2, 0.75)), load_hardware("cpu"))
     assert timings.layer(3, 16, 1, backward=False, tp_crosses_nodes=False) == 3.0
     assert timings.layer(3, 16, 1, backward=True, tp_crosses_nodes=False) == 6.0
     assert timings.layer(3, 16, 2, backward=False, tp_crosses_nodes=False) == 0.75 * 3
@@ -151,20 +156,20 @@ def test_measured_times_are_used() -> None:
 
 def test_links_are_those_of_the_hardware_but_for_a_measured_reallocation() -> None:
     hardware = load_hardware("cpu")
-    assert ProfiledTimings(profile(), hardware).links == hardware
+    assert profiled(profile(), hardware).links == hardware
     measured = structs.replace(profile(), reallocation=ReallocationTimings(latency_s=0.5, bandwidth=100.0))
-    links = ProfiledTimings(measured, hardware).links
+    links = profiled(measured, hardware).links
     assert links.send_s(200, crosses_nodes=False) == 0.5 + 2.0
     assert links.send_s(200, crosses_nodes=True) == hardware.send_s(200, crosses_nodes=True)
 
 
 def test_what_was_not_measured() -> None:
     hardware = load_hardware("cpu")
-    timings = ProfiledTimings(profile(tensor(1, 1.0), tensor(2, 0.75)), hardware)
+    timings = profiled(profile(tensor(1, 1.0), tensor(2, 0.75)), hardware)
     # tp 4 from tp 2: its own two all-reduces out, half the compute, two all-reduces of four devices.
     four = timings.layer(4, 16, 4, backward=False, tp_crosses_nodes=False)
     assert four == pytest.approx((3.0 - 2 * 0.1) / 2 + 2 * 0.3)
-    without = ProfiledTimings(profile(tensor(1, 1.0), tensor(2, 0.75, includes_all_reduce=False)), hardware)
+    without = profiled(profile(tensor(1, 1.0), tensor(2, 0.75, includes_all_reduce=False)), hardware)
     assert without.layer(4, 16, 2, backward=False, tp_crosses_nodes=False) == pytest.approx(3.0 + 2 * 0.1)
     size_bytes = 4 * 64 * 4
     between = hardware.all_reduce_s(size_bytes, 2, crosses_nodes=True)
@@ -177,7 +182,7 @@ def test_load_costs_prefers_a_measurement(tmp_path: Path) -> None:
     save_profile(profile(), profile_path(TINY, "float32", "cpu", tmp_path))
     costs = load_costs(models, dtype="float32", hardware=load_hardware("cpu"), root=tmp_path)
     assert isinstance(costs.of(TINY), ProfiledTimings)
-    assert isinstance(costs.of(models["critic"]), AnalyticTimings)
+    assert not isinstance(costs.of(models["critic"]), ProfiledTimings)
     assert not costs.profiled
     assert costs.hardware.communicator_bytes == 0
 

@@ -22,7 +22,7 @@ from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.memory import static_bytes
 from realhf.planning.model.sharding import added_links, added_s, choose_modes, rooms, stage_operators
 from realhf.planning.model.sizes import model_sizes
-from realhf.planning.model.timings import AnalyticTimings, Costs
+from realhf.planning.model.timings import Costs, Timings
 from realhf.planning.options import call_options
 from realhf.planning.osdp.solver import MODES, decoder_problem, ring, sliced, solve, uniform_plan
 from realhf.planning.predict import predict
@@ -47,8 +47,7 @@ MIB = 2**20
 
 def task(graph: DataflowGraph, features: EngineFeatures, memory: int, batch_size: int = 16) -> PlanningTask:
     timings = {
-        model: AnalyticTimings(model=model, dtype="float32", hardware=CPU, features=features)
-        for model in graph.models.values()
+        model: Timings(model=model, dtype="float32", hardware=CPU, features=features) for model in graph.models.values()
     }
     return PlanningTask(
         graph=graph,
@@ -155,7 +154,7 @@ def test_operators_are_a_device_of_the_fullest_stage(model: DecoderConfig, degre
 
 def train_cost(features: EngineFeatures, memory: int, definition: ModelFunctionCallDef, latency_s: float) -> CallModel:
     hardware = msgspec.structs.replace(CPU, intra_node_latency_s=latency_s)
-    timings = AnalyticTimings(model=definition.config, dtype="bfloat16", hardware=hardware, features=features)
+    timings = Timings(model=definition.config, dtype="bfloat16", hardware=hardware, features=features)
     return call_model(
         call=definition,
         batch_size=16,

@@ -9,7 +9,7 @@ from realhf.architecture.model import LLAMA
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.timings import LOGITS_PASSES, AnalyticTimings
+from realhf.planning.model.timings import LOGITS_PASSES, Timings
 from tests.unit.planning.graphs import TINY
 
 CPU = load_hardware("cpu")
@@ -21,12 +21,12 @@ ELEMENTWISE = 2 * (7 * 4 + 3 * 4) * 64 + 4 * (12 * (64 + 64) + 5 * 128)
 COMPUTE_BOUND = {"matmul_flops": {"float32": 1e6}, "memory_bandwidth": 1e12, "layer_launch_s": 0.5}
 
 
-def analytic(features: EngineFeatures | None = None, **fields: object) -> AnalyticTimings:
+def analytic(features: EngineFeatures | None = None, **fields: object) -> Timings:
     hardware = structs.replace(CPU, **fields)
-    return AnalyticTimings(model=TINY, dtype="float32", hardware=hardware, features=features or EngineFeatures())
+    return Timings(model=TINY, dtype="float32", hardware=hardware, features=features or EngineFeatures())
 
 
-def layer(timings: AnalyticTimings, tp: int, *, backward: bool = False, crosses: bool = False) -> float:
+def layer(timings: Timings, tp: int, *, backward: bool = False, crosses: bool = False) -> float:
     return timings.layer(10, 5, tp, backward=backward, tp_crosses_nodes=crosses)
 
 
@@ -60,7 +60,7 @@ def test_elementwise_bytes() -> None:
     assert analytic().elementwise_bytes(2) == 5120 + (13824 - 5120) / 2
     assert analytic(EngineFeatures(sequence_parallel=True)).elementwise_bytes(2) == 13824 / 2
     # bf16 widened in the norms: 4 x 2 + 7 x 4 bytes.
-    half = AnalyticTimings(model=TINY, dtype="bfloat16", hardware=CPU)
+    half = Timings(model=TINY, dtype="bfloat16", hardware=CPU)
     assert half.elementwise_bytes(1) == 2 * (36 + 6) * 64 + (13824 - 5120) / 2
 
 
@@ -93,12 +93,12 @@ def test_head_passes_over_fp32_logits() -> None:
     assert head(1, chunks) == pytest.approx(projection + passes)
     assert head(1, chunks, backward=True) == pytest.approx(3 * projection + passes)
     # bf16 logits are widened before the passes: half the weights to read, as many bytes of logits.
-    half = AnalyticTimings(model=TINY, dtype="bfloat16", hardware=structs.replace(CPU, **fields))
+    half = Timings(model=TINY, dtype="bfloat16", hardware=structs.replace(CPU, **fields))
     assert half.head(10, 1, backward=False, tp_crosses_nodes=False) == pytest.approx(projection / 2 + passes)
 
 
 def test_a_scalar_head_has_no_logits() -> None:
-    critic = AnalyticTimings(model=TINY.with_head("scalar"), dtype="float32", hardware=CPU)
+    critic = Timings(model=TINY.with_head("scalar"), dtype="float32", hardware=CPU)
     seconds = critic.head(10, 2, backward=False, tp_crosses_nodes=False)
     assert seconds == pytest.approx(2 * 10 * 64 * 4 / CPU.memory_bandwidth)
 
@@ -107,14 +107,14 @@ def test_optimizer() -> None:
     # fp32: three passes over the gradient, two over the parameter, four over the two states; bf16: 3 x 4 + 2 x 2 +
     # 4 x 4 and a master copy, or 5 x 2 where gradients are bf16 as well.
     assert analytic(memory_bandwidth=1.0).optimizer(10) == 10 * 36
-    half = AnalyticTimings(model=TINY, dtype="bfloat16", hardware=structs.replace(CPU, memory_bandwidth=1.0))
+    half = Timings(model=TINY, dtype="bfloat16", hardware=structs.replace(CPU, memory_bandwidth=1.0))
     assert half.optimizer(10) == 10 * (16 + 16 + 8)
     narrow = replace(half, features=EngineFeatures(fp32_gradients=False))
     assert narrow.optimizer(10) == 10 * (10 + 16 + 8)
 
 
 def test_a_tensor_group_over_nodes_uses_the_links_of_all_its_members() -> None:
-    timings = AnalyticTimings(model=LLAMA["llama70b"], dtype="bfloat16", hardware=H100)
+    timings = Timings(model=LLAMA["llama70b"], dtype="bfloat16", hardware=H100)
     sixteen = timings.embedding(1e6, 16, backward=False, tp_crosses_nodes=True)
     copy_s = 2 * 1e6 * 8192 * 2 / H100.memory_bandwidth
     rails = 8 * H100.inter_node_bandwidth
