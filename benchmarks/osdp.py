@@ -16,8 +16,9 @@ from lib.common import case, finish, parse_arguments
 from realhf.architecture.model import DecoderConfig, model_type
 from realhf.base.errors import UserError
 from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.model.hardware import GIB
+from realhf.planning.osdp.decoder import Training, decoder_problem
 from realhf.planning.osdp.solver import (
-    GIB,
     MODES,
     PAPER_MODES,
     Links,
@@ -26,8 +27,6 @@ from realhf.planning.osdp.solver import (
     OsdpPlan,
     OsdpProblem,
     best_slicing,
-    decoder_problem,
-    ring,
     sliced,
     solve,
     uniform_plan,
@@ -125,10 +124,9 @@ def llama_problem(memory_gib: int) -> OsdpProblem:
     device = load_hardware("h100")
     problem = decoder_problem(
         replace(model_type("llama7b"), num_layers=29),
-        links=ring(device, NUM_DEVICES, launch_s=1e-5),
+        Training(sequence_length=1024, flops=device.flops("bfloat16")),
+        links=Links.ring(device, NUM_DEVICES, launch_s=1e-5),
         memory_bytes=memory_gib * GIB,
-        sequence_length=1024,
-        flops=device.flops("bfloat16"),
     )
     return sliced(problem, 4)
 
@@ -149,10 +147,9 @@ def model_problem(parts: tuple[tuple[int, int], ...], memory_gib: int) -> OsdpPr
         problems.append(
             decoder_problem(
                 model,
-                links=ring(device, NUM_DEVICES),
+                Training(sequence_length=SEQUENCE_LENGTH, flops=device.flops("bfloat16")),
+                links=Links.ring(device, NUM_DEVICES),
                 memory_bytes=memory_gib * GIB,
-                sequence_length=SEQUENCE_LENGTH,
-                flops=device.flops("bfloat16"),
                 modes=PAPER_MODES,
             )
         )

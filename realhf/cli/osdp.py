@@ -1,33 +1,19 @@
 """`realhf plan --osdp MODEL`: which operators of a model to shard within the memory of a device."""
 
 import argparse
-import json
-from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
 from rich.table import Table
 
-from realhf.architecture.model import DecoderConfig
 from realhf.architecture.named import architecture
-from realhf.base.errors import UserError
-from realhf.base.numbers import DEVICES, Bounds, check_range
+from realhf.cli.output import Output, table_of
 from realhf.geometry.parameters import parameter_count
-from realhf.planning.clusters import MEMORY_GB
-from realhf.planning.model.descriptions import DTYPE_BYTES, load_hardware
-from realhf.planning.osdp.solver import (
-    GIB,
-    MODES,
-    Mode,
-    OsdpPlan,
-    OsdpProblem,
-    best_slicing,
-    decoder_problem,
-    ring,
-    sliced,
-    uniform_plan,
-)
+from realhf.planning.model.descriptions import DTYPE_BYTES
+from realhf.planning.model.hardware import GIB
+from realhf.planning.osdp.request import OsdpRequest, choose
+from realhf.planning.osdp.solver import MODES, Mode, OsdpPlan
 
 DESCRIPTION = """Chooses for every operator of a model whether data parallelism replicates it, shards only its
 optimizer states (ZeRO-1) or shards all of it, so that training is fastest within the memory of a device;
@@ -37,17 +23,6 @@ EXAMPLE = """examples:
   realhf plan --osdp llama3-7b --devices 8 --memory-gb 40
   realhf plan --osdp llama3-7b --devices 64 --memory-gb 80 --batch 2 --recompute --json osdp.json
   realhf plan --osdp path/to/config.json --devices 8 --memory-gb 16 --sequence-length 512"""
-
-RANGES: dict[str, Bounds] = {
-    "devices": (2, DEVICES[1]),  # with one device there is nothing to shard
-    "memory_gb": MEMORY_GB,
-    "batch": (1, 2**16),
-    "max_batch": (1, 2**16),
-    "sequence_length": (1, 2**20),
-    "slices": (1, 64),
-    "launch_us": (0, 1e6),
-    "seconds": (0, 10**5),
-}
 
 NAMES: dict[Mode, str] = {"replicated": "all replicated", "zero1": "all ZeRO-1", "sharded": "all sharded"}
 
@@ -81,75 +56,31 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    for name, (low, high) in RANGES.items():
-        value = getattr(arguments, name)
-        if value is not None:
-            check_range(f"--{name.replace('_', '-')}", value, low, high)
-    model = architecture(arguments.model)
-    batches = _batches(arguments)
-    problems = [sliced(_problem(arguments, model), slices) for slices in _slicings(arguments.slices)]
-    plan = best_slicing(problems, batches, time_limit_s=arguments.seconds)
-    uniform = {mode: _best_uniform(problems, mode, batches) for mode in MODES}
-    console = Console()
-    console.print(
-        f"{arguments.model}: {parameter_count(model):,} parameters on {arguments.devices} x {arguments.hardware}, "
-        f"samples of {arguments.sequence_length} tokens, {arguments.dtype}",
-        highlight=False,
-        soft_wrap=True,
+    names = [field.name for field in fields(OsdpRequest)]
+    given = {name: getattr(arguments, name) for name in names}
+    request = OsdpRequest(**given | {"modes": tuple(arguments.modes.split(","))})
+    plan, uniform = choose(request)
+    out = Output()
+    out.say(
+        f"{request.model}: {parameter_count(architecture(request.model)):,} parameters on {request.devices} x "
+        f"{request.hardware}, samples of {request.sequence_length} tokens, {request.dtype}"
     )
-    console.print(comparison_table(plan, uniform))
-    console.print(modes_table(plan))
+    out.print(comparison_table(plan, uniform), modes_table(plan))
     if plan.proven:
         verdict = "proven: no other choice is faster"
     else:
         verdict = f"no choice is more than {plan.seconds_per_sample / plan.lower_bound_s - 1:.2e} faster"
-    console.print(f"{verdict}; found in {1e3 * plan.search_s:.1f} ms", highlight=False, soft_wrap=True)
+    out.say(f"{verdict}; found in {1e3 * plan.search_s:.1f} ms")
     if arguments.json:
-        try:
-            arguments.json.write_text(json.dumps(as_json(plan, uniform), indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"--json {arguments.json}: {error.strerror}; give a file that can be written") from None
-        console.print(f"written to {arguments.json}", highlight=False, soft_wrap=True)
+        out.write_json(arguments.json, as_json(plan, uniform))
     return 0
-
-
-def _problem(arguments: argparse.Namespace, model: DecoderConfig) -> OsdpProblem:
-    hardware = load_hardware(arguments.hardware)
-    return decoder_problem(
-        model,
-        links=ring(hardware, arguments.devices, launch_s=arguments.launch_us * 1e-6),
-        memory_bytes=int(arguments.memory_gb * GIB),
-        sequence_length=arguments.sequence_length,
-        flops=hardware.flops(arguments.dtype),
-        dtype=arguments.dtype,
-        modes=tuple(arguments.modes.split(",")),
-        recompute=arguments.recompute,
-        prefetch=arguments.prefetch,
-    )
-
-
-def _batches(arguments: argparse.Namespace) -> range:
-    smallest, largest = (arguments.batch, arguments.batch) if arguments.batch is not None else (1, arguments.max_batch)
-    return range(smallest, largest + 1)
-
-
-def _slicings(most: int) -> list[int]:
-    """1, 2, 4, ... and `most` itself: whole operators have the lower latency, sliced ones the smaller gathers."""
-    return sorted({most, *(2**i for i in range(most.bit_length()))})
-
-
-def _best_uniform(problems: Sequence[OsdpProblem], mode: Mode, batches: range) -> OsdpPlan | None:
-    plans = [plan for problem in problems if (plan := uniform_plan(problem, mode, batches))]
-    return min(plans, key=lambda plan: plan.seconds_per_sample, default=None)
 
 
 def comparison_table(plan: OsdpPlan, uniform: dict[Mode, OsdpPlan | None]) -> Table:
     """The chosen plan beside the plans with one mode for all operators."""
     limit = plan.problem.memory_bytes / GIB
-    table = Table(title="operator-sharded data parallelism", title_justify="left")
     columns = ("plan", "batch", "step s", "comm. s", "samples/s", f"GiB of {limit:g}", "ratio")
-    for column in columns:
-        table.add_column(column, justify="left" if column == "plan" else "right", no_wrap=True)
+    table = table_of("operator-sharded data parallelism", *columns)
     rows = {"chosen": plan, **{NAMES[mode]: other for mode, other in uniform.items()}}
     for name, row in rows.items():
         if row is None:
@@ -171,10 +102,7 @@ def modes_table(plan: OsdpPlan) -> Table:
     """How many slices of each kind of operator are in each mode."""
     slices = max((op.slices for op in plan.problem.operators), default=1)
     title = "whole operators in each mode" if slices == 1 else f"slices in each mode (large operators have {slices})"
-    table = Table(title=title, title_justify="left")
-    table.add_column("operator")
-    for mode in plan.problem.modes:
-        table.add_column(mode, justify="right")
+    table = table_of(title, "operator", *plan.problem.modes)
     for kind, counts in plan.slices_by_kind().items():
         table.add_row(kind, *(str(counts[mode]) for mode in plan.problem.modes))
     return table

@@ -16,7 +16,8 @@ from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.memory import static_bytes
 from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.sizes import model_sizes
-from realhf.planning.osdp.solver import Links, Mode, Operator, OsdpPlan, OsdpProblem, operator_kind, sliced, solve
+from realhf.planning.osdp.decoder import adamw_bytes, operator_kind
+from realhf.planning.osdp.solver import Links, Mode, Operator, OsdpPlan, OsdpProblem, sliced, solve
 
 SLICES = 4  # of large operators, if that is better than whole ones: then less is gathered at a time
 SHARED_PART = 0.5  # of a device, for the states of a call that is not alone
@@ -169,7 +170,6 @@ def stage_operators(
     stage = max((0, pp - 1), key=lambda number: sizes.on_stage(tp, pp, number))
     layers = held_layers(model.num_layers, strategy, stage)
     item = DTYPE_BYTES[dtype]
-    optimizer = 2 * max(item, 4) + (4 if item < 4 else 0)
     elements: dict[str, tuple[str, int]] = {}
     for spec in decoder_parameters(model):
         if not spec.is_on_stage(layers, stage, pp):
@@ -184,7 +184,7 @@ def stage_operators(
             kind=kind,
             parameter_bytes=size * item,
             gradient_bytes=size * features.gradient_bytes(dtype),
-            optimizer_bytes=size * optimizer,
+            optimizer_bytes=size * adamw_bytes(item),
         )
         for name, (kind, size) in elements.items()
     )

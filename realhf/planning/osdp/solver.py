@@ -12,19 +12,15 @@ from fractions import Fraction
 from functools import cached_property
 from typing import Literal
 
-from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
-from realhf.geometry.parameters import ParameterSpec, decoder_parameters
 from realhf.planning import _search
-from realhf.planning.model.descriptions import DTYPE_BYTES
-from realhf.planning.model.hardware import Hardware
+from realhf.planning.model.hardware import GIB, Hardware
 
 Mode = Literal["replicated", "zero1", "sharded"]
 
 MODES: tuple[Mode, ...] = ("replicated", "zero1", "sharded")
 PAPER_MODES: tuple[Mode, ...] = ("replicated", "sharded")
 SMALLEST_SLICED_BYTES = 2**20  # smaller operators stay whole: slicing them only adds latency
-GIB = 2**30
 MOST_PARTS = 2**61  # of bytes, on one device: what 64 bits hold with room for a sum that is over the limit
 
 
@@ -69,6 +65,15 @@ class Links:
         for name in ("latency_s", "seconds_per_byte", "launch_s"):
             if getattr(self, name) < 0:
                 raise UserError(f"{name}={getattr(self, name)} must not be negative")
+
+    @classmethod
+    def ring(cls, hardware: Hardware, num_devices: int, *, launch_s: float = 0.0) -> "Links":
+        """The ring over `num_devices` neighbours. Its slowest links set the pace."""
+        if num_devices > hardware.devices_per_node:
+            latency_s, bandwidth = hardware.inter_node_latency_s, hardware.inter_node_bandwidth
+        else:
+            latency_s, bandwidth = hardware.intra_node_latency_s, hardware.intra_node_bandwidth
+        return cls(num_devices=num_devices, latency_s=latency_s, seconds_per_byte=1 / bandwidth, launch_s=launch_s)
 
     def pass_s(self, size_bytes: float) -> float:
         """One pass around the ring (an all-gather or a reduce-scatter): (N - 1)(alpha + S beta / N)."""
@@ -309,104 +314,3 @@ def sliced(problem: OsdpProblem, slices: int) -> OsdpProblem:
             replace(op, slices=slices if op.parameter_bytes >= SMALLEST_SLICED_BYTES else 1) for op in problem.operators
         ),
     )
-
-
-def ring(hardware: Hardware, num_devices: int, *, launch_s: float = 0.0) -> Links:
-    """The ring over `num_devices` neighbours: its slowest links set the pace (alpha and beta of one level)."""
-    if num_devices > hardware.devices_per_node:
-        latency_s, bandwidth = hardware.inter_node_latency_s, hardware.inter_node_bandwidth
-    else:
-        latency_s, bandwidth = hardware.intra_node_latency_s, hardware.intra_node_bandwidth
-    return Links(num_devices=num_devices, latency_s=latency_s, seconds_per_byte=1 / bandwidth, launch_s=launch_s)
-
-
-def decoder_problem(
-    model: DecoderConfig,
-    *,
-    links: Links,
-    memory_bytes: int,
-    sequence_length: int,
-    flops: float,
-    dtype: DType = "bfloat16",
-    modes: tuple[Mode, ...] = MODES,
-    recompute: bool = False,
-    prefetch: bool = False,
-) -> OsdpProblem:
-    """Training a decoder with AdamW on samples of `sequence_length` tokens, `flops` reached a second.
-
-    Operators are not sliced yet (`sliced`). Norms belong to the projection that follows them. Model
-    states: parameters and gradients in `dtype`, two states of AdamW in fp32 at least, below fp32 a
-    master copy. Compute: 6 FLOPs a parameter and token (8 with recomputation), and causal attention.
-    """
-    if sequence_length < 1:
-        raise UserError(f"sequence_length={sequence_length} must be at least 1")
-    item = DTYPE_BYTES[dtype]
-    optimizer = 2 * max(item, 4) + (4 if item < 4 else 0)
-    sizes: dict[tuple[int, str], int] = {}
-    active: dict[tuple[int, str], float] = {}  # of these, what a token goes through
-    for spec in decoder_parameters(model):
-        key = (spec.layer, operator_kind(spec, model))
-        sizes[key] = sizes.get(key, 0) + spec.size
-        used = model.experts.per_token / model.experts.count if ".experts." in spec.name else 1
-        active[key] = active.get(key, 0) + used * spec.size
-    kept = _activation_elements(model)
-    operators = []
-    for (layer, kind), size in sizes.items():
-        activations = sequence_length * kept.get(kind, 0) * item
-        is_lookup = kind == "embedding" and not model.tied_embeddings  # a tied one is the head's weight, too
-        flops_per_token = 0 if is_lookup else (8 if recompute and layer >= 0 else 6) * active[layer, kind]
-        if kind == "o":  # scores and their product with the values, half of each masked
-            flops_per_token += (8 if recompute else 6) * sequence_length * model.query_size
-        if recompute and layer >= 0:  # of a layer only its input is kept
-            activations = sequence_length * model.hidden_size * item if kind == "q" else 0
-        if kind == "head":
-            outputs = model.vocab_size if model.head == "lm" else 1
-            activations += 3 * sequence_length * outputs * max(item, 4)  # logits, probabilities, gradient
-        operators.append(
-            Operator(
-                name=kind if layer < 0 else f"layers.{layer}.{kind}",
-                kind=kind,
-                parameter_bytes=size * item,
-                gradient_bytes=size * item,
-                optimizer_bytes=size * optimizer,
-                activation_bytes=activations,
-                compute_s=flops_per_token * sequence_length / flops,
-            )
-        )
-    return OsdpProblem(
-        operators=tuple(operators),
-        links=links,
-        memory_bytes=memory_bytes,
-        modes=modes,
-        recompute=recompute,
-        prefetch=prefetch,
-        extra_bytes_per_sample=sequence_length * sum(kept.values()) * item if recompute else 0,
-    )
-
-
-def operator_kind(spec: ParameterSpec, model: DecoderConfig) -> str:
-    """The operator that a parameter belongs to: a bias to its projection, a norm to what follows it."""
-    if spec.place != "layer":
-        return spec.place
-    module = spec.name.rsplit(".", 2)[-2]
-    norms = {
-        "input_layernorm": "q",
-        "q_norm": "q",
-        "k_norm": "k",
-        "post_attention_layernorm": "gate" if model.mlp == "gated" else "up",
-    }
-    return norms.get(module, module.removesuffix("_proj"))
-
-
-def _activation_elements(model: DecoderConfig) -> dict[str, int]:
-    """Elements that an operator of a layer keeps a token: `activations.activation_elements`, told apart.
-
-    q: the norm's input and output, q and its rotated copy; o: attention's output; gate: the norm's
-    input and output, and its own output; down: silu(gate) and the product.
-    """
-    hidden, query, kv, inner = model.hidden_size, model.query_size, model.kv_size, model.active_intermediate_size
-    attention = {"q": 2 * hidden + 2 * query, "k": 2 * kv, "v": kv, "o": query}
-    if model.mlp == "plain":
-        return attention | {"up": 2 * hidden + inner, "down": inner}
-    routed = 2 * model.experts.per_token * hidden
-    return attention | {"gate": 2 * hidden + routed + inner, "up": inner, "down": 2 * inner}

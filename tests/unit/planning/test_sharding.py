@@ -24,7 +24,8 @@ from realhf.planning.model.sharding import added_links, added_s, choose_modes, r
 from realhf.planning.model.sizes import model_sizes
 from realhf.planning.model.timings import Costs, Timings
 from realhf.planning.options import call_options
-from realhf.planning.osdp.solver import MODES, decoder_problem, ring, sliced, solve, uniform_plan
+from realhf.planning.osdp.decoder import Training, decoder_problem
+from realhf.planning.osdp.solver import Links, sliced, solve, uniform_plan
 from realhf.planning.predict import predict
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.tables import Problem
@@ -120,10 +121,9 @@ def test_without_the_feature_tables_are_as_they_were() -> None:
 def test_modes_are_those_of_the_solver() -> None:
     """Asked directly, with all three modes, for the whole model."""
     strategy, room = ParallelStrategy(dp=4), 400 * MIB
-    links = ring(CPU, 4)
-    direct = decoder_problem(
-        WHOLE, links=links, memory_bytes=room, sequence_length=1, flops=1.0, dtype="float32", modes=MODES
-    )
+    links = Links.ring(CPU, 4)
+    training = Training(sequence_length=1, flops=1.0, dtype="float32")
+    direct = decoder_problem(WHOLE, training, links=links, memory_bytes=room)
     states_only = tuple(replace(op, activation_bytes=0, compute_s=0.0) for op in direct.operators)
     free = sliced(replace(direct, operators=states_only, memory_bytes=2**40), 4)
     without = uniform_plan(free, "zero1", range(1, 2))
