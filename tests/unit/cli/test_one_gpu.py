@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from realhf.cli import main, profile
+from realhf.cli import main
 from realhf.launch import devices
 from realhf.launch.local import LocalLauncher
 from realhf.launch.process import Job, job_of
@@ -119,7 +119,7 @@ def test_the_profiler_s_workers_have_a_gpu_each(monkeypatch: pytest.MonkeyPatch,
         measured.extend(launcher.placed(job))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(profile, "supervise", measure)
+    monkeypatch.setattr("realhf.profiling.measure.supervise", measure)
     words = ["profile", "experiments/ppo.py", "--profiles-dir", str(tmp_path / "profiles")]
     assert main([*words, "--data-dir", str(tmp_path / "data")]) == 130
     assert [(spec.env["CUDA_VISIBLE_DEVICES"], spec.env["REALHF_DEVICE"]) for spec in measured] == [

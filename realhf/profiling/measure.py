@@ -1,0 +1,138 @@
+"""Measures the model types of an experiment on this machine: starts the profiler's workers and waits for them."""
+
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from realhf.api.experiment import auto_settings, models_of
+from realhf.base.errors import RunError
+from realhf.base.files import write_atomically
+from realhf.base.numbers import check_range
+from realhf.dataflow.graph import DataflowGraph
+from realhf.launch.launcher import NoOptions
+from realhf.launch.local import LocalLauncher
+from realhf.launch.process import Job, ProcessSpec, process_environment, python_command
+from realhf.launch.supervisor import supervise
+from realhf.planning.cluster import Cluster
+from realhf.planning.model.descriptions import leave_description
+from realhf.planning.model.profile import profile_path
+from realhf.planning.watching import Watch
+from realhf.profiling.job import JOB_FILE, ProfileJob, ProfileTarget
+from realhf.rundir.flight_recorder import read_activity
+from realhf.rundir.paths import RunDirectory, worker_name
+
+WORKER_MODULE = "realhf.profiling.profiler"  # started, not imported: this process does without torch
+
+LEAST_MAX_TOKENS = 64
+MAX_SEQUENCES = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfileRequest:
+    """How to measure: `repetitions` readings of the clock a size, micro-batches of at most `max_tokens` tokens.
+
+    `timeout_s`: the longest that all of it may take. `profiles_dir`: where profiles go (None: where plans look).
+
+    Raises:
+        UserError: a number is out of its range.
+    """
+
+    repetitions: int = 5
+    max_tokens: int = 4096
+    timeout_s: float = 900.0
+    profiles_dir: Path | None = None
+
+    def __post_init__(self) -> None:
+        check_range("--repetitions", self.repetitions, 1, 1000)
+        check_range("--max-tokens", self.max_tokens, LEAST_MAX_TOKENS, 2**20)
+        check_range("--timeout-s", self.timeout_s, 0.001, 10**7, "seconds")
+
+
+def targets_of(experiment: Any, cluster: Cluster, request: ProfileRequest) -> list[ProfileTarget]:
+    """Every model type with its dtype once, in the order of the calls."""
+    models = DataflowGraph(experiment.rpcs, experiment.dataset.keys).models
+    setups, hardware, root = models_of(experiment), cluster.hardware.name, request.profiles_dir
+    pairs = dict.fromkeys((model, setups[name].dtype) for name, model in models.items())
+    return [
+        ProfileTarget(model=model, dtype=dtype, path=str(profile_path(model, dtype, hardware, root).absolute()))
+        for model, dtype in pairs
+    ]
+
+
+def measure(
+    experiment: Any, cluster: Cluster, targets: list[ProfileTarget], request: ProfileRequest, watch: Watch
+) -> None:
+    """Writes the profiles of `targets`, and a description of the hardware beside them.
+
+    Raises:
+        RunError: a worker failed, or all of it took longer than the request's timeout; what they printed is then kept.
+    """
+    batch_size = auto_settings(experiment).batch_size
+    mean, longest = _sequence_lengths(experiment)
+    job = ProfileJob(
+        hardware=cluster.hardware.name,
+        targets=tuple(targets),
+        num_workers=cluster.num_devices,
+        batch_size=batch_size,
+        sequence_length=mean,
+        length_spread=min(longest - mean, mean - 1),
+        max_tokens=request.max_tokens,
+        max_sequences=max(2, min(batch_size, MAX_SEQUENCES)),
+        repetitions=request.repetitions,
+        timeout_s=request.timeout_s,
+    )
+    folder = Path(tempfile.mkdtemp(prefix="realhf-profile-"))  # mode 0700
+    try:
+        directory = RunDirectory.create(folder)
+        write_atomically(folder / JOB_FILE, msgspec.json.encode(job))
+        workers = _workers(job, directory, cluster.hardware.threads)
+        supervise(LocalLauncher(NoOptions()), workers, _on_poll(job, directory, watch))
+    except RunError:
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
+    leave_description(cluster.hardware, request.profiles_dir)
+
+
+def _sequence_lengths(experiment: Any) -> tuple[int, int]:
+    """Mean and largest number of tokens of a sequence: of the data set's longest key, and the response to it."""
+    responses = [getattr(call.interface_impl, "max_new_tokens", 0) for call in experiment.rpcs]
+    mean, longest = max(experiment.dataset.lengths().values())
+    return max(1, round(mean) + max(responses)), longest + max(responses)
+
+
+def _on_poll(job: ProfileJob, directory: RunDirectory, watch: Watch) -> Callable[[], None]:
+    """Says what worker 0 measures, and ends the waiting after the timeout."""
+    deadline = time.monotonic() + job.timeout_s
+    measuring = "starting the workers"
+
+    def update() -> None:
+        nonlocal measuring
+        activity = read_activity(directory.activity(worker_name(0)))
+        measuring = activity.text if activity else measuring
+        watch(measuring, "")
+        if time.monotonic() > deadline:
+            raise RunError(
+                f"measuring took longer than --timeout-s {job.timeout_s:g}, the last of it {measuring}; "
+                f"raise it or lower --max-tokens; logs in {directory.logs}"
+            )
+
+    return update
+
+
+def _workers(job: ProfileJob, directory: RunDirectory, threads: int) -> Job:
+    env = {**process_environment(threads), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+    command = python_command(WORKER_MODULE, str(directory.path))
+    workers = (
+        ProcessSpec(name=name, argv=command, env=env, log_path=directory.log(name))
+        for name in map(worker_name, range(job.num_workers))
+    )
+    return Job(directory=directory, processes=tuple(workers), workers_per_node=job.num_workers)
