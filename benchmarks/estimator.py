@@ -13,21 +13,23 @@ import random
 import statistics
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from lib.common import case, finish, parse_arguments, realhf
 from lib.machine_speed import Speed, speed_probes
 
 from realhf.dataflow.plan import ExecutionPlan, load_plan, save_plan
-from realhf.lifecycle.experiment import experiment_of
 from realhf.planning.cluster import Cluster
 from realhf.planning.here import CPU
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.options import call_options
-from realhf.planning.planner import Planner
+from realhf.planning.planner import task_of
+from realhf.planning.predict import predict
 from realhf.rundir.lines import read_lines, step_line
+from realhf.rundir.run import load_experiment_class
 
 EXPERIMENT = "experiments/ppo.py"
 NUM_WORKERS = 2
@@ -43,10 +45,25 @@ class Setting:
     batch_size: int
     new_tokens: int
 
+    @property
+    def model(self) -> dict[str, int]:
+        """Fields of the experiment's model."""
+        return {
+            "hidden_size": self.hidden_size, "intermediate_size": 8 * self.hidden_size // 3, "vocab_size": 2048
+        }  # fmt: skip
+
+    def experiment(self) -> Any:
+        default = load_experiment_class(EXPERIMENT)()
+        return replace(
+            default,
+            model=replace(default.model, **self.model),
+            batch_size=self.batch_size,
+            ppo=replace(default.ppo, max_new_tokens=self.new_tokens),
+        )
+
     def words(self) -> list[str]:
         """The options of the experiment."""
-        model = {"hidden-size": self.hidden_size, "intermediate-size": 8 * self.hidden_size // 3, "vocab-size": 2048}
-        fields = [word for name, value in model.items() for word in (f"--model.{name}", str(value))]
+        fields = [word for name, value in self.model.items() for word in (f"--model.{name}", str(value))]
         return [*fields, "--batch-size", str(self.batch_size), "--ppo.max-new-tokens", str(self.new_tokens)]
 
     def __str__(self) -> str:
@@ -91,14 +108,14 @@ def random_plan(setting: Setting, seed: int) -> ExecutionPlan:
     """A plan that fits into memory, every call's option drawn by itself."""
     hardware = load_hardware(CPU)
     cluster = Cluster(devices_per_node=NUM_WORKERS, device_memory_bytes=hardware.device_memory_bytes, hardware=hardware)
-    planner = Planner(experiment_of(EXPERIMENT, setting.words()), cluster)
+    task = task_of(setting.experiment(), cluster)
     draw = random.Random(f"{setting} {seed}")
     while True:
         calls = {}
-        for call in planner.graph.calls.values():
-            options = call_options(call, planner.settings.batch_size, cluster)
+        for call in task.graph.calls.values():
+            options = call_options(call, task.batch_size, cluster)
             calls[call.name] = draw.choice([o for o in options if o.micro_batches <= MAX_MICRO_BATCHES]).call_plan()
-        prediction = planner.predict(ExecutionPlan(num_devices=NUM_WORKERS, calls=calls, models=planner.graph.models))
+        prediction = predict(task, ExecutionPlan(num_devices=NUM_WORKERS, calls=calls, models=task.graph.models))
         if prediction.fits:
             return prediction.plan
 

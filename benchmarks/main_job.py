@@ -15,7 +15,7 @@ from realhf.api import ExecutionPlan, save_plan
 from realhf.planning.cluster import Cluster
 from realhf.planning.here import CPU
 from realhf.planning.model.descriptions import load_hardware
-from realhf.planning.planner import Planner
+from realhf.planning.planner import search_for, task_of
 from realhf.planning.presets import evaluate_presets
 from realhf.rundir.lines import read_lines, step_line
 from realhf.rundir.run import load_experiment_class
@@ -44,15 +44,14 @@ def make_plans() -> dict[str, ExecutionPlan]:
     """The searched plan, and by their names the heuristic one and the one predicted to be the best of all by rule."""
     hardware = load_hardware(CPU)
     cluster = Cluster(devices_per_node=NUM_WORKERS, device_memory_bytes=hardware.device_memory_bytes, hardware=hardware)
-    planner = Planner(load_experiment_class(EXPERIMENT)(), cluster)
-    assert planner.costs.profiled, "the profile was just made"
+    experiment = load_experiment_class(EXPERIMENT)()
+    task = task_of(experiment, cluster)
+    assert task.costs.profiled, "the profile was just made"
     rules = {
-        result.name: result.prediction
-        for result in evaluate_presets(planner.task)
-        if result.prediction and not result.problem
+        result.name: result.prediction for result in evaluate_presets(task) if result.prediction and not result.problem
     }
     best = min(rules, key=lambda name: rules[name].step_s)
-    return {"searched": planner.search().plan, **{name: rules[name].plan for name in (best, "heuristic")}}
+    return {"searched": search_for(experiment, task).plan, **{name: rules[name].plan for name in (best, "heuristic")}}
 
 
 def step_seconds(run_dir: Path, plan: ExecutionPlan, steps: int) -> list[float]:

@@ -11,7 +11,7 @@ from typing import Any
 from lib.common import case, finish, parse_arguments
 from lib.search_instances import planning_task
 
-from realhf.planning.explain.alternatives import best_alternatives
+from realhf.planning.explain.comparison import best_alternatives
 from realhf.planning.options import call_options
 from realhf.planning.presets import evaluate_presets
 from realhf.planning.problem.builder import build_problem

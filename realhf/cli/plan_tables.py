@@ -1,51 +1,36 @@
 """What `realhf plan` prints: the plan, its comparison with others, why not otherwise, cases side by side."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-from rich import box
 from rich.table import Table
 
+from realhf.cli.output import table_of
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.planning.clusters import hardware_text
-from realhf.planning.explain.analysis import Analysis
+from realhf.planning.explain.cases import CaseResult
 from realhf.planning.explain.comparison import Comparison
+from realhf.planning.model.hardware import GIB
 from realhf.planning.task import PlanningTask
 
-GIB = 2**30
 SAME = 5e-4  # relative differences below it are not worth a number
-
-
-@dataclass(frozen=True, kw_only=True)
-class CaseResult:
-    """The searched plan of one cluster or staleness; `problem` says why there is none.
-
-    `generates_apart`: generation and training of a model have no device in common.
-    """
-
-    name: str
-    analysis: Analysis | None
-    problem: str = ""
-    generates_apart: bool = False
 
 
 def plan_table(plan: ExecutionPlan) -> Table:
     """The calls of a plan in the order in which they are issued."""
-    table = _table("execution plan", "call", "devices", "dp", "tp", "pp", "micro-batches", "predicted s")
+    table = table_of("execution plan", "call", "devices", "dp", "tp", "pp", "micro-batches", "predicted s")
     order = [entry.call for entry in plan.order if entry.call in plan.calls] or list(plan.calls)
     for name in order:
         call = plan.calls[name]
         predicted = "-" if call.predicted_s is None else f"{call.predicted_s:.3f}"
         degrees = (call.replicas_text, str(call.tp), call.stages_text)
-        table.add_row(name, devices_text(call), *degrees, str(call.micro_batches), predicted)
+        table.add_row(name, mesh_text(call.devices), *degrees, str(call.micro_batches), predicted)
     return table
 
 
 def comparison_table(comparison: Comparison) -> Table:
     """The plan and the presets: times, memory, the busiest device, and the largest part of the longest chain."""
-    table = _table("comparison", "plan", "s/step", "x", "tokens/s", "peak GiB", "busiest", "limited by")
-    base = comparison.plan.analysis
-    assert base is not None
+    table = table_of("comparison", "plan", "s/step", "x", "tokens/s", "peak GiB", "busiest", "limited by")
+    base = comparison.analysis
     for candidate in (comparison.plan, *comparison.presets):
         analysis = candidate.analysis
         if analysis is None:
@@ -73,8 +58,7 @@ def problems(comparison: Comparison) -> list[str]:
 def alternatives_table(comparison: Comparison) -> Table:
     """For each call, the best other layout, what the step would cost with it, and how many others do not fit."""
     title = "why not: the best other layout of each call, the rest of the plan as it is"
-    table = _table(title, "call", "instead", "s/step", "slower by", "too large")
-    table.columns[1].justify = "left"
+    table = table_of(title, "call", "instead", "s/step", "slower by", "too large", words=2)
     for alternative in comparison.alternatives:
         refused = f"{alternative.num_too_large / max(alternative.num_options, 1):.0%}"
         if alternative.option is None:
@@ -92,12 +76,12 @@ def alternatives_table(comparison: Comparison) -> Table:
 
 def case_table(results: Sequence[CaseResult]) -> Table:
     """Clusters, or values of staleness, side by side."""
-    table = _table("side by side", "case", "s/step", "tokens/s", "GPU-h/Mtok", "peak GiB", "limited by")
+    table = table_of("side by side", "case", "s/step", "tokens/s", "GPU-h/Mtok", "peak GiB", "limited by")
     for result in results:
-        analysis = result.analysis
-        if analysis is None:
+        if result.found is None:
             table.add_row(result.name, *["-"] * 5)
             continue
+        analysis = result.found.analysis
         table.add_row(
             result.name,
             f"{analysis.step_s:.4g}",
@@ -119,22 +103,34 @@ def setting_text(task: PlanningTask) -> str:
     return f"{planned_for}; {task.batch_size} samples of {tokens} tokens a step, {task.dtype}"
 
 
+def totals(comparison: Comparison) -> Iterator[str]:
+    """What a step takes, what limits it, and the heuristic plan beside it."""
+    analysis, costs = comparison.analysis, comparison.task.costs
+    source = "measured layer timings" if costs.profiled else "the analytic model (no profile; see `realhf profile`)"
+    yield f"predicted step: {analysis.step_s:.3f} s, from {source}"
+    yield (
+        f"{analysis.tokens_per_s:,.0f} tokens/s, {analysis.gpu_hours_per_million_tokens:.3g} GPU-hours per million "
+        "tokens"
+    )
+    yield f"limited by {analysis.limits}"
+    words, simple = "none is legal", comparison.heuristic
+    if simple.prediction:
+        step_s = simple.prediction.step_s
+        words = f"{step_s:.3f} s, {step_s / analysis.step_s:.2f} x this one"
+        words += f", but it {simple.problem}" if simple.problem else ""
+    yield f"heuristic plan (all calls alike on all devices): {words}"
+
+
 def difference_text(share: float) -> str:
     return "the same" if abs(share) < SAME else f"{share:+.1%}"
 
 
 def option_text(call: CallPlan) -> str:
     """`0-31 dp2 tp8 pp2 mb4`: devices, strategy, micro-batches."""
-    return f"{devices_text(call)} {call.strategy} mb{call.micro_batches}"
+    return f"{mesh_text(call.devices)} {call.strategy} mb{call.micro_batches}"
 
 
-def devices_text(call: CallPlan) -> str:
-    first, count = call.devices
+def mesh_text(devices: tuple[int, int]) -> str:
+    """`3`, or `0-7`: of (first device, number)."""
+    first, count = devices
     return str(first) if count == 1 else f"{first}-{first + count - 1}"
-
-
-def _table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i else "left", no_wrap=True)
-    return table

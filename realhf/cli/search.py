@@ -1,20 +1,18 @@
 """`realhf search`: the fastest plan of a planning problem that is given as a file."""
 
 import argparse
-import json
+import math
 import os
 import time
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
-from realhf.base.errors import UserError
 from realhf.base.numbers import check_range
+from realhf.cli.output import Output, table_of
+from realhf.cli.plan_tables import mesh_text
 from realhf.planning import _search
-from realhf.planning.explain.certificate import Certificate
+from realhf.planning.certificate import Certificate
+from realhf.planning.model.hardware import GIB
 from realhf.planning.problem.file import ProblemFile, load_problem, native_tables, unit_us
 from realhf.planning.problem.solution_file import PlannedFile
 from realhf.planning.request import SearchBudget
@@ -22,7 +20,6 @@ from realhf.planning.search import SEEDS
 
 DEFAULT_SECONDS = 10.0
 THREADS = (1, 1024)
-GIB = 2**30
 
 DESCRIPTION = """Finds the fastest plan of a planning problem (a file of the format planning-problem/1, or
 /2 as `realhf plan --dump-problem` writes it) and proves how
@@ -65,10 +62,7 @@ def execute(arguments: argparse.Namespace) -> int:
         single_moves=arguments.moves == "single",
     )
     if arguments.json:
-        try:
-            arguments.json.write_text(json.dumps(result, indent=1) + "\n")
-        except OSError as error:
-            raise UserError(f"--json {arguments.json}: cannot be written ({error.strerror})") from error
+        Output().write_json(arguments.json, result)
     _print(problem, result)
     return 0
 
@@ -125,30 +119,24 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _print(problem: ProblemFile | PlannedFile, result: dict[str, Any]) -> None:
-    console = Console(highlight=False)
-    table = Table(title="plan", title_justify="left")
-    for column in ("call", "option", "devices", "strategy", "s"):
-        table.add_column(column, justify="left" if column in ("call", "strategy") else "right")
+    out = Output()
+    table = table_of("plan", "call", "option", "devices", "strategy", "s")
     for call in problem.calls:
         number = result["plan"][call.name]
         option = call.options[number]
-        first, count = option.devices
-        devices = f"{first}" if count == 1 else f"{first}-{first + count - 1}"
+        devices = mesh_text(option.devices)
         table.add_row(call.name, str(number), devices, option.strategy, f"{option.time_s:.3f}")
-    console.print(table)
+    out.print(table)
+    best_s, lower_bound_us = result["us_per_step"] / 1e6, result["lower_bound_us"]
+    bound_s = math.inf if lower_bound_us is None else lower_bound_us / 1e6
     certificate = Certificate(
-        best=result["us_per_step"],
-        lower_bound=result["lower_bound_us"],
-        feasible=result["feasible"],
-        proven=result["proven"],
+        cost_s=best_s, lower_bound_s=bound_s, proven=result["proven"], feasible=result["feasible"]
     )
-    bound = "-" if certificate.lower_bound is None else f"{certificate.lower_bound / 1e6:.6f} s"
-    say = partial(console.print, soft_wrap=True)
-    say(f"best        {certificate.best / 1e6:.6f} s a step")
-    say(f"lower bound {bound}: {certificate.verdict()}")
-    limit = problem.device_memory_bytes / GIB
-    say(f"memory      {result['peak_bytes'] / GIB:.2f} of {limit:.2f} GiB on the fullest device")
-    say(
+    out.say(
+        f"best        {best_s:.6f} s a step",
+        f"lower bound {bound_s:.6f} s: {certificate}",
+        f"memory      {result['peak_bytes'] / GIB:.2f} of {problem.device_memory_bytes / GIB:.2f} GiB on the fullest "
+        "device",
         f"evaluations {result['evaluations']:,} in {result['seconds']:.2f} s "
-        f"({result['full_evaluations']:,} to the end, {result['early_rejections']:,} rejected early)"
+        f"({result['full_evaluations']:,} to the end, {result['early_rejections']:,} rejected early)",
     )

@@ -9,10 +9,12 @@ from realhf.base.errors import UserError
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.master.drift import WARM_UP, WINDOW, call_factors
 from realhf.planning.cluster import Cluster
-from realhf.planning.explain.explanation import explain
+from realhf.planning.explain.rationale import explain
 from realhf.planning.here import divided, hardware_here
-from realhf.planning.planner import Planner
+from realhf.planning.planner import search_for, task_of
+from realhf.planning.predict import predict
 from realhf.planning.request import SearchBudget
+from realhf.planning.task import PlanningTask
 from realhf.report.run_data import lines_under
 from realhf.rundir.lines import read_lines, step_line
 from realhf.rundir.paths import RunDirectory
@@ -50,15 +52,15 @@ def propose(directory: RunDirectory, budget: SearchBudget) -> Proposal:
     if not measured:
         raise UserError(f"{directory.metrics} has no times beside predictions yet; let the run make some steps")
     factors = {name: run.spec.call_factors.get(name, 1.0) * factor for name, factor in measured.items()}
-    planner = planner_of(run, factors)
-    present = planner.predict(run.plan)
-    result = planner.search(or_default(budget))
-    best = planner.predict(result.plan)
+    task = planned_task(run, factors)
+    present = predict(task, run.plan)
+    result = search_for(run.experiment, task, or_default(budget))
+    best = predict(task, result.plan)
     return Proposal(
         factors=factors,
         step_s=statistics.median(line["time_s"] for line in lines),
         present_s=present.step_s,
-        plan=msgspec.structs.replace(best.plan, rationale=explain(planner.task, best, result)),
+        plan=msgspec.structs.replace(best.plan, rationale=explain(task, best, result)),
     )
 
 
@@ -67,8 +69,8 @@ def or_default(budget: SearchBudget) -> SearchBudget:
     return SearchBudget(evaluations=EVALUATIONS) if budget == SearchBudget() else budget
 
 
-def planner_of(run: Run, factors: dict[str, float]) -> Planner:
-    """The planner of a run on the devices that it has, its calls' times scaled."""
+def planned_task(run: Run, factors: dict[str, float]) -> PlanningTask:
+    """The planning of a run on the devices that it has, its calls' times scaled."""
     hardware = run.spec.hardware or divided(hardware_here(), run.spec.num_workers)
     cluster = Cluster(
         num_nodes=run.spec.num_workers // run.spec.devices_per_node,
@@ -77,7 +79,7 @@ def planner_of(run: Run, factors: dict[str, float]) -> Planner:
         hardware=hardware,
     )
     offload, saves = run.plan.offload, run.spec.saves
-    return Planner(run.experiment, cluster, offload=offload, call_factors=factors, saves=saves)
+    return task_of(run.experiment, cluster, offload=offload, call_factors=factors, saves=saves)
 
 
 @dataclass(frozen=True, kw_only=True)

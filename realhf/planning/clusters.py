@@ -90,18 +90,25 @@ def hardware_text(hardware: Hardware, num_nodes: int, devices_per_node: int) -> 
     )
 
 
-def parse_clusters(text: str, memory_gb: float | None = None) -> dict[str, Cluster]:
-    """The clusters of a comma list, by what they were called.
+def clusters_of(request: DevicesRequest, names: str | None, num_devices: int | None = None) -> dict[str, Cluster]:
+    """The clusters of a comma list by their names; without a list the one of `cluster_of`, under the name "".
 
     Raises:
-        UserError: as `parse_cluster`, or a cluster given twice.
+        UserError: as `cluster_of` or `parse_cluster`, or a cluster is given twice.
     """
+    if names is None:
+        return {"": cluster_of(request, num_devices)}
+    fields = ("nodes", "gpus_per_node", "num_workers", "hardware")
+    given = [name for name in fields if getattr(request, name) != getattr(DevicesRequest, name)]
+    if given:
+        options = " and ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise UserError(f"--cluster {names} says it all; leave out {options}")
     clusters: dict[str, Cluster] = {}
-    for word in text.split(","):
+    for word in names.split(","):
         name = word.strip()
         if name in clusters:
             raise UserError(f"--cluster: {name!r} is given twice")
-        clusters[name] = parse_cluster(name, memory_gb)
+        clusters[name] = parse_cluster(name, request.memory_gb)
     return clusters
 
 

@@ -2,11 +2,13 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Literal
 
 from realhf.base.errors import UserError
 from realhf.base.numbers import DEVICES, check_range
+from realhf.dataflow.plan import ExecutionPlan, load_plan
 from realhf.planning.model.hardware import Hardware
 
 # Limits of a budget. Every search looks at its starts: one evaluation gives the best of them.
@@ -90,3 +92,8 @@ class PlanRequest:
     def __post_init__(self) -> None:
         if self.offload and self.plan:
             raise UserError("--offload is for the search of a plan; write the models into the file of --plan instead")
+
+    @cached_property
+    def given(self) -> ExecutionPlan | None:
+        """The plan in the file, read once. Raises UserError if it cannot be read."""
+        return load_plan(self.plan) if self.plan else None

@@ -10,6 +10,7 @@ from realhf.base.numbers import STEPS_IN_FLIGHT, check_range
 from realhf.dataflow.offload import check_offload
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import ParallelStrategy
+from realhf.planning.certificate import Certificate
 from realhf.planning.cluster import Cluster, has_all_meshes
 from realhf.planning.model.grouping import with_groups
 from realhf.planning.model.memory import parameter_bytes
@@ -55,6 +56,15 @@ class SearchResult:
     num_options: dict[str, int]
     rules: tuple[PresetResult, ...] = ()
     has_all_meshes: bool = True
+
+    @property
+    def certificate(self) -> Certificate:
+        return Certificate(
+            cost_s=self.cost_s,
+            lower_bound_s=self.lower_bound_s,
+            proven=self.proven,
+            has_all_meshes=self.has_all_meshes,
+        )
 
 
 def default_evaluations(options: Mapping[str, Sequence[Option]]) -> int:

@@ -90,32 +90,71 @@ class WhatIf:
         ]
 
 
-def parse_model_types(
-    calls: Sequence[ModelFunctionCallDef], *, actor: str | None, critic: str | None, pairs: Sequence[str]
-) -> dict[str, str]:
-    """Architectures by model name: of --actor, --critic, and NAME=ARCHITECTURE words, of which the latter win.
+@dataclass(frozen=True, kw_only=True)
+class WhatIfRequest:
+    """The words in which somebody asks what a plan would be.
 
-    Raises:
-        UserError: a word of another form, or an experiment without a model of the role.
+    `clusters`: names or files (`realhf.planning.clusters`) in the place of the devices, `stalenesses`: whole numbers,
+    `features`: names; all of them separated by commas. `actor` and `critic`: architectures of all models in these
+    roles; `model_types`: NAME=ARCHITECTURE of single models, which win. The rest is as in `WhatIf`.
     """
-    used = list(dict.fromkeys(call.model_name for call in calls))
-    types: dict[str, str] = {}
-    for role, value in (("actor", actor), ("critic", critic)):
-        if value is None:
-            continue
-        names = [name for name in used if name in ROLES[role]]
-        if not names:
-            raise UserError(
-                f"--{role} {value}: no model is named {' or '.join(ROLES[role])}; the experiment has "
-                f"{', '.join(used)}, so give --model-type NAME={value}"
+
+    clusters: str | None = None
+    actor: str | None = None
+    critic: str | None = None
+    model_types: Sequence[str] = ()
+    prompt_tokens: int | None = None
+    new_tokens: int | None = None
+    batch_size: int | None = None
+    dtype: DType | None = None
+    stalenesses: str = "0"
+    features: str = ""
+
+    def cases(self, calls: Sequence[ModelFunctionCallDef]) -> list[WhatIf]:
+        """One for each staleness, in ascending order.
+
+        Raises:
+            UserError: a word of another form, or an experiment with these calls has no model of a role.
+        """
+        try:
+            # A number of 21 digits is too large.
+            stalenesses = sorted({int(word[:20]) for word in self.stalenesses.split(",")})
+        except ValueError:
+            raise UserError(f"--staleness {self.stalenesses} must be whole numbers, separated by commas") from None
+        model_types = self._model_types(calls)
+        features = tuple(name.strip() for name in self.features.split(",") if name.strip())
+        return [
+            WhatIf(
+                model_types=model_types,
+                prompt_tokens=self.prompt_tokens,
+                new_tokens=self.new_tokens,
+                batch_size=self.batch_size,
+                dtype=self.dtype,
+                staleness=staleness,
+                features=features,
             )
-        types |= dict.fromkeys(names, value)
-    for pair in pairs:
-        name, separator, value = pair.partition("=")
-        if not (name and separator and value):
-            raise UserError(f"--model-type {pair}: write it NAME=ARCHITECTURE, for example {used[0]}=llama3-70b")
-        types[name] = value
-    return types
+            for staleness in stalenesses
+        ]
+
+    def _model_types(self, calls: Sequence[ModelFunctionCallDef]) -> dict[str, str]:
+        used = list(dict.fromkeys(call.model_name for call in calls))
+        types: dict[str, str] = {}
+        for role, value in (("actor", self.actor), ("critic", self.critic)):
+            if value is None:
+                continue
+            names = [name for name in used if name in ROLES[role]]
+            if not names:
+                raise UserError(
+                    f"--{role} {value}: no model is named {' or '.join(ROLES[role])}; the experiment has "
+                    f"{', '.join(used)}, so give --model-type NAME={value}"
+                )
+            types |= dict.fromkeys(names, value)
+        for pair in self.model_types:
+            name, separator, value = pair.partition("=")
+            if not (name and separator and value):
+                raise UserError(f"--model-type {pair}: write it NAME=ARCHITECTURE, for example {used[0]}=llama3-70b")
+            types[name] = value
+        return types
 
 
 def keys_without_producer(calls: Sequence[ModelFunctionCallDef]) -> tuple[str, ...]:

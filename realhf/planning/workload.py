@@ -1,10 +1,11 @@
-"""How long the sequences of an experiment are."""
+"""How many tokens the calls of an experiment read and write."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from realhf.api.generation import DECODE_GRAPHS, DecodeGraphs
 from realhf.base.errors import UserError
+from realhf.dataflow.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,3 +52,54 @@ class Workload:
     @property
     def max_tokens(self) -> int:
         return self.max_prompt_tokens + self.max_new_tokens
+
+
+def workload_of(graph: DataflowGraph, lengths: dict[str, tuple[float, int]], new_tokens: int | None = None) -> Workload:
+    """How many tokens each call reads and writes, from the data set's lengths and the limits of generation.
+
+    `new_tokens` takes the place of those limits.
+    """
+    generate = [call for call in graph.calls.values() if call.interface_type is GENERATE]
+    rollout = _generation(generate[0], lengths, new_tokens) if generate else None
+    calls = {}
+    for call in graph.calls.values():
+        if call.interface_type is GENERATE:
+            calls[call.name] = _generation(call, lengths, new_tokens)
+        elif call.interface_impl.sequence_keys or rollout is None:
+            calls[call.name] = _reading(call, lengths, rollout)
+    base = rollout or next(iter(calls.values()))
+    return Workload(
+        prompt_tokens=base.prompt_tokens,
+        new_tokens=base.new_tokens,
+        max_prompt_tokens=base.max_prompt_tokens,
+        max_new_tokens=base.max_new_tokens,
+        calls=calls,
+    )
+
+
+def _generation(call: ModelFunctionCallDef, lengths: dict[str, tuple[float, int]], new_tokens: int | None) -> Workload:
+    mean, longest = lengths[call.input_data[0]]
+    new_tokens = new_tokens or getattr(call.interface_impl, "max_new_tokens", None)
+    if not isinstance(new_tokens, int):
+        raise UserError(
+            f"{call.name}: {type(call.interface_impl).__name__} has no max_new_tokens, so that the planner does not "
+            "know how long it generates; add a field or property of that name"
+        )
+    return Workload(
+        prompt_tokens=mean,
+        new_tokens=new_tokens,
+        max_prompt_tokens=longest,
+        max_new_tokens=new_tokens,
+        kv_cache_tokens=getattr(call.interface_impl, "kv_cache_tokens", None),
+        decode_graphs=getattr(call.interface_impl, "decode_graphs", DECODE_GRAPHS),
+    )
+
+
+def _reading(call: ModelFunctionCallDef, lengths: dict[str, tuple[float, int]], rollout: Workload | None) -> Workload:
+    """The sum over the sequences that the call reads for one sample; what was generated counts as a rollout."""
+    generated = (rollout.tokens, rollout.max_tokens) if rollout else (0.0, 0)
+    keys = call.interface_impl.sequence_keys or call.input_data[:1]
+    sizes = [lengths.get(key, generated) for key in keys]
+    return Workload(
+        prompt_tokens=sum(mean for mean, _ in sizes), max_prompt_tokens=sum(longest for _, longest in sizes)
+    )

@@ -10,6 +10,7 @@ import plotly.graph_objects as go
 from realhf.dataflow.plan import CallPlan
 from realhf.planning.explain.analysis import COMPUTE, Analysis, Span
 from realhf.planning.explain.comparison import Candidate, Comparison
+from realhf.planning.search import SearchResult
 from realhf.report.figures import LEGEND_ABOVE, LINE_COLOURS, MEASURED_COLOUR, OTHER_COLOUR, PHASE_COLOURS, styled
 from realhf.report.html import document, figure_html, section, table
 
@@ -283,19 +284,19 @@ def _alternatives(comparison: Comparison) -> str:
 
 
 def _search(comparison: Comparison) -> str:
-    if not comparison.search_trace:
+    if not (comparison.result and comparison.result.trace):
         return ""
     return section(
         "Cost over the search",
         '<p class="muted">The best plan so far, in seconds a step (more where it did not fit into memory), and the '
         "lower bound that was proven.</p>",
-        figure_html(_search_figure(comparison)),
+        figure_html(_search_figure(comparison.result)),
     )
 
 
-def _search_figure(comparison: Comparison) -> go.Figure:
+def _search_figure(result: SearchResult) -> go.Figure:
     """Steps down over the milliseconds since the first plan; what is far above the last is cut off."""
-    trace, certificate = comparison.search_trace, comparison.certificate
+    trace = result.trace
     start_s = trace[0][0]
     last = trace[-1][1]
     end_ms = (trace[-1][0] - start_s) * 1.05e3 or 1.0
@@ -309,11 +310,11 @@ def _search_figure(comparison: Comparison) -> go.Figure:
         hovertemplate="%{x:.3g} ms: %{y:.4g} s a step<extra></extra>",
     )
     lowest = last
-    if certificate and 0 < certificate.lower_bound_s < float("inf"):
-        lowest = min(last, certificate.lower_bound_s)
+    if 0 < result.lower_bound_s < float("inf"):
+        lowest = min(last, result.lower_bound_s)
         figure.add_scatter(
             x=[0, end_ms],
-            y=[certificate.lower_bound_s] * 2,
+            y=[result.lower_bound_s] * 2,
             mode="lines",
             name="lower bound",
             line={"color": LIMIT_COLOUR, "width": 2, "dash": "dash"},

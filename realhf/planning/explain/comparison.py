@@ -1,15 +1,20 @@
 """A plan beside the presets and the alternatives of its calls: everything that `realhf plan --compare` says."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
 
-from realhf.planning.explain.alternatives import Alternative, best_alternatives
+from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.planning.certificate import Certificate
 from realhf.planning.explain.analysis import Analysis, analyse
 from realhf.planning.model.features import differences
-from realhf.planning.presets import evaluate_presets
+from realhf.planning.options import Option, call_options, option_of
+from realhf.planning.predict import Prediction
+from realhf.planning.presets import PresetResult, evaluate_preset, evaluate_presets
+from realhf.planning.problem.builder import build_problem
+from realhf.planning.problem.native import native_problem
 from realhf.planning.search import SearchResult
 from realhf.planning.task import PlanningTask
 
@@ -26,74 +31,107 @@ class Candidate:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Certificate:
-    """No plan of the options takes less than `lower_bound_s` a step; the searched one takes `cost_s` as simulated.
+class Alternative:
+    """The fastest other layout of `call` while all other calls stay; `step_s` is the step's time then.
 
-    Without `has_all_meshes` the options are those on aligned powers of two of nodes.
+    `planned_step_s` is the plan's, simulated in the same way (each call as soon as it can, no given order).
+    None if no other layout of the call fits into memory.
     """
 
-    cost_s: float
-    lower_bound_s: float
-    proven: bool
-    has_all_meshes: bool = True
+    call: str
+    option: CallPlan | None
+    step_s: float
+    planned_step_s: float
+    num_options: int
+    num_too_large: int
 
     @property
-    def gap(self) -> float:
-        """How much slower than the best the plan can be, at most; 0 where it is proven."""
-        return 0.0 if self.proven else self.cost_s / self.lower_bound_s - 1
+    def slower_s(self) -> float:
+        return self.step_s - self.planned_step_s
 
-    def __str__(self) -> str:
-        plans = "plan" if self.has_all_meshes else "plan on meshes of aligned powers of two (all that was searched)"
-        if self.proven:
-            return f"optimal: no {plans} takes less than {self.cost_s:.4g} s a step"
-        if self.lower_bound_s <= 0:
-            return "no lower bound was proven"
-        return (
-            f"no {plans} takes less than {self.lower_bound_s:.4g} s a step; this one is within {self.gap:.1%} of that"
-        )
+
+def best_alternatives(task: PlanningTask, plan: ExecutionPlan) -> list[Alternative]:
+    """For each call: every other mesh and strategy of it is evaluated with the rest of the plan as it is."""
+    return [_best(task, plan, name) for name in plan.calls]
+
+
+def _best(task: PlanningTask, plan: ExecutionPlan, name: str) -> Alternative:
+    chosen = {call: [option_of(entry)] for call, entry in plan.calls.items()}
+    planned = chosen[name][0]
+    options = [planned, *_others(task, name, planned)]
+    native = native_problem(build_problem(replace(task, offload=plan.offload), {**chosen, name: options}))
+    place = list(task.graph.calls).index(name)
+    (planned_step_s, _), *evaluations = native.evaluate_all([0] * len(task.graph.calls), place)
+    best, best_s, too_large = None, float("inf"), 0
+    for option, (step_s, feasible) in zip(options[1:], evaluations, strict=True):
+        if not feasible:
+            too_large += 1
+        elif step_s < best_s:
+            best, best_s = option, step_s
+    return Alternative(
+        call=name,
+        option=best.call_plan(predicted_s=task.call_models[name].seconds(best.layout.strategy, best.micro_batches))
+        if best
+        else None,
+        step_s=best_s,
+        planned_step_s=planned_step_s,
+        num_options=len(options) - 1,
+        num_too_large=too_large,
+    )
+
+
+def _others(task: PlanningTask, name: str, planned: Option) -> list[Option]:
+    """All options in another layout."""
+    options = call_options(task.graph.calls[name], task.batch_size, task.cluster)
+    return [option for option in options if option.layout != planned.layout]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """`plan` first, then the presets, in their own order; `search_trace` as `SearchResult.trace`."""
+    """A plan, the search that found it (None: it was given), and the heuristic plan.
+
+    `presets`, in their own order, and `alternatives` are empty where only the plan itself was asked for.
+    """
 
     task: PlanningTask
     plan: Candidate
+    result: SearchResult | None
+    heuristic: PresetResult
     presets: tuple[Candidate, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
-    certificate: Certificate | None = None
-    search_trace: tuple[tuple[float, float], ...] = ()
+
+    @property
+    def analysis(self) -> Analysis:
+        """That of the plan."""
+        assert self.plan.analysis is not None
+        return self.plan.analysis
+
+    @property
+    def certificate(self) -> Certificate | None:
+        return self.result.certificate if self.result else None
 
 
-def certificate_of(result: SearchResult) -> Certificate:
-    return Certificate(
-        cost_s=result.cost_s,
-        lower_bound_s=result.lower_bound_s,
-        proven=result.proven,
-        has_all_meshes=result.has_all_meshes,
-    )
+def describe(task: PlanningTask, prediction: Prediction, result: SearchResult | None) -> Comparison:
+    """The predicted plan of a search (None: a given one) beside the heuristic alone."""
+    problem = "" if result or prediction.fits else "memory"
+    candidate = Candidate(name=SEARCHED if result else GIVEN, analysis=analyse(task, prediction), problem=problem)
+    return Comparison(task=task, plan=candidate, result=result, heuristic=evaluate_preset("heuristic", task))
 
 
-def compare(task: PlanningTask, plan: Candidate, result: SearchResult | None) -> Comparison:
-    """Evaluates all presets, and every other layout of every call of the plan."""
-    assert plan.analysis is not None
+def compare(alone: Comparison) -> Comparison:
+    """With all presets, and with the best other layout of every call of the plan."""
+    task = alone.task
     presets = []
-    for preset in result.rules if result else evaluate_presets(task):
+    for preset in alone.result.rules if alone.result else evaluate_presets(task):
         analysis = analyse(task, preset.prediction) if preset.prediction else None
         presets.append(Candidate(name=preset.name, analysis=analysis, problem=preset.problem))
-    return Comparison(
-        task=task,
-        plan=plan,
-        presets=tuple(presets),
-        alternatives=tuple(best_alternatives(task, plan.analysis.prediction.plan)),
-        certificate=certificate_of(result) if result else None,
-        search_trace=result.trace if result else (),
-    )
+    alternatives = best_alternatives(task, alone.analysis.prediction.plan)
+    return replace(alone, presets=tuple(presets), alternatives=tuple(alternatives))
 
 
 def summary(comparison: Comparison) -> dict[str, Any]:
     """The comparison as JSON data; times in seconds, memory in bytes."""
-    task, certificate = comparison.task, comparison.certificate
+    task, result = comparison.task, comparison.result
     return {
         "cluster": {
             "hardware": task.cluster.hardware.name,
@@ -109,14 +147,14 @@ def summary(comparison: Comparison) -> dict[str, Any]:
             "dtype": task.dtype,
         },
         "features": differences(task.costs.features),
-        "certificate": certificate
+        "certificate": result
         and {
-            "cost_s": certificate.cost_s,
-            "lower_bound_s": certificate.lower_bound_s,
-            "proven": certificate.proven,
-            "has_all_meshes": certificate.has_all_meshes,
+            "cost_s": result.cost_s,
+            "lower_bound_s": result.lower_bound_s,
+            "proven": result.proven,
+            "has_all_meshes": result.has_all_meshes,
         },
-        "search_trace": [list(point) for point in comparison.search_trace],
+        "search_trace": result.trace if result else (),
         "plans": [_candidate(task, candidate) for candidate in (comparison.plan, *comparison.presets)],
         "alternatives": [_alternative(alternative) for alternative in comparison.alternatives],
     }

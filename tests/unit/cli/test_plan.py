@@ -15,7 +15,9 @@ from realhf.cli import main
 from realhf.planning import _search
 from realhf.planning.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
-from realhf.planning.planner import Planner
+from realhf.planning.options import all_options
+from realhf.planning.planner import task_of
+from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.file import load_problem, native_tables
 from realhf.planning.problem.solution_file import PlannedFile
 from realhf.planning.what_if import WhatIf
@@ -117,8 +119,9 @@ def test_a_model_is_priced_as_its_setup_says() -> None:
     cluster = Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**32, hardware=load_hardware("cpu"))
     needs = {}
     for features in ((), ("no-recomputation",)):
-        planner = Planner(Recomputing(), cluster, what_if=WhatIf(prompt_tokens=64, features=features))
-        rows = {call.name: call for call in planner.problem().calls}
+        task = task_of(Recomputing(), cluster, what_if=WhatIf(prompt_tokens=64, features=features))
+        options = {call.name: call_options(call, task.batch_size, cluster) for call in task.graph.calls.values()}
+        rows = {call.name: call for call in build_problem(task, all_options(task)).calls}
         needs[features] = {
             name: next(o.dynamic_bytes for o in rows[name].options if o.devices == (0, 1) and o.micro_batches == 1)
             for name in ("actor_train_step", "critic_train_step")

@@ -16,7 +16,7 @@ from realhf.geometry.parameters import parameter_count
 from realhf.launch.process import job_of
 from realhf.lifecycle.new import new_run
 from realhf.lifecycle.planned_hardware import said_of_hardware
-from realhf.lifecycle.replan import planner_of
+from realhf.lifecycle.replan import planned_task
 from realhf.machine import host
 from realhf.planning.cluster import Cluster
 from realhf.planning.clusters import cluster_of, hardware_text
@@ -24,6 +24,7 @@ from realhf.planning.here import COUNTED_OF_GPU, hardware_here
 from realhf.planning.model.descriptions import leave_description, load_hardware
 from realhf.planning.model.hardware import GIB
 from realhf.planning.model.profile import profile_path
+from realhf.planning.predict import predict
 from realhf.planning.request import DevicesRequest, PlannedHardware
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import RunSpec
@@ -229,7 +230,7 @@ def test_checkpoints_on_the_way_take_memory(option):
     trained = sum(parameter_count(run_model) for run_model in trained_models(saving))
     # Each parameter with AdamW's two states, all in float32.
     assert peaks[1] - peaks[0] == 12 * trained > 0
-    again = planner_of(saving, {}).predict(saving.plan)
+    again = predict(planned_task(saving, {}), saving.plan)
     assert max(again.device_bytes) == saving.plan.rationale.memory[0].peak_bytes
 
 

@@ -16,7 +16,8 @@ from realhf.lifecycle.replanner import Replanner
 from realhf.lifecycle.request import Mode, ReplanRequest
 from realhf.planning.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
-from realhf.planning.planner import Planner
+from realhf.planning.planner import task_of
+from realhf.planning.predict import predict
 from realhf.rundir.events import note, read_events
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.prepare import prepare
@@ -166,9 +167,9 @@ def test_a_change_needs_checkpoints() -> None:
 def test_factors_hold_for_every_option_of_a_call() -> None:
     experiment = load_experiment_class("experiments/ppo.py")()
     cluster = Cluster(devices_per_node=4, device_memory_bytes=2**33, hardware=load_hardware("cpu"))
-    plain, scaled = (Planner(experiment, cluster, call_factors=f) for f in ({}, {"critic_train_step": 3.0}))
+    plain, scaled = (task_of(experiment, cluster, call_factors=f) for f in ({}, {"critic_train_step": 3.0}))
     for path in ("tests/plans/dp4.json", "tests/plans/tp4.json"):
-        before, after = (planner.predict(load_plan(path)) for planner in (plain, scaled))
+        before, after = (predict(task, load_plan(path)) for task in (plain, scaled))
         for name, seconds in before.call_s.items():
             factor = 3.0 if name == "critic_train_step" else 1.0
             assert after.call_s[name] == pytest.approx(factor * seconds, rel=1e-12)

@@ -9,8 +9,8 @@ from msgspec.structs import replace as changed
 
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
-from realhf.planning.explain.alternatives import best_alternatives
 from realhf.planning.explain.analysis import COMPUTE, analyse
+from realhf.planning.explain.comparison import best_alternatives
 from realhf.planning.explain.remedies import find_remedies, smallest_peak_bytes
 from realhf.planning.options import Option, call_options
 from realhf.planning.predict import predict, predict_in_best_order

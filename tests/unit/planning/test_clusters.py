@@ -6,8 +6,9 @@ import pytest
 
 from realhf.base.errors import UserError
 from realhf.planning.cluster import Cluster
-from realhf.planning.clusters import parse_cluster, parse_clusters, with_memory
+from realhf.planning.clusters import clusters_of, parse_cluster, with_memory
 from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.request import DevicesRequest
 
 H100 = Cluster(num_nodes=16, devices_per_node=8, device_memory_bytes=80_000_000_000, hardware=load_hardware("h100"))
 
@@ -15,7 +16,7 @@ H100 = Cluster(num_nodes=16, devices_per_node=8, device_memory_bytes=80_000_000_
 def test_names() -> None:
     assert parse_cluster("h100-16x8") == H100
     assert parse_cluster("a100-80g-2x4").hardware.name == "a100-80g"
-    assert list(parse_clusters("h100-4x8, h200-8x8")) == ["h100-4x8", "h200-8x8"]
+    assert list(clusters_of(DevicesRequest(), "h100-4x8, h200-8x8")) == ["h100-4x8", "h200-8x8"]
 
 
 @pytest.mark.parametrize(
@@ -33,7 +34,7 @@ def test_names() -> None:
 )
 def test_wrong_names(name: str, message: str) -> None:
     with pytest.raises(UserError) as error:
-        parse_clusters(name)
+        clusters_of(DevicesRequest(), name)
     assert str(error.value).startswith(message)
 
 

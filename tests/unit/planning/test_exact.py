@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.planning.explain.certificate import Certificate
+from realhf.planning.certificate import Certificate
 from tests.unit.planning.evaluate_plan import evaluate
 from tests.unit.planning.problem_files import (
     NAMES,
@@ -109,11 +109,10 @@ def test_a_proof_finds_what_a_poor_search_missed() -> None:
 
 
 def test_what_a_certificate_says() -> None:
-    optimal = Certificate(best=2.0, lower_bound=2.0, feasible=True, proven=True)
-    assert (optimal.gap, optimal.verdict()) == (0.0, "optimal")
-    open_ = Certificate(best=2.0, lower_bound=1.98, feasible=True, proven=False)
-    assert open_.gap == pytest.approx(0.01)
-    assert open_.verdict() == "at most 1.00% above the optimum"
-    nothing = Certificate(best=2.0, lower_bound=None, feasible=False, proven=True)
-    assert (nothing.gap, nothing.is_optimal) == (None, False)
-    assert nothing.verdict() == "no plan fits into memory (proven)"
+    optimal = Certificate(cost_s=2.0, lower_bound_s=2.0, proven=True)
+    assert (optimal.gap, str(optimal)) == (0.0, "optimal: no plan takes less than 2 s a step")
+    open_ = Certificate(cost_s=2.0, lower_bound_s=1.6, proven=False)
+    assert open_.gap == pytest.approx(0.25)
+    assert str(open_) == "no plan takes less than 1.6 s a step; this one is within 25.0% of that"
+    nothing = Certificate(cost_s=2.0, lower_bound_s=float("inf"), feasible=False, proven=True)
+    assert str(nothing) == "no plan fits into memory (proven)"

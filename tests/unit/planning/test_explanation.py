@@ -7,9 +7,9 @@ import pytest
 from msgspec.structs import replace
 
 from realhf.dataflow.plan import ExecutionPlan, load_plan, save_plan
-from realhf.planning.explain.alternatives import best_alternatives
 from realhf.planning.explain.analysis import analyse
-from realhf.planning.explain.explanation import explain
+from realhf.planning.explain.comparison import best_alternatives
+from realhf.planning.explain.rationale import explain
 from realhf.planning.predict import predict
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan

@@ -84,7 +84,7 @@ def test_no_plan_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         ([PROBLEM, "--evaluations", "0"], "--evaluations 0 is not from 1 to"),
         ([PROBLEM, "--threads", "0"], "--threads 0 is not from 1 to 1,024"),
         ([PROBLEM, "--seed", "-1"], "--seed -1 is not from 0 to"),
-        ([PROBLEM, "--evaluations", "100", "--json", "none/out.json"], "--json none/out.json: cannot be written"),
+        ([PROBLEM, "--evaluations", "100", "--json", "none/out.json"], "none/out.json: cannot write"),
     ],
 )
 def test_bad_input_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from realhf.dataflow.graph import TRAIN_STEP, DataflowGraph
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.cluster import Cluster
-from realhf.planning.explain.analysis import analyse
-from realhf.planning.explain.comparison import SEARCHED, Candidate, compare
+from realhf.planning.explain.comparison import compare, describe
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.timings import load_costs
 from realhf.planning.options import Option
@@ -99,12 +98,11 @@ def test_the_table_shows_the_rules_that_the_search_began_with() -> None:
     graph = DataflowGraph([call("sft", TINY, TRAIN_STEP, "seq")], ["seq"])
     task = PlanningTask(graph=graph, max_steps_in_flight=2, **settings(graph, cpu_cluster(4)))
     result = searched(task, 1)
-    plan = Candidate(name=SEARCHED, analysis=analyse(task, predict(task, result.plan)))
-    rows = compare(task, plan, result).presets
+    compared = compare(describe(task, predict(task, result.plan), result))
+    rows = compared.presets
     again = evaluate_presets(task)
     assert [(row.name, row.problem) for row in rows] == [(rule.name, rule.problem) for rule in again]
-    assert plan.analysis is not None
-    assert all(row.problem or (row.analysis and plan.analysis.step_s <= row.analysis.step_s) for row in rows)
+    assert all(row.problem or (row.analysis and compared.analysis.step_s <= row.analysis.step_s) for row in rows)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -3,9 +3,8 @@
 from itertools import groupby
 
 from realhf.dataflow.rationale import DeviceMemory, Instead, Rationale
-from realhf.planning.explain.alternatives import Alternative, best_alternatives
 from realhf.planning.explain.analysis import Analysis, analyse
-from realhf.planning.explain.comparison import certificate_of
+from realhf.planning.explain.comparison import Alternative, best_alternatives
 from realhf.planning.predict import Prediction
 from realhf.planning.presets import evaluate_preset
 from realhf.planning.search import SearchResult
@@ -20,7 +19,7 @@ def explain(task: PlanningTask, prediction: Prediction, result: SearchResult | N
         origin=_origin(result),
         hardware=task.cluster.hardware.name,
         profiled=task.costs.profiled,
-        certificate=str(certificate_of(result)) if result else "",
+        certificate=str(result.certificate) if result else "",
         limits=analysis.limits,
         heuristic_step_s=simple.prediction.step_s if simple.prediction else None,
         heuristic_fits=not simple.problem,
