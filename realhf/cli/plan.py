@@ -28,13 +28,16 @@ from realhf.planning.explain.comparison import Comparison, compare, describe, su
 from realhf.planning.model.descriptions import DTYPE_BYTES
 from realhf.planning.model.features import FEATURES
 from realhf.planning.options import all_options
-from realhf.planning.planner import predicted, search_for, tasks_of
+from realhf.planning.planner import search_for, tasks_of
+from realhf.planning.predict import predict
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.dump import planned_file, simple_file
 from realhf.planning.problem.file import problem_bytes
 from realhf.planning.request import PlanRequest
 from realhf.planning.task import PlanningTask
 from realhf.planning.what_if import WhatIfRequest
+
+DESCRIPTION = "Searches the execution plan of an experiment and prints it. Needs no GPU and starts no worker."
 
 EXAMPLE = """examples:
   realhf plan experiments/ppo.py --num-workers 4
@@ -129,9 +132,12 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     if arguments.dump_problem:
         out.write(arguments.dump_problem, _dumped(task, arguments.dump_version))
-    with Phases() as watch:
-        prediction, result = predicted(experiment, task, request, watch)
-    comparison = describe(task, prediction, result)
+    plan, result = request.given, None
+    if plan is None:
+        with Phases() as watch:
+            result = search_for(experiment, task, request.budget, watch)
+        plan = result.plan
+    comparison = describe(task, predict(task, plan), result)
     _print_plan(out, comparison)
     if arguments.compare or arguments.html:
         with Phases() as watch:
@@ -181,7 +187,10 @@ def compare_cases(
         out.say(f"{words} fastest plan found generates and trains on devices of their own")
     if arguments.json:
         cases = {
-            case.name: summary(case.found) if case.found else {"feasible": False, "problem": case.problem}
+            # Traces belong to the page of a single plan.
+            case.name: summary(case.found) | {"search_trace": ()}
+            if case.found
+            else {"feasible": False, "problem": case.problem}
             for case in results
         }
         out.write_json(arguments.json, msgspec.to_builtins({"cases": cases}))

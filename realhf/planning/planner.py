@@ -19,7 +19,7 @@ from realhf.planning.clusters import cluster_of, clusters_of
 from realhf.planning.explain.rationale import explain
 from realhf.planning.explain.remedies import find_remedies, smallest_peak_bytes
 from realhf.planning.model.timings import load_costs
-from realhf.planning.predict import Prediction, predict
+from realhf.planning.predict import predict
 from realhf.planning.request import PlanRequest, SearchBudget
 from realhf.planning.search import SearchResult, search_plan
 from realhf.planning.task import PlanningTask, with_staleness
@@ -36,7 +36,11 @@ def plan_for(experiment: Any, request: PlanRequest, watch: Watch = unwatched) ->
     """
     cluster = cluster_of(request.devices, request.given.num_devices if request.given else None)
     task = task_of(experiment, cluster, offload=request.offload, call_factors=request.call_factors, saves=request.saves)
-    prediction, result = predicted(experiment, task, request, watch)
+    plan, result = request.given, None
+    if plan is None:
+        result = search_for(experiment, task, request.budget, watch)
+        plan = result.plan
+    prediction = predict(task, plan)
     check_cache_room(prediction.plan, task)
     return msgspec.structs.replace(prediction.plan, rationale=explain(task, prediction, result)), cluster
 
@@ -57,7 +61,9 @@ def tasks_of(experiment: Any, request: PlanRequest, asked: WhatIfRequest) -> dic
         names = clusters if len(clusters) > 1 else [""]
         return {name: task(cluster, cases[0]) for name, cluster in zip(names, clusters.values(), strict=True)}
     if len(clusters) > 1:
-        raise UserError("give several clusters or several values of --staleness, and not both")
+        raise UserError(
+            "several clusters or values of --staleness are compared by themselves: give several of one kind"
+        )
     [cluster] = clusters.values()
     return {f"staleness {case.staleness}": task(cluster, case) for case in cases}
 
@@ -111,20 +117,6 @@ def task_of(
         dtype=dtype,
         offload=offload,
     )
-
-
-def predicted(
-    experiment: Any, task: PlanningTask, request: PlanRequest, watch: Watch = unwatched
-) -> tuple[Prediction, SearchResult | None]:
-    """The prediction of the given plan, or of the best one found, with the search that found it.
-
-    Raises:
-        UserError: the given plan is not for this task, or as `search_for`.
-    """
-    if request.given:
-        return predict(task, request.given), None
-    result = search_for(experiment, task, request.budget, watch)
-    return predict(task, result.plan), result
 
 
 def search_for(

@@ -120,7 +120,6 @@ def test_a_model_is_priced_as_its_setup_says() -> None:
     needs = {}
     for features in ((), ("no-recomputation",)):
         task = task_of(Recomputing(), cluster, what_if=WhatIf(prompt_tokens=64, features=features))
-        options = {call.name: call_options(call, task.batch_size, cluster) for call in task.graph.calls.values()}
         rows = {call.name: call for call in build_problem(task, all_options(task)).calls}
         needs[features] = {
             name: next(o.dynamic_bytes for o in rows[name].options if o.devices == (0, 1) and o.micro_batches == 1)
