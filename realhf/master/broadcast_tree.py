@@ -1,4 +1,4 @@
-"""Who sends samples to whom: from the node itself, into each node once, and everybody as early as possible."""
+"""Which device sends samples to which: a message enters each node once, and reaches every device early."""
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -7,15 +7,15 @@ from realhf.realloc.plan.broadcast_chain import node_of
 
 
 class BroadcastTrees:
-    """Chooses the hops by which messages get from their holders to those that lack them.
+    """Chooses the hops that carry messages from the devices that hold them to the devices that lack them.
 
-    List scheduling (Graham, 1966) with bytes for a clock: a message is sent whole, by one that has it, and a device
-    sends one after the other. So what all devices of a node lack spreads as a tree. A reallocation has rounds of
-    buckets instead, for which chains are best (`realhf.realloc.plan.broadcast_chain`).
+    It is list scheduling (Graham, 1966) with bytes as the clock. A device sends one whole message after the other, so
+    a message that all devices of a node lack spreads as a tree. A reallocation moves buckets in rounds, for which
+    chains are better (`realhf.realloc.plan.broadcast_chain`).
     """
 
     def __init__(self, devices_per_node: int | None) -> None:
-        """`devices_per_node`: None where all devices are on one."""
+        """`devices_per_node`: None if all devices are on one node."""
         self._devices_per_node = devices_per_node
         self._sends_until: defaultdict[int, int] = defaultdict(int)
         self._fetched: defaultdict[int, int] = defaultdict(int)  # bytes, from other nodes
@@ -23,7 +23,7 @@ class BroadcastTrees:
     def hops(self, size_bytes: int, holders: Sequence[int], lacking: Sequence[int]) -> Iterator[tuple[int, int]]:
         """(sender, receiver) for every device of `lacking`, each once; a receiver may be the sender of later hops."""
         ready_at = dict.fromkeys(holders, 0)
-        on_node: dict[int, list[int]] = {}  # who has it
+        on_node: dict[int, list[int]] = {}  # the devices that hold the message
         for holder in holders:
             on_node.setdefault(self._node(holder), []).append(holder)
         receivers: dict[int, list[int]] = {}

@@ -1,13 +1,13 @@
-"""A clock for silence: it counts the time in which this process could hear."""
+"""A clock for silence: it counts the time in which this process could receive messages."""
 
 import time
 
 
 class ListeningClock:
-    """Seconds in which this process ran.
+    """Counts the seconds in which this process ran.
 
-    A busy machine may hold a process up for minutes, and a stopped one for longer; what arrives meanwhile waits to be
-    read, so nobody was silent. `tick` is to be called every `tick_s`; of a longer pause only twice that counts.
+    A busy machine may hold this process up for minutes. Messages that arrive meanwhile wait to be read, so their
+    senders were not silent. Call `tick` every `tick_s` seconds; a longer pause counts as two ticks.
     """
 
     def __init__(self, tick_s: float) -> None:
@@ -16,10 +16,10 @@ class ListeningClock:
         self._awake_s = 0.0
 
     def now(self) -> float:
-        """Seconds awake since the clock was made."""
+        """Seconds that the process ran since the clock was made."""
         return self._awake_s + min(time.monotonic() - self._ticked_s, self._longest_s)
 
     def tick(self) -> None:
-        """Notes that the process is awake."""
+        """Notes that the process runs."""
         self._awake_s = self.now()
         self._ticked_s = time.monotonic()

@@ -1,4 +1,4 @@
-"""Where the data of the steps in flight lies, and which transfers a call needs. No data is here: only metadata."""
+"""Which workers hold the samples of the steps in flight, and which transfers a call needs: metadata alone."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,22 +14,22 @@ from realhf.geometry.layout import Layout
 from realhf.master.broadcast_tree import BroadcastTrees
 from realhf.transport.messages import KeyMetadata, Receive, Send
 
-# mini_batches[part][j]: the ids of mini-batch j in a part of the batch, that of a data-parallel rank.
+# partition[part][j]: the sample ids of mini-batch j in one part of the batch, usually that of a data-parallel rank.
 Partition = list[list[tuple[int, ...]]]
 
 
 @lru_cache(maxsize=256)
 def division(layout: Layout, protocol: TransferProtocol = THREE_D_PROTO) -> Division:
-    """What each device of a call gets."""
+    """The part of the batch that each device of a call gets."""
     return protocol.distribute(layout)
 
 
 def partition(batch_size: int, mini_batches: int, dp: int, lengths: Mapping[int, int] | None = None) -> Partition:
-    """Divides the samples of a global batch: mini-batches first, each then over dp in equal numbers.
+    """Divides a global batch into mini-batches, and each mini-batch over `dp` ranks, with equal numbers of samples.
 
-    The mini-batches are the same samples under every layout, so that the optimizer's steps are. Where the `lengths` of
-    the samples are known, the ranks get about equally many tokens of each. Their numbers of samples stay equal: the
-    memory of a call, its micro-batches and the KV cache are planned for that many.
+    A mini-batch has the same samples under every layout, so optimizer steps do not depend on the layout. If the
+    `lengths` of the samples are known, the ranks of a mini-batch also get about equal numbers of tokens. The numbers of
+    samples stay equal because memory, micro-batches and the KV cache are planned for them.
     """
     per_mini_batch = batch_size // mini_batches
     assert per_mini_batch // dp * dp * mini_batches == batch_size, "checked when the plan was"
@@ -38,7 +38,7 @@ def partition(batch_size: int, mini_batches: int, dp: int, lengths: Mapping[int,
 
 
 def _shares(ids: range, dp: int, lengths: Mapping[int, int] | None) -> list[tuple[int, ...]]:
-    """The samples of each rank, in the order of their ids; runs of them where another division is not better."""
+    """The sample ids of each rank, ascending: consecutive ids, unless balancing by tokens lowers the maximum."""
     size = len(ids) // dp
     runs = [tuple(ids[d * size : (d + 1) * size]) for d in range(dp)]
     if lengths is None:
@@ -47,13 +47,13 @@ def _shares(ids: range, dp: int, lengths: Mapping[int, int] | None) -> list[tupl
     def worst(shares: list[tuple[int, ...]]) -> int:
         return max(sum(lengths[sample] for sample in share) for share in shares)
 
-    return min(runs, _by_tokens(ids, dp, lengths), key=worst)  # runs, if both are as good
+    return min(runs, _by_tokens(ids, dp, lengths), key=worst)  # consecutive ids win a tie
 
 
 def _by_tokens(ids: range, dp: int, lengths: Mapping[int, int]) -> list[tuple[int, ...]]:
-    """The longest sample first, each to the rank with the fewest tokens so far that still has a place.
+    """Gives samples, the longest first, to the rank with the fewest tokens that may still take one.
 
-    Graham's rule (1969, LPT) with equal numbers.
+    This is Graham's LPT rule (1969) with equal numbers of samples.
     """
     shares: list[list[int]] = [[] for _ in range(dp)]
     open_ranks = [(0, rank) for rank in range(dp)]  # a heap of (tokens, rank)
@@ -66,35 +66,37 @@ def _by_tokens(ids: range, dp: int, lengths: Mapping[int, int]) -> list[tuple[in
 
 
 def length_key(graph: DataflowGraph, call: ModelFunctionCallDef) -> str | None:
-    """The input by whose lengths the samples of a call are divided, as soon as it has been made.
+    """The input whose lengths decide how a call's samples are divided over its ranks.
 
-    It is the first of the call's sequences, else of its inputs, that a call makes. None: all are of the data set, and
-    the lengths of `dataset_sequences` divide the samples.
+    It is the first of the call's sequences, else of its inputs, that another call produces. None: all inputs come from
+    the data set, and the lengths of `dataset_sequences` decide.
     """
     keys = (*call.interface_impl.sequence_keys, *call.input_data)
     return next((key for key in keys if key in graph.producers and key in call.input_data), None)
 
 
 def dataset_sequences(call: ModelFunctionCallDef) -> Sequence[str]:
-    """The sequences of a call that reads the data set alone: those that its interface names, else its first input."""
+    """The sequences of a call that reads only the data set: those that its interface names, else its first input."""
     return call.interface_impl.sequence_keys or call.input_data[:1]
 
 
 @dataclass
 class WorkerMoves:
-    """One worker's part in a transfer."""
+    """What one worker sends and receives in a transfer."""
 
     sends: list[Send] = field(default_factory=list)
     receives: list[Receive] = field(default_factory=list)
 
 
-# Of one round, by worker; workers with nothing to do are absent.
-Round = dict[int, WorkerMoves]
+Round = dict[int, WorkerMoves]  # by worker; workers with nothing to do are absent
 
 
 @dataclass
 class _Column:
-    """Where the samples of one key are. `holders[id]`: who has the sample or will by an earlier transfer, ascending."""
+    """Where the samples of one key are.
+
+    holders: by sample id, the workers that hold the sample or get it by a transfer that was planned, ascending.
+    """
 
     dtype: SampleDType
     trailing: tuple[int, ...]
@@ -118,19 +120,19 @@ class _Group:
 
 
 class DataDirectory:
-    """The columns of one batch. `devices_per_node`: None where all devices are on one."""
+    """The columns of one batch. `devices_per_node`: None if all devices are on one node."""
 
     def __init__(self, devices_per_node: int | None = None) -> None:
         self._columns: dict[str, _Column] = {}
         self._trees = BroadcastTrees(devices_per_node)
 
     def lengths(self, key: str, count: int) -> Mapping[int, int] | None:
-        """The length of every sample of a key; None as long as not all `count` of them have been made."""
+        """The length of every sample of a key; None until all `count` samples have been produced."""
         column = self._columns.get(key)
         return column.length if column is not None and len(column.length) == count else None
 
     def record(self, worker: int, outputs: Mapping[str, KeyMetadata]) -> None:
-        """Notes what a worker's reply says it now holds."""
+        """Notes the samples that a worker holds, by its reply."""
         for key, metadata in outputs.items():
             column = self._columns.setdefault(key, _Column(metadata.dtype, metadata.trailing))
             for sample, length in zip(metadata.ids, metadata.lengths, strict=True):
@@ -140,20 +142,20 @@ class DataDirectory:
     def plan_transfer(
         self, layout: Layout, parts: Partition, keys: Iterable[str], protocol: TransferProtocol = THREE_D_PROTO
     ) -> list[Round]:
-        """What moves so that every rank of `layout` has `keys` of its samples, and notes it as done.
+        """Plans the messages that bring `keys` of its samples to every rank of `layout`, and notes them as done.
 
-        Who lacks a sample gets it once: from its own node where somebody there has it, so that it comes into each node
-        once; evenly from all who have it; and from those who have just got it (`BroadcastTrees`).
+        A worker that lacks a sample gets it once, if possible from its own node, so a sample enters each node once.
+        Sending is shared evenly among all holders, also those that have just received the sample (`BroadcastTrees`).
 
         Returns:
-            rounds, to be sent out in their order: in each, a worker sends what it has or will have by an earlier one.
+            rounds, to be sent in their order: a worker sends what it holds, or has received in an earlier round.
         """
         lacking: dict[int, list[int]] = {}
         for worker, part in sorted(division(layout, protocol).part_of.items()):
             for sample in (sample for ids in parts[part] for sample in ids):
                 lacking.setdefault(sample, []).append(worker)
         groups = [group for key in sorted(keys) for group in self._groups(key, lacking)]
-        groups.sort(key=lambda group: (len(group.holders), -group.size_bytes))  # first those with the least choice
+        groups.sort(key=lambda group: (len(group.holders), -group.size_bytes))  # the least choice of senders first
         ids: dict[tuple[int, str, int, int], list[int]] = {}  # by round, key, sender and receiver: one message
         for group in groups:
             round_of = dict.fromkeys(group.holders, -1)
@@ -172,7 +174,7 @@ class DataDirectory:
         return rounds
 
     def _groups(self, key: str, wanted_by: Mapping[int, Sequence[int]]) -> list[_Group]:
-        """The samples of a key that somebody lacks. `wanted_by`: the workers that are to have a sample, ascending."""
+        """The samples of a key that a worker lacks. `wanted_by`: the workers that need a sample, ascending."""
         column = self._columns[key]
         ids: dict[tuple[tuple[int, ...], tuple[int, ...]], list[int]] = {}
         for sample, workers in sorted(wanted_by.items()):

@@ -1,4 +1,4 @@
-"""Whether calls take the time that the plan predicts: measured over predicted seconds of the last steps."""
+"""Whether calls take as long as the plan predicts: the measured over the predicted seconds of the last steps."""
 
 import statistics
 from collections import deque
@@ -7,9 +7,9 @@ from typing import Any
 
 from realhf.rundir.events import Event
 
-# Steps that are looked at together: fewer would take one slow step for a change.
+# Steps per comparison: with fewer, one slow step would look like a change.
 WINDOW = 10
-# Steps after a start that say nothing: the first calls of everything are slower.
+# Steps that are left out after a start: first calls are slower.
 WARM_UP = 1
 
 
@@ -17,7 +17,7 @@ def call_factors(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Measured over predicted seconds by call, the median over steps; calls without a prediction are left out.
 
     Args:
-        lines: of metrics.jsonl, a step each.
+        lines: lines of metrics.jsonl, one a step.
     """
     ratios: dict[str, list[float]] = {}
     for line in lines:
@@ -28,11 +28,11 @@ def call_factors(lines: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 class DriftWatch:
-    """Takes the steps of one start of a run as they end, and tells of a call once.
+    """Reports each call once when its time has drifted from the prediction, as the steps of a run end.
 
     Args:
-        threshold: above 1; a call has drifted where its factor is above this, or below 1 / this.
-        told: calls of which was told already, by an earlier start of the run under the same plan.
+        threshold: above 1; a call has drifted if its factor is above it, or below 1 / it.
+        told: calls that an earlier start of the run has reported under the same plan.
     """
 
     def __init__(self, threshold: float, told: Iterable[str] = ()):
@@ -42,7 +42,7 @@ class DriftWatch:
         self._told = set(told)
 
     def step(self, line: Mapping[str, Any]) -> list[str]:
-        """What to tell now that another step has ended: a sentence a call, which begins with its name."""
+        """The reports after another step: one sentence for each call that has drifted, beginning with its name."""
         if self._skipped < WARM_UP:
             self._skipped += 1
             return []
@@ -69,7 +69,7 @@ class DriftWatch:
 
 
 def told_calls(events: Sequence[Event]) -> set[str]:
-    """The calls of which was told under the run's present plan; a change of plan makes other predictions."""
+    """The calls that were reported under the run's present plan; another plan has other predictions."""
     told: set[str] = set()
     for event in events:
         if event.event == "replanned":

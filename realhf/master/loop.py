@@ -1,4 +1,4 @@
-"""The asyncio shell around the queue: turns actions into requests and replies into events."""
+"""The asyncio loop around the queue of calls: it sends actions as requests, and turns replies into events."""
 
 import asyncio
 import time
@@ -37,7 +37,7 @@ from realhf.transport.messages import (
 
 @dataclass
 class CallRecord:
-    """What is known of one call that has ended: the replies of its compute phase."""
+    """A call that has ended, by the replies of its compute phase."""
 
     node: Node
     model: str
@@ -61,12 +61,15 @@ class CallRecord:
 
 @dataclass(frozen=True)
 class PlannedGraph:
-    """What `Dispatcher` needs to know of a graph to run it.
+    """A graph with what its plan says of it: all that `Dispatcher` needs to run it.
 
-    `homes` are the layouts in which the parameters live, or would if those of `offload` did not wait in host memory;
-    `batch_size` the samples of a step; `rows` those of the data set, whose lengths are otherwise not known. `versions`
-    says which version of its parameters a model uses in a step; None: what the graph says. `devices_per_node`: None,
-    all are on one.
+    calls: the plan of each call.
+    homes: the layout in which each model's parameters live between calls, on devices or, if the model is one of
+        `offload`, in host memory.
+    batch_size: samples a step.
+    rows: the rows of the data set, for the lengths of its sequences.
+    versions: the version of its parameters that a model uses in a step; None: the graph's rule.
+    devices_per_node: None if all devices are on one node.
     """
 
     split: Split
@@ -85,7 +88,7 @@ class PlannedGraph:
 
     @cached_property
     def devices(self) -> dict[str, frozenset[int]]:
-        """What every node of the queue occupies, by name."""
+        """The devices that each node occupies while it runs, by name, loads included."""
         of_nodes = {
             name: occupied(self.graph, name, self._layouts, self.homes, self.offload) for name in self.graph.nodes
         }
@@ -93,7 +96,7 @@ class PlannedGraph:
 
     @cached_property
     def movers(self) -> dict[str, frozenset[int]]:
-        """Who takes part in the move of parameters for every node of the graph, by name."""
+        """The devices that take part in moving the parameters of each node, by name."""
         return {name: movers_of(self.graph, name, self._layouts, self.homes) for name in self.graph.nodes}
 
     @cached_property
@@ -101,7 +104,7 @@ class PlannedGraph:
         return {name: call.layout for name, call in self.calls.items()}
 
     def version(self, node: Node) -> int:
-        """That of the parameters with which a call runs."""
+        """The version of the parameters that a call uses."""
         return (self.versions or self.graph.weights_version)(self.graph.calls[node.call].model_name, node.step)
 
     def model_of(self, node: str) -> str:
@@ -133,7 +136,7 @@ class Dispatcher:
         """Hands over a worker's reply.
 
         Raises:
-            ValueError: it answers no request, or not the one that it names; nothing was changed.
+            ValueError: the reply does not answer the request that it names; nothing was changed.
         """
         request = self._open.answered(worker, reply)
         if reply.wait:
@@ -142,11 +145,11 @@ class Dispatcher:
         self._replies.put_nowait((worker, request, reply))
 
     def describe(self, worker: int) -> str:
-        """What `worker` was asked to do and has not answered, for error messages."""
+        """The requests that `worker` is busy with, for error messages."""
         return self._open.describe(worker)
 
     def late(self) -> dict[int, Request]:
-        """The workers that have been at one request for longer than its deadline, and that request."""
+        """The workers that have been busy with a request for longer than its deadline, and that request."""
         return self._open.late()
 
     async def run_steps(
@@ -156,7 +159,7 @@ class Dispatcher:
         max_steps_in_flight: int,
         on_step: Callable[[int, list[CallRecord]], None],
     ) -> None:
-        """Runs all calls of `order`; `on_step` gets the calls of every step as soon as all have ended."""
+        """Runs all calls of `order`; `on_step` gets the calls of a step when all of them have ended."""
         queue = CallQueue(planned.graph, with_loads(order, planned.loads), planned.devices, max_steps_in_flight)
         directories: dict[int, DataDirectory] = {}
         records: dict[Node, CallRecord] = {}
@@ -210,8 +213,7 @@ class Dispatcher:
         await self._drain()
 
     async def _issue(self, planned: PlannedGraph, node: Node, directory: DataDirectory) -> int:
-        """Sends the requests of one call in the order in which they are to be executed; returns
-        the number of replies that end the call."""
+        """Sends the requests of one call, in the order of their execution; returns how many replies end the call."""
         if load := planned.loads.get(node.call):
             return await self._load(planned, node, load)
         replies = await (self._follow if node.call in planned.graph.follows else self._call)(planned, node, directory)
@@ -248,7 +250,7 @@ class Dispatcher:
         return mesh.size
 
     async def _offload(self, planned: PlannedGraph, node: Node) -> None:
-        """Behind `node`, what was loaded for it goes back to host memory; nobody waits for that."""
+        """Has the models that were loaded for `node` moved back to host memory after it; no call waits for that."""
         batch = BatchKey(planned.split, node.step)
         for model in models_needed(planned.graph, node.call):
             for worker in planned.homes[model].mesh.devices if model in planned.offload else ():
@@ -267,13 +269,13 @@ class Dispatcher:
     async def _push(self, planned: PlannedGraph, node: Node, directory: DataDirectory) -> None:
         """Sends a call's outputs to the calls that will need them, before later calls occupy the workers.
 
-        Which rank of a consumer gets a sample is known with the lengths that divide its samples; what is made earlier
-        goes out then. So the division does not depend on which of two calls ends first.
+        The lengths of one key decide which rank of a consumer gets a sample. Outputs that are produced before that key
+        are sent once its lengths are known, so the division does not depend on which of two calls ends first.
         """
         batch, graph = BatchKey(planned.split, node.step), planned.graph
         for consumer in graph.calls.values():
             if not any(key in graph.producers for key in consumer.input_data):
-                continue  # it reads the data set alone
+                continue  # it reads only the data set
             parts = _parts(planned, consumer, node.step, directory)
             if parts is None:
                 continue
@@ -324,13 +326,13 @@ class Dispatcher:
             await self._send(worker, message)
 
     async def _drain(self) -> None:
-        """Waits for the answers that nobody waits for otherwise (reallocations, checkpoints)."""
+        """Waits for the replies that end no call: those of reallocations, offloading and checkpoints."""
         while self._open:
             await self._replies.get()
 
 
 def _parts(planned: PlannedGraph, call: ModelFunctionCallDef, step: int, directory: DataDirectory) -> Partition | None:
-    """Who works on what of a call; None as long as the lengths that decide it are not known."""
+    """How the samples of a call are divided over its ranks; None until the lengths that decide it are known."""
     key = length_key(planned.graph, call)
     lengths: Mapping[int, int] | None = None
     if key is not None:

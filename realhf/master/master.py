@@ -42,15 +42,15 @@ from realhf.transport.server import GoneError, Server
 
 logger = logging.getLogger(__name__)
 
-# Workers send a heartbeat every second. One that sends none is given up after the longer time, which a busy machine
-# does not keep it silent for; where something else is wrong already, it is the one to blame after the shorter.
+# Workers send a heartbeat every second. A worker is given up after HEARTBEAT_TIMEOUT_S of silence, longer than a busy
+# machine keeps it silent. If another failure is known already, a worker is blamed after SUSPICIOUS_SILENCE_S.
 HEARTBEAT_TIMEOUT_S = 60.0
 SUSPICIOUS_SILENCE_S = 3.0
 WATCH_EVERY_S = 1.0
-# After the first failure, others are waited for this long: the first to be heard is often a peer
-# of the one that caused it, which may also have fallen silent.
+# How long the master waits for further failures after the first. The first report often comes from a peer of the
+# worker that failed, which itself may have fallen silent.
 FAILURE_GRACE_S = 8.0
-# So long are workers waited for that write down where they are stuck.
+# How long the master waits for workers to write their stacks.
 STACKS_S = 2.0
 
 
@@ -66,14 +66,14 @@ class Master:
         self._clock = ListeningClock(WATCH_EVERY_S)
         self._dispatcher = Dispatcher(server.send, self._num_workers, self._trace.add, self._clock.now, run.deadlines)
         self._signs = VitalSigns(self._clock.now, self._dispatcher, directory, server.garbage)
-        self._ready: dict[int, str] = {}  # the device of each worker that is
+        self._ready: dict[int, str] = {}  # worker -> its device, for workers that are ready
         self._all_ready = asyncio.Event()
         self._saver = Saver(run, directory, self._dispatcher)
         self._state: RunState = "starting"
         self._ending: RunState = "done"
         self._drift = DriftWatch(run.spec.drift_threshold, told_calls(read_events(directory.events)))
         self._step = run.spec.resume_step
-        self._statistics: dict[str, float] = {}  # of the last step, and of the last evaluation if it was after that
+        self._statistics: dict[str, float] = {}  # of the last step, and of an evaluation after it
         self._previous_end = time.time()
 
     async def run(self) -> None:
@@ -101,21 +101,21 @@ class Master:
         except RunError as error:
             try:
                 self._write_status("failed", str(error), error.workers)
-            except OSError:  # the flight recorder has its place on the disk, and the launcher reads it
+            except OSError:  # the disk is full; the flight recorder's file has its space, and the launcher reads it
                 self._recorder.set(str(error))
             raise
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            with contextlib.suppress(OSError):  # readers do without a trace's end
+            with contextlib.suppress(OSError):  # a trace can be read without its end
                 self._trace.close()
             with contextlib.suppress(OSError):
                 self._trackers.close()
 
     def interrupted(self) -> None:
-        """Notes that somebody ended the run."""
-        with contextlib.suppress(OSError):  # on a full disk: whoever ended it knows
+        """Notes that the run was interrupted from outside."""
+        with contextlib.suppress(OSError):  # the disk is full; the person who ended the run knows
             self._write_status("interrupted", "the run was interrupted")
 
     async def _drive(self) -> None:
@@ -150,7 +150,7 @@ class Master:
             await self._server.send(worker, Shutdown())
 
     def _record_setup(self) -> None:
-        """How far the start is: the workers that have come, and what the first of those that are not ready does."""
+        """Records how far the start is: how many workers are there, and what the first one that is not ready does."""
         texts = [f"setup: {self._signs.num_heard} of {self._num_workers} workers connected, {len(self._ready)} ready"]
         busy = (worker for worker in range(self._num_workers) if worker not in self._ready)
         doing = ((worker, self._signs.activity(worker, "").removeprefix("setup: ")) for worker in busy)
@@ -158,7 +158,7 @@ class Master:
         self._recorder.set("; ".join(texts))
 
     async def _wait_until_ready(self) -> None:
-        """Raises RunError where workers do not come, or have devices of several kinds: a plan counts on equal ones."""
+        """Raises RunError if workers are missing, or have devices of several kinds: a plan assumes equal devices."""
         timeout_s = self._run.spec.setup_timeout_s
         try:
             await asyncio.wait_for(self._all_ready.wait(), timeout_s)
@@ -173,7 +173,7 @@ class Master:
             raise self._signs.several_kinds(self._ready)
 
     def _is_evaluated(self, step: int) -> bool:
-        """Whether this is no place for an evaluation, or one was made here by an earlier start of the run."""
+        """Whether no evaluation is due after `step`, or an earlier start of the run has made it."""
         if step and not Milestones(self._run).evaluates_after(step):
             return True
         made = read_lines(self._directory.evaluations, evaluation_line).values
@@ -220,8 +220,10 @@ class Master:
         self._write_status("running")
 
     def _check_best(self, step: int) -> None:
-        """Raises RunError where no checkpoint can be the best: neither the first step nor an evaluation has made the
-        statistic. Only interfaces know their names."""
+        """Raises RunError if neither the first step nor an evaluation has the statistic that `--keep-best` names.
+
+        The check is made here because only interfaces know the names of their statistics.
+        """
         best = self._run.spec.keep_best
         evaluations = read_lines(self._directory.evaluations, evaluation_line).values
         known = self._statistics.keys() | {name for line in evaluations for name in line} - {"step"}
@@ -294,7 +296,7 @@ class Master:
             self._trace.add(worker, message.span)
 
     async def _explain(self, worker: int, failure: Failure) -> RunError:
-        """Waits a moment for other failures; the one that does not blame a peer is the cause, else a silent worker."""
+        """Waits for further failures. The cause is one that does not blame a peer, else a silent worker."""
         failures = {worker: failure}
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAILURE_GRACE_S):
@@ -321,7 +323,7 @@ class Master:
                 raise await self._with_stacks(self._signs.lateness(late))
 
     async def _with_stacks(self, error: RunError) -> RunError:
-        """Has every worker that still answers write its Python stacks; the error that says so, if any did."""
+        """Has every worker that still answers write its Python stacks; returns `error` with the files, if any."""
         alive = self._signs.alive(SUSPICIOUS_SILENCE_S)
         files = {worker: self._directory.stacks(worker_name(worker)) for worker in alive}
         for worker, file in files.items():

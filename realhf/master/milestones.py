@@ -1,4 +1,4 @@
-"""Where a run comes to rest: steps after which an evaluation or a checkpoint is due."""
+"""Milestones of a run: steps after which an evaluation or a checkpoint is due, and no step is in flight."""
 
 import math
 import time
@@ -8,10 +8,10 @@ from realhf.rundir.run import Run
 
 
 class Milestones:
-    """Decides from one border to the next, since checkpoints may be due after so many minutes.
+    """Decides one milestone at a time, since checkpoints may be due after a number of minutes.
 
     Args:
-        clock: seconds that never go back.
+        clock: gives seconds that never go back.
     """
 
     def __init__(self, run: Run, clock: Callable[[], float] = time.monotonic):
@@ -23,10 +23,10 @@ class Milestones:
         self._save_after_s = math.inf if minutes is None else 60.0 * minutes
         self._clock = clock
         self._saved_at_s = self._rested_at_s = clock()
-        self._step_s: float | None = None  # as measured between the last two milestones
+        self._step_s: float | None = None  # measured between the last two milestones
 
     def next(self, step: int) -> int:
-        """The first step after `step` with something due, as far as that can be known now."""
+        """The next milestone after `step`, as far as it can be known now."""
         self._rested_at_s = self._clock()
         due = [self._steps]
         due += [(step // every + 1) * every for every in (self._evaluation_every, self._save_every) if every]
@@ -36,7 +36,7 @@ class Milestones:
         return min(due)
 
     def reached(self, before: int, step: int) -> None:
-        """The steps from `before` to `step` have been made since `next` was asked."""
+        """Notes that the run has made the steps from `before` to `step` since the call of `next`."""
         self._step_s = (self._clock() - self._rested_at_s) / (step - before)
 
     def evaluates_after(self, step: int) -> bool:
@@ -44,7 +44,7 @@ class Milestones:
         return self._evaluates and (step == self._steps or bool(every and step % every == 0))
 
     def saves_after(self, step: int) -> bool:
-        """Whether a checkpoint is due; if so, the minutes are counted anew."""
+        """Whether a checkpoint is due; if so, the count of minutes starts again."""
         every = self._save_every
         is_late = self._clock() - self._saved_at_s >= self._save_after_s
         if not (step == self._steps or is_late or (every and step % every == 0)):

@@ -1,4 +1,4 @@
-"""When moves of parameters go out: as soon as all who need to have prepared for them."""
+"""When a move of parameters is sent: as soon as all workers that must prepare for it have done so."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -16,9 +16,10 @@ SendRequest = Callable[[int, ToWorker], Awaitable[None]]
 
 @dataclass(frozen=True)
 class _Waiting:
-    """A move that goes out when the workers of `unprepared` have prepared for it.
+    """A move that is sent when all workers of `unprepared` have prepared for it.
 
-    `ids` are the requests of those who prepare, by worker: what they are at until it has ended. `others` only send.
+    ids: by worker, the request id of the move, for the workers that prepare.
+    others: workers that only send parameters, and need not prepare.
     """
 
     unprepared: set[int]
@@ -29,12 +30,11 @@ class _Waiting:
 
 
 class Moves:
-    """Has the devices that a node occupies prepare for the move of parameters to it, in the order of their calls, and
-    sends the move to all who take part when they have.
+    """Sends each move of parameters when every worker of its target is ready for it.
 
-    So all of it can happen at once: nobody is found in the middle of a call that the move, and moves behind it on
-    the lanes of others, would have to wait for. All workers get all moves in one order, which is that in which
-    they became possible.
+    The workers that a node occupies prepare for the move in the order of their calls. When all have prepared, all
+    workers that take part get the move and can execute it at once: none is in the middle of a call, which would hold up
+    this move and the moves behind it. All workers get all moves in one order, in which they became possible.
     """
 
     def __init__(self, send: SendRequest, open_requests: OpenRequests):
@@ -51,9 +51,9 @@ class Moves:
         request: Request,
         message: Move,
     ) -> None:
-        """Asks `occupied`, of `movers`, to prepare for `message`, which brings `model` into `layout`.
+        """Asks the workers `occupied`, a part of `movers`, to prepare for a move of `model` into `layout`.
 
-        `request` says what the move is; the id in `message` does not count.
+        `message` is the move, whose id is set later; `request` describes it.
         """
         waiting = _Waiting(set(occupied), {}, movers - occupied, request, message)
         self._waiting[node] = waiting
@@ -66,7 +66,7 @@ class Moves:
             await self._send(worker, prepare)
 
     async def prepared(self, worker: int, node: Node) -> None:
-        """Takes note that `worker` has prepared; sends the move if it was the last."""
+        """Notes that `worker` has prepared; sends the move if it was the last."""
         waiting = self._waiting[node]
         waiting.unprepared.remove(worker)
         if waiting.unprepared:

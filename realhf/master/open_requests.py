@@ -1,4 +1,4 @@
-"""Requests that workers have not answered, and since when each worker has been at its oldest ones."""
+"""The requests that workers have not answered, and since when each worker has been busy with its oldest ones."""
 
 import itertools
 from collections.abc import Callable
@@ -7,12 +7,12 @@ from realhf.master.replies import Request, check_reply
 from realhf.transport.messages import Reply
 
 Clock = Callable[[], float]
-NO_REQUEST = "no request"  # what a worker is at that has answered all of them
+NO_REQUEST = "no request"  # describes a worker that has answered all requests
 
 
 class OpenRequests:
-    """What a worker was asked and has not answered: requests of calls, one by one, and beside them those to send
-    parameters of a model, one by one, too."""
+    """The open requests of each worker, in two queues that it executes beside each other: requests of calls, and
+    requests to send parameters (`beside`)."""
 
     def __init__(self, num_workers: int, clock: Clock):
         self._of_calls = [_Queue(clock) for _ in range(num_workers)]
@@ -20,16 +20,16 @@ class OpenRequests:
         self._ids, self._clock = itertools.count(), clock
 
     def expect(self, worker: int, request: Request, *, beside: bool = False) -> int:
-        """Notes a request that is sent; returns its id."""
+        """Notes a request that is about to be sent; returns its id."""
         request_id = next(self._ids)
         (self._beside if beside else self._of_calls)[worker].add(request_id, request)
         return request_id
 
     def answered(self, worker: int, reply: Reply) -> Request:
-        """The request that a reply answers, which is open no more.
+        """Closes the request that a reply answers, and returns it.
 
         Raises:
-            ValueError: it answers none, or not the one that it names; nothing was changed.
+            ValueError: the reply does not answer the request that it names; nothing was changed.
         """
         of_calls, beside = self._of_calls[worker], self._beside[worker]
         queue = beside if reply.request_id in beside.requests else of_calls
@@ -40,16 +40,17 @@ class OpenRequests:
         return request
 
     def describe(self, worker: int) -> str:
-        """What `worker` is at, for error messages."""
+        """The requests that `worker` is busy with, for error messages."""
         whats = [queue.oldest.what for queue in (self._of_calls[worker], self._beside[worker]) if queue.requests]
         return ", and beside it in ".join(whats) or NO_REQUEST
 
     def late(self) -> dict[int, Request]:
-        """The workers that have been at one request for longer than its deadline, and that request.
+        """The workers that have been busy with a request for longer than its deadline, and that request.
 
-        The time of a request starts when the one before is answered; where workers do it together, when the last of
-        them has come to it, so that nobody is late for waiting. One who has not come is at a request that was sent
-        earlier: so the earliest of all that are open always has a deadline.
+        The time of a request starts when the worker has answered the one before. If several workers execute a request
+        together, its time starts when the last of them has reached it, so waiting for a slower peer costs nothing. A
+        worker that has not reached it is still busy with an earlier request. Therefore the earliest of all open
+        requests always has a deadline.
         """
         queues = [queue for queue in (*self._of_calls, *self._beside) if queue.requests]
         ahead = {request.what for queue in queues for request in queue.behind if request.together}
@@ -73,7 +74,7 @@ class OpenRequests:
 
 
 class _Queue:
-    """Requests that a thread of a worker executes in their order."""
+    """Requests that one thread of a worker executes in their order."""
 
     def __init__(self, clock: Clock):
         self.requests: dict[int, Request] = {}  # the oldest first

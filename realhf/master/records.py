@@ -1,4 +1,4 @@
-"""What a run leaves for people to read: lines of metrics.jsonl, trace.json."""
+"""Files of a run for people to read: the lines of metrics.jsonl, and trace.json."""
 
 import logging
 import time
@@ -21,13 +21,10 @@ BESIDE: tuple[Phase, ...] = ("writing", "sending")  # phases that overlap with o
 
 
 class Trace:
-    """`trace.json` in Chrome's trace event format (Perfetto opens it): one row a worker, times in microseconds.
+    """`trace.json` in Chrome's trace event format, which Perfetto opens: one row a worker, times in microseconds.
 
-    What happens beside a worker's calls, on threads of its own, has rows of its own: sending parameters of models that
-    live there to where calls need them, and writing checkpoints.
-
-    Events are appended as they come; the format allows a file that a crash cut off before its
-    closing bracket.
+    Phases that run on threads beside a worker's calls (sending parameters, writing checkpoints) have rows of their own.
+    Events are appended as they come; the format allows a file without its closing bracket, as a crash leaves it.
     """
 
     def __init__(self, path: Path, num_workers: int):
@@ -69,11 +66,12 @@ class Trace:
 def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, previous_end: float) -> dict[str, Any]:
     """One line of metrics.jsonl.
 
-    `time_s` is from the end of the previous step (or the start of the run) to the end of this
-    one, so that overlapping steps add up to the time of the run. A statistic keeps its name if
-    one call has it, else the model's name stands before it. `tokens` are the tokens of the
-    sequences of the global batch, each counted once. `peak_bytes` has for each worker the most that models and
-    data took in one of the step's calls (0 where it had none), in `calls` for each call that of its fullest worker.
+    time_s: from the end of the previous step (or the start of the run) to the end of this one. Overlapping steps thus
+        add up to the time of the run.
+    tokens: the tokens of the sequences of the global batch, each counted once.
+    peak_bytes: for each worker the most that models and data took in one of the step's calls, 0 if it had none; in
+        `calls`, the peak of the call's fullest worker.
+    A statistic keeps its name if one call has it; else the model's name stands before it.
     """
     end = max(record.end for record in records)
     time_s = end - previous_end
@@ -111,7 +109,7 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
 
 
 def log_step(metrics: dict[str, Any]) -> None:
-    """What a line of metrics.jsonl says of times, for the master's log: one record a call and one for the step."""
+    """Logs the times of a line of metrics.jsonl: one record for each call and one for the step."""
     step = metrics["step"]
     for call, times in sorted(metrics["calls"].items(), key=lambda item: float(item[1]["end"])):
         logger.info("took %.3f s", times["seconds"], extra=at(step, call))

@@ -1,4 +1,4 @@
-"""What a request to a worker is answered with, and what is no answer to it. Pure."""
+"""Requests to workers, and whether a reply answers one. Pure."""
 
 import math
 from dataclasses import dataclass
@@ -11,9 +11,12 @@ from realhf.transport.messages import Reply
 class Request:
     """A request that a worker has not answered yet.
 
-    `node` is the call that it computes, if it computes one; then the worker's reply describes the keys `outputs` of
-    the samples `ids`. `prepares` is the node for whose move of parameters it makes room. It may take `deadline_s`; if
-    it is `together`, from when all workers that were asked the same (`what`) have come to it.
+    what: describes it, for error messages; workers that execute one request together have the same text.
+    deadline_s: how long the worker may take.
+    node: the call that it computes, if any.
+    outputs, ids: the reply describes these keys of these samples.
+    prepares: the node for whose move of parameters it makes room, if any.
+    together: the deadline starts when every worker that was asked the same has reached the request.
     """
 
     what: str
@@ -26,9 +29,10 @@ class Request:
 
 
 def check_reply(request: Request | None, reply: Reply) -> None:
-    """Raises ValueError unless `reply` answers `request`: whoever sent it has another run, another version, or lies.
+    """Raises ValueError unless `reply` answers `request`: its sender may be of another run or version, or hostile.
 
-    What passes changes nothing but the numbers of one call: its spans are times, and its columns are those expected.
+    A reply that passes can change nothing but the numbers of one call: its spans are times, and its columns are those
+    that were expected.
     """
     if request is None:
         raise ValueError(f"a reply to request {reply.request_id}, which is not open")
@@ -43,5 +47,5 @@ def check_reply(request: Request | None, reply: Reply) -> None:
 
 
 def _is_time(seconds: float) -> bool:
-    """Whether it can be seconds since the epoch; a clock that is set back may make spans end before they start."""
+    """Whether `seconds` can be a time since the epoch. A span may end before it starts, if the clock was set back."""
     return math.isfinite(seconds) and 0 <= seconds < 2**40

@@ -1,4 +1,5 @@
-"""Checkpoints of a run: taken between steps, written by the workers while training goes on, completed here."""
+"""Checkpoints of a run: workers copy their parts between steps and write them beside training; the master completes
+them."""
 
 import asyncio
 import logging
@@ -23,14 +24,13 @@ logger = logging.getLogger(__name__)
 
 
 class Saver:
-    """One checkpoint at a time: `begin` waits for the one before.
+    """Writes one checkpoint at a time: `begin` waits for the one before.
 
-    A checkpoint has every trained model with its optimizer's states, every model that follows one, and the state of the
-    run. It gets its name when
-    all of it is on the disk: a crash at any moment leaves the last one as it was.
+    A checkpoint has every trained model with its optimizer states, every model that follows one, and the state of the
+    run. It gets its name when all of it is on the disk, so a crash at any moment leaves the last checkpoint as it was.
 
-    A checkpoint that cannot be written ends the run, unless it may fail (`RunSpec.checkpoint_failures`): then that is
-    noted, and training goes on. The last one of a run has to be written.
+    A checkpoint that cannot be written ends the run. `RunSpec.checkpoint_failures` allows some to fail in a row: the
+    failure is noted, and training goes on. The last checkpoint of a run must be written.
     """
 
     def __init__(self, run: Run, directory: RunDirectory, dispatcher: Dispatcher):
@@ -46,7 +46,7 @@ class Saver:
         self.saved_step = 0
 
     async def begin(self, step: int, statistics: Mapping[str, float]) -> None:
-        """Returns when every worker has copied what it will write: training may go on. No step is in flight."""
+        """Returns when every worker has copied its part, so that training may go on. No step may be in flight."""
         await self._idle.wait()
         self._idle.clear()
         writers: dict[int, tuple[str, ...]] = {}
@@ -69,11 +69,11 @@ class Saver:
         self._begun.put_nowait(self._state(step, statistics))
 
     def written(self, worker: int, message: CheckpointWritten) -> None:
-        """Takes note of a worker's part.
+        """Notes that a worker has written its part, or failed to.
 
         Raises:
-            RunError: it could not be written, and has to be.
-            ValueError: the worker was not asked for it, or has reported it before; nothing was changed.
+            RunError: the part could not be written, and this checkpoint must be.
+            ValueError: the worker was not asked for this part, or has reported it before; nothing was changed.
         """
         if worker not in self._writing or message.directory != self._under_way:
             raise ValueError(f"a report of the checkpoint {message.directory}, for which it was not asked")
@@ -89,10 +89,10 @@ class Saver:
             self._all_written.set()
 
     async def run(self) -> None:
-        """Completes what `begin` has begun, until it is cancelled.
+        """Completes the checkpoints that `begin` has begun, until it is cancelled.
 
         Raises:
-            RunError: a worker did not write its part in time, or a checkpoint cannot be completed and has to be.
+            RunError: a worker did not write its part in time, or a checkpoint that must be written cannot be completed.
         """
         while True:
             state = await self._begun.get()
@@ -109,7 +109,7 @@ class Saver:
             self._idle.set()
 
     async def settle(self) -> None:
-        """Returns when nothing is being written."""
+        """Returns when no checkpoint is being written."""
         await self._idle.wait()
 
     def _may_fail(self, step: int) -> bool:
@@ -117,7 +117,7 @@ class Saver:
         return self._failures < self._run.spec.checkpoint_failures and step < self._run.experiment.steps
 
     def _note_failure(self, step: int, error: RunError) -> None:
-        """Counts it, and raises it where the run cannot go on."""
+        """Counts a failed checkpoint; raises `error` if the run may not go on without it."""
         if not self._may_fail(step):
             raise error
         self._failures += 1
@@ -139,7 +139,7 @@ class Saver:
             ) from None
 
     def _complete(self, state: RunState) -> None:
-        """Checks what the workers wrote, and gives the checkpoint its name. In a thread: it waits for the disk."""
+        """Checks the files of the workers and gives the checkpoint its name. It runs in a thread, as disks are slow."""
         run, staging = self._run, self._staging(state.step)
         for model, owners in sorted(self._owners.items()):
             metadata = {"step": state.step, "seed": state.seed}
@@ -172,7 +172,7 @@ class Saver:
 
     @property
     def _owners(self) -> dict[str, dict[int, list[Box]]]:
-        """Who writes what of every model that changes."""
+        """By model that changes and worker: the boxes that the worker writes."""
         run = self._run
         return {
             model: state_owners(

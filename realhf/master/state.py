@@ -1,9 +1,8 @@
 """The master's state machine: which calls may be issued now. Pure: events in, actions out, no I/O.
 
-Calls are issued in the plan's total order as far as devices are shared: a call goes out when its
-parents are done and every earlier call that shares a device with it has gone out. Every worker
-executes what it gets first in, first out, so the earliest unfinished call of the order can always
-proceed: no deadlock, and the same order on every device in every run.
+A call is issued when its parents have ended and every earlier call of the plan's order that shares a device with it has
+been issued. A worker executes its requests in their order. So the earliest unfinished call can always proceed: there is
+no deadlock, and every device has the same order in every run.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,8 +14,8 @@ from realhf.geometry.layout import Layout
 
 @dataclass(frozen=True, order=True)
 class Node:
-    """Model function call `call` of step `step`; or a model following another at its end (`DataflowGraph.follows`), or
-    one coming back from host memory (`realhf.dataflow.offload.Load`)."""
+    """The node `call` of step `step`: a model function call, a model that follows another (`DataflowGraph.follows`), or
+    the load of a model from host memory (`realhf.dataflow.offload.Load`)."""
 
     step: int
     call: str
@@ -24,14 +23,14 @@ class Node:
 
 @dataclass(frozen=True)
 class Issue:
-    """Action: send the call, and before it the reallocation that it needs, to the workers."""
+    """Action: send the workers the reallocation that a call needs, and then the call."""
 
     node: Node
 
 
 @dataclass(frozen=True)
 class FinishStep:
-    """Action: all calls of the step have ended; its data may go."""
+    """Action: free the data of a step, whose calls have all ended."""
 
     step: int
 
@@ -40,12 +39,12 @@ Action = Issue | FinishStep
 
 
 class CallQueue:
-    """Issues the calls of steps `order` covers.
+    """The calls of some steps, issued as soon as they may start.
 
     Args:
         graph: the calls and their edges.
-        order: every (call, step) of these steps, in the plan's order; none waits for one that is not there.
-        devices: what each of them occupies, by name.
+        order: every (call, step) in the plan's order; it has all parents of its calls that have not ended.
+        devices: by call, the devices that it occupies.
         max_steps_in_flight: step t may start when step t - max_steps_in_flight has finished.
     """
 
@@ -69,11 +68,11 @@ class CallQueue:
         return not self._unfinished
 
     def start(self) -> list[Action]:
-        """The calls that can go out at the beginning."""
+        """The actions at the beginning."""
         return list(self._issue())
 
     def ended(self, node: Node) -> list[Action]:
-        """What follows from the end of a call that was issued."""
+        """The actions that follow when an issued call has ended."""
         calls = self._unfinished[node.step]
         calls.remove(node.call)
         actions: list[Action] = []
@@ -116,11 +115,11 @@ def occupied(
     homes: Mapping[str, Layout],
     offload: Sequence[str] = (),
 ) -> frozenset[int]:
-    """The devices whose calls come to `node` in their order: the call's own mesh, or the home of a model that follows.
+    """The devices that `node` occupies, on which it has a place in the order of calls.
 
-    Its inputs are on their way already: they were sent when they were made. Parameters that come from other devices
-    are sent by these beside whatever they compute; but where they wait in host memory (`offload`), they
-    are loaded and sent back in the order of calls, so that the home is one of the places.
+    They are the call's own mesh, or the home of the model that follows. Devices that only send parameters are not
+    occupied: they send beside their calls. If a model waits in host memory (`offload`), its home loads it and sends it
+    in the order of calls, so the home is occupied too. Inputs occupy no device: they were sent when they were produced.
     """
     sources, target = _sources_and_target(graph, node, layouts, homes)
     return frozenset({*target.mesh.devices, *_devices(homes[model] for model in sources if model in offload)})
@@ -129,7 +128,7 @@ def occupied(
 def movers_of(
     graph: DataflowGraph, node: str, layouts: Mapping[str, Layout], homes: Mapping[str, Layout]
 ) -> frozenset[int]:
-    """The devices that take part in the move of parameters for `node`, none where there is no move."""
+    """The devices that take part in moving the parameters of `node`; none if they need not move."""
     sources, target = _sources_and_target(graph, node, layouts, homes)
     if all(homes[model] == target for model in sources) and node not in graph.follows:
         return frozenset()
@@ -139,7 +138,7 @@ def movers_of(
 def _sources_and_target(
     graph: DataflowGraph, node: str, layouts: Mapping[str, Layout], homes: Mapping[str, Layout]
 ) -> tuple[tuple[str, ...], Layout]:
-    """The models whose homes a node needs, and where it has something to compute or to write."""
+    """The models whose homes a node reads or writes, and the layout that it computes in or writes to."""
     if follow := graph.follows.get(node):
         return (follow.source, follow.target), homes[follow.target]
     return (graph.calls[node].model_name,), layouts[node]

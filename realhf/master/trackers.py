@@ -1,4 +1,4 @@
-"""A run's metrics for the viewers of others, beside metrics.jsonl: TensorBoard's event files, Weights & Biases."""
+"""A run's metrics for TensorBoard and Weights & Biases, beside metrics.jsonl."""
 
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
@@ -12,18 +12,18 @@ GIB = 2**30
 
 
 class Tracker(Protocol):
-    """Takes numbers by name, a step at a time; steps count from 1, and 0 is before training."""
+    """Takes the numbers of one step by name. Steps count from 1; 0 is before training."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
 
     def close(self) -> None:
-        """Returns when all that was written is where it belongs."""
+        """Returns when everything has been stored."""
 
 
 class TensorBoard:
-    """Event files in `folder`, by tensorboardX: no network, no TensorFlow; it imports torch itself.
+    """Writes event files to `folder` by tensorboardX, which needs no TensorFlow, but imports torch.
 
-    A run that goes on after `resume_step` steps writes another file; viewers drop later steps of the earlier ones.
+    A run that resumes after `resume_step` steps writes another file; viewers drop later steps of earlier files.
     """
 
     def __init__(self, folder: Path, resume_step: int):
@@ -41,7 +41,7 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of `project` on the server that wandb is set up for (WANDB_MODE=offline: files below `folder` alone)."""
+    """A run of `project` on the server that wandb is set up for; WANDB_MODE=offline writes only files to `folder`."""
 
     def __init__(self, project: str, folder: Path, config: Mapping[str, Any]):
         import wandb  # an optional extra
@@ -56,7 +56,7 @@ class WeightsAndBiases:
 
 
 class Trackers:
-    """All trackers that a run asks for, told of what the master records."""
+    """All trackers that a run asks for; they get each line that the master records."""
 
     def __init__(self, spec: RunSpec, folder: Path):
         self._trackers: list[Tracker] = []
@@ -94,7 +94,7 @@ def step_values(metrics: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def check_trackers(spec: RunSpec) -> None:
-    """Raises UserError where a library lacks that the run asks for; on the launcher, before anything starts."""
+    """Raises UserError if a tracker's library is not installed; the launcher asks before anything starts."""
     for option, library, is_asked in (
         ("--tensorboard", "tensorboardX", spec.tensorboard),
         ("--wandb", "wandb", spec.wandb_project is not None),

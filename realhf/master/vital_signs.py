@@ -1,4 +1,4 @@
-"""What the master has heard of its workers: since when nothing, from which host, what they were doing."""
+"""What the master knows of its workers' health: the last message, the host, the last activity."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -9,9 +9,9 @@ from realhf.rundir.paths import RunDirectory, worker_name
 
 
 class VitalSigns:
-    """Of the workers of a run; and what to say of those that are to blame.
+    """The last signs of each worker, and the errors for workers that are to blame.
 
-    `num_dropped` says how many of a worker's messages made no sense and were dropped.
+    num_dropped: how many messages of a worker could not be read and were dropped.
     """
 
     def __init__(
@@ -23,7 +23,7 @@ class VitalSigns:
         self._activity: dict[int, str] = {}
 
     def heard(self, worker: int, *, host: str | None = None, activity: str | None = None) -> None:
-        """A message has come from a worker, which may have said where it is or what it is doing."""
+        """Notes a message of a worker, with the host or the activity that it names."""
         self._heard[worker] = self._clock()
         if host is not None:
             self._hosts[worker] = host
@@ -31,25 +31,25 @@ class VitalSigns:
             self._activity[worker] = activity
 
     def activity(self, worker: int, otherwise: str) -> str:
-        """What a worker said last that it was doing."""
+        """The activity that a worker has reported last."""
         return self._activity.get(worker, otherwise)
 
     @property
     def num_heard(self) -> int:
-        """How many workers were heard of at all."""
+        """How many workers have sent a message."""
         return len(self._heard)
 
     def silent(self, longer_than_s: float) -> list[int]:
-        """The workers that were not heard of for so long."""
+        """The workers whose last message is older than that."""
         now = self._clock()
         return sorted(worker for worker, time_s in self._heard.items() if now - time_s > longer_than_s)
 
     def alive(self, silence_s: float) -> list[int]:
-        """The workers that were heard of within so long."""
+        """The workers whose last message is at most `silence_s` old."""
         return sorted(self._heard.keys() - set(self.silent(silence_s)))
 
     def silence(self, workers: Sequence[int]) -> RunError:
-        """What to say of workers that send no heartbeats."""
+        """The error for workers that send no heartbeats."""
         now = self._clock()
         return RunError(
             "\n".join(
@@ -61,7 +61,7 @@ class VitalSigns:
         )
 
     def lateness(self, deadlines_s: dict[int, float]) -> RunError:
-        """What to say of workers that did not answer within their deadlines, in seconds."""
+        """The error for workers that did not answer within their deadlines, in seconds."""
         who = ", ".join(f"worker {worker} in {self._what(worker)}" for worker in deadlines_s)
         logs = ", ".join(self._log(worker) for worker in deadlines_s)
         return RunError(
@@ -71,7 +71,7 @@ class VitalSigns:
         )
 
     def failure(self, worker: int, text: str) -> RunError:
-        """What to say of a worker that raised."""
+        """The error for a worker that raised an exception."""
         what = self._dispatcher.describe(worker)
         if what == NO_REQUEST:
             what = self.activity(worker, "") or "its start"
@@ -80,7 +80,7 @@ class VitalSigns:
         )
 
     def several_kinds(self, devices: Mapping[int, str]) -> RunError:
-        """What to say where workers have devices of several kinds, by worker; a plan counts on equal ones."""
+        """The error for devices of several kinds, by worker; a plan assumes equal devices."""
         kinds: dict[str, list[str]] = {}
         for worker, device in sorted(devices.items()):
             kinds.setdefault(device, []).append(f"{worker} (host {self._hosts.get(worker, 'unknown')})")
@@ -91,12 +91,12 @@ class VitalSigns:
         )
 
     def _what(self, worker: int) -> str:
-        """What a worker was asked to do, and what it said last of how far it is."""
+        """The requests that a worker is busy with, and the activity that it has reported last."""
         dropped = self._num_dropped(worker)
         nonsense = f", {dropped} of whose messages made no sense and were dropped" if dropped else ""
         return f"{self._dispatcher.describe(worker)} ({self.activity(worker, 'no heartbeat yet')}){nonsense}"
 
     def _log(self, worker: int) -> str:
-        """Where to read on."""
+        """The log to read, and its host."""
         host = f" (host {self._hosts[worker]})" if worker in self._hosts else ""
         return f"{self._directory.log(worker_name(worker))}{host}"
