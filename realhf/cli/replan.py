@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from realhf.base.files import write_atomically
+from realhf.cli.options import options_of
 from realhf.dataflow.plan import save_plan
 from realhf.lifecycle.replan import EVALUATIONS, propose
 from realhf.planning.request import SearchBudget
@@ -31,7 +32,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    budget = SearchBudget(evaluations=arguments.evaluations, seconds=arguments.seconds)
+    budget = options_of(SearchBudget, arguments)
     directory = RunDirectory.open(arguments.run_dir)
     output, numbers = (path and path.absolute() for path in (arguments.output, arguments.json))
     found = propose(directory, budget)

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 from collections.abc import Mapping
-from dataclasses import Field, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, is_dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol, cast
 
@@ -29,11 +29,6 @@ class Exit:
     note: str = ""
 
 
-def option(default: Any, help: str) -> Any:
-    """A field of a launcher's options that the command line has as `--field-name`."""
-    return field(default=default, metadata={"help": help})
-
-
 @dataclass(frozen=True, kw_only=True)
 class NoOptions:
     """The options of a launcher that has none."""
@@ -48,8 +43,8 @@ class Launcher(Protocol):
     """
 
     options_type: ClassVar[type[Any]] = NoOptions
-    """A frozen dataclass, all of whose fields have defaults. Fields made by `option` are options of the command line:
-    of type bool, int, float, str, any of the last three or None, or a tuple of str (the option may be repeated)."""
+    """A frozen dataclass, all of whose fields have defaults. Its options (`realhf.base.options.option`) are options of
+    the command line too."""
 
     is_remote: ClassVar[bool] = False
     """Whether the processes run on other machines, which see the run directory through a shared file system."""
@@ -108,11 +103,6 @@ LAUNCHERS: Mapping[str, str] = {
     "local": "realhf.launch.local:LocalLauncher",
     "slurm": "realhf.launch.slurm.launcher:SlurmLauncher",
 }
-
-
-def option_fields(launcher: type[Launcher]) -> dict[str, Field[Any]]:
-    """The options of a launcher that the command line has, by name."""
-    return {field.name: field for field in fields(launcher.options_type) if "help" in field.metadata}
 
 
 def find_launcher(name: str, folder: Path | None = None) -> type[Launcher]:

@@ -3,37 +3,16 @@
 import os
 import shlex
 from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
-from realhf.launch.launcher import option_fields
-from realhf.lifecycle.request import RunRequest
+from realhf.base.options import flags
+from realhf.launch.launcher import Launcher
+from realhf.lifecycle.request import RecoveryRequest, ReplanRequest, RunRequest
 from realhf.rundir.checkpoints import saved_steps, step_folder
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run
-
-# Options of `realhf run` that a run's directory does not keep: to go on, they are given again.
-NOT_KEPT = (
-    "--launcher",
-    "--network-interface",
-    "--recover",
-    "--max-restarts",
-    "--min-workers",
-    "--fallback-plan",
-    "--replan",
-    "--switch-cost-s",
-    "--evaluations",
-    "--seconds",
-    "--partition",
-    "--account",
-    "--time-limit",
-    "--nodelist",
-    "--cpu-only",
-    "--sbatch",
-    "--queue-timeout-s",
-)
-WITHOUT_VALUE = ("--cpu-only",)
 
 
 def going_on(run: Run, directory: RunDirectory, request: RunRequest, step: int) -> str:
@@ -49,10 +28,17 @@ def going_on(run: Run, directory: RunDirectory, request: RunRequest, step: int) 
 
 def resume_command(request: RunRequest, directory: RunDirectory) -> str:
     """The command that goes on with the run in `directory`, with the options of the one that began it."""
-    options = [f"--{name.replace('_', '-')}" for name in option_fields(request.launcher)]
-    not_kept, _ = _split(request.words, {*NOT_KEPT, *options})
+    again, _ = _split(request.words, not_kept(request.launcher))
     where = ("--run-dir", _short(directory.path), "--resume")
-    return shlex.join(["realhf", "run", request.experiment, *where, *not_kept])
+    return shlex.join(["realhf", "run", request.experiment, *where, *again])
+
+
+def not_kept(launcher: type[Launcher]) -> dict[str, bool]:
+    """The options that a run's directory does not keep: to go on, they are given again. With each, whether it takes a
+    value."""
+    own = dict.fromkeys(("--launcher", "--network-interface", "--evaluations", "--seconds"), True)
+    found = own | flags(RecoveryRequest) | flags(ReplanRequest) | flags(launcher.options_type)
+    return {flag: takes_value for flag, takes_value in found.items() if flag != "--drift-threshold"}
 
 
 def _why_nothing(run: Run, step: int) -> str:
@@ -72,12 +58,12 @@ def _new_command(request: RunRequest, directory: RunDirectory) -> str:
         return shlex.join(["realhf", *words])
     path = directory.path
     free = next(other for n in count(2) if not (other := path.with_name(f"{path.name}-{n}")).exists())
-    _, others = _split(words, ("--run-dir",))
+    _, others = _split(words, {"--run-dir": True})
     return shlex.join(["realhf", *others, "--run-dir", _short(free)])
 
 
-def _split(words: Sequence[str], options: Collection[str]) -> tuple[list[str], list[str]]:
-    """The words of these options with their values, and the other words."""
+def _split(words: Sequence[str], options: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+    """The words of these options with their values, and the other words. `options`: whether each takes a value."""
     chosen: list[str] = []
     others: list[str] = []
     left = deque(words)
@@ -88,7 +74,7 @@ def _split(words: Sequence[str], options: Collection[str]) -> tuple[list[str], l
             others.append(word)
             continue
         chosen.append(word)
-        if not equals and name not in WITHOUT_VALUE and left:
+        if options[name] and not equals and left:
             chosen.append(left.popleft())
     return chosen, others
 

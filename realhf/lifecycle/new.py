@@ -52,8 +52,7 @@ def spec_fields(request: RunRequest, experiment: Any, cluster: Cluster) -> dict[
         "num_workers": cluster.num_devices,
         "devices_per_node": cluster.devices_per_node,
         "hardware": cluster.hardware,
-        "network_interface": request.network_interface or (None if request.launcher.is_remote else "lo"),
-        **request.given_options,
+        **request.spec_fields,
     }
 
 

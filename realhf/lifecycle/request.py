@@ -1,13 +1,13 @@
 """What is asked of a run: which experiment, with which plan, launched how, and what to do about failures and drift."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
 from realhf.base.errors import UserError
-from realhf.base.numbers import Range, check_ranges
+from realhf.base.numbers import check_ranges
+from realhf.base.options import check_options, option
 from realhf.dataflow.plan import ExecutionPlan, load_plan
 from realhf.launch.launcher import Launcher, NoOptions
 from realhf.launch.local import LocalLauncher
@@ -16,50 +16,93 @@ from realhf.rundir.run import MAX_DEVICES, RANGES, YEAR_S, RunSpec
 
 Mode = Literal["off", "suggest", "switch"]
 
-# Fields of the run's specification that a request may set. The others are worked out.
-SPEC_OPTIONS = (
-    "record",
-    "replay",
-    "checkpoint_every_steps",
-    "checkpoint_every_minutes",
-    "keep_checkpoints",
-    "keep_best",
-    "checkpoint_failures",
-    "verify_reallocations_every",
-    "call_timeout_s",
-    "deadline_factor",
-    "setup_timeout_s",
-    "tensorboard",
-    "wandb_project",
-    "drift_threshold",
-)
-# Of the numbers that are no fields of the specification.
-OPTION_RANGES = {
-    "max_restarts": Range("--max-restarts", 1, 10**6),
-    "min_workers": Range("--min-workers", 1, MAX_DEVICES),
-    "switch_cost_s": Range("--switch-cost-s", 0, YEAR_S, "seconds"),
-}
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Fields of the run's specification that a request may set.
+
+    None: the field keeps its default, in a resumed run the value that it had.
+
+    Raises:
+        UserError: a number is out of its range.
+    """
+
+    record: tuple[str, ...] | None = option(None, "write these keys' data to rollouts/", metavar="KEY")
+    replay: Path | None = option(None, "a rollouts/ folder whose responses are taken, none drawn", metavar="FOLDER")
+    verify_reallocations_every: int | None = option(
+        None,
+        "compare checksums of reallocated parameters every so many steps, beside the first time (default 100; "
+        "1: always, 0: never)",
+        metavar="STEPS",
+    )
+    call_timeout_s: float | None = option(None, "how long every call may take, whatever was predicted (default 600)")
+    deadline_factor: float | None = option(
+        None, "how many times its predicted time a longer call may take (default 20)"
+    )
+    setup_timeout_s: float | None = option(None, "longest the start may take (default 300)")
+    network_interface: str | None = option(None, "interface for gloo and NCCL (default: loopback on one machine)")
+    tensorboard: bool | None = option(None, "also write TensorBoard's files to tensorboard/")
+    wandb_project: str | None = option(
+        None, "also send metrics to a project of Weights & Biases", flag="--wandb", metavar="PROJECT"
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(vars(self), RANGES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointOptions:
+    """When checkpoints are written and which are kept: fields of the run's specification, as in `RunOptions`.
+
+    Raises:
+        UserError: a number is out of its range.
+    """
+
+    checkpoint_every_steps: int | None = option(
+        None, "save every so many steps, beside the end", flag="--checkpoint-every", metavar="STEPS"
+    )
+    checkpoint_every_minutes: float | None = option(None, "save about every so many minutes", metavar="MINUTES")
+    keep_checkpoints: int | None = option(None, "keep the newest N (default: all)", metavar="N")
+    keep_best: str | None = option(
+        None, "keep the checkpoint with its highest value too (min:STATISTIC: the lowest)", metavar="STATISTIC"
+    )
+    checkpoint_failures: int | None = option(
+        None, "go on when a checkpoint cannot be written, but not after more than N in a row (default 0)", metavar="N"
+    )
+
+    def __post_init__(self) -> None:
+        check_ranges(vars(self), RANGES)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecoveryRequest:
     """What to do when processes of the run fail.
 
-    `recover`: "auto" restarts all from the newest good checkpoint, `max_restarts` times in all. It goes on with fewer
-    workers where devices or nodes are lost: `min_workers` at least, by default those of the smallest of
-    `fallback_plans`, without these no fewer. The largest fallback plan that fits is taken, else one is searched for.
-
     Raises:
         UserError: a number is out of its range, or it says something of recovery and `recover` is "never".
     """
 
-    recover: Literal["auto", "never"] = "never"
-    max_restarts: int = 3
-    min_workers: int | None = None
-    fallback_plans: tuple[Path, ...] = ()
+    recover: Literal["auto", "never"] = option(
+        "never", "auto: when a process dies or hangs, restart all from the newest good checkpoint (default never)"
+    )
+    max_restarts: int = option(3, "of --recover auto, in all (default 3)", metavar="K", bounds=(1, 10**6))
+    min_workers: int | None = option(
+        None,
+        "--recover auto goes on with fewer workers, N at least, where devices or nodes are lost (default: with "
+        "--fallback-plan those of its smallest, else no fewer)",
+        metavar="N",
+        bounds=(1, MAX_DEVICES),
+    )
+    fallback_plans: tuple[Path, ...] = option(
+        (),
+        "take this plan.json where workers are lost and it fits, rather than search for one; may be repeated, the "
+        "largest that fits is taken",
+        flag="--fallback-plan",
+        metavar="PLAN",
+    )
 
     def __post_init__(self) -> None:
-        check_ranges(vars(self), OPTION_RANGES)
+        check_options(self)
         if self.recover == "never" and (self.min_workers or self.fallback_plans):
             raise UserError("--min-workers and --fallback-plan are for --recover auto; give it, or leave them out")
 
@@ -83,19 +126,32 @@ class RecoveryRequest:
 class ReplanRequest:
     """What to do when calls take other times than the plan predicts.
 
-    `mode`: "off" only says it; "suggest" searches the plan again and says what a change would gain; "switch" also makes
-    the change at a checkpoint, where it pays. `switch_cost_s`: seconds that a change is taken to cost, None: as long
-    as the last start took.
-
     Raises:
-        UserError: the cost is out of its range.
+        UserError: a number is out of its range.
     """
 
-    mode: Mode = "off"
-    switch_cost_s: float | None = None
+    mode: Mode = option(
+        "off",
+        "suggest: search the plan again in the background, with the measured times, and say what it would gain; "
+        "switch: also change to it at a checkpoint where that pays (default off: only say that times have drifted)",
+        flag="--replan",
+    )
+    drift_threshold: float | None = option(
+        None,
+        "say so when a call takes more than X times what was predicted, or less than 1/X of it (default 1.5)",
+        metavar="X",
+    )
+    switch_cost_s: float | None = option(
+        None,
+        "what a change of plan costs, in seconds (default: as long as the start took)",
+        metavar="S",
+        bounds=(0, YEAR_S),
+        unit="seconds",
+    )
 
     def __post_init__(self) -> None:
-        check_ranges(vars(self), OPTION_RANGES)
+        check_options(self)
+        check_ranges(vars(self), RANGES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,13 +159,8 @@ class RunRequest:
     """A run of the experiment in the file `experiment`: a new one, or one to be resumed from `run_dir`.
 
     `fields` are words (`--steps 10`) that set fields of the experiment. `run_dir` is by default runs/NAME-TIME.
-    `spec_options` are fields of `RunSpec`, of those in `SPEC_OPTIONS`; a field that is not there or None keeps its
-    default, in a resumed run the value that it had.
     `launcher_options` are of `launcher.options_type`. `words` is the command line, without the command's name, for the
     advice on how to go on.
-
-    Raises:
-        UserError: a number is out of its range. Parts of the request raise what is wrong with them.
     """
 
     experiment: str
@@ -118,16 +169,11 @@ class RunRequest:
     plan: PlanRequest = field(default_factory=PlanRequest)
     launcher: type[Launcher] = LocalLauncher
     launcher_options: Any = field(default_factory=NoOptions)
-    network_interface: str | None = None
-    spec_options: Mapping[str, Any] = field(default_factory=dict)
+    options: RunOptions = field(default_factory=RunOptions)
+    checkpoints: CheckpointOptions = field(default_factory=CheckpointOptions)
     recovery: RecoveryRequest = field(default_factory=RecoveryRequest)
     replan: ReplanRequest = field(default_factory=ReplanRequest)
     words: tuple[str, ...] = ()
-
-    def __post_init__(self) -> None:
-        unknown = set(self.spec_options) - set(SPEC_OPTIONS)
-        assert not unknown, f"no options of a run: {unknown}"
-        check_ranges(self.spec_options, RANGES)
 
     @property
     def cpu_only(self) -> bool:
@@ -135,9 +181,13 @@ class RunRequest:
         return bool(getattr(self.launcher_options, "cpu_only", False))
 
     @property
-    def given_options(self) -> dict[str, Any]:
+    def spec_fields(self) -> dict[str, Any]:
         """The fields of the run's specification that the request sets."""
-        return {name: value for name, value in self.spec_options.items() if value is not None}
+        given = vars(self.options) | vars(self.checkpoints) | {"drift_threshold": self.replan.drift_threshold}
+        if self.options.replay:
+            given["replay"] = str(self.options.replay.resolve())
+        given["network_interface"] = self.options.network_interface or (None if self.launcher.is_remote else "lo")
+        return {name: value for name, value in given.items() if value is not None or name == "network_interface"}
 
     @property
     def names_devices(self) -> bool:
@@ -154,7 +204,7 @@ class RunRequest:
             cpu_only=self.cpu_only,
             planned=planned,
         )
-        saves = self.given_options.keys() & {"checkpoint_every_steps", "checkpoint_every_minutes"}
+        saves = self.checkpoints.checkpoint_every_steps or self.checkpoints.checkpoint_every_minutes
         return replace(
             self.plan,
             devices=devices,

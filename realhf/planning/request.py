@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import Literal
 
 from realhf.base.errors import UserError
-from realhf.base.numbers import DEVICES, check_range
+from realhf.base.numbers import DEVICES
+from realhf.base.options import check_options, option
 from realhf.dataflow.plan import ExecutionPlan, load_plan
 from realhf.planning.model.hardware import Hardware
 
@@ -37,19 +38,21 @@ class DevicesRequest:
         UserError: a number of devices or nodes is out of its range.
     """
 
-    num_workers: int | None = None
-    nodes: int = 1
-    gpus_per_node: int | None = None
-    hardware: str | None = None
-    memory_gb: float | None = None
+    num_workers: int | None = option(
+        None, "devices to use (default: the GPUs here, else the CPU cores)", bounds=DEVICES
+    )
+    nodes: int = option(1, "number of nodes (default 1)", bounds=DEVICES)
+    gpus_per_node: int | None = option(None, "devices a node (default: --num-workers / --nodes)", bounds=DEVICES)
+    hardware: str | None = option(None, "a hardware description, such as h100 or cpu (default: this machine)")
+    memory_gb: float | None = option(
+        None, "memory of a device in GiB (default: a GPU's, or the share of this machine's)"
+    )
     place: Literal["here", "nodes"] | None = None
     cpu_only: bool = False
     planned: PlannedHardware | None = None
 
     def __post_init__(self) -> None:
-        for name in ("nodes", "gpus_per_node", "num_workers"):
-            if getattr(self, name) is not None:
-                check_range(f"--{name.replace('_', '-')}", getattr(self, name), *DEVICES)
+        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,14 +64,23 @@ class SearchBudget:
         UserError: a number is out of its range.
     """
 
-    evaluations: int | None = None
-    seconds: float | None = None
+    evaluations: int | None = option(
+        None,
+        "budget of the plan search, a number of plans; reproducible",
+        metavar="N",
+        bounds=EVALUATIONS,
+        unit="plans",
+    )
+    seconds: float | None = option(
+        None,
+        "budget of the plan search in seconds, on all cores of this machine",
+        metavar="S",
+        bounds=SECONDS,
+        unit="seconds",
+    )
 
     def __post_init__(self) -> None:
-        if self.evaluations is not None:
-            check_range("--evaluations", self.evaluations, *EVALUATIONS, "plans")
-        if self.seconds is not None:
-            check_range("--seconds", self.seconds, *SECONDS, "seconds")
+        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)

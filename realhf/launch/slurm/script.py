@@ -6,8 +6,8 @@ from pathlib import Path
 
 from realhf.base.errors import UserError
 from realhf.base.numbers import Range, check_ranges
+from realhf.base.options import option
 from realhf.launch.devices import DEVICE_VARIABLE
-from realhf.launch.launcher import option
 from realhf.launch.process import WORKER_INDEX_VARIABLE, Job, ProcessSpec
 from realhf.machine.gpus import VISIBLE
 from realhf.rundir.paths import MASTER, RunDirectory
@@ -30,7 +30,7 @@ class SlurmOptions:
     nodelist: str | None = option(None, "as sbatch --nodelist (default: that of @auto)")
     exclude: str | None = None
     cpu_only: bool = option(False, "the nodes have no GPUs; ask for none")
-    sbatch: tuple[str, ...] = option((), "a further sbatch option; may be repeated")
+    sbatch: tuple[str, ...] = option((), "a further sbatch option; may be repeated", metavar="OPTION")
     queue_timeout_s: float | None = option(86_400.0, "longest to wait for the job to start (default a day)")
     cpus_per_worker: int = 1
     end_timeout_s: float = 60.0

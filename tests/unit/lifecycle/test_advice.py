@@ -10,8 +10,11 @@ import pytest
 
 from realhf import cli
 from realhf.base.errors import RunError, UserError
-from realhf.lifecycle.advice import NOT_KEPT, going_on, resume_command
-from realhf.lifecycle.request import SPEC_OPTIONS, RunRequest
+from realhf.base.options import flags
+from realhf.launch.local import LocalLauncher
+from realhf.launch.slurm.launcher import SlurmLauncher
+from realhf.lifecycle.advice import going_on, not_kept, resume_command
+from realhf.lifecycle.request import CheckpointOptions, RunOptions, RunRequest
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run, RunSpec
 from tests.unit.lifecycle.requests import request_of
@@ -93,18 +96,20 @@ def test_the_command_has_the_options_that_the_directory_does_not_keep(directory:
     head, *command = shlex.split(resume_command(given, directory))
     assert (head, command[:5]) == ("realhf", ["run", "experiments/ppo.py", "--run-dir", "runs/first", "--resume"])
     again = request_of(*command[1:])
-    same = ("experiment", "launcher", "launcher_options", "network_interface", "recovery", "replan")
+    same = ("experiment", "launcher", "launcher_options", "options", "recovery", "replan")
     assert {name: getattr(again, name) for name in same} == {name: getattr(given, name) for name in same}
     assert again.plan.budget == given.plan.budget
     assert again.fields == ()
-    assert again.given_options == {}, "the run knows it"
+    assert again.spec_fields == {"network_interface": "eth0"}, "the run knows the others"
 
 
 def test_every_option_is_kept_by_the_run_or_given_again() -> None:
     parsed = cli.parser("run").parse_args(["run", "experiments/ppo.py"])
     options = set(vars(parsed)) - {"command", "execute", "takes_experiment_fields"}
-    not_kept = {option.removeprefix("--").replace("-", "_") for option in NOT_KEPT}
-    assert options == {*SPEC_OPTIONS, *not_kept, *OF_THIS_START, *IN_THE_PLAN_OR_ITS_DEVICES}
+    kept = {*flags(RunOptions), *flags(CheckpointOptions), "--drift-threshold"}
+    again = {*not_kept(LocalLauncher), *not_kept(SlurmLauncher)}
+    known = {flag.removeprefix("--").replace("-", "_") for flag in kept | again}
+    assert options == {*known, *OF_THIS_START, *IN_THE_PLAN_OR_ITS_DEVICES}
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,57 @@
+"""Options: fields of a request that the command line has too. Name, default, help and range stand with the field."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any, get_type_hints
+
+from realhf.base.numbers import check_range
+
+_METADATA = "option"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """`flag`: its name on the command line. `bounds`: the least and the largest value, if it is a number with any."""
+
+    flag: str
+    help: str
+    metavar: str | None = None
+    bounds: tuple[float, float] | None = None
+    unit: str = ""
+
+    @property
+    def attribute(self) -> str:
+        """The name of its value among the parsed arguments."""
+        return self.flag.removeprefix("--").replace("-", "_")
+
+
+def option(default: Any, help: str, *, flag: str = "", **about: Any) -> Any:
+    """A field of a frozen dataclass that is an option, by default `--field-name`; `about`: see `Option`.
+
+    Its type is bool, int, float, str, Path, a literal of strings, one of these or None, or a tuple of strings or paths,
+    which is given as an option that may be repeated, or, where its default is None, by one with several values.
+    """
+    return field(default=default, metadata={_METADATA: {"flag": flag, "help": help, **about}})
+
+
+def options_in(of: type) -> Mapping[str, Option]:
+    """The options of a dataclass, by field."""
+    found = {}
+    for one in fields(of):
+        if about := one.metadata.get(_METADATA):
+            found[one.name] = Option(**{**about, "flag": about["flag"] or f"--{one.name.replace('_', '-')}"})
+    return found
+
+
+def flags(of: type) -> dict[str, bool]:
+    """Whether the option takes a value, by the name that it has on the command line."""
+    types = get_type_hints(of)
+    return {option.flag: types[name] not in (bool, bool | None) for name, option in options_in(of).items()}
+
+
+def check_options(values: object) -> None:
+    """Raises UserError if an option of a dataclass is out of its range; None is in every range."""
+    for name, one in options_in(type(values)).items():
+        value = getattr(values, name)
+        if one.bounds is not None and value is not None:
+            check_range(one.flag, value, *one.bounds, one.unit)

@@ -1,0 +1,45 @@
+"""The options of requests (`realhf.base.options`) as arguments of a command."""
+
+import argparse
+from collections.abc import Container
+from dataclasses import fields
+from types import NoneType
+from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+
+from realhf.base.options import options_in
+
+T = TypeVar("T")
+
+
+class Arguments(Protocol):
+    """A parser, or a group of one."""
+
+    def add_argument(self, name: str, **settings: Any) -> Any: ...
+
+
+def add_options(to: Arguments, of: type, known: Container[str] = ()) -> None:
+    """Adds the options of a dataclass, except those whose values are among the parsed arguments `known`."""
+    types, defaults = get_type_hints(of), {one.name: one.default for one in fields(of)}
+    for name, option in options_in(of).items():
+        if option.attribute in known:
+            continue
+        value = next((one for one in get_args(types[name]) if NoneType in get_args(types[name])), types[name])
+        settings: dict[str, Any] = {"help": option.help, "default": defaults[name]}
+        if value is bool:
+            settings["action"] = "store_true"
+        elif get_origin(value) is Literal:
+            settings["choices"] = get_args(value)
+        elif get_origin(value) is tuple:
+            settings |= {"type": get_args(value)[0], "metavar": option.metavar}
+            settings |= (
+                {"nargs": "+"} if defaults[name] is None else {"action": "append", "default": [*settings["default"]]}
+            )
+        else:
+            settings |= {"type": value, "metavar": option.metavar}
+        to.add_argument(option.flag, **settings)
+
+
+def options_of(of: type[T], arguments: argparse.Namespace) -> T:
+    """The dataclass with its options from parsed arguments. Raises UserError as the dataclass does."""
+    values = {name: getattr(arguments, option.attribute) for name, option in options_in(of).items()}
+    return of(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
