@@ -13,7 +13,7 @@ from realhf.architecture.families.family import Content, Family
 from realhf.architecture.families.fields import Fields, shown
 from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
-from realhf.base.files import BadContentError, decode_json
+from realhf.base.files import decode_json, read_file
 
 
 def read_config(path: Path) -> DecoderConfig:
@@ -31,12 +31,8 @@ def config_content(path: Path) -> Content:
     Raises:
         UserError: the file cannot be read or is not JSON.
     """
-    try:
-        content = decode_json(path.read_bytes(), dict[str, Any])
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the architecture ({error.strerror}); give a config.json") from None
-    except BadContentError as error:
-        raise UserError(f"{path}: not a config.json: {error}; give that of a Hugging Face model") from None
+    remedy = "give the config.json of a Hugging Face model"
+    content = read_file(path, lambda data: decode_json(data, dict[str, Any]), "config.json", remedy)
     if "hidden_size" not in content and isinstance(content.get("text_config"), dict):
         nested: Content = content["text_config"]
         return nested

@@ -60,6 +60,20 @@ def _decoded(decode: Callable[[], T]) -> T:
         raise BadContentError(str(error)) from None
 
 
+def read_file(path: str | Path, decode: Callable[[bytes], T], kind: str, remedy: str) -> T:
+    """What `decode` makes of a file that a user names.
+
+    Raises:
+        UserError: the file cannot be read, or `decode` raises BadContentError; the text says that it is no `kind`.
+    """
+    try:
+        return decode(Path(path).read_bytes())
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the {kind} ({error.strerror}); {remedy}") from None
+    except BadContentError as error:
+        raise UserError(f"{path}: not a {kind}: {error}; {remedy}") from None
+
+
 class OtherVersionError(BadContentError):
     """Another version of realhf has written it, and it may be good."""
 

@@ -8,7 +8,7 @@ import msgspec
 
 from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
-from realhf.base.files import BadContentError, decode_json, write_atomically
+from realhf.base.files import decode_json, read_file, write_atomically
 from realhf.base.numbers import DEVICES, SECONDS, STEPS_IN_FLIGHT, check_fields, check_range
 from realhf.dataflow.graph import GENERATE, DataflowGraph
 from realhf.dataflow.offload import check_offload
@@ -127,12 +127,8 @@ def load_plan(path: str | Path) -> ExecutionPlan:
     Raises:
         UserError: the file is missing, is not JSON, or holds an unknown or ill-typed field.
     """
-    try:
-        plan = decode_json(Path(path).read_bytes(), ExecutionPlan)
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the plan ({error.strerror}); give --plan a file that exists") from None
-    except BadContentError as error:
-        raise UserError(f"{path}: not an execution plan: {error}; write one with `realhf plan`") from None
+    remedy = "write one with `realhf plan`"
+    plan = read_file(path, lambda data: decode_json(data, ExecutionPlan), "plan", remedy)
     if plan.format != FORMAT:
         raise UserError(f"{path}: format {plan.format!r} is not {FORMAT!r}; make the plan again with `realhf plan`")
     try:

@@ -6,17 +6,16 @@ from pathlib import Path
 import msgspec
 
 from realhf.base.errors import UserError
-from realhf.base.files import BadContentError, decode_yaml
+from realhf.base.files import decode_yaml, read_file
 from realhf.base.numbers import DEVICES, check_fields, check_range
 from realhf.machine.gpus import visible_gpus
 from realhf.planning.cluster import Cluster
 from realhf.planning.here import CPU, check_here, divided, gpu_hardware, hardware_here, local_devices
-from realhf.planning.model.descriptions import left_descriptions, load_hardware
+from realhf.planning.model.descriptions import YAML_SUFFIXES, left_descriptions, load_hardware
 from realhf.planning.model.hardware import GIB, Hardware
 from realhf.planning.request import DevicesRequest, PlannedHardware
 
 _NAME = re.compile(r"(?P<hardware>.+)-(?P<nodes>\d+)x(?P<devices>\d+)")
-_SUFFIXES = (".yaml", ".yml")
 MEMORY_GB = (1e-6, 2**20)  # a kilobyte is for tests
 EXAMPLE = "groups: [{hardware: h100, nodes: 16, devices_per_node: 8}]"
 
@@ -118,7 +117,7 @@ def parse_cluster(text: str, memory_gb: float | None = None) -> Cluster:
     Raises:
         UserError: neither of them, unknown hardware, or a file with a missing, unknown or ill-typed field.
     """
-    if text.endswith(_SUFFIXES):
+    if text.endswith(YAML_SUFFIXES):
         return _read(Path(text), memory_gb)
     match = _NAME.fullmatch(text)
     if not match:
@@ -146,12 +145,7 @@ def with_memory(hardware: Hardware, memory_gb: float | None) -> Hardware:
 
 
 def _read(path: Path, memory_gb: float | None) -> Cluster:
-    try:
-        file = decode_yaml(path.read_bytes(), ClusterFile)
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the cluster ({error.strerror}); write one like {EXAMPLE}") from None
-    except BadContentError as error:
-        raise UserError(f"{path}: not a cluster: {error}; write it like {EXAMPLE}") from None
+    file = read_file(path, lambda data: decode_yaml(data, ClusterFile), "cluster", f"write one like {EXAMPLE}")
     if len(file.groups) > 1:
         kinds = ", ".join(f"{group.nodes} x {group.hardware}" for group in file.groups)
         raise UserError(f"{path}: {len(file.groups)} groups ({kinds}); plans are made for one group, so give one")

@@ -1,16 +1,16 @@
-"""The hardware of this machine: what a plan is made for where nobody says otherwise."""
+"""The hardware of this machine, for which plans are made by default."""
 
 import os
 from collections.abc import Mapping
 
 import msgspec
 
+from realhf.architecture.model import DType
 from realhf.base.errors import UserError
 from realhf.machine.gpus import Gpu, count_gpus, visible_gpus
 from realhf.machine.host import Host, read_host
 from realhf.planning.model.descriptions import load_hardware, presets
 from realhf.planning.model.hardware import GIB, Hardware, device_kind, mismatch
-from realhf.planning.model.reported import described
 
 CPU = "cpu"
 FITTED_GPU = "h100"
@@ -23,6 +23,34 @@ SYSTEM_BYTES = GIB
 # A GPU is counted with so much of its memory as the descriptions of the package are (80e9 bytes of the 85.5e9 of an
 # "80GB" H100): the rest is for CUDA's context, the workspaces of its libraries and fragments.
 COUNTED_OF_GPU = 0.93
+
+# FLOP of a CUDA core's share of its multiprocessor in a cycle, dense, by compute capability (least first): the tensor
+# cores' products of bfloat16 with sums in float32, where there are such; fused multiply-adds in float32, since the
+# engine computes products of float32 in float32; float64 with the tensor cores of 8.0 and 9.0. From NVIDIA's
+# architecture whitepapers: Volta (64 cores a multiprocessor), Turing, A100 (1,024 FMA of tensor cores a multiprocessor
+# of 64 cores), GA102 and Ada (512 of 128), H100 (2,048 of 128), Blackwell (4,096 of 128; RTX Blackwell 512 of 128).
+FLOP_PER_CORE: dict[tuple[int, int], dict[DType, float]] = {
+    (0, 0): {"bfloat16": 2, "float32": 2, "float64": 1 / 16},
+    (7, 0): {"bfloat16": 2, "float32": 2, "float64": 1},
+    (7, 5): {"bfloat16": 2, "float32": 2, "float64": 1 / 16},
+    (8, 0): {"bfloat16": 32, "float32": 2, "float64": 2},
+    (8, 6): {"bfloat16": 8, "float32": 2, "float64": 1 / 32},
+    (9, 0): {"bfloat16": 32, "float32": 2, "float64": 2},
+    (10, 0): {"bfloat16": 64, "float32": 2, "float64": 1},
+    (12, 0): {"bfloat16": 8, "float32": 2, "float64": 1 / 32},
+}
+# These sum products of bfloat16 in float32 at half the rate of the other chips of their generations (the same papers).
+HALVED = "GeForce"
+
+# Of an H100: fitted over cores x clock x FLOP and over bus x clock, as it reports them (16,896 cores at 1,980 MHz;
+# 5,120 bits at 2,619 MHz, two transfers a cycle).
+REACHED_OF_PRODUCTS = 4.46e14 / (16_896 * 1.98e9 * 32)
+REACHED_OF_MEMORY = 2.66e12 / (2 * 2.619e9 * 5120 / 8)
+
+# Devices of a node where no link is known: PCI Express by way of the host.
+PCIE_BANDWIDTH = 1.0e10
+PCIE_LATENCY_S = 1.0e-5
+PCIE_HOST_BANDWIDTH = 2.4e10  # of PCI Express 4 with 16 lanes
 
 
 def local_devices() -> int:
@@ -41,10 +69,7 @@ def hardware_here(environ: Mapping[str, str] = os.environ) -> Hardware:
 
 
 def gpu_hardware(gpu: Gpu, devices_per_node: int = 1) -> Hardware:
-    """The description of such GPUs, under their real name and with the memory that they report.
-
-    That of the package which names the device, else one from what the driver reports.
-    """
+    """The package's description of such GPUs, else `described`, under their real name and with the memory they report."""
     known = next((preset for preset in presets() if preset.device_names and preset.describes(gpu.name)), None)
     memory = f"{gpu.memory_bytes / GIB:.1f} GiB reported"
     if known:
@@ -62,8 +87,37 @@ def gpu_hardware(gpu: Gpu, devices_per_node: int = 1) -> Hardware:
     )
 
 
+def described(gpu: Gpu, base: Hardware) -> Hardware:
+    """A GPU that no description knows, by what its driver reports; the costs that software sets are those of `base`.
+
+    Peaks are cores x clock x operations of a core in a cycle, times what was reached of them on an H100. Estimates:
+    `realhf profile` measures.
+
+    Raises:
+        UserError: the driver does not report what that needs.
+    """
+    if gpu.num_cores is None or gpu.clock_hz is None or gpu.memory_bandwidth is None:
+        raise UserError(
+            f"{gpu.name}: no description is of it, and its driver does not report its cores, clock and memory bus; "
+            "write a description and give it with --hardware FILE.yaml (profiles/README.md has the fields)"
+        )
+    known = max(capability for capability in FLOP_PER_CORE if capability <= gpu.compute_capability)
+    rates = dict(FLOP_PER_CORE[known])
+    if HALVED in gpu.name and rates["bfloat16"] == 8:
+        rates["bfloat16"] = 4
+    cycles = gpu.num_cores * gpu.clock_hz
+    return msgspec.structs.replace(
+        base,
+        matmul_flops={dtype: REACHED_OF_PRODUCTS * cycles * flop for dtype, flop in rates.items()},
+        memory_bandwidth=REACHED_OF_MEMORY * gpu.memory_bandwidth,
+        intra_node_bandwidth=PCIE_BANDWIDTH,
+        intra_node_latency_s=PCIE_LATENCY_S,
+        host_bandwidth=PCIE_HOST_BANDWIDTH,
+    )
+
+
 def cpu_hardware(host: Host) -> Hardware:
-    """A machine's cores and memory, which are still to be divided among workers."""
+    """A machine's cores and memory, all of them; workers share them (`divided`)."""
     limits = " and ".join(dict.fromkeys(filter(None, (host.memory_limit, host.cores_limit))))
     has = f"this machine's {host.memory_bytes / GIB:.1f} GiB and {host.cores} core{'s' if host.cores > 1 else ''}"
     return msgspec.structs.replace(
@@ -75,11 +129,10 @@ def cpu_hardware(host: Host) -> Hardware:
 
 
 def divided(hardware: Hardware, num_workers: int, environ: Mapping[str, str] = os.environ) -> Hardware:
-    """What each of `num_workers` workers has of a host that they share; nothing changes where they share none.
+    """What each of `num_workers` workers has of a host that they share; hardware that is not shared stays as it is.
 
-    A worker has its part of the cores as threads, unless the user's OMP_NUM_THREADS says otherwise. Products of
-    matrices go over all threads; what is bound by memory is taken to be as fast as on one. Where a worker has
-    several threads the name says so, and with it the folder of the profiles that are measured with them.
+    A worker's threads are its part of the cores, or OMP_NUM_THREADS. Matrix products use all of them; what is bound by
+    memory is taken to be as fast as on one. The name tells several threads, since profiles are measured with them.
 
     Raises:
         UserError: the programs of so many workers leave no memory for models.
@@ -117,14 +170,10 @@ def check_here(hardware: Hardware, *, is_given: bool, environ: Mapping[str, str]
 
 
 def _with_threads(hardware: Hardware, threads: int) -> Hardware:
-    base = hardware.name.removesuffix(_threads_suffix(hardware.threads))
+    name = hardware.name.removesuffix(f"-{hardware.threads}-threads")
     return msgspec.structs.replace(
         hardware,
-        name=base + _threads_suffix(threads),
+        name=f"{name}-{threads}-threads" if threads > 1 else name,
         threads=threads,
         matmul_flops={dtype: rate / hardware.threads * threads for dtype, rate in hardware.matmul_flops.items()},
     )
-
-
-def _threads_suffix(threads: int) -> str:
-    return f"-{threads}-threads" if threads > 1 else ""

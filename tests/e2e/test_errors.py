@@ -133,7 +133,7 @@ def test_a_plan_for_another_model(tmp_path: Path) -> None:
 def test_a_plan_file_with_an_unknown_key(tmp_path: Path) -> None:
     path = changed_plan(tmp_path, num_device=1)
     text = error(tmp_path / "run", "experiments/ppo.py", "--plan", path)
-    assert text.startswith(f"{path}: not an execution plan: Object contains unknown field `num_device`")
+    assert text.startswith(f"{path}: not a plan: Object contains unknown field `num_device`")
 
 
 def test_a_plan_file_that_is_missing(tmp_path: Path) -> None:

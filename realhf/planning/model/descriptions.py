@@ -6,26 +6,24 @@ import msgspec
 
 from realhf.architecture.model import DType
 from realhf.base.errors import UserError
-from realhf.base.files import BadContentError, decode_yaml, write_atomically
+from realhf.base.files import decode_yaml, read_file, write_atomically
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.profile import profiles_root
 
 DESCRIPTIONS = Path(__file__).parents[1] / "descriptions"  # NAME.yaml each, part of the package
 DTYPE_BYTES: dict[DType, int] = {"float32": 4, "float64": 8, "bfloat16": 2}
-LEFT_FILE = "hardware.yaml"
-FILE_NAMES = (".yaml", ".yml")
+LEFT_FILE = "hardware.yaml"  # beside profiles
+YAML_SUFFIXES = (".yaml", ".yml")
 
 
 def load_hardware(name: str) -> Hardware:
-    """The description that `--hardware NAME` means.
-
-    A path (it has a "/" or ends with .yaml) is read wherever it lies. Any other word names a description of the
-    package, or one that `realhf profile` has left beside the profiles of a machine.
+    """The description that `--hardware NAME` means: a file (with a "/" or .yaml), one of the package, or one that
+    `realhf profile` has left beside the profiles of a machine.
 
     Raises:
         UserError: no such description, or a missing, unknown or ill-typed field.
     """
-    if "/" in name or name.endswith(FILE_NAMES):
+    if "/" in name or name.endswith(YAML_SUFFIXES):
         return read_hardware(Path(name))
     found = left_descriptions() | {path.stem: path for path in DESCRIPTIONS.glob("*.yaml")}
     if name not in found:
@@ -36,14 +34,8 @@ def load_hardware(name: str) -> Hardware:
 
 def read_hardware(path: Path) -> Hardware:
     """The description in a file. Raises UserError if it cannot be read, or a field is missing, unknown or ill-typed."""
-    try:
-        return decode_yaml(path.read_bytes(), Hardware, strict=False)
-    except OSError as error:
-        raise UserError(
-            f"{path}: cannot read the hardware description ({error.strerror}); copy one of {DESCRIPTIONS} there"
-        ) from None
-    except BadContentError as error:
-        raise UserError(f"{path}: not a hardware description: {error}; profiles/README.md lists the fields") from None
+    remedy = f"copy one of {DESCRIPTIONS} there; profiles/README.md lists the fields"
+    return read_file(path, lambda data: decode_yaml(data, Hardware, strict=False), "hardware description", remedy)
 
 
 def presets() -> list[Hardware]:

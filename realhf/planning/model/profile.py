@@ -11,7 +11,7 @@ import platformdirs
 import realhf
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
-from realhf.base.files import BadContentError, decode_json, write_atomically
+from realhf.base.files import decode_json, read_file, write_atomically
 from realhf.base.numbers import BYTES, DEVICES, SECONDS, TOKENS, check_fields
 from realhf.planning.model.hardware import RATES
 
@@ -36,7 +36,8 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def at(self, size: float) -> float:
         """Piecewise linear between measured sizes (ReaL, section 5.1), the outer pieces extended; never below 0."""
         right = min(max(bisect_right(self.sizes, size), 1), len(self.sizes) - 1)
-        return max(_line(size, self.sizes[right - 1 : right + 1], self.seconds[right - 1 : right + 1]), 0.0)
+        (x, next_x), (y, next_y) = self.sizes[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
+        return max(y + (size - x) * (next_y - y) / (next_x - x), 0.0)
 
 
 class DecodeTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -52,9 +53,8 @@ class DecodeTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class TensorTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Compute of one rank at one degree of tensor parallelism; the sizes of the curves are tokens of one micro-batch.
 
-    `includes_all_reduce` says that the layers ran on `tp` devices with their all-reduces in the
-    measured time. The head is everything above the last layer: the final norm, the output
-    projection and, forward, the gathering of the logits over tp.
+    `includes_all_reduce`: the layers ran on `tp` devices, and the measured time has their all-reduces. The head is
+    everything above the last layer: the final norm, the projection and, forward, the gathering of the logits over tp.
     """
 
     tp: int
@@ -88,10 +88,9 @@ class CollectiveTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 class CallOverheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Seconds of whole calls beyond their layers, embedding, head, optimizer, reductions and single messages.
 
-    Packing, losses, statistics, the schedule. `forward_s` is an inference's, `train_s` a mini-batch's, `generate_s` a
-    generation's; the micro-batches' are what each of them adds, `decode_step_s` what a decode step of one does.
-    `generate_s_per_parameter`: putting the weights into the order that decoding wants. `message_s`:
-    what a message between computing stages takes beyond one between waiting ones.
+    Packing, losses, statistics and the schedule: of an inference (`forward_s`), a mini-batch (`train_s`), a generation,
+    each of their micro-batches, and a decode step of one. `generate_s_per_parameter`: putting the weights into the
+    order that decoding wants. `message_s`: of a message between computing stages, beyond one between waiting stages.
     """
 
     forward_s: float = 0.0
@@ -154,13 +153,12 @@ def interpolate(points: list[tuple[float, float]], x: float) -> float:
     """Piecewise linear through (x, y) points with increasing x; one point is a constant; never below 0."""
     if len(points) == 1:
         return points[0][1]
-    return Curve(tuple(p[0] for p in points), tuple(p[1] for p in points)).at(x)
+    return Curve(*zip(*points, strict=True)).at(x)
 
 
 def profiles_root() -> Path:
-    """The folder of this machine's profiles: that of the checkout while working in it, else one of the user.
+    """The folder of this machine's profiles: the checkout's where the working directory lies in it, else the user's.
 
-    Working in the checkout: the working directory is the folder that this package is run from, or lies in it.
     A run's launcher, and whatever plans it again, have the run's working directory, and so the same answer.
     """
     checkout = Path(realhf.__file__).resolve().parent.parent
@@ -188,16 +186,7 @@ def load_profile(path: str | Path) -> LayerProfile:
         UserError: the file is missing, or is not a profile; the text names the field.
     """
     remedy = "measure it again with `realhf profile`"
-    try:
-        profile = decode_json(Path(path).read_bytes(), LayerProfile)
-    except OSError as error:
-        raise UserError(f"{path}: cannot read the profile ({error.strerror}); {remedy}") from None
-    except BadContentError as error:
-        raise UserError(f"{path}: not a layer profile: {error}; {remedy}") from None
+    profile = read_file(path, lambda data: decode_json(data, LayerProfile), "layer profile", remedy)
     if profile.format != FORMAT:
         raise UserError(f"{path}: format {profile.format!r} is not {FORMAT!r}; {remedy}")
     return profile
-
-
-def _line(x: float, xs: tuple[float, ...], ys: tuple[float, ...]) -> float:
-    return ys[0] + (x - xs[0]) * (ys[1] - ys[0]) / (xs[1] - xs[0])

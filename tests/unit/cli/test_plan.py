@@ -212,7 +212,7 @@ def test_what_does_not_fit_is_told_what_would(capsys: pytest.CaptureFixture[str]
         ),
         (["--hardware", "tpu"], "hardware='tpu' is not known; choose one of "),
         (["--actor", "llama9-7b"], "architecture 'llama9-7b' is not known; choose one of llama2-7b, "),
-        (["--actor", "deep"], "deep/config.json: not a config.json: it is nested too deeply; give that of a Hugging"),
+        (["--actor", "deep"], "deep/config.json: not a config.json: it is nested too deeply; give the config.json of"),
         (
             ["--model-type", "teacher=llama3-7b"],
             "--model-type teacher=...: no call uses such a model; there are actor,",

@@ -176,10 +176,10 @@ def test_bad_plan_files_are_named(name: str, tmp_path: Path) -> None:
 
 
 def test_a_plan_file_that_is_missing_or_no_json(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"nowhere.json: cannot read the plan \(No such file.*give --plan a file"):
+    with pytest.raises(UserError, match=r"nowhere.json: cannot read the plan \(No such file.*write one with"):
         load_plan(tmp_path / "nowhere.json")
     (tmp_path / "plan.json").write_text("dp: 4")
-    with pytest.raises(UserError, match=r"plan.json: not an execution plan: JSON is malformed"):
+    with pytest.raises(UserError, match=r"plan.json: not a plan: JSON is malformed"):
         load_plan(tmp_path / "plan.json")
 
 

@@ -14,13 +14,13 @@ from realhf.planning.here import (
     SYSTEM_BYTES,
     check_here,
     cpu_hardware,
+    described,
     divided,
     gpu_hardware,
     hardware_here,
 )
 from realhf.planning.model.descriptions import load_hardware, presets
 from realhf.planning.model.hardware import GIB, device_kind, mismatch
-from realhf.planning.model.reported import described
 from tests.unit.machine.nvml import A100, H100, KINDS, RTX_4090, Device, stand_in, uuid_of
 
 UNKNOWN = Device("NVIDIA B300 SXM7", 270_000, (10, 3), 20_480, 2000, 4000, 8192)
