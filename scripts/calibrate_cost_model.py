@@ -14,10 +14,8 @@ from realhf.planning.model.fit import (
     Constant,
     MeasuredTable,
     Residual,
-    field_constant,
     fit,
     load_tables,
-    matmul_constant,
     mean_error,
     residuals,
     step_residuals,
@@ -31,16 +29,17 @@ TABLES = ROOT / "tests" / "data" / "published_step_times.yaml"
 # Peaks of an H100 SXM (vendor's data sheet): 989 TFLOP/s bf16, 3.35 TB/s, 450 GB/s of NVLink and, in
 # the machines measured, a 400 Gb/s network link a device and direction.
 CONSTANTS = [
-    matmul_constant("bfloat16", 500e12, 250e12, 750e12, "25 to 76 % of peak; large products of cuBLAS reach 70 %"),
-    field_constant("memory_bandwidth", 2.6e12, 1.6e12, 3.1e12, "48 to 93 % of peak; copies reach 90 %", spread=1.2),
-    field_constant("intra_node_bandwidth", 300e9, 100e9, 400e9, "NVLink: rings of NCCL reach 80 % of peak", spread=1.5),
-    field_constant("inter_node_bandwidth", 20e9, 5e9, 48e9, "the network: at most 96 % of peak; a point-to-point "
-                   "message on few channels reaches half", spread=1.7),
-    field_constant("layer_launch_s", 3e-4, 5e-5, 1e-3, "some 40 kernels of 3 to 20 us"),
-    field_constant("decode_launch_s", 4e-4, 5e-5, 1e-3, "the same, with the work on the cache"),
-    field_constant("decode_graph_launch_s", 8e-5, 2e-5, 3e-4, "some 40 kernels of 1 to 5 us each on the device"),
-    field_constant("sampling_s", 1e-3, 1e-4, 5e-3, "host and some passes over the logits of a step"),
-    field_constant("call_overhead_s", 0.3, 0.01, 2.0, "packing, moving and unpacking a batch; messages", spread=3.0),
+    Constant("matmul_flops[bfloat16]", 500e12, 250e12, 750e12, "25 to 76 % of peak; large products of cuBLAS reach 70 %",
+             spread=1.3),
+    Constant("memory_bandwidth", 2.6e12, 1.6e12, 3.1e12, "48 to 93 % of peak; copies reach 90 %", spread=1.2),
+    Constant("intra_node_bandwidth", 300e9, 100e9, 400e9, "NVLink: rings of NCCL reach 80 % of peak", spread=1.5),
+    Constant("inter_node_bandwidth", 20e9, 5e9, 48e9, "the network: at most 96 % of peak; a point-to-point "
+             "message on few channels reaches half", spread=1.7),
+    Constant("layer_launch_s", 3e-4, 5e-5, 1e-3, "some 40 kernels of 3 to 20 us"),
+    Constant("decode_launch_s", 4e-4, 5e-5, 1e-3, "the same, with the work on the cache"),
+    Constant("decode_graph_launch_s", 8e-5, 2e-5, 3e-4, "some 40 kernels of 1 to 5 us each on the device"),
+    Constant("sampling_s", 1e-3, 1e-4, 5e-3, "host and some passes over the logits of a step"),
+    Constant("call_overhead_s", 0.3, 0.01, 2.0, "packing, moving and unpacking a batch; messages", spread=3.0),
 ]  # fmt: skip
 
 
@@ -110,7 +109,7 @@ def with_constants(text: str, hardware: Hardware) -> str:
 
 
 def _with_number(text: str, constant: Constant, value: float) -> str:
-    field, _, dtype = constant.name.rstrip("]").partition("[")
+    field, dtype = constant.place
     pattern = rf"^({field}: .*?\b{dtype}: )[^,}}]+" if dtype else rf"^({field}: )\S+"
     text, count = re.subn(pattern, lambda match: f"{match[1]}{_yaml_number(value)}", text, flags=re.MULTILINE)
     if count != 1:

@@ -69,7 +69,7 @@ def hardware_here(environ: Mapping[str, str] = os.environ) -> Hardware:
 
 
 def gpu_hardware(gpu: Gpu, devices_per_node: int = 1) -> Hardware:
-    """The package's description of such GPUs, else `described`, under their real name and with the memory they report."""
+    """The package's description of such GPUs, else `described`; the name and the memory are what they report."""
     known = next((preset for preset in presets() if preset.device_names and preset.describes(gpu.name)), None)
     memory = f"{gpu.memory_bytes / GIB:.1f} GiB reported"
     if known:

@@ -17,40 +17,41 @@ from realhf.planning.model.hardware import Hardware
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFeatures:
-    """The defaults are this project's engine as it is; others describe an engine that is measured or planned for.
+    """The defaults are this project's engine; others describe an engine that is measured or planned for.
+
+    A model's setup sets `fully_sharded`, `fp32_gradients`, `recomputation`, `sequence_parallel` and `offloads_states`
+    (`of_setup`); the hardware sets `on_gpus`, `packs_weights` and `in_host_memory` (`on`).
 
     zero1: optimizer states and master copy are divided over dp; gradients are reduce-scattered and parameters
-        all-gathered once a mini-batch (ZeRO, Rajbhandari et al., 2020, section 5.1). Else all of it is on every rank.
-    fully_sharded: parameters and gradients are divided over dp as well, and a layer's are gathered for its forward and
-        again for its backward pass (ZeRO, section 5.3). A model's setup says it (`of_setup`).
+        all-gathered once a mini-batch (ZeRO, Rajbhandari et al., 2020, section 5.1). Else every rank has all of it.
+    fully_sharded: parameters and gradients are divided over dp as well; a layer's are gathered for its forward and
+        again for its backward pass (ZeRO, section 5.3).
     fp32_gradients: gradients of parameters below fp32 are kept, summed and reduced in fp32.
-    recomputation: "full": only a layer's input is kept for the backward pass, which runs the layer's forward again
-        (Chen et al., 2016; Korthikanti et al., 2022, section 5); "selective": all but products and attention is made
-        again. A model's setup says it (`of_setup`).
-    on_gpus: the hardware's devices are GPUs. Pages of the KV cache are then as large as flash-attn needs them, where it
-        takes the dtype and the heads: whether it is installed there or not, since its pages are the larger ones.
-    cuda_graphs: on GPUs, a decode step is replayed as a graph and not launched kernel by kernel, where the options of
-        the call ask for it (`GenerationOptions.decode_graphs`) and the model allows it
-        (`realhf.architecture.decoding`).
+    recomputation: "full": a layer keeps only its input, and the backward pass runs its forward again (Chen et al.,
+        2016; Korthikanti et al., 2022, section 5); "selective": it runs all but products and attention again.
+    on_gpus: the KV cache has the pages that flash-attn needs, where it takes the dtype and the heads. It need not be
+        installed: its pages are the larger ones.
+    cuda_graphs: on GPUs, a decode step is replayed as a graph, where the call asks for it
+        (`GenerationOptions.decode_graphs`) and the model allows it (`realhf.architecture.decoding`).
     full_logits: logits are gathered over tp, and every rank makes its passes over the whole vocabulary. Else each
         rank keeps its part of the vocabulary (Megatron-LM, section 3).
-    response_logits: of a prompt and its response as one sequence, logits are made of the response's tokens only.
-    gathers_drawn_logits: the logits of the tokens that generation draws are full ones, whatever the others are.
-    logits_chunk_bytes: unless full, logits exist for so many bytes of tokens at a time, and the backward pass
-        projects all but the last of these chunks again; None: for all tokens of a micro-batch.
+    response_logits: of a prompt and its response as one sequence, only the response's tokens get logits.
+    gathers_drawn_logits: generation draws from full logits, whatever the others are.
+    logits_chunk_bytes: unless full, logits exist for chunks of this size, and the backward pass projects all but the
+        last chunk again; None: for all tokens of a micro-batch.
     sequence_parallel: in training, what lies between the tensor-parallel products is divided over tp along the
-        tokens; an all-gather and a reduce-scatter stand in the place of every all-reduce (Korthikanti et al., 2022,
-        section 4.2), and between stages every rank sends its tokens only. A model's setup says it (`of_setup`).
+        tokens; an all-gather and a reduce-scatter replace every all-reduce (Korthikanti et al., 2022, section 4.2),
+        and between stages every rank sends its own tokens.
     blocking_sends: a pipeline stage does not compute while it sends, as it never does while it receives.
-    sharded_operators: where the states of a train call do not fit, operators whose parameters and gradients are divided
-        over dp, too, and gathered for each use (`realhf.planning.model.sharding`; OSDP, IJCAI 2023).
+    sharded_operators: where the states of a train call do not fit, parameters and gradients of some operators are
+        divided over dp and gathered for each use (`realhf.planning.model.sharding`; OSDP, IJCAI 2023).
     offloads_states: the optimizer's states and master copy wait in host memory, and pass through the device in chunks
-        once a mini-batch. A model's setup says it (`of_setup`).
-    packs_weights: generation keeps the linears' weights in the order of its kernels as well: on the CPU, in float32
-        and bfloat16. The hardware's description says it.
-    in_host_memory: tensors lie in memory that malloc gives, and training attends in float32 at least: on the CPU.
-    copies_checkpoints: training goes on while a checkpoint is written from a copy, which is in the memory of the device
-        where that is the host's. A run that saves on its way says it (`--checkpoint-every`).
+        once a mini-batch.
+    packs_weights: generation also keeps the linears' weights in the order of its kernels: on the CPU, in float32 and
+        bfloat16.
+    in_host_memory: malloc gives the tensors' memory, and training attends in float32 at least: on the CPU.
+    copies_checkpoints: training goes on while a checkpoint is written from a copy, which takes memory of a device that
+        shares its host's. Runs with `--checkpoint-every` have it.
     """
 
     zero1: bool = True
@@ -81,16 +82,15 @@ class EngineFeatures:
         return 2 * max(item, 4) + (4 if item < 4 else 0)
 
     def on(self, hardware: Hardware) -> "EngineFeatures":
-        """What holds on this hardware: what there is on GPUs alone, whether weights are packed, and states have another
-        memory to wait in."""
-        offloads = self.offloads_states and not hardware.shares_host_memory
+        """What holds on this hardware. In a host's memory states have no other memory to wait in."""
+        in_host = hardware.shares_host_memory
         return replace(
             self,
             on_gpus=hardware.is_gpu,
             packs_weights=hardware.packs_weights,
-            offloads_states=offloads,
-            in_host_memory=hardware.shares_host_memory,
-            copies_checkpoints=self.copies_checkpoints and hardware.shares_host_memory,
+            offloads_states=self.offloads_states and not in_host,
+            in_host_memory=in_host,
+            copies_checkpoints=self.copies_checkpoints and in_host,
         )
 
     def page_tokens(self, model: DecoderConfig, dtype: DType) -> int:
@@ -99,8 +99,7 @@ class EngineFeatures:
 
     def replays(self, model: DecoderConfig, decode_graphs: DecodeGraphs) -> bool:
         """Whether the decode steps of a call with this option are graphs."""
-        asked = self.cuda_graphs and decode_graphs != "off"
-        return asked and graphs_refusal(model, on_gpu=self.on_gpus) is None
+        return self.cuda_graphs and decode_graphs != "off" and graphs_refusal(model, on_gpu=self.on_gpus) is None
 
     def keeps_cache(self, model: DecoderConfig, decode_graphs: DecodeGraphs) -> bool:
         """Whether a call with this option leaves its KV cache where it is, for the graphs of the next one."""
@@ -116,7 +115,7 @@ class EngineFeatures:
 
 ENGINE = EngineFeatures()
 
-# What the command line calls them: the field, its value in an engine that has the feature, and in one that has not.
+# By the names of the command line: the field, and its values with and without the feature.
 FEATURES: dict[str, tuple[str, Any, Any]] = {
     "zero1": ("zero1", True, False),
     "fp32-gradients": ("fp32_gradients", True, False),
@@ -154,18 +153,19 @@ def with_features(names: Sequence[str], engine: EngineFeatures = ENGINE) -> Engi
         UserError: a name is not known.
     """
     for name in names:
-        if name.removeprefix(WITHOUT) not in FEATURES:
+        feature = name.removeprefix(WITHOUT)
+        if feature not in FEATURES:
+            known = ", ".join(FEATURES)
             raise UserError(
-                f"feature {name!r} is not known; choose from {', '.join(FEATURES)}, each with {WITHOUT} before it to "
-                "plan without it"
+                f"feature {name!r} is not known; choose from {known}, with {WITHOUT} before it to leave it out"
             )
-        field, present, absent = FEATURES[name.removeprefix(WITHOUT)]
+        field, present, absent = FEATURES[feature]
         engine = replace(engine, **{field: absent if name.startswith(WITHOUT) else present})
     return engine
 
 
 def differences(features: EngineFeatures, engine: EngineFeatures = ENGINE) -> list[str]:
-    """By what `features` differs from `engine`, in the names of the command line."""
+    """How `features` differ from `engine`, in the names of the command line."""
     return [
         name if getattr(features, field) == present else WITHOUT + name
         for name, (field, present, absent) in FEATURES.items()

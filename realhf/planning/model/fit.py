@@ -1,7 +1,7 @@
 """Measured step times of a cluster, the cost model's residuals on them, and the constants that fit them."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -85,21 +85,35 @@ class Residual:
         return self.predicted_s / self.measured_s - 1
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Constant:
-    """A figure of the hardware that is fitted: within physical bounds, and near `prior` where the rows leave it open.
+    """A number of the description that is fitted: within bounds, and near `prior` where the rows leave it open.
 
-    `spread` is the factor by which it may well differ from the prior (one standard deviation of its logarithm).
+    `name`: a field, or `matmul_flops[DTYPE]`. `spread`: the factor by which the number may well differ from the prior
+    (one standard deviation of its logarithm).
     """
 
     name: str
-    get: Callable[[Hardware], float]
-    put: Callable[[Hardware, float], Hardware]
     prior: float
     low: float
     high: float
     why: str
     spread: float = 2.0
+
+    @property
+    def place(self) -> tuple[str, str]:
+        """The field, and the key in it or ""."""
+        field, _, key = self.name.rstrip("]").partition("[")
+        return field, key
+
+    def get(self, hardware: Hardware) -> float:
+        field, key = self.place
+        value = getattr(hardware, field)
+        return float(value[key] if key else value)
+
+    def put(self, hardware: Hardware, value: float) -> Hardware:
+        field, key = self.place
+        return msgspec.structs.replace(hardware, **{field: {**getattr(hardware, field), key: value} if key else value})
 
 
 def load_tables(path: str | Path) -> list[MeasuredTable]:
@@ -170,12 +184,10 @@ def step_residuals(tables: Sequence[MeasuredTable], hardware: Hardware) -> list[
     result = []
     for table in tables:
         for mode, measured_s in table.step_s.items():
-            left_out = mode != "graphs"
-            rows = [row for row in table.calls if row.interface != "generate" or row.cuda_graphs != left_out]
+            rows = [row for row in table.calls if row.interface != "generate" or row.cuda_graphs == (mode == "graphs")]
             predicted_s = sum(predict_s(table, row, hardware) for row in rows)
-            result.append(
-                Residual(table=table.name, row=f"whole step, {mode}", measured_s=measured_s, predicted_s=predicted_s)
-            )
+            row = f"whole step, {mode}"
+            result.append(Residual(table=table.name, row=row, measured_s=measured_s, predicted_s=predicted_s))
     return result
 
 
@@ -235,26 +247,3 @@ def fit(
         if np.abs(step).max() < 1e-7:
             break
     return described(x)
-
-
-def field_constant(name: str, prior: float, low: float, high: float, why: str, spread: float = 2.0) -> Constant:
-    """A plain number of the description."""
-
-    def put(hardware: Hardware, value: float) -> Hardware:
-        return msgspec.structs.replace(hardware, **{name: value})
-
-    return Constant(
-        name=name, get=lambda h: getattr(h, name), put=put, prior=prior, low=low, high=high, why=why, spread=spread
-    )
-
-
-def matmul_constant(dtype: DType, prior: float, low: float, high: float, why: str, spread: float = 1.3) -> Constant:
-    """The rate of matrix multiplications in one dtype."""
-
-    def put(hardware: Hardware, value: float) -> Hardware:
-        return msgspec.structs.replace(hardware, matmul_flops={**hardware.matmul_flops, dtype: value})
-
-    return Constant(
-        name=f"matmul_flops[{dtype}]", get=lambda h: h.flops(dtype), put=put, prior=prior, low=low, high=high, why=why,
-        spread=spread,
-    )  # fmt: skip

@@ -17,11 +17,10 @@ from realhf.geometry.parameters import parameter_count
 from realhf.planning.cluster import Cluster
 from realhf.planning.model.descriptions import DESCRIPTIONS, load_hardware
 from realhf.planning.model.fit import (
+    Constant,
     MeasuredTable,
-    field_constant,
     fit,
     load_tables,
-    matmul_constant,
     mean_error,
     predict_s,
     residuals,
@@ -139,16 +138,16 @@ def test_the_fit_finds_the_constants_that_made_the_times() -> None:
     ]
     far = 1e3  # a prior that says nothing
     constants = [
-        matmul_constant("bfloat16", 6e14, 1e14, 9e14, "", spread=far),
-        field_constant("decode_launch_s", 1e-4, 1e-5, 1e-2, "", spread=far),
-        field_constant("inter_node_bandwidth", 30e9, 1e9, 50e9, "", spread=far),
+        Constant("matmul_flops[bfloat16]", 6e14, 1e14, 9e14, "", spread=far),
+        Constant("decode_launch_s", 1e-4, 1e-5, 1e-2, "", spread=far),
+        Constant("inter_node_bandwidth", 30e9, 1e9, 50e9, "", spread=far),
     ]
     found = fit(tables, H100, constants)
     assert found.flops("bfloat16") == pytest.approx(4e14, rel=1e-3)
     assert found.decode_launch_s == pytest.approx(4e-4, rel=1e-3)
     assert found.inter_node_bandwidth == pytest.approx(12e9, rel=1e-2)
     assert worst_error(residuals(tables, found)) < 1e-3
-    bounded = fit(tables, H100, [*constants[:2], field_constant("inter_node_bandwidth", 30e9, 20e9, 50e9, "")])
+    bounded = fit(tables, H100, [*constants[:2], Constant("inter_node_bandwidth", 30e9, 20e9, 50e9, "")])
     assert bounded.inter_node_bandwidth == pytest.approx(20e9)
 
 
