@@ -29,8 +29,8 @@ TABLES = ROOT / "tests" / "data" / "published_step_times.yaml"
 # Peaks of an H100 SXM (vendor's data sheet): 989 TFLOP/s bf16, 3.35 TB/s, 450 GB/s of NVLink and, in
 # the machines measured, a 400 Gb/s network link a device and direction.
 CONSTANTS = [
-    Constant("matmul_flops[bfloat16]", 500e12, 250e12, 750e12, "25 to 76 % of peak; large products of cuBLAS reach 70 %",
-             spread=1.3),
+    Constant("matmul_flops[bfloat16]", 500e12, 250e12, 750e12, "25 to 76 % of peak; large products of "
+             "cuBLAS reach 70 %", spread=1.3),
     Constant("memory_bandwidth", 2.6e12, 1.6e12, 3.1e12, "48 to 93 % of peak; copies reach 90 %", spread=1.2),
     Constant("intra_node_bandwidth", 300e9, 100e9, 400e9, "NVLink: rings of NCCL reach 80 % of peak", spread=1.5),
     Constant("inter_node_bandwidth", 20e9, 5e9, 48e9, "the network: at most 96 % of peak; a point-to-point "

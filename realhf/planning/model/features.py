@@ -156,9 +156,7 @@ def with_features(names: Sequence[str], engine: EngineFeatures = ENGINE) -> Engi
         feature = name.removeprefix(WITHOUT)
         if feature not in FEATURES:
             known = ", ".join(FEATURES)
-            raise UserError(
-                f"feature {name!r} is not known; choose from {known}, with {WITHOUT} before it to leave it out"
-            )
+            raise UserError(f"feature {name!r} is not known; choose from {known}, or with {WITHOUT} before one of them")
         field, present, absent = FEATURES[feature]
         engine = replace(engine, **{field: absent if name.startswith(WITHOUT) else present})
     return engine
