@@ -103,7 +103,7 @@ def instance(name: str) -> ProblemFile:
         dtype="bfloat16",
     )
     tables = build_problem(
-        task, options, reallocations=lambda _, sources, targets, **links: [0.0] * (len(sources) * len(targets))
+        task, options, reallocations=lambda _, sources, targets: [0.0] * (len(sources) * len(targets))
     )  # see _moves
     problem = _made_uneven(tables, chosen.uneven)
     moves = _moves_of(graph)

@@ -1,6 +1,6 @@
 """The options of a call: mesh x (dp, tp, pp) x number of micro-batches."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from realhf.architecture.model import DecoderConfig
@@ -113,6 +113,11 @@ def call_options(call: ModelFunctionCallDef, batch_size: int, cluster: Cluster) 
         UserError: the call's mini-batches do not divide the batch.
     """
     return options_on(device_meshes(cluster), call, call.mini_batch_size(batch_size))
+
+
+def chosen(options: Mapping[str, Sequence[Option]], choice: Sequence[int]) -> dict[str, CallPlan]:
+    """The calls of a plan, from the number of an option for each."""
+    return {name: rows[index].call_plan() for (name, rows), index in zip(options.items(), choice, strict=True)}
 
 
 def all_options(task: PlanningTask) -> dict[str, list[Option]]:

@@ -9,12 +9,11 @@ from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.offload import loads_of, with_loads
 from realhf.dataflow.plan import ExecutionPlan, check_plan
-from realhf.planning.model.reallocation import reallocation_table
+from realhf.planning.model.reallocation import Reallocation
 from realhf.planning.options import option_of
 from realhf.planning.order import possible_orders, steps_to_simulate
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.native import native_problem
-from realhf.planning.problem.native import reallocation_table as native_reallocations
+from realhf.planning.problem.native import NativeProblem, native_problem, reallocation_table
 from realhf.planning.problem.parameters import ReallocationTable
 from realhf.planning.problem.simulation import device_bytes, makespan_s, simulate
 from realhf.planning.problem.tables import Problem
@@ -51,7 +50,7 @@ def predict(task: PlanningTask, plan: ExecutionPlan) -> Prediction:
             "give a larger cluster or make a plan for this one with `realhf plan`"
         )
     in_flight = plan.max_steps_in_flight
-    problem = problem_of(replace(task, max_steps_in_flight=in_flight), plan, reallocations=reallocation_table)
+    problem = problem_of(replace(task, max_steps_in_flight=in_flight), plan, reallocations=Reallocation.table)
     choice = [0] * len(problem.calls)
     order = sequence_of(plan, task.graph, problem)
     step_s = makespan_s(simulate(problem, choice, problem.steps, order)) / problem.steps
@@ -69,7 +68,7 @@ def predict(task: PlanningTask, plan: ExecutionPlan) -> Prediction:
 
 
 def problem_of(
-    task: PlanningTask, plan: ExecutionPlan, reallocations: ReallocationTable = native_reallocations
+    task: PlanningTask, plan: ExecutionPlan, reallocations: ReallocationTable = reallocation_table
 ) -> Problem:
     """The tables of a plan's own options: one for each call."""
     options = {name: [option_of(call)] for name, call in plan.calls.items()}
@@ -78,18 +77,13 @@ def problem_of(
 
 def predict_in_best_order(task: PlanningTask, plan: ExecutionPlan) -> Prediction:
     """The prediction of the plan in the fastest of the orders that a simulation suggests."""
-    native = native_problem(problem_of(task, plan))
-    return fastest_order(task, plan, native.trace([0] * len(plan.calls), steps_to_simulate(task.max_steps_in_flight)))
+    return fastest_order(task, plan, native_problem(problem_of(task, plan)), [0] * len(plan.calls))
 
 
-def fastest_order(
-    task: PlanningTask, plan: ExecutionPlan, simulated: Sequence[tuple[int, int, float, float]]
-) -> Prediction:
-    """The prediction of the plan in the fastest of the orders that can be run and agree with a simulation.
-
-    `simulated`: (node, step, start_s, end_s) of what was simulated (`Problem.trace` of the C++ search).
-    """
-    names = task.graph.nodes
+def fastest_order(task: PlanningTask, plan: ExecutionPlan, native: NativeProblem, choice: Sequence[int]) -> Prediction:
+    """The prediction of the plan in the fastest of the orders that can be run and agree with a simulation of `choice`,
+    the plan's options in the problem."""
+    names, simulated = task.graph.nodes, native.trace(choice, steps_to_simulate(task.max_steps_in_flight))
     starts = [(names[node], step, start_s) for node, step, start_s, _ in simulated if node < len(names)]
     orders = possible_orders(starts, plan, task.graph, task.batch_size)
     predictions = [predict(task, structs.replace(plan, order=order)) for order in orders]

@@ -10,7 +10,7 @@ from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.mapping import Mapper
 from realhf.planning.model.call import CallModel
 from realhf.planning.model.communicators import of_all_devices
-from realhf.planning.options import Option, call_strategies, options_on
+from realhf.planning.options import Option, call_strategies, chosen, options_on
 from realhf.planning.predict import Prediction, predict, predict_in_best_order
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem, search_problem
@@ -121,8 +121,7 @@ def _best_on(task: PlanningTask, meshes: Mapping[str, DeviceMesh], preset: str) 
     native = native_problem(build_problem(task, options))
     found = search_problem(native, seed=SEED, evaluations=EVALUATIONS, proves=False)
     choice = found.choice if found.feasible else native.smallest_plan(SEED)
-    calls = {name: options[name][index].call_plan() for name, index in zip(task.graph.calls, choice, strict=True)}
-    return task.plan(calls, preset=preset)
+    return task.plan(chosen(options, choice), preset=preset)
 
 
 def heuristic(task: PlanningTask) -> ExecutionPlan:

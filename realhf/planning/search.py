@@ -8,19 +8,15 @@ import msgspec
 from realhf.base.errors import UserError
 from realhf.base.numbers import STEPS_IN_FLIGHT, check_range
 from realhf.dataflow.offload import check_offload
-from realhf.dataflow.plan import CallPlan, ExecutionPlan
-from realhf.geometry.layout import ParallelStrategy
+from realhf.dataflow.plan import ExecutionPlan
 from realhf.planning.certificate import Certificate
 from realhf.planning.cluster import Cluster, has_all_meshes
 from realhf.planning.model.grouping import with_groups
-from realhf.planning.model.memory import parameter_bytes
-from realhf.planning.options import Option, all_options, option_of
-from realhf.planning.order import steps_to_simulate
+from realhf.planning.options import Option, all_options, chosen, option_of
 from realhf.planning.predict import Prediction, fastest_order
 from realhf.planning.presets import PresetResult, evaluate_presets
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.native import native_problem, search_problem
-from realhf.planning.problem.tables import Problem
+from realhf.planning.problem.native import NativeProblem, native_problem, search_problem
 from realhf.planning.request import SearchBudget
 from realhf.planning.task import PlanningTask
 from realhf.planning.watching import Watch, unwatched
@@ -48,7 +44,6 @@ class SearchResult:
     cost_s: float
     evaluations: int
     evaluations_per_s: float
-    feasible: bool
     peak_bytes: float
     lower_bound_s: float
     proven: bool
@@ -95,8 +90,7 @@ def search_plan(task: PlanningTask, budget: SearchBudget, seed: int, watch: Watc
         options = {name: without_hopeless(task, name, rows) for name, rows in options.items()}
     starts = [_choice(prediction.plan, options) for prediction in known]
     watch("tables", f"{sum(len(rows) for rows in options.values()):,} options")
-    problem = build_problem(task, options, groups=True)
-    native = native_problem(problem)
+    native = native_problem(build_problem(task, options, groups=True))
     evaluations = budget.evaluations or default_evaluations(options)
     found = search_problem(
         native, seed=seed, evaluations=evaluations, seconds=budget.seconds, starts=starts, watch=watch
@@ -104,11 +98,9 @@ def search_plan(task: PlanningTask, budget: SearchBudget, seed: int, watch: Watc
     candidates = list(zip(known, starts, strict=True))
     if found.feasible:
         costs = "measured" if task.costs.profiled else "analytic"
-        plan = task.plan(
-            _call_plans(problem, options, found.choice), costs=costs, seed=seed, evaluations=found.evaluations
-        )
-        simulated = native.trace(found.choice, steps_to_simulate(task.max_steps_in_flight))
-        candidates.insert(0, (_ordered(task, plan, simulated), found.choice))
+        calls = chosen(options, found.choice)
+        plan = task.plan(calls, costs=costs, seed=seed, evaluations=found.evaluations)
+        candidates.insert(0, (_ordered(task, plan, native, found.choice), found.choice))
     if not candidates:
         smallest = native.evaluate(native.smallest_plan(seed))["peak_bytes"]
         raise UserError(_nothing_fits(smallest, task.cluster))
@@ -121,7 +113,6 @@ def search_plan(task: PlanningTask, budget: SearchBudget, seed: int, watch: Watc
         cost_s=cost_s,
         evaluations=found.evaluations,
         evaluations_per_s=found.evaluations / max(found.seconds, 1e-9),
-        feasible=True,
         peak_bytes=max(prediction.device_bytes),
         lower_bound_s=found.lower_bound_s,
         proven=proven,
@@ -146,13 +137,15 @@ def _choice(plan: ExecutionPlan, options: dict[str, list[Option]]) -> list[int]:
     return choice
 
 
-def _ordered(task: PlanningTask, plan: ExecutionPlan, simulated: Sequence[tuple[int, int, float, float]]) -> Prediction:
+def _ordered(task: PlanningTask, plan: ExecutionPlan, native: NativeProblem, choice: Sequence[int]) -> Prediction:
     """The plan in the fastest of its possible orders, grouped as its homes if that fits."""
     calls = with_groups(plan.calls, task.homes, task.graph, task.cluster)
-    prediction = fastest_order(task, msgspec.structs.replace(plan, calls=calls), simulated)
-    if not prediction.fits:  # grouped calls may need communicators where others were shared
-        prediction = min(prediction, fastest_order(task, plan, simulated), key=lambda prediction: not prediction.fits)
-    return prediction
+    prediction = fastest_order(task, msgspec.structs.replace(plan, calls=calls), native, choice)
+    if prediction.fits:
+        return prediction
+    # Grouped calls may need communicators where others were shared.
+    plain = fastest_order(task, plan, native, choice)
+    return plain if plain.fits else prediction
 
 
 def _noted(prediction: Prediction, lower_bound_s: float, proven: bool) -> ExecutionPlan:
@@ -166,35 +159,10 @@ def _noted(prediction: Prediction, lower_bound_s: float, proven: bool) -> Execut
 
 
 def without_hopeless(task: PlanningTask, name: str, options: Sequence[Option]) -> list[Option]:
-    """The options of a call that may fit into memory: no feasible plan has another. All if there is none.
-
-    Wherever the model lives, its parameters are on the call's devices beside what the call allocates.
-    """
-    needs: dict[tuple[ParallelStrategy, int], float] = {}
-    model, config = task.call_models[name], task.graph.calls[name].config
-    kept = []
-    for option in options:
-        shape = option.shape
-        if shape not in needs:
-            needs[shape] = model.dynamic_bytes(*shape)
-            if model.sharding(*shape):
-                needs[shape] = 0.0  # operators are sharded so that it fits
-            elif model.call.trains:  # at home, as every training of a model is, with the optimizer's states
-                needs[shape] += model.static_bytes(shape[0])
-            else:
-                needs[shape] += parameter_bytes(config, shape[0], task.dtype)
-        if needs[shape] <= task.cluster.device_memory_bytes:
-            kept.append(option)
-    return kept or list(options)
-
-
-def _call_plans(
-    problem: Problem, options: Mapping[str, Sequence[Option]], choice: Sequence[int]
-) -> dict[str, CallPlan]:
-    return {
-        call.name: options[call.name][index].call_plan(predicted_s=call.options[index].time_s)
-        for call, index in zip(problem.calls, choice, strict=True)
-    }
+    """The options of a call that may fit into memory: no feasible plan has another. All if there is none."""
+    model, limit = task.call_models[name], task.cluster.device_memory_bytes
+    fits = {shape: model.least_bytes(*shape) <= limit for shape in dict.fromkeys(option.shape for option in options)}
+    return [option for option in options if fits[option.shape]] or list(options)
 
 
 def _nothing_fits(smallest_bytes: float, cluster: Cluster) -> str:

@@ -109,6 +109,17 @@ class CallModel:
         """What the call gathers, beside `dynamic_bytes`, at a home that is fully sharded."""
         return memory.gathered_for_call(self.call, strategy, self.dtype, self.features)
 
+    def least_bytes(self, strategy: ParallelStrategy, micro_batches: int) -> float:
+        """Bytes below which no plan with this option stays: wherever the model lives, its parameters are here too.
+
+        0 where operators are sharded so that they fit. A training is at home, with the optimizer's states.
+        """
+        if self.sharding(strategy, micro_batches):
+            return 0.0
+        trains, config = self.call.trains, self.call.config
+        stays = self.static_bytes(strategy) if trains else memory.parameter_bytes(config, strategy, self.dtype)
+        return stays + self.dynamic_bytes(strategy, micro_batches)
+
     def sharding(self, strategy: ParallelStrategy, micro_batches: int) -> Sharding | None:
         """What is sharded over dp because it would not fit otherwise; None: nothing, or it would not fit even so."""
         if not self.features.sharded_operators or not self.call.trains or strategy.dp == 1:

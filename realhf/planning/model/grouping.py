@@ -17,9 +17,8 @@ from realhf.geometry.layout import Layout, ParallelStrategy
 from realhf.geometry.micro_dp import contains, grouped_like
 from realhf.planning.cluster import Cluster
 from realhf.planning.model.features import ENGINE, EngineFeatures
-from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.memory import static_bytes
-from realhf.planning.model.reallocation import reallocation_s
+from realhf.planning.model.reallocation import Reallocation
 from realhf.planning.model.sizes import model_sizes
 
 
@@ -78,14 +77,7 @@ def moved_to_groups(model: DecoderConfig, home: ParallelStrategy, target: Parall
 
 
 def grouped_reallocations(
-    seconds: Sequence[float],
-    model: DecoderConfig,
-    homes: Sequence[Layout],
-    targets: Sequence[Layout],
-    *,
-    item: int,
-    cluster: Cluster,
-    hardware: Hardware,
+    seconds: Sequence[float], move: Reallocation, homes: Sequence[Layout], targets: Sequence[Layout]
 ) -> "array[float]":
     """The table `seconds` of homes x targets, row-major, with the times of grouped layouts where there are such."""
     table = array("d", seconds)
@@ -94,16 +86,14 @@ def grouped_reallocations(
         on_mesh.setdefault(target.mesh, []).append(column)
     moved: dict[tuple[ParallelStrategy, ParallelStrategy], tuple[int, int] | None] = {}
     for row, home in enumerate(homes):
-        crosses = cluster.crosses_nodes(home.mesh.devices)
+        crosses = move.cluster.crosses_nodes(home.mesh.devices)
         for column in on_mesh.get(home.mesh, []):
             target = targets[column]
             pair = (home.strategy, target.strategy)
             if pair not in moved:
-                has_groups = target != home and grouped(home, target, model.num_layers, cluster)
-                moved[pair] = moved_to_groups(model, *pair) if has_groups else None
+                has_groups = target != home and grouped(home, target, move.model.num_layers, move.cluster)
+                moved[pair] = moved_to_groups(move.model, *pair) if has_groups else None
             elements = moved[pair]
             if elements is not None:
-                table[row * len(targets) + column] = reallocation_s(
-                    model, elements, home.mesh, crosses_nodes=crosses, item=item, hardware=hardware
-                )
+                table[row * len(targets) + column] = move.seconds(elements, home.mesh, crosses_nodes=crosses)
     return table

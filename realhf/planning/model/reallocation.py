@@ -1,12 +1,53 @@
 """Seconds of a parameter reallocation between two layouts."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.layout import DeviceMesh, Layout, held_layers
 from realhf.planning.cluster import Cluster, share_a_node
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.sizes import model_sizes
+
+
+@dataclass(frozen=True)
+class Reallocation:
+    """Moves of a model's parameters, `item` bytes an element, over `links` (`Timings.links`).
+
+    forwarding: devices send on what several of them lack; on the way to an average they do not.
+    """
+
+    model: DecoderConfig
+    item: int
+    cluster: Cluster
+    links: Hardware
+    forwarding: bool = True
+
+    def seconds(self, moved: tuple[int, int], source: DeviceMesh, *, crosses_nodes: bool) -> float:
+        """Seconds of a move from the devices of `source`, from what it moves (`moved_elements`).
+
+        The time is that of the busiest link: the most that one device receives, or an equal share, for each device of
+        the source, of what is sent: with `forwarding` of the model at most, since devices forward what several lack
+        (`realhf.realloc.plan.broadcast_chain`; 0.96 to 1.5 times this in 400 pairs of layouts of up to 16 devices).
+        Links between nodes are used unless both meshes are within one node. Zero if nothing moves.
+        """
+        worst, total = moved
+        if not total:
+            return 0.0
+        sent = (min(total, model_sizes(self.model).total) if self.forwarding else total) / source.size
+        return self.links.send_s(max(worst, sent) * self.item, crosses_nodes=crosses_nodes)
+
+    def table(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> list[float]:
+        """`seconds` of sources x targets, row-major: for a few pairs; the search has millions, and C++ for them."""
+        return [
+            self.seconds(
+                moved_elements(self.model, source, target),
+                source.mesh,
+                crosses_nodes=not share_a_node(self.cluster, source.mesh, target.mesh),
+            )
+            for source in sources
+            for target in targets
+        ]
 
 
 def moved_elements(model: DecoderConfig, source: Layout, target: Layout) -> tuple[int, int]:
@@ -46,47 +87,3 @@ def _held_by_both(model: DecoderConfig, layouts: tuple[Layout, Layout], device: 
     if all(heads):
         sharded, replicated = sharded + sizes.head_sharded, replicated + sizes.head_replicated
     return sharded * max(min(ends) - max(begins), 0) // whole + replicated
-
-
-def reallocation_s(
-    model: DecoderConfig, moved: tuple[int, int], source: DeviceMesh, *, crosses_nodes: bool, item: int,
-    hardware: Hardware, forwarding: bool = True,
-) -> float:  # fmt: skip
-    """Seconds to move parameters of `item` bytes an element from the devices of `source`, from `moved_elements`.
-
-    The time is that of the busiest link: the most that one device receives, or an equal share, for each device of the
-    source, of what is sent: with `forwarding` of the model at most, since devices forward what several lack
-    (`realhf.realloc.plan.broadcast_chain`; 0.96 to 1.5 times this in 400 pairs of layouts of up to 16 devices). Links
-    between nodes are used unless both meshes are within one node. Zero if nothing moves.
-    """
-    worst, total = moved
-    if not total:
-        return 0.0
-    sent = (min(total, model_sizes(model).total) if forwarding else total) / source.size
-    return hardware.send_s(max(worst, sent) * item, crosses_nodes=crosses_nodes)
-
-
-def reallocation_table(
-    model: DecoderConfig,
-    sources: Sequence[Layout],
-    targets: Sequence[Layout],
-    *,
-    item: int,
-    cluster: Cluster,
-    hardware: Hardware,
-    forwarding: bool = True,
-) -> list[float]:
-    """`reallocation_s` of sources x targets, row-major: for a few pairs; the search has millions, and C++ for them."""
-    return [
-        reallocation_s(
-            model,
-            moved_elements(model, source, target),
-            source.mesh,
-            crosses_nodes=not share_a_node(cluster, source.mesh, target.mesh),
-            item=item,
-            hardware=hardware,
-            forwarding=forwarding,
-        )
-        for source in sources
-        for target in targets
-    ]

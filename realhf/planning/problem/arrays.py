@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.geometry.layout import Layout
-from realhf.planning.problem.inputs import ProblemInputs, distinct
+from realhf.planning.problem.numbering import Numbering, distinct
 from realhf.planning.problem.tables import TransferTable
 
 _Place = tuple[int | None, int | None]  # the device if the mesh is one, the node that it lies in if it is within one
@@ -14,8 +14,8 @@ _Place = tuple[int | None, int | None]  # the device if the mesh is one, the nod
 class DataTransfers:
     """Tables of the transfers of samples."""
 
-    def __init__(self, inputs: ProblemInputs):
-        self._inputs = inputs
+    def __init__(self, numbers: Numbering):
+        self._numbers = numbers
 
     def between(self, call: ModelFunctionCallDef, parent: str, keys: int) -> TransferTable:
         """Of the meshes only single devices and single nodes matter, of the strategy the parts: the table is small.
@@ -23,16 +23,16 @@ class DataTransfers:
         What a call that runs ahead of training (stale rollouts) has made leaves while it makes the next: had the
         transfer to wait for the source's devices, it would stand behind all steps that were ready before it.
         """
-        inputs = self._inputs
-        runs_ahead = any(edge.kind == "version" and edge.steps_back > 1 for edge in inputs.task.graph.parents(parent))
-        sources, rows = distinct(inputs.layouts[parent], self._place)
-        places = inputs.layouts[call.name]
+        numbers = self._numbers
+        runs_ahead = any(edge.kind == "version" and edge.steps_back > 1 for edge in numbers.task.graph.parents(parent))
+        sources, rows = distinct(numbers.layouts[parent], self._place)
+        places = numbers.layouts[call.name]
         targets, columns = distinct(places, lambda layout: (self._place(layout), call.parts(layout)))
         return TransferTable(
             name=f"data: {parent} -> {call.name}",
-            source=inputs.number[parent],
-            target=inputs.number[call.name],
-            parents=[(inputs.number[parent], 0)],
+            source=numbers.number[parent],
+            target=numbers.number[call.name],
+            parents=[(numbers.number[parent], 0)],
             occupies="target" if runs_ahead else "both",
             rows=rows,
             columns=columns,
@@ -49,7 +49,7 @@ class DataTransfers:
     ) -> "array[float]":
         """Row-major. A row is that of meshes on different nodes, but for the few targets on the source's own node."""
 
-        model = self._inputs.task.call_models[call.name]
+        model = self._numbers.task.call_models[call.name]
         numbers_of_parts = {parts for _, parts in targets}
         across, within = (
             {parts: model.transfer_s(keys, parts, crosses_nodes=crosses) for parts in numbers_of_parts}
@@ -71,5 +71,8 @@ class DataTransfers:
 
     def _place(self, layout: Layout) -> _Place:
         mesh = layout.mesh
-        first, last = self._inputs.task.cluster.node_of(mesh.first), self._inputs.task.cluster.node_of(mesh.devices[-1])
+        first, last = (
+            self._numbers.task.cluster.node_of(mesh.first),
+            self._numbers.task.cluster.node_of(mesh.devices[-1]),
+        )
         return mesh.first if mesh.size == 1 else None, first if first == last else None

@@ -3,15 +3,13 @@
 from collections.abc import Mapping, Sequence
 
 from realhf.dataflow.graph import ModelFunctionCallDef
-from realhf.dataflow.offload import loads_of
-from realhf.planning.model.offloading import offload_tables
 from realhf.planning.options import Option
 from realhf.planning.problem.arrays import DataTransfers
-from realhf.planning.problem.inputs import ProblemInputs
 from realhf.planning.problem.native import reallocation_table
+from realhf.planning.problem.numbering import Numbering
 from realhf.planning.problem.option_rows import OptionRows
 from realhf.planning.problem.parameters import ParameterTransfers, ReallocationTable
-from realhf.planning.problem.tables import CallTable, Problem, TransferTable
+from realhf.planning.problem.tables import CallTable, Problem
 from realhf.planning.task import PlanningTask
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
 
@@ -46,8 +44,7 @@ def build_problem(
     (`realhf.planning.model.grouping`). A copy that contains the home's part counts without it; where the home has
     several layouts to choose from, bytes of an option cannot depend on which, and all of it counts.
     """
-    inputs = ProblemInputs(task, options, groups)
-    builder = _Builder(inputs, reallocations)
+    builder = _Builder(Numbering(task, options, groups), reallocations)
     return Problem(
         num_devices=task.cluster.num_devices,
         device_memory_bytes=task.cluster.device_memory_bytes,
@@ -71,43 +68,37 @@ def _sending_bytes(task: PlanningTask) -> float:
 class _Builder:
     """Puts nodes in order and says what waits for what."""
 
-    def __init__(self, inputs: ProblemInputs, reallocations: ReallocationTable):
-        self._inputs, self._rows = inputs, OptionRows(inputs)
-        self._data, self._parameters = DataTransfers(inputs), ParameterTransfers(inputs, reallocations)
-        graph = inputs.task.graph
-        loads = loads_of(graph, inputs.task.offload).values()
-        offloading, self._waits = offload_tables(graph, loads, inputs.number, self._parameters.host_copy)
+    def __init__(self, numbers: Numbering, reallocations: ReallocationTable):
+        self._numbers, self._task, self._rows = numbers, numbers.task, OptionRows(numbers)
+        self._data, self._parameters = DataTransfers(numbers), ParameterTransfers(numbers, reallocations)
+        graph = self._task.graph
+        host_copies, self._waits = self._parameters.host_copies()
         # The first transfers are the graph's own nodes.
         follows = (self._parameters.follow(node, self._waits[node.name]) for node in graph.follows.values())
-        self.transfers = [*follows, *offloading]
+        self.transfers = [*follows, *host_copies]
         for call in graph.calls.values():
             self._add_transfers(call)
 
     def call_table(self, call: ModelFunctionCallDef) -> CallTable:
         """Waits for its version edges and its transfers; a data edge is a transfer's business."""
-        inputs = self._inputs
-        edges = [edge for edge in inputs.task.graph.parents(call.name) if edge.kind != "data"]
-        parents = [(inputs.number[edge.parent], edge.steps_back) for edge in edges]
+        number = self._numbers.number
+        edges = [edge for edge in self._task.graph.parents(call.name) if edge.kind != "data"]
         return CallTable(
             name=call.name,
-            home=inputs.number[inputs.task.homes[call.name]],
-            parents=[*parents, *self._waits[call.name]],
+            home=number[self._task.homes[call.name]],
+            parents=[*((number[edge.parent], edge.steps_back) for edge in edges), *self._waits[call.name]],
             options=self._rows.rows(call),
             spared=list(self._rows.spared(call)),
         )
 
     def _add_transfers(self, call: ModelFunctionCallDef) -> None:
-        inputs = self._inputs
-        edges, loads = inputs.task.graph.parents(call.name), list(self._waits[call.name])
-        for edge in edges:
-            if edge.kind == "data":
-                self._add(self._data.between(call, edge.parent, len(edge.keys)), call.name)
-        home = inputs.task.homes[call.name]
+        """Those that the call waits for."""
+        waits, home = self._waits[call.name], self._task.homes[call.name]
+        loads = tuple(waits)
+        edges = [edge for edge in self._task.graph.parents(call.name) if edge.kind == "data"]
+        own = [self._data.between(call, edge.parent, len(edge.keys)) for edge in edges]
         if home != call.name:
-            parents = [(inputs.number[edge.parent], edge.steps_back) for edge in edges]
-            self._add(self._parameters.reallocation(call, home, [*parents, *loads]), call.name)
-
-    def _add(self, transfer: TransferTable, call: str) -> None:
-        """Appends a transfer that `call` waits for."""
-        self._waits[call].append((len(self._inputs.task.graph.calls) + len(self.transfers), 0))
-        self.transfers.append(transfer)
+            own.append(self._parameters.reallocation(call, home, loads))
+        for transfer in own:
+            waits.append((len(self._task.graph.calls) + len(self.transfers), 0))
+            self.transfers.append(transfer)

@@ -9,17 +9,15 @@ from dataclasses import asdict, dataclass
 
 import msgspec
 
-from realhf.architecture.model import DecoderConfig
 from realhf.geometry.layout import Layout
 from realhf.planning import _search
-from realhf.planning.cluster import Cluster
-from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.reallocation import reallocation_table as reallocation_table_in_python
+from realhf.planning.model.reallocation import Reallocation
 from realhf.planning.model.sizes import model_sizes
 from realhf.planning.problem.tables import Problem
 from realhf.planning.watching import Watch, unwatched
 
 UPDATES_EVERY_S = 0.5
+NativeProblem = _search.Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,33 +113,23 @@ def _text(best_s: float, evaluations: int) -> str:
     return f"{best} after {evaluations:,} plans"
 
 
-def reallocation_table(
-    model: DecoderConfig,
-    sources: Sequence[Layout],
-    targets: Sequence[Layout],
-    *,
-    item: int,
-    cluster: Cluster,
-    hardware: Hardware,
-    forwarding: bool = True,
-) -> Sequence[float]:
-    """As `realhf.planning.model.reallocation.reallocation_table`, computed in C++; a buffer of doubles in its memory.
+def reallocation_table(move: Reallocation, sources: Sequence[Layout], targets: Sequence[Layout]) -> Sequence[float]:
+    """As `Reallocation.table`, computed in C++; a buffer of doubles in its memory.
 
     Layouts with model chunks or micro data-parallel groups, which only given plans have, are left to Python: C++ does
     not know them.
     """
     if any(layout.strategy.chunks > 1 or layout.strategy.micro_dp != (1, 1) for layout in (*sources, *targets)):
-        return reallocation_table_in_python(
-            model, sources, targets, item=item, cluster=cluster, hardware=hardware, forwarding=forwarding
-        )
+        return move.table(sources, targets)
+    links = move.links
     table = _search.reallocation_table(
-        asdict(model_sizes(model)),
+        asdict(model_sizes(move.model)),
         [_layout_row(s) for s in sources],
         [_layout_row(t) for t in targets],
-        within_node=(hardware.intra_node_latency_s, item / hardware.intra_node_bandwidth),
-        across_nodes=(hardware.inter_node_latency_s, item / hardware.inter_node_bandwidth),
-        devices_per_node=cluster.devices_per_node,
-        forwarding=forwarding,
+        within_node=(links.intra_node_latency_s, move.item / links.intra_node_bandwidth),
+        across_nodes=(links.inter_node_latency_s, move.item / links.inter_node_bandwidth),
+        devices_per_node=move.cluster.devices_per_node,
+        forwarding=move.forwarding,
     )
     return memoryview(table).cast("B").cast("d")  # its bytes are doubles
 

@@ -10,7 +10,7 @@ from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.model.call import CallModel
 from realhf.planning.model.communicators import CommunicatorLabels, of_all_devices
 from realhf.planning.model.grouping import grouped, spared_bytes
-from realhf.planning.problem.inputs import ProblemInputs
+from realhf.planning.problem.numbering import Numbering
 from realhf.planning.problem.tables import OptionRow
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
 
@@ -18,8 +18,8 @@ from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
 class OptionRows:
     """Seconds and bytes of the options of every call."""
 
-    def __init__(self, inputs: ProblemInputs):
-        self._inputs, self._task = inputs, inputs.task
+    def __init__(self, numbers: Numbering):
+        self._numbers, self._task = numbers, numbers.task
         common = of_all_devices(self._task.cluster.num_devices, moves=bool(self._task.graph.follows))
         self._labels = CommunicatorLabels(common)
 
@@ -28,7 +28,7 @@ class OptionRows:
         model = self._task.call_models[call.name]
         loaded_bytes = self._loaded_bytes(model) if call.model_name in self._task.offload else None
         known: dict[ParallelStrategy, dict[int, OptionRow]] = {}
-        layouts, numbers = self._inputs.layouts[call.name]
+        layouts, numbers = self._numbers.layouts[call.name]
         by_layout = [
             (
                 (layout.mesh.first, layout.mesh.size),
@@ -38,7 +38,7 @@ class OptionRows:
             for layout in layouts
         ]
         rows = []
-        for option, number in zip(self._inputs.options[call.name], numbers, strict=True):
+        for option, number in zip(self._numbers.options[call.name], numbers, strict=True):
             devices, communicators, by_micro_batches = by_layout[number]
             if option.micro_batches not in by_micro_batches:
                 row = self._row(model, option.layout.strategy, option.micro_batches, loaded_bytes)
@@ -52,19 +52,19 @@ class OptionRows:
 
         None where the home is loaded for each call, or keeps shards of its own choice, which has another label.
         """
-        inputs, task, home = self._inputs, self._task, self._inputs.home_call(call.model_name)
+        numbers, task, home = self._numbers, self._task, self._numbers.home_call(call.model_name)
         if home is call or call.trains or call.model_name in task.offload:
             return
         model = task.call_models[call.name]
         homes, copies = (
-            {layout.strategy: None for layout in inputs.layouts[name][0]} for name in (home.name, call.name)
+            {layout.strategy: None for layout in numbers.layouts[name][0]} for name in (home.name, call.name)
         )
         for kept, copied in product(homes, copies):
             if kept.size != copied.size or kept == copied:
                 continue
             mesh = DeviceMesh(0, kept.size)  # wherever it lies
             source, target = Layout(mesh, kept), Layout(mesh, copied)
-            groups = grouped(source, target, call.config.num_layers, task.cluster) if inputs.groups else None
+            groups = grouped(source, target, call.config.num_layers, task.cluster) if numbers.groups else None
             spared = spared_bytes(call.config, source, groups or target, task.dtype, model.features)
             if spared:
                 yield _home_label(model, kept), str(copied), float(spared + 2 * DEFAULT_BUCKET_BYTES)
@@ -118,7 +118,7 @@ class OptionRows:
     def _loaded_bytes(self, model: CallModel) -> float:
         """The most that is loaded at home for a call that is not the home, under the homes that fit into memory."""
         home = self._task.call_models[self._task.homes[model.call.name]]
-        strategies = {layout.strategy for layout in self._inputs.layouts[home.call.name][0]}
+        strategies = {layout.strategy for layout in self._numbers.layouts[home.call.name][0]}
         limit = self._task.cluster.device_memory_bytes
         fitting = [strategy for strategy in strategies if home.static_bytes(strategy) <= limit]
         return float(max(model.static_bytes(strategy) for strategy in fitting or strategies))

@@ -1,95 +1,81 @@
 """Moves of parameters as transfers of a planning problem: copies for calls, models that follow, host memory."""
 
 from array import array
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
 from realhf.architecture.model import DecoderConfig
 from realhf.dataflow.follow import FollowNode
 from realhf.dataflow.graph import ModelFunctionCallDef
-from realhf.dataflow.offload import Load
+from realhf.dataflow.offload import Load, loads_of
 from realhf.geometry.layout import Layout
-from realhf.planning.cluster import Cluster
 from realhf.planning.model.descriptions import DTYPE_BYTES
 from realhf.planning.model.grouping import grouped_reallocations
-from realhf.planning.model.hardware import Hardware
-from realhf.planning.problem.inputs import ProblemInputs
+from realhf.planning.model.reallocation import Reallocation
+from realhf.planning.problem.numbering import Numbering
 from realhf.planning.problem.tables import ParentRow, TransferTable
 
-
-class ReallocationTable(Protocol):
-    """Seconds of the reallocations of sources x targets, row-major (`realhf.planning.model.reallocation`)."""
-
-    def __call__(
-        self,
-        model: DecoderConfig,
-        sources: Sequence[Layout],
-        targets: Sequence[Layout],
-        *,
-        item: int,
-        cluster: Cluster,
-        hardware: Hardware,
-        forwarding: bool = True,
-    ) -> Sequence[float]: ...
+# Seconds of a reallocation from each of the sources to each of the targets, row-major.
+ReallocationTable = Callable[[Reallocation, Sequence[Layout], Sequence[Layout]], Sequence[float]]
 
 
 class ParameterTransfers:
-    """Tables of the moves of parameters; `reallocations` says what one takes."""
+    """Tables of the moves of parameters; `seconds_of` says what one takes."""
 
-    def __init__(self, inputs: ProblemInputs, reallocations: ReallocationTable):
-        self._inputs, self._reallocations = inputs, reallocations
+    def __init__(self, numbers: Numbering, seconds_of: ReallocationTable):
+        self._numbers, self._task, self._seconds_of = numbers, numbers.task, seconds_of
 
-    def host_copy(self, load: Load) -> TransferTable:
-        """Between the devices of a model's home and their host's memory, all at once."""
-        inputs = self._inputs
-        home = inputs.home_call(load.model)
-        layouts, rows = inputs.layouts[home.name]
-        bandwidth = inputs.task.costs.hardware.host_bandwidth
-        model = inputs.task.call_models[home.name]
-        sizes = [model.offloaded_bytes(layout.strategy, states=load.states) for layout in layouts]
-        return TransferTable(
-            name="",
-            source=inputs.number[home.name],
-            target=inputs.number[home.name],
-            parents=[],
-            occupies="source",
-            rows=rows,
-            columns=[0] * len(rows),
-            num_columns=1,
-            seconds=[size_bytes / bandwidth for size_bytes in sizes],
-        )
+    def host_copies(self) -> tuple[list[TransferTable], dict[str, list[ParentRow]]]:
+        """Loads and offloads (ReaL, section 4), and by the name of a node the loads that it waits for.
+
+        A load stands before and an offload behind each node that needs a model that waits in host memory. A load waits
+        for the offload behind the node before. An offload takes no time where the host has the values already, since
+        nothing has changed them. Both are numbered behind the graph's own nodes.
+        """
+        graph, number = self._task.graph, self._numbers.number
+        loads = loads_of(graph, self._task.offload).values()
+        tables: list[TransferTable] = []
+        behind: dict[tuple[str, str], int] = {}
+        for load in loads:
+            behind[load.model, load.node] = len(number) + len(tables)
+            copy = self._host_copy(load)
+            seconds = copy.seconds if self._changes(load) else [0.0] * len(copy.seconds)
+            name = f"offload {load.model} after {load.node}"
+            tables.append(replace(copy, name=name, parents=[(number[load.node], 0)], seconds=seconds))
+        waits: dict[str, list[ParentRow]] = {name: [] for name in graph.nodes}
+        for load in loads:
+            before = [
+                (behind[load.model, edge.parent], edge.steps_back)
+                for edge in graph.parents(load.node)
+                if edge.kind == "version" and (load.model, edge.parent) in behind
+            ]
+            waits[load.node].append((len(number) + len(tables), 0))
+            tables.append(replace(self._host_copy(load), parents=before or [(behind[load.model, load.node], 1)]))
+        return tables, waits
 
     def follow(self, node: FollowNode, loads: Sequence[ParentRow]) -> TransferTable:
         """From home to home, as a reallocation; what happens every N steps takes 1 / N of it in each.
 
         Nothing is forwarded on the way to an average. It waits for `loads`, too.
         """
-        inputs = self._inputs
-        source, target = (
-            inputs.task.homes[inputs.task.graph.calls_of(model)[0].name] for model in (node.source, node.target)
-        )
-        parents = [(inputs.number[edge.parent], edge.steps_back) for edge in inputs.task.graph.parents(node.name)]
-        parents += loads
-        table = self._parameter_move(node.name, source, target, parents, forwarding=False)
+        source, target = (self._numbers.home_call(model).name for model in (node.source, node.target))
+        parents = [*self._numbers.parents(node.name), *loads]
+        table = self._move(node.name, source, target, parents, forwarding=False)
         if node.every_steps == 1:
             return table
         return replace(table, seconds=array("d", [seconds / node.every_steps for seconds in table.seconds]))
 
-    def reallocation(self, call: ModelFunctionCallDef, home: str, parents: list[ParentRow]) -> TransferTable:
-        inputs = self._inputs
-        table = self._parameter_move(f"{call.model_name}: {home} -> {call.name}", home, call.name, parents)
-        if not inputs.groups:
+    def reallocation(self, call: ModelFunctionCallDef, home: str, loads: Sequence[ParentRow]) -> TransferTable:
+        """From the model's home to the call, when the call's parents have ended and `loads` have."""
+        name, parents = f"{call.model_name}: {home} -> {call.name}", [*self._numbers.parents(call.name), *loads]
+        table = self._move(name, home, call.name, parents)
+        if not self._numbers.groups:
             return table
-        seconds = grouped_reallocations(
-            table.seconds, call.config, inputs.layouts[home][0], inputs.layouts[call.name][0],
-            item=DTYPE_BYTES[inputs.task.dtype], cluster=inputs.task.cluster,
-            hardware=inputs.task.costs.of(call.config).links,
-        )  # fmt: skip
-        return replace(table, seconds=seconds)
+        layouts = (self._numbers.layouts[name][0] for name in (home, call.name))
+        return replace(table, seconds=grouped_reallocations(table.seconds, self._model(call.config), *layouts))
 
-    def _parameter_move(
+    def _move(
         self, name: str, source: str, target: str, parents: list[ParentRow], *, forwarding: bool = True
     ) -> TransferTable:
         """Parameters go from the layout of call `source` to that of call `target`.
@@ -97,26 +83,46 @@ class ParameterTransfers:
         Devices that only send do so beside what they compute (`realhf.worker.move_lane`), unless the model waits in
         host memory: then they load it, send, and send it back.
         """
-        inputs = self._inputs
-        (sources, rows), (targets, columns) = inputs.layouts[source], inputs.layouts[target]
-        model = inputs.task.graph.calls[target].config
-        is_loaded = inputs.task.graph.calls[source].model_name in inputs.task.offload
+        numbers, calls = self._numbers, self._task.graph.calls
+        (sources, rows), (targets, columns) = numbers.layouts[source], numbers.layouts[target]
         return TransferTable(
             name=name,
-            source=inputs.number[source],
-            target=inputs.number[target],
+            source=numbers.number[source],
+            target=numbers.number[target],
             parents=parents,
-            occupies="both" if is_loaded else "target",
+            occupies="both" if calls[source].model_name in self._task.offload else "target",
             rows=rows,
             columns=columns,
             num_columns=len(targets),
-            seconds=self._reallocations(
-                model,
-                sources,
-                targets,
-                item=DTYPE_BYTES[inputs.task.dtype],
-                cluster=inputs.task.cluster,
-                hardware=inputs.task.costs.of(model).links,
-                forwarding=forwarding,
-            ),
+            seconds=self._seconds_of(self._model(calls[target].config, forwarding=forwarding), sources, targets),
         )
+
+    def _model(self, model: DecoderConfig, *, forwarding: bool = True) -> Reallocation:
+        task = self._task
+        links = task.costs.of(model).links
+        return Reallocation(model, DTYPE_BYTES[task.dtype], task.cluster, links, forwarding)
+
+    def _host_copy(self, load: Load) -> TransferTable:
+        """Between the devices of a model's home and their host's memory, all at once."""
+        home = self._numbers.home_call(load.model)
+        layouts, rows = self._numbers.layouts[home.name]
+        bandwidth, model = self._task.costs.hardware.host_bandwidth, self._task.call_models[home.name]
+        return TransferTable(
+            name=load.name,
+            source=self._numbers.number[home.name],
+            target=self._numbers.number[home.name],
+            parents=[],
+            occupies="source",
+            rows=rows,
+            columns=[0] * len(rows),
+            num_columns=1,
+            seconds=[model.offloaded_bytes(lay.strategy, states=load.states) / bandwidth for lay in layouts],
+        )
+
+    def _changes(self, load: Load) -> bool:
+        """Whether the model has other values behind the node than before, or others of its versions at hand."""
+        graph = self._task.graph
+        follow = graph.follows.get(load.node)
+        if graph.versions_kept(load.model) > 1:
+            return True
+        return graph.calls[load.node].trains if follow is None else follow.target == load.model

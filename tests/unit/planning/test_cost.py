@@ -22,7 +22,7 @@ from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.memory import parameter_bytes
 from realhf.planning.model.profile import CallOverheads
-from realhf.planning.model.reallocation import moved_elements, reallocation_s, reallocation_table
+from realhf.planning.model.reallocation import Reallocation, moved_elements
 from realhf.planning.model.seconds import Crossings, crossings
 from realhf.planning.model.sizes import model_sizes
 from realhf.planning.model.timings import Costs, load_costs
@@ -420,10 +420,12 @@ def test_reallocation_seconds() -> None:
     latency, bandwidth = CPU.intra_node_latency_s, CPU.intra_node_bandwidth
     whole = parameter_count(TINY)
 
-    def within_node(worst: int, total: int) -> float:
-        return reallocation_s(TINY, (worst, total), mesh, crosses_nodes=False, item=4, hardware=CPU)
+    move = Reallocation(TINY, 4, cpu_cluster(2), CPU)
 
-    assert reallocation_s(TINY, (0, 0), mesh, crosses_nodes=True, item=4, hardware=CPU) == 0
+    def within_node(worst: int, total: int) -> float:
+        return move.seconds((worst, total), mesh, crosses_nodes=False)
+
+    assert move.seconds((0, 0), mesh, crosses_nodes=True) == 0
     assert within_node(100, 150) == pytest.approx(latency + 400 / bandwidth)  # what one receives
     assert within_node(100, 400) == pytest.approx(latency + 800 / bandwidth)  # what one of two sends
     assert within_node(whole, 8 * whole) == pytest.approx(latency + 4 * whole / bandwidth)  # eight forward it
@@ -446,7 +448,7 @@ def test_the_busiest_device_of_a_reallocation_is_that_of_its_plan(source: Layout
     plan = plan_between(model, Placement(source), Placement(target), None, element_bytes=4, bucket_bytes=2**20)
     busiest_bytes = max(*plan.sent_bytes.values(), *plan.received_bytes.values())
     moved = moved_elements(model, source, target)
-    seconds = reallocation_s(model, moved, source.mesh, crosses_nodes=False, item=4, hardware=CPU)
+    seconds = Reallocation(model, 4, cpu_cluster(16), CPU).seconds(moved, source.mesh, crosses_nodes=False)
     formula_bytes = (seconds - CPU.intra_node_latency_s) * CPU.intra_node_bandwidth
     assert 0.95 < busiest_bytes / formula_bytes < 1.55
 
@@ -501,7 +503,7 @@ def test_tables_of_a_ppo_graph() -> None:
         for name, definition in graph.calls.items()
     }
     options = {name: [Option(layout, 1)] for name, layout in layouts_by_call.items()}
-    problem = build_problem(task_of(graph, **settings(graph, cluster)), options, reallocations=reallocation_table)
+    problem = build_problem(task_of(graph, **settings(graph, cluster)), options, reallocations=Reallocation.table)
     names = [c.name for c in problem.calls]
     home = {c.name: names[c.home] for c in problem.calls}
     assert home["actor_generate"] == "actor_train_step"
@@ -553,8 +555,8 @@ def test_the_table_of_reallocations_is_the_formula_of_every_pair(
     model, sources, targets = case
     cluster = Cluster(num_nodes=8, devices_per_node=devices_per_node, device_memory_bytes=2**30, hardware=CPU)
     expected, table = (
-        table_of(model, sources, targets, item=4, cluster=cluster, hardware=CPU)
-        for table_of in (reallocation_table, native_table)
+        table_of(Reallocation(model, 4, cluster, CPU), sources, targets)
+        for table_of in (Reallocation.table, native_table)
     )
     assert list(table) == pytest.approx(expected, rel=1e-12, abs=0)
 
@@ -563,6 +565,6 @@ def test_the_table_of_reallocations_knows_chunks() -> None:
     """From stages of layers 0-1 and 2-3 to stages of 0, 2 and 1, 3: each device lacks a layer."""
     plain, interleaved = (Layout(DeviceMesh(0, 2), ParallelStrategy(pp=2, chunks=chunks)) for chunks in (1, 2))
     both = [plain, interleaved]
-    table = native_table(TINY, both, both, item=4, cluster=cpu_cluster(2), hardware=CPU)
+    table = native_table(Reallocation(TINY, 4, cpu_cluster(2), CPU), both, both)
     layer_s = CPU.intra_node_latency_s + (4 * 64 * 64 + 3 * 64 * 128 + 2 * 64) * 4 / CPU.intra_node_bandwidth
     assert list(table) == pytest.approx([0, layer_s, layer_s, 0])

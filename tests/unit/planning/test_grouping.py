@@ -15,7 +15,7 @@ from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.grouping import grouped, moved_to_groups, spared_bytes, with_groups
 from realhf.planning.model.memory import parameter_bytes, static_bytes
-from realhf.planning.model.reallocation import moved_elements, reallocation_s, reallocation_table
+from realhf.planning.model.reallocation import Reallocation, moved_elements
 from realhf.planning.options import Option, call_options
 from realhf.planning.predict import predict
 from realhf.planning.problem.builder import build_problem
@@ -74,7 +74,7 @@ def test_the_tables_of_the_search_count_groups_and_its_plans_have_them() -> None
     options = {name: whole_mesh if name.startswith("actor") else whole_mesh[:1] for name in graph.calls}
     task = task_of(graph, **shared)
     plain, problem = (
-        build_problem(task, options, reallocations=reallocation_table, groups=groups) for groups in (False, True)
+        build_problem(task, options, reallocations=Reallocation.table, groups=groups) for groups in (False, True)
     )
     name = "actor: actor_train_step -> actor_generate"
     before, table = (next(t for t in p.transfers if t.name == name) for p in (plain, problem))
@@ -87,10 +87,9 @@ def test_the_tables_of_the_search_count_groups_and_its_plans_have_them() -> None
             seen += arranged.micro_dp != (1, 1)
             place = table.rows[i] * table.num_columns + table.columns[j]
             assert table.seconds[place] <= before.seconds[place]
-            assert table.seconds[place] == reallocation_s(
-                TINY, moved_elements(TINY, source.layout, arranged.layout), source.layout.mesh,
-                crosses_nodes=False, item=4, hardware=CPU,
-            )  # fmt: skip
+            assert table.seconds[place] == Reallocation(TINY, 4, cluster, CPU).seconds(
+                moved_elements(TINY, source.layout, arranged.layout), source.layout.mesh, crosses_nodes=False
+            )
     assert seen == 3  # to tp2 from dp2 tp4, and to tp2 with and without pp2 from tp4 pp2: all others contain their home
 
 

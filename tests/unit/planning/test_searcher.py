@@ -116,7 +116,6 @@ def test_the_same_seed_gives_the_same_plan() -> None:
     ]
     assert runs[0].plan == runs[1].plan
     assert runs[0].evaluations == 3000
-    assert runs[0].feasible
     assert runs[0].evaluations_per_s > 0
 
 

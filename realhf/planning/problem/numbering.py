@@ -1,4 +1,4 @@
-"""What the tables of a planning problem are made from, and what is known of every call before they are."""
+"""Numbers of what the tables of a planning problem refer to: nodes of the graph, distinct layouts of options."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from typing import TypeVar
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.geometry.layout import Layout
 from realhf.planning.options import Option
+from realhf.planning.problem.tables import ParentRow
 from realhf.planning.task import PlanningTask
 
 K = TypeVar("K")
@@ -15,11 +16,12 @@ Numbered = tuple[list[Layout], list[int]]  # distinct layouts, and for every opt
 
 
 @dataclass(frozen=True)
-class ProblemInputs:
-    """A task, the options of its calls, and whether calls count as grouped like their home where they can be.
+class Numbering:
+    """Of a task and options of its calls.
 
-    `number` has those of the graph's own nodes, which come first; `layouts` of a call are the distinct ones among its
-    options.
+    groups: calls count as grouped like their home where they can be (`realhf.planning.model.grouping`).
+    number: of the graph's own nodes, which come first.
+    layouts: of a call, the distinct ones among its options, and for every option the number of its own.
     """
 
     task: PlanningTask
@@ -34,6 +36,10 @@ class ProblemInputs:
     def layouts(self) -> dict[str, Numbered]:
         return {name: _layouts(self.options[name]) for name in self.task.graph.calls}
 
+    def parents(self, node: str) -> list[ParentRow]:
+        """What a node of the graph waits for in the graph."""
+        return [(self.number[edge.parent], edge.steps_back) for edge in self.task.graph.parents(node)]
+
     def home_call(self, model: str) -> ModelFunctionCallDef:
         """The call in whose layout a model's parameters live."""
         return self.task.graph.calls[self.task.homes[self.task.graph.calls_of(model)[0].name]]
@@ -42,19 +48,19 @@ class ProblemInputs:
 def _layouts(options: Sequence[Option]) -> Numbered:
     """Options of one layout usually follow one another, and share it: few have to be compared."""
     numbers: dict[Layout, int] = {}
-    places: list[int] = []
+    of_options: list[int] = []
     last: Layout | None = None
     for option in options:
         if option.layout is not last:
             last = option.layout
             number = numbers.setdefault(last, len(numbers))
-        places.append(number)
-    return list(numbers), places
+        of_options.append(number)
+    return list(numbers), of_options
 
 
 def distinct(numbered: Numbered, key: Callable[[Layout], K]) -> tuple[list[K], list[int]]:
     """The distinct keys of the layouts, and for every option the number of its own."""
-    layouts, places = numbered
+    layouts, of_options = numbered
     numbers: dict[K, int] = {}
     of_layout = [numbers.setdefault(key(layout), len(numbers)) for layout in layouts]
-    return list(numbers), [of_layout[place] for place in places]
+    return list(numbers), [of_layout[number] for number in of_options]
