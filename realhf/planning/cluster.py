@@ -44,7 +44,7 @@ MOST_NODES_WITH_ALL_MESHES = 32
 
 
 def has_all_meshes(cluster: Cluster) -> bool:
-    """Whether the search has every mesh: on larger clusters those of several nodes are aligned powers of two."""
+    """Whether the search has every mesh: on larger clusters, meshes of several nodes are aligned powers of two."""
     return cluster.num_nodes <= MOST_NODES_WITH_ALL_MESHES
 
 

@@ -39,9 +39,9 @@ def allocations(
 ) -> Iterator[tuple[int, ...]]:
     """All ways to give every device to one of the groups, group i getting at least minima[i] of them.
 
-    C(N - 1, k - 1) for k groups of at least one device; `sizes` are the sizes that a group may have (ascending;
-    default: any). None begins with what `keeps` refuses: it is asked for the sizes of the first groups, which are
-    `first` and one more.
+    C(N - 1, k - 1) for k groups of at least one device. `sizes`: those that a group may have (ascending; default: any).
+    `keeps` is asked about the sizes of the first groups, `first` and one more; where it refuses them, no allocation
+    begins with them.
     """
     if not minima:
         if num_devices == 0:
@@ -69,7 +69,7 @@ class Colocated:
 
 @dataclass(frozen=True)
 class FoundMapping:
-    """The cheapest mapping: which models share devices, the number of devices of each group, and the calls' plans."""
+    """The cheapest mapping: the models that share devices, the number of devices of each group, the calls' plans."""
 
     placement: Placement
     num_devices: tuple[int, ...]
@@ -79,11 +79,11 @@ class FoundMapping:
 
 @dataclass
 class Mapper:
-    """Searches mappings of a task; what was found for a group on a number of devices is remembered.
+    """Searches mappings of a task; it remembers the best of a group on a number of devices.
 
-    As in the paper, a group is given devices that no other group has, and its models run on all of them,
-    each call with the strategy that is fastest among those that fit. Groups get whole nodes or a
-    power-of-two part of one: meshes as plans have them. Memory is the planner's own model.
+    As in the paper, each group has devices of its own, and its models run on all of them, each call with the fastest
+    strategy that fits. Groups get whole nodes or a power-of-two part of one: meshes as plans have them. Memory is the
+    planner's own model.
     """
 
     task: PlanningTask

@@ -72,10 +72,10 @@ def micro_batch_counts(strategy: ParallelStrategy, mini_batch: int) -> list[int]
 def call_strategies(
     call: ModelFunctionCallDef, num_devices: int, mini_batch: int
 ) -> list[tuple[ParallelStrategy, list[int]]]:
-    """The strategies by which a call can run on so many devices, and for each the numbers of its micro-batches.
+    """The strategies by which a call can run on this many devices, and for each the numbers of its micro-batches.
 
-    Under a protocol of its own those that it takes; it is asked for devices from 0 on, and `check_plan` asks again. A
-    call that does not use its model has no micro-batches.
+    A call's protocol may refuse strategies: it is asked about devices from 0 on, and `check_plan` asks again. A call
+    that does not use its model has no micro-batches.
     """
     found = []
     for strategy in legal_strategies(call.config, num_devices):
@@ -94,7 +94,7 @@ def call_strategies(
 
 
 def options_on(meshes: Iterable[DeviceMesh], call: ModelFunctionCallDef, mini_batch: int) -> list[Option]:
-    """All legal options of a call on these meshes, for mini-batches of so many samples."""
+    """All legal options of a call on these meshes, for mini-batches of `mini_batch` samples."""
     by_size: dict[int, list[tuple[ParallelStrategy, list[int]]]] = {}
     options = []
     for mesh in meshes:
@@ -107,7 +107,7 @@ def options_on(meshes: Iterable[DeviceMesh], call: ModelFunctionCallDef, mini_ba
 
 
 def call_options(call: ModelFunctionCallDef, batch_size: int, cluster: Cluster) -> list[Option]:
-    """All legal options of the call. None is left out: a search needs every one it might end with.
+    """All legal options of the call, on every mesh of the cluster.
 
     Raises:
         UserError: the call's mini-batches do not divide the batch.

@@ -23,8 +23,8 @@ def possible_orders(starts: Starts, plan: ExecutionPlan, graph: DataflowGraph, b
     """Orders that agree with the simulated starts and can be run; the last one, step after step, always can.
 
     A period reaches from the start of one call of step t to its start in step t + 1. It is an
-    order if every call starts exactly once in it and the next period looks the same; each call
-    may be the one to begin the period, since not every choice gives steps back within bounds.
+    order if every call starts exactly once in it and the next period looks the same. Any call may begin the period:
+    not every choice gives steps back within bounds.
     """
     # Stable: where several start at once, what the simulation took first comes first.
     sequence = [(call, step) for call, step, _ in sorted(starts, key=lambda start: start[2])]

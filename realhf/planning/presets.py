@@ -62,7 +62,7 @@ def colocate(task: PlanningTask) -> ExecutionPlan:
 
 
 def split(task: PlanningTask) -> ExecutionPlan:
-    """What generates, with untrained models of the same architecture, on one half; the other models on the other.
+    """Models that generate, and untrained models of the same architecture, on one half; the others on the other.
 
     With PPO: actor and reference on the first half, critic and reward on the second.
 
@@ -125,12 +125,12 @@ def _best_on(task: PlanningTask, meshes: Mapping[str, DeviceMesh], preset: str) 
 
 
 def heuristic(task: PlanningTask) -> ExecutionPlan:
-    """All calls the same on all devices: tensor parallelism as far as it is legal within a node, data parallelism
-    with the rest, pipeline stages only where dp would not divide a mini-batch or the models not fit into
-    memory (after Megatron-LM's advice).
+    """All calls in one strategy on all devices (after Megatron-LM's advice): tensor parallelism as far as it is legal
+    within a node, data parallelism with the rest. There are pipeline stages only where dp would not divide a
+    mini-batch, or the models would not fit.
 
-    Each call takes its fastest number of micro-batches that fits into memory beside all models, or
-    its smallest. The plan has predictions; whether it fits says `predict`.
+    Each call takes the fastest number of micro-batches that fits into memory beside all models, or else the one that
+    needs least. The plan has predictions; it may not fit.
 
     Raises:
         UserError: no strategy on all devices is legal for all calls.

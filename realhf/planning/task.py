@@ -86,7 +86,7 @@ def with_staleness(graph: DataflowGraph, staleness: int) -> DataflowGraph:
     """The graph in which generation of step t uses the weights after step t - 1 - `staleness`.
 
     0 is on-policy training. The other readers of trained weights, a critic's inference, stay as
-    they are. For planning: that a run keeps the older weights for generation is not checked here.
+    they are. Whether a run keeps the older weights for generation is not checked here.
 
     Raises:
         UserError: `staleness` is negative.

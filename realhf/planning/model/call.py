@@ -132,11 +132,11 @@ class CallModel:
             self._shardings[key] = shard(self.work(*key), room_bytes, link, shares_devices=self.shares_devices)
         return self._shardings[key]
 
-    def communicators(self, layout: Layout, *, at_home: bool = True) -> set[Key]:
-        """The communicators that the call needs; away from home it finds whole parameters."""
+    def communicators(self, layout: Layout, *, at_home: bool = True) -> list[Key]:
+        """The communicators that the call needs, each once; away from home it finds whole parameters."""
         gathers = at_home and self.features.fully_sharded
         axes = axes_used(self.call, layout.strategy, gathers_parameters=gathers)
-        return {group_key(layout, axis) for axis in axes}
+        return list(dict.fromkeys(group_key(layout, axis) for axis in axes))
 
     def communicator_bytes(self, layout: Layout) -> float:
         """The bytes of `communicators` on a device."""

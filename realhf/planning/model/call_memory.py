@@ -22,14 +22,17 @@ HOLES = 1 / 8  # of what malloc gave; measured 4 to 9 %
 def dynamic_bytes(work: RankWork) -> float:
     """The most that the call allocates on a device while it runs, without a reallocated copy of its parameters.
 
-    Lengths are the maxima. Train: activations of the layers in flight on a stage (`layers_in_flight`), what the
-    backward pass has beyond them, the product for the largest weight's gradient, and three fp32 arrays of logits on the
-    last stage (logits, probabilities, gradient). Inference: one layer's activations and two arrays of logits. Generate:
-    the KV cache of grouped-query heads in whole pages, prefill's activations of one layer, two arrays of logits of one
-    token a sequence, and on a CPU the linears' weights once more; of the micro-batches, at least pp, pp are in flight
-    at once and the others wait without a cache. Where the call was given less room for keys and values than they need,
-    it is that room. In host memory also what malloc and libraries add (`in_process`). A call that does not use its
-    model: nothing.
+    Lengths are the maxima.
+
+    - Training: activations of the layers in flight on a stage (`layers_in_flight`), what the backward pass has beyond
+      them, the product for the largest weight's gradient, and three fp32 arrays of logits on the last stage (logits,
+      probabilities, gradient).
+    - Inference: one layer's activations and two arrays of logits.
+    - Generation: the KV cache of the parts in flight in whole pages, or the room that the call was given for it where
+      that is less; prefill's activations of one layer, two arrays of logits of one token a sequence, and on a CPU the
+      linears' weights once more.
+
+    In host memory also what malloc and libraries add (`in_process`). A call that does not use its model: nothing.
     """
     if not work.call.uses_model:
         return 0.0

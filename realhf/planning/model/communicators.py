@@ -53,8 +53,7 @@ def group_key(layout: Layout, axis: Axis) -> Key:
 class CommunicatorLabels:
     """Numbers communicators: equal labels of two options are one communicator on the devices that both have.
 
-    Args:
-        common: what every device has.
+    Every device has the labels `common`.
     """
 
     def __init__(self, common: Iterable[int]):
@@ -69,7 +68,7 @@ class CommunicatorLabels:
 
 
 def of_all_devices(num_devices: int, *, moves: bool) -> tuple[int, ...]:
-    """Labels of what every device of so many has, whatever is laid out how; `moves`: parameters move in any plan."""
+    """Labels of the communicators that every device has under any plan; `moves`: parameters move in every plan."""
     if num_devices == 1:
         return ()
     return (WORLD, MOVES, DATA) if moves else (WORLD, DATA)

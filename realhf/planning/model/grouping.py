@@ -1,7 +1,7 @@
-"""Micro data-parallel groups in planning: who gets them, and what is then moved (HybridFlow, section 5.3).
+"""Micro data-parallel groups in planning: the calls that get them, and the parameters then moved (HybridFlow, 5.3).
 
-They are no options of their own: where a call has groups they are never worse, since the least is moved, and all else
-stays. So the search prices calls on the devices of their home as grouped, and its plans say so.
+Groups are no options of their own. They are never worse: a call with groups moves the least, and takes as long. So the
+search prices calls on the devices of their home as grouped, and its plans have the groups.
 """
 
 from array import array

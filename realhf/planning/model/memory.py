@@ -36,12 +36,12 @@ def static_bytes(
 ) -> int:
     """What the home of a model keeps on each device.
 
-    Parameters, in so many `versions` where it is not trained; for a trained model also gradients and the two states of
-    AdamW (at least in fp32), and below fp32 a master copy in fp32 (ReaL, section 5.1, "static memory"). All are on
-    every rank of a data-parallel group, but with ZeRO-1 states and master copy are divided over it (16 or 4 + 12 / dp
-    bytes a parameter in bf16, 2 more with gradients in fp32; ZeRO, section 5.1), and fully sharded all of it is. States
-    that wait in host memory count nothing. On a CPU a run that saves on its way has a copy of what this device writes:
-    its part of parameters and states, which the ranks of a data-parallel group divide.
+    An untrained model: its parameters, in each of `versions`. A trained one: parameters, gradients, the two states of
+    AdamW (at least in fp32), and below fp32 a master copy in fp32 (ReaL, section 5.1, "static memory"). Every rank of a
+    data-parallel group has all of it; ZeRO-1 divides states and master copy over the group (16 or 4 + 12 / dp bytes a
+    parameter in bf16, 2 more with gradients in fp32; ZeRO, section 5.1), full sharding divides all. States that wait in
+    host memory count nothing. On a CPU a run that saves on its way also holds a copy of what this device writes: its
+    part of parameters and states, which the ranks of a data-parallel group divide.
     """
     item = DTYPE_BYTES[dtype]
     elements = model_sizes(model).largest(strategy)
@@ -66,7 +66,7 @@ def offloaded_bytes(
     features: EngineFeatures = ENGINE,
     versions: int = 1,
 ) -> int:
-    """What goes from a device to host memory and back: `static_bytes` but for gradients, which are not kept."""
+    """What goes from a device to host memory and back: `static_bytes` without gradients."""
     features = replace(features, copies_checkpoints=False)
     kept = static_bytes(model, strategy, dtype, trained=trained, features=features, versions=versions)
     if not trained:
@@ -107,8 +107,8 @@ def chunk_bytes(model: DecoderConfig, strategy: ParallelStrategy, dtype: DType, 
 def gathered_for_call(
     call: ModelFunctionCallDef, strategy: ParallelStrategy, dtype: DType, features: EngineFeatures
 ) -> int:
-    """Parameters that a call other than a training gathers where it finds them fully sharded, at its model's home: all
-    of the device's stage to generate, two units at a time for an inference."""
+    """Parameters that a call gathers at a fully sharded home: a generation all of the device's stage, an inference two
+    units at a time. A training: see `gathered_bytes`."""
     if not features.fully_sharded or strategy.dp == 1 or call.trains:
         return 0
     if call.interface_type is GENERATE:
@@ -117,8 +117,8 @@ def gathered_for_call(
 
 
 def gathered_bytes(model: DecoderConfig, strategy: ParallelStrategy, dtype: DType, features: EngineFeatures) -> int:
-    """What fully sharded training has of whole units at a time: the parameters of two, and the gradients of one, as
-    the backward pass gives them and as one vector to reduce."""
+    """Whole units that fully sharded training has at a time: parameters of two, and gradients of one, once as the
+    backward pass gives them and once as a vector to reduce."""
     if not features.fully_sharded or strategy.dp == 1:
         return 0
     first, second = largest_units(model, strategy.tp)

@@ -47,9 +47,9 @@ class RankWork:
 
     @cached_property
     def cache_turns(self) -> float:
-        """How many times as much room as the call was given its sequences in flight would need; 1 where they have it.
+        """Room for keys and values that the sequences in flight need over the room that the call was given, at least 1.
 
-        So many turns are taken: with 1 / turns of the sequences at a time, decode steps come to turns times as many.
+        The sequences take turns: with 1 / turns of them at a time, there are turns times as many decode steps.
         """
         in_flight = self.parts_in_flight * math.ceil(self.samples / self.parts)
         return max(1.0, in_flight * self.lengths.max_tokens / (self.lengths.kv_cache_tokens or math.inf))
