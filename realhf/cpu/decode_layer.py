@@ -11,9 +11,9 @@ from realhf.cpu.products import PackedWeight
 
 @dataclass(frozen=True, kw_only=True)
 class LayerWeights:
-    """Those of a layer with RMS norms, rotary positions and a gated SiLU MLP, all of one dtype.
+    """The weights of a layer with RMS norms, rotary positions and a gated SiLU MLP, all of one dtype.
 
-    Norms are [hidden]; `qkv_bias` (None: there is none) is that of query, key and value one behind the other.
+    Norms are [hidden]; `qkv_bias` has the biases of query, key and value end to end, None if there are none.
     """
 
     input_norm: Tensor
@@ -41,7 +41,7 @@ class LayerCache:
 
 
 class LayerKernel:
-    """One layer. `window`: a token attends to so many at most; None: to all."""
+    """One layer. `window`: how many tokens a token attends to at most; None: all."""
 
     def __init__(self, weights: LayerWeights, *, kv_heads: int, head_dim: int, window: int | None):
         self.weights = weights  # they stay where they are as long as this lives
@@ -65,7 +65,7 @@ class LayerKernel:
         )
 
     def buffer_elements(self, rows: int) -> int:
-        """Of its dtype, for the intermediate results of so many rows."""
+        """Elements of the buffer, in the layer's dtype, for the intermediate results of `rows` rows."""
         return rows * self._shape.buffer
 
     def __call__(self, x: Tensor, cos: Tensor, sin: Tensor, cache: LayerCache, buffer: Tensor) -> None:

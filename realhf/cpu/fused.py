@@ -1,7 +1,7 @@
-"""Passes without gradients on the CPU: what several operators of torch do, in one kernel (`csrc/kernels`).
+"""Kernels that each replace several operators of torch on the CPU, in passes without gradients (`csrc/kernels`).
 
-They round to bfloat16 wherever the operators do. Each says what it replaces; who calls them asks `takes` first, and has
-the operators for all other cases: other devices, float64, gradients, or modules that are not built.
+They round to bfloat16 wherever the operators do. Callers ask `takes` first, and use torch's operators in all other
+cases: other devices, float64, gradients, or kernels that are not built.
 """
 
 import torch
@@ -11,7 +11,8 @@ from realhf.cpu.native import DTYPES, kernels
 
 
 def takes(*tensors: Tensor) -> bool:
-    """Whether the kernels compute on these: all on the CPU in one dtype that they have, none for a gradient."""
+    """Whether the kernels take these tensors: all on the CPU, of one dtype that they have, none recorded for a
+    gradient."""
     first, is_recorded = tensors[0], torch.is_grad_enabled()
     return (
         first.dtype in DTYPES
@@ -61,8 +62,8 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 def vocabulary_statistics(logits: Tensor, tokens: Tensor, temperature: float, out: Tensor) -> None:
-    """Of logits [rows, vocab] / temperature: `out` [3, rows] float32 gets logsumexp, largest, and that of `tokens`
-    [rows] int64. IndexError: one is no token."""
+    """Writes to `out` [3, rows] float32, for logits [rows, vocab] / temperature: logsumexp, the largest logit, and the
+    logit of `tokens` [rows] int64. Raises IndexError for an id outside the vocabulary."""
     rows, vocab = logits.shape
     tokens = tokens.contiguous()
     assert logits.is_contiguous()
@@ -80,7 +81,8 @@ def draw(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `realhf.engine.generate.sampling.draw` and, with given `tokens` [rows], `replay`.
 
-    Returns tokens int64, log-probabilities float32 and margins float64, [rows] each. IndexError: one is no token.
+    Returns tokens int64, log-probabilities float32 and margins float64, [rows] each. Raises IndexError for an id
+    outside the vocabulary.
     """
     rows, vocab = logits.shape
     logits = logits.contiguous()

@@ -1,8 +1,8 @@
 """Process groups of ranks of one host on CPU: collectives and messages over shared memory, behind torch.distributed.
 
-gloo serves every message from a thread of its own, which must find a core first; where workers and cores are as many,
-that takes longer than the message. Here the rank that waits does the work, and sums are in the order
-of the ranks: the same bits on every rank and in every run.
+gloo serves messages from a thread of its own. With as many workers as cores, that thread waits longer for a core than
+the message takes. Here the waiting rank does the work. Sums are made in the order of the ranks, so every rank and every
+run gets the same bits.
 """
 
 import hashlib
@@ -26,11 +26,11 @@ from realhf.cpu._host import PeerError
 __all__ = ["BACKEND", "HostProcessGroup", "Parts", "PeerError", "Rows", "host_identity", "rows_of"]
 
 BACKEND = "host_memory"
-SLOT_BYTES = 2**20  # of each of the two slots of a rank; more than that goes in pieces
-# Of messages on their way from one rank to another; only what was used takes memory. A sender that computes serves
-# nobody: what does not fit waits until it sends or waits next.
+SLOT_BYTES = 2**20  # of each of the two slots of a rank; larger tensors go in pieces
+# The ring of messages from one rank to another; untouched pages take no memory. What does not fit waits until the
+# sender sends or waits again, since a rank that computes serves no messages.
 RING_BYTES = 2**24
-# Of messages in parts, which both ends wait for: what is in a small ring is still in a cache when it is read.
+# The ring of messages in parts. Both ends wait for these, so a small ring is still in a cache when it is read.
 PARTS_RING_BYTES = 2**20
 
 _DTYPES = {
@@ -47,7 +47,8 @@ _OPERATIONS = {dist.ReduceOp.SUM: _host.Operation.sum, dist.ReduceOp.MAX: _host.
 
 
 def host_identity() -> int:
-    """Equal for processes that can share memory through /proc: the same boot of a machine, the same process names."""
+    """A number that is equal for processes that can share memory through /proc: one boot of one machine, one process
+    namespace, one user."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text()
     processes = os.readlink("/proc/self/ns/pid")
     return int.from_bytes(hashlib.sha256(f"{boot} {processes} {os.getuid()}".encode()).digest()[:7])
@@ -55,7 +56,7 @@ def host_identity() -> int:
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Parts of the memory of `tensors`, one behind the other: `rows` is int64 [parts, 4], in the order of `Rows`."""
+    """A sequence of parts of the memory of `tensors`: `rows` is int64 [parts, 4], in the order of `Rows`."""
 
     rows: NDArray[np.int64]
     tensors: Sequence[Tensor]
@@ -71,14 +72,14 @@ class HostProcessGroup(dist.ProcessGroup):
     """all_reduce, reduce_scatter_tensor, all_gather, all_gather_into_tensor, broadcast and barrier; SUM and MAX;
     messages between two ranks, in order, without tags.
 
-    `send_parts` and `receive_parts` are messages that are scattered over the memory of either rank; they have an order
-    of their own. Collectives return when they are done; messages at once. A message is sent once it is in the shared
-    memory, whether or not its receiver has asked for it. The memory has no name: it goes with the last of its
-    processes. Not for several threads at a time.
+    `send_parts` and `receive_parts` are messages whose content is scattered over the memory of either rank; they are
+    ordered apart from other messages. Collectives return when they are done, messages at once. A message counts as sent
+    once it is in the shared memory, before its receiver asks for it. The memory has no name, so it is freed with the
+    last of its processes. A group is for one thread at a time.
 
     Raises, from every collective and from a message's wait:
-        PeerError: a rank ended, or did not come within the timeout; the message names it.
-        RuntimeError: a message has another size than is received.
+        PeerError: a rank ended, or did not take part within the timeout; the message names it.
+        RuntimeError: a message has another size than its receiver expects.
     """
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: timedelta):
@@ -88,7 +89,7 @@ class HostProcessGroup(dist.ProcessGroup):
             _host.Channels.required_bytes(size, RING_BYTES),
             _host.Channels.required_bytes(size, PARTS_RING_BYTES),
         ]
-        # Kept open: the others open rank 0's, whenever they come.
+        # The files stay open: the other ranks may open rank 0's at any time.
         self._memory = _shared_memory(store, rank, required, timeout)
         self._group = _host.HostGroup(self._memory[0], rank, size, SLOT_BYTES, timeout.total_seconds())
         self._channels = _host.Channels(self._memory[1], rank, size, RING_BYTES)
@@ -164,11 +165,11 @@ class HostProcessGroup(dist.ProcessGroup):
         return self._received([flat], self._channels, number, sender, then)
 
     def send_parts(self, parts: Parts, to: int) -> dist.Work:
-        """One message; the parts must not change until it is sent. `to` is a rank of the group, perhaps this one."""
+        """Sends one message; its parts must not change until it is sent. `to` is a rank of the group, or this one."""
         return self._sent(parts.tensors, self._parts_channels, self._parts_channels.send_parts(parts.rows, to), to)
 
     def receive_parts(self, parts: Parts, sender: int) -> dist.Work:
-        """Fills the parts with a message of `send_parts`, whose parts may be others."""
+        """Fills the parts with a message of `send_parts`, which may have been cut into other parts."""
         number = self._parts_channels.receive_parts(parts.rows, sender)
         return self._received(parts.tensors, self._parts_channels, number, sender)
 
@@ -183,12 +184,12 @@ class HostProcessGroup(dist.ProcessGroup):
 
 
 class _Message(dist.Work):
-    """A message on its way. Until it is done its memory is in use, whether or not anybody keeps the message."""
+    """A message on its way. The group keeps it, and its memory, until it is done."""
 
     def __init__(
         self, group: HostProcessGroup, tensors: Sequence[Tensor], is_done: IsDone, wait: WaitFor, then: Then = None
     ):
-        """`tensors` is what is on its way; `then` is called in the wait that sees it done."""
+        """`tensors` are kept until the message is done; `then` is called by the wait that sees it done."""
         super().__init__()
         self._under_way, self._timeout = group._under_way, group._timeout
         self._tensors, self._then = tensors, then
@@ -199,7 +200,7 @@ class _Message(dist.Work):
         return self not in self._under_way or self._is_done()
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        """True once it is done; without a timeout, within the group's. Raises what HostProcessGroup names."""
+        """Returns True when the message is done; the default timeout is the group's. Raises as HostProcessGroup."""
         if self in self._under_way:
             self._wait((timeout or self._timeout).total_seconds())
             self._under_way.remove(self)
@@ -241,8 +242,10 @@ def _done(tensors: Sequence[Tensor]) -> dist.Work:
 
 
 def rows_of(first: int, shape: Sequence[int], strides: Sequence[int], item_bytes: int) -> Iterator[Rows]:
-    """Where the elements of a tensor lie whose first is at `first`, in their order: dimensions without gaps between
-    them are taken as one. `strides` are in elements."""
+    """The rows that hold the elements of a tensor, in order; dimensions without gaps between them count as one.
+
+    `first` is the address of its first element; `strides` are in elements.
+    """
     dims: list[tuple[int, int]] = []  # (extent, stride), the last dimension first
     for extent, stride in zip(reversed(shape), reversed(strides), strict=True):
         if dims and stride == dims[-1][0] * dims[-1][1]:
@@ -257,7 +260,8 @@ def rows_of(first: int, shape: Sequence[int], strides: Sequence[int], item_bytes
 
 
 def _shared_memory(store: dist.Store, rank: int, required: list[int], timeout: timedelta) -> list[int]:
-    """Open files of so many zeros that all ranks of the group have; they have no names, so nothing is left behind."""
+    """Open files of `required` bytes each, zeroed, that all ranks of the group share; without names, so that nothing is
+    left behind."""
     if rank == 0:
         descriptors = [os.memfd_create(BACKEND) for _ in required]
         for descriptor, size_bytes in zip(descriptors, required, strict=True):

@@ -15,10 +15,10 @@ class Follow:
     The average is rounded to the models' dtype each time: in bfloat16 changes below 1/256 of a value are lost, so
     keep averages of small `eta` in float32.
 
-    With staleness=k, above 0, that happens before the source's training of the step in place of after it, and the
-    target uses it k steps later: in step t it has weights that have seen t - k steps of training, whatever the plan,
-    and however long calls take; in the first k steps those that it starts with. So it does not wait for the training
-    of the last k steps. It keeps k versions of its parameters, all on the devices of its home.
+    With staleness=k, above 0, the copy is made before the source's training of the step, and the target uses it k steps
+    later. In step t the target has weights that have seen t - k steps of training, under every plan and every timing;
+    in the first k steps it has its initial weights. So it does not wait for the training of the last k steps. It keeps
+    k versions of its parameters, all on the devices of its home.
 
     Raises:
         UserError: at construction, `eta` is not above 0 and at most 1, `every_steps` is below 1, `staleness` is below
@@ -63,7 +63,7 @@ class FollowNode:
     staleness: int = 0
 
     def is_due(self, step: int) -> bool:
-        """Whether it happens in `step`, counted from 0."""
+        """Whether the parameters follow in `step`, counted from 0."""
         return (step + 1) % self.every_steps == 0
 
     @property
@@ -72,11 +72,11 @@ class FollowNode:
         return max(1, self.staleness)
 
     def brings(self, step: int) -> int:
-        """The version that it makes in `step`: how many steps of its training the source has seen."""
+        """The version that `step` makes: how many training steps the source has seen."""
         return step if self.staleness else step + 1
 
     def version(self, step: int) -> int:
-        """The version that the target's calls of `step` use; 0 and below are what it starts with."""
+        """The version that the target's calls of `step` use; 0 and below are its initial weights."""
         return step // self.every_steps * self.every_steps - self.staleness
 
 

@@ -32,13 +32,13 @@ TRAIN_STEP = ModelInterfaceType.TRAIN_STEP
 class ModelFunctionCallDef:
     """One node of the dataflow graph (ReaL, section 3).
 
-    `model_type` is an architecture, the name of one (`llama7b-critic`), or the directory of a Hugging Face checkpoint,
-    whose config.json then says it (`-critic` behind it asks for a scalar head).
-    `input_data` and `output_data` are keys of per-sample data; a key is produced by one call or
-    by the data set. Calls with one `model_name` share one set of parameters.
-    `mini_batches` is the number of optimizer steps a train_step call makes on the batch.
-    `protocol` says which device gets what of the batch, and whose outputs are taken (HybridFlow, section 4.1). Another
-    one than 3D_PROTO is for interfaces that do not use the model (`InterfaceConfig.uses_model`).
+    model_name: calls with one name share one set of parameters.
+    model_type: an architecture, the name of one (`llama7b-critic`), or the directory of a Hugging Face checkpoint with
+        a config.json (`-critic` after it asks for a scalar head).
+    input_data, output_data: keys of per-sample data; one call or the data set produces a key.
+    mini_batches: how many optimizer steps a train_step call makes on the batch.
+    protocol: which device gets which part of the batch, and whose outputs are taken (HybridFlow, section 4.1).
+        Protocols other than 3D_PROTO are for interfaces that do not use the model (`InterfaceConfig.uses_model`).
     """
 
     model_name: str
@@ -85,7 +85,7 @@ class ModelFunctionCallDef:
         return self.interface_impl.uses_model
 
     def parts(self, layout: Layout) -> int:
-        """In how many parts the call's batch is cut in a layout."""
+        """How many parts the call's batch is cut into in a layout."""
         return layout.strategy.dp if self.protocol is THREE_D_PROTO else self.protocol.distribute(layout).parts
 
     def mini_batch_size(self, batch_size: int) -> int:
@@ -99,7 +99,7 @@ class ModelFunctionCallDef:
         return size
 
     def check_protocol(self, layout: Layout) -> None:
-        """Raises UserError where the call cannot run under its protocol in `layout`."""
+        """Raises UserError if the call cannot run under its protocol in `layout`."""
         protocol, usual = self.protocol, THREE_D_PROTO
         if protocol is usual:
             return
@@ -122,8 +122,8 @@ class ModelFunctionCallDef:
             )
 
 
-# A key of per-sample data that every call can make: how many steps of training the weights have seen that made the
-# sample. A tensor of one whole number, where a call lists it in `output_data`.
+# A key that every call can list in `output_data`: how many training steps the weights that made a sample have seen, a
+# tensor of one whole number.
 WEIGHTS_VERSION = "weights_version"
 
 EdgeKind = Literal["data", "version"]
@@ -180,14 +180,13 @@ class DataflowGraph:
 
     @property
     def nodes(self) -> list[str]:
-        """Names of all that happens in a step: calls in a topological order, then what models follow others."""
+        """Names of all nodes of a step: the calls in a topological order, then the models that follow others."""
         return [*self.calls, *self.follows]
 
     def weights_version(self, model: str, step: int) -> int:
-        """The version of its parameters that `model` uses in `step`: how many steps of training they have seen.
+        """The version of its parameters that `model` uses in `step`: how many training steps they have seen.
 
-        Steps count from 0. Below 0 are versions of a model that follows another with staleness: all of them are what it
-        starts with.
+        Steps count from 0. A model that follows another with staleness may have versions below 0: its initial weights.
         """
         if follow := self._follow_of(model):
             return follow.version(step)
@@ -221,7 +220,7 @@ class DataflowGraph:
         return edges
 
     def _version_edges(self) -> list[Edge]:
-        """Edges between calls of one model: readers of step t, then its training, then step t + 1."""
+        """Edges between calls of one model: its readers in step t, then its training, then step t + 1."""
         edges = []
         for model in self.models:
             trains = [call.name for call in self.calls_of(model) if call.trains]
@@ -234,9 +233,12 @@ class DataflowGraph:
         return edges
 
     def _follow_edges(self) -> list[Edge]:
-        """A model follows after all its own readers of a step and before those of the next, and after the source's
-        training of that step and before the next. With staleness k it is between two trainings a step earlier, and
-        before the readers of k steps later: what it overwrites is the version that the readers of its step had."""
+        """Edges of models that follow others.
+
+        Such a node comes after the readers of its target in a step and before those of the next step, and between the
+        source's training of that step and of the next. With staleness k it comes before the source's training of its
+        step, and before the readers of k steps later: it overwrites the version that the readers of its step used.
+        """
         edges = []
         for node in self.follows.values():
             trains = [call.name for call in self.calls_of(node.source) if call.trains]
@@ -249,7 +251,7 @@ class DataflowGraph:
         return edges
 
     def _sorted_nodes(self) -> list[str]:
-        """All that happens in a step, in an order that every edge within a step allows: as listed, where it is free."""
+        """All nodes of a step in an order that the edges within a step allow, otherwise as listed."""
         parents: dict[str, set[str]] = {name: set() for name in self.nodes}
         for edge in self.edges:
             if edge.steps_back == 0:
@@ -295,7 +297,7 @@ def _find_producers(calls: Sequence[ModelFunctionCallDef], dataset_keys: tuple[s
 
 
 def _sorted_calls(parents: dict[str, set[str]], position: dict[str, int]) -> list[str]:
-    """Topological order; calls that are free to go keep the order in which they were listed."""
+    """Topological order; calls that could come next keep the order in which they were listed."""
     sorter = TopologicalSorter(parents)
     try:
         sorter.prepare()

@@ -1,7 +1,7 @@
 """How an experiment names the code of an algorithm without importing it.
 
-The launcher, the planner and the master never import torch. An experiment therefore lists
-`InterfaceConfig` objects, which only say where the implementation is; the model workers load it.
+The launcher, the planner and the master never import torch. An experiment therefore lists `InterfaceConfig` objects,
+which only name the implementation; the model workers load it.
 """
 
 import ast
@@ -13,10 +13,10 @@ from typing import ClassVar, Literal
 
 from realhf.base.errors import UserError
 
-# What the tensors of samples may hold: outputs of calls, which are stored and sent to other workers.
+# The dtypes of per-sample tensors: outputs of calls, which are stored and sent to other workers.
 SampleDType = Literal["bool", "uint8", "int8", "int16", "int32", "int64", "float16", "bfloat16", "float32", "float64"]
 
-# What every line of metrics.jsonl has already; no statistic may take the place of these.
+# The fields of every line of metrics.jsonl; no statistic may have one of these names.
 RESERVED_STATISTICS = frozenset(
     {"step", "time_s", "tokens", "tokens_per_s", "calls", "peak_bytes", "num_workers", "plan"}
 )
@@ -35,20 +35,20 @@ class InterfaceConfig:
     implementation: ClassVar[str]
 
     sequence_keys: ClassVar[tuple[str, ...]] = ()
-    """The input keys whose tokens the model reads; empty: a prompt and its response. For the planner."""
+    """For the planner: the input keys whose tokens the model reads; empty: a prompt and its response."""
 
     recordable: ClassVar[tuple[str, ...]] = ()
-    """Outputs that its calls make beside their `output_data` where the run records them (`--record`)."""
+    """Further outputs that its calls can make if the run records them (`--record`)."""
 
     uses_model: ClassVar[bool] = True
-    """Whether its methods ask the model for anything. False, for rules over the data alone: its calls may name a
-    transfer protocol that cuts the batch in any way (`ModelFunctionCallDef.protocol`), and are planned as no pass."""
+    """Whether its methods use the model. False is for rules over the data alone: its calls may have any transfer
+    protocol (`ModelFunctionCallDef.protocol`), and the planner counts no pass through the model for them."""
 
 
 def check_implementation(call: str, config: InterfaceConfig, method: str) -> None:
     """Looks for the class that implements `config` and for its `method`, without importing the module.
 
-    What its source cannot tell (a compiled module, an imported class) is found when the workers start.
+    If the source does not show them (a compiled module, an imported class), errors are found when the workers start.
 
     Raises:
         UserError: `implementation` is no `module:Class`, or there is no such module, class or method.
@@ -74,7 +74,7 @@ def check_implementation(call: str, config: InterfaceConfig, method: str) -> Non
 
 
 def lacks_class(call: str, config: InterfaceConfig, file: str | None, classes: Collection[str]) -> str:
-    """What to say of a module in which the class of `config` is not."""
+    """The error for a module that lacks the class of `config`."""
     name, cls = type(config).__name__, type(config).implementation.partition(":")[2]
     return (
         f"{call}: {name} is implemented by {cls!r} in {file}, which has no such class; it has "
@@ -83,7 +83,7 @@ def lacks_class(call: str, config: InterfaceConfig, file: str | None, classes: C
 
 
 def lacks_method(call: str, config: InterfaceConfig, file: str | None, method: str) -> str:
-    """What to say of a class without the method that its call needs."""
+    """The error for a class without the method that its call needs."""
     cls = type(config).implementation.partition(":")[2]
     return f"{call}: {cls} in {file} has no method {method}, which the call's interface_type needs; define it"
 
@@ -105,13 +105,12 @@ def _check_source(call: str, config: InterfaceConfig, file: Path, cls: str, meth
         raise UserError(lacks_method(call, config, str(file), method))
 
 
-# A module that has one of these may have names that its source does not show.
+# A module that uses one of these may have names that its source does not show.
 _ANY_NAME = {"*", "__getattr__", "globals", "setattr", "exec"}
 
 
 def _bound_names(tree: ast.AST) -> set[str]:
-    """All names that a piece of source gives to something, wherever in it (`.NAME` to an attribute), and the functions
-    in it that may give others."""
+    """All names that a piece of source binds anywhere (`.NAME` for an attribute), and the uses in it of `_ANY_NAME`."""
     names = set()
     for node in ast.walk(tree):
         match node:
@@ -129,9 +128,9 @@ def _bound_names(tree: ast.AST) -> set[str]:
 
 
 def _may_have(method: str, cls: str, classes: dict[str, ast.ClassDef]) -> bool:
-    """Whether a class of the module may have a method: it or its bases give something the name, or come from elsewhere.
+    """Whether a class of the module may have a method: it or its bases bind the name, or come from elsewhere.
 
-    Decorators and metaclasses may add anything.
+    Decorators and metaclasses may add any name.
     """
     if cls not in classes:
         return cls != "object"

@@ -1,4 +1,4 @@
-"""Models that wait in host memory while nothing needs them (ReaL, section 4: offload nodes of the augmented graph)."""
+"""Models that wait in host memory while no call needs them (ReaL, section 4: offload nodes of the augmented graph)."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -9,11 +9,10 @@ from realhf.dataflow.graph import DataflowGraph
 
 @dataclass(frozen=True)
 class Load:
-    """`model` comes back to the devices of its home for `node`, a call or a model that follows another.
+    """Loads `model` to the devices of its home for `node`, a call or a model that follows another.
 
-    `states`: with its optimizer states, because `node` trains it; else its parameters alone. On each of these devices
-    it is what happens right before `node`, though it need not wait for the inputs of a call. After `node` the model
-    goes to host memory again.
+    `states`: with its optimizer states, because `node` trains it. On each of these devices the load comes right before
+    `node`, but need not wait for the inputs of a call. After `node` the model goes back to host memory.
     """
 
     name: str
@@ -23,7 +22,7 @@ class Load:
 
 
 def loads_of(graph: DataflowGraph, offload: Iterable[str]) -> dict[str, Load]:
-    """By name all loads of a step, if the models `offload` wait in host memory."""
+    """All loads of a step by name, if the models `offload` wait in host memory."""
     waiting = set(offload)
     loads = (
         Load(f"load {model} for {node}", model, node, node in graph.calls and graph.calls[node].trains)
@@ -49,7 +48,7 @@ def with_loads(order: Iterable[tuple[str, int]], loads: Mapping[str, Load]) -> l
 
 
 def check_offload(offload: Iterable[str], graph: DataflowGraph) -> None:
-    """Raises UserError where a plan offloads what it cannot."""
+    """Raises UserError if a plan offloads a model that it cannot."""
     names = list(offload)
     for name in names:
         if name not in graph.models:

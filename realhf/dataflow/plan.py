@@ -1,4 +1,4 @@
-"""The execution plan: where every call runs, how, and in which order. A file people can edit."""
+"""The execution plan: where and how every call runs, and in which order. People can edit its file."""
 
 import hashlib
 from collections.abc import Iterable
@@ -24,11 +24,11 @@ DIGEST_LENGTH = 12  # of a plan's digest, where people read it
 class CallPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where and how one call runs.
 
-    `devices` is (first device, number of devices); `micro_batches` is the number of forward
-    passes that each data-parallel rank divides its part of a mini-batch into; `predicted_s` the
-    planner's estimate of the call alone, reallocation and transfer excluded. `chunks` is the number
-    of model chunks of each pipeline stage; above 1 the pipeline is interleaved. `micro_dp` groups the ranks such
-    that each one's part of the model contains what it holds in the home (`ParallelStrategy`).
+    devices: (first device, number of devices).
+    chunks: model chunks of each pipeline stage; above 1 the pipeline is interleaved.
+    micro_dp: groups the ranks so that each one's part of the model contains its part in the home (`ParallelStrategy`).
+    micro_batches: forward passes into which each data-parallel rank divides its part of a mini-batch.
+    predicted_s: the planner's estimate of the call alone, without reallocation and transfer.
     """
 
     devices: tuple[int, int]
@@ -54,7 +54,7 @@ class CallPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def replicas_text(self) -> str:
-        """For tables: `4`, or `4 in 2 x 1` in micro data-parallel groups of two."""
+        """For tables: `4`, or `4 in 2 x 1` for micro data-parallel groups of two."""
         return str(self.dp) if self.micro_dp == (1, 1) else "{} in {} x {}".format(self.dp, *self.micro_dp)
 
     @property
@@ -64,10 +64,8 @@ class CallPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class OrderEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One call of the steady-state order: in period t it is the call of step t - steps_back that runs.
-
-    Where a model follows another, that has an entry too (`DataflowGraph.follows`).
-    """
+    """One node of the steady-state order, a call or a model that follows another (`DataflowGraph.follows`): period t
+    runs the node of step t - steps_back."""
 
     call: str
     steps_back: int = 0
@@ -76,10 +74,11 @@ class OrderEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The plan of one experiment on one cluster.
 
-    `order` is one period of the total order in which the master issues calls, every call once;
-    empty means one step after the other. `offload` names models that wait in host memory while nothing
-    needs them. `models` holds the architecture the plan was made for and may be left out in a plan written
-    by hand. `rationale` is there in the plan of a run.
+    order: one period of the total order in which the master issues calls, every call once; empty: one step after the
+        other.
+    offload: models that wait in host memory while no call needs them.
+    models: the architectures that the plan was made for; a plan written by hand may leave them out.
+    rationale: why the planner chose it; in the plan of a run.
     """
 
     num_devices: int
@@ -115,7 +114,7 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 def plan_digest(plan: ExecutionPlan) -> str:
-    """SHA-256 of what is carried out, in hexadecimal: predictions, notes and reasons do not count."""
+    """SHA-256, in hexadecimal, of what the plan executes: predictions, notes and reasons do not count."""
     calls = {name: msgspec.structs.replace(call, predicted_s=None) for name, call in plan.calls.items()}
     carried_out = msgspec.structs.replace(plan, calls=calls, predicted_step_s=None, models={}, notes={}, rationale=None)
     return hashlib.sha256(msgspec.json.encode(carried_out, order="deterministic")).hexdigest()
@@ -147,7 +146,7 @@ _CALL_RANGES = {
 
 
 def _check_numbers(plan: ExecutionPlan) -> None:
-    """Raises UserError for a number that no plan has, before anything is computed with it."""
+    """Raises UserError for a number out of range, before anything is computed with it."""
     ranges = {"num_devices": DEVICES, "devices_per_node": DEVICES, "max_steps_in_flight": STEPS_IN_FLIGHT}
     check_fields("", plan, {**ranges, "predicted_step_s": SECONDS})
     for name, call in plan.calls.items():

@@ -1,7 +1,7 @@
-"""Transfer protocols: what each device of a layout gets of a batch, and whose outputs form the result.
+"""Transfer protocols: the part of a batch that each device of a layout gets, and the devices whose outputs are taken.
 
-HybridFlow (section 4.1 and its table of protocols) registers each method of a model with such a pair. Here they are
-pure rules over layouts; the master moves the data that they ask for (`realhf.master.data`).
+HybridFlow (section 4.1 and its table of protocols) registers each method of a model with such a pair of rules. Here
+they are pure functions of a layout; the master moves the data (`realhf.master.data`).
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from realhf.geometry.layout import Layout, ParallelStrategy
 
 @dataclass(frozen=True)
 class Division:
-    """A batch is cut into `parts`; device d gets part `part_of[d]`. Devices that are missing get nothing."""
+    """A batch is cut into `parts` parts; device d gets part `part_of[d]`. Devices not in `part_of` get nothing."""
 
     parts: int
     part_of: Mapping[int, int]
@@ -21,10 +21,10 @@ class Division:
 
 @dataclass(frozen=True, kw_only=True)
 class TransferProtocol:
-    """A named pair of rules, both functions of the layout alone; anybody can write another one.
+    """A named pair of rules, both functions of the layout alone; an experiment can define further ones.
 
-    distribute: what each device gets.
-    collect: the devices whose outputs, one behind the other, form the result.
+    distribute: the part that each device gets.
+    collect: the devices whose outputs, end to end, form the result.
     """
 
     name: str
@@ -32,8 +32,8 @@ class TransferProtocol:
     collect: Callable[[Layout], tuple[int, ...]]
 
     def check(self, layout: Layout) -> None:
-        """Raises UserError where the rules contradict the layout: devices outside it, a part that no device gets, or
-        outputs of a device that gets nothing."""
+        """Raises UserError if the rules contradict the layout: they name devices outside it, give a part to no device,
+        or collect outputs of a device that gets nothing."""
         division = self.distribute(layout)
         strange = {*division.part_of, *self.collect(layout)} - set(layout.mesh.devices)
         if strange:
@@ -100,10 +100,10 @@ def _first_of_each_data_index_and_stage(layout: Layout) -> tuple[int, ...]:
 
 
 ONE_TO_ALL = TransferProtocol(name="ONE_TO_ALL", distribute=_everything, collect=_all)
-"""All devices get the whole batch, and the outputs of all are collected: for what every device does alike."""
+"""All devices get the whole batch, and the outputs of all are collected: for work that every device does alike."""
 
 ALL_TO_ALL = TransferProtocol(name="ALL_TO_ALL", distribute=_one_each, collect=_all)
-"""Every device has an input and an output of its own: for looking at single devices."""
+"""Every device has its own input and output: for inspecting single devices."""
 
 RANK_ZERO = TransferProtocol(
     name="RANK_ZERO", distribute=lambda layout: Division(1, {layout.mesh.first: 0}), collect=_first
@@ -111,31 +111,31 @@ RANK_ZERO = TransferProtocol(
 """The first device works alone."""
 
 DP_PROTO = TransferProtocol(name="DP_PROTO", distribute=_data_parallel_only, collect=_all)
-"""As many parts as devices; for layouts with data parallelism alone.
+"""Each device gets a part of its own; for layouts with data parallelism alone.
 
 Raises:
     UserError: by `distribute`, the layout divides the model too.
 """
 
 THREE_D_PROTO = TransferProtocol(name="3D_PROTO", distribute=_by_data_index, collect=_output_devices)
-"""A part for each data-parallel rank, the same on all devices of its model; outputs from the first tensor-parallel rank
-of the last stage. What every call here uses."""
+"""Each data-parallel rank gets a part, the same on all devices of its replica; the outputs come from the first
+tensor-parallel rank of the last stage. The default, and the rule for calls that use their model."""
 
 THREE_D_PP_ONLY = TransferProtocol(name="3D_PP_ONLY", distribute=_everything, collect=_first_of_each_stage)
-"""All devices get everything; one output of each pipeline stage, for what differs between stages alone."""
+"""All devices get the whole batch, and each pipeline stage gives one output: for results that differ only by stage."""
 
 THREE_D_PP_AS_DP = TransferProtocol(
     name="3D_PP_AS_DP", distribute=_by_data_index_and_stage, collect=_first_of_each_data_index_and_stage
 )
-"""Pipeline stages count as further data-parallel ranks, neighbours in the batch: dp x pp parts, outputs from the first
-tensor-parallel rank of each. For what needs no pass through the stages."""
+"""Pipeline stages count as further data-parallel ranks, neighbours in the batch: dp x pp parts, with outputs from the
+first tensor-parallel rank of each. For work that needs no pass through the stages."""
 
 
 def all_micro_dp(generation: ParallelStrategy) -> TransferProtocol:
-    """3D_ALL_MICRO_DP: a part for each micro-data-parallel group, on devices that train in another layout.
+    """3D_ALL_MICRO_DP: a part for each micro data-parallel group, on devices that train in another layout.
 
-    A device's part of the model in generation (`generation`: its tp and pp; dp is not looked at) contains the part that
-    it trains. So t / t_g neighbours in the tensor and p / p_g in the pipeline generate different samples, and there are
+    Only tp and pp of `generation` matter. A device's part of the model in generation contains the part that it trains.
+    So t / t_g tensor neighbours and p / p_g pipeline neighbours generate different samples, and there are
     (t p) / (t_g p_g) times as many parts as in training (3D-HybridEngine, HybridFlow, section 5). Outputs come from the
     first tensor-parallel rank of the last stage of generation.
 

@@ -1,11 +1,11 @@
-"""Why a run has the plan it has: what the planner knew, kept in `plan.json` for people and for the report."""
+"""Why a run has its plan: the planner's knowledge, kept in `plan.json` for people and for the report."""
 
 import msgspec
 
 
 class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Predicted bytes on each of the neighbouring devices (first, number): what stays there, and the most at once;
-    communicators are among what stays."""
+    """Predicted bytes on each of the consecutive `devices` (first, number): those that stay, communicators among them,
+    and the peak."""
 
     devices: tuple[int, int]
     static_bytes: int
@@ -14,9 +14,9 @@ class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Instead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The best other layout of one call, all other calls as they are; `layout` is empty where no other fits.
+    """The best other layout of one call if all other calls stay; `layout` is empty if no other fits.
 
-    `slower_by` is what a step would take longer, as a part of the plan's.
+    `slower_by` is the longer time of a step, relative to the plan's.
     """
 
     call: str
@@ -27,11 +27,12 @@ class Instead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Rationale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the planner knew of a plan when the run began.
+    """The planner's knowledge of a plan when the run began.
 
-    `certificate` says in words how far from the best a searched plan can be, `limits` what would have to become
-    faster. `heuristic_step_s` is a step of the plan that treats all calls alike on all devices, None where none is
-    legal; it may need more memory than there is (`heuristic_fits`).
+    certificate: in words, how far from the best a searched plan can be.
+    limits: in words, what would have to become faster.
+    heuristic_step_s: a step of the plan that treats all calls alike on all devices; None if none is legal.
+    heuristic_fits: whether that plan fits into memory.
     """
 
     origin: str
@@ -46,5 +47,5 @@ class Rationale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     instead: tuple[Instead, ...]
 
     def memory_of(self, device: int) -> DeviceMemory | None:
-        """The prediction for one device, None where there is none."""
+        """The prediction for one device, None if there is none."""
         return next((m for m in self.memory if m.devices[0] <= device < sum(m.devices)), None)

@@ -1,5 +1,5 @@
-"""Boxes: which part of which global parameter lies on which device. No torch here: the planner counts
-bytes with it, the workers execute it (design contract: parameters are boxes)."""
+"""Boxes: the part of a global parameter that lies on a device. The planner counts bytes with them, and workers move
+parameters by them. No torch here."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -11,7 +11,7 @@ from realhf.geometry.parameters import ParameterSpec, decoder_parameters
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular part of the global parameter `name`: from `offset`, of `shape`, one entry a dimension."""
+    """A rectangular part of the global parameter `name`: it starts at `offset` and has `shape`."""
 
     name: str
     offset: tuple[int, ...]
@@ -25,7 +25,7 @@ class Box:
         return size
 
     def intersect(self, other: "Box") -> "Box | None":
-        """The common part of two boxes of one parameter, None where there is none."""
+        """The common part of two boxes of one parameter, None if there is none."""
         if self.name != other.name:
             return None
         offset, shape = [], []
@@ -47,7 +47,7 @@ class Box:
         return True
 
     def between(self, start: int, end: int, dim: int) -> "Box":
-        """The part of it from `start` to `end` along dimension `dim`, counted as `offset` is."""
+        """The part of this box from `start` to `end` along dimension `dim`, in coordinates of the global parameter."""
         return Box(
             self.name,
             (*self.offset[:dim], start, *self.offset[dim + 1 :]),
@@ -64,7 +64,7 @@ class Box:
 def box_of(spec: ParameterSpec, tp: int, tp_index: int) -> Box:
     """The part of a parameter that tensor-parallel rank `tp_index` of `tp` holds.
 
-    Raises ValueError where `tp` does not divide it, which `check_strategy` refuses for whole models.
+    Raises ValueError if `tp` does not divide it; `check_strategy` refuses that for whole models.
     """
     offset, shape = [0] * len(spec.shape), list(spec.shape)
     if spec.shard_dim is not None:
@@ -88,7 +88,7 @@ def device_boxes(model: DecoderConfig, layout: Layout, device: int) -> list[Box]
 
 @lru_cache(maxsize=1024)
 def _boxes_at(model: DecoderConfig, strategy: ParallelStrategy, tp_index: int, stage: int) -> tuple[Box, ...]:
-    """What every device of one tensor-parallel index and stage holds, whatever its data-parallel group."""
+    """The boxes of one tensor-parallel index and stage; they are the same for every data-parallel index."""
     layers = held_layers(model.num_layers, strategy, stage)
     return tuple(
         box_of(spec, strategy.tp, tp_index)

@@ -25,12 +25,11 @@ class DeviceMesh:
 class ParallelStrategy:
     """Degrees of data, tensor and pipeline parallelism; their product is the mesh size.
 
-    With `chunks` above 1 the pipeline is interleaved: each stage holds so many model chunks, runs of layers that are
-    pp runs apart (Narayanan et al., 2021, section 2.2).
-
-    `micro_dp` = (a, b) arranges the ranks as on devices where a model trains with a times the tp and b times the pp:
-    micro data-parallel groups of a x b, whose ranks lie together in a layout of that training (HybridFlow, section
-    5.3). Every device's part of the model then contains its part in training (`realhf.geometry.micro_dp`).
+    chunks: above 1 the pipeline is interleaved. Each stage holds that many model chunks; the layers of a chunk are
+        consecutive, and the chunks of a stage lie pp chunks apart (Narayanan et al., 2021, section 2.2).
+    micro_dp: (a, b) orders the ranks for devices where the model trains with a times the tp and b times the pp. Each
+        micro data-parallel group of a x b ranks lies together in the layout of that training (HybridFlow, section 5.3),
+        so every device's part of the model contains its part in training (`realhf.geometry.micro_dp`).
     """
 
     dp: int = 1
@@ -53,10 +52,10 @@ class ParallelStrategy:
 class Layout:
     """A model divided by `strategy` over `mesh`.
 
-    Rank r of the mesh (device `mesh.first + r`) has tensor index r % tp, data index
-    r // tp % dp and pipeline stage r // (tp * dp): tensor-parallel peers are neighbours, stages
-    are farthest apart, so that stages rather than tensor groups cross nodes. With `micro_dp` = (a, b) tensor-parallel
-    peers are a ranks apart, and the rest follows. The devices of every group ascend with the index in it.
+    Rank r of the mesh (device `mesh.first + r`) has tensor index r % tp, data index r // tp % dp and pipeline stage
+    r // (tp * dp). Tensor-parallel peers are neighbours and stages are farthest apart, so stages rather than tensor
+    groups cross nodes. With `micro_dp` = (a, b) tensor-parallel peers are a ranks apart. The devices of every group
+    ascend with their index in the group.
     """
 
     mesh: DeviceMesh
@@ -65,7 +64,7 @@ class Layout:
     def device(self, dp: int, tp: int, pp: int) -> int:
         """Global device index at the given coordinates."""
         s, (tp_interval, pp_interval) = self.strategy, self.strategy.micro_dp
-        replicas = s.dp // pp_interval  # data-parallel ranks of one stage of the training, so to speak
+        replicas = s.dp // pp_interval  # data-parallel ranks within one stage of the training layout
         stage = pp * pp_interval + dp // replicas
         replica, place = divmod(dp % replicas, tp_interval)
         return self.mesh.first + ((stage * (replicas // tp_interval) + replica) * s.tp + tp) * tp_interval + place
@@ -92,7 +91,7 @@ class Layout:
         return [self.device(dp, tp, pp) for pp in range(self.strategy.pp)]
 
     def output_device(self, dp: int) -> int:
-        """The one device of a data-parallel group that holds the outputs of its samples."""
+        """The device that holds the outputs of the samples of data index `dp`."""
         return self.device(dp, 0, self.strategy.pp - 1)
 
     def __str__(self) -> str:
@@ -100,7 +99,7 @@ class Layout:
 
 
 def stage_layers(num_layers: int, pp: int, stage: int) -> range:
-    """The layers of a pipeline stage without chunks: contiguous, the earlier stages take the remainder."""
+    """The layers of a pipeline stage without chunks: consecutive ones; earlier stages take the remainder."""
     base, extra = divmod(num_layers, pp)
     first = stage * base + min(stage, extra)
     return range(first, first + base + (stage < extra))
@@ -109,8 +108,8 @@ def stage_layers(num_layers: int, pp: int, stage: int) -> range:
 def chunk_layers(num_layers: int, strategy: ParallelStrategy, stage: int) -> tuple[range, ...]:
     """The layers of each model chunk of a pipeline stage.
 
-    Chunk c of stage s is stage c * pp + s of a pipeline with chunks times as many. A stage has as many layers in all
-    as it would have without chunks.
+    Chunk c of stage s is stage c * pp + s of a pipeline of pp * chunks stages. A stage has as many layers in all as it
+    has without chunks.
     """
     virtual = strategy.pp * strategy.chunks
     return tuple(stage_layers(num_layers, virtual, first + stage) for first in range(0, virtual, strategy.pp))

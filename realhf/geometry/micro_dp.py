@@ -1,8 +1,9 @@
-"""Layouts on the devices of a home whose parts contain the home's: zero redundancy (HybridFlow, section 5.3).
+"""Layouts in which every device's part of the model contains its part in the home (HybridFlow, section 5.3).
 
-A model trains with degrees t and p and generates with smaller t_g and p_g on the same devices. If both have their ranks
-in the same order, a device may generate with a part of the model that lacks its part in training. With tensor and
-pipeline peers t / t_g and p / p_g ranks apart it never does: only the rest is received, and nothing is kept twice.
+A model trains with degrees t and p, and generates with smaller t_g and p_g on the same devices. If both layouts order
+their ranks alike, a device may generate with a part of the model that lacks its part in training. If tensor and
+pipeline peers are t / t_g and p / p_g ranks apart, it never does: a device receives only the rest, and keeps nothing
+twice.
 """
 
 from dataclasses import replace
@@ -18,7 +19,7 @@ def contains(outer: Layout, inner: Layout, num_layers: int) -> bool:
 
 
 def _contains_on(device: int, outer: Layout, inner: Layout, num_layers: int) -> bool:
-    """Embedding and head need no look: they are where the first and the last layer are."""
+    """Embedding and head need no check: they are on the stages of the first and the last layer."""
     _, outer_tp, outer_stage = outer.coordinates(device)
     _, inner_tp, inner_stage = inner.coordinates(device)
     outer_size, inner_size = outer.strategy.tp, inner.strategy.tp
@@ -29,10 +30,10 @@ def _contains_on(device: int, outer: Layout, inner: Layout, num_layers: int) -> 
 
 
 def grouped_like(home: Layout, layout: Layout, num_layers: int) -> Layout | None:
-    """`layout` with the micro data-parallel groups with which it contains `home`; None where there are none.
+    """`layout` with the `micro_dp` with which it contains `home`; None if there is none.
 
-    There are none on other devices, with degrees that do not divide those of the home, and where stages of the home
-    reach beyond those of the layout (six layers lie 2, 2, 1, 1 on four stages, and 3, 3 on two).
+    There is none on other devices, with degrees that do not divide those of the home, and if stages of the home reach
+    beyond those of the layout (six layers lie 2, 2, 1, 1 on four stages, and 3, 3 on two).
     """
     inner, outer = home.strategy, layout.strategy
     if layout.mesh != home.mesh or inner.tp % outer.tp or inner.pp % outer.pp or outer.chunks > 1:

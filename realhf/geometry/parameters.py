@@ -15,8 +15,9 @@ Initial = Literal["normal", "one", "zero"]
 class ParameterSpec:
     """One global parameter.
 
-    `shard_dim` is the dimension divided over tensor parallelism (None: every rank holds all of
-    it); `place` and `layer` say which pipeline stage holds it; `initial` what it is before training.
+    shard_dim: the dimension that tensor parallelism divides; None: every rank holds all of the parameter.
+    place, layer: determine the pipeline stage that holds it.
+    initial: its values before training.
     """
 
     name: str
@@ -43,8 +44,8 @@ class ParameterSpec:
 
 @lru_cache(maxsize=64)
 def decoder_parameters(model: DecoderConfig) -> tuple[ParameterSpec, ...]:
-    """All parameters in the order of the forward pass. Names are those of Hugging Face's Llama and its kin, for
-    every family; weights are [out, in]."""
+    """All parameters in the order of the forward pass. Every family has the names of Hugging Face's Llama here; weights
+    are [out, in]."""
     hidden, vocab = model.hidden_size, model.vocab_size
     specs = [ParameterSpec("model.embed_tokens.weight", (vocab, hidden), 0, "embedding", tied=model.tied_embeddings)]
     if model.positions == "learned":
@@ -101,8 +102,8 @@ def _norm(model: DecoderConfig, name: str, place: Place, layer: int) -> list[Par
 
 
 def sees_own_tokens(spec: ParameterSpec) -> bool:
-    """Whether, under sequence parallelism, a tensor-parallel rank applies this replicated parameter to its own tokens
-    only, so that its gradient is the sum over the ranks. Norms of heads see all tokens of a rank's own heads."""
+    """Whether a tensor-parallel rank applies this replicated parameter only to its own tokens under sequence
+    parallelism, so its gradient must be summed over the ranks. Norms of heads see all tokens, of the rank's heads."""
     return spec.shard_dim is None and not spec.name.endswith(("q_norm.weight", "k_norm.weight"))
 
 

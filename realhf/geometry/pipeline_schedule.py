@@ -28,7 +28,7 @@ class Pass:
 
 @dataclass(frozen=True)
 class Message:
-    """What `receiver`, a stage, needs for `target`, its pass: hidden states for a forward pass, gradients otherwise."""
+    """What stage `receiver` needs for its pass `target`: hidden states for a forward pass, gradients for a backward."""
 
     sender: int
     receiver: int
@@ -37,9 +37,9 @@ class Message:
 
 @dataclass(frozen=True)
 class Step:
-    """One pass of a stage. First the `receives` are posted, then it runs, and then `send` is posted, if there is any.
+    """One pass of a stage: post `receives`, run the pass, post `send` if there is one.
 
-    What the pass itself needs is among the receives of this step or of one before it.
+    The message that the pass needs is among the receives of this step or of an earlier one.
     """
 
     run: Pass
@@ -56,12 +56,12 @@ def forward_order(pp: int, chunks: int, micro_batches: int) -> list[Pass]:
 
 
 def training_order(pp: int, stage: int, chunks: int, micro_batches: int) -> list[Pass]:
-    """The passes of a stage in (interleaved) 1F1B: forwards to fill the pipeline, one forward and one backward in turn,
-    backwards to drain it.
+    """The passes of a stage in (interleaved) 1F1B: forwards fill the pipeline, then forwards and backwards alternate,
+    and backwards drain it.
 
-    At most (chunks - 1) * pp + pp - stage forward passes wait for their backward. That is the least with which the
-    pipeline stays full; Megatron-LM starts twice as many ahead for every further stage, to hide slow messages.
-    Interleaving needs micro-batches in multiples of pp: what lacks is thought to be there, and left out.
+    At most (chunks - 1) * pp + pp - stage forward passes wait for their backward pass. This is the least that keeps the
+    pipeline full; Megatron-LM starts twice as many ahead for every further stage, to hide slow messages. Interleaving
+    needs a multiple of pp micro-batches; missing ones are added for ordering, and left out of the result.
     """
     padded = micro_batches if chunks == 1 else -(-micro_batches // pp) * pp
     forwards = forward_order(pp, chunks, padded)
@@ -76,18 +76,18 @@ def training_order(pp: int, stage: int, chunks: int, micro_batches: int) -> list
 
 @lru_cache(maxsize=256)
 def forward_steps(pp: int, chunks: int, micro_batches: int) -> tuple[tuple[Step, ...], ...]:
-    """Of every stage: the forward passes alone."""
+    """The steps of every stage for forward passes alone."""
     return _steps([forward_order(pp, chunks, micro_batches)] * pp, chunks)
 
 
 @lru_cache(maxsize=256)
 def training_steps(pp: int, chunks: int, micro_batches: int) -> tuple[tuple[Step, ...], ...]:
-    """Of every stage: forward and backward passes."""
+    """The steps of every stage for forward and backward passes."""
     return _steps([training_order(pp, stage, chunks, micro_batches) for stage in range(pp)], chunks)
 
 
 def simulate(orders: Sequence[Sequence[Pass]], chunks: int) -> dict[tuple[int, Pass], int]:
-    """When every pass of every stage ends if it starts as soon as it can and messages take no time."""
+    """The end of every pass of every stage, if each starts as soon as possible and messages take no time."""
     pp = len(orders)
     ends: dict[tuple[int, Pass], int] = {}
     free, places = [0] * pp, [0] * pp
@@ -107,7 +107,7 @@ def simulate(orders: Sequence[Sequence[Pass]], chunks: int) -> dict[tuple[int, P
 
 
 def _beside(pp: int, chunks: int, stage: int, run: Pass, places: int) -> tuple[int, Pass] | None:
-    """The stage and its pass that is so many places after `run` on its way; None beyond the first and the last."""
+    """The stage and pass that is `places` positions after `run` on its micro-batch's way; None beyond either end."""
     virtual = run.chunk * pp + stage + (places if run.is_forward else -places)
     if not 0 <= virtual < pp * chunks:
         return None
@@ -115,10 +115,10 @@ def _beside(pp: int, chunks: int, stage: int, run: Pass, places: int) -> tuple[i
 
 
 def _steps(orders: Sequence[Sequence[Pass]], chunks: int) -> tuple[tuple[Step, ...], ...]:
-    """All stages post their ends of all messages in one order, that of the times in the simulation.
+    """The steps of every stage; all stages post messages in one order, by their times in the simulation.
 
-    So nobody waits for ever even where a message leaves only once its receiver asks for it, behind all earlier ones of
-    the same two devices: when interleaved, two stages may exchange four kinds of messages.
+    A message may leave only when its receiver asks for it, after all earlier messages between the same two devices.
+    With one order no stage waits for ever, although interleaved stages may exchange four kinds of messages.
     """
     pp = len(orders)
     steps: list[list[Step]] = [[] for _ in orders]

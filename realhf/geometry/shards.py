@@ -1,7 +1,7 @@
-"""A device's parameters as one flat vector, and its division over data parallelism: which boxes a rank updates,
-and with fully sharded data parallelism keeps.
+"""A device's parameters as one flat vector, divided over data parallelism: the boxes that a rank updates, and with
+fully sharded data parallelism keeps.
 
-No torch here: the master tells from it who writes what of a checkpoint with optimizer states.
+The master uses it to divide the writing of a checkpoint with optimizer states. No torch here.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,14 +21,14 @@ ALIGNMENT = 64
 
 @dataclass(frozen=True, eq=False)
 class FlatLayout:
-    """Tensors of the given shapes, one behind the other, padded to `shards` equal parts."""
+    """Tensors of the given shapes end to end, padded to `shards` equal parts."""
 
     shapes: Mapping[str, tuple[int, ...]]
     shards: int = 1
 
     @cached_property
     def starts(self) -> dict[str, int]:
-        """Where each begins."""
+        """Where each tensor begins."""
         starts, size = {}, 0
         for name, shape in self.shapes.items():
             starts[name] = size
@@ -41,7 +41,7 @@ class FlatLayout:
 
     @cached_property
     def size(self) -> int:
-        """Elements of the whole vector, the padding behind each tensor and of the last shard included."""
+        """Elements of the whole vector, including the padding after each tensor and of the last shard."""
         return _aligned(max(map(self.end, self.shapes), default=0), ALIGNMENT * self.shards)
 
     def shard(self, index: int) -> range:
@@ -59,8 +59,8 @@ class Placement:
 
 
 def flat_layout(model: DecoderConfig, layout: Layout, device: int) -> FlatLayout:
-    """How the parameters of `device` lie one behind the other: those that it alone holds of its data-parallel
-    replica, those replicated over tp, the second copy of a tied embedding."""
+    """The parameters of `device` as one vector: first those that tp divides, then those replicated over tp, then the
+    second copy of a tied embedding."""
     shapes = {box.name: box.shape for box in device_boxes(model, layout, device)}
     order = _counting_order(model, layout, device)
     return FlatLayout({name: shapes[name] for name in sorted(shapes, key=order.__getitem__)}, layout.strategy.dp)
@@ -69,11 +69,11 @@ def flat_layout(model: DecoderConfig, layout: Layout, device: int) -> FlatLayout
 def units(
     model: DecoderConfig, layout: Layout, device: int, data_parallel: DataParallel = "zero1"
 ) -> Mapping[str, FlatLayout]:
-    """The vectors of `device` that are divided over data parallelism, each by itself, in the order of their use.
+    """The vectors of `device` that data parallelism divides, each by itself, in the order of their use.
 
-    "zero1" divides all parameters as one vector, of the name "". "fsdp" divides what is gathered at a time: an
-    embedding, a layer, or the final norm with the head; a unit's name is that of the module whose forward pass is the
-    first to use it. A tied embedding is a unit on both of its stages, so that their shards have the same elements.
+    "zero1" divides all parameters as one vector with the name "". "fsdp" divides units that are gathered together: an
+    embedding, a layer, or the final norm with the head. A unit has the name of the first module that uses it. A tied
+    embedding is a unit on both of its stages, so the shards of both stages have the same elements.
     """
     _, tp_index, stage = layout.coordinates(device)
     return _units(model, layout, layout.device(0, tp_index, stage), data_parallel)
@@ -81,7 +81,7 @@ def units(
 
 @lru_cache(maxsize=1024)
 def _units(model: DecoderConfig, layout: Layout, device: int, data_parallel: DataParallel) -> Mapping[str, FlatLayout]:
-    """Those of `device` and its data-parallel peers, which are the same."""
+    """The units of `device`, which its data-parallel peers have in common."""
     whole = flat_layout(model, layout, device)
     if data_parallel == "zero1" or layout.strategy.dp == 1:
         return {"": whole}
@@ -97,10 +97,10 @@ def _units(model: DecoderConfig, layout: Layout, device: int, data_parallel: Dat
 
 
 def counted_range(model: DecoderConfig, layout: Layout, device: int, flat: FlatLayout) -> range:
-    """The part of its shard of `flat`, one of `units`, that `device` adds to a sum over the whole model, and writes
-    into a checkpoint.
+    """The part of its shard of `flat`, one of `units`, that `device` counts in sums over the whole model and writes to
+    a checkpoint.
 
-    Over all units of all devices of the layout, every element of every global parameter is in it once.
+    Over all units and devices of the layout, every element of every global parameter is counted once.
     """
     dp, tp, _ = layout.coordinates(device)
     order = _counting_order(model, layout, device)
@@ -113,11 +113,11 @@ def counted_range(model: DecoderConfig, layout: Layout, device: int, flat: FlatL
 def counted_slices(
     model: DecoderConfig, layout: Layout, device: int, data_parallel: DataParallel = "zero1"
 ) -> list[slice]:
-    """Where the counted parts lie in the vector of this rank's shards of all units, one behind the other."""
+    """Where the counted parts lie in the vector of this rank's shards of all units, end to end."""
     found, first = [], 0
     for flat in units(model, layout, device, data_parallel).values():
         counted = counted_range(model, layout, device, flat)
-        found.append(slice(first, first + len(counted)))  # what is counted is the beginning of a shard
+        found.append(slice(first, first + len(counted)))  # the counted part is the beginning of a shard
         first += flat.size // layout.strategy.dp
     return found
 
@@ -130,7 +130,7 @@ def shard_boxes(
     *,
     only_counted: bool = False,
 ) -> list[tuple[Box, int]]:
-    """The boxes of this rank's shards of all units, each with the place where it begins in the vector of them."""
+    """The boxes of this rank's shards of all units, each with its offset in the vector of these shards."""
     whole = {box.name: box for box in device_boxes(model, layout, device)}
     found, first = [], 0
     for flat in units(model, layout, device, data_parallel).values():
@@ -142,7 +142,7 @@ def shard_boxes(
 
 
 def held_boxes(model: DecoderConfig, layout: Layout, device: int, data_parallel: DataParallel = "zero1") -> list[Box]:
-    """The boxes of parameters that `device` keeps: all of `device_boxes`, or its shards of them; [] outside the mesh.
+    """The boxes that `device` keeps: all of `device_boxes`, or its shards of them; [] outside the mesh.
 
     A parameter that is cut within a row gives several boxes.
     """
@@ -152,10 +152,10 @@ def held_boxes(model: DecoderConfig, layout: Layout, device: int, data_parallel:
 
 
 def boxes_in(flat: FlatLayout, whole: Mapping[str, Box], elements: range) -> list[tuple[Box, int]]:
-    """The boxes that `elements` of a vector consist of, each with the place where it begins in the vector.
+    """The boxes that make up `elements` of a vector, each with its offset in the vector.
 
-    `whole` has the boxes that lie in the vector. The elements of a box lie one behind the other. A parameter that is
-    cut within a row gives several boxes.
+    `whole` has the boxes that lie in the vector. The elements of a box are consecutive. A parameter that is cut within
+    a row gives several boxes.
     """
     found = []
     for name, start in flat.starts.items():
@@ -172,8 +172,8 @@ def boxes_in(flat: FlatLayout, whole: Mapping[str, Box], elements: range) -> lis
 
 @lru_cache(maxsize=4096)  # the layers of a device are cut alike
 def _cut(shape: tuple[int, ...], first: int, last: int) -> Sequence[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """(offset, shape) of the blocks that the elements [first, last) of an array consist of, counted along its rows:
-    the end of a row, whole rows, the beginning of a row; each again like this in more than two dimensions."""
+    """(offset, shape) of the blocks that make up the elements [first, last) of an array in row-major order: the end of
+    a row, whole rows, the beginning of a row; recursively in more than two dimensions."""
     if first >= last:
         return []
     if len(shape) == 1:

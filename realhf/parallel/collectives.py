@@ -1,8 +1,8 @@
-"""Sums and gathers of flat vectors divided into equal shards, one a rank: the one seam between backends.
+"""Reduce-scatter and all-gather of flat vectors, divided into equal shards, one for each rank.
 
-NCCL and host memory have both collectives. gloo's reduce-scatter is an all-reduce of which a part is kept, and its
-all-gather copies through a second vector; here ranks exchange shards as messages, and every rank broadcasts its shard.
-Both move the bytes of the two halves of a ring all-reduce (ZeRO, Rajbhandari et al., 2020, section 7.2.1), in place.
+NCCL and host memory have both collectives. gloo's reduce-scatter makes a whole all-reduce, and its all-gather copies
+through a second vector. So with gloo, ranks exchange shards as messages, and each rank broadcasts its shard. Both move
+the bytes of half a ring all-reduce (ZeRO, Rajbhandari et al., 2020, section 7.2.1), in place.
 """
 
 import torch
@@ -12,14 +12,14 @@ from torch import Tensor
 from realhf.cpu import host_group
 
 HAS_BOTH = (dist.Backend.NCCL, host_group.BACKEND)
-BUCKET_BYTES = 16 * 2**20  # of what gloo receives at once
+BUCKET_BYTES = 16 * 2**20  # received at once with gloo
 
 
 def reduce_scatter(flat: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The sum over the group of this rank's shard of `flat`: a view of it. What is in the other shards is lost.
+    """Sums this rank's shard of `flat` over the group; returns it, a view. The other shards are overwritten.
 
-    On the CPU the sum is made in the order of the ranks, whoever keeps the shard: it does not depend on where an
-    element lies. Below float32 it is rounded once.
+    On the CPU the sum is made in the order of the ranks, so it does not depend on which rank keeps the shard. Sums of
+    dtypes below float32 are rounded once.
     """
     if group is None:
         return flat
@@ -37,13 +37,13 @@ def reduce_scatter(flat: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Fills every shard of `flat` with what the rank has in it whose shard it is."""
+    """Fills every shard of `flat` with the content that the shard's rank has there."""
     for work in start_all_gather(flat, group):
         work.wait()
 
 
 def start_all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
-    """As `all_gather`; `flat` is filled once all that is returned has been waited for."""
+    """Starts `all_gather`; `flat` is filled when all returned works have been waited for."""
     if group is None:
         return []
     shards = flat.chunk(group.size())
@@ -54,7 +54,7 @@ def start_all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> list[dist
 
 
 def _sum_of_shards(pieces: list[Tensor], group: dist.ProcessGroup) -> None:
-    """Leaves the sum over the group of the piece of this rank in its place; pieces[i] is of rank i's shard."""
+    """Replaces this rank's piece by its sum over the group; pieces[i] is a piece of rank i's shard."""
     own, operations, terms = pieces[group.rank()], [], []
     for peer, piece in enumerate(pieces):
         if piece is own:

@@ -1,4 +1,4 @@
-"""Where a backward pass may add the gradient of a large weight by itself."""
+"""Weights whose gradient a backward pass adds to `grad` itself, without autograd."""
 
 from torch import Tensor
 
@@ -6,12 +6,11 @@ _SINK = "realhf_gradient_sink"
 
 
 def let_add_to_grad(parameter: Tensor) -> None:
-    """From now on operations whose gradient of `parameter` is large may add it to `parameter.grad`, which must be there
-    in every backward pass, and return none to autograd.
+    """Lets operations add a large gradient of `parameter` to `parameter.grad` directly, and return none to autograd.
 
-    Autograd would hold the gradient in the parameter's dtype, that of a second use of the parameter, their sum, and
-    that in the dtype of `grad`: of an embedding with 76,000 rows half a GiB, and five passes over it (as Megatron-LM's
-    fusion of gradient accumulation saves them).
+    `parameter.grad` must then be there in every backward pass. Autograd would hold the gradient of each use of the
+    parameter, their sum, and the sum in the dtype of `grad`: for an embedding of 76,000 rows half a GiB and five passes
+    over it. Megatron-LM's fused gradient accumulation saves the same.
     """
     setattr(parameter, _SINK, True)
 

@@ -14,20 +14,20 @@ from realhf.parallel.waiting import HOST_WAITS, Waits
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's place in a layout and the groups it communicates in: None where a group would have one member."""
+    """This rank's place in a layout and the groups that it communicates in; None for a group of one member."""
 
     layout: Layout
     rank: int
     tensor: dist.ProcessGroup | None = None
     data: dist.ProcessGroup | None = None
-    # The stages, which talk point to point, by global rank. None also where they do not share the memory of a host:
-    # messages then go through the world group, which is what None stands for in torch's calls.
+    # The stages, for messages between two of them by global rank. None also if they do not share the memory of a host:
+    # messages then go through the world group, which None means in torch's calls.
     pipeline: dist.ProcessGroup | None = None
     # First and last stage, which both hold a tied embedding; None where there is one stage.
     tied: dist.ProcessGroup | None = None
     # All ranks of the layout, for sums over the whole model such as the gradient norm.
     model: dist.ProcessGroup | None = None
-    # For works in these groups.
+    # How works in these groups are waited for.
     waits: Waits = HOST_WAITS
 
     @property
@@ -52,7 +52,7 @@ class ParallelGroups:
 
     @property
     def holds_outputs(self) -> bool:
-        """True on the one rank of a data-parallel group whose outputs are taken."""
+        """True on the one rank of a data-parallel replica whose outputs are taken."""
         return self.rank == self.layout.output_device(self.dp_index)
 
     def stage_rank(self, stage: int) -> int:
@@ -63,14 +63,13 @@ class ParallelGroups:
 class GroupTable:
     """The process groups of several layouts.
 
-    torch needs every rank of the world to make every group in the same order, so all of them
-    are made here at once from the run's plan; groups of equal ranks are shared. On CPU, a group whose
-    ranks are on one host talks through its memory. The groups of layouts are for one thread; those of hosts are for
-    one, too, which may be another.
+    torch needs every rank of the world to make every group in the same order, so all groups are made here at once, from
+    the run's plan; groups of equal ranks are shared. On the CPU, a group of ranks on one host uses its memory. One
+    thread may use the groups of layouts, and one thread, the same or another, those of hosts.
 
     others: further groups, of ascending ranks.
     waits: how works in these groups are waited for.
-    spans_hosts: whether there are ranks that do not share a memory.
+    spans_hosts: whether some ranks do not share memory.
     """
 
     def __init__(
@@ -117,27 +116,26 @@ class GroupTable:
         )
 
     def of_host(self, devices: Iterable[int]) -> dist.ProcessGroup | None:
-        """The group of all ranks of the host that all of `devices` are on, for messages between any of them over its
-        memory; None where they are on several hosts, or on none that has a group."""
+        """The group of all ranks of a host, for messages through its memory, if all `devices` are on it; else None."""
         wanted = set(devices)
         return next((group for ranks, group in self._of_hosts.items() if wanted.issubset(ranks)), None)
 
     def of_ranks(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
-        """The group of these ranks, this one among them; None where it is the only one."""
+        """The group of these ranks, which include this one; None if it is the only one."""
         return self._find(list(ranks))
 
     def _find(self, ranks: list[int]) -> dist.ProcessGroup | None:
         return self._groups[tuple(ranks)] if len(ranks) > 1 and self.rank in ranks else None
 
     def _find_pipeline(self, ranks: list[int]) -> dist.ProcessGroup | None:
-        group = self._groups.get(tuple(ranks))  # of other memories it may be there for collectives
+        group = self._groups.get(tuple(ranks))  # a group across hosts may be there for collectives
         return group if group is not None and dist.get_backend(group) == host_group.BACKEND else None
 
 
 def group_of_all_ranks(device: torch.device, timeout_s: float) -> dist.ProcessGroup:
-    """Another one, for messages that are posted beside those of the world: a group's are matched in their order.
+    """A second group of all ranks, for messages beside those of the world group: a group matches messages in order.
 
-    All ranks must make it at the same place.
+    All ranks must make it at the same point of their programs.
     """
     group = dist.new_group(timeout=timedelta(seconds=timeout_s))
     # NCCL wants a collective of all ranks before the first message between two of them.
@@ -146,7 +144,7 @@ def group_of_all_ranks(device: torch.device, timeout_s: float) -> dist.ProcessGr
 
 
 def _hosts() -> list[int]:
-    """For every rank of the world: equal for ranks that can share memory, different for any two where none can."""
+    """By rank, a number that ranks have in common if they can share memory."""
     world = dist.get_world_size()
     if dist.get_backend() != dist.Backend.GLOO:
         return list(range(world))

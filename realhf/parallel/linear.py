@@ -1,9 +1,9 @@
-"""The product x W^T by the fastest kernel at hand: all matrix products with weights go through here.
+"""The product x W^T by the fastest kernel: all matrix products with weights go through here.
 
-On AMD CPUs MKL's float32 kernels use half of the vector width, oneDNN's all of it: 100 against 230 GFLOP/s a core of
-an EPYC 9005, in the products of both gradients too. Where one weight serves many steps it is *packed* into the order in
-which a kernel reads it: a kernel of our own on processors with AVX-512 (`realhf.cpu.products`), oneDNN's on others.
-On an EPYC 9004 the first has about its full rate from 8 rows on, of which oneDNN's has 0.9 at 64 rows and half at 8.
+On AMD CPUs MKL's float32 kernels use half of the vector width and oneDNN's all of it: 100 against 230 GFLOP/s a core of
+an EPYC 9005, also in the products of both gradients. A weight that serves many steps is *packed* into the order in
+which a kernel reads it. Processors with AVX-512 use our own kernel (`realhf.cpu.products`), others oneDNN's. On an EPYC
+9004 our kernel reaches about its full rate at 8 rows; oneDNN's reaches 0.9 of it at 64 rows, and half of it at 8.
 """
 
 from typing import Any
@@ -20,21 +20,21 @@ Packed = PackedWeight | Tensor  # a Tensor is in the order of oneDNN's kernels
 
 # Below this many rows MKL's matrix-vector kernels win over oneDNN's with weights that are not packed.
 _FEWEST_ROWS = 4
-_FEWEST_PACKED_ROWS = 2  # of oneDNN's
-# From here on oneDNN's blocks of rows and columns win over our own kernel, though they have to pack the weight first.
+_FEWEST_PACKED_ROWS = 2  # for weights packed for oneDNN
+# Above this many rows oneDNN's blocks of rows and columns win over our kernel, although oneDNN packs the weight first.
 _MOST_OWN_ROWS = 256
-# A weight's gradient sums over the rows; blocks of so many stay in a core's cache while they are read across.
+# A weight's gradient sums over the rows; a block of this many rows stays in a core's cache while it is read.
 _GRADIENT_ROWS = 512
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Packed | None = None) -> Tensor:
-    """x W^T + bias, differentiable; which kernel computes it depends on device, dtype and rows alone.
+    """x W^T + bias, differentiable; device, dtype and the number of rows alone decide which kernel computes it.
 
     Args:
         x: [rows, in].
         weight: [out, in].
         bias: [out].
-        packed: `pack(weight)` where that was kept; it must be as `weight` is now. Used where no gradient is asked for.
+        packed: `pack(weight)` of the present weight, if it was kept; used in passes without gradients.
 
     Returns:
         [rows, out].
@@ -48,28 +48,28 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, packed: Packed
 
 
 def takes_packed(packed: Packed, x: Tensor, *weights: Tensor) -> bool:
-    """Whether products of x [rows, in] with `weights` are to be computed from their packed form."""
+    """Whether products of x [rows, in] with `weights` should use their packed form."""
     rows = x.shape[0]
     is_taken = rows <= _MOST_OWN_ROWS if isinstance(packed, PackedWeight) else rows >= _FEWEST_PACKED_ROWS
     return is_taken and not _takes_gradient(x, *weights)
 
 
 def linear_packed(x: Tensor, packed: Packed, bias: Tensor | None = None) -> Tensor:
-    """As `linear`, from the packed weight alone, where `takes_packed`."""
+    """As `linear`, from the packed weight alone, if `takes_packed`."""
     return packed.product(x, bias) if isinstance(packed, PackedWeight) else _onednn(x, packed, bias)
 
 
 def pack(weight: Tensor) -> Packed | None:
-    """A copy of `weight` [out, in] in the best kernel's order, of about the same size; None where that does not help.
+    """A copy of `weight` [out, in] in the order of the best kernel, of about the same size; None if it does not help.
 
-    bfloat16 goes through oneDNN by itself, but not packed.
+    Without packing, torch uses oneDNN for bfloat16 by itself.
     """
     packed = products.pack(weight)
     return pack_for_onednn(weight) if packed is None else packed
 
 
 def pack_for_onednn(weight: Tensor) -> Tensor | None:
-    """The same for oneDNN's kernels, whatever else this processor has."""
+    """As `pack`, for oneDNN's kernels on any processor."""
     if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or not _has_onednn():
         return None
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach())
@@ -101,7 +101,7 @@ def _has_onednn() -> bool:
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    # What torch's compiler makes of a linear layer on the CPU.
+    # The operator that torch's compiler uses for a linear layer on the CPU.
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
 

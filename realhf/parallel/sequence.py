@@ -1,9 +1,9 @@
-"""Sequence parallelism: between the tensor-parallel products every rank has its own tokens (Korthikanti et al., 2022,
+"""Sequence parallelism: between tensor-parallel products every rank has a part of the tokens (Korthikanti et al., 2022,
 section 4.2.2).
 
-An all-gather of tokens stands before column-parallel products, a reduce-scatter behind row-parallel ones. Together they
-move the bytes of the all-reduce that they replace; norms, residual sums and what these keep for the backward pass are
-divided.
+Tokens are all-gathered before column-parallel products and reduce-scattered after row-parallel products. Together these
+move the bytes of the all-reduce that they replace. Norms and residual sums, and the activations that they keep, are
+divided over the ranks.
 """
 
 from dataclasses import dataclass
@@ -18,10 +18,9 @@ from realhf.parallel.regions import copy_to_group, sum_over_group
 
 @dataclass(frozen=True)
 class TokenShards:
-    """The tokens of a micro-batch divided over a tensor-parallel group in runs.
+    """The tokens of a micro-batch, divided over a tensor-parallel group into consecutive parts.
 
-    Runs are equally long but for the last ones, where the group does not divide the tokens: these are shorter or empty,
-    and collectives pad them.
+    If the group's size does not divide the tokens, the last parts are shorter or empty, and collectives pad them.
     """
 
     group: dist.ProcessGroup
@@ -33,7 +32,7 @@ class TokenShards:
 
     @property
     def own(self) -> slice:
-        """Which tokens this rank has."""
+        """The tokens of this rank."""
         start = min(dist.get_rank(self.group) * self.longest, self.tokens)
         return slice(start, min(start + self.longest, self.tokens))
 
@@ -44,20 +43,20 @@ class TokenShards:
 
 
 def enter(x: Tensor, group: dist.ProcessGroup | None, shards: TokenShards | None) -> Tensor:
-    """What a column-parallel product takes: x of all tokens [tokens, ...], equal on all ranks.
+    """The input of a column-parallel product: x of all tokens [tokens, ...], equal on all ranks.
 
-    The gradient of x is the sum of what comes from all ranks' products.
+    The gradient of x is summed over the products of all ranks.
     """
     return copy_to_group(x, group) if shards is None else _Gather.apply(x, shards)
 
 
 def leave(x: Tensor, group: dist.ProcessGroup | None, shards: TokenShards | None) -> Tensor:
-    """The sum over the group of a row-parallel product's parts x [tokens, ...], of this rank's tokens if divided."""
+    """The sum over the group of partial products x [tokens, ...]; with `shards`, for this rank's tokens."""
     return sum_over_group(x, group) if shards is None else _SumOfOwn.apply(x, shards)
 
 
 def gather_outputs(x: Tensor, shards: TokenShards | None) -> Tensor:
-    """x [own tokens, ...] of all tokens, for a loss that every rank computes alike from all of it."""
+    """Gathers x [own tokens, ...] to all tokens, for a loss that every rank computes alike from all of them."""
     return x if shards is None else _GatherForLoss.apply(x, shards)
 
 
@@ -84,7 +83,7 @@ class _SumOfOwn(torch.autograd.Function):
 
 
 class _GatherForLoss(_Gather):
-    """The gradient needs no sum: every rank has all of it."""
+    """The gradient needs no sum: every rank has computed all of it."""
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:

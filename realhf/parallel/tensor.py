@@ -29,7 +29,7 @@ class ColumnParallelLinear(nn.Module):
         return linear(x, self.weight, self.bias, packed=self.packed)  # [tokens, out / tp]
 
     def pack(self) -> None:
-        """Keeps the weight in the kernels' order too, for many steps that use one weight; until `unpack`."""
+        """Keeps a packed copy of the weight until `unpack`, for many steps with one weight."""
         self.packed = pack(self.weight)
 
     def unpack(self) -> None:
@@ -53,7 +53,7 @@ class RowParallelLinear(nn.Module):
         return self.finished(self.product(x), shards)
 
     def product(self, x: Tensor) -> Tensor:
-        """What this rank adds to x W^T, [tokens, out]."""
+        """This rank's term of x W^T, [tokens, out]."""
         return linear(x, self.weight, packed=self.packed)
 
     def finished(self, product: Tensor, shards: TokenShards | None = None) -> Tensor:
@@ -62,7 +62,7 @@ class RowParallelLinear(nn.Module):
         return total if self.bias is None else total + self.bias
 
     def pack(self) -> None:
-        """As that of a column-parallel linear."""
+        """As `ColumnParallelLinear.pack`."""
         self.packed = pack(self.weight)
 
     def unpack(self) -> None:
@@ -70,7 +70,7 @@ class RowParallelLinear(nn.Module):
 
 
 class JoinedLinears:
-    """Column-parallel linears of one input: their outputs, in one product while their weights are packed."""
+    """Column-parallel linears of one input, computed as one product while their weights are packed."""
 
     def __init__(self, *linears: ColumnParallelLinear):
         self.linears = linears
@@ -85,7 +85,7 @@ class JoinedLinears:
         return linear_packed(x, self.packed, self.bias).split(sizes, dim=-1)
 
     def pack(self) -> None:
-        """As that of a column-parallel linear, of all together."""
+        """As `ColumnParallelLinear.pack`, for all weights together."""
         self.packed = pack(torch.cat([each.weight.detach() for each in self.linears]))
         biases = [each.bias.detach() for each in self.linears if each.bias is not None]
         assert len(biases) in (0, len(self.linears))
@@ -113,14 +113,14 @@ class VocabParallelEmbedding(nn.Module):
         return leave(embedded.masked_fill(is_elsewhere[:, None], 0.0), self.group, shards)
 
     def _rows(self, tokens: Tensor) -> Tensor:
-        # On a GPU rows would be added to `grad` in an order of chance.
+        # On a GPU rows would be added to `grad` in an order that varies between runs.
         if self.weight.device.type == "cpu" and torch.is_grad_enabled() and gradient_sink(self.weight) is not None:
             return _EmbeddingIntoGrad.apply(self.weight, tokens)
         return F.embedding(tokens, self.weight)
 
 
 class _EmbeddingIntoGrad(torch.autograd.Function):
-    """Rows of a weight, whose gradient is added to those rows of `grad` alone; see `realhf.parallel.gradients`."""
+    """Rows of a weight; the gradient is added to those rows of `grad` only; see `realhf.parallel.gradients`."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, tokens: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
-"""The output of a language-model head, never whole: log-probabilities from parts of the vocabulary and of the tokens.
+"""Log-probabilities from a language-model head, without ever holding all logits.
 
-Each tensor-parallel rank has its part of the vocabulary (Megatron-LM, Shoeybi et al., 2020, section 3). Logits exist
-for some tokens and some of the vocabulary at a time, a tile, so that their memory depends neither on the batch nor on
-the length of its sequences; the backward pass projects a tile again.
+Each tensor-parallel rank has a part of the vocabulary (Megatron-LM, Shoeybi et al., 2020, section 3). Logits exist for
+one tile at a time: some tokens and some of the vocabulary. Their memory depends neither on the batch nor on the length
+of sequences. The backward pass computes each tile again.
 """
 
 from dataclasses import dataclass, replace
@@ -17,17 +17,16 @@ from realhf.parallel.gradients import gradient_sink
 from realhf.parallel.linear import Packed, linear, weight_gradient
 from realhf.parallel.regions import gather_last_dim
 
-# Of one array of logits of a tile, in the precision of its softmax. On a CPU small enough that the passes over a
-# tile find it in a core's cache or near, large enough for efficient products. On a GPU much larger: its kernels want
-# more rows and columns at once.
+# The size of a tile's logits in the precision of the softmax. On a CPU a tile should stay in or near a core's cache,
+# and still be large enough for efficient products. A GPU's kernels need far more rows and columns at once.
 CHUNK_BYTES, GPU_CHUNK_BYTES = 4 << 20, 512 << 20
-# Of a tile: fewer make no efficient product.
+# Products with fewer rows in a tile are not efficient.
 _FEWEST_ROWS = 512
 
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Of given tokens, all [n], in at least float32.
+    """Statistics of given tokens, [n] each, in at least float32.
 
     logprob: log softmax(logits / temperature) at the token, with gradient.
     is_top: True where no other token is more likely.
@@ -41,14 +40,13 @@ class TokenLogprobs:
 
 @dataclass(frozen=True)
 class Logits:
-    """The logits [n, vocab] of a head: its input and its weight. `logits[rows]` are those of the given rows.
+    """The logits [n, vocab] of a head, as its input and its weight; `logits[rows]` selects rows.
 
-    hidden: [n, hidden], behind the final norm, equal on all ranks of `group`. The gradient that the methods give it
-        is the part that comes through this rank's vocabulary; who made it sums over the group
-        (`realhf.parallel.sequence.enter`).
+    hidden: [n, hidden], after the final norm, equal on all ranks of `group`. Its gradient is the part that comes
+        through this rank's vocabulary; `realhf.parallel.sequence.enter` sums it over the group.
     weight: [vocab / tp, hidden], this rank's rows.
-    packed: see `realhf.parallel.linear.pack`; `full` takes it.
-    chunk_bytes: of the logits that exist at a time; None: what suits the device.
+    packed: see `realhf.parallel.linear.pack`; `full` uses it.
+    chunk_bytes: the size of a tile's logits; None: a size that suits the device.
     """
 
     hidden: Tensor
@@ -69,16 +67,16 @@ class Logits:
         return self.hidden.device
 
     def full(self) -> Tensor:
-        """[n, vocab] in the dtype of the weights, the same on every rank: as many bytes as it looks."""
+        """All logits [n, vocab] in the dtype of the weights, equal on every rank; they take their full memory."""
         return gather_last_dim(linear(self.hidden, self.weight, packed=self.packed), self.group)
 
     def of_tokens(self, tokens: Tensor, temperature: float = 1.0, *, with_entropy: bool = False) -> TokenLogprobs:
-        """Log-probabilities of `tokens` [n] int64, without the logits of all rows at once.
+        """Log-probabilities of `tokens` [n] int64, without holding all logits.
 
-        Every rank of the group gets the same bits; one all-gather of a few numbers a token is all that they exchange.
+        Ranks exchange a few numbers a token, in one all-gather, and all get the same bits.
 
         Raises:
-            ValueError: a token is not in the vocabulary, which would pass for one with the logit 0.
+            ValueError: a token is not in the vocabulary.
         """
         assert tokens.shape == self.hidden.shape[:1], f"{tuple(tokens.shape)} tokens for {len(self)} rows of logits"
         self._check(tokens)
@@ -105,7 +103,7 @@ class Logits:
 
 @dataclass(frozen=True)
 class _Softmax:
-    """What does not change from tile to tile: logits exist for some rows and some of the vocabulary at a time."""
+    """The settings that all tiles have in common."""
 
     temperature: float
     group: dist.ProcessGroup | None
@@ -113,8 +111,10 @@ class _Softmax:
     with_entropy: bool
 
     def tiles(self, rows: int, vocab: int, item: int) -> tuple[list[slice], list[slice]]:
-        """(parts of the vocabulary, parts of the rows) whose products are a tile: the whole vocabulary where a tile has
-        enough rows then, for a weight is read once for the rows of a tile."""
+        """(parts of the vocabulary, parts of the rows); each pair is a tile.
+
+        A tile has the whole vocabulary if it still has enough rows then: each tile reads its weight once.
+        """
         tile_rows = min(rows, max(self.chunk_bytes // (vocab * item), _FEWEST_ROWS))
         tile_vocab = min(vocab, max(1, self.chunk_bytes // (max(1, tile_rows) * item)))
         tile_rows = max(1, min(tile_rows, self.chunk_bytes // (tile_vocab * item)))
@@ -134,9 +134,9 @@ class _TokenLogprobs(torch.autograd.Function):
         d log p_t / d z_j = delta_jt - p_j
         d H / d z_j       = -p_j (z_j - logsumexp(z) + H)
 
-    Both passes go through the vocabulary once, and through all rows for each part of it: so the weight is read once,
-    and its gradient written once. (With a vocabulary of 76,000 and 512 tokens, a pass over the whole weight for every
-    13 of them was a third of a step.)
+    Both passes go through the vocabulary once, and through all rows for each part of it. So the weight is read once and
+    its gradient written once. With a vocabulary of 76,000 and 512 tokens, a pass over the whole weight for every 13
+    tokens took a third of a step.
     """
 
     @staticmethod
@@ -150,8 +150,8 @@ class _TokenLogprobs(torch.autograd.Function):
         in_vocab, in_rows = softmax.tiles(rows, vocab, wide.itemsize)
         total = kept = None
         for columns in in_vocab:
-            # Of this part of the vocabulary: logsumexp, greatest logit, the token's logit (0 if elsewhere), mean logit
-            # under softmax.
+            # For this part of the vocabulary: logsumexp, greatest logit, the token's logit (0 if it is elsewhere), mean
+            # logit under the softmax.
             own = hidden.new_zeros((4, rows), dtype=wide)
             there, is_there = _within(local, columns)
             for at in in_rows:
@@ -172,7 +172,7 @@ class _TokenLogprobs(torch.autograd.Function):
         logsumexp, greatest, picked, mean = _over_ranks(total, softmax.group)
         entropy = logsumexp - mean if softmax.with_entropy else torch.zeros_like(logsumexp)
         if keeps:
-            # The last tile's logits stay: a batch of one tile is then projected once.
+            # The last tile's logits are kept, so a batch of one tile is projected once.
             ctx.save_for_backward(hidden, weight, local, logsumexp, entropy, kept)
             ctx.softmax, ctx.sink = softmax, gradient_sink(weight)
         is_top = picked >= greatest
@@ -230,13 +230,13 @@ def _slices(length: int, size: int) -> list[slice]:
 
 
 def _within(local: Tensor, columns: slice) -> tuple[Tensor, Tensor]:
-    """(places of the tokens among `columns` of the vocabulary, 0 for those that are not there; which are there)."""
+    """(indices of the tokens within `columns` of the vocabulary, 0 for tokens outside; which tokens are inside)."""
     is_there = (local >= columns.start) & (local < columns.stop)
     return (local - columns.start).masked_fill_(~is_there, 0), is_there
 
 
 def _over_ranks(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """[4, n] of the whole vocabulary from every rank's rows (see `_TokenLogprobs.forward`)."""
+    """The statistics [4, n] of the whole vocabulary from those of every rank (see `_TokenLogprobs.forward`)."""
     if group is None:
         return own
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
@@ -245,7 +245,7 @@ def _over_ranks(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 
 def _joined(parts: Tensor) -> Tensor:
-    """[4, n] of all of a vocabulary from those of its parts [parts, 4, n]."""
+    """The statistics [4, n] of a vocabulary from those of its parts [parts, 4, n]."""
     logsumexp, greatest, picked, mean = parts.unbind(1)  # [parts, n] each
     whole = logsumexp.logsumexp(0)
     share = (logsumexp - whole).exp()  # of the probability that lies in a part

@@ -1,8 +1,8 @@
-"""Waiting for what other ranks do, with a deadline: on the host, or over NCCL by the order of streams.
+"""Waiting for other ranks, with a deadline: on the host, or with NCCL by the order of streams.
 
-A work of gloo, or of host memory, is waited for by the thread that needs it. With NCCL that thread would ask the device
-over and over, once a message, and launch nothing meanwhile. There the current stream waits, the thread goes on, and
-another thread looks whether the stream has got there in time.
+With gloo and host memory, the thread that needs a work waits for it. With NCCL such a thread would poll the device for
+every message and launch nothing meanwhile. There the current stream waits instead and the thread goes on; another
+thread checks that the stream passes each mark in time.
 """
 
 import os
@@ -21,52 +21,52 @@ from realhf.base.errors import RunError
 
 LOOK_EVERY_S = 1.0
 
-What = Callable[[], str]  # who waits for what, for the text of an error
+What = Callable[[], str]  # describes the wait, for the text of an error
 
 
 class Waits(Protocol):
-    """How this process waits. `wait` is both of the others."""
+    """How this process waits; `wait` is `order` and then `watch`."""
 
     def order(self, work: dist.Work, timeout_s: float) -> None:
-        """What the thread does next, on the host or on the current stream, comes behind `work`.
+        """Makes the thread's next work, on the host or on the current stream, come after `work`.
 
         Raises:
-            RuntimeError: it failed, or was waited for in vain.
+            RuntimeError: `work` failed, or was not done in time.
         """
 
     def watch(self, timeout_s: float, what: What) -> None:
-        """Ends the process where what is on the current stream by now is not done in time."""
+        """Ends the process if the present work of the current stream is not done in time."""
 
     def wait(self, work: dist.Work, timeout_s: float, what: What) -> None: ...
 
     def close(self) -> None:
-        """No deadline is kept any more."""
+        """Stops watching deadlines."""
 
 
 class HostWaits:
-    """The thread waits itself, and gets the error."""
+    """The thread waits itself, and the error is raised in it."""
 
     def order(self, work: dist.Work, timeout_s: float) -> None:
         work.wait(timedelta(seconds=timeout_s))
 
     def watch(self, timeout_s: float, what: What) -> None:
-        """Nothing is left to be watched."""
+        """Does nothing: `order` has waited already."""
 
     def wait(self, work: dist.Work, timeout_s: float, what: What) -> None:
         self.order(work, timeout_s)
 
     def close(self) -> None:
-        """There is nothing to be closed."""
+        """Does nothing."""
 
 
 HOST_WAITS = HostWaits()
 
 
 class Mark(Protocol):
-    """A place on a stream, as `torch.cuda.Event`."""
+    """A point on a stream, as `torch.cuda.Event`."""
 
     def query(self) -> bool:
-        """Whether the stream has got there."""
+        """Whether the stream has passed it."""
 
 
 @dataclass(frozen=True)
@@ -78,15 +78,16 @@ class _Watched:
 
 
 class StreamWaits:
-    """The current stream waits; a thread keeps the deadlines and tells `fail`, which is to end the process: a thread
-    that asks the device for a value meanwhile would wait for ever.
+    """The current stream waits, and a thread of its own watches the deadlines.
 
-    A mark holds no tensor. What is freed behind `order` is used again on the same stream, and so in its order.
+    If one is missed, the thread calls `fail`, which must end the process: a thread that reads a value from the device
+    would wait for ever. A mark holds no tensor: memory that is freed after `order` is reused on the same stream, and so
+    in its order.
 
     Args:
-        fail: gets a RunError, from the thread.
+        fail: is called with a RunError, on the watching thread.
         mark: marks the current stream (default: a CUDA event).
-        look_every_s: how late an error may come.
+        look_every_s: how late an error may be noticed.
     """
 
     def __init__(
@@ -130,7 +131,7 @@ class StreamWaits:
                 return
 
     def _look(self, seen: list[_Watched]) -> Exception | None:
-        """Forgets what is done; what the first one that is late is to be told."""
+        """Forgets the marks that were passed; returns the error for the first that is late, None if none is."""
         pending = [watched for watched in seen if not watched.mark.query()]
         with self._lock:
             self._watched[: len(seen)] = pending
@@ -139,12 +140,12 @@ class StreamWaits:
 
 
 def waits_on(device: torch.device, fail: Callable[[Exception], object]) -> Waits:
-    """What is right for works between devices of this kind; `fail` as for `StreamWaits`."""
+    """How to wait for works between devices of this kind; `fail` as for `StreamWaits`."""
     return StreamWaits(fail) if device.type == "cuda" else HOST_WAITS
 
 
 def end_process(error: Exception) -> NoReturn:
-    """For processes that have nobody to tell."""
+    """Prints the error and ends the process; for processes without a connection to a master."""
     print(error, file=sys.stderr, flush=True)
     os._exit(1)
 

@@ -1,4 +1,4 @@
-"""A worker's end: a thread does the network, so heartbeats flow while the main thread computes."""
+"""A worker's connection to the master: a thread serves the network, so heartbeats flow while the worker computes."""
 
 import contextlib
 import math
@@ -24,10 +24,10 @@ _ENVELOPE_BYTES = 256
 class Client(Generic[Incoming, Outgoing]):
     """One connection to the master; `send` and `receive` may be called from any thread.
 
-    `heartbeat` is called on the network thread every `heartbeat_s` and what it returns is sent;
-    it must be quick. Each message is first shown to `urgent` on that thread, so that some are done whatever the main
-    thread is at: where it returns True, `receive` does not give the message. A broken connection is made again by
-    itself; what was under way in that moment may be lost.
+    Every `heartbeat_s` the network thread calls `heartbeat`, which must be quick, and sends its result. That thread
+    passes each message to `urgent` first, so that some are handled while the main thread computes; if `urgent` returns
+    True, `receive` does not return the message. A broken connection is restored automatically; messages that were under
+    way may be lost.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Client(Generic[Incoming, Outgoing]):
         return socket
 
     def send(self, message: Outgoing) -> None:
-        """Queues `message`. Raises ValueError where it is over the size limit."""
+        """Queues `message`. Raises ValueError if it is over the size limit."""
         data = self._outgoing.encode(message)
         if self._closing.is_set():
             raise RuntimeError(f"the connection to {self._address} was closed")
@@ -84,19 +84,19 @@ class Client(Generic[Incoming, Outgoing]):
     def receive(self, timeout_s: float) -> Incoming | None:
         """The next message of the master, or None after `timeout_s` without one.
 
-        Raises RuntimeError where the connection was closed or its thread failed.
+        Raises RuntimeError if the connection was closed or its thread failed.
         """
         try:
             message = self._inbox.get(timeout=timeout_s)
         except queue.Empty:
             return None
         if isinstance(message, _Ended):
-            self._inbox.put(message)  # for whoever asks next
+            self._inbox.put(message)  # for the next call
             raise RuntimeError(f"the connection to {self._address} has ended") from message.cause
         return message
 
     def close(self, *, flush_s: float = 10.0) -> None:
-        """Ends the connection; what is queued still goes out if that takes no longer than `flush_s`."""
+        """Ends the connection after sending what is queued, for at most `flush_s` seconds."""
         if self._closing.is_set():
             return
         self._closing.set()
@@ -127,7 +127,7 @@ class Client(Generic[Incoming, Outgoing]):
         poller.register(self._wake_reader, zmq.POLLIN)
         next_beat_s = time.monotonic() + self._heartbeat_s
         while True:
-            closing = self._closing.is_set()  # read first, so that what was queued before it is sent below
+            closing = self._closing.is_set()  # read first: all that was queued before is then sent below
             now_s = time.monotonic()
             if now_s >= next_beat_s:
                 next_beat_s = now_s + self._heartbeat_s

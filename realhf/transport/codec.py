@@ -10,7 +10,7 @@ DEFAULT_MAX_BYTES = 16 * 2**20
 
 
 class UndecodableError(Exception):
-    """The bytes are no message of the expected type. The text says why, never repeats the bytes."""
+    """The bytes are no message of the expected type. The text gives the reason, and never repeats the bytes."""
 
 
 class Codec(Generic[Message]):
@@ -26,7 +26,7 @@ class Codec(Generic[Message]):
         self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(message_type)
 
     def encode(self, message: Message) -> bytes:
-        """The bytes of `message`. Raises ValueError where it is too large to be accepted."""
+        """The bytes of `message`. Raises ValueError if it is over the size limit."""
         data = self._encoder.encode(message)
         if len(data) > self.max_bytes:
             raise ValueError(
@@ -36,7 +36,7 @@ class Codec(Generic[Message]):
         return data
 
     def decode(self, data: bytes | memoryview) -> Message:
-        """The message in `data`. Raises UndecodableError for everything that is none."""
+        """The message in `data`. Raises UndecodableError if `data` is not a valid message."""
         if len(data) > self.max_bytes:
             raise UndecodableError(f"{len(data)} bytes, over the limit of {self.max_bytes}")
         try:

@@ -1,4 +1,4 @@
-"""CURVE key pairs of one run: who may speak to its master, and as which worker."""
+"""CURVE key pairs of one run: each worker proves by its own that it may talk to the master, and which worker it is."""
 
 import os
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ class KeyPair:
 
 @dataclass(frozen=True, kw_only=True)
 class MasterKeys:
-    """What the master reads: its own pair and the public keys of the workers, by worker index."""
+    """The keys that the master reads: its own pair, and the public keys of the workers by index."""
 
     own: KeyPair
     workers: tuple[bytes, ...]
@@ -27,7 +27,7 @@ class MasterKeys:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerKeys:
-    """What a worker reads: its own pair and the master's public key."""
+    """The keys that a worker reads: its own pair and the master's public key."""
 
     own: KeyPair
     master: bytes
@@ -36,7 +36,7 @@ class WorkerKeys:
 def make_run_keys(directory: Path, *, num_workers: int) -> None:
     """Writes new pairs for the master and every worker to `directory` (0700; its files 0600).
 
-    Raises UserError where keys are there already: keys belong to one run.
+    Raises UserError if there are keys already: keys belong to one run.
     """
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     directory.chmod(0o700)
@@ -47,7 +47,7 @@ def make_run_keys(directory: Path, *, num_workers: int) -> None:
 
 
 def load_master_keys(directory: Path, *, num_workers: int) -> MasterKeys:
-    """The master's side of what `make_run_keys` wrote. Raises UserError for missing or exposed files."""
+    """The master's keys of `make_run_keys`. Raises UserError for missing or exposed files."""
     return MasterKeys(
         own=_read_pair(directory, "master"),
         workers=tuple(_read(directory / f"worker-{i}.public") for i in range(num_workers)),
@@ -55,7 +55,7 @@ def load_master_keys(directory: Path, *, num_workers: int) -> MasterKeys:
 
 
 def load_worker_keys(directory: Path, *, worker: int) -> WorkerKeys:
-    """One worker's side of what `make_run_keys` wrote. Raises UserError for missing or exposed files."""
+    """One worker's keys of `make_run_keys`. Raises UserError for missing or exposed files."""
     return WorkerKeys(own=_read_pair(directory, f"worker-{worker}"), master=_read(directory / "master.public"))
 
 

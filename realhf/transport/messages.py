@@ -1,4 +1,4 @@
-"""Everything that master and workers say to each other. Typed and data only: nothing here is code."""
+"""All messages between master and workers. They are typed data: a message never contains code."""
 
 from typing import Annotated, Literal
 
@@ -8,7 +8,7 @@ from realhf.dataflow.interface import SampleDType
 from realhf.geometry.layout import Layout
 
 Split = Literal["train", "evaluation"]
-# "sending" and "writing" are beside the rest: on threads of their own.
+# "sending" and "writing" run on threads of their own, beside the other phases.
 Phase = Literal[
     "setup", "reallocation", "sending", "offload", "transfer", "compute", "checkpoint", "writing", "waiting"
 ]
@@ -22,12 +22,12 @@ class BatchKey(msgspec.Struct, frozen=True, array_like=True):
     step: Count
 
     def __str__(self) -> str:
-        """For people, who count from 1."""
+        """For people: counted from 1."""
         return f"step {self.step + 1}" if self.split == "train" else f"evaluation batch {self.step + 1}"
 
 
 class KeyMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What the master knows of a key's data: sample `ids[i]` has a tensor [lengths[i], *trailing] of `dtype`."""
+    """Describes the data of a key to the master: sample `ids[i]` has a tensor [lengths[i], *trailing] of `dtype`."""
 
     dtype: SampleDType
     trailing: tuple[Count, ...]
@@ -36,7 +36,7 @@ class KeyMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Span(msgspec.Struct, frozen=True, array_like=True):
-    """Something a worker did from `start` to `end`, in seconds since the epoch."""
+    """An activity of a worker from `start` to `end`, in seconds since the epoch."""
 
     phase: Phase
     name: str
@@ -48,8 +48,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
     """Base of all messages; the tag is the class name."""
 
 
-# Master to worker. A worker executes requests one by one in the order in which they come; moves of parameters
-# (`Move`) likewise, but beside the others.
+# Master to worker. A worker executes requests one by one, in the order in which they arrive. It executes moves of
+# parameters (`Move`) in their order too, beside the other requests.
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,8 +69,8 @@ class Receive(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transfer(Message, frozen=True, kw_only=True):
-    """Moves per-sample data between workers, point to point. It is started and not waited for: the
-    call that needs the data waits. There is no reply."""
+    """Moves per-sample data between workers, point to point. The worker only starts it, and does not reply; the call
+    that needs the data waits for it."""
 
     batch: BatchKey
     sends: tuple[Send, ...] = ()
@@ -78,8 +78,8 @@ class Transfer(Message, frozen=True, kw_only=True):
 
 
 class PrepareMove(Message, frozen=True, kw_only=True):
-    """Gives memory to what the move of parameters for `name`, a call or a `DataflowGraph.follows`, will write here:
-    `model` in `layout`. The worker replies, and executes its next request when that move has ended."""
+    """Allocates memory for the parameters of `model` in `layout`, which the move for `name` will write: a call, or a
+    node of `DataflowGraph.follows`. The worker replies, and executes its next request when the move has ended."""
 
     request_id: int
     batch: BatchKey
@@ -89,8 +89,8 @@ class PrepareMove(Message, frozen=True, kw_only=True):
 
 
 class Reallocate(Message, frozen=True, kw_only=True):
-    """Brings a copy of a model's parameters, those of `version`, from its home layout into `layout`. Comes when all who
-    need to have prepared for it."""
+    """Copies version `version` of a model's parameters from its home into `layout`. It is sent when all workers that
+    must prepare for it have done so."""
 
     request_id: int
     batch: BatchKey
@@ -101,8 +101,8 @@ class Reallocate(Message, frozen=True, kw_only=True):
 
 
 class FollowParameters(Message, frozen=True, kw_only=True):
-    """Moves the parameters of a model, at home, towards those of the one it follows (`DataflowGraph.follows`). Comes
-    when all who need to have prepared for it."""
+    """Moves the parameters of a model, in its home, towards those of the model that it follows
+    (`DataflowGraph.follows`). It is sent when all workers that must prepare for it have done so."""
 
     request_id: int
     batch: BatchKey
@@ -110,7 +110,7 @@ class FollowParameters(Message, frozen=True, kw_only=True):
 
 
 class LoadModel(Message, frozen=True, kw_only=True):
-    """Brings a model back to the device of its home, from host memory; its optimizer states too, or not."""
+    """Loads a model from host memory to the device of its home, with `states` its optimizer states too."""
 
     request_id: int
     batch: BatchKey
@@ -119,7 +119,7 @@ class LoadModel(Message, frozen=True, kw_only=True):
 
 
 class OffloadModel(Message, frozen=True, kw_only=True):
-    """Sends a model, at home, to host memory."""
+    """Moves a model from the device of its home to host memory."""
 
     request_id: int
     batch: BatchKey
@@ -129,7 +129,7 @@ class OffloadModel(Message, frozen=True, kw_only=True):
 class CallFunction(Message, frozen=True, kw_only=True):
     """Runs a model function call on this worker's samples: `mini_batches[j]` are the ids of mini-batch j.
 
-    `version` is that of the parameters, see `DataflowGraph.weights_version`.
+    `version` is the version of the parameters to use, see `DataflowGraph.weights_version`.
     """
 
     request_id: int
@@ -157,8 +157,8 @@ class FreeBatch(Message, frozen=True, kw_only=True):
 class SaveCheckpoint(Message, frozen=True, kw_only=True):
     """Writes this worker's boxes of `models` below `directory` (`directory`/MODEL/boxes-RANK.safetensors).
 
-    The reply says that they have been copied, so that training may go on; `CheckpointWritten` follows. At the end of
-    the run (`is_last`) nothing goes on, and they are written from where they are.
+    The worker replies when it has copied them, so that training may go on; `CheckpointWritten` follows. At the end of
+    the run (`is_last`) it writes them without a copy.
     """
 
     request_id: int
@@ -168,7 +168,7 @@ class SaveCheckpoint(Message, frozen=True, kw_only=True):
 
 
 class DumpStacks(Message, frozen=True, kw_only=True):
-    """Has the worker write the Python stacks of its threads into the run directory, at once: whatever it computes."""
+    """Has the worker write the Python stacks of its threads into the run directory at once, even while it computes."""
 
 
 class Shutdown(Message, frozen=True, kw_only=True):
@@ -193,7 +193,7 @@ class Ready(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Sent every second whatever the worker computes; `activity` says what that is."""
+    """Sent every second, also while the worker computes; `activity` describes what it does."""
 
     activity: str
 
@@ -203,21 +203,21 @@ class Reply(Message, frozen=True, kw_only=True):
 
     request_id: int
     span: Span
-    # What it waited for before, if it did.
+    # The wait before it, if there was one.
     wait: Span | None = None
     outputs: dict[str, KeyMetadata] = {}
     # (weighted sum, weight) by name; only from ranks that hold outputs.
     stats: dict[str, tuple[float, float]] = {}
     # Tokens of the sequences this call processed, each counted once in its data-parallel group.
     tokens: Count = 0
-    # How many steps of training the parameters have seen with which a call ran.
+    # How many training steps the parameters that a call used have seen.
     weights_version: Count = 0
-    # The most that models and data took on this worker since its last call, `realhf.worker.memory_use`; 0: not known.
+    # Peak memory of models and data on this worker since its last call (`realhf.worker.memory_use`); 0: not known.
     peak_bytes: Count = 0
 
 
 class CheckpointWritten(Message, frozen=True, kw_only=True):
-    """What `SaveCheckpoint` asked for is on the disk, or could not be written: `error` says why."""
+    """The boxes of a `SaveCheckpoint` are on the disk, or could not be written; `error` is the reason."""
 
     directory: str
     span: Span
@@ -225,7 +225,7 @@ class CheckpointWritten(Message, frozen=True, kw_only=True):
 
 
 class Failure(Message, frozen=True, kw_only=True):
-    """A request, or the setup (None), raised. `blames_peer`: the error is that another worker went away."""
+    """A request raised an error, or the setup did (None). `blames_peer`: the error is that another worker is gone."""
 
     request_id: int | None
     text: str

@@ -25,15 +25,15 @@ def publish_master(directory: Path, master: MasterAddress) -> None:
 
 
 def withdraw_master(directory: Path) -> None:
-    """Takes the address back, so that workers of the next start do not knock at a dead master's port."""
+    """Removes the address, so that workers of the next start do not connect to the port of a dead master."""
     (directory / _FILE).unlink(missing_ok=True)
 
 
 def wait_for_master(directory: Path, *, timeout_s: float, public_key: bytes | None = None) -> MasterAddress:
-    """The master's address, as soon as it is there.
+    """Waits for the master's address and returns it.
 
-    With `public_key`, an address published under another key is waited past as that of another
-    run's master. Raises RunError after `timeout_s`, naming the file.
+    With `public_key`, an address under another key is ignored: it belongs to another run's master. Raises RunError
+    after `timeout_s`, naming the file.
     """
     path = directory / _FILE
     deadline = time.monotonic() + timeout_s

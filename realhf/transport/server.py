@@ -22,23 +22,23 @@ Outgoing = TypeVar("Outgoing")
 _DOMAIN = "realhf"
 # A frame on the wire is a message plus CURVE's envelope.
 _ENVELOPE_BYTES = 256
-# So many unread messages of one worker wait here; then its end keeps them.
+# Unread messages of one worker beyond this wait at its end.
 _MAX_UNREAD = 1000
-# A worker that has sent more frames that are no messages than this is not listened to any more.
+# A worker that has sent more invalid frames than this is ignored.
 MAX_GARBAGE = 100
 
 
 class GoneError(RunError):
-    """A worker is not connected, so that nothing can be sent to it."""
+    """A worker is not connected, so no message can be sent to it."""
 
 
 class Server(Generic[Incoming, Outgoing]):
     """Receives from and sends to workers by index; made inside a running asyncio loop.
 
-    It listens on the one address that `host` stands for and a port the system picks (`address`,
-    `tcp://host:port`). A peer without one of the listed keys never gets past the handshake, and a
-    worker's index comes from its key, whatever its messages claim. Frames that hold no message of
-    the incoming type are dropped and counted, and so is a worker that sends more than `MAX_GARBAGE` of them.
+    It listens on the address of `host`, at a port that the system chooses (`address`, `tcp://host:port`). A peer
+    without a listed key does not pass the handshake. A worker's index comes from its key, not from its messages. Frames
+    that are no message of the incoming type are dropped and counted. After `MAX_GARBAGE` of them all frames of that
+    worker are dropped.
     """
 
     def __init__(
@@ -87,25 +87,25 @@ class Server(Generic[Incoming, Outgoing]):
 
     @property
     def known_workers(self) -> frozenset[int]:
-        """The workers that have been heard, hence can be sent to."""
+        """The workers that have sent a message, so messages can be sent to them."""
         return frozenset(self._routes)
 
     @property
     def num_dropped(self) -> int:
-        """Frames of all workers that were no messages."""
+        """How many invalid frames all workers have sent."""
         return sum(self._garbage)
 
     @property
     def num_refused(self) -> int:
-        """Handshakes of peers without a listed key; one that is refused may try again."""
+        """Handshakes of peers without a listed key; a peer may be refused several times."""
         return self._authenticator.num_refused
 
     def garbage(self, worker: int) -> int:
-        """How many frames of a worker were no messages."""
+        """How many invalid frames a worker has sent."""
         return self._garbage[worker]
 
     def reject(self, worker: int) -> None:
-        """Counts a message of a worker that makes no sense to whoever received it as garbage."""
+        """Counts a message of a worker as invalid, because its content makes no sense."""
         self._garbage[worker] += 1
 
     async def recv(self) -> tuple[int, Incoming]:
@@ -119,7 +119,7 @@ class Server(Generic[Incoming, Outgoing]):
                     self._routes[worker] = frames[0].bytes
                     return worker, message
             self._garbage[worker] += 1
-            await asyncio.sleep(0)  # however much of it there is, others come to their turn
+            await asyncio.sleep(0)  # gives other tasks a turn
 
     async def send(self, worker: int, message: Outgoing) -> None:
         """Queues `message` for `worker`.
@@ -142,7 +142,7 @@ class Server(Generic[Incoming, Outgoing]):
             ) from error
 
     def close(self, *, flush_s: float = 10.0) -> None:
-        """Closes the socket; what is queued still goes out if that takes no longer than `flush_s`."""
+        """Closes the socket after sending what is queued, for at most `flush_s` seconds."""
         self._authenticator.stop()
         self._socket.close(linger=int(1000 * flush_s))
         self._context.term()
