@@ -26,7 +26,8 @@ class Option:
 
 
 def option(default: Any, help: str, *, flag: str = "", **about: Any) -> Any:
-    """A field of a frozen dataclass that is an option, by default `--field-name`; `about`: see `Option`.
+    """A field of a frozen dataclass that is an option, by default `--field-name`; `about`: see `Option`. One whose
+    default is `dataclasses.MISSING` has to be given.
 
     Its type is bool, int, float, str, Path, a literal of strings, one of these or None, or a tuple of strings or paths,
     which is given as an option that may be repeated, or, where its default is None, by one with several values.

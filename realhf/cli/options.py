@@ -2,7 +2,7 @@
 
 import argparse
 from collections.abc import Container
-from dataclasses import fields
+from dataclasses import MISSING, fields
 from types import NoneType
 from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
@@ -24,7 +24,8 @@ def add_options(to: Arguments, of: type, known: Container[str] = ()) -> None:
         if option.attribute in known:
             continue
         value = next((one for one in get_args(types[name]) if NoneType in get_args(types[name])), types[name])
-        settings: dict[str, Any] = {"help": option.help, "default": defaults[name]}
+        settings: dict[str, Any] = {"help": option.help}
+        settings |= {"required": True} if defaults[name] is MISSING else {"default": defaults[name]}
         if value is bool:
             settings["action"] = "store_true"
         elif get_origin(value) is Literal:
@@ -39,7 +40,7 @@ def add_options(to: Arguments, of: type, known: Container[str] = ()) -> None:
         to.add_argument(option.flag, **settings)
 
 
-def options_of(of: type[T], arguments: argparse.Namespace) -> T:
-    """The dataclass with its options from parsed arguments. Raises UserError as the dataclass does."""
+def options_of(of: type[T], arguments: argparse.Namespace, **others: Any) -> T:
+    """The dataclass with its options from parsed arguments, and `others`. Raises UserError as the dataclass does."""
     values = {name: getattr(arguments, option.attribute) for name, option in options_in(of).items()}
-    return of(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})
+    return of(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}, **others)

@@ -1,7 +1,6 @@
 """`realhf plan --osdp MODEL`: which operators of a model to shard within the memory of a device."""
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,9 @@ from rich.box import HEAVY_HEAD
 from rich.table import Table
 
 from realhf.architecture.named import architecture
+from realhf.cli.options import add_options, options_of
 from realhf.cli.output import Output, table_of
 from realhf.geometry.parameters import parameter_count
-from realhf.planning.model.descriptions import DTYPE_BYTES
 from realhf.planning.model.hardware import GIB
 from realhf.planning.osdp.request import OsdpRequest, choose
 from realhf.planning.osdp.solver import MODES, Mode, OsdpPlan
@@ -38,28 +37,13 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         required=True,
         help="llama3-7b, qwen3-8b, llama3-13b-critic, ..., or the path of a config.json",
     )
-    command.add_argument("--devices", type=int, required=True, help="devices of the data-parallel group")
-    command.add_argument("--memory-gb", type=float, required=True, help="memory of a device in GiB (2^30 bytes)")
-    command.add_argument("--batch", type=int, help="samples a device and step (default: the fastest per sample)")
-    command.add_argument("--max-batch", type=int, default=512, help="largest batch to consider (default 512)")
-    command.add_argument("--sequence-length", type=int, default=2048, help="tokens of a sample (default 2048)")
-    command.add_argument("--slices", type=int, default=4, help="cut operators into up to so many slices (default 4)")
+    add_options(command, OsdpRequest)
     command.add_argument("--modes", default=",".join(MODES), help=f"modes to choose from (default {','.join(MODES)})")
-    command.add_argument("--recompute", action="store_true", help="recompute activations: saves memory, gathers again")
-    command.add_argument("--prefetch", action="store_true", help="hold two gathered slices instead of one")
-    command.add_argument("--dtype", choices=list(DTYPE_BYTES), default="bfloat16", help="default bfloat16")
-    command.add_argument("--hardware", default="h100", help="a hardware description (default h100)")
-    command.add_argument(
-        "--launch-us", type=float, default=10.0, help="cost of starting a collective in microseconds (default 10)"
-    )
-    command.add_argument("--seconds", type=float, default=1.0, help="time limit of the search (default 1)")
     command.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    names = [field.name for field in fields(OsdpRequest)]
-    given = {name: getattr(arguments, name) for name in names}
-    request = OsdpRequest(**given | {"modes": tuple(arguments.modes.split(","))})
+    request = options_of(OsdpRequest, arguments, model=arguments.model, modes=tuple(arguments.modes.split(",")))
     plan, uniform = choose(request)
     out = Output()
     out.say(

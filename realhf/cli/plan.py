@@ -10,6 +10,7 @@ import msgspec
 from realhf.api.experiment import models_of
 from realhf.base.errors import UserError
 from realhf.cli.experiment import add_experiment_arguments, plan_request
+from realhf.cli.options import add_options, options_of
 from realhf.cli.output import Output
 from realhf.cli.phases import Phases
 from realhf.cli.plan_tables import (
@@ -25,8 +26,6 @@ from realhf.dataflow.plan import save_plan
 from realhf.lifecycle.experiment import experiment_of
 from realhf.planning.explain.cases import solve_cases
 from realhf.planning.explain.comparison import Comparison, compare, describe, summary
-from realhf.planning.model.descriptions import DTYPE_BYTES
-from realhf.planning.model.features import FEATURES
 from realhf.planning.options import all_options
 from realhf.planning.planner import search_for, tasks_of
 from realhf.planning.predict import predict
@@ -70,53 +69,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         help="format of that file: planning-problem/2 is exact (default), /1 a simpler problem for other searchers",
     )
     what_if = command.add_argument_group("what if (the experiment stays as it is; no data set is read)")
-    what_if.add_argument(
-        "--cluster", help="HARDWARE-NODESxDEVICES (h100-16x8) or a .yaml file; several with commas are compared"
-    )
-    what_if.add_argument(
-        "--actor", metavar="ARCH", help="architecture of actor and reference (llama3-70b, config.json)"
-    )
-    what_if.add_argument("--critic", metavar="ARCH", help="architecture of critic and reward model")
-    what_if.add_argument(
-        "--model-type", metavar="NAME=ARCH", action="append", default=[], help="architecture of one model"
-    )
-    what_if.add_argument("--prompt-tokens", type=int, help="length of the prompts (1024 with other architectures)")
-    what_if.add_argument("--new-tokens", type=int, help="length of the responses (1024 with other architectures)")
-    what_if.add_argument("--batch-size", type=int, help="samples a step")
-    what_if.add_argument("--dtype", choices=list(DTYPE_BYTES), help="of all models (bfloat16 with other architectures)")
-    what_if.add_argument(
-        "--staleness",
-        default="0",
-        metavar="K",
-        help="rollouts may use weights K updates older (default 0); several with commas are compared",
-    )
-    what_if.add_argument(
-        "--features",
-        default="",
-        metavar="NAMES",
-        help=f"plan for an engine with these as well, or with no- before the name without: {', '.join(FEATURES)}",
-    )
-
-
-def what_if_request(arguments: argparse.Namespace) -> WhatIfRequest:
-    """What the arguments ask beside the experiment as it is."""
-    return WhatIfRequest(
-        clusters=arguments.cluster,
-        actor=arguments.actor,
-        critic=arguments.critic,
-        model_types=arguments.model_type,
-        prompt_tokens=arguments.prompt_tokens,
-        new_tokens=arguments.new_tokens,
-        batch_size=arguments.batch_size,
-        dtype=arguments.dtype,
-        stalenesses=arguments.staleness,
-        features=arguments.features,
-    )
+    add_options(what_if, WhatIfRequest)
 
 
 def execute(arguments: argparse.Namespace) -> int:
     request = plan_request(arguments)
-    asked = what_if_request(arguments)
+    asked = options_of(WhatIfRequest, arguments)
     experiment, out = experiment_of(arguments.experiment, arguments.overrides), Output()
     tasks = tasks_of(experiment, request, asked)
     if len(tasks) > 1:

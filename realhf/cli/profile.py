@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
+from realhf.cli.options import add_options, options_of
 from realhf.cli.output import Output, table_of
 from realhf.cli.phases import Phases
 from realhf.lifecycle.experiment import experiment_of
@@ -30,25 +31,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("experiment", help="a Python file with one dataclass under @auto")
     command.add_argument("--num-workers", type=int, help="devices to use (default: the GPUs here, else the CPU cores)")
     command.add_argument("--hardware", help="a hardware description, such as h100 or cpu (default: this machine)")
-    command.add_argument("--profiles-dir", type=Path, help="write below this folder (default: where plans look)")
-    command.add_argument("--repetitions", type=int, default=5, help="readings of the clock a size (default 5)")
-    command.add_argument(
-        "--max-tokens",
-        type=int,
-        default=ProfileRequest.max_tokens,
-        help=f"largest micro-batch; larger ones are extrapolated (default {ProfileRequest.max_tokens})",
-    )
-    command.add_argument("--timeout-s", type=float, default=900.0, help="longest the measuring may take (default 900)")
+    add_options(command, ProfileRequest)
     command.add_argument("--force", action="store_true", help="measure again what was measured already")
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    request = ProfileRequest(
-        repetitions=arguments.repetitions,
-        max_tokens=arguments.max_tokens,
-        timeout_s=arguments.timeout_s,
-        profiles_dir=arguments.profiles_dir,
-    )
+    request = options_of(ProfileRequest, arguments)
     devices = DevicesRequest(num_workers=arguments.num_workers, hardware=arguments.hardware, place="here")
     experiment = experiment_of(arguments.experiment, arguments.overrides)
     cluster, out = cluster_of(devices), Output()

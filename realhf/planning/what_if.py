@@ -8,8 +8,9 @@ from realhf.architecture.model import DType
 from realhf.architecture.named import architecture
 from realhf.base.errors import UserError
 from realhf.base.numbers import SAMPLES, TOKENS, check_range
+from realhf.base.options import option
 from realhf.dataflow.graph import ModelFunctionCallDef
-from realhf.planning.model.features import EngineFeatures, differences, of_setup, with_features
+from realhf.planning.model.features import FEATURES, EngineFeatures, differences, of_setup, with_features
 
 ROLES = {"actor": ("actor", "reference", "ref"), "critic": ("critic", "reward", "cost")}
 
@@ -92,23 +93,31 @@ class WhatIf:
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIfRequest:
-    """The words in which somebody asks what a plan would be.
+    """The words in which somebody asks what a plan would be; lists are separated by commas. See `WhatIf`."""
 
-    `clusters`: names or files (`realhf.planning.clusters`) in the place of the devices, `stalenesses`: whole numbers,
-    `features`: names; all of them separated by commas. `actor` and `critic`: architectures of all models in these
-    roles; `model_types`: NAME=ARCHITECTURE of single models, which win. The rest is as in `WhatIf`.
-    """
-
-    clusters: str | None = None
-    actor: str | None = None
-    critic: str | None = None
-    model_types: Sequence[str] = ()
-    prompt_tokens: int | None = None
-    new_tokens: int | None = None
-    batch_size: int | None = None
-    dtype: DType | None = None
-    stalenesses: str = "0"
-    features: str = ""
+    clusters: str | None = option(
+        None, "HARDWARE-NODESxDEVICES (h100-16x8) or a .yaml file; several with commas are compared", flag="--cluster"
+    )
+    actor: str | None = option(None, "architecture of actor and reference (llama3-70b, config.json)", metavar="ARCH")
+    critic: str | None = option(None, "architecture of critic and reward model", metavar="ARCH")
+    model_types: tuple[str, ...] = option(
+        (), "architecture of one model, before that of its role", flag="--model-type", metavar="NAME=ARCH"
+    )
+    prompt_tokens: int | None = option(None, "length of the prompts (1024 with other architectures)")
+    new_tokens: int | None = option(None, "length of the responses (1024 with other architectures)")
+    batch_size: int | None = option(None, "samples a step")
+    dtype: DType | None = option(None, "of all models (bfloat16 with other architectures)")
+    stalenesses: str = option(
+        "0",
+        "rollouts may use weights K updates older (default 0); several with commas are compared",
+        flag="--staleness",
+        metavar="K",
+    )
+    features: str = option(
+        "",
+        f"plan for an engine with these as well, or with no- before the name without: {', '.join(FEATURES)}",
+        metavar="NAMES",
+    )
 
     def cases(self, calls: Sequence[ModelFunctionCallDef]) -> list[WhatIf]:
         """One for each staleness, in ascending order.

@@ -13,7 +13,7 @@ import msgspec
 from realhf.api.experiment import auto_settings, models_of
 from realhf.base.errors import RunError
 from realhf.base.files import write_atomically
-from realhf.base.numbers import check_range
+from realhf.base.options import check_options, option
 from realhf.dataflow.graph import DataflowGraph
 from realhf.launch.launcher import NoOptions
 from realhf.launch.local import LocalLauncher
@@ -35,23 +35,19 @@ MAX_SEQUENCES = 128
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRequest:
-    """How to measure: `repetitions` readings of the clock a size, micro-batches of at most `max_tokens` tokens.
+    """How to measure. Raises UserError if a number is out of its range."""
 
-    `timeout_s`: the longest that all of it may take. `profiles_dir`: where profiles go (None: where plans look).
-
-    Raises:
-        UserError: a number is out of its range.
-    """
-
-    repetitions: int = 5
-    max_tokens: int = 4096
-    timeout_s: float = 900.0
-    profiles_dir: Path | None = None
+    profiles_dir: Path | None = option(None, "write below this folder (default: where plans look)")
+    repetitions: int = option(5, "readings of the clock a size (default 5)", bounds=(1, 1000))
+    max_tokens: int = option(
+        4096, "largest micro-batch; larger ones are extrapolated (default 4096)", bounds=(LEAST_MAX_TOKENS, 2**20)
+    )
+    timeout_s: float = option(
+        900.0, "longest the measuring may take (default 900)", bounds=(0.001, 10**7), unit="seconds"
+    )
 
     def __post_init__(self) -> None:
-        check_range("--repetitions", self.repetitions, 1, 1000)
-        check_range("--max-tokens", self.max_tokens, LEAST_MAX_TOKENS, 2**20)
-        check_range("--timeout-s", self.timeout_s, 0.001, 10**7, "seconds")
+        check_options(self)
 
 
 def targets_of(experiment: Any, cluster: Cluster, request: ProfileRequest) -> list[ProfileTarget]:

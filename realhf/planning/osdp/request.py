@@ -1,59 +1,46 @@
 """What `realhf plan --osdp` asks, and the answer: the best modes for the operators of a model."""
 
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass
 
 from realhf.architecture.model import DType
 from realhf.architecture.named import architecture
-from realhf.base.numbers import DEVICES, Bounds, check_range
+from realhf.base.numbers import DEVICES, Bounds
+from realhf.base.options import check_options, option
 from realhf.planning.clusters import MEMORY_GB
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.hardware import GIB
 from realhf.planning.osdp.decoder import Training, decoder_problem
 from realhf.planning.osdp.solver import MODES, Links, Mode, OsdpPlan, OsdpProblem, best_slicing, sliced, uniform_plan
 
-RANGES: dict[str, Bounds] = {
-    "devices": (2, DEVICES[1]),  # with one device there is nothing to shard
-    "memory_gb": MEMORY_GB,
-    "batch": (1, 2**16),
-    "max_batch": (1, 2**16),
-    "sequence_length": (1, 2**20),
-    "slices": (1, 64),
-    "launch_us": (0, 1e6),
-    "seconds": (0, 10**5),
-}
+BATCH: Bounds = (1, 2**16)
 
 
 @dataclass(frozen=True, kw_only=True)
 class OsdpRequest:
-    """Training of `model` (a name, or the path of a config.json) on a data-parallel group of `devices`.
-
-    `memory_gb`: GiB of a device. `batch`: samples a device and step; None: the fastest per sample, up to `max_batch`.
-    `sequence_length`: tokens of a sample. `slices`: the most that an operator is cut into. `launch_us`: microseconds
-    to start a collective. `seconds`: limit of the search.
+    """Training of `model` (a name, or the path of a config.json) on a data-parallel group.
 
     Raises:
         UserError: a number is out of its range.
     """
 
     model: str
-    devices: int
-    memory_gb: float
-    batch: int | None = None
-    max_batch: int = 512
-    sequence_length: int = 2048
-    slices: int = 4
+    # With one device there is nothing to shard.
+    devices: int = option(MISSING, "devices of the data-parallel group", bounds=(2, DEVICES[1]))
+    memory_gb: float = option(MISSING, "memory of a device in GiB (2^30 bytes)", bounds=MEMORY_GB)
+    batch: int | None = option(None, "samples a device and step (default: the fastest per sample)", bounds=BATCH)
+    max_batch: int = option(512, "largest batch to consider (default 512)", bounds=BATCH)
+    sequence_length: int = option(2048, "tokens of a sample (default 2048)", bounds=(1, 2**20))
+    slices: int = option(4, "cut operators into up to so many slices (default 4)", bounds=(1, 64))
     modes: tuple[Mode, ...] = MODES
-    recompute: bool = False
-    prefetch: bool = False
-    dtype: DType = "bfloat16"
-    hardware: str = "h100"
-    launch_us: float = 10.0
-    seconds: float = 1.0
+    recompute: bool = option(False, "recompute activations: saves memory, gathers again")
+    prefetch: bool = option(False, "hold two gathered slices instead of one")
+    dtype: DType = option("bfloat16", "default bfloat16")
+    hardware: str = option("h100", "a hardware description (default h100)")
+    launch_us: float = option(10.0, "cost of starting a collective in microseconds (default 10)", bounds=(0, 1e6))
+    seconds: float = option(1.0, "time limit of the search (default 1)", bounds=(0, 10**5))
 
     def __post_init__(self) -> None:
-        for name, (low, high) in RANGES.items():
-            if getattr(self, name) is not None:
-                check_range(f"--{name.replace('_', '-')}", getattr(self, name), low, high)
+        check_options(self)
 
     def problem(self) -> OsdpProblem:
         """The problem with whole operators.
