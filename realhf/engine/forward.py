@@ -106,14 +106,16 @@ def forward(
     packed = [pack_micro_batch(part.data[tokens_key], neighbours.like.device) for part in parts]
     outputs: dict[str, dict[int, Tensor]] = {}  # by place in the batch
 
-    def run(forward: Pass, hidden: Tensor | None) -> Tensor:
+    def run(forward: Pass, hidden: Tensor | None) -> Tensor | None:
         i = forward.micro_batch
         output = run_stage(decoder, packed[i], hidden, chunk=forward.chunk)
-        if decoder.has_head(forward.chunk):
-            columns = check_columns(postprocess(output, parts[i]), parts[i].ids, finite=False)
-            for key, values in columns.items():
-                outputs.setdefault(key, {}).update(zip(places[i], values, strict=True))
-        return output
+        if not decoder.has_head(forward.chunk):
+            assert isinstance(output, Tensor)
+            return output
+        columns = check_columns(postprocess(output, parts[i]), parts[i].ids, finite=False)
+        for key, values in columns.items():
+            outputs.setdefault(key, {}).update(zip(places[i], values, strict=True))
+        return None
 
     run_forward(neighbours, [len(p.tokens) for p in packed], run)
     return check_columns(

@@ -14,7 +14,7 @@ class PeakMemory(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.live_bytes = self.peak_bytes = 0
-        self._known: dict[int, weakref.finalize] = {}
+        self._known: dict[int, weakref.finalize[..., Any]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)}

@@ -52,10 +52,10 @@ def refusal(request: ToWorker, run: Run, checkpoints: Path) -> str | None:
                 for split, call in _calls(run)
             ):
                 return f"the release of a copy of {model} that the plan does not have"
-        case Transfer(batch=batch):
+        case Transfer(batch=batch, sends=sends, receives=receives):
             keys = {key for split, call in _calls(run) if split == batch.split for key in call.output_data}
-            moves = (*request.sends, *request.receives)
-            if any(move.peer >= run.spec.num_workers or move.key not in keys for move in moves):
+            ends = [(each.peer, each.key) for each in sends] + [(each.peer, each.key) for each in receives]
+            if any(peer >= run.spec.num_workers or key not in keys for peer, key in ends):
                 return f"a transfer of {batch} of keys or workers that the run does not have"
             return _no_batch(run, batch)
         case FollowParameters(batch=batch, name=name):

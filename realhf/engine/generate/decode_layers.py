@@ -42,6 +42,7 @@ def decode_layers(decoder: Decoder) -> DecodeLayers | None:
     """Of a decoder whose weights are packed; None where no layer has a kernel. It serves until they are unpacked."""
     kernels = {}
     for layer in decoder.model.layers.values():
+        assert isinstance(layer, DecoderLayer)
         weights = _weights(decoder, layer)
         if weights is not None:
             attention = layer.self_attn
@@ -55,23 +56,24 @@ def decode_layers(decoder: Decoder) -> DecodeLayers | None:
 def _weights(decoder: Decoder, layer: DecoderLayer) -> LayerWeights | None:
     """None for layers of another kind, those divided over ranks, and weights that are not packed for our kernel."""
     config, attention, mlp = decoder.config, layer.self_attn, layer.mlp
-    norms = layer.input_layernorm, layer.post_attention_layernorm
-    if not isinstance(mlp, GatedMLP) or not all(isinstance(norm, RMSNorm) for norm in norms):
+    input_norm, post_norm = layer.input_layernorm, layer.post_attention_layernorm
+    if not (isinstance(mlp, GatedMLP) and isinstance(input_norm, RMSNorm) and isinstance(post_norm, RMSNorm)):
         return None
     packed = (attention.joined.packed, attention.o_proj.packed, mlp.joined.packed, mlp.down_proj.packed)
     is_plain = attention.group is None and config.positions == "rotary" and not config.qk_norm
     has_bias = any(each.bias is not None for each in (attention.o_proj, mlp.gate_proj, mlp.down_proj))
     if not is_plain or has_bias or config.activation != "silu":
         return None
-    if not all(isinstance(weight, PackedWeight) for weight in packed):
+    ours = [weight for weight in packed if isinstance(weight, PackedWeight)]
+    if len(ours) < len(packed):
         return None
-    qkv, output, gate_up, down = packed
+    qkv, output, gate_up, down = ours
     return LayerWeights(
-        input_norm=norms[0].weight.detach(),
+        input_norm=input_norm.weight.detach(),
         qkv=qkv,
         qkv_bias=attention.joined.bias,
         output=output,
-        post_norm=norms[1].weight.detach(),
+        post_norm=post_norm.weight.detach(),
         gate_up=gate_up,
         down=down,
         epsilon=config.rms_norm_eps,

@@ -48,7 +48,8 @@ class _Links:
         what = f"rank {self.groups.rank} waited for {name} from rank {peer}"
         return self._message(tensor, dist.irecv(tensor, peer, self.groups.pipeline), what)
 
-    def _message(self, tensor: Tensor, work: dist.Work, what: str) -> _Message:
+    def _message(self, tensor: Tensor, work: dist.Work | None, what: str) -> _Message:
+        assert work is not None, "this rank is in the pipeline"
         return _Message(tensor, work, what, self.timeout_s, self.groups.waits)
 
 

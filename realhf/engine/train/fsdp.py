@@ -5,7 +5,7 @@ A unit is an embedding, a layer, or the final norm with the head (`realhf.geomet
 views of a vector that has memory only while the unit is gathered: neither the decoder nor autograd need know.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -163,7 +163,7 @@ class ShardedParameters:
     def publish(self) -> None:
         """Nothing is gathered between steps."""
 
-    def _by_unit(self, vector: Tensor, layouts: dict[str, FlatLayout]) -> dict[str, Tensor]:
+    def _by_unit(self, vector: Tensor, layouts: Mapping[str, FlatLayout]) -> dict[str, Tensor]:
         sizes = [layout.size // self._group.size() for layout in layouts.values()]
         return dict(zip(layouts, vector.split(sizes), strict=True))
 

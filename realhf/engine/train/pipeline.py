@@ -102,13 +102,11 @@ def run_steps(neighbours: Neighbours, steps: Sequence[Step], token_counts: Seque
     neighbours.flush()
 
 
-def run_forward(
-    neighbours: Neighbours, token_counts: Sequence[int], forward: Callable[[Pass, Tensor | None], Tensor]
-) -> None:
+def run_forward(neighbours: Neighbours, token_counts: Sequence[int], forward: Compute) -> None:
     """Runs all micro-batches through this stage's chunks.
 
     `forward(run, hidden)` gets what the virtual stage before sent (None on the first) and returns what the next one
-    gets (ignored on the last).
+    gets (None on the last).
     """
     strategy, stage = neighbours.groups.layout.strategy, neighbours.groups.stage
     run_steps(neighbours, forward_steps(strategy.pp, strategy.chunks, len(token_counts))[stage], token_counts, forward)

@@ -120,6 +120,7 @@ class Trainer:
             i, chunk = forward.micro_batch, forward.chunk
             output = run_stage(self.decoder, packed[i], hidden, shards[i], self.compute.recomputation, chunk)
             if not self.decoder.has_head(chunk):
+                assert isinstance(output, Tensor)
                 return output
             value, stats = check_loss(loss(output, parts[i]), parts[i].ids)
             sums.add(value, stats)
