@@ -6,7 +6,6 @@ import queue
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import NoReturn
@@ -41,6 +40,7 @@ from realhf.transport.messages import (
 from realhf.transport.rendezvous import wait_for_master
 from realhf.worker.activity import WorkerActivity
 from realhf.worker.allocator import give_back_freed_memory, keep_freed_memory
+from realhf.worker.channels import Channels
 from realhf.worker.device import device_name, own_device
 from realhf.worker.device_check import check_device
 from realhf.worker.interfaces import explain
@@ -77,22 +77,20 @@ def serve(
     directory: RunDirectory,
     rank: int,
     client: "Client[ToWorker, ToMaster]",
-    moves: "queue.SimpleQueue[Move | None]",
-    activity: WorkerActivity,
-    fail: Callable[[Exception], NoReturn],
+    channels: Channels,
 ) -> None:
-    """Sets up and executes requests until told to stop; those that come in `moves` on a thread of their own, which
-    tells `fail` what they raise. Raises what another request raises."""
+    """Sets up and executes requests until told to stop, moves of parameters on a thread of their own. Raises what
+    another request raises."""
     device = own_device()
     check_device(run.spec.hardware, rank, device)
     logger.info("attention on %s: %s", device.type, "; ".join(describe_attention(device.type)))
-    activity.set("setup: joining the other workers")
+    channels.activity.set("setup: joining the other workers")
     join_world(directory, run, rank, device)
-    worker = ModelWorker(run, rank, device, directory, activity, moves, client.send, fail)
+    worker = ModelWorker(run, rank, device, directory, channels)
     give_back_freed_memory()
     client.send(Ready(device=device_name(device)))
     logger.info("ready")
-    activity.set("waiting for the first request")
+    channels.activity.set("waiting for the first request")
     while True:
         request = client.receive(RECEIVE_TIMEOUT_S)
         match request:
@@ -101,6 +99,8 @@ def serve(
             case Shutdown():
                 worker.close()
                 return
+            case DumpStacks() | Reallocate() | FollowParameters():
+                raise AssertionError(f"{type(request).__name__} is taken as it comes in")
             case _:
                 reply = worker.handle(request)
                 if reply is not None:
@@ -163,7 +163,7 @@ def main() -> int:
     )
     client.send(Hello(worker=rank, pid=os.getpid(), host=socket.gethostname()))
     try:
-        serve(run, directory, rank, client, moves, activity, fail)
+        serve(run, directory, rank, client, Channels(activity, moves, client.send, fail))
     except (Exception, SystemExit) as error:  # an interface may call sys.exit
         fail(error)
     client.close()

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 class WorkerActivity:
-    """Joins what the thread of calls and the lane of moves (`realhf.worker.move_lane`) say.
+    """Joins what the thread of calls and the thread of moves (`realhf.worker.move_thread`) say.
 
     of_calls: what the former says, such as "actor_train_step of step 3: compute".
 

@@ -1,9 +1,8 @@
 """The model worker: executes the master's requests on one device, one after the other; moves of parameters beside."""
 
 import logging
-import queue
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from realhf.api.experiment import Dataset
+from realhf.data.datasets import JSONLDataset
 from realhf.data.loader import DatasetReader
 from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef, ModelInterfaceType
 from realhf.engine.backend import EngineModel, ModelSpec, build_model
@@ -26,12 +27,12 @@ from realhf.rundir.run import Run
 from realhf.transport.messages import (
     BatchKey,
     CallFunction,
-    CheckpointWritten,
     FreeBatch,
+    KeyMetadata,
     LoadModel,
-    Move,
     OffloadModel,
     Parameters,
+    Phase,
     PrepareMove,
     Release,
     Reply,
@@ -41,14 +42,14 @@ from realhf.transport.messages import (
     Transfer,
 )
 from realhf.worker import rollouts
-from realhf.worker.activity import WorkerActivity
 from realhf.worker.call_context import CallContext, batch_share, sharing_ranks
+from realhf.worker.channels import Channels
 from realhf.worker.checkpoint_writer import CheckpointWriter
 from realhf.worker.home import fill
 from realhf.worker.interfaces import load_interface, run_interface
 from realhf.worker.mailbox import Mailbox
 from realhf.worker.memory_use import MemoryGauge
-from realhf.worker.move_lane import MoveLane
+from realhf.worker.move_thread import MoveThread
 from realhf.worker.parameter_moves import ParameterMoves
 from realhf.worker.store import SampleStore, describe
 
@@ -63,37 +64,24 @@ EVALUATION_SEED_OFFSET = 0x5EED
 class ModelWorker:
     """Holds the home part of every model that lives on this device, and copies for calls laid out otherwise.
 
-    Args:
-        moves: moves of parameters, as they come in; a thread takes them (`MoveLane`).
-        report: told, from other threads, of moves that have ended and checkpoints that have been written.
-        fail: told, from another thread, what a move raised, or what came too late on a stream; ends the process.
+    Raises UserError where a checkpoint, an interface or a backend does not fit.
     """
 
-    def __init__(
-        self,
-        run: Run,
-        rank: int,
-        device: torch.device,
-        directory: RunDirectory,
-        activity: WorkerActivity,
-        moves: "queue.SimpleQueue[Move | None]",
-        report: Callable[[Reply | CheckpointWritten], None],
-        fail: Callable[[Exception], None],
-    ):
+    def __init__(self, run: Run, rank: int, device: torch.device, directory: RunDirectory, channels: Channels):
         self._run, self._rank, self._device, self._directory = run, rank, device, directory
-        self._writer = CheckpointWriter(rank, report)
-        self._set_activity = activity.set
+        self._writer = CheckpointWriter(rank, channels.report)
+        self._set_activity = channels.activity.set
         self._timeout_s = run.deadlines.longest_s
         layouts = [call.layout for call in run.plan.calls.values()]
-        waits = waits_on(device, fail)
+        waits = waits_on(device, channels.fail)
         self._groups = GroupTable(layouts, rank, self._timeout_s, sharing_ranks(run.calls_with_layouts()), waits)
         self._graphs: dict[Split, DataflowGraph] = {"train": run.graph}
         self._readers: dict[Split, DatasetReader] = {
-            "train": DatasetReader(run.experiment.dataset, run.experiment.seed, run.settings.batch_size)
+            "train": _reader(run.experiment.dataset, run.experiment.seed, run.settings.batch_size)
         }
         if run.evaluation and run.evaluation_graph:
             self._graphs["evaluation"] = run.evaluation_graph
-            self._readers["evaluation"] = DatasetReader(run.evaluation.dataset, None, run.evaluation.batch_size)
+            self._readers["evaluation"] = _reader(run.evaluation.dataset, None, run.evaluation.batch_size)
         self._memory = MemoryGauge(device)
         self._store = SampleStore()
         group = group_of_all_ranks(device, self._timeout_s) if device.type == "cuda" else None
@@ -109,18 +97,18 @@ class ModelWorker:
                     self._models[name, home].residency.offload()  # before the next one is built
         self._moves = ParameterMoves(run, rank, device, self._groups, self._models)
         longest_s = (len(run.graph.calls) + 1) * self._timeout_s  # others may have a step's calls before theirs
-        self._lane = MoveLane(moves, self._moves.carry_out, report, fail, activity, device, longest_s)
+        self._move_thread = MoveThread(channels, self._moves.carry_out, device, longest_s)
 
     def handle(self, request: Request) -> Reply | None:
         """Executes one request; what it raises ends the run."""
-        self._lane.wait()
+        self._move_thread.wait()
         reply = self._handle(request)
-        self._lane.computed()
+        self._move_thread.computed()
         return reply
 
     def close(self) -> None:
         """Ends the threads for moves, for data that is sent on and for deadlines."""
-        self._lane.close()
+        self._move_thread.close()
         self._mailbox.close()
         for model in self._models.values():
             model.close()  # NCCL takes no groups apart that are in graphs
@@ -136,7 +124,7 @@ class ModelWorker:
                 what = f"{name} of {batch}"
                 with self._timed("reallocation", what) as span:
                     self._moves.prepare(request)
-                self._lane.prepared(request)
+                self._move_thread.prepared(request)
                 self._set_activity(f"{what}: reallocation")  # until the move has ended
                 return Reply(request_id=request_id, span=span())
             case LoadModel(request_id=request_id, batch=batch, model=name, states=states):
@@ -159,7 +147,8 @@ class ModelWorker:
         return None
 
     @contextmanager
-    def _timed(self, phase, name):
+    def _timed(self, phase: Phase, name: str) -> Iterator[Callable[[], Span]]:
+        """Says what is done, and logs how long it took; gives what makes the span once it is done."""
         self._set_activity(f"{name}: {phase}")
         start = time.time()
         yield lambda: Span(phase, name, start, time.time())
@@ -256,7 +245,9 @@ class ModelWorker:
             samples = samples.with_data(forced_response=responses)
         return samples
 
-    def _keep(self, request: CallFunction, definition: ModelFunctionCallDef, outputs: dict[str, list[Tensor]]) -> dict:
+    def _keep(
+        self, request: CallFunction, definition: ModelFunctionCallDef, outputs: dict[str, list[Tensor]]
+    ) -> dict[str, KeyMetadata]:
         """Stores the outputs that the call declares, records those the run asks for; returns their metadata.
 
         Each sample has the version of the weights with which the call ran, where that is declared or asked for.
@@ -283,3 +274,8 @@ class ModelWorker:
                 is_copied = not request.is_last or name in self._run.plan.offload
                 snapshots[name] = snapshot(model.state(), copied=is_copied)
         self._writer.start(request.directory, snapshots)
+
+
+def _reader(dataset: Dataset, seed: int | None, batch_size: int) -> DatasetReader:
+    assert isinstance(dataset, JSONLDataset), "workers read no other"
+    return DatasetReader(dataset, seed, batch_size)

@@ -29,7 +29,7 @@ class ParameterMoves:
     contains the home's part, the home's parameters have no memory during the call, and who reads the home finds them in
     the copy.
 
-    `carry_out` is for one thread (`realhf.worker.move_lane`), the rest for the one that executes calls. Both may have
+    `carry_out` is for one thread (`realhf.worker.move_thread`), the rest for the one that executes calls. Both may have
     to do with one home at a time: this worker sends of it while a call on a copy of it ends. Nothing else can come
     in between. What changes parameters, a training or a move into them, comes after the end of all that reads them
     (version edges), hence when the last byte of them has arrived. A model that waits in host memory comes and goes

@@ -80,7 +80,7 @@ class ParameterTransfers:
     ) -> TransferTable:
         """Parameters go from the layout of call `source` to that of call `target`.
 
-        Devices that only send do so beside what they compute (`realhf.worker.move_lane`), unless the model waits in
+        Devices that only send do so beside what they compute (`realhf.worker.move_thread`), unless the model waits in
         host memory: then they load it, send, and send it back.
         """
         numbers, calls = self._numbers, self._task.graph.calls

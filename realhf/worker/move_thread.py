@@ -1,7 +1,6 @@
-"""A lane of their own for moves of parameters: a thread beside the one that executes calls."""
+"""Moves of parameters on a thread of their own, beside the one that executes calls."""
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -10,7 +9,7 @@ import torch
 
 from realhf.rundir.logs import place_of
 from realhf.transport.messages import BatchKey, Move, PrepareMove, Reallocate, Reply, Span
-from realhf.worker.activity import WorkerActivity
+from realhf.worker.channels import Channels
 
 logger = logging.getLogger(__name__)
 
@@ -18,38 +17,26 @@ Key = tuple[BatchKey, str]  # of a move, and of what prepares for it
 LOOK_EVERY_S = 1.0  # whether a move that is waited for is late
 
 
-class MoveLane:
+class MoveThread:
     """Carries out moves one after the other, in the order in which the master sends them, and replies.
 
-    So a worker that only sends of a model that lives here is not held up by the calls it computes. Whoever gets a
-    copy prepares for it when its calls have come to that place; until the move has ended it computes nothing.
+    So a worker sends parameters of a model that lives here while it computes calls. A worker that receives a copy
+    prepares for it when its calls have come to that place; until the move has ended it computes nothing.
 
-    Why nobody waits for ever: the master sends a move when all that have to prepare have done so, and all moves to all
-    workers in one order. So a lane never waits for calls, only for the lanes of others, and these are at the same
-    move or an earlier one: the first move that has not ended can proceed. Calls wait for moves that they prepared
-    for, and for calls and moves that were sent before; moves wait for no call that was sent after. The first
-    of all that has not ended can proceed, whatever the meshes.
+    Why no worker waits for ever: the master sends a move when all workers that have to prepare have done so, and it
+    sends all moves to all workers in one order. A thread of moves never waits for calls, only for the threads of moves
+    of other workers, which are at the same move or an earlier one. Calls wait for the moves that they prepared for,
+    and for calls and moves that were sent before them; moves wait for no call that was sent after them. So the first
+    call or move that has not ended can always proceed, whatever the meshes.
 
     Args:
-        moves: where they come in; None ends the thread.
+        channels: where moves come in; gets the replies, and what `carry_out` raised.
         carry_out: does this worker's part of a move.
-        report: gets the replies, from the lane's thread.
-        fail: told what `carry_out` raised; ends the process.
-        timeout_s: how long calls wait for a move to begin: at least what others' calls before it may take.
+        timeout_s: how long calls wait for a move to begin: at least the time of other workers' calls before it.
     """
 
-    def __init__(
-        self,
-        moves: "queue.SimpleQueue[Move | None]",
-        carry_out: Callable[[Move], None],
-        report: Callable[[Reply], None],
-        fail: Callable[[Exception], None],
-        activity: WorkerActivity,
-        device: torch.device,
-        timeout_s: float,
-    ):
-        self._moves, self._carry_out, self._report, self._fail = moves, carry_out, report, fail
-        self._activity, self._device, self._timeout_s = activity, device, timeout_s
+    def __init__(self, channels: Channels, carry_out: Callable[[Move], None], device: torch.device, timeout_s: float):
+        self._channels, self._carry_out, self._device, self._timeout_s = channels, carry_out, device, timeout_s
         self._prepared: Key | None = None
         self._carried_out: Key | None = None  # at this moment
         self._has_ended = threading.Condition()
@@ -60,16 +47,16 @@ class MoveLane:
         self._thread.start()
 
     def prepared(self, request: PrepareMove) -> None:
-        """To be called before the reply: the thread of calls will go on when that move has ended (`wait`)."""
+        """To be called before the reply: the thread of calls goes on when that move has ended (`wait`)."""
         self._prepared = request.batch, request.name
 
     def wait(self) -> None:
         """Returns when the move that was prepared for has ended; at once where there is none.
 
-        Once it is being carried out, the deadlines of its parts count, and what they say: they know the peer.
+        Once the move has begun, the deadlines of its parts count instead: their errors name the peer.
 
         Raises:
-            TimeoutError: it has not begun within the deadline, since others have not come to it.
+            TimeoutError: the move has not begun within the deadline, since other workers have not come to it.
         """
         start = time.monotonic()
         with self._has_ended:
@@ -84,8 +71,8 @@ class MoveLane:
                     )
 
     def computed(self) -> None:
-        """To be called after every request that is no move: on the device, moves wait for what it has queued, and for
-        nothing of the call behind it."""
+        """To be called after every request that is no move: on the device, moves wait for what the request has queued,
+        and for nothing of the call behind it."""
         if self._stream is not None:
             event = torch.cuda.Event()
             event.record(torch.cuda.current_stream(self._device))
@@ -93,17 +80,17 @@ class MoveLane:
 
     def close(self) -> None:
         """Ends the thread behind the moves that have come."""
-        self._moves.put(None)
+        self._channels.moves.put(None)
         self._thread.join(self._timeout_s)
 
     def _run(self) -> None:
-        while (move := self._moves.get()) is not None:
+        while (move := self._channels.moves.get()) is not None:
             self._carried_out = _key(move)
             try:
-                self._report(self._reply(move))
+                self._channels.report(self._reply(move))
             except Exception as error:
                 self._carried_out = None
-                self._fail(error)
+                self._channels.fail(error)
                 return
             with self._has_ended:
                 self._carried_out = None
@@ -115,7 +102,7 @@ class MoveLane:
         batch, name = _key(move)
         is_prepared = self._prepared == (batch, name)  # then calls wait, and say what for
         what = f"{name} of {batch}"
-        self._activity.set_beside("" if is_prepared else f"{what}: sending")
+        self._channels.activity.set_beside("" if is_prepared else f"{what}: sending")
         start = time.time()
         if self._stream is None:
             self._carry_out(move)
@@ -127,7 +114,7 @@ class MoveLane:
             self._stream.synchronize()
         span = Span("reallocation" if is_prepared else "sending", what, start, time.time())
         logger.info("%s took %.3f s", span.phase, span.end - start, extra={"place": place_of(f"{what}: {span.phase}")})
-        self._activity.set_beside("")
+        self._channels.activity.set_beside("")
         return Reply(request_id=move.request_id, span=span)
 
 

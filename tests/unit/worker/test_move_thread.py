@@ -10,7 +10,8 @@ import torch
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.transport.messages import BatchKey, FollowParameters, Move, PrepareMove, Reallocate, Reply
 from realhf.worker.activity import WorkerActivity
-from realhf.worker.move_lane import MoveLane
+from realhf.worker.channels import Channels
+from realhf.worker.move_thread import MoveThread
 from tests.waiting import PATIENCE_S
 
 BATCH = BatchKey("train", 2)
@@ -21,7 +22,7 @@ PREPARE = PrepareMove(request_id=0, batch=BATCH, name="actor_generate", model="a
 
 
 class Worker:
-    """A lane whose moves are `carry_out`; what it reports, how it fails, and all that was said of its activity."""
+    """A thread whose moves are `carry_out`; what it reports, how it fails, and all that was said of its activity."""
 
     def __init__(self, carry_out: Callable[[Move], None], timeout_s: float = PATIENCE_S):
         self.replies: list[Reply] = []
@@ -29,15 +30,8 @@ class Worker:
         self.said: list[str] = []
         self.activity = WorkerActivity(self.said.append)
         self.moves: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
-        self.lane = MoveLane(
-            self.moves,
-            carry_out,
-            self.replies.append,
-            self.failures.put,
-            self.activity,
-            torch.device("cpu"),
-            timeout_s,
-        )
+        channels = Channels(self.activity, self.moves, self.replies.append, self.failures.put)
+        self.thread = MoveThread(channels, carry_out, torch.device("cpu"), timeout_s)
 
 
 def test_moves_are_carried_out_in_their_order_and_answered() -> None:
@@ -45,8 +39,8 @@ def test_moves_are_carried_out_in_their_order_and_answered() -> None:
     worker = Worker(done.append)
     for move in (COPY, AVERAGE):
         worker.moves.put(move)
-    worker.lane.wait()  # nothing was prepared for
-    worker.lane.close()
+    worker.thread.wait()  # nothing was prepared for
+    worker.thread.close()
     assert done == [COPY, AVERAGE]
     assert [reply.request_id for reply in worker.replies] == [1, 2]
     assert [reply.span.phase for reply in worker.replies] == ["sending", "sending"]
@@ -59,8 +53,8 @@ def test_moves_are_carried_out_in_their_order_and_answered() -> None:
 def test_calls_wait_for_the_move_that_they_prepared_for_and_for_no_other() -> None:
     may_end = threading.Event()
     worker = Worker(lambda move: None if move is AVERAGE else _wait(may_end))
-    worker.lane.prepared(PREPARE)
-    going_on = threading.Thread(target=worker.lane.wait)
+    worker.thread.prepared(PREPARE)
+    going_on = threading.Thread(target=worker.thread.wait)
     going_on.start()
     worker.moves.put(AVERAGE)
     worker.moves.put(COPY)
@@ -70,15 +64,15 @@ def test_calls_wait_for_the_move_that_they_prepared_for_and_for_no_other() -> No
     going_on.join(PATIENCE_S)
     assert not going_on.is_alive()
     assert [reply.span.phase for reply in worker.replies] == ["sending", "reallocation"]
-    worker.lane.wait()  # once is enough
-    worker.lane.close()
+    worker.thread.wait()  # once is enough
+    worker.thread.close()
 
 
 def test_the_activity_names_what_is_sent_beside_a_call() -> None:
     worker = Worker(lambda _: None)
     worker.activity.set("critic_train_step of step 2: compute")
     worker.moves.put(COPY)
-    worker.lane.close()
+    worker.thread.close()
     critic = "critic_train_step of step 2: compute"
     assert worker.said == [critic, f"{critic}; and actor_generate of step 3: sending", critic]
     assert worker.activity.of_calls == critic
@@ -98,9 +92,9 @@ def test_what_a_move_raises_ends_the_worker() -> None:
 
 def test_calls_do_not_wait_for_ever_for_a_move_that_does_not_come() -> None:
     worker = Worker(lambda _: None, timeout_s=0.01)
-    worker.lane.prepared(PREPARE)
+    worker.thread.prepared(PREPARE)
     with pytest.raises(TimeoutError, match="reallocation for actor_generate of step 3: waited"):
-        worker.lane.wait()
+        worker.thread.wait()
 
 
 def test_a_move_that_is_being_carried_out_has_deadlines_of_its_own() -> None:
@@ -114,15 +108,15 @@ def test_a_move_that_is_being_carried_out_has_deadlines_of_its_own() -> None:
     worker = Worker(carry_out, timeout_s=0.01)
     worker.moves.put(COPY)
     _wait(has_begun)
-    worker.lane.prepared(PREPARE)
-    going_on = threading.Thread(target=worker.lane.wait)
+    worker.thread.prepared(PREPARE)
+    going_on = threading.Thread(target=worker.thread.wait)
     going_on.start()
     going_on.join(0.2)  # twenty times the deadline
     assert going_on.is_alive()
     may_end.set()
     going_on.join(PATIENCE_S)
     assert not going_on.is_alive()
-    worker.lane.close()
+    worker.thread.close()
 
 
 def _wait(event: threading.Event) -> None:

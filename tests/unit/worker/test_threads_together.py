@@ -1,4 +1,4 @@
-"""Random plans on workers of two threads each, with the real dispatcher and the real lanes: nobody waits for ever."""
+"""Random plans on workers of two threads, with the real dispatcher and threads of moves: no worker waits for ever."""
 
 import asyncio
 import itertools
@@ -25,7 +25,8 @@ from realhf.transport.messages import (
     ToWorker,
 )
 from realhf.worker.activity import WorkerActivity
-from realhf.worker.move_lane import MoveLane
+from realhf.worker.channels import Channels
+from realhf.worker.move_thread import MoveThread
 from tests.unit.master.cluster import Answered, answer, planned_graph
 from tests.unit.master.test_state import random_graph, random_plan
 from tests.waiting import PATIENCE_S
@@ -56,8 +57,8 @@ class Worker:
         self.computed: list[Node] = []
         self.moved: list[Node] = []
         self._rank, self._planned, self._meetings, self._send, self._random = rank, planned, meetings, send, random
-        cpu, activity = torch.device("cpu"), WorkerActivity(lambda _: None)
-        self._lane = MoveLane(self.moves, self._move, self._report, self._report, activity, cpu, PATIENCE_S)
+        channels = Channels(WorkerActivity(lambda _: None), self.moves, self._report, self._report)
+        self._move_thread = MoveThread(channels, self._move, torch.device("cpu"), PATIENCE_S)
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
 
@@ -71,7 +72,7 @@ class Worker:
 
     def _serve(self) -> None:
         while not isinstance(request := self.inbox.get(), Shutdown):
-            self._lane.wait()
+            self._move_thread.wait()
             if self._random.random() < 0.2:
                 threading.Event().wait(0.001)  # others get ahead
             match request:
@@ -81,9 +82,9 @@ class Worker:
                     self.computed.append(node)
                     self._answer(request)
                 case PrepareMove():
-                    self._lane.prepared(request)
+                    self._move_thread.prepared(request)
                     self._answer(request)
-        self._lane.close()
+        self._move_thread.close()
 
     def _answer(self, request: Answered) -> None:
         self._report(answer(self._planned, self._rank, request, SPAN))
@@ -123,7 +124,7 @@ async def run(seed: int) -> int:
         send.dispatcher.run_steps(planned, order, plan.max_steps_in_flight, lambda *_: None)
     )
     await asyncio.wait({running, send.failed}, timeout=PATIENCE_S, return_when=asyncio.FIRST_COMPLETED)
-    assert running.done(), "deadlock, or a lane failed"
+    assert running.done(), "deadlock, or a thread of moves failed"
     await running
     for worker in workers:
         worker.inbox.put(Shutdown())
@@ -137,8 +138,8 @@ async def run(seed: int) -> int:
     return len({node for worker in workers for node in worker.moved})
 
 
-def check_one_order(lanes: list[list[Node]]) -> None:
-    for one, other in itertools.combinations(lanes, 2):
+def check_one_order(orders: list[list[Node]]) -> None:
+    for one, other in itertools.combinations(orders, 2):
         common = set(one) & set(other)
         assert [node for node in one if node in common] == [node for node in other if node in common]
 
@@ -155,4 +156,4 @@ def test_the_random_plans_have_moves() -> None:
         graph = random_graph(random)
         planned = planned_graph(graph, random_plan(graph, random), 4)
         counts[any(movers - planned.devices[name] for name, movers in planned.movers.items())] += 1
-    assert counts[True] >= 6, "who only sends is what lanes are for"
+    assert counts[True] >= 6, "threads of moves are for workers that only send"

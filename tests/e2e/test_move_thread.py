@@ -170,7 +170,7 @@ def fail_to_send(*arguments, **options):
 """
 
 
-def test_what_a_lane_raises_ends_the_run_and_is_named(tmp_path: Path) -> None:
+def test_what_a_move_raises_ends_the_run_and_is_named(tmp_path: Path) -> None:
     (tmp_path / "broken_ppo.py").write_text(BROKEN)
     calls = dict.fromkeys(PPO_CALLS, HOME) | {"actor_generate": ELSEWHERE}
     plan = save(ExecutionPlan(num_devices=2, calls=calls), tmp_path / "plan.json")

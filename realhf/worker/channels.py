@@ -1,0 +1,22 @@
+"""What a worker's threads and the rest of its process say to each other."""
+
+import queue
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from realhf.transport.messages import CheckpointWritten, Move, Reply
+from realhf.worker.activity import WorkerActivity
+
+
+@dataclass(frozen=True)
+class Channels:
+    """activity: what the threads are doing.
+    moves: moves of parameters, as they come in; None ends the thread that takes them (`MoveLane`).
+    report: told, from other threads, of moves that have ended and checkpoints that have been written.
+    fail: told, from another thread, what a move raised, or what came too late on a stream; ends the process.
+    """
+
+    activity: WorkerActivity
+    moves: queue.SimpleQueue[Move | None]
+    report: Callable[[Reply | CheckpointWritten], None]
+    fail: Callable[[Exception], None]
