@@ -1,6 +1,7 @@
 """How commands show results: lines, tables, and files that they write."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,11 @@ class Output(Console):
 
     def write_json(self, path: Path, content: Any) -> None:
         self.write(path, json.dumps(content, indent=2).encode() + b"\n")
+
+
+def wide_output() -> Output:
+    """An output whose tables are as wide as the terminal; 110 columns where there is none."""
+    return Output(width=None if sys.stdout.isatty() else 110)
 
 
 def table_of(title: str, *columns: str, words: int = 1, frame: box.Box = box.SIMPLE_HEAD) -> Table:

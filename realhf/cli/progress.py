@@ -3,16 +3,17 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from types import TracebackType
 from typing import Any
 
+from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
 from realhf.cli.durations import duration
+from realhf.cli.output import table_of, wide_output
 from realhf.cli.phases import Phases
 from realhf.lifecycle.listener import Listener
 from realhf.report.run_data import CallTime, call_times, read_run
@@ -150,10 +151,8 @@ def _format(values: dict[str, Any], names: tuple[str, ...] | None = None) -> str
 
 def call_table(times: Sequence[CallTime]) -> Table:
     """Measured (median) against predicted seconds of every call."""
-    table = Table(title="calls, seconds", title_justify="left")
-    table.add_column("call")
-    for column in ("measured (median)", "predicted", "measured / predicted"):
-        table.add_column(column, justify="right")
+    columns = ("call", "measured (median)", "predicted", "measured / predicted")
+    table = table_of("calls, seconds", *columns, frame=HEAVY_HEAD)
     for row in times:
         numbers = (row.measured_s, row.predicted_s, row.ratio)
         table.add_row(row.call, *("-" if number is None else f"{number:.3f}" for number in numbers))
@@ -162,21 +161,16 @@ def call_table(times: Sequence[CallTime]) -> Table:
 
 def print_summary(directory: RunDirectory, seconds: float) -> None:
     """The end of a good run: evaluations before and after, speed, the calls, and where everything lies."""
-    console = Console(width=None if sys.stdout.isatty() else 110)
-    say = partial(console.print, highlight=False, soft_wrap=True)
-    run = read_run(directory)
+    out, run = wide_output(), read_run(directory)
     metrics, evaluations = run.metrics, run.evaluations
     if len(evaluations) > 1:
-        table = Table(title="evaluation", title_justify="left")
-        for name in ("", "before", "after"):
-            table.add_column(name, justify="right" if name else "left")
+        table = table_of("evaluation", "", "before", "after", frame=HEAVY_HEAD)
         for name, before in evaluations[0].items():
             if name != "step" and name in evaluations[-1]:
                 table.add_row(name, _number(before), _number(evaluations[-1][name]))
-        console.print(table)
+        out.print(table)
     if metrics and run.plan:
-        console.print(call_table(call_times(run.plan, metrics)))
+        out.print(call_table(call_times(run.plan, metrics)))
         tokens, time_s = sum(m["tokens"] for m in metrics), sum(m["time_s"] for m in metrics)
-        say(f"{len(metrics)} steps in {seconds:.1f} s, start included; {tokens / time_s:.0f} tokens/s")
-    say(f"run directory: {directory.path}")
-    say(f"report: {directory.report}")
+        out.say(f"{len(metrics)} steps in {seconds:.1f} s, start included; {tokens / time_s:.0f} tokens/s")
+    out.say(f"run directory: {directory.path}", f"report: {directory.report}")

@@ -1,15 +1,14 @@
 """`realhf replan`: searches the plan of a run again, with the times that its calls really take."""
 
 import argparse
-import sys
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
-from rich.table import Table
+from rich.box import HEAVY_HEAD
 
 from realhf.base.files import write_atomically
 from realhf.cli.options import options_of
+from realhf.cli.output import table_of, wide_output
 from realhf.dataflow.plan import save_plan
 from realhf.lifecycle.replan import EVALUATIONS, propose
 from realhf.planning.request import SearchBudget
@@ -40,17 +39,12 @@ def execute(arguments: argparse.Namespace) -> int:
         save_plan(found.plan, output)
     if numbers:
         write_atomically(numbers, msgspec.json.encode(found))
-    console = Console(width=None if sys.stdout.isatty() else 110)
-    table = Table(title="measured / predicted", title_justify="left")
-    table.add_column("call")
-    table.add_column("factor", justify="right")
+    out, table = wide_output(), table_of("measured / predicted", "call", "factor", frame=HEAVY_HEAD)
     for name, factor in found.factors.items():
         table.add_row(name, f"{factor:.3g}")
-    console.print(table)
-    console.print(
+    out.print(table)
+    out.say(
         f"with these: {found.present_s:.3g} s a step under the present plan, {found.plan.predicted_step_s:.3g} s under "
-        "the best one found",
-        highlight=False,
-        soft_wrap=True,
+        "the best one found"
     )
     return 0

@@ -1,16 +1,15 @@
 """`realhf status`: how far a run is, how fast, and what each of its processes is doing."""
 
 import argparse
-import sys
 import time
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from realhf.cli.durations import duration
+from realhf.cli.output import wide_output
 from realhf.report.run_status import ENDED, FINISHED, ProcessState, RunStatus, read_run_status
 from realhf.rundir.paths import RunDirectory
 
@@ -34,10 +33,9 @@ def execute(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(msgspec.json.encode(status).decode())
         return 0
-    console = Console(width=None if sys.stdout.isatty() else 110)
-    for line in summary(status):
-        console.print(line, highlight=False, markup=False, soft_wrap=True)
-    console.print(process_table(status))
+    out = wide_output()
+    out.print(*summary(status), sep="\n", highlight=False, markup=False, soft_wrap=True)
+    out.print(process_table(status))
     return 0
 
 
