@@ -1,7 +1,7 @@
 """What an experiment imports: `from realhf.api import auto, ModelFunctionCallDef, ...`.
 
-An interface's own code also imports `realhf.engine.interface` (what a call is given and returns) and
-`realhf.algorithms.functional` (the mathematics); these import torch, and nothing here does.
+The code of an interface also imports `realhf.engine.interface` (arguments and results of a call) and
+`realhf.algorithms.functional` (the mathematics). These import torch; this module does not.
 """
 
 from realhf.api.experiment import (

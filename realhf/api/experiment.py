@@ -1,4 +1,4 @@
-"""What an experiment is: a dataclass under `@auto`."""
+"""An experiment: a dataclass under `@auto`."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ from realhf.dataflow.graph import ModelFunctionCallDef
 LearningRateSchedule = Literal["constant", "linear", "cosine"]
 
 
-# Of the numbers of an optimizer, by field: wide, so that they refuse what computes nothing but NaN or nothing at all.
+# The ranges of an optimizer's numbers by field. They are wide: they refuse values that give only NaN, or no change.
 OPTIMIZER_RANGES = {
     "lr": Range("optimizer: lr", 1e-20, 1e3),
     "beta1": Range("optimizer: beta1", 0, 1 - 1e-9),
@@ -62,15 +62,16 @@ class OptimizerConfig:
 class ModelSetup:
     """Where a model's weights come from, and how it is trained.
 
-    `checkpoint` is a directory that a run wrote (`RUN_DIR/checkpoints/latest/MODEL`) or that of a Hugging Face
-    checkpoint (config.json, safetensors); without one the weights are random, from the experiment's seed. `new_head`
-    takes the trunk from the checkpoint and makes a fresh head (a reward model from a language model). `with_optimizer`
-    takes the optimizer's states and step from it too, and not the parameters alone: training goes on where it was, with
-    a schedule over the steps made and those to come; rows of the data set are read from the beginning.
-    `backend` names what computes the model, of `realhf.api.backends`: "native", the engine of this project, or
-    "megatron", which has megatron-core compute the layers in passes with gradients, on GPUs.
-    `compute` says how training spends memory and time. `follows` makes the parameters of a model that is not trained
-    follow those of one that is: `Follow("actor", eta=0.01, every_steps=1)`.
+    checkpoint: a directory that a run wrote (`RUN_DIR/checkpoints/latest/MODEL`), or a Hugging Face checkpoint
+        (config.json, safetensors). Without one the weights are random, from the experiment's seed.
+    new_head: takes the trunk from the checkpoint and makes a new head (a reward model from a language model).
+    with_optimizer: takes the optimizer's states and step from the checkpoint too. Training goes on where it was, with a
+        schedule over the steps made and those to come; the data set is read from the beginning.
+    backend: a name of `realhf.api.backends`: "native", the engine of this project, or "megatron", which has
+        megatron-core compute the layers in passes with gradients, on GPUs.
+    compute: choices that change time and memory, not the result.
+    follows: makes the parameters of a model that is not trained follow those of a trained one:
+        `Follow("actor", eta=0.01, every_steps=1)`.
     """
 
     checkpoint: str | None = None
@@ -105,7 +106,7 @@ class ModelSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class KeyExtent:
-    """Of the tokens of a key over all rows: how many there are, and the largest id; each with the line it is in."""
+    """The tokens of a key over all rows: mean and largest number a row, and the largest id; with the lines of both."""
 
     mean: float
     longest: int
@@ -116,7 +117,7 @@ class KeyExtent:
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetExtent:
-    """What a data set holds: its rows, those of its keys that are tokens, and the largest id of its tokenizer."""
+    """The content of a data set: its rows, its keys that are tokens, and the largest id of its tokenizer."""
 
     path: str
     rows: int
@@ -134,7 +135,7 @@ class Dataset(Protocol):
         """The keys that every row has."""
 
     def check(self) -> DatasetExtent:
-        """Reads every line once, on the launcher; returns what they hold.
+        """Reads every line once, on the launcher; returns the content.
 
         Raises:
             UserError: naming the file, the line and the remedy.
@@ -146,10 +147,10 @@ class Dataset(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """Calls made on held-out rows before the first step, every `every_steps` steps, and after the last one.
+    """Calls on held-out rows before the first step, every `every_steps` steps, and after the last step.
 
-    Each call runs in the layout of the training graph's call of the same model, of the same
-    interface type if there is one. All rows of `dataset` go through in batches of `batch_size`.
+    Each call runs in the layout of a call of the same model in the training graph, if possible of the same interface
+    type. All rows of `dataset` are evaluated in batches of `batch_size`.
     """
 
     rpcs: Sequence[ModelFunctionCallDef]
@@ -205,8 +206,8 @@ def auto(
         nodelist: the nodes to run on, in SLURM's notation (`node[01-02]`); None leaves it to the command line.
         max_steps_in_flight: how many steps may overlap; the planner and the master share this bound. A searched plan
             has at least k + 1 where a model follows another with a staleness of k.
-        search_evaluations: the plan search's budget, a number of plans, so that a plan can be reproduced; None: one
-            that grows with the number of options.
+        search_evaluations: the budget of the plan search as a number of plans, so that a plan can be reproduced; None:
+            a budget that grows with the number of options.
 
     Raises:
         UserError: the class is no dataclass or lacks a field or property that an experiment needs.

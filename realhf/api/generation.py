@@ -1,4 +1,4 @@
-"""How a model's responses are drawn: the options of a generate call."""
+"""How responses are drawn from a model: the options of a generate call."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -8,7 +8,7 @@ from realhf.base.errors import UserError
 from realhf.base.numbers import Range, check_range, check_ranges
 
 DecodeGraphs = Literal["kept", "call", "off"]
-DECODE_GRAPHS: DecodeGraphs = "kept"  # where nothing is said
+DECODE_GRAPHS: DecodeGraphs = "kept"  # the default
 
 _MAX_TOKENS = 2**31
 RANGES = {
@@ -22,10 +22,10 @@ RANGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationOptions:
-    """The distribution that tokens are drawn from, and where a response ends.
+    """The distribution that tokens are drawn from, and the ends of a response.
 
-    Tokens are drawn from softmax(logits / temperature), of which `top_k` and then `top_p` keep a part. A response ends
-    with the end token, with a stop sequence or a stop string (which stay in it), or after `max_new_tokens`.
+    Tokens are drawn from softmax(logits / temperature), truncated by `top_k` and then by `top_p`. A response ends with
+    the end token, with a stop sequence or a stop string (which stay in it), or after `max_new_tokens`.
     """
 
     max_new_tokens: int
@@ -34,25 +34,25 @@ class GenerationOptions:
     temperature: float = 1.0
     """0 takes the most likely token."""
     top_k: int = 0
-    """Draw from the k most likely tokens, and those as likely as the last of them; 0: from all."""
+    """Draw from the k most likely tokens, and tokens as likely as the last of them; 0: from all."""
     top_p: float = 1.0
     """Draw from the fewest most likely tokens whose probabilities sum to at least this."""
     min_new_tokens: int = 0
-    """The end token is not drawn, and what would stop a response does not, before it has so many tokens."""
+    """Before a response has this many tokens, the end token is not drawn, and no stop sequence or string ends it."""
     stop_sequences: tuple[tuple[int, ...], ...] = ()
-    """As tokens, for those who know them: a text may be cut into tokens in several ways."""
+    """Stop sequences as tokens. A text may be cut into tokens in several ways; prefer `stop_strings`."""
     stop_strings: tuple[str, ...] = ()
-    """As text, however it is cut into tokens: a response ends with the token that completes one of them in the text of
-    the response. That token may hold more text behind it; it stays, as the string does. Special tokens count as their
-    text (`<|im_end|>`)."""
+    """Stop strings as text, however it is cut into tokens: a response ends with the token that completes one of them in
+    its text. String and token stay in the response, with any text that the token has after the string. Special tokens
+    count as their text (`<|im_end|>`)."""
     tokenizer: str = ""
-    """A `tokenizer.json`, which turns responses into text: for stop strings, and to compare answers."""
+    """A `tokenizer.json`, which turns responses into text for stop strings and for comparing answers."""
     kv_cache_tokens: int | None = None
-    """Room for keys and values on a device, in tokens; sequences wait for room, or are computed anew where it runs out.
-    None: as much as the largest possible need."""
+    """The size of the KV cache on a device, in tokens. If it is full, sequences wait, or are recomputed later. None:
+    large enough for every need."""
     decode_graphs: DecodeGraphs = DECODE_GRAPHS
-    """On a GPU, decode steps as CUDA graphs: "kept" with the KV cache from call to call, made anew in each "call", or
-    "off", kernel by kernel. The tokens are the same; what is kept takes its memory in training too."""
+    """CUDA graphs for decode steps on a GPU: "kept" from call to call with the KV cache, captured in each "call", or
+    "off". The tokens are the same; kept graphs and cache take memory during training too."""
 
     def __post_init__(self) -> None:
         if self.temperature != 0:

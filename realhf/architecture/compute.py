@@ -11,17 +11,17 @@ Recomputation = Literal["off", "selective", "full"]
 
 @dataclass(frozen=True, kw_only=True)
 class ComputeConfig:
-    """Of a model's home; sequence parallelism and recomputation are of training alone, as inference and generation
-    keep no activations and do not divide tokens.
+    """How a model is computed in its home.
 
-    data_parallel: what the ranks of a data-parallel group divide among them. "zero1": optimizer states (ZeRO-1);
-        every rank has all parameters and gradients. "fsdp": parameters and gradients too (ZeRO-3, fully sharded data
-        parallelism): a layer is gathered for its forward and again for its backward pass, and freed behind them.
-        Without data parallelism nothing changes.
-    sequence_parallel: norms and residual sums are divided over the tensor-parallel ranks along the tokens. Without
-        tensor parallelism nothing changes.
-    recomputation: what the backward pass computes again instead of keeping it. "selective": all but matrix products
-        and attention; "full": whole layers, of which only the input is kept.
+    Sequence parallelism and recomputation are for training alone: inference and generation keep no activations and do
+    not divide tokens.
+
+    data_parallel: the state that the ranks of a data-parallel group divide. "zero1": optimizer states (ZeRO-1); every
+        rank has all parameters and gradients. "fsdp": parameters and gradients too (ZeRO-3, fully sharded data
+        parallelism); a layer is gathered for its forward pass and again for its backward pass, and freed after each.
+    sequence_parallel: tensor-parallel ranks divide norms and residual sums along the tokens.
+    recomputation: the activations that the backward pass computes again instead of keeping them. "selective": all but
+        the results of matrix products and attention. "full": all but the inputs of layers.
     """
 
     data_parallel: DataParallel = "zero1"

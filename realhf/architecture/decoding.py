@@ -1,11 +1,12 @@
-"""How decode steps run: pages of the KV cache and graphs. The engine does it so, and the planner counts on it."""
+"""How decode steps run: pages of the KV cache, and graphs. The engine follows these rules, and the planner counts on
+them."""
 
 from realhf.architecture.model import DecoderConfig
 
-PAGE_TOKENS = 16  # of a page of the KV cache; `csrc/kernels/paged_attention.h` has the same
+PAGE_TOKENS = 16  # of a page of the KV cache; a test holds the C++ kernels to it
 FLASH_PAGE_TOKENS = 256  # flash-attn 2 takes multiples of this
 
-# What flash-attn 2, and torch's build of it, take.
+# The dtypes and head dimensions that flash-attn 2, and torch's build of it, take.
 FLASH_DTYPES = ("bfloat16", "float16")
 FLASH_HEAD_DIM, FLASH_HEAD_MULTIPLE = 256, 8
 
@@ -16,12 +17,12 @@ def takes_flash(dtype: str, head_dim: int) -> bool:
 
 
 def page_tokens(dtype: str, head_dim: int, *, has_flash: bool) -> int:
-    """Tokens in a page of the KV cache where flash-attn's kernel is at hand, or is not."""
+    """Tokens in a page of the KV cache, with flash-attn's kernel at hand or without."""
     return FLASH_PAGE_TOKENS if has_flash and takes_flash(dtype, head_dim) else PAGE_TOKENS
 
 
 def graphs_refusal(config: DecoderConfig, *, on_gpu: bool) -> str | None:
-    """Why the decode steps of such a model are not recorded as graphs; None: they are."""
+    """The reason why decode steps of such a model are not captured as graphs; None: they are captured."""
     if not on_gpu:
         return "a CPU has no graphs"
     if config.experts.count:

@@ -14,7 +14,7 @@ Mlp = Literal["gated", "plain"]
 Positions = Literal["rotary", "learned"]
 RopeScalingKind = Literal["none", "linear", "dynamic", "llama3"]
 
-# Above any model there is. Below, all parameters can be listed in seconds, and their bytes fit into 64 bits.
+# Limits above any known model. Within them, all parameters can be listed in seconds, and their bytes fit into 64 bits.
 MAX_LAYERS = 1_000
 _MAX_POSITIONS = 10**9
 _MAX_EXPERTS = 100_000  # of all layers together
@@ -32,10 +32,10 @@ _SIZES = {
 class RopeScaling:
     """How rotary angles are stretched for sequences longer than those of pre-training.
 
-    `linear`: all frequencies divided by `factor` (Chen et al., 2023). `dynamic`: the base grows with the length once
-    it is above `original_positions` (NTK-aware scaling); a token is rotated for the length that ends with it, which
-    is what generation with a cache does. `llama3`: low frequencies are divided by `factor`, high ones kept, those
-    between `low_frequency_factor` and `high_frequency_factor` interpolated (Llama 3.1).
+    `linear`: all frequencies are divided by `factor` (Chen et al., 2023). `dynamic`: the base grows with lengths above
+    `original_positions` (NTK-aware scaling); a token is rotated for the length that ends with it, as in generation with
+    a cache. `llama3`: low frequencies are divided by `factor`, high ones kept, and those between
+    `low_frequency_factor` and `high_frequency_factor` interpolated (Llama 3.1).
     """
 
     kind: RopeScalingKind = "none"
@@ -58,10 +58,10 @@ class RopeScaling:
 
 @dataclass(frozen=True, kw_only=True)
 class Experts:
-    """A mixture of experts in place of every MLP; `count` of 0 is none.
+    """A mixture of experts in place of every MLP; a `count` of 0 means none.
 
-    Every token goes through `per_token` experts, weighted by the softmax over all of them, which `normalised` makes
-    sum to one (Mixtral always does).
+    Every token goes through `per_token` experts. Their weights are the softmax over all experts; with `normalised` the
+    chosen weights are scaled to sum to one (as Mixtral always does).
     """
 
     count: int = 0
@@ -80,22 +80,21 @@ class DecoderConfig:
     """A decoder-only transformer; the defaults are those of Llama (RMSNorm, rotary positions, SwiGLU).
 
     Attributes:
-        intermediate_size: width of an MLP; of each expert, where there are experts.
-        head: what stands on top: `lm` gives logits [tokens, vocab_size], `scalar` one value a token (critic, reward
-            model).
+        intermediate_size: width of an MLP, or of each expert.
+        head: `lm` gives logits [tokens, vocab_size], `scalar` one value a token (critic, reward model).
         rms_norm_eps: epsilon of every norm.
-        attention_head_dim: width of a head where it is not hidden_size / num_heads.
+        attention_head_dim: width of a head, if it is not hidden_size / num_heads.
         norm: `rms_plus_one` multiplies by 1 + weight; `layer` is LayerNorm with a bias.
         activation: of the MLP; `gelu_tanh` is the tanh approximation.
         mlp: `gated` is down(activation(gate(x)) * up(x)), `plain` down(activation(up(x))).
         qkv_bias, attention_output_bias, mlp_bias: which linears have a bias.
         qk_norm: an RMSNorm over each head of queries and keys, before rotation.
-        positions: rotary angles, or an embedding of `max_positions` places, which sequences must not exceed.
-        max_positions: 0 where positions are rotary.
-        max_position_embeddings: the longest sequence that rotary angles were trained for, as a Hugging Face checkpoint
-            says it (None: not known). Nothing is computed with it, and models that differ in it alone are equal.
-        sliding_window: a token attends to that many tokens, itself included (None: to all before it), in all layers
-            but `full_attention_layers`.
+        positions: rotary angles, or a learned embedding of `max_positions` positions, the longest sequence.
+        max_positions: 0 for rotary positions.
+        max_position_embeddings: the longest sequence that rotary angles were trained for, by the Hugging Face
+            checkpoint (None: not known). No result depends on it, and models that differ only in it are equal.
+        sliding_window: how many tokens a token attends to, itself included (None: all before it), in all layers but
+            `full_attention_layers`.
         scale_embeddings: embeddings are multiplied by sqrt(hidden_size).
     """
 
@@ -170,18 +169,18 @@ class DecoderConfig:
 
     @property
     def longest_sequence(self) -> int | None:
-        """How many tokens a sequence may have; None: there is no limit, or it is not known."""
+        """How many tokens a sequence may have; None: any number, or not known."""
         if self.positions == "learned":
             return self.max_positions
         if self.max_position_embeddings is None:
             return None
-        # Those two kinds count from what was there before the scaling; others say what is there with it.
+        # For these two kinds the field is the length before scaling, for others the length with it.
         factor = self.rope_scaling.factor if self.rope_scaling.kind in ("linear", "dynamic") else 1
         return int(self.max_position_embeddings * factor)
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads together, which is that of attention's output."""
+        """Width of all query heads together, and of attention's output."""
         return self.num_heads * self.head_dim
 
     @property
@@ -191,7 +190,7 @@ class DecoderConfig:
 
     @property
     def active_intermediate_size(self) -> int:
-        """Width of what one token goes through: of an MLP, or of its experts together."""
+        """Width of the MLP that one token goes through, or of its experts together."""
         return self.intermediate_size * (self.experts.per_token or 1)
 
     def window(self, layer: int) -> int | None:

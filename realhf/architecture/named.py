@@ -1,4 +1,4 @@
-"""Named architectures, and those of Hugging Face `config.json` files, for plans of models that are not at hand."""
+"""Named architectures, and those of `config.json` files, for plans of models without their weights."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +45,7 @@ def _qwen3(
     )
 
 
-# llama3-*: the architectures of ReaL's measurements (arXiv 2406.14088; 7b is the one that Meta calls 8B).
+# llama3-*: the architectures of ReaL's measurements (arXiv 2406.14088; Meta calls 7b 8B).
 # llama2-*: as Meta published them, 34b as Code Llama. Qwen2.5 and Qwen3: as published by Qwen.
 ARCHITECTURES: dict[str, DecoderConfig] = {
     "llama2-7b": _llama(4096, 11008, 32, 32, 32, 32000),
@@ -75,10 +75,10 @@ ARCHITECTURES: dict[str, DecoderConfig] = {
 
 def architecture(name: str) -> DecoderConfig:
     """The architecture of a name (`llama3-70b`, with `-critic` for a scalar head), or of a Hugging Face
-    `config.json`, given as a file or as the folder it is in.
+    `config.json`, given as the file or its folder.
 
     Raises:
-        UserError: neither a known name nor a file that can be read as one.
+        UserError: the name is unknown, or the file cannot be read.
     """
     base = name.removesuffix(CRITIC)
     known = ARCHITECTURES | LLAMA
@@ -95,7 +95,7 @@ def architecture(name: str) -> DecoderConfig:
 
 
 def architecture_of(checkpoint: str, otherwise: DecoderConfig) -> DecoderConfig:
-    """The architecture of a Hugging Face directory; `otherwise` where `checkpoint` is none (a run's, or empty).
+    """The architecture of a Hugging Face directory; `otherwise` if `checkpoint` is not one (a run's, or empty).
 
     Raises:
         UserError: its config.json cannot be read, or is of a family that is not supported.

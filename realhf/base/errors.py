@@ -1,20 +1,19 @@
-"""The two kinds of failure a user can meet, and the exit code of each."""
+"""The two kinds of failure for users, and their exit codes."""
 
 from collections.abc import Iterable
 
 
 class UserError(Exception):
-    """Something the user wrote cannot work: the text names the value, the rule and the remedy.
+    """The user's input cannot work: the text names the value, the rule and the remedy.
 
-    Raised before any device is reserved; the command line prints it as one paragraph and
-    exits with code 2.
+    It is raised before any device is reserved. The command line prints it as one paragraph and exits with code 2.
     """
 
 
 class RunError(Exception):
-    """A run that had started failed: the text names the worker, the call and the log to read.
+    """A started run failed: the text names the worker, the call and the log to read.
 
-    The command line prints it and exits with code 1. `workers` are those to blame, by index; none where nobody is.
+    The command line prints it and exits with code 1. `workers` has the indices of the workers to blame, if any.
     """
 
     def __init__(self, text: str, workers: Iterable[int] = ()):

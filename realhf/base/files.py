@@ -1,4 +1,4 @@
-"""Files that outlive a process: read without trust, written so that they are old or new and never a part."""
+"""Files that outlive a process: checked when they are read, and replaced as a whole when they are written."""
 
 import contextlib
 import errno
@@ -39,13 +39,13 @@ def decode_json(content: bytes | str, expected: type[T]) -> T:
     """`content`, checked against `expected`.
 
     Raises:
-        BadContentError: whatever decoding found: no JSON, no UTF-8, nested too deeply, an unknown or ill-typed field.
+        BadContentError: no JSON, no UTF-8, nested too deeply, or an unknown or ill-typed field.
     """
     return _decoded(lambda: msgspec.json.decode(content, type=expected))
 
 
 def decode_yaml(content: bytes | str, expected: type[T], *, strict: bool = True) -> T:
-    """As `decode_json`, for YAML; without `strict`, numbers may be written as YAML takes for strings (1e9)."""
+    """As `decode_json`, for YAML; without `strict`, numbers that YAML reads as strings (1e9) count as numbers."""
     return _decoded(lambda: msgspec.yaml.decode(content, type=expected, strict=strict))
 
 
@@ -56,7 +56,7 @@ def _decoded(decode: Callable[[], T]) -> T:
         raise BadContentError(str(error)) from None
     except RecursionError:
         raise BadContentError("it is nested too deeply") from None
-    except Exception as error:  # UnicodeDecodeError is no MsgspecError, and there may be more of them
+    except Exception as error:  # decoding raises more than MsgspecError, such as UnicodeDecodeError
         raise BadContentError(str(error)) from None
 
 
@@ -75,7 +75,7 @@ def read_file(path: str | Path, decode: Callable[[bytes], T], kind: str, remedy:
 
 
 class OtherVersionError(BadContentError):
-    """Another version of realhf has written it, and it may be good."""
+    """Another version of realhf has written the content, which may be intact."""
 
 
 class _Header(msgspec.Struct):
@@ -85,10 +85,10 @@ class _Header(msgspec.Struct):
 def decode_versioned(content: bytes | str, expected: type[T], version: str) -> T:
     """`content`, checked against `expected`, if its field `format` is `version`.
 
-    The format is looked at first: fields of another version are no damage.
+    The format is checked first, so that fields of another version are not taken for damage.
 
     Raises:
-        OtherVersionError: it has another format, or none.
+        OtherVersionError: the content has another format, or none.
         BadContentError: as `decode_json`.
     """
     found = decode_json(content, _Header).format
@@ -98,10 +98,10 @@ def decode_versioned(content: bytes | str, expected: type[T], version: str) -> T
 
 
 def write_atomically(path: str | Path, content: bytes) -> None:
-    """Writes a file that is on the disk when this returns; a reader sees the old content or the new, never a part.
+    """Writes a file, which is on the disk when this returns; a reader sees either the old or the new content.
 
     Raises:
-        OSError: naming the file, which cannot be written; it is as it was, and no other is left.
+        OSError: naming the file; the old content stays, and no other file is left.
     """
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -121,16 +121,16 @@ def write_atomically(path: str | Path, content: bytes) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Inside, every OSError gets the name of the file that matters: that of a write has none of its own."""
+    """Inside, every OSError gets the name of the file; the error of a write has none."""
     try:
         yield
     except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from error  # of the class of its number
+        raise OSError(error.errno, error.strerror, str(path)) from error  # the number selects the subclass
 
 
 @contextlib.contextmanager
 def writing_a_run() -> Iterator[None]:
-    """Inside, a file of a run directory that the system does not let be written ends the run, and says why.
+    """Inside, a file of a run directory that cannot be written ends the run.
 
     Raises:
         RunError: naming the file, the system's reason and the remedy.
@@ -138,7 +138,7 @@ def writing_a_run() -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _REMEDIES:  # of a network, or a timeout
+        if error.errno not in _REMEDIES:  # a network error, or a timeout
             raise
         file = error.filename or "a file of the run"
         raise RunError(
@@ -147,12 +147,12 @@ def writing_a_run() -> Iterator[None]:
 
 
 def delete(path: Path) -> None:
-    """Removes whatever lies there, if anything does."""
+    """Removes a file or a folder, if it is there."""
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def sync_directory(directory: Path) -> None:
-    """Puts the names of a directory's files on the disk, after a file was made or renamed there."""
+    """Makes new names of files in a directory durable, after a file was made or renamed there."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

@@ -1,4 +1,4 @@
-"""Ranges of the numbers that come from outside: command lines, experiments, files."""
+"""Ranges of numbers from outside: command lines, experiments, files."""
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -8,7 +8,7 @@ from realhf.base.errors import UserError
 Number = TypeVar("Number", int, float)
 Bounds = tuple[float, float]
 
-# What a plan can be made for within minutes.
+# Within these bounds a plan can be made in minutes.
 DEVICES: Bounds = (1, 4096)
 STEPS_IN_FLIGHT: Bounds = (1, 1024)
 TOKENS: Bounds = (1, 2**24)
@@ -20,10 +20,10 @@ BYTES: Bounds = (0, 2**60)
 def check_range(name: str, value: Number, low: float, high: float, unit: str = "") -> Number:
     """`value`, if it lies from `low` to `high`.
 
-    `name` is what the user wrote: an option (`--memory-gb`) or a field (`optimizer.lr`).
+    `name` is the user's name for it: an option (`--memory-gb`) or a field (`optimizer.lr`).
 
     Raises:
-        UserError: it is below or above, or not a number at all.
+        UserError: the value is outside the range, or NaN.
     """
     if not low <= value <= high:  # false for NaN
         raise UserError(
@@ -42,14 +42,14 @@ class Range(NamedTuple):
 
 
 def check_ranges(values: Mapping[str, Any], ranges: Mapping[str, Range]) -> None:
-    """Checks every value that has a range and is there; None is not there. Raises as `check_range` does."""
+    """Checks every value that has a range and is not None. Raises as `check_range` does."""
     for key, (name, low, high, unit) in ranges.items():
         if values.get(key) is not None:
             check_range(name, values[key], low, high, unit)
 
 
 def check_fields(where: str, values: object, ranges: Mapping[str, Bounds]) -> None:
-    """Each field of `values` that `ranges` names: a number, a tuple of them or a dict with them; None is passed over.
+    """Checks each field of `values` that `ranges` names: a number, or a tuple or dict of numbers; None is skipped.
 
     Raises:
         UserError: as `check_range`; the name is `where` and the field.

@@ -26,9 +26,9 @@ DEVICE_FILES = Path("/dev")
 class Gpu:
     """One device that CUDA can run on: a GPU, or a MIG instance of one.
 
-    `token` names it in `CUDA_VISIBLE_DEVICES`, for a worker that is to have this device alone. `num_cores` (CUDA
-    cores), `clock_hz` (the highest of its multiprocessors) and `memory_bandwidth` (bytes a second, from the width of
-    the memory's bus and its highest clock) are None where the driver does not report them.
+    token: names it in `CUDA_VISIBLE_DEVICES`, for a worker that gets this device alone.
+    num_cores: CUDA cores; clock_hz: the highest clock of its multiprocessors; memory_bandwidth: bytes a second, from
+        the width and the highest clock of the memory's bus. Each is None if the driver does not report it.
     """
 
     token: str
@@ -46,20 +46,20 @@ class Gpu:
         return self.uuid.startswith("MIG-")
 
 
-# The devices by the number of their GPU: the GPU itself, or its MIG instances where it is divided into such.
+# The devices by the number of their GPU: the GPU itself, or its MIG instances.
 Machine = tuple[tuple[Gpu, ...], ...]
 
 
 def visible_gpus(environ: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
-    """The GPUs that a run on this machine uses, in the order of `CUDA_VISIBLE_DEVICES`; all where it is not set.
+    """The GPUs that a run on this machine uses, in the order of `CUDA_VISIBLE_DEVICES`; all if it is not set.
 
-    Tokens are those of the user, or else UUIDs, which mean the same device whatever `CUDA_DEVICE_ORDER` is. The
-    values have the meaning that NVIDIA gives them (CUDA Programming Guide, "CUDA Environment Variables"): numbers of
-    GPUs, UUIDs or their beginnings. Where CUDA would silently hide a device, an error says so.
+    The values mean what NVIDIA says (CUDA Programming Guide, "CUDA Environment Variables"): numbers of GPUs, UUIDs or
+    their beginnings. Tokens are the user's, else UUIDs, which do not depend on `CUDA_DEVICE_ORDER`. A device that CUDA
+    would silently hide is an error here.
 
     Raises:
-        UserError: the variable names a device that is not there or names one twice, its numbers have no certain
-            meaning, the devices are of several kinds, or the driver does not work.
+        UserError: the variable names a missing device or names one twice, its numbers are ambiguous, the devices are of
+            several kinds, or the driver does not work.
     """
     text = environ.get(VISIBLE)
     if text is not None and text.strip() in NO_DEVICES:
@@ -83,7 +83,7 @@ def count_gpus() -> int:
 
 
 def machine_gpus() -> Machine:
-    """The devices of this machine, by the number that `nvidia-smi` gives to their GPU; none without a driver.
+    """The devices of this machine by the number of their GPU in `nvidia-smi`; none without a driver.
 
     Raises:
         UserError: there are devices, but the driver does not answer for them.
@@ -156,7 +156,7 @@ def _instances(gpu: Any) -> tuple[Gpu, ...]:
 
 
 def _read(device: Any, parent: Any) -> Gpu:
-    """What a GPU and a MIG instance of it have in common."""
+    """The fields that a GPU and its MIG instances have in common."""
     clock_mhz = _reported(pynvml.nvmlDeviceGetMaxClockInfo, parent, pynvml.NVML_CLOCK_SM)
     uuid = pynvml.nvmlDeviceGetUUID(device)
     memory = _reported(pynvml.nvmlDeviceGetMemoryInfo, device)
@@ -174,7 +174,7 @@ def _read(device: Any, parent: Any) -> Gpu:
 
 
 def _reported(query: Callable[..., Any], *arguments: Any) -> Any:
-    """What NVML answers; None where the device or the driver does not know the question."""
+    """NVML's answer; None if the device or the driver does not support the query."""
     try:
         return query(*arguments)
     except (pynvml.NVMLError_NotSupported, pynvml.NVMLError_FunctionNotFound):

@@ -1,4 +1,4 @@
-"""The cores and the memory that a process of this machine may use: those there are, within the limits set for it."""
+"""The cores and the memory that a process may use: those of the machine, within the limits set for the process."""
 
 import math
 import os
@@ -14,9 +14,10 @@ GIB = 2**30
 
 @dataclass(frozen=True, kw_only=True)
 class Host:
-    """What this process may use of its machine. Where `cores_limit` or `memory_limit` names something, there is more.
+    """The cores and the memory that this process may use.
 
-    A limit in words: "the affinity of this process", or the file of a control group that sets it.
+    `cores_limit` and `memory_limit` name the limit if the machine has more: "the affinity of this process", or the file
+    of a control group.
     """
 
     cores: int
@@ -32,10 +33,12 @@ class _Limit:
 
 
 def read_host(root: Path = ROOT) -> Host:
-    """Cores: the affinity and the processor quota of the control groups, rounded down, at least 1. Memory: the
+    """Reads the limits of this process.
+
+    Cores: the affinity, or the smallest processor quota of a control group, rounded down, at least 1. Memory: the
     machine's, or the smallest limit of a control group.
 
-    `root` is where /proc and /sys are looked for. Control groups of both versions are read, with all that are above
+    `root` is where /proc and /sys are looked for. Control groups of both versions are read, with all their parents
     (https://docs.kernel.org/admin-guide/cgroup-v2.html, cpu.max, memory.max, memory.high; cgroup-v1/memory.html and
     scheduler/sched-bwc.html for cfs_quota_us).
     """
@@ -57,7 +60,7 @@ def read_host(root: Path = ROOT) -> Host:
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """The folders of the control groups that this process is in, up to the topmost that can be seen; their version."""
+    """The folders of this process's control groups, up to the topmost visible one, each with its version."""
     mounts = [line.split() for line in _lines(root / "proc/self/mountinfo")]
     for line in _lines(root / "proc/self/cgroup"):
         _, names, path = line.split(":", 2)
@@ -76,7 +79,7 @@ def _has_controller(mount: list[str], controller: str, version: int) -> bool:
 
 
 def _upwards(root: Path, mount_root: str, mount_point: str, path: str) -> Iterator[Path]:
-    """In a container the hierarchy may be mounted from the process's own group on: then that is all of it."""
+    """The folder of a group and its parents. In a container only the process's own group may be visible."""
     top = root / mount_point.lstrip("/")
     is_within = Path(path).is_relative_to(mount_root) and ".." not in path
     relative = Path(path).relative_to(mount_root) if is_within else Path()
@@ -87,12 +90,12 @@ def _upwards(root: Path, mount_root: str, mount_point: str, path: str) -> Iterat
 def _lines(path: Path) -> list[str]:
     try:
         return path.read_text().splitlines()
-    except OSError:  # no Linux, or a /proc that hides it: no limit is known
+    except OSError:  # not Linux, or /proc hides it: no limit is known
         return []
 
 
 def _read(path: Path, parse: Callable[[str], float]) -> list[_Limit]:
-    """The limit in a file; none where there is no such file, or it holds no number ("max")."""
+    """The limit in a file; none if there is no such file, or it has no number ("max")."""
     try:
         return [_Limit(parse(path.read_text()), str(path))]
     except (OSError, ValueError):

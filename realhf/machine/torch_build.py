@@ -1,4 +1,4 @@
-"""What the installed torch was built for, found without importing it."""
+"""The CUDA version that the installed torch was built for, found without importing torch."""
 
 import re
 from importlib.util import find_spec
@@ -9,7 +9,7 @@ _CUDA = re.compile(r"""^cuda\b[^=\n]*=\s*['"]([\d.]+)['"]""", re.MULTILINE)
 
 
 def torch_cuda_version() -> str | None:
-    """The version of CUDA that the installed torch was built for; None for another build, or without torch."""
+    """The CUDA version of the installed torch; None if it was built without CUDA, or torch is missing."""
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         return None

@@ -1,0 +1,44 @@
+"""Constants that Python and C++ both have are equal: the compiler of one does not read the other."""
+
+import re
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import realhf
+from realhf.architecture.decoding import PAGE_TOKENS
+from realhf.cpu.native import kernels
+from realhf.planning.model.communicators import MOVES
+from realhf.planning.problem import nodes
+
+PROBLEM = Path(realhf.__file__).parents[1] / "csrc/search/problem.h"
+
+
+def constant(name: str) -> float:
+    """The value of a `constexpr` of the problem's header: a number, or 1 shifted left."""
+    found = re.search(rf"^constexpr [\w:]+ {name} = (?:1 << (\d+)|([\d.e]+));", PROBLEM.read_text(), re.MULTILINE)
+    assert found is not None, name
+    shift, number = found.groups()
+    return float(1 << int(shift)) if shift else float(number)
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("kMaxCalls", nodes.MAX_CALLS),
+        ("kMaxDevices", nodes.MAX_DEVICES),
+        ("kMaxInstances", nodes.MAX_INSTANCES),
+        ("kMaxParents", get_args(nodes.Parents)[1].max_length),
+        ("kMaxLabel", get_args(nodes.Label)[1].le),
+        ("kMaxNumber", nodes.MOST),
+        ("kMovesCommunicator", MOVES),
+    ],
+)
+def test_limits_of_a_planning_problem(name: str, ours: int) -> None:
+    assert constant(name) == ours
+
+
+@pytest.mark.skipif(kernels is None, reason="the kernels are not built")
+def test_pages_of_the_kv_cache() -> None:
+    assert kernels.PAGE == PAGE_TOKENS
