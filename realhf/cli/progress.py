@@ -33,11 +33,12 @@ class Progress(Listener):
     """Shows what a run tells: a bar on a terminal, a line now and then elsewhere.
 
     Args:
+        has_bar: False where the run may use the terminal itself.
         clock: seconds that never go back.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self._clock = clock
+    def __init__(self, *, has_bar: bool = True, clock: Callable[[], float] = time.monotonic):
+        self._has_bar, self._clock = has_bar, clock
         self._console = Console(stderr=True)
         self._phases: Phases | None = None
         self._bar: Bar | None = None
@@ -80,7 +81,7 @@ class Progress(Listener):
         self._evaluations = Tail(directory.evaluations, evaluation_line, self.say)
         self._metrics.skip()
         self._evaluations.skip()
-        if self._console.is_terminal and self._bar is None:
+        if self._has_bar and self._console.is_terminal and self._bar is None:
             counts = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
             self._bar = Bar(*counts, TextColumn("{task.description}"), console=self._console)
             self._bar.start()

@@ -44,7 +44,7 @@ def execute(arguments: argparse.Namespace) -> int:
     request = run_request(arguments)
     if arguments.resume and arguments.dry_run:
         raise UserError("--dry-run shows a new run's batch script; leave out --resume, or see launcher/job.sbatch")
-    with Progress() as progress:
+    with Progress(has_bar=not request.launcher.uses_terminal) as progress:
         if not arguments.resume:
             run = new_run(request, progress.search)
             if arguments.dry_run:

@@ -102,11 +102,12 @@ class Launcher(Protocol):
 LAUNCHERS: Mapping[str, str] = {
     "local": "realhf.launch.local:LocalLauncher",
     "slurm": "realhf.launch.slurm.launcher:SlurmLauncher",
+    "in-process": "realhf.launch.in_process:InProcessLauncher",
 }
 
 
 def find_launcher(name: str, folder: Path | None = None) -> type[Launcher]:
-    """The class that `--launcher name` means: `local`, `slurm`, or `MODULE:CLASS` from elsewhere.
+    """The class that `--launcher name` means: a name of `LAUNCHERS`, or `MODULE:CLASS` from elsewhere.
 
     MODULE is a file (`my_launcher.py`), or the name of an installed module or of one in `folder`, the experiment's.
 

@@ -113,6 +113,13 @@ def python_command(module: str, *words: str) -> tuple[str, ...]:
     return (sys.executable, "-P", "-m", module, *words)
 
 
+def module_of(spec: ProcessSpec) -> tuple[str, ...]:
+    """The Python module that a process runs, and its words: the reverse of `python_command`."""
+    begin = len(python_command(""))
+    assert spec.argv[: begin - 1] == python_command("")[:-1], f"{spec.argv} is no command of Python"
+    return spec.argv[begin - 1 :]
+
+
 def process_environment(threads: int = 1) -> dict[str, str]:
     """What every process gets: `threads` unless the user asks for others, its lines at once, memory in huge pages, and
     freed memory of tensors that can be used again.

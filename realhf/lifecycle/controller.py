@@ -106,7 +106,7 @@ class Controller:
             try:
                 self.run_to_end()
                 note(self._directory.events, "ended", self._run.experiment.steps)
-            except (KeyboardInterrupt, RunError, UserError) as error:
+            except (KeyboardInterrupt, Exception) as error:
                 with self._interruption.ignored():
                     self._end_badly(error)
                 raise
@@ -174,9 +174,11 @@ class Controller:
         self._listener.watched("")
         directory, step = self._directory, last_step(self._directory)
         state: Literal["failed", "interrupted"] = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        note(directory.events, state, step, str(error))
+        is_told = isinstance(error, KeyboardInterrupt | RunError | UserError)
+        text = str(error) if is_told else f"{type(error).__name__}: {error}"
+        note(directory.events, state, step, text)
         error.add_note(going_on(self._run, directory, self._request, step))
-        message = "\n".join(filter(None, [str(error), *error.__notes__]))
+        message = "\n".join(filter(None, [text, *error.__notes__]))
         status = Status(state=state, step=step, steps=self._run.experiment.steps, message=message)
         with contextlib.suppress(OSError):  # on a full disk: what went wrong is said by the error
             remove_unfinished(directory.checkpoints)

@@ -1,18 +1,23 @@
 """Entry of the master process: `python -m realhf.master RUN_DIR [HOST]`; it listens on HOST, else on this host."""
 
 import asyncio
+import contextlib
+import contextvars
 import logging
 import signal
 import socket
 import sys
+import threading
+from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import writing_a_run
 from realhf.master.master import Master
-from realhf.rundir.logs import start_logging
+from realhf.rundir.logs import logging_to, start_logging
 from realhf.rundir.paths import MASTER, RunDirectory
-from realhf.rundir.run import load_run
+from realhf.rundir.run import Run, load_run
 from realhf.transport.codec import Codec
 from realhf.transport.keys import load_master_keys
 from realhf.transport.messages import ToMaster, ToWorker
@@ -23,11 +28,11 @@ logger = logging.getLogger("realhf.master")
 
 # A shared file system may take a while to notice that the node of an earlier master is gone.
 LOCK_WAIT_S = 120.0
+TERMINATED = 128 + signal.SIGTERM
 
 
-async def serve(directory: RunDirectory, host: str) -> None:
-    """Runs the experiment that the run directory describes, listening on `host`."""
-    run = load_run(directory.experiment, directory.plan)
+async def serve(directory: RunDirectory, run: Run, host: str, begun: Callable[[asyncio.Task[None]], None]) -> None:
+    """Runs the experiment, listening on `host`. `begun` gets the task; whoever cancels it ends the run."""
     keys = load_master_keys(directory.keys, num_workers=run.spec.num_workers)
     server: Server[ToMaster, ToWorker] = Server(
         host, keys, incoming=Codec[ToMaster](ToMaster), outgoing=Codec[ToWorker](ToWorker)
@@ -36,8 +41,7 @@ async def serve(directory: RunDirectory, host: str) -> None:
         publish_master(directory.rendezvous, MasterAddress(address=server.address, public_key=keys.own.public.decode()))
         master = Master(run, directory, server)
         task = asyncio.ensure_future(master.run())
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGTERM, task.cancel)
+        begun(task)
         try:
             await task
         except asyncio.CancelledError:
@@ -48,20 +52,60 @@ async def serve(directory: RunDirectory, host: str) -> None:
         server.close()
 
 
-def main() -> int:
-    directory = RunDirectory.open(Path(sys.argv[1]))
-    start_logging(MASTER)
-    host = sys.argv[2] if len(sys.argv) > 2 else socket.gethostname()
+def carry_out(directory: RunDirectory, run: Run, host: str, begun: Callable[[asyncio.Task[None]], None]) -> int:
+    """Runs the experiment to its end; returns the exit code. `begun`: see `serve`."""
     try:
-        with writing_a_run(), directory.lock("master", wait_s=LOCK_WAIT_S):
-            asyncio.run(serve(directory, host))
+        with writing_a_run(), directory.lock(MASTER, wait_s=LOCK_WAIT_S):
+            asyncio.run(serve(directory, run, host, begun))
     except (RunError, UserError) as error:
         logger.error("%s", error)
         return 1
     except asyncio.CancelledError:
         logger.error("terminated")
-        return 143
+        return TERMINATED
     return 0
+
+
+def in_process(path: str, host: str) -> Generator[None, None, int]:
+    """The master on a thread of its own, without deadlines, beside a worker in this process; returns the exit code."""
+    directory = RunDirectory.open(Path(path))
+    run = load_run(directory.experiment, directory.plan).without_deadlines()
+    codes: list[int] = []
+    cancels: list[Callable[[], object]] = []
+
+    def begun(task: asyncio.Task[None]) -> None:
+        cancels.append(partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel))
+
+    with logging_to(directory.log(MASTER), MASTER):
+        context = contextvars.copy_context()
+        thread = threading.Thread(
+            target=lambda: codes.append(context.run(carry_out, directory, run, host, begun)), name=MASTER, daemon=True
+        )
+        thread.start()
+        try:
+            while thread.is_alive():
+                yield
+        finally:
+            while thread.is_alive():  # it may have begun only now
+                for cancel in cancels:
+                    with contextlib.suppress(RuntimeError):  # it has ended
+                        cancel()
+                thread.join(0.1)
+    return codes[0] if codes else 1
+
+
+def main() -> int:
+    directory = RunDirectory.open(Path(sys.argv[1]))
+    start_logging(MASTER)
+    try:
+        run = load_run(directory.experiment, directory.plan)
+    except UserError as error:
+        logger.error("%s", error)
+        return 1
+    host = sys.argv[2] if len(sys.argv) > 2 else socket.gethostname()
+    return carry_out(
+        directory, run, host, lambda task: asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+    )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,12 @@
 """Log lines of master and workers: when, who, in which step and call, and what."""
 
+import contextlib
 import logging
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from pathlib import Path
 from typing import IO, Any
 
 # What a worker's activity says while it executes a request, such as "actor_generate of step 3: compute".
@@ -24,6 +27,31 @@ def start_logging(process: str, activity: Callable[[], str] = lambda: "", stream
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_LineFormatter(process, activity))
     logging.basicConfig(level=logging.INFO, handlers=[handler], force=True)
+
+
+# The process whose code runs, where master and worker share one. A thread begins with the default, so those of the
+# worker have it; the master's thread is given its own.
+_PROCESS: ContextVar[str] = ContextVar("process", default="worker-0")
+
+
+@contextlib.contextmanager
+def logging_to(path: Path, process: str, activity: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Inside, the log records of one of several `processes` in this one are appended to `path`, as `start_logging` has
+    them. They are those of the present context (`contextvars`), for the worker those of any thread beside."""
+    root = logging.getLogger()
+    level = root.level
+    with path.open("a") as file:
+        handler = logging.StreamHandler(file)
+        handler.setFormatter(_LineFormatter(process, activity))
+        handler.addFilter(lambda _: _PROCESS.get() == process)
+        _PROCESS.set(process)
+        root.addHandler(handler)
+        root.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            root.removeHandler(handler)
+            root.setLevel(level)
 
 
 def at(step: int, call: str | None = None) -> dict[str, Any]:

@@ -1,14 +1,16 @@
 """Entry of a worker process: `python -m realhf.worker RUN_DIR` (the launcher's environment tells the index)."""
 
+import contextlib
 import logging
 import os
 import queue
 import socket
 import sys
 import threading
+from collections.abc import Callable, Generator, Iterator
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -18,7 +20,7 @@ from realhf.cpu.host_group import PeerError
 from realhf.engine.generate.paged_attention import describe_attention
 from realhf.launch.process import TOLD_RETURNCODE, worker_index
 from realhf.rundir.flight_recorder import ActivityWriter
-from realhf.rundir.logs import start_logging
+from realhf.rundir.logs import logging_to, start_logging
 from realhf.rundir.paths import RunDirectory, worker_name
 from realhf.rundir.run import Run, load_run
 from realhf.transport.client import Client
@@ -51,6 +53,7 @@ from realhf.worker.stacks import write_stacks
 logger = logging.getLogger("realhf.worker")
 
 RECEIVE_TIMEOUT_S = 3600.0
+IN_PROCESS_WAIT_S = 0.02  # how long the master, which shares the process, is waited for at a time
 
 
 def join_world(directory: RunDirectory, run: Run, rank: int, device: torch.device) -> None:
@@ -72,41 +75,6 @@ def join_world(directory: RunDirectory, run: Run, rank: int, device: torch.devic
     dist.all_reduce(torch.zeros(1, device=device))
 
 
-def serve(
-    run: Run,
-    directory: RunDirectory,
-    rank: int,
-    client: "Client[ToWorker, ToMaster]",
-    channels: Channels,
-) -> None:
-    """Sets up and executes requests until told to stop, moves of parameters on a thread of their own. Raises what
-    another request raises."""
-    device = own_device()
-    check_device(run.spec.hardware, rank, device)
-    logger.info("attention on %s: %s", device.type, "; ".join(describe_attention(device.type)))
-    channels.activity.set("setup: joining the other workers")
-    join_world(directory, run, rank, device)
-    worker = ModelWorker(run, rank, device, directory, channels)
-    give_back_freed_memory()
-    client.send(Ready(device=device_name(device)))
-    logger.info("ready")
-    channels.activity.set("waiting for the first request")
-    while True:
-        request = client.receive(RECEIVE_TIMEOUT_S)
-        match request:
-            case None:
-                raise TimeoutError(f"no request from the master for {RECEIVE_TIMEOUT_S:g} s")
-            case Shutdown():
-                worker.close()
-                return
-            case DumpStacks() | Reallocate() | FollowParameters():
-                raise AssertionError(f"{type(request).__name__} is taken as it comes in")
-            case _:
-                reply = worker.handle(request)
-                if reply is not None:
-                    client.send(reply)
-
-
 def blames_peer(error: BaseException) -> bool:
     """Whether an error only says that another worker went away."""
     if isinstance(error, PeerError) or isinstance(error.__cause__, PeerError):
@@ -116,17 +84,19 @@ def blames_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | TimeoutError | RunError) and any(sign in text for sign in signs)
 
 
-def main() -> int:
-    keep_freed_memory()
-    directory = RunDirectory.open(Path(sys.argv[1]))
-    rank = worker_index(os.environ)
-    assert rank is not None, "a launcher tells a worker its index"
-    run = load_run(directory.experiment, directory.plan)
-    activity = WorkerActivity(ActivityWriter(directory.activity(worker_name(rank))).set)
-    start_logging(worker_name(rank), lambda: activity.of_calls)
+Fail = Callable[["Client[ToWorker, ToMaster]", WorkerActivity, BaseException], None]
+
+
+def carry_out(
+    directory: RunDirectory, run: Run, rank: int, activity: WorkerActivity, fail: Fail, wait_s: float
+) -> Generator[None, None, None]:
+    """Executes the master's requests until told to stop; moves of parameters on a thread of their own.
+
+    Yields after each request, and every `wait_s` seconds while none comes. `fail` is told, from any thread, what was
+    raised. If it returns, what the calling thread raised goes on.
+    """
     keys = load_worker_keys(directory.keys, worker=rank)
     moves: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
-    ending = threading.Lock()
 
     def do_at_once(message: ToWorker) -> bool:
         match message:
@@ -140,18 +110,6 @@ def main() -> int:
                 return False
         return True
 
-    def fail(error: BaseException) -> NoReturn:
-        """Says why and ends the process. Of two threads that fail, one does it."""
-        ending.acquire()
-        try:
-            logger.error("failed: %s", activity.text, exc_info=error)
-            client.send(Failure(request_id=None, text=explain(error), blames_peer=blames_peer(error)))
-            client.close()
-        finally:
-            # Groups whose peers are gone can block an orderly end for minutes; there is nothing left to save.
-            sys.stderr.flush()
-            os._exit(TOLD_RETURNCODE)
-
     master = wait_for_master(directory.rendezvous, timeout_s=run.spec.setup_timeout_s, public_key=keys.master)
     client: Client[ToWorker, ToMaster] = Client(
         master.address,
@@ -161,13 +119,103 @@ def main() -> int:
         heartbeat=lambda: Heartbeat(activity=activity.text),
         urgent=do_at_once,
     )
-    client.send(Hello(worker=rank, pid=os.getpid(), host=socket.gethostname()))
+    with contextlib.ExitStack() as held:
+        held.callback(client.close)
+        client.send(Hello(worker=rank, pid=os.getpid(), host=socket.gethostname()))
+        try:
+            device = own_device()
+            check_device(run.spec.hardware, rank, device)
+            logger.info("attention on %s: %s", device.type, "; ".join(describe_attention(device.type)))
+            activity.set("setup: joining the other workers")
+            join_world(directory, run, rank, device)
+            held.callback(dist.destroy_process_group)
+            channels = Channels(activity, moves, client.send, partial(fail, client, activity))
+            worker = ModelWorker(run, rank, device, directory, channels)
+            held.callback(worker.close)
+            give_back_freed_memory()
+            client.send(Ready(device=device_name(device)))
+            logger.info("ready")
+            activity.set("waiting for the first request")
+            yield from _requests(client, worker, wait_s)
+        except (Exception, SystemExit) as error:  # an interface may call sys.exit
+            fail(client, activity, error)
+            raise
+
+
+def _requests(client: "Client[ToWorker, ToMaster]", worker: ModelWorker, wait_s: float) -> Iterator[None]:
+    waited_s = 0.0
+    while True:
+        request = client.receive(wait_s)
+        match request:
+            case None:
+                waited_s += wait_s
+                if waited_s >= RECEIVE_TIMEOUT_S:
+                    raise TimeoutError(f"no request from the master for {RECEIVE_TIMEOUT_S:g} s")
+            case Shutdown():
+                return
+            case DumpStacks() | Reallocate() | FollowParameters():
+                raise AssertionError(f"{type(request).__name__} is taken as it comes in")
+            case _:
+                waited_s = 0.0
+                reply = worker.handle(request)
+                if reply is not None:
+                    client.send(reply)
+        yield
+
+
+def in_process(path: str) -> Generator[None, None, int]:
+    """The run's only worker, on the calling thread: each step executes at most one request.
+
+    There are no deadlines, since a person may look at an interface in a debugger for as long as they want.
+
+    Returns the exit code. Raises what a request raises.
+    """
+    keep_freed_memory()
+    directory, name = RunDirectory.open(Path(path)), worker_name(0)
+    run = load_run(directory.experiment, directory.plan).without_deadlines()
+    failures: list[BaseException] = []
+
+    def fail(_: object, activity: WorkerActivity, error: BaseException) -> None:
+        logger.error("failed: %s", activity.text, exc_info=error)
+        failures.append(error)
+
+    with contextlib.closing(ActivityWriter(directory.activity(name))) as recorder:
+        activity = WorkerActivity(recorder.set)
+        with logging_to(directory.log(name), name, lambda: activity.of_calls):
+            requests = carry_out(directory, run, 0, activity, fail, wait_s=IN_PROCESS_WAIT_S)
+            with contextlib.closing(requests):
+                for _ in requests:
+                    if failures:  # on another thread
+                        raise failures[0]
+                    yield
+    return 0
+
+
+def end_process(
+    ending: threading.Lock, client: "Client[ToWorker, ToMaster]", activity: WorkerActivity, error: BaseException
+) -> None:
+    """Tells the master why, and ends the process. Of two threads that fail, one does it."""
+    ending.acquire()
     try:
-        serve(run, directory, rank, client, Channels(activity, moves, client.send, fail))
-    except (Exception, SystemExit) as error:  # an interface may call sys.exit
-        fail(error)
-    client.close()
-    dist.destroy_process_group()
+        logger.error("failed: %s", activity.text, exc_info=error)
+        client.send(Failure(request_id=None, text=explain(error), blames_peer=blames_peer(error)))
+        client.close()
+    finally:
+        # Groups whose peers are gone can block an orderly end for minutes; there is nothing left to save.
+        sys.stderr.flush()
+        os._exit(TOLD_RETURNCODE)
+
+
+def main() -> int:
+    keep_freed_memory()
+    directory = RunDirectory.open(Path(sys.argv[1]))
+    rank = worker_index(os.environ)
+    assert rank is not None, "a launcher tells a worker its index"
+    run = load_run(directory.experiment, directory.plan)
+    activity = WorkerActivity(ActivityWriter(directory.activity(worker_name(rank))).set)
+    start_logging(worker_name(rank), lambda: activity.of_calls)
+    for _ in carry_out(directory, run, rank, activity, partial(end_process, threading.Lock()), RECEIVE_TIMEOUT_S):
+        pass
     return 0
 
 

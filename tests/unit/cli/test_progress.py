@@ -62,7 +62,7 @@ def test_a_start_tells_its_phases_until_its_first_step_has_ended(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory, clock = RunDirectory.create(tmp_path / "run"), Clock()
-    with Progress(clock) as progress:
+    with Progress(clock=clock) as progress:
 
         def at(seconds: float) -> list[str]:
             clock.now_s = 1000.0 + seconds
