@@ -5,6 +5,7 @@ import contextlib
 import contextvars
 import importlib
 import os
+import sys
 import time
 from collections.abc import Generator
 from dataclasses import dataclass, field
@@ -13,7 +14,7 @@ from typing import Any
 from realhf.base.errors import UserError
 from realhf.launch.devices import devices_of, gpus_for
 from realhf.launch.launcher import Exit, Launcher
-from realhf.launch.process import Job, ProcessSpec, module_of
+from realhf.launch.process import WORKER_INDEX_VARIABLE, Job, ProcessSpec, module_of
 
 # How long a poll executes requests before it returns; what else the launching process does has to wait for it.
 POLL_S = 0.5
@@ -66,13 +67,14 @@ class InProcessLauncher(Launcher):
         self.preview(job)
         device = next(devices_of(gpus_for(1, job.avoided), job.avoided))
         self._is_watched = False
+        self._held.callback(setattr, sys, "excepthook", sys.excepthook)  # torch.distributed puts ranks before lines
         self._held.callback(_restore, dict(os.environ))
         for process in job.processes:
             os.environ.update(process.env)
             module, *words = module_of(process)
             steps = importlib.import_module(f"{module}.__main__").in_process
             self._parts.append(_Part(process, steps(*words)))
-        os.environ.update(device.environment)
+        os.environ.update(device.environment | {WORKER_INDEX_VARIABLE: "0"})
 
     def poll(self) -> list[Exit]:
         # Until the caller has been back once it does not look for Ctrl-C.

@@ -56,6 +56,10 @@ RUN_ELSEWHERE = {
         "tests/e2e/test_plan_command.py",
         ["experiments/ppo.py --cluster h100-16x8 --actor llama3-70b --critic llama3-7b --compare", "main(['plan'"],
     ),
+    "realhf run experiments/sft.py --launcher in-process --num-workers 1 --steps 1": (
+        "tests/e2e/test_contributed_launcher.py",
+        ["experiments/sft.py", '"--launcher", "in-process", "--num-workers", "1"', '"--steps", "1"'],
+    ),
     "realhf run experiments/ppo.py --plan plan.json --run-dir runs/mine": (
         "tests/e2e/test_plans.py",
         ["--plan", "finished", '"ppo"'],

@@ -1,0 +1,51 @@
+"""A launcher from outside the package: child processes of low priority. It is the example of docs/contributing.md."""
+
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+
+from realhf.base.options import option
+from realhf.launch.devices import DEVICE_VARIABLE
+from realhf.launch.launcher import Exit, Launcher
+from realhf.launch.process import WORKER_INDEX_VARIABLE, Job, ProcessSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class NiceOptions:
+    nice: int = option(5, "how much lower the priority of the processes is")
+
+
+class NiceLauncher(Launcher):
+    options_type = NiceOptions
+
+    def __init__(self, options: NiceOptions) -> None:
+        self._options = options
+        self._running: list[tuple[ProcessSpec, subprocess.Popen[bytes]]] = []
+
+    def start(self, job: Job) -> None:
+        for process in job.processes:
+            env = {**os.environ, **process.env}
+            if process.index is not None:
+                env |= {WORKER_INDEX_VARIABLE: str(process.index), DEVICE_VARIABLE: f"cpu:{process.index}"}
+            command = ["nice", "-n", str(self._options.nice), *process.argv]
+            with process.log_path.open("ab") as log:
+                child = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+            self._running.append((process, child))
+
+    def poll(self) -> list[Exit]:
+        ended = [(process, child) for process, child in self._running if child.poll() is not None]
+        self._running = [pair for pair in self._running if pair not in ended]
+        return [Exit(name=one.name, returncode=child.returncode, log_path=one.log_path) for one, child in ended]
+
+    def stop(self, *, grace_s: float = 5.0) -> None:
+        children = [child for _, child in self._running]
+        for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 60.0)):
+            for child in children:
+                if child.poll() is None:
+                    os.killpg(child.pid, number)
+            deadline = time.monotonic() + patience_s
+            while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+                time.sleep(0.02)
+        self._running = []
