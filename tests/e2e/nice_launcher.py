@@ -1,9 +1,9 @@
 """A launcher from outside the package: child processes of low priority. It is the example of docs/contributing.md."""
 
+import contextlib
 import os
 import signal
 import subprocess
-import time
 from dataclasses import dataclass
 
 from realhf.base.options import option
@@ -40,12 +40,11 @@ class NiceLauncher(Launcher):
         return [Exit(name=one.name, returncode=child.returncode, log_path=one.log_path) for one, child in ended]
 
     def stop(self, *, grace_s: float = 5.0) -> None:
-        children = [child for _, child in self._running]
-        for number, patience_s in ((signal.SIGTERM, grace_s), (signal.SIGKILL, 60.0)):
-            for child in children:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for _, child in self._running:
                 if child.poll() is None:
                     os.killpg(child.pid, number)
-            deadline = time.monotonic() + patience_s
-            while any(child.poll() is None for child in children) and time.monotonic() < deadline:
-                time.sleep(0.02)
+            for _, child in self._running:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(grace_s if number is signal.SIGTERM else None)
         self._running = []

@@ -25,6 +25,7 @@ IMPORTS = {"import_module", "spec_from_file_location", "exec_module"}
 # checkpoint.
 MAY_IMPORT_BY_NAME = {
     "realhf/base/code_files.py",
+    "realhf/launch/in_process.py",
     "realhf/launch/launcher.py",
     "realhf/cli/__init__.py",
     "realhf/cpu/native.py",
