@@ -37,8 +37,7 @@ def start(run: Run, request: RunRequest, listener: Listener = UNHEARD) -> RunDir
             was a run by then, notes say what was saved and which command goes on; no process is left.
     """
     directory = run_directory(request)
-    launcher = request.launcher(request.launcher_options)
-    launcher.preview(job_of(run, directory, is_remote=launcher.is_remote))  # it can be started
+    launcher = _launcher(run, request, directory)
     RunDirectory.create(directory.path)
     with directory.lock(LAUNCHER_LOCK):
         try:
@@ -60,8 +59,7 @@ def resume(request: RunRequest, listener: Listener = UNHEARD) -> RunDirectory:
     with directory.lock(LAUNCHER_LOCK):
         with directory.lock(MASTER):  # of a job that outlived its launcher
             run, choice = resumed_run(request, directory, listener.search)
-            launcher = request.launcher(request.launcher_options)
-            launcher.preview(job_of(run, directory, is_remote=launcher.is_remote))  # it can be started
+            launcher = _launcher(run, request, directory)
             prepare(run, directory)
         note_start(run, directory, "resumed", choice)
         for step, reason in choice.damaged.items():
@@ -75,6 +73,13 @@ def preview(run: Run, request: RunRequest) -> str:
     """What the launcher would start: a batch script, commands. Raises UserError where it cannot start them."""
     launcher = request.launcher(request.launcher_options)
     return launcher.preview(job_of(run, run_directory(request), is_remote=launcher.is_remote))
+
+
+def _launcher(run: Run, request: RunRequest, directory: RunDirectory) -> Launcher:
+    """The launcher of a run. Raises UserError where it cannot start the run."""
+    launcher = request.launcher(request.launcher_options)
+    launcher.preview(job_of(run, directory, is_remote=launcher.is_remote))
+    return launcher
 
 
 def run_directory(request: RunRequest) -> RunDirectory:

@@ -1,0 +1,62 @@
+"""Fields of a dataclass as arguments of a command, and back."""
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import pytest
+
+from realhf.base.errors import UserError
+from realhf.base.options import check_options, flags, option
+from realhf.cli.options import add_options, options_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    count: int = option(3, "how many", bounds=(1, 5), unit="times")
+    limit_s: float | None = option(None, "how long")
+    kind: Literal["plain", "fancy"] = option("plain", "which", flag="--of-kind")
+    loud: bool = option(False, "say more")
+    quiet: bool | None = option(None, "say less")
+    files: tuple[Path, ...] = option((), "a file; may be repeated", flag="--file")
+    keys: tuple[str, ...] | None = option(None, "several")
+    inner: int = 7
+
+    def __post_init__(self) -> None:
+        check_options(self)
+
+
+def parsed(*words: str) -> Options:
+    command = argparse.ArgumentParser(exit_on_error=False)
+    add_options(command, Options)
+    return options_of(Options, command.parse_args(words))
+
+
+def test_without_words_all_have_their_defaults() -> None:
+    assert parsed() == Options()
+
+
+def test_words_of_every_type() -> None:
+    words = "--count 5 --limit-s 1.5 --of-kind fancy --loud --quiet --file a --file b --keys x y"
+    assert parsed(*words.split()) == Options(
+        count=5, limit_s=1.5, kind="fancy", loud=True, quiet=True, files=(Path("a"), Path("b")), keys=("x", "y")
+    )
+
+
+@pytest.mark.parametrize("words", [("--of-kind", "odd"), ("--count", "many")])
+def test_a_wrong_word_is_refused(words: tuple[str, ...]) -> None:
+    with pytest.raises(argparse.ArgumentError):
+        parsed(*words)
+
+
+def test_a_number_out_of_its_range_is_refused_by_name() -> None:
+    with pytest.raises(UserError, match="--count 6 is not from 1 to 5 times; give a number in that range"):
+        parsed("--count", "6")
+
+
+def test_flags_say_which_take_a_value() -> None:
+    assert flags(Options) == {
+        "--count": True, "--limit-s": True, "--of-kind": True, "--loud": False, "--quiet": False, "--file": True,
+        "--keys": True,
+    }  # fmt: skip
