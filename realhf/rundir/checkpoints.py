@@ -144,8 +144,8 @@ def retain(checkpoints: Path, keep: int | None, best: str | None) -> None:
     """
     steps = saved_steps(checkpoints)
     kept = set(steps if keep is None else steps[-keep:])
-    if best is not None and kept != set(steps):
-        kept |= {found for found in [_best(checkpoints, steps, best)] if found is not None}
+    if best is not None and kept != set(steps) and (found := _best(checkpoints, steps, best)) is not None:
+        kept.add(found)
     for step in set(steps) - kept:
         _remove(step_folder(checkpoints, step))
 
@@ -184,9 +184,8 @@ def _read_state(checkpoint: Path) -> RunState:
 
 def _digest(state: RunState) -> str:
     """SHA-256 of all fields but itself, in hexadecimal."""
-    return hashlib.sha256(
-        msgspec.json.encode(msgspec.structs.replace(state, sha256=""), order="deterministic")
-    ).hexdigest()
+    fields = msgspec.structs.replace(state, sha256="")
+    return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()
 
 
 def _point_to(link: Path, target: Path) -> None:

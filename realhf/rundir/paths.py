@@ -26,11 +26,37 @@ def worker_of(name: str) -> int | None:
     return int(index) if prefix == "worker" and index.isdecimal() else None
 
 
+class _Below:
+    """A path of a run directory, by its name below the directory."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, directory: "RunDirectory", _owner: type) -> Path:
+        return directory.path / self._name
+
+
 @dataclass(frozen=True)
 class RunDirectory:
     """Paths below `path`, made absolute. `create` makes a new one, `open` takes an existing one."""
 
     path: Path
+
+    plan = _Below("plan.json")
+    experiment = _Below("experiment.json")  # with every default resolved
+    metrics = _Below("metrics.jsonl")  # one JSON object a step
+    evaluations = _Below("evaluations.jsonl")  # one JSON object an evaluation
+    events = _Below("events.jsonl")  # what happened to the run as a whole, one JSON object an event
+    trace = _Below("trace.json")  # Chrome trace events, one row a worker
+    status = _Below("status.json")
+    report = _Below("report.html")
+    rollouts = _Below("rollouts")  # the data of `--record`, a folder a step
+    logs = _Below("logs")
+    checkpoints = _Below("checkpoints")
+    keys = _Below("keys")  # the run's CURVE keys (0700)
+    rendezvous = _Below("rendezvous")  # the master's address, torch's file store (0700)
+    launcher = _Below("launcher")  # the launcher's own files: the batch script, exit codes
+    switch = _Below("launcher/switch")  # asks the master to end after the next checkpoint, for another plan
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "path", self.path.absolute())  # processes may run in other working directories
@@ -99,76 +125,6 @@ class RunDirectory:
     def _folders(self) -> tuple[Path, ...]:
         folders = ("logs", "checkpoints", "keys", "rendezvous", "activity", "launcher")
         return tuple(self.path / folder for folder in folders)
-
-    @property
-    def plan(self) -> Path:
-        return self.path / "plan.json"
-
-    @property
-    def experiment(self) -> Path:
-        """The experiment with every default resolved."""
-        return self.path / "experiment.json"
-
-    @property
-    def metrics(self) -> Path:
-        """One JSON object a step."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def evaluations(self) -> Path:
-        """One JSON object an evaluation."""
-        return self.path / "evaluations.jsonl"
-
-    @property
-    def trace(self) -> Path:
-        """Chrome trace events, one row a worker."""
-        return self.path / "trace.json"
-
-    @property
-    def status(self) -> Path:
-        return self.path / "status.json"
-
-    @property
-    def events(self) -> Path:
-        """What happened to the run as a whole, one JSON object an event."""
-        return self.path / "events.jsonl"
-
-    @property
-    def report(self) -> Path:
-        return self.path / "report.html"
-
-    @property
-    def rollouts(self) -> Path:
-        """The data of `--record`, a folder a step."""
-        return self.path / "rollouts"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def keys(self) -> Path:
-        """The run's CURVE keys (0700)."""
-        return self.path / "keys"
-
-    @property
-    def rendezvous(self) -> Path:
-        """Where processes find each other: the master's address, torch's file store (0700)."""
-        return self.path / "rendezvous"
-
-    @property
-    def launcher(self) -> Path:
-        """What the launcher needs: the batch script, exit codes."""
-        return self.path / "launcher"
-
-    @property
-    def switch(self) -> Path:
-        """Asks the master, by being there, to end after the next checkpoint: the run goes on under another plan."""
-        return self.launcher / "switch"
 
     def log(self, process: str) -> Path:
         """What the process ("master", "worker-3") printed."""
