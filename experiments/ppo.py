@@ -67,8 +67,8 @@ class PPOExperiment:
 
     @property
     def rpcs(self) -> list[ModelFunctionCallDef]:
-        actor = architecture_of(self.sft_checkpoint, self.model)
-        scalar = architecture_of(self.reward_checkpoint, self.model).with_head("scalar")
+        actor = architecture_of(self.sft_checkpoint, self.model, self.backend)
+        scalar = architecture_of(self.reward_checkpoint, self.model, self.backend).with_head("scalar")
         return [
             ModelFunctionCallDef(
                 name="actor_generate",
@@ -163,7 +163,7 @@ class PPOExperiment:
         return ModelFunctionCallDef(
             name=f"actor_{name}",
             model_name="actor",
-            model_type=architecture_of(self.sft_checkpoint, self.model),
+            model_type=architecture_of(self.sft_checkpoint, self.model, self.backend),
             interface_type=GENERATE,
             interface_impl=SampledAccuracy(
                 max_new_tokens=self.ppo.max_new_tokens,

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from realhf.parallel.vocabulary import Logits, TokenLogprobs
+from realhf.parallel.vocabulary import Logits, TokenLogprobs, WholeLogits
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
@@ -43,27 +43,24 @@ def last_places(lengths: Sequence[int], device: torch.device) -> Tensor:
 
 
 def token_statistics(
-    logits: Tensor | Logits, tokens: Tensor, temperature: float = 1.0, *, with_entropy: bool = False
+    logits: Tensor | Logits | WholeLogits, tokens: Tensor, temperature: float = 1.0, *, with_entropy: bool = False
 ) -> TokenLogprobs:
     """Log-probability of `tokens` [n] and whether each is the most likely one; on demand the distributions' entropy.
 
     Args:
         logits: [n, vocab]; those of a model's head are never whole in memory.
     """
-    if isinstance(logits, Logits):
-        return logits.of_tokens(tokens, temperature, with_entropy=with_entropy)
-    scaled = at_least_fp32(logits) / temperature
-    picked = scaled.gather(-1, tokens[:, None])[:, 0]
-    entropy = torch.distributions.Categorical(logits=scaled).entropy() if with_entropy else None
-    return TokenLogprobs(picked - scaled.logsumexp(-1), picked >= scaled.amax(-1), entropy)
+    if isinstance(logits, Tensor):
+        logits = WholeLogits(logits)
+    return logits.of_tokens(tokens, temperature, with_entropy=with_entropy)
 
 
-def token_logprobs(logits: Tensor | Logits, tokens: Tensor, temperature: float = 1.0) -> Tensor:
+def token_logprobs(logits: Tensor | Logits | WholeLogits, tokens: Tensor, temperature: float = 1.0) -> Tensor:
     """log softmax(logits / temperature) at `tokens` [n], in at least float32: [n]; see `token_statistics`."""
     return token_statistics(logits, tokens, temperature).logprob
 
 
-def cross_entropy(logits: Tensor | Logits, tokens: Tensor) -> Tensor:
+def cross_entropy(logits: Tensor | Logits | WholeLogits, tokens: Tensor) -> Tensor:
     """-log softmax(logits) at `tokens`, [n], in at least float32; not reduced."""
     return -token_logprobs(logits, tokens)
 

@@ -16,6 +16,7 @@ from realhf.api.generation import GenerationOptions
 from realhf.architecture.compute import ComputeConfig
 from realhf.architecture.model import DecoderConfig, DType, Experts, RopeScaling
 from realhf.architecture.named import ARCHITECTURES, architecture, architecture_of
+from realhf.architecture.transformers_config import transformers_model
 from realhf.base.errors import RunError, UserError
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
@@ -77,4 +78,5 @@ __all__ = [
     "auto",
     "load_plan",
     "save_plan",
+    "transformers_model",
 ]

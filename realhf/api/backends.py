@@ -1,5 +1,6 @@
 """The engine backends that a model can be computed by. This is the one place where they are listed."""
 
+from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
 from realhf.base.errors import UserError
 
 NATIVE = "native"
@@ -8,6 +9,7 @@ NATIVE = "native"
 # (`realhf.engine.backend.EngineModel`), which is imported on the workers alone.
 BACKENDS = {
     NATIVE: "realhf.engine.model:ShardedModel",
+    TRANSFORMERS: "realhf.engine.transformers_backend:TransformersModel",
     "megatron": "realhf.engine.train.megatron:MegatronModel",
 }
 

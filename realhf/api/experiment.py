@@ -9,6 +9,8 @@ from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 from realhf.api.backends import NATIVE, implementation_of
 from realhf.architecture.compute import ComputeConfig
 from realhf.architecture.model import DType
+from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
+from realhf.architecture.transformers_config import check_backend
 from realhf.base.errors import UserError
 from realhf.base.numbers import Range, check_ranges
 from realhf.dataflow.follow import Follow
@@ -67,8 +69,9 @@ class ModelSetup:
     new_head: takes the trunk from the checkpoint and makes a new head (a reward model from a language model).
     with_optimizer: takes the optimizer's states and step from the checkpoint too. Training goes on where it was, with a
         schedule over the steps made and those to come; the data set is read from the beginning.
-    backend: a name of `realhf.api.backends`: "native", the engine of this project, or "megatron", which has
-        megatron-core compute the layers in passes with gradients, on GPUs.
+    backend: a name of `realhf.api.backends`: "native", the engine of this project; "megatron", which has
+        megatron-core compute the layers in passes with gradients, on GPUs; "transformers", for models that
+        `transformers_model` describes.
     compute: choices that change time and memory, not the result.
     follows: makes the parameters of a model that is not trained follow those of a trained one:
         `Follow("actor", eta=0.01, every_steps=1)`.
@@ -97,6 +100,11 @@ class ModelSetup:
                 f"checkpoint ({self.checkpoint}) and optimizer, without new_head ({self.new_head}), or leave it out"
             )
         implementation_of(self.backend)
+        if self.backend == TRANSFORMERS and self.compute != ComputeConfig(data_parallel=self.compute.data_parallel):
+            raise UserError(
+                f"backend={TRANSFORMERS!r} knows data_parallel of {self.compute} alone; leave sequence_parallel and "
+                "recomputation out"
+            )
         if self.compute.data_parallel == "fsdp" and self.backend == "megatron":
             raise UserError(
                 "data_parallel='fsdp' gathers parameters for the decoder of this project, and backend='megatron' "
@@ -249,7 +257,7 @@ def models_of(experiment: Any) -> dict[str, ModelSetup]:
 
     Raises:
         UserError: a setup for a model that no call uses, a trained model without an optimizer, or a model of another
-            dtype than the one it follows.
+            dtype than the one it follows, or a backend that does not compute the model's architecture.
     """
     given = dict(getattr(experiment, "models", {}))
     calls = list(experiment.rpcs)
@@ -261,6 +269,7 @@ def models_of(experiment: Any) -> dict[str, ModelSetup]:
         setup = given.setdefault(call.model_name, ModelSetup())
         if call.trains and setup.optimizer is None:
             raise UserError(f"{call.name} trains {call.model_name!r}, which has no optimizer; give one in models")
+        check_backend(f"model {call.model_name!r}", call.config, setup.backend)
     for name, setup in given.items():
         if setup.follows is not None and setup.follows.source in given:
             _check_follow(name, setup, given[setup.follows.source])

@@ -2,6 +2,7 @@
 them."""
 
 from realhf.architecture.model import DecoderConfig
+from realhf.architecture.transformers_config import TransformersConfig
 
 PAGE_TOKENS = 16  # of a page of the KV cache; a test holds the C++ kernels to it
 FLASH_PAGE_TOKENS = 256  # flash-attn 2 takes multiples of this
@@ -25,6 +26,8 @@ def graphs_refusal(config: DecoderConfig, *, on_gpu: bool) -> str | None:
     """The reason why decode steps of such a model are not captured as graphs; None: they are captured."""
     if not on_gpu:
         return "a CPU has no graphs"
+    if isinstance(config, TransformersConfig):
+        return "transformers computes the model"
     if config.experts.count:
         return "how many tokens an expert gets is read on the host"
     return None

@@ -48,7 +48,8 @@ def family_of(content: Mapping[str, Any], path: Path | str = "config.json") -> F
         )
     if not isinstance(model_type, str) or model_type not in FAMILIES:
         raise UserError(
-            f"{path}: model_type={shown(model_type)} is not supported; choose a checkpoint of {', '.join(FAMILIES)}"
+            f"{path}: model_type={shown(model_type)} is not supported; choose a checkpoint of {', '.join(FAMILIES)}, "
+            "or have transformers compute the model (backend='transformers', see docs/models.md)"
         )
     return FAMILIES[model_type]
 

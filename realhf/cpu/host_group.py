@@ -104,6 +104,15 @@ class HostProcessGroup(dist.ProcessGroup):
     def getBackendName(self) -> str:  # noqa: N802 (torch's name)
         return BACKEND
 
+    def _set_group_name(self, name: str) -> None:
+        """torch keeps the name with a group's backends, and a group in Python has none."""
+        self._name = name
+
+    @property
+    def group_name(self) -> str:  # type: ignore[override]  # torch has a type of strings for it
+        """By which torch finds the group, as a device mesh asks for it."""
+        return self._name
+
     # Of each collective's overloads torch calls one.
     def allreduce(self, tensors: list[Tensor], opts: dist.AllreduceOptions) -> dist.Work:  # type: ignore[override]
         for tensor in tensors:

@@ -34,12 +34,10 @@ class ShardedModel:
         config, groups, compute = spec.config, spec.groups, spec.compute
         self.config, self.groups = config, groups
         self.tokens_processed = 0
-        is_sharded = compute.data_parallel == "fsdp" and groups.data is not None
-        self.parameters: Parameters = (ShardedParameters if is_sharded else ReplicatedParameters)(
-            config, groups, spec.dtype, torch.device(spec.device)
-        )
+        self.parameters: Parameters = self.make_parameters(spec)
         self.decoder = self.parameters.decoder
-        self._kept = KeptWorkspace(is_possible=not is_sharded, timeout_s=spec.timeout_s)
+        is_replicated = self.parameters.data_parallel == "zero1"
+        self._kept = KeptWorkspace(is_possible=is_replicated, timeout_s=spec.timeout_s)
         self._neighbours = Neighbours(groups, config.hidden_size, self.parameters.flat, spec.timeout_s)
         self.trainer: Trainer | None = None
         if spec.optimizer is not None:
@@ -55,6 +53,12 @@ class ShardedModel:
             on_leaving=self._kept.forget,
             on_written=self.trainer.optimizer.parameters_changed if self.trainer else _nothing,
         )
+
+    def make_parameters(self, spec: ModelSpec) -> Parameters:
+        """The parameters, zeros, with the decoder that computes with them."""
+        is_sharded = spec.compute.data_parallel == "fsdp" and spec.groups.data is not None
+        kind = ShardedParameters if is_sharded else ReplicatedParameters
+        return kind(spec.config, spec.groups, spec.dtype, torch.device(spec.device))
 
     @property
     def trains(self) -> bool:

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from realhf.architecture.model import DecoderConfig
+from realhf.architecture.transformers_config import TransformersConfig
 from realhf.base.errors import UserError
 
 
@@ -127,6 +128,11 @@ def divisors(n: int) -> list[int]:
 def check_strategy(call: str, model: DecoderConfig, strategy: ParallelStrategy) -> None:
     """Raises UserError when `model` cannot be divided by `strategy`."""
     tp, pp = strategy.tp, strategy.pp
+    if isinstance(model, TransformersConfig) and (tp, pp) != (1, 1):
+        raise UserError(
+            f"{call}: tp={tp} pp={pp}, but transformers computes the model, which is divided over data parallelism "
+            "alone; choose tp=1 and pp=1"
+        )
     for name in ("num_heads", "num_kv_heads", "intermediate_size", "vocab_size"):
         count = getattr(model, name)
         if count % tp:

@@ -1,11 +1,13 @@
 """The parameters of a decoder: names, global shapes, how each is divided. No torch here."""
 
-from collections.abc import Collection
+import re
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 from realhf.architecture.model import DecoderConfig
+from realhf.architecture.transformers_config import TransformersConfig
 
 Place = Literal["embedding", "layer", "head"]
 Initial = Literal["normal", "one", "zero"]
@@ -44,8 +46,13 @@ class ParameterSpec:
 
 @lru_cache(maxsize=64)
 def decoder_parameters(model: DecoderConfig) -> tuple[ParameterSpec, ...]:
-    """All parameters in the order of the forward pass. Every family has the names of Hugging Face's Llama here; weights
-    are [out, in]."""
+    """All parameters in the order of the forward pass.
+
+    Every family of this project has the names of Hugging Face's Llama here, and weights are [out, in]; other models
+    have the names and shapes that `transformers` gives.
+    """
+    if isinstance(model, TransformersConfig):
+        return tuple(_of_transformers(model))
     hidden, vocab = model.hidden_size, model.vocab_size
     specs = [ParameterSpec("model.embed_tokens.weight", (vocab, hidden), 0, "embedding", tied=model.tied_embeddings)]
     if model.positions == "learned":
@@ -58,6 +65,22 @@ def decoder_parameters(model: DecoderConfig) -> tuple[ParameterSpec, ...]:
     elif not model.tied_embeddings:
         specs.append(ParameterSpec("lm_head.weight", (vocab, hidden), 0, "head"))
     return tuple(specs)
+
+
+def _of_transformers(model: TransformersConfig) -> Iterator[ParameterSpec]:
+    """No parameter is divided over tensor parallelism. A number in a name says the layer; what stands before the first
+    layer is of the embedding, what stands behind it of the head."""
+    place: Place = "embedding"
+    for name, shape in model.parameters:
+        number = re.search(r"\.(\d+)\.", name)
+        layer = int(number[1]) if number else -1
+        if 0 <= layer < model.num_layers:
+            place = "head"  # of all without a number from now on
+            yield ParameterSpec(name, shape, None, "layer", layer)
+        elif model.head == "lm" or name not in model.head_parameters:
+            yield ParameterSpec(name, shape, None, place)
+    if model.head == "scalar":
+        yield ParameterSpec("score.weight", (1, model.hidden_size), None, "head")
 
 
 def _layer(model: DecoderConfig, prefix: str, layer: int) -> list[ParameterSpec]:

@@ -11,6 +11,8 @@ from math import prod
 
 from realhf.architecture.compute import DataParallel
 from realhf.architecture.model import DecoderConfig
+from realhf.architecture.transformers_config import TransformersConfig
+from realhf.base.errors import UserError
 from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.layout import Layout
 from realhf.geometry.parameters import ParameterSpec, decoder_parameters
@@ -114,6 +116,9 @@ def counted_slices(
     model: DecoderConfig, layout: Layout, device: int, data_parallel: DataParallel = "zero1"
 ) -> list[slice]:
     """Where the counted parts lie in the vector of this rank's shards of all units, end to end."""
+    if _divides_dimensions(model, layout, data_parallel):
+        box, start = _dimension_shards(model, layout, device)[-1]
+        return [slice(0, start + box.size)]
     found, first = [], 0
     for flat in units(model, layout, device, data_parallel).values():
         counted = counted_range(model, layout, device, flat)
@@ -130,7 +135,15 @@ def shard_boxes(
     *,
     only_counted: bool = False,
 ) -> list[tuple[Box, int]]:
-    """The boxes of this rank's shards of all units, each with its offset in the vector of these shards."""
+    """The boxes of this rank's shards of all units, each with its offset in the vector of these shards.
+
+    torch's `fully_shard` divides a model of `transformers`: each parameter along one of its dimensions.
+
+    Raises:
+        UserError: dp divides no dimension of such a parameter.
+    """
+    if _divides_dimensions(model, layout, data_parallel):
+        return _dimension_shards(model, layout, device)
     whole = {box.name: box for box in device_boxes(model, layout, device)}
     found, first = [], 0
     for flat in units(model, layout, device, data_parallel).values():
@@ -149,6 +162,28 @@ def held_boxes(model: DecoderConfig, layout: Layout, device: int, data_parallel:
     if data_parallel == "zero1" or layout.strategy.dp == 1 or device not in layout.mesh.devices:
         return device_boxes(model, layout, device)
     return [box for box, _ in shard_boxes(model, layout, device, data_parallel)]
+
+
+def _divides_dimensions(model: DecoderConfig, layout: Layout, data_parallel: DataParallel) -> bool:
+    return isinstance(model, TransformersConfig) and data_parallel == "fsdp" and layout.strategy.dp > 1
+
+
+def _dimension_shards(model: DecoderConfig, layout: Layout, device: int) -> list[tuple[Box, int]]:
+    """This rank's part of every parameter, along the first dimension that dp divides; all of them are counted."""
+    dp, index = layout.strategy.dp, layout.coordinates(device)[0]
+    found, first = [], 0
+    for spec in decoder_parameters(model):
+        dim = next((dim for dim, extent in enumerate(spec.shape) if extent % dp == 0), None)
+        if dim is None:
+            raise UserError(
+                f"data_parallel='fsdp' with dp={dp}: dp divides no dimension of {spec.name}, whose shape is "
+                f"{list(spec.shape)}; choose another dp, or data_parallel='zero1'"
+            )
+        extent = spec.shape[dim] // dp
+        box = Box(spec.name, (0,) * len(spec.shape), spec.shape).between(index * extent, (index + 1) * extent, dim)
+        found.append((box, first))
+        first += _aligned(box.size, ALIGNMENT)
+    return found
 
 
 def boxes_in(flat: FlatLayout, whole: Mapping[str, Box], elements: range) -> list[tuple[Box, int]]:

@@ -14,6 +14,7 @@ from realhf.data.fit import check_fit, check_replay
 from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.plan import check_plan
 from realhf.engine.train.megatron_check import check_megatron
+from realhf.geometry.shards import shard_boxes
 from realhf.lifecycle.experiment import experiment_of
 from realhf.lifecycle.request import RunRequest
 from realhf.machine.gpus import count_gpus
@@ -89,6 +90,8 @@ def check_run(run: Run, request: RunRequest) -> None:
     for name, setup in run.models.items():
         if setup.backend == "megatron" and setup.optimizer is not None:
             check_megatron(run.graph.models[name], run.homes[name].strategy, "cuda" if with_gpus else "cpu")
+        home = run.homes[name]
+        shard_boxes(run.graph.models[name], home, home.mesh.first, setup.compute.data_parallel)  # may be impossible
         if setup.checkpoint is not None:  # one that does not fit is found now
             check_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)
             initial_optimizer_steps(setup)

@@ -15,13 +15,14 @@ import torch
 
 from realhf.architecture.hugging_face import config_content, family_of
 from realhf.architecture.model import DecoderConfig, DType
+from realhf.architecture.transformers_config import TransformersConfig
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_json
 from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import decoder_parameters, parameter_count
 from realhf.models.checkpoint import CheckpointReader, write_boxes
 from realhf.models.checkpoint_index import INDEX_FILE, finish, staging_directory
-from realhf.models.hugging_face_files import CONFIG_FILE, HuggingFaceDirectory, is_hugging_face
+from realhf.models.hugging_face_files import CONFIG_FILE, HuggingFaceDirectory, companions_of, is_hugging_face
 from realhf.models.hugging_face_weights import HuggingFaceReader, in_parts, write_hugging_face
 
 # In a checkpoint of boxes: what came with the weights and is needed to convert back.
@@ -81,7 +82,7 @@ def to_boxes(conversion: Conversion, say: Say) -> None:
     finish(target, model, dtype, owners, {"converted_from": str(source.path)})
     folder = target / COMPANION_FOLDER
     folder.mkdir()
-    for path in [source.path / CONFIG_FILE, *source.companions()]:
+    for path in [source.path / CONFIG_FILE, *companions_of(source.path)]:
         say(f"copying {path.name}")
         shutil.copyfile(path, folder / path.name)
     say(f"{target}: checkpoint of {len(owners)} file{'s' if len(owners) > 1 else ''}, {dtype}")
@@ -99,9 +100,15 @@ def to_hugging_face(conversion: Conversion, say: Say) -> None:
     has_like = is_hugging_face(like)
     if conversion.like and not has_like:
         raise UserError(f"--like {like}: no config.json there; give the directory of a Hugging Face checkpoint")
-    companions = HuggingFaceDirectory(like).companions() if has_like else []
+    companions = companions_of(like) if has_like else []
     if not companions:
         say("no tokenizer to copy; --like DIR takes one from there")
+    if isinstance(model, TransformersConfig):
+        from realhf.models.transformers_models import write_directory  # transformers may not be installed
+
+        files = write_directory(target, model, conversion.dtype or reader.index.dtype, reader.read_into, companions)
+        say(f"{target}: written by transformers, {', '.join(path.name for path in files)}")
+        return
     files = write_hugging_face(
         target,
         model,
@@ -132,7 +139,8 @@ def _dtype(source: HuggingFaceDirectory, model: DecoderConfig) -> DType:
 
 def _architecture(reader: CheckpointReader) -> DecoderConfig:
     try:
-        model = decode_json(msgspec.json.encode(reader.index.architecture), DecoderConfig)
+        kind = TransformersConfig if "parameters" in reader.index.architecture else DecoderConfig
+        model: DecoderConfig = decode_json(msgspec.json.encode(reader.index.architecture), kind)
     except BadContentError as error:
         raise UserError(
             f"{reader.directory / INDEX_FILE}: not an architecture: {error}; use another checkpoint"

@@ -13,6 +13,7 @@ import msgspec
 from realhf.architecture.families.family import Family, Source
 from realhf.architecture.hugging_face import config_content, decoder_of, family_of
 from realhf.architecture.model import DecoderConfig
+from realhf.architecture.transformers_config import TransformersConfig, transformers_model
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_json
 from realhf.geometry.parameters import decoder_parameters
@@ -76,10 +77,6 @@ class HuggingFaceDirectory:
             if name not in held:
                 raise UserError(f"{self.path / file} lacks the tensor {name} that the index puts there; copy it again")
         return held
-
-    def companions(self) -> list[Path]:
-        """Tokenizer and generation files that are there."""
-        return [self.path / name for name in COMPANION_FILES if (self.path / name).is_file()]
 
     def sources(self, model: DecoderConfig) -> dict[str, Source]:
         """Parameter of `model` -> where this checkpoint has it, under the names that it uses."""
@@ -186,14 +183,31 @@ def _content(path: Path, entry: HeaderEntry) -> Iterator[bytes]:
             yield file.read(min(_CHUNK_BYTES, stop - at))
 
 
+def companions_of(directory: Path | str) -> list[Path]:
+    """Tokenizer and generation files of a Hugging Face directory that are there."""
+    return [Path(directory) / name for name in COMPANION_FILES if (Path(directory) / name).is_file()]
+
+
 def is_hugging_face(directory: Path | str) -> bool:
     """Whether a checkpoint directory is Hugging Face's rather than one of boxes."""
     return (Path(directory) / CONFIG_FILE).is_file()
 
 
+def _check_same(directory: Path, model: TransformersConfig) -> None:
+    """Raises UserError where the directory is of another architecture; what it holds, `transformers` says later."""
+    found = transformers_model(directory)
+    if (found.config, found.parameters) != (model.config, model.parameters):
+        raise UserError(
+            f"checkpoint {directory} is of another architecture than the model; give its calls "
+            f"model_type=transformers_model({str(directory)!r}), or choose another checkpoint"
+        )
+
+
 def check_checkpoint(directory: Path | str, model: DecoderConfig, new_head: bool = False) -> None:
     """Raises UserError where `model` cannot be loaded from a checkpoint of either kind; reads no tensor."""
-    if is_hugging_face(directory):
+    if is_hugging_face(directory) and isinstance(model, TransformersConfig):
+        _check_same(Path(directory), model)
+    elif is_hugging_face(directory):
         HuggingFaceDirectory(directory).check(model, new_head)
     else:
         check_architecture(read_index(directory), Path(directory), model, ignore_head=new_head)

@@ -3,7 +3,7 @@
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 from realhf.architecture.families.family import Source
 from realhf.architecture.hugging_face import family_of, write_config
 from realhf.architecture.model import DecoderConfig, DType
+from realhf.architecture.transformers_config import TransformersConfig
 from realhf.base.errors import UserError
 from realhf.base.files import write_atomically
 from realhf.geometry.boxes import Box
@@ -30,6 +31,13 @@ from realhf.models.hugging_face_files import (
 )
 
 ReadBox = Callable[[Tensor, Box], None]
+
+
+class BoxReader(Protocol):
+    """A checkpoint, whatever its kind."""
+
+    def read_into(self, tensor: Tensor, box: Box) -> None:
+        """Fills `tensor`, of the shape of `box`, converting to its dtype. Raises UserError where it cannot be read."""
 
 
 class HuggingFaceReader:
@@ -78,14 +86,16 @@ class HuggingFaceReader:
         fill(tensor, found, f"{path}: {source.tensor}", [place.start for place in _slices(source, box)])
 
 
-def open_checkpoint(
-    directory: Path | str, model: DecoderConfig, new_head: bool = False
-) -> CheckpointReader | HuggingFaceReader:
+def open_checkpoint(directory: Path | str, model: DecoderConfig, new_head: bool = False) -> BoxReader:
     """A reader of `model` from a checkpoint of either kind.
 
     Raises:
         UserError: there is none, or it is of another architecture (another head is allowed with `new_head`).
     """
+    if is_hugging_face(directory) and isinstance(model, TransformersConfig):
+        from realhf.models.transformers_models import TransformersReader  # transformers may not be installed
+
+        return TransformersReader(directory, model, new_head)
     if is_hugging_face(directory):
         return HuggingFaceReader(directory, model, new_head)
     reader = CheckpointReader(directory)

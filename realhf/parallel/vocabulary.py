@@ -102,6 +102,34 @@ class Logits:
 
 
 @dataclass(frozen=True)
+class WholeLogits:
+    """Logits [n, vocab] that are in memory, with the surface of `Logits`: for heads that are not one product."""
+
+    logits: Tensor
+
+    def __getitem__(self, rows: Tensor) -> "WholeLogits":
+        return WholeLogits(self.logits[rows])
+
+    def __len__(self) -> int:
+        return len(self.logits)
+
+    @property
+    def device(self) -> torch.device:
+        return self.logits.device
+
+    def full(self) -> Tensor:
+        """[n, vocab]."""
+        return self.logits
+
+    def of_tokens(self, tokens: Tensor, temperature: float = 1.0, *, with_entropy: bool = False) -> TokenLogprobs:
+        """Log-probabilities of `tokens` [n] int64."""
+        scaled = self.logits.to(_wide(self.logits.dtype)) / temperature
+        picked = scaled.gather(-1, tokens[:, None])[:, 0]
+        entropy = torch.distributions.Categorical(logits=scaled).entropy() if with_entropy else None
+        return TokenLogprobs(picked - scaled.logsumexp(-1), picked >= scaled.amax(-1), entropy)
+
+
+@dataclass(frozen=True)
 class _Softmax:
     """The settings that all tiles have in common."""
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from realhf.engine.backend import EngineModel
 from realhf.models.checkpoint import CheckpointReader
 from realhf.models.checkpoint_index import newer_kinds, of_kind
-from realhf.models.hugging_face_weights import HuggingFaceReader, open_checkpoint
+from realhf.models.hugging_face_weights import BoxReader, open_checkpoint
 from realhf.rundir.checkpoints import step_folder
 from realhf.rundir.run import Run
 
@@ -43,9 +43,7 @@ def fill(model: EngineModel, run: Run, name: str, checkpoints: Path) -> None:
         model.residency.fill_versions()
 
 
-def _read(
-    model: EngineModel, reader: CheckpointReader | HuggingFaceReader, kind: str = "", without: tuple[str, ...] = ()
-) -> None:
+def _read(model: EngineModel, reader: BoxReader, kind: str = "", without: tuple[str, ...] = ()) -> None:
     for box, tensor in model.residency.held():
         if box.name not in without:
             reader.read_into(tensor, of_kind(box, kind))

@@ -1,6 +1,7 @@
 """Which token comes next for every sequence of a batch, and which responses end with it."""
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from realhf.engine.batch import Batch
 from realhf.engine.generate.sampling import Draw, Truncation, draw, replay, uniform
-from realhf.engine.interface import GenerationRequest
+from realhf.engine.interface import GenerationOutput, GenerationRequest
 from realhf.engine.returned import check_end
 
 # Stands for a token where there is none, because the logits are no distribution: all ranks get it, and say so alike.
@@ -122,3 +123,36 @@ class TokenChoice:
             is_here = given // _UNIFORMS_AT_ONCE == block
             numbers[is_here] = self._uniforms[block][sequences[is_here], given[is_here] % _UNIFORMS_AT_ONCE]
         return numbers
+
+
+@dataclass
+class DrawnTokens:
+    """The draws of all steps of a batch."""
+
+    draws: list[tuple[np.ndarray, Draw]] = field(default_factory=list)  # with the sequences that they continue
+    logits: list[Tensor] = field(default_factory=list)
+
+    def add(self, sequences: np.ndarray, drawn: Draw, logits: Tensor | None) -> None:
+        """Takes a step's draw for `sequences` [n]; with `logits` [n, vocab] where they are asked for."""
+        self.draws.append((sequences, drawn))
+        if logits is not None:
+            self.logits.append(logits)
+
+    def output(self, prompts: Sequence[Tensor], device: torch.device) -> GenerationOutput:
+        """The rollouts of all sequences, in order."""
+        sequences = torch.from_numpy(np.concatenate([s for s, _ in self.draws]))
+        order = sequences.argsort(stable=True).to(device)  # by sequence, and by step within one
+        counts = sequences.bincount(minlength=len(prompts)).tolist()
+
+        def by_sequence(parts: list[Tensor]) -> list[Tensor]:
+            return list(torch.cat(parts)[order].split(counts)) if parts else []
+
+        draws = [d for _, d in self.draws]
+        responses = by_sequence([d.tokens for d in draws])
+        return GenerationOutput(
+            sequences=[torch.cat([p.to(r.device), r]) for p, r in zip(prompts, responses, strict=True)],
+            logprobs=by_sequence([d.logprobs for d in draws]),
+            untruncated_logprobs=by_sequence([d.untruncated for d in draws]),
+            margins=by_sequence([d.margins for d in draws]),
+            logits=by_sequence(self.logits),
+        )

@@ -61,7 +61,7 @@ def generate(
         UserError: the KV cache's budget does not hold the longest sequence, or the layout has model chunks.
         RunError: another pipeline stage did not answer in time.
     """
-    _check(decoder, batch, request)
+    check_request(decoder, batch, request)
     groups, pp = decoder.groups, decoder.groups.layout.strategy.pp
     weight = next(decoder.parameters())  # for its dtype and device
     runs = _even_runs(len(batch), pp)
@@ -79,8 +79,13 @@ def generate(
     # Outside of inference mode, so that training may differentiate through what it computes from these.
     prompts = batch.data[request.prompt_key]
     outputs = [each.output(prompts[run.start : run.stop]) for each, run in zip(batches, runs, strict=True)]
+    return concatenated(outputs), report
+
+
+def concatenated(outputs: Sequence[GenerationOutput]) -> GenerationOutput:
+    """The rollouts of several parts of a batch, one part behind the other."""
     names = [field.name for field in fields(GenerationOutput)]
-    return GenerationOutput(**{name: [x for o in outputs for x in getattr(o, name)] for name in names}), report
+    return GenerationOutput(**{name: [x for o in outputs for x in getattr(o, name)] for name in names})
 
 
 def _running_batch(
@@ -122,7 +127,8 @@ def _running_batch(
     return RunningBatch(decoder, choice, scheduler, cache, return_logits=request.return_logits, graphs=graphs)
 
 
-def _check(decoder: Decoder, batch: Batch, request: GenerationRequest) -> None:
+def check_request(decoder: Decoder, batch: Batch, request: GenerationRequest) -> None:
+    """Raises what `generate` says of a batch and a request that do not fit the model."""
     prompts, options, forced, limits = batch.data[request.prompt_key], request.options, request.forced, request.limits
     assert decoder.config.head == "lm", "generation needs a language-model head"
     if len(decoder.chunks) > 1:

@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from realhf.engine.generate.batching import RunningSequence, Scheduler, Step, pages_for
-from realhf.engine.generate.choice import TokenChoice
+from realhf.engine.generate.choice import DrawnTokens, TokenChoice
 from realhf.engine.generate.decode_graphs import DecodeGraphs
 from realhf.engine.generate.kv_cache import KVCache, PrefillRows, StepAttention
 from realhf.engine.generate.paged_attention import DecodeRows
-from realhf.engine.generate.sampling import Draw
 from realhf.engine.interface import GenerationOutput
 from realhf.models.attention import packed_positions
 from realhf.models.decoder import Decoder
@@ -52,8 +51,7 @@ class RunningBatch:
         self.device = next(decoder.parameters()).device
         width = max(pages_for(length, cache.kernels.page) for length in choice.longest().tolist())
         self._table = np.zeros((scheduler.max_running, width), dtype=np.int32)
-        self._draws: list[tuple[np.ndarray, Draw]] = []  # (sequences, draw) of every step
-        self._logits: list[Tensor] = []
+        self._drawn = DrawnTokens()
         self.steps = 0
 
     @property
@@ -109,9 +107,8 @@ class RunningBatch:
         """Draws a token for every drawing sequence and records it: [drawing] int64."""
         drawn = self.choice.draw(logits, self._sequences, self._lengths)
         if self.decoder.groups.holds_outputs:
-            self._draws.append((self._sequences, drawn))
-            if self.return_logits:
-                self._logits.append(logits if self.graphs is None else logits.clone())
+            kept = (logits if self.graphs is None else logits.clone()) if self.return_logits else None
+            self._drawn.add(self._sequences, drawn, kept)
         return drawn.tokens
 
     def accept(self, tokens: Tensor) -> None:
@@ -122,22 +119,7 @@ class RunningBatch:
 
     def output(self, prompts: Sequence[Tensor]) -> GenerationOutput:
         """The rollouts, on the rank that recorded them."""
-        sequences = torch.from_numpy(np.concatenate([s for s, _ in self._draws]))
-        order = sequences.argsort(stable=True)  # by sequence, and by step within one
-        counts = sequences.bincount(minlength=len(prompts)).tolist()
-
-        def by_sequence(parts: list[Tensor]) -> list[Tensor]:
-            return list(torch.cat(parts)[order.to(self.device)].split(counts)) if parts else []
-
-        draws = [d for _, d in self._draws]
-        responses = by_sequence([d.tokens for d in draws])
-        return GenerationOutput(
-            sequences=[torch.cat([p.to(r.device), r]) for p, r in zip(prompts, responses, strict=True)],
-            logprobs=by_sequence([d.logprobs for d in draws]),
-            untruncated_logprobs=by_sequence([d.untruncated for d in draws]),
-            margins=by_sequence([d.margins for d in draws]),
-            logits=by_sequence(self._logits),
-        )
+        return self._drawn.output(prompts, self.device)
 
     def _tokens(self) -> Tensor:
         """The step's input [rows] int64: the last token of the decodes, all tokens of the prefills."""

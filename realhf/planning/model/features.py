@@ -9,6 +9,7 @@ from realhf.api.generation import DecodeGraphs
 from realhf.architecture.compute import Recomputation
 from realhf.architecture.decoding import graphs_refusal, page_tokens
 from realhf.architecture.model import DecoderConfig, DType
+from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelInterfaceType
 from realhf.planning.model.descriptions import DTYPE_BYTES
@@ -136,6 +137,8 @@ WITHOUT = "no-"
 def of_setup(setup: ModelSetup, engine: EngineFeatures = ENGINE) -> EngineFeatures:
     """What `engine` does for a model of this setup: the one place where a setup's choices become costs."""
     optimizer = setup.optimizer
+    if setup.backend == TRANSFORMERS:  # its logits are whole tensors, and no decode step is recorded
+        engine = replace(engine, full_logits=True, response_logits=False, logits_chunk_bytes=None, cuda_graphs=False)
     return replace(
         engine,
         fully_sharded=setup.compute.data_parallel == "fsdp",

@@ -80,7 +80,8 @@ def test_a_hugging_face_config(tmp_path: Path) -> None:
         (
             {"model_type": "bert"},
             "model_type='bert' is not supported; choose a checkpoint of llama, mistral, qwen2, qwen3, gemma, mixtral, "
-            "qwen3_moe, gpt2",
+            "qwen3_moe, gpt2"
+            ", or have transformers compute the model (backend='transformers', see docs/models.md)",
         ),
         (
             {"hidden_act": "tanh"},
@@ -96,7 +97,8 @@ def test_a_hugging_face_config(tmp_path: Path) -> None:
         (
             {"model_type": ["llama"]},
             "model_type=['llama'] is not supported; choose a checkpoint of llama, mistral, "
-            "qwen2, qwen3, gemma, mixtral, qwen3_moe, gpt2",
+            "qwen2, qwen3, gemma, mixtral, qwen3_moe, gpt2"
+            ", or have transformers compute the model (backend='transformers', see docs/models.md)",
         ),
         (
             {"model_type": None},

@@ -10,7 +10,7 @@ from realhf.engine.batch import Batch
 from realhf.engine.interface import Stats
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import ParallelGroups
-from realhf.parallel.vocabulary import Logits
+from realhf.parallel.vocabulary import Logits, WholeLogits
 
 ONE_RANK = ParallelGroups(Layout(DeviceMesh(0, 1), ParallelStrategy()), 0)
 
@@ -54,7 +54,7 @@ def trained_tokens(batch: Batch) -> float:
     return float(targets(batch)[1].sum())
 
 
-def split_like(output: Logits | Tensor, batch: Batch) -> dict[str, list[Tensor]]:
+def split_like(output: Logits | WholeLogits | Tensor, batch: Batch) -> dict[str, list[Tensor]]:
     """A postprocess: the head's output of every sample."""
-    output = output.full() if isinstance(output, Logits) else output
+    output = output if isinstance(output, Tensor) else output.full()
     return {"output": list(output.split([len(t) for t in batch.data["tokens"]]))}
