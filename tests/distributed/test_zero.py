@@ -26,7 +26,7 @@ from realhf.architecture.model import DecoderConfig
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.model import ShardedModel
-from realhf.engine.state import save_state
+from realhf.engine.save_state import save_state
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.models.checkpoint import CheckpointReader

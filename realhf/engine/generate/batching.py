@@ -8,7 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from realhf.engine.generate.block_manager import PagePool
+from realhf.engine.generate.block_manager import BlockManager
 
 
 @dataclass(eq=False)
@@ -93,7 +93,7 @@ class Scheduler:
     ):
         self.page_size, self.max_running, self.max_prefill_tokens = page_size, max_running, max_prefill_tokens
         self.holds_all = holds_all
-        self.pool = PagePool(num_pages)
+        self.blocks = BlockManager(num_pages)
         self.running: list[RunningSequence] = []
         self.preemptions = 0
         groups: dict[int, _Waiting] = {}
@@ -140,13 +140,13 @@ class Scheduler:
         for sequence in list(self.running):  # the oldest first
             if not sequence.pages or (sequence.length - 1) // self.page_size < len(sequence.pages):
                 continue
-            while not self.pool.free:
+            while not self.blocks.free:
                 victim = self.running.pop()
                 self._preempt(victim)
                 if victim is sequence:
                     break
             if sequence.pages:
-                sequence.pages.append(self.pool.take())
+                sequence.pages.append(self.blocks.allocate())
                 grown.append(sequence)
         return grown
 
@@ -157,7 +157,7 @@ class Scheduler:
 
     def _release(self, sequence: RunningSequence) -> None:
         for page in sequence.pages:
-            self.pool.give_back(page)
+            self.blocks.release(page)
         sequence.pages = []
         self._slots.append(sequence.slot)
 
@@ -171,7 +171,7 @@ class Scheduler:
             # A page each beyond the full ones that they share: the next token has its place. Of those that run a
             # quarter may need a page within the next quarter of a page; admitting must not starve them.
             full = group.length // self.page_size
-            room = self.pool.free - full - (0 if self.holds_all else len(self.running) // 4)
+            room = self.blocks.free - full - (0 if self.holds_all else len(self.running) // 4)
             count = min(len(group.indices), len(self._slots), room)
             if count < 1:
                 return
@@ -182,13 +182,13 @@ class Scheduler:
 
     def _start(self, step: Step, group: _Waiting, count: int, full: int) -> None:
         """Takes the first `count` of a group into the batch."""
-        shared = [self.pool.take() for _ in range(full)]
+        shared = [self.blocks.allocate() for _ in range(full)]
         members = []
         for place in range(count):
             if place:
                 for page in shared:
-                    self.pool.share(page)
-            pages = [*shared, self.pool.take()]
+                    self.blocks.share(page)
+            pages = [*shared, self.blocks.allocate()]
             members.append(RunningSequence(group.indices.popleft(), group.length, self._slots.pop(), pages))
         if group.length % self.page_size:
             step.copies.extend((members[0].pages[-1], member.pages[-1]) for member in members[1:])

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.engine.generate.batching import Scheduler, Step, pages_for
-from realhf.engine.generate.block_manager import PagePool
+from realhf.engine.generate.block_manager import BlockManager
 
 PAGE = 4
 
@@ -74,7 +74,7 @@ def test_every_sequence_ends_and_reads_what_was_written_for_it(workload, max_pre
     while not scheduler.is_done:
         step = scheduler.plan()
         held = [page for sequence in scheduler.running for page in sequence.pages]
-        assert scheduler.pool.free == num_pages - len(set(held))
+        assert scheduler.blocks.free == num_pages - len(set(held))
         assert len(step.drawing) == len({s.slot for s in step.drawing}) <= max_running
         assert len(step.prefills) <= 1 or sum(p.length for p in step.prefills) <= max_prefill_tokens
         memory.run(step)
@@ -82,7 +82,7 @@ def test_every_sequence_ends_and_reads_what_was_written_for_it(workload, max_pre
         scheduler.advance([drawn[s.index] == responses[s.index] for s in step.drawing])
         assert sum(drawn.values()) <= sum(responses)  # what is computed anew is not drawn anew
     assert [drawn[i] for i in range(len(lengths))] == responses
-    assert scheduler.pool.free == num_pages
+    assert scheduler.blocks.free == num_pages
 
 
 def scheduler_of(lengths, twins=None, *, num_pages, max_running=100):
@@ -135,12 +135,12 @@ def test_places_limit_the_batch_and_are_filled_when_a_sequence_ends():
 
 
 def test_pages_are_counted_by_their_holders():
-    pool = PagePool(2)
-    page = pool.take()
-    pool.share(page)
-    pool.give_back(page)
-    assert pool.free == 1
-    pool.give_back(page)
-    assert pool.free == 2
+    blocks = BlockManager(2)
+    page = blocks.allocate()
+    blocks.share(page)
+    blocks.release(page)
+    assert blocks.free == 1
+    blocks.release(page)
+    assert blocks.free == 2
     with pytest.raises(AssertionError, match="is free"):
-        pool.give_back(page)
+        blocks.release(page)
