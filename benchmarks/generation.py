@@ -102,7 +102,7 @@ class Comparison:
                 pad_token_id=0,
             )
         ).to(dtype)
-        self.theirs.load_state_dict({key: local for key, (_, local) in self.ours.boxes().items()})
+        self.theirs.load_state_dict({box.name: local for box, local in self.ours.residency.held()})
         generator = torch.Generator().manual_seed(1)
         self.prompts = torch.randint(1, VOCABULARY, (BATCH, PROMPT), generator=generator)
 

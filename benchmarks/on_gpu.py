@@ -73,7 +73,7 @@ def training_cases(*, quick: bool = False, device: str = "cuda") -> list[dict]:
 def build(config: DecoderConfig, device: str, optimizer: OptimizerConfig | None = None) -> ShardedModel:
     model = ShardedModel(ModelSpec(config, ONE_RANK, DTYPE, device, optimizer=optimizer, total_optimizer_steps=1000))
     torch.manual_seed(0)
-    for _, local in model.boxes().values():
+    for _, local in model.residency.held():
         local.normal_(std=0.02)
     model.residency.written()
     return model

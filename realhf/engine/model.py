@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from realhf.engine import build
-from realhf.engine.arena import Arena
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch, check_tokens
 from realhf.engine.forward import forward
@@ -72,24 +71,6 @@ class ShardedModel:
     def close(self) -> None:
         """Gives back the KV cache and the graphs that generation keeps between its calls."""
         self._kept.forget()
-
-    def boxes(self) -> dict[str, tuple[Box, Tensor]]:
-        """The parameters by name; not for a fully sharded model."""
-        return {box.name: (box, tensor) for box, tensor in self._replicated.held()}
-
-    @property
-    def arena(self) -> Arena:
-        """What the parameters lie in; not for a fully sharded model."""
-        return self._replicated.arena
-
-    @property
-    def _replicated(self) -> ReplicatedParameters:
-        assert isinstance(self.parameters, ReplicatedParameters), "a fully sharded model keeps no whole parameters"
-        return self.parameters
-
-    def optimizer_state(self) -> Boxes:
-        """See `Trainer.state`; [] without an optimizer."""
-        return [] if self.trainer is None else self.trainer.state()
 
     def state(self) -> Boxes:
         groups, start = self.groups, self.parameters.shard.storage_offset()

@@ -64,7 +64,7 @@ class CallBench:
             message_s: see `message_s`; 0 if no rank has a part in a pipeline.
         """
         model = self._model(self.data)
-        beyond = optimizer_s_per_parameter * model.arena.flat.numel() + self._reduce_s(model)
+        beyond = optimizer_s_per_parameter * model.parameters.flat.numel() + self._reduce_s(model)
         parts = {count: self._parts_s(count) for count in (FEW, MANY)}
         forward = {n: self._forward_s(model, n) - n * parts[n][0] for n in parts}
         train = {n: self._train_s(model, n) - n * sum(parts[n]) - beyond for n in parts}
@@ -115,7 +115,7 @@ class CallBench:
         first_s = generate_s(1)
         decode_step_s = (generate_s(1 + STEPS) - first_s) / STEPS - step_s
         call_s = first_s - prefill_s - pack_s
-        return max(call_s, 0.0), pack_s / model.arena.flat.numel(), max(decode_step_s, 0.0)
+        return max(call_s, 0.0), pack_s / model.parameters.flat.numel(), max(decode_step_s, 0.0)
 
     def _beyond_message_s(self, message_s: float, slot_s: float) -> float:
         """A forward pass of two stages has MANY + 1 slots one after the other, with a message in all but one."""
@@ -127,7 +127,7 @@ class CallBench:
         """Seconds to sum the gradients of the short model over the data-parallel ranks."""
         if self.data.data is None:
             return 0.0
-        gradients = torch.zeros_like(model.arena.flat)
+        gradients = torch.zeros_like(model.parameters.flat)
         return self.watch.seconds(lambda: dist.all_reduce(gradients, group=self.data.data))
 
     def _model(self, groups: ParallelGroups) -> ShardedModel:

@@ -52,7 +52,7 @@ def reallocation(
             else None
         )
         works.append(_move(whole, pair, table, rank) if pair and whole else None)
-        held_bytes = sum(box.size for box, _ in whole.boxes().values()) * dtype.itemsize if whole else 0
+        held_bytes = sum(box.size for box, _ in whole.residency.held()) * dtype.itemsize if whole else 0
         size_bytes.append(watch.largest(held_bytes))
     few_s, gained_s = watch.seconds_of_both(*works)
     return fitted(few_s, gained_s, size_bytes[0], size_bytes[1] - size_bytes[0])
@@ -72,7 +72,9 @@ def fitted(few_s: float, gained_s: float, few_bytes: float, gained_bytes: float)
 def _move(model: ShardedModel, pair: tuple[Layout, Layout], table: GroupTable, rank: int) -> Callable[[], None]:
     """A rank's part: to send its model, or to receive it into memory that is new each time, as a run does."""
     source, target = pair
-    plan = plan_between(model.config, Placement(source), Placement(target), element_bytes=model.arena.flat.itemsize)
+    plan = plan_between(
+        model.config, Placement(source), Placement(target), element_bytes=model.parameters.flat.itemsize
+    )
     carrier = carrier_between(table.of_host((*source.mesh.devices, *target.mesh.devices)), table.waits)
 
     def move() -> None:

@@ -138,7 +138,7 @@ def check_generation(rank: int, size: int, device: torch.device) -> str:
             if local.ndim == 2:
                 local.mul_(4)  # so large that what is attended to changes the next token
         _check_replays(model, batch, dtype)
-        page = paged_kernels(model.arena.flat, GENERATING.head_dim).page
+        page = paged_kernels(model.parameters.flat, GENERATING.head_dim).page
         pages.append(f"{dtype} in pages of {page}".removeprefix("torch."))
     why = graphs_refusal(GENERATING, on_gpu=device.type == "cuda")
     found = f"none recorded: {why}" if why else "recorded, replayed, and as kernel by kernel"

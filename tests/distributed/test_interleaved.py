@@ -17,7 +17,7 @@ from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.plan.planner import plan_between
 from tests.distributed.pool import run_distributed
 from tests.distributed.test_training_compute import SEQUENCE, WAYS, Case, Outcome, check_step, run_cases
-from tests.unit.engine.losses import ONE_RANK, tiny
+from tests.unit.engine.losses import ONE_RANK, boxes_of, tiny
 
 pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
@@ -87,13 +87,13 @@ def reallocate_along(rank: int) -> dict[str, np.ndarray]:
         execute(Reallocation(plan, rank, ours, wanted, model_name="actor"))
         source = target
     assert source is not None
-    return {name: local.numpy().copy() for name, (_, local) in source.boxes().items()}
+    return {name: local.numpy().copy() for name, (_, local) in boxes_of(source).items()}
 
 
 def whole(config: DecoderConfig) -> dict[str, torch.Tensor]:
     model = ShardedModel(ModelSpec(config, ONE_RANK, torch.float64))
     model.initialise(seed=5)
-    return {name: local for name, (_, local) in model.boxes().items()}
+    return {name: local for name, (_, local) in boxes_of(model).items()}
 
 
 def test_parameters_keep_every_bit_on_a_way_through_layouts() -> None:

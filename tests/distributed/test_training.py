@@ -20,6 +20,7 @@ from realhf.parallel.groups import GroupTable, ParallelGroups
 from tests.distributed.pool import run_distributed
 from tests.unit.engine.losses import (
     ONE_RANK,
+    boxes_of,
     next_token_loss,
     random_batch,
     split_like,
@@ -95,7 +96,7 @@ def run_case(case: Case, groups: ParallelGroups) -> Outcome:
         model.train_step(part(i, case, groups), "tokens", loss_of(case.config), trained_tokens, case.micro_batches)
         for i in range(STEPS)
     ]
-    parameters = {name: (box, local.numpy().copy()) for name, (box, local) in model.boxes().items()}
+    parameters = {name: (box, local.numpy().copy()) for name, (box, local) in boxes_of(model).items()}
     return Outcome([output.numpy() for output in outputs], stats, parameters)
 
 
@@ -127,7 +128,7 @@ def alone(config: DecoderConfig, dtype: str) -> Outcome:
 def initial(config: DecoderConfig) -> dict[str, np.ndarray]:
     model = ShardedModel(ModelSpec(config, ONE_RANK, torch.float64))
     model.initialise(seed=5)
-    return {name: local.numpy() for name, (_, local) in model.boxes().items()}
+    return {name: local.numpy() for name, (_, local) in boxes_of(model).items()}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -21,6 +21,7 @@ from realhf.parallel.vocabulary import Logits
 from tests.distributed.pool import run_distributed
 from tests.unit.engine.losses import (
     ONE_RANK,
+    boxes_of,
     next_token_loss,
     random_batch,
     split_like,
@@ -148,7 +149,7 @@ def run_case(case: Case, groups: ParallelGroups) -> Outcome:
         stats["loss"][0] if stats else None,
         stats["grad_norm"][0] if stats else None,
         gradients if case.dp == 1 else {},
-        {name: (box, local.numpy().copy()) for name, (box, local) in model.boxes().items()},
+        {name: (box, local.numpy().copy()) for name, (box, local) in boxes_of(model).items()},
     )
 
 
@@ -213,7 +214,9 @@ class Oracle:
 @cache
 def alone(config: DecoderConfig, lengths: tuple[int, int]) -> Oracle:
     """What one rank computes with nothing divided or recomputed."""
-    before = {name: local.numpy().copy() for name, (_, local) in built(config, ONE_RANK, WAYS["plain"]).boxes().items()}
+    before = {
+        name: local.numpy().copy() for name, (_, local) in boxes_of(built(config, ONE_RANK, WAYS["plain"])).items()
+    }
     whole = run_case(Case(config=config, lengths=lengths, micro_batches=1), ONE_RANK)
     after = {name: local for name, (_, local) in whole.parameters.items()}
     return Oracle(np.concatenate(whole.outputs), whole.loss, whole.gradients, before, after)
@@ -226,11 +229,11 @@ def oracle(config: DecoderConfig, lengths: tuple[int, int]) -> Oracle:
 
     batch = Case(config=config, lengths=lengths).batch
     model = built(config, ONE_RANK, ComputeConfig())
-    before = {name: local.clone() for name, (_, local) in model.boxes().items()}
+    before = {name: local.clone() for name, (_, local) in boxes_of(model).items()}
     tokens, in_loss = targets(batch)
     if config.head == "scalar":
         language_model = built(replace(config, head="lm"), ONE_RANK, ComputeConfig())
-        for name, (_, local) in language_model.boxes().items():
+        for name, (_, local) in boxes_of(language_model).items():
             if name in before:
                 local.copy_(before[name])
         hf = llama(language_model.config, language_model)

@@ -130,7 +130,7 @@ def train_and_save(case: Case, table: GroupTable, directory: Path) -> Trained:
     model.initialise(seed=5)
     for step in range(STEPS):
         if step == SAVED_AT:
-            seen.state_at_save = copies([*model.residency.held(), *model.optimizer_state()])
+            seen.state_at_save = copies([*model.residency.held(), *model.trainer.state()])
             save_state(directory, model, {"note": "two steps"}, hashed=True)
         train(model, case.saved, step, seen)
     seen.parameters = copies(model.residency.held())
@@ -145,7 +145,7 @@ def load_and_train(case: Case, table: GroupTable, directory: Path) -> Trained:
     assert reader.metadata["optimizer"]["schedule"] == "cosine"
     model.load_state(reader)
     assert model.trainer.optimizer.step_count == SAVED_AT
-    seen.state_at_save = copies([*model.residency.held(), *model.optimizer_state()])
+    seen.state_at_save = copies([*model.residency.held(), *model.trainer.state()])
     for step in range(SAVED_AT, STEPS):
         train(model, case.loaded, step, seen)
     seen.parameters = copies(model.residency.held())

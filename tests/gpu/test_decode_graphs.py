@@ -9,7 +9,7 @@ from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.interface import GenerationOutput, GenerationRequest
 from realhf.engine.model import ShardedModel
-from tests.unit.engine.losses import ONE_RANK, tiny
+from tests.unit.engine.losses import ONE_RANK, boxes_of, tiny
 from tests.unit.engine.test_generate import assert_same_rollouts
 
 pytestmark = pytest.mark.gpu
@@ -19,7 +19,7 @@ SMALL = DecoderConfig(hidden_size=256, intermediate_size=512, num_layers=3, num_
 def model_on(device: str, config: DecoderConfig, dtype: torch.dtype) -> ShardedModel:
     model = ShardedModel(ModelSpec(config, ONE_RANK, dtype, device))
     model.initialise(0)
-    for _, local in model.boxes().values():
+    for _, local in boxes_of(model).values():
         if local.ndim == 2:
             local.mul_(4)
     return model
@@ -29,7 +29,7 @@ def rollouts(model: ShardedModel, graphs: str, seed: int = 1, **options) -> Gene
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(1, 300, (21,), generator=generator).tolist()
     prompts = [torch.randint(model.config.vocab_size, (n,), generator=generator) for n in lengths]
-    batch = Batch(tuple(range(len(prompts))), {"prompt": prompts}).to(model.arena.flat.device)
+    batch = Batch(tuple(range(len(prompts))), {"prompt": prompts}).to(model.parameters.flat.device)
     sampling = GenerationOptions(max_new_tokens=40, eos_token=2, temperature=1.2, decode_graphs=graphs, **options)
     output = model.generate(batch, GenerationRequest(sampling, sample_key=(3, 1)))
     return GenerationOutput(**{f: [x.cpu() for x in getattr(output, f)] for f in GenerationOutput.__dataclass_fields__})
@@ -45,7 +45,7 @@ def test_float64_gives_the_tokens_of_the_cpu(config, memory):
             expected = rollouts(oracle, "off", seed, kv_cache_tokens=memory)
             assert_same_rollouts(rollouts(ours, graphs, seed, kv_cache_tokens=memory), expected)
         for model in (ours, oracle):
-            model.arena.flat.mul_(1.01)
+            model.parameters.flat.mul_(1.01)
 
 
 def test_bfloat16_replays_what_it_computes_kernel_by_kernel():

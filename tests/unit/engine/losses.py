@@ -6,8 +6,10 @@ import torch
 from torch import Tensor
 
 from realhf.architecture.model import DecoderConfig
+from realhf.engine.backend import EngineModel
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Stats
+from realhf.geometry.boxes import Box
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.vocabulary import Logits, WholeLogits
@@ -20,6 +22,11 @@ def tiny(**changes: object) -> DecoderConfig:
         hidden_size=32, intermediate_size=48, num_layers=4, num_heads=4, num_kv_heads=4, vocab_size=24
     )
     return replace(small, **changes)
+
+
+def boxes_of(model: EngineModel) -> dict[str, tuple[Box, Tensor]]:
+    """The parameters of a rank by name, where no parameter is in several parts."""
+    return {box.name: (box, tensor) for box, tensor in model.residency.held()}
 
 
 def random_batch(config: DecoderConfig, samples: int, seed: int = 0, lengths: tuple[int, int] = (2, 11)) -> Batch:

@@ -114,7 +114,7 @@ def test_a_training_step_is_the_native_one(alone, config, recomputation):
         stats = [m.train_step(batch, "tokens", next_token_loss, trained_tokens, 2) for m in (native, ours)]
         assert stats[0]["loss"] == pytest.approx(stats[1]["loss"], rel=1e-10)
         assert stats[0]["grad_norm"] == pytest.approx(stats[1]["grad_norm"], rel=1e-9)
-    torch.testing.assert_close(ours.arena.flat, native.arena.flat, rtol=0, atol=1e-9)
+    torch.testing.assert_close(ours.parameters.flat, native.parameters.flat, rtol=0, atol=1e-9)
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ def token_logprobs(output: Logits, batch: Batch) -> dict[str, list[Tensor]]:
 def test_generated_logprobs_are_those_of_the_forward_pass() -> None:
     model = ShardedModel(ModelSpec(tiny(), ONE_RANK, torch.float64))
     model.initialise(seed=0)
-    model.arena.flat.mul_(3.0)
+    model.parameters.flat.mul_(3.0)
     prompts = random_batch(tiny(), 6)
     rollouts = model.generate(
         prompts,

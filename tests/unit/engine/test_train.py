@@ -13,7 +13,7 @@ from realhf.engine.forward import PackedMicroBatch, pack_micro_batch, run_stage
 from realhf.engine.interface import Stats
 from realhf.engine.model import ShardedModel
 from realhf.engine.returned import InterfaceError
-from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens
+from tests.unit.engine.losses import ONE_RANK, boxes_of, next_token_loss, random_batch, tiny, trained_tokens
 
 CONFIG = tiny(num_layers=2)
 
@@ -38,7 +38,7 @@ def test_micro_batches_change_nothing() -> None:
         assert whole["loss"][1] == parts["loss"][1] == trained_tokens(batch)
         for key in whole:
             assert parts[key] == pytest.approx(whole[key], rel=1e-10)
-    torch.testing.assert_close(four.arena.flat, one.arena.flat, rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(four.parameters.flat, one.parameters.flat, rtol=1e-9, atol=1e-10)
 
 
 def test_loss_falls_in_bfloat16_too() -> None:
@@ -46,8 +46,8 @@ def test_loss_falls_in_bfloat16_too() -> None:
     batch = random_batch(CONFIG, 8)
     losses = [step(trained, batch, micro_batches=2)["loss"] for _ in range(10)]
     assert losses[-1][0] < 0.7 * losses[0][0]
-    assert trained.boxes()["model.norm.weight"][1].dtype == torch.bfloat16
-    master = [local for box, local in trained.optimizer_state() if box.name == "model.norm.weight@master"]
+    assert boxes_of(trained)["model.norm.weight"][1].dtype == torch.bfloat16
+    master = [local for box, local in trained.trainer.state() if box.name == "model.norm.weight@master"]
     assert [local.dtype for local in master] == [torch.float32]
 
 
@@ -69,7 +69,7 @@ def used_gradient(trained: ShardedModel) -> Tensor:
 def test_clipping_by_hand() -> None:
     """A loss whose gradient is known: the sum of the final norm's weights times the tokens' number."""
     trained = model(max_grad_norm=0.5, weight_decay=0.0)
-    norm = trained.boxes()["model.norm.weight"][1]
+    norm = boxes_of(trained)["model.norm.weight"][1]
     parameter = trained.decoder.model.norm.weight
 
     def loss(output: Tensor, batch: Batch) -> tuple[Tensor, Stats]:
@@ -120,10 +120,10 @@ def test_bfloat16_follows_a_loop_written_out(wide: bool) -> None:
             step_size = first[name] / (1 - 0.9**step_number) / ((second[name] / (1 - 0.95**step_number)).sqrt() + 1e-8)
             masters[name] = masters[name] * (1 - 1e-2 * 0.1) - 1e-2 * step_size
             # From the engine's own, so that a rounding at a border does not take the two apart: compared at once.
-            torch.testing.assert_close(trained.boxes()[name][1], masters[name].bfloat16(), rtol=2**-7, atol=5e-5)
+            torch.testing.assert_close(boxes_of(trained)[name][1], masters[name].bfloat16(), rtol=2**-7, atol=5e-5)
             with torch.no_grad():
-                parameters[name].copy_(trained.boxes()[name][1])
-    state = {box.name: local for box, local in trained.optimizer_state()}
+                parameters[name].copy_(boxes_of(trained)[name][1])
+    state = {box.name: local for box, local in trained.trainer.state()}
     assert trained.parameters.gradients.flat.dtype == (torch.float32 if wide else torch.bfloat16)
     for name, master in masters.items():
         is_embedding = name == "model.embed_tokens.weight"
@@ -172,40 +172,40 @@ def test_refuses_what_would_spoil_the_parameters(
 ) -> None:
     trained, batch = model(), random_batch(CONFIG, 4)
     step(trained, batch)
-    before = trained.arena.flat.clone()
-    state = [local.clone() for _, local in trained.optimizer_state()]
+    before = trained.parameters.flat.clone()
+    state = [local.clone() for _, local in trained.trainer.state()]
     with pytest.raises(error, match=text):
         trained.train_step(batch, "tokens", loss, weight, 2)
-    assert torch.equal(trained.arena.flat, before)
-    assert all(torch.equal(local, old) for (_, local), old in zip(trained.optimizer_state(), state, strict=True))
+    assert torch.equal(trained.parameters.flat, before)
+    assert all(torch.equal(local, old) for (_, local), old in zip(trained.trainer.state(), state, strict=True))
     assert trained.trainer.optimizer.step_count == 1
     step(trained, batch)
-    assert trained.arena.flat.isfinite().all()
+    assert trained.parameters.flat.isfinite().all()
 
 
 def test_a_copy_made_from_boxes_continues_alike() -> None:
     original, copy = model(), model()
     for seed in range(2):
         step(original, random_batch(CONFIG, 4, seed=seed))
-    for name, (box, local) in original.boxes().items():
-        assert copy.boxes()[name][0] == box
-        copy.boxes()[name][1].copy_(local)
+    for name, (box, local) in boxes_of(original).items():
+        assert boxes_of(copy)[name][0] == box
+        boxes_of(copy)[name][1].copy_(local)
     copy.residency.written()
-    moments = original.optimizer_state()
-    assert len(moments) == 2 * len(original.boxes())
-    for (box, local), (same, other) in zip(moments, copy.optimizer_state(), strict=True):
+    moments = original.trainer.state()
+    assert len(moments) == 2 * len(boxes_of(original))
+    for (box, local), (same, other) in zip(moments, copy.trainer.state(), strict=True):
         assert box == same
         assert local.shape == box.shape
         other.copy_(local)
     copy.trainer.optimizer.step_count = original.trainer.optimizer.step_count
     batch = random_batch(CONFIG, 4, seed=9)
     assert step(original, batch) == step(copy, batch)
-    assert torch.equal(original.arena.flat, copy.arena.flat)
+    assert torch.equal(original.parameters.flat, copy.parameters.flat)
 
 
 def test_a_model_without_an_optimizer_has_no_gradients() -> None:
     frozen = ShardedModel(ModelSpec(CONFIG, ONE_RANK, torch.float32))
-    assert frozen.optimizer_state() == []
+    assert frozen.trainer is None
     assert all(p.grad is None and not p.requires_grad for p in frozen.decoder.parameters())
 
 

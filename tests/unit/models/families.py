@@ -24,7 +24,7 @@ from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import decoder_parameters
 from realhf.models.hugging_face_weights import HuggingFaceReader
 from realhf.parallel.groups import ParallelGroups
-from tests.unit.engine.losses import ONE_RANK
+from tests.unit.engine.losses import ONE_RANK, boxes_of
 
 _SCALED_ROPES: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 3.0},
@@ -193,7 +193,7 @@ def load(
     """Our model under a layout with the weights of a Hugging Face checkpoint."""
     model = ShardedModel(ModelSpec(config, groups, dtype, **arguments))
     reader = HuggingFaceReader(directory, config)
-    for box, tensor in model.boxes().values():
+    for box, tensor in boxes_of(model).values():
         reader.read_into(tensor, box)
     model.residency.written()
     return model

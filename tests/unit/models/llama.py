@@ -6,6 +6,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.model import ShardedModel
+from tests.unit.engine.losses import boxes_of
 
 
 class _Norm64(nn.Module):
@@ -48,13 +49,13 @@ def llama(config: DecoderConfig, model: ShardedModel) -> LlamaForCausalLM:
             attn_implementation="sdpa",  # the eager one computes its softmax in float32
             use_cache=False,
         )
-    ).to(model.arena.flat.dtype)
-    weights = {name: local for name, (_, local) in model.boxes().items()}
+    ).to(model.parameters.flat.dtype)
+    weights = {name: local for name, (_, local) in boxes_of(model).items()}
     missing, unexpected = hf.load_state_dict(weights, strict=False)
     assert not unexpected
     assert missing == (["lm_head.weight"] if config.tied_embeddings else [])
     hf.tie_weights()
-    if model.arena.flat.dtype == torch.float64:
+    if model.parameters.flat.dtype == torch.float64:
         for module in list(hf.modules()):
             for name, child in list(module.named_children()):
                 if type(child).__name__ == "LlamaRMSNorm":

@@ -12,6 +12,7 @@ from realhf.engine.batch import Batch
 from realhf.engine.model import ShardedModel
 from tests.unit.engine.losses import (
     ONE_RANK,
+    boxes_of,
     next_token_loss,
     random_batch,
     split_like,
@@ -37,7 +38,7 @@ all_configs = pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.ke
 def build(config: DecoderConfig, dtype: torch.dtype, optimizer: OptimizerConfig | None = None) -> ShardedModel:
     model = ShardedModel(ModelSpec(config, ONE_RANK, dtype, optimizer=optimizer, total_optimizer_steps=10))
     model.initialise(seed=3)
-    for name, (_, local) in model.boxes().items():
+    for name, (_, local) in boxes_of(model).items():
         # Larger weights and uneven norms than the initial ones: attention is then far from uniform.
         local.mul_(5.0) if local.dim() == 2 else local.copy_(torch.linspace(0.5, 1.5, len(local)).roll(len(name)))
     return model
@@ -97,7 +98,7 @@ def test_parameters_after_one_step(config: DecoderConfig, dtype: torch.dtype) ->
     stats = model.train_step(batch, "tokens", next_token_loss, trained_tokens, micro_batches=2)
     assert stats["lr"] == (1e-2, 1.0)
     assert stats["loss"][0] / stats["loss"][1] == pytest.approx(loss.item(), rel=TOLERANCE[dtype])
-    ours = {name: local for name, (_, local) in model.boxes().items()}
+    ours = {name: local for name, (_, local) in boxes_of(model).items()}
     flat = {
         "ours": torch.cat([ours[name].flatten() for name in before]),
         "theirs": torch.cat([p.detach().flatten() for p in hf.parameters()]),
@@ -118,15 +119,15 @@ def test_scalar_head_is_a_linear_on_the_final_norm() -> None:
     trunk = llama(tiny(), _with_lm_head(model))
     with torch.no_grad():
         hidden = torch.cat([trunk.model(input_ids=s[None]).last_hidden_state[0] for s in batch.data["tokens"]])
-    weight = model.boxes()["score.weight"][1]
+    weight = boxes_of(model)["score.weight"][1]
     assert distance(values, (hidden * weight).sum(-1)) < 1e-12
 
 
 def _with_lm_head(scalar: ShardedModel) -> ShardedModel:
     model = ShardedModel(ModelSpec(tiny(), ONE_RANK, torch.float64))
-    for name, (_, local) in model.boxes().items():
+    for name, (_, local) in boxes_of(model).items():
         if name != "lm_head.weight":
-            local.copy_(scalar.boxes()[name][1])
+            local.copy_(boxes_of(scalar)[name][1])
     return model
 
 
