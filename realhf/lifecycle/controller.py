@@ -30,7 +30,7 @@ LAUNCHER_LOCK = "launcher"
 
 
 def start(run: Run, request: RunRequest, listener: Listener = UNHEARD) -> RunDirectory:
-    """Carries out a new run; returns its directory when it has ended well.
+    """Carries out a new run; returns its directory when it has ended well. It takes the signals of the main thread.
 
     Raises:
         UserError, RunError: it could not be started, or broke. KeyboardInterrupt: Ctrl-C or SIGTERM came. Where there
