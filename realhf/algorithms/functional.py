@@ -14,12 +14,12 @@ from realhf.parallel.vocabulary import Logits, TokenLogprobs, WholeLogits
 
 
 def at_least_fp32(x: Tensor) -> Tensor:
-    """`x` in float32, or as it is where it has more precision."""
+    """`x` in float32, or unchanged in float64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
 def predicting_places(lengths: Sequence[int], prompt_lengths: Sequence[int], device: torch.device) -> Tensor:
-    """Where in packed sequences the states stand that predict the response tokens.
+    """The positions in packed sequences of the states that predict response tokens.
 
     Args:
         lengths: tokens of each sequence, prompt and response.
@@ -45,10 +45,10 @@ def last_places(lengths: Sequence[int], device: torch.device) -> Tensor:
 def token_statistics(
     logits: Tensor | Logits | WholeLogits, tokens: Tensor, temperature: float = 1.0, *, with_entropy: bool = False
 ) -> TokenLogprobs:
-    """Log-probability of `tokens` [n] and whether each is the most likely one; on demand the distributions' entropy.
+    """Log-probability of `tokens` [n], whether each is the most likely one, and on demand the entropy.
 
     Args:
-        logits: [n, vocab]; those of a model's head are never whole in memory.
+        logits: [n, vocab]; the logits of a model's head are never all in memory.
     """
     if isinstance(logits, Tensor):
         logits = WholeLogits(logits)
@@ -91,8 +91,7 @@ def kl_penalised_rewards(score: Tensor, logprob: Tensor, ref_logprob: Tensor, kl
 
     Args:
         score: [1], of the whole response.
-        logprob, ref_logprob: [response], of the drawn tokens under the policy that drew them and
-            under the reference.
+        logprob, ref_logprob: [response], of the drawn tokens under the policy that drew them and under the reference.
 
     Returns:
         [response].
@@ -112,8 +111,7 @@ def gae(
         delta_j = r_j + gamma * V_{j+1} - V_j
         A_j     = delta_j + gamma * lam * A_{j+1}
 
-    with V = A = 0 behind the last token: a response that was cut off at the maximum length
-    counts as ended.
+    with V = A = 0 after the last token: a response that was cut off at the maximum length counts as ended.
 
     Args:
         rewards: per sample [response].
@@ -125,7 +123,7 @@ def gae(
     Source: Schulman et al., "High-dimensional continuous control using GAE" (2016), equation 16.
     """
     lengths = [len(r) for r in rewards]
-    # Zeros behind the end give delta = A = 0 there, so padding needs no mask.
+    # Zeros after the end give delta = A = 0 there, so padding needs no mask.
     r = torch.nn.utils.rnn.pad_sequence(list(rewards), batch_first=True)  # [batch, longest]
     v = torch.nn.utils.rnn.pad_sequence(list(values), batch_first=True)
     v_next = torch.cat([v[:, 1:], torch.zeros_like(v[:, :1])], 1)
@@ -138,10 +136,11 @@ def gae(
 def discounted_sums(x: Tensor, discount: float) -> Tensor:
     """y[:, j] = sum over k >= j of discount^(k - j) x[:, k], for `x` [batch, length].
 
-    By doubling (Hillis and Steele, 1986): a loop over columns would launch kernels for each token of the longest
-    response. Elementwise, so that a row's bits do not depend on the others or on the zeros behind its end.
+    It doubles the summed span each time (Hillis and Steele, 1986); a loop over columns would launch kernels for each
+    token of the longest response. All operations are elementwise, so a row's bits depend neither on other rows nor on
+    the zeros after its end.
     """
-    sums, span = x.clone(), 1  # of so many columns each
+    sums, span = x.clone(), 1  # each sum has `span` columns
     while span < x.shape[1]:
         sums[:, :-span] = sums[:, :-span] + discount**span * sums[:, span:]
         span *= 2
@@ -149,13 +148,13 @@ def discounted_sums(x: Tensor, discount: float) -> Tensor:
 
 
 def moments(x: Tensor) -> Tensor:
-    """[3] float64: sum, sum of squares, count; those of several ranks add up."""
+    """[3] float64: sum, sum of squares, count; moments of several ranks can be added."""
     x = x.double()
     return torch.stack([x.sum(), x.square().sum(), torch.full_like(x.sum(), x.numel())])
 
 
 def mean_and_variance(moments_: Tensor) -> tuple[float, float]:
-    """Mean and (biased) variance from what `moments` counted."""
+    """Mean and (biased) variance from `moments`."""
     total, square, count = moments_.tolist()
     mean = total / count
     return mean, max(square / count - mean * mean, 0.0)
@@ -177,7 +176,7 @@ def ppo_policy_loss(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, cli
         logprob: [responses] with gradient; old_logprob, advantage: [responses].
 
     Returns:
-        (L [responses], is_clipped [responses]: True where the clip took the gradient away).
+        (L [responses], is_clipped [responses]: True if clipping removed the gradient).
 
     Source: Schulman et al., "Proximal policy optimization algorithms" (2017), equation 7.
     """
@@ -188,7 +187,7 @@ def ppo_policy_loss(logprob: Tensor, old_logprob: Tensor, advantage: Tensor, cli
 
 
 def clipped_value_loss(value: Tensor, old_value: Tensor, returns: Tensor, clip: float) -> tuple[Tensor, Tensor]:
-    """Half the squared error, with a value that may leave the old one by at most `clip`; per token.
+    """Half the squared error per token, with the value kept within `clip` of the old value.
 
         L = 1/2 max((V - R)^2, (clamp(V, V_old - clip, V_old + clip) - R)^2)
 

@@ -1,4 +1,4 @@
-"""The kinds of data sets: JSONL files of text and what they give the calls as token sequences. No torch here."""
+"""The kinds of data sets: JSONL files of text, which give calls token sequences. No torch here."""
 
 import json
 from abc import ABC, abstractmethod
@@ -17,7 +17,7 @@ MAKE_DATA = "`python -m realhf.data.sort_task DIR` makes the data of the sorting
 
 
 class Encoder:
-    """Text to tokens, refusing what the tokenizer cannot express.
+    """Turns text into tokens; refuses text that the tokenizer cannot express.
 
     Args:
         path: a `tokenizer.json` of Hugging Face's `tokenizers`.
@@ -43,11 +43,11 @@ class Encoder:
 
     @property
     def largest_token(self) -> int:
-        """The largest id that it can give."""
+        """The largest id of the tokenizer."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     def prompt(self, text: str) -> Tokens:
-        """The tokens of a prompt, with what the tokenizer puts around a text (a begin token)."""
+        """The tokens of a prompt, with the tokenizer's special tokens (a begin token)."""
         return self._encode(text, add_special_tokens=True)
 
     def answer(self, text: str) -> Tokens:
@@ -55,7 +55,7 @@ class Encoder:
         return [*self._encode(text, add_special_tokens=False), self.end_token]
 
     def _encode(self, text: str, add_special_tokens: bool) -> Tokens:
-        """Raises ValueError, naming the character, when the tokenizer cannot express the text."""
+        """Raises ValueError, naming the character, if the tokenizer cannot express the text."""
         tokens = self._try(text, add_special_tokens)
         if tokens is None:
             wrong = next((character for character in text if self._try(character, False) is None), text)
@@ -75,8 +75,8 @@ class Encoder:
 class JSONLDataset(ABC):
     """A file of one JSON object a line, read with a tokenizer; every worker must see both files.
 
-    Every text field must be present, of at least one character, and made of what the tokenizer
-    knows. A prompt may have at most `max_prompt_tokens` tokens, its begin token included.
+    Every text field must be present, have at least one character, and have only characters that the tokenizer knows. A
+    prompt may have at most `max_prompt_tokens` tokens, its begin token included.
     """
 
     FIELDS: ClassVar[tuple[str, ...]]
@@ -97,7 +97,7 @@ class JSONLDataset(ABC):
 
     @property
     def token_keys(self) -> tuple[str, ...]:
-        """Those of the keys that are tokens; the others are numbers, one a row."""
+        """The keys that are tokens; the others are numbers, one a row."""
         return self.keys
 
     @abstractmethod
@@ -110,7 +110,7 @@ class JSONLDataset(ABC):
         return self.FIELDS
 
     def check(self) -> DatasetExtent:
-        """Reads every line once; returns how many there are, how long they are, and which tokens they have.
+        """Reads every line once; returns the number of lines, their lengths and their largest tokens.
 
         Raises:
             UserError: naming the file, the line and the remedy.

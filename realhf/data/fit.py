@@ -1,4 +1,4 @@
-"""Whether every model can read the tokens and the lengths that will reach it; looked at before a run starts."""
+"""Checks before a run that every model can read the tokens and the lengths that will reach it."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -23,10 +23,10 @@ class _Length:
 
 
 def check_fit(graph: DataflowGraph, extent: DatasetExtent) -> None:
-    """Compares what the rows of a data set and the calls on them hold with the vocabulary and the positions of models.
+    """Compares the tokens and the lengths of a data set, and of responses, with models' vocabularies and positions.
 
-    A model reads the rows of a data set through its inputs, and through what other calls make of them: therefore the
-    whole tokenizer has to fit every model, and a response counts with its longest prompt.
+    A model reads rows of the data set, and sequences that other calls make from them. Therefore the whole tokenizer has
+    to fit every model, and a response counts with the longest prompt.
 
     Raises:
         UserError: naming file, line and id, a token that is not in a model's vocabulary, or a sequence that is longer
@@ -98,7 +98,7 @@ def _check_options(call: ModelFunctionCallDef) -> None:
 
 
 def _generation_options(config: InterfaceConfig) -> Iterator[GenerationOptions]:
-    """Of an interface: its own, and those that it has as a field."""
+    """The generation options of an interface: itself, and its fields."""
     fields = (getattr(config, field.name) for field in dataclasses.fields(config))
     return (options for options in (config, *fields) if isinstance(options, GenerationOptions))
 

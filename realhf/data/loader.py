@@ -12,7 +12,7 @@ class DatasetReader(DatasetRows):
     """`DatasetRows` that gives tensors."""
 
     def read(self, step: int, sample_ids: Sequence[int], keys: Sequence[str]) -> Batch:
-        """The samples `sample_ids` (places in the global batch) of a step; per key int64 tensors [length].
+        """The samples `sample_ids` (indices in the global batch) of a step; per key int64 tensors [length].
 
         Raises:
             UserError: a line that the data set's `check` would have refused.

@@ -1,4 +1,4 @@
-"""What a run recorded of its steps, read back: rollouts/step-N/CALL-RANK.safetensors. No torch here."""
+"""Reads the samples that a run recorded: rollouts/step-N/CALL-RANK.safetensors. No torch here."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,5 +43,5 @@ def read_recorded(folder: Path, step: int, call: str, key: str) -> dict[int, Rec
 
 
 def step_folder(folder: Path, step: int) -> Path:
-    """Named as people count: from 1."""
+    """The folder of a step; its name counts from 1."""
     return folder / f"step-{step + 1}"

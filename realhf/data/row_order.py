@@ -1,4 +1,4 @@
-"""Which row of a data set is sample i of step t: a new permutation every epoch, the same on every worker."""
+"""The row of a data set that is sample i of step t: a new permutation every epoch, the same on every worker."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -9,12 +9,12 @@ import numpy as np
 def row_of(split_seed: int, num_rows: int, batch_size: int, step: int, sample_ids: Sequence[int]) -> list[int]:
     """The rows of the given samples of a step.
 
-    Samples are counted through all steps (`step * batch_size + id`); every run of `num_rows` of
-    them is one epoch, in which each row comes once. Batches run across the borders of epochs.
+    Samples are counted through all steps (`step * batch_size + id`). Every `num_rows` samples are one epoch, which has
+    each row once. A batch may have samples of two epochs.
 
     Args:
-        split_seed: with the epoch's number it determines the permutation.
-        sample_ids: places in the global batch, from 0 to batch_size - 1.
+        split_seed: determines the permutation, with the epoch's number.
+        sample_ids: indices in the global batch, from 0 to batch_size - 1.
 
     Returns:
         one row from 0 to num_rows - 1 for each of `sample_ids`.
@@ -32,8 +32,7 @@ def row_of(split_seed: int, num_rows: int, batch_size: int, step: int, sample_id
 def _permutation(seed: int, epoch: int, num_rows: int) -> np.ndarray:
     """A permutation of the rows.
 
-    Made by sorting Philox's raw output, which NumPy keeps the same in all its versions; it does
-    not promise that of `Generator.permutation`.
+    It sorts Philox's raw output, which is the same in all versions of NumPy; `Generator.permutation` may differ.
     """
     raw = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64)).random_raw(num_rows)
     return np.argsort(raw, kind="stable")

@@ -6,19 +6,19 @@ from collections.abc import Sequence
 from realhf.data.datasets import JSONLDataset, Tokens
 from realhf.data.row_order import row_of
 
-# More than are in flight in most runs; what is asked for later is tokenised once more.
+# More steps than most runs have in flight; rows of other steps are tokenised again.
 KEPT_STEPS = 4
 
 
 class DatasetRows:
     """Samples of any step, in any order.
 
-    Rows are tokenised at first use, and those of the last few steps kept: calls of a step ask one after the other, and
-    a long run must not end with the tokens of the whole data set in memory.
+    Rows are tokenised at first use. The rows of the last few steps are kept for the calls of a step, but not those of
+    the whole data set, which may not fit into memory.
 
     Args:
-        seed: determines the order of the rows, which is new in every epoch; None takes the rows
-            as they stand in the file, once (evaluation).
+        seed: determines the order of the rows, which differs in every epoch; None takes the rows in the order of the
+            file, once (evaluation).
         batch_size: samples a step, over all workers.
 
     Raises:
@@ -31,14 +31,14 @@ class DatasetRows:
         self.batch_size = batch_size
         self._encoder = dataset.encoder()
         self._lines = dataset.lines()
-        self._rows: OrderedDict[int, dict[str, Tokens]] = OrderedDict()  # the ones asked for last at the end
+        self._rows: OrderedDict[int, dict[str, Tokens]] = OrderedDict()  # the most recently used last
 
     @property
     def num_rows(self) -> int:
         return len(self._lines)
 
     def tokens(self, step: int, sample_ids: Sequence[int]) -> list[dict[str, Tokens]]:
-        """By key the tokens of the samples `sample_ids` (places in the global batch) of a step.
+        """By key the tokens of the samples `sample_ids` (indices in the global batch) of a step.
 
         Raises:
             UserError: a line that the data set's `check` would have refused.

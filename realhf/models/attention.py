@@ -19,20 +19,19 @@ from realhf.models.attention_kernels import (
 
 
 class Attention(Protocol):
-    """What a decoder layer calls. Packed training and the KV cache of generation each implement it."""
+    """The attention that a decoder layer calls: over packed sequences in training, over the KV cache in generation."""
 
     def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, window: int | None = None) -> Tensor:
         """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim], all after
         rotation; returns [tokens, heads, head_dim]. `layer` is the global layer index. A token attends
-        to the last `window` tokens of its sequence, itself included; to all of them if None."""
+        to the last `window` tokens of its sequence, itself included; None: to all."""
 
 
 class PackedAttention:
     """Causal self-attention inside each packed sequence, without padding.
 
-    One call of a kernel for all sequences where the machine has one (`realhf.models.attention_kernels`). Else
-    neighbours of one length go through one call: a batch packed in order of length costs as many as it has distinct
-    lengths.
+    If the machine has a kernel for packed sequences (`realhf.models.attention_kernels`), one call takes all of them.
+    Else neighbours of equal length go through one call, so a batch in order of length takes one call for each length.
     """
 
     def __init__(self, lengths: Sequence[int]):
@@ -55,7 +54,7 @@ class PackedAttention:
         return [(len(list(run)), length) for length, run in groupby(self.lengths)]
 
     def _borders(self, device: torch.device) -> tuple[Tensor, int]:
-        """cu_seqlens on the device, where all layers find them, and the longest length."""
+        """cu_seqlens on the device, made once for all layers, and the longest length."""
         if self._cu_seqlens is None:
             self._cu_seqlens = boundaries(self.lengths, device)
         return self._cu_seqlens, max(self.lengths)
@@ -64,9 +63,9 @@ class PackedAttention:
         sizes = [count * length for count, length in self.runs]
         dtype, parts = query.dtype, []
         if dtype == torch.bfloat16 and query.device.type == "cpu" and torch.is_grad_enabled() and query.requires_grad:
-            # The CPU kernel's backward pass is up to six times slower in bfloat16, and never faster.
+            # The CPU kernel's backward pass is up to six times slower in bfloat16 than in float32, and never faster.
             query, key, value = query.float(), key.float(), value.float()
-        # Split, not sliced: the gradient of a slice is as large as what it was taken from.
+        # Split, not sliced: the gradient of a slice is as large as the whole tensor.
         for run, *qkv in zip(self.runs, query.split(sizes), key.split(sizes), value.split(sizes), strict=True):
             q, k, v = (x.unflatten(0, run).transpose(1, 2) for x in qkv)  # [sequences, heads, length, head_dim]
             parts.append(_causal(q, k, v, window).transpose(1, 2).flatten(0, 1))
@@ -79,7 +78,7 @@ def _causal(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     if window is None or window >= length:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
     parts = []
-    # Queries in blocks of a window's length: work grows with length x window, not with the length's square.
+    # In blocks of a window's length, work grows with length x window, not with the square of the length.
     for start in range(0, length, window):
         end, first = min(start + window, length), max(start - window + 1, 0)
         queries = torch.arange(start, end, device=q.device)[:, None]

@@ -1,8 +1,7 @@
-"""Which kernel attends within packed sequences: chosen by what is there and what is asked for, never by trying.
+"""The kernel for attention within packed sequences, chosen by the machine and the tensors.
 
-On a GPU flash-attn's where it is installed (Dao, 2023), else the same kernel as torch has it
-(`torch.nn.attention.varlen`). Both compute in half precision alone; whatever they do not take goes through torch's
-scaled dot products.
+On a GPU it is flash-attn's (Dao, 2023) if it is installed, else torch's build of the same kernel
+(`torch.nn.attention.varlen`). Both compute only in half precision; all other cases use torch's scaled dot products.
 """
 
 import importlib.metadata
@@ -22,18 +21,18 @@ from realhf.base.errors import UserError
 PackedKernel = Literal["flash-attn", "torch varlen", "scaled dot products"]
 
 _FLASH_CAPABILITY = (8, 0)  # of flash-attn 2 and of torch's build of it
-# The first with all that is used here: windows, pages, gradients that are the same in every run.
+# The first version with windows, pages and deterministic gradients.
 _FLASH_ATTN_VERSION = (2, 6)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the choice of a kernel depends on besides the tensors.
+    """The properties of a machine that the choice of a kernel depends on.
 
-    device: of the tensors, as torch calls it.
+    device: the device of the tensors, as torch calls it.
     compute_capability: of the GPU.
-    flash_attn: the version of flash-attn, None where it is not installed or too old.
-    varlen: the options of torch's `varlen_attn`, which grew from version to version; none where torch lacks it.
+    flash_attn: the version of flash-attn; None if it is not installed or too old.
+    varlen: the options of torch's `varlen_attn`, which differ between versions; none if torch lacks it.
     """
 
     device: str
@@ -42,14 +41,14 @@ class Machine:
     varlen: frozenset[str] = frozenset()
 
     def runs_flash(self, dtype: torch.dtype, head_dim: int) -> bool:
-        """Whether flash attention's kernels, whoever built them, take heads of so many numbers of `dtype`."""
+        """Whether flash attention's kernels take heads of `head_dim` numbers of `dtype`."""
         is_capable = self.device == "cuda" and self.compute_capability >= _FLASH_CAPABILITY
         return is_capable and takes_flash(str(dtype).removeprefix("torch."), head_dim)
 
 
 @lru_cache
 def machine(device: str) -> Machine:
-    """This machine, for tensors on `device`; looked at once.
+    """This machine, for tensors on `device`; inspected once.
 
     Raises:
         UserError: flash-attn is installed for another torch.
@@ -65,12 +64,12 @@ def machine(device: str) -> Machine:
 
 
 def packed_kernel(machine: Machine, dtype: torch.dtype, head_dim: int, window: int | None) -> PackedKernel:
-    """What attends within packed sequences, forward and backward."""
+    """The kernel for attention within packed sequences, forward and backward."""
     if not machine.runs_flash(dtype, head_dim):
         return "scaled dot products"
     if machine.flash_attn is not None:
         return "flash-attn"
-    # Without windows there is no causal mask either, which is a window that is open to the left.
+    # A causal mask is a window that is open to the left, so a `varlen_attn` without windows has no causal mask.
     return "torch varlen" if "window_size" in machine.varlen else "scaled dot products"
 
 
@@ -82,7 +81,7 @@ def flash_attention(
     Args:
         query: [tokens, heads, head_dim].
         key, value: [tokens, kv_heads, head_dim].
-        cu_seqlens: [sequences + 1] int32 on the device, the borders of the sequences.
+        cu_seqlens: [sequences + 1] int32 on the device, where each sequence starts.
         longest: tokens of the longest sequence.
         window: see `realhf.models.attention.Attention`.
     """
@@ -103,7 +102,7 @@ def torch_varlen_attention(
     window: int | None,
     options: frozenset[str],
 ) -> Tensor:
-    """The same by torch's `varlen_attn`, which has `options`."""
+    """As `flash_attention`, by torch's `varlen_attn`, which has `options`."""
     from torch.nn.attention.varlen import varlen_attn
 
     grouped = {}
@@ -119,13 +118,13 @@ def torch_varlen_attention(
 
 
 def window_borders(window: int | None) -> tuple[int, int]:
-    """How many tokens before and behind its own a query attends to, as flash attention counts; -1: all."""
+    """How many tokens before and after its own a query attends to, as flash attention counts; -1: all."""
     return (-1 if window is None else window - 1, 0)
 
 
 def last_token_borders(window: int | None) -> tuple[int, int]:
-    """The same for one query a sequence, of its last token, behind which there is nothing: without a window neither
-    side is bounded. Only then does flash-attn read the keys of grouped heads once."""
+    """As `window_borders`, for one query a sequence, at its last token. Without a window both sides are open, since no
+    token follows; only then does flash-attn read the keys of grouped heads once."""
     return (-1, -1) if window is None else window_borders(window)
 
 

@@ -1,4 +1,4 @@
-"""Checkpoints as boxes: each rank writes the boxes it owns, any layout reads the boxes it wants."""
+"""Checkpoints as boxes: each rank writes the boxes that it owns, and any layout reads the boxes that it needs."""
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,13 +37,13 @@ DTYPE_NAME: dict[torch.dtype, DType] = {
 
 
 def write_boxes(directory: Path | str, rank: int, owned: Sequence[Box], held: Iterable[tuple[Box, Tensor]]) -> None:
-    """Writes the boxes that `rank` owns; the checkpoint `directory` appears when `finish` has been called.
+    """Writes the boxes that `rank` owns; the checkpoint `directory` appears when `finish` is called.
 
-    `held` is what this rank has; an owned box lies in one of these. States beside a parameter are named
+    `held` has all boxes of this rank; an owned box lies in one of them. States of a parameter are named
     `<parameter>@<kind>`. Returns when the file is on the disk.
 
     Raises:
-        ValueError: an owned box does not lie in what the rank has.
+        ValueError: an owned box lies in no held box.
     """
     tensors = by_name(held)
     write_pieces(directory, rank, [(box, part(tensors, box).detach()) for box in owned])
@@ -52,16 +52,16 @@ def write_boxes(directory: Path | str, rank: int, owned: Sequence[Box], held: It
 def write_pieces(
     directory: Path | str, rank: int, pieces: Sequence[tuple[Box, Tensor]], *, hashed: bool = False
 ) -> None:
-    """As `write_boxes`, with boxes and tensors of their shapes, of which several may be of one parameter.
+    """As `write_boxes`, with the boxes and their tensors; several boxes may be of one parameter.
 
-    `hashed` makes a digest of the file, which `CheckpointReader.check_content` compares.
+    `hashed` makes a digest of the file for `CheckpointReader.check_content`.
     """
     write_snapshot(directory, rank, snapshot(pieces, copied=False), hashed=hashed)
 
 
 def snapshot(pieces: Sequence[tuple[Box, Tensor]], *, copied: bool = True) -> dict[str, Tensor]:
-    """`pieces` in host memory, by their keys in a file; copies, unless what is in host memory need not be `copied`
-    since it will not change."""
+    """`pieces` in host memory by their keys in a file. Tensors in host memory that will not change need not be
+    `copied`."""
     keys = file_keys([box for box, _ in pieces])
     assert len(set(keys)) == len(keys), "a box twice in the file of a rank"
     return {
@@ -70,7 +70,7 @@ def snapshot(pieces: Sequence[tuple[Box, Tensor]], *, copied: bool = True) -> di
 
 
 def write_snapshot(directory: Path | str, rank: int, content: Mapping[str, Tensor], *, hashed: bool = False) -> None:
-    """Writes what `snapshot` made; see `write_pieces`. An empty one makes no file."""
+    """Writes a `snapshot`; see `write_pieces`. An empty snapshot makes no file."""
     if not content:
         return
     staging = staging_directory(Path(directory))
@@ -101,17 +101,17 @@ def save_model(
 def fill(target: Tensor, found: Tensor, name: str, offset: Sequence[int]) -> None:
     """Copies `found`, a part of a saved tensor, to `target` of the same shape, in the dtype of `target`.
 
-    `name` is the tensor's, behind that of its file; `offset` is where in it the values begin.
+    `name` has the file and the tensor; `offset` is where `found` begins in the tensor.
 
     Raises:
-        UserError: a value is not finite, does not fit into the dtype, or is no second moment where it should be one.
+        UserError: a value is not finite, does not fit into the dtype, or is a negative second moment.
     """
     with torch.no_grad():
         target.copy_(found)
     if not target.numel():
         return
     least = 0.0 if name.endswith("@exp_avg_sq") else -math.inf  # a mean of squares
-    lowest, highest = (float(x) for x in target.aminmax())  # both are NaN where one value is
+    lowest, highest = (float(x) for x in target.aminmax())  # both are NaN if one value is
     if math.isfinite(lowest) and math.isfinite(highest) and lowest >= least:
         return
     place = tuple((~target.isfinite() | (target < least)).nonzero()[0].tolist())
@@ -127,7 +127,7 @@ def fill(target: Tensor, found: Tensor, name: str, offset: Sequence[int]) -> Non
 
 
 class CheckpointReader:
-    """Reads any box of a checkpoint, whatever layout it was saved under; only the parts wanted are read.
+    """Reads any box of a checkpoint, saved under any layout; it reads only the parts that it needs.
 
     Raises:
         UserError: `directory` holds no complete, undamaged checkpoint.
@@ -147,11 +147,11 @@ class CheckpointReader:
         return self.index.metadata
 
     def names(self) -> list[str]:
-        """Everything there is to read: parameters, and states beside them as `<parameter>@<kind>`."""
+        """The names of all parameters, and of their states as `<parameter>@<kind>`."""
         return list(self._saved)
 
     def check_content(self) -> None:
-        """Reads all files whose digest is in the index. Raises UserError naming one whose content is another."""
+        """Reads all files whose digest is in the index. Raises UserError naming a file with other content."""
         check_content(self.directory, self.index)
 
     def check_architecture(self, model: DecoderConfig, ignore_head: bool = False) -> None:

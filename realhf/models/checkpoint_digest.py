@@ -7,7 +7,7 @@ from pathlib import Path
 from realhf.base.errors import UserError
 from realhf.models.checkpoint_index import CheckpointIndex, SavedFile
 
-_THREADS = 8  # hashing is as fast as one core allows, and leaves the others free
+_THREADS = 8  # hashing is bound by one core a file
 
 
 def file_digest(path: Path) -> str:
@@ -20,7 +20,7 @@ def check_content(directory: Path, index: CheckpointIndex) -> None:
     """Reads all files of the checkpoint whose digest is in its index.
 
     Raises:
-        UserError: naming one whose content is another, or cannot be read.
+        UserError: naming a file that has other content, or cannot be read.
     """
 
     def check(saved: SavedFile) -> None:

@@ -1,8 +1,8 @@
-"""The index of a checkpoint: which file holds which box. No torch here: the master finishes a checkpoint with it.
+"""The index of a checkpoint: the file that holds each box. No torch here: the master completes checkpoints.
 
 A checkpoint is a directory of `boxes-<rank>.safetensors` files and an `index.json`. Every owner writes its file into
-a staging directory beside the target (`realhf.models.checkpoint.write_boxes`); then one process checks the files,
-writes the index and renames the directory (`finish`): a directory of the final name is always complete.
+a staging directory beside the target (`realhf.models.checkpoint.write_boxes`). Then one process checks the files,
+writes the index and renames the directory (`finish`), so a directory with the final name is always complete.
 """
 
 import math
@@ -27,19 +27,19 @@ from realhf.geometry.shards import shard_boxes
 
 FORMAT = "realhf-checkpoint/1"
 INDEX_FILE = "index.json"
-# Of the metadata of a checkpoint with optimizer states: how many optimizer steps had been made.
+# In the metadata of a checkpoint with optimizer states: how many optimizer steps had been made.
 STEPS_KEY = "optimizer_steps"
 
 SAFETENSORS_DTYPE: dict[str, str] = {"float32": "F32", "float64": "F64", "bfloat16": "BF16"}
 _ITEM_BYTES = {"F64": 8, "I64": 8, "F32": 4, "I32": 4, "F16": 2, "BF16": 2, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-_MAX_HEADER_BYTES = 10**8  # as the library that reads the tensors has it
+_MAX_HEADER_BYTES = 10**8  # the limit of the safetensors library
 _MAX_DIMENSIONS = 8
 
 
 class SavedBox(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One box of `name` in a file: of `<parameter>`, or `<parameter>@<kind>` for a state beside it.
+    """One box in a file, of `name`: a parameter, or `<parameter>@<kind>` for a state of it.
 
-    `key` is its key in the file, where it is not the name.
+    `key` is its key in the file, if that is not the name.
     """
 
     name: str
@@ -53,7 +53,7 @@ class SavedBox(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class SavedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`sha256` is the hexadecimal digest of the file's content, where its writer made one."""
+    """`sha256` is the hexadecimal digest of the file's content, empty if its writer made none."""
 
     file: str
     size_bytes: int
@@ -62,7 +62,7 @@ class SavedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What `index.json` holds. `dtype` is that of the parameters; states beside them may have another."""
+    """The content of `index.json`. `dtype` is the parameters'; their states may have another."""
 
     format: str
     architecture: dict[str, Any]
@@ -78,7 +78,7 @@ class _AnyFormat(msgspec.Struct, frozen=True):
 
 
 class HeaderEntry(msgspec.Struct, frozen=True):
-    """What the header of a safetensors file says of one tensor."""
+    """The entry of one tensor in the header of a safetensors file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -91,25 +91,25 @@ def box_file(rank: int) -> str:
 
 
 def digest_file(rank: int) -> str:
-    """Name of the file beside it with the digest of its content, until it is in the index."""
+    """Name of the file that keeps the digest of `box_file(rank)` until it is in the index."""
     return box_file(rank) + ".sha256"
 
 
 def staging_directory(directory: Path) -> Path:
-    """Where the files of an unfinished checkpoint lie: beside the target, so that a rename completes it."""
+    """The directory of an unfinished checkpoint: beside the target, so that a rename completes it."""
     return directory.with_name(f".{directory.name}.partial")
 
 
 def of_kind(box: Box, kind: str) -> Box:
-    """The box of a state beside a parameter, of the same place and shape: `<name>@exp_avg` for kind `exp_avg`."""
+    """The box of a parameter's state, with the same offset and shape: `<name>@exp_avg` for kind `exp_avg`."""
     return Box(f"{box.name}@{kind}", box.offset, box.shape) if kind else box
 
 
 def checkpoint_owners(model: DecoderConfig, layout: Layout, kinds: Sequence[str] = ("",)) -> dict[int, list[Box]]:
-    """Who writes what: each distinct box of the layout exactly once, spread over its holders by size.
+    """By device, the boxes that it writes: each distinct box of the layout once, spread over its holders by size.
 
-    `kinds` lists what is saved of each box: "" the parameter, others the states beside it (`exp_avg`), which the same
-    device writes. Devices that write nothing are in the table with an empty list.
+    `kinds` are saved of each box by one device: "" is the parameter, others are its states (`exp_avg`). Devices that
+    write nothing have an empty list.
     """
     holders: dict[Box, list[int]] = {}
     for device in layout.mesh.devices:
@@ -125,12 +125,12 @@ def checkpoint_owners(model: DecoderConfig, layout: Layout, kinds: Sequence[str]
 
 
 def optimizer_kinds(dtype: DType) -> tuple[str, ...]:
-    """The states that AdamW has beside each parameter of `dtype`: two moments, below float32 a master copy."""
+    """AdamW's states for each parameter of `dtype`: two moments, and below float32 a master copy."""
     return ("exp_avg", "exp_avg_sq", "master") if dtype == "bfloat16" else ("exp_avg", "exp_avg_sq")
 
 
 def newer_kinds(versions: int) -> tuple[str, ...]:
-    """What a model that keeps several versions of its parameters has beside the oldest one, the newest last."""
+    """The versions of its parameters that a model keeps besides the oldest one, the newest last."""
     return tuple(f"newer_{i}" for i in range(1, versions))
 
 
@@ -143,10 +143,10 @@ def state_owners(
     with_optimizer: bool = True,
     versions: int = 1,
 ) -> dict[int, list[Box]]:
-    """Who writes what of a model, the versions of its parameters and optimizer states: each device the part of its
-    shard that counts.
+    """By device, the boxes of a model that it writes, with versions and optimizer states: the counted part of its
+    shard.
 
-    Every element of every parameter, and of the states beside it, is in it once (`counted_range`).
+    Every element of every parameter, and of its states, is written once (`counted_range`).
     """
     kinds = ("", *newer_kinds(versions), *(optimizer_kinds(dtype) if with_optimizer else ()))
     return {
@@ -160,7 +160,7 @@ def state_owners(
 
 
 def file_keys(boxes: Sequence[Box]) -> list[str]:
-    """The key of every box in the file that holds them: its name, with its offset where several have that name."""
+    """The key of every box in one file: its name, with its offset if several boxes have the name."""
     count = Counter(box.name for box in boxes)
     return [box.name if count[box.name] == 1 else f"{box.name}#{','.join(map(str, box.offset))}" for box in boxes]
 
@@ -172,13 +172,13 @@ def finish(
     owners: Mapping[int, Sequence[Box]],
     metadata: Mapping[str, Any] | None = None,
 ) -> CheckpointIndex:
-    """Completes the checkpoint `directory` after every owner has written its boxes; replaces one of that name.
+    """Completes the checkpoint `directory` after every owner has written its boxes; replaces an older one.
 
-    `metadata` is anything JSON can hold: step, seed, position in the data.
+    `metadata` is any JSON: step, seed, position in the data.
 
     Raises:
         ValueError: the owners do not cover every parameter of the model exactly once.
-        UserError: a file is missing, truncated or holds other boxes; the target is left as it was.
+        UserError: a file is missing, truncated or holds other boxes; the target stays as it was.
     """
     directory = Path(directory)
     _check_cover(model, owners)
@@ -198,17 +198,17 @@ def finish(
         format=FORMAT, architecture=asdict(model), dtype=dtype, files=files, metadata=dict(metadata or {})
     )
     for stale in {path.name for path in staging.iterdir()} - {saved_file.file for saved_file in files}:
-        (staging / stale).unlink()  # of an attempt that was interrupted
+        (staging / stale).unlink()  # left by an interrupted attempt
     write_atomically(staging / INDEX_FILE, msgspec.json.format(msgspec.json.encode(index)))
     replace_directory(staging, directory)
     return index
 
 
 def read_index(directory: Path | str) -> CheckpointIndex:
-    """The index of a checkpoint whose files are all there, of the right size.
+    """The index of a checkpoint, after checking that all its files are there with the right sizes.
 
     Raises:
-        UserError: no checkpoint, not a complete one, of another format, or a damaged one.
+        UserError: there is no checkpoint, or it is incomplete, damaged, or of another format.
     """
     directory = present(Path(directory))
     path = directory / INDEX_FILE
@@ -253,7 +253,7 @@ def optimizer_steps(index: CheckpointIndex, directory: Path | str) -> int:
 
 
 def initial_optimizer_steps(setup: ModelSetup) -> int:
-    """How many optimizer steps a model starts with. Raises UserError where the checkpoint has no optimizer states."""
+    """How many optimizer steps a model starts with. Raises UserError if its checkpoint has no optimizer states."""
     if not setup.with_optimizer or setup.checkpoint is None:
         return 0
     return optimizer_steps(read_index(setup.checkpoint), setup.checkpoint)
@@ -262,14 +262,14 @@ def initial_optimizer_steps(setup: ModelSetup) -> int:
 def check_architecture(
     index: CheckpointIndex, directory: Path, model: DecoderConfig, ignore_head: bool = False
 ) -> None:
-    """Raises UserError where the checkpoint is of another architecture than `model`.
+    """Raises UserError if the checkpoint is of another architecture than `model`.
 
     `ignore_head` allows another head on the same trunk: a reward model that starts from a language model.
     """
     ignored = {f.name for f in fields(model) if not f.compare}
     ignored |= {"head", "tied_embeddings"} if ignore_head else set()
     wanted = msgspec.json.decode(msgspec.json.encode(model))
-    # Fields that a checkpoint does not mention came later; it was saved when every model had their defaults.
+    # A field that a checkpoint lacks was added after it was saved, when every model had the field's default.
     defaults = {f.name: f.default for f in fields(model) if f.default is not MISSING}
     saved = msgspec.json.decode(msgspec.json.encode(defaults)) | index.architecture
     differing = [
@@ -285,7 +285,7 @@ def check_architecture(
 
 
 def _check_cover(model: DecoderConfig, owners: Mapping[int, Sequence[Box]]) -> None:
-    """Each parameter, and each state beside one, must be owned as a whole: disjoint boxes of its full size."""
+    """Each parameter, and each of its states, must be owned as a whole: by disjoint boxes of its full size."""
     shapes = {spec.name: spec.shape for spec in decoder_parameters(model)}
     by_name: dict[str, list[Box]] = {name: [] for name in shapes}
     for boxes in owners.values():
@@ -302,7 +302,7 @@ def _check_cover(model: DecoderConfig, owners: Mapping[int, Sequence[Box]]) -> N
 
 
 def read_header(path: Path) -> dict[str, HeaderEntry]:
-    """What a safetensors file says it holds; the file is as long as that needs.
+    """The header of a safetensors file, after checking the length of the file.
 
     The format: 8 bytes little-endian length n, n bytes of JSON {key: {dtype, shape, data_offsets}}, the data.
 
@@ -327,7 +327,7 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
 
 
 def _check_places(path: Path, header: Mapping[str, HeaderEntry]) -> None:
-    """Raises UserError where a tensor is not as long as its shape says, or does not begin where one before it ends."""
+    """Raises UserError if a tensor's length is not that of its shape, or the tensors overlap or leave gaps."""
     end = 0
     for name, entry in sorted(header.items(), key=lambda item: item[1].data_offsets):
         item = _ITEM_BYTES.get(entry.dtype)

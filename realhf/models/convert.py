@@ -25,7 +25,7 @@ from realhf.models.checkpoint_index import INDEX_FILE, finish, staging_directory
 from realhf.models.hugging_face_files import CONFIG_FILE, HuggingFaceDirectory, companions_of, is_hugging_face
 from realhf.models.hugging_face_weights import HuggingFaceReader, in_parts, write_hugging_face
 
-# In a checkpoint of boxes: what came with the weights and is needed to convert back.
+# In a checkpoint of boxes: the files that came with the weights, for converting back.
 COMPANION_FOLDER = "hugging_face"
 
 _DTYPES: dict[str, DType] = {"F64": "float64", "F32": "float32", "BF16": "bfloat16", "F16": "float32"}
@@ -35,8 +35,8 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What to convert. `dtype` None keeps that of the source (float16 becomes float32); `like` is a Hugging Face
-    directory whose config.json and tokenizer the result gets."""
+    """A conversion. `dtype` None keeps the source's (float16 becomes float32); `like` is a Hugging Face directory whose
+    config.json and tokenizer the result gets."""
 
     source: str
     target: str
@@ -46,10 +46,10 @@ class Conversion:
 
 
 def convert(conversion: Conversion, say: Say) -> None:
-    """Converts in the direction that the source asks for, and tells `say` every step.
+    """Converts in the direction that the source determines, and reports every step to `say`.
 
     Raises:
-        UserError: the source cannot be read, or the target exists. Nothing is left of what was written before.
+        UserError: the source cannot be read, or the target exists. Files written before are removed.
     """
     if Path(conversion.target).exists():
         raise UserError(f"{conversion.target} exists already; give a new directory, or remove it first")

@@ -1,9 +1,8 @@
 """The decoder: one pipeline stage of a model of any family, written as for one device.
 
 Tensor parallelism enters through the sizes of the local weights and the three layer classes of
-`realhf.parallel.tensor`; head counts are inferred from them. With one stage and no group this is
-the whole model on one device. What differs between families (norms, MLP, positions, biases, windows)
-is chosen by the fields of `DecoderConfig` when a module is made.
+`realhf.parallel.tensor`; head counts are inferred from them. With one stage and no group this is the whole model on one
+device. The fields of `DecoderConfig` choose the parts in which families differ: norms, MLP, positions, biases, windows.
 """
 
 from collections.abc import Callable, Iterable
@@ -73,7 +72,7 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, cos: Tensor, sin: Tensor, attend: Attention, shards: TokenShards | None = None
     ) -> Tensor:
-        """With `shards`, x and what is returned are this rank's tokens; cos and sin are of all tokens."""
+        """With `shards`, x and the result have this rank's tokens; cos and sin are of all tokens."""
         x = x + self.self_attn(self.input_layernorm(x), cos, sin, attend, shards)
         return x + self.mlp(self.post_attention_layernorm(x), shards)
 
@@ -113,9 +112,9 @@ class Decoder(nn.Module):
         super().__init__()
         strategy = groups.layout.strategy
         self.config, self.groups = config, groups
-        # What computes a layer in passes with gradients in place of its own modules: (layer, *its arguments) -> Tensor.
+        # Computes a layer in passes with gradients, in place of its modules: (layer, *its arguments) -> Tensor.
         self.trains_layer: Callable[..., Tensor] | None = None
-        # The same in passes without gradients.
+        # As `trains_layer`, in passes without gradients.
         self.infers_layer: Callable[..., Tensor] | None = None
         self.chunks = chunk_layers(config.num_layers, strategy, groups.stage)
         self.model = _Trunk(config, chain(*self.chunks), strategy.tp, groups)
@@ -126,7 +125,7 @@ class Decoder(nn.Module):
         elif not config.tied_embeddings:
             self.lm_head = ColumnParallelLinear((config.vocab_size // strategy.tp, config.hidden_size))
         elif not groups.is_first_stage:
-            # The second copy of the tied embedding; the training engine sums both gradients.
+            # The second copy of the tied embedding; training sums the gradients of both copies.
             self.model.embed_tokens = VocabParallelEmbedding(
                 (config.vocab_size // strategy.tp, config.hidden_size), groups.tensor
             )
@@ -146,15 +145,15 @@ class Decoder(nn.Module):
         Args:
             x: tokens [tokens] int64 for the first chunk of the first stage, else the hidden states of the chunk before
                 [tokens, hidden].
-            positions: place of every token in its sequence [tokens].
-            head_rows: which rows the head is run on, in the order of its output (last stage; None: all).
-            shards: sequence parallelism: hidden states between layers and stages are this rank's tokens.
+            positions: position of every token in its sequence [tokens].
+            head_rows: the rows that the head runs on, in the order of its output (last stage; None: all).
+            shards: with sequence parallelism: hidden states between layers and stages have this rank's tokens.
             recomputation: see `realhf.models.recomputation.run_layer`.
             chunk: which of `chunks`.
 
         Returns:
-            hidden states [tokens, hidden]; of the last chunk of the last stage logits [tokens, vocab], of which none is
-            computed yet, or values [tokens].
+            hidden states [tokens, hidden]; for the last chunk of the last stage logits [tokens, vocab], which are
+            computed when they are used, or values [tokens].
         """
         if self.groups.is_first_stage and chunk == 0:
             x = self.embed(x, positions, shards)
@@ -169,21 +168,21 @@ class Decoder(nn.Module):
         return self.output(x, head_rows, shards)
 
     def has_head(self, chunk: int) -> bool:
-        """Whether the head follows on the layers of `chunk`."""
+        """Whether the head follows the layers of `chunk`."""
         return self.groups.is_last_stage and chunk == len(self.chunks) - 1
 
     def embed(self, tokens: Tensor, positions: Tensor, shards: TokenShards | None = None) -> Tensor:
-        """What the first layer gets on the first stage: [tokens, hidden], from tokens and positions [tokens]."""
+        """The input of the first layer [tokens, hidden], from tokens and positions [tokens], on the first stage."""
         x = self.model.embed_tokens(tokens, shards)
         if self.config.scale_embeddings:
-            # Rounded to the dtype of x first, as in Gemma; a number, since a tensor would come from the host.
+            # Rounded to the dtype of x first, as in Gemma. A number, since a tensor would be copied from the host.
             x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype, device="cpu").item()
         if self.config.positions == "learned":
             x = x + self.model.embed_positions(positions if shards is None else positions[shards.own])
         return x
 
     def output(self, x: Tensor, rows: Tensor | None = None, shards: TokenShards | None = None) -> Tensor | Logits:
-        """The final norm and the head on hidden states [tokens, hidden] of the last stage: see `forward`."""
+        """Applies the final norm and the head to hidden states [tokens, hidden] of the last stage: see `forward`."""
         x = self.model.norm(x)
         if self.config.head == "scalar":
             values = gather_outputs(self.score(x).squeeze(-1), shards)  # [tokens]

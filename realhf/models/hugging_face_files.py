@@ -1,6 +1,6 @@
-"""A Hugging Face checkpoint directory: its config, and which file holds which tensor. No torch here.
+"""A Hugging Face checkpoint directory: its config, and the file that holds each tensor. No torch here.
 
-A launcher finds out with it, from the headers of the files, whether a model can be loaded before anything starts.
+From the headers of the files a launcher checks that a model can be loaded before anything starts.
 """
 
 from collections.abc import Iterator, Mapping
@@ -23,7 +23,7 @@ CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 WEIGHTS_INDEX_FILE = "model.safetensors.index.json"
 
-# What goes along with the weights, where it is there.
+# Files that are copied along with the weights.
 COMPANION_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -44,7 +44,7 @@ _BUFFERS = (".rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")
 
 
 class _WeightsIndex(msgspec.Struct, frozen=True):
-    """What `model.safetensors.index.json` says of the weights; more may stand beside it."""
+    """The field of `model.safetensors.index.json` that is read; there may be others."""
 
     weight_map: dict[str, str]
 
@@ -55,7 +55,7 @@ def sources(model: DecoderConfig, family: Family) -> dict[str, Source]:
 
 
 class HuggingFaceDirectory:
-    """What is in a checkpoint directory, by its config.json, its index and the headers of its files.
+    """The content of a checkpoint directory, by its config.json, its index and the headers of its files.
 
     Raises:
         UserError: no such directory, a config.json that cannot be used, no safetensors, a missing or truncated file.
@@ -79,7 +79,7 @@ class HuggingFaceDirectory:
         return held
 
     def sources(self, model: DecoderConfig) -> dict[str, Source]:
-        """Parameter of `model` -> where this checkpoint has it, under the names that it uses."""
+        """Where this checkpoint has each parameter of `model`, by the parameter's name."""
         found, prefix = sources(model, self.family), self.family.base_prefix
         if not prefix or any(name.startswith(prefix) for name in self.tensors):
             return found
@@ -87,9 +87,9 @@ class HuggingFaceDirectory:
         return {name: replace(source, tensor=source.tensor.removeprefix(prefix)) for name, source in found.items()}
 
     def check(self, model: DecoderConfig, new_head: bool = False) -> None:
-        """Raises UserError, naming field or tensor, where `model` cannot be loaded from this checkpoint.
+        """Raises UserError, naming field or tensor, if `model` cannot be loaded from this checkpoint.
 
-        With `new_head` the head's own tensors are not asked for, whatever head the checkpoint has.
+        With `new_head` the checkpoint may have any head, or none.
         """
         self._check_architecture(model)
         wanted = {name: s for name, s in self.sources(model).items() if not (new_head and name in _HEADS)}
@@ -119,8 +119,8 @@ class HuggingFaceDirectory:
             )
 
     def _check_tied(self, embedding: str) -> None:
-        """Raises UserError where the output embedding that is stored too is not `embedding`: transformers, which then
-        does not tie the two, would make another model of it."""
+        """Raises UserError if the stored output embedding differs from `embedding`: transformers would then not tie the
+        two, and load another model."""
         (path, ours), (head_path, theirs) = self.tensors[embedding], self.tensors["lm_head.weight"]
         is_alike = (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
         if not is_alike or any(a != b for a, b in zip(_content(path, ours), _content(head_path, theirs), strict=True)):
@@ -175,7 +175,7 @@ class HuggingFaceDirectory:
 
 
 def _content(path: Path, entry: HeaderEntry) -> Iterator[bytes]:
-    """The bytes of a tensor, in parts whose sizes depend on nothing but how many there are."""
+    """The bytes of a tensor, in parts whose sizes depend only on the tensor's size."""
     start, stop = entry.data_offsets
     with path.open("rb") as file:
         file.seek(8 + int.from_bytes(file.read(8), "little") + start)
@@ -189,7 +189,7 @@ def companions_of(directory: Path | str) -> list[Path]:
 
 
 def is_hugging_face(directory: Path | str) -> bool:
-    """Whether a checkpoint directory is Hugging Face's rather than one of boxes."""
+    """Whether a checkpoint directory is Hugging Face's, and not one of boxes."""
     return (Path(directory) / CONFIG_FILE).is_file()
 
 

@@ -41,10 +41,10 @@ class BoxReader(Protocol):
 
 
 class HuggingFaceReader:
-    """Reads any box of a model from a Hugging Face checkpoint; only the parts wanted are read from the files.
+    """Reads any box of a model from a Hugging Face checkpoint; it reads only the parts that it needs.
 
     Args:
-        new_head: allow a checkpoint with another head; its tensors can then not be read.
+        new_head: allow a checkpoint with another head, whose tensors cannot be read.
 
     Raises:
         UserError: the checkpoint does not hold `model`.
@@ -90,7 +90,7 @@ def open_checkpoint(directory: Path | str, model: DecoderConfig, new_head: bool 
     """A reader of `model` from a checkpoint of either kind.
 
     Raises:
-        UserError: there is none, or it is of another architecture (another head is allowed with `new_head`).
+        UserError: there is no checkpoint, or it is of another architecture (with `new_head` its head may differ).
     """
     if is_hugging_face(directory) and isinstance(model, TransformersConfig):
         from realhf.models.transformers_models import TransformersReader  # transformers may not be installed
@@ -113,19 +113,19 @@ def write_hugging_face(
     companions: list[Path] | None = None,
     max_file_bytes: int = 5 * 10**9,
 ) -> list[Path]:
-    """Writes a directory that transformers' `from_pretrained` reads; no more than one file is held in memory.
+    """Writes a directory that transformers' `from_pretrained` reads; it holds at most one file in memory.
 
     Args:
         read_into: fills a tensor with a box of the model, as `CheckpointReader.read_into` does.
         like: see `realhf.architecture.hugging_face.write_config`.
         companions: files (the tokenizer's) to copy along.
-        max_file_bytes: weights are cut into files of about that size.
+        max_file_bytes: weights are divided into files of about this size.
 
     Returns:
-        The files, in the directory, which appears when all of them are there; one of that name is replaced.
+        The files. The directory appears when all of them are written, and replaces an older one.
 
     Raises:
-        UserError: no Hugging Face family has all that the model needs.
+        UserError: no Hugging Face family can express the model.
     """
     directory = Path(directory)
     config = write_config(model, dtype, like)
@@ -153,7 +153,7 @@ def write_hugging_face(
 
 
 def _slices(source: Source, box: Box) -> tuple[slice, ...]:
-    """Where `box` of a parameter stands in its tensor."""
+    """Where `box` of a parameter lies in its tensor."""
     offset, shape = (x[::-1] if source.transposed else x for x in (box.offset, box.shape))
     starts = [a + b for a, b in zip(source.offset, offset, strict=True)]
     return tuple(slice(start, start + extent) for start, extent in zip(starts, shape, strict=True))
@@ -168,7 +168,7 @@ def _tensors(found: Mapping[str, Source]) -> dict[str, list[tuple[str, Source]]]
 
 
 def _files(shapes: Mapping[str, tuple[int, ...]], dtype: DType, max_file_bytes: int) -> dict[str, list[str]]:
-    """File -> the tensors it gets, in order; one file if they fit into it."""
+    """File -> its tensors, in order; one file if all tensors fit into it."""
     parts = list(in_parts(shapes, getattr(torch, dtype).itemsize, max_file_bytes))
     if len(parts) == 1:
         return {WEIGHTS_FILE: parts[0]}
@@ -176,7 +176,7 @@ def _files(shapes: Mapping[str, tuple[int, ...]], dtype: DType, max_file_bytes: 
 
 
 def in_parts(shapes: Mapping[str, tuple[int, ...]], item: int, max_bytes: int) -> Iterator[list[str]]:
-    """The names in runs of at most `max_bytes`, or of one tensor that is larger."""
+    """The names in consecutive parts of at most `max_bytes`; a larger tensor is a part of its own."""
     part: list[str] = []
     size_bytes = 0
     for name, shape in shapes.items():

@@ -10,8 +10,8 @@ from realhf.cpu import fused
 from realhf.parallel.sequence import TokenShards, enter, gather_outputs, leave
 from realhf.parallel.tensor import ColumnParallelLinear, JoinedLinears, RowParallelLinear
 
-# Without gradients nothing inside of the MLP is kept: of so many tokens it stays in the caches, and malloc does not
-# ask the kernel for it.
+# Without gradients an MLP keeps no activations. For this many tokens they stay in the caches, and malloc need not ask
+# the kernel for memory.
 _ROWS_AT_ONCE = 512
 
 
@@ -64,22 +64,22 @@ class PlainMLP(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """Every token through the experts that the router prefers, their outputs weighted by its probabilities.
+    """Sends every token through the experts that the router prefers, and weights their outputs by its probabilities.
 
-    Every rank has a part of every expert, divided as a dense MLP is; all ranks route alike (Jiang et al., 2024).
+    Every rank has a part of every expert, divided like a dense MLP; all ranks route alike (Jiang et al., 2024).
     """
 
     def __init__(self, config: DecoderConfig, tp: int, group: dist.ProcessGroup | None):
         super().__init__()
         self.config, self.group = config.experts, group
         self.gate = ColumnParallelLinear((config.experts.count, config.hidden_size))
-        # Without a group: the parts of all experts are summed over the ranks at once.
+        # Experts have no group: `forward` sums the results of all experts over the ranks at once.
         self.experts = nn.ModuleList(GatedMLP(config, tp, None) for _ in range(config.experts.count))
 
     def forward(self, x: Tensor, shards: TokenShards | None = None) -> Tensor:
         chosen, weights = self._route(x)  # [tokens, per_token] each
         chosen = gather_outputs(chosen, shards)
-        # A rank sees only its part of what the experts give, hence only a part of these two gradients.
+        # A rank has only its part of the experts' outputs, so only a part of these two gradients.
         x, weights = enter(x, self.group, shards), enter(weights, self.group, shards)
         order = chosen.flatten().argsort(stable=True)  # rows of (token, choice) by expert
         rows = x.repeat_interleave(self.config.per_token, dim=0)[order]
@@ -99,7 +99,7 @@ class MixtureOfExperts(nn.Module):
 
 
 def feed_forward(config: DecoderConfig, tp: int, group: dist.ProcessGroup | None) -> nn.Module:
-    """What the architecture has between the second norm and the residual sum: [tokens, hidden] -> the same."""
+    """The architecture's MLP, between the second norm and the residual sum: [tokens, hidden] -> [tokens, hidden]."""
     if config.experts.count:
         return MixtureOfExperts(config, tp, group)
     return GatedMLP(config, tp, group) if config.mlp == "gated" else PlainMLP(config, tp, group)

@@ -13,7 +13,7 @@ from realhf.parallel.regions import copy_to_group
 class RMSNorm(nn.Module):
     """x / rms(x) * weight over the last dimension, the root in float32 at least (Zhang and Sennrich, 2019).
 
-    `group`: the tensor-parallel ranks that apply the weight each to its own heads; its gradient is the sum of theirs.
+    `group`: tensor-parallel ranks that apply the weight to their own heads; its gradient is summed over them.
     """
 
     def __init__(self, size: int, eps: float, group: dist.ProcessGroup | None = None):

@@ -1,4 +1,4 @@
-"""Activation recomputation: a layer's forward runs again in the backward pass instead of keeping what it made."""
+"""Activation recomputation: the backward pass runs a layer's forward pass again, instead of keeping activations."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,12 +17,12 @@ from realhf.architecture.compute import Recomputation
 
 
 def run_layer(recomputation: Recomputation, layer: Callable[..., Tensor], *args: Any) -> Tensor:
-    """`layer(*args)`, with the same values and gradients whatever is recomputed.
+    """`layer(*args)`; values and gradients do not depend on `recomputation`.
 
-    "full" keeps the layer's inputs only (Chen et al., 2016). "selective" keeps what products and attention gave as
-    well, and makes the rest again, which is cheap: norms, rotation, activation functions, residual sums, and the sums
-    over a tensor-parallel group (after Korthikanti et al., 2022, section 5). All ranks of a group recompute in the same
-    order, so their collectives meet.
+    "full" keeps only the layer's inputs (Chen et al., 2016). "selective" keeps the results of products and attention
+    too, and recomputes the rest, which is cheap: norms, rotation, activation functions, residual sums, and sums over a
+    tensor-parallel group (after Korthikanti et al., 2022, section 5). All ranks of a group recompute in one order, so
+    their collectives match.
     """
     if recomputation == "off" or not torch.is_grad_enabled():
         return layer(*args)

@@ -39,7 +39,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """The gradient of a rotation is the rotation back: written out, it makes no zeros to add slices to."""
+    """The gradient of a rotation is the inverse rotation; written out, it saves adding slices to zeros."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
@@ -59,7 +59,7 @@ def _rotated(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
 
 
 def _periods(places: Tensor, exponents: Tensor, config: DecoderConfig) -> Tensor:
-    """Tokens per radian of every pair of coordinates: [head_dim / 2], or [tokens, head_dim / 2] if they differ."""
+    """Tokens per radian of every pair of coordinates: [head_dim / 2], or [tokens, head_dim / 2] if tokens differ."""
     scaling, theta = config.rope_scaling, config.rope_theta
     match scaling.kind:
         case "none":
@@ -67,7 +67,7 @@ def _periods(places: Tensor, exponents: Tensor, config: DecoderConfig) -> Tensor
         case "linear":
             return theta**exponents * scaling.factor
         case "dynamic":
-            # The sequence is as long as it was when the token was its last one.
+            # A token is rotated for the length of the sequence that ends with it.
             length = (places + 1).clamp(min=scaling.original_positions)
             growth = scaling.factor * length / scaling.original_positions - (scaling.factor - 1)
             return (theta * growth ** (config.head_dim / (config.head_dim - 2))) ** exponents

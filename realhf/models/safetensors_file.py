@@ -1,6 +1,6 @@
 """Writes a safetensors file in one pass, together with its digest.
 
-The library's own writer copies all tensors to bytes first and holds Python's lock; this one runs beside training.
+The library's writer copies all tensors to bytes first and holds Python's lock; this writer runs beside training.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ def write_safetensors(path: Path, content: Mapping[str, Tensor]) -> str:
     Raises:
         OSError: the disk is full, or fails.
     """
-    # The widest first, as the library does: so every tensor lies at a multiple of its elements' size.
+    # The widest dtype first, as in the library, so every tensor starts at a multiple of its elements' size.
     tensors = dict(sorted(content.items(), key=lambda item: (-item[1].element_size(), item[0])))
     digest = hashlib.sha256()
     parts = chain([memoryview(_header(tensors))], *(_parts(tensor) for tensor in tensors.values()))

@@ -24,7 +24,7 @@ LINE_COLOURS = ("#3b6fb6", "#e8833a", "#3f9e6e", "#8e6bb0", "#c2574f", "#7a8290"
 PREDICTED_COLOUR, MEASURED_COLOUR = "#b8c4d6", "#3b6fb6"
 COLUMNS = 3
 MAX_POINTS_WITH_MARKERS = 40
-# Curves that most people look at first, in this order; each is also found as a part of a name (actor_loss).
+# Curves to show first, in this order; a name may have a prefix (actor_loss).
 MAIN_STATISTICS = ("reward_mean", "kl", "loss", "response_length", "token_accuracy", "tokens_per_s")
 NO_STATISTICS = ("step", "calls", "time_s", "tokens")
 
@@ -32,7 +32,7 @@ Curve = tuple[list[int], list[float | None]]
 
 
 def curves_of(lines: Sequence[dict[str, Any]]) -> dict[str, Curve]:
-    """Statistic -> (steps, values), for everything in the lines that is a number somewhere; None where it is not."""
+    """Statistic -> (steps, values), for every field with a number in some line; None in lines without one."""
     names = dict.fromkeys(name for line in lines for name in line if name not in NO_STATISTICS)
     curves = {}
     for name in names:
@@ -55,7 +55,7 @@ def split_curves(metrics: Sequence[dict[str, Any]]) -> tuple[dict[str, Curve], d
 
 
 def accuracy_curves(evaluations: Sequence[dict[str, Any]]) -> dict[str, Curve]:
-    """What the evaluations measured, their accuracies; all of it if nothing is called so."""
+    """The accuracies that evaluations measured; all their statistics if none is called accuracy."""
     curves = curves_of(evaluations)
     return {
         name: curve for name, curve in curves.items() if name.startswith("accuracy") and "length" not in name
@@ -122,7 +122,7 @@ def times_figure(times: Sequence[CallTime]) -> go.Figure:
     figure.update_layout(barmode="group", bargap=0.3, legend={"traceorder": "normal"} | LEGEND_ABOVE)
     figure.update_xaxes(title="seconds", rangemode="tozero")
     figure.update_yaxes(autorange="reversed", automargin=True, ticksuffix="  ")
-    # Room at the right for the numbers behind the longest bar.
+    # Room at the right for the numbers after the longest bar.
     longest = max((s for _, _, seconds in bars for s in seconds if s is not None), default=1.0)
     figure.update_xaxes(range=[0, longest * 1.12])
     return styled(figure, 90 + 24 * len(bars) * len(calls) + 12 * len(calls), {"l": 20, "r": 20, "t": 36, "b": 44})
@@ -166,7 +166,7 @@ LEGEND_ABOVE = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor"
 
 
 def _short(label: str, two_lines: bool) -> str:
-    """ "actor_generate, step 3" -> "actor / generate", on two lines where a row has room for them."""
+    """ "actor_generate, step 3" -> "actor / generate", on two lines if a row has room for them."""
     call = label.split(",")[0]
     return call.replace("_", "<br>", 1) if two_lines else call
 

@@ -1,4 +1,4 @@
-"""The parts of an HTML page with everything in it, readable without a network."""
+"""The parts of an HTML page in one file, readable without a network."""
 
 from collections.abc import Sequence
 from html import escape

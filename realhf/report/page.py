@@ -29,10 +29,10 @@ STATE_NAMES = {
 
 
 def write_report(directory: RunDirectory) -> Path:
-    """Writes `report.html` of a run, whatever its state, in place of an earlier one; returns its path.
+    """Writes `report.html` of a run in any state, replacing an earlier one; returns its path.
 
     Raises:
-        UserError: the directory is none of a run, or another version of realhf has written it.
+        UserError: the directory is not a run's, or another version of realhf has written it.
     """
     write_atomically(directory.report, page(read_run(directory), now_s=time.time()).encode())
     return directory.report
@@ -51,7 +51,7 @@ def page(run: RunData, now_s: float) -> str:
 
 
 def _under_plan(run: RunData, plan: ExecutionPlan) -> list[str]:
-    """The sections that a plan is needed for."""
+    """The sections that need a plan."""
     return [_times(run, plan), _timeline(run, plan), memory_section(plan, run.under_plan), plan_section(plan)]
 
 
@@ -96,7 +96,7 @@ def _clock(seconds: float) -> str:
 
 
 def _age(status: Status | None, now_s: float) -> str:
-    """How long ago a run that is not over was last heard of: it may have died without a word."""
+    """How old the status of a run is that is not over: the run may have died without writing another."""
     if status is None or status.state not in ("starting", "running"):
         return ""
     return f"; the run wrote its status {_duration(now_s - status.updated)} before"
@@ -157,20 +157,20 @@ def _timeline(run: RunData, plan: ExecutionPlan) -> str:
 
 
 def _events(run: RunData) -> str:
-    """What happened to the run as a whole; restarts and new plans are what a reader looks for."""
+    """The section of events of the run as a whole, such as restarts and new plans."""
     title = "What changed in the run"
     if not run.happened:
         return section(title, '<p class="muted">Nothing is noted: no restart, no other plan.</p>')
     rows = []
     for event in run.happened:
-        message = event.message.partition("\n")[0]  # below it are a log's last lines
+        message = event.message.partition("\n")[0]  # further lines are the end of a log
         rows.append([_clock(event.time_s), event.event, str(event.step), message])
     note = '<p class="muted">Starts, checkpoints, failures, restarts and other plans, after how many steps.</p>'
     return section(title, note, table(["time", "what", "steps made", ""], rows, style="words"), _plans(run))
 
 
 def _plans(run: RunData) -> str:
-    """Which steps were made on how many workers under which plan, where that changed; else nothing."""
+    """A table of steps, workers and plans, if workers or plan have changed; else nothing."""
     rows = []
     for (plan, num_workers), lines in groupby(run.metrics, lambda line: (line.get("plan"), line.get("num_workers"))):
         made = list(lines)

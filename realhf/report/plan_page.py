@@ -1,4 +1,4 @@
-"""The HTML page of a plan that was not run yet: its timeline, its memory, and how it compares."""
+"""The HTML page of a plan before it runs: its timeline, its memory, and a comparison with other plans."""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -23,7 +23,7 @@ LABELLED = 0.07  # of the width: shorter bars have no room for a name
 
 
 def plan_page(comparison: Comparison) -> str:
-    """One file with everything in it, readable without a network."""
+    """One file with all its content, readable without a network."""
     analysis = comparison.plan.analysis
     assert analysis is not None
     sections = [
@@ -39,7 +39,7 @@ def plan_page(comparison: Comparison) -> str:
 
 
 def device_groups(num_devices: int, key: Callable[[int], object]) -> list[range]:
-    """Neighbouring devices with the same key: what is alike is shown once."""
+    """Groups of neighbouring devices with the same key, so that equal rows are shown once."""
     groups = (list(group) for _, group in groupby(range(num_devices), key))
     return [range(group[0], group[-1] + 1) for group in groups]
 
@@ -174,7 +174,7 @@ def memory_figure(analysis: Analysis, limit_bytes: float) -> go.Figure:
 
 
 def _by_device(figure: go.Figure, groups: Sequence[range], row_height: int) -> go.Figure:
-    """Rows of devices from the top; the numbers at the left are theirs."""
+    """Rows of devices from the top, numbered at the left."""
     figure.update_yaxes(
         title="devices",
         type="category",
@@ -295,7 +295,7 @@ def _search(comparison: Comparison) -> str:
 
 
 def _search_figure(result: SearchResult) -> go.Figure:
-    """Steps down over the milliseconds since the first plan; what is far above the last is cut off."""
+    """The best step time over the milliseconds since the first plan; values far above the last are cut off."""
     trace = result.trace
     start_s = trace[0][0]
     last = trace[-1][1]

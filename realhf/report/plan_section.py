@@ -1,16 +1,16 @@
-"""The plan of a run on its page: where every call runs, and why so."""
+"""The plan of a run on its page: where every call runs, and why."""
 
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.dataflow.rationale import Instead, Rationale
 from realhf.report.html import section, table
 
 SAME = 5e-4
-# Notes of the search that the rationale says in full.
+# Notes of the search that the rationale has in full.
 SAID = ("evaluations", "peak_memory_gib", "lower_bound_s", "proven_optimal", "hardware", "costs")
 
 
 def plan_section(plan: ExecutionPlan) -> str:
-    """The part of the page; without a rationale (a plan that was written before there were any) the plan alone."""
+    """The section of the plan, with its reasons if it has a rationale."""
     why = plan.rationale
     header = ["call", "devices", "dp", "tp", "pp", "micro-batches", "predicted, s"]
     rows = [
@@ -51,7 +51,7 @@ def _reasons(plan: ExecutionPlan, why: Rationale) -> list[list[str]]:
 
 
 def _instead(why: Rationale) -> str:
-    """Why not otherwise."""
+    """The table of the best other layout of each call."""
     header = ["call", "best other layout", "step slower by", "layouts that do not fit"]
     rows = [
         [one.call, one.layout or "nothing else fits", _slower(one), f"{one.num_too_large:,} of {one.num_others:,}"]

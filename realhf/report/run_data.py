@@ -1,4 +1,4 @@
-"""What a run directory holds, read back: of a run that goes on, has finished or has crashed."""
+"""The content of a run directory, of a run that goes on, has finished or has crashed."""
 
 import statistics
 from collections.abc import Callable, Sequence
@@ -25,7 +25,7 @@ TRACE_TAIL_BYTES = 64 * 2**20
 
 
 class TraceEvent(msgspec.Struct, frozen=True):
-    """One event of `trace.json`: worker `tid` did `name` in phase `cat`; `ts` and `dur` are microseconds."""
+    """One event of `trace.json`: worker `tid` did `name` in phase `cat`, from `ts` for `dur` microseconds."""
 
     name: str
     ph: str
@@ -37,9 +37,9 @@ class TraceEvent(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, kw_only=True)
 class RunData:
-    """All that a report is made from. `status` is None and the sequences are empty before there is anything.
+    """All data of a report. Before the run has written anything, `status` is None and the sequences are empty.
 
-    `damaged` has a sentence about every file that could not be read, or not all of it; `plan` is None if it is one.
+    `damaged` has a sentence about every file that could not be read as a whole; `plan` is None if it is one of them.
     """
 
     path: Path
@@ -54,24 +54,24 @@ class RunData:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Tokens of all steps over the time of all steps, None before the first."""
+        """Tokens of all steps over the time of all steps; None before the first step."""
         time_s = sum(line["time_s"] for line in self.metrics)
         return sum(line["tokens"] for line in self.metrics) / time_s if time_s > 0 else None
 
     @property
     def under_plan(self) -> list[dict[str, Any]]:
-        """The metrics of the steps that were made under the plan as it is now; a run may have had others before."""
+        """The metrics of the steps that were made under the present plan; a run may have had others before."""
         return lines_under(self.plan, self.metrics) if self.plan else self.metrics
 
     @property
     def median_step_s(self) -> float | None:
-        """Of the steps under the plan as it is now."""
+        """The median time of the steps under the present plan; None if there are none."""
         return statistics.median(line["time_s"] for line in self.under_plan) if self.under_plan else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallTime:
-    """Seconds of one call: as planned (None if the plan says nothing), and the median over the steps measured."""
+    """Seconds of one call: the plan's prediction, if any, and the median over the measured steps."""
 
     call: str
     predicted_s: float | None
@@ -84,10 +84,10 @@ class CallTime:
 
 
 def read_run(directory: RunDirectory) -> RunData:
-    """Reads what is there and can be read.
+    """Reads all files of a run that are there and not damaged.
 
     Raises:
-        UserError: the directory is none of a run, or another version of realhf has written it.
+        UserError: the directory is not a run's, or another version of realhf has written it.
     """
     damaged: list[str] = []
     experiment, plan = experiment_of(directory, damaged), plan_of(directory, damaged)
@@ -105,29 +105,29 @@ def read_run(directory: RunDirectory) -> RunData:
 
 
 def trace_line(line: bytes) -> TraceEvent | None:
-    """A line of a trace, None for the brackets around all of them. Raises BadContentError."""
+    """The event of a line of a trace; None for the enclosing brackets. Raises BadContentError."""
     line = line.strip().rstrip(b",")
     return None if line in (b"", b"[", b"]") else decode_json(line, TraceEvent)
 
 
 def read_trace(path: Path, tail_bytes: int = TRACE_TAIL_BYTES, damaged: list[str] | None = None) -> list[TraceEvent]:
-    """The events in the last `tail_bytes` of a trace, which has one a line.
+    """The events in the last `tail_bytes` of a trace, which has one event a line.
 
-    The closing bracket may be missing and the last line cut off, as a crash leaves them. `damaged` gains a sentence
-    about other lines that cannot be read.
+    After a crash the closing bracket may be missing and the last line cut off. Other lines that cannot be read add a
+    sentence to `damaged`.
     """
     lines = lines_of(path, trace_line, [] if damaged is None else damaged, tail_bytes)
     return [event for event in lines if event is not None]
 
 
 def lines_under(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The lines of metrics of the steps made under a plan. Lines that name none (of older runs) count."""
+    """The lines of metrics of the steps made under a plan, with lines of older runs, which name no plan."""
     digest = plan_digest(plan)[:DIGEST_LENGTH]
     return [line for line in metrics if line.get("plan", digest) == digest]
 
 
 def call_times(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> list[CallTime]:
-    """Predicted and measured seconds of every call of the plan, in its order, of the steps made under it."""
+    """Predicted and measured seconds of every call of the plan, over the steps made under it."""
     lines = lines_under(plan, metrics)
     times = []
     for name, call in plan.calls.items():
@@ -138,19 +138,19 @@ def call_times(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> list[C
 
 
 def plan_of(directory: RunDirectory, damaged: list[str]) -> ExecutionPlan | None:
-    """The plan of a run; None where it cannot be read, which `damaged` gains. Raises UserError if there is none."""
+    """The plan of a run; None, with a sentence in `damaged`, if it cannot be read. Raises UserError without a file."""
     if not directory.plan.exists():
         raise UserError(f"{directory.path} is no run directory: it has no plan.json; give the --run-dir of a run")
     return _or_damaged(lambda: load_plan(directory.plan), damaged)
 
 
 def status_of(directory: RunDirectory, damaged: list[str]) -> Status | None:
-    """What `status.json` says; None before it is there, or where it cannot be read, which `damaged` gains."""
+    """The content of `status.json`; None if it is missing, or, with a sentence in `damaged`, cannot be read."""
     return _or_damaged(lambda: read_status(directory.status), damaged)
 
 
 def experiment_of(directory: RunDirectory, damaged: list[str]) -> dict[str, Any]:
-    """What `experiment.json` says; {} where it cannot be read, which `damaged` gains.
+    """The content of `experiment.json`; {}, with a sentence in `damaged`, if it cannot be read.
 
     Raises:
         UserError: another version of realhf has written the directory.
@@ -159,7 +159,7 @@ def experiment_of(directory: RunDirectory, damaged: list[str]) -> dict[str, Any]
 
 
 def lines_of(path: Path, decode: Callable[[bytes], T], damaged: list[str], tail_bytes: int | None = None) -> list[T]:
-    """The good lines of a file; `damaged` gains a sentence about the others."""
+    """The lines of a file that can be read; the others add a sentence to `damaged`."""
     lines = read_lines(path, decode, tail_bytes=tail_bytes)
     damaged += lines.damaged
     return lines.values

@@ -1,4 +1,4 @@
-"""Where a run stands: how far it is and how fast, what each of its processes is doing, what went wrong so far."""
+"""The present state of a run: progress and speed, the activity of each process, failures so far."""
 
 import re
 import socket
@@ -15,7 +15,7 @@ from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.lines import step_line
 from realhf.rundir.paths import MASTER, RunDirectory, worker_name
 
-# The speed is that of the last steps: what a plan, a node or the length of responses has changed shows soon.
+# The speed is that of the last steps, so that a change of plan, nodes or response lengths shows soon.
 SPEED_STEPS = 20
 METRICS_TAIL_BYTES = 2**20
 # The master writes its status every second; the supervisor gives up one that is silent for this long.
@@ -23,16 +23,16 @@ SILENCE_S = 60.0
 STARTS = ("started", "resumed", "restarted")
 FINISHED = "finished"
 ENDED = (FINISHED, "failed", "interrupted")
-# Of a run whose launching process is gone less is waited for: its master, if it lived, would write every second.
+# If the launching process is gone, a shorter silence is enough: a living master would write every second.
 ORPHAN_SILENCE_S = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessState:
-    """One process: what it noted last and how many seconds ago (None: nothing yet, or the run has finished).
+    """One process: its last activity, since how many seconds (None: nothing yet, or the run has finished).
 
-    `peak_bytes` is the most that models and data took in the last step, None where it was not measured;
-    `predicted_bytes` what the plan expects at most.
+    peak_bytes: the most that models and data took in the last step; None if it was not measured.
+    predicted_bytes: the plan's prediction of the peak.
     """
 
     name: str
@@ -44,7 +44,7 @@ class ProcessState:
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Of the last steps by the clock: what is between steps (an evaluation, a checkpoint) counts."""
+    """The speed of the last steps by the clock, with evaluations and checkpoints between them."""
 
     step_s: float
     tokens_per_s: float
@@ -52,13 +52,14 @@ class Speed:
 
 @dataclass(frozen=True, kw_only=True)
 class RunStatus:
-    """Where a run stands at one moment; times are in seconds.
+    """The state of a run at one moment; times are in seconds.
 
-    `state` is that of `status.json`, "finished" where all steps have been made, "not started" where there is none, and
-    "lost" where a run that is not over says nothing any more: a running one for `SILENCE_S`, any other whose
-    launching process is seen to be gone. `silent_s` is since when nothing was heard of a run that is not over,
-    `remaining_s` what is left at the present speed. `last_failure` is the first line of the newest failure's message.
-    `damaged` has a sentence about every file that could not be read, or not all of it.
+    state: that of `status.json`; "finished" after all steps; "not started" without a status; "lost" if a run that is
+        not over is silent: a running one for `SILENCE_S`, or any whose launching process is gone.
+    silent_s: the silence of a run that is not over.
+    remaining_s: the remaining time at the present speed.
+    last_failure: the first line of the newest failure's message.
+    damaged: a sentence about every file that could not be read as a whole.
     """
 
     path: str
@@ -84,9 +85,9 @@ def read_run_status(directory: RunDirectory, now_s: float) -> RunStatus:
     """The status at `now_s` (seconds since the epoch) of a run that goes on, has finished or has crashed.
 
     Raises:
-        UserError: the directory is none of a run, or another version of realhf has written it.
+        UserError: the directory is not a run's, or another version of realhf has written it.
     """
-    is_orphan = _is_orphan(directory)  # before its last word is read: it may be about to end well
+    is_orphan = _is_orphan(directory)  # asked before its last status is read, since it may be about to end well
     damaged: list[str] = []
     experiment = experiment_of(directory, damaged)
     plan, status = plan_of(directory, damaged), status_of(directory, damaged)
@@ -129,14 +130,14 @@ def read_run_status(directory: RunDirectory, now_s: float) -> RunStatus:
 
 
 def _planned_steps(experiment: dict[str, Any]) -> int:
-    """The `steps` of `experiment.json`, 0 where it has none."""
+    """The `steps` of `experiment.json`, 0 if it has none."""
     values = experiment.get("values")
     steps = values.get("steps") if isinstance(values, dict) else None
     return steps if isinstance(steps, int) else 0
 
 
 def _is_orphan(directory: RunDirectory) -> bool:
-    """Whether the launching process has ended on this machine, and with it all that it started; jobs live on."""
+    """Whether the launching process ran on this machine and is gone, with all that it started; SLURM jobs go on."""
     try:
         holder = (directory.launcher / "launcher.lock").read_text(errors="replace")
     except OSError:
@@ -148,7 +149,7 @@ def _is_orphan(directory: RunDirectory) -> bool:
 
 
 def speed_of(metrics: Sequence[dict[str, Any]], events: Sequence[Event]) -> Speed | None:
-    """The speed of the last steps since the run's last start, None before the first has ended."""
+    """The speed of the last steps since the run's last start; None before the first step has ended."""
     start_s = max((event.time_s for event in events if event.event in STARTS), default=0.0)
     lines = [line for line in metrics if line["calls"] and _end_s(line) >= start_s][-SPEED_STEPS - 1 :]
     if not lines:

@@ -1,4 +1,4 @@
-"""What every worker did during the last complete steps of a run."""
+"""The activity of every worker during the last complete steps of a run."""
 
 import re
 from collections import defaultdict
@@ -18,7 +18,7 @@ _EVENT_NAME = re.compile(r"(?P<call>.+) of step (?P<step>\d+)")
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Worker `worker` was in `phase` from `start_s` to `end_s` of the timeline; `label` says with what."""
+    """Worker `worker` was in `phase` from `start_s` to `end_s` of the timeline; `label` names the call or the model."""
 
     worker: int
     phase: str
@@ -33,7 +33,7 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The segments of all workers; each worker's follow each other without a gap from 0 to `duration_s`.
+    """The segments of all workers; a worker's segments cover 0 to `duration_s` without gaps.
 
     `steps` counts from 1, as `metrics.jsonl` does.
     """
@@ -44,17 +44,17 @@ class Timeline:
     segments: tuple[Segment, ...]
 
     def share(self, phase: str) -> float:
-        """The part of all workers' time that went into `phase`, from 0 to 1."""
+        """The share of all workers' time in `phase`, from 0 to 1."""
         return sum(s.duration_s for s in self.segments if s.phase == phase) / (self.duration_s * self.num_workers)
 
 
 def last_steps(plan: ExecutionPlan, events: Sequence[TraceEvent]) -> Timeline | None:
-    """The last two neighbouring steps of which every call was computed by every worker it is planned on.
+    """The timeline of the last two consecutive complete steps: every planned worker has computed each call of them.
 
-    One step if there are no two, None if there is none. Steps overlap: what belongs to other
-    steps but lies within the time shown is there too.
+    One step if there are no two, None if there is none. Steps overlap, so segments of other steps within that time are
+    shown too.
     """
-    # Checkpoints are written, and parameters sent, beside everything else.
+    # Writing checkpoints and sending parameters run beside the other phases.
     spans = [event for event in events if event.ph == "X" and event.cat not in ("writing", "sending")]
     complete = _complete_steps(plan, spans)
     if not complete:
@@ -114,7 +114,7 @@ def _segments(spans: Sequence[TraceEvent], worker: int, start: float, end: float
 
 
 def _describe(span: TraceEvent) -> tuple[str, str]:
-    """Phase and label of a span; computing for an evaluation is told apart from computing for a step."""
+    """Phase and label of a span; computing for an evaluation is a phase of its own."""
     name = _call_and_step(span)
     if name is not None:
         call, step = name
@@ -124,6 +124,6 @@ def _describe(span: TraceEvent) -> tuple[str, str]:
 
 
 def _call_and_step(span: TraceEvent) -> tuple[str, int] | None:
-    """What the workers named the span after. None for what belongs to no step."""
+    """The call and the step of a span; None for a span of no step."""
     match = _EVENT_NAME.fullmatch(span.name)
     return (match["call"], int(match["step"])) if match else None

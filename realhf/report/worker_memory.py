@@ -14,13 +14,13 @@ from realhf.report.html import figure_html, section
 GIB, MIB = 2**30, 2**20
 MAX_ROWS = 32
 PREDICTED_CALL_COLOUR, LIMIT_COLOUR = "#dde4ee", "#c2574f"
-# A limit further away than this many times the longest bar is said and not drawn.
+# A limit further away than this many times the longest bar is not drawn, only named in the text.
 DRAWN_LIMIT = 2.5
 
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerMemory:
-    """`measured_bytes` is the most in any call so far, 0 where nothing was measured."""
+    """The memory of one worker; `measured_bytes` is its peak in any call so far, 0 if none was measured."""
 
     worker: int
     measured_bytes: int
@@ -32,7 +32,7 @@ class WorkerMemory:
 
 
 def worker_memory(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> list[WorkerMemory]:
-    """One entry a worker of the plan; [] where nothing was measured and nothing predicted."""
+    """One entry for each worker of the plan; [] if nothing was measured or predicted."""
     peaks = [0] * plan.num_devices
     for line in metrics:
         for worker, peak in enumerate(line.get("peak_bytes", ())[: plan.num_devices]):
@@ -46,7 +46,7 @@ def worker_memory(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> lis
 
 
 def memory_section(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> str:
-    """The part of the page."""
+    """The section of the page."""
     title = "Memory of the workers"
     rows = worker_memory(plan, metrics)
     if not rows:
@@ -72,7 +72,7 @@ def memory_section(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> st
 
 
 def memory_figure(rows: Sequence[WorkerMemory], limit_bytes: int | None) -> go.Figure:
-    """Two bars a worker, measured and predicted, and the limit where it is not far away."""
+    """Two bars a worker, measured and predicted, and the limit if it is not far away."""
     longest = max(row.largest_bytes for row in rows)
     unit, name = (GIB, "GiB") if longest >= GIB else (MIB, "MiB")
     workers = [f"worker {row.worker}" for row in rows]
@@ -123,7 +123,7 @@ def memory_figure(rows: Sequence[WorkerMemory], limit_bytes: int | None) -> go.F
         end = max(end, limit_bytes / unit)
         _draw_limit(figure, limit_bytes / unit, f"limit {_text(limit_bytes)}")
     figure.update_layout(barmode="group", bargap=0.3, legend={"traceorder": "normal"} | LEGEND_ABOVE)
-    # Room at the right for the words behind the longest bar.
+    # Room at the right for the words after the longest bar.
     figure.update_xaxes(title=name, range=[0, 1.2 * end])
     figure.update_yaxes(
         categoryorder="array", categoryarray=workers, autorange="reversed", automargin=True, ticksuffix="  "
@@ -140,7 +140,7 @@ def _draw_limit(figure: go.Figure, x: float, text: str) -> None:
 
 
 def _growth(metrics: Sequence[dict[str, Any]]) -> str:
-    """How the fullest worker's memory went from the first step to the last: what leaks shows here."""
+    """The fullest worker's memory in the first and the last step, which shows leaks."""
     peaks = [max(line.get("peak_bytes") or [0]) for line in metrics]
     if len(peaks) < 2 or not peaks[0]:
         return ""

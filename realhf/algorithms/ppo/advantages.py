@@ -40,7 +40,7 @@ def add_advantages(mini_batches: Sequence[Batch], ppo: PPOHyperparameters, conte
     columns = [_advantages_and_returns(batch, ppo) for batch in mini_batches]
     advantages = torch.cat([a for advantage, _ in columns for a in advantage])
     returns = torch.cat([r for _, returns in columns for r in returns])
-    # advantage = return - value, so its variance is what the values leave unexplained.
+    # advantage = return - value, so its variance is the part that the values do not explain.
     sums = context.sum_over_data_parallel(torch.cat([moments(advantages), moments(returns)]))
     of_advantages, of_returns = sums[:3], sums[3:]
     unexplained, total = mean_and_variance(of_advantages)[1], mean_and_variance(of_returns)[1]

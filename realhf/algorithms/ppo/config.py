@@ -22,7 +22,7 @@ RANGES = {
 
 @dataclass(frozen=True, kw_only=True)
 class PPOHyperparameters(GenerationOptions):
-    """What the calls of PPO share; how rollouts are drawn is part of it.
+    """The settings that PPO's calls share, with the options of rollouts.
 
     The reward of a response is (score - reward_mean) / reward_std, clipped to +-reward_clip, at
     its last token, and -kl_coef * log(policy / reference) at every token.

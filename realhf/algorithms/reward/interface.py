@@ -79,17 +79,17 @@ class PairwiseRewardInterface:
 
 
 def _sample_stats(scores: Tensor) -> Stats:
-    """Of the scores [n] of the policy's sequences; nothing where a part of the batch holds none."""
+    """Statistics of the scores [n] of the policy's sequences; {} if there are none."""
     if not len(scores):
         return {}
     return {"sample_score": mean_of(scores), "sample_score_square": mean_of(scores.detach().double().square())}
 
 
 def _pairs(batch: Batch) -> Batch:
-    """2n sequences `seq`: of each sample the chosen and the rejected one, and whether it is what the policy drew.
+    """2n sequences `seq`: the chosen and the rejected one of each sample, and whether the policy drew it.
 
-    Samples of an even id take the policy's sequence: as the rejected one where it is wrong; where it
-    is right, it is the chosen one already. So the flagged sequences are a fair draw from the policy.
+    Samples of an even id use the policy's sequence: as the rejected one if it is wrong; if it is right, it equals the
+    chosen one. So the flagged sequences are a fair sample of the policy.
     """
     sequences: list[Tensor] = []
     flags: list[list[bool]] = []

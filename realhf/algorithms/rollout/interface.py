@@ -1,4 +1,4 @@
-"""Generation as a model function call, and the helper with which every algorithm generates."""
+"""Generation as a model function call, and the function by which every algorithm generates."""
 
 from functools import lru_cache
 
@@ -12,7 +12,7 @@ from realhf.engine.interface import CallResult, Context, GenerationOutput, Gener
 
 
 def generate(model: Model, batch: Batch, context: Context, options: GenerationOptions) -> GenerationOutput:
-    """Samples one response to every `prompt`; a key `forced_response` replaces the draws (replay)."""
+    """Samples one response to every `prompt`; the key `forced_response` replaces the samples (replay)."""
     request = GenerationRequest(
         options,
         sample_key=(context.seed, context.step),
@@ -30,7 +30,7 @@ def _stop_strings(tokenizer: str, strings: tuple[str, ...]) -> StopStrings:
 
 
 def responses(batch: Batch, sequences: list[Tensor]) -> list[Tensor]:
-    """Per sample [response]: what follows the prompt in `sequences`."""
+    """Per sample [response]: the tokens after the prompt in `sequences`."""
     return [seq[len(prompt) :] for prompt, seq in zip(batch.data["prompt"], sequences, strict=True)]
 
 

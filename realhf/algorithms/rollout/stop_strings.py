@@ -1,21 +1,21 @@
-"""Where a response ends because of its text: stop strings, however they are cut into tokens."""
+"""Stop strings: the end of a response by its text, however the text is cut into tokens."""
 
 from collections.abc import Sequence
 
 import numpy as np
 from tokenizers import Tokenizer
 
-# What a decoder makes of bytes that are no text (yet).
+# The decoder's text for bytes that are no complete character.
 _NO_TEXT = "\N{REPLACEMENT CHARACTER}"
 # Tokens decoded beyond those that can hold a stop string: a decoder may treat the first one otherwise (no space).
 _CONTEXT_TOKENS = 4
 
 
 class StopStrings:
-    """Says of a response whether its last token completes a stop string (`realhf.engine.interface.EndCheck`).
+    """Tells whether the last token of a response completes a stop string (`realhf.engine.interface.EndCheck`).
 
-    The text is that of the whole response, decoded with its special tokens. Its last tokens alone are decoded as long
-    as there is no stop string in them, so that the work does not grow with the response.
+    The text is that of the whole response, with its special tokens. Only the last tokens are decoded until they contain
+    a stop string, so the work does not grow with the response.
 
     Args:
         tokenizer: a `tokenizer.json`.
@@ -25,21 +25,21 @@ class StopStrings:
     def __init__(self, tokenizer: str, strings: Sequence[str]):
         self._tokenizer = Tokenizer.from_file(tokenizer)
         self._strings = tuple(strings)
-        # Every token has a byte of the text at least, unless the tokenizer does not know it.
+        # Every token that the tokenizer knows has at least one byte of text.
         self._tail_tokens = max(len(string.encode()) for string in strings) + _CONTEXT_TOKENS
         self._tail_characters = max(map(len, strings))
 
     def __call__(self, response: np.ndarray) -> bool:
         """`response` [length] int64, all its tokens so far."""
         tail = self._tail(response)
-        # A tail may begin within a character, or with a token that is another text after others: the whole decides.
+        # A tail may begin within a character, or with a token whose text depends on earlier ones: all the text decides.
         if _NO_TEXT not in tail and not any(string in tail for string in self._strings):
             return False
         before, now = self._text(response[:-1]), self._text(response)
         return any(now.count(string) > before.count(string) for string in self._strings)
 
     def _tail(self, response: np.ndarray) -> str:
-        """The text of the last tokens: enough of them to hold any of the strings that the last one completes."""
+        """The text of the last tokens, enough of them to contain any stop string that the last one completes."""
         count = self._tail_tokens
         text = self._text(response[-count:])
         while len(text) < self._tail_characters + _CONTEXT_TOKENS and count < len(response):

@@ -10,7 +10,7 @@ from realhf.dataflow.interface import InterfaceConfig
 class SFT(InterfaceConfig):
     """TRAIN_STEP on `tokens` (prompt and answer) and `prompt_length`: cross entropy of the answers' tokens.
 
-    The loss is the mean over the answer tokens of the mini-batch; prompts are read and not learned.
+    The loss is the mean over the answer tokens of the mini-batch; prompt tokens have no loss.
     Statistics: `loss`, `token_accuracy`, `grad_norm`, `lr`.
     """
 
