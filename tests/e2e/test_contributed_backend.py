@@ -41,5 +41,5 @@ def test_an_entry_names_a_backend(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(BACKENDS, "bigram", BIGRAM)
     assert implementation_of(ModelSetup(backend="bigram").backend) == BIGRAM
     assert ModelSetup(backend=BIGRAM).backend == BIGRAM
-    with pytest.raises(UserError, match=r"choose one of native, megatron, .*bigram, or give MODULE:CLASS"):
+    with pytest.raises(UserError, match=r"choose one of native, .*bigram, or give MODULE:CLASS"):
         ModelSetup(backend="trigram")
