@@ -4,6 +4,7 @@ import bdb
 import contextlib
 import contextvars
 import importlib
+import logging
 import os
 import sys
 import time
@@ -68,6 +69,8 @@ class InProcessLauncher(Launcher):
         device = next(devices_of(gpus_for(1, job.avoided), job.avoided))
         self._is_watched = False
         self._held.callback(setattr, sys, "excepthook", sys.excepthook)  # torch.distributed puts ranks before lines
+        self._held.callback(logging.getLogger().setLevel, logging.getLogger().level)
+        logging.getLogger().setLevel(logging.INFO)
         self._held.callback(_restore, dict(os.environ))
         for process in job.processes:
             os.environ.update(process.env)

@@ -39,19 +39,16 @@ def logging_to(path: Path, process: str, activity: Callable[[], str] = lambda: "
     """Inside, the log records of one of several `processes` in this one are appended to `path`, as `start_logging` has
     them. They are those of the present context (`contextvars`), for the worker those of any thread beside."""
     root = logging.getLogger()
-    level = root.level
     with path.open("a") as file:
         handler = logging.StreamHandler(file)
         handler.setFormatter(_LineFormatter(process, activity))
         handler.addFilter(lambda _: _PROCESS.get() == process)
         _PROCESS.set(process)
         root.addHandler(handler)
-        root.setLevel(logging.INFO)
         try:
             yield
         finally:
             root.removeHandler(handler)
-            root.setLevel(level)
 
 
 def at(step: int, call: str | None = None) -> dict[str, Any]:

@@ -1,8 +1,15 @@
-"""What every launcher promises, tried on each of them with small shell commands as processes."""
+"""What every launcher promises, tried on each of them: on those of the package, and on one from elsewhere.
+
+In the places of master and workers are small shell commands; for the in-process launcher `stand_in`, which does the
+same.
+"""
 
 import contextlib
+import logging
 import os
 import signal
+import sys
+import threading
 import uuid
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -11,17 +18,25 @@ from pathlib import Path
 import pytest
 from testbed.cluster import Testbed
 
-from realhf.launch.launcher import Exit, Launcher, NoOptions
-from realhf.launch.local import LocalLauncher
-from realhf.launch.process import Job, ProcessSpec
-from realhf.launch.slurm.launcher import SlurmLauncher
+from realhf.launch.launcher import Exit, Launcher, find_launcher
+from realhf.launch.process import Job, ProcessSpec, python_command
 from realhf.launch.slurm.script import SlurmOptions
-from realhf.rundir.paths import RunDirectory, worker_name
+from realhf.rundir.paths import MASTER, RunDirectory, worker_name
 from tests.waiting import PATIENCE_S, wait_until
 
-NUM_WORKERS = 4
+OUTSIDE = f"{Path(__file__).parents[1]}/e2e/nice_launcher.py:NiceLauncher"
 TOKEN = "REALHF_TEST_TOKEN"
 FOR_EVER = "while :; do sleep 0.1; done"
+NAME = "name=${REALHF_WORKER_INDEX+worker-$REALHF_WORKER_INDEX}; name=${name:-master}"
+# What processes do, as `stand_in` calls it.
+SHELL = {
+    "ends": 'echo "$name of $PLACE"',
+    "fails": "echo no such file: prompts.jsonl; exit 3",
+    "goes on": f"""
+        trap 'echo asked > "$PLACE/asked-$name"; exit 0' TERM
+        echo up > "$PLACE/up-$name"
+        {FOR_EVER}""",
+}
 
 
 @dataclass
@@ -30,20 +45,30 @@ class Bench:
 
     launcher: Launcher
     directory: RunDirectory
-    count_queued: Callable[[], int]
+    num_workers: int
+    count_left: Callable[[], int]
+    has_processes: bool = True
     token: str = field(default_factory=lambda: uuid.uuid4().hex)
 
+    @property
+    def names(self) -> list[str]:
+        return [MASTER, *map(worker_name, range(self.num_workers))]
+
     def start(self, *, master: str, worker: str) -> None:
-        """Starts shell commands in the places of the master and of each worker."""
-        workers = (self.spec(worker_name(i), worker) for i in range(NUM_WORKERS))
-        processes = (self.spec("master", master), *workers)
-        self.launcher.start(Job(directory=self.directory, processes=processes, workers_per_node=2))
+        """Starts what has a name in SHELL, or other shell commands, in the places of the master and of each worker."""
+        processes = tuple(self.spec(name, master if name == MASTER else worker) for name in self.names)
+        self.launcher.start(
+            Job(directory=self.directory, processes=processes, workers_per_node=(self.num_workers + 1) // 2)
+        )
 
     def spec(self, name: str, command: str) -> ProcessSpec:
         env = {TOKEN: self.token, "PLACE": str(self.directory.path)}
-        return ProcessSpec(name=name, argv=("bash", "-c", command), env=env, log_path=self.directory.log(name))
+        argv: tuple[str, ...] = ("bash", "-c", f"{NAME}; {SHELL.get(command, command)}")
+        if not self.has_processes:
+            argv = python_command("tests.slurm.stand_in", str(self.directory.path), name, command)
+        return ProcessSpec(name=name, argv=argv, env=env, log_path=self.directory.log(name))
 
-    def exits(self, number: int = NUM_WORKERS + 1) -> dict[str, Exit]:
+    def exits(self, number: int) -> dict[str, Exit]:
         """Polls until so many have been reported, in that order."""
         found: dict[str, Exit] = {}
 
@@ -59,14 +84,25 @@ class Bench:
     def file(self, name: str) -> str:
         """What a process wrote to "$PLACE/name", as soon as it is there."""
         path = self.directory.path / name
-        wait_until(lambda: path.exists() and path.read_text().endswith("\n"), f"{path} is written")
+
+        def is_written() -> bool:
+            assert not self.launcher.poll()
+            return path.exists() and path.read_text().endswith("\n")
+
+        wait_until(is_written, f"{path} is written")
         return path.read_text().strip()
 
     def log(self, name: str) -> str:
         return self.directory.log(name).read_text()
 
+    def check_clean(self) -> None:
+        """Nothing is left when `stop` returns; of the smallest example, children of children may just be ending."""
+        if not type(self.launcher).__module__.startswith("realhf."):
+            wait_until(self.is_clean, "children of children end")
+        assert self.is_clean()
+
     def is_clean(self) -> bool:
-        return not processes_with(self.token) and not self.count_queued()
+        return not processes_with(self.token) and not self.count_left()
 
 
 def processes_with(token: str) -> list[int]:
@@ -79,19 +115,33 @@ def processes_with(token: str) -> list[int]:
     return found
 
 
-@pytest.fixture(params=["local", pytest.param("slurm", marks=pytest.mark.slurm)])
+WITH_PROCESSES = ("local", pytest.param("slurm", marks=pytest.mark.slurm), OUTSIDE)
+
+
+@pytest.fixture(params=[*WITH_PROCESSES, "in-process"])
 def bench(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Bench]:
-    # A name that shells and SLURM's file name patterns would mistake if it were not quoted.
-    directory = RunDirectory.create(tmp_path / "a run, 100%t $HOME's")
-    if request.param == "local":
-        made = Bench(LocalLauncher(NoOptions()), directory, lambda: 0)
-    else:
+    launcher = find_launcher(request.param)
+    options, num_workers, count_left = launcher.options_type(), 4, lambda: 0
+    if request.param == "slurm":
         cluster: Testbed = request.getfixturevalue("slurm_testbed")
         options = SlurmOptions(time_limit="5", poll_interval_s=0.2)
-        made = Bench(SlurmLauncher(options), directory, lambda: len(queued(cluster)))
+        count_left = lambda: len(queued(cluster))  # noqa: E731
+    elif request.param == "in-process":
+        before = state_of_this_process()
+        count_left = lambda: state_of_this_process() != before  # noqa: E731
+        num_workers = 1
+    # A name that shells and SLURM's file name patterns would mistake if it were not quoted.
+    directory = RunDirectory.create(tmp_path / "a run, 100%t $HOME's")
+    made = Bench(launcher(options), directory, num_workers, count_left, has_processes=request.param != "in-process")
     yield made
     made.launcher.stop(grace_s=0)
     wait_until(made.is_clean, "all processes and jobs are gone")
+
+
+def state_of_this_process() -> tuple[object, ...]:
+    """What a run in it must leave as it was."""
+    environment = {name: value for name, value in os.environ.items() if name != "PYTEST_CURRENT_TEST"}
+    return environment, threading.active_count(), list(logging.getLogger().handlers), sys.excepthook
 
 
 def queued(cluster: Testbed) -> list[str]:
@@ -99,73 +149,82 @@ def queued(cluster: Testbed) -> list[str]:
 
 
 def test_a_normal_end(bench: Bench) -> None:
-    bench.start(
-        master="echo the master says 'hello'; echo and this >&2",
-        worker='echo "worker $REALHF_WORKER_INDEX of $PLACE"',
-    )
-    exits = bench.exits()
-    assert {name: found.returncode for name, found in exits.items()} == dict.fromkeys(
-        ["master", *map(worker_name, range(NUM_WORKERS))], 0
-    )
+    bench.start(master="ends", worker="ends")
+    exits = bench.exits(1 + bench.num_workers)
+    assert {name: found.returncode for name, found in exits.items()} == dict.fromkeys(bench.names, 0)
     assert bench.launcher.poll() == []
     bench.launcher.stop()
-    assert bench.is_clean()
-    assert "the master says hello" in bench.log("master")
-    assert "and this" in bench.log("master")
-    for i in range(NUM_WORKERS):
-        assert exits[worker_name(i)].log_path == bench.directory.log(worker_name(i))
-        assert bench.log(worker_name(i)) == f"worker {i} of {bench.directory.path}\n"
+    bench.check_clean()
+    for name in bench.names:
+        assert exits[name].log_path == bench.directory.log(name)
+        assert bench.log(name).endswith(f"{name} of {bench.directory.path}\n")
 
 
 def test_a_failing_worker_is_reported_first_with_its_message(bench: Bench) -> None:
-    bench.start(
-        master=FOR_EVER,
-        worker=f"if ((REALHF_WORKER_INDEX == 2)); then echo no such file: prompts.jsonl; exit 3; fi; {FOR_EVER}",
-    )
+    index = bench.num_workers - 1
+    of_one = f"if ((REALHF_WORKER_INDEX == {index})); then {SHELL['fails']}; fi; {FOR_EVER}"
+    bench.start(master="goes on", worker=of_one if bench.has_processes else "fails")
     first = next(iter(bench.exits(1).values()))
-    assert (first.name, first.returncode) == ("worker-2", 3)
-    assert first.log_path.read_text() == "no such file: prompts.jsonl\n"
+    assert (first.name, first.returncode) == (worker_name(index), 3)
+    assert first.log_path.read_text().endswith("no such file: prompts.jsonl\n")
     bench.launcher.stop(grace_s=1)
-    assert bench.is_clean()
+    bench.check_clean()
     assert bench.launcher.poll() == []
 
 
 def test_a_failing_master_is_reported(bench: Bench) -> None:
-    bench.start(master="echo the plan is for 8 devices; exit 1", worker=FOR_EVER)
+    bench.start(master="fails", worker="goes on")
     first = next(iter(bench.exits(1).values()))
-    assert (first.name, first.returncode) == ("master", 1)
-    assert bench.log("master") == "the plan is for 8 devices\n"
+    assert (first.name, first.returncode) == ("master", 3)
+    assert bench.log("master").endswith("no such file: prompts.jsonl\n")
 
 
+def test_stop_asks_first(bench: Bench) -> None:
+    """And waits no longer than it takes."""
+    bench.start(master="goes on", worker="goes on")
+    for name in bench.names:
+        bench.file(f"up-{name}")
+    bench.launcher.stop(grace_s=PATIENCE_S)
+    bench.check_clean()
+    for name in bench.names:
+        assert bench.file(f"asked-{name}") == "asked"
+
+
+def test_after_stop_it_starts_the_next_job(bench: Bench) -> None:
+    bench.start(master="goes on", worker="goes on")
+    bench.file("up-master")
+    bench.launcher.stop(grace_s=PATIENCE_S)
+    bench.start(master="ends", worker="ends")
+    assert {found.returncode for found in bench.exits(1 + bench.num_workers).values()} == {0}
+
+
+def test_places(bench: Bench) -> None:
+    bench.start(master="goes on", worker="goes on")
+    for name in bench.names:
+        bench.file(f"up-{name}")
+    assert bench.launcher.room(frozenset()) >= bench.num_workers
+    assert bench.launcher.lost() == frozenset()
+    place = bench.launcher.place(0)
+    assert place is None or bench.launcher.room(frozenset({place})) < bench.num_workers
+
+
+@pytest.mark.parametrize("bench", WITH_PROCESSES, indirect=True)
 def test_kill_9_of_a_worker_is_told_from_an_exit(bench: Bench) -> None:
     bench.start(master=FOR_EVER, worker=f'echo $$ > "$PLACE/pid-$REALHF_WORKER_INDEX"; {FOR_EVER}')
-    pids = [int(bench.file(f"pid-{i}")) for i in range(NUM_WORKERS)]
+    pids = [int(bench.file(f"pid-{i}")) for i in range(bench.num_workers)]
     os.kill(pids[1], signal.SIGKILL)
     first = next(iter(bench.exits(1).values()))
     assert (first.name, first.returncode) == ("worker-1", -signal.SIGKILL)
 
 
-def test_stop_asks_first(bench: Bench) -> None:
-    """And waits no longer than it takes."""
-    asked = """trap 'echo asked > "$PLACE/asked-$REALHF_WORKER_INDEX"; exit 0' TERM"""
-    up = 'echo up > "$PLACE/up-$REALHF_WORKER_INDEX"'
-    bench.start(master=f"{asked}; {up}; {FOR_EVER}", worker=f"{asked}; {up}; {FOR_EVER}")
-    indices = ("", *range(NUM_WORKERS))
-    for index in indices:
-        bench.file(f"up-{index}")
-    bench.launcher.stop(grace_s=PATIENCE_S)
-    assert bench.is_clean()
-    for index in indices:
-        assert bench.file(f"asked-{index}") == "asked"
-
-
+@pytest.mark.parametrize("bench", WITH_PROCESSES, indirect=True)
 def test_stop_kills_who_does_not_end(bench: Bench) -> None:
     stubborn = f'trap "" TERM; echo up > "$PLACE/up-$REALHF_WORKER_INDEX"; {FOR_EVER}'
     bench.start(master=FOR_EVER, worker=stubborn)
-    for index in range(NUM_WORKERS):
+    for index in range(bench.num_workers):
         bench.file(f"up-{index}")
-    assert len(processes_with(bench.token)) >= 1 + NUM_WORKERS
+    assert len(processes_with(bench.token)) >= 1 + bench.num_workers
     bench.launcher.stop(grace_s=0.5)
-    assert bench.is_clean()
+    bench.check_clean()
     assert bench.launcher.poll() == []
     bench.launcher.stop()
