@@ -15,9 +15,12 @@ from typing import Any
 from lib.common import case, finish, parse_arguments
 from lib.search_instances import INSTANCES, instance
 
-from realhf.cli.search import solve_file
-from realhf.planning import _search
-from realhf.planning.problem.file import ProblemFile, load_problem, native_tables
+from realhf.planning.problem.file import load_problem
+from realhf.planning.problem.native import native_problem
+from realhf.planning.problem.solve import SolveRequest, solve
+from realhf.planning.problem.tables import Problem
+from realhf.planning.problem.version_1 import problem_of
+from realhf.planning.request import SearchBudget
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "data" / "planning_problems"
 OPTIMA: dict[str, Any] = json.loads((FOLDER / "optima.json").read_text())
@@ -42,7 +45,7 @@ def main() -> None:
         if arguments.quick and name == LARGEST:
             continue
         start = time.perf_counter()
-        problem = instance(name)
+        problem = problem_of(instance(name))
         seconds = time.perf_counter() - start
         target = max(GAP_TARGETS) if name == LARGEST else BUILD_TARGET_S
         results.append(at_most(f"{name}: tables built, {count(problem)} options", seconds, "s", target))
@@ -50,8 +53,13 @@ def main() -> None:
     finish("search", results, arguments.json)
 
 
-def count(problem: ProblemFile) -> str:
+def count(problem: Problem) -> str:
     return f"{sum(len(call.options) for call in problem.calls):,}"
+
+
+def solved(problem: Problem, seconds: float, seed: int = 0, single_moves: bool = False) -> dict[str, Any]:
+    budget = SearchBudget(seconds=seconds)
+    return solve(problem, SolveRequest(budget=budget, seed=seed, threads=THREADS, single_moves=single_moves))
 
 
 def at_most(name: str, value: float, unit: str, target: float, baseline: float | None = None) -> dict[str, Any]:
@@ -60,9 +68,9 @@ def at_most(name: str, value: float, unit: str, target: float, baseline: float |
     return case(name, value, unit, baseline=base, ratio=base / max(value, 1e-12), target=target, holds=value <= target)
 
 
-def speed_cases(name: str, problem: ProblemFile) -> Iterator[dict[str, Any]]:
+def speed_cases(name: str, problem: Problem) -> Iterator[dict[str, Any]]:
     """Full evaluations by themselves, and what a search of one thread does in the same time."""
-    native = _search.Problem(native_tables(problem))
+    native = native_problem(problem)
     rate = native.evaluations_per_s([0] * len(problem.calls), EVALUATIONS)
     wanted = FULL_TARGET / problem.steps
     yield case(
@@ -80,10 +88,10 @@ def speed_cases(name: str, problem: ProblemFile) -> Iterator[dict[str, Any]]:
     )  # fmt: skip
 
 
-def optimum_cases(name: str, problem: ProblemFile, known: dict[str, Any], seeds: range) -> Iterator[dict[str, Any]]:
+def optimum_cases(name: str, problem: Problem, known: dict[str, Any], seeds: range) -> Iterator[dict[str, Any]]:
     """Worst over the seeds: seconds to the optimum and to its proof; then single moves and the released searcher."""
     best = known["best_us_per_step"]
-    runs = [solve_file(problem, seed=s, evaluations=0, seconds=PROOF_TARGET_S, threads=THREADS) for s in seeds]
+    runs = [solved(problem, PROOF_TARGET_S, seed) for seed in seeds]
     hits = [run for run in runs if run["us_per_step"] == best]
     proofs = [run for run in runs if run["proven"]]
     to_best = max((run["trace"][-1][0] for run in hits), default=float("inf"))
@@ -93,10 +101,7 @@ def optimum_cases(name: str, problem: ProblemFile, known: dict[str, Any], seeds:
     row = at_most(f"{name}: proven optimal, worst of {len(proofs)}/{len(runs)} seeds", to_proof, "s", PROOF_TARGET_S)
     yield {**row, "holds": row["holds"] and len(proofs) == len(runs)}
 
-    single = [
-        solve_file(problem, seed=s, evaluations=0, seconds=SINGLE_MOVES_S, threads=THREADS, single_moves=True)
-        for s in seeds[:3]
-    ]
+    single = [solved(problem, SINGLE_MOVES_S, seed, single_moves=True) for seed in seeds[:3]]
     above = sum(run["us_per_step"] for run in single) / len(single) / best - 1
     ours = max(run["us_per_step"] for run in runs) / best - 1
     yield at_most(
@@ -112,12 +117,12 @@ def optimum_cases(name: str, problem: ProblemFile, known: dict[str, Any], seeds:
         )  # fmt: skip
 
 
-def gap_cases(name: str, problem: ProblemFile, budgets: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+def gap_cases(name: str, problem: Problem, budgets: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """What the certificate says after each number of seconds; a proof ends the run before."""
     run: dict[str, Any] = {"proven": False}
     for seconds in budgets:
         if not run["proven"]:
-            run = solve_file(problem, seed=0, evaluations=0, seconds=float(seconds), threads=THREADS)
+            run = solved(problem, float(seconds))
         gap = 1 - run["lower_bound_us"] / run["us_per_step"]
         target = 1.0 if name == LARGEST else GAP_TARGETS[seconds]
         best_s, after_s = run["trace"][-1]

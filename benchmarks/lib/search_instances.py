@@ -27,9 +27,9 @@ from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.timings import load_costs
 from realhf.planning.options import Option, call_options
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.dump import Moves, simple_file
-from realhf.planning.problem.file import ProblemFile, save_problem
+from realhf.planning.problem.file import problem_bytes
 from realhf.planning.problem.tables import Problem, TransferTable
+from realhf.planning.problem.version_1 import Moves, ProblemFile, file_of
 from realhf.planning.task import PlanningTask
 from realhf.planning.workload import Workload
 
@@ -107,7 +107,7 @@ def instance(name: str) -> ProblemFile:
     )  # see _moves
     problem = _made_uneven(tables, chosen.uneven)
     moves = _moves_of(graph)
-    return simple_file(problem, graph, DEVICES_PER_NODE, steps=STEPS, label=lambda row: row.strategy, moves=moves)
+    return file_of(problem, graph, DEVICES_PER_NODE, steps=STEPS, label=lambda row: row.strategy, moves=moves)
 
 
 def planning_task(num_nodes: int) -> PlanningTask:
@@ -209,5 +209,5 @@ if __name__ == "__main__":
     folder.mkdir(parents=True, exist_ok=True)
     for name in INSTANCES:
         problem = instance(name)
-        save_problem(problem, folder / f"{name}.json")
+        (folder / f"{name}.json").write_bytes(problem_bytes(problem))
         print(name, [len(call.options) for call in problem.calls], len({o.devices for o in problem.calls[0].options}))

@@ -29,8 +29,8 @@ from realhf.planning.explain.comparison import Comparison, compare, describe, su
 from realhf.planning.options import all_options
 from realhf.planning.planner import search_for, tasks_of
 from realhf.planning.predict import predict
+from realhf.planning.problem import version_1, version_2
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.dump import planned_file, simple_file
 from realhf.planning.problem.file import problem_bytes
 from realhf.planning.request import PlanRequest
 from realhf.planning.task import PlanningTask
@@ -155,8 +155,10 @@ def compare_cases(
 
 
 def _dumped(task: PlanningTask, version: int) -> bytes:
-    make = planned_file if version == 2 else simple_file
-    return problem_bytes(make(build_problem(task, all_options(task)), task.graph, task.cluster.devices_per_node))
+    problem, devices_per_node = build_problem(task, all_options(task)), task.cluster.devices_per_node
+    if version == 2:
+        return problem_bytes(version_2.file_of(problem, task.graph, devices_per_node))
+    return problem_bytes(version_1.file_of(problem, task.graph, devices_per_node))
 
 
 def _write(out: Output, arguments: argparse.Namespace, comparison: Comparison) -> None:

@@ -2,24 +2,17 @@
 
 import argparse
 import math
-import os
-import time
 from pathlib import Path
 from typing import Any
 
-from realhf.base.numbers import check_range
 from realhf.cli.output import Output, table_of
 from realhf.cli.plan_tables import mesh_text
-from realhf.planning import _search
 from realhf.planning.certificate import Certificate
 from realhf.planning.model.hardware import GIB
-from realhf.planning.problem.file import ProblemFile, load_problem, native_tables, unit_us
-from realhf.planning.problem.solution_file import PlannedFile
+from realhf.planning.problem.file import load_problem
+from realhf.planning.problem.solve import DEFAULT_SECONDS, SolveRequest, solve
+from realhf.planning.problem.tables import Problem
 from realhf.planning.request import SearchBudget
-from realhf.planning.search import SEEDS
-
-DEFAULT_SECONDS = 10.0
-THREADS = (1, 1024)
 
 DESCRIPTION = """Finds the fastest plan of a planning problem (a file of the format planning-problem/1, or
 /2 as `realhf plan --dump-problem` writes it) and proves how
@@ -51,81 +44,28 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    _check(arguments)
-    problem = load_problem(arguments.file)
-    result = solve_file(
-        problem,
+    request = SolveRequest(
+        budget=SearchBudget(evaluations=arguments.evaluations, seconds=arguments.seconds),
         seed=arguments.seed,
-        evaluations=arguments.evaluations or 0,
-        seconds=0.0 if arguments.evaluations else arguments.seconds or DEFAULT_SECONDS,
-        threads=arguments.threads or len(os.sched_getaffinity(0)),
+        threads=arguments.threads,
         single_moves=arguments.moves == "single",
     )
+    problem = load_problem(arguments.file)
+    result = solve(problem, request)
     if arguments.json:
         Output().write_json(arguments.json, result)
     _print(problem, result)
     return 0
 
 
-def solve_file(
-    problem: ProblemFile | PlannedFile,
-    *,
-    seed: int,
-    evaluations: int,
-    seconds: float,
-    threads: int,
-    single_moves: bool = False,
-) -> dict[str, Any]:
-    """Searches a problem until `evaluations` or `seconds` (the other is 0) are used up.
-
-    Returns what `realhf search --json` writes. `lower_bound_us` is None if it is proven that no
-    plan fits into memory, which `proven` then stands for.
-    """
-    native, unit = _search.Problem(native_tables(problem)), unit_us(problem)
-    start = time.perf_counter()
-    solution = native.solve(
-        seed=seed,
-        evaluations=evaluations,
-        seconds=seconds,
-        threads=threads,
-        single_moves=single_moves,
-        proves=not single_moves,
-    )
-    elapsed = time.perf_counter() - start
-    evaluation = solution["evaluation"]
-    nothing_fits = solution["proven"] and not evaluation["feasible"]
-    return {
-        "plan": dict(zip([call.name for call in problem.calls], solution["plan"], strict=True)),
-        "us_per_step": evaluation["step_time"] * unit,
-        "peak_bytes": int(evaluation["peak_bytes"]),
-        "feasible": evaluation["feasible"],
-        "lower_bound_us": None if nothing_fits else solution["lower_bound"] * unit,
-        "proven": solution["proven"],
-        "evaluations": solution["evaluations"],
-        "evaluations_per_s": solution["evaluations"] / max(elapsed, 1e-9),
-        "full_evaluations": solution["search_full"],
-        "early_rejections": solution["search_rejected"],
-        "seconds": elapsed,
-        "seed": seed,
-        "trace": [(at_s, cost * unit) for at_s, cost in solution["trace"]],
-    }
-
-
-def _check(arguments: argparse.Namespace) -> None:
-    SearchBudget(evaluations=arguments.evaluations, seconds=arguments.seconds)
-    check_range("--seed", arguments.seed, *SEEDS)
-    if arguments.threads is not None:
-        check_range("--threads", arguments.threads, *THREADS)
-
-
-def _print(problem: ProblemFile | PlannedFile, result: dict[str, Any]) -> None:
+def _print(problem: Problem, result: dict[str, Any]) -> None:
     out = Output()
     table = table_of("plan", "call", "option", "devices", "strategy", "s")
     for call in problem.calls:
         number = result["plan"][call.name]
         option = call.options[number]
         devices = mesh_text(option.devices)
-        table.add_row(call.name, str(number), devices, option.strategy, f"{option.time_s:.3f}")
+        table.add_row(call.name, str(number), devices, option.strategy, f"{option.time_s * problem.unit_us / 1e6:.3f}")
     out.print(table)
     best_s, lower_bound_us = result["us_per_step"] / 1e6, result["lower_bound_us"]
     bound_s = math.inf if lower_bound_us is None else lower_bound_us / 1e6

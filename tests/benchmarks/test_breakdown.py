@@ -17,7 +17,15 @@ def call_table(name: str, devices: tuple[int, int], time_s: float, parents: list
 
 def transfer(name: str, seconds: float) -> TransferTable:
     return TransferTable(
-        name=name, source=0, target=1, parents=[(0, 0)], rows=[0], columns=[0], num_columns=1, seconds=[seconds]
+        name=name,
+        source=0,
+        target=1,
+        on=(0, 1),
+        parents=[(0, 0)],
+        rows=[0],
+        columns=[0],
+        num_columns=1,
+        seconds=[seconds],
     )
 
 
@@ -75,5 +83,4 @@ def devices_of(problem: Problem, choice: list[int], node: int) -> set[int]:
     if node < len(problem.calls):
         return of_call(node)
     table = problem.transfers[node - len(problem.calls)]
-    source, target = of_call(table.source), of_call(table.target)
-    return {"both": source | target, "source": source, "target": target}[table.occupies]
+    return set().union(*map(of_call, table.on))

@@ -24,16 +24,17 @@ class DataTransfers:
         transfer to wait for the source's devices, it would stand behind all steps that were ready before it.
         """
         numbers = self._numbers
+        source, target = numbers.number[parent], numbers.number[call.name]
         runs_ahead = any(edge.kind == "version" and edge.steps_back > 1 for edge in numbers.task.graph.parents(parent))
         sources, rows = distinct(numbers.layouts[parent], self._place)
         places = numbers.layouts[call.name]
         targets, columns = distinct(places, lambda layout: (self._place(layout), call.parts(layout)))
         return TransferTable(
             name=f"data: {parent} -> {call.name}",
-            source=numbers.number[parent],
-            target=numbers.number[call.name],
-            parents=[(numbers.number[parent], 0)],
-            occupies="target" if runs_ahead else "both",
+            source=source,
+            target=target,
+            parents=[(source, 0)],
+            on=(target,) if runs_ahead else (source, target),
             rows=rows,
             columns=columns,
             num_columns=len(targets),

@@ -18,6 +18,7 @@ Steps = Annotated[int, msgspec.Meta(ge=1, le=MAX_INSTANCES)]
 StepsBack = Annotated[int, msgspec.Meta(ge=0, le=MAX_INSTANCES)]
 Parents = Annotated[list[tuple[str, StepsBack]], msgspec.Meta(max_length=1024)]  # (call or transfer, steps back)
 Devices = tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_DEVICES)], NumDevices]  # (first, number)
+Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
 Label = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
 
 

@@ -84,13 +84,14 @@ class ParameterTransfers:
         host memory: then they load it, send, and send it back.
         """
         numbers, calls = self._numbers, self._task.graph.calls
+        here, there = numbers.number[source], numbers.number[target]
         (sources, rows), (targets, columns) = numbers.layouts[source], numbers.layouts[target]
         return TransferTable(
             name=name,
-            source=numbers.number[source],
-            target=numbers.number[target],
+            source=here,
+            target=there,
             parents=parents,
-            occupies="both" if calls[source].model_name in self._task.offload else "target",
+            on=(here, there) if calls[source].model_name in self._task.offload else (there,),
             rows=rows,
             columns=columns,
             num_columns=len(targets),
@@ -105,14 +106,14 @@ class ParameterTransfers:
     def _host_copy(self, load: Load) -> TransferTable:
         """Between the devices of a model's home and their host's memory, all at once."""
         home = self._numbers.home_call(load.model)
-        layouts, rows = self._numbers.layouts[home.name]
+        number, (layouts, rows) = self._numbers.number[home.name], self._numbers.layouts[home.name]
         bandwidth, model = self._task.costs.hardware.host_bandwidth, self._task.call_models[home.name]
         return TransferTable(
             name=load.name,
-            source=self._numbers.number[home.name],
-            target=self._numbers.number[home.name],
+            source=number,
+            target=number,
             parents=[],
-            occupies="source",
+            on=(number,),
             rows=rows,
             columns=[0] * len(rows),
             num_columns=1,

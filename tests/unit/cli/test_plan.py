@@ -12,14 +12,13 @@ import pytest
 from realhf.api.experiment import ModelSetup
 from realhf.architecture.compute import ComputeConfig
 from realhf.cli import main
-from realhf.planning import _search
 from realhf.planning.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.options import all_options
 from realhf.planning.planner import task_of
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.file import load_problem, native_tables
-from realhf.planning.problem.solution_file import PlannedFile
+from realhf.planning.problem.file import load_problem
+from realhf.planning.problem.native import native_problem
 from realhf.planning.what_if import WhatIf
 from realhf.rundir.run import load_experiment_class
 from tests.waiting import PATIENCE_S
@@ -79,13 +78,12 @@ def test_the_dumped_problem_is_the_one_that_was_solved() -> None:
     assert main(["search", "problem.json", "--evaluations", "2000", "--json", "found.json"]) == 0
     planned, found = (json.loads(Path(name).read_bytes()) for name in ("plan.json", "found.json"))
     problem = load_problem("problem.json")
-    assert isinstance(problem, PlannedFile)
     searched, choice = planned["plans"][0], []
     for call in problem.calls:
         plan = searched["plan"]["calls"][call.name]
         wanted = (tuple(plan["devices"]), "dp{dp} tp{tp} pp{pp}".format_map(plan), plan["micro_batches"])
         choice.append([(o.devices, o.strategy, o.micro_batches) for o in call.options].index(wanted))
-    evaluation = _search.Problem(native_tables(problem)).evaluate(choice)
+    evaluation = native_problem(problem).evaluate(choice)
     assert evaluation["step_time"] == pytest.approx(planned["certificate"]["cost_s"], abs=1e-9)
     assert evaluation["peak_bytes"] == pytest.approx(searched["peak_bytes"], abs=1)
     # The planner's search begins with the plans by rule, that of a file with none: the bounds are about the same plans.

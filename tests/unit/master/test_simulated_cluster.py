@@ -38,7 +38,7 @@ def planned_spans(
             columns=[0],
             num_columns=1,
             seconds=[seconds],
-            occupies="target",
+            on=(names.index(target),),
         )
 
     tables = [

@@ -9,7 +9,8 @@ from typing import Any
 import msgspec
 
 from realhf.planning import _search
-from realhf.planning.problem.file import ProblemFile, native_tables
+from realhf.planning.problem import version_1
+from realhf.planning.problem.native import native_problem
 from tests.unit.planning.evaluate_plan import Problem, evaluate
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "planning_problems"
@@ -23,7 +24,7 @@ def reference_problem(name: str) -> Problem:
 
 
 def native(problem: Problem) -> _search.Problem:
-    return _search.Problem(native_tables(msgspec.convert(problem, ProblemFile)))
+    return native_problem(version_1.problem_of(msgspec.convert(problem, version_1.ProblemFile)))
 
 
 def named(problem: Problem, plan: Any) -> dict[str, int]:

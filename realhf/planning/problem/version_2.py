@@ -6,17 +6,17 @@ Times are in seconds, as the planner has them, so that nothing is rounded on the
 """
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+from realhf.dataflow.graph import DataflowGraph
 from realhf.planning.problem.nodes import (
     MAX_CALLS,
     MAX_TRANSFERS,
     MOST,
+    Amount,
     Count,
-    Devices,
-    Label,
     NotNegative,
     NumDevices,
     Parents,
@@ -25,28 +25,7 @@ from realhf.planning.problem.nodes import (
     node_complaints,
     numbers,
 )
-
-Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
-
-
-class PlannedOption(msgspec.Struct, frozen=True, kw_only=True):
-    """One way to run a call; bytes on each of its devices.
-
-    `static_bytes` for good, `dynamic_bytes` while it runs, `copy_bytes` on top of these unless the
-    model's home is chosen with the same devices and strategy: where it is not, `static_bytes` too are needed only while
-    it runs. `communicators`: ascending labels of those that each of
-    its devices is in; where options have a label in common, it is one communicator on every device that they share.
-    Label 1 is that of all copies of parameters, and need not be said.
-    """
-
-    devices: Devices
-    strategy: str
-    micro_batches: Count
-    time_s: Amount
-    static_bytes: Amount
-    dynamic_bytes: Amount
-    copy_bytes: Amount
-    communicators: list[Label] = []
+from realhf.planning.problem.tables import CallTable, OptionRow, Problem, TransferTable
 
 
 class PlannedCall(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,7 +37,7 @@ class PlannedCall(msgspec.Struct, frozen=True, kw_only=True):
     trains: bool
     home: str
     parents: Parents
-    options: Annotated[list[PlannedOption], msgspec.Meta(min_length=1)]
+    options: Annotated[list[OptionRow], msgspec.Meta(min_length=1)]
     spared: list[tuple[str, str, Amount]] = []
 
 
@@ -96,42 +75,88 @@ class PlannedFile(msgspec.Struct, frozen=True, kw_only=True):
     sending_bytes: Amount = 0.0
 
 
-def planned_tables(problem: PlannedFile) -> dict[str, Any]:
-    """The tables that the C++ engine reads (csrc/search/bindings.cpp), times in seconds."""
-    nodes = numbers([*(call.name for call in problem.calls), *(transfer.name for transfer in problem.transfers)])
-    return {
-        "num_devices": problem.num_devices,
-        "device_memory_bytes": problem.device_memory_bytes,
-        "steps": problem.steps,
-        "max_steps_in_flight": problem.max_steps_in_flight,
-        "communicator_bytes": problem.communicator_bytes,
-        "sending_bytes": problem.sending_bytes,
-        "calls": [
-            {
-                "home": nodes[call.home],
-                "parents": [(nodes[name], back) for name, back in call.parents],
-                "options": [msgspec.to_builtins(option) for option in call.options],
-                "spared": call.spared,
-            }
+def problem_of(file: PlannedFile) -> Problem:
+    """The tables of a problem without complaints."""
+    nodes = numbers([*(call.name for call in file.calls), *(transfer.name for transfer in file.transfers)])
+    return Problem(
+        num_devices=file.num_devices,
+        device_memory_bytes=file.device_memory_bytes,
+        steps=file.steps,
+        max_steps_in_flight=file.max_steps_in_flight,
+        calls=[
+            CallTable(
+                name=call.name,
+                home=nodes[call.home],
+                parents=[(nodes[name], back) for name, back in call.parents],
+                options=call.options,
+                spared=call.spared,
+            )
+            for call in file.calls
+        ],
+        transfers=[
+            TransferTable(
+                name=transfer.name,
+                source=nodes[transfer.source],
+                target=nodes[transfer.target],
+                on=tuple(nodes[name] for name in transfer.on),
+                parents=[(nodes[name], back) for name, back in transfer.parents],
+                rows=transfer.rows,
+                columns=transfer.columns,
+                num_columns=len(transfer.times_s[0]),
+                seconds=[seconds for row in transfer.times_s for seconds in row],
+            )
+            for transfer in file.transfers
+        ],
+        communicator_bytes=file.communicator_bytes,
+        sending_bytes=file.sending_bytes,
+    )
+
+
+def file_of(problem: Problem, graph: DataflowGraph, devices_per_node: int) -> PlannedFile:
+    """The same problem as a file: every plan has the same time and memory, to the last bit."""
+    names = [*(call.name for call in problem.calls), *(transfer.name for transfer in problem.transfers)]
+    return PlannedFile(
+        num_devices=problem.num_devices,
+        devices_per_node=devices_per_node,
+        device_memory_bytes=problem.device_memory_bytes,
+        steps=problem.steps,
+        max_steps_in_flight=problem.max_steps_in_flight,
+        calls=[
+            PlannedCall(
+                name=call.name,
+                model=graph.calls[call.name].model_name,
+                trains=graph.calls[call.name].trains,
+                home=names[call.home],
+                parents=[(names[parent], back) for parent, back in call.parents],
+                options=call.options,
+                spared=call.spared,
+            )
             for call in problem.calls
         ],
-        "transfers": [
-            {
-                "source": nodes[transfer.source],
-                "target": nodes[transfer.target],
-                "on": [nodes[name] for name in transfer.on],
-                "parents": [(nodes[name], back) for name, back in transfer.parents],
-                "rows": transfer.rows,
-                "columns": transfer.columns,
-                "num_columns": len(transfer.times_s[0]),
-                "seconds": [seconds for row in transfer.times_s for seconds in row],
-            }
+        transfers=[
+            PlannedTransfer(
+                name=transfer.name,
+                source=names[transfer.source],
+                target=names[transfer.target],
+                on=[names[call] for call in transfer.on],
+                parents=[(names[parent], back) for parent, back in transfer.parents],
+                rows=transfer.rows,
+                columns=transfer.columns,
+                times_s=_matrix(transfer),
+            )
             for transfer in problem.transfers
         ],
-    }
+        communicator_bytes=problem.communicator_bytes,
+        sending_bytes=problem.sending_bytes,
+    )
 
 
-def planned_complaints(problem: PlannedFile) -> Iterator[str]:
+def _matrix(transfer: TransferTable) -> list[list[float]]:
+    width = transfer.num_columns
+    return [list(transfer.seconds[start : start + width]) for start in range(0, len(transfer.seconds), width)]
+
+
+def complaints(problem: PlannedFile) -> Iterator[str]:
     """What is wrong with a problem, for people; nothing if it can be solved."""
     nodes: list[PlannedCall | PlannedTransfer] = [*problem.calls, *problem.transfers]
     yield from node_complaints(nodes, problem.steps)

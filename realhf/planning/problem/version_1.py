@@ -1,0 +1,294 @@
+"""Planning problems as files of the version 1: the language of comparison between searchers, in whole microseconds.
+
+It says less than the planner's tables (`realhf.planning.problem.tables`): this module alone knows it, and converts.
+"""
+
+from collections.abc import Callable, Iterator
+from typing import Annotated, Literal
+
+import msgspec
+
+from realhf.base.errors import UserError
+from realhf.dataflow.graph import DataflowGraph
+from realhf.planning.model.communicators import MOVES
+from realhf.planning.model.hardware import GIB
+from realhf.planning.problem.nodes import (
+    MAX_CALLS,
+    MAX_TRANSFERS,
+    Count,
+    Devices,
+    NotNegative,
+    NumDevices,
+    Parents,
+    Steps,
+    cycle_complaints,
+    node_complaints,
+    numbers,
+)
+from realhf.planning.problem.tables import CallTable, OptionRow, Problem, TransferTable
+
+Label = Callable[[OptionRow], str]  # an option's `strategy` in a file of version 1
+Moves = Callable[[Problem, TransferTable], dict[str, int]]  # a table of version 1: microseconds of "LABEL>LABEL"
+SEPARATOR = ">"
+
+
+class FileOption(msgspec.Struct, frozen=True, kw_only=True):
+    """One way to run a call: `devices` are (first, number), the bytes those on each of them."""
+
+    devices: Devices
+    strategy: str
+    time_us: NotNegative
+    static_bytes: NotNegative
+    peak_bytes: NotNegative
+
+
+class FileCall(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    model: str
+    trains: bool
+    parents: Parents
+    options: Annotated[list[FileOption], msgspec.Meta(min_length=1)]
+
+
+class FileTransfer(msgspec.Struct, frozen=True, kw_only=True):
+    """Occupies the devices of call `on` for as long as `table` says for the strategies of `source` and `target`;
+    takes no time if these have the same strategy and the same devices."""
+
+    name: str
+    source: str = msgspec.field(name="from")
+    target: str = msgspec.field(name="to")
+    on: str
+    table: str
+    parents: Parents
+
+
+class ProblemFile(msgspec.Struct, frozen=True, kw_only=True):
+    """A planning problem in whole microseconds and bytes."""
+
+    format: Literal["planning-problem/1"]
+    num_devices: NumDevices
+    devices_per_node: Count
+    device_memory_bytes: Count
+    steps: Steps
+    calls: Annotated[list[FileCall], msgspec.Meta(min_length=1, max_length=MAX_CALLS)]
+    transfers: Annotated[list[FileTransfer], msgspec.Meta(max_length=MAX_TRANSFERS)]
+    tables: dict[str, dict[str, NotNegative]]
+
+
+def problem_of(file: ProblemFile) -> Problem:
+    """The tables of a problem without complaints, in whole microseconds."""
+    nodes = numbers([*(call.name for call in file.calls), *(transfer.name for transfer in file.transfers)])
+    return Problem(
+        num_devices=file.num_devices,
+        device_memory_bytes=file.device_memory_bytes,
+        steps=file.steps,
+        max_steps_in_flight=file.steps,
+        calls=[
+            CallTable(
+                name=call.name,
+                home=i,
+                parents=[(nodes[name], back) for name, back in call.parents],
+                options=[_row(option) for option in call.options],
+            )
+            for i, call in enumerate(file.calls)
+        ],
+        transfers=[_transfer_table(file, transfer, nodes) for transfer in file.transfers],
+        unit_us=1.0,
+    )
+
+
+def _row(option: FileOption) -> OptionRow:
+    return OptionRow(
+        devices=option.devices,
+        strategy=option.strategy,
+        micro_batches=1,  # the format knows none
+        time_s=option.time_us,
+        static_bytes=option.static_bytes,
+        dynamic_bytes=option.peak_bytes - option.static_bytes,
+        copy_bytes=0,
+    )
+
+
+def _transfer_table(file: ProblemFile, transfer: FileTransfer, nodes: dict[str, int]) -> TransferTable:
+    sources, targets = _strategies(file, transfer.source), _strategies(file, transfer.target)
+    rows, columns = numbers(sources), numbers(targets)
+    table = file.tables[transfer.table]
+    return TransferTable(
+        name=transfer.name,
+        source=nodes[transfer.source],
+        target=nodes[transfer.target],
+        on=(nodes[transfer.on],),
+        free_if_unmoved=True,
+        parents=[(nodes[name], back) for name, back in transfer.parents],
+        rows=[rows[strategy] for strategy in sources],
+        columns=[columns[strategy] for strategy in targets],
+        num_columns=len(columns),
+        # An entry may be missing where the two options are always one and the same.
+        seconds=[table.get(f"{row}{SEPARATOR}{column}", 0) for row in rows for column in columns],
+    )
+
+
+def _strategies(problem: ProblemFile, call: str) -> list[str]:
+    return [option.strategy for c in problem.calls if c.name == call for option in c.options]
+
+
+def label_with_devices(row: OptionRow) -> str:
+    """`dp2 tp4 pp1 on 0+8`: what a reallocation depends on, the strategy and the place."""
+    first, count = row.devices
+    return f"{row.strategy} on {first}+{count}"
+
+
+def planned_moves(problem: Problem, transfer: TransferTable) -> dict[str, int]:
+    """The planner's times between options by `label_with_devices`."""
+    sources = dict(zip(map(label_with_devices, problem.calls[transfer.source].options), transfer.rows, strict=True))
+    targets = dict(zip(map(label_with_devices, problem.calls[transfer.target].options), transfer.columns, strict=True))
+    width = transfer.num_columns
+    return {
+        f"{source}{SEPARATOR}{target}": round(transfer.seconds[row * width + column] * 1e6)
+        for source, row in sources.items()
+        for target, column in targets.items()
+    }
+
+
+def file_of(
+    problem: Problem,
+    graph: DataflowGraph,
+    devices_per_node: int,
+    *,
+    steps: int | None = None,
+    label: Label = label_with_devices,
+    moves: Moves = planned_moves,
+) -> ProblemFile:
+    """The problem in the simpler words of version 1, whole microseconds and bytes.
+
+    What these cannot say is changed: a copy of parameters counts wherever a call runs, with what it takes to send it,
+    and communicators count with each of their calls; a copy is made once training has ended, in two transfers, one on
+    the devices of each side; data moves at once; no model follows another. Options that do not fit by themselves are
+    left out, and those alike are one.
+
+    Raises:
+        UserError: no option of a call fits, or a model is trained by two calls, whose layouts must then agree.
+    """
+    homes = {call.name: problem.calls[call.home].name for call in problem.calls}
+    parents: dict[str, Parents] = {
+        call.name: [(edge.parent, edge.steps_back) for edge in graph.parents(call.name) if edge.kind == "data"]
+        for call in problem.calls
+    }
+    transfers, tables = [], {}
+    for transfer in problem.transfers:
+        name, home = problem.calls[transfer.target].name, problem.calls[transfer.source].name
+        if homes[name] != home or name == home or transfer.name.startswith("data: "):
+            continue
+        back = next((e.steps_back for e in graph.parents(name) if e.parent == home and e.kind == "version"), 1)
+        key = f"{graph.calls[name].model_name}: {home} to {name}"
+        tables[key] = moves(problem, transfer)
+        for side in (home, name):
+            on_side = f"{key}, on the devices of {side}"
+            transfers.append(
+                FileTransfer(name=on_side, source=home, target=name, on=side, table=key, parents=[(home, 0)])
+            )
+            parents[name].append((on_side, back))
+    _bound_steps_in_flight(parents, problem.max_steps_in_flight, steps or problem.steps)
+    return ProblemFile(
+        format="planning-problem/1",
+        num_devices=problem.num_devices,
+        devices_per_node=devices_per_node,
+        device_memory_bytes=int(problem.device_memory_bytes),
+        steps=steps or problem.steps,
+        calls=[
+            FileCall(
+                name=call.name,
+                model=graph.calls[call.name].model_name,
+                trains=graph.calls[call.name].trains,
+                parents=parents[call.name],
+                options=_simple_options(problem, call, graph, label),
+            )
+            for call in problem.calls
+        ],
+        transfers=transfers,
+        tables=tables,
+    )
+
+
+def _bound_steps_in_flight(parents: dict[str, Parents], in_flight: int, steps: int) -> None:
+    """The first calls of a step wait for the last ones of the step `in_flight` before."""
+    if in_flight >= steps:
+        return
+    waited_for = {parent for row in parents.values() for parent, back in row if back == 0}
+    last = [name for name in parents if name not in waited_for]
+    for row in parents.values():
+        if all(back > 0 for _, back in row):
+            row.extend((name, in_flight) for name in last if (name, in_flight) not in row)
+
+
+def _simple_options(problem: Problem, call: CallTable, graph: DataflowGraph, label: Label) -> list[FileOption]:
+    is_home = problem.calls[call.home].name == call.name
+    if graph.calls[call.name].trains and not is_home:
+        raise UserError(
+            f"{call.name}: planning-problem/1 cannot say that two calls train {graph.calls[call.name].model_name} in "
+            "one layout; write planning-problem/2"
+        )
+    rows: dict[FileOption, None] = {}
+    for row in call.options:
+        labels = {MOVES, *row.communicators} if row.communicators else ()
+        static = row.static_bytes + problem.communicator_bytes * len(labels)
+        peak = static + row.dynamic_bytes + row.copy_bytes + problem.sending_bytes
+        if peak <= problem.device_memory_bytes:
+            option = FileOption(
+                devices=row.devices,
+                strategy=label(row),
+                time_us=round(row.time_s * 1e6),
+                static_bytes=round(static),
+                peak_bytes=round(peak),
+            )
+            rows[option] = None
+    if not rows:
+        raise UserError(
+            f"{call.name}: no option fits into {problem.device_memory_bytes / GIB:.2f} GiB a device; give more memory "
+            "or more devices"
+        )
+    return list(rows)
+
+
+def complaints(problem: ProblemFile) -> Iterator[str]:
+    nodes: list[FileCall | FileTransfer] = [*problem.calls, *problem.transfers]
+    yield from node_complaints(nodes, problem.steps)
+    for call in problem.calls:
+        yield from _option_complaints(problem, call)
+    calls = {call.name for call in problem.calls}
+    for transfer in problem.transfers:
+        for field, name in (("from", transfer.source), ("to", transfer.target), ("on", transfer.on)):
+            if name not in calls:
+                yield f"transfer {transfer.name!r}: {field!r} is {name!r}, which is no call of the file"
+        if transfer.table not in problem.tables:
+            yield f"transfer {transfer.name!r}: table is {transfer.table!r}, not one of {sorted(problem.tables)}"
+        yield from _table_complaints(problem, transfer)
+    yield from cycle_complaints(nodes)
+
+
+def _option_complaints(problem: ProblemFile, call: FileCall) -> Iterator[str]:
+    for i, option in enumerate(call.options):
+        first, count = option.devices
+        where = f"{call.name!r}: options[{i}]"
+        if first + count > problem.num_devices:
+            yield f"{where}: devices {list(option.devices)} reach beyond num_devices={problem.num_devices}"
+        if option.static_bytes > option.peak_bytes:
+            yield f"{where}: static_bytes={option.static_bytes} is above peak_bytes={option.peak_bytes}"
+
+
+def _table_complaints(problem: ProblemFile, transfer: FileTransfer) -> Iterator[str]:
+    """Complains of the first pair that can occur and is not in the table."""
+    table = problem.tables[transfer.table]
+    placed = [
+        {(o.strategy, o.devices) for c in problem.calls if c.name == name for o in c.options}
+        for name in (transfer.source, transfer.target)
+    ]
+    for source in sorted({strategy for strategy, _ in placed[0]}):
+        for target in sorted({strategy for strategy, _ in placed[1]}):
+            if f"{source}{SEPARATOR}{target}" in table:
+                continue
+            both = {d for s, d in placed[0] if s == source} | {d for s, d in placed[1] if s == target}
+            if source != target or len(both) > 1:
+                pair = f"{source}{SEPARATOR}{target}"
+                yield f"table {transfer.table!r} lacks the pair {pair!r}, which transfer {transfer.name!r} can need"
+                return
