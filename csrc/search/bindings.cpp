@@ -1,6 +1,6 @@
 // The Python module realhf.planning._search: the only file that knows of pybind11.
 //
-// A problem arrives as the dictionary that is also its JSON form (realhf/planning/problem/tables.py).
+// A problem arrives as the tables of realhf/planning/problem/tables.py, calls and transfers as dictionaries.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -28,19 +28,6 @@ std::vector<Parent> parents_of(const py::dict& node) {
     return parents;
 }
 
-std::vector<int> occupies_of(const std::string& word, int source, int target) {
-    if (word == "both") return {source, target};
-    if (word == "source") return {source};
-    if (word == "target") return {target};
-    throw std::invalid_argument("planning problem: occupies must be both, source or target, not " + word);
-}
-
-// The calls whose devices a transfer occupies: listed in `on`, or named by `occupies`.
-std::vector<int> places_of(const py::dict& transfer, int source, int target) {
-    if (transfer.contains("on")) return transfer["on"].cast<std::vector<int>>();
-    return occupies_of(transfer["occupies"].cast<std::string>(), source, target);
-}
-
 // A list of numbers, or a contiguous buffer of doubles, which takes no time to read.
 std::vector<double> numbers_of(const py::handle& numbers) {
     if (!PyObject_CheckBuffer(numbers.ptr())) return numbers.cast<std::vector<double>>();
@@ -53,24 +40,14 @@ std::vector<double> numbers_of(const py::handle& numbers) {
     return {begin, begin + info.size};
 }
 
-// A field of an option, which is a dictionary or an object: there are ten thousands, so that names are made once.
+// A field of an option, which is an object: there are ten thousands, so that names are made once.
 class Field {
 public:
     explicit Field(const char* name) : name_(py::reinterpret_steal<py::object>(PyUnicode_InternFromString(name))) {}
 
     py::object operator()(const py::handle& row) const {
-        const py::object found = of(row);
-        if (!found) throw py::key_error("an option lacks " + name_.cast<std::string>());
-        return found;
-    }
-
-    // Null where there is none.
-    py::object of(const py::handle& row) const {
-        if (PyDict_Check(row.ptr())) {
-            return py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(row.ptr(), name_.ptr()));
-        }
         py::object found = py::reinterpret_steal<py::object>(PyObject_GetAttr(row.ptr(), name_.ptr()));
-        if (!found) PyErr_Clear();
+        if (!found) throw py::error_already_set();
         return found;
     }
 
@@ -79,7 +56,7 @@ private:
 };
 
 struct OptionFields {
-    Field devices{"devices"}, strategy{"strategy"}, time_us{"time_us"}, time_s{"time_s"}, static_bytes{"static_bytes"},
+    Field devices{"devices"}, strategy{"strategy"}, time_s{"time_s"}, static_bytes{"static_bytes"},
         dynamic_bytes{"dynamic_bytes"}, copy_bytes{"copy_bytes"}, communicators{"communicators"};
 };
 
@@ -88,7 +65,7 @@ class CommunicatorSets {
 public:
     // The number of an option's set; the empty one where it names none.
     int operator()(const py::object& labels) {
-        if (!labels || py::len(labels) == 0) return 0;
+        if (py::len(labels) == 0) return 0;
         const auto [at, is_new] = numbers_.emplace(labels.cast<std::vector<int>>(), sets_.size());
         if (is_new) sets_.push_back(at->first);
         return at->second;
@@ -100,16 +77,12 @@ private:
     std::vector<std::vector<int>> sets_ = {{}};
 };
 
-double number_or_zero(const py::dict& tables, const char* name) {
-    return tables.contains(name) ? tables[name].cast<double>() : 0;
-}
-
 constexpr std::size_t kMaxStrategiesSpared = 4096;  // there is a number for every two
 
 // Of a call: [(home's strategy, copy's strategy, bytes)].
 Sparing sparing_of(const py::dict& node, const std::map<std::string, int>& strategies) {
     Sparing result;
-    if (!node.contains("spared") || py::len(node["spared"]) == 0) return result;
+    if (py::len(node["spared"]) == 0) return result;
     if (strategies.size() > kMaxStrategiesSpared) throw std::invalid_argument("planning problem: too many strategies");
     for (const auto& [home, copy, bytes] : node["spared"].cast<std::vector<std::tuple<std::string, std::string, double>>>()) {
         const auto row = strategies.find(home), column = strategies.find(copy);
@@ -121,7 +94,7 @@ Sparing sparing_of(const py::dict& node, const std::map<std::string, int>& strat
     return result;
 }
 
-// Times are in seconds (`time_s`, `seconds`) or all in microseconds (`time_us`, `times_us`).
+// All times have the problem's unit (`unit_us`).
 Problem problem_of(const py::dict& tables) {
     Problem problem;
     problem.num_devices = tables["num_devices"].cast<int>();
@@ -138,16 +111,15 @@ Problem problem_of(const py::dict& tables) {
             const auto label = strategies.emplace(fields.strategy(row).cast<std::string>(), strategies.size()).first;
             const py::tuple devices = py::reinterpret_steal<py::tuple>(PySequence_Tuple(fields.devices(row).ptr()));
             if (!devices || devices.size() != 2) throw std::invalid_argument("planning problem: devices are two numbers");
-            const Field& time = fields.time_s.of(row) ? fields.time_s : fields.time_us;
             call.options.push_back({devices[0].cast<int>(), devices[1].cast<int>(), label->second,
-                                    time(row).cast<double>(), fields.static_bytes(row).cast<double>(),
+                                    fields.time_s(row).cast<double>(), fields.static_bytes(row).cast<double>(),
                                     fields.dynamic_bytes(row).cast<double>(), fields.copy_bytes(row).cast<double>(),
-                                    communicators(fields.communicators.of(row))});
+                                    communicators(fields.communicators(row))});
         }
         problem.calls.push_back(std::move(call));
     }
-    problem.communicator_bytes = number_or_zero(tables, "communicator_bytes");
-    problem.sending_bytes = number_or_zero(tables, "sending_bytes");
+    problem.communicator_bytes = tables["communicator_bytes"].cast<double>();
+    problem.sending_bytes = tables["sending_bytes"].cast<double>();
     problem.communicators = communicators.all();
     std::size_t number = 0;
     for (const py::handle& item : tables["calls"]) {
@@ -156,11 +128,10 @@ Problem problem_of(const py::dict& tables) {
     for (const py::handle& item : tables["transfers"]) {
         const py::dict node = py::reinterpret_borrow<py::dict>(item);
         const int source = node["source"].cast<int>(), target = node["target"].cast<int>();
-        const char* times = node.contains("times_us") ? "times_us" : "seconds";
-        problem.transfers.push_back({source, target, places_of(node, source, target), parents_of(node),
+        problem.transfers.push_back({source, target, node["on"].cast<std::vector<int>>(), parents_of(node),
                                      node["rows"].cast<std::vector<int>>(), node["columns"].cast<std::vector<int>>(),
-                                     node["num_columns"].cast<int>(), numbers_of(node[times]),
-                                     node.contains("free_if_unmoved") && node["free_if_unmoved"].cast<bool>()});
+                                     node["num_columns"].cast<int>(), numbers_of(node["seconds"]),
+                                     node["free_if_unmoved"].cast<bool>()});
     }
     problem.check();
     return problem;
