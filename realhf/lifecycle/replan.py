@@ -72,12 +72,8 @@ def or_default(budget: SearchBudget) -> SearchBudget:
 def planned_task(run: Run, factors: dict[str, float]) -> PlanningTask:
     """The planning of a run on the devices that it has, its calls' times scaled."""
     hardware = run.spec.hardware or divided(hardware_here(), run.spec.num_workers)
-    cluster = Cluster(
-        num_nodes=run.spec.num_workers // run.spec.devices_per_node,
-        devices_per_node=run.spec.devices_per_node,
-        device_memory_bytes=hardware.device_memory_bytes,
-        hardware=hardware,
-    )
+    per_node = run.spec.devices_per_node
+    cluster = Cluster.of(hardware, per_node, run.spec.num_workers // per_node)
     offload, saves = run.plan.offload, run.spec.saves
     return task_of(run.experiment, cluster, offload=offload, call_factors=factors, saves=saves)
 

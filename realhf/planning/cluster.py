@@ -22,6 +22,16 @@ class Cluster:
         check_range("cluster:", self.num_devices, *DEVICES, "devices")
         check_range("cluster: device_memory_bytes", self.device_memory_bytes, *MEMORY_BYTES)
 
+    @classmethod
+    def of(cls, hardware: Hardware, devices_per_node: int, num_nodes: int = 1) -> "Cluster":
+        """Nodes whose devices have the memory that the hardware describes."""
+        return cls(
+            num_nodes=num_nodes,
+            devices_per_node=devices_per_node,
+            device_memory_bytes=hardware.device_memory_bytes,
+            hardware=hardware,
+        )
+
     @property
     def num_devices(self) -> int:
         return self.num_nodes * self.devices_per_node

@@ -8,9 +8,8 @@ import msgspec
 from realhf.base.errors import UserError
 from realhf.base.files import decode_yaml, read_file
 from realhf.base.numbers import DEVICES, check_fields, check_range
-from realhf.machine.gpus import visible_gpus
 from realhf.planning.cluster import Cluster
-from realhf.planning.here import CPU, check_here, divided, gpu_hardware, hardware_here, local_devices
+from realhf.planning.here import CPU, check_here, divided, gpus_here, hardware_here, local_devices
 from realhf.planning.model.descriptions import YAML_SUFFIXES, left_descriptions, load_hardware
 from realhf.planning.model.hardware import GIB, Hardware
 from realhf.planning.request import DevicesRequest, PlannedHardware
@@ -35,12 +34,7 @@ class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Raises UserError for unknown hardware. `memory_gb` takes the place of the memory of the group."""
         given = self.device_memory_gb if memory_gb is None else memory_gb
         hardware = divided(with_memory(load_hardware(self.hardware), given), self.devices_per_node)
-        return Cluster(
-            num_nodes=self.nodes,
-            devices_per_node=self.devices_per_node,
-            device_memory_bytes=hardware.device_memory_bytes,
-            hardware=hardware,
-        )
+        return Cluster.of(hardware, self.devices_per_node, self.nodes)
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,12 +67,7 @@ def cluster_of(request: DevicesRequest, num_devices: int | None = None) -> Clust
         hardware = divided(hardware, sharing)
     if request.place == "here":
         check_here(hardware, is_given=bool(request.hardware))
-    return Cluster(
-        num_nodes=request.nodes,
-        devices_per_node=per_node,
-        device_memory_bytes=hardware.device_memory_bytes,
-        hardware=hardware,
-    )
+    return Cluster.of(hardware, per_node, request.nodes)
 
 
 def hardware_text(hardware: Hardware, num_nodes: int, devices_per_node: int) -> str:
@@ -158,9 +147,8 @@ def _read(path: Path, memory_gb: float | None) -> Cluster:
 def _hardware(request: DevicesRequest) -> Hardware:
     """The hardware by name, as it was planned, of nodes elsewhere, or of this machine."""
     if request.hardware:
-        gpus = visible_gpus()
-        here = gpu_hardware(gpus[0], len(gpus)) if gpus else None
-        return here if here and here.name == request.hardware else load_hardware(request.hardware)
+        gpus = gpus_here()
+        return gpus if gpus and gpus.name == request.hardware else load_hardware(request.hardware)
     if request.planned:
         return request.planned.hardware
     return _of_nodes(request.cpu_only) if request.place == "nodes" else hardware_here()
@@ -174,9 +162,8 @@ def _of_nodes(cpu_only: bool) -> Hardware:
     """
     if cpu_only:
         return load_hardware(CPU)
-    gpus = visible_gpus()
-    if gpus:
-        return gpu_hardware(gpus[0], len(gpus))
+    if gpus := gpus_here():
+        return gpus
     profiled = [found for name in left_descriptions() if (found := load_hardware(name)).is_gpu]
     if len(profiled) == 1:
         return profiled[0]

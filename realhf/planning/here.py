@@ -59,13 +59,18 @@ def local_devices() -> int:
 
 
 def hardware_here(environ: Mapping[str, str] = os.environ) -> Hardware:
-    """The GPUs that are visible, else the CPU with the memory and the cores that all workers share (`divided`).
+    """`gpus_here`, else the CPU with the memory and the cores that all workers share (`divided`)."""
+    return gpus_here(environ) or cpu_hardware(read_host())
+
+
+def gpus_here(environ: Mapping[str, str] = os.environ) -> Hardware | None:
+    """The GPUs that are visible, if any are.
 
     Raises:
-        UserError: as `visible_gpus`, or the GPUs are of a kind that cannot be described.
+        UserError: as `visible_gpus`, or they are of a kind that cannot be described.
     """
     gpus = visible_gpus(environ)
-    return gpu_hardware(gpus[0], len(gpus)) if gpus else cpu_hardware(read_host())
+    return gpu_hardware(gpus[0], len(gpus)) if gpus else None
 
 
 def gpu_hardware(gpu: Gpu, devices_per_node: int = 1) -> Hardware:

@@ -10,17 +10,15 @@ from realhf.planning.model.descriptions import DTYPE_BYTES
 from realhf.planning.model.features import ENGINE, EngineFeatures
 
 
-def activation_elements(model: DecoderConfig, tp: int, *, sequence_parallel: bool = False) -> float:
+def activation_elements(model: DecoderConfig, tp: int) -> float:
     """Elements that one layer has a token in a pass without gradients, at most.
 
-    Replicated over tp unless sequence-parallel: the inputs of both norms and their outputs, 4 hidden. Divided: q,
-    k, v and their rotated copies, attention's output, and gate, up, silu(gate) and their product.
+    Whole on every rank: the inputs of both norms and their outputs, 4 hidden. Divided over tp: q, k, v and their
+    rotated copies, attention's output, and gate, up, silu(gate) and their product.
     """
-    kv = model.num_kv_heads * model.head_dim
-    divided = 3 * model.query_size + 3 * kv + (4 if model.mlp == "gated" else 2) * model.active_intermediate_size
+    divided = 3 * model.query_size + 3 * model.kv_size + _mlp_arrays(model) * model.active_intermediate_size
     # A mixture also keeps what goes into and comes out of every expert of a token.
-    whole = (4 + 2 * model.experts.per_token) * model.hidden_size
-    return whole / (tp if sequence_parallel else 1) + divided / tp
+    return (4 + 2 * model.experts.per_token) * model.hidden_size + divided / tp
 
 
 def kept_layer_bytes(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures = ENGINE) -> float:
@@ -31,12 +29,10 @@ def kept_layer_bytes(model: DecoderConfig, dtype: DType, tp: int, features: Engi
     head, and four arrays of a gated MLP or two of a plain one. The rotary tables of a layer are whole.
     """
     item, wide, attention = _items(dtype, features)
-    routed = 2 * model.experts.per_token * model.hidden_size * item
-    whole = 2 * _norm_bytes(model, item, wide) + routed
-    heads, kv = model.num_heads, model.num_kv_heads
-    divided = model.query_size * (2 * attention + item) + model.kv_size * 2 * attention + heads * wide
+    whole = 2 * _norm_bytes(model, item, wide) + 2 * model.experts.per_token * model.hidden_size * item
+    divided = model.query_size * (2 * attention + item) + model.kv_size * 2 * attention + model.num_heads * wide
     if model.qk_norm:
-        divided += (model.query_size + model.kv_size) * (wide + item) + (heads + kv) * wide
+        divided += (model.query_size + model.kv_size) * (wide + item) + (model.num_heads + model.num_kv_heads) * wide
     divided += _mlp_arrays(model) * model.active_intermediate_size * item
     return whole / (tp if features.sequence_parallel else 1) + divided / tp + 2 * model.head_dim * item
 

@@ -148,12 +148,6 @@ def predict_s(table: MeasuredTable, row: MeasuredCall, hardware: Hardware) -> fl
         output_data=["out"] if interface is not TRAIN_STEP else [],
         mini_batches=table.mini_batches if interface is TRAIN_STEP else 1,
     )
-    cluster = Cluster(
-        num_nodes=table.nodes,
-        devices_per_node=table.devices_per_node,
-        device_memory_bytes=hardware.device_memory_bytes,
-        hardware=hardware,
-    )
     lengths = Workload(prompt_tokens=table.prompt_tokens, new_tokens=table.new_tokens)
     engine = replace(table.features, cuda_graphs=row.cuda_graphs).on(hardware)
     features = features_during(call, lengths, engine)
@@ -164,7 +158,7 @@ def predict_s(table: MeasuredTable, row: MeasuredCall, hardware: Hardware) -> fl
         dtype=table.dtype,
         features=features,
         timings=Timings(model=model, dtype=table.dtype, hardware=hardware, features=features),
-        cluster=cluster,
+        cluster=Cluster.of(hardware, table.devices_per_node, table.nodes),
         hardware=hardware,
     )
     return taken.seconds(table.strategy(row), table.in_flight(row))
