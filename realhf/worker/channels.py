@@ -11,7 +11,7 @@ from realhf.worker.activity import WorkerActivity
 @dataclass(frozen=True)
 class Channels:
     """activity: what the threads are doing.
-    moves: moves of parameters, as they come in; None ends the thread that takes them (`MoveLane`).
+    moves: moves of parameters, as they come in; None ends the thread that takes them (`MoveThread`).
     report: told, from other threads, of moves that have ended and checkpoints that have been written.
     fail: told, from another thread, what a move raised, or what came too late on a stream; ends the process.
     """
