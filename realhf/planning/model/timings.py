@@ -23,6 +23,7 @@ from realhf.planning.model.profile import (
     profile_path,
 )
 
+NO_OVERHEADS = CallOverheads()
 LOGITS_PASSES = 4  # fp32 reads and writes of all logits each way; see `Timings.head`
 
 
@@ -148,7 +149,7 @@ class Timings:
     @property
     def overheads(self) -> CallOverheads:
         """None: `Hardware.call_overhead_s` has what a call prepares, and launches are in the layers."""
-        return CallOverheads()
+        return NO_OVERHEADS
 
     @property
     def links(self) -> Hardware:
