@@ -8,6 +8,7 @@ from realhf.base.numbers import check_range
 
 Head = Literal["lm", "scalar"]
 DType = Literal["float32", "float64", "bfloat16"]
+DTYPE_BYTES: dict[DType, int] = {"float32": 4, "float64": 8, "bfloat16": 2}
 Norm = Literal["rms", "rms_plus_one", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Mlp = Literal["gated", "plain"]

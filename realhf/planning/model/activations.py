@@ -5,8 +5,7 @@ w = max(i, 4); a = i on a GPU and w on the CPU, where training attends in float3
 (`realhf/models/attention.py`).
 """
 
-from realhf.architecture.model import DecoderConfig, DType
-from realhf.planning.model.descriptions import DTYPE_BYTES
+from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.planning.model.features import ENGINE, EngineFeatures
 
 

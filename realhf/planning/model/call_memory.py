@@ -4,11 +4,11 @@ import math
 from functools import lru_cache
 from itertools import accumulate
 
+from realhf.architecture.model import DTYPE_BYTES
 from realhf.dataflow.graph import TRAIN_STEP
 from realhf.geometry.layout import ParallelStrategy, chunk_layers
 from realhf.geometry.pipeline_schedule import training_order
 from realhf.planning.model.activations import activation_elements, backward_bytes, kept_bytes
-from realhf.planning.model.descriptions import DTYPE_BYTES
 from realhf.planning.model.memory import cache_bytes, chunk_bytes, gathered_bytes, logits_bytes, packed_bytes
 from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.sizes import largest_weight

@@ -4,14 +4,12 @@ from pathlib import Path
 
 import msgspec
 
-from realhf.architecture.model import DType
 from realhf.base.errors import UserError
 from realhf.base.files import decode_yaml, read_file, write_atomically
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.profile import profiles_root
 
 DESCRIPTIONS = Path(__file__).parents[1] / "descriptions"  # NAME.yaml each, part of the package
-DTYPE_BYTES: dict[DType, int] = {"float32": 4, "float64": 8, "bfloat16": 2}
 LEFT_FILE = "hardware.yaml"  # beside profiles
 YAML_SUFFIXES = (".yaml", ".yml")
 

@@ -8,11 +8,10 @@ from realhf.api.experiment import ModelSetup
 from realhf.api.generation import DecodeGraphs
 from realhf.architecture.compute import Recomputation
 from realhf.architecture.decoding import graphs_refusal, page_tokens
-from realhf.architecture.model import DecoderConfig, DType
+from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelInterfaceType
-from realhf.planning.model.descriptions import DTYPE_BYTES
 from realhf.planning.model.hardware import Hardware
 
 

@@ -3,10 +3,9 @@
 import math
 from dataclasses import replace
 
-from realhf.architecture.model import DecoderConfig, DType
+from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.dataflow.graph import GENERATE, ModelFunctionCallDef
 from realhf.geometry.layout import ParallelStrategy, stage_layers
-from realhf.planning.model.descriptions import DTYPE_BYTES
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.sizes import largest_units, linear_elements, model_sizes
 from realhf.planning.model.timings import kv_bytes_per_token_layer

@@ -6,12 +6,11 @@ Only with the engine feature `sharded_operators`, which this project's engine ha
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
-from realhf.architecture.model import DecoderConfig, DType
+from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.base.errors import UserError
 from realhf.geometry.layout import ParallelStrategy, held_layers
 from realhf.geometry.parameters import decoder_parameters
 from realhf.planning.model.call_memory import dynamic_bytes
-from realhf.planning.model.descriptions import DTYPE_BYTES
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.memory import static_bytes
 from realhf.planning.model.rank_work import RankWork

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import msgspec
 
-from realhf.architecture.model import DecoderConfig, DType
+from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.base.errors import UserError
-from realhf.planning.model.descriptions import DTYPE_BYTES
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.profile import (

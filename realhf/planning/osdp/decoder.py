@@ -3,10 +3,9 @@
 from collections import defaultdict
 from dataclasses import dataclass
 
-from realhf.architecture.model import DecoderConfig, DType
+from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.base.errors import UserError
 from realhf.geometry.parameters import ParameterSpec, decoder_parameters
-from realhf.planning.model.descriptions import DTYPE_BYTES
 from realhf.planning.osdp.solver import MODES, Links, Mode, Operator, OsdpProblem
 
 

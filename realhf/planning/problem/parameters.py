@@ -5,12 +5,11 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from realhf.architecture.model import DecoderConfig
+from realhf.architecture.model import DTYPE_BYTES, DecoderConfig
 from realhf.dataflow.follow import FollowNode
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.offload import Load, loads_of
 from realhf.geometry.layout import Layout
-from realhf.planning.model.descriptions import DTYPE_BYTES
 from realhf.planning.model.grouping import grouped_reallocations
 from realhf.planning.model.reallocation import Reallocation
 from realhf.planning.problem.numbering import Numbering

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from realhf.architecture.compute import Recomputation
-from realhf.architecture.model import DecoderConfig
+from realhf.architecture.model import DTYPE_BYTES, DecoderConfig
 from realhf.base.errors import UserError
 from realhf.cli import main
 from realhf.dataflow.graph import TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
@@ -17,7 +17,7 @@ from realhf.geometry.parameters import parameter_count
 from realhf.planning.cluster import Cluster
 from realhf.planning.mapping import Mapper
 from realhf.planning.model.call import CallModel
-from realhf.planning.model.descriptions import DTYPE_BYTES, load_hardware
+from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.memory import static_bytes
 from realhf.planning.model.sharding import added_links, added_s, choose_modes, rooms, stage_operators
