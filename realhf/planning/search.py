@@ -32,34 +32,20 @@ ROUNDING = 1e-9
 class SearchResult:
     """The plan of the least predicted step among what a search found and the plans by rule that fit, `rules`.
 
-    `cost_s` is its simulated seconds per step (makespan of the unrolled steps / steps), and
-    `peak_bytes` the need of its fullest device. `plan.predicted_step_s` is the time in the order
-    that the plan carries, which differs where the simulation is not periodic. No feasible plan has
-    a `cost_s` below `lower_bound_s`; `proven` says that this plan's is the least. `trace` has (seconds of
-    the search, cost in seconds of the best plan then) whenever a better one was found. Without
-    `has_all_meshes` (`realhf.planning.cluster`) all this is about the plans of a part of the meshes.
+    `certificate` is of its simulated seconds per step (makespan of the unrolled steps / steps); `plan.predicted_step_s`
+    is the time in the plan's own order, which differs where the simulation is not periodic. `peak_bytes`: of its
+    fullest device. `trace` has (seconds of the search, cost in seconds of the best plan then) whenever a better one was
+    found.
     """
 
     plan: ExecutionPlan
-    cost_s: float
+    certificate: Certificate
     evaluations: int
     evaluations_per_s: float
     peak_bytes: float
-    lower_bound_s: float
-    proven: bool
     trace: tuple[tuple[float, float], ...]
     num_options: dict[str, int]
     rules: tuple[PresetResult, ...] = ()
-    has_all_meshes: bool = True
-
-    @property
-    def certificate(self) -> Certificate:
-        return Certificate(
-            cost_s=self.cost_s,
-            lower_bound_s=self.lower_bound_s,
-            proven=self.proven,
-            has_all_meshes=self.has_all_meshes,
-        )
 
 
 def default_evaluations(options: Mapping[str, Sequence[Option]]) -> int:
@@ -107,19 +93,21 @@ def search_plan(task: PlanningTask, budget: SearchBudget, seed: int, watch: Watc
     # A search compares plans as they are simulated, each call as soon as it can; a plan is run in its own order.
     prediction, choice = min(candidates, key=lambda candidate: (not candidate[0].fits, candidate[0].step_s))
     cost_s = native.evaluate(choice)["step_time"]
-    proven = found.proven and cost_s <= found.step_s
-    return SearchResult(
-        plan=_noted(prediction, found.lower_bound_s, proven),
+    certificate = Certificate(
         cost_s=cost_s,
+        lower_bound_s=found.lower_bound_s,
+        proven=found.proven and cost_s <= found.step_s,
+        has_all_meshes=has_all_meshes(task.cluster),
+    )
+    return SearchResult(
+        plan=_noted(prediction, certificate),
+        certificate=certificate,
         evaluations=found.evaluations,
         evaluations_per_s=found.evaluations / max(found.seconds, 1e-9),
         peak_bytes=max(prediction.device_bytes),
-        lower_bound_s=found.lower_bound_s,
-        proven=proven,
         trace=found.trace,
         num_options=num_options,
         rules=tuple(rules),
-        has_all_meshes=has_all_meshes(task.cluster),
     )
 
 
@@ -148,13 +136,13 @@ def _ordered(task: PlanningTask, plan: ExecutionPlan, native: NativeProblem, cho
     return plain if plain.fits else prediction
 
 
-def _noted(prediction: Prediction, lower_bound_s: float, proven: bool) -> ExecutionPlan:
+def _noted(prediction: Prediction, certificate: Certificate) -> ExecutionPlan:
     """The predicted plan with what the search knows of it in its notes."""
-    plan = prediction.plan
+    plan, lower_bound_s = prediction.plan, certificate.lower_bound_s
     notes = {**plan.notes, "peak_memory_gib": round(max(prediction.device_bytes) / GIB, 3)}
     if (plan.predicted_step_s or 0.0) >= lower_bound_s * (1 - ROUNDING):
         # The proof is about simulated plans; the plan's own order could do better, and the note would be wrong of it.
-        notes |= {"lower_bound_s": round(lower_bound_s, 6), "proven_optimal": proven}
+        notes |= {"lower_bound_s": round(lower_bound_s, 6), "proven_optimal": certificate.proven}
     return msgspec.structs.replace(plan, notes=notes)
 
 

@@ -309,12 +309,12 @@ def _search_figure(result: SearchResult) -> go.Figure:
         line={"shape": "hv", "color": MEASURED_COLOUR, "width": 2},
         hovertemplate="%{x:.3g} ms: %{y:.4g} s a step<extra></extra>",
     )
-    lowest = last
-    if 0 < result.lower_bound_s < float("inf"):
-        lowest = min(last, result.lower_bound_s)
+    lowest, lower_bound_s = last, result.certificate.lower_bound_s
+    if 0 < lower_bound_s < float("inf"):
+        lowest = min(last, lower_bound_s)
         figure.add_scatter(
             x=[0, end_ms],
-            y=[result.lower_bound_s] * 2,
+            y=[lower_bound_s] * 2,
             mode="lines",
             name="lower bound",
             line={"color": LIMIT_COLOUR, "width": 2, "dash": "dash"},

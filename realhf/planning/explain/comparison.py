@@ -149,10 +149,10 @@ def summary(comparison: Comparison) -> dict[str, Any]:
         "features": differences(task.costs.features),
         "certificate": result
         and {
-            "cost_s": result.cost_s,
-            "lower_bound_s": result.lower_bound_s,
-            "proven": result.proven,
-            "has_all_meshes": result.has_all_meshes,
+            "cost_s": result.certificate.cost_s,
+            "lower_bound_s": result.certificate.lower_bound_s,
+            "proven": result.certificate.proven,
+            "has_all_meshes": result.certificate.has_all_meshes,
         },
         "search_trace": result.trace if result else (),
         "plans": [_candidate(task, candidate) for candidate in (comparison.plan, *comparison.presets)],

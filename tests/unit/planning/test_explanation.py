@@ -70,10 +70,10 @@ def test_a_searched_plan_says_how_good_it_is() -> None:
     result = search_plan(task_of(graph, **settings(graph, cluster)), SearchBudget(evaluations=2000), 1)
     why = explain(of, predict(of, result.plan), result)
     assert f"{result.evaluations:,} plans" in why.origin
-    assert why.certificate.startswith("optimal" if result.proven else "no plan")
+    assert why.certificate.startswith("optimal" if result.certificate.proven else "no plan")
     assert why.heuristic_step_s is not None
-    assert why.heuristic_step_s >= result.lower_bound_s
-    assert all(one.slower_by > -1e-9 for one in why.instead if result.proven)
+    assert why.heuristic_step_s >= result.certificate.lower_bound_s
+    assert all(one.slower_by > -1e-9 for one in why.instead if result.certificate.proven)
 
 
 def test_a_plan_of_one_device_has_nothing_else() -> None:
