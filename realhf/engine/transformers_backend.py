@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.utils.rnn import pad_sequence
 from transformers import DynamicCache
@@ -156,12 +156,14 @@ class FullyShardedParameters:
             network.get_parameter(places[box.name][0]): Shard(_dimension(box, self._shapes[box.name]))
             for box, _ in self._boxes
         }
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.promote_types(dtype, torch.float32))
         layers = [module for module in network.modules() if isinstance(module, GradientCheckpointingLayer)]
         for module in (*layers, network):
-            fully_shard(module, mesh=self._mesh, shard_placement_fn=divided.get)
+            fully_shard(module, mesh=self._mesh, shard_placement_fn=divided.get, mp_policy=policy)
         self._units = [module for module in network.modules() if isinstance(module, FSDPModule)]
         for unit in self._units:
-            unit.set_gradient_divide_factor(1.0)  # sums over the ranks
+            unit.set_gradient_divide_factor(1.0)
+            unit.set_force_sum_reduction_for_comms(True)  # plain sums over the ranks, which every backend has
         self._parameters = {name: nn.Parameter(part, requires_grad=False) for name, part in self._parts(self.flat)}
         for name, of_name in places.items():
             network.set_parameter(of_name, self._parameters[name])

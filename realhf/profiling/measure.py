@@ -11,7 +11,8 @@ from typing import Any
 import msgspec
 
 from realhf.api.experiment import auto_settings, models_of
-from realhf.base.errors import RunError
+from realhf.architecture.transformers_config import TransformersConfig
+from realhf.base.errors import RunError, UserError
 from realhf.base.files import write_atomically
 from realhf.base.options import check_options, option
 from realhf.dataflow.graph import DataflowGraph
@@ -51,10 +52,22 @@ class ProfileRequest:
 
 
 def targets_of(experiment: Any, cluster: Cluster, request: ProfileRequest) -> list[ProfileTarget]:
-    """Every model type with its dtype once, in the order of the calls."""
+    """Every model type with its dtype once, in the order of the calls, but for those that transformers computes.
+
+    Raises:
+        UserError: transformers computes all of them.
+    """
     models = DataflowGraph(experiment.rpcs, experiment.dataset.keys).models
     setups, hardware, root = models_of(experiment), cluster.hardware.name, request.profiles_dir
-    pairs = dict.fromkeys((model, setups[name].dtype) for name, model in models.items())
+    pairs = dict.fromkeys(
+        (model, setups[name].dtype) for name, model in models.items() if not isinstance(model, TransformersConfig)
+    )
+    if not pairs:
+        raise UserError(
+            "transformers computes all models of the experiment, and the profiler measures this project's decoder; "
+            "plan without a profile, by the models' dimensions; `realhf run --replan suggest` plans again with the "
+            "measured times of calls"
+        )
     return [
         ProfileTarget(model=model, dtype=dtype, path=str(profile_path(model, dtype, hardware, root).absolute()))
         for model, dtype in pairs

@@ -72,6 +72,11 @@ RUN_ELSEWHERE = {
         "tests/e2e/test_checkpoints.py",
         ['"ppo"', "--sft-checkpoint", "--reward-checkpoint", "--new-value-head"],
     ),
+    "realhf run experiments/ppo.py --backend transformers --sft-checkpoint path/to/tiny "
+    "--reward-checkpoint path/to/tiny --new-value-head": (
+        "tests/e2e/test_transformers.py",
+        ["finished(", "--backend transformers", "--sft-checkpoint", "--reward-checkpoint", "--new-value-head"],
+    ),
     "python -m build": ("tests/packaging/builds.py", ['"-m", "build"']),
     "python -m pip install dist/realhf-0.1.0.tar.gz": (
         "tests/packaging/test_wheel.py",

@@ -28,6 +28,7 @@ from realhf.models.checkpoint import CheckpointReader, write_pieces
 from realhf.models.checkpoint_index import STEPS_KEY, finish, state_owners
 from realhf.models.convert import Conversion, convert
 from realhf.parallel.vocabulary import WholeLogits
+from realhf.planning.options import legal_strategies
 from tests.unit.engine.losses import (
     ONE_RANK,
     next_token_loss,
@@ -243,6 +244,7 @@ def test_what_is_refused(saved, tmp_path: Path) -> None:
         refused("knows data_parallel of", lambda c=compute: ModelSetup(backend="transformers", compute=c))
     refused("model_type='olmo2' is not supported", lambda: architecture(str(theirs.directory)))
     refused("have transformers compute the model (backend=", lambda: architecture(str(theirs.directory)))
+    assert [s.dp for s in legal_strategies(config, 4)] == [4]
     assert graphs_refusal(config, on_gpu=True) == "transformers computes the model"
     scalar = loaded(theirs.directory, config).config.with_head("scalar")
     refused("has no score.weight", lambda: loaded(theirs.directory, scalar))
