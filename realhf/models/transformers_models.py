@@ -6,7 +6,6 @@
 
 import inspect
 import json
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,11 @@ from typing import Any
 
 import msgspec
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from realhf.architecture.model import DType
 from realhf.architecture.transformers_config import Description, TransformersConfig
@@ -25,12 +28,6 @@ from realhf.geometry.parameters import decoder_parameters
 from realhf.models.checkpoint import fill
 from realhf.models.checkpoint_index import replace_directory, staging_directory
 from realhf.models.hugging_face_weights import ReadBox
-
-os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-import transformers
-from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.initialization import no_init_weights
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 SCORE = "score.weight"  # of a scalar head, [1, hidden]
 
