@@ -1,4 +1,4 @@
-"""What a plan would take: seconds per call and per step, and memory."""
+"""What a plan would take, in seconds and bytes, and the order in which the master best issues its calls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -8,16 +8,17 @@ from msgspec import structs
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.offload import loads_of, with_loads
-from realhf.dataflow.plan import ExecutionPlan, check_plan
+from realhf.dataflow.plan import ExecutionPlan, OrderEntry, check_plan
 from realhf.planning.model.reallocation import Reallocation
 from realhf.planning.options import option_of
-from realhf.planning.order import possible_orders, steps_to_simulate
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import NativeProblem, native_problem, reallocation_table
 from realhf.planning.problem.parameters import ReallocationTable
 from realhf.planning.problem.simulation import device_bytes, makespan_s, simulate
 from realhf.planning.problem.tables import Problem
 from realhf.planning.task import PlanningTask
+
+Order = tuple[OrderEntry, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,3 +97,49 @@ def sequence_of(plan: ExecutionPlan, graph: DataflowGraph, problem: Problem) -> 
     number = {name: i for i, name in enumerate(names)}
     order = with_loads(plan.unrolled(graph, problem.steps), loads_of(graph, plan.offload))
     return [(number[name], step) for name, step in order]
+
+
+def steps_to_simulate(max_steps_in_flight: int) -> int:
+    """Steps after which a simulation shows at least two periods of its steady state, if it has one."""
+    return 2 * max_steps_in_flight + 6
+
+
+def possible_orders(
+    starts: Sequence[tuple[str, int, float]], plan: ExecutionPlan, graph: DataflowGraph, batch_size: int
+) -> list[Order]:
+    """Orders that agree with the simulated `starts`, (call, step, start_s), and can be run; the last one, step after
+    step, always can.
+
+    A period reaches from the start of one call of step t to its start in step t + 1. It is an order if every call
+    starts exactly once in it and the next period looks the same. Any call may begin the period: not every choice gives
+    steps back within bounds.
+    """
+    # Stable: where several start at once, what the simulation took first comes first.
+    sequence = [(call, step) for call, step, _ in sorted(starts, key=lambda start: start[2])]
+    middle = plan.max_steps_in_flight + 2
+    orders = []
+    for call in graph.calls:
+        first = _period(sequence, call, middle)
+        if first is not None and first == _period(sequence, call, middle + 1) and first not in orders:
+            orders.append(first)
+    within_step = tuple(OrderEntry(call=call) for call, step in sequence if step == middle)
+    runnable = [order for order in (*orders, within_step) if _can_run(order, plan, graph, batch_size)]
+    assert within_step in runnable, "a simulation keeps the order of the edges within a step"
+    return runnable
+
+
+def _period(sequence: Sequence[tuple[str, int]], beginning: str, step: int) -> Order | None:
+    """The calls from (beginning, step) to before (beginning, step + 1); None unless each call is there once."""
+    part = sequence[sequence.index((beginning, step)) : sequence.index((beginning, step + 1))]
+    calls = {call for call, _ in sequence}
+    if len(part) != len(calls) or {call for call, _ in part} != calls:
+        return None
+    return tuple(OrderEntry(call=call, steps_back=step - of_step) for call, of_step in part)
+
+
+def _can_run(order: Order, plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> bool:
+    try:
+        check_plan(structs.replace(plan, order=order), graph, batch_size)
+    except UserError:
+        return False
+    return True

@@ -11,7 +11,7 @@ from realhf.dataflow.offload import check_offload
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.planning.certificate import Certificate
 from realhf.planning.cluster import Cluster, has_all_meshes
-from realhf.planning.model.grouping import with_groups
+from realhf.planning.model.reallocation import with_groups
 from realhf.planning.options import Option, all_options, chosen, option_of
 from realhf.planning.predict import Prediction, fastest_order
 from realhf.planning.presets import PresetResult, evaluate_presets

@@ -11,10 +11,10 @@ from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.cluster import Cluster
 from realhf.planning.model import memory
-from realhf.planning.model.call_memory import dynamic_bytes, kept_cache_bytes
 from realhf.planning.model.communicators import Key, axes_used, group_key, of_all_devices
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.hardware import Hardware
+from realhf.planning.model.memory import dynamic_bytes, kept_cache_bytes
 from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.seconds import RankSeconds, crossings
 from realhf.planning.model.sharding import Sharding, shard

@@ -1,17 +1,29 @@
-"""Bytes of a model on a device: what its home keeps there, and what single calls have of it beside."""
+"""Bytes of a model on a device: what its home keeps there, and what a call allocates while it runs."""
 
 import math
 from dataclasses import replace
+from functools import lru_cache
+from itertools import accumulate
 
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
-from realhf.dataflow.graph import GENERATE, ModelFunctionCallDef
-from realhf.geometry.layout import ParallelStrategy, stage_layers
+from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
+from realhf.geometry.layout import ParallelStrategy, chunk_layers, stage_layers
+from realhf.geometry.pipeline_schedule import training_order
+from realhf.planning.model.activations import activation_elements, backward_bytes, kept_bytes
 from realhf.planning.model.features import ENGINE, EngineFeatures
-from realhf.planning.model.sizes import largest_units, linear_elements, model_sizes
+from realhf.planning.model.rank_work import RankWork
+from realhf.planning.model.sizes import largest_units, largest_weight, linear_elements, model_sizes
 from realhf.planning.model.timings import kv_bytes_per_token_layer
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
 
 OFFLOADED_CHUNK = 2**26  # elements, as in realhf/engine/train/optimizer.py
+
+# Of a worker on a CPU, beside tensors. Measured: 12 MiB that torch and oneDNN take when they first compute, and 4 MiB
+# that it shares with the workers of its tensor-parallel group.
+WORKER_BYTES = 16 << 20
+# Of what malloc gave: between tensors of different sizes that come and go there are holes, of at most an eighth of them
+# where a hole's size fits again (`csrc/memory`); measured 4 to 9 %.
+HOLES = 1 / 8
 
 
 def parameter_bytes(model: DecoderConfig, strategy: ParallelStrategy, dtype: DType) -> int:
@@ -39,21 +51,15 @@ def static_bytes(
     AdamW (at least in fp32), and below fp32 a master copy in fp32 (ReaL, section 5.1, "static memory"). Every rank of a
     data-parallel group has all of it; ZeRO-1 divides states and master copy over the group (16 or 4 + 12 / dp bytes a
     parameter in bf16, 2 more with gradients in fp32; ZeRO, section 5.1), full sharding divides all. States that wait in
-    host memory count nothing. On a CPU a run that saves on its way also holds a copy of what this device writes: its
-    part of parameters and states, which the ranks of a data-parallel group divide.
+    host memory count nothing. `copies_checkpoints` adds what this device writes, a part of a data-parallel group's.
     """
-    item = DTYPE_BYTES[dtype]
-    elements = model_sizes(model).largest(strategy)
-    if features.fully_sharded:
-        elements = math.ceil(elements / strategy.dp)
+    item, state_bytes = DTYPE_BYTES[dtype], features.state_bytes(dtype)
+    elements = _elements(model, strategy, is_divided=features.fully_sharded)
     if not trained:
         return versions * elements * item
-    optimizer = 0 if features.offloads_states else features.state_bytes(dtype)
-    is_divided = features.zero1 and not features.fully_sharded
-    updated = math.ceil(elements / strategy.dp) if is_divided else elements
-    written = elements if features.fully_sharded else math.ceil(elements / strategy.dp)
-    copied = written * (item + features.state_bytes(dtype)) if features.copies_checkpoints else 0
-    return elements * (item + features.gradient_bytes(dtype)) + updated * optimizer + copied
+    states = 0 if features.offloads_states else _updated_elements(model, strategy, features) * state_bytes
+    written = _elements(model, strategy, is_divided=True) if features.copies_checkpoints else 0
+    return elements * (item + features.gradient_bytes(dtype)) + states + written * (item + state_bytes)
 
 
 def offloaded_bytes(
@@ -65,15 +71,28 @@ def offloaded_bytes(
     features: EngineFeatures = ENGINE,
     versions: int = 1,
 ) -> int:
-    """What goes from a device to host memory and back: `static_bytes` without gradients."""
-    features = replace(features, copies_checkpoints=False)
-    kept = static_bytes(model, strategy, dtype, trained=trained, features=features, versions=versions)
-    if not trained:
-        return kept
-    elements = model_sizes(model).largest(strategy)
-    if features.fully_sharded:
-        elements = math.ceil(elements / strategy.dp)
+    """What goes from a device to host memory and back: `static_bytes` without gradients and copies."""
+    kept_features = replace(features, copies_checkpoints=False)
+    kept = static_bytes(model, strategy, dtype, trained=trained, features=kept_features, versions=versions)
+    elements = _elements(model, strategy, is_divided=features.fully_sharded) if trained else 0
     return kept - elements * features.gradient_bytes(dtype)
+
+
+def _elements(model: DecoderConfig, strategy: ParallelStrategy, *, is_divided: bool) -> int:
+    """Parameters on the device that holds the most of them, whole or divided over dp."""
+    return math.ceil(model_sizes(model).largest(strategy) / (strategy.dp if is_divided else 1))
+
+
+def _updated_elements(model: DecoderConfig, strategy: ParallelStrategy, features: EngineFeatures) -> int:
+    """Parameters whose optimizer states a device has."""
+    return _elements(model, strategy, is_divided=features.zero1 or features.fully_sharded)
+
+
+def chunk_bytes(model: DecoderConfig, strategy: ParallelStrategy, dtype: DType, features: EngineFeatures) -> int:
+    """What an optimizer step has on the device of states that wait in host memory."""
+    if not features.offloads_states:
+        return 0
+    return min(_updated_elements(model, strategy, features), OFFLOADED_CHUNK) * features.state_bytes(dtype)
 
 
 def packed_bytes(
@@ -92,15 +111,6 @@ def cache_bytes(
     layers, page = len(stage_layers(model.num_layers, strategy.pp, 0)), features.page_tokens(model, dtype)
     kept = math.ceil(tokens / page) * page
     return kv_bytes_per_token_layer(model, dtype) / strategy.tp * layers * kept
-
-
-def chunk_bytes(model: DecoderConfig, strategy: ParallelStrategy, dtype: DType, features: EngineFeatures) -> int:
-    """What an optimizer step has on the device of states that wait in host memory."""
-    if not features.offloads_states:
-        return 0
-    is_divided = features.zero1 or features.fully_sharded
-    updated = math.ceil(model_sizes(model).largest(strategy) / (strategy.dp if is_divided else 1))
-    return min(updated, OFFLOADED_CHUNK) * features.state_bytes(dtype)
 
 
 def gathered_for_call(
@@ -124,18 +134,100 @@ def gathered_bytes(model: DecoderConfig, strategy: ParallelStrategy, dtype: DTyp
     return (first + second) * DTYPE_BYTES[dtype] + 2 * first * features.gradient_bytes(dtype)
 
 
-def logits_bytes_per_token(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures = ENGINE) -> float:
-    """One array of logits a token, fp32 at least: the whole vocabulary, or 1 / tp of it. A value is one number."""
-    item = max(DTYPE_BYTES[dtype], 4)
-    if model.head == "scalar":
-        return item
-    return model.vocab_size / (1 if features.full_logits else tp) * item
+def dynamic_bytes(work: RankWork) -> float:
+    """The most that the call allocates on a device while it runs, without a reallocated copy of its parameters.
+
+    Lengths are the maxima.
+
+    - Training: activations of the layers in flight on a stage (`layers_in_flight`), what the backward pass has beyond
+      them, the product for the largest weight's gradient, and three fp32 arrays of logits on the last stage (logits,
+      probabilities, gradient).
+    - Inference: one layer's activations and two arrays of logits.
+    - Generation: the KV cache of the parts in flight in whole pages, or the room that the call was given for it where
+      that is less; prefill's activations of one layer, two arrays of logits of one token a sequence, and on a CPU the
+      linears' weights once more.
+
+    In host memory also HOLES and WORKER_BYTES. A call that does not use its model: nothing.
+    """
+    if not work.call.uses_model:
+        return 0.0
+    allocated = _generation_bytes(work) if work.generates else _pass_bytes(work)
+    return WORKER_BYTES + allocated * (1 + HOLES) if work.features.in_host_memory else allocated
 
 
-def logits_bytes(
-    tokens: float, model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures = ENGINE
-) -> float:
-    """One array of the logits of `tokens` tokens, as far as they exist at once."""
-    size_bytes = tokens * logits_bytes_per_token(model, dtype, tp, features)
-    chunk = None if features.full_logits or model.head == "scalar" else features.logits_chunk_bytes
+def kept_cache_bytes(work: RankWork) -> float:
+    """What of `dynamic_bytes` a call leaves where its model lives: the KV cache, where its graphs are kept."""
+    generates = work.call.uses_model and work.generates
+    if not generates or not work.features.keeps_cache(work.model, work.lengths.decode_graphs):
+        return 0.0
+    return _generation_cache_bytes(work)
+
+
+def _generation_bytes(work: RankWork) -> float:
+    model, strategy, dtype, features = work.model, work.strategy, work.dtype, work.features
+    per_part = math.ceil(work.samples / work.parts)
+    activations = activation_elements(model, strategy.tp) * DTYPE_BYTES[dtype]
+    prefill = work.lengths.max_prompt_tokens * activations
+    logits = _logits_bytes(work, per_part)
+    weights = packed_bytes(model, strategy, dtype, features)
+    return _generation_cache_bytes(work) + per_part * prefill + 2 * logits + weights
+
+
+def _generation_cache_bytes(work: RankWork) -> float:
+    """The KV cache of the sequences in flight, and for each part the page where the padding of graphs is written."""
+    model, strategy, in_flight = work.model, work.strategy, work.parts_in_flight
+    sequences = in_flight * math.ceil(work.samples / work.parts) / work.cache_turns
+    spare = in_flight if work.features.replays(model, work.lengths.decode_graphs) else 0
+    return (
+        sequences * cache_bytes(model, strategy, work.dtype, work.lengths.max_tokens, work.features)
+        + spare * cache_bytes(model, strategy, work.dtype, 1, work.features)
+    )  # fmt: skip
+
+
+def _pass_bytes(work: RankWork) -> float:
+    """An inference, or a forward and a backward pass."""
+    model, strategy, dtype, features = work.model, work.strategy, work.dtype, work.features
+    tp, pp, item = strategy.tp, strategy.pp, DTYPE_BYTES[dtype]
+    tokens = work.samples // work.micro_batches * work.lengths.max_tokens
+    logits = _logits_bytes(work, tokens)
+    if work.call.interface_type is not TRAIN_STEP:
+        return tokens * (activation_elements(model, tp) * item) + 2 * logits
+
+    backward = tokens * backward_bytes(model, dtype, tp, features) + largest_weight(model, tp) * item
+
+    def stage_bytes(stage: int) -> float:
+        layers = layers_in_flight(model.num_layers, strategy, stage, work.micro_batches)
+        kept = kept_bytes(model, dtype, tp, layers, 1, features)
+        return tokens * kept + backward + (3 * logits if stage == pp - 1 else 0)
+
+    # The first stage has the most layers and micro-batches in flight, the last one the logits.
+    passes = max(stage_bytes(0), stage_bytes(pp - 1)) + gathered_bytes(model, strategy, dtype, features)
+    return max(passes, chunk_bytes(model, strategy, dtype, features))
+
+
+def _logits_bytes(work: RankWork, tokens: float) -> float:
+    """One array of the logits of `tokens` tokens that exist at once, fp32 at least: of the whole vocabulary, or 1 / tp
+    of it. A value is one number."""
+    item, features = max(DTYPE_BYTES[work.dtype], 4), work.features
+    if work.model.head == "scalar":
+        return tokens * item
+    size_bytes = tokens * (work.model.vocab_size / (1 if features.full_logits else work.strategy.tp) * item)
+    chunk = None if features.full_logits else features.logits_chunk_bytes
     return size_bytes if chunk is None else min(size_bytes, chunk)
+
+
+def layers_in_flight(num_layers: int, strategy: ParallelStrategy, stage: int, micro_batches: int) -> int:
+    """The most layers, each counted once a micro-batch, that wait on a stage for their backward pass.
+
+    (Interleaved) 1F1B: without chunks those of pp - stage micro-batches, at most of all (Narayanan et al., 2021,
+    section 2.2); with chunks those of pp micro-batches on the first stage too, but more on the others.
+    """
+    # The third pp micro-batches find as many in flight as the second.
+    return _layers_in_flight(num_layers, strategy.pp, strategy.chunks, stage, min(micro_batches, 2 * strategy.pp))
+
+
+@lru_cache(maxsize=4096)
+def _layers_in_flight(num_layers: int, pp: int, chunks: int, stage: int, micro_batches: int) -> int:
+    layers = [len(chunk) for chunk in chunk_layers(num_layers, ParallelStrategy(pp=pp, chunks=chunks), stage)]
+    order = training_order(pp, stage, chunks, micro_batches)
+    return max(accumulate(layers[run.chunk] if run.is_forward else -layers[run.chunk] for run in order))

@@ -10,9 +10,8 @@ from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.base.errors import UserError
 from realhf.geometry.layout import ParallelStrategy, held_layers
 from realhf.geometry.parameters import decoder_parameters
-from realhf.planning.model.call_memory import dynamic_bytes
 from realhf.planning.model.features import EngineFeatures
-from realhf.planning.model.memory import static_bytes
+from realhf.planning.model.memory import dynamic_bytes, static_bytes
 from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.sizes import model_sizes
 from realhf.planning.osdp.decoder import adamw_bytes, operator_kind

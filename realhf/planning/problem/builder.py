@@ -41,7 +41,7 @@ def build_problem(
     home, and sent back behind it. Both occupy these devices alone; its memory counts in its own calls.
 
     With `groups`, calls on the devices of their home count as grouped like it where they can be
-    (`realhf.planning.model.grouping`). A copy that contains the home's part counts without it; where the home has
+    (`realhf.planning.model.reallocation`). A copy that contains the home's part counts without it; where the home has
     several layouts to choose from, bytes of an option cannot depend on which, and all of it counts.
     """
     builder = _Builder(Numbering(task, options, groups), reallocations)

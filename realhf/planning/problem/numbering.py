@@ -19,7 +19,7 @@ Numbered = tuple[list[Layout], list[int]]  # distinct layouts, and for every opt
 class Numbering:
     """Of a task and options of its calls.
 
-    groups: calls count as grouped like their home where they can be (`realhf.planning.model.grouping`).
+    groups: calls count as grouped like their home where they can be (`realhf.planning.model.reallocation`).
     number: of the graph's own nodes, which come first.
     layouts: of a call, the distinct ones among its options, and for every option the number of its own.
     """

@@ -9,7 +9,7 @@ from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.model.call import CallModel
 from realhf.planning.model.communicators import CommunicatorLabels, of_all_devices
-from realhf.planning.model.grouping import grouped, spared_bytes
+from realhf.planning.model.reallocation import grouped, spared_bytes
 from realhf.planning.problem.numbering import Numbering
 from realhf.planning.problem.tables import OptionRow
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES

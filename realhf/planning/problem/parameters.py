@@ -10,8 +10,7 @@ from realhf.dataflow.follow import FollowNode
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.offload import Load, loads_of
 from realhf.geometry.layout import Layout
-from realhf.planning.model.grouping import grouped_reallocations
-from realhf.planning.model.reallocation import Reallocation
+from realhf.planning.model.reallocation import Reallocation, grouped_reallocations
 from realhf.planning.problem.numbering import Numbering
 from realhf.planning.problem.tables import ParentRow, TransferTable
 

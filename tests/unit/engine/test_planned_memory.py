@@ -21,10 +21,9 @@ from realhf.engine.model import ShardedModel
 from realhf.engine.tensor_bytes import PeakMemory
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from realhf.planning.model.activations import kept_bytes
-from realhf.planning.model.call_memory import HOLES, WORKER_BYTES, dynamic_bytes
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures
-from realhf.planning.model.memory import cache_bytes
+from realhf.planning.model.memory import HOLES, WORKER_BYTES, cache_bytes, dynamic_bytes
 from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.sizes import linear_elements
 from realhf.planning.workload import Workload

@@ -9,8 +9,7 @@ from realhf.geometry.parameters import parameter_count
 from realhf.geometry.shards import Placement
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.options import Option, call_options
-from realhf.planning.order import steps_to_simulate
-from realhf.planning.predict import predict
+from realhf.planning.predict import predict, steps_to_simulate
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem, reallocation_table
 from realhf.planning.problem.simulation import makespan_s, simulate

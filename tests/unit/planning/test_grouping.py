@@ -13,9 +13,15 @@ from realhf.geometry.shards import Placement
 from realhf.planning.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import EngineFeatures
-from realhf.planning.model.grouping import grouped, moved_to_groups, spared_bytes, with_groups
 from realhf.planning.model.memory import parameter_bytes, static_bytes
-from realhf.planning.model.reallocation import Reallocation, moved_elements
+from realhf.planning.model.reallocation import (
+    Reallocation,
+    grouped,
+    moved_elements,
+    moved_to_groups,
+    spared_bytes,
+    with_groups,
+)
 from realhf.planning.options import Option, call_options
 from realhf.planning.predict import predict
 from realhf.planning.problem.builder import build_problem

@@ -10,8 +10,7 @@ from realhf.base.errors import UserError
 from realhf.dataflow.plan import check_plan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.mapping import Colocated, Mapper, allocations, placed, placements
-from realhf.planning.model.call_memory import WORKER_BYTES
-from realhf.planning.model.memory import static_bytes
+from realhf.planning.model.memory import WORKER_BYTES, static_bytes
 from realhf.planning.options import Option
 from realhf.planning.predict import predict
 from realhf.planning.task import PlanningTask

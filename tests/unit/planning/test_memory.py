@@ -17,15 +17,18 @@ from realhf.geometry.parameters import decoder_parameters, parameter_count
 from realhf.geometry.pipeline_schedule import training_order
 from realhf.planning.cluster import Cluster
 from realhf.planning.model.activations import kept_bytes, kept_layer_bytes
-from realhf.planning.model.call_memory import HOLES, WORKER_BYTES, dynamic_bytes, layers_in_flight
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures, of_setup
 from realhf.planning.model.memory import (
+    HOLES,
+    WORKER_BYTES,
     cache_bytes,
     chunk_bytes,
     copy_bytes,
+    dynamic_bytes,
     gathered_bytes,
     gathered_for_call,
+    layers_in_flight,
     packed_bytes,
     static_bytes,
 )

@@ -16,8 +16,7 @@ from realhf.dataflow.plan import OrderEntry, check_plan, load_plan, save_plan
 from realhf.planning.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.options import call_options
-from realhf.planning.order import possible_orders
-from realhf.planning.predict import predict
+from realhf.planning.predict import possible_orders, predict
 from realhf.planning.presets import heuristic
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem, search_problem
