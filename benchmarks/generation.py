@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation import StoppingCriteria, StoppingCriteriaList
 
-from realhf.algorithms.functional import predicting_places, token_logprobs
+from realhf.algorithms.functional import predicting_positions, token_logprobs
 from realhf.api.generation import GenerationOptions
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.backend import ModelSpec
@@ -179,7 +179,7 @@ class Comparison:
 
         def logprobs(logits: object, part: Batch) -> dict[str, list[Tensor]]:
             packed = part.packed("seq")
-            places = predicting_places(packed.lengths, [PROMPT] * BATCH, self.prompts.device)
+            places = predicting_positions(packed.lengths, [PROMPT] * BATCH, self.prompts.device)
             found = token_logprobs(logits[places], packed.values[places + 1])
             return {"logprob": list(found.split([n - PROMPT for n in packed.lengths]))}
 

@@ -14,7 +14,7 @@ import torch
 from lib.common import argument_parser, case, finish
 from torch import Tensor
 
-from realhf.algorithms.functional import predicting_places, token_logprobs
+from realhf.algorithms.functional import predicting_positions, token_logprobs
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import DecodeGraphs, GenerationOptions
 from realhf.architecture.model import DecoderConfig
@@ -82,7 +82,7 @@ def build(config: DecoderConfig, device: str, optimizer: OptimizerConfig | None 
 def next_token_loss(logits: Logits, batch: Batch) -> tuple[Tensor, Stats]:
     """Of all tokens but the first of each sequence."""
     tokens = batch.packed("tokens")
-    places = predicting_places(tokens.lengths, [1] * len(batch), logits.device)
+    places = predicting_positions(tokens.lengths, [1] * len(batch), logits.device)
     return -token_logprobs(logits[places], tokens.values[places + 1]).sum(), {}
 
 

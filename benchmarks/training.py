@@ -19,7 +19,7 @@ from on_gpu import training_cases
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from realhf.algorithms.functional import predicting_places, token_logprobs
+from realhf.algorithms.functional import predicting_positions, token_logprobs
 from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.backend import ModelSpec
@@ -66,7 +66,7 @@ def sequences(lengths: str) -> list[Tensor]:
 
 def response_loss(logits: Logits, batch: Batch) -> tuple[Tensor, Stats]:
     tokens = batch.packed("tokens")
-    places = predicting_places(tokens.lengths, [PROMPT] * len(batch), logits.device)
+    places = predicting_positions(tokens.lengths, [PROMPT] * len(batch), logits.device)
     return -token_logprobs(logits[places], tokens.values[places + 1]).sum(), {}
 
 

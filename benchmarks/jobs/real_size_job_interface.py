@@ -6,7 +6,8 @@ import torch
 from real_size_job import GRPOActor
 from torch import Tensor
 
-from realhf.algorithms.functional import kl_k3, moments, ppo_policy_loss, predicting_places, token_logprobs
+from realhf.algorithms.functional import kl_k3, moments, ppo_policy_loss
+from realhf.algorithms.responses import response_logprobs, response_tokens, responses
 from realhf.algorithms.statistics import add_stats, mean_of
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, Model, Stats
@@ -24,19 +25,17 @@ class GRPOActorInterface:
     def train_step(self, model: Model, mini_batches: Sequence[Batch], context: Context) -> CallResult:
         stats: list[Stats] = []
         for batch in mini_batches:
-            rewards = torch.stack([_reward(prompt, seq) for prompt, seq in _pairs(batch)])
+            rewards = torch.stack([_reward(response) for response in responses(batch)])
             advantages = group_advantages(_groups(batch), rewards, context)
             per_token = [a.expand(len(logprob)) for a, logprob in zip(advantages, batch.data["logprob"], strict=True)]
             batch = batch.with_data(advantage=per_token)
-            stats.append(model.train_step(batch, "seq", self._loss, _response_tokens, context.micro_batches))
+            stats.append(model.train_step(batch, "seq", self._loss, response_tokens, context.micro_batches))
             stats.append({"reward_mean": mean_of(rewards)})
         return CallResult(stats=add_stats(stats)) if context.holds_outputs else CallResult()
 
     def _loss(self, logits: Logits, batch: Batch) -> tuple[Tensor, Stats]:
         """`logits` [tokens, vocab]."""
-        seq = batch.packed("seq")
-        places = predicting_places(seq.lengths, [len(prompt) for prompt in batch.data["prompt"]], logits.device)
-        logprob = token_logprobs(logits[places], seq.values[places + 1])  # [responses]
+        logprob = response_logprobs(logits, batch)  # [responses]
         old, reference = batch.packed("logprob").values, batch.packed("ref_logprob").values
         advantage = batch.packed("advantage").values
         loss, is_clipped = ppo_policy_loss(logprob, old, advantage, self._config.policy_clip)
@@ -54,18 +53,10 @@ def group_advantages(groups: Tensor, rewards: Tensor, context: Context) -> Tenso
     return ((rewards - mean) / (deviation + 1e-6)).float()
 
 
-def _reward(prompt: Tensor, seq: Tensor) -> Tensor:
+def _reward(response: Tensor) -> Tensor:
     """The share of even ids in the response."""
-    return (seq[len(prompt) :] % 2 == 0).double().mean()
+    return (response % 2 == 0).double().mean()
 
 
 def _groups(batch: Batch) -> Tensor:
     return torch.stack([prompt[1] for prompt in batch.data["prompt"]])  # behind the begin token
-
-
-def _response_tokens(batch: Batch) -> float:
-    return float(sum(len(seq) - len(prompt) for prompt, seq in _pairs(batch)))
-
-
-def _pairs(batch: Batch) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(batch.data["prompt"], batch.data["seq"], strict=True))

@@ -18,7 +18,7 @@ def at_least_fp32(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
-def predicting_places(lengths: Sequence[int], prompt_lengths: Sequence[int], device: torch.device) -> Tensor:
+def predicting_positions(lengths: Sequence[int], prompt_lengths: Sequence[int], device: torch.device) -> Tensor:
     """The positions in packed sequences of the states that predict response tokens.
 
     Args:
@@ -29,15 +29,15 @@ def predicting_places(lengths: Sequence[int], prompt_lengths: Sequence[int], dev
         [responses] int64: indices p into the packed tokens; `tokens[p + 1]` is the response token
         that the model's output at p predicts.
     """
-    places, start = [], 0
+    positions, start = [], 0
     for length, prompt_length in zip(lengths, prompt_lengths, strict=True):
         assert 1 <= prompt_length <= length, f"a prompt of {prompt_length} tokens in a sequence of {length}"
-        places.append(torch.arange(start + prompt_length - 1, start + length - 1, device=device))
+        positions.append(torch.arange(start + prompt_length - 1, start + length - 1, device=device))
         start += length
-    return torch.cat(places)
+    return torch.cat(positions)
 
 
-def last_places(lengths: Sequence[int], device: torch.device) -> Tensor:
+def last_positions(lengths: Sequence[int], device: torch.device) -> Tensor:
     """[batch] int64: index of each sequence's last token in the packed tokens."""
     return torch.tensor(lengths, device=device).cumsum(0) - 1
 

@@ -17,6 +17,9 @@ EVALUATIONS = (1, 10**12)
 SECONDS = (0.01, 10**7)
 
 
+SEEDS = (0, 2**63 - 1)  # of a search: the least, the most
+
+
 @dataclass(frozen=True)
 class PlannedHardware:
     """The hardware that a run was planned for, as each of its `num_workers` workers has it."""

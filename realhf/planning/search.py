@@ -17,11 +17,10 @@ from realhf.planning.predict import Prediction, fastest_order
 from realhf.planning.presets import PresetResult, evaluate_presets
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import NativeProblem, native_problem, search_problem
-from realhf.planning.request import SearchBudget
+from realhf.planning.request import SEEDS, SearchBudget
 from realhf.planning.task import PlanningTask
 from realhf.planning.watching import Watch, unwatched
 
-SEEDS = (0, 2**63 - 1)
 EVALUATIONS_PER_OPTION = 20
 DEFAULT_EVALUATIONS = (20_000, 2_000_000)  # at least, at most
 GIB = 2**30

@@ -6,15 +6,13 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.functional import (
-    at_least_fp32,
     clipped_value_loss,
     kl_k1,
     ppo_policy_loss,
-    predicting_places,
-    token_logprobs,
 )
 from realhf.algorithms.ppo.advantages import add_advantages
 from realhf.algorithms.ppo.config import PPOActor, PPOCritic, PPOReference
+from realhf.algorithms.responses import by_sample, response_logprobs, response_tokens, response_values
 from realhf.algorithms.rollout.interface import generate
 from realhf.algorithms.statistics import add_stats, mean_of, prefixed
 from realhf.engine.batch import Batch
@@ -40,7 +38,7 @@ class PPOActorInterface:
     def train_step(self, model: Model, mini_batches: Sequence[Batch], context: Context) -> CallResult:
         with_advantages = add_advantages(mini_batches, self.ppo, context).mini_batches
         stats = add_stats(
-            model.train_step(batch, "seq", self._loss, _response_tokens, context.micro_batches)
+            model.train_step(batch, "seq", self._loss, response_tokens, context.micro_batches)
             for batch in with_advantages
         )
         if not context.holds_outputs:
@@ -50,7 +48,7 @@ class PPOActorInterface:
 
     def _loss(self, logits: Logits, batch: Batch) -> tuple[Tensor, Stats]:
         """`logits` [tokens, vocab]."""
-        logprob = _response_logprobs(logits, batch, self.ppo.temperature)  # [responses]
+        logprob = response_logprobs(logits, batch, self.ppo.temperature)  # [responses]
         loss, is_clipped = ppo_policy_loss(
             logprob,
             batch.packed("logprob").values,
@@ -68,8 +66,8 @@ class PPOReferenceInterface:
 
     def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
         def ref_logprobs(logits: Logits, part: Batch) -> dict[str, list[Tensor]]:
-            logprob = _response_logprobs(logits, part, self.ppo.temperature)
-            return {"ref_logprob": list(logprob.split(_response_lengths(part)))}
+            logprob = response_logprobs(logits, part, self.ppo.temperature)
+            return {"ref_logprob": by_sample(logprob, part)}
 
         outputs = model.forward(batch, "seq", ref_logprobs, context.micro_batches)
         return CallResult(outputs=outputs) if context.holds_outputs else CallResult()
@@ -83,7 +81,7 @@ class PPOCriticInterface:
 
     def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
         def values(head: Tensor, part: Batch) -> dict[str, list[Tensor]]:
-            return {"value": list(_response_values(head, part).split(_response_lengths(part)))}
+            return {"value": by_sample(response_values(head, part), part)}
 
         outputs = model.forward(batch, "seq", values, context.micro_batches)
         return CallResult(outputs=outputs) if context.holds_outputs else CallResult()
@@ -91,7 +89,7 @@ class PPOCriticInterface:
     def train_step(self, model: Model, mini_batches: Sequence[Batch], context: Context) -> CallResult:
         estimates = add_advantages(mini_batches, self.ppo, context)
         stats = add_stats(
-            model.train_step(batch, "seq", self._loss, _response_tokens, context.micro_batches)
+            model.train_step(batch, "seq", self._loss, response_tokens, context.micro_batches)
             for batch in estimates.mini_batches
         )
         if not context.holds_outputs:
@@ -101,7 +99,7 @@ class PPOCriticInterface:
 
     def _loss(self, head: Tensor, batch: Batch) -> tuple[Tensor, Stats]:
         """`head` [tokens]."""
-        value = _response_values(head, batch)  # [responses]
+        value = response_values(head, batch)  # [responses]
         returns = batch.packed("return").values
         loss, is_clipped = clipped_value_loss(value, batch.packed("value").values, returns, self.ppo.value_clip)
         return loss.sum(), {
@@ -109,30 +107,6 @@ class PPOCriticInterface:
             "value_mean": mean_of(value),
             "return_mean": mean_of(returns),
         }
-
-
-def _response_lengths(batch: Batch) -> list[int]:
-    return [len(seq) - len(prompt) for seq, prompt in zip(batch.data["seq"], batch.data["prompt"], strict=True)]
-
-
-def _response_tokens(batch: Batch) -> float:
-    return float(sum(_response_lengths(batch)))
-
-
-def _response_places(batch: Batch, device: torch.device) -> Tensor:
-    """[responses]: see `predicting_places`."""
-    return predicting_places([len(s) for s in batch.data["seq"]], [len(p) for p in batch.data["prompt"]], device)
-
-
-def _response_logprobs(logits: Logits, batch: Batch, temperature: float) -> Tensor:
-    """[responses], from logits [tokens, vocab]."""
-    places = _response_places(batch, logits.device)
-    return token_logprobs(logits[places], batch.packed("seq").values[places + 1], temperature)
-
-
-def _response_values(head: Tensor, batch: Batch) -> Tensor:
-    """[responses], from a scalar head's output [tokens]."""
-    return at_least_fp32(head)[_response_places(batch, head.device)]
 
 
 def _rollout_stats(batch: Batch) -> Stats:

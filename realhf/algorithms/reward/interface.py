@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from realhf.algorithms.functional import at_least_fp32, last_places, pairwise_loss
+from realhf.algorithms.functional import at_least_fp32, last_positions, pairwise_loss
 from realhf.algorithms.reward.config import PairwiseReward, SequenceReward
 from realhf.algorithms.statistics import add_stats, mean_of
 from realhf.engine.batch import Batch
@@ -15,7 +15,7 @@ from realhf.engine.interface import CallResult, Context, Model, Stats
 def last_scores(head: Tensor, batch: Batch, tokens_key: str) -> list[Tensor]:
     """Per sequence [1]: the head's value at the last token; `head` [tokens]."""
     lengths = [len(tokens) for tokens in batch.data[tokens_key]]
-    return list(at_least_fp32(head)[last_places(lengths, head.device)].split(1))
+    return list(at_least_fp32(head)[last_positions(lengths, head.device)].split(1))
 
 
 class SequenceRewardInterface:

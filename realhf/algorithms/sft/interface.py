@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from realhf.algorithms.functional import predicting_places, token_statistics
+from realhf.algorithms.functional import predicting_positions, token_statistics
 from realhf.algorithms.sft.config import SFT
 from realhf.algorithms.statistics import add_stats, mean_of
 from realhf.engine.batch import Batch
@@ -29,7 +29,7 @@ def _loss(logits: Logits, batch: Batch) -> tuple[Tensor, Stats]:
     """`logits` [tokens, vocab]."""
     tokens = batch.packed("tokens")
     prompt_lengths = [int(length) for length in batch.data["prompt_length"]]
-    places = predicting_places(tokens.lengths, prompt_lengths, logits.device)
+    places = predicting_positions(tokens.lengths, prompt_lengths, logits.device)
     answers = token_statistics(logits[places], tokens.values[places + 1])  # [answers]
     return -answers.logprob.sum(), {"token_accuracy": mean_of(answers.is_top)}
 

@@ -8,8 +8,7 @@ from typing import Any
 from realhf.base.numbers import check_range
 from realhf.planning.problem.native import native_problem
 from realhf.planning.problem.tables import Problem
-from realhf.planning.request import SearchBudget
-from realhf.planning.search import SEEDS
+from realhf.planning.request import SEEDS, SearchBudget
 
 DEFAULT_SECONDS = 10.0
 THREADS = (1, 1024)

@@ -17,11 +17,11 @@ def f64(*values: float) -> torch.Tensor:
     return tensor(values, dtype=torch.float64)
 
 
-def test_predicting_places_are_one_before_each_response_token():
+def test_predicting_positions_are_one_before_each_response_token():
     # Sequence 0 is tokens 0..4 with a prompt of 2: its response 2, 3, 4 is predicted at 1, 2, 3.
     # Sequence 1 is tokens 5..7 with a prompt of 1: its response 6, 7 is predicted at 5, 6.
-    assert F.predicting_places([5, 3], [2, 1], torch.device("cpu")).tolist() == [1, 2, 3, 5, 6]
-    assert F.last_places([5, 3], torch.device("cpu")).tolist() == [4, 7]
+    assert F.predicting_positions([5, 3], [2, 1], torch.device("cpu")).tolist() == [1, 2, 3, 5, 6]
+    assert F.last_positions([5, 3], torch.device("cpu")).tolist() == [4, 7]
 
 
 def test_token_logprobs_under_a_temperature():

@@ -1,0 +1,53 @@
+"""The responses of packed rollouts: their lengths, and the log-probabilities or values of their tokens.
+
+A batch of rollouts has the columns `prompt` and `seq` (prompt and response). `[responses]` in the shape comments are
+the response tokens of all samples end to end.
+"""
+
+import torch
+from torch import Tensor
+
+from realhf.algorithms.functional import at_least_fp32, predicting_positions, token_logprobs
+from realhf.engine.batch import Batch
+from realhf.parallel.vocabulary import Logits, WholeLogits
+
+
+def response_lengths(batch: Batch) -> list[int]:
+    """Tokens of each response."""
+    return [len(seq) - len(prompt) for seq, prompt in zip(batch.data["seq"], batch.data["prompt"], strict=True)]
+
+
+def response_tokens(batch: Batch) -> float:
+    """Tokens of all responses: the weight of a loss that is a mean over them (`Model.train_step`)."""
+    return float(sum(response_lengths(batch)))
+
+
+def responses(batch: Batch) -> list[Tensor]:
+    """The tokens of each response."""
+    return [seq[len(prompt) :] for seq, prompt in zip(batch.data["seq"], batch.data["prompt"], strict=True)]
+
+
+def response_logprobs(logits: Logits | WholeLogits, batch: Batch, temperature: float = 1.0) -> Tensor:
+    """[responses], of the response tokens, from logits [tokens, vocab]."""
+    positions = _positions(batch, logits.device)
+    return token_logprobs(logits[positions], batch.packed("seq").values[positions + 1], temperature)
+
+
+def response_values(head: Tensor, batch: Batch) -> Tensor:
+    """[responses], in at least float32, from a scalar head's output [tokens]."""
+    return at_least_fp32(head)[_positions(batch, head.device)]
+
+
+def by_sample(of_tokens: Tensor, batch: Batch) -> list[Tensor]:
+    """[responses] as one tensor [response] a sample."""
+    return list(of_tokens.split(response_lengths(batch)))
+
+
+def to_tokens(of_samples: Tensor, batch: Batch) -> Tensor:
+    """One number a sample [batch], repeated for each token of its response: [responses]."""
+    return of_samples.repeat_interleave(torch.tensor(response_lengths(batch), device=of_samples.device))
+
+
+def _positions(batch: Batch, device: torch.device) -> Tensor:
+    """[responses]: see `predicting_positions`."""
+    return predicting_positions([len(s) for s in batch.data["seq"]], [len(p) for p in batch.data["prompt"]], device)
