@@ -20,8 +20,6 @@ COMMANDS = {
     "report": "write a run's report.html",
     "doctor": "check the installation and this machine",
 }
-
-
 OSDP = "--osdp"  # makes `realhf plan` one of a model's operators, with arguments of its own
 WITH_EXPERIMENT = ("run", "plan", "profile")  # options that they do not know are fields of the experiment
 
@@ -51,10 +49,7 @@ def parser(command: str | None = None, *, osdp: bool = False) -> argparse.Argume
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
-
-    Returns the exit code: 0 all of it worked, 1 it failed, 2 the input was wrong, 130 interrupted.
-    """
+    """Runs one command. Its exit code: 0 all of it worked, 1 it failed, 2 the input was wrong, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         command = next((word for word in words if word in COMMANDS), None)
@@ -65,12 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.overrides, arguments.words = rest, words
         code: int = arguments.execute(arguments)
         return code
-    except UserError as error:
+    except (UserError, RunError) as error:
         _print_error(f"error: {error}", error)
-        return 2
-    except RunError as error:
-        _print_error(f"error: {error}", error)
-        return 1
+        return 2 if isinstance(error, UserError) else 1
     except KeyboardInterrupt as error:
         if argv is None:  # this process ends now: a second Ctrl-C must not turn its exit code into a signal's
             signal.signal(signal.SIGINT, signal.SIG_IGN)

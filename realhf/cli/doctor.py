@@ -21,7 +21,7 @@ from realhf.cli.findings import Check, FailedError, Finding, State
 from realhf.machine.host import read_host
 
 DESCRIPTION = (
-    """Checks what runs on this machine need. Exit code 0 if no check failed; every failing line says what to do."""
+    "Checks what runs on this machine need. Exit code 0 if no check failed; every failing line says what to do."
 )
 
 EXAMPLE = """examples:
@@ -29,8 +29,6 @@ EXAMPLE = """examples:
   realhf doctor --runs-dir /scratch/me/runs --gpu"""
 
 SLURM_COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
-MIN_TORCH = (2, 11)
-
 STYLES: dict[State, str] = {"ok": "green", "info": "blue", "warn": "yellow", "fail": "bold red"}
 
 
@@ -102,10 +100,9 @@ def gpu_checks() -> list[Check]:
 
 
 def find_python() -> str:
-    version = platform.python_version()
     if not (3, 11) <= sys.version_info[:2] <= (3, 13):
-        raise FailedError(f"{version} is not supported")
-    return f"{version} ({sys.executable})"
+        raise FailedError(f"{platform.python_version()} is not supported")
+    return f"{platform.python_version()} ({sys.executable})"
 
 
 def find_torch() -> str:
@@ -115,8 +112,7 @@ def find_torch() -> str:
     if torch.cuda.is_available():
         devices = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     detail = f"{torch.__version__} on {devices}"
-    major, minor = (int(part) for part in torch.__version__.split(".")[:2])
-    if (major, minor) < MIN_TORCH:
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11):
         raise FailedError(f"{detail} is too old")
     return detail
 
@@ -143,10 +139,10 @@ def find_file_system(runs_dir: Path) -> str | Finding:
 
 def _rename_problem(folder: Path) -> str:
     old, new = folder / "status.json", folder / ".status.json.part"
-    old.write_text("old")
-    new.write_text("new")
+    for file in (old, new):
+        file.write_text(file.name)
     new.replace(old)
-    return "" if old.read_text() == "new" and not new.exists() else "a rename does not replace a file"
+    return "" if old.read_text() == new.name and not new.exists() else "a rename does not replace a file"
 
 
 def _mode_problem(folder: Path) -> str:
@@ -174,11 +170,10 @@ def _lock_problem(folder: Path) -> str:
 
 
 def find_slurm() -> str | Finding:
-    found = [command for command in SLURM_COMMANDS if shutil.which(command)]
-    missing = [command for command in SLURM_COMMANDS if command not in found]
-    if not missing:
-        return f"{', '.join(found)} are here"
-    return Finding("info", f"no {', '.join(missing)}: only --launcher local works from this machine")
+    missing = [command for command in SLURM_COMMANDS if not shutil.which(command)]
+    if missing:
+        return Finding("info", f"no {', '.join(missing)}: only --launcher local works from this machine")
+    return f"{', '.join(SLURM_COMMANDS)} are here"
 
 
 def find_cores_and_memory() -> str | Finding:

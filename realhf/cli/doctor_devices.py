@@ -38,12 +38,10 @@ def find_gpus() -> str | Finding:
 
 
 def find_ranks(check: str, backend: str, num_processes: int) -> str:
-    """A check of `realhf.profiling.self_check` by processes that meet as workers do: through a file, nothing
-    listens; over NCCL each is shown a GPU of its own, as workers are.
+    """A check of `realhf.profiling.self_check` by processes that meet as workers do: through a file, with nothing that
+    listens; over NCCL each sees a GPU of its own.
 
-    Raises:
-        RuntimeError: a process failed; the text has its last line.
-        TimeoutError: a process did not end in time. None is left behind.
+    Raises RuntimeError with the last line of a process that failed, TimeoutError if one did not end. None is left.
     """
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     if backend == "gloo":
@@ -54,12 +52,10 @@ def find_ranks(check: str, backend: str, num_processes: int) -> str:
         processes = []
         for rank, device in zip(range(num_processes), devices, strict=False):
             words = (check, backend, str(rank), str(num_processes), str(Path(folder, "store")))
-            argv = python_command("realhf.profiling.self_check", *words)
-            own = env | device.environment
+            argv, own = python_command("realhf.profiling.self_check", *words), env | device.environment
             process = subprocess.Popen(argv, env=own, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-            ended.enter_context(process)
+            processes.append(ended.enter_context(process))
             ended.callback(process.kill)
-            processes.append(process)
         for rank, process in enumerate(processes):
             who = f"process {rank} of {num_processes}"
             try:
@@ -70,8 +66,7 @@ def find_ranks(check: str, backend: str, num_processes: int) -> str:
                 last = output.strip().splitlines()[-1:] or [f"exit code {process.returncode}"]
                 raise RuntimeError(f"{who}: {last[0]}")
             outputs.append(output)
-    found = [line.removeprefix(FOUND) for line in outputs[0].splitlines() if line.startswith(FOUND)]
-    return "".join(found)
+    return "".join(line.removeprefix(FOUND) for line in outputs[0].splitlines() if line.startswith(FOUND))
 
 
 def find_cuda() -> str:

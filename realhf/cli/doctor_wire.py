@@ -57,17 +57,14 @@ def find_host_name() -> str | Finding:
     if address not in own.values() and not address.startswith("127."):
         return Finding("warn", f"{name} is {address}, no address of this machine ({interfaces})", remedy)
     if address.startswith("127.") and len(own) > 1:
-        detail = f"{name} is {address}, which only this machine reaches; interfaces: {interfaces}"
-        return Finding("info", detail)
+        return Finding("info", f"{name} is {address}, which only this machine reaches; interfaces: {interfaces}")
     return f"{name} is {address}; interfaces: {interfaces}"
 
 
 def find_keys(runs_dir: Path) -> str:
     """Keys where run directories are to lie: a worker with the run's key gets in, a stranger and exposed files do not.
 
-    Raises:
-        PermissionError: somebody got in who must not.
-        TimeoutError: a handshake did not come about.
+    Raises PermissionError if somebody got in who must not, TimeoutError if a handshake did not come about.
     """
     parent = next(path for path in (runs_dir.absolute(), *runs_dir.absolute().parents) if path.is_dir())
     with tempfile.TemporaryDirectory(prefix=".realhf-doctor-", dir=parent) as name:

@@ -31,17 +31,13 @@ class FailedError(Exception):
 
 @dataclass(frozen=True)
 class Check:
-    """A name for the line, what to do for it, and the remedy if it fails.
-
-    `find` returns what is good, or a finding that is a note or a warning. Whatever it raises is a failure.
-    """
+    """`find` returns what is good, or a finding that is a note or a warning. Whatever it raises is a failure."""
 
     name: str
     find: Callable[[], str | Finding]
     remedy: str
 
     def run(self) -> Finding:
-        """What was found."""
         try:
             found = self.find()
         except (FailedError, UserError) as error:

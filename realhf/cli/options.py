@@ -1,12 +1,14 @@
-"""The options of requests (`realhf.base.options`) as arguments of a command."""
+"""The options of requests (`realhf.base.options`) as arguments of a command; those that name an experiment."""
 
 import argparse
 from collections.abc import Container
 from dataclasses import MISSING, fields
+from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from realhf.base.options import options_in
+from realhf.planning.request import DevicesRequest, PlanRequest, SearchBudget
 
 T = TypeVar("T")
 
@@ -44,3 +46,24 @@ def options_of(of: type[T], arguments: argparse.Namespace, **others: Any) -> T:
     """The dataclass with its options from parsed arguments, and `others`. Raises UserError as the dataclass does."""
     values = {name: getattr(arguments, option.attribute) for name, option in options_in(of).items()}
     return of(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}, **others)
+
+
+def add_experiment_arguments(command: argparse.ArgumentParser) -> None:
+    """The arguments that name an experiment and the devices it may use."""
+    command.add_argument("experiment", help="a Python file with one dataclass under @auto")
+    command.add_argument("--plan", type=Path, help="take this plan.json instead of searching for one")
+    add_options(command, DevicesRequest)
+    add_options(command.add_mutually_exclusive_group(), SearchBudget)
+    command.add_argument(
+        "--offload", metavar="MODELS", help="models that wait in host memory while nothing needs them: NAME,NAME"
+    )
+
+
+def plan_request(arguments: argparse.Namespace) -> PlanRequest:
+    """What the arguments of `add_experiment_arguments` ask of the planner. Raises UserError as `PlanRequest` does."""
+    return PlanRequest(
+        devices=options_of(DevicesRequest, arguments),
+        plan=arguments.plan,
+        budget=options_of(SearchBudget, arguments),
+        offload=tuple(arguments.offload.split(",")) if arguments.offload else (),
+    )

@@ -9,8 +9,7 @@ import msgspec
 
 from realhf.api.experiment import models_of
 from realhf.base.errors import UserError
-from realhf.cli.experiment import add_experiment_arguments, plan_request
-from realhf.cli.options import add_options, options_of
+from realhf.cli.options import add_experiment_arguments, add_options, options_of, plan_request
 from realhf.cli.output import Output
 from realhf.cli.phases import Phases
 from realhf.cli.plan_tables import (

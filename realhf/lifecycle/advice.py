@@ -2,7 +2,6 @@
 
 import os
 import shlex
-from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
@@ -34,11 +33,11 @@ def resume_command(request: RunRequest, directory: RunDirectory) -> str:
 
 
 def not_kept(launcher: type[Launcher]) -> dict[str, bool]:
-    """The options that a run's directory does not keep: to go on, they are given again. With each, whether it takes a
-    value."""
+    """The options to be given again, as a run's directory does not keep them; with each, whether it takes a value."""
     own = dict.fromkeys(("--launcher", "--network-interface", "--evaluations", "--seconds"), True)
     found = own | flags(RecoveryRequest) | flags(ReplanRequest) | flags(launcher.options_type)
-    return {flag: takes_value for flag, takes_value in found.items() if flag != "--drift-threshold"}
+    del found["--drift-threshold"]
+    return found
 
 
 def _why_nothing(run: Run, step: int) -> str:
@@ -66,16 +65,11 @@ def _split(words: Sequence[str], options: Mapping[str, bool]) -> tuple[list[str]
     """The words of these options with their values, and the other words. `options`: whether each takes a value."""
     chosen: list[str] = []
     others: list[str] = []
-    left = deque(words)
-    while left:
-        word = left.popleft()
+    is_value = False
+    for word in words:
         name, equals, _ = word.partition("=")
-        if name not in options:
-            others.append(word)
-            continue
-        chosen.append(word)
-        if options[name] and not equals and left:
-            chosen.append(left.popleft())
+        (chosen if is_value or name in options else others).append(word)
+        is_value = not is_value and not equals and options.get(name, False)
     return chosen, others
 
 

@@ -12,7 +12,7 @@ from realhf.launch.process import job_of
 from realhf.launch.supervisor import supervise
 from realhf.lifecycle.advice import going_on
 from realhf.lifecycle.interruption import Interruption
-from realhf.lifecycle.listener import UNHEARD, Listener
+from realhf.lifecycle.listener import Listener
 from realhf.lifecycle.planned_hardware import said_of_hardware
 from realhf.lifecycle.recover import going_on_under, last_step, note_start, restarted
 from realhf.lifecycle.replanner import Replanner
@@ -29,7 +29,7 @@ from realhf.rundir.status import Status, read_status, write_status
 LAUNCHER_LOCK = "launcher"
 
 
-def start(run: Run, request: RunRequest, listener: Listener = UNHEARD) -> RunDirectory:
+def start(run: Run, request: RunRequest, listener: Listener) -> RunDirectory:
     """Carries out a new run; returns its directory when it has ended well. It takes the signals of the main thread.
 
     Raises:
@@ -51,7 +51,7 @@ def start(run: Run, request: RunRequest, listener: Listener = UNHEARD) -> RunDir
     return directory
 
 
-def resume(request: RunRequest, listener: Listener = UNHEARD) -> RunDirectory:
+def resume(request: RunRequest, listener: Listener) -> RunDirectory:
     """As `start`, for the run in the request's directory, which goes on from its newest good checkpoint."""
     if request.run_dir is None:
         raise UserError("--resume goes on with a run that was begun: give its directory with --run-dir")
@@ -91,20 +91,17 @@ def run_directory(request: RunRequest) -> RunDirectory:
 class Controller:
     """Carries out a run whose directory has been prepared.
 
-    What is known of the run is in its directory: between two starts of its processes nothing is kept here but the
-    number of restarts, and which workers were to blame.
+    The directory keeps what is known of the run; only the number of restarts and the workers to blame are kept here.
     """
 
-    def __init__(
-        self, run: Run, request: RunRequest, directory: RunDirectory, launcher: Launcher, listener: Listener = UNHEARD
-    ):
+    def __init__(self, run: Run, request: RunRequest, directory: RunDirectory, launcher: Launcher, listener: Listener):
         self._run, self._request, self._directory, self._launcher = run, request, directory, launcher
         self._listener = listener
         self._interruption = Interruption()
 
     def carry_out(self) -> None:
-        """Returns when the run has ended well, maybe under another plan. However it ends, the directory tells how, and
-        has a report. Raises as `start`."""
+        """Returns when the run has ended well. However it ends, its directory tells how and has a report. Raises as
+        `start`."""
         for line in said_of_hardware(self._run, self._request.plan.plan):
             self._listener.say(line)
         with self._interruption:
@@ -122,9 +119,7 @@ class Controller:
     def run_to_end(self) -> None:
         """Starts the processes, watches them, and starts them again as the request says.
 
-        Raises:
-            RunError: the run broke and all restarts have been made, or too few workers are left; no process is left.
-                Whatever else is raised (Ctrl-C) ends it as well.
+        Raises RunError if the run broke and no restart or too few workers are left. No process outlives an error.
         """
         suspects, restarts_left = Suspects(), self._request.recovery.restarts
         reason: str | None = None
@@ -150,7 +145,7 @@ class Controller:
                     raise RunError(f"{reason}\nthe run cannot be restarted: {cannot}") from error
 
     def _started(self, reason: str | None) -> Run | None:
-        """Starts the processes and watches them to their end; the run under the plan that they ended for, if any.
+        """Watches the processes from start to end; returns the run under the plan that they ended for, if any.
 
         `reason`: see `Listener.starting`.
         """
@@ -164,15 +159,11 @@ class Controller:
 
             job = job_of(self._run, self._directory, is_remote=self._launcher.is_remote)
             supervise(self._launcher, job, look)
-            return replanner.next_run() if self._is_between_plans() else None
-
-    def _is_between_plans(self) -> bool:
-        """Whether the master ended for another plan. Raises RunError where nobody can tell any more."""
-        try:
-            status = read_status(self._directory.status)
-        except UserError as error:
-            raise RunError(f"the processes have ended, but {error}") from None
-        return status is not None and status.state == "replan"
+            try:
+                status = read_status(self._directory.status)
+            except UserError as error:
+                raise RunError(f"the processes have ended, but {error}") from None
+            return replanner.next_run() if status is not None and status.state == "replan" else None
 
     def _end_badly(self, error: BaseException) -> None:
         """Leaves the last word in the directory, since the master may have been killed, or ended for another's end."""

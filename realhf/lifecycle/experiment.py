@@ -12,8 +12,7 @@ FIELDS_OPTION = "--fields"
 
 
 def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = None) -> Any:
-    """The experiment of a file with its fields set from `--field value` words. The others have their defaults, or the
-    values of a `saved` run.
+    """The experiment of a file, its fields set from `--field value` words, else as in a `saved` run or by default.
 
     Raises:
         UserError: the file has no such class, or `saved` is of another one.
@@ -23,14 +22,10 @@ def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = 
     prog = f"realhf COMMAND {path}"
     if FIELDS_OPTION in words:
         tyro.cli(cls, args=["--help"], prog=prog, config=(tyro.conf.AvoidSubcommands,))
-    start = {} if saved is None else {"default": _saved_experiment(path, cls, saved)}
-    return tyro.cli(cls, args=list(words), prog=prog, config=(tyro.conf.AvoidSubcommands,), add_help=False, **start)
-
-
-def _saved_experiment(path: str, cls: type[Any], saved: RunSpec) -> Any:
-    if cls.__name__ != saved.experiment_class:
+    if saved is not None and cls.__name__ != saved.experiment_class:
         raise UserError(
             f"{path} has the experiment {cls.__name__}, the run is one of {saved.experiment_class} in "
             f"{saved.experiment_file}; give that file"
         )
-    return saved_experiment(saved, cls, path)
+    start = {} if saved is None else {"default": saved_experiment(saved, cls, path)}
+    return tyro.cli(cls, args=list(words), prog=prog, config=(tyro.conf.AvoidSubcommands,), add_help=False, **start)

@@ -21,6 +21,3 @@ class Listener:
 
     def watched(self, job: str) -> None:
         """Another look was taken: the run directory may have news. `job`: the state of a cluster's job, "" for none."""
-
-
-UNHEARD = Listener()

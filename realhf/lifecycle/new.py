@@ -30,11 +30,7 @@ EXPERIMENT_RANGES = {"steps": Range("steps", 1, MAX_STEPS), "seed": Range("seed"
 
 
 def new_run(request: RunRequest, watch: Watch = unwatched) -> Run:
-    """A run from its first step.
-
-    Raises:
-        UserError: whatever is wrong with it.
-    """
+    """A run from its first step. Raises UserError for whatever is wrong with it."""
     experiment = experiment_of(request.experiment, request.fields)
     check_experiment(experiment)
     plan, cluster = plan_for(experiment, request.plan_request(), watch)
@@ -88,9 +84,9 @@ def check_run(run: Run, request: RunRequest) -> None:
     check_trackers(run.spec)
     with_gpus = not request.cpu_only if request.launcher.is_remote else count_gpus() > 0
     for name, setup in run.models.items():
-        if setup.backend == "megatron" and setup.optimizer is not None:
-            check_megatron(run.graph.models[name], run.homes[name].strategy, "cuda" if with_gpus else "cpu")
         home = run.homes[name]
+        if setup.backend == "megatron" and setup.optimizer is not None:
+            check_megatron(run.graph.models[name], home.strategy, "cuda" if with_gpus else "cpu")
         shard_boxes(run.graph.models[name], home, home.mesh.first, setup.compute.data_parallel)  # may be impossible
         if setup.checkpoint is not None:  # one that does not fit is found now
             check_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)
@@ -113,9 +109,7 @@ def check_run(run: Run, request: RunRequest) -> None:
 
 def _check_recovery(run: Run, request: RunRequest) -> None:
     """Raises UserError if the least number of workers or a fallback plan does not fit the run."""
-    least, workers = request.recovery.least_workers, run.spec.num_workers
-    if least is None:
-        return
+    least, workers = request.recovery.least_workers or 1, run.spec.num_workers
     if least > workers:
         raise UserError(f"--min-workers {least} is more than the run's {workers}; give {workers} or fewer")
     for path, plan in request.recovery.plans.items():

@@ -21,10 +21,8 @@ def restarted(before: Run, run: Run, directory: RunDirectory, reason: str) -> Ru
 
 
 def going_on_under(before: Run, run: Run, directory: RunDirectory, choice: Choice) -> Run:
-    """`run` as it goes on from this checkpoint, or from the beginning, and its directory made ready.
-
-    Notes another number of workers, other places or another plan than `before` had.
-    """
+    """`run` as it goes on from this checkpoint or the beginning, its directory made ready. Notes what differs from
+    `before`: the number of workers, places, the plan."""
     step = 0 if choice.state is None else choice.state.step
     run = Run(msgspec.structs.replace(run.spec, resume_step=step), run.experiment, run.plan)
     prepare(run, directory)
@@ -35,8 +33,7 @@ def going_on_under(before: Run, run: Run, directory: RunDirectory, choice: Choic
     if gone := set(run.spec.avoided) - set(before.spec.avoided):
         texts.append(f"without {', '.join(sorted(gone))}")
     if new != old:
-        predicted_s = run.plan.predicted_step_s
-        prediction = f", {predicted_s:.3g} s a step predicted" if predicted_s else ""
+        prediction = f", {run.plan.predicted_step_s:.3g} s a step predicted" if run.plan.predicted_step_s else ""
         texts.append(f"plan {new} instead of {old}{prediction}")
     if texts:
         note(directory.events, "replanned", step, "; ".join(texts))

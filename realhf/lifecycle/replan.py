@@ -29,9 +29,8 @@ LEAST_GAIN = 0.05
 class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """What a search with measured times found.
 
-    `factors` are measured over predicted seconds by call, of predictions without any; `present_s` and `plan`'s
-    predicted_step_s are predictions of a step with them, under the present plan and under `plan`; `step_s` is a step as
-    it was measured.
+    `factors`: by call, measured seconds over those predicted without factors. `step_s`: a step as measured. `present_s`
+    and `plan.predicted_step_s`: predictions of a step with the factors, under the present plan and `plan`.
     """
 
     factors: dict[str, float]
@@ -43,8 +42,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
 def propose(directory: RunDirectory, budget: SearchBudget) -> Proposal:
     """The best plan found with the times that were measured under the present one. Changes nothing in the run.
 
-    Raises:
-        UserError: too few steps were made under it, or none of its calls has a prediction.
+    Raises UserError where too few steps were made under it, or none of its calls has a prediction.
     """
     run = load_run(directory.experiment, directory.plan)
     lines = lines_under(run.plan, read_lines(directory.metrics, step_line).values)[WARM_UP:][-WINDOW:]
@@ -74,16 +72,15 @@ def planned_task(run: Run, factors: dict[str, float]) -> PlanningTask:
     hardware = run.spec.hardware or divided(hardware_here(), run.spec.num_workers)
     per_node = run.spec.devices_per_node
     cluster = Cluster.of(hardware, per_node, run.spec.num_workers // per_node)
-    offload, saves = run.plan.offload, run.spec.saves
-    return task_of(run.experiment, cluster, offload=offload, call_factors=factors, saves=saves)
+    return task_of(run.experiment, cluster, offload=run.plan.offload, call_factors=factors, saves=run.spec.saves)
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanChange:
-    """A change from the present plan to another one: what it gains over the steps that are left, and what it costs.
+    """A change from the present plan, with steps of `step_s` measured seconds, to another one.
 
-    `step_s` is a step as measured under the present plan. `present_s` and `other_s` are predictions under the same
-    costs: their ratio counts, since both are off in the same direction. `cost_s` is how long no step is made.
+    `present_s` and `other_s` are predictions under the same costs: their ratio counts, since both are off in the same
+    direction. `cost_s` is how long no step is made.
     """
 
     step_s: float

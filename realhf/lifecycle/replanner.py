@@ -6,7 +6,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 
 import msgspec
 
@@ -28,9 +27,6 @@ class Replanner:
 
     A process at idle priority searches the plan again. Mode "suggest" notes what it found; "switch" also asks the
     master to end after the next checkpoint, if a change pays, and gives the run that goes on from there.
-
-    Args:
-        say: shows a line to the user.
     """
 
     def __init__(self, run: Run, directory: RunDirectory, request: ReplanRequest, say: Callable[[str], None]):
@@ -49,9 +45,7 @@ class Replanner:
     def __enter__(self) -> "Replanner":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._search is not None:
             self._search.kill()
             self._search.wait()
@@ -67,14 +61,14 @@ class Replanner:
                 self._say(f"drift: {event.message}")
                 self._is_due = self._request.mode != "off"
         if self._search is not None and self._search.poll() is not None:
-            is_good, self._search = self._search.returncode == 0, None
-            self._search_ended(is_good)
+            returncode, self._search = self._search.returncode, None
+            self._search_ended(returncode)
         if self._is_due and self._search is None and self._proposal is None:
             self._is_due = False
             self._begin_search()
 
-    def _search_ended(self, is_good: bool) -> None:
-        if not is_good:
+    def _search_ended(self, returncode: int) -> None:
+        if returncode:
             return self._note(f"the search for another plan failed; see {self._directory.log('replan')}")
         try:
             found = decode_json(self._file.read_bytes(), Proposal)
@@ -82,7 +76,7 @@ class Replanner:
                 raise BadContentError("its plan has no prediction")
         except (OSError, BadContentError) as error:
             return self._note(f"the search for another plan left no proposal in {self._file}: {error}")
-        return self._take(found)
+        return self._take(found, found.plan.predicted_step_s)
 
     def next_run(self) -> Run:
         """The run under the plan that the master was asked to end for."""
@@ -105,17 +99,16 @@ class Replanner:
                 preexec_fn=_in_the_background(os.getpid()),
             )
 
-    def _take(self, found: Proposal) -> None:
+    def _take(self, found: Proposal, predicted_s: float) -> None:
         """Says what was found, and asks for the change if it pays."""
         digest = plan_digest(found.plan)
         if digest in self._digests():
             return self._note(f"plan {digest[:DIGEST_LENGTH]}, which the run has or has had, is still the best")
-        assert found.plan.predicted_step_s is not None
         given_s = self._request.switch_cost_s
         change = PlanChange(
             step_s=found.step_s,
             present_s=found.present_s,
-            other_s=found.plan.predicted_step_s,
+            other_s=predicted_s,
             steps_left=self._run.experiment.steps - self._step,
             cost_s=given_s if given_s is not None else self._start_took_s or 0.0,
         )

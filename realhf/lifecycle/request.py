@@ -18,14 +18,17 @@ Mode = Literal["off", "suggest", "switch"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Fields of the run's specification that a request may set.
+class _Checked:
+    """Options that raise UserError at construction if a number is out of its range."""
 
-    None: the field keeps its default, in a resumed run the value that it had.
+    def __post_init__(self) -> None:
+        check_options(self)
+        check_ranges(vars(self), RANGES)
 
-    Raises:
-        UserError: a number is out of its range.
-    """
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions(_Checked):
+    """Fields of the run's specification. None: the field keeps its default, in a resumed run the value that it had."""
 
     record: tuple[str, ...] | None = option(None, "write these keys' data to rollouts/", metavar="KEY")
     replay: Path | None = option(None, "a rollouts/ folder whose responses are taken, none drawn", metavar="FOLDER")
@@ -46,17 +49,10 @@ class RunOptions:
         None, "also send metrics to a project of Weights & Biases", flag="--wandb", metavar="PROJECT"
     )
 
-    def __post_init__(self) -> None:
-        check_ranges(vars(self), RANGES)
-
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointOptions:
-    """When checkpoints are written and which are kept: fields of the run's specification, as in `RunOptions`.
-
-    Raises:
-        UserError: a number is out of its range.
-    """
+class CheckpointOptions(_Checked):
+    """When checkpoints are written and which are kept: fields of the run's specification, as in `RunOptions`."""
 
     checkpoint_every_steps: int | None = option(
         None, "save every so many steps, beside the end", flag="--checkpoint-every", metavar="STEPS"
@@ -70,17 +66,11 @@ class CheckpointOptions:
         None, "go on when a checkpoint cannot be written, but not after more than N in a row (default 0)", metavar="N"
     )
 
-    def __post_init__(self) -> None:
-        check_ranges(vars(self), RANGES)
-
 
 @dataclass(frozen=True, kw_only=True)
-class RecoveryRequest:
-    """What to do when processes of the run fail.
-
-    Raises:
-        UserError: a number is out of its range, or it says something of recovery and `recover` is "never".
-    """
+class RecoveryRequest(_Checked):
+    """What to do when processes of the run fail. Raises UserError if `recover` is "never" and fewer workers or fallback
+    plans are given."""
 
     recover: Literal["auto", "never"] = option(
         "never", "auto: when a process dies or hangs, restart all from the newest good checkpoint (default never)"
@@ -102,7 +92,7 @@ class RecoveryRequest:
     )
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         if self.recover == "never" and (self.min_workers or self.fallback_plans):
             raise UserError("--min-workers and --fallback-plan are for --recover auto; give it, or leave them out")
 
@@ -123,12 +113,8 @@ class RecoveryRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplanRequest:
-    """What to do when calls take other times than the plan predicts.
-
-    Raises:
-        UserError: a number is out of its range.
-    """
+class ReplanRequest(_Checked):
+    """What to do when calls take other times than the plan predicts."""
 
     mode: Mode = option(
         "off",
@@ -149,18 +135,13 @@ class ReplanRequest:
         unit="seconds",
     )
 
-    def __post_init__(self) -> None:
-        check_options(self)
-        check_ranges(vars(self), RANGES)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunRequest:
     """A run of the experiment in the file `experiment`: a new one, or one to be resumed from `run_dir`.
 
     `fields` are words (`--steps 10`) that set fields of the experiment. `run_dir` is by default runs/NAME-TIME.
-    `launcher_options` are of `launcher.options_type`. `words` is the command line, without the command's name, for the
-    advice on how to go on.
+    `words` is the command line, from which the advice on how to go on is made.
     """
 
     experiment: str
@@ -198,16 +179,8 @@ class RunRequest:
     def plan_request(self, saved: RunSpec | None = None) -> PlanRequest:
         """What the planner is asked: for a `saved` run with its hardware and the measured factors of its calls."""
         planned = PlannedHardware(saved.hardware, saved.num_workers) if saved and saved.hardware else None
-        devices = replace(
-            self.plan.devices,
-            place="nodes" if self.launcher.is_remote else "here",
-            cpu_only=self.cpu_only,
-            planned=planned,
-        )
-        saves = self.checkpoints.checkpoint_every_steps or self.checkpoints.checkpoint_every_minutes
-        return replace(
-            self.plan,
-            devices=devices,
-            saves=bool(saves) or (saved is not None and saved.saves),
-            call_factors=saved.call_factors if saved else {},
-        )
+        place: Literal["nodes", "here"] = "nodes" if self.launcher.is_remote else "here"
+        devices = replace(self.plan.devices, place=place, cpu_only=self.cpu_only, planned=planned)
+        every = self.checkpoints.checkpoint_every_steps or self.checkpoints.checkpoint_every_minutes
+        saves = bool(every) or (saved is not None and saved.saves)
+        return replace(self.plan, devices=devices, saves=saves, call_factors=saved.call_factors if saved else {})

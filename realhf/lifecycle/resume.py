@@ -29,10 +29,8 @@ CHANGEABLE_FIELDS = ("steps",)
 def resumed_run(request: RunRequest, directory: RunDirectory, watch: Watch = unwatched) -> tuple[Run, Choice]:
     """The run of `directory`, to go on from its newest good checkpoint; also which checkpoint that is.
 
-    Fields and options that are not given are those of the run. Another plan or number of workers may be given.
-
-    Raises:
-        UserError: there is no good checkpoint, the experiment is another one or was changed, the run has ended.
+    Fields and options that are not given are those of the run. Raises UserError if there is no good checkpoint, the
+    experiment is another one or was changed, or the run has ended.
     """
     saved = read_spec(directory.experiment, RunSpec)
     if os.getcwd() != saved.working_directory:
@@ -83,11 +81,11 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -
 
 
 def _check_steps(steps: int, made: int, directory: RunDirectory) -> None:
+    if steps < made:
+        raise UserError(f"steps={steps} is below the {made} steps that the run has made; give --steps {made} or more")
     status = None
     with contextlib.suppress(UserError):  # a damaged status is replaced when the run goes on
         status = read_status(directory.status)
-    if steps < made:
-        raise UserError(f"steps={steps} is below the {made} steps that the run has made; give --steps {made} or more")
     if steps == made and status is not None and status.state == "done":
         raise UserError(f"the run in {directory.path} has made all its {made} steps; give a larger --steps to go on")
 

@@ -22,7 +22,7 @@ FAILURES = 2
 class Suspects:
     """Counts for every worker the failures it was blamed for in a row, without a new step between them.
 
-    The number of a worker means the same one for as long as the run has the same workers: after a change, take another.
+    Worker numbers mean the same workers only until the run changes them: then take another.
     """
 
     def __init__(self) -> None:
@@ -30,11 +30,9 @@ class Suspects:
         self._failures: dict[int, int] = {}
 
     def failed(self, steps: int, workers: Iterable[int], num_workers: int) -> frozenset[int]:
-        """The workers to go on without, after a failure for which `workers` are to blame.
+        """The workers to go on without, after a failure behind `steps` steps for which `workers` are to blame.
 
-        Args:
-            steps: how many steps had been made when the run failed.
-            num_workers: of the run. Where all are to blame it is the fault of none of them.
+        Where all `num_workers` of the run are to blame it is the fault of none of them.
         """
         before = {} if steps > self._furthest else self._failures
         self._failures = {worker: before.get(worker, 0) + 1 for worker in workers}
@@ -49,8 +47,7 @@ def elsewhere(
     """The run without the places that are lost and those of the workers `blamed`, with fewer workers if there is no
     room for all; None where it can stay, or may not go on with fewer workers.
 
-    Raises:
-        RunError: there is room for too few, or no plan for them; the text begins with that of `error`.
+    Raises RunError, whose text begins with that of `error`, if there is room for too few or no plan for them.
     """
     least = request.recovery.least_workers
     if least is None:
@@ -78,26 +75,15 @@ def elsewhere(
 
 
 def plan_for_fewer(run: Run, request: RunRequest, num_workers: int, watch: Watch) -> tuple[ExecutionPlan, Hardware]:
-    """The largest fallback plan for `num_workers` at most, else the best plan found for all of them.
-
-    With the hardware that the plan is for: that of the run, of which fewer workers may have more memory each.
-
-    Raises:
-        UserError: no plan fits.
-    """
+    """The largest fallback plan for `num_workers` at most, else the best plan found for all of them, and its hardware:
+    that of the run, of which fewer workers may have more memory each. Raises UserError if no plan fits."""
     fitting = [(path, plan) for path, plan in request.recovery.plans.items() if plan.num_devices <= num_workers]
     path, given = max(fitting, key=lambda one: one[1].num_devices, default=(None, None))
     num_workers = given.num_devices if given else num_workers
     per_node = run.spec.devices_per_node if request.launcher.is_remote else num_workers
     wanted = request.plan_request(run.spec)
-    devices = replace(
-        wanted.devices,
-        num_workers=None,
-        nodes=num_workers // per_node,
-        gpus_per_node=per_node,
-        hardware=None,  # that of the run, with its memory
-        memory_gb=None,
-    )
+    devices = replace(wanted.devices, num_workers=None, nodes=num_workers // per_node, gpus_per_node=per_node)
+    devices = replace(devices, hardware=None, memory_gb=None)  # those of the run
     offload = () if path else run.plan.offload
     wanted = replace(wanted, devices=devices, plan=path, budget=or_default(wanted.budget), offload=offload)
     plan, cluster = plan_for(run.experiment, wanted, watch)
