@@ -10,7 +10,7 @@ NATIVE = "native"
 BACKENDS = {
     NATIVE: "realhf.engine.model:ShardedModel",
     TRANSFORMERS: "realhf.engine.transformers_backend:TransformersModel",
-    "megatron": "realhf.engine.train.megatron:MegatronModel",
+    "megatron": "realhf.engine.megatron_backend:MegatronModel",
 }
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from realhf.architecture.compute import Recomputation
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Postprocess
+from realhf.engine.pipeline import Neighbours, run_forward
 from realhf.engine.returned import check_columns
-from realhf.engine.train.pipeline import Neighbours, run_forward
 from realhf.geometry.pipeline_schedule import Pass
 from realhf.models.attention import PackedAttention
 from realhf.models.decoder import Decoder

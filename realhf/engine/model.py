@@ -12,10 +12,10 @@ from realhf.engine.forward import forward
 from realhf.engine.generate.decode_graphs import KeptWorkspace
 from realhf.engine.generate.loop import generate
 from realhf.engine.interface import GenerationOutput, GenerationRequest, LossFunction, Postprocess, Stats
+from realhf.engine.pipeline import Neighbours
 from realhf.engine.residency.residency import Boxes, Residency
 from realhf.engine.train.data_parallel import Parameters, ReplicatedParameters
 from realhf.engine.train.fsdp import ShardedParameters
-from realhf.engine.train.pipeline import Neighbours
 from realhf.engine.train.step import Trainer
 from realhf.geometry.boxes import Box
 from realhf.geometry.shards import shard_boxes

@@ -13,7 +13,7 @@ from realhf.base.numbers import Range, check_ranges
 from realhf.data.fit import check_fit, check_replay
 from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.plan import check_plan
-from realhf.engine.train.megatron_check import check_megatron
+from realhf.engine.megatron_check import check_megatron
 from realhf.geometry.shards import shard_boxes
 from realhf.lifecycle.experiment import experiment_of
 from realhf.lifecycle.request import RunRequest

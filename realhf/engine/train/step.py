@@ -13,10 +13,10 @@ from realhf.architecture.compute import ComputeConfig
 from realhf.engine.batch import Batch
 from realhf.engine.forward import pack_micro_batch, run_stage
 from realhf.engine.interface import LossFunction, Stats
+from realhf.engine.pipeline import Neighbours, run_training
 from realhf.engine.returned import check_loss
 from realhf.engine.train.data_parallel import Parameters
 from realhf.engine.train.optimizer import FlatAdamW, gradient_dtype, square_sum
-from realhf.engine.train.pipeline import Neighbours, run_training
 from realhf.geometry.boxes import Box
 from realhf.geometry.pipeline_schedule import Pass
 from realhf.geometry.shards import counted_slices, shard_boxes

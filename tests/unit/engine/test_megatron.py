@@ -14,9 +14,10 @@ from realhf.api.experiment import ModelSetup, OptimizerConfig
 from realhf.architecture.compute import ComputeConfig
 from realhf.architecture.model import DecoderConfig, Experts
 from realhf.base.errors import UserError
+from realhf.engine import megatron_backend as megatron
+from realhf.engine import megatron_check
 from realhf.engine.backend import ModelSpec, build_model
 from realhf.engine.model import ShardedModel
-from realhf.engine.train import megatron, megatron_check
 from realhf.geometry.layout import ParallelStrategy
 from realhf.geometry.parameters import decoder_parameters
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens
@@ -96,7 +97,7 @@ for module in pkgutil.walk_packages(realhf.__path__, "realhf."):
     # A library that processes load before Python starts is no module.
     if not module.name.endswith("__main__") and module.name != "realhf.machine._aligned":
         importlib.import_module(module.name)
-assert "realhf.engine.train.megatron" in sys.modules
+assert "realhf.engine.megatron_backend" in sys.modules
 assert not [name for name in sys.modules if name.split(".")[0] in ("megatron", "flash_attn", "transformer_engine")]
 """
     subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE_S)

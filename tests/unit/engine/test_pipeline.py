@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.base.errors import RunError
-from realhf.engine.train.pipeline import Neighbours, Transfer, run_forward, run_training
+from realhf.engine.pipeline import Neighbours, Transfer, run_forward, run_training
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.pipeline_schedule import Pass, training_order
 from realhf.parallel.groups import ParallelGroups

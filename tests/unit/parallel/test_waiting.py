@@ -15,7 +15,7 @@ from torch import Tensor
 
 from realhf.base.errors import RunError
 from realhf.engine.generate.ring import _Links
-from realhf.engine.train.pipeline import Neighbours
+from realhf.engine.pipeline import Neighbours
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import ParallelGroups

@@ -18,8 +18,8 @@ from torch.func import functional_call
 
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.backend import ModelSpec
+from realhf.engine.megatron_check import check_architecture, check_megatron
 from realhf.engine.model import ShardedModel
-from realhf.engine.train.megatron_check import check_architecture, check_megatron
 from realhf.models.attention import Attention
 from realhf.models.decoder import DecoderLayer
 from realhf.models.rotary import rotate
