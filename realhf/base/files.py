@@ -19,8 +19,7 @@ _REMEDIES = {
     errno.EDQUOT: "make room there, or ask for a larger quota",
     errno.EFBIG: "allow larger files (ulimit -f)",
     errno.EROFS: "mount it writable",
-    errno.EACCES: "let this user write there",
-    errno.EPERM: "let this user write there",
+    **dict.fromkeys((errno.EACCES, errno.EPERM), "let this user write there"),
     errno.EIO: "look at the disk (dmesg)",
     errno.ESTALE: "look at the mount",
     errno.ENOENT: "see who removed it",
@@ -144,6 +143,15 @@ def writing_a_run() -> Iterator[None]:
         raise RunError(
             f"{file} cannot be written ({error.strerror}): {_REMEDIES[error.errno]}, then go on with --resume"
         ) from error
+
+
+def last_lines(path: Path, count: int) -> str:
+    """The end of a log for a message, a line break and a bar before each line; "" where it cannot be read."""
+    try:
+        lines = path.read_text(errors="replace").rstrip().splitlines()
+    except OSError:
+        return ""
+    return "".join(f"\n  | {line}" for line in lines[-count:])
 
 
 def delete(path: Path) -> None:

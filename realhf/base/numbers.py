@@ -18,9 +18,7 @@ BYTES: Bounds = (0, 2**60)
 
 
 def check_range(name: str, value: Number, low: float, high: float, unit: str = "") -> Number:
-    """`value`, if it lies from `low` to `high`.
-
-    `name` is the user's name for it: an option (`--memory-gb`) or a field (`optimizer.lr`).
+    """`value`, if it lies from `low` to `high`; `name` is the user's: `--memory-gb`, or `optimizer.lr`.
 
     Raises:
         UserError: the value is outside the range, or NaN.

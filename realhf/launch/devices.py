@@ -1,4 +1,4 @@
-"""The devices that the workers of a run on this machine get, and how each worker is told which is its own."""
+"""The devices of the workers on this machine, and how each worker is told its own."""
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -16,33 +16,26 @@ WITHOUT_GPU = {VISIBLE: ""}
 
 @dataclass(frozen=True)
 class Device:
-    """What one worker computes on: a GPU, or a share of the CPU. `environment`: of this worker.
-
-    `place` is what the run's specification calls it: the UUID of a GPU, or a number.
-    """
+    """What one worker computes on, and its environment. `place`: a GPU's UUID, or the number of a share of the CPU."""
 
     place: str
     environment: dict[str, str]
 
 
 def devices_of(gpus: Sequence[Gpu], avoided: Collection[str] = ()) -> Iterator[Device]:
-    """The devices for workers beside these GPUs, without the places to be avoided.
-
-    Without GPUs there is no end of them: workers share the CPU.
-    """
-    devices = (
-        (Device(gpu.uuid, {VISIBLE: gpu.token, DEVICE_VARIABLE: f"cuda:{i}"}) for i, gpu in enumerate(gpus))
-        if gpus
-        else (Device(str(i), {**WITHOUT_GPU, DEVICE_VARIABLE: f"cpu:{i}"}) for i in count())
-    )
-    return (device for device in devices if device.place not in avoided)
+    """A device for each GPU; without GPUs shares of the CPU, endlessly. Places to be avoided are left out."""
+    named = ((gpu.uuid, gpu.token) for gpu in gpus) if gpus else ((str(i), "") for i in count())
+    kind = "cuda" if gpus else "cpu"
+    for i, (place, visible) in enumerate(named):
+        if place not in avoided:
+            yield Device(place, {VISIBLE: visible, DEVICE_VARIABLE: f"{kind}:{i}"})
 
 
 def gpus_for(num_workers: int, avoided: Collection[str] = ()) -> tuple[Gpu, ...]:
-    """The visible GPUs, of which each of these workers gets one; none: they compute on the CPU.
+    """The visible GPUs, one for each of these workers; none: they compute on the CPU.
 
     Raises:
-        UserError: there are GPUs, but fewer than workers, or torch cannot use them; or as `visible_gpus`.
+        UserError: there are fewer GPUs than workers, or torch cannot use them; or as `visible_gpus`.
     """
     gpus = visible_gpus()
     if not gpus:

@@ -23,7 +23,7 @@ POLL_S = 0.5
 
 @dataclass
 class _Part:
-    """A process of the job as a generator: its steps, in a context of their own, and the value that it returns."""
+    """A process of the job: a generator that returns the exit code, in a context of its own."""
 
     spec: ProcessSpec
     steps: Generator[None, None, int]
@@ -40,11 +40,10 @@ class _Part:
 
 
 class InProcessLauncher(Launcher):
-    """Runs the module of each process here: its function `in_process`, a generator that returns an exit code.
+    """Runs `in_process` of each process's module here, a generator that returns an exit code.
 
-    `poll` advances the generators on the calling thread. The worker's is there, so `breakpoint()` in an interface opens
-    pdb, and `poll` raises what an interface raises. The master's has a thread of its own. Nothing is late in such a
-    run: its modules set the deadlines to a week.
+    `poll` advances the generators on the calling thread: `breakpoint()` in an interface opens pdb, and `poll` raises
+    what an interface raises. The master's has a thread of its own. The modules set the deadlines to a week.
     """
 
     uses_terminal = True
@@ -92,7 +91,7 @@ class InProcessLauncher(Launcher):
         return exits
 
     def stop(self, *, grace_s: float = 5.0) -> None:
-        """Ends the generators, the worker's first; a thread cannot be killed, so `grace_s` says nothing."""
+        """Ends the generators, the worker's first. `grace_s` is not used: a thread cannot be killed."""
         while self._parts:
             part = self._parts.pop()
             part.context.run(part.steps.close)

@@ -18,9 +18,9 @@ UNKNOWN_RETURNCODE = 255
 
 @dataclass(frozen=True, kw_only=True)
 class Exit:
-    """How a process ended: `returncode` is its exit code, or -N if signal N killed it (as in subprocess).
+    """How a process ended: with an exit code, or -N if signal N killed it (as in subprocess).
 
-    `note` is what the cluster had to say about it, such as a node failure; empty if nothing.
+    `note` is what the cluster says about it, such as a node failure.
     """
 
     name: str
@@ -35,40 +35,34 @@ class NoOptions:
 
 
 class Launcher(Protocol):
-    """Starts, watches and ends the processes of a run, and knows the places on which its workers are.
+    """Starts, watches and ends the processes of a run, and knows the places of its workers: devices or nodes.
 
-    A place is a device of this machine or a node of a cluster; a job names those that it does without
-    (`Job.avoided`). A launcher is used from one thread. It starts one job at a time: the next one after `stop`.
-    A class that inherits from this one needs `start`, `poll` and `stop`; the other methods have a default.
+    It is used from one thread, and starts one job at a time: the next one after `stop`. A class that inherits from
+    this one needs `start`, `poll` and `stop`; the other methods have a default.
     """
 
     options_type: ClassVar[type[Any]] = NoOptions
-    """A frozen dataclass, all of whose fields have defaults. Its options (`realhf.base.options.option`) are options of
-    the command line too."""
+    """A frozen dataclass whose fields have defaults; its `option` fields are on the command line too."""
 
     is_remote: ClassVar[bool] = False
     """Whether the processes run on other machines, which see the run directory through a shared file system."""
 
     uses_terminal: ClassVar[bool] = False
-    """Whether what runs may read from the terminal and write to it, as a debugger does."""
+    """Whether what runs may use the terminal, as a debugger does."""
 
     def __init__(self, options: Any) -> None:
         """`options`: of `options_type`."""
 
     def preview(self, job: Job) -> str:
-        """What `start` would do, as text: the batch script, for example. Starts nothing.
-
-        Raises:
-            UserError: the job cannot be started here.
-        """
+        """What `start` would do, as text: the batch script, for example. Raises UserError as `start` does."""
         return "".join(f"{process.name}: {' '.join(process.argv)}\n" for process in job.processes)
 
     def start(self, job: Job) -> None:
-        """Starts every process of the job. Raises UserError or RunError if that cannot be; then none is left."""
+        """Starts every process of the job. Raises UserError or RunError if it cannot; then none is left."""
         raise NotImplementedError
 
     def poll(self) -> list[Exit]:
-        """The processes that have ended since the last poll, in the order in which they ended. Does not wait.
+        """The processes that have ended since the last poll, the first ones first. Does not wait.
 
         Raises RunError where the launcher has lost sight of them or gives up; then none is left.
         """
@@ -77,8 +71,7 @@ class Launcher(Protocol):
     def stop(self, *, grace_s: float = 5.0) -> None:
         """Ends what is left: asks (SIGTERM), and after `grace_s` kills. Returns when nothing is left.
 
-        May be called at any time and more than once; `poll` does not report what it ended.
-        Raises RunError where something cannot be ended.
+        May be called at any time; `poll` does not report what it ended. Raises RunError where that cannot be ended.
         """
         raise NotImplementedError
 
@@ -109,10 +102,8 @@ LAUNCHERS: Mapping[str, str] = {
 def find_launcher(name: str, folder: Path | None = None) -> type[Launcher]:
     """The class that `--launcher name` means: a name of `LAUNCHERS`, or `MODULE:CLASS` from elsewhere.
 
-    MODULE is a file (`my_launcher.py`), or the name of an installed module or of one in `folder`, the experiment's.
-
-    Raises:
-        UserError: there is no such launcher, module or class, or the class lacks what a launcher needs.
+    MODULE is a file (`my_launcher.py`), an installed module, or one in `folder`, the experiment's. Raises UserError if
+    there is no such launcher, module or class, or the class lacks what a launcher needs.
     """
     module, _, cls = LAUNCHERS.get(name, name).rpartition(":")
     if not (module and cls):
@@ -136,15 +127,12 @@ def find_launcher(name: str, folder: Path | None = None) -> type[Launcher]:
 
 
 def _load(name: str, module: str, folder: Path | None) -> Any:
-    if module.endswith(".py"):
-        try:
-            return load_code_file(module)
-        except UserError as error:
-            raise UserError(f"--launcher {name}: {error}") from error
     if folder is not None:
         add_to_search_path(folder)
     try:
-        return importlib.import_module(module)
+        return load_code_file(module) if module.endswith(".py") else importlib.import_module(module)
+    except UserError as error:
+        raise UserError(f"--launcher {name}: {error}") from error
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module}.".startswith(f"{error.name}."):  # one that the launcher's imports
             raise UserError(f"--launcher {name}: {module} cannot be imported: {error}") from error
@@ -157,7 +145,7 @@ def _load(name: str, module: str, folder: Path | None) -> Any:
 
 
 def _lacking(found: type) -> list[str]:
-    """What a class does not have of what a launcher needs."""
+    """What a launcher needs and a class does not have."""
     members = [name for name in vars(Launcher) if not name.startswith("_")]
     methods = [name for name in members if inspect.isfunction(vars(Launcher)[name])]
     bare = {name for name in ("start", "poll", "stop") if getattr(found, name, None) is vars(Launcher)[name]}

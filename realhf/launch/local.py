@@ -26,8 +26,7 @@ _LAUNCH_VARIABLE = "REALHF_LAUNCH_ID"
 class LocalLauncher(Launcher):
     """Runs each process in a session of its own, so that Ctrl-C reaches the launcher alone. A place is a device.
 
-    If the launcher dies, however it dies, the system kills its children. That is tied to the
-    thread that called `start`: it has to live as long as the run.
+    The system kills the children when the thread that called `start` ends: it has to live as long as the run.
     """
 
     def __init__(self, options: NoOptions) -> None:
@@ -40,19 +39,10 @@ class LocalLauncher(Launcher):
         return "".join(f"{process.name}: {shlex.join(process.argv)}\n" for process in self.placed(job))
 
     def placed(self, job: Job) -> list[ProcessSpec]:
-        """The job's processes, each worker with its device in its environment.
-
-        Raises:
-            UserError: there are too few devices.
-        """
+        """The job's processes, each worker with its device in its environment. UserError: there are too few devices."""
         devices = self._devices(job)
-        environments = (
-            {} if process.index is None else devices[process.index].environment for process in job.processes
-        )
-        return [
-            replace(process, env={**process.env, **own})
-            for process, own in zip(job.processes, environments, strict=True)
-        ]
+        own = [{} if process.index is None else devices[process.index].environment for process in job.processes]
+        return [replace(one, env={**one.env, **env}) for one, env in zip(job.processes, own, strict=True)]
 
     def start(self, job: Job) -> None:
         assert not self._children, "the last job was not stopped"

@@ -20,10 +20,9 @@ TOLD_RETURNCODE = 86
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
-    """One process to start: `name` is "master" or "worker-INDEX".
+    """One process to start: `name` is "master" or "worker-INDEX". What it prints goes to `log_path`.
 
-    `env` is added to the launcher's own environment; a launcher adds a worker's index to it
-    (`worker_index`). What the process prints goes to `log_path`.
+    `env` is added to the launcher's own environment, to which a launcher adds a worker's index (`worker_index`).
     """
 
     name: str
@@ -43,11 +42,9 @@ class ProcessSpec:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """One start of a run: all its processes, and where they may be.
+    """One start of a run. `processes` are the master, if there is one, and the workers by index, node by node.
 
-    `processes` are the master, if there is one, and the workers by index. Workers of a node are next to each other.
-    `nodelist` names the nodes that the experiment asks for (None: any), `avoided` the places that it does without,
-    after failures there.
+    `nodelist` names the nodes that the experiment asks for (None: any), `avoided` places where something has failed.
     """
 
     name: str = "realhf"
@@ -72,26 +69,19 @@ def job_of(run: Run, directory: RunDirectory, *, is_remote: bool) -> Job:
 
     `is_remote`: workers are on other machines than the master, so it listens on its host's address.
     """
-    path, threads = str(directory.path), run.spec.hardware.threads if run.spec.hardware else 1
-    master = ProcessSpec(
-        name=MASTER,
-        argv=python_command("realhf.master", path, *([] if is_remote else ["127.0.0.1"])),
-        env={**process_environment(), **WITHOUT_GPU},
-        log_path=directory.log(MASTER),
-    )
-    workers = (
-        ProcessSpec(
-            name=worker_name(index),
-            argv=python_command("realhf.worker", path),
-            env=process_environment(threads),
-            log_path=directory.log(worker_name(index)),
-        )
-        for index in range(run.spec.num_workers)
-    )
+    path = str(directory.path)
+    of_master = python_command("realhf.master", path, *([] if is_remote else ["127.0.0.1"]))
+    of_worker = python_command("realhf.worker", path)
+    for_worker = process_environment(run.spec.hardware.threads if run.spec.hardware else 1)
+    commands = {MASTER: (of_master, {**process_environment(), **WITHOUT_GPU})}
+    commands |= {worker_name(index): (of_worker, for_worker) for index in range(run.spec.num_workers)}
     return Job(
         name=f"realhf-{Path(run.spec.experiment_file).stem}",
         directory=directory,
-        processes=(master, *workers),
+        processes=tuple(
+            ProcessSpec(name=name, argv=argv, env=env, log_path=directory.log(name))
+            for name, (argv, env) in commands.items()
+        ),
         workers_per_node=run.spec.devices_per_node,
         nodelist=run.settings.nodelist,
         avoided=frozenset(run.spec.avoided),
@@ -99,7 +89,7 @@ def job_of(run: Run, directory: RunDirectory, *, is_remote: bool) -> Job:
 
 
 def worker_index(environ: Mapping[str, str]) -> int | None:
-    """The index that a launcher gave to this worker process through its environment, None outside of one."""
+    """The index that a launcher gave to this worker process, None outside of one."""
     text = environ.get(WORKER_INDEX_VARIABLE)
     return None if text is None else int(text)
 
@@ -107,8 +97,8 @@ def worker_index(environ: Mapping[str, str]) -> int | None:
 def python_command(module: str, *words: str) -> tuple[str, ...]:
     """The command line of every Python process that is started: `module` with these words.
 
-    Without -P the working directory would lead `sys.path`: a file `json.py` lying there would be run in place of
-    Python's own. What these processes start in turn (multiprocessing) has -P too.
+    -P keeps the working directory out of `sys.path`, where a file `json.py` would take the place of Python's own. What
+    these processes start in turn (multiprocessing) has -P too.
     """
     return (sys.executable, "-P", "-m", module, *words)
 
@@ -121,8 +111,7 @@ def module_of(spec: ProcessSpec) -> tuple[str, ...]:
 
 
 def process_environment(threads: int = 1) -> dict[str, str]:
-    """What every process gets: `threads` unless the user asks for others, its lines at once, memory in huge pages, and
-    freed memory of tensors that can be used again.
+    """What every process gets: `threads` unless the user asks for others, unbuffered output, and malloc's settings.
 
     malloc asks for huge pages (glibc from 2.35 on; others do not know the option). A model of 144 MB that one
     process sends to three or seven others was there in 0.75 and 0.88 of the time, since fewer pages are looked up.

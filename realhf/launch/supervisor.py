@@ -5,9 +5,9 @@ import math
 import signal
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from realhf.base.errors import RunError, UserError
+from realhf.base.files import last_lines
 from realhf.launch.launcher import UNKNOWN_RETURNCODE, Exit, Launcher
 from realhf.launch.process import TOLD_RETURNCODE, Job
 from realhf.rundir.flight_recorder import read_activity
@@ -15,16 +15,15 @@ from realhf.rundir.paths import MASTER, RunDirectory, worker_of
 from realhf.rundir.status import Status, read_status
 
 POLL_S = 0.1
-# After a first bad end, the others are given this long to end as well: the first to be seen is
-# not always the cause, and the master takes a few seconds to find it out (more on a busy machine).
+# After a first bad end, the others get this long to end as well: the first to be seen is not always the cause, and the
+# master takes a few seconds to find it out (more on a busy machine).
 SETTLE_S = 30.0
 # A worker that ended without telling the master is the cause; others may have ended of the same one in that moment.
 SILENT_SETTLE_S = 1.0
 WORKERS_END_S = 120.0
 STOP_GRACE_S = 3.0
 LOG_LINES = 8
-# The master writes its status every second. One that does not for this long is given up; a busy machine does not keep
-# it from that.
+# The master writes its status every second, on a busy machine too. One that does not for this long is given up.
 MASTER_SILENCE_S = 60.0
 # Shared file systems may show a file late, up to a minute with NFS's defaults.
 FILES_LATE_S = 90.0
@@ -36,7 +35,7 @@ def supervise(launcher: Launcher, job: Job, on_poll: Callable[[], None]) -> None
     """Starts the processes of a job and returns when all have ended well; `on_poll` is called ten times a second.
 
     Raises:
-        RunError: one ended badly; by then all are gone. Whatever else is raised (Ctrl-C), all are stopped first.
+        RunError: one ended badly. Whatever is raised (Ctrl-C too), all are stopped first.
     """
     exits: dict[str, Exit] = {}
     master = _SignsOfLife(job.directory, MASTER_SILENCE_S + launcher.is_remote * FILES_LATE_S)
@@ -68,16 +67,15 @@ def supervise(launcher: Launcher, job: Job, on_poll: Callable[[], None]) -> None
 
 
 def _stop(launcher: Launcher) -> None:
-    """Ends all processes; who interrupts once more does not want to wait for them."""
     try:
         launcher.stop(grace_s=STOP_GRACE_S)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # once more: the user does not want to wait
         launcher.stop(grace_s=0)
         raise
 
 
 class _SignsOfLife:
-    """Whether the master still writes its status. Watched from its first word on: before that it may wait in a queue.
+    """Whether the master still writes its status, once it has begun to: before that it may wait in a queue.
 
     What counts is that the file changes, by this process's clock: clocks of nodes differ.
     """
@@ -94,11 +92,9 @@ class _SignsOfLife:
             self._last, self._seen_s = updated, now_s
         self._checked_s = now_s
         if self._last != self._first and now_s - self._seen_s > self._silence_s:
-            activity = read_activity(self._directory.activity(MASTER))
             raise RunError(
                 f"the master has been silent for {now_s - self._seen_s:.0f} s: it hangs, or its node does"
-                + (f"; last activity: {activity}" if activity else "")
-                + f"; log: {self._directory.log(MASTER)}"
+                f"{_last_activity(self._directory, MASTER)}; log: {self._directory.log(MASTER)}"
             )
 
     def _updated(self) -> float:
@@ -133,37 +129,31 @@ def _is_silent(end: Exit) -> bool:
 
 
 def _explain(bad: Sequence[Exit], directory: RunDirectory) -> RunError:
-    """The most telling of several bad ends: who ended without a word, else what the master heard, else all.
+    """The most telling of several bad ends: the silent ones, else what the master heard, else all.
 
-    Of those without a word, all that ended as the first of them did: what came after may be a consequence.
+    Of the silent ones, those that ended as the first did: the others may be a consequence.
     """
     silent = [end for end in bad if _is_silent(end)]
     silent = [end for end in silent if (end.returncode < 0) == (silent[0].returncode < 0)]
     status = _status(directory)
     if not silent and status is not None and status.state == "failed":
         return RunError(status.message, status.blamed)
-    indices = (worker_of(end.name) for end in silent or bad)
-    return RunError(
-        "\n".join(_describe(end, directory) for end in silent or bad),
-        workers=[index for index in indices if index is not None],
-    )
+    blamed = silent or bad
+    workers = [index for end in blamed if (index := worker_of(end.name)) is not None]
+    return RunError("\n".join(_describe(end, directory) for end in blamed), workers)
 
 
 def _describe(end: Exit, directory: RunDirectory) -> str:
-    activity = read_activity(directory.activity(end.name))
     if end.returncode < 0:
         names = {number.value: f" ({number.name})" for number in signal.Signals}  # most real-time signals have none
         how = f"was killed by signal {-end.returncode}{names.get(-end.returncode, '')}"
     else:
         how = f"ended with exit code {end.returncode}"
-    where = f"; last activity: {activity}" if activity else ""
     note = f" ({end.note})" if end.note else ""
-    tail = "".join(f"\n  | {line}" for line in _last_lines(end.log_path))
-    return f"{end.name} {how}{where}{note}; log: {end.log_path}{tail}"
+    tail = last_lines(end.log_path, LOG_LINES)
+    return f"{end.name} {how}{_last_activity(directory, end.name)}{note}; log: {end.log_path}{tail}"
 
 
-def _last_lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(errors="replace").splitlines()[-LOG_LINES:]
-    except OSError:
-        return []
+def _last_activity(directory: RunDirectory, process: str) -> str:
+    activity = read_activity(directory.activity(process))
+    return f"; last activity: {activity}" if activity else ""

@@ -16,7 +16,7 @@ from realhf.master.moves import Moves, SendRequest
 from realhf.master.open_requests import Clock, OpenRequests
 from realhf.master.replies import Request
 from realhf.master.state import Action, CallQueue, FinishStep, Issue, Node, movers_of, occupied
-from realhf.rundir.deadlines import Deadlines
+from realhf.rundir.run import Deadlines
 from realhf.transport.messages import (
     BatchKey,
     CallFunction,

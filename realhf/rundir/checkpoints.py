@@ -25,12 +25,11 @@ DAMAGED = "damaged-"
 
 
 class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What there is to know of a run after `step` steps, beside its models. No step is in flight then.
+    """A run after `step` steps, beside its models. No step is in flight then.
 
-    `samples` is how many samples of the data set have been read: the order of rows follows from it and the seed, as
-    the random numbers of sampling follow from step and seed. `models` has the SHA-256 of every model's index, which has
-    those of its files. `statistics` are the means of the last step, and of the evaluation after it. `sha256` is the
-    digest of all other fields.
+    `samples` of the data set have been read: the order of rows follows from it and the seed, as the random numbers of
+    sampling follow from step and seed. `models` has the SHA-256 of every model's index, which has those of its files.
+    `statistics` are the means of the last step and of the evaluation after it. `sha256` is of all other fields.
     """
 
     step: int
@@ -54,12 +53,11 @@ class Choice:
 
 
 def step_folder(checkpoints: Path, step: int) -> Path:
-    """The checkpoint after `step` steps."""
     return checkpoints / f"step-{step}"
 
 
 def saved_steps(checkpoints: Path) -> list[int]:
-    """The steps of all checkpoints, the first ones first, good or not; none where there is no folder."""
+    """The steps of all checkpoints, good or not, in order; none where there is no folder."""
     if not checkpoints.is_dir():
         return []
     names = (re.fullmatch(r"step-(0|[1-9][0-9]*)", path.name) for path in checkpoints.iterdir())
@@ -67,9 +65,9 @@ def saved_steps(checkpoints: Path) -> list[int]:
 
 
 def complete(part: Path, target: Path, state: RunState, models: Sequence[str]) -> None:
-    """Gives the directory `part`, whose `models` are complete, its state and the name `target`; `latest` points there.
+    """Gives the directory `part`, whose `models` are complete, its state with all digests, and the name `target`.
 
-    All digests are filled in here.
+    `latest` points there afterwards.
     """
     digests = {name: file_digest(part / name / INDEX_FILE) for name in models}
     state = msgspec.structs.replace(state, models=digests)
@@ -82,11 +80,7 @@ def complete(part: Path, target: Path, state: RunState, models: Sequence[str]) -
 
 
 def check(checkpoint: Path) -> RunState:
-    """The state of a checkpoint all of whose files hold what was written.
-
-    Raises:
-        UserError: naming the first file of which that is not so.
-    """
+    """The state of a checkpoint. Raises UserError naming the first file that does not hold what was written."""
     try:
         state = _read_state(checkpoint)
         for model, digest in state.models.items():
@@ -115,9 +109,9 @@ def newest_good(checkpoints: Path) -> Choice:
 
 
 def tidy(checkpoints: Path, step: int) -> None:
-    """Leaves no checkpoint after `step`, for a run that goes on from there: the names will be needed again.
+    """Leaves no checkpoint after `step`, for a run that goes on from there and needs the names again.
 
-    What is complete by its name and not good is kept as `damaged-step-N`; unfinished ones are removed.
+    Later ones are kept as `damaged-step-N`; unfinished ones are removed.
     """
     remove_unfinished(checkpoints)
     for later in (found for found in saved_steps(checkpoints) if found > step):
@@ -131,23 +125,25 @@ def tidy(checkpoints: Path, step: int) -> None:
 
 
 def remove_unfinished(checkpoints: Path) -> None:
-    """Removes what no process writes any more: checkpoints that were begun, and never got their names."""
+    """Removes checkpoints that were begun and never got their names; no process may write one."""
     for path in list(checkpoints.iterdir()):
         if path.name.startswith("."):
             delete(path)
 
 
 def retain(checkpoints: Path, keep: int | None, best: str | None) -> None:
-    """Removes all but the newest `keep` checkpoints (None: keeps all) and the one with the best value of `best`.
+    """Removes all but the newest `keep` checkpoints (None: keeps all) and the best one.
 
-    `best` is a statistic of which the highest value is the best, after "min:" the lowest.
+    `best` is a statistic whose highest value is the best, after "min:" the lowest.
     """
     steps = saved_steps(checkpoints)
     kept = set(steps if keep is None else steps[-keep:])
     if best is not None and kept != set(steps) and (found := _best(checkpoints, steps, best)) is not None:
         kept.add(found)
     for step in set(steps) - kept:
-        _remove(step_folder(checkpoints, step))
+        aside = checkpoints / f".step-{step}.old"  # at no moment is there a part of one under its name
+        step_folder(checkpoints, step).rename(aside)
+        delete(aside)
 
 
 def _best(checkpoints: Path, steps: list[int], best: str) -> int | None:
@@ -161,15 +157,8 @@ def _best(checkpoints: Path, steps: list[int], best: str) -> int | None:
     return max(values, key=lambda step: (values[step], step), default=None)
 
 
-def _remove(checkpoint: Path) -> None:
-    """Removes a checkpoint; at no moment is there a part of one under its name."""
-    aside = checkpoint.with_name(f".{checkpoint.name}.old")
-    checkpoint.rename(aside)
-    delete(aside)
-
-
 def _read_state(checkpoint: Path) -> RunState:
-    """What `run.json` says, if it is what was written there. Raises UserError, and OSError where it cannot be read."""
+    """`run.json`, if it holds what was written. Raises UserError, and OSError where it cannot be read."""
     path = checkpoint / STATE_FILE
     try:
         state = decode_versioned(path.read_bytes(), RunState, FORMAT)
@@ -183,7 +172,6 @@ def _read_state(checkpoint: Path) -> RunState:
 
 
 def _digest(state: RunState) -> str:
-    """SHA-256 of all fields but itself, in hexadecimal."""
     fields = msgspec.structs.replace(state, sha256="")
     return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()
 

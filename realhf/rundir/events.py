@@ -36,7 +36,7 @@ class Event(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def note(path: Path, event: EventKind, step: int, message: str = "") -> None:
-    """Appends an event. A file that cannot be written must not end what it reports on: then it is only said."""
+    """Appends an event. If the file cannot be written, that is only printed: it must not end the run."""
     value = Event(time_s=time.time(), event=event, step=step, message=message)
     try:
         append_line(path, value)
@@ -51,5 +51,4 @@ def event_line(line: bytes) -> Event:
 
 
 def read_events(path: Path) -> list[Event]:
-    """All events so far that can be read."""
     return read_lines(path, event_line).values

@@ -3,13 +3,13 @@
 import mmap
 import os
 import struct
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-# One byte that tells which of two slots is valid, padded; then the slots, each a time, a length
-# and a text. A new text goes to the other slot and the byte is flipped last: a process killed in
-# the middle of it leaves the previous text whole.
+# One byte that tells which of two slots is valid, padded; then the slots, each a time, a length and a text. A new text
+# goes to the other slot and the byte is flipped last: a process killed in the middle of it leaves the old text whole.
 _HEADER_BYTES = 8
 _SLOT_BYTES = 252
 _SLOT = struct.Struct("<dH")
@@ -30,14 +30,15 @@ class Activity:
 
 
 class ActivityWriter:
-    """Records the current activity of this process in `path`, a few microseconds a time.
+    """Records the current activity of this process in `path`, a few microseconds a time; for any thread.
 
-    The file is memory-mapped: what was set is in the system's hands at once, even if the process
-    is killed the next moment. For one thread.
+    The file is memory-mapped: what was set is in the system's hands at once, even if the process is killed the next
+    moment. `main` is the activity without what a second thread does beside it (`realhf.worker.move_thread`).
     """
 
     def __init__(self, path: Path) -> None:
-        self.text = ""
+        self.main, self._beside = "", ""
+        self._lock = threading.Lock()
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
             os.posix_fallocate(handle, 0, _FILE_BYTES)  # on a full disk an error here, not a SIGBUS later
@@ -47,16 +48,31 @@ class ActivityWriter:
         self._slot = 0
         self.set("")
 
+    @property
+    def text(self) -> str:
+        """All that the process does."""
+        return f"{self.main}; and {self._beside}" if self._beside else self.main
+
     def set(self, text: str) -> None:
         """Records `text`, such as "step 4 actor_generate: compute"; cut at MAX_TEXT_BYTES."""
-        data = text.encode(errors="replace")[:MAX_TEXT_BYTES]
+        with self._lock:
+            self.main = text
+            self._write()
+
+    def set_beside(self, text: str) -> None:
+        """Records what a second thread does beside that; "" ends it."""
+        with self._lock:
+            self._beside = text
+            self._write()
+
+    def _write(self) -> None:
+        data = self.text.encode(errors="replace")[:MAX_TEXT_BYTES]
         slot = 1 - self._slot
         start = _HEADER_BYTES + slot * _SLOT_BYTES
         _SLOT.pack_into(self._map, start, time.time(), len(data))
         self._map[start + _SLOT.size : start + _SLOT.size + len(data)] = data
         self._map[0] = slot
         self._slot = slot
-        self.text = text
 
     def close(self) -> None:
         self._map.close()

@@ -1,4 +1,4 @@
-"""JSON lines of a run: appended one at a time, and read back past those that a crash or a disk has damaged."""
+"""JSON lines of a run: appended one at a time, and read back without those that a crash or a disk has damaged."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -64,10 +64,9 @@ class Lines(Generic[T]):
 
 
 def append_line(path: Path, value: Any) -> None:
-    """Adds a line, which readers see at once. It is a line of its own behind one that a crash cut off, too.
+    """Adds a line, also behind one that a crash cut off; readers see it at once.
 
-    Raises:
-        OSError: naming the file; a part of the line may have been written.
+    Raises OSError naming the file; a part of the line may have been written.
     """
     line = msgspec.json.encode(value) + b"\n"
     with naming(path), path.open("a+b") as file:
@@ -79,10 +78,10 @@ def append_line(path: Path, value: Any) -> None:
 
 
 def read_lines(path: Path, decode: Callable[[bytes], T], *, tail_bytes: int | None = None) -> Lines[T]:
-    """The lines of a file, or those in its last `tail_bytes`, that `decode` does not raise BadContentError for.
+    """The lines of a file, or in its last `tail_bytes`; those for which `decode` raises BadContentError are damaged.
 
-    There are none where there is no file. A last line that has neither its end nor its line break is left out without a
-    word: it is still being written, or its writer died.
+    There are none where there is no file. A last line without its end is left out without a word: it is still being
+    written, or its writer died.
     """
     try:
         with path.open("rb") as file:
@@ -113,11 +112,8 @@ def read_lines(path: Path, decode: Callable[[bytes], T], *, tail_bytes: int | No
 
 
 class Tail(Generic[T]):
-    """The lines that a file gained since the last look.
-
-    Args:
-        say: told of lines that `decode` raises BadContentError for; they are left out.
-    """
+    """The lines that a file gained since the last look. `say` is told of those for which `decode` raises
+    BadContentError; they are left out."""
 
     def __init__(self, path: Path, decode: Callable[[bytes], T], say: Callable[[str], None]):
         self._path, self._decode, self._say, self._offset = path, decode, say, 0

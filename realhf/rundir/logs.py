@@ -16,13 +16,9 @@ _REQUEST = re.compile(r"(?P<call>[^ ,]+) of (?P<batch>step|evaluation batch) (?P
 def start_logging(process: str, activity: Callable[[], str] = lambda: "", stream: IO[str] | None = None) -> None:
     """Sends all log records of this process, of level INFO and above, to `stream` (default: stderr).
 
-    A line is `2026-01-31 12:00:00.123 INFO worker-3 step=7 call=actor_generate what happened`; what has no step or
-    call leaves them out. Steps count from 1.
-
-    Args:
-        process: "master" or "worker-N".
-        activity: what the process is doing, from which step and call are read for every record, whoever logs it.
-            A record may bring its own (`at`).
+    A line is `2026-01-31 12:00:00.123 INFO worker-3 step=7 call=actor_generate what happened`, with step (from 1) and
+    call where there are any. They are read from `activity`, which says what the process is doing, unless a record
+    brings its own (`at`).
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_LineFormatter(process, activity))
@@ -36,8 +32,8 @@ _PROCESS: ContextVar[str] = ContextVar("process", default="worker-0")
 
 @contextlib.contextmanager
 def logging_to(path: Path, process: str, activity: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Inside, the log records of one of several `processes` in this one are appended to `path`, as `start_logging` has
-    them. They are those of the present context (`contextvars`), for the worker those of any thread beside."""
+    """Inside, records of one of several `processes` in this one are appended to `path`, as `start_logging` writes them:
+    those of the present context (`contextvars`), for the worker also those of any other thread."""
     root = logging.getLogger()
     with path.open("a") as file:
         handler = logging.StreamHandler(file)
@@ -52,12 +48,12 @@ def logging_to(path: Path, process: str, activity: Callable[[], str] = lambda: "
 
 
 def at(step: int, call: str | None = None) -> dict[str, Any]:
-    """For the argument `extra` of a logger: step (from 1) and call of one record."""
+    """A logger's `extra`: step (from 1) and call of one record."""
     return {"place": f"step={step} " + (f"call={call} " if call else "")}
 
 
 def place_of(activity: str) -> str:
-    """`step=7 call=actor_generate ` from what a worker is doing; empty where that is no request of a batch."""
+    """`step=7 call=actor_generate `; empty where the activity is no request of a batch."""
     match = _REQUEST.fullmatch(activity)
     return f"{match['batch'].replace(' ', '_')}={match['number']} call={match['call']} " if match else ""
 

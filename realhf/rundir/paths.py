@@ -13,21 +13,21 @@ from realhf.base.errors import UserError
 from realhf.base.files import delete, writing_a_run
 
 MASTER = "master"
+_FOLDERS = ("logs", "checkpoints", "keys", "rendezvous", "activity", "launcher")
 
 
 def worker_name(index: int) -> str:
-    """The name of a worker's process."""
     return f"worker-{index}"
 
 
 def worker_of(name: str) -> int | None:
-    """The index of the worker whose process has this name, None for the master's."""
+    """The index of the worker with this name, None for the master."""
     prefix, _, index = name.partition("-")
     return int(index) if prefix == "worker" and index.isdecimal() else None
 
 
 class _Below:
-    """A path of a run directory, by its name below the directory."""
+    """A path below the run directory."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -38,7 +38,7 @@ class _Below:
 
 @dataclass(frozen=True)
 class RunDirectory:
-    """Paths below `path`, made absolute. `create` makes a new one, `open` takes an existing one."""
+    """Paths below `path`, which is made absolute."""
 
     path: Path
 
@@ -70,8 +70,8 @@ class RunDirectory:
             raise UserError(f"the run directory {path} exists and is not empty; give a new one with --run-dir")
         try:
             path.mkdir(parents=True, exist_ok=True)
-            for folder in directory._folders:
-                folder.mkdir()
+            for name in _FOLDERS:
+                (path / name).mkdir()
             for folder in (directory.keys, directory.rendezvous):  # whoever writes here can join the run
                 folder.chmod(0o700)
         except OSError as error:
@@ -84,16 +84,13 @@ class RunDirectory:
     def open(cls, path: Path) -> "RunDirectory":
         """An existing run directory. Raises UserError if it is none."""
         directory = cls(path)
-        missing = [folder.name for folder in directory._folders if not folder.is_dir()]
-        if missing:
+        if missing := [name for name in _FOLDERS if not (path / name).is_dir()]:
             raise UserError(f"{path} is no run directory: it has no {', '.join(missing)}; give the --run-dir of a run")
         return directory
 
     @contextlib.contextmanager
     def lock(self, holder: str, wait_s: float = 0.0) -> Iterator[None]:
-        """Held by a process that must be alone: the run's supervisor ("launcher"), its master.
-
-        The system gives it back when the process ends, however it ends.
+        """For a process that must be alone: the run's supervisor ("launcher"), its master. Ends with the process.
 
         Raises:
             UserError: another process has it, after `wait_s` still.
@@ -120,11 +117,6 @@ class RunDirectory:
                 file.write(f"process {os.getpid()} on {socket.gethostname()}")
                 file.flush()
             yield
-
-    @property
-    def _folders(self) -> tuple[Path, ...]:
-        folders = ("logs", "checkpoints", "keys", "rendezvous", "activity", "launcher")
-        return tuple(self.path / folder for folder in folders)
 
     def log(self, process: str) -> Path:
         """What the process ("master", "worker-3") printed."""

@@ -1,6 +1,5 @@
 """Makes a run directory ready for a start of its processes: the first one, or one that goes on from a checkpoint."""
 
-import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -24,12 +23,8 @@ from realhf.transport.keys import make_run_keys
 def prepare(run: Run, directory: RunDirectory) -> None:
     """Leaves the directory as the run had it after `run.spec.resume_step` steps, with new keys.
 
-    Metrics, evaluations and rollouts of later steps go: they will be made again. Traces of earlier starts stay
-    as trace-1.json, trace-2.json, and plans that the run had before as plan-1.json and so on. Called by one process
-    that holds the directory's lock, while no other is there.
-
-    Raises:
-        RunError: a file cannot be written.
+    Metrics, evaluations and rollouts of later steps go. Earlier traces stay as trace-1.json, trace-2.json, earlier
+    plans as plan-1.json and so on. The caller holds the directory's lock. Raises RunError if a file cannot be written.
     """
     step = run.spec.resume_step
     checkpoints.tidy(directory.checkpoints, step)
@@ -47,7 +42,8 @@ def prepare(run: Run, directory: RunDirectory) -> None:
     for path in (directory.switch, *directory.path.glob(".*.part")):  # and what a crash left half-written
         delete(path)
     write_spec(run.spec, directory)
-    _keep_former_plan(run.plan, directory)
+    if directory.plan.exists() and not _is_plan_in(run.plan, directory.plan):
+        directory.plan.rename(_next_name(directory.plan))
     save_plan(run.plan, directory.plan)
     make_run_keys(directory.keys, num_workers=run.spec.num_workers)
     write_status(directory.status, Status(state="starting", step=step, steps=run.experiment.steps))
@@ -58,13 +54,11 @@ def write_spec(spec: RunSpec, directory: RunDirectory) -> None:
     write_atomically(directory.experiment, msgspec.json.format(msgspec.json.encode(spec), indent=2) + b"\n")
 
 
-def _keep_former_plan(plan: ExecutionPlan, directory: RunDirectory) -> None:
-    if not directory.plan.exists():
-        return
-    with contextlib.suppress(UserError):  # whatever it is, it is no plan of this run
-        if plan_digest(load_plan(directory.plan)) == plan_digest(plan):
-            return
-    directory.plan.rename(_next_name(directory.plan))
+def _is_plan_in(plan: ExecutionPlan, path: Path) -> bool:
+    try:
+        return plan_digest(load_plan(path)) == plan_digest(plan)
+    except UserError:  # whatever it is, it is no plan of this run
+        return False
 
 
 def _next_name(path: Path) -> Path:
@@ -73,8 +67,7 @@ def _next_name(path: Path) -> Path:
 
 
 def _keep_lines_up_to(path: Path, decode: Callable[[bytes], dict[str, Any]], step: int) -> tuple[str, ...]:
-    """Drops the lines of later steps from a JSON lines file, one that a crash cut off, and damaged ones; says which
-    these are."""
+    """Drops the lines of later steps from a JSON lines file, and damaged ones; says which these are."""
     lines = read_lines(path, lambda line: (decode(line)["step"], line))
     if path.exists():
         write_atomically(path, b"".join(line + b"\n" for made, line in lines.values if made <= step))

@@ -26,7 +26,6 @@ from realhf.dataflow.interface import check_implementation
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, check_plan, load_plan
 from realhf.geometry.layout import Layout
 from realhf.planning.model.hardware import Hardware
-from realhf.rundir.deadlines import Deadlines
 
 T = TypeVar("T")
 
@@ -53,6 +52,30 @@ RANGES = {
 }
 
 
+@dataclass(frozen=True)
+class Deadlines:
+    """How long a request to a worker may take: `factor` times its predicted time, never less than `floor_s`.
+
+    A prediction is off by some ten per cent, or by a few times where the machine was not profiled or responses have
+    grown: `factor` allows for that. Calls of seconds have the floor, since a machine may be busy with other things.
+    `longest_predicted_s` is the longest prediction of the run's plan.
+    """
+
+    floor_s: float = 600.0
+    factor: float = 20.0
+    longest_predicted_s: float = 0.0
+
+    def of(self, predicted_s: float | None) -> float:
+        """Seconds for a call, from when all its workers have come to it."""
+        return max(self.floor_s, self.factor * (predicted_s or 0.0))
+
+    @property
+    def longest_s(self) -> float:
+        """Seconds for what has no prediction of its own, such as moves of parameters and checkpoints. Workers wait for
+        each other as long, since one may have come to a call when another still has a longer one to end."""
+        return self.of(self.longest_predicted_s)
+
+
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything that decides what a run does, beside its plan: `experiment.json`.
 
@@ -60,15 +83,13 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     of an earlier run, whose responses are taken instead of drawing new ones. The first reallocation of a model into
     a layout is verified by checksums, then those of every `verify_reallocations_every`-th step; 0: none.
 
-    Checkpoints are saved at the end, and every so many steps and minutes. `keep_checkpoints` of them are kept, the
-    newest ones (None: all), and with `keep_best` the one with the highest value of that statistic ("min:" before the
-    name: the lowest). The run goes on if one cannot be written, for `checkpoint_failures` in a row. `resume_step` steps
-    were made by earlier starts of the run: it goes on from that checkpoint.
+    Checkpoints are saved at the end, and every so many steps and minutes. The newest `keep_checkpoints` are kept (None:
+    all), and the best one by the statistic `keep_best` (see `checkpoints.retain`). The run ends when more than
+    `checkpoint_failures` in a row cannot be written. It goes on from the checkpoint after `resume_step` steps.
     `avoided` are devices of this machine or nodes of a cluster that the run does without, after failures there.
-    `call_factors` are what calls were measured to take over what the cost model says, by name, where the plan was made
-    with them. A call may take `deadline_factor` times what was predicted, and always `call_timeout_s`. Where measured
-    times leave the plan's predictions by more than `drift_threshold` times, an event says so. `hardware` is what was
-    planned for; whoever plans the run again does it for the same, and workers check that they are on it.
+    `call_factors` are the measured over the predicted times of calls, where the plan was made with them. Deadlines:
+    see `Deadlines`. An event says where measured and predicted times differ by more than `drift_threshold` times.
+    `hardware` is what was planned for; planning again is for the same, and workers check that they are on it.
 
     Raises:
         UserError: at construction, a number is out of its range.
@@ -106,7 +127,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     @property
     def saves(self) -> bool:
-        """Whether checkpoints are written on the way, and not at the end alone."""
+        """Whether checkpoints are written before the end too."""
         return self.checkpoint_every_steps is not None or self.checkpoint_every_minutes is not None
 
 
@@ -153,14 +174,12 @@ class Run:
 
     @cached_property
     def deadlines(self) -> Deadlines:
-        """How long a request to a worker may take."""
         predicted = [self.plan.predicted_step_s, *(call.predicted_s for call in self.plan.calls.values())]
-        return Deadlines(
-            self.spec.call_timeout_s, self.spec.deadline_factor, max(seconds or 0.0 for seconds in predicted)
-        )
+        longest_s = max(seconds or 0.0 for seconds in predicted)
+        return Deadlines(self.spec.call_timeout_s, self.spec.deadline_factor, longest_s)
 
     def without_deadlines(self) -> "Run":
-        """The run as it goes on while a person looks at it in a debugger: no request is late within a week."""
+        """The run under a debugger: no request is late within a week."""
         spec = msgspec.structs.replace(self.spec, call_timeout_s=WEEK_S, setup_timeout_s=WEEK_S)
         return Run(spec, self.experiment, self.plan)
 
@@ -170,8 +189,7 @@ class Run:
         return [name for name in self.graph.models if self.optimizer_steps(name) or self.models[name].follows]
 
     def evaluation_plan(self, call: ModelFunctionCallDef) -> CallPlan:
-        """How an evaluation call runs: as the training graph's call most like it, in one micro-batch; generation
-        without model chunks."""
+        """How an evaluation call runs: as its twin in training, in one micro-batch; generation without chunks."""
         twin = self.plan.calls[evaluation_twin(self.graph, call)]
         chunks = 1 if call.interface_type is GENERATE else twin.chunks
         return msgspec.structs.replace(twin, micro_batches=1, chunks=chunks)
@@ -183,8 +201,8 @@ class Run:
         return calls + [(call, self.evaluation_plan(call).layout) for call in evaluation]
 
     def check(self) -> None:
-        """Raises UserError if the plan does not fit the experiment, the evaluation does not fit the plan, an interface
-        has no implementation, or no call makes what is to be recorded."""
+        """Raises UserError if plan, experiment, evaluation and `record` do not fit each other, or an interface has no
+        implementation."""
         for graph in (self.graph, self.evaluation_graph):
             for call in graph.calls.values() if graph else ():
                 check_implementation(call.name, call.interface_impl, call.interface_type.value)
@@ -221,7 +239,7 @@ class Run:
 
 
 def evaluation_twin(graph: DataflowGraph, call: ModelFunctionCallDef) -> str:
-    """The training graph's call whose layout an evaluation call takes: same model, same interface type if possible."""
+    """The training call whose layout an evaluation call takes: same model, same interface type if possible."""
     same_model = graph.calls_of(call.model_name)
     if not same_model:
         raise UserError(
@@ -232,9 +250,7 @@ def evaluation_twin(graph: DataflowGraph, call: ModelFunctionCallDef) -> str:
 
 
 def load_experiment_class(path: str | Path, name: str | None = None) -> type[Any]:
-    """The class under `@auto` in a Python file (`name` where there are several).
-
-    Modules beside the file can be imported: by the file itself, and by the workers where they implement an interface.
+    """The class under `@auto` in a Python file (`name` where there are several); modules beside it can be imported.
 
     Raises:
         UserError: no such file, an error while importing it, or not exactly one such class.
@@ -247,7 +263,7 @@ def load_experiment_class(path: str | Path, name: str | None = None) -> type[Any
         for key, value in vars(module).items()
         if isinstance(value, type) and SETTINGS_ATTRIBUTE in vars(value) and value.__module__ == module.__name__
     }
-    if name is not None and name in classes:
+    if name in classes:
         return classes[name]
     if len(classes) != 1:
         found = ", ".join(classes) or "none"
@@ -280,7 +296,7 @@ def read_spec(path: Path, expected: type[T]) -> T:
 
 
 def saved_experiment(spec: RunSpec, cls: type[Any], path: str | Path) -> Any:
-    """The experiment of a run, of the class `cls` in the file `path`. Raises UserError if its fields are others now."""
+    """The experiment of a run, of the class `cls` in the file `path`. Raises UserError if its fields have changed."""
     try:
         return msgspec.convert(spec.values, type=cls)
     except Exception as error:  # the class is the user's, and so are its checks
@@ -294,7 +310,7 @@ def load_run(spec_path: Path, plan_path: Path) -> Run:
     """Reads a run back from its directory, as master and workers do.
 
     Raises:
-        UserError: a file is missing or damaged, or the experiment was changed since.
+        UserError: a file is missing or damaged, or the experiment has changed.
     """
     spec = read_spec(spec_path, RunSpec)
     try:

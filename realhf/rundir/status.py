@@ -16,8 +16,10 @@ RunState = Literal["starting", "running", "done", "failed", "interrupted", "repl
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
-    """`status.json`: where the run stands. `message` says what went wrong, if something did, and
-    `blamed` are the workers that it blames. "replan": it has ended after a checkpoint, to go on under another plan."""
+    """`message` says what went wrong, and `blamed` are the workers that it blames.
+
+    "replan": the run has ended after a checkpoint, to go on under another plan.
+    """
 
     state: RunState
     step: Step
@@ -33,11 +35,7 @@ def write_status(path: Path, status: Status) -> None:
 
 
 def read_status(path: Path) -> Status | None:
-    """The status, or None before the first one was written.
-
-    Raises:
-        UserError: the file is damaged, or another version's.
-    """
+    """The status, None before the first one. Raises UserError where the file is damaged, or another version's."""
     try:
         return decode_versioned(path.read_bytes(), Status, FORMAT)
     except FileNotFoundError:

@@ -40,7 +40,6 @@ from realhf.transport.messages import (
     ToWorker,
 )
 from realhf.transport.rendezvous import wait_for_master
-from realhf.worker.activity import WorkerActivity
 from realhf.worker.allocator import give_back_freed_memory, keep_freed_memory
 from realhf.worker.channels import Channels
 from realhf.worker.device import device_name, own_device
@@ -84,11 +83,11 @@ def blames_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | TimeoutError | RunError) and any(sign in text for sign in signs)
 
 
-Fail = Callable[["Client[ToWorker, ToMaster]", WorkerActivity, BaseException], None]
+Fail = Callable[["Client[ToWorker, ToMaster]", ActivityWriter, BaseException], None]
 
 
 def carry_out(
-    directory: RunDirectory, run: Run, rank: int, activity: WorkerActivity, fail: Fail, wait_s: float
+    directory: RunDirectory, run: Run, rank: int, activity: ActivityWriter, fail: Fail, wait_s: float
 ) -> Generator[None, None, None]:
     """Executes the master's requests until told to stop; moves of parameters on a thread of their own.
 
@@ -175,24 +174,24 @@ def in_process(path: str) -> Generator[None, None, int]:
     run = load_run(directory.experiment, directory.plan).without_deadlines()
     failures: list[BaseException] = []
 
-    def fail(_: object, activity: WorkerActivity, error: BaseException) -> None:
+    def fail(_: object, activity: ActivityWriter, error: BaseException) -> None:
         logger.error("failed: %s", activity.text, exc_info=error)
         failures.append(error)
 
-    with contextlib.closing(ActivityWriter(directory.activity(name))) as recorder:
-        activity = WorkerActivity(recorder.set)
-        with logging_to(directory.log(name), name, lambda: activity.of_calls):
-            requests = carry_out(directory, run, 0, activity, fail, wait_s=IN_PROCESS_WAIT_S)
-            with contextlib.closing(requests):
-                for _ in requests:
-                    if failures:  # on another thread
-                        raise failures[0]
-                    yield
+    with (
+        contextlib.closing(ActivityWriter(directory.activity(name))) as activity,
+        logging_to(directory.log(name), name, lambda: activity.main),
+        contextlib.closing(carry_out(directory, run, 0, activity, fail, wait_s=IN_PROCESS_WAIT_S)) as requests,
+    ):
+        for _ in requests:
+            if failures:  # on another thread
+                raise failures[0]
+            yield
     return 0
 
 
 def end_process(
-    ending: threading.Lock, client: "Client[ToWorker, ToMaster]", activity: WorkerActivity, error: BaseException
+    ending: threading.Lock, client: "Client[ToWorker, ToMaster]", activity: ActivityWriter, error: BaseException
 ) -> None:
     """Tells the master why, and ends the process. Of two threads that fail, one does it."""
     ending.acquire()
@@ -212,8 +211,8 @@ def main() -> int:
     rank = worker_index(os.environ)
     assert rank is not None, "a launcher tells a worker its index"
     run = load_run(directory.experiment, directory.plan)
-    activity = WorkerActivity(ActivityWriter(directory.activity(worker_name(rank))).set)
-    start_logging(worker_name(rank), lambda: activity.of_calls)
+    activity = ActivityWriter(directory.activity(worker_name(rank)))
+    start_logging(worker_name(rank), lambda: activity.main)
     for _ in carry_out(directory, run, rank, activity, partial(end_process, threading.Lock()), RECEIVE_TIMEOUT_S):
         pass
     return 0

@@ -4,8 +4,8 @@ import queue
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.transport.messages import CheckpointWritten, Move, Reply
-from realhf.worker.activity import WorkerActivity
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,7 @@ class Channels:
     fail: told, from another thread, what a move raised, or what came too late on a stream; ends the process.
     """
 
-    activity: WorkerActivity
+    activity: ActivityWriter
     moves: queue.SimpleQueue[Move | None]
     report: Callable[[Reply | CheckpointWritten], None]
     fail: Callable[[Exception], None]

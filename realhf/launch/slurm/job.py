@@ -6,9 +6,9 @@ import shutil
 import subprocess
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from realhf.base.errors import RunError, UserError
+from realhf.base.files import last_lines
 from realhf.launch.launcher import UNKNOWN_RETURNCODE, Exit
 from realhf.launch.process import Job
 from realhf.launch.slurm.script import SlurmOptions, exits_folder, job_log, sbatch_text
@@ -19,6 +19,7 @@ _FINAL_STATES = frozenset(
     | {"REVOKED", "TIMEOUT"}
 )
 _WAITING_STATES = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "SPECIAL_EXIT"})
+_LOG_LINES = 10
 _COMMAND_TIMEOUT_S = 60.0
 # Between a job's end and the moment when exit codes written on its nodes must be visible here.
 _FILES_SETTLE_S = 2.0
@@ -46,10 +47,10 @@ class _State:
 
 
 class SubmittedJob:
-    """A job that is in SLURM's queue, or was. Works with and without SLURM's accounting.
+    """A job in SLURM's queue, present or past. Works with and without SLURM's accounting.
 
-    A process's end is read from a file that it leaves (`script.py`); where there is none, such as after a node's
-    failure, the job's state is the truth.
+    A process leaves its exit code in a file (`script.py`); without one, as after a node's failure, the job's state
+    counts.
 
     Raises:
         UserError: at construction, SLURM refuses the job, or there is no SLURM.
@@ -100,11 +101,10 @@ class SubmittedJob:
         self._looked_s = time.monotonic()
         shown = slurm_command("scontrol", "show", "job", "--oneliner", self.id)
         if shown.returncode == 0 and (state := re.search(r"\bJobState=([A-Z_]+)", shown.stdout)):
-            reason = re.search(r"\bReason=(\S+)", shown.stdout)
-            code = re.search(r"\bExitCode=(\d+:\d+)", shown.stdout)
-            details = [reason[1] if reason and reason[1] != "None" else ""]
-            details += [f"exit code {code[1]}" if code and state[1] in _FINAL_STATES else ""]
-            self._state = _State(state[1], ", ".join(filter(None, details)))
+            details = re.findall(r"\bReason=(?!None\b)(\S+)", shown.stdout)[:1]
+            if state[1] in _FINAL_STATES:
+                details += [f"exit code {code}" for code in re.findall(r"\bExitCode=(\d+:\d+)", shown.stdout)[:1]]
+            self._state = _State(state[1], ", ".join(details))
         elif "invalid job id" in _output(shown).lower():
             self._state = _State("")  # it ended, and the controller forgets after its MinJobAge
         elif self._looked_s - self._answered_s > self._options.controller_timeout_s:
@@ -146,8 +146,7 @@ class SubmittedJob:
                 code = int(path.read_text())
                 # bash's way of telling a signal
                 found.append((path.stat().st_mtime_ns, path.name, 128 - code if 128 < code < 193 else code))
-        exits = (self._exit(name, returncode) for _, name, returncode in sorted(found))
-        return [end for end in exits if end is not None]
+        return [end for _, name, code in sorted(found) if (end := self._exit(name, code)) is not None]
 
     def _exit(self, name: str, returncode: int) -> Exit | None:
         """None for a task that was killed because its job is ending: only the job's state tells why that is."""
@@ -169,7 +168,7 @@ class SubmittedJob:
         is_good = self._state.name == "COMPLETED"
         note = "" if is_good else self.status()
         if not is_good and not self._first_failure:
-            note += _tail(job_log(self._directory))
+            note += last_lines(job_log(self._directory), _LOG_LINES)
         return [
             Exit(name=name, returncode=0 if is_good else UNKNOWN_RETURNCODE, log_path=process.log_path, note=note)
             for name, process in self._processes.items()
@@ -213,11 +212,3 @@ def slurm_command(*command: str) -> subprocess.CompletedProcess[str]:
 
 def _output(ended: subprocess.CompletedProcess[str]) -> str:
     return " ".join((ended.stderr.strip() or ended.stdout.strip()).split())
-
-
-def _tail(path: Path, num_lines: int = 10) -> str:
-    try:
-        lines = path.read_text(errors="replace").rstrip().splitlines()
-    except FileNotFoundError:
-        return ""
-    return "".join(f"\n  | {line}" for line in lines[-num_lines:])

@@ -1,16 +1,25 @@
-"""A run as one job of a SLURM cluster: a master step and a worker step side by side."""
+"""A run as one job of a SLURM cluster, on nodes of which SLURM says whether they can be used."""
 
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from realhf.launch.launcher import Exit, Launcher
 from realhf.launch.process import Job
-from realhf.launch.slurm.job import SubmittedJob
-from realhf.launch.slurm.nodes import job_nodes, usable_nodes, without_nodes
+from realhf.launch.slurm.job import SubmittedJob, slurm_command
 from realhf.launch.slurm.script import SlurmOptions, sbatch_text
+
+# States of a node that takes jobs, now or when the ones before have ended. Whatever else is shown counts as lost.
+_USABLE = frozenset({"idle", "mixed", "allocated", "completing", "planned", "reserved"})
+# What sinfo writes behind a state: powered down, powering up, ... But "*" is for a node that does not answer.
+_SUFFIXES = "~#!%$@^-+"
 
 
 class SlurmLauncher(Launcher):
-    """Runs the processes as tasks of one job, which goes on if the launcher dies. A place is the name of a node."""
+    """Runs a master step and a worker step side by side in one job, which goes on if the launcher dies.
+
+    A place is the name of a node.
+    """
 
     options_type = SlurmOptions
     is_remote = True
@@ -48,28 +57,55 @@ class SlurmLauncher(Launcher):
         return nodes[node] if node < len(nodes) else None
 
     def lost(self) -> frozenset[str]:
-        usable = self._usable()
+        usable = self._usable_nodes()
         return frozenset() if usable is None else frozenset(self._nodes()).difference(usable)
 
     def room(self, avoided: frozenset[str]) -> int:
         assert self._job is not None
-        usable, num_workers = self._usable(), len(self._job.workers)
+        usable, num_workers = self._usable_nodes(), len(self._job.workers)
         if usable is None:
             return num_workers  # SLURM does not say; the job waits for what it needs
         return min(len(frozenset(usable) - avoided) * self._job.workers_per_node, num_workers)
 
     def _options_of(self, job: Job) -> SlurmOptions:
         """What is asked of SLURM for a job."""
-        nodelist, exclude = without_nodes(self._nodelist(job), sorted(job.avoided))
+        nodelist, exclude = without_nodes(self._options.nodelist or job.nodelist, sorted(job.avoided))
         return replace(self._options, nodelist=nodelist, exclude=exclude)
 
-    def _nodelist(self, job: Job) -> str | None:
-        return self._options.nodelist or job.nodelist
-
-    def _usable(self) -> list[str] | None:
-        assert self._job is not None
-        return usable_nodes(self._options.partition, self._nodelist(self._job))
-
     def _nodes(self) -> list[str]:
-        """The nodes of the last job, by number."""
-        return job_nodes(self._submitted.id) if self._submitted else []
+        """The nodes of the last job in the order of its tasks; [] where SLURM has forgotten it."""
+        if self._submitted is None:
+            return []
+        shown = slurm_command("scontrol", "show", "job", "--oneliner", self._submitted.id)
+        found = re.search(r"\bNodeList=(\S+)", shown.stdout) if shown.returncode == 0 else None
+        return _expand(found[1]) if found and found[1] != "(null)" else []
+
+    def _usable_nodes(self) -> list[str] | None:
+        """The nodes that take jobs, of those that may be asked for; None if SLURM does not answer."""
+        assert self._job is not None
+        asked = {"partition": self._options.partition, "nodes": self._options.nodelist or self._job.nodelist}
+        words = [f"--{name}={value}" for name, value in asked.items() if value]
+        columns = "--Format=NodeList:200,StateLong:60,Partition:200"
+        shown = slurm_command("sinfo", "--noheader", "--Node", columns, *words)
+        if shown.returncode != 0:
+            return None
+        rows = [line.split() for line in shown.stdout.splitlines() if line.strip()]
+        of_default_partition = [row for row in rows if row[2].endswith("*")]
+        return read_nodes(rows if words else of_default_partition or rows)
+
+
+def read_nodes(rows: Iterable[Sequence[str]]) -> list[str]:
+    """The names of the usable nodes among rows of sinfo: (name, state, ...)."""
+    return list(dict.fromkeys(name for name, state, *_ in rows if state.rstrip(_SUFFIXES) in _USABLE))
+
+
+def without_nodes(nodelist: str | None, avoided: Sequence[str]) -> tuple[str | None, str | None]:
+    """(nodelist, exclude) to ask SLURM for, such that the nodes to avoid are not among those of a job."""
+    if not avoided or nodelist is None:
+        return nodelist, ",".join(avoided) or None
+    return ",".join(name for name in _expand(nodelist) if name not in avoided), None
+
+
+def _expand(nodelist: str) -> list[str]:
+    """node[1-2] -> node1, node2."""
+    return slurm_command("scontrol", "show", "hostnames", nodelist).stdout.split()

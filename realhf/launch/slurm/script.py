@@ -5,15 +5,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realhf.base.errors import UserError
-from realhf.base.numbers import Range, check_ranges
-from realhf.base.options import option
+from realhf.base.options import check_options, option
 from realhf.launch.devices import DEVICE_VARIABLE
 from realhf.launch.process import WORKER_INDEX_VARIABLE, Job, ProcessSpec
 from realhf.machine.gpus import VISIBLE
 from realhf.rundir.paths import MASTER, RunDirectory
 from realhf.rundir.run import YEAR_S
-
-RANGES = {"queue_timeout_s": Range("--queue-timeout-s", 0, YEAR_S, "seconds")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +28,9 @@ class SlurmOptions:
     exclude: str | None = None
     cpu_only: bool = option(False, "the nodes have no GPUs; ask for none")
     sbatch: tuple[str, ...] = option((), "a further sbatch option; may be repeated", metavar="OPTION")
-    queue_timeout_s: float | None = option(86_400.0, "longest to wait for the job to start (default a day)")
+    queue_timeout_s: float | None = option(
+        86_400.0, "longest to wait for the job to start (default a day)", bounds=(0, YEAR_S), unit="seconds"
+    )
     cpus_per_worker: int = 1
     end_timeout_s: float = 60.0
     controller_timeout_s: float = 600.0
@@ -40,7 +39,7 @@ class SlurmOptions:
     def __post_init__(self) -> None:
         if self.cpus_per_worker < 1:
             raise UserError(f"cpus_per_worker={self.cpus_per_worker} asks for nothing; give 1 or more")
-        check_ranges(vars(self), RANGES)
+        check_options(self)
         for arg in self.sbatch:
             if not arg.startswith("-") or "\n" in arg:
                 raise UserError(f"{arg!r} is no sbatch option; write one as --name=value")
@@ -56,7 +55,7 @@ def job_log(directory: RunDirectory) -> Path:
     return directory.launcher / "slurm.log"
 
 
-def num_nodes(job: Job) -> int:
+def _num_nodes(job: Job) -> int:
     """Raises UserError where the workers are no whole nodes."""
     nodes, left = divmod(len(job.workers), job.workers_per_node)
     if left or not nodes:
@@ -70,24 +69,28 @@ def num_nodes(job: Job) -> int:
 def sbatch_text(options: SlurmOptions, job: Job) -> str:
     """The batch script that runs a job's master and workers, which differ in name only.
 
-    The script's exit code is that of the component that failed first. Raises UserError for a
-    wrong number of workers.
+    Its exit code is that of the process that failed first. Raises UserError for a wrong number of workers.
     """
-    master, worker = _commands(job)
-    header = "\n".join(f"#SBATCH {arg}" for arg in _job_args(options, job))
+    master, *workers = job.processes
+    assert master.name == MASTER, "no master"
+    for process in job.processes:
+        assert process.log_path == job.directory.log(process.name), process.log_path
+    for worker in workers:  # tasks of one step, told apart by their index
+        assert (worker.argv, worker.env) == (workers[0].argv, workers[0].env), f"{worker.name} differs from worker-0"
+    nodes = _num_nodes(job)
+    gpus = [] if options.cpu_only else [f"--gres=gpu:{job.workers_per_node}"]
     master_step = _srun(
         # Without --exact steps wait for each other; with --mem=0 the first does not take all memory.
-        ["--exact", "--mem=0", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", '--nodelist="$first_host"'],
-        [] if options.cpu_only else ["--gres=none"],
+        *("--exact", "--mem=0", "--nodes=1", "--ntasks=1", "--cpus-per-task=1", '--nodelist="$first_host"'),
+        *([] if options.cpu_only else ["--gres=none"]),
     )
     worker_step = _srun(
-        ["--exact", "--mem=0", f"--nodes={num_nodes(job)}", f"--ntasks={len(job.workers)}"],
-        [f"--ntasks-per-node={job.workers_per_node}", f"--cpus-per-task={options.cpus_per_worker}"],
-        # Without --gpu-bind=none, with which SLURM 22.05 tells the tasks no devices at all; it is the default besides.
-        [] if options.cpu_only else [f"--gres=gpu:{job.workers_per_node}"],
+        *("--exact", "--mem=0", f"--nodes={nodes}", f"--ntasks={len(workers)}"),
+        *(f"--ntasks-per-node={job.workers_per_node}", f"--cpus-per-task={options.cpus_per_worker}"),
+        *gpus,  # without --gpu-bind=none: SLURM 22.05 would tell the tasks no devices at all; it is the default besides
     )
     return _TEMPLATE.format(
-        header=header,
+        header="\n".join(f"#SBATCH {arg}" for arg in _job_args(options, job, nodes, gpus)),
         exits=shlex.quote(str(exits_folder(job.directory))),
         logs=shlex.quote(str(job.directory.logs)),
         index_variable=WORKER_INDEX_VARIABLE,
@@ -95,52 +98,32 @@ def sbatch_text(options: SlurmOptions, job: Job) -> str:
         master_step=master_step,
         master_command=_command(master),
         worker_step=worker_step,
-        worker_command=_command(worker),
+        worker_command=_command(workers[0]),
         end_timeout_s=round(options.end_timeout_s),
     )
 
 
-def _commands(job: Job) -> tuple[ProcessSpec, ProcessSpec]:
-    """The master, and the one that stands for all workers: they are tasks of one step, told apart by their index."""
-    master, *workers = job.processes
-    assert master.name == MASTER, "no master"
-    for process in job.processes:
-        assert process.log_path == job.directory.log(process.name), process.log_path
-    for worker in workers:
-        assert (worker.argv, worker.env) == (workers[0].argv, workers[0].env), f"{worker.name} differs from worker-0"
-    return master, workers[0]
-
-
-def _job_args(options: SlurmOptions, job: Job) -> list[str]:
+def _job_args(options: SlurmOptions, job: Job, nodes: int, gpus: list[str]) -> list[str]:
+    log = str(job_log(job.directory)).replace("%", "%%")  # as a SLURM file name pattern that means just this path
     args = [
         f"--job-name={job.name}",
-        f"--nodes={num_nodes(job)}",
+        f"--nodes={nodes}",
         # One task more than workers on each node, so that the master has a place on the first.
         f"--ntasks-per-node={job.workers_per_node + 1}",
         f"--cpus-per-task={options.cpus_per_worker}",
         # Not --gpus-per-node: a step could then not refuse GPUs.
-        *([] if options.cpu_only else [f"--gres=gpu:{job.workers_per_node}"]),
+        *gpus,
         "--no-requeue",
-        f"--output={_literal(job_log(job.directory))}",
+        f"--output={log}",
     ]
-    asked = {
-        "partition": options.partition,
-        "account": options.account,
-        "time": options.time_limit,
-        "nodelist": options.nodelist,
-        "exclude": options.exclude,
-    }
-    args += [f"--{name}={value}" for name, value in asked.items() if value]
+    for name in ("partition", "account", "time_limit", "nodelist", "exclude"):
+        if value := getattr(options, name):
+            args.append(f"--{name.removesuffix('_limit')}={value}")
     return [*map(shlex.quote, args), *options.sbatch]
 
 
-def _literal(path: Path) -> str:
-    """A path as a SLURM file name pattern that means just this path."""
-    return str(path).replace("%", "%%")
-
-
-def _srun(*args: list[str]) -> str:
-    return " \\\n    ".join(["srun", *(arg for part in args for arg in part), "--kill-on-bad-exit=1"])
+def _srun(*args: str) -> str:
+    return " \\\n    ".join(["srun", *args, "--kill-on-bad-exit=1"])
 
 
 def _command(spec: ProcessSpec) -> str:

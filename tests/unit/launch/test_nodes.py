@@ -1,6 +1,6 @@
 """Which nodes SLURM has for a run, from what sinfo shows."""
 
-from realhf.launch.slurm.nodes import read_nodes, without_nodes
+from realhf.launch.slurm.launcher import read_nodes, without_nodes
 
 
 def test_nodes_that_take_jobs() -> None:

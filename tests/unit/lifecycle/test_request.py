@@ -11,7 +11,7 @@ from realhf.launch.slurm.script import SlurmOptions
 from realhf.lifecycle.new import new_run
 from realhf.lifecycle.request import CheckpointOptions, RecoveryRequest, ReplanRequest, RunOptions, RunRequest
 from realhf.planning.request import DevicesRequest, PlanRequest, SearchBudget
-from realhf.rundir.deadlines import Deadlines
+from realhf.rundir.run import Deadlines
 from tests.unit.lifecycle.requests import request_of
 
 EXPERIMENT, PLAN = "experiments/ppo.py", Path("tests/plans/single.json")

@@ -12,7 +12,7 @@ from realhf.dataflow.graph import INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import Layout
 from realhf.master.loop import CallRecord, PlannedGraph
-from realhf.rundir.deadlines import Deadlines
+from realhf.rundir.run import Deadlines
 from realhf.transport.messages import (
     CallFunction,
     FreeBatch,

@@ -20,10 +20,9 @@ from realhf.master.loop import CallRecord
 from realhf.master.master import Master
 from realhf.master.replies import Request
 from realhf.master.state import Node
-from realhf.rundir.deadlines import Deadlines
 from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.paths import RunDirectory
-from realhf.rundir.run import RunSpec
+from realhf.rundir.run import Deadlines, RunSpec
 from realhf.rundir.status import Status, read_status
 from realhf.transport.messages import DumpStacks, Failure, Heartbeat, Hello, Ready, Reply, Span, ToMaster
 from realhf.transport.server import GoneError

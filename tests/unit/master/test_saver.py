@@ -17,9 +17,9 @@ from realhf.master.saver import Saver
 from realhf.models.checkpoint import write_pieces
 from realhf.models.checkpoint_index import state_owners
 from realhf.rundir.checkpoints import check, saved_steps
-from realhf.rundir.deadlines import Deadlines
 from realhf.rundir.events import read_events
 from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Deadlines
 from realhf.transport.messages import CheckpointWritten, Span
 from tests.unit.launch.saved_runs import MODEL
 

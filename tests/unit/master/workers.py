@@ -2,7 +2,7 @@
 
 from realhf.dataflow.graph import DataflowGraph
 from realhf.master.loop import Dispatcher
-from realhf.rundir.deadlines import Deadlines
+from realhf.rundir.run import Deadlines
 from realhf.transport.messages import (
     CallFunction,
     FollowParameters,

@@ -1,6 +1,6 @@
 """How long a request may take."""
 
-from realhf.rundir.deadlines import Deadlines
+from realhf.rundir.run import Deadlines
 
 
 def test_a_deadline_is_so_many_times_the_prediction_and_at_least_the_floor() -> None:

@@ -1,15 +1,17 @@
 """Moves of parameters beside calls: their order, who waits for whom, and what is said of both threads."""
 
 import queue
+import tempfile
 import threading
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.transport.messages import BatchKey, FollowParameters, Move, PrepareMove, Reallocate, Reply
-from realhf.worker.activity import WorkerActivity
 from realhf.worker.channels import Channels
 from realhf.worker.move_thread import MoveThread
 from tests.waiting import PATIENCE_S
@@ -22,13 +24,13 @@ PREPARE = PrepareMove(request_id=0, batch=BATCH, name="actor_generate", model="a
 
 
 class Worker:
-    """A thread whose moves are `carry_out`; what it reports, how it fails, and all that was said of its activity."""
+    """A thread whose moves are `carry_out`; what it reports, how it fails, and its activity."""
 
     def __init__(self, carry_out: Callable[[Move], None], timeout_s: float = PATIENCE_S):
         self.replies: list[Reply] = []
         self.failures: queue.SimpleQueue[Exception] = queue.SimpleQueue()
-        self.said: list[str] = []
-        self.activity = WorkerActivity(self.said.append)
+        with tempfile.NamedTemporaryFile() as file:
+            self.activity = ActivityWriter(Path(file.name))
         self.moves: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
         channels = Channels(self.activity, self.moves, self.replies.append, self.failures.put)
         self.thread = MoveThread(channels, carry_out, torch.device("cpu"), timeout_s)
@@ -69,13 +71,13 @@ def test_calls_wait_for_the_move_that_they_prepared_for_and_for_no_other() -> No
 
 
 def test_the_activity_names_what_is_sent_beside_a_call() -> None:
-    worker = Worker(lambda _: None)
-    worker.activity.set("critic_train_step of step 2: compute")
+    critic, during = "critic_train_step of step 2: compute", []
+    worker = Worker(lambda _: during.extend((worker.activity.text, worker.activity.main)))
+    worker.activity.set(critic)
     worker.moves.put(COPY)
     worker.thread.close()
-    critic = "critic_train_step of step 2: compute"
-    assert worker.said == [critic, f"{critic}; and actor_generate of step 3: sending", critic]
-    assert worker.activity.of_calls == critic
+    assert during == [f"{critic}; and actor_generate of step 3: sending", critic]
+    assert worker.activity.text == worker.activity.main == critic
 
 
 def test_what_a_move_raises_ends_the_worker() -> None:

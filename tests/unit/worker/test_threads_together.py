@@ -3,8 +3,10 @@
 import asyncio
 import itertools
 import queue
+import tempfile
 import threading
 from collections import defaultdict
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -13,6 +15,7 @@ from msgspec.structs import replace
 
 from realhf.master.loop import Dispatcher, PlannedGraph
 from realhf.master.state import Node
+from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.transport.messages import (
     CallFunction,
     FollowParameters,
@@ -24,7 +27,6 @@ from realhf.transport.messages import (
     Span,
     ToWorker,
 )
-from realhf.worker.activity import WorkerActivity
 from realhf.worker.channels import Channels
 from realhf.worker.move_thread import MoveThread
 from tests.unit.master.cluster import Answered, answer, planned_graph
@@ -57,7 +59,9 @@ class Worker:
         self.computed: list[Node] = []
         self.moved: list[Node] = []
         self._rank, self._planned, self._meetings, self._send, self._random = rank, planned, meetings, send, random
-        channels = Channels(WorkerActivity(lambda _: None), self.moves, self._report, self._report)
+        with tempfile.NamedTemporaryFile() as file:
+            activity = ActivityWriter(Path(file.name))
+        channels = Channels(activity, self.moves, self._report, self._report)
         self._move_thread = MoveThread(channels, self._move, torch.device("cpu"), PATIENCE_S)
         self.thread = threading.Thread(target=self._serve, daemon=True)
         self.thread.start()
