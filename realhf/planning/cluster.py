@@ -50,25 +50,18 @@ def share_a_node(cluster: Cluster, a: DeviceMesh, b: DeviceMesh) -> bool:
     return node == cluster.node_of(a.devices[-1]) == cluster.node_of(b.first) == cluster.node_of(b.devices[-1])
 
 
-MOST_NODES_WITH_ALL_MESHES = 32
-
-
 def has_all_meshes(cluster: Cluster) -> bool:
     """Whether the search has every mesh: on larger clusters, meshes of several nodes are aligned powers of two."""
-    return cluster.num_nodes <= MOST_NODES_WITH_ALL_MESHES
+    return cluster.num_nodes <= 32
 
 
 def device_meshes(cluster: Cluster) -> list[DeviceMesh]:
-    """All device meshes: an aligned power-of-two part of one node, or whole consecutive nodes (ReaL, section 3).
-
-    Of a cluster without `has_all_meshes`, aligned powers of two of nodes and the whole cluster only.
-    """
+    """Aligned power-of-two parts of one node, and whole consecutive nodes (ReaL, section 3); without `has_all_meshes`
+    of these only aligned powers of two of nodes and the whole cluster."""
     per_node = cluster.devices_per_node
-    meshes = []
-    size = 1
+    meshes, size = [], 1
     while size < per_node:
-        for node in range(cluster.num_nodes):
-            first = node * per_node
+        for first in range(0, cluster.num_devices, per_node):
             meshes += [DeviceMesh(first + start, size) for start in range(0, per_node - size + 1, size)]
         size *= 2
     for nodes in range(1, cluster.num_nodes + 1):

@@ -20,7 +20,7 @@ EXAMPLE = "groups: [{hardware: h100, nodes: 16, devices_per_node: 8}]"
 
 
 class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`nodes` equal nodes. `device_memory_gb` (GiB) takes the place of the hardware description's."""
+    """`nodes` equal nodes. `device_memory_gb` (GiB) replaces the hardware description's."""
 
     hardware: str
     nodes: int
@@ -31,7 +31,7 @@ class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         check_fields("", self, {"nodes": DEVICES, "devices_per_node": DEVICES, "device_memory_gb": MEMORY_GB})
 
     def cluster(self, memory_gb: float | None = None) -> Cluster:
-        """Raises UserError for unknown hardware. `memory_gb` takes the place of the memory of the group."""
+        """Raises UserError for unknown hardware. `memory_gb` replaces the memory of the group."""
         given = self.device_memory_gb if memory_gb is None else memory_gb
         hardware = divided(with_memory(load_hardware(self.hardware), given), self.devices_per_node)
         return Cluster.of(hardware, self.devices_per_node, self.nodes)
@@ -51,10 +51,8 @@ def cluster_of(request: DevicesRequest, num_devices: int | None = None) -> Clust
     Raises:
         UserError: the numbers contradict each other, or the hardware is not known or not what is here.
     """
-    total = request.num_workers
-    if request.gpus_per_node is not None:
-        per_node = request.gpus_per_node
-    else:
+    total, per_node = request.num_workers, request.gpus_per_node
+    if per_node is None:
         total = total or num_devices or local_devices()
         per_node = total // request.nodes
     if per_node < 1 or (total is not None and per_node * request.nodes != total):
@@ -122,11 +120,8 @@ def parse_cluster(text: str, memory_gb: float | None = None) -> Cluster:
 
 
 def with_memory(hardware: Hardware, memory_gb: float | None) -> Hardware:
-    """The hardware with `memory_gb` (GiB) a device, which is then no share of a host's; None leaves it.
-
-    Raises:
-        UserError: no device has such a memory.
-    """
+    """The hardware with `memory_gb` (GiB) a device, which is then no share of a host's; None leaves it. Raises
+    UserError if no device has such a memory."""
     if memory_gb is None:
         return hardware
     check_range("--memory-gb", memory_gb, *MEMORY_GB, "GiB")
@@ -155,11 +150,7 @@ def _hardware(request: DevicesRequest) -> Hardware:
 
 
 def _of_nodes(cpu_only: bool) -> Hardware:
-    """What can be known of a cluster's nodes from a machine that may be unlike them.
-
-    Raises:
-        UserError: their GPUs cannot be known.
-    """
+    """What a machine that may be unlike a cluster's nodes knows of them. Raises UserError if it is not their GPUs."""
     if cpu_only:
         return load_hardware(CPU)
     if gpus := gpus_here():

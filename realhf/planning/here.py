@@ -64,11 +64,7 @@ def hardware_here(environ: Mapping[str, str] = os.environ) -> Hardware:
 
 
 def gpus_here(environ: Mapping[str, str] = os.environ) -> Hardware | None:
-    """The GPUs that are visible, if any are.
-
-    Raises:
-        UserError: as `visible_gpus`, or they are of a kind that cannot be described.
-    """
+    """The visible GPUs, if any. Raises UserError as `visible_gpus`, or for a kind that cannot be described."""
     gpus = visible_gpus(environ)
     return gpu_hardware(gpus[0], len(gpus)) if gpus else None
 
@@ -76,12 +72,12 @@ def gpus_here(environ: Mapping[str, str] = os.environ) -> Hardware | None:
 def gpu_hardware(gpu: Gpu, devices_per_node: int = 1) -> Hardware:
     """The package's description of such GPUs, else `described`; the name and the memory are what they report."""
     known = next((preset for preset in presets() if preset.device_names and preset.describes(gpu.name)), None)
-    memory = f"{gpu.memory_bytes / GIB:.1f} GiB reported"
+    text = f"{gpu.name}, {gpu.memory_bytes / GIB:.1f} GiB reported"
     if known:
-        hardware, text = known, f"{gpu.name}, {memory}, else as {known.name}"
+        hardware, text = known, f"{text}, else as {known.name}"
     else:
         hardware = described(gpu, load_hardware(FITTED_GPU))
-        text = f"{gpu.name}, {memory}; no preset knows it: described from what it reports, `realhf profile` measures it"
+        text = f"{text}; no preset knows it: described from what it reports, `realhf profile` measures it"
     return msgspec.structs.replace(
         hardware,
         name=device_kind(gpu.name),
@@ -95,11 +91,8 @@ def gpu_hardware(gpu: Gpu, devices_per_node: int = 1) -> Hardware:
 def described(gpu: Gpu, base: Hardware) -> Hardware:
     """A GPU that no description knows, by what its driver reports; the costs that software sets are those of `base`.
 
-    Peaks are cores x clock x operations of a core in a cycle, times what was reached of them on an H100. Estimates:
-    `realhf profile` measures.
-
-    Raises:
-        UserError: the driver does not report what that needs.
+    Peaks are cores x clock x operations of a core in a cycle, times what was reached of them on an H100. Raises
+    UserError if the driver does not report what that needs.
     """
     if gpu.num_cores is None or gpu.clock_hz is None or gpu.memory_bandwidth is None:
         raise UserError(

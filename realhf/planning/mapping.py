@@ -40,8 +40,7 @@ def allocations(
     """All ways to give every device to one of the groups, group i getting at least minima[i] of them.
 
     C(N - 1, k - 1) for k groups of at least one device. `sizes`: those that a group may have (ascending; default: any).
-    `keeps` is asked about the sizes of the first groups, `first` and one more; where it refuses them, no allocation
-    begins with them.
+    Where `keeps` refuses the sizes of the first groups, `first` and one more, no allocation begins with them.
     """
     if not minima:
         if num_devices == 0:
@@ -69,10 +68,8 @@ class Colocated:
 
 @dataclass(frozen=True)
 class FoundMapping:
-    """The cheapest mapping: the models that share devices, the number of devices of each group, the calls' plans."""
+    """The cheapest mapping."""
 
-    placement: Placement
-    num_devices: tuple[int, ...]
     calls: Mapping[str, CallPlan]
     cost_s: float
 
@@ -82,8 +79,7 @@ class Mapper:
     """Searches mappings of a task; it remembers the best of a group on a number of devices.
 
     As in the paper, each group has devices of its own, and its models run on all of them, each call with the fastest
-    strategy that fits. Groups get whole nodes or a power-of-two part of one: meshes as plans have them. Memory is the
-    planner's own model.
+    strategy that fits. Groups get whole nodes or a power-of-two part of one. Memory is the planner's own model.
     """
 
     task: PlanningTask
@@ -97,12 +93,11 @@ class Mapper:
         Raises:
             UserError: none fits into memory, or there are too many to look at.
         """
-        candidates = among if among is not None else placements(list(self.task.graph.models))
-        found = [self._best_of(placement) for placement in candidates]
-        mappings = [mapping for mapping in found if mapping]
+        candidates = list(placements(list(self.task.graph.models)) if among is None else among)
+        mappings = [mapping for placement in candidates if (mapping := self._best_of(placement))]
         if not mappings:
             raise UserError(
-                f"none of {len(found)} placements fits into the memory of {self.task.cluster.num_devices} devices"
+                f"none of {len(candidates)} placements fits into the memory of {self.task.cluster.num_devices} devices"
             )
         return min(mappings, key=lambda mapping: mapping.cost_s)
 
@@ -113,12 +108,9 @@ class Mapper:
     @property
     def sizes(self) -> list[int]:
         """Sizes of meshes: powers of two below a node, then whole nodes."""
-        per_node, sizes = self.task.cluster.devices_per_node, []
-        size = 1
-        while size < per_node:
-            sizes.append(size)
-            size *= 2
-        return sizes + [per_node * nodes for nodes in range(1, self.task.cluster.num_nodes + 1)]
+        per_node = self.task.cluster.devices_per_node
+        parts = [2**power for power in range((per_node - 1).bit_length())]
+        return parts + [per_node * nodes for nodes in range(1, self.task.cluster.num_nodes + 1)]
 
     def colocated(self, group: Group, num_devices: int) -> Colocated | None:
         """The fastest strategies of a group's calls that fit on `num_devices` together; None if none do."""
@@ -129,31 +121,25 @@ class Mapper:
 
     def _best_of(self, placement: Placement) -> FoundMapping | None:
         self._count()
-        minima = [self.least_devices(group) for group in placement]
-        least = [n for n in minima if n is not None]
-        if len(least) < len(minima):
+        least = [size for group in placement if (size := self.least_devices(group))]
+        if len(least) < len(placement):
             return None
         best: tuple[float, list[Colocated]] | None = None
 
         def rated(sizes: tuple[int, ...]) -> tuple[float, list[Colocated]] | None:
             """The cost of the first groups, which is the least that all cost; None unless it is below the best."""
             self._count()
-            groups = [self.colocated(group, size) for group, size in zip(placement, sizes, strict=False)]
-            found = [group for group in groups if group]
-            if len(found) < len(groups):
+            found = [each for key in zip(placement, sizes, strict=False) if (each := self.colocated(*key))]
+            if len(found) < len(sizes):
                 return None
             # Groups work side by side within a stage, models of one group one after the other.
             cost = sum(max(group.stage_s[stage] for group in found) for stage in range(3))
             return (cost, found) if best is None or cost < best[0] else None
 
-        for sizes in allocations(
-            self.task.cluster.num_devices, least, self.sizes, keeps=lambda first: rated(first) is not None
-        ):
+        num_devices = self.task.cluster.num_devices
+        for sizes in allocations(num_devices, least, self.sizes, keeps=lambda first: rated(first) is not None):
             best = rated(sizes) or best
-        if best is None:
-            return None
-        cost, found = best
-        return FoundMapping(placement, tuple(g.num_devices for g in found), placed(found), cost)
+        return FoundMapping(placed(best[1]), best[0]) if best else None
 
     def _count(self) -> None:
         self._allocations += 1
@@ -241,7 +227,7 @@ class Mapper:
 
 
 def _static(call: CallModel, option: Option) -> float:
-    """At home, with communicators: at most, where no other call has one of them."""
+    """At home, with communicators of its own."""
     sharding = call.sharding(*option.shape)
     static = sharding.static_bytes if sharding else call.static_bytes(option.layout.strategy)
     return static + call.communicator_bytes(option.layout)
@@ -253,10 +239,8 @@ def _dynamic(call: CallModel, option: Option) -> float:
 
 
 def _need(call: CallModel, option: Option, at_home: CallModel, home: Option) -> float:
-    """Dynamic bytes, and away from home a copy of the parameters; training has to stay at home.
-
-    A home of sharded operators serves no other call: each call takes a copy.
-    """
+    """Dynamic bytes, and away from home, or from a home of sharded operators, a copy of the parameters; training has to
+    stay at home."""
     dynamic = _dynamic(call, option)
     if call is at_home or (option.layout == home.layout and not at_home.sharding(*home.shape)):
         return dynamic

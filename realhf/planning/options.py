@@ -1,5 +1,6 @@
 """The options of a call: mesh x (dp, tp, pp) x number of micro-batches."""
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -43,30 +44,25 @@ def option_of(call: CallPlan) -> Option:
     return Option(call.layout, call.micro_batches)
 
 
-def is_legal(model: DecoderConfig, strategy: ParallelStrategy) -> bool:
-    try:
-        check_strategy("", model, strategy)
-    except UserError:
-        return False
-    return True
-
-
 def legal_strategies(model: DecoderConfig, num_devices: int) -> list[ParallelStrategy]:
     """All (dp, tp, pp) whose product is `num_devices` and by which the model can be divided; none with chunks."""
-    strategies = [
-        ParallelStrategy(num_devices // (tp * pp), tp, pp)
-        for tp in divisors(num_devices)
-        for pp in divisors(num_devices // tp)
-    ]
-    return [strategy for strategy in strategies if is_legal(model, strategy)]
+    strategies = []
+    for tp in divisors(num_devices):
+        for pp in divisors(num_devices // tp):
+            strategy = ParallelStrategy(num_devices // (tp * pp), tp, pp)
+            with contextlib.suppress(UserError):
+                check_strategy("", model, strategy)
+                strategies.append(strategy)
+    return strategies
 
 
 def micro_batch_counts(strategy: ParallelStrategy, mini_batch: int) -> list[int]:
     """Powers of two, and pp times powers of two, such that dp x count divides the mini-batch."""
     if mini_batch % strategy.dp:
         return []
-    per_rank = mini_batch // strategy.dp
-    return [count for count in divisors(per_rank) if _is_power_of_two(count) or _is_power_of_two(count / strategy.pp)]
+    powers = [2**power for power in range(mini_batch.bit_length())]
+    counts = {*powers, *(strategy.pp * power for power in powers)}
+    return [count for count in divisors(mini_batch // strategy.dp) if count in counts]
 
 
 def call_strategies(
@@ -123,7 +119,3 @@ def chosen(options: Mapping[str, Sequence[Option]], choice: Sequence[int]) -> di
 def all_options(task: PlanningTask) -> dict[str, list[Option]]:
     """`call_options` of every call of a task, by name."""
     return {name: call_options(call, task.batch_size, task.cluster) for name, call in task.graph.calls.items()}
-
-
-def _is_power_of_two(value: float) -> bool:
-    return value >= 1 and value == int(value) and int(value) & (int(value) - 1) == 0

@@ -10,6 +10,7 @@ from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.mapping import Mapper
 from realhf.planning.model.call import CallModel
 from realhf.planning.model.communicators import of_all_devices
+from realhf.planning.model.hardware import GIB
 from realhf.planning.options import Option, call_strategies, chosen, options_on
 from realhf.planning.predict import Prediction, predict, predict_in_best_order
 from realhf.planning.problem.builder import build_problem
@@ -17,7 +18,6 @@ from realhf.planning.problem.native import native_problem, search_problem
 from realhf.planning.task import PlanningTask
 from realhf.planning.watching import Watch, unwatched
 
-GIB = 2**30
 SEED, EVALUATIONS = 0, 20_000  # of the search for the best strategies within a preset's meshes
 
 
@@ -47,12 +47,10 @@ def evaluate_preset(name: str, task: PlanningTask) -> PresetResult:
         prediction = predict_in_best_order(task, PRESETS[name](task))
     except UserError as error:
         return PresetResult(name=name, prediction=None, problem=str(error))
-    if prediction.fits:
-        return PresetResult(name=name, prediction=prediction)
     device, need = max(enumerate(prediction.device_bytes), key=lambda entry: entry[1])
     limit = task.cluster.device_memory_bytes
     problem = f"needs {need / GIB:.1f} GiB on device {device}, which has {limit / GIB:.1f} GiB"
-    return PresetResult(name=name, prediction=prediction, problem=problem)
+    return PresetResult(name=name, prediction=prediction, problem="" if prediction.fits else problem)
 
 
 def colocate(task: PlanningTask) -> ExecutionPlan:
@@ -74,9 +72,7 @@ def split(task: PlanningTask) -> ExecutionPlan:
     leading = generating or list(graph.models)[:1]
     trained = {call.model_name for call in graph.calls.values() if call.trains}
     shapes = {graph.models[name] for name in leading}
-    first = {
-        name for name, shape in graph.models.items() if name in leading or (name not in trained and shape in shapes)
-    }
+    first = {*leading, *(name for name, shape in graph.models.items() if name not in trained and shape in shapes)}
     if len(first) == len(graph.models):
         raise UserError("split: all models belong to the side of generation; nothing is left for the other half")
     half = num_devices // 2
@@ -126,8 +122,8 @@ def _best_on(task: PlanningTask, meshes: Mapping[str, DeviceMesh], preset: str) 
 
 def heuristic(task: PlanningTask) -> ExecutionPlan:
     """All calls in one strategy on all devices (after Megatron-LM's advice): tensor parallelism as far as it is legal
-    within a node, data parallelism with the rest. There are pipeline stages only where dp would not divide a
-    mini-batch, or the models would not fit.
+    within a node, data parallelism with the rest, and pipeline stages only where dp would not divide a mini-batch, or
+    the models would not fit.
 
     Each call takes the fastest number of micro-batches that fits into memory beside all models, or else the one that
     needs least. The plan has predictions; it may not fit.
@@ -163,8 +159,7 @@ class _NeedsOfAll:
 
     def strategies(self) -> list[ParallelStrategy]:
         """Those that are legal for all calls, with tensor-parallel groups within a node."""
-        task = self._task
-        common = set.intersection(*(set(legal) for legal in self._legal.values()))
+        task, common = self._task, set.intersection(*map(set, self._legal.values()))
         within_node = sorted(s for s in common if task.cluster.devices_per_node % s.tp == 0)
         if not within_node:
             raise UserError(
@@ -196,8 +191,8 @@ class _NeedsOfAll:
         kept = self._stays(strategy)
         for other in self._models:
             if other is not model:
-                chosen = self.chosen.get(other.call.name)
-                counts = self.counts(other, strategy) if chosen is None else [chosen]
+                count_chosen = self.chosen.get(other.call.name)
+                counts = [count_chosen] if count_chosen else self.counts(other, strategy)
                 kept += min(other.kept_cache_bytes(strategy, each) for each in counts)
         return kept + model.dynamic_bytes(strategy, count)
 

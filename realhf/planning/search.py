@@ -11,6 +11,7 @@ from realhf.dataflow.offload import check_offload
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.planning.certificate import Certificate
 from realhf.planning.cluster import Cluster, has_all_meshes
+from realhf.planning.model.hardware import GIB
 from realhf.planning.model.reallocation import with_groups
 from realhf.planning.options import Option, all_options, chosen, option_of
 from realhf.planning.predict import Prediction, fastest_order
@@ -23,7 +24,6 @@ from realhf.planning.watching import Watch, unwatched
 
 EVALUATIONS_PER_OPTION = 20
 DEFAULT_EVALUATIONS = (20_000, 2_000_000)  # at least, at most
-GIB = 2**30
 ROUNDING = 1e-9
 
 
@@ -153,10 +153,9 @@ def without_hopeless(task: PlanningTask, name: str, options: Sequence[Option]) -
 
 
 def _nothing_fits(smallest_bytes: float, cluster: Cluster) -> str:
-    hardware = cluster.hardware
     return (
         f"no plan fits into memory: the smallest one found needs {smallest_bytes / GIB:.2f} GiB on a device but "
-        f"{cluster.num_nodes} x {cluster.devices_per_node} devices ({hardware.name}) have "
-        f"{cluster.device_memory_bytes / GIB:.2f} GiB each, of {hardware.description}; use more devices, a smaller "
-        "batch or shorter sequences"
+        f"{cluster.num_nodes} x {cluster.devices_per_node} devices ({cluster.hardware.name}) have "
+        f"{cluster.device_memory_bytes / GIB:.2f} GiB each, of {cluster.hardware.description}; use more devices, a "
+        "smaller batch or shorter sequences"
     )

@@ -83,25 +83,20 @@ class PlanningTask:
 
 
 def with_staleness(graph: DataflowGraph, staleness: int) -> DataflowGraph:
-    """The graph in which generation of step t uses the weights after step t - 1 - `staleness`.
+    """The graph in which generation of step t uses the weights after step t - 1 - `staleness` (0: on-policy training).
 
-    0 is on-policy training. The other readers of trained weights, a critic's inference, stay as
-    they are. Whether a run keeps the older weights for generation is not checked here.
-
-    Raises:
-        UserError: `staleness` is negative.
+    The other readers of trained weights, a critic's inference, stay as they are. Whether a run keeps the older weights
+    for generation is not checked here. Raises UserError if `staleness` is negative.
     """
     if staleness < 0:
         raise UserError(f"--staleness {staleness} must be at least 0")
     if staleness == 0:
         return graph
     stale = copy.copy(graph)
+    generating = {name for name, call in graph.calls.items() if call.interface_type is GENERATE}
     stale.edges = [
         replace(edge, steps_back=edge.steps_back + staleness)
-        if edge.kind == "version"
-        and edge.steps_back
-        and edge.child in graph.calls
-        and graph.calls[edge.child].interface_type is GENERATE
+        if edge.kind == "version" and edge.steps_back and edge.child in generating
         else edge
         for edge in graph.edges
     ]

@@ -1,7 +1,7 @@
 """How many tokens the calls of an experiment read and write."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from realhf.api.generation import DECODE_GRAPHS, DecodeGraphs
 from realhf.base.errors import UserError
@@ -12,12 +12,11 @@ from realhf.dataflow.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
 class Workload:
     """Tokens of a sample.
 
-    Generate calls read `prompt_tokens` and write `new_tokens`; inference and train_step calls see
-    both as one sequence (for an experiment without generation, put the whole sequence into
-    `prompt_tokens`). `kv_cache_tokens` is the room for keys and values on a device that a generate call was given, if
-    it was, and `decode_graphs` how long graphs of its decode steps live, where there are any. The means give times,
-    the maxima memory and the number of decode steps; a maximum left out equals the mean, rounded up. `calls` overrides
-    the lengths for single calls by name.
+    Generate calls read `prompt_tokens` and write `new_tokens`; inference and train_step calls see both as one sequence
+    (without generation, all of it is in `prompt_tokens`). `kv_cache_tokens` is the room for keys and values on a device
+    that a generate call was given, if it was, and `decode_graphs` how long graphs of its decode steps live. The means
+    give times, the maxima memory and the number of decode steps; a maximum left out equals the mean, rounded up.
+    `calls` overrides the lengths for single calls by name.
     """
 
     prompt_tokens: float
@@ -55,10 +54,8 @@ class Workload:
 
 
 def workload_of(graph: DataflowGraph, lengths: dict[str, tuple[float, int]], new_tokens: int | None = None) -> Workload:
-    """How many tokens each call reads and writes, from the data set's lengths and the limits of generation.
-
-    `new_tokens` takes the place of those limits.
-    """
+    """How many tokens each call reads and writes, from the data set's `lengths`, (mean, longest) by key, and the limits
+    of generation, which `new_tokens` replaces."""
     generate = [call for call in graph.calls.values() if call.interface_type is GENERATE]
     rollout = _generation(generate[0], lengths, new_tokens) if generate else None
     calls = {}
@@ -68,13 +65,7 @@ def workload_of(graph: DataflowGraph, lengths: dict[str, tuple[float, int]], new
         elif call.interface_impl.sequence_keys or rollout is None:
             calls[call.name] = _reading(call, lengths, rollout)
     base = rollout or next(iter(calls.values()))
-    return Workload(
-        prompt_tokens=base.prompt_tokens,
-        new_tokens=base.new_tokens,
-        max_prompt_tokens=base.max_prompt_tokens,
-        max_new_tokens=base.max_new_tokens,
-        calls=calls,
-    )
+    return replace(base, kv_cache_tokens=None, decode_graphs=DECODE_GRAPHS, calls=calls)
 
 
 def _generation(call: ModelFunctionCallDef, lengths: dict[str, tuple[float, int]], new_tokens: int | None) -> Workload:
@@ -99,7 +90,5 @@ def _reading(call: ModelFunctionCallDef, lengths: dict[str, tuple[float, int]], 
     """The sum over the sequences that the call reads for one sample; what was generated counts as a rollout."""
     generated = (rollout.tokens, rollout.max_tokens) if rollout else (0.0, 0)
     keys = call.interface_impl.sequence_keys or call.input_data[:1]
-    sizes = [lengths.get(key, generated) for key in keys]
-    return Workload(
-        prompt_tokens=sum(mean for mean, _ in sizes), max_prompt_tokens=sum(longest for _, longest in sizes)
-    )
+    means, longest = zip(*(lengths.get(key, generated) for key in keys), strict=True)
+    return Workload(prompt_tokens=sum(means), max_prompt_tokens=sum(longest))

@@ -1,8 +1,7 @@
-"""Bytes that passes through a model's layers have at once, a token: counted from the tensors of `realhf/models`.
+"""Bytes a token that a pass through a model's layers has at once: counted from the tensors of `realhf/models`.
 
-`tests/unit/engine/test_planned_memory.py` holds them against what the engine really keeps. With i bytes an element,
-w = max(i, 4); a = i on a GPU and w on the CPU, where training attends in float32 at least
-(`realhf/models/attention.py`).
+`tests/unit/engine/test_planned_memory.py` compares them with what the engine keeps. Of i bytes an element: w = max(i,
+4); a = i on a GPU and w on the CPU, where training attends in float32 at least (`realhf/models/attention.py`).
 """
 
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
@@ -12,11 +11,10 @@ from realhf.planning.model.features import ENGINE, EngineFeatures
 def activation_elements(model: DecoderConfig, tp: int) -> float:
     """Elements that one layer has a token in a pass without gradients, at most.
 
-    Whole on every rank: the inputs of both norms and their outputs, 4 hidden. Divided over tp: q, k, v and their
+    Whole: inputs and outputs of both norms, and of every expert of the token. Divided over tp: q, k, v and their
     rotated copies, attention's output, and gate, up, silu(gate) and their product.
     """
     divided = 3 * model.query_size + 3 * model.kv_size + _mlp_arrays(model) * model.active_intermediate_size
-    # A mixture also keeps what goes into and comes out of every expert of a token.
     return (4 + 2 * model.experts.per_token) * model.hidden_size + divided / tp
 
 
@@ -37,11 +35,11 @@ def kept_layer_bytes(model: DecoderConfig, dtype: DType, tp: int, features: Engi
 
 
 def kept_selective_bytes(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures = ENGINE) -> float:
-    """What one layer keeps a token for its backward pass with selective recomputation.
+    """The same with selective recomputation: its input, and what products and attention give
+    (`realhf.models.recomputation`).
 
-    Its input, and what products and attention give (`realhf.models.recomputation`): q, k, v, attention's output (a)
-    with a number a head, gate and up, divided over tp; the outputs of the two row-parallel products whole, since they
-    are summed afterwards.
+    Divided over tp: q, k, v, attention's output (a) with a number a head, gate and up. Whole: the outputs of the two
+    row-parallel products, which are summed afterwards.
     """
     item, wide, attention = _items(dtype, features)
     experts = model.experts.per_token if model.experts.count else 1
@@ -91,8 +89,7 @@ def backward_bytes(model: DecoderConfig, dtype: DType, tp: int, features: Engine
 
 def _items(dtype: DType, features: EngineFeatures) -> tuple[int, int, int]:
     """i, w and a."""
-    item = DTYPE_BYTES[dtype]
-    wide = max(item, 4)
+    item, wide = DTYPE_BYTES[dtype], max(DTYPE_BYTES[dtype], 4)
     return item, wide, wide if features.in_host_memory else item
 
 

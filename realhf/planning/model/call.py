@@ -21,8 +21,6 @@ from realhf.planning.model.sharding import Sharding, shard
 from realhf.planning.model.timings import Timings
 from realhf.planning.workload import Workload
 
-Shape = tuple[ParallelStrategy, int]  # a strategy and a number of micro-batches
-
 BYTES_PER_TOKEN = 8  # of one key of per-sample data: token numbers are int64
 
 
@@ -50,15 +48,11 @@ class CallModel:
     versions: int = 1
     factor: float = 1.0
     shares_devices: bool = True
-    _shardings: dict[tuple[ParallelStrategy, int], Sharding | None] = field(
-        default_factory=dict, init=False, repr=False
-    )
+    _shardings: dict[tuple[ParallelStrategy, int], Sharding | None] = field(default_factory=dict, init=False)
 
     def seconds(self, strategy: ParallelStrategy, micro_batches: int) -> float:
-        """Seconds from the request's arrival to the result.
-
-        What a call does that does not use its model is not known: nothing, but for its `factor`.
-        """
+        """Seconds from the request's arrival to the result. Of a call that does not use its model only the overhead is
+        known."""
         if not self.call.uses_model:
             return self.factor * self.timings.call_overhead_s
         work = self.work(strategy, micro_batches)
@@ -88,7 +82,7 @@ class CallModel:
         )  # fmt: skip
 
     def offloaded_bytes(self, strategy: ParallelStrategy, *, states: bool) -> int:
-        """What goes from a device of a home to host memory and back, with or without the optimizer's states."""
+        """What goes from a device of a home to host memory and back; `states`: with the optimizer's."""
         return memory.offloaded_bytes(
             self.call.config, strategy, self.dtype, trained=states, features=self.features, versions=self.versions
         )
@@ -110,10 +104,8 @@ class CallModel:
         return memory.gathered_for_call(self.call, strategy, self.dtype, self.features)
 
     def least_bytes(self, strategy: ParallelStrategy, micro_batches: int) -> float:
-        """Bytes below which no plan with this option stays: wherever the model lives, its parameters are here too.
-
-        0 where operators are sharded so that they fit. A training is at home, with the optimizer's states.
-        """
+        """Bytes that every plan with this option needs: wherever the model lives, its parameters are here too, with the
+        optimizer's states for a training. 0 where operators are sharded so that they fit."""
         if self.sharding(strategy, micro_batches):
             return 0.0
         trains, config = self.call.trains, self.call.config
@@ -143,17 +135,14 @@ class CallModel:
         return self.hardware.communicator_bytes * len(self.communicators(layout))
 
     def transfer_s(self, keys: int, parts: int, *, crosses_nodes: bool) -> float:
-        """Seconds to bring `keys` columns of per-sample data to the call, its batch cut into `parts`: its dp, mostly.
-
-        Every device gets one of them, all at the same time. Data of one number a token, BYTES_PER_TOKEN each, is small:
-        one message each. Nothing is sent, and this does not hold, if both calls run on one and the same device.
-        """
+        """Seconds to bring `keys` columns of per-sample data to the call, its batch cut into `parts` (mostly its dp):
+        one message to every device, all at the same time. It does not hold where both calls run on the same device."""
         batch_size = self.samples * self.call.mini_batches
         size_bytes = keys * batch_size / parts * self.lengths.tokens * BYTES_PER_TOKEN
         return self.hardware.send_s(size_bytes, crosses_nodes=crosses_nodes)
 
     def _room_bytes(self, strategy: ParallelStrategy) -> int:
-        """What is left of a device beside communicators: the call's, those of all devices, and of copies for others."""
+        """What is left of a device beside its communicators: the call's, and those of all devices."""
         own = self.communicators(Layout(DeviceMesh(0, strategy.size), strategy))
         common = of_all_devices(self.cluster.num_devices, moves=self.shares_devices)
         taken = self.hardware.communicator_bytes * (len(own) + len(common))

@@ -11,8 +11,8 @@ from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.geometry.layout import Layout, ParallelStrategy
 
 Axis = Literal["tensor", "data", "stages", "tied", "model"]
-Key = tuple[bool, tuple[tuple[int, int], ...], int]
 Digits = tuple[tuple[int, int], ...]  # (stride, count), strides ascending
+Key = tuple[bool, Digits, int]
 
 # Labels of the communicators of all devices: of the world, of moves of parameters where there are any (also in
 # csrc/search/problem.h), and of data between calls.
@@ -20,10 +20,8 @@ WORLD, MOVES, DATA = 0, 1, 2
 
 
 def axes_used(call: ModelFunctionCallDef, strategy: ParallelStrategy, *, gathers_parameters: bool) -> Iterator[Axis]:
-    """The axes along which `call` communicates under `strategy`, where they have more than one rank.
-
-    gathers_parameters: the call finds them divided over the data-parallel ranks.
-    """
+    """The axes of more than one rank along which `call` communicates under `strategy`; `gathers_parameters`: it finds
+    them divided over the data-parallel ranks."""
     s = strategy
     if s.tp > 1:
         yield "tensor"
@@ -51,10 +49,8 @@ def group_key(layout: Layout, axis: Axis) -> Key:
 
 
 class CommunicatorLabels:
-    """Numbers communicators: equal labels of two options are one communicator on the devices that both have.
-
-    Every device has the labels `common`.
-    """
+    """Numbers communicators: equal labels of two options are one communicator on the devices that both have, and all
+    devices have the labels `common`."""
 
     def __init__(self, common: Iterable[int]):
         self._common = tuple(sorted(common))

@@ -16,11 +16,7 @@ YAML_SUFFIXES = (".yaml", ".yml")
 
 def load_hardware(name: str) -> Hardware:
     """The description that `--hardware NAME` means: a file (with a "/" or .yaml), one of the package, or one that
-    `realhf profile` has left beside the profiles of a machine.
-
-    Raises:
-        UserError: no such description, or a missing, unknown or ill-typed field.
-    """
+    `realhf profile` has left beside profiles. Raises UserError if there is none, and as `read_hardware`."""
     if "/" in name or name.endswith(YAML_SUFFIXES):
         return read_hardware(Path(name))
     found = left_descriptions() | {path.stem: path for path in DESCRIPTIONS.glob("*.yaml")}

@@ -29,29 +29,25 @@ class EngineFeatures:
     fp32_gradients: gradients of parameters below fp32 are kept, summed and reduced in fp32.
     recomputation: "full": a layer keeps only its input, and the backward pass runs its forward again (Chen et al.,
         2016; Korthikanti et al., 2022, section 5); "selective": it runs all but products and attention again.
-    on_gpus: the KV cache has the pages that flash-attn needs, where it takes the dtype and the heads. It need not be
-        installed: its pages are the larger ones.
+    on_gpus: the KV cache has the pages that flash-attn needs, the larger ones, where it takes the dtype and the heads.
     cuda_graphs: on GPUs, a decode step is replayed as a graph, where the call asks for it
         (`GenerationOptions.decode_graphs`) and the model allows it (`realhf.architecture.decoding`).
     full_logits: logits are gathered over tp, and every rank makes its passes over the whole vocabulary. Else each
         rank keeps its part of the vocabulary (Megatron-LM, section 3).
     response_logits: of a prompt and its response as one sequence, only the response's tokens get logits.
     gathers_drawn_logits: generation draws from full logits, whatever the others are.
-    logits_chunk_bytes: unless full, logits exist for chunks of this size, and the backward pass projects all but the
-        last chunk again; None: for all tokens of a micro-batch.
+    logits_chunk_bytes: unless full, logits exist for chunks of this size (None: for a micro-batch), and the backward
+        pass projects all but the last chunk again.
     sequence_parallel: in training, what lies between the tensor-parallel products is divided over tp along the
         tokens; an all-gather and a reduce-scatter replace every all-reduce (Korthikanti et al., 2022, section 4.2),
         and between stages every rank sends its own tokens.
     blocking_sends: a pipeline stage does not compute while it sends, as it never does while it receives.
-    sharded_operators: where the states of a train call do not fit, parameters and gradients of some operators are
-        divided over dp and gathered for each use (`realhf.planning.model.sharding`; OSDP, IJCAI 2023).
+    sharded_operators: see `realhf.planning.model.sharding` (OSDP, IJCAI 2023).
     offloads_states: the optimizer's states and master copy wait in host memory, and pass through the device in chunks
         once a mini-batch.
-    packs_weights: generation also keeps the linears' weights in the order of its kernels: on the CPU, in float32 and
-        bfloat16.
+    packs_weights: generation also keeps the linears' weights in the order of its kernels (CPU, float32 and bfloat16).
     in_host_memory: malloc gives the tensors' memory, and training attends in float32 at least: on the CPU.
-    copies_checkpoints: training goes on while a checkpoint is written from a copy, which takes memory of a device that
-        shares its host's. Runs with `--checkpoint-every` have it.
+    copies_checkpoints: a checkpoint is written from a copy (`--checkpoint-every`), in memory that the devices share.
     """
 
     zero1: bool = True
@@ -73,7 +69,7 @@ class EngineFeatures:
     copies_checkpoints: bool = False
 
     def gradient_bytes(self, dtype: DType) -> int:
-        """Bytes of one element of the gradient of parameters of `dtype`."""
+        """Of the gradient of one element of parameters."""
         return max(DTYPE_BYTES[dtype], 4) if self.fp32_gradients else DTYPE_BYTES[dtype]
 
     def state_bytes(self, dtype: DType) -> int:
@@ -149,11 +145,7 @@ def of_setup(setup: ModelSetup, engine: EngineFeatures = ENGINE) -> EngineFeatur
 
 
 def with_features(names: Sequence[str], engine: EngineFeatures = ENGINE) -> EngineFeatures:
-    """`engine` with the named features, and without those named `no-...`.
-
-    Raises:
-        UserError: a name is not known.
-    """
+    """`engine` with the named features, and without those named `no-...`. Raises UserError for unknown names."""
     for name in names:
         feature = name.removeprefix(WITHOUT)
         if feature not in FEATURES:

@@ -89,8 +89,7 @@ class Residual:
 class Constant:
     """A number of the description that is fitted: within bounds, and near `prior` where the rows leave it open.
 
-    `name`: a field, or `matmul_flops[DTYPE]`. `spread`: the factor by which the number may well differ from the prior
-    (one standard deviation of its logarithm).
+    `name`: a field, or `matmul_flops[DTYPE]`. `spread`: exp of the standard deviation of the number's logarithm.
     """
 
     name: str
@@ -117,11 +116,7 @@ class Constant:
 
 
 def load_tables(path: str | Path) -> list[MeasuredTable]:
-    """Reads measured tables.
-
-    Raises:
-        UserError: the file is missing, or is not a list of tables; the text names the field.
-    """
+    """Reads measured tables. Raises UserError if the file is missing or no list of tables; the text names the field."""
     try:
         return msgspec.yaml.decode(Path(path).read_bytes(), type=list[MeasuredTable])
     except (OSError, msgspec.DecodeError) as error:
@@ -137,8 +132,7 @@ class _NoInterface(InterfaceConfig):
 
 def predict_s(table: MeasuredTable, row: MeasuredCall, hardware: Hardware) -> float:
     """Seconds of a row's call by the analytic model."""
-    model = model_type(row.model_type)
-    interface = INTERFACES[row.interface]
+    model, interface = model_type(row.model_type), INTERFACES[row.interface]
     call = ModelFunctionCallDef(
         model_name=row.call.split()[0],
         model_type=model,
@@ -203,9 +197,8 @@ def fit(
 ) -> Hardware:
     """`hardware` with the constants that fit the rows best; the same for the same input.
 
-    The most probable constants, if a row's logarithm is off by `row_error` and a constant's by log(spread)
-    from its prior (one standard deviation each): least squares in logarithms, by Gauss-Newton
-    steps with Levenberg's damping, clipped to the bounds.
+    The most probable ones, if a row's logarithm is off by `row_error` and a constant's by log(spread) from its prior
+    (standard deviations): least squares by Gauss-Newton steps with Levenberg's damping, clipped to the bounds.
     """
     low, high, prior = (np.log([getattr(c, name) for c in constants]) for name in ("low", "high", "prior"))
     spread = np.log([c.spread for c in constants])

@@ -17,10 +17,8 @@ GIB = 2**30
 
 
 def device_kind(name: str) -> str:
-    """The name of a device as a file can have it: nvidia-h100-80gb-hbm3 of "NVIDIA H100 80GB HBM3".
-
-    Older drivers leave the vendor out ("A100-SXM4-80GB").
-    """
+    """The name of a device as a file can have it: nvidia-h100-80gb-hbm3 of "NVIDIA H100 80GB HBM3", with the vendor
+    that older drivers leave out ("A100-SXM4-80GB")."""
     kind = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
     return f"nvidia-{kind.removeprefix('nvidia-')}"
 
@@ -46,18 +44,16 @@ def mismatch(hardware: "Hardware", device_name: str | None, memory_bytes: int) -
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one device and its links achieve: reached rates, not peaks. Bandwidths are per device and direction.
 
-    `layer_launch_s` is what a layer's forward costs whatever its size (kernel launches, the
-    interpreter), added to its compute and not hidden by it; `decode_launch_s` the same for a layer of one
-    decode step, `decode_graph_launch_s` where the step is replayed as a CUDA graph; `call_overhead_s` a
-    request's way from the master to the workers and back, with what a call prepares; `sampling_s`
-    drawing the tokens of one decode step of one micro-batch, with what the step costs the host; `host_bandwidth` that
-    between a device and its host's memory (PCIe 4 with 16 lanes, where a description does not say it). `packs_weights`:
-    see `realhf.planning.model.features.EngineFeatures`. `communicator_bytes`: memory that a communicator takes on each
-    of its devices, beside what it sends. `shares_host_memory`: the devices of a node send over the memory of
-    their host.
-
-    `device_names`: what the driver calls the devices that this describes; none: the description does not say. Of a CPU:
-    `threads` of a worker, and `host_memory_bytes` and `host_cores` of the machine where its workers share those.
+    layer_launch_s: of a layer's forward whatever its size (kernel launches, the interpreter), beside its compute.
+    decode_launch_s, decode_graph_launch_s: of a layer of one decode step, eager and replayed as a CUDA graph.
+    call_overhead_s: a request's way from the master to the workers and back, with what a call prepares.
+    sampling_s: drawing the tokens of one decode step of one micro-batch, with what the step costs the host.
+    packs_weights: see `realhf.planning.model.features.EngineFeatures`.
+    host_bandwidth: between a device and its host's memory; by default of PCIe 4 with 16 lanes.
+    communicator_bytes: that a communicator takes on each of its devices, beside what it sends.
+    shares_host_memory: the devices of a node send over the memory of their host.
+    device_names: what the driver calls these devices; empty: the description does not say.
+    threads: of a worker on a CPU; host_memory_bytes, host_cores: of the machine, where its workers share those.
     """
 
     name: str
@@ -100,7 +96,6 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @property
     def is_gpu(self) -> bool:
-        """Whether its devices are GPUs, and not processes on a host."""
         return not self.shares_host_memory
 
     def describes(self, device_name: str) -> bool:
@@ -108,11 +103,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return not self.device_names or device_kind(device_name) in map(device_kind, self.device_names)
 
     def flops(self, dtype: DType) -> float:
-        """Matrix-multiplication FLOP/s.
-
-        Raises:
-            UserError: the description has no figure for this dtype.
-        """
+        """Matrix-multiplication FLOP/s. Raises UserError if the description has no figure for this dtype."""
         if dtype not in self.matmul_flops:
             known = ", ".join(self.matmul_flops)
             raise UserError(f"hardware {self.name}: no matmul_flops for dtype {dtype!r}; it has {known}")
@@ -120,9 +111,8 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     def send_s(self, size_bytes: float, *, crosses_nodes: bool) -> float:
         """One message: latency + bytes / bandwidth."""
-        if crosses_nodes:
-            return self.inter_node_latency_s + size_bytes / self.inter_node_bandwidth
-        return self.intra_node_latency_s + size_bytes / self.intra_node_bandwidth
+        latency_s, bandwidth = self.link(crosses_nodes, per_node=1)
+        return latency_s + size_bytes / bandwidth
 
     def all_reduce_s(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
         """The faster of a ring and a tree, as NCCL and gloo choose by size; 0 for a group of one.
@@ -146,11 +136,12 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def link(self, crosses_nodes: bool, per_node: int) -> tuple[float, float]:
         """(mean latency of a hop, bandwidth) of a group's ring.
 
-        Every member brings its own network link: a group with k members in each node runs k rings that
-        leave the node at different members, up to what a device can send within the node; one hop of k crosses.
+        Every member brings its own network link: a group with k members in each node runs k rings that leave the node
+        at different members, up to what a device can send within the node; one hop of k crosses.
         """
         if not crosses_nodes:
             return self.intra_node_latency_s, self.intra_node_bandwidth
+        if per_node == 1:
+            return self.inter_node_latency_s, self.inter_node_bandwidth
         latency_s = (self.inter_node_latency_s + (per_node - 1) * self.intra_node_latency_s) / per_node
-        bandwidth = per_node * self.inter_node_bandwidth
-        return latency_s, bandwidth if per_node == 1 else min(bandwidth, self.intra_node_bandwidth)
+        return latency_s, min(per_node * self.inter_node_bandwidth, self.intra_node_bandwidth)

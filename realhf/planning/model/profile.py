@@ -1,4 +1,4 @@
-"""Measured layer timings: the file format and the interpolation. Measuring is done elsewhere."""
+"""Measured layer timings: the file format and the interpolation."""
 
 import hashlib
 from bisect import bisect_right
@@ -53,8 +53,8 @@ class DecodeTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 class TensorTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Compute of one rank at one degree of tensor parallelism; the sizes of the curves are tokens of one micro-batch.
 
-    `includes_all_reduce`: the layers ran on `tp` devices, and the measured time has their all-reduces. The head is
-    everything above the last layer: the final norm, the projection and, forward, the gathering of the logits over tp.
+    `includes_all_reduce`: the layers ran on `tp` devices, with their all-reduces. The head is everything above the last
+    layer: the final norm, the projection and, forward, the gathering of the logits over tp.
     """
 
     tp: int
@@ -86,11 +86,11 @@ class CollectiveTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 class CallOverheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Seconds of whole calls beyond their layers, embedding, head, optimizer, reductions and single messages.
+    """Seconds of whole calls beyond their layers, embedding, head, optimizer, reductions and single messages: packing,
+    losses, statistics, the schedule.
 
-    Packing, losses, statistics and the schedule: of an inference (`forward_s`), a mini-batch (`train_s`), a generation,
-    each of their micro-batches, and a decode step of one. `generate_s_per_parameter`: putting the weights into the
-    order that decoding wants. `message_s`: of a message between computing stages, beyond one between waiting stages.
+    `train_s`: of a mini-batch. `generate_s_per_parameter`: putting the weights into the order that decoding wants.
+    `message_s`: of a message between computing stages, beyond one between waiting stages.
     """
 
     forward_s: float = 0.0
@@ -107,10 +107,7 @@ class CallOverheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ReallocationTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A whole model moved from one device to its neighbour: `latency_s + bytes / bandwidth` seconds.
-
-    Packing and unpacking are in both, and the work for each parameter: those of a layer go with its bytes.
-    """
+    """A whole model moved from one device to its neighbour, packed and unpacked: `latency_s + bytes / bandwidth`."""
 
     latency_s: float
     bandwidth: float
@@ -157,10 +154,8 @@ def interpolate(points: list[tuple[float, float]], x: float) -> float:
 
 
 def profiles_root() -> Path:
-    """The folder of this machine's profiles: the checkout's where the working directory lies in it, else the user's.
-
-    A run's launcher, and whatever plans it again, have the run's working directory, and so the same answer.
-    """
+    """The folder of this machine's profiles: the checkout's where the working directory (of a run, of whatever plans it
+    again) lies in it, else the user's."""
     checkout = Path(realhf.__file__).resolve().parent.parent
     if (checkout / "pyproject.toml").is_file() and Path.cwd().is_relative_to(checkout):
         return checkout / "profiles" / "local"
@@ -180,11 +175,7 @@ def save_profile(profile: LayerProfile, path: str | Path) -> None:
 
 
 def load_profile(path: str | Path) -> LayerProfile:
-    """Reads a profile.
-
-    Raises:
-        UserError: the file is missing, or is not a profile; the text names the field.
-    """
+    """Reads a profile. Raises UserError if the file is missing or no profile; the text names the field."""
     remedy = "measure it again with `realhf profile`"
     profile = read_file(path, lambda data: decode_json(data, LayerProfile), "layer profile", remedy)
     if profile.format != FORMAT:

@@ -13,11 +13,7 @@ from realhf.planning.workload import Workload
 
 @dataclass(frozen=True, kw_only=True)
 class RankWork:
-    """What seconds and bytes of a call depend on, for one option.
-
-    `samples`: of one mini-batch on one rank. `lengths`: of the call's sequences. `features`: what the engine does
-    during this call. `micro_batches`: as planned.
-    """
+    """What seconds and bytes of a call depend on, for one option: as in `CallModel`, but `samples` are of one rank."""
 
     call: ModelFunctionCallDef
     samples: int

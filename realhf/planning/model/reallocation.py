@@ -27,7 +27,7 @@ from realhf.planning.model.sizes import model_sizes
 class Reallocation:
     """Moves of a model's parameters, `item` bytes an element, over `links` (`Timings.links`).
 
-    forwarding: devices send on what several of them lack; on the way to an average they do not.
+    forwarding: devices send on what several lack; on the way to an average they do not.
     """
 
     model: DecoderConfig
@@ -37,12 +37,11 @@ class Reallocation:
     forwarding: bool = True
 
     def seconds(self, moved: tuple[int, int], source: DeviceMesh, *, crosses_nodes: bool) -> float:
-        """Seconds of a move from the devices of `source`, from what it moves (`moved_elements`).
+        """Seconds of a move from the devices of `source` of `moved` (`moved_elements`); zero if nothing moves.
 
-        The time is that of the busiest link: the most that one device receives, or an equal share, for each device of
-        the source, of what is sent: with `forwarding` of the model at most, since devices forward what several lack
-        (`realhf.realloc.plan.broadcast_chain`; 0.96 to 1.5 times this in 400 pairs of layouts of up to 16 devices).
-        Links between nodes are used unless both meshes are within one node. Zero if nothing moves.
+        The time of the busiest link: the most that one device receives, or the equal share that a device of the source
+        sends: with `forwarding` of one model at most (`realhf.realloc.plan.broadcast_chain`; 0.96 to 1.5 times this in
+        400 pairs of layouts of up to 16 devices).
         """
         worst, total = moved
         if not total:
@@ -51,7 +50,7 @@ class Reallocation:
         return self.links.send_s(max(worst, sent) * self.item, crosses_nodes=crosses_nodes)
 
     def table(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> list[float]:
-        """`seconds` of sources x targets, row-major: for a few pairs; the search has millions, and C++ for them."""
+        """`seconds` of sources x targets, row-major: for a few pairs. For the millions of a search there is C++."""
         return [
             self.seconds(
                 moved_elements(self.model, source, target),
@@ -66,10 +65,8 @@ class Reallocation:
 def moved_elements(model: DecoderConfig, source: Layout, target: Layout) -> tuple[int, int]:
     """(elements that the worst device of `target` lacks, elements that all of its devices lack).
 
-    A device lacks the boxes it needs under `target` minus those it holds under `source`
-    (`realhf.geometry.boxes.device_boxes`); here in closed form, from the two pairs of pipeline
-    and tensor index. The search's tables come from the same formula in C++, which
-    knows neither model chunks nor micro data-parallel groups.
+    The boxes it needs under `target` less those it holds under `source` (`realhf.geometry.boxes.device_boxes`), in
+    closed form. The same formula in C++ knows neither model chunks nor micro data-parallel groups.
     """
     worst = total = 0
     for device in target.mesh.devices:
@@ -83,28 +80,26 @@ def _held_by_both(model: DecoderConfig, layouts: tuple[Layout, Layout], device: 
     if any(device not in layout.mesh.devices for layout in layouts):
         return 0
     sizes = model_sizes(model)
-    begins, ends, layers, embeddings, heads = [], [], [], [], []
     whole = layouts[0].strategy.tp * layouts[1].strategy.tp
+    begin, end, layers, has_embedding, has_head = 0, whole, set(range(model.num_layers)), True, True
     for layout in layouts:
         _, tp_index, stage = layout.coordinates(device)
-        last = layout.strategy.pp - 1
-        begins.append(tp_index * whole // layout.strategy.tp)
-        ends.append((tp_index + 1) * whole // layout.strategy.tp)
-        layers.append(held_layers(model.num_layers, layout.strategy, stage))
-        embeddings.append(stage == 0 or (sizes.tied and stage == last))
-        heads.append(stage == last)
-    common = len(layers[0] & layers[1])
-    sharded, replicated = common * sizes.layer_sharded, common * sizes.layer_replicated
-    if all(embeddings):
+        tp, last = layout.strategy.tp, layout.strategy.pp - 1
+        begin, end = max(begin, tp_index * whole // tp), min(end, (tp_index + 1) * whole // tp)
+        layers &= held_layers(model.num_layers, layout.strategy, stage)
+        has_embedding &= stage == 0 or (sizes.tied and stage == last)
+        has_head &= stage == last
+    sharded, replicated = len(layers) * sizes.layer_sharded, len(layers) * sizes.layer_replicated
+    if has_embedding:
         sharded, replicated = sharded + sizes.embedding_sharded, replicated + sizes.embedding_replicated
-    if all(heads):
+    if has_head:
         sharded, replicated = sharded + sizes.head_sharded, replicated + sizes.head_replicated
-    return sharded * max(min(ends) - max(begins), 0) // whole + replicated
+    return sharded * max(end - begin, 0) // whole + replicated
 
 
 def grouped(home: Layout, layout: Layout, num_layers: int, cluster: Cluster) -> Layout | None:
-    """`layout` with the groups of `home`; None where it has none, or where tensor-parallel peers would come to lie on
-    several nodes: they are as far apart as the home's."""
+    """`layout` with the groups of `home`; None where it has none, or where tensor-parallel peers, which are as far
+    apart as the home's, would lie on several nodes."""
     if home.strategy.tp > cluster.devices_per_node:
         return None
     return grouped_like(home, layout, num_layers)
@@ -113,10 +108,8 @@ def grouped(home: Layout, layout: Layout, num_layers: int, cluster: Cluster) -> 
 def with_groups(
     calls: Mapping[str, CallPlan], homes: Mapping[str, str], graph: DataflowGraph, cluster: Cluster
 ) -> dict[str, CallPlan]:
-    """The calls of a plan, grouped as their homes where they would not contain what these hold otherwise.
-
-    homes: for every call, the call in whose layout its model's parameters live.
-    """
+    """The calls of a plan, grouped as their `homes` (`PlanningTask.homes`) where they would not contain what these hold
+    otherwise."""
     result = dict(calls)
     for name, call in calls.items():
         home, num_layers = calls[homes[name]].layout, graph.calls[name].config.num_layers
@@ -131,23 +124,18 @@ def with_groups(
 def spared_bytes(
     model: DecoderConfig, home: Layout, layout: Layout, dtype: DType, features: EngineFeatures = ENGINE
 ) -> int:
-    """The home's parameters on a device, where a copy in `layout` takes their place; 0 where it does not.
-
-    Only for copies on the devices of the home: on others, the whole copy counts.
-    """
+    """The home's parameters on a device, where a copy in `layout` on the same devices contains them; else 0."""
     if layout.mesh != home.mesh or layout == home:
         return 0
     has_groups = layout.strategy.micro_dp != (1, 1)  # with which it contains the home, and a look takes long
-    if not (has_groups and grouped_like(home, layout, model.num_layers) == layout) and not contains(
-        layout, home, model.num_layers
-    ):
+    is_grouped = has_groups and grouped_like(home, layout, model.num_layers) == layout
+    if not is_grouped and not contains(layout, home, model.num_layers):
         return 0
     return static_bytes(model, home.strategy, dtype, trained=False, features=features)
 
 
 def moved_to_groups(model: DecoderConfig, home: ParallelStrategy, target: ParallelStrategy) -> tuple[int, int]:
-    """As `realhf.planning.model.reallocation.moved_elements` to a grouped layout: of each stage of the home, its part
-    less than what it is contained in."""
+    """As `moved_elements`, to a grouped layout: for each stage of the home what it is contained in, less its part."""
     sizes, interval = model_sizes(model), home.pp // target.pp
     lacking = [
         sizes.on_stage(target.tp, target.pp, stage // interval) - sizes.on_stage(home.tp, home.pp, stage)
@@ -173,7 +161,6 @@ def grouped_reallocations(
             if pair not in moved:
                 has_groups = target != home and grouped(home, target, move.model.num_layers, move.cluster)
                 moved[pair] = moved_to_groups(move.model, *pair) if has_groups else None
-            elements = moved[pair]
-            if elements is not None:
+            if (elements := moved[pair]) is not None:
                 table[row * len(targets) + column] = move.seconds(elements, home.mesh, crosses_nodes=crosses)
     return table

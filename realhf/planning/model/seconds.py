@@ -27,22 +27,19 @@ class Crossings:
 @lru_cache(maxsize=4096)
 def crossings(strategy: ParallelStrategy, cluster: Cluster) -> Crossings:
     """Whether groups cross nodes. It depends on the strategy alone: meshes lie in one node or start at one."""
-    layout = Layout(DeviceMesh(0, strategy.size), strategy)
     if strategy.size <= cluster.devices_per_node:
         return Crossings(False, False, False)
+    layout = Layout(DeviceMesh(0, strategy.size), strategy)
     dp, tp, pp = range(strategy.dp), range(strategy.tp), range(strategy.pp)
     data_groups = [layout.data_group(t, p) for t in tp for p in pp]
-    data = any(cluster.crosses_nodes(group) for group in data_groups)
+    in_nodes = [Counter(map(cluster.node_of, group)) for group in data_groups]
+    data = any(len(nodes) > 1 for nodes in in_nodes)
     return Crossings(
         tensor=any(cluster.crosses_nodes(layout.tensor_group(d, p)) for d in dp for p in pp),
         data=data,
-        data_per_node=min(_fewest_in_a_node(group, cluster) for group in data_groups) if data else 1,
+        data_per_node=min(min(nodes.values()) for nodes in in_nodes) if data else 1,
         pipeline=any(cluster.crosses_nodes(layout.pipeline_group(d, t)) for d in dp for t in tp),
     )
-
-
-def _fewest_in_a_node(devices: list[int], cluster: Cluster) -> int:
-    return min(Counter(cluster.node_of(device) for device in devices).values())
 
 
 class RankSeconds:
@@ -69,9 +66,8 @@ class RankSeconds:
     def mini_batch_train_s(self) -> float:
         """Forward and backward of the micro-batches (1F1B), reduction of gradients over dp, AdamW.
 
-        Without ZeRO-1 every rank all-reduces all of its gradients once a mini-batch and has all optimizer
-        states of its parameters. With it, gradients are reduce-scattered, 1 / dp of the parameters
-        updated and all-gathered: the bytes of the same ring all-reduce (ZeRO, section 7.2.1).
+        With ZeRO-1 gradients are reduce-scattered, 1 / dp of the parameters updated and all-gathered: the bytes of the
+        ring all-reduce that it replaces (ZeRO, section 7.2.1).
         """
         tokens = self.sequences * self.lengths.tokens
         strategy, sizes = self.strategy, model_sizes(self.model)
@@ -93,24 +89,20 @@ class RankSeconds:
         return pipeline + reduce + self._optimizer_s(updated) + self.timings.overheads.train_s
 
     def _optimizer_s(self, updated: float) -> float:
-        """A step on so many parameters of a device; states that wait in host memory come and go for it."""
-        seconds = self.timings.optimizer(updated)
-        if not self.features.offloads_states:
-            return seconds
-        return seconds + 2 * updated * self.features.state_bytes(self.work.dtype) / self.timings.links.host_bandwidth
+        """A step on `updated` parameters of a device; states that wait in host memory come and go for it."""
+        moved = 2 * updated * self.features.state_bytes(self.work.dtype) if self.features.offloads_states else 0.0
+        return self.timings.optimizer(updated) + moved / self.timings.links.host_bandwidth
 
     def generate_s(self) -> float:
         """Prefill, which gives the first token, then a decode step for each further token of the longest response.
 
-        With m >= pp micro-batches, pp of them in flight, a decode step of all takes m times the
-        slowest stage: a micro-batch's next token waits for its last one to have passed all pp stages,
-        which meanwhile work on the others. Fewer samples than stages leave stages idle. The context
-        is that of the middle of the response. Where the KV cache has no room for all, they take turns.
+        With m >= pp micro-batches, pp of them in flight, a decode step of all takes m times the slowest stage: a
+        micro-batch's next token waits for its last one to have passed all pp stages, which meanwhile work on the
+        others. Fewer samples than stages leave stages idle. Where the KV cache has no room for all, they take turns.
         """
         prompt = self.sequences * self.lengths.prompt_tokens
-        prefill = self._pipeline_s(
-            self._stages(lambda stage: self._stage_s(stage, prompt, train=False, head_tokens=self.sequences))
-        )
+        stages = self._stages(lambda stage: self._stage_s(stage, prompt, train=False, head_tokens=self.sequences))
+        prefill = self._pipeline_s(stages)
         slowest = max(self._stages(self._decode_stage_s))
         decode_step = max(self.micro_batches, self.strategy.pp) * slowest
         overheads = self.timings.overheads
@@ -129,9 +121,8 @@ class RankSeconds:
         """All stages once, and the slowest for each further micro-batch.
 
         (m + pp - 1) slots where the stages are equal (GPipe and 1F1B, Narayanan et al., 2021, section 2.2). With model
-        chunks the other stages take 1 / chunks of that, for micro-batches in multiples of pp; what lacks of the
-        last multiple is waited for all the same, but for one chunk of each
-        (`training_order` of `realhf.geometry.pipeline_schedule`).
+        chunks the other stages take 1 / chunks of that, for micro-batches in multiples of pp; what lacks of the last
+        multiple is waited for, but for one chunk of each (`realhf.geometry.pipeline_schedule.training_order`).
         """
         slowest, chunks = max(stages), self.strategy.chunks
         lacking = -self.micro_batches % self.strategy.pp if chunks > 1 else 0
@@ -139,11 +130,8 @@ class RankSeconds:
         return slots * slowest + (sum(stages) - slowest) / chunks
 
     def _stage_s(self, stage: int, tokens: float, *, train: bool, head_tokens: float | None = None) -> float:
-        """One micro-batch on one stage: forward, and backward for training; with the messages that it receives.
-
-        With recomputation, the backward pass runs the layers' forward again, or all but its products, in both cases
-        with its all-reduces; the embedding and the head are not recomputed.
-        """
+        """One micro-batch on one stage: forward, and backward for training; with the messages that it receives. The
+        embedding and the head are not recomputed."""
         tp, pp, crosses = self.strategy.tp, self.strategy.pp, self.crosses.tensor
         layers = len(stage_layers(self.model.num_layers, pp, stage))
         length = tokens / self.sequences
@@ -183,10 +171,10 @@ class RankSeconds:
         """One decode step of one micro-batch on one stage."""
         tp, pp, crosses = self.strategy.tp, self.strategy.pp, self.crosses.tensor
         layers = len(stage_layers(self.model.num_layers, pp, stage))
-        context = self.lengths.prompt_tokens + self.lengths.max_new_tokens / 2
+        context = self.lengths.prompt_tokens + self.lengths.max_new_tokens / 2  # in the middle of the response
         sequences = self.sequences / self.work.cache_turns
-        seconds = self.timings.overheads.decode_step_s
-        seconds += layers * self.timings.decode_layer(sequences, context, tp, tp_crosses_nodes=crosses)
+        layer_s = self.timings.decode_layer(sequences, context, tp, tp_crosses_nodes=crosses)
+        seconds = self.timings.overheads.decode_step_s + layers * layer_s
         if stage == 0:
             seconds += self.timings.embedding(sequences, tp, backward=False, tp_crosses_nodes=crosses)
         if stage == pp - 1:
@@ -205,9 +193,8 @@ class RankSeconds:
 
     def _send_s(self, tokens: float) -> float:
         """Hidden states to the next stage; every tensor-parallel rank sends all of them, or its part of the tokens."""
-        size_bytes = tokens * self.model.hidden_size * self.item
-        if self.features.sequence_parallel:
-            size_bytes /= self.strategy.tp
+        parts = self.strategy.tp if self.features.sequence_parallel else 1
+        size_bytes = tokens * self.model.hidden_size * self.item / parts
         return self.timings.send(size_bytes, crosses_nodes=self.crosses.pipeline)
 
 

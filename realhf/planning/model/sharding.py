@@ -1,8 +1,10 @@
-"""OSDP within the plan search: which operators of a training are sharded over dp where its states do not fit otherwise.
+"""OSDP within the plan search: where the states of a training do not fit, parameters and gradients of some operators
+are sharded over dp and gathered for each use.
 
 Only with the engine feature `sharded_operators`, which this project's engine has not: such plans are what-ifs.
 """
 
+import contextlib
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -25,7 +27,7 @@ SHARED_PART = 0.5  # of a device, for the states of a call that is not alone
 class Sharding:
     """The modes of the operators on the fullest device of a train call, and what they change.
 
-    `plan` is of one mini-batch, its `problem.links` those of `added_links`; `links` are the group's as they are.
+    `plan` is of one mini-batch, its links those of `added_links`; `links` are the group's own.
     """
 
     plan: OsdpPlan
@@ -74,10 +76,9 @@ def rooms(dynamic_bytes: float, memory_bytes: float, *, shares_devices: bool) ->
     """Bytes that states may take, in the order in which they are tried: the first that holds a choice is taken.
 
     A call that is alone (supervised training) gets what its activations leave, since sharding more only costs time.
-    Where others have calls on the devices too, states that fill them would rule out every plan in which these share
-    them, for a few seconds less: there states get half of a device at most, and the other half is for copies of
-    parameters, caches and other models; only if no choice is that small do they get all that is left. What the others
-    of a plan really need is not known before it is chosen, and every further level would multiply the options.
+    Where other calls share the devices, states that fill them would rule out every such plan for a few seconds less:
+    they get half of a device at most, and only if no choice is that small all that is left. What the others need is not
+    known before a plan is chosen, and every further level would multiply the options.
     """
     left = memory_bytes - dynamic_bytes
     levels = [min(SHARED_PART * memory_bytes, left), left] if shares_devices else [left]
@@ -89,10 +90,9 @@ def added_links(
 ) -> Links:
     """Links by which one pass of an operator takes as long as sharding adds to a mini-batch of it.
 
-    Sharded has one pass more than ZeRO-1 or replication (OSDP: ZDP to DP is 3 to 2), so that the solver weighs what
-    this engine would do: parameters gathered forward and backward (and for recomputation) and gradients
-    reduce-scattered for every micro-batch, in place of one all-reduce or ZeRO-1's two halves of it a mini-batch. Of
-    these only the bytes are saved: they are one message for all operators, and its latency stays.
+    Sharded has one pass more than ZeRO-1 or replication (OSDP: ZDP to DP is 3 to 2). It stands for what this engine
+    would do: parameters gathered forward and backward (and for recomputation) and gradients reduce-scattered for every
+    micro-batch, in place of the bytes of one all-reduce a mini-batch, whose latency stays.
     """
     item, gradient = DTYPE_BYTES[dtype], features.gradient_bytes(dtype)
     gathers = 3 if features.recomputation == "full" else 2
@@ -141,10 +141,8 @@ def choose_modes(
     )
     plans = []
     for slicing in (problem, sliced(problem, SLICES)):
-        try:
+        with contextlib.suppress(UserError):  # nothing fits
             plans.append(solve(slicing, range(1, 2)))
-        except UserError:  # nothing fits
-            continue
     # Not by their communication: what is not sharded is one message in this engine, however it is sliced.
     return min(plans, key=added_s, default=None)
 

@@ -1,5 +1,6 @@
 """Elements of a model's parts, and of those that a device holds under a strategy."""
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -24,10 +25,9 @@ class ModelSizes:
     @property
     def total(self) -> int:
         """Elements of the model, of tied embeddings once."""
-        return (
-            self.num_layers * (self.layer_sharded + self.layer_replicated)
-            + self.embedding_sharded + self.embedding_replicated + self.head_sharded + self.head_replicated
-        )  # fmt: skip
+        layers = self.num_layers * (self.layer_sharded + self.layer_replicated)
+        embedding, head = self.embedding_sharded + self.embedding_replicated, self.head_sharded + self.head_replicated
+        return layers + embedding + head
 
     def on_stage(self, tp: int, pp: int, stage: int) -> int:
         """Elements on one tensor-parallel rank of a pipeline stage; model chunks make no difference."""
@@ -49,11 +49,9 @@ class ModelSizes:
 @lru_cache(maxsize=64)
 def model_sizes(model: DecoderConfig) -> ModelSizes:
     """The sizes, summed over the model's parameters (all layers are alike)."""
-    sums = {(place, sharded): 0 for place in ("embedding", "layer", "head") for sharded in (True, False)}
-    tied = False
+    sums: Counter[tuple[str, bool]] = Counter()
     for spec in decoder_parameters(model):
         sums[spec.place, spec.shard_dim is not None] += spec.size
-        tied = tied or spec.tied
     return ModelSizes(
         num_layers=model.num_layers,
         layer_sharded=sums["layer", True] // model.num_layers,
@@ -62,7 +60,7 @@ def model_sizes(model: DecoderConfig) -> ModelSizes:
         embedding_replicated=sums["embedding", False],
         head_sharded=sums["head", True],
         head_replicated=sums["head", False],
-        tied=tied,
+        tied=any(spec.tied for spec in decoder_parameters(model)),
     )
 
 
@@ -83,11 +81,8 @@ def linear_elements(model: DecoderConfig, strategy: ParallelStrategy) -> int:
 @lru_cache(maxsize=64)
 def largest_weight(model: DecoderConfig, tp: int) -> int:
     """Elements of the largest weight of a layer on a tensor-parallel rank."""
-    return max(
-        spec.size // (1 if spec.shard_dim is None else tp)
-        for spec in decoder_parameters(model)
-        if spec.place == "layer"
-    )
+    weights = [spec for spec in decoder_parameters(model) if spec.place == "layer"]
+    return max(spec.size if spec.shard_dim is None else spec.size // tp for spec in weights)
 
 
 def largest_units(model: DecoderConfig, tp: int) -> tuple[int, int]:

@@ -10,17 +10,10 @@ import msgspec
 
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.base.errors import UserError
+from realhf.planning.model import profile as profiles
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.profile import (
-    CallOverheads,
-    Curve,
-    LayerProfile,
-    TensorTimings,
-    interpolate,
-    load_profile,
-    profile_path,
-)
+from realhf.planning.model.profile import CallOverheads, Curve, LayerProfile, TensorTimings
 
 NO_OVERHEADS = CallOverheads()
 LOGITS_PASSES = 4  # fp32 reads and writes of all logits each way; see `Timings.head`
@@ -49,8 +42,7 @@ class Timings:
         weights = self._layer_weights(self.model.experts.per_token or 1)
         flops = tokens * (2 * weights + 2 * sequence_length * self.model.query_size) / tp
         passes = 2 if backward else 1
-        read = self._layer_read_elements(tokens)
-        compute = self._roofline(passes * flops, passes * read / tp * self._item)
+        compute = self._roofline(passes * flops, passes * self._layer_read_elements(tokens) / tp * self._item)
         elementwise = passes * tokens * self.elementwise_bytes(tp) / self.hardware.memory_bandwidth
         reduces = 2 * self._reduce(tokens, tp, tp_crosses_nodes)
         return passes * self.hardware.layer_launch_s + compute + elementwise + reduces
@@ -107,10 +99,8 @@ class Timings:
         return compute + self.hardware.all_gather_s(gathered, tp, crosses_nodes=tp_crosses_nodes, per_node=per_node)
 
     def decode_layer(self, sequences: float, context: float, tp: int, *, tp_crosses_nodes: bool) -> float:
-        """One layer of one decode step of `sequences` sequences with `context` tokens in their caches.
-
-        Memory-bound: the layer's weights and the KV cache of grouped-query heads are read once.
-        """
+        """One layer of one decode step of `sequences` sequences with `context` tokens in their caches: the layer's
+        weights and the KV cache of grouped-query heads are read once."""
         weights = self._layer_weights(self.model.experts.per_token or 1) / tp
         cache_bytes = sequences * context * kv_bytes_per_token_layer(self.model, self.dtype) / tp
         flops = sequences * (2 * weights + 4 * context * self.model.query_size / tp)
@@ -122,16 +112,13 @@ class Timings:
         return launch + compute + elementwise + 2 * self._reduce(sequences, tp, tp_crosses_nodes)
 
     def optimizer(self, parameters: float) -> float:
-        """AdamW is bound by memory: read gradient, read and write parameter and both states, one more pass to clip.
-
-        Below fp32 the master copy is read and written too.
-        """
+        """AdamW is bound by memory: it reads the gradient, reads and writes parameter, both states and below fp32 the
+        master copy, and makes one more pass to clip."""
         gradient, states = self.features.gradient_bytes(self.dtype), self.features.state_bytes(self.dtype)
         moved_bytes = 3 * gradient + 2 * self._item + 2 * states  # an element
         return parameters * moved_bytes / self.hardware.memory_bandwidth
 
     def all_reduce(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
-        """See `Hardware.all_reduce_s`."""
         return self.hardware.all_reduce_s(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
 
     def send(self, size_bytes: float, *, crosses_nodes: bool) -> float:
@@ -152,7 +139,7 @@ class Timings:
 
     @property
     def links(self) -> Hardware:
-        """The links as a reallocation of this model uses them."""
+        """As a reallocation of this model uses them."""
         return self.hardware
 
     @property
@@ -175,27 +162,23 @@ class Timings:
         return max(flops / self.hardware.flops(self.dtype), size_bytes / self.hardware.memory_bandwidth)
 
     def _reduce(self, tokens: float, tp: int, crosses_nodes: bool) -> float:
-        """One all-reduce of hidden states (Megatron-LM, section 3: two a layer forward, two backward).
-
-        Sequence parallelism sends the same bytes: the reduce-scatter and the all-gather of one ring.
-        """
+        """One all-reduce of hidden states (Megatron-LM, section 3: two a layer forward, two backward), or with sequence
+        parallelism the same bytes in the reduce-scatter and the all-gather of one ring."""
         size_bytes = tokens * self.model.hidden_size * self._item
         per_node = self._tensor_group_per_node(tp)
         return self.hardware.all_reduce_s(size_bytes, tp, crosses_nodes=crosses_nodes, per_node=per_node)
 
     def _tensor_group_per_node(self, tp: int) -> int:
-        """Members of a tensor-parallel group in each node, if it crosses nodes: its members are neighbours."""
-        per_node = self.hardware.devices_per_node
-        return per_node if tp > per_node else 1
+        """Members of a tensor-parallel group in each node, if it crosses nodes: they are neighbours."""
+        return self.hardware.devices_per_node if tp > self.hardware.devices_per_node else 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProfiledTimings(Timings):
     """Interpolates a profile. What one machine cannot show, as links between nodes, is as the hardware is described.
 
-    A degree of tensor parallelism that was not measured takes the compute of the nearest
-    measured smaller one, divided by the ratio, and adds the all-reduces of the whole group. A profile measures whole
-    layers, so that `recomputed` is the description's.
+    A degree of tensor parallelism that was not measured takes the compute of the next smaller one that was, divided by
+    the ratio, and the all-reduces of the whole group. `recomputed` is the description's: layers are measured whole.
     """
 
     profile: LayerProfile
@@ -217,7 +200,9 @@ class ProfiledTimings(Timings):
 
     def decode_layer(self, sequences: float, context: float, tp: int, *, tp_crosses_nodes: bool) -> float:
         timings = self._measured(tp)
-        seconds = interpolate([(float(d.context), d.seconds.at(sequences)) for d in timings.layer_decode], context)
+        seconds = profiles.interpolate(
+            [(float(d.context), d.seconds.at(sequences)) for d in timings.layer_decode], context
+        )
         return self._with_reduces(timings, seconds, sequences, tp, 2, tp_crosses_nodes)
 
     def optimizer(self, parameters: float) -> float:
@@ -226,7 +211,7 @@ class ProfiledTimings(Timings):
     def all_reduce(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
         if group_size == 1 or crosses_nodes or not self._all_reduces:
             return super().all_reduce(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
-        return interpolate([(n, curve.at(size_bytes)) for n, curve in self._all_reduces], group_size)
+        return profiles.interpolate([(n, curve.at(size_bytes)) for n, curve in self._all_reduces], group_size)
 
     def send(self, size_bytes: float, *, crosses_nodes: bool) -> float:
         measured = self.profile.collective("send")
@@ -260,8 +245,7 @@ class ProfiledTimings(Timings):
         return [(float(c.group_size), c.seconds) for c in self.profile.collective("all_reduce")]
 
     def _measured(self, tp: int) -> TensorTimings:
-        place = bisect_right([timings.tp for timings in self.profile.tensor], tp) - 1
-        return self.profile.tensor[place]
+        return self.profile.tensor[bisect_right(self.profile.tensor, tp, key=lambda timings: timings.tp) - 1]
 
     def _with_reduces(
         self, timings: TensorTimings, seconds: float, tokens: float, tp: int, reduces: int, crosses_nodes: bool
@@ -282,7 +266,7 @@ def kv_bytes_per_token_layer(model: DecoderConfig, dtype: DType) -> int:
 
 @dataclass(frozen=True)
 class Costs:
-    """What the cost model knows: the timings of every model type, the links of the hardware, the engine's features.
+    """What the cost model knows.
 
     `of_models`: the features that the setups of single models choose, by name. `call_factors`: a call's measured over
     its predicted seconds, by name; they scale all options of the call.
@@ -331,11 +315,11 @@ def load_costs(
     timings: dict[DecoderConfig, Timings] = {}
     measured_bytes: list[int] = []  # of communicators
     for model in models.values():
-        path = profile_path(model, dtype, hardware.name, root)
+        path = profiles.profile_path(model, dtype, hardware.name, root)
         if not path.is_file():
             timings[model] = Timings(model=model, dtype=dtype, hardware=hardware, features=features)
             continue
-        profile = load_profile(path)
+        profile = profiles.load_profile(path)
         if (profile.model, profile.dtype) != (model, dtype):
             raise UserError(f"{path}: the profile is of another model or dtype; measure it again with `realhf profile`")
         timings[model] = ProfiledTimings(model=model, dtype=dtype, hardware=hardware, profile=profile)
