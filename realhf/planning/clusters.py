@@ -77,11 +77,8 @@ def hardware_text(hardware: Hardware, num_nodes: int, devices_per_node: int) -> 
 
 
 def clusters_of(request: DevicesRequest, names: str | None, num_devices: int | None = None) -> dict[str, Cluster]:
-    """The clusters of a comma list by their names; without a list the one of `cluster_of`, under the name "".
-
-    Raises:
-        UserError: as `cluster_of` or `parse_cluster`, or a cluster is given twice.
-    """
+    """The clusters of a comma list by their names; without a list the one of `cluster_of`, under the name "". Raises
+    UserError as `cluster_of` and `parse_cluster`, and if a cluster is given twice."""
     if names is None:
         return {"": cluster_of(request, num_devices)}
     fields = ("nodes", "gpus_per_node", "num_workers", "hardware")
@@ -99,11 +96,8 @@ def clusters_of(request: DevicesRequest, names: str | None, num_devices: int | N
 
 
 def parse_cluster(text: str, memory_gb: float | None = None) -> Cluster:
-    """`HARDWARE-NODESxDEVICES`, or the path of a YAML file.
-
-    Raises:
-        UserError: neither of them, unknown hardware, or a file with a missing, unknown or ill-typed field.
-    """
+    """`HARDWARE-NODESxDEVICES`, or the path of a YAML file. Raises UserError for neither of them, unknown hardware, or
+    a file with a missing, unknown or ill-typed field."""
     if text.endswith(YAML_SUFFIXES):
         return _read(Path(text), memory_gb)
     match = _NAME.fullmatch(text)

@@ -47,10 +47,8 @@ HALVED = "GeForce"
 REACHED_OF_PRODUCTS = 4.46e14 / (16_896 * 1.98e9 * 32)
 REACHED_OF_MEMORY = 2.66e12 / (2 * 2.619e9 * 5120 / 8)
 
-# Devices of a node where no link is known: PCI Express by way of the host.
-PCIE_BANDWIDTH = 1.0e10
-PCIE_LATENCY_S = 1.0e-5
-PCIE_HOST_BANDWIDTH = 2.4e10  # of PCI Express 4 with 16 lanes
+# Devices of a node where no link is known: PCI Express 4 with 16 lanes, by way of the host.
+PCIE = {"intra_node_bandwidth": 1.0e10, "intra_node_latency_s": 1.0e-5, "host_bandwidth": 2.4e10}
 
 
 def local_devices() -> int:
@@ -108,9 +106,7 @@ def described(gpu: Gpu, base: Hardware) -> Hardware:
         base,
         matmul_flops={dtype: REACHED_OF_PRODUCTS * cycles * flop for dtype, flop in rates.items()},
         memory_bandwidth=REACHED_OF_MEMORY * gpu.memory_bandwidth,
-        intra_node_bandwidth=PCIE_BANDWIDTH,
-        intra_node_latency_s=PCIE_LATENCY_S,
-        host_bandwidth=PCIE_HOST_BANDWIDTH,
+        **PCIE,
     )
 
 
@@ -131,9 +127,7 @@ def divided(hardware: Hardware, num_workers: int, environ: Mapping[str, str] = o
 
     A worker's threads are its part of the cores, or OMP_NUM_THREADS. Matrix products use all of them; what is bound by
     memory is taken to be as fast as on one. The name tells several threads, since profiles are measured with them.
-
-    Raises:
-        UserError: the programs of so many workers leave no memory for models.
+    Raises UserError if the programs of so many workers leave no memory for models.
     """
     if hardware.host_cores is not None:
         given = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
@@ -152,10 +146,8 @@ def divided(hardware: Hardware, num_workers: int, environ: Mapping[str, str] = o
 
 
 def check_here(hardware: Hardware, *, is_given: bool, environ: Mapping[str, str] = os.environ) -> None:
-    """Raises UserError if the workers of this machine would not be on such hardware.
-
-    `is_given`: by --hardware; else it is what a run was planned for before.
-    """
+    """Raises UserError if the workers of this machine would not be on such hardware, which is given by --hardware or
+    what a run was planned for before."""
     gpus = visible_gpus(environ)
     name, memory_bytes = (gpus[0].name, gpus[0].memory_bytes) if gpus else (None, 0)
     problem = mismatch(hardware, name, memory_bytes)

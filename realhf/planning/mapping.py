@@ -88,11 +88,8 @@ class Mapper:
     _options: dict[tuple[str, int], list[tuple[float, Option]]] = field(default_factory=dict)
 
     def best(self, among: Sequence[Placement] | None = None) -> FoundMapping:
-        """The cheapest mapping among these placements (default: all).
-
-        Raises:
-            UserError: none fits into memory, or there are too many to look at.
-        """
+        """The cheapest mapping among these placements (default: all). Raises UserError if none fits into memory, or
+        there are too many to look at."""
         candidates = list(placements(list(self.task.graph.models)) if among is None else among)
         mappings = [mapping for placement in candidates if (mapping := self._best_of(placement))]
         if not mappings:
@@ -150,10 +147,8 @@ class Mapper:
             )
 
     def _colocate(self, group: Group, num_devices: int) -> Colocated | None:
-        """Training (or the home of a model) is chosen first, generation and inference in the memory that is left.
-
-        If the fastest homes leave too little, all homes take their smallest form.
-        """
+        """Training (or the home of a model) is chosen first, generation and inference in the memory that is left. If
+        the fastest homes leave too little, all homes take their smallest form."""
         graph = self.task.graph
         calls = [self.task.call_models[call.name] for model in group for call in graph.calls_of(model)]
         if any(not self._ranked(call, num_devices) for call in calls):

@@ -68,11 +68,8 @@ def micro_batch_counts(strategy: ParallelStrategy, mini_batch: int) -> list[int]
 def call_strategies(
     call: ModelFunctionCallDef, num_devices: int, mini_batch: int
 ) -> list[tuple[ParallelStrategy, list[int]]]:
-    """The strategies by which a call can run on this many devices, and for each the numbers of its micro-batches.
-
-    A call's protocol may refuse strategies: it is asked about devices from 0 on, and `check_plan` asks again. A call
-    that does not use its model has no micro-batches.
-    """
+    """The strategies that a call and its protocol allow on devices from 0 on, and for each the numbers of its
+    micro-batches: one for a call that does not use its model."""
     found = []
     for strategy in legal_strategies(call.config, num_devices):
         layout = Layout(DeviceMesh(0, num_devices), strategy)
@@ -103,11 +100,8 @@ def options_on(meshes: Iterable[DeviceMesh], call: ModelFunctionCallDef, mini_ba
 
 
 def call_options(call: ModelFunctionCallDef, batch_size: int, cluster: Cluster) -> list[Option]:
-    """All legal options of the call, on every mesh of the cluster.
-
-    Raises:
-        UserError: the call's mini-batches do not divide the batch.
-    """
+    """All legal options of the call, on every mesh of the cluster. Raises UserError if its mini-batches do not divide
+    the batch."""
     return options_on(device_meshes(cluster), call, call.mini_batch_size(batch_size))
 
 

@@ -25,9 +25,8 @@ Order = tuple[OrderEntry, ...]
 class Prediction:
     """`plan` is the given plan with predicted_s and predicted_step_s filled in.
 
-    `call_s` has the seconds of each call, `transfer_s` those of each data transfer and
-    reallocation by name; `step_s` is the mean over the problem's unrolled steps in the plan's order;
-    `device_bytes` what each device needs at its peak, `fits` whether all of it fits.
+    By name: `call_s` of each call, `transfer_s` of each data transfer and reallocation. `step_s` is the mean over the
+    problem's unrolled steps in the plan's order; `device_bytes` what each device needs at its peak.
     """
 
     plan: ExecutionPlan
@@ -39,11 +38,8 @@ class Prediction:
 
 
 def predict(task: PlanningTask, plan: ExecutionPlan) -> Prediction:
-    """Predicts a plan, searched or made by hand, run in its own order with its own offloaded models.
-
-    Raises:
-        UserError: the plan cannot run the graph, or is for more devices than the cluster has.
-    """
+    """Predicts a plan, searched or made by hand, run in its own order with its own offloaded models. Raises UserError
+    if it cannot run the graph, or is for more devices than the cluster has."""
     check_plan(plan, task.graph, task.batch_size)
     if plan.num_devices > task.cluster.num_devices:
         raise UserError(

@@ -60,16 +60,12 @@ def colocate(task: PlanningTask) -> ExecutionPlan:
 
 
 def split(task: PlanningTask) -> ExecutionPlan:
-    """Models that generate, and untrained models of the same architecture, on one half; the others on the other.
-
-    With PPO: actor and reference on the first half, critic and reward on the second.
-
-    Raises:
-        UserError: the devices cannot be halved, or no model is left for the second half.
-    """
+    """Models that generate, and untrained models of the same architecture, on one half (with PPO actor and reference),
+    the others on the other (critic and reward). Raises UserError if the devices cannot be halved, or no model is left
+    for the second half."""
     graph, num_devices = task.graph, task.cluster.num_devices
-    generating = [call.model_name for call in graph.calls.values() if call.interface_type is GENERATE]
-    leading = generating or list(graph.models)[:1]
+    leading = [call.model_name for call in graph.calls.values() if call.interface_type is GENERATE]
+    leading = leading or list(graph.models)[:1]
     trained = {call.model_name for call in graph.calls.values() if call.trains}
     shapes = {graph.models[name] for name in leading}
     first = {*leading, *(name for name, shape in graph.models.items() if name not in trained and shape in shapes)}
@@ -87,11 +83,8 @@ def split(task: PlanningTask) -> ExecutionPlan:
 
 
 def standalone(task: PlanningTask) -> ExecutionPlan:
-    """Each model on devices of its own, in the numbers that HybridFlow's algorithm gives to singletons.
-
-    Raises:
-        UserError: there are fewer devices than models, or no allocation fits into memory.
-    """
+    """Each model on devices of its own, in the numbers that HybridFlow's algorithm gives to singletons. Raises
+    UserError if there are fewer devices than models, or no allocation fits into memory."""
     singletons = tuple((name,) for name in task.graph.models)
     mapping = Mapper(task).best([singletons])
     meshes = {task.graph.calls[name].model_name: call.mesh for name, call in mapping.calls.items()}
@@ -126,10 +119,7 @@ def heuristic(task: PlanningTask) -> ExecutionPlan:
     the models would not fit.
 
     Each call takes the fastest number of micro-batches that fits into memory beside all models, or else the one that
-    needs least. The plan has predictions; it may not fit.
-
-    Raises:
-        UserError: no strategy on all devices is legal for all calls.
+    needs least. The plan has predictions; it may not fit. Raises UserError if no strategy is legal for all calls.
     """
     needs, limit = _NeedsOfAll(task), task.cluster.device_memory_bytes
     strategy = min(needs.strategies(), key=lambda s: (max(needs.least(s) - limit, 0.0), -s.tp, -s.dp))

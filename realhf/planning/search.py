@@ -111,10 +111,8 @@ def search_plan(task: PlanningTask, budget: SearchBudget, seed: int, watch: Watc
 
 
 def _choice(plan: ExecutionPlan, options: dict[str, list[Option]]) -> list[int]:
-    """The options of a plan's calls by number; one that is not there yet is added.
-
-    On large clusters rules know meshes that a search leaves out.
-    """
+    """The options of a plan's calls by number. On large clusters rules have meshes that a search leaves out: such an
+    option is added."""
     choice = []
     for name, rows in options.items():
         option = option_of(plan.calls[name])

@@ -62,12 +62,9 @@ class PlanningTask:
 
     def shardings(self, plan: ExecutionPlan) -> dict[str, Sharding]:
         """By name the trainings of a plan that are predicted with operators sharded over dp."""
-        found = {}
-        for name, call in plan.calls.items():
-            sharding = self.call_models[name].sharding(call.layout.strategy, call.micro_batches)
-            if sharding is not None and self.homes[name] == name:
-                found[name] = sharding
-        return found
+        homes = {name: call for name, call in plan.calls.items() if self.homes[name] == name}
+        found = {n: self.call_models[n].sharding(c.layout.strategy, c.micro_batches) for n, c in homes.items()}
+        return {name: sharding for name, sharding in found.items() if sharding is not None}
 
     def plan(self, calls: Mapping[str, CallPlan], **notes: str | float) -> ExecutionPlan:
         """A plan of these calls, without an order."""

@@ -1,8 +1,5 @@
-"""What one call of a planning task takes under an option: seconds, and bytes on each of its devices.
-
-Options of equal strategy and micro-batches take the same wherever their meshes lie: a mesh is within a node or begins
-at one.
-"""
+"""What one call of a planning task takes under an option: seconds, and bytes on each of its devices, the same wherever
+its mesh lies (within a node, or from the begin of one)."""
 
 from dataclasses import dataclass, field, replace
 

@@ -38,10 +38,8 @@ def presets() -> list[Hardware]:
 
 
 def leave_description(hardware: Hardware, root: Path | None = None) -> None:
-    """Writes a description beside the profiles of that hardware, so that another machine can plan for it by name.
-
-    A description of the package is there already, and stays the one that its name means.
-    """
+    """Writes a description beside the profiles of that hardware, so that another machine can plan for it by name; none
+    where the package has one of that name."""
     if (DESCRIPTIONS / f"{hardware.name}.yaml").exists():
         return
     folder = (root or profiles_root()) / hardware.name

@@ -135,9 +135,8 @@ def gathered_bytes(model: DecoderConfig, strategy: ParallelStrategy, dtype: DTyp
 
 
 def dynamic_bytes(work: RankWork) -> float:
-    """The most that the call allocates on a device while it runs, without a reallocated copy of its parameters.
-
-    Lengths are the maxima.
+    """The most that the call allocates on a device while it runs, without a reallocated copy of its parameters; lengths
+    are the maxima.
 
     - Training: activations of the layers in flight on a stage (`layers_in_flight`), what the backward pass has beyond
       them, the product for the largest weight's gradient, and three fp32 arrays of logits on the last stage (logits,

@@ -25,10 +25,8 @@ from realhf.planning.model.sizes import model_sizes
 
 @dataclass(frozen=True)
 class Reallocation:
-    """Moves of a model's parameters, `item` bytes an element, over `links` (`Timings.links`).
-
-    forwarding: devices send on what several lack; on the way to an average they do not.
-    """
+    """Moves of a model's parameters, `item` bytes an element, over `links` (`Timings.links`). With `forwarding` devices
+    send on what several lack; on the way to an average they do not."""
 
     model: DecoderConfig
     item: int

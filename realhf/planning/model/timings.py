@@ -184,26 +184,25 @@ class ProfiledTimings(Timings):
     profile: LayerProfile
 
     def layer(self, tokens: float, sequence_length: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
-        timings = self._measured(tp)
-        curve = timings.layer_backward if backward else timings.layer_forward
-        return self._with_reduces(timings, curve.at(tokens), tokens, tp, 2, tp_crosses_nodes)
+        measured = self._measured(tp)
+        curve = measured.layer_backward if backward else measured.layer_forward
+        return self._with_reduces(curve.at(tokens), tokens, tp, 2, tp_crosses_nodes)
 
     def embedding(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
-        timings = self._measured(tp)
-        curve = timings.embedding_backward if backward else timings.embedding_forward
-        return self._with_reduces(timings, curve.at(tokens), tokens, tp, 0 if backward else 1, tp_crosses_nodes)
+        measured = self._measured(tp)
+        curve = measured.embedding_backward if backward else measured.embedding_forward
+        return self._with_reduces(curve.at(tokens), tokens, tp, 0 if backward else 1, tp_crosses_nodes)
 
     def head(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
-        timings = self._measured(tp)
-        curve = timings.head_backward if backward else timings.head_forward
-        return self._with_reduces(timings, curve.at(tokens), tokens, tp, 1, tp_crosses_nodes)
+        measured = self._measured(tp)
+        curve = measured.head_backward if backward else measured.head_forward
+        return self._with_reduces(curve.at(tokens), tokens, tp, 1, tp_crosses_nodes)
 
     def decode_layer(self, sequences: float, context: float, tp: int, *, tp_crosses_nodes: bool) -> float:
-        timings = self._measured(tp)
-        seconds = profiles.interpolate(
-            [(float(d.context), d.seconds.at(sequences)) for d in timings.layer_decode], context
-        )
-        return self._with_reduces(timings, seconds, sequences, tp, 2, tp_crosses_nodes)
+        points = [
+            (float(timings.context), timings.seconds.at(sequences)) for timings in self._measured(tp).layer_decode
+        ]
+        return self._with_reduces(profiles.interpolate(points, context), sequences, tp, 2, tp_crosses_nodes)
 
     def optimizer(self, parameters: float) -> float:
         return parameters * self.profile.optimizer_s_per_parameter
@@ -247,9 +246,8 @@ class ProfiledTimings(Timings):
     def _measured(self, tp: int) -> TensorTimings:
         return self.profile.tensor[bisect_right(self.profile.tensor, tp, key=lambda timings: timings.tp) - 1]
 
-    def _with_reduces(
-        self, timings: TensorTimings, seconds: float, tokens: float, tp: int, reduces: int, crosses_nodes: bool
-    ) -> float:
+    def _with_reduces(self, seconds: float, tokens: float, tp: int, reduces: int, crosses_nodes: bool) -> float:
+        timings = self._measured(tp)
         if tp == timings.tp and (tp == 1 or (timings.includes_all_reduce and not crosses_nodes)):
             return seconds
         size_bytes = tokens * self.model.hidden_size * self._item
@@ -305,10 +303,8 @@ def load_costs(
 ) -> Costs:
     """Measured timings where `ROOT/HARDWARE` has a profile of the model type, else the analytic model.
 
-    `features` and `of_models`: see `Costs`; what depends on the hardware is taken from it (`EngineFeatures.on`).
-
-    Raises:
-        UserError: a broken profile, or a profile of another model.
+    `features` and `of_models`: see `Costs`; what depends on the hardware is taken from it (`EngineFeatures.on`). Raises
+    UserError for a broken profile, or a profile of another model.
     """
     features = features.on(hardware)
     of_models = {name: own.on(hardware) for name, own in (of_models or {}).items()}
