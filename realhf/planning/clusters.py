@@ -46,11 +46,8 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def cluster_of(request: DevicesRequest, num_devices: int | None = None) -> Cluster:
-    """The cluster of a request, with `num_devices` (a given plan's) where it has no number of devices.
-
-    Raises:
-        UserError: the numbers contradict each other, or the hardware is not known or not what is here.
-    """
+    """The cluster of a request, with `num_devices` (a given plan's) where it has no number of devices. Raises UserError
+    if the numbers contradict each other, or the hardware is not known or not what is here."""
     total, per_node = request.num_workers, request.gpus_per_node
     if per_node is None:
         total = total or num_devices or local_devices()

@@ -132,7 +132,13 @@ def divided(hardware: Hardware, num_workers: int, environ: Mapping[str, str] = o
     if hardware.host_cores is not None:
         given = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
         threads = int(given) if given.isdecimal() and int(given) else max(1, hardware.host_cores // num_workers)
-        hardware = _with_threads(hardware, threads)
+        name = hardware.name.removesuffix(f"-{hardware.threads}-threads")
+        hardware = msgspec.structs.replace(
+            hardware,
+            name=f"{name}-{threads}-threads" if threads > 1 else name,
+            threads=threads,
+            matmul_flops={dtype: rate / hardware.threads * threads for dtype, rate in hardware.matmul_flops.items()},
+        )
     if hardware.host_memory_bytes is None:
         return hardware
     share = (hardware.host_memory_bytes - SYSTEM_BYTES) // num_workers - PROGRAM_BYTES
@@ -157,13 +163,3 @@ def check_here(hardware: Hardware, *, is_given: bool, environ: Mapping[str, str]
     if not hardware.is_gpu:
         remedies.append("set CUDA_VISIBLE_DEVICES= (to nothing) to run on the CPU")
     raise UserError(f"{problem} on this machine; {', or '.join(remedies)}, or predict only, with `realhf plan`")
-
-
-def _with_threads(hardware: Hardware, threads: int) -> Hardware:
-    name = hardware.name.removesuffix(f"-{hardware.threads}-threads")
-    return msgspec.structs.replace(
-        hardware,
-        name=f"{name}-{threads}-threads" if threads > 1 else name,
-        threads=threads,
-        matmul_flops={dtype: rate / hardware.threads * threads for dtype, rate in hardware.matmul_flops.items()},
-    )

@@ -59,7 +59,7 @@ def allocations(
 
 @dataclass(frozen=True)
 class Colocated:
-    """The models of a group on `num_devices` devices: an option for every call, on a mesh that begins at 0."""
+    """The models of a group: an option for every call, on a mesh that begins at 0."""
 
     num_devices: int
     options: Mapping[str, Option]

@@ -106,9 +106,8 @@ def possible_orders(
     """Orders that agree with the simulated `starts`, (call, step, start_s), and can be run; the last one, step after
     step, always can.
 
-    A period reaches from the start of one call of step t to its start in step t + 1. It is an order if every call
-    starts exactly once in it and the next period looks the same. Any call may begin the period: not every choice gives
-    steps back within bounds.
+    A period, from the start of one call of step t to its start in step t + 1, is an order if every call starts exactly
+    once in it and the next period looks the same. Not every call that begins one gives steps back within bounds.
     """
     # Stable: where several start at once, what the simulation took first comes first.
     sequence = [(call, step) for call, step, _ in sorted(starts, key=lambda start: start[2])]

@@ -33,8 +33,7 @@ class SearchResult:
 
     `certificate` is of its simulated seconds per step (makespan of the unrolled steps / steps); `plan.predicted_step_s`
     is the time in the plan's own order, which differs where the simulation is not periodic. `peak_bytes`: of its
-    fullest device. `trace` has (seconds of the search, cost in seconds of the best plan then) whenever a better one was
-    found.
+    fullest device. `trace`: (seconds of the search, seconds of a step) of every plan that was better than those before.
     """
 
     plan: ExecutionPlan
@@ -56,12 +55,11 @@ def default_evaluations(options: Mapping[str, Sequence[Option]]) -> int:
 def search_plan(task: PlanningTask, budget: SearchBudget, seed: int, watch: Watch = unwatched) -> SearchResult:
     """Searches mesh, strategy and micro-batches of every call (ReaL, section 5.2), from the plans by rule on.
 
-    Without a budget it is `default_evaluations`. Whatever the budget, no plan by rule that fits has a shorter predicted
-    step.
+    The default budget is `default_evaluations`. Whatever it is, no plan by rule that fits has a shorter predicted step.
 
     Raises:
-        UserError: the task's `offload` names other than models of the graph, a call has no legal option, a number is
-            out of its range, or no plan fits into the devices' memory.
+        UserError: `offload` names other than models of the graph, a call has no legal option, a number is out of its
+            range, or no plan fits into memory.
     """
     check_range("seed", seed, *SEEDS)
     check_range("max_steps_in_flight", task.max_steps_in_flight, *STEPS_IN_FLIGHT)

@@ -52,11 +52,8 @@ def kept_selective_bytes(model: DecoderConfig, dtype: DType, tp: int, features: 
 def kept_bytes(
     model: DecoderConfig, dtype: DType, tp: int, layers: int, in_flight: int, features: EngineFeatures = ENGINE
 ) -> float:
-    """A token's bytes that a stage of `layers` layers keeps for the backward passes of `in_flight` micro-batches.
-
-    With recomputation: the input of every layer, hidden, or `kept_selective_bytes`; and one whole layer while it is run
-    again (Korthikanti et al., 2022, section 5).
-    """
+    """A token's bytes that a stage of `layers` layers keeps for the backward passes of `in_flight` micro-batches; with
+    recomputation also one whole layer while it is run again (Korthikanti et al., 2022, section 5)."""
     layer = kept_layer_bytes(model, dtype, tp, features)
     match features.recomputation:
         case "off":
@@ -65,16 +62,14 @@ def kept_bytes(
             kept = kept_selective_bytes(model, dtype, tp, features)
             return in_flight * layers * kept + max(layer - kept, 0)
         case "full":
-            kept = model.hidden_size / (tp if features.sequence_parallel else 1) * DTYPE_BYTES[dtype]
+            kept = model.hidden_size / (tp if features.sequence_parallel else 1) * DTYPE_BYTES[dtype]  # its input
             return in_flight * layers * kept + layer
 
 
 def backward_bytes(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures = ENGINE) -> float:
-    """What a backward pass has a token beyond what was kept, in the last layer or behind it.
-
-    The final norm and its gradients in w; or the gradients of both factors of the MLP's product and of the hidden
-    states; or those of attention, when what the MLP behind it kept is freed (not where the layer was run again).
-    """
+    """What a backward pass has a token beyond what was kept: the final norm and its gradients in w; or the gradients of
+    both factors of the MLP's product and of the hidden states; or those of attention, when what the MLP behind it kept
+    is freed (not where the layer was run again)."""
     item, wide, attention = _items(dtype, features)
     behind = 6 * model.hidden_size * wide
     mlp = 2 * model.active_intermediate_size / tp * item + 2 * model.hidden_size * item

@@ -38,10 +38,9 @@ def axes_used(call: ModelFunctionCallDef, strategy: ParallelStrategy, *, gathers
 def group_key(layout: Layout, axis: Axis) -> Key:
     """Two layouts of equal keys have the same group on every device that is in both.
 
-    The ranks of a device's group differ in digits of its place in the mesh: those with (stride, count). Which of the
-    groups is the device's depends on where the mesh begins, up to multiples of the largest stride x count. Messages
-    between stages have communicators of their own. Of `tied`, stages between the first and the last have none: there
-    this is an upper bound.
+    The ranks of a group differ in digits, (stride, count), of their place in the mesh; where the mesh begins matters up
+    to multiples of the largest stride x count. Messages between stages have communicators of their own. Of `tied` this
+    is an upper bound: stages between the first and the last have none.
     """
     digits = _merged(_digits(layout, axis))
     stride, count = digits[-1]

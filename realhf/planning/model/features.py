@@ -17,10 +17,8 @@ from realhf.planning.model.hardware import Hardware
 
 @dataclass(frozen=True, kw_only=True)
 class EngineFeatures:
-    """The defaults are this project's engine; others describe an engine that is measured or planned for.
-
-    A model's setup sets `fully_sharded`, `fp32_gradients`, `recomputation`, `sequence_parallel` and `offloads_states`
-    (`of_setup`); the hardware sets `on_gpus`, `packs_weights` and `in_host_memory` (`on`).
+    """The defaults are this project's engine; others describe an engine that is measured or planned for. A model's
+    setup sets some (`of_setup`), the hardware others (`on`).
 
     zero1: optimizer states and master copy are divided over dp; gradients are reduce-scattered and parameters
         all-gathered once a mini-batch (ZeRO, Rajbhandari et al., 2020, section 5.1). Else every rank has all of it.

@@ -42,10 +42,8 @@ class MeasuredCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class MeasuredTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Calls that were measured on one cluster, by default with one strategy on all devices.
-
-    `step_s`: whole steps of calls that ran one after the other.
-    """
+    """Calls that were measured on one cluster, by default with one strategy on all devices; `step_s`: whole steps of
+    calls that ran one after the other."""
 
     name: str
     nodes: int

@@ -24,10 +24,8 @@ def device_kind(name: str) -> str:
 
 
 def mismatch(hardware: "Hardware", device_name: str | None, memory_bytes: int) -> str:
-    """Why a device is not one that a plan for `hardware` can count on; empty if it is.
-
-    `device_name` is what its driver calls it, None for a process on the CPU; `memory_bytes` is a GPU's memory.
-    """
+    """Why a plan for `hardware` cannot count on a device of this name (its driver's; None: a process on the CPU) and
+    memory (a GPU's); empty if it can."""
     planned = f"the plan is for {hardware.name} ({hardware.description})"
     if device_name is None:
         return f"{planned}, and there is no GPU" if hardware.is_gpu else ""

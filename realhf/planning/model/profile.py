@@ -41,7 +41,7 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class DecodeTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One layer of one decode step with `context` tokens in every sequence's KV cache; sizes are sequences."""
+    """One layer of a decode step with `context` tokens in every sequence's KV cache; sizes are sequences."""
 
     context: int
     seconds: Curve

@@ -43,9 +43,7 @@ class RankWork:
 
     @cached_property
     def cache_turns(self) -> float:
-        """Room for keys and values that the sequences in flight need over the room that the call was given, at least 1.
-
-        The sequences take turns: with 1 / turns of them at a time, there are turns times as many decode steps.
-        """
+        """Room for keys and values that the sequences in flight need over the room that the call was given, at least 1:
+        with 1 / turns of them at a time, there are turns times as many decode steps."""
         in_flight = self.parts_in_flight * math.ceil(self.samples / self.parts)
         return max(1.0, in_flight * self.lengths.max_tokens / (self.lengths.kv_cache_tokens or math.inf))

@@ -107,9 +107,7 @@ def added_links(
 
 def shard(work: RankWork, memory_bytes: int, link: tuple[float, float], *, shares_devices: bool) -> Sharding | None:
     """What a training shards over dp to fit into `memory_bytes`; None if it fits as it is, or no choice of modes fits.
-
-    `link`: seconds of latency and bytes a second of the ring of a data-parallel group (`Hardware.link`).
-    """
+    `link`: of the ring of a data-parallel group (`Hardware.link`)."""
     model, strategy, dtype, features = work.model, work.strategy, work.dtype, work.features
     dynamic = dynamic_bytes(work)
     if static_bytes(model, strategy, dtype, trained=True, features=features) + dynamic <= memory_bytes:
@@ -131,10 +129,8 @@ def choose_modes(
     dtype: DType,
     features: EngineFeatures,
 ) -> OsdpPlan | None:
-    """The modes, ZeRO-1 (replicated without it) or sharded, that add the least time with states in `room_bytes`.
-
-    Exact, of the pipeline stage that holds the most; None if nothing fits.
-    """
+    """The modes, ZeRO-1 (replicated without it) or sharded, that add the least time with states in `room_bytes`: exact,
+    of the pipeline stage that holds the most; None if nothing fits."""
     modes: tuple[Mode, ...] = ("zero1" if features.zero1 else "replicated", "sharded")
     problem = OsdpProblem(
         operators=stage_operators(model, strategy, dtype, features), links=links, memory_bytes=room_bytes, modes=modes

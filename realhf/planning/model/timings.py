@@ -23,10 +23,9 @@ LOGITS_PASSES = 4  # fp32 reads and writes of all logits each way; see `Timings.
 class Timings:
     """Seconds on one device for one model type, by a model of the hardware.
 
-    Nothing hides anything: compute, element-wise passes, all-reduces and launches add up. Compute is a roofline, the
-    greater of FLOPs / rate and bytes / memory bandwidth. FLOPs: 2 a weight and token forward, twice that backward
-    (Kaplan et al., 2020, section 2.1); causal attention 2 x sequence x hidden a token forward (QK and AV over half the
-    positions each). `docs/cost_model.md` has all terms.
+    Nothing hides anything: compute, element-wise passes, all-reduces and launches add up. Compute is a roofline of
+    FLOPs and bytes. FLOPs: 2 a weight and token forward, twice that backward (Kaplan et al., 2020, section 2.1); causal
+    attention 2 x sequence x hidden a token forward (QK and AV over half the positions). `docs/cost_model.md` has all.
 
     `tokens` are those of one micro-batch on one data-parallel rank. `tp_crosses_nodes`: the tensor-parallel group lies
     on several nodes. Its all-reduces are part of the times of layers, embedding and head.
