@@ -25,14 +25,14 @@ class Option:
         return self.flag.removeprefix("--").replace("-", "_")
 
 
-def option(default: Any, help: str, *, flag: str = "", **about: Any) -> Any:
-    """A field of a frozen dataclass that is an option, by default `--field-name`; `about`: see `Option`. One whose
-    default is `dataclasses.MISSING` has to be given.
+def option(default: Any, help: str, **about: Any) -> Any:
+    """A field of a frozen dataclass that is an option; `about`: see `Option`, the flag is by default `--field-name`.
+    One whose default is `dataclasses.MISSING` has to be given.
 
     Its type is bool, int, float, str, Path, a literal of strings, one of these or None, or a tuple of strings or paths,
     which is given as an option that may be repeated, or, where its default is None, by one with several values.
     """
-    return field(default=default, metadata={_METADATA: {"flag": flag, "help": help, **about}})
+    return field(default=default, metadata={_METADATA: {"help": help, **about}})
 
 
 def options_in(of: type) -> Mapping[str, Option]:
@@ -40,7 +40,7 @@ def options_in(of: type) -> Mapping[str, Option]:
     found = {}
     for one in fields(of):
         if about := one.metadata.get(_METADATA):
-            found[one.name] = Option(**{**about, "flag": about["flag"] or f"--{one.name.replace('_', '-')}"})
+            found[one.name] = Option(**{"flag": f"--{one.name.replace('_', '-')}", **about})
     return found
 
 

@@ -30,13 +30,8 @@ NAMES: dict[Mode, str] = {"replicated": "all replicated", "zero1": "all ZeRO-1",
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.prog = "realhf plan --osdp MODEL"
     command.usage = "realhf plan --osdp MODEL --devices N --memory-gb M [options]"
-    command.add_argument(
-        "--osdp",
-        dest="model",
-        metavar="MODEL",
-        required=True,
-        help="llama3-7b, qwen3-8b, llama3-13b-critic, ..., or the path of a config.json",
-    )
+    models = "llama3-7b, qwen3-8b, llama3-13b-critic, ..., or the path of a config.json"
+    command.add_argument("--osdp", dest="model", metavar="MODEL", required=True, help=models)
     add_options(command, OsdpRequest)
     command.add_argument("--modes", default=",".join(MODES), help=f"modes to choose from (default {','.join(MODES)})")
     command.add_argument("--json", type=Path, metavar="FILE", help="also write the result to this file")
@@ -51,10 +46,8 @@ def execute(arguments: argparse.Namespace) -> int:
         f"{request.hardware}, samples of {request.sequence_length} tokens, {request.dtype}"
     )
     out.print(comparison_table(plan, uniform), modes_table(plan))
-    if plan.proven:
-        verdict = "proven: no other choice is faster"
-    else:
-        verdict = f"no choice is more than {plan.seconds_per_sample / plan.lower_bound_s - 1:.2e} faster"
+    gap = plan.seconds_per_sample / plan.lower_bound_s - 1
+    verdict = "proven: no other choice is faster" if plan.proven else f"no choice is more than {gap:.2e} faster"
     out.say(f"{verdict}; found in {1e3 * plan.search_s:.1f} ms")
     if arguments.json:
         out.write_json(arguments.json, as_json(plan, uniform))
@@ -71,15 +64,9 @@ def comparison_table(plan: OsdpPlan, uniform: dict[Mode, OsdpPlan | None]) -> Ta
         if row is None:
             table.add_row(name, "-", "-", "-", "-", "too large", "-")
             continue
-        table.add_row(
-            name,
-            str(row.batch),
-            f"{row.step_s:.4f}",
-            f"{row.communication_s:.4f}",
-            f"{row.samples_per_s:.2f}",
-            f"{row.memory_bytes / GIB:.2f}",
-            f"{row.seconds_per_sample / plan.seconds_per_sample:.3f}",
-        )
+        seconds = (f"{row.step_s:.4f}", f"{row.communication_s:.4f}", f"{row.samples_per_s:.2f}")
+        ratio = row.seconds_per_sample / plan.seconds_per_sample
+        table.add_row(name, str(row.batch), *seconds, f"{row.memory_bytes / GIB:.2f}", f"{ratio:.3f}")
     return table
 
 
@@ -97,13 +84,8 @@ def as_json(plan: OsdpPlan, uniform: dict[Mode, OsdpPlan | None]) -> dict[str, A
     """What `--json` writes; `slices` has the number of slices in each mode for every operator by name."""
 
     def totals(some: OsdpPlan) -> dict[str, Any]:
-        return {
-            "batch": some.batch,
-            "step_s": some.step_s,
-            "communication_s": some.communication_s,
-            "samples_per_s": some.samples_per_s,
-            "memory_bytes": some.memory_bytes,
-        }
+        names = ("batch", "step_s", "communication_s", "samples_per_s", "memory_bytes")
+        return {name: getattr(some, name) for name in names}
 
     return {
         **totals(plan),

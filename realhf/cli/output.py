@@ -1,7 +1,9 @@
-"""How commands show results: lines, tables, and files that they write."""
+"""How commands show what they do and what came of it: phases, lines, tables, files."""
 
 import json
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,3 +45,60 @@ def table_of(title: str, *columns: str, words: int = 1, frame: box.Box = box.SIM
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < words else "right", no_wrap=True)
     return table
+
+
+def duration(seconds: float) -> str:
+    """In the two largest units: "4.2 s", "3 min 20 s", "2 h 5 min", "3 d 4 h"."""
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    whole = round(seconds)
+    units = (("d", 86_400), ("h", 3600), ("min", 60), ("s", 1))
+    largest = next(i for i, (_, size) in enumerate(units) if whole >= size)
+    parts: list[str] = []
+    for name, size in units[largest : largest + 2]:
+        count, whole = divmod(whole, size)
+        parts.append(f"{count} {name}" if count or not parts else "")
+    return " ".join(filter(None, parts))
+
+
+class Phases:
+    """A line on stderr for each phase of planning or profiling that has ended, with how long it took; on a terminal a
+    status shows the present phase too. stdout keeps only the results.
+
+    Called with a phase that begins or goes on, and what is known of it by now (`realhf.planning.watching.Watch`).
+    `clock`: seconds that never go back.
+    """
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
+        self._console, self._clock = console or Console(stderr=True), clock
+        self._phase = self._detail = ""
+        self._begun_s = clock()
+        self._status = self._console.status("") if self._console.is_terminal else None
+
+    def __enter__(self) -> "Phases":
+        if self._status:
+            self._status.start()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if self._status:
+            self._status.stop()
+        if error is None:
+            self._end()
+
+    def __call__(self, phase: str, detail: str) -> None:
+        if phase != self._phase:
+            self._end()
+            self._phase, self._begun_s = phase, self._clock()
+        self._detail = detail
+        if self._status:
+            self._status.update(self._text())
+
+    def _text(self) -> str:
+        return f"{self._phase}: {self._detail}" if self._detail else self._phase
+
+    def _end(self) -> None:
+        if self._phase:
+            took = duration(self._clock() - self._begun_s)
+            self._console.print(f"{self._text()} ({took})", highlight=False, soft_wrap=True, markup=False)
+        self._phase = self._detail = ""

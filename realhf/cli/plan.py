@@ -10,8 +10,7 @@ import msgspec
 from realhf.api.experiment import models_of
 from realhf.base.errors import UserError
 from realhf.cli.options import add_experiment_arguments, add_options, options_of, plan_request
-from realhf.cli.output import Output
-from realhf.cli.phases import Phases
+from realhf.cli.output import Output, Phases
 from realhf.cli.plan_tables import (
     alternatives_table,
     case_table,
@@ -55,10 +54,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
     command.add_argument("--html", type=Path, metavar="FILE", help="write a page with timeline, memory and comparison")
     command.add_argument(
-        "--dump-problem",
-        type=Path,
-        metavar="FILE",
-        help="write what is searched as a planning problem, too",
+        "--dump-problem", type=Path, metavar="FILE", help="write what is searched as a planning problem, too"
     )
     command.add_argument(
         "--dump-version",
@@ -67,8 +63,9 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         default=2,
         help="format of that file: planning-problem/2 is exact (default), /1 a simpler problem for other searchers",
     )
-    what_if = command.add_argument_group("what if (the experiment stays as it is; no data set is read)")
-    add_options(what_if, WhatIfRequest)
+    add_options(
+        command.add_argument_group("what if (the experiment stays as it is; no data set is read)"), WhatIfRequest
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -154,10 +151,8 @@ def compare_cases(
 
 
 def _dumped(task: PlanningTask, version: int) -> bytes:
-    problem, devices_per_node = build_problem(task, all_options(task)), task.cluster.devices_per_node
-    if version == 2:
-        return problem_bytes(version_2.file_of(problem, task.graph, devices_per_node))
-    return problem_bytes(version_1.file_of(problem, task.graph, devices_per_node))
+    file_of = version_2.file_of if version == 2 else version_1.file_of
+    return problem_bytes(file_of(build_problem(task, all_options(task)), task.graph, task.cluster.devices_per_node))
 
 
 def _write(out: Output, arguments: argparse.Namespace, comparison: Comparison) -> None:

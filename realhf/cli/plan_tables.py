@@ -38,15 +38,9 @@ def comparison_table(comparison: Comparison) -> Table:
         elif candidate.problem:  # the times of a plan that cannot run say nothing
             table.add_row(candidate.name, "-", "-", "-", f"{analysis.peak_bytes / GIB:.1f}", "-", "memory")
         else:
-            table.add_row(
-                candidate.name,
-                f"{analysis.step_s:.4g}",
-                f"{analysis.step_s / base.step_s:.2f}",
-                f"{analysis.tokens_per_s:,.0f}",
-                f"{analysis.peak_bytes / GIB:.1f}",
-                f"{analysis.busy:.0%}",
-                analysis.bottleneck,
-            )
+            speed = (f"{analysis.step_s:.4g}", f"{analysis.step_s / base.step_s:.2f}", f"{analysis.tokens_per_s:,.0f}")
+            use = (f"{analysis.peak_bytes / GIB:.1f}", f"{analysis.busy:.0%}")
+            table.add_row(candidate.name, *speed, *use, analysis.bottleneck)
     return table
 
 
@@ -61,16 +55,12 @@ def alternatives_table(comparison: Comparison) -> Table:
     table = table_of(title, "call", "instead", "s/step", "slower by", "too large", words=2)
     for alternative in comparison.alternatives:
         refused = f"{alternative.num_too_large / max(alternative.num_options, 1):.0%}"
-        if alternative.option is None:
-            table.add_row(alternative.call, "nothing else fits", "-", "-", refused)
-            continue
-        table.add_row(
-            alternative.call,
-            option_text(alternative.option),
-            f"{alternative.step_s:.4g}",
-            difference_text(alternative.slower_s / alternative.planned_step_s),
-            refused,
-        )
+        other = ("nothing else fits", "-", "-")
+        if alternative.option is not None:
+            share = alternative.slower_s / alternative.planned_step_s
+            slower = "the same" if abs(share) < SAME else f"{share:+.1%}"
+            other = (option_text(alternative.option), f"{alternative.step_s:.4g}", slower)
+        table.add_row(alternative.call, *other, refused)
     return table
 
 
@@ -82,23 +72,16 @@ def case_table(results: Sequence[CaseResult]) -> Table:
             table.add_row(result.name, *["-"] * 5)
             continue
         analysis = result.found.analysis
-        table.add_row(
-            result.name,
-            f"{analysis.step_s:.4g}",
-            f"{analysis.tokens_per_s:,.0f}",
-            f"{analysis.gpu_hours_per_million_tokens:.3g}",
-            f"{analysis.peak_bytes / GIB:.1f}",
-            analysis.bottleneck,
-        )
+        speed = (f"{analysis.step_s:.4g}", f"{analysis.tokens_per_s:,.0f}")
+        cost = (f"{analysis.gpu_hours_per_million_tokens:.3g}", f"{analysis.peak_bytes / GIB:.1f}")
+        table.add_row(result.name, *speed, *cost, analysis.bottleneck)
     return table
 
 
 def setting_text(task: PlanningTask) -> str:
     """The cluster and the workload in one line."""
     cluster, workload = task.cluster, task.workload
-    tokens = f"{workload.prompt_tokens:.4g}"
-    if workload.new_tokens:
-        tokens += f" + {workload.new_tokens:.4g}"
+    tokens = f"{workload.prompt_tokens:.4g}" + (f" + {workload.new_tokens:.4g}" if workload.new_tokens else "")
     planned_for = hardware_text(cluster.hardware, cluster.num_nodes, cluster.devices_per_node)
     return f"{planned_for}; {task.batch_size} samples of {tokens} tokens a step, {task.dtype}"
 
@@ -108,10 +91,8 @@ def totals(comparison: Comparison) -> Iterator[str]:
     analysis, costs = comparison.analysis, comparison.task.costs
     source = "measured layer timings" if costs.profiled else "the analytic model (no profile; see `realhf profile`)"
     yield f"predicted step: {analysis.step_s:.3f} s, from {source}"
-    yield (
-        f"{analysis.tokens_per_s:,.0f} tokens/s, {analysis.gpu_hours_per_million_tokens:.3g} GPU-hours per million "
-        "tokens"
-    )
+    hours = f"{analysis.gpu_hours_per_million_tokens:.3g} GPU-hours per million tokens"
+    yield f"{analysis.tokens_per_s:,.0f} tokens/s, {hours}"
     yield f"limited by {analysis.limits}"
     words, simple = "none is legal", comparison.heuristic
     if simple.prediction:
@@ -119,10 +100,6 @@ def totals(comparison: Comparison) -> Iterator[str]:
         words = f"{step_s:.3f} s, {step_s / analysis.step_s:.2f} x this one"
         words += f", but it {simple.problem}" if simple.problem else ""
     yield f"heuristic plan (all calls alike on all devices): {words}"
-
-
-def difference_text(share: float) -> str:
-    return "the same" if abs(share) < SAME else f"{share:+.1%}"
 
 
 def option_text(call: CallPlan) -> str:

@@ -8,8 +8,7 @@ from pathlib import Path
 from rich.table import Table
 
 from realhf.cli.options import add_options, options_of
-from realhf.cli.output import Output, table_of
-from realhf.cli.phases import Phases
+from realhf.cli.output import Output, Phases, table_of
 from realhf.lifecycle.experiment import experiment_of
 from realhf.planning.clusters import cluster_of, hardware_text
 from realhf.planning.model.profile import LayerProfile, load_profile

@@ -3,7 +3,6 @@
 import sys
 import time
 from collections.abc import Callable, Sequence
-from types import TracebackType
 from typing import Any
 
 from rich.box import HEAVY_HEAD
@@ -12,9 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from realhf.cli.durations import duration
-from realhf.cli.output import table_of, wide_output
-from realhf.cli.phases import Phases
+from realhf.cli.output import Phases, duration, table_of, wide_output
 from realhf.lifecycle.listener import Listener
 from realhf.report.run_data import CallTime, call_times, read_run
 from realhf.rundir.flight_recorder import read_activity
@@ -32,9 +29,7 @@ SILENCE_S = 60.0
 class Progress(Listener):
     """Shows what a run tells: a bar on a terminal, a line now and then elsewhere.
 
-    Args:
-        has_bar: False where the run may use the terminal itself.
-        clock: seconds that never go back.
+    `has_bar`: False where the run may use the terminal itself. `clock`: seconds that never go back.
     """
 
     def __init__(self, *, has_bar: bool = True, clock: Callable[[], float] = time.monotonic):
@@ -53,9 +48,7 @@ class Progress(Listener):
     def __enter__(self) -> "Progress":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._end_search(error)
         if self._bar is not None:
             self._bar.stop()
@@ -69,7 +62,7 @@ class Progress(Listener):
 
     def _end_search(self, error: BaseException | None = None) -> None:
         if self._phases is not None:
-            self._phases.__exit__(type(error) if error else None, error, None)
+            self._phases.__exit__(None, error, None)
             self._phases = None
 
     def starting(self, run: Run, directory: RunDirectory, reason: str | None) -> None:
@@ -117,12 +110,12 @@ class Progress(Listener):
         is_news = phase != self._phase and activity is not None and (self._is_starting or self._step >= self._steps)
         if not (is_news and now_s - self._said_s >= PLAIN_LINES_EVERY_S) and now_s - self._said_s < self._silence_s:
             return
-        if not is_news:
+        if is_news:
+            self._phase, self._silence_s = phase, SILENCE_S
+        else:
             self._silence_s *= 2
             if worker := read_activity(directory.activity(worker_name(0))):
                 phase += f"; worker 0: {worker}"
-        else:
-            self._phase, self._silence_s = phase, SILENCE_S
         self.say(f"after {duration(now_s - self._begun_s)}: {phase}")
 
     def _is_due(self, metrics: dict[str, Any]) -> bool:

@@ -8,9 +8,8 @@ import msgspec
 from rich.table import Table
 from rich.text import Text
 
-from realhf.cli.durations import duration
-from realhf.cli.output import wide_output
-from realhf.report.run_status import ENDED, FINISHED, ProcessState, RunStatus, read_run_status
+from realhf.cli.output import duration, wide_output
+from realhf.report.run_status import ENDED, FINISHED, RunStatus, read_run_status
 from realhf.rundir.paths import RunDirectory
 
 DESCRIPTION = """Says where a run stands: steps, speed, time left, what each process is doing, memory, checkpoints and
@@ -52,8 +51,9 @@ def summary(status: RunStatus) -> list[str]:
     if status.silent_s is not None:
         lines.append(f"last sign of life {duration(status.silent_s)} ago")
     if status.state == "lost":
-        saved = f"the checkpoint after step {status.checkpoints[-1]} with --resume" if status.checkpoints else ""
-        go_on = f"go on from {saved}" if saved else "there is no checkpoint, start anew"
+        go_on = "there is no checkpoint, start anew"
+        if status.checkpoints:
+            go_on = f"go on from the checkpoint after step {status.checkpoints[-1]} with --resume"
         lines.append(f"its processes are gone or hang: {go_on}")
     if status.checkpoints:
         age = f", {duration(status.checkpoint_age_s)} ago" if status.checkpoint_age_s is not None else ""
@@ -77,14 +77,11 @@ def process_table(status: RunStatus) -> Table:
     for column in ("memory in the last step", "predicted"):
         table.add_column(column, justify="right")
     for process in status.processes:
-        activity = _activity(process) if with_activity else ()
+        since = "-" if process.since_s is None else duration(process.since_s)
+        activity = (process.activity or "-", since) if with_activity else ()
         cells = (process.name, *activity, _mib(process.peak_bytes), _mib(process.predicted_bytes))
         table.add_row(*map(Text, cells))  # brackets in them are no markup
     return table
-
-
-def _activity(process: ProcessState) -> tuple[str, str]:
-    return process.activity or "-", "-" if process.since_s is None else duration(process.since_s)
 
 
 def _mib(size_bytes: int | None) -> str:

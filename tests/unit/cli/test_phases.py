@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from realhf.cli import main
-from realhf.cli.phases import Phases
+from realhf.cli.output import Phases
 
 PPO = str(Path(__file__).parents[3] / "experiments/ppo.py")
 

@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from realhf import cli
-from realhf.cli.durations import duration
+from realhf.cli.output import duration
 from realhf.report.run_status import Speed, read_run_status
 from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.rundir.paths import RunDirectory
