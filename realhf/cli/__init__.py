@@ -26,9 +26,7 @@ WITH_EXPERIMENT = ("run", "plan", "profile")  # options that they do not know ar
 
 def parser(command: str | None = None, *, osdp: bool = False) -> argparse.ArgumentParser:
     """The parser with all commands. Only `command` has its arguments: the modules of the others are not imported.
-
-    `osdp`: `plan` has the arguments of `plan --osdp`.
-    """
+    `osdp`: `plan` has the arguments of `plan --osdp`."""
     top = argparse.ArgumentParser(
         prog="realhf",
         description="Plans and runs reinforcement-learning training of language models.",

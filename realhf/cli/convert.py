@@ -33,13 +33,8 @@ def execute(arguments: argparse.Namespace) -> int:
     if Path(arguments.target).exists():
         raise UserError(f"{arguments.target} exists already; give a new directory, or remove it first")
     check_range("--max-file-gb", arguments.max_file_gb, 1e-6, 1e6)
-    conversion = {
-        "source": arguments.source,
-        "target": arguments.target,
-        "dtype": arguments.dtype,
-        "like": arguments.like,
-        "max_file_bytes": int(arguments.max_file_gb * 1e9),
-    }
+    conversion = {name: getattr(arguments, name) for name in ("source", "target", "dtype", "like")}
+    conversion["max_file_bytes"] = int(arguments.max_file_gb * 1e9)
     # In a process of its own: tensors are read there, and this one stays without torch.
     words = python_command("realhf.models.convert", msgspec.json.encode(conversion).decode())
     return subprocess.run(words, check=False).returncode

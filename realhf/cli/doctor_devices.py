@@ -24,8 +24,7 @@ def find_gpus() -> str | Finding:
         why = f"{VISIBLE}={os.environ[VISIBLE]} leaves none" if VISIBLE in os.environ else "no NVIDIA GPU"
         return Finding("info", f"{why}: runs compute on the CPU")
     num_devices = sum(len(devices) for devices in machine_gpus())
-    first = gpus[0]
-    capability = ".".join(str(number) for number in first.compute_capability)
+    capability = ".".join(map(str, gpus[0].compute_capability))
     chosen = f", {VISIBLE}={os.environ[VISIBLE]}" if VISIBLE in os.environ else ""
     detail = (
         f"{in_words(gpus)} of {min(gpu.memory_bytes for gpu in gpus) / GIB:.1f} GiB, compute capability {capability}, "
@@ -39,10 +38,8 @@ def find_gpus() -> str | Finding:
 
 def find_ranks(check: str, backend: str, num_processes: int) -> str:
     """A check of `realhf.profiling.self_check` by processes that meet as workers do: through a file, with nothing that
-    listens; over NCCL each sees a GPU of its own.
-
-    Raises RuntimeError with the last line of a process that failed, TimeoutError if one did not end. None is left.
-    """
+    listens; over NCCL each sees a GPU of its own. Raises RuntimeError with the last line of a process that failed,
+    TimeoutError if one did not end. None is left."""
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     if backend == "gloo":
         env["GLOO_SOCKET_IFNAME"] = "lo"

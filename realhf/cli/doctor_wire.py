@@ -1,9 +1,11 @@
 """Checks of what master and workers talk over: encryption, network interfaces, names, keys."""
 
 import asyncio
+import contextlib
 import socket
 import tempfile
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -17,7 +19,7 @@ from realhf.transport.keys import WorkerKeys, load_master_keys, load_worker_keys
 from realhf.transport.messages import Heartbeat, Hello, ToMaster, ToWorker
 from realhf.transport.server import Server
 
-HANDSHAKE_TIMEOUT_S = 120.0
+HANDSHAKE_S = 120.0
 
 
 def find_curve() -> str:
@@ -63,9 +65,7 @@ def find_host_name() -> str | Finding:
 
 def find_keys(runs_dir: Path) -> str:
     """Keys where run directories are to lie: a worker with the run's key gets in, a stranger and exposed files do not.
-
-    Raises PermissionError if somebody got in who must not, TimeoutError if a handshake did not come about.
-    """
+    Raises PermissionError if somebody got in who must not, TimeoutError if a handshake did not come about."""
     parent = next(path for path in (runs_dir.absolute(), *runs_dir.absolute().parents) if path.is_dir())
     with tempfile.TemporaryDirectory(prefix=".realhf-doctor-", dir=parent) as name:
         folder, others = Path(name, "keys"), Path(name, "others")
@@ -84,23 +84,22 @@ def find_keys(runs_dir: Path) -> str:
 
 async def _handshakes(keys: Path, worker: WorkerKeys, stranger: WorkerKeys) -> None:
     """The stranger first: when the worker has been heard, the stranger has had its time."""
-    master_keys = load_master_keys(keys, num_workers=1)
-    server: Server[ToMaster, ToWorker] = Server(
-        "127.0.0.1", master_keys, incoming=Codec[ToMaster](ToMaster), outgoing=Codec[ToWorker](ToWorker)
-    )
-    clients: list[Client[ToWorker, ToMaster]] = []
-    try:
-        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+    to_master, to_worker = Codec[ToMaster](ToMaster), Codec[ToWorker](ToWorker)
+    beat = partial(Heartbeat, activity="doctor")
+    with contextlib.ExitStack() as ended:
+        server = Server("127.0.0.1", load_master_keys(keys, num_workers=1), incoming=to_master, outgoing=to_worker)
+        ended.callback(server.close)
+        async with asyncio.timeout(HANDSHAKE_S):
             for pid, party in enumerate((stranger, worker)):
-                client: Client[ToWorker, ToMaster] = Client(
+                client = Client(
                     server.address,
                     party,
-                    incoming=Codec[ToWorker](ToWorker),
-                    outgoing=Codec[ToMaster](ToMaster),
-                    heartbeat=lambda: Heartbeat(activity="doctor"),
-                    heartbeat_s=HANDSHAKE_TIMEOUT_S,
+                    incoming=to_worker,
+                    outgoing=to_master,
+                    heartbeat=beat,
+                    heartbeat_s=HANDSHAKE_S,
                 )
-                clients.append(client)
+                ended.callback(client.close)
                 client.send(Hello(worker=0, pid=pid, host="doctor"))
                 while party is stranger and not server.num_refused:
                     await asyncio.sleep(0.01)
@@ -108,7 +107,3 @@ async def _handshakes(keys: Path, worker: WorkerKeys, stranger: WorkerKeys) -> N
                 pass
             if message.pid != 1:
                 raise PermissionError("a party without a key of the run was let in")
-    finally:
-        for client in clients:
-            client.close()
-        server.close()

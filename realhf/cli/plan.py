@@ -11,15 +11,7 @@ from realhf.api.experiment import models_of
 from realhf.base.errors import UserError
 from realhf.cli.options import add_experiment_arguments, add_options, options_of, plan_request
 from realhf.cli.output import Output, Phases
-from realhf.cli.plan_tables import (
-    alternatives_table,
-    case_table,
-    comparison_table,
-    plan_table,
-    problems,
-    setting_text,
-    totals,
-)
+from realhf.cli.plan_tables import alternatives_table, case_table, comparison_table, plan_table, setting_text, totals
 from realhf.dataflow.plan import save_plan
 from realhf.lifecycle.experiment import experiment_of
 from realhf.planning.explain.cases import solve_cases
@@ -85,7 +77,9 @@ def execute(arguments: argparse.Namespace) -> int:
             "other time and memory than predicted"
         )
     if arguments.dump_problem:
-        out.write(arguments.dump_problem, _dumped(task, arguments.dump_version))
+        file_of = version_2.file_of if arguments.dump_version == 2 else version_1.file_of
+        problem = build_problem(task, all_options(task))
+        out.write(arguments.dump_problem, problem_bytes(file_of(problem, task.graph, task.cluster.devices_per_node)))
     plan, result = request.given, None
     if plan is None:
         with Phases() as watch:
@@ -101,7 +95,7 @@ def execute(arguments: argparse.Namespace) -> int:
         out.say(f"certificate: {comparison.certificate}")
     if arguments.compare:
         out.print(comparison_table(comparison))
-        out.say(*problems(comparison))
+        out.say(*(f"{preset.name}: {preset.problem}" for preset in comparison.presets if preset.problem))
         out.print(alternatives_table(comparison))
     _write(out, arguments, comparison)
     return 0
@@ -124,15 +118,13 @@ def compare_cases(
     out: Output, experiment: Any, request: PlanRequest, tasks: dict[str, PlanningTask], arguments: argparse.Namespace
 ) -> None:
     """Searches a plan for each task, and shows the plans side by side."""
-    alone = ("plan", "compare", "html", "output", "dump_problem")
-    if any(getattr(arguments, name) for name in alone):
+    if any(getattr(arguments, name) for name in ("plan", "compare", "html", "output", "dump_problem")):
         raise UserError(
             "several clusters or values of --staleness are compared by their searched plans alone: give one of each "
             "with --plan, --compare, --html, --output or --dump-problem"
         )
     with Phases() as watch:
-        search = partial(search_for, experiment, budget=request.budget, watch=watch)
-        results = solve_cases(tasks, search)
+        results = solve_cases(tasks, partial(search_for, experiment, budget=request.budget, watch=watch))
     out.print(case_table(results))
     out.say(*(f"{result.name}: {result.problem}" for result in results if result.problem))
     if len({task.cluster for task in tasks.values()}) == 1:  # what differs is the staleness
@@ -148,11 +140,6 @@ def compare_cases(
             for case in results
         }
         out.write_json(arguments.json, msgspec.to_builtins({"cases": cases}))
-
-
-def _dumped(task: PlanningTask, version: int) -> bytes:
-    file_of = version_2.file_of if version == 2 else version_1.file_of
-    return problem_bytes(file_of(build_problem(task, all_options(task)), task.graph, task.cluster.devices_per_node))
 
 
 def _write(out: Output, arguments: argparse.Namespace, comparison: Comparison) -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from rich.table import Table
 
 from realhf.cli.output import table_of
-from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.dataflow.plan import ExecutionPlan
 from realhf.planning.clusters import hardware_text
 from realhf.planning.explain.cases import CaseResult
 from realhf.planning.explain.comparison import Comparison
@@ -44,11 +44,6 @@ def comparison_table(comparison: Comparison) -> Table:
     return table
 
 
-def problems(comparison: Comparison) -> list[str]:
-    """One line for each preset that cannot run, saying why."""
-    return [f"{candidate.name}: {candidate.problem}" for candidate in comparison.presets if candidate.problem]
-
-
 def alternatives_table(comparison: Comparison) -> Table:
     """For each call, the best other layout, what the step would cost with it, and how many others do not fit."""
     title = "why not: the best other layout of each call, the rest of the plan as it is"
@@ -56,10 +51,10 @@ def alternatives_table(comparison: Comparison) -> Table:
     for alternative in comparison.alternatives:
         refused = f"{alternative.num_too_large / max(alternative.num_options, 1):.0%}"
         other = ("nothing else fits", "-", "-")
-        if alternative.option is not None:
+        if (call := alternative.option) is not None:
+            layout = f"{mesh_text(call.devices)} {call.strategy} mb{call.micro_batches}"
             share = alternative.slower_s / alternative.planned_step_s
-            slower = "the same" if abs(share) < SAME else f"{share:+.1%}"
-            other = (option_text(alternative.option), f"{alternative.step_s:.4g}", slower)
+            other = (layout, f"{alternative.step_s:.4g}", "the same" if abs(share) < SAME else f"{share:+.1%}")
         table.add_row(alternative.call, *other, refused)
     return table
 
@@ -100,11 +95,6 @@ def totals(comparison: Comparison) -> Iterator[str]:
         words = f"{step_s:.3f} s, {step_s / analysis.step_s:.2f} x this one"
         words += f", but it {simple.problem}" if simple.problem else ""
     yield f"heuristic plan (all calls alike on all devices): {words}"
-
-
-def option_text(call: CallPlan) -> str:
-    """`0-31 dp2 tp8 pp2 mb4`: devices, strategy, micro-batches."""
-    return f"{mesh_text(call.devices)} {call.strategy} mb{call.micro_batches}"
 
 
 def mesh_text(devices: tuple[int, int]) -> str:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.box import HEAVY_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
@@ -27,22 +27,16 @@ SILENCE_S = 60.0
 
 
 class Progress(Listener):
-    """Shows what a run tells: a bar on a terminal, a line now and then elsewhere.
-
-    `has_bar`: False where the run may use the terminal itself. `clock`: seconds that never go back.
-    """
+    """Shows what a run tells: a bar on a terminal, a line now and then elsewhere. `has_bar`: False where what runs may
+    use the terminal. `clock`: seconds that never go back."""
 
     def __init__(self, *, has_bar: bool = True, clock: Callable[[], float] = time.monotonic):
         self._has_bar, self._clock = has_bar, clock
         self._console = Console(stderr=True)
         self._phases: Phases | None = None
         self._bar: Bar | None = None
-        self._task = TaskID(0)
         self._directory: RunDirectory | None = None
-        self._step = self._steps = 0
-        self._begun_s = self._said_s = clock()
-        self._silence_s = SILENCE_S
-        self._is_starting, self._phase, self._job = True, "", ""
+        self._job = ""
         self._last_line_s = 0.0
 
     def __enter__(self) -> "Progress":
@@ -145,8 +139,8 @@ def _format(values: dict[str, Any], names: tuple[str, ...] | None = None) -> str
 
 def call_table(times: Sequence[CallTime]) -> Table:
     """Measured (median) against predicted seconds of every call."""
-    columns = ("call", "measured (median)", "predicted", "measured / predicted")
-    table = table_of("calls, seconds", *columns, frame=HEAVY_HEAD)
+    columns = ("measured (median)", "predicted", "measured / predicted")
+    table = table_of("calls, seconds", "call", *columns, frame=HEAVY_HEAD)
     for row in times:
         numbers = (row.measured_s, row.predicted_s, row.ratio)
         table.add_row(row.call, *("-" if number is None else f"{number:.3f}" for number in numbers))

@@ -35,7 +35,16 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         "--resume", action="store_true", help="go on with the run in --run-dir, from its newest good checkpoint"
     )
     add_options(command.add_argument_group("measured times that leave the plan's predictions"), ReplanRequest)
-    add_launcher_arguments(command)
+    names = ", ".join(LAUNCHERS)
+    command.add_argument(
+        "--launcher",
+        metavar="NAME",
+        default="local",
+        help=f"what starts the processes: {names} or one of your own, MODULE:CLASS or FILE.py:CLASS (default local)",
+    )
+    for name in LAUNCHERS:
+        if options_in(options := find_launcher(name).options_type):
+            add_options(command.add_argument_group(f"--launcher {name}"), options)
     command.add_argument(
         "--dry-run", action="store_true", help="print what the launcher would start, and start nothing"
     )
@@ -73,20 +82,6 @@ def run_request(arguments: argparse.Namespace) -> RunRequest:
         replan=options_of(ReplanRequest, arguments),
         words=tuple(arguments.words),
     )
-
-
-def add_launcher_arguments(command: argparse.ArgumentParser) -> None:
-    """`--launcher`, and a group of options for each launcher of the package."""
-    names = ", ".join(LAUNCHERS)
-    command.add_argument(
-        "--launcher",
-        metavar="NAME",
-        default="local",
-        help=f"what starts the processes: {names} or one of your own, MODULE:CLASS or FILE.py:CLASS (default local)",
-    )
-    for name in LAUNCHERS:
-        if options_in(options := find_launcher(name).options_type):
-            add_options(command.add_argument_group(f"--launcher {name}"), options)
 
 
 def launcher_of(arguments: argparse.Namespace) -> tuple[type[Launcher], Any]:

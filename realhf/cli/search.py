@@ -3,7 +3,6 @@
 import argparse
 import math
 from pathlib import Path
-from typing import Any
 
 from realhf.cli.output import Output, table_of
 from realhf.cli.plan_tables import mesh_text
@@ -11,7 +10,6 @@ from realhf.planning.certificate import Certificate
 from realhf.planning.model.hardware import GIB
 from realhf.planning.problem.file import load_problem
 from realhf.planning.problem.solve import DEFAULT_SECONDS, SolveRequest, solve
-from realhf.planning.problem.tables import Problem
 from realhf.planning.request import SearchBudget
 
 DESCRIPTION = """Finds the fastest plan of a planning problem (a file of the format planning-problem/1, or
@@ -50,22 +48,16 @@ def execute(arguments: argparse.Namespace) -> int:
         threads=arguments.threads,
         single_moves=arguments.moves == "single",
     )
-    problem = load_problem(arguments.file)
+    out, problem = Output(), load_problem(arguments.file)
     result = solve(problem, request)
     if arguments.json:
-        Output().write_json(arguments.json, result)
-    _print(problem, result)
-    return 0
-
-
-def _print(problem: Problem, result: dict[str, Any]) -> None:
-    out = Output()
+        out.write_json(arguments.json, result)
     table = table_of("plan", "call", "option", "devices", "strategy", "s")
     for call in problem.calls:
         number = result["plan"][call.name]
         option = call.options[number]
-        devices = mesh_text(option.devices)
-        table.add_row(call.name, str(number), devices, option.strategy, f"{option.time_s * problem.unit_us / 1e6:.3f}")
+        seconds = f"{option.time_s * problem.unit_us / 1e6:.3f}"
+        table.add_row(call.name, str(number), mesh_text(option.devices), option.strategy, seconds)
     out.print(table)
     best_s, lower_bound_us = result["us_per_step"] / 1e6, result["lower_bound_us"]
     bound_s = math.inf if lower_bound_us is None else lower_bound_us / 1e6
@@ -80,3 +72,4 @@ def _print(problem: Problem, result: dict[str, Any]) -> None:
         f"evaluations {result['evaluations']:,} in {result['seconds']:.2f} s "
         f"({result['full_evaluations']:,} to the end, {result['early_rejections']:,} rejected early)",
     )
+    return 0

@@ -13,7 +13,7 @@ from realhf.launch.supervisor import supervise
 from realhf.lifecycle.advice import going_on
 from realhf.lifecycle.interruption import Interruption
 from realhf.lifecycle.listener import Listener
-from realhf.lifecycle.planned_hardware import said_of_hardware
+from realhf.lifecycle.new import said_of_hardware
 from realhf.lifecycle.recover import going_on_under, last_step, note_start, restarted
 from realhf.lifecycle.replanner import Replanner
 from realhf.lifecycle.request import RunRequest
@@ -32,12 +32,11 @@ LAUNCHER_LOCK = "launcher"
 def start(run: Run, request: RunRequest, listener: Listener) -> RunDirectory:
     """Carries out a new run; returns its directory when it has ended well. It takes the signals of the main thread.
 
-    Raises:
-        UserError, RunError: it could not be started, or broke. KeyboardInterrupt: Ctrl-C or SIGTERM came. Where there
-            was a run by then, notes say what was saved and which command goes on; no process is left.
+    Raises UserError or RunError if it could not be started or broke, KeyboardInterrupt after Ctrl-C or SIGTERM; notes
+    say what was saved and which command goes on with a run that had begun. No process is left.
     """
     directory = run_directory(request)
-    launcher = _launcher(run, request, directory)
+    launcher, _ = _launcher(run, request, directory)
     RunDirectory.create(directory.path)
     with directory.lock(LAUNCHER_LOCK):
         try:
@@ -59,7 +58,7 @@ def resume(request: RunRequest, listener: Listener) -> RunDirectory:
     with directory.lock(LAUNCHER_LOCK):
         with directory.lock(MASTER):  # of a job that outlived its launcher
             run, choice = resumed_run(request, directory, listener.search)
-            launcher = _launcher(run, request, directory)
+            launcher, _ = _launcher(run, request, directory)
             prepare(run, directory)
         note_start(run, directory, "resumed", choice)
         for step, reason in choice.damaged.items():
@@ -71,15 +70,13 @@ def resume(request: RunRequest, listener: Listener) -> RunDirectory:
 
 def preview(run: Run, request: RunRequest) -> str:
     """What the launcher would start: a batch script, commands. Raises UserError where it cannot start them."""
-    launcher = request.launcher(request.launcher_options)
-    return launcher.preview(job_of(run, run_directory(request), is_remote=launcher.is_remote))
+    return _launcher(run, request, run_directory(request))[1]
 
 
-def _launcher(run: Run, request: RunRequest, directory: RunDirectory) -> Launcher:
-    """The launcher of a run. Raises UserError where it cannot start the run."""
+def _launcher(run: Run, request: RunRequest, directory: RunDirectory) -> tuple[Launcher, str]:
+    """The launcher of a run, and what it would start. Raises UserError where it cannot start it."""
     launcher = request.launcher(request.launcher_options)
-    launcher.preview(job_of(run, directory, is_remote=launcher.is_remote))
-    return launcher
+    return launcher, launcher.preview(job_of(run, directory, is_remote=launcher.is_remote))
 
 
 def run_directory(request: RunRequest) -> RunDirectory:
@@ -89,10 +86,8 @@ def run_directory(request: RunRequest) -> RunDirectory:
 
 
 class Controller:
-    """Carries out a run whose directory has been prepared.
-
-    The directory keeps what is known of the run; only the number of restarts and the workers to blame are kept here.
-    """
+    """Carries out a run whose directory has been prepared. The directory keeps what is known of the run, but for the
+    number of restarts and the workers to blame."""
 
     def __init__(self, run: Run, request: RunRequest, directory: RunDirectory, launcher: Launcher, listener: Listener):
         self._run, self._request, self._directory, self._launcher = run, request, directory, launcher
@@ -117,10 +112,8 @@ class Controller:
 
     @writing_a_run()
     def run_to_end(self) -> None:
-        """Starts the processes, watches them, and starts them again as the request says.
-
-        Raises RunError if the run broke and no restart or too few workers are left. No process outlives an error.
-        """
+        """Starts the processes, watches them, and starts them again as the request says. Raises RunError if the run
+        broke and no restart or too few workers are left. No process outlives an error."""
         suspects, restarts_left = Suspects(), self._request.recovery.restarts
         reason: str | None = None
         while True:
@@ -145,10 +138,7 @@ class Controller:
                     raise RunError(f"{reason}\nthe run cannot be restarted: {cannot}") from error
 
     def _started(self, reason: str | None) -> Run | None:
-        """Watches the processes from start to end; returns the run under the plan that they ended for, if any.
-
-        `reason`: see `Listener.starting`.
-        """
+        """Watches the processes from start to end; returns the run under the plan that they ended for, if any."""
         with Replanner(self._run, self._directory, self._request.replan, self._listener.say) as replanner:
             self._listener.starting(self._run, self._directory, reason)
 

@@ -8,8 +8,6 @@ import tyro
 from realhf.base.errors import UserError
 from realhf.rundir.run import RunSpec, load_experiment_class, saved_experiment
 
-FIELDS_OPTION = "--fields"
-
 
 def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = None) -> Any:
     """The experiment of a file, its fields set from `--field value` words, else as in a `saved` run or by default.
@@ -20,7 +18,7 @@ def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = 
     """
     cls = load_experiment_class(path)
     prog = f"realhf COMMAND {path}"
-    if FIELDS_OPTION in words:
+    if "--fields" in words:
         tyro.cli(cls, args=["--help"], prog=prog, config=(tyro.conf.AvoidSubcommands,))
     if saved is not None and cls.__name__ != saved.experiment_class:
         raise UserError(

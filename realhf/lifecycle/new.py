@@ -9,24 +9,27 @@ import msgspec
 
 from realhf.api.experiment import auto_settings, follows_of
 from realhf.base.errors import UserError
-from realhf.base.numbers import Range, check_ranges
+from realhf.base.numbers import Bounds, check_fields
 from realhf.data.fit import check_fit, check_replay
 from realhf.dataflow.graph import DataflowGraph
-from realhf.dataflow.plan import check_plan
+from realhf.dataflow.plan import check_plan, load_plan
 from realhf.engine.megatron_check import check_megatron
 from realhf.geometry.shards import shard_boxes
 from realhf.lifecycle.experiment import experiment_of
 from realhf.lifecycle.request import RunRequest
 from realhf.machine.gpus import count_gpus
+from realhf.machine.host import read_host
 from realhf.master.trackers import check_trackers
 from realhf.models.checkpoint_index import initial_optimizer_steps
 from realhf.models.hugging_face_files import check_checkpoint
 from realhf.planning.cluster import Cluster
+from realhf.planning.clusters import hardware_text
+from realhf.planning.model.hardware import GIB
 from realhf.planning.planner import plan_for
 from realhf.planning.watching import Watch, unwatched
 from realhf.rundir.run import MAX_STEPS, Run, RunSpec
 
-EXPERIMENT_RANGES = {"steps": Range("steps", 1, MAX_STEPS), "seed": Range("seed", 0, 2**63 - 1)}
+EXPERIMENT_RANGES: dict[str, Bounds] = {"steps": (1, MAX_STEPS), "seed": (0, 2**63 - 1)}
 
 
 def new_run(request: RunRequest, watch: Watch = unwatched) -> Run:
@@ -55,7 +58,7 @@ def spec_fields(request: RunRequest, experiment: Any, cluster: Cluster) -> dict[
 
 def check_experiment(experiment: Any) -> None:
     """Raises UserError for what is wrong with an experiment whatever its plan is."""
-    check_ranges({name: getattr(experiment, name) for name in EXPERIMENT_RANGES}, EXPERIMENT_RANGES)
+    check_fields("", experiment, EXPERIMENT_RANGES)
     _check_finite("", msgspec.to_builtins(experiment))
     extent, batch_size = experiment.dataset.check(), auto_settings(experiment).batch_size
     if extent.rows < batch_size:
@@ -124,3 +127,25 @@ def _check_recovery(run: Run, request: RunRequest) -> None:
                 f"{run.spec.devices_per_node}; nodes are lost as a whole, so make one for fewer --nodes"
             )
         check_plan(plan, run.graph, run.settings.batch_size)
+
+
+def said_of_hardware(run: Run, given: Path | None) -> list[str]:
+    """The hardware that the run is planned for, and warnings: it counts on more memory than there is; the plan in the
+    file `given` comes from elsewhere, or needs more memory than the devices have."""
+    hardware, workers = run.spec.hardware, run.spec.num_workers
+    if hardware is None:
+        return []
+    per_node = run.spec.devices_per_node
+    lines = [f"planned for {hardware_text(hardware, workers // per_node, per_node)}"]
+    there, each = read_host().memory_bytes / GIB, hardware.device_memory_bytes / GIB
+    if hardware.host_cores is not None and workers * each > there:
+        lines.append(
+            f"warning: {workers} workers with {each:.1f} GiB each count on more than this machine's {there:.1f}"
+        )
+    made_for = load_plan(given).notes.get("hardware", hardware.name) if given else hardware.name
+    if made_for != hardware.name:
+        lines.append(f"note: {given} was made for {made_for}; its times and memory are predicted anew")
+    needs = [memory.peak_bytes / GIB for memory in run.plan.rationale.memory] if run.plan.rationale else []
+    if given and max(needs, default=0) > each:
+        lines.append(f"warning: {given} needs {max(needs):.1f} GiB on a device, and they have {each:.1f} GiB")
+    return lines

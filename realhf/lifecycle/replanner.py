@@ -5,7 +5,6 @@ import os
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
@@ -31,6 +30,7 @@ class Replanner:
 
     def __init__(self, run: Run, directory: RunDirectory, request: ReplanRequest, say: Callable[[str], None]):
         self._run, self._directory, self._request, self._say = run, directory, request, say
+        self._file = directory.launcher / "proposal.json"
         self._search: subprocess.Popen[bytes] | None = None
         self._proposal: Proposal | None = None
         self._is_due = False
@@ -83,10 +83,6 @@ class Replanner:
         assert self._proposal is not None, "the master was not asked to end"
         spec = msgspec.structs.replace(self._run.spec, call_factors=self._proposal.factors)
         return Run(spec, self._run.experiment, self._proposal.plan)
-
-    @property
-    def _file(self) -> Path:
-        return self._directory.launcher / "proposal.json"
 
     def _begin_search(self) -> None:
         with self._directory.log("replan").open("ab") as log:

@@ -20,10 +20,8 @@ FAILURES = 2
 
 
 class Suspects:
-    """Counts for every worker the failures it was blamed for in a row, without a new step between them.
-
-    Worker numbers mean the same workers only until the run changes them: then take another.
-    """
+    """Counts for every worker the failures it was blamed for in a row, without a new step between them. A run that
+    changes its workers, and so the meaning of their numbers, takes another."""
 
     def __init__(self) -> None:
         self._furthest = -1
@@ -31,9 +29,7 @@ class Suspects:
 
     def failed(self, steps: int, workers: Iterable[int], num_workers: int) -> frozenset[int]:
         """The workers to go on without, after a failure behind `steps` steps for which `workers` are to blame.
-
-        Where all `num_workers` of the run are to blame it is the fault of none of them.
-        """
+        Where all `num_workers` of the run are to blame it is the fault of none of them."""
         before = {} if steps > self._furthest else self._failures
         self._failures = {worker: before.get(worker, 0) + 1 for worker in workers}
         self._furthest = max(self._furthest, steps)
@@ -45,10 +41,8 @@ def elsewhere(
     run: Run, request: RunRequest, launcher: Launcher, blamed: frozenset[int], error: RunError, watch: Watch
 ) -> Run | None:
     """The run without the places that are lost and those of the workers `blamed`, with fewer workers if there is no
-    room for all; None where it can stay, or may not go on with fewer workers.
-
-    Raises RunError, whose text begins with that of `error`, if there is room for too few or no plan for them.
-    """
+    room for all; None where it can stay, or may not go on with fewer workers. Raises RunError, whose text begins with
+    that of `error`, if there is room for too few or no plan for them."""
     least = request.recovery.least_workers
     if least is None:
         return None

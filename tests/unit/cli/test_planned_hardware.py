@@ -14,8 +14,7 @@ from realhf.base.errors import UserError
 from realhf.cli import main
 from realhf.geometry.parameters import parameter_count
 from realhf.launch.process import job_of
-from realhf.lifecycle.new import new_run
-from realhf.lifecycle.planned_hardware import said_of_hardware
+from realhf.lifecycle.new import new_run, said_of_hardware
 from realhf.lifecycle.replan import planned_task
 from realhf.machine import host
 from realhf.planning.cluster import Cluster
