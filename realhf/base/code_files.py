@@ -12,8 +12,7 @@ from realhf.base.errors import UserError
 def load_code_file(path: str | Path) -> ModuleType:
     """The module in a Python file, loaded anew. Modules in the file's folder can be imported from now on.
 
-    Raises:
-        UserError: there is no such file, or an error while importing it, with the line that it came from.
+    Raises UserError if there is no such file, or with the line of an error while importing it.
     """
     file = Path(path).resolve()
     if not file.is_file():

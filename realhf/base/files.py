@@ -35,11 +35,7 @@ class BadContentError(Exception):
 
 
 def decode_json(content: bytes | str, expected: type[T]) -> T:
-    """`content`, checked against `expected`.
-
-    Raises:
-        BadContentError: no JSON, no UTF-8, nested too deeply, or an unknown or ill-typed field.
-    """
+    """`content`, checked against `expected`. Raises BadContentError, for an unknown or ill-typed field too."""
     return _decoded(lambda: msgspec.json.decode(content, type=expected))
 
 
@@ -99,8 +95,7 @@ def decode_versioned(content: bytes | str, expected: type[T], version: str) -> T
 def write_atomically(path: str | Path, content: bytes) -> None:
     """Writes a file, which is on the disk when this returns; a reader sees either the old or the new content.
 
-    Raises:
-        OSError: naming the file; the old content stays, and no other file is left.
+    Raises OSError naming the file; then the old content stays, and no other file is left.
     """
     path = Path(path)
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -129,11 +124,7 @@ def naming(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def writing_a_run() -> Iterator[None]:
-    """Inside, a file of a run directory that cannot be written ends the run.
-
-    Raises:
-        RunError: naming the file, the system's reason and the remedy.
-    """
+    """Inside, a file that cannot be written ends the run: RunError names the file, the reason and the remedy."""
     try:
         yield
     except OSError as error:
@@ -160,7 +151,7 @@ def delete(path: Path) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Makes new names of files in a directory durable, after a file was made or renamed there."""
+    """Makes new names of files in a directory durable."""
     handle = os.open(directory, os.O_RDONLY)
     try:
         os.fsync(handle)

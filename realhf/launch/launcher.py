@@ -12,7 +12,7 @@ from realhf.base.errors import UserError
 from realhf.launch.process import Job
 from realhf.rundir.run import MAX_DEVICES
 
-# The exit code of a process of whose end only the cluster knows.
+# For a process whose end only the cluster knows.
 UNKNOWN_RETURNCODE = 255
 
 

@@ -17,11 +17,10 @@ class ProfileTarget(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class ProfileJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that one start of the profiler's workers measures.
+    """What one start of the profiler's workers measures.
 
-    Sequences have `sequence_length` tokens on average, evenly spread over `length_spread` tokens to
-    either side. `max_tokens` and `max_sequences` are the largest sizes of a micro-batch and of a
-    decode step, `batch_size` the experiment's samples a step.
+    Sequences have `sequence_length` tokens, evenly spread over `length_spread` tokens to either side. `max_tokens` and
+    `max_sequences` are of a micro-batch and of a decode step; `batch_size` is the experiment's samples a step.
     """
 
     hardware: str

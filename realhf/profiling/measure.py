@@ -79,11 +79,12 @@ def measure(
 ) -> None:
     """Writes the profiles of `targets`, and a description of the hardware beside them.
 
-    Raises:
-        RunError: a worker failed, or all of it took longer than the request's timeout; what they printed is then kept.
+    Raises RunError if a worker failed or the request's timeout is over; what the workers printed is then kept.
     """
     batch_size = auto_settings(experiment).batch_size
-    mean, longest = _sequence_lengths(experiment)
+    responses = [getattr(call.interface_impl, "max_new_tokens", 0) for call in experiment.rpcs]
+    of_data = max(experiment.dataset.lengths().values())  # (mean, longest) of the data set's longest key
+    mean, longest = max(1, round(of_data[0]) + max(responses)), of_data[1] + max(responses)
     job = ProfileJob(
         hardware=cluster.hardware.name,
         targets=tuple(targets),
@@ -109,13 +110,6 @@ def measure(
         raise
     shutil.rmtree(folder, ignore_errors=True)
     leave_description(cluster.hardware, request.profiles_dir)
-
-
-def _sequence_lengths(experiment: Any) -> tuple[int, int]:
-    """Mean and largest number of tokens of a sequence: of the data set's longest key, and the response to it."""
-    responses = [getattr(call.interface_impl, "max_new_tokens", 0) for call in experiment.rpcs]
-    mean, longest = max(experiment.dataset.lengths().values())
-    return max(1, round(mean) + max(responses)), longest + max(responses)
 
 
 def _on_poll(job: ProfileJob, directory: RunDirectory, watch: Watch) -> Callable[[], None]:

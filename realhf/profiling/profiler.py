@@ -8,8 +8,8 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from itertools import accumulate, pairwise
@@ -38,7 +38,6 @@ from realhf.planning.model.profile import (
     Curve,
     DecodeTimings,
     LayerProfile,
-    ReallocationTimings,
     TensorTimings,
     save_profile,
 )
@@ -61,11 +60,7 @@ Run = Callable[[Tensor], object]
 
 
 class Profiler:
-    """Carries out a job on all ranks of the world together; those of rank 0 are complete.
-
-    Args:
-        set_activity: told in words what is being measured.
-    """
+    """Carries out a job on all ranks of the world together. `set_activity` is told what is being measured."""
 
     def __init__(
         self, job: ProfileJob, rank: int, device: torch.device, directory: Path, set_activity: Callable[[str], None]
@@ -80,7 +75,7 @@ class Profiler:
         }
         pairs = workers // 2
         self.pipeline = Layout(DeviceMesh(0, 2 * pairs), ParallelStrategy(dp=pairs, pp=2)) if pairs else None
-        # Neighbours, who measure messages: by the same way as those of pipeline stages.
+        # Neighbours, which measure messages in the same way as pipeline stages send them.
         self.pairs = [Layout(DeviceMesh(2 * i, 2), ParallelStrategy(pp=2)) for i in range(pairs)]
         self.neighbours = neighbours(rank, workers)
         alone = [Layout(DeviceMesh(device, 1), ParallelStrategy()) for device in range(2 * pairs)]
@@ -88,42 +83,32 @@ class Profiler:
         self.table = GroupTable(layouts, rank, job.timeout_s, waits=waits_on(device, end_process))
 
     def profiles(self) -> list[LayerProfile]:
-        """One profile a target of the job, in their order."""
+        """One profile a target of the job, in their order; those of rank 0 are complete."""
         of_communicator = communicator_bytes(self.device, self.job.timeout_s)
         collectives = self._collectives()
-        shared: dict[tuple[DecoderConfig, DType], _Shared] = {}
-        tensor: list[tuple[TensorTimings, ...]] = []
+        found: list[LayerProfile] = []
+        measured: dict[tuple[DecoderConfig, DType], LayerProfile] = {}  # the first of those that differ in their heads
         for target in self.job.targets:
             key = _trunk(target.model), target.dtype
-            if key in shared:
-                tensor.append(self._with_head(shared[key].tensor, target))
+            if key in measured:
+                tensor = self._with_head(measured[key].tensor, target)
+                found.append(msgspec.structs.replace(measured[key], model=target.model, tensor=tensor))
             else:
-                shared[key] = self._measure(target)
-                tensor.append(shared[key].tensor)
+                measured[key] = self._measure(target)
+                found.append(measured[key])
         self.set_activity("measuring the way of a request and its reply")
         call_overhead_s = median_round_trip_s(
             self.directory, self.rank, self.job.num_workers, self.job.batch_size, self.job.timeout_s
         )
-        return [
-            LayerProfile(
-                hardware=self.job.hardware,
-                model=target.model,
-                dtype=target.dtype,
-                sequence_length=self.job.sequence_length,
-                tensor=timings,
-                collectives=collectives,
-                optimizer_s_per_parameter=shared[_trunk(target.model), target.dtype].optimizer_s_per_parameter,
-                call_overhead_s=call_overhead_s,
-                sampling_s=shared[_trunk(target.model), target.dtype].sampling_s,
-                overheads=shared[_trunk(target.model), target.dtype].overheads,
-                reallocation=shared[_trunk(target.model), target.dtype].reallocation,
-                communicator_bytes=of_communicator,
-                measured=self._circumstances(),
-            )
-            for target, timings in zip(self.job.targets, tensor, strict=True)
-        ]
+        of_machine = {
+            "collectives": collectives,
+            "communicator_bytes": of_communicator,
+            "call_overhead_s": call_overhead_s,
+        }
+        return [msgspec.structs.replace(profile, **of_machine) for profile in found]
 
-    def _measure(self, target: ProfileTarget) -> "_Shared":
+    def _measure(self, target: ProfileTarget) -> LayerProfile:
+        """The profile of a model type, without what `profiles` measures of the machine once."""
         tensor = tuple(self._tensor(target, tp) for tp in self.layouts if _is_legal(target.model, tp))
         self.set_activity(f"measuring sampling and the optimizer, {target.dtype}")
         bench = self._bench(target, 1)
@@ -137,16 +122,29 @@ class Profiler:
         moved = None
         if self.job.num_workers > 1:
             moved = reallocation(target, self.neighbours, self.table, self.rank, self.device, self.watch)
-        return _Shared(tensor, sampling_s, optimizer_s, overheads, moved)
+        return LayerProfile(
+            hardware=self.job.hardware,
+            model=target.model,
+            dtype=target.dtype,
+            sequence_length=self.job.sequence_length,
+            tensor=tensor,
+            collectives=(),
+            optimizer_s_per_parameter=optimizer_s,
+            call_overhead_s=0.0,
+            sampling_s=sampling_s,
+            overheads=overheads,
+            reallocation=moved,
+            measured=self._circumstances(),
+        )
 
     def _tensor(self, target: ProfileTarget, tp: int) -> TensorTimings:
         bench, sizes = self._bench(target, tp), self._token_sizes
         what = f"{target.model.head} model, {target.dtype}, tp={tp}"
         self.set_activity(f"measuring layer and embedding: {what}")
-        layer = [bench.layer(self._lengths(tokens)) for tokens in sizes]
-        embedding = [bench.embedding(tokens) for tokens in sizes]
+        layer_forward, layer_backward = self._curves(bench.layer(self._lengths(tokens)) for tokens in sizes)
+        embedding_forward, embedding_backward = self._curves(map(bench.embedding, sizes))
         self.set_activity(f"measuring head: {what}")
-        head = [bench.head(tokens) for tokens in sizes]
+        head_forward, head_backward = self._curves(map(bench.head, sizes))
         self.set_activity(f"measuring decode: {what}")
         batches = powers_of_two(1, self.job.max_sequences)
         length = self.job.sequence_length
@@ -157,12 +155,12 @@ class Profiler:
         return TensorTimings(
             tp=tp,
             includes_all_reduce=True,
-            layer_forward=_curve(sizes, [forward for forward, _ in layer]),
-            layer_backward=_curve(sizes, [backward for _, backward in layer]),
-            embedding_forward=_curve(sizes, [forward for forward, _ in embedding]),
-            embedding_backward=_curve(sizes, [backward for _, backward in embedding]),
-            head_forward=_curve(sizes, [forward for forward, _ in head]),
-            head_backward=_curve(sizes, [backward for _, backward in head]),
+            layer_forward=layer_forward,
+            layer_backward=layer_backward,
+            embedding_forward=embedding_forward,
+            embedding_backward=embedding_backward,
+            head_forward=head_forward,
+            head_backward=head_backward,
             layer_decode=decode,
         )
 
@@ -171,11 +169,14 @@ class Profiler:
         found = []
         for timings in tensor:
             self.set_activity(f"measuring head: {target.model.head} model, {target.dtype}, tp={timings.tp}")
-            bench = self._bench(target, timings.tp)
-            head = [bench.head(tokens) for tokens in self._token_sizes]
-            forward, backward = (_curve(self._token_sizes, seconds) for seconds in zip(*head, strict=True))
+            forward, backward = self._curves(map(self._bench(target, timings.tp).head, self._token_sizes))
             found.append(msgspec.structs.replace(timings, head_forward=forward, head_backward=backward))
         return tuple(found)
+
+    def _curves(self, seconds: Iterable[tuple[float, float]]) -> tuple[Curve, Curve]:
+        """Of forward and backward, from those of each number of tokens."""
+        forward, backward = zip(*seconds, strict=True)
+        return _curve(self._token_sizes, forward), _curve(self._token_sizes, backward)
 
     def _optimizer_s_per_parameter(self, target: ProfileTarget) -> float:
         """What a mini-batch does to all parameters beside AdamW included: zeroing gradients, norm, clipping."""
@@ -268,17 +269,6 @@ class Profiler:
             "length_spread": self.job.length_spread,
             "torch": str(torch.__version__),
         }
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """What model types that differ only in their heads share; `tensor` has the head of the first of them."""
-
-    tensor: tuple[TensorTimings, ...]
-    sampling_s: float
-    optimizer_s_per_parameter: float
-    overheads: CallOverheads
-    reallocation: ReallocationTimings | None
 
 
 def powers_of_two(first: int, last: int) -> list[int]:

@@ -35,17 +35,11 @@ BATCH = BatchKey("train", 0)
 
 
 def median_round_trip_s(directory: Path, rank: int, num_workers: int, batch_size: int, timeout_s: float) -> float:
-    """Seconds from sending an empty call to all workers until the last reply is there; all ranks call it.
+    """Median seconds from sending an empty call to all workers until the last reply; 0 on ranks other than 0.
 
-    Rank 0 is the master and the other ranks are the workers (a thread of rank 0 where there is no
-    other), over the transport of a run. Messages are as large as those of a call on `batch_size`
-    samples. `directory` is private and new, and seen by all ranks.
-
-    Returns:
-        the median on rank 0, 0 elsewhere.
-
-    Raises:
-        RunError: an end did not hear from the other in `timeout_s`.
+    Rank 0 is the master and the others are the workers (a thread of rank 0 if it is alone), over the transport of a
+    run, with messages as of a call on `batch_size` samples. All ranks see `directory`, which is private and new.
+    Raises RunError if an end does not hear from the other within `timeout_s`.
     """
     answering = max(num_workers - 1, 1)
     if rank > 0:

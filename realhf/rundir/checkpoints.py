@@ -46,7 +46,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The newest good checkpoint, None if there is none, and why newer ones are not good, by step."""
+    """The newest good checkpoint, and by step why newer ones are not good."""
 
     state: RunState | None
     damaged: dict[int, str]

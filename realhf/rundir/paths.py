@@ -119,7 +119,7 @@ class RunDirectory:
             yield
 
     def log(self, process: str) -> Path:
-        """What the process ("master", "worker-3") printed."""
+        """What the process printed: "master" or "worker-3"."""
         return self.logs / f"{process}.log"
 
     def stacks(self, process: str) -> Path:

@@ -252,8 +252,7 @@ def evaluation_twin(graph: DataflowGraph, call: ModelFunctionCallDef) -> str:
 def load_experiment_class(path: str | Path, name: str | None = None) -> type[Any]:
     """The class under `@auto` in a Python file (`name` where there are several); modules beside it can be imported.
 
-    Raises:
-        UserError: no such file, an error while importing it, or not exactly one such class.
+    Raises UserError for no such file, an error while importing it, or not exactly one such class.
     """
     if not Path(path).is_file():
         raise UserError(f"{path}: no such file; give the path of an experiment, such as experiments/ppo.py")
@@ -278,9 +277,7 @@ class OtherRunVersionError(UserError):
 def read_spec(path: Path, expected: type[T]) -> T:
     """`experiment.json`, checked against `expected`: `RunSpec`, or less.
 
-    Raises:
-        OtherRunVersionError: another version of realhf has written it.
-        UserError: it is missing or damaged.
+    Raises OtherRunVersionError if another version of realhf has written it, UserError if it is missing or damaged.
     """
     try:
         return decode_versioned(path.read_bytes(), expected, FORMAT)
@@ -307,11 +304,7 @@ def saved_experiment(spec: RunSpec, cls: type[Any], path: str | Path) -> Any:
 
 
 def load_run(spec_path: Path, plan_path: Path) -> Run:
-    """Reads a run back from its directory, as master and workers do.
-
-    Raises:
-        UserError: a file is missing or damaged, or the experiment has changed.
-    """
+    """Reads a run back. Raises UserError if a file is missing or damaged, or the experiment has changed."""
     spec = read_spec(spec_path, RunSpec)
     try:
         os.chdir(spec.working_directory)  # relative paths of the experiment mean what they meant to the user

@@ -50,10 +50,7 @@ class SubmittedJob:
     """A job in SLURM's queue, present or past. Works with and without SLURM's accounting.
 
     A process leaves its exit code in a file (`script.py`); without one, as after a node's failure, the job's state
-    counts.
-
-    Raises:
-        UserError: at construction, SLURM refuses the job, or there is no SLURM.
+    counts. Construction raises UserError where SLURM refuses the job, or there is no SLURM.
     """
 
     def __init__(self, options: SlurmOptions, job: Job) -> None:

@@ -15,10 +15,10 @@ from realhf.rundir.run import YEAR_S
 
 @dataclass(frozen=True, kw_only=True)
 class SlurmOptions:
-    """What is asked of SLURM beside the workers. What is None is left to the cluster's defaults.
+    """What is asked of SLURM beside the workers; None leaves it to the cluster's defaults.
 
-    `queue_timeout_s` is how long the job may wait to start, None for ever; `end_timeout_s` how long workers may run on
-    after the master has ended well, or the reverse; `controller_timeout_s` how long SLURM's controller may be silent.
+    The job may wait `queue_timeout_s` to start (None: for ever). Workers may run on for `end_timeout_s` after the
+    master has ended well, or the reverse. SLURM's controller may be silent for `controller_timeout_s`.
     """
 
     partition: str | None = option(None, "as sbatch --partition")
