@@ -26,8 +26,8 @@ from jobs.fault_job import PLAN
 from lib.common import argument_parser, case, finish
 from lib.fault_injection import processes
 
+from realhf.base.code_files import python_command
 from realhf.dataflow.plan import save_plan
-from realhf.launch.process import python_command
 from realhf.rundir.status import read_status
 
 LAUNCHER = "launcher"

@@ -23,7 +23,7 @@ from pathlib import Path
 
 from lib.common import ROOT, argument_parser, case, finish
 
-from realhf.launch.process import python_command
+from realhf.base.code_files import python_command
 from realhf.rundir.lines import read_lines, step_line
 
 BEFORE = "fcc0769"  # memory traffic as it was before it was looked at

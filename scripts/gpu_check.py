@@ -23,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from realhf.launch.process import python_command
+from realhf.base.code_files import python_command
 from realhf.machine.gpus import driver_version, visible_gpus
 
 ROOT = Path(__file__).resolve().parents[1]

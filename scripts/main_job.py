@@ -9,9 +9,9 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from realhf.base.code_files import python_command
 from realhf.base.errors import UserError
 from realhf.cli.progress import call_table
-from realhf.launch.process import python_command
 from realhf.machine.gpus import count_gpus
 from realhf.machine.host import read_host
 from realhf.report.run_data import call_times, read_run

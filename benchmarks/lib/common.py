@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from realhf.launch.process import python_command
+from realhf.base.code_files import python_command
 
 ROOT = Path(__file__).resolve().parents[2]
 

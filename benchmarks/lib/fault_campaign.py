@@ -16,8 +16,8 @@ from lib.fault_checks import Reference, leaks, read_events
 from lib.fault_injection import DISK_BYTES, RUN_DISK_BYTES, Fault, Injector, Strike
 from lib.fault_outcome import Outcome
 
+from realhf.base.code_files import python_command
 from realhf.dataflow.plan import save_plan
-from realhf.launch.process import python_command
 from realhf.rundir.events import Event
 
 EXPERIMENT = Path(__file__).parents[1] / "jobs/fault_job.py"

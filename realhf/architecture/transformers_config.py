@@ -7,7 +7,6 @@ the user's cache.
 import hashlib
 import importlib.metadata
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import msgspec
 import platformdirs
 
 from realhf.architecture.model import DecoderConfig, Experts
+from realhf.base.code_files import python_command
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_json, write_atomically
 
@@ -128,7 +128,7 @@ def _described(config: str, path: Path) -> Description:
     except (OSError, BadContentError):
         pass  # not asked yet
     done = subprocess.run(
-        [sys.executable, "-m", "realhf.models.transformers_models"],
+        python_command("realhf.models.transformers_models"),
         input=config.encode(),
         capture_output=True,
         timeout=_TIMEOUT_S,

@@ -1,4 +1,4 @@
-"""Loading a Python file that a user names: an experiment, a launcher."""
+"""Python code by its name: files that a user names (an experiment, a launcher), and commands that run a module."""
 
 import hashlib
 import importlib.util
@@ -39,6 +39,15 @@ def add_to_search_path(folder: Path) -> None:
     """Modules in `folder` can be imported, where no other module has their name."""
     if str(folder.resolve()) not in sys.path:
         sys.path.append(str(folder.resolve()))
+
+
+def python_command(module: str, *words: str) -> tuple[str, ...]:
+    """The command line of every Python process that is started: `module` with these words.
+
+    -P keeps the working directory out of `sys.path`, where a file `json.py` would take the place of Python's own. What
+    these processes start in turn (multiprocessing) has -P too.
+    """
+    return (sys.executable, "-P", "-m", module, *words)
 
 
 def _line_in(file: Path, error: Exception) -> str:

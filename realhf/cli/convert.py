@@ -8,9 +8,9 @@ from typing import get_args
 import msgspec
 
 from realhf.architecture.model import DType
+from realhf.base.code_files import python_command
 from realhf.base.errors import UserError
 from realhf.base.numbers import check_range
-from realhf.launch.process import python_command
 
 DESCRIPTION = """Converts a checkpoint, offline and without a GPU: a Hugging Face directory (config.json, safetensors,
 tokenizer) into a checkpoint of boxes, or such a checkpoint (RUN_DIR/checkpoints/latest/MODEL) into a

@@ -6,9 +6,9 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+from realhf.base.code_files import python_command
 from realhf.cli.findings import FailedError, Finding
 from realhf.launch.devices import devices_of, in_words
-from realhf.launch.process import python_command
 from realhf.machine.gpus import FOR_THE_CPU, VISIBLE, driver_version, machine_gpus, visible_gpus
 from realhf.machine.torch_build import torch_cuda_version
 

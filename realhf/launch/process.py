@@ -3,11 +3,11 @@
 import importlib.util
 import os
 import platform
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from realhf.base.code_files import python_command
 from realhf.launch.devices import WITHOUT_GPU
 from realhf.rundir.paths import MASTER, RunDirectory, worker_name, worker_of
 from realhf.rundir.run import Run
@@ -92,15 +92,6 @@ def worker_index(environ: Mapping[str, str]) -> int | None:
     """The index that a launcher gave to this worker process, None outside of one."""
     text = environ.get(WORKER_INDEX_VARIABLE)
     return None if text is None else int(text)
-
-
-def python_command(module: str, *words: str) -> tuple[str, ...]:
-    """The command line of every Python process that is started: `module` with these words.
-
-    -P keeps the working directory out of `sys.path`, where a file `json.py` would take the place of Python's own. What
-    these processes start in turn (multiprocessing) has -P too.
-    """
-    return (sys.executable, "-P", "-m", module, *words)
 
 
 def module_of(spec: ProcessSpec) -> tuple[str, ...]:

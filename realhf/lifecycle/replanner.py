@@ -8,11 +8,11 @@ from collections.abc import Callable
 
 import msgspec
 
+from realhf.base.code_files import python_command
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_json, write_atomically
 from realhf.dataflow.plan import DIGEST_LENGTH, load_plan, plan_digest
 from realhf.launch.local import die_with_parent
-from realhf.launch.process import python_command
 from realhf.lifecycle.replan import PlanChange, Proposal
 from realhf.lifecycle.request import ReplanRequest
 from realhf.rundir.events import event_line, note

@@ -12,13 +12,14 @@ import msgspec
 
 from realhf.api.experiment import auto_settings, models_of
 from realhf.architecture.transformers_config import TransformersConfig
+from realhf.base.code_files import python_command
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import write_atomically
 from realhf.base.options import check_options, option
 from realhf.dataflow.graph import DataflowGraph
 from realhf.launch.launcher import NoOptions
 from realhf.launch.local import LocalLauncher
-from realhf.launch.process import Job, ProcessSpec, process_environment, python_command
+from realhf.launch.process import Job, ProcessSpec, process_environment
 from realhf.launch.supervisor import supervise
 from realhf.planning.cluster import Cluster
 from realhf.planning.model.descriptions import leave_description

@@ -18,8 +18,9 @@ from pathlib import Path
 import pytest
 from testbed.cluster import Testbed
 
+from realhf.base.code_files import python_command
 from realhf.launch.launcher import Exit, Launcher, find_launcher
-from realhf.launch.process import Job, ProcessSpec, python_command
+from realhf.launch.process import Job, ProcessSpec
 from realhf.launch.slurm.script import SlurmOptions
 from realhf.rundir.paths import MASTER, RunDirectory, worker_name
 from tests.waiting import PATIENCE_S, wait_until

@@ -4,7 +4,7 @@ import ast
 import subprocess
 from pathlib import Path
 
-from realhf.launch.process import python_command
+from realhf.base.code_files import python_command
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
@@ -24,4 +24,4 @@ def test_command_lines_are_made_in_one_place() -> None:
         for path in sorted((ROOT / folder).rglob("*.py"))
         if any(isinstance(node, ast.Constant) and node.value == "-m" for node in ast.walk(ast.parse(path.read_text())))
     ]
-    assert made_in == ["realhf/launch/process.py"]
+    assert made_in == ["realhf/base/code_files.py"]

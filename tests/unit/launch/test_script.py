@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from realhf.base.code_files import python_command
 from realhf.base.errors import UserError
-from realhf.launch.process import Job, ProcessSpec, python_command
+from realhf.launch.process import Job, ProcessSpec
 from realhf.launch.slurm.script import SlurmOptions, sbatch_text
 from realhf.rundir.paths import RunDirectory, worker_name
 
