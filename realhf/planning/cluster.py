@@ -25,11 +25,9 @@ class Cluster:
     @classmethod
     def of(cls, hardware: Hardware, devices_per_node: int, num_nodes: int = 1) -> "Cluster":
         """Nodes whose devices have the memory that the hardware describes."""
+        memory_bytes = hardware.device_memory_bytes
         return cls(
-            num_nodes=num_nodes,
-            devices_per_node=devices_per_node,
-            device_memory_bytes=hardware.device_memory_bytes,
-            hardware=hardware,
+            num_nodes=num_nodes, devices_per_node=devices_per_node, device_memory_bytes=memory_bytes, hardware=hardware
         )
 
     @property

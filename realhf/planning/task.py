@@ -80,11 +80,8 @@ class PlanningTask:
 
 
 def with_staleness(graph: DataflowGraph, staleness: int) -> DataflowGraph:
-    """The graph in which generation of step t uses the weights after step t - 1 - `staleness` (0: on-policy training).
-
-    The other readers of trained weights, a critic's inference, stay as they are. Whether a run keeps the older weights
-    for generation is not checked here. Raises UserError if `staleness` is negative.
-    """
+    """The graph in which generation of step t uses the weights after step t - 1 - `staleness` (0: on-policy training);
+    other readers of trained weights stay as they are. Raises UserError if `staleness` is negative."""
     if staleness < 0:
         raise UserError(f"--staleness {staleness} must be at least 0")
     if staleness == 0:

@@ -4,7 +4,7 @@ its mesh lies (within a node, or from the begin of one)."""
 from dataclasses import dataclass, field, replace
 
 from realhf.architecture.model import DType
-from realhf.dataflow.graph import ModelFunctionCallDef
+from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.cluster import Cluster
 from realhf.planning.model import memory
@@ -148,5 +148,8 @@ class CallModel:
 
 def features_during(call: ModelFunctionCallDef, lengths: Workload, engine: EngineFeatures) -> EngineFeatures:
     """What an engine does during a call."""
-    replays = engine.replays(call.config, lengths.decode_graphs)
-    return replace(engine.during(call.interface_type), cuda_graphs=replays)
+    engine = replace(engine, cuda_graphs=engine.replays(call.config, lengths.decode_graphs))
+    if call.interface_type is TRAIN_STEP:
+        return engine
+    gathers = engine.full_logits or (engine.gathers_drawn_logits and call.interface_type is GENERATE)
+    return replace(engine, sequence_parallel=False, full_logits=gathers)

@@ -11,7 +11,6 @@ from realhf.architecture.decoding import graphs_refusal, page_tokens
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
 from realhf.base.errors import UserError
-from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelInterfaceType
 from realhf.planning.model.hardware import Hardware
 
 
@@ -98,13 +97,6 @@ class EngineFeatures:
     def keeps_cache(self, model: DecoderConfig, decode_graphs: DecodeGraphs) -> bool:
         """Whether a call with this option leaves its KV cache where it is, for the graphs of the next one."""
         return decode_graphs == "kept" and self.replays(model, decode_graphs) and not self.fully_sharded
-
-    def during(self, interface: ModelInterfaceType) -> "EngineFeatures":
-        """What holds in a call of this kind."""
-        if interface is TRAIN_STEP:
-            return self
-        gathers = self.full_logits or (self.gathers_drawn_logits and interface is GENERATE)
-        return replace(self, sequence_parallel=False, full_logits=gathers)
 
 
 ENGINE = EngineFeatures()

@@ -85,10 +85,8 @@ class Residual:
 
 @dataclass(frozen=True)
 class Constant:
-    """A number of the description that is fitted: within bounds, and near `prior` where the rows leave it open.
-
-    `name`: a field, or `matmul_flops[DTYPE]`. `spread`: exp of the standard deviation of the number's logarithm.
-    """
+    """A number of the description that is fitted: within bounds, and near `prior` where the rows leave it open. `name`:
+    a field, or `matmul_flops[DTYPE]`. `spread`: exp of the standard deviation of the number's logarithm."""
 
     name: str
     prior: float

@@ -113,11 +113,10 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return latency_s + size_bytes / bandwidth
 
     def all_reduce_s(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
-        """The faster of a ring and a tree, as NCCL and gloo choose by size; 0 for a group of one.
+        """The faster of a ring and a tree, as NCCL and gloo choose by size; 0 for one member. `per_node`: see `link`.
 
         Ring: 2 (n - 1) messages of 1 / n of the data (Patarasuk and Yuan, 2009, section 3). Double binary tree:
         the whole data up and down in a pipeline, latency of 2 ceil(log2 n) hops (Sanders, Speck and Träff, 2009).
-        `per_node`: members in each node of a group that crosses nodes; see `link`.
         """
         if group_size <= 1:
             return 0.0
@@ -132,11 +131,9 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return (group_size - 1) * (latency_s + size_bytes / group_size / bandwidth)
 
     def link(self, crosses_nodes: bool, per_node: int) -> tuple[float, float]:
-        """(mean latency of a hop, bandwidth) of a group's ring.
-
-        Every member brings its own network link: a group with k members in each node runs k rings that leave the node
-        at different members, up to what a device can send within the node; one hop of k crosses.
-        """
+        """(mean latency of a hop, bandwidth) of a group's ring. With k members in each node (`per_node`) there are k
+        rings, since every member brings its own network link, up to what a device can send within the node; one hop of
+        k crosses."""
         if not crosses_nodes:
             return self.intra_node_latency_s, self.intra_node_bandwidth
         if per_node == 1:

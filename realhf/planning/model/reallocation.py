@@ -61,11 +61,9 @@ class Reallocation:
 
 
 def moved_elements(model: DecoderConfig, source: Layout, target: Layout) -> tuple[int, int]:
-    """(elements that the worst device of `target` lacks, elements that all of its devices lack).
-
-    The boxes it needs under `target` less those it holds under `source` (`realhf.geometry.boxes.device_boxes`), in
-    closed form. The same formula in C++ knows neither model chunks nor micro data-parallel groups.
-    """
+    """(elements that the worst device of `target` lacks, elements that all of its devices lack): the boxes that each
+    needs under `target` less those it holds under `source` (`realhf.geometry.boxes.device_boxes`), in closed form. The
+    same formula in C++ knows neither model chunks nor micro data-parallel groups."""
     worst = total = 0
     for device in target.mesh.devices:
         lacking = _held_by_both(model, (target, target), device) - _held_by_both(model, (source, target), device)

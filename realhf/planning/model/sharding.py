@@ -25,10 +25,8 @@ SHARED_PART = 0.5  # of a device, for the states of a call that is not alone
 
 @dataclass(frozen=True)
 class Sharding:
-    """The modes of the operators on the fullest device of a train call, and what they change.
-
-    `plan` is of one mini-batch, its links those of `added_links`; `links` are the group's own.
-    """
+    """The modes of the operators on the fullest device of a train call, and what they change. `plan` is of one
+    mini-batch, its links those of `added_links`; `links` are the group's own."""
 
     plan: OsdpPlan
     links: Links

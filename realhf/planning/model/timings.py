@@ -176,8 +176,8 @@ class Timings:
 class ProfiledTimings(Timings):
     """Interpolates a profile. What one machine cannot show, as links between nodes, is as the hardware is described.
 
-    A degree of tensor parallelism that was not measured takes the compute of the next smaller one that was, divided by
-    the ratio, and the all-reduces of the whole group. `recomputed` is the description's: layers are measured whole.
+    A degree of tensor parallelism that was not measured takes the compute of the next smaller one, divided by the
+    ratio, and the all-reduces of the whole group. `recomputed` is the description's: layers are measured whole.
     """
 
     profile: LayerProfile
