@@ -26,7 +26,7 @@ def device_time_shares(problem: Problem, choice: Sequence[int], events: Sequence
 
 
 def _kind(problem: Problem, node: int) -> str:
+    name = problem.nodes[node].name
     if node < len(problem.calls):
-        return problem.calls[node].name
-    name = problem.transfers[node - len(problem.calls)].name
+        return name
     return DATA_TRANSFER if name.startswith(_DATA) else REALLOCATION

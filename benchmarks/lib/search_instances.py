@@ -174,7 +174,8 @@ def _made_uneven(problem: Problem, uneven: float) -> Problem:
 
 def _moves_of(graph: DataflowGraph) -> Moves:
     def moves(problem: Problem, transfer: TransferTable) -> dict[str, int]:
-        source, target = problem.calls[transfer.source], problem.calls[transfer.target]
+        calls = {call.name: call for call in problem.calls}
+        source, target = calls[transfer.source], calls[transfer.target]
         model = graph.calls[target.name].config
         return _moves(model, [row.strategy for row in source.options], [row.strategy for row in target.options])
 

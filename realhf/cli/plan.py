@@ -77,9 +77,9 @@ def execute(arguments: argparse.Namespace) -> int:
             "other time and memory than predicted"
         )
     if arguments.dump_problem:
-        file_of = version_2.file_of if arguments.dump_version == 2 else version_1.file_of
         problem = build_problem(task, all_options(task))
-        out.write(arguments.dump_problem, problem_bytes(file_of(problem, task.graph, task.cluster.devices_per_node)))
+        file = version_2.file_of(problem) if arguments.dump_version == 2 else version_1.file_of(problem, task.graph)
+        out.write(arguments.dump_problem, problem_bytes(file))
     plan, result = request.given, None
     if plan is None:
         with Phases() as watch:

@@ -89,8 +89,7 @@ def fastest_order(task: PlanningTask, plan: ExecutionPlan, native: NativeProblem
 
 def sequence_of(plan: ExecutionPlan, graph: DataflowGraph, problem: Problem) -> list[tuple[int, int]]:
     """The order of a plan in the problem's words: (number of a node, step), loads from host memory among them."""
-    names = [*(call.name for call in problem.calls), *(transfer.name for transfer in problem.transfers)]
-    number = {name: i for i, name in enumerate(names)}
+    number = problem.numbers()
     order = with_loads(plan.unrolled(graph, problem.steps), loads_of(graph, plan.offload))
     return [(number[name], step) for name, step in order]
 

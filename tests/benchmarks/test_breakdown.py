@@ -8,20 +8,20 @@ from realhf.planning.problem.tables import CallTable, OptionRow, Problem, Transf
 from tests.unit.planning.graphs import random_problem
 
 
-def call_table(name: str, devices: tuple[int, int], time_s: float, parents: list[tuple[int, int]]) -> CallTable:
+def call_table(name: str, devices: tuple[int, int], time_s: float, parents: list[tuple[str, int]]) -> CallTable:
     option = OptionRow(
         devices=devices, strategy="", micro_batches=1, time_s=time_s, static_bytes=0, dynamic_bytes=0, copy_bytes=0
     )
-    return CallTable(name=name, home=0, parents=parents, options=[option])
+    return CallTable(name=name, model="model", trains=False, home=name, parents=parents, options=[option])
 
 
 def transfer(name: str, seconds: float) -> TransferTable:
     return TransferTable(
         name=name,
-        source=0,
-        target=1,
-        on=(0, 1),
-        parents=[(0, 0)],
+        source="generate",
+        target="score",
+        on=["generate", "score"],
+        parents=[("generate", 0)],
         rows=[0],
         columns=[0],
         num_columns=1,
@@ -32,13 +32,16 @@ def transfer(name: str, seconds: float) -> TransferTable:
 def test_shares_worked_out_by_hand() -> None:
     # Devices 0-1 generate for 6 s; then both transfers occupy devices 0-2, 1 s and 3 s one after the other; then
     # device 2 scores for 10 s. 20 s on 4 devices are 80 device-seconds; device 3 never works.
+    moves = [transfer("data: generate -> score", 1.0), transfer("actor: generate -> score", 3.0)]
+    waits = [(move.name, 0) for move in moves]
     problem = Problem(
         num_devices=4,
+        devices_per_node=4,
         device_memory_bytes=1.0,
         steps=1,
         max_steps_in_flight=1,
-        calls=[call_table("generate", (0, 2), 6.0, []), call_table("score", (2, 1), 10.0, [(2, 0), (3, 0)])],
-        transfers=[transfer("data: generate -> score", 1.0), transfer("actor: generate -> score", 3.0)],
+        calls=[call_table("generate", (0, 2), 6.0, []), call_table("score", (2, 1), 10.0, waits)],
+        transfers=moves,
     )
     shares = device_time_shares(problem, [0, 0], simulate(problem, [0, 0], 1))
     assert shares == {
@@ -83,4 +86,4 @@ def devices_of(problem: Problem, choice: list[int], node: int) -> set[int]:
     if node < len(problem.calls):
         return of_call(node)
     table = problem.transfers[node - len(problem.calls)]
-    return set().union(*map(of_call, table.on))
+    return set().union(*(of_call(problem.numbers()[name]) for name in table.on))

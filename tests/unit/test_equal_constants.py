@@ -10,7 +10,7 @@ import realhf
 from realhf.architecture.decoding import PAGE_TOKENS
 from realhf.cpu.native import kernels
 from realhf.planning.model.communicators import MOVES
-from realhf.planning.problem import nodes
+from realhf.planning.problem import tables
 
 PROBLEM = Path(realhf.__file__).parents[1] / "csrc/search/problem.h"
 
@@ -26,12 +26,12 @@ def constant(name: str) -> float:
 @pytest.mark.parametrize(
     ("name", "ours"),
     [
-        ("kMaxCalls", nodes.MAX_CALLS),
-        ("kMaxDevices", nodes.MAX_DEVICES),
-        ("kMaxInstances", nodes.MAX_INSTANCES),
-        ("kMaxParents", get_args(nodes.Parents)[1].max_length),
-        ("kMaxLabel", get_args(nodes.Label)[1].le),
-        ("kMaxNumber", nodes.MOST),
+        ("kMaxCalls", tables.MAX_CALLS),
+        ("kMaxDevices", tables.MAX_DEVICES),
+        ("kMaxInstances", tables.MAX_INSTANCES),
+        ("kMaxParents", get_args(tables.Parents)[1].max_length),
+        ("kMaxLabel", get_args(tables.Label)[1].le),
+        ("kMaxNumber", tables.MOST),
         ("kMovesCommunicator", MOVES),
     ],
 )

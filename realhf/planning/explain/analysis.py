@@ -124,11 +124,8 @@ def _static_bytes(problem: Problem) -> tuple[float, ...]:
 
 
 def _span(problem: Problem, simulation: Simulation, event: Event) -> Span:
-    calls = len(problem.calls)
-    if event.node < calls:
-        name, kind = problem.calls[event.node].name, COMPUTE
-    else:
-        name = problem.transfers[event.node - calls].name
+    name, kind = problem.nodes[event.node].name, COMPUTE
+    if event.node >= len(problem.calls):
         kind = {"data:": TRANSFER, "load": OFFLOAD, "offload": OFFLOAD}.get(name.partition(" ")[0], REALLOCATION)
     devices = tuple(sorted(simulation.devices[event.node]))
     return Span(name, kind, event.step, event.start_s, event.end_s, devices)

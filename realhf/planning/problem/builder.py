@@ -2,9 +2,8 @@
 
 from collections.abc import Mapping, Sequence
 
-from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.planning.options import Option
-from realhf.planning.problem.arrays import DataTransfers
+from realhf.planning.problem.arrays import data_transfer
 from realhf.planning.problem.native import reallocation_table
 from realhf.planning.problem.numbering import Numbering
 from realhf.planning.problem.option_rows import OptionRows
@@ -15,11 +14,6 @@ from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
 
 STEPS = 4  # unrolled steps: the objective is their makespan / STEPS, so that overlap across steps counts
 MANY_STEPS = 16  # where more than two steps overlap: filling and draining such a pipeline must not outweigh its overlap
-
-
-def steps_unrolled(max_steps_in_flight: int) -> int:
-    """How many steps are simulated, by how many of them may overlap."""
-    return STEPS if max_steps_in_flight <= 2 else MANY_STEPS
 
 
 def build_problem(
@@ -44,14 +38,38 @@ def build_problem(
     (`realhf.planning.model.reallocation`). A copy that contains the home's part counts without it; where the home has
     several layouts to choose from, bytes of an option cannot depend on which, and all of it counts.
     """
-    builder = _Builder(Numbering(task, options, groups), reallocations)
+    numbers, graph = Numbering(task, options, groups), task.graph
+    rows, parameters = OptionRows(numbers), ParameterTransfers(numbers, reallocations)
+    host_copies, loads = parameters.host_copies()
+    transfers = [parameters.follow(node, loads[node.name]) for node in graph.follows.values()]
+    transfers += host_copies
+    calls = []
+    for call in graph.calls.values():
+        home, edges = task.homes[call.name], graph.parents(call.name)
+        own = [data_transfer(numbers, call, edge.parent, len(edge.keys)) for edge in edges if edge.kind == "data"]
+        if home != call.name:
+            own.append(parameters.reallocation(call, home, loads[call.name]))
+        transfers += own
+        versions = [(edge.parent, edge.steps_back) for edge in edges if edge.kind != "data"]
+        calls.append(
+            CallTable(
+                name=call.name,
+                model=call.model_name,
+                trains=call.trains,
+                home=home,
+                parents=[*versions, *loads[call.name], *((transfer.name, 0) for transfer in own)],
+                options=rows.rows(call),
+                spared=list(rows.spared(call)),
+            )
+        )
     return Problem(
         num_devices=task.cluster.num_devices,
+        devices_per_node=task.cluster.devices_per_node,
         device_memory_bytes=task.cluster.device_memory_bytes,
-        steps=steps_unrolled(task.max_steps_in_flight),
+        steps=STEPS if task.max_steps_in_flight <= 2 else MANY_STEPS,
         max_steps_in_flight=task.max_steps_in_flight,
-        calls=[builder.call_table(call) for call in task.graph.calls.values()],
-        transfers=builder.transfers,
+        calls=calls,
+        transfers=transfers,
         communicator_bytes=task.costs.hardware.communicator_bytes,
         sending_bytes=_sending_bytes(task),
     )
@@ -63,42 +81,3 @@ def _sending_bytes(task: PlanningTask) -> float:
     is_packed = task.cluster.num_nodes > 1 or not task.costs.hardware.shares_host_memory
     has_copies = any(home != call for call, home in task.homes.items())
     return 2.0 * DEFAULT_BUCKET_BYTES if is_packed and has_copies else 0.0
-
-
-class _Builder:
-    """Puts nodes in order and says what waits for what."""
-
-    def __init__(self, numbers: Numbering, reallocations: ReallocationTable):
-        self._numbers, self._task, self._rows = numbers, numbers.task, OptionRows(numbers)
-        self._data, self._parameters = DataTransfers(numbers), ParameterTransfers(numbers, reallocations)
-        graph = self._task.graph
-        host_copies, self._waits = self._parameters.host_copies()
-        # The first transfers are the graph's own nodes.
-        follows = (self._parameters.follow(node, self._waits[node.name]) for node in graph.follows.values())
-        self.transfers = [*follows, *host_copies]
-        for call in graph.calls.values():
-            self._add_transfers(call)
-
-    def call_table(self, call: ModelFunctionCallDef) -> CallTable:
-        """Waits for its version edges and its transfers; a data edge is a transfer's business."""
-        number = self._numbers.number
-        edges = [edge for edge in self._task.graph.parents(call.name) if edge.kind != "data"]
-        return CallTable(
-            name=call.name,
-            home=number[self._task.homes[call.name]],
-            parents=[*((number[edge.parent], edge.steps_back) for edge in edges), *self._waits[call.name]],
-            options=self._rows.rows(call),
-            spared=list(self._rows.spared(call)),
-        )
-
-    def _add_transfers(self, call: ModelFunctionCallDef) -> None:
-        """Those that the call waits for."""
-        waits, home = self._waits[call.name], self._task.homes[call.name]
-        loads = tuple(waits)
-        edges = [edge for edge in self._task.graph.parents(call.name) if edge.kind == "data"]
-        own = [self._data.between(call, edge.parent, len(edge.keys)) for edge in edges]
-        if home != call.name:
-            own.append(self._parameters.reallocation(call, home, loads))
-        for transfer in own:
-            waits.append((len(self._task.graph.calls) + len(self.transfers), 0))
-            self.transfers.append(transfer)

@@ -1,26 +1,27 @@
 """The C++ search and its tables; the only importer of its module."""
 
+import dataclasses
 import math
 import os
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from typing import Any
 
-import msgspec
+from msgspec.structs import asdict
 
 from realhf.geometry.layout import Layout
 from realhf.planning import _search
 from realhf.planning.model.reallocation import Reallocation
 from realhf.planning.model.sizes import model_sizes
-from realhf.planning.problem.tables import Problem
+from realhf.planning.problem.tables import CallTable, Problem, TransferTable
 from realhf.planning.watching import Watch, unwatched
 
 UPDATES_EVERY_S = 0.5
 NativeProblem = _search.Problem
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
     """The solution of a problem: the chosen option of every call.
 
@@ -46,10 +47,18 @@ def native_problem(problem: Problem) -> _search.Problem:
     Raises:
         ValueError: the tables do not fit together.
     """
-    tables = msgspec.structs.asdict(problem)
-    tables["calls"] = [msgspec.structs.asdict(call) for call in problem.calls]
-    tables["transfers"] = [msgspec.structs.asdict(transfer) for transfer in problem.transfers]
-    return _search.Problem(tables)
+    number = problem.numbers()
+
+    def table(node: CallTable | TransferTable, **fields: Any) -> dict[str, Any]:
+        parents = [(number[parent], steps_back) for parent, steps_back in node.parents]
+        return asdict(node) | {"parents": parents} | fields
+
+    calls = [table(call, home=number[call.home]) for call in problem.calls]
+    transfers = [
+        table(move, source=number[move.source], target=number[move.target], on=tuple(number[call] for call in move.on))
+        for move in problem.transfers
+    ]
+    return _search.Problem(asdict(problem) | {"calls": calls, "transfers": transfers})
 
 
 def search_problem(
@@ -123,7 +132,7 @@ def reallocation_table(move: Reallocation, sources: Sequence[Layout], targets: S
         return move.table(sources, targets)
     links = move.links
     table = _search.reallocation_table(
-        asdict(model_sizes(move.model)),
+        dataclasses.asdict(model_sizes(move.model)),
         [_layout_row(s) for s in sources],
         [_layout_row(t) for t in targets],
         within_node=(links.intra_node_latency_s, move.item / links.intra_node_bandwidth),

@@ -1,4 +1,4 @@
-"""Numbers of what the tables of a planning problem refer to: nodes of the graph, distinct layouts of options."""
+"""The distinct layouts of options, which the rows and columns of transfers stand for."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,7 +8,6 @@ from typing import TypeVar
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.geometry.layout import Layout
 from realhf.planning.options import Option
-from realhf.planning.problem.tables import ParentRow
 from realhf.planning.task import PlanningTask
 
 K = TypeVar("K")
@@ -17,28 +16,19 @@ Numbered = tuple[list[Layout], list[int]]  # distinct layouts, and for every opt
 
 @dataclass(frozen=True)
 class Numbering:
-    """Of a task and options of its calls.
-
-    groups: calls count as grouped like their home where they can be (`realhf.planning.model.reallocation`).
-    number: of the graph's own nodes, which come first.
-    layouts: of a call, the distinct ones among its options, and for every option the number of its own.
-    """
+    """Of a task and options of its calls. groups: see `build_problem`."""
 
     task: PlanningTask
     options: Mapping[str, Sequence[Option]]
     groups: bool
 
     @cached_property
-    def number(self) -> dict[str, int]:
-        return {name: i for i, name in enumerate(self.task.graph.nodes)}
-
-    @cached_property
     def layouts(self) -> dict[str, Numbered]:
         return {name: _layouts(self.options[name]) for name in self.task.graph.calls}
 
-    def parents(self, node: str) -> list[ParentRow]:
+    def parents(self, node: str) -> list[tuple[str, int]]:
         """What a node of the graph waits for in the graph."""
-        return [(self.number[edge.parent], edge.steps_back) for edge in self.task.graph.parents(node)]
+        return [(edge.parent, edge.steps_back) for edge in self.task.graph.parents(node)]
 
     def home_call(self, model: str) -> ModelFunctionCallDef:
         """The call in whose layout a model's parameters live."""

@@ -12,7 +12,7 @@ from realhf.dataflow.offload import Load, loads_of
 from realhf.geometry.layout import Layout
 from realhf.planning.model.reallocation import Reallocation, grouped_reallocations
 from realhf.planning.problem.numbering import Numbering
-from realhf.planning.problem.tables import ParentRow, TransferTable
+from realhf.planning.problem.tables import Parents, TransferTable
 
 # Seconds of a reallocation from each of the sources to each of the targets, row-major.
 ReallocationTable = Callable[[Reallocation, Sequence[Layout], Sequence[Layout]], Sequence[float]]
@@ -24,35 +24,34 @@ class ParameterTransfers:
     def __init__(self, numbers: Numbering, seconds_of: ReallocationTable):
         self._numbers, self._task, self._seconds_of = numbers, numbers.task, seconds_of
 
-    def host_copies(self) -> tuple[list[TransferTable], dict[str, list[ParentRow]]]:
+    def host_copies(self) -> tuple[list[TransferTable], dict[str, Parents]]:
         """Loads and offloads (ReaL, section 4), and by the name of a node the loads that it waits for.
 
         A load stands before and an offload behind each node that needs a model that waits in host memory. A load waits
         for the offload behind the node before. An offload takes no time where the host has the values already, since
-        nothing has changed them. Both are numbered behind the graph's own nodes.
+        nothing has changed them.
         """
-        graph, number = self._task.graph, self._numbers.number
+        graph = self._task.graph
         loads = loads_of(graph, self._task.offload).values()
         tables: list[TransferTable] = []
-        behind: dict[tuple[str, str], int] = {}
+        behind: dict[tuple[str, str], str] = {}
         for load in loads:
-            behind[load.model, load.node] = len(number) + len(tables)
+            name = behind[load.model, load.node] = f"offload {load.model} after {load.node}"
             copy = self._host_copy(load)
             seconds = copy.seconds if self._changes(load) else [0.0] * len(copy.seconds)
-            name = f"offload {load.model} after {load.node}"
-            tables.append(replace(copy, name=name, parents=[(number[load.node], 0)], seconds=seconds))
-        waits: dict[str, list[ParentRow]] = {name: [] for name in graph.nodes}
+            tables.append(replace(copy, name=name, parents=[(load.node, 0)], seconds=seconds))
+        waits: dict[str, Parents] = {name: [] for name in graph.nodes}
         for load in loads:
             before = [
                 (behind[load.model, edge.parent], edge.steps_back)
                 for edge in graph.parents(load.node)
                 if edge.kind == "version" and (load.model, edge.parent) in behind
             ]
-            waits[load.node].append((len(number) + len(tables), 0))
+            waits[load.node].append((load.name, 0))
             tables.append(replace(self._host_copy(load), parents=before or [(behind[load.model, load.node], 1)]))
         return tables, waits
 
-    def follow(self, node: FollowNode, loads: Sequence[ParentRow]) -> TransferTable:
+    def follow(self, node: FollowNode, loads: Parents) -> TransferTable:
         """From home to home, as a reallocation; what happens every N steps takes 1 / N of it in each.
 
         Nothing is forwarded on the way to an average. It waits for `loads`, too.
@@ -64,7 +63,7 @@ class ParameterTransfers:
             return table
         return replace(table, seconds=array("d", [seconds / node.every_steps for seconds in table.seconds]))
 
-    def reallocation(self, call: ModelFunctionCallDef, home: str, loads: Sequence[ParentRow]) -> TransferTable:
+    def reallocation(self, call: ModelFunctionCallDef, home: str, loads: Parents) -> TransferTable:
         """From the model's home to the call, when the call's parents have ended and `loads` have."""
         name, parents = f"{call.model_name}: {home} -> {call.name}", [*self._numbers.parents(call.name), *loads]
         table = self._move(name, home, call.name, parents)
@@ -73,23 +72,20 @@ class ParameterTransfers:
         layouts = (self._numbers.layouts[name][0] for name in (home, call.name))
         return replace(table, seconds=grouped_reallocations(table.seconds, self._model(call.config), *layouts))
 
-    def _move(
-        self, name: str, source: str, target: str, parents: list[ParentRow], *, forwarding: bool = True
-    ) -> TransferTable:
+    def _move(self, name: str, source: str, target: str, parents: Parents, *, forwarding: bool = True) -> TransferTable:
         """Parameters go from the layout of call `source` to that of call `target`.
 
         Devices that only send do so beside what they compute (`realhf.worker.move_thread`), unless the model waits in
         host memory: then they load it, send, and send it back.
         """
-        numbers, calls = self._numbers, self._task.graph.calls
-        here, there = numbers.number[source], numbers.number[target]
-        (sources, rows), (targets, columns) = numbers.layouts[source], numbers.layouts[target]
+        calls, layouts = self._task.graph.calls, self._numbers.layouts
+        (sources, rows), (targets, columns) = layouts[source], layouts[target]
         return TransferTable(
             name=name,
-            source=here,
-            target=there,
+            source=source,
+            target=target,
             parents=parents,
-            on=(here, there) if calls[source].model_name in self._task.offload else (there,),
+            on=[source, target] if calls[source].model_name in self._task.offload else [target],
             rows=rows,
             columns=columns,
             num_columns=len(targets),
@@ -104,14 +100,14 @@ class ParameterTransfers:
     def _host_copy(self, load: Load) -> TransferTable:
         """Between the devices of a model's home and their host's memory, all at once."""
         home = self._numbers.home_call(load.model)
-        number, (layouts, rows) = self._numbers.number[home.name], self._numbers.layouts[home.name]
+        layouts, rows = self._numbers.layouts[home.name]
         bandwidth, model = self._task.costs.hardware.host_bandwidth, self._task.call_models[home.name]
         return TransferTable(
             name=load.name,
-            source=number,
-            target=number,
+            source=home.name,
+            target=home.name,
             parents=[],
-            on=(number,),
+            on=[home.name],
             rows=rows,
             columns=[0] * len(rows),
             num_columns=1,

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from realhf.planning.model.communicators import MOVES
-from realhf.planning.problem.tables import CallTable, OptionRow, Problem, TransferTable
+from realhf.planning.problem.tables import CallTable, OptionRow, Problem
 
 
 @dataclass(frozen=True)
 class Event:
-    """Node `node` of step `step` ran from `start_s` to `end_s`; nodes are numbered calls first, then transfers."""
+    """Node `node` of step `step` ran from `start_s` to `end_s`; its place in `Problem.nodes`."""
 
     node: int
     step: int
@@ -27,24 +27,24 @@ class Simulation:
 
     def __init__(self, problem: Problem, choice: Sequence[int]):
         self.problem = problem
-        self.nodes: list[CallTable | TransferTable] = [*problem.calls, *problem.transfers]
-        chosen = _chosen(problem, choice)
-        self.devices = [set(_range(option)) for option in chosen]
-        self.durations = [option.time_s for option in chosen]
+        number, placed = problem.numbers(), _placed(problem, choice)
+        self.devices = [set(_range(option)) for _, option, _ in placed]
+        self.durations = [option.time_s for _, option, _ in placed]
         for transfer in problem.transfers:
-            self.devices.append(set().union(*(self.devices[call] for call in transfer.on)))
-            row, column = transfer.rows[choice[transfer.source]], transfer.columns[choice[transfer.target]]
+            self.devices.append(set().union(*(self.devices[number[call]] for call in transfer.on)))
+            row = transfer.rows[choice[number[transfer.source]]]
+            column = transfer.columns[choice[number[transfer.target]]]
             self.durations.append(transfer.seconds[row * transfer.num_columns + column])
+        self._parents = [[(number[name], back) for name, back in node.parents] for node in problem.nodes]
         self.free_at = [0.0] * problem.num_devices
         self.end: dict[tuple[int, int], float] = {}  # by (step, node)
 
     def parents(self, step: int, node: int) -> list[tuple[int, int]]:
         """All (step, node) that must have ended, those of the bound on steps in flight included."""
-        table = self.nodes[node]
-        parents = [(step - back, parent) for parent, back in table.parents if step >= back]
-        is_source = all(back > 0 for _, back in table.parents)
+        parents = [(step - back, parent) for parent, back in self._parents[node] if step >= back]
+        is_source = all(back > 0 for _, back in self._parents[node])
         if is_source and step >= self.problem.max_steps_in_flight:
-            parents += [(step - self.problem.max_steps_in_flight, other) for other in range(len(self.nodes))]
+            parents += [(step - self.problem.max_steps_in_flight, other) for other in range(len(self._parents))]
         return parents
 
     def ready_s(self, step: int, node: int) -> float:
@@ -68,7 +68,7 @@ def simulate(problem: Problem, choice: Sequence[int], steps: int, order: Sequenc
     then run in that order. Other transfers remain free to run as soon as they are ready.
     """
     simulation = Simulation(problem, choice)
-    instances = [(step, node) for step in range(steps) for node in range(len(simulation.nodes))]
+    instances = [(step, node) for step in range(steps) for node in range(len(problem.nodes))]
     before = {instance: simulation.parents(*instance) for instance in instances}
     last_on_device: dict[int, tuple[int, int]] = {}
     for node, step in order:
@@ -100,44 +100,36 @@ def device_bytes(problem: Problem, choice: Sequence[int]) -> list[float]:
 
     A call whose layout is not that of its home holds a copy of its parameters while it runs; `CallTable.spared`.
     """
-    chosen = _chosen(problem, choice)
-    needed = [
-        _needed_bytes(call, option, chosen[call.home]) for call, option in zip(problem.calls, chosen, strict=True)
-    ]
-    communicators = communicator_bytes(problem, choice)
+    placed, kept = _placed(problem, choice), static_bytes(problem, choice)
+    needed = [_needed_bytes(*each) for each in placed]
     needs = []
-    for device in range(problem.num_devices):
-        static, dynamic = communicators[device], 0.0
-        for option, kept, bytes_needed in zip(chosen, static_bytes(problem, choice), needed, strict=True):
+    for device, communicators in enumerate(communicator_bytes(problem, choice)):
+        static, dynamic = communicators, 0.0
+        for (_, option, _), kept_bytes, needed_bytes in zip(placed, kept, needed, strict=True):
             if device in _range(option):
-                static += kept
-                dynamic = max(dynamic, bytes_needed)
-        sends = any(
-            device in _range(chosen[call.home]) and device not in _range(option)
-            for call, option in zip(problem.calls, chosen, strict=True)
-        )
+                static += kept_bytes
+                dynamic = max(dynamic, needed_bytes)
+        sends = any(device in _range(home) and device not in _range(option) for _, option, home in placed)
         needs.append(static + dynamic + (problem.sending_bytes if sends else 0.0))
     return needs
 
 
 def static_bytes(problem: Problem, choice: Sequence[int]) -> list[float]:
     """What each call keeps on its devices whatever runs there: nothing where it works on a copy, which is freed."""
-    chosen = _chosen(problem, choice)
     return [
-        option.static_bytes if number == call.home or _same_layout(option, chosen[call.home]) else 0.0
-        for number, (call, option) in enumerate(zip(problem.calls, chosen, strict=True))
+        option.static_bytes if call.name == call.home or _same_layout(option, home) else 0.0
+        for call, option, home in _placed(problem, choice)
     ]
 
 
 def communicator_bytes(problem: Problem, choice: Sequence[int]) -> list[float]:
     """Of each device the communicators of all calls placed on it, each once. Where any call is not laid out as its
     home, copies move, which takes a communicator of all devices."""
-    chosen = _chosen(problem, choice)
-    homes = [chosen[call.home] for call in problem.calls]
-    moves = any(not _same_layout(option, home) for option, home in zip(chosen, homes, strict=True))
+    placed = _placed(problem, choice)
+    moves = any(not _same_layout(option, home) for _, option, home in placed)
     sizes = []
     for device in range(problem.num_devices):
-        labels = {label for option in chosen if device in _range(option) for label in option.communicators}
+        labels = {label for _, option, _ in placed if device in _range(option) for label in option.communicators}
         if labels and moves:
             labels.add(MOVES)
         sizes.append(problem.communicator_bytes * len(labels))
@@ -161,8 +153,10 @@ def makespan_s(events: Iterable[Event]) -> float:
     return max(event.end_s for event in events)
 
 
-def _chosen(problem: Problem, choice: Sequence[int]) -> list[OptionRow]:
-    return [call.options[index] for call, index in zip(problem.calls, choice, strict=True)]
+def _placed(problem: Problem, choice: Sequence[int]) -> list[tuple[CallTable, OptionRow, OptionRow]]:
+    """Every call with its option and that of its home."""
+    chosen = {call.name: call.options[index] for call, index in zip(problem.calls, choice, strict=True)}
+    return [(call, chosen[call.name], chosen[call.home]) for call in problem.calls]
 
 
 def _range(option: OptionRow) -> range:

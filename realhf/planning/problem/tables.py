@@ -1,12 +1,25 @@
-"""A planning problem as plain tables: what is searched and simulated, whatever file it came from."""
+"""A planning problem as tables: what is searched and simulated, and what a planning-problem/2 file has."""
 
 from collections.abc import Sequence
+from typing import Annotated, Generic, TypeVar
 
 import msgspec
 
-from realhf.planning.problem.nodes import Amount, Count, Devices, Label
+# The limits of every version of the file, which are those of csrc/search/problem.h.
+MAX_CALLS, MAX_TRANSFERS = 64, 4096
+MAX_INSTANCES = 8192  # calls and transfers x steps
+MOST = 10**18  # of times and bytes
+MAX_DEVICES = 2**20
 
-ParentRow = tuple[int, int]  # (node, steps back); nodes are numbered calls first, then transfers
+Count = Annotated[int, msgspec.Meta(ge=1, le=MOST)]
+NotNegative = Annotated[int, msgspec.Meta(ge=0, le=MOST)]
+NumDevices = Annotated[int, msgspec.Meta(ge=1, le=MAX_DEVICES)]
+Steps = Annotated[int, msgspec.Meta(ge=1, le=MAX_INSTANCES)]
+StepsBack = Annotated[int, msgspec.Meta(ge=0, le=MAX_INSTANCES)]
+Parents = Annotated[list[tuple[str, StepsBack]], msgspec.Meta(max_length=1024)]  # (call or transfer, steps back)
+Devices = tuple[Annotated[int, msgspec.Meta(ge=0, le=MAX_DEVICES)], NumDevices]  # (first, number)
+Amount = Annotated[float, msgspec.Meta(ge=0, le=MOST)]
+Label = Annotated[int, msgspec.Meta(ge=0, le=2**20)]
 
 
 class OptionRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,52 +43,76 @@ class OptionRow(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class CallTable(msgspec.Struct, frozen=True, kw_only=True):
-    """`spared`: (home's strategy, strategy, bytes) for copies on the devices of their home: what is needed less while
-    the call runs than while the copy is filled, since it takes the place of the home's parameters."""
+    """`home`: the call in whose layout the model's parameters live. `spared`: (home's strategy, strategy, bytes) for
+    copies on the devices of their home: what is needed less while the call runs than while the copy is filled, since it
+    takes the place of the home's parameters."""
 
     name: str
-    home: int
-    parents: list[ParentRow]
-    options: list[OptionRow]
-    spared: list[tuple[str, str, float]] = []
+    model: str
+    trains: bool
+    home: str
+    parents: Parents
+    options: Annotated[list[OptionRow], msgspec.Meta(min_length=1)]
+    spared: list[tuple[str, str, Amount]] = []
 
 
-class TransferTable(msgspec.Struct, frozen=True, kw_only=True):
-    """A move between two calls: option i of the source and j of the target take
-    seconds[rows[i] * num_columns + columns[j]]. There can be millions: a list, or a buffer of doubles.
+class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+    """A move from call `source` to call `target`, which occupies the devices of all calls of `on`. Its time is in row
+    `rows[i]` and column `columns[j]` of its table for option i of the source and j of the target."""
 
-    `on`: the one or two calls whose devices it occupies. `free_if_unmoved`: it takes no time between two options of one
-    layout, whatever `seconds` says.
+    name: str
+    source: str = msgspec.field(name="from")
+    target: str = msgspec.field(name="to")
+    on: Annotated[list[str], msgspec.Meta(min_length=1, max_length=2)]
+    parents: Parents
+    rows: list[NotNegative]
+    columns: list[NotNegative]
+
+
+class TransferTable(Transfer, frozen=True, kw_only=True):
+    """`seconds` are row-major. There can be millions: a list, or a buffer of doubles.
+
+    `free_if_unmoved`: it takes no time between two options of one layout, whatever `seconds` says.
     """
 
-    name: str
-    source: int
-    target: int
-    parents: list[ParentRow]
-    rows: list[int]
-    columns: list[int]
     num_columns: int
     seconds: Sequence[float]
-    on: tuple[int, ...]
     free_if_unmoved: bool = False
 
 
-class Problem(msgspec.Struct, frozen=True, kw_only=True):
+T = TypeVar("T", bound=Transfer)
+
+
+class Tables(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     """Everything the search needs and nothing about how the numbers came about.
 
-    `communicator_bytes` are those of each communicator on every device that is in it; `sending_bytes` what a device
-    needs to send a copy that it does not get, beside whatever runs there.
-
-    `unit_us`: microseconds in one unit of all times. It is a second, but for problems from planning-problem/1 files:
-    their times stay in whole microseconds, whose sums are exact.
+    The calls and transfers of step t that have no parent in it wait for everything of step t - max_steps_in_flight.
+    A device needs `communicator_bytes` for each communicator that it is in, and `sending_bytes` if it has a model's
+    home and not all of its calls, beside whatever runs there.
     """
 
-    num_devices: int
-    device_memory_bytes: float
-    steps: int
-    max_steps_in_flight: int
-    calls: list[CallTable]
-    transfers: list[TransferTable]
-    communicator_bytes: float = 0.0
-    sending_bytes: float = 0.0
+    num_devices: NumDevices
+    devices_per_node: Count
+    device_memory_bytes: Annotated[float, msgspec.Meta(gt=0, le=MOST)]
+    steps: Steps
+    max_steps_in_flight: Steps
+    calls: Annotated[list[CallTable], msgspec.Meta(min_length=1, max_length=MAX_CALLS)]
+    transfers: Annotated[list[T], msgspec.Meta(max_length=MAX_TRANSFERS)]
+    communicator_bytes: Amount = 0.0
+    sending_bytes: Amount = 0.0
+
+
+class Problem(Tables[TransferTable], frozen=True, kw_only=True):
+    """`unit_us`: microseconds in one unit of all times. It is a second, but for problems from planning-problem/1 files:
+    their times stay in whole microseconds, whose sums are exact."""
+
     unit_us: float = 1e6
+
+    @property
+    def nodes(self) -> list[CallTable | TransferTable]:
+        """Events and the search name nodes by their place in this list."""
+        return [*self.calls, *self.transfers]
+
+    def numbers(self) -> dict[str, int]:
+        """By the name of a node its place in `nodes`."""
+        return {node.name: number for number, node in enumerate(self.nodes)}

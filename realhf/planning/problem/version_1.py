@@ -4,6 +4,7 @@ It says less than the planner's tables (`realhf.planning.problem.tables`): this 
 """
 
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Annotated, Literal
 
 import msgspec
@@ -12,20 +13,21 @@ from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph
 from realhf.planning.model.communicators import MOVES
 from realhf.planning.model.hardware import GIB
-from realhf.planning.problem.nodes import (
+from realhf.planning.problem.checks import complaints_of
+from realhf.planning.problem.tables import (
     MAX_CALLS,
     MAX_TRANSFERS,
+    CallTable,
     Count,
     Devices,
     NotNegative,
     NumDevices,
+    OptionRow,
     Parents,
+    Problem,
     Steps,
-    cycle_complaints,
-    node_complaints,
-    numbers,
+    TransferTable,
 )
-from realhf.planning.problem.tables import CallTable, OptionRow, Problem, TransferTable
 
 Label = Callable[[OptionRow], str]  # an option's `strategy` in a file of version 1
 Moves = Callable[[Problem, TransferTable], dict[str, int]]  # a table of version 1: microseconds of "LABEL>LABEL"
@@ -77,22 +79,24 @@ class ProblemFile(msgspec.Struct, frozen=True, kw_only=True):
 
 def problem_of(file: ProblemFile) -> Problem:
     """The tables of a problem without complaints, in whole microseconds."""
-    nodes = numbers([*(call.name for call in file.calls), *(transfer.name for transfer in file.transfers)])
     return Problem(
         num_devices=file.num_devices,
+        devices_per_node=file.devices_per_node,
         device_memory_bytes=file.device_memory_bytes,
         steps=file.steps,
         max_steps_in_flight=file.steps,
         calls=[
             CallTable(
                 name=call.name,
-                home=i,
-                parents=[(nodes[name], back) for name, back in call.parents],
+                model=call.model,
+                trains=call.trains,
+                home=call.name,
+                parents=call.parents,
                 options=[_row(option) for option in call.options],
             )
-            for i, call in enumerate(file.calls)
+            for call in file.calls
         ],
-        transfers=[_transfer_table(file, transfer, nodes) for transfer in file.transfers],
+        transfers=[_transfer_table(file, transfer) for transfer in file.transfers],
         unit_us=1.0,
     )
 
@@ -109,27 +113,24 @@ def _row(option: FileOption) -> OptionRow:
     )
 
 
-def _transfer_table(file: ProblemFile, transfer: FileTransfer, nodes: dict[str, int]) -> TransferTable:
-    sources, targets = _strategies(file, transfer.source), _strategies(file, transfer.target)
-    rows, columns = numbers(sources), numbers(targets)
+def _transfer_table(file: ProblemFile, transfer: FileTransfer) -> TransferTable:
+    strategies = {call.name: [option.strategy for option in call.options] for call in file.calls}
+    sources, targets = strategies[transfer.source], strategies[transfer.target]
+    rows, columns = ({name: i for i, name in enumerate(dict.fromkeys(names))} for names in (sources, targets))
     table = file.tables[transfer.table]
     return TransferTable(
         name=transfer.name,
-        source=nodes[transfer.source],
-        target=nodes[transfer.target],
-        on=(nodes[transfer.on],),
+        source=transfer.source,
+        target=transfer.target,
+        on=[transfer.on],
         free_if_unmoved=True,
-        parents=[(nodes[name], back) for name, back in transfer.parents],
+        parents=transfer.parents,
         rows=[rows[strategy] for strategy in sources],
         columns=[columns[strategy] for strategy in targets],
         num_columns=len(columns),
         # An entry may be missing where the two options are always one and the same.
         seconds=[table.get(f"{row}{SEPARATOR}{column}", 0) for row in rows for column in columns],
     )
-
-
-def _strategies(problem: ProblemFile, call: str) -> list[str]:
-    return [option.strategy for c in problem.calls if c.name == call for option in c.options]
 
 
 def label_with_devices(row: OptionRow) -> str:
@@ -140,8 +141,9 @@ def label_with_devices(row: OptionRow) -> str:
 
 def planned_moves(problem: Problem, transfer: TransferTable) -> dict[str, int]:
     """The planner's times between options by `label_with_devices`."""
-    sources = dict(zip(map(label_with_devices, problem.calls[transfer.source].options), transfer.rows, strict=True))
-    targets = dict(zip(map(label_with_devices, problem.calls[transfer.target].options), transfer.columns, strict=True))
+    labels = {call.name: [label_with_devices(row) for row in call.options] for call in problem.calls}
+    sources = dict(zip(labels[transfer.source], transfer.rows, strict=True))
+    targets = dict(zip(labels[transfer.target], transfer.columns, strict=True))
     width = transfer.num_columns
     return {
         f"{source}{SEPARATOR}{target}": round(transfer.seconds[row * width + column] * 1e6)
@@ -153,7 +155,6 @@ def planned_moves(problem: Problem, transfer: TransferTable) -> dict[str, int]:
 def file_of(
     problem: Problem,
     graph: DataflowGraph,
-    devices_per_node: int,
     *,
     steps: int | None = None,
     label: Label = label_with_devices,
@@ -169,18 +170,19 @@ def file_of(
     Raises:
         UserError: no option of a call fits, or a model is trained by two calls, whose layouts must then agree.
     """
-    homes = {call.name: problem.calls[call.home].name for call in problem.calls}
+    steps = steps or problem.steps
+    homes = {call.name: call.home for call in problem.calls}
+    models = {call.name: call.model for call in problem.calls}
     parents: dict[str, Parents] = {
-        call.name: [(edge.parent, edge.steps_back) for edge in graph.parents(call.name) if edge.kind == "data"]
-        for call in problem.calls
+        name: [(edge.parent, edge.steps_back) for edge in graph.parents(name) if edge.kind == "data"] for name in homes
     }
     transfers, tables = [], {}
     for transfer in problem.transfers:
-        name, home = problem.calls[transfer.target].name, problem.calls[transfer.source].name
+        name, home = transfer.target, transfer.source
         if homes[name] != home or name == home or transfer.name.startswith("data: "):
             continue
         back = next((e.steps_back for e in graph.parents(name) if e.parent == home and e.kind == "version"), 1)
-        key = f"{graph.calls[name].model_name}: {home} to {name}"
+        key = f"{models[name]}: {home} to {name}"
         tables[key] = moves(problem, transfer)
         for side in (home, name):
             on_side = f"{key}, on the devices of {side}"
@@ -188,20 +190,20 @@ def file_of(
                 FileTransfer(name=on_side, source=home, target=name, on=side, table=key, parents=[(home, 0)])
             )
             parents[name].append((on_side, back))
-    _bound_steps_in_flight(parents, problem.max_steps_in_flight, steps or problem.steps)
+    _bound_steps_in_flight(parents, problem.max_steps_in_flight, steps)
     return ProblemFile(
         format="planning-problem/1",
         num_devices=problem.num_devices,
-        devices_per_node=devices_per_node,
+        devices_per_node=problem.devices_per_node,
         device_memory_bytes=int(problem.device_memory_bytes),
-        steps=steps or problem.steps,
+        steps=steps,
         calls=[
             FileCall(
                 name=call.name,
-                model=graph.calls[call.name].model_name,
-                trains=graph.calls[call.name].trains,
+                model=call.model,
+                trains=call.trains,
                 parents=parents[call.name],
-                options=_simple_options(problem, call, graph, label),
+                options=_simple_options(problem, call, label),
             )
             for call in problem.calls
         ],
@@ -221,12 +223,11 @@ def _bound_steps_in_flight(parents: dict[str, Parents], in_flight: int, steps: i
             row.extend((name, in_flight) for name in last if (name, in_flight) not in row)
 
 
-def _simple_options(problem: Problem, call: CallTable, graph: DataflowGraph, label: Label) -> list[FileOption]:
-    is_home = problem.calls[call.home].name == call.name
-    if graph.calls[call.name].trains and not is_home:
+def _simple_options(problem: Problem, call: CallTable, label: Label) -> list[FileOption]:
+    if call.trains and call.home != call.name:
         raise UserError(
-            f"{call.name}: planning-problem/1 cannot say that two calls train {graph.calls[call.name].model_name} in "
-            "one layout; write planning-problem/2"
+            f"{call.name}: planning-problem/1 cannot say that two calls train {call.model} in one layout; write "
+            "planning-problem/2"
         )
     rows: dict[FileOption, None] = {}
     for row in call.options:
@@ -250,45 +251,33 @@ def _simple_options(problem: Problem, call: CallTable, graph: DataflowGraph, lab
     return list(rows)
 
 
-def complaints(problem: ProblemFile) -> Iterator[str]:
-    nodes: list[FileCall | FileTransfer] = [*problem.calls, *problem.transfers]
-    yield from node_complaints(nodes, problem.steps)
-    for call in problem.calls:
-        yield from _option_complaints(problem, call)
-    calls = {call.name for call in problem.calls}
-    for transfer in problem.transfers:
-        for field, name in (("from", transfer.source), ("to", transfer.target), ("on", transfer.on)):
-            if name not in calls:
-                yield f"transfer {transfer.name!r}: {field!r} is {name!r}, which is no call of the file"
-        if transfer.table not in problem.tables:
-            yield f"transfer {transfer.name!r}: table is {transfer.table!r}, not one of {sorted(problem.tables)}"
-        yield from _table_complaints(problem, transfer)
-    yield from cycle_complaints(nodes)
+def complaints(file: ProblemFile) -> Iterator[str]:
+    """What is wrong with a problem, for people; nothing if it can be solved."""
+
+    def of_call(call: FileCall) -> Iterator[str]:
+        for i, option in enumerate(call.options):
+            if option.static_bytes > option.peak_bytes:
+                sizes = f"static_bytes={option.static_bytes} is above peak_bytes={option.peak_bytes}"
+                yield f"{call.name!r}: options[{i}]: {sizes}"
+
+    def of_transfer(transfer: FileTransfer) -> Iterator[str]:
+        if transfer.table not in file.tables:
+            yield f"transfer {transfer.name!r}: table is {transfer.table!r}, not one of {sorted(file.tables)}"
+        yield from _table_complaints(file, transfer)
+
+    yield from complaints_of(file, of_call, of_transfer)
 
 
-def _option_complaints(problem: ProblemFile, call: FileCall) -> Iterator[str]:
-    for i, option in enumerate(call.options):
-        first, count = option.devices
-        where = f"{call.name!r}: options[{i}]"
-        if first + count > problem.num_devices:
-            yield f"{where}: devices {list(option.devices)} reach beyond num_devices={problem.num_devices}"
-        if option.static_bytes > option.peak_bytes:
-            yield f"{where}: static_bytes={option.static_bytes} is above peak_bytes={option.peak_bytes}"
-
-
-def _table_complaints(problem: ProblemFile, transfer: FileTransfer) -> Iterator[str]:
+def _table_complaints(file: ProblemFile, transfer: FileTransfer) -> Iterator[str]:
     """Complains of the first pair that can occur and is not in the table."""
-    table = problem.tables[transfer.table]
-    placed = [
-        {(o.strategy, o.devices) for c in problem.calls if c.name == name for o in c.options}
-        for name in (transfer.source, transfer.target)
-    ]
-    for source in sorted({strategy for strategy, _ in placed[0]}):
-        for target in sorted({strategy for strategy, _ in placed[1]}):
-            if f"{source}{SEPARATOR}{target}" in table:
-                continue
-            both = {d for s, d in placed[0] if s == source} | {d for s, d in placed[1] if s == target}
-            if source != target or len(both) > 1:
-                pair = f"{source}{SEPARATOR}{target}"
-                yield f"table {transfer.table!r} lacks the pair {pair!r}, which transfer {transfer.name!r} can need"
-                return
+    table = file.tables[transfer.table]
+    placed = {call.name: {(o.strategy, o.devices) for o in call.options} for call in file.calls}
+    sources, targets = placed[transfer.source], placed[transfer.target]
+    for source, target in product(sorted({name for name, _ in sources}), sorted({name for name, _ in targets})):
+        pair = f"{source}{SEPARATOR}{target}"
+        if pair in table:
+            continue
+        both = {d for s, d in sources if s == source} | {d for s, d in targets if s == target}
+        if source != target or len(both) > 1:
+            yield f"table {transfer.table!r} lacks the pair {pair!r}, which transfer {transfer.name!r} can need"
+            return

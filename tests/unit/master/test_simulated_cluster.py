@@ -25,27 +25,29 @@ def planned_spans(
     """When the planner's simulator says that each call runs; `move_seconds` of the calls that need a reallocation."""
     names = [*graph.nodes, *(f"copy for {name}" for name in move_seconds)]
 
-    def parents(name: str) -> list[tuple[int, int]]:
-        return [(names.index(edge.parent), edge.steps_back) for edge in graph.parents(name)]
+    def parents(name: str) -> list[tuple[str, int]]:
+        return [(edge.parent, edge.steps_back) for edge in graph.parents(name)]
 
-    def move(name: str, source: str, target: str, seconds: float, parents: list[tuple[int, int]]) -> TransferTable:
+    def move(name: str, source: str, target: str, seconds: float, parents: list[tuple[str, int]]) -> TransferTable:
         return TransferTable(
             name=name,
-            source=names.index(source),
-            target=names.index(target),
+            source=source,
+            target=target,
             parents=parents,
             rows=[0],
             columns=[0],
             num_columns=1,
             seconds=[seconds],
-            on=(names.index(target),),
+            on=[target],
         )
 
     tables = [
         CallTable(
             name=name,
-            home=names.index(plan.home(graph, graph.calls[name].model_name)),
-            parents=[*parents(name), *([(names.index(f"copy for {name}"), 0)] if name in move_seconds else [])],
+            model=graph.calls[name].model_name,
+            trains=graph.calls[name].trains,
+            home=plan.home(graph, graph.calls[name].model_name),
+            parents=[*parents(name), *([(f"copy for {name}", 0)] if name in move_seconds else [])],
             options=[
                 OptionRow(
                     devices=plan.calls[name].devices,
@@ -70,6 +72,7 @@ def planned_spans(
     ]
     problem = Problem(
         num_devices=plan.num_devices,
+        devices_per_node=plan.num_devices,
         device_memory_bytes=1.0,
         steps=STEPS,
         max_steps_in_flight=plan.max_steps_in_flight,

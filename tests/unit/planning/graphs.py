@@ -143,11 +143,19 @@ def random_problem(seed: int, num_calls: int = 3, max_options: int = 5) -> Probl
                     communicators=tuple(label for label in range(5) if label != 1 and rng.random() < 0.4),
                 )
             )
-        parents = [(j, 0) for j in range(i) if rng.random() < 0.5]
-        parents += [(j, rng.randint(1, 2)) for j in range(num_calls) if rng.random() < 0.3]
+        parents = [(f"call{j}", 0) for j in range(i) if rng.random() < 0.5]
+        parents += [(f"call{j}", rng.randint(1, 2)) for j in range(num_calls) if rng.random() < 0.3]
         spared = [(home, copy, float((7 * seed + 3 * i + k) % 21)) for k, (home, copy) in enumerate(["ab", "ba"])]
         calls.append(
-            CallTable(name=f"call{i}", home=rng.randrange(i + 1), parents=parents, options=options, spared=spared)
+            CallTable(
+                name=f"call{i}",
+                model="model",
+                trains=False,
+                home=f"call{rng.randrange(i + 1)}",
+                parents=parents,
+                options=options,
+                spared=spared,
+            )
         )
     for number in range(rng.randint(0, 4)):
         source, target = rng.randrange(num_calls), rng.randrange(num_calls)
@@ -156,19 +164,20 @@ def random_problem(seed: int, num_calls: int = 3, max_options: int = 5) -> Probl
         transfers.append(
             TransferTable(
                 name=f"transfer{number}",
-                source=source,
-                target=target,
-                parents=[(source, back)],
+                source=f"call{source}",
+                target=f"call{target}",
+                parents=[(f"call{source}", back)],
                 rows=rng.sample(range(rows), rows),
                 columns=rng.sample(range(columns), columns),
                 num_columns=columns,
                 seconds=[float(rng.randint(0, 3)) for _ in range(rows * columns)],
-                on=rng.choice([(source, target), (source,), (target,)]),
+                on=[f"call{call}" for call in rng.choice([(source, target), (source,), (target,)])],
             )
         )
-        calls[target].parents.append((num_calls + number, 0))
+        calls[target].parents.append((f"transfer{number}", 0))
     return Problem(
         num_devices=4,
+        devices_per_node=4,
         device_memory_bytes=float(rng.choice([60, 1000])),
         steps=rng.randint(1, 4),
         max_steps_in_flight=rng.randint(1, 3),

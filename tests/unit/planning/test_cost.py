@@ -474,9 +474,10 @@ def test_the_table_of_a_data_transfer_is_the_formula_of_every_pair() -> None:
     options = {c.name: call_options(c, 8, cluster) for c in graph.calls.values()}
     task = task_of(graph, **shared)
     problem = build_problem(task, options, reallocations=native_table)
-    names = list(graph.calls)
-    edges = {(e.parent, e.child): len(e.keys) for child in names for e in graph.parents(child) if e.kind == "data"}
-    tables = {(names[t.source], names[t.target]): t for t in problem.transfers if t.name.startswith("data")}
+    edges = {
+        (e.parent, e.child): len(e.keys) for child in graph.calls for e in graph.parents(child) if e.kind == "data"
+    }
+    tables = {(t.source, t.target): t for t in problem.transfers if t.name.startswith("data")}
     assert tables.keys() == edges.keys()
     (parent, child), keys = next(iter(edges.items()))
     table, model, seen = tables[parent, child], task.call_models[child], set[str]()
@@ -504,8 +505,7 @@ def test_tables_of_a_ppo_graph() -> None:
     }
     options = {name: [Option(layout, 1)] for name, layout in layouts_by_call.items()}
     problem = build_problem(task_of(graph, **settings(graph, cluster)), options, reallocations=Reallocation.table)
-    names = [c.name for c in problem.calls]
-    home = {c.name: names[c.home] for c in problem.calls}
+    home = {c.name: c.home for c in problem.calls}
     assert home["actor_generate"] == "actor_train_step"
     assert home["critic_inference"] == "critic_train_step"
     assert home["ref_inference"] == "ref_inference"
@@ -519,10 +519,10 @@ def test_tables_of_a_ppo_graph() -> None:
     assert set(moves) == {"actor: actor_train_step -> actor_generate", "critic: critic_train_step -> critic_inference"}
     assert all(t.seconds == [0.0] for t in moves.values())  # every device of dp2 has the whole model already
     # Generation waits for last step's training by its version edge and by its reallocation.
-    generate, train = names.index("actor_generate"), names.index("actor_train_step")
-    move = len(names) + problem.transfers.index(moves["actor: actor_train_step -> actor_generate"])
-    assert sorted(problem.calls[generate].parents) == sorted([(train, 1), (move, 0)])
-    assert moves["actor: actor_train_step -> actor_generate"].parents == [(train, 1)]
+    train, move = "actor_train_step", "actor: actor_train_step -> actor_generate"
+    parents = {c.name: c.parents for c in problem.calls}
+    assert sorted(parents["actor_generate"]) == sorted([(train, 1), (move, 0)])
+    assert moves[move].parents == [(train, 1)]
 
 
 def test_a_reallocation_takes_what_was_measured_of_its_model() -> None:

@@ -46,8 +46,8 @@ def simple(*arguments: Any, **more: Any) -> _search.Problem:
 @given(st.integers(0, 2), st.integers(1, 5), st.integers(0, 10**9))
 @settings(max_examples=20, deadline=None)
 def test_every_plan_costs_what_the_planner_says(staleness: int, in_flight: int, seed: int) -> None:
-    problem, graph = planned(staleness, in_flight)
-    file = msgspec.json.decode(problem_bytes(version_2.file_of(problem, graph, 2)), type=version_2.PlannedFile)
+    problem, _ = planned(staleness, in_flight)
+    file = msgspec.json.decode(problem_bytes(version_2.file_of(problem)), type=version_2.PlannedFile)
     planner, found, rng = native_problem(problem), native_problem(version_2.problem_of(file)), random.Random(seed)
     for _ in range(20):
         plan = random_plan(msgspec.to_builtins(file), rng)
@@ -59,8 +59,8 @@ def test_every_plan_costs_what_the_planner_says(staleness: int, in_flight: int, 
 
 
 def test_a_solved_file_is_the_planners_plan(tmp_path: Path) -> None:
-    problem, graph = planned(staleness=1, in_flight=3)
-    (tmp_path / "problem.json").write_bytes(problem_bytes(version_2.file_of(problem, graph, 2)))
+    problem, _ = planned(staleness=1, in_flight=3)
+    (tmp_path / "problem.json").write_bytes(problem_bytes(version_2.file_of(problem)))
     read = load_problem(tmp_path / "problem.json")
     solved = solve(read, SolveRequest(budget=SearchBudget(evaluations=5000), seed=3, threads=2))
     planner = search_problem(native_problem(problem), seed=3, evaluations=5000)
@@ -73,7 +73,7 @@ def test_a_solved_file_is_the_planners_plan(tmp_path: Path) -> None:
 @given(st.integers(0, 2), st.integers(1, 5), st.integers(0, 10**9))
 @settings(max_examples=10, deadline=None)
 def test_the_simpler_file_means_what_the_format_says(staleness: int, in_flight: int, seed: int) -> None:
-    file = version_1.file_of(*planned(staleness, in_flight), 2)
+    file = version_1.file_of(*planned(staleness, in_flight))
     content, rng = json.loads(problem_bytes(file)), random.Random(seed)
     found = native_problem(version_1.problem_of(file))
     for _ in range(5):
@@ -89,7 +89,7 @@ def test_the_simpler_file_is_exact_where_nothing_moves() -> None:
     cluster = graphs.cpu_cluster(4)
     task = PlanningTask(graph=graph, max_steps_in_flight=2, **graphs.settings(graph, cluster))
     problem = build_problem(task, {c.name: call_options(c, task.batch_size, cluster) for c in graph.calls.values()})
-    exact, rounded = native_problem(problem), simple(problem, graph, 4)
+    exact, rounded = native_problem(problem), simple(problem, graph)
     assert len(problem.calls[0].options) > 10
     for option in range(len(problem.calls[0].options)):
         assert rounded.evaluate([option])["step_time"] == pytest.approx(
@@ -99,7 +99,7 @@ def test_the_simpler_file_is_exact_where_nothing_moves() -> None:
 
 
 def test_the_simpler_file_knows_staleness_and_the_bound_on_steps() -> None:
-    content = json.loads(problem_bytes(version_1.file_of(*planned(staleness=2, in_flight=3), 2)))
+    content = json.loads(problem_bytes(version_1.file_of(*planned(staleness=2, in_flight=3))))
     parents = {call["name"]: call["parents"] for call in content["calls"]}
     assert ["actor: actor_train_step to actor_generate, on the devices of actor_train_step", 3] in parents[
         "actor_generate"
@@ -107,22 +107,22 @@ def test_the_simpler_file_knows_staleness_and_the_bound_on_steps() -> None:
     assert parents["actor_generate"][-2:] == [["actor_train_step", 3], ["critic_train_step", 3]]
     assert all(steps_back == 1 for name, steps_back in parents["critic_inference"] if name.startswith("critic:"))
     # A bound of as many steps as are unrolled says nothing.
-    content = json.loads(problem_bytes(version_1.file_of(*planned(in_flight=4), 2, steps=4)))
+    content = json.loads(problem_bytes(version_1.file_of(*planned(in_flight=4), steps=4)))
     assert all(name.startswith("actor:") for name, _ in content["calls"][0]["parents"])
 
 
 def test_what_version_1_cannot_say_is_refused() -> None:
     problem, graph = planned(memory=10_000)
     with pytest.raises(UserError, match=r"actor_generate: no option fits into 0\.00 GiB a device; give more"):
-        version_1.file_of(problem, graph, 2)
+        version_1.file_of(problem, graph)
     twice = graphs.call("actor", graphs.TINY, TRAIN_STEP, "prompts")
     graph = DataflowGraph([twice, replace(twice, name="again", input_data=["seq"])], ["prompts", "seq"])
     cluster = graphs.cpu_cluster(2)
     task = PlanningTask(graph=graph, max_steps_in_flight=2, **graphs.settings(graph, cluster))
     problem = build_problem(task, {c.name: call_options(c, task.batch_size, cluster) for c in graph.calls.values()})
     with pytest.raises(UserError, match="again: planning-problem/1 cannot say that two calls train actor in one"):
-        version_1.file_of(problem, graph, 2)
-    assert version_2.file_of(problem, graph, 2).calls[1].home == "actor_train_step"
+        version_1.file_of(problem, graph)
+    assert version_2.file_of(problem).calls[1].home == "actor_train_step"
 
 
 def set_to(value: Any, *path: str | int) -> Callable[[Any], None]:
@@ -153,7 +153,7 @@ def set_to(value: Any, *path: str | int) -> Callable[[Any], None]:
     ],
 )
 def test_broken_files_are_refused(broken: Callable[[Any], None], message: str, tmp_path: Path) -> None:
-    content = json.loads(problem_bytes(version_2.file_of(*planned(), 2)))
+    content = json.loads(problem_bytes(version_2.file_of(planned()[0])))
     broken(content)
     path = tmp_path / "broken.json"
     path.write_text(json.dumps(content))

@@ -222,7 +222,7 @@ def test_bad_arguments(argument: str, value: int) -> None:
 
 def test_tables_that_do_not_fit_are_refused() -> None:
     problem = random_problem(0)
-    problem.calls[0].parents.append((0, 0))
+    problem.calls[0].parents.append(("call0", 0))
     with pytest.raises(ValueError, match="cycle"):
         native_problem(problem)
 

@@ -45,11 +45,12 @@ def timed(problem: Problem, places: Places) -> Problem:
             msgspec.structs.replace(by_place[devices], time_s=seconds) for devices, seconds in places[call.name].items()
         ]
         kept.append(msgspec.structs.replace(call, options=rows))
+    options = {call.name: len(call.options) for call in kept}
     transfers = [
         msgspec.structs.replace(
             transfer,
-            rows=[0] * len(kept[transfer.source].options),
-            columns=[0] * len(kept[transfer.target].options),
+            rows=[0] * options[transfer.source],
+            columns=[0] * options[transfer.target],
             num_columns=1,
             seconds=[0.0],
         )
