@@ -26,7 +26,6 @@ from realhf.planning.osdp.solver import (
     Operator,
     OsdpPlan,
     OsdpProblem,
-    best_slicing,
     sliced,
     solve,
     uniform_plan,
@@ -103,7 +102,7 @@ def search_times(problems: int) -> Iterable[dict[str, Any]]:
     drawn = {name: [random_problem(seed, *kind) for seed in range(problems)] for name, kind in KINDS.items()}
     drawn["three modes, 29 layers of llama7b"] = [llama_problem(memory_gib) for memory_gib in range(30, 30 + problems)]
     for name, instances in drawn.items():
-        plans = [solve(problem, BATCHES) for problem in instances]
+        plans = [solve([problem], BATCHES) for problem in instances]
         median_ms = 1e3 * statistics.median(plan.search_s for plan in plans)
         worst_ms = 1e3 * max(plan.search_s for plan in plans)
         gap = max(1 - plan.lower_bound_s / plan.seconds_per_sample for plan in plans)
@@ -171,7 +170,7 @@ def paper_settings() -> Iterable[dict[str, Any]]:
         for name, parts in SETTINGS.items():
             slicings = [sliced(model_problem(parts, memory_gib), slices) for slices in (1, 2, 4)]
             try:
-                plan = best_slicing(slicings, BATCHES)
+                plan = solve(slicings, BATCHES)
             except UserError:
                 continue  # not even all sharded fits
             chosen = f"{name}, {memory_gib} GiB, seconds per sample"
@@ -179,7 +178,7 @@ def paper_settings() -> Iterable[dict[str, Any]]:
                 plans = [other for p in slicings if (other := uniform_plan(p, mode, BATCHES))]
                 if plans:
                     yield compared(f"{chosen}, against all {mode}", plan, min(plans, key=seconds_per_sample))
-            with_zero1 = best_slicing([replace(p, modes=MODES) for p in slicings], BATCHES)
+            with_zero1 = solve([replace(p, modes=MODES) for p in slicings], BATCHES)
             yield compared(f"{chosen}, three modes against two", with_zero1, plan)
 
 

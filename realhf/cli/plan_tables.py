@@ -7,8 +7,7 @@ from rich.table import Table
 from realhf.cli.output import table_of
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.planning.clusters import hardware_text
-from realhf.planning.explain.cases import CaseResult
-from realhf.planning.explain.comparison import Comparison
+from realhf.planning.explain.comparison import CaseResult, Comparison
 from realhf.planning.model.hardware import GIB
 from realhf.planning.task import PlanningTask
 
@@ -53,7 +52,7 @@ def alternatives_table(comparison: Comparison) -> Table:
         other = ("nothing else fits", "-", "-")
         if (call := alternative.option) is not None:
             layout = f"{mesh_text(call.devices)} {call.strategy} mb{call.micro_batches}"
-            share = alternative.slower_s / alternative.planned_step_s
+            share = alternative.slower_by
             other = (layout, f"{alternative.step_s:.4g}", "the same" if abs(share) < SAME else f"{share:+.1%}")
         table.add_row(alternative.call, *other, refused)
     return table

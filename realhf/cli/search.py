@@ -6,11 +6,11 @@ from pathlib import Path
 
 from realhf.cli.output import Output, table_of
 from realhf.cli.plan_tables import mesh_text
-from realhf.planning.certificate import Certificate
 from realhf.planning.model.hardware import GIB
 from realhf.planning.problem.file import load_problem
 from realhf.planning.problem.solve import DEFAULT_SECONDS, SolveRequest, solve
 from realhf.planning.request import SearchBudget
+from realhf.planning.search import Certificate
 
 DESCRIPTION = """Finds the fastest plan of a planning problem (a file of the format planning-problem/1, or
 /2 as `realhf plan --dump-problem` writes it) and proves how

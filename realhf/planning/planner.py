@@ -89,7 +89,8 @@ def task_of(
     settings, stale, follows = auto_settings(experiment), what_if.staleness, follows_of(experiment)
     kept = max((follow.staleness for follow in follows.values()), default=0)
     calls = what_if.apply(experiment.rpcs)
-    keys = keys_without_producer(calls) if what_if.needs_no_data else experiment.dataset.keys
+    tokens = what_if.prompt_tokens
+    keys = experiment.dataset.keys if tokens is None else keys_without_producer(calls)
     graph = with_staleness(DataflowGraph(calls, keys, follows), stale)
     check_offload(offload, graph)
     dtype = what_if.dtype or _common_dtype(experiment)
@@ -104,7 +105,6 @@ def task_of(
             for name, setup in models_of(experiment).items()
         },
     )
-    tokens = what_if.prompt_tokens
     lengths = experiment.dataset.lengths() if tokens is None else dict.fromkeys(keys, (float(tokens), tokens))
     return PlanningTask(
         graph=graph,

@@ -13,9 +13,9 @@ from realhf.planning.model.reallocation import Reallocation
 from realhf.planning.options import option_of
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import NativeProblem, native_problem, reallocation_table
-from realhf.planning.problem.parameters import ReallocationTable
 from realhf.planning.problem.simulation import device_bytes, makespan_s, simulate
 from realhf.planning.problem.tables import Problem
+from realhf.planning.problem.transfers import ReallocationTable
 from realhf.planning.task import PlanningTask
 
 Order = tuple[OrderEntry, ...]

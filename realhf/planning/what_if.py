@@ -47,11 +47,6 @@ class WhatIf:
         check_range("--staleness", self.staleness, *STALENESS)
         with_features(self.features)
 
-    @property
-    def needs_no_data(self) -> bool:
-        """Whether the lengths of the prompts are known without the data set."""
-        return bool(self.model_types) or self.prompt_tokens is not None
-
     def with_defaults(self) -> "WhatIf":
         """Replaced architectures come with the lengths and the dtype of published measurements."""
         if not self.model_types:

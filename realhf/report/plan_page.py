@@ -273,7 +273,7 @@ def _alternatives(comparison: Comparison) -> str:
         if alternative.option is None:
             rows.append([alternative.call, "nothing else fits", "-", "-", too_large])
             continue
-        share = alternative.slower_s / alternative.planned_step_s
+        share = alternative.slower_by
         words = "the same" if abs(share) < SAME else f"{share:+.1%}"
         rows.append([alternative.call, _option(alternative.option), f"{alternative.step_s:.4g}", words, too_large])
     return section(

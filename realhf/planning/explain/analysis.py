@@ -3,8 +3,6 @@
 from collections import Counter
 from dataclasses import dataclass
 
-from realhf.dataflow.graph import GENERATE, DataflowGraph
-from realhf.dataflow.plan import ExecutionPlan
 from realhf.planning.predict import Prediction, problem_of, sequence_of
 from realhf.planning.problem.simulation import Event, Simulation, communicator_bytes, makespan_s, simulate, static_bytes
 from realhf.planning.problem.tables import Problem
@@ -98,18 +96,6 @@ def analyse(task: PlanningTask, prediction: Prediction) -> Analysis:
         busiest_device=device,
         busy=busy[device] / whole_s,
     )
-
-
-def generates_apart(graph: DataflowGraph, plan: ExecutionPlan) -> bool:
-    """Whether some model generates and trains, and does not do both on any one device (disaggregated)."""
-    calls = graph.calls.values()
-    pairs = [
-        (plan.calls[a.name].mesh, plan.calls[b.name].mesh)
-        for a in calls
-        for b in calls
-        if a.model_name == b.model_name and a.interface_type is GENERATE and b.trains
-    ]
-    return bool(pairs) and not any(generation.overlaps(training) for generation, training in pairs)
 
 
 def _static_bytes(problem: Problem) -> tuple[float, ...]:

@@ -1,21 +1,23 @@
-"""A plan beside the presets and the alternatives of its calls: everything that `realhf plan --compare` says."""
+"""A plan beside the presets and the alternatives of its calls, and beside those of other clusters or stalenesses."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from itertools import product
 from typing import Any
 
 import msgspec
 
+from realhf.base.errors import UserError
+from realhf.dataflow.graph import GENERATE
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
-from realhf.planning.certificate import Certificate
 from realhf.planning.explain.analysis import Analysis, analyse
 from realhf.planning.model.features import differences
-from realhf.planning.options import Option, call_options, option_of
-from realhf.planning.predict import Prediction
+from realhf.planning.options import call_options, option_of
+from realhf.planning.predict import Prediction, predict, predict_in_best_order
 from realhf.planning.presets import PresetResult, evaluate_preset, evaluate_presets
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem
-from realhf.planning.search import SearchResult
+from realhf.planning.search import Certificate, SearchResult
 from realhf.planning.task import PlanningTask
 
 SEARCHED, GIVEN = "searched", "given"
@@ -46,8 +48,9 @@ class Alternative:
     num_too_large: int
 
     @property
-    def slower_s(self) -> float:
-        return self.step_s - self.planned_step_s
+    def slower_by(self) -> float:
+        """As a part of the plan's step."""
+        return (self.step_s - self.planned_step_s) / self.planned_step_s
 
 
 def best_alternatives(task: PlanningTask, plan: ExecutionPlan) -> list[Alternative]:
@@ -58,7 +61,8 @@ def best_alternatives(task: PlanningTask, plan: ExecutionPlan) -> list[Alternati
 def _best(task: PlanningTask, plan: ExecutionPlan, name: str) -> Alternative:
     chosen = {call: [option_of(entry)] for call, entry in plan.calls.items()}
     planned = chosen[name][0]
-    options = [planned, *_others(task, name, planned)]
+    rows = call_options(task.graph.calls[name], task.batch_size, task.cluster)
+    options = [planned, *(option for option in rows if option.layout != planned.layout)]
     native = native_problem(build_problem(replace(task, offload=plan.offload), {**chosen, name: options}))
     place = list(task.graph.calls).index(name)
     (planned_step_s, _), *evaluations = native.evaluate_all([0] * len(task.graph.calls), place)
@@ -68,22 +72,17 @@ def _best(task: PlanningTask, plan: ExecutionPlan, name: str) -> Alternative:
             too_large += 1
         elif step_s < best_s:
             best, best_s = option, step_s
+    call = None
+    if best:
+        call = best.call_plan(predicted_s=task.call_models[name].seconds(best.layout.strategy, best.micro_batches))
     return Alternative(
         call=name,
-        option=best.call_plan(predicted_s=task.call_models[name].seconds(best.layout.strategy, best.micro_batches))
-        if best
-        else None,
+        option=call,
         step_s=best_s,
         planned_step_s=planned_step_s,
         num_options=len(options) - 1,
         num_too_large=too_large,
     )
-
-
-def _others(task: PlanningTask, name: str, planned: Option) -> list[Option]:
-    """All options in another layout."""
-    options = call_options(task.graph.calls[name], task.batch_size, task.cluster)
-    return [option for option in options if option.layout != planned.layout]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +129,7 @@ def compare(alone: Comparison) -> Comparison:
 
 
 def summary(comparison: Comparison) -> dict[str, Any]:
-    """The comparison as JSON data; times in seconds, memory in bytes."""
+    """The comparison as data of `msgspec.to_builtins`; times in seconds, memory in bytes."""
     task, result = comparison.task, comparison.result
     return {
         "cluster": {
@@ -156,7 +155,10 @@ def summary(comparison: Comparison) -> dict[str, Any]:
         },
         "search_trace": result.trace if result else (),
         "plans": [_candidate(task, candidate) for candidate in (comparison.plan, *comparison.presets)],
-        "alternatives": [_alternative(alternative) for alternative in comparison.alternatives],
+        "alternatives": [
+            asdict(alternative) | ({} if alternative.option else {"step_s": None})
+            for alternative in comparison.alternatives
+        ],
     }
 
 
@@ -175,18 +177,56 @@ def _candidate(task: PlanningTask, candidate: Candidate) -> Mapping[str, Any]:
         "longest_chain": analysis.chain,
         "busiest_device": analysis.busiest_device,
         "busy": analysis.busy,
-        "plan": msgspec.to_builtins(analysis.prediction.plan),
+        "plan": analysis.prediction.plan,
         "sharded": {name: str(found) for name, found in task.shardings(analysis.prediction.plan).items()},
     }
 
 
-def _alternative(alternative: Alternative) -> Mapping[str, Any]:
-    found = alternative.option is not None
-    return {
-        "call": alternative.call,
-        "option": msgspec.to_builtins(alternative.option),
-        "step_s": alternative.step_s if found else None,
-        "planned_step_s": alternative.planned_step_s,
-        "num_options": alternative.num_options,
-        "num_too_large": alternative.num_too_large,
-    }
+@dataclass(frozen=True, kw_only=True)
+class CaseResult:
+    """The best plan of one case. `problem` says why there is none.
+
+    `generates_apart`: generation and training of a model have no device in common.
+    """
+
+    name: str
+    found: Comparison | None
+    problem: str = ""
+    generates_apart: bool = False
+
+
+def solve_cases(tasks: Mapping[str, PlanningTask], search: Callable[[PlanningTask], SearchResult]) -> list[CaseResult]:
+    """One search for each task. A task for which nothing fits does not end the others.
+
+    Tasks on one cluster come in the order of their staleness: the plan of one counts for the next one, too, in the
+    order that is the fastest there.
+    """
+    is_one_cluster = len({task.cluster for task in tasks.values()}) == 1
+    results = []
+    fresher = None
+    for name, task in tasks.items():
+        try:
+            result = search(task)
+        except UserError as error:
+            results.append(CaseResult(name=name, found=None, problem=str(error)))
+            continue
+        prediction = predict(task, result.plan)
+        if is_one_cluster and fresher:
+            in_flight = task.max_steps_in_flight
+            plan = msgspec.structs.replace(fresher, order=(), max_steps_in_flight=in_flight, predicted_step_s=None)
+            prediction = min(prediction, predict_in_best_order(task, plan), key=lambda each: each.step_s)
+        fresher = prediction.plan
+        apart = _generates_apart(task, prediction.plan)
+        results.append(CaseResult(name=name, found=describe(task, prediction, result), generates_apart=apart))
+    return results
+
+
+def _generates_apart(task: PlanningTask, plan: ExecutionPlan) -> bool:
+    """Whether some model generates and trains, and does not do both on any one device (disaggregated)."""
+    calls = task.graph.calls.values()
+    pairs = [
+        (plan.calls[a.name].mesh, plan.calls[b.name].mesh)
+        for a, b in product(calls, calls)
+        if a.model_name == b.model_name and a.interface_type is GENERATE and b.trains
+    ]
+    return bool(pairs) and not any(generation.overlaps(training) for generation, training in pairs)

@@ -60,6 +60,6 @@ def _instead(alternative: Alternative) -> Instead:
     return Instead(
         call=alternative.call,
         layout=f"{option.layout}, {option.micro_batches} micro-batch{plural}",
-        slower_by=alternative.slower_s / alternative.planned_step_s,
+        slower_by=alternative.slower_by,
         **numbers,
     )

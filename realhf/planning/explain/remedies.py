@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 from realhf.base.errors import UserError
 from realhf.base.numbers import DEVICES
 from realhf.geometry.layout import DeviceMesh
+from realhf.planning.model.hardware import GIB
 from realhf.planning.options import Option, options_on
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem
 from realhf.planning.task import PlanningTask
 
-GIB = 2**30
 MAX_TIMES_NODES = 64
 SEED = 0
 
@@ -44,8 +44,7 @@ class Remedies:
 
 def find_remedies(task: PlanningTask) -> Remedies:
     """Looks for plans that spread every model over all devices or half of them: each remedy is one that a plan has."""
-    limit = task.cluster.device_memory_bytes
-    return Remedies(smallest_peak_bytes(task), _batch(task, limit), _nodes(task, limit), _offload(task, limit))
+    return Remedies(smallest_peak_bytes(task), _batch(task), _nodes(task), _offload(task))
 
 
 def smallest_peak_bytes(task: PlanningTask) -> float | None:
@@ -72,36 +71,36 @@ def _can_halve(task: PlanningTask) -> bool:
     return cluster.num_devices > 1 and cluster.num_devices & (cluster.num_devices - 1) == 0
 
 
-def _fits(task: PlanningTask, limit: float) -> bool:
+def _fits(task: PlanningTask) -> bool:
     peak = smallest_peak_bytes(task)
-    return peak is not None and peak <= limit
+    return peak is not None and peak <= task.cluster.device_memory_bytes
 
 
-def _batch(task: PlanningTask, limit: float) -> int | None:
+def _batch(task: PlanningTask) -> int | None:
     """The largest of a half, a quarter, ... of the batch that fits."""
     size = task.batch_size
     while size % 2 == 0:
         size //= 2
-        if _fits(replace(task, batch_size=size), limit):
+        if _fits(replace(task, batch_size=size)):
             return size
     return None
 
 
-def _offload(task: PlanningTask, limit: float) -> tuple[str, ...] | None:
+def _offload(task: PlanningTask) -> tuple[str, ...] | None:
     """Models that nobody trains, which only come and never go, or else all but those that follow another."""
     trained = {call.model_name for call in task.graph.calls.values() if call.trains}
     followers = {follow.target for follow in task.graph.follows.values()}
     resting = tuple(model for model in task.graph.models if model not in trained | followers)
     everything = tuple(model for model in task.graph.models if model not in followers)
-    return next((models for models in (resting, everything) if _fits(replace(task, offload=models), limit)), None)
+    return next((models for models in (resting, everything) if _fits(replace(task, offload=models))), None)
 
 
-def _nodes(task: PlanningTask, limit: float) -> int | None:
+def _nodes(task: PlanningTask) -> int | None:
     """The least number of nodes that fits, between the cluster's and MAX_TIMES_NODES as many."""
     enough = own = task.cluster.num_nodes
 
     def fits(nodes: int) -> bool:
-        return _fits(replace(task, cluster=replace(task.cluster, num_nodes=nodes)), limit)
+        return _fits(replace(task, cluster=replace(task.cluster, num_nodes=nodes)))
 
     while not fits(enough):
         enough *= 2

@@ -136,7 +136,7 @@ def choose_modes(
     plans = []
     for slicing in (problem, sliced(problem, SLICES)):
         with contextlib.suppress(UserError):  # nothing fits
-            plans.append(solve(slicing, range(1, 2)))
+            plans.append(solve([slicing], range(1, 2)))
     # Not by their communication: what is not sharded is one message in this engine, however it is sliced.
     return min(plans, key=added_s, default=None)
 

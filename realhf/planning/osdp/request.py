@@ -10,7 +10,7 @@ from realhf.planning.clusters import MEMORY_GB
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.hardware import GIB
 from realhf.planning.osdp.decoder import Training, decoder_problem
-from realhf.planning.osdp.solver import MODES, Links, Mode, OsdpPlan, OsdpProblem, best_slicing, sliced, uniform_plan
+from realhf.planning.osdp.solver import MODES, Links, Mode, OsdpPlan, OsdpProblem, sliced, solve, uniform_plan
 
 BATCH: Bounds = (1, 2**16)
 
@@ -77,7 +77,7 @@ def choose(request: OsdpRequest) -> tuple[OsdpPlan, dict[Mode, OsdpPlan | None]]
     problems = [sliced(whole, slices) for slices in slicings]
     batches = range(1, request.max_batch + 1) if request.batch is None else range(request.batch, request.batch + 1)
     uniform = {}
-    plan = best_slicing(problems, batches, time_limit_s=request.seconds)
+    plan = solve(problems, batches, time_limit_s=request.seconds)
     for mode in MODES:
         plans = [other for problem in problems if (other := uniform_plan(problem, mode, batches))]
         uniform[mode] = min(plans, key=lambda other: other.seconds_per_sample, default=None)

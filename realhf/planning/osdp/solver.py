@@ -6,9 +6,8 @@ exactly in C++ (csrc/search/osdp.h).
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
 from functools import cached_property
 from typing import Literal
 
@@ -149,10 +148,6 @@ class OsdpProblem:
         n = self.links.num_devices
         return -(-(whole * n + divided) * self.parts_per_byte // (n * op.slices))
 
-    def slice_bytes(self, op: Operator, mode: Mode) -> Fraction:
-        """`slice_parts` in bytes. Not rounded: the slices of a device lie in one buffer."""
-        return Fraction(self.slice_parts(op, mode), self.parts_per_byte)
-
     def gather_bytes(self, op: Operator) -> int:
         """The whole parameters of a slice while it is in use, twice with prefetch."""
         return (2 if self.prefetch else 1) * -(-op.parameter_bytes // op.slices)
@@ -174,13 +169,15 @@ class OsdpPlan:
     proven: bool = False
     search_s: float = 0.0
 
+    def counts(self) -> Iterator[tuple[Operator, Mode, int]]:
+        """How many slices of each operator are in each mode."""
+        for op, row in zip(self.problem.operators, self.slices, strict=True):
+            for mode, count in zip(self.problem.modes, row, strict=True):
+                yield op, mode, count
+
     @property
     def communication_s(self) -> float:
-        return sum(
-            count * self.problem.slice_seconds(op, mode)
-            for op, row in zip(self.problem.operators, self.slices, strict=True)
-            for mode, count in zip(self.problem.modes, row, strict=True)
-        )
+        return sum(count * self.problem.slice_seconds(op, mode) for op, mode, count in self.counts())
 
     @property
     def step_s(self) -> float:
@@ -201,26 +198,24 @@ class OsdpPlan:
     def memory_bytes(self) -> int:
         """The peak of a device, rounded up: sum of M_i, and the largest gather."""
         problem, states, gather = self.problem, 0, 0
-        for op, row in zip(problem.operators, self.slices, strict=True):
-            for mode, count in zip(problem.modes, row, strict=True):
-                states += count * problem.slice_parts(op, mode)
-                if count and mode == "sharded":
-                    gather = max(gather, problem.gather_bytes(op))
+        for op, mode, count in self.counts():
+            states += count * problem.slice_parts(op, mode)
+            if count and mode == "sharded":
+                gather = max(gather, problem.gather_bytes(op))
         states = -(-states // problem.parts_per_byte)
         return states + gather + problem.extra_bytes + self.batch * problem.bytes_per_sample
 
     def slices_by_kind(self) -> dict[str, dict[Mode, int]]:
         """How many slices of each kind of operator are in each mode."""
         counts: dict[str, dict[Mode, int]] = {}
-        for op, row in zip(self.problem.operators, self.slices, strict=True):
-            kind = counts.setdefault(op.kind, dict.fromkeys(self.problem.modes, 0))
-            for mode, count in zip(self.problem.modes, row, strict=True):
-                kind[mode] += count
+        for op, mode, count in self.counts():
+            counts.setdefault(op.kind, dict.fromkeys(self.problem.modes, 0))[mode] += count
         return counts
 
 
-def solve(problem: OsdpProblem, batches: range, *, time_limit_s: float = 1.0) -> OsdpPlan:
-    """The modes, and the batch out of `batches`, with the least seconds per sample.
+def solve(problems: Sequence[OsdpProblem], batches: range, *, time_limit_s: float = 1.0) -> OsdpPlan:
+    """The modes, and the batch out of `batches`, with the least seconds per sample, of problems that differ in the
+    slices of their operators.
 
     One batch only: the least seconds per step. Past the time limit (instances whose times are
     nearly proportional to their bytes can be hard) the plan carries the bound proven so far.
@@ -228,11 +223,6 @@ def solve(problem: OsdpProblem, batches: range, *, time_limit_s: float = 1.0) ->
     Raises:
         UserError: nothing fits; the text names the smallest memory and the largest batch that would.
     """
-    return best_slicing([problem], batches, time_limit_s=time_limit_s)
-
-
-def best_slicing(problems: Sequence[OsdpProblem], batches: range, *, time_limit_s: float = 1.0) -> OsdpPlan:
-    """The best plan of problems that differ in the slices of their operators (see `solve`)."""
     if not batches or batches[0] < 1 or batches.step != 1:
         raise UserError(f"batches={batches} must be a range of one or more batches, from 1 on")
     start = time.perf_counter()

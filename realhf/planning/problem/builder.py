@@ -3,12 +3,10 @@
 from collections.abc import Mapping, Sequence
 
 from realhf.planning.options import Option
-from realhf.planning.problem.arrays import data_transfer
 from realhf.planning.problem.native import reallocation_table
-from realhf.planning.problem.numbering import Numbering
-from realhf.planning.problem.option_rows import OptionRows
-from realhf.planning.problem.parameters import ParameterTransfers, ReallocationTable
+from realhf.planning.problem.option_rows import Numbering, OptionRows
 from realhf.planning.problem.tables import CallTable, Problem
+from realhf.planning.problem.transfers import ParameterTransfers, ReallocationTable, data_transfer
 from realhf.planning.task import PlanningTask
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
 

@@ -29,7 +29,6 @@ from realhf.planning.osdp.solver import (
     OsdpPlan,
     OsdpProblem,
     _solution,
-    best_slicing,
     sliced,
     solve,
     uniform_plan,
@@ -51,6 +50,10 @@ def operator(parameters: int, *, states: int = 8, slices: int = 1, activation: i
         compute_s=compute,
         slices=slices,
     )
+
+
+def slice_bytes(problem: OsdpProblem, op: Operator, mode: Mode) -> Fraction:
+    return Fraction(problem.slice_parts(op, mode), problem.parts_per_byte)
 
 
 def one_operator(**changes: object) -> OsdpProblem:
@@ -87,14 +90,14 @@ def test_sharded_against_replicated_is_three_to_two() -> None:
     (op,) = problem.operators
     assert problem.slice_seconds(op, "sharded") / problem.slice_seconds(op, "replicated") == pytest.approx(3 / 2)
     assert problem.slice_seconds(op, "zero1") == problem.slice_seconds(op, "replicated")
-    assert 4 * problem.slice_bytes(op, "sharded") == problem.slice_bytes(op, "replicated")
+    assert 4 * slice_bytes(problem, op, "sharded") == slice_bytes(problem, op, "replicated")
 
 
 def test_slices_share_the_bytes_and_gather_one_at_a_time() -> None:
     whole = one_operator()
     cut = replace(whole, operators=(replace(whole.operators[0], slices=4),))
     (op,) = cut.operators
-    assert 4 * cut.slice_bytes(op, "sharded") == whole.slice_bytes(whole.operators[0], "sharded")
+    assert 4 * slice_bytes(cut, op, "sharded") == slice_bytes(whole, whole.operators[0], "sharded")
     assert cut.slice_seconds(op, "replicated") == pytest.approx(2 * 3 * (0.25 + 200 * 0.01 / 4))
     plan = OsdpPlan(problem=replace(cut, modes=PAPER_MODES), batch=1, slices=((1, 3),))
     assert plan.memory_bytes == 7 + 10 + 6400 // 4 + 3 * 6400 // 16 + 200
@@ -181,9 +184,9 @@ def test_equals_brute_force(slices: int, modes: tuple[Mode, ...], most: int) -> 
         expected = brute_force(problem, batches)
         if np.isinf(expected):
             with pytest.raises(UserError, match="smallest memory"):
-                solve(problem, batches)
+                solve([problem], batches)
             return
-        plan = solve(problem, batches, time_limit_s=PATIENCE_S)
+        plan = solve([problem], batches, time_limit_s=PATIENCE_S)
         assert plan.proven
         assert plan.seconds_per_sample == pytest.approx(expected, rel=1e-11)
         assert plan.lower_bound_s == pytest.approx(expected, rel=1e-11)
@@ -242,7 +245,7 @@ def test_fourteen_operators_in_four_slices(seed: int) -> None:
     links = Links(num_devices=8, latency_s=1e-5, seconds_per_byte=1e-10)
     limit = int(random.uniform(0.3, 0.9) * sum(op.state_bytes for op in operators))
     problem = OsdpProblem(operators=operators, links=links, memory_bytes=limit, modes=PAPER_MODES)
-    plan = solve(problem, range(1, 2), time_limit_s=PATIENCE_S)
+    plan = solve([problem], range(1, 2), time_limit_s=PATIENCE_S)
     assert plan.proven
     assert plan.step_s == pytest.approx(meet_in_the_middle(problem, 1), rel=1e-11)
 
@@ -257,7 +260,7 @@ def test_never_worse_than_one_mode_for_all(memory_gib: int, recompute: bool) -> 
         memory_bytes=memory_gib * GIB,
     )
     problems = [sliced(whole, slices) for slices in (1, 4)]
-    plan = best_slicing(problems, range(1, 129))
+    plan = solve(problems, range(1, 129))
     fitting = [other for p in problems for mode in MODES if (other := uniform_plan(p, mode, range(1, 129)))]
     assert fitting, "all sharded fits"
     assert plan.seconds_per_sample <= min(other.seconds_per_sample for other in fitting) * (1 + 1e-9)
@@ -287,7 +290,7 @@ def test_slices_are_counted_in_parts_of_a_byte() -> None:
     problem = one_operator(operators=(operator(1, states=7, slices=5),))
     (op,) = problem.operators
     assert (problem.parts_per_byte, problem.slice_parts(op, "sharded")) == (20, 7)
-    assert problem.slice_bytes(op, "sharded") == Fraction(7, 20)
+    assert slice_bytes(problem, op, "sharded") == Fraction(7, 20)
     plan = OsdpPlan(problem=replace(problem, modes=("sharded",)), batch=1, slices=((5,),))
     assert plan.memory_bytes == 7 + 2 + 1  # 7 extra, 7 / 4 rounded up once, one gathered
     many = replace(problem, memory_bytes=2**60)
@@ -297,12 +300,12 @@ def test_slices_are_counted_in_parts_of_a_byte() -> None:
 def test_an_infeasible_problem_says_what_would_do() -> None:
     problem = one_operator(memory_bytes=2000, modes=PAPER_MODES)  # the least: 7 + 10 + 1600 + 800
     with pytest.raises(UserError, match=r"memory_bytes=2000 .* is 2417 bytes") as caught:
-        solve(problem, range(1, 5))
+        solve([problem], range(1, 5))
     assert "largest batch" not in str(caught.value)
-    assert solve(replace(problem, memory_bytes=2417), range(1, 5)).batch == 1
+    assert solve([replace(problem, memory_bytes=2417)], range(1, 5)).batch == 1
     with pytest.raises(UserError, match="the largest batch that fits is 3"):
-        solve(replace(problem, memory_bytes=2437), range(4, 5))
-    assert solve(replace(problem, memory_bytes=2437), range(3, 4)).batch == 3
+        solve([replace(problem, memory_bytes=2437)], range(4, 5))
+    assert solve([replace(problem, memory_bytes=2437)], range(3, 4)).batch == 3
 
 
 def test_operators_of_a_decoder_add_up() -> None:

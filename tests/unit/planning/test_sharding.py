@@ -128,7 +128,7 @@ def test_modes_are_those_of_the_solver() -> None:
     free = sliced(replace(direct, operators=states_only, memory_bytes=2**40), 4)
     without = uniform_plan(free, "zero1", range(1, 2))
     assert without is not None
-    expected = solve(replace(free, memory_bytes=room), range(1, 2))  # slices of the large operators do best here
+    expected = solve([replace(free, memory_bytes=room)], range(1, 2))  # slices of the large operators do best here
     plan = choose_modes(WHOLE, strategy, links, room, "float32", ENGINE)
     assert plan is not None
     assert plan.proven

@@ -1,7 +1,8 @@
-"""Moves of parameters as transfers of a planning problem: copies for calls, models that follow, host memory."""
+"""Transfers of a planning problem: data from call to call; copies of parameters, models that follow, host memory."""
 
 from array import array
 from collections.abc import Callable, Sequence
+from functools import partial
 
 from msgspec.structs import replace
 
@@ -10,12 +11,15 @@ from realhf.dataflow.follow import FollowNode
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.offload import Load, loads_of
 from realhf.geometry.layout import Layout
+from realhf.planning.cluster import Cluster
+from realhf.planning.model.call import CallModel
 from realhf.planning.model.reallocation import Reallocation, grouped_reallocations
-from realhf.planning.problem.numbering import Numbering
+from realhf.planning.problem.option_rows import Numbering, distinct
 from realhf.planning.problem.tables import Parents, TransferTable
 
 # Seconds of a reallocation from each of the sources to each of the targets, row-major.
 ReallocationTable = Callable[[Reallocation, Sequence[Layout], Sequence[Layout]], Sequence[float]]
+_Place = tuple[int | None, int | None]  # the device if the mesh is one, the node that it lies in if it is within one
 
 
 class ParameterTransfers:
@@ -121,3 +125,55 @@ class ParameterTransfers:
         if graph.versions_kept(load.model) > 1:
             return True
         return graph.calls[load.node].trains if follow is None else follow.target == load.model
+
+
+def data_transfer(numbers: Numbering, call: ModelFunctionCallDef, parent: str, keys: int) -> TransferTable:
+    """Of the meshes only single devices and single nodes matter, of the strategy the parts: the table is small.
+
+    What a call that runs ahead of training (stale rollouts) has made leaves while it makes the next: had the
+    transfer to wait for the source's devices, it would stand behind all steps that were ready before it.
+    """
+    task = numbers.task
+    runs_ahead = any(edge.kind == "version" and edge.steps_back > 1 for edge in task.graph.parents(parent))
+    sources, rows = distinct(numbers.layouts[parent], partial(_place, task.cluster))
+    targets, columns = distinct(numbers.layouts[call.name], lambda at: (_place(task.cluster, at), call.parts(at)))
+    return TransferTable(
+        name=f"data: {parent} -> {call.name}",
+        source=parent,
+        target=call.name,
+        parents=[(parent, 0)],
+        on=[call.name] if runs_ahead else [parent, call.name],
+        rows=rows,
+        columns=columns,
+        num_columns=len(targets),
+        seconds=_seconds(task.call_models[call.name], keys, sources, targets),
+    )
+
+
+def _seconds(
+    model: CallModel, keys: int, sources: Sequence[_Place], targets: Sequence[tuple[_Place, int]]
+) -> "array[float]":
+    """Row-major. A row is that of meshes on different nodes, but for the few targets on the source's own node."""
+    across, within = (
+        {parts: model.transfer_s(keys, parts, crosses_nodes=crosses) for parts in {parts for _, parts in targets}}
+        for crosses in (True, False)
+    )
+    between_nodes = array("d", [across[parts] for _, parts in targets])
+    on_node: dict[int | None, list[int]] = {}  # numbers of targets
+    for number, ((_, node), _) in enumerate(targets):
+        on_node.setdefault(node, []).append(number)
+    table = array("d")
+    for device, node in sources:
+        row = between_nodes[:]
+        for number in on_node.get(node, []) if node is not None else []:
+            (target_device, _), parts = targets[number]
+            # One and the same device has the data already.
+            row[number] = 0.0 if device is not None and device == target_device else within[parts]
+        table += row
+    return table
+
+
+def _place(cluster: Cluster, layout: Layout) -> _Place:
+    mesh = layout.mesh
+    first, last = cluster.node_of(mesh.first), cluster.node_of(mesh.devices[-1])
+    return mesh.first if mesh.size == 1 else None, first if first == last else None
