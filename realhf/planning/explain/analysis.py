@@ -83,30 +83,24 @@ def analyse(task: PlanningTask, prediction: Prediction) -> Analysis:
         for device in span.devices:
             busy[device] += span.end_s - span.start_s  # type: ignore[assignment]
     device = min(range(problem.num_devices), key=lambda d: (-busy[d], d))
+    communicators = communicator_bytes(problem, choice)
+    static = list(communicators)
+    for call, kept in zip(problem.calls, static_bytes(problem, choice), strict=True):
+        for at in plan.calls[call.name].mesh.devices:
+            static[at] += kept
     tokens_per_s = task.tokens_per_step / prediction.step_s
     return Analysis(
         prediction=prediction,
         tokens_per_s=tokens_per_s,
         gpu_hours_per_million_tokens=task.cluster.num_devices * 1e6 / tokens_per_s / 3600,
         peak_bytes=max(prediction.device_bytes),
-        static_bytes=_static_bytes(problem),
-        communicator_bytes=tuple(communicator_bytes(problem, choice)),
+        static_bytes=tuple(static),
+        communicator_bytes=tuple(communicators),
         spans=spans,
         chain=_chain(simulation, events, spans, whole_s),
         busiest_device=device,
         busy=busy[device] / whole_s,
     )
-
-
-def _static_bytes(problem: Problem) -> tuple[float, ...]:
-    choice = [0] * len(problem.calls)
-    sums = communicator_bytes(problem, choice)
-    for call, kept in zip(problem.calls, static_bytes(problem, choice), strict=True):
-        [option] = call.options
-        first, size = option.devices
-        for device in range(first, first + size):
-            sums[device] += kept
-    return tuple(sums)
 
 
 def _span(problem: Problem, simulation: Simulation, event: Event) -> Span:

@@ -20,8 +20,6 @@ from realhf.planning.problem.native import native_problem
 from realhf.planning.search import Certificate, SearchResult
 from realhf.planning.task import PlanningTask
 
-SEARCHED, GIVEN = "searched", "given"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
@@ -113,7 +111,7 @@ class Comparison:
 def describe(task: PlanningTask, prediction: Prediction, result: SearchResult | None) -> Comparison:
     """The predicted plan of a search (None: a given one) beside the heuristic alone."""
     problem = "" if result or prediction.fits else "memory"
-    candidate = Candidate(name=SEARCHED if result else GIVEN, analysis=analyse(task, prediction), problem=problem)
+    candidate = Candidate(name="searched" if result else "given", analysis=analyse(task, prediction), problem=problem)
     return Comparison(task=task, plan=candidate, result=result, heuristic=evaluate_preset("heuristic", task))
 
 
@@ -131,6 +129,9 @@ def compare(alone: Comparison) -> Comparison:
 def summary(comparison: Comparison) -> dict[str, Any]:
     """The comparison as data of `msgspec.to_builtins`; times in seconds, memory in bytes."""
     task, result = comparison.task, comparison.result
+    certificate = asdict(result.certificate) if result else None
+    if certificate:
+        del certificate["feasible"]  # a search without a plan is an error
     return {
         "cluster": {
             "hardware": task.cluster.hardware.name,
@@ -146,13 +147,7 @@ def summary(comparison: Comparison) -> dict[str, Any]:
             "dtype": task.dtype,
         },
         "features": differences(task.costs.features),
-        "certificate": result
-        and {
-            "cost_s": result.certificate.cost_s,
-            "lower_bound_s": result.certificate.lower_bound_s,
-            "proven": result.certificate.proven,
-            "has_all_meshes": result.certificate.has_all_meshes,
-        },
+        "certificate": certificate,
         "search_trace": result.trace if result else (),
         "plans": [_candidate(task, candidate) for candidate in (comparison.plan, *comparison.presets)],
         "alternatives": [

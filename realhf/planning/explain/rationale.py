@@ -15,11 +15,15 @@ def explain(task: PlanningTask, prediction: Prediction, result: SearchResult | N
     """The rationale of a predicted plan; `result` is the search that found it, None if a person gave it."""
     analysis = analyse(task, prediction)
     simple = evaluate_preset("heuristic", task)
+    origin, certificate = "given to the run", ""
+    if result:
+        options, certificate = " x ".join(map(str, result.num_options.values())), str(result.certificate)
+        origin = f"the best of {result.evaluations:,} plans that a search looked at, out of {options} options"
     return Rationale(
-        origin=_origin(result),
+        origin=origin,
         hardware=task.cluster.hardware.name,
         profiled=task.costs.profiled,
-        certificate=str(result.certificate) if result else "",
+        certificate=certificate,
         limits=analysis.limits,
         heuristic_step_s=simple.prediction.step_s if simple.prediction else None,
         heuristic_fits=not simple.problem,
@@ -27,13 +31,6 @@ def explain(task: PlanningTask, prediction: Prediction, result: SearchResult | N
         memory=_memory(analysis),
         instead=tuple(_instead(alternative) for alternative in best_alternatives(task, prediction.plan)),
     )
-
-
-def _origin(result: SearchResult | None) -> str:
-    if result is None:
-        return "given to the run"
-    options = " x ".join(str(number) for number in result.num_options.values())
-    return f"the best of {result.evaluations:,} plans that a search looked at, out of {options} options"
 
 
 def _memory(analysis: Analysis) -> tuple[DeviceMemory, ...]:

@@ -61,17 +61,14 @@ class Links:
     def __post_init__(self) -> None:
         if self.num_devices < 1:
             raise UserError(f"num_devices={self.num_devices} must be at least 1")
-        for name in ("latency_s", "seconds_per_byte", "launch_s"):
-            if getattr(self, name) < 0:
-                raise UserError(f"{name}={getattr(self, name)} must not be negative")
+        for name, value in vars(self).items():
+            if value < 0:
+                raise UserError(f"{name}={value} must not be negative")
 
     @classmethod
     def ring(cls, hardware: Hardware, num_devices: int, *, launch_s: float = 0.0) -> "Links":
         """The ring over `num_devices` neighbours. Its slowest links set the pace."""
-        if num_devices > hardware.devices_per_node:
-            latency_s, bandwidth = hardware.inter_node_latency_s, hardware.inter_node_bandwidth
-        else:
-            latency_s, bandwidth = hardware.intra_node_latency_s, hardware.intra_node_bandwidth
+        latency_s, bandwidth = hardware.link(num_devices > hardware.devices_per_node, per_node=1)
         return cls(num_devices=num_devices, latency_s=latency_s, seconds_per_byte=1 / bandwidth, launch_s=launch_s)
 
     def pass_s(self, size_bytes: float) -> float:

@@ -1,6 +1,7 @@
 """What is wrong with the content of a planning problem file, whatever its version, for people."""
 
 from collections.abc import Callable, Iterator, Sequence
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from realhf.planning.problem.tables import MAX_INSTANCES
@@ -25,15 +26,10 @@ def complaints_of(file: Any, of_call: Complaints, of_transfer: Complaints) -> It
             if name not in calls:
                 yield f"transfer {transfer.name!r}: {field!r} is {name!r}, which is no call of the file"
         yield from of_transfer(transfer)
-    waiting = {node.name: {parent for parent, back in node.parents if back == 0} for node in nodes}
-    while waiting:
-        done = {name for name, parents in waiting.items() if not parents & waiting.keys()}
-        if not done:
-            yield (
-                "the nodes of a step wait for one another in a circle; parents must not form a cycle with 0 steps back"
-            )
-            return
-        waiting = {name: parents for name, parents in waiting.items() if name not in done}
+    try:
+        TopologicalSorter({node.name: [name for name, back in node.parents if back == 0] for node in nodes}).prepare()
+    except CycleError:
+        yield "the nodes of a step wait for one another in a circle; parents must not form a cycle with 0 steps back"
 
 
 def _node_complaints(nodes: Sequence[Any], steps: int) -> Iterator[str]:

@@ -23,7 +23,7 @@ class Event:
 
 
 class Simulation:
-    """Nodes with durations and devices under one choice of options, and the clocks of the devices."""
+    """What nodes take, occupy and wait for under one choice of options."""
 
     def __init__(self, problem: Problem, choice: Sequence[int]):
         self.problem = problem
@@ -36,8 +36,6 @@ class Simulation:
             column = transfer.columns[choice[number[transfer.target]]]
             self.durations.append(transfer.seconds[row * transfer.num_columns + column])
         self._parents = [[(number[name], back) for name, back in node.parents] for node in problem.nodes]
-        self.free_at = [0.0] * problem.num_devices
-        self.end: dict[tuple[int, int], float] = {}  # by (step, node)
 
     def parents(self, step: int, node: int) -> list[tuple[int, int]]:
         """All (step, node) that must have ended, those of the bound on steps in flight included."""
@@ -46,18 +44,6 @@ class Simulation:
         if is_source and step >= self.problem.max_steps_in_flight:
             parents += [(step - self.problem.max_steps_in_flight, other) for other in range(len(self._parents))]
         return parents
-
-    def ready_s(self, step: int, node: int) -> float:
-        return max((self.end[parent] for parent in self.parents(step, node)), default=0.0)
-
-    def run_node(self, step: int, node: int) -> Event:
-        """Starts a node when it is ready and its devices are free."""
-        start = max([self.ready_s(step, node), *(self.free_at[d] for d in self.devices[node])])
-        end = start + self.durations[node]
-        for device in self.devices[node]:
-            self.free_at[device] = end
-        self.end[step, node] = end
-        return Event(node, step, start, end)
 
 
 def simulate(problem: Problem, choice: Sequence[int], steps: int, order: Sequence[tuple[int, int]] = ()) -> list[Event]:
@@ -80,16 +66,22 @@ def simulate(problem: Problem, choice: Sequence[int], steps: int, order: Sequenc
     for instance, parents in before.items():
         for parent in parents:
             children.setdefault(parent, []).append(instance)
-    queue = [(0.0, *instance) for instance in instances if not waits[instance]]
+    queue = [(0.0, *instance) for instance in instances if not waits[instance]]  # (ready_s, step, node)
     heapq.heapify(queue)
-    events = []
+    events, ends, free_at = [], dict[tuple[int, int], float](), [0.0] * problem.num_devices
     while queue:
-        _, step, node = heapq.heappop(queue)
-        events.append(simulation.run_node(step, node))
+        ready_s, step, node = heapq.heappop(queue)
+        devices = simulation.devices[node]
+        start_s = max([ready_s, *(free_at[device] for device in devices)])
+        end_s = ends[step, node] = start_s + simulation.durations[node]
+        for device in devices:
+            free_at[device] = end_s
+        events.append(Event(node, step, start_s, end_s))
         for child in children.get((step, node), []):
             waits[child] -= 1
             if not waits[child]:
-                heapq.heappush(queue, (simulation.ready_s(*child), *child))
+                ready_s = max((ends[parent] for parent in simulation.parents(*child)), default=0.0)
+                heapq.heappush(queue, (ready_s, *child))
     assert len(events) == len(instances), "the nodes form a cycle, or the order breaks an edge"
     return events
 
