@@ -22,8 +22,8 @@ from lib.common import case, finish, parse_arguments, realhf
 from lib.machine_speed import Speed, speed_probes
 
 from realhf.dataflow.plan import ExecutionPlan, load_plan, save_plan
-from realhf.planning.cluster import Cluster
 from realhf.planning.here import CPU
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.options import call_options
 from realhf.planning.planner import task_of

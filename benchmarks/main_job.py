@@ -12,8 +12,8 @@ from pathlib import Path
 from lib.common import case, finish, parse_arguments, realhf
 
 from realhf.api import ExecutionPlan, save_plan
-from realhf.planning.cluster import Cluster
 from realhf.planning.here import CPU
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.planner import search_for, task_of
 from realhf.planning.presets import evaluate_presets

@@ -20,17 +20,17 @@ from realhf.architecture.model import model_type
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.planning.cluster import Cluster, device_meshes
+from realhf.planning.model.cluster import Cluster, device_meshes
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.timings import Costs, load_costs
+from realhf.planning.model.workload import Workload
 from realhf.planning.options import Option, legal_strategies, micro_batch_counts
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import Found, native_problem, search_problem
 from realhf.planning.problem.simulation import simulate
 from realhf.planning.problem.tables import Problem
 from realhf.planning.task import PlanningTask
-from realhf.planning.workload import Workload
 
 HARDWARE, DTYPE, DEVICES_PER_NODE = "h100", "bfloat16", 8
 # Of the published measurement (tests/data/published_step_times.yaml), generation with CUDA graphs.

@@ -22,16 +22,16 @@ from realhf.dataflow.graph import (
     ModelInterfaceType,
 )
 from realhf.dataflow.interface import InterfaceConfig
-from realhf.planning.cluster import Cluster
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.timings import load_costs
+from realhf.planning.model.workload import Workload
 from realhf.planning.options import Option, call_options
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.file import problem_bytes
 from realhf.planning.problem.tables import Problem, TransferTable
 from realhf.planning.problem.version_1 import Moves, ProblemFile, file_of
 from realhf.planning.task import PlanningTask
-from realhf.planning.workload import Workload
 
 STEPS = 3
 DEVICES_PER_NODE = 8

@@ -22,8 +22,8 @@ from realhf.machine.host import read_host
 from realhf.master.trackers import check_trackers
 from realhf.models.checkpoint_index import initial_optimizer_steps
 from realhf.models.hugging_face_files import check_checkpoint
-from realhf.planning.cluster import Cluster
 from realhf.planning.clusters import hardware_text
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.hardware import GIB
 from realhf.planning.planner import plan_for
 from realhf.planning.watching import Watch, unwatched

@@ -8,9 +8,9 @@ import msgspec
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.master.drift import WARM_UP, WINDOW, call_factors
-from realhf.planning.cluster import Cluster
 from realhf.planning.explain.rationale import explain
 from realhf.planning.here import divided, hardware_here
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.planner import search_for, task_of
 from realhf.planning.predict import predict
 from realhf.planning.request import SearchBudget

@@ -13,8 +13,8 @@ from realhf.lifecycle.experiment import experiment_of
 from realhf.lifecycle.new import check_experiment, check_run, spec_fields
 from realhf.lifecycle.request import RunRequest
 from realhf.models.checkpoint_index import check_architecture, read_index
-from realhf.planning.cluster import Cluster
 from realhf.planning.clusters import cluster_of
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.planner import plan_for
 from realhf.planning.watching import Watch, unwatched
 from realhf.rundir.checkpoints import Choice, RunState, newest_good, step_folder

@@ -8,8 +8,8 @@ import msgspec
 from realhf.base.errors import UserError
 from realhf.base.files import decode_yaml, read_file
 from realhf.base.numbers import DEVICES, check_fields, check_range
-from realhf.planning.cluster import Cluster
 from realhf.planning.here import CPU, check_here, divided, gpus_here, hardware_here, local_devices
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import YAML_SUFFIXES, left_descriptions, load_hardware
 from realhf.planning.model.hardware import GIB, Hardware
 from realhf.planning.request import DevicesRequest, PlannedHardware

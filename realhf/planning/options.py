@@ -9,7 +9,7 @@ from realhf.base.errors import UserError
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.plan import CallPlan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy, divisors
-from realhf.planning.cluster import Cluster, device_meshes
+from realhf.planning.model.cluster import Cluster, device_meshes
 from realhf.planning.task import PlanningTask
 
 

@@ -14,18 +14,18 @@ from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.offload import check_offload
 from realhf.dataflow.plan import ExecutionPlan
-from realhf.planning.cluster import Cluster
 from realhf.planning.clusters import cluster_of, clusters_of
 from realhf.planning.explain.rationale import explain
 from realhf.planning.explain.remedies import find_remedies, smallest_peak_bytes
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.timings import load_costs
+from realhf.planning.model.workload import workload_of
 from realhf.planning.predict import predict
 from realhf.planning.request import PlanRequest, SearchBudget
 from realhf.planning.search import SearchResult, search_plan
 from realhf.planning.task import PlanningTask, with_staleness
 from realhf.planning.watching import Watch, unwatched
 from realhf.planning.what_if import WhatIf, WhatIfRequest, keys_without_producer
-from realhf.planning.workload import workload_of
 
 
 def plan_for(experiment: Any, request: PlanRequest, watch: Watch = unwatched) -> tuple[ExecutionPlan, Cluster]:

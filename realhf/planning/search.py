@@ -9,7 +9,7 @@ from realhf.base.errors import UserError
 from realhf.base.numbers import STEPS_IN_FLIGHT, check_range
 from realhf.dataflow.offload import check_offload
 from realhf.dataflow.plan import ExecutionPlan
-from realhf.planning.cluster import Cluster, has_all_meshes
+from realhf.planning.model.cluster import Cluster, has_all_meshes
 from realhf.planning.model.hardware import GIB
 from realhf.planning.model.reallocation import with_groups
 from realhf.planning.options import Option, all_options, chosen, option_of

@@ -9,11 +9,11 @@ from realhf.architecture.model import DType
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
-from realhf.planning.cluster import Cluster
 from realhf.planning.model.call import CallModel, features_during
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.sharding import Sharding
 from realhf.planning.model.timings import Costs
-from realhf.planning.workload import Workload
+from realhf.planning.model.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)

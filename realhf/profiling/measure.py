@@ -21,7 +21,7 @@ from realhf.launch.launcher import NoOptions
 from realhf.launch.local import LocalLauncher
 from realhf.launch.process import Job, ProcessSpec, process_environment
 from realhf.launch.supervisor import supervise
-from realhf.planning.cluster import Cluster
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import leave_description
 from realhf.planning.model.profile import profile_path
 from realhf.planning.watching import Watch

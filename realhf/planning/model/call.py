@@ -6,8 +6,8 @@ from dataclasses import dataclass, field, replace
 from realhf.architecture.model import DType
 from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.planning.cluster import Cluster
 from realhf.planning.model import memory
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.communicators import Key, axes_used, group_key, of_all_devices
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.hardware import Hardware
@@ -16,7 +16,7 @@ from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.seconds import RankSeconds, crossings
 from realhf.planning.model.sharding import Sharding, shard
 from realhf.planning.model.timings import Timings
-from realhf.planning.workload import Workload
+from realhf.planning.model.workload import Workload
 
 BYTES_PER_TOKEN = 8  # of one key of per-sample data: token numbers are int64
 

@@ -14,12 +14,12 @@ from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef, ModelInterfaceType
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.geometry.layout import ParallelStrategy
-from realhf.planning.cluster import Cluster
 from realhf.planning.model.call import CallModel, features_during
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.timings import Timings
-from realhf.planning.workload import Workload
+from realhf.planning.model.workload import Workload
 
 INTERFACES: dict[str, ModelInterfaceType] = {"generate": GENERATE, "inference": INFERENCE, "train_step": TRAIN_STEP}
 

@@ -8,7 +8,7 @@ from realhf.architecture.model import DecoderConfig, DType
 from realhf.dataflow.graph import GENERATE, ModelFunctionCallDef
 from realhf.geometry.layout import ParallelStrategy
 from realhf.planning.model.features import EngineFeatures
-from realhf.planning.workload import Workload
+from realhf.planning.model.workload import Workload
 
 
 @dataclass(frozen=True, kw_only=True)

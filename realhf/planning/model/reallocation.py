@@ -16,7 +16,7 @@ from realhf.dataflow.plan import CallPlan
 from realhf.dataflow.protocols import THREE_D_PROTO
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, held_layers
 from realhf.geometry.micro_dp import contains, grouped_like
-from realhf.planning.cluster import Cluster, share_a_node
+from realhf.planning.model.cluster import Cluster, share_a_node
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.memory import static_bytes

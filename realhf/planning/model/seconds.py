@@ -8,7 +8,7 @@ from functools import lru_cache
 from realhf.architecture.model import DTYPE_BYTES
 from realhf.dataflow.graph import TRAIN_STEP
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, stage_layers
-from realhf.planning.cluster import Cluster
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.sizes import model_sizes
 from realhf.planning.model.timings import Timings

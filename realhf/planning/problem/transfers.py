@@ -11,8 +11,8 @@ from realhf.dataflow.follow import FollowNode
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.offload import Load, loads_of
 from realhf.geometry.layout import Layout
-from realhf.planning.cluster import Cluster
 from realhf.planning.model.call import CallModel
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.reallocation import Reallocation, grouped_reallocations
 from realhf.planning.problem.option_rows import Numbering, distinct
 from realhf.planning.problem.tables import Parents, TransferTable

@@ -12,7 +12,7 @@ import pytest
 from realhf.api.experiment import ModelSetup
 from realhf.architecture.compute import ComputeConfig
 from realhf.cli import main
-from realhf.planning.cluster import Cluster
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.options import all_options
 from realhf.planning.planner import task_of

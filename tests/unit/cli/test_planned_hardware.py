@@ -17,9 +17,9 @@ from realhf.launch.process import job_of
 from realhf.lifecycle.new import new_run, said_of_hardware
 from realhf.lifecycle.replan import planned_task
 from realhf.machine import host
-from realhf.planning.cluster import Cluster
 from realhf.planning.clusters import cluster_of, hardware_text
 from realhf.planning.here import COUNTED_OF_GPU, hardware_here
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import leave_description, load_hardware
 from realhf.planning.model.hardware import GIB
 from realhf.planning.model.profile import profile_path

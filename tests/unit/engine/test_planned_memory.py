@@ -26,7 +26,7 @@ from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.memory import HOLES, WORKER_BYTES, cache_bytes, dynamic_bytes
 from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.sizes import linear_elements
-from realhf.planning.workload import Workload
+from realhf.planning.model.workload import Workload
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens
 from tests.unit.models import flash
 

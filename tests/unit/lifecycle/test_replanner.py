@@ -14,7 +14,7 @@ from realhf.lifecycle.new import new_run
 from realhf.lifecycle.replan import Proposal
 from realhf.lifecycle.replanner import Replanner
 from realhf.lifecycle.request import Mode, ReplanRequest
-from realhf.planning.cluster import Cluster
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.planner import task_of
 from realhf.planning.predict import predict

@@ -15,15 +15,15 @@ from realhf.dataflow.graph import (
 )
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.geometry.layout import ParallelStrategy
-from realhf.planning.cluster import Cluster
 from realhf.planning.model.call import CallModel, features_during
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.timings import load_costs
+from realhf.planning.model.workload import Workload
 from realhf.planning.problem.tables import CallTable, OptionRow, Problem, TransferTable
 from realhf.planning.task import PlanningTask
-from realhf.planning.workload import Workload
 
 TINY = DecoderConfig(hidden_size=64, intermediate_size=128, num_layers=4, num_heads=4, num_kv_heads=4, vocab_size=32)
 LENGTHS = Workload(prompt_tokens=8, new_tokens=8)

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from realhf.base.errors import UserError
-from realhf.planning.cluster import Cluster
 from realhf.planning.clusters import clusters_of, parse_cluster, with_memory
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.request import DevicesRequest
 

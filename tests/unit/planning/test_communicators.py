@@ -11,7 +11,7 @@ from realhf.dataflow.graph import GENERATE, TRAIN_STEP, DataflowGraph, ModelFunc
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import _collective_groups
-from realhf.planning.cluster import Cluster, device_meshes
+from realhf.planning.model.cluster import Cluster, device_meshes
 from realhf.planning.model.communicators import CommunicatorLabels, axes_used, group_key
 from realhf.planning.model.memory import copy_bytes
 from realhf.planning.options import Option, call_options, legal_strategies

@@ -16,7 +16,7 @@ from realhf.geometry.parameters import parameter_count
 from realhf.geometry.pipeline_schedule import BACKWARD_TIME, FORWARD_TIME, simulate, training_order
 from realhf.geometry.shards import Placement
 from realhf.planning import _search
-from realhf.planning.cluster import Cluster
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.hardware import Hardware
@@ -26,10 +26,10 @@ from realhf.planning.model.reallocation import Reallocation, moved_elements
 from realhf.planning.model.seconds import Crossings, crossings
 from realhf.planning.model.sizes import model_sizes
 from realhf.planning.model.timings import Costs, load_costs
+from realhf.planning.model.workload import Workload
 from realhf.planning.options import Option, call_options, legal_strategies
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import reallocation_table as native_table
-from realhf.planning.workload import Workload
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES, plan_between
 from tests.unit.planning.graphs import TINY, call, call_model, cpu_cluster, ppo, settings, task_of
 

@@ -10,7 +10,7 @@ from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.micro_dp import grouped_like
 from realhf.geometry.shards import Placement
-from realhf.planning.cluster import Cluster
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.memory import parameter_bytes, static_bytes

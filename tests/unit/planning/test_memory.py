@@ -15,8 +15,8 @@ from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunction
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, chunk_layers
 from realhf.geometry.parameters import decoder_parameters, parameter_count
 from realhf.geometry.pipeline_schedule import training_order
-from realhf.planning.cluster import Cluster
 from realhf.planning.model.activations import kept_bytes, kept_layer_bytes
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures, of_setup
 from realhf.planning.model.memory import (
@@ -34,13 +34,13 @@ from realhf.planning.model.memory import (
 )
 from realhf.planning.model.sizes import model_sizes
 from realhf.planning.model.timings import load_costs
+from realhf.planning.model.workload import Workload
 from realhf.planning.options import Option
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem
 from realhf.planning.problem.simulation import device_bytes
 from realhf.planning.task import PlanningTask
 from realhf.planning.what_if import WhatIf
-from realhf.planning.workload import Workload
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
 from tests.unit.planning.graphs import TINY, call, call_model, ppo, work_of
 

@@ -11,11 +11,11 @@ from realhf.dataflow.graph import INFERENCE, TRAIN_STEP
 from realhf.dataflow.plan import ExecutionPlan, check_plan
 from realhf.dataflow.protocols import ALL_TO_ALL, DP_PROTO
 from realhf.geometry.layout import DeviceMesh, ParallelStrategy
-from realhf.planning.cluster import Cluster, device_meshes, share_a_node
+from realhf.planning.model.cluster import Cluster, device_meshes, share_a_node
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.timings import load_costs
+from realhf.planning.model.workload import Workload
 from realhf.planning.options import call_options, legal_strategies, micro_batch_counts
-from realhf.planning.workload import Workload
 from tests.unit.planning.graphs import LENGTHS, TINY, Stub, call, call_model, cpu_cluster, ppo
 
 

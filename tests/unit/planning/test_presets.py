@@ -7,13 +7,13 @@ import pytest
 from realhf.dataflow.graph import TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import check_plan
 from realhf.geometry.layout import ParallelStrategy
-from realhf.planning.cluster import Cluster
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.timings import load_costs
+from realhf.planning.model.workload import Workload
 from realhf.planning.predict import predict
 from realhf.planning.presets import PRESETS, PresetResult, evaluate_presets, heuristic
 from realhf.planning.task import PlanningTask
-from realhf.planning.workload import Workload
 from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings
 
 

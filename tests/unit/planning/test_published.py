@@ -14,7 +14,7 @@ from realhf.architecture.model import LLAMA, model_type
 from realhf.base.errors import UserError
 from realhf.geometry.layout import ParallelStrategy
 from realhf.geometry.parameters import parameter_count
-from realhf.planning.cluster import Cluster
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import DESCRIPTIONS, load_hardware
 from realhf.planning.model.fit import (
     Constant,

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import OrderEntry, check_plan, load_plan, save_plan
-from realhf.planning.cluster import Cluster
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.model.workload import Workload
 from realhf.planning.options import call_options
 from realhf.planning.predict import possible_orders, predict
 from realhf.planning.presets import heuristic
@@ -24,7 +25,6 @@ from realhf.planning.problem.simulation import device_bytes, makespan_s, simulat
 from realhf.planning.problem.tables import Problem
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan
-from realhf.planning.workload import Workload
 from tests.unit.planning.graphs import cpu_cluster, ppo, random_problem, settings, task_of
 
 

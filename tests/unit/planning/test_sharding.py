@@ -14,15 +14,16 @@ from realhf.cli import main
 from realhf.dataflow.graph import TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
 from realhf.geometry.layout import ParallelStrategy
 from realhf.geometry.parameters import parameter_count
-from realhf.planning.cluster import Cluster
 from realhf.planning.mapping import Mapper
 from realhf.planning.model.call import CallModel
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.memory import static_bytes
 from realhf.planning.model.sharding import added_links, added_s, choose_modes, rooms, stage_operators
 from realhf.planning.model.sizes import model_sizes
 from realhf.planning.model.timings import Costs, Timings
+from realhf.planning.model.workload import Workload
 from realhf.planning.options import call_options
 from realhf.planning.osdp.decoder import Training, decoder_problem
 from realhf.planning.osdp.solver import Links, sliced, solve, uniform_plan
@@ -32,7 +33,6 @@ from realhf.planning.problem.tables import Problem
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan, without_hopeless
 from realhf.planning.task import PlanningTask
-from realhf.planning.workload import Workload
 from tests.unit.planning.graphs import TINY, call, call_model, ppo
 
 CPU = load_hardware("cpu")

@@ -9,10 +9,11 @@ from hypothesis import strategies as st
 
 from realhf.dataflow.graph import TRAIN_STEP, DataflowGraph
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.planning.cluster import Cluster
 from realhf.planning.explain.comparison import compare, describe
+from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.timings import load_costs
+from realhf.planning.model.workload import Workload
 from realhf.planning.options import Option
 from realhf.planning.predict import predict
 from realhf.planning.presets import evaluate_presets
@@ -21,7 +22,6 @@ from realhf.planning.problem.native import native_problem, search_problem
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import SearchResult, search_plan
 from realhf.planning.task import PlanningTask
-from realhf.planning.workload import Workload
 from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings
 
 
