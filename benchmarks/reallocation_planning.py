@@ -1,6 +1,6 @@
 """Planning a reallocation at size: seconds until one device of 128 knows what it sends, receives and copies where.
 
-Llama-70B's shapes in bfloat16, eight devices a node. A pair costs `plan_between` and `places_of` of the device that the
+Llama-70B's shapes in bfloat16, eight devices a node. A pair costs `plan_between` and `locate` of the device that the
 plan gives the most to do. Named pairs each by itself, random ones of a kind by their worst. `--quick`: the named ones.
 """
 
@@ -11,12 +11,12 @@ from typing import Any
 
 import torch
 from lib.common import case, finish, parse_arguments
-from realhf.realloc.execute.places import places_of
 
 from realhf.architecture.compute import DataParallel
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.shards import Placement, held_boxes
+from realhf.realloc.execute.locations import locate
 from realhf.realloc.plan.planner import plan_between
 
 LLAMA_70B = DecoderConfig(
@@ -94,7 +94,7 @@ def seconds(source: Layout, target: Layout, data_parallel: DataParallel = "zero1
         for boxes in (held_boxes(LLAMA_70B, source, busiest, data_parallel), held_boxes(LLAMA_70B, target, busiest))
     ]
     start = time.perf_counter()
-    places_of(plan, busiest, *held)
+    locate(plan, busiest, *held)
     return taken + time.perf_counter() - start
 
 

@@ -107,7 +107,7 @@ def instance(name: str) -> ProblemFile:
     )  # see _moves
     problem = _made_uneven(tables, chosen.uneven)
     moves = _moves_of(graph)
-    return file_of(problem, graph, DEVICES_PER_NODE, steps=STEPS, label=lambda row: row.strategy, moves=moves)
+    return file_of(problem, graph, steps=STEPS, label=lambda row: row.strategy, moves=moves)
 
 
 def planning_task(num_nodes: int) -> PlanningTask:

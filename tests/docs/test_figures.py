@@ -185,7 +185,8 @@ def test_what_benchmarks_import_is_there() -> None:
     missing = [
         f"{script}: {module}.{name}"
         for module, name, script in sorted(imported)
-        if (names := names_of(module)) is not None and name not in names
+        if ((names := names_of(module)) is None and str(module).split(".")[0] in ("realhf", "lib", "jobs"))
+        or (names is not None and name not in names)
     ]
     assert not missing
     assert names_of("realhf.planning.presets")
