@@ -147,7 +147,7 @@ def real_worker(address: str, keys: Path, index: int) -> None:
         outgoing=Codec[ToMaster](ToMaster),
         heartbeat=lambda: Heartbeat(activity="idle"),
     )
-    client.send(Ready())
+    client.send(Ready(device="CPU"))
     while not isinstance(request := client.receive(60), Shutdown):
         if isinstance(request, CallFunction):
             client.send(answer(request))
@@ -167,7 +167,7 @@ def simulated_workers(address: str, keys: Path, count: int) -> None:
             own.own.secret,
         )
         socket.connect(address)
-        socket.send(outgoing.encode(Ready()))
+        socket.send(outgoing.encode(Ready(device="CPU")))
         poller.register(socket, zmq.POLLIN)
     open_sockets = count
     while open_sockets:
