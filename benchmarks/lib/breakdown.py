@@ -6,7 +6,7 @@ from realhf.planning.problem.simulation import Event, Simulation, makespan_s
 from realhf.planning.problem.tables import Problem
 
 REALLOCATION, DATA_TRANSFER, IDLE = "reallocation", "data transfer", "idle"
-_DATA = "data: "  # what the name of a data transfer begins with (`realhf.planning.problem.builder`)
+_DATA = "data: "  # what the name of a data transfer begins with (`realhf.planning.problem.transfers`)
 
 
 def device_time_shares(problem: Problem, choice: Sequence[int], events: Sequence[Event]) -> dict[str, float]:
