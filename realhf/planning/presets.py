@@ -1,6 +1,6 @@
 """Plans by rule, to compare a searched plan with."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from realhf.base.errors import UserError
@@ -12,7 +12,7 @@ from realhf.planning.model.call import CallModel
 from realhf.planning.model.communicators import of_all_devices
 from realhf.planning.model.hardware import GIB
 from realhf.planning.options import Option, call_strategies, chosen, options_on
-from realhf.planning.predict import Prediction, predict, predict_in_best_order
+from realhf.planning.predict import Prediction, predict_in_best_order
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem, search_problem
 from realhf.planning.task import PlanningTask
@@ -119,82 +119,49 @@ def heuristic(task: PlanningTask) -> ExecutionPlan:
     the models would not fit.
 
     Each call takes the fastest number of micro-batches that fits into memory beside all models, or else the one that
-    needs least. The plan has predictions; it may not fit. Raises UserError if no strategy is legal for all calls.
+    needs least. The plan may not fit. Raises UserError if no strategy is legal for all calls.
     """
-    needs, limit = _NeedsOfAll(task), task.cluster.device_memory_bytes
-    strategy = min(needs.strategies(), key=lambda s: (max(needs.least(s) - limit, 0.0), -s.tp, -s.dp))
+    models, num_devices = task.call_models, task.cluster.num_devices
+    legal = {name: dict(call_strategies(model.call, num_devices, model.samples)) for name, model in models.items()}
+    common = set.intersection(*map(set, legal.values()))
+    within_node = [strategy for strategy in common if task.cluster.devices_per_node % strategy.tp == 0]
+    if not within_node:
+        raise UserError(
+            f"heuristic plan: no (dp, tp, pp) on {num_devices} devices is legal for all calls with "
+            f"batch_size={task.batch_size}; choose another number of devices or a batch size that it divides"
+        )
+    counts = {strategy: {name: legal[name][strategy] for name in models} for strategy in within_node}
+    strategy = min(within_node, key=lambda s: (max(_lacking_bytes(task, s, counts[s]).values()), -s.tp, -s.dp))
+    taken = counts[strategy]
     # Calls that leave something come first: the others choose beside it.
-    for model in sorted(task.call_models.values(), key=lambda model: model.call.interface_type is not GENERATE):
+    for model in sorted(models.values(), key=lambda model: model.call.interface_type is not GENERATE):
+        name = model.call.name
 
-        def key(count: int, model: CallModel = model) -> tuple[float, float]:
-            over = max(needs.with_the_others(model, strategy, count) - limit, 0.0)
-            return over, model.seconds(strategy, count)
+        def key(count: int, model: CallModel = model, name: str = name) -> tuple[float, float, float]:
+            lacking = _lacking_bytes(task, strategy, {**taken, name: [count]})
+            return max(lacking.values()), lacking[name], model.seconds(strategy, count)
 
-        needs.chosen[model.call.name] = min(needs.counts(model, strategy), key=key)
-    layout = Layout(DeviceMesh(0, task.cluster.num_devices), strategy)
-    calls = {name: Option(layout, count).call_plan() for name, count in needs.chosen.items()}
-    return predict(task, task.plan(calls, preset="heuristic")).plan
+        taken[name] = [min(taken[name], key=key)]
+    layout = Layout(DeviceMesh(0, num_devices), strategy)
+    return task.plan({name: Option(layout, count).call_plan() for name, [count] in taken.items()}, preset="heuristic")
 
 
-class _NeedsOfAll:
-    """Bytes on a device while all calls run in one strategy on all devices; `chosen`: micro-batches by call."""
-
-    def __init__(self, task: PlanningTask):
-        self._task, self._models = task, list(task.call_models.values())
-        self._legal = {
-            model.call.name: dict(call_strategies(model.call, task.cluster.num_devices, model.samples))
-            for model in self._models
-        }
-        self.chosen: dict[str, int] = {}
-
-    def strategies(self) -> list[ParallelStrategy]:
-        """Those that are legal for all calls, with tensor-parallel groups within a node."""
-        task, common = self._task, set.intersection(*map(set, self._legal.values()))
-        within_node = sorted(s for s in common if task.cluster.devices_per_node % s.tp == 0)
-        if not within_node:
-            raise UserError(
-                f"heuristic plan: no (dp, tp, pp) on {task.cluster.num_devices} devices is legal for all calls with "
-                f"batch_size={task.batch_size}; choose another number of devices or a batch size that it divides"
-            )
-        return within_node
-
-    def counts(self, model: CallModel, strategy: ParallelStrategy) -> list[int]:
-        return self._legal[model.call.name][strategy]
-
-    def least(self, strategy: ParallelStrategy) -> float:
-        """Of the call that needs most, each in its smallest form."""
-        return max(self._smallest(model, strategy) for model in self._models)
-
-    def with_the_others(self, model: CallModel, strategy: ParallelStrategy, count: int) -> float:
-        """Of the call, or of another one beside what this one leaves."""
-        left = [model.kept_cache_bytes(strategy, each) for each in self.counts(model, strategy)]
-        more = model.kept_cache_bytes(strategy, count) - min(left)
-        rest = [] if more == 0 else [other for other in self._models if other is not model]
-        of_others = (self._smallest(other, strategy) + more for other in rest)
-        return max(self._need(model, strategy, count), *of_others, 0.0)
-
-    def _smallest(self, model: CallModel, strategy: ParallelStrategy) -> float:
-        return min(self._need(model, strategy, count) for count in self.counts(model, strategy))
-
-    def _need(self, model: CallModel, strategy: ParallelStrategy, count: int) -> float:
-        """With what other calls leave: as chosen, or at least."""
-        kept = self._stays(strategy)
-        for other in self._models:
-            if other is not model:
-                count_chosen = self.chosen.get(other.call.name)
-                counts = [count_chosen] if count_chosen else self.counts(other, strategy)
-                kept += min(other.kept_cache_bytes(strategy, each) for each in counts)
-        return kept + model.dynamic_bytes(strategy, count)
-
-    def _stays(self, strategy: ParallelStrategy) -> float:
-        """All models at home, and the communicators."""
-        task, num_devices = self._task, self._task.cluster.num_devices
-        homes = [task.call_models[name] for name in dict.fromkeys(task.homes.values())]
-        layout = Layout(DeviceMesh(0, num_devices), strategy)
-        own = {key for model in self._models for key in model.communicators(layout)}
-        common = of_all_devices(num_devices, moves=bool(task.graph.follows))
-        static = sum(home.static_bytes(strategy) for home in homes)
-        return static + task.costs.hardware.communicator_bytes * (len(common) + len(own))
+def _lacking_bytes(
+    task: PlanningTask, strategy: ParallelStrategy, counts: Mapping[str, Sequence[int]]
+) -> dict[str, float]:
+    """What a device lacks for each call where all run in one strategy on all devices: each in its smallest form, beside
+    all models at home, the communicators, and what the other calls leave at least. `counts`: the numbers of
+    micro-batches that each may have."""
+    models, num_devices = task.call_models, task.cluster.num_devices
+    layout = Layout(DeviceMesh(0, num_devices), strategy)
+    own = {key for model in models.values() for key in model.communicators(layout)}
+    communicators = len(own) + len(of_all_devices(num_devices, moves=bool(task.graph.follows)))
+    static = sum(models[home].static_bytes(strategy) for home in dict.fromkeys(task.homes.values()))
+    kept = {n: min(model.kept_cache_bytes(strategy, count) for count in counts[n]) for n, model in models.items()}
+    dynamic = {n: min(model.dynamic_bytes(strategy, count) for count in counts[n]) for n, model in models.items()}
+    beside = static + task.costs.hardware.communicator_bytes * communicators + sum(kept.values())
+    limit = task.cluster.device_memory_bytes
+    return {name: max(beside - kept[name] + dynamic[name] - limit, 0.0) for name in models}
 
 
 PRESETS: dict[str, Callable[[PlanningTask], ExecutionPlan]] = {

@@ -138,7 +138,7 @@ def test_the_plan_carries_an_order_that_runs_and_takes_what_was_predicted(in_fli
 def test_search_beats_the_heuristic() -> None:
     graph = ppo()
     shared = settings(graph, cpu_cluster(4))
-    rule = heuristic(task_of(graph, **shared))
+    rule = predict(task_of(graph, **shared), heuristic(task_of(graph, **shared))).plan
     check_plan(rule, graph, 16)
     assert {(c.devices, c.dp, c.tp, c.pp) for c in rule.calls.values()} == {((0, 4), 1, 4, 1)}
     result = search_plan(task_of(graph, **shared), SearchBudget(evaluations=5000), 0)
