@@ -27,9 +27,10 @@ from realhf.planning.model.timings import Costs, load_costs
 from realhf.planning.model.workload import Workload
 from realhf.planning.options import Option, legal_strategies, micro_batch_counts
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.native import Found, native_problem, search_problem
+from realhf.planning.problem.native import Found, SearchRequest, native_problem, search_problem
 from realhf.planning.problem.simulation import simulate
 from realhf.planning.problem.tables import Problem
+from realhf.planning.request import SearchBudget
 from realhf.planning.task import PlanningTask
 
 HARDWARE, DTYPE, DEVICES_PER_NODE = "h100", "bfloat16", 8
@@ -209,7 +210,8 @@ class Study:
             return {"infeasible": f"{lacking[0]} does not fit by itself"}
         problem = build_problem(self.task, options)
         native = native_problem(problem)
-        found = search_problem(native, seed=SEED, evaluations=self.point.evaluations)
+        budget = SearchBudget(evaluations=self.point.evaluations)
+        found = search_problem(native, SearchRequest(budget=budget, seed=SEED))
         if not found.feasible:
             smallest = native.evaluate(native.smallest_plan(SEED))["peak_bytes"]
             why = f"the smallest plan found needs {smallest / GIB:.1f} GiB a device"

@@ -16,10 +16,8 @@ from lib.common import case, finish, parse_arguments
 from lib.search_instances import INSTANCES, instance
 
 from realhf.planning.problem.file import load_problem
-from realhf.planning.problem.native import native_problem
-from realhf.planning.problem.solve import SolveRequest, solve
+from realhf.planning.problem.native import Found, SearchRequest, native_problem, search_problem
 from realhf.planning.problem.tables import Problem
-from realhf.planning.problem.version_1 import problem_of
 from realhf.planning.request import SearchBudget
 
 FOLDER = Path(__file__).resolve().parents[1] / "tests" / "data" / "planning_problems"
@@ -45,7 +43,7 @@ def main() -> None:
         if arguments.quick and name == LARGEST:
             continue
         start = time.perf_counter()
-        problem = problem_of(instance(name))
+        problem = instance(name).problem()
         seconds = time.perf_counter() - start
         target = max(GAP_TARGETS) if name == LARGEST else BUILD_TARGET_S
         results.append(at_most(f"{name}: tables built, {count(problem)} options", seconds, "s", target))
@@ -57,9 +55,16 @@ def count(problem: Problem) -> str:
     return f"{sum(len(call.options) for call in problem.calls):,}"
 
 
-def solved(problem: Problem, seconds: float, seed: int = 0, single_moves: bool = False) -> dict[str, Any]:
-    budget = SearchBudget(seconds=seconds)
-    return solve(problem, SolveRequest(budget=budget, seed=seed, threads=THREADS, single_moves=single_moves))
+def solved(problem: Problem, seconds: float, seed: int = 0, single_moves: bool = False) -> Found:
+    """What a search of a problem of version 1 finds: its times of steps are in microseconds."""
+    request = SearchRequest(
+        budget=SearchBudget(seconds=seconds),
+        seed=seed,
+        threads=THREADS,
+        single_moves=single_moves,
+        proves=not single_moves,
+    )
+    return search_problem(native_problem(problem), request)
 
 
 def at_most(name: str, value: float, unit: str, target: float, baseline: float | None = None) -> dict[str, Any]:
@@ -92,25 +97,25 @@ def optimum_cases(name: str, problem: Problem, known: dict[str, Any], seeds: ran
     """Worst over the seeds: seconds to the optimum and to its proof; then single moves and the released searcher."""
     best = known["best_us_per_step"]
     runs = [solved(problem, PROOF_TARGET_S, seed) for seed in seeds]
-    hits = [run for run in runs if run["us_per_step"] == best]
-    proofs = [run for run in runs if run["proven"]]
-    to_best = max((run["trace"][-1][0] for run in hits), default=float("inf"))
+    hits = [run for run in runs if run.step_s == best]
+    proofs = [run for run in runs if run.proven]
+    to_best = max((run.trace[-1][0] for run in hits), default=float("inf"))
     row = at_most(f"{name}: optimum found, worst of {len(hits)}/{len(runs)} seeds", to_best, "s", OPTIMUM_TARGET_S)
     yield {**row, "holds": row["holds"] and len(hits) == len(runs)}
-    to_proof = max((run["seconds"] for run in proofs), default=float("inf"))
+    to_proof = max((run.seconds for run in proofs), default=float("inf"))
     row = at_most(f"{name}: proven optimal, worst of {len(proofs)}/{len(runs)} seeds", to_proof, "s", PROOF_TARGET_S)
     yield {**row, "holds": row["holds"] and len(proofs) == len(runs)}
 
     single = [solved(problem, SINGLE_MOVES_S, seed, single_moves=True) for seed in seeds[:3]]
-    above = sum(run["us_per_step"] for run in single) / len(single) / best - 1
-    ours = max(run["us_per_step"] for run in runs) / best - 1
+    above = sum(run.step_s for run in single) / len(single) / best - 1
+    ours = max(run.step_s for run in runs) / best - 1
     yield at_most(
         f"{name}: worst plan above the optimum; baseline: single moves alone for {SINGLE_MOVES_S:g} s, their mean",
         ours, "part", 0.0, baseline=above,
     )  # fmt: skip
     released = known.get("realhf_seconds_60s_runs")
     if released:
-        ours = max(run["us_per_step"] for run in runs) / 1e6
+        ours = max(run.step_s for run in runs) / 1e6
         yield at_most(
             f"{name}: worst plan of {PROOF_TARGET_S:g} s; baseline: best of the released searcher's three of 60 s",
             ours, "s a step", best / 1e6, baseline=min(released),
@@ -119,16 +124,16 @@ def optimum_cases(name: str, problem: Problem, known: dict[str, Any], seeds: ran
 
 def gap_cases(name: str, problem: Problem, budgets: tuple[int, ...]) -> Iterator[dict[str, Any]]:
     """What the certificate says after each number of seconds; a proof ends the run before."""
-    run: dict[str, Any] = {"proven": False}
+    run: Found | None = None
     for seconds in budgets:
-        if not run["proven"]:
+        if run is None or not run.proven:
             run = solved(problem, float(seconds))
-        gap = 1 - run["lower_bound_us"] / run["us_per_step"]
+        gap = 1 - run.lower_bound_s / run.step_s
         target = 1.0 if name == LARGEST else GAP_TARGETS[seconds]
-        best_s, after_s = run["trace"][-1]
+        best_s, after_s = run.trace[-1]
         yield at_most(
             f"{name}: gap after {seconds} s (best {after_s / 1e6:.3f} s a step, found after {best_s:.2f} s"
-            + (f"; proven after {run['seconds']:.2f} s)" if run["proven"] else ")"),
+            + (f"; proven after {run.seconds:.2f} s)" if run.proven else ")"),
             gap, "part", target,
         )  # fmt: skip
 

@@ -5,6 +5,7 @@ python benchmarks/lib/search_instances.py FOLDER
 
 import random
 import sys
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +23,17 @@ from realhf.dataflow.graph import (
     ModelInterfaceType,
 )
 from realhf.dataflow.interface import InterfaceConfig
+from realhf.geometry.layout import Layout
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.model.reallocation import Reallocation
 from realhf.planning.model.timings import load_costs
 from realhf.planning.model.workload import Workload
 from realhf.planning.options import Option, call_options
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.file import problem_bytes
-from realhf.planning.problem.tables import Problem, TransferTable
-from realhf.planning.problem.version_1 import Moves, ProblemFile, file_of
+from realhf.planning.problem.tables import Problem
+from realhf.planning.problem.version_1 import ProblemFile
 from realhf.planning.task import PlanningTask
 
 STEPS = 3
@@ -102,12 +105,8 @@ def instance(name: str) -> ProblemFile:
         max_steps_in_flight=STEPS,
         dtype="bfloat16",
     )
-    tables = build_problem(
-        task, options, reallocations=lambda _, sources, targets: [0.0] * (len(sources) * len(targets))
-    )  # see _moves
-    problem = _made_uneven(tables, chosen.uneven)
-    moves = _moves_of(graph)
-    return file_of(problem, graph, steps=STEPS, label=lambda row: row.strategy, moves=moves)
+    problem = _made_uneven(build_problem(task, options, reallocations=_broadcasts), chosen.uneven)
+    return ProblemFile.of(replace(problem, steps=STEPS), graph, label=lambda row: row.strategy)
 
 
 def planning_task(num_nodes: int) -> PlanningTask:
@@ -172,35 +171,24 @@ def _made_uneven(problem: Problem, uneven: float) -> Problem:
     return replace(problem, calls=calls)
 
 
-def _moves_of(graph: DataflowGraph) -> Moves:
-    def moves(problem: Problem, transfer: TransferTable) -> dict[str, int]:
-        calls = {call.name: call for call in problem.calls}
-        source, target = calls[transfer.source], calls[transfer.target]
-        model = graph.calls[target.name].config
-        return _moves(model, [row.strategy for row in source.options], [row.strategy for row in target.options])
-
-    return moves
-
-
-def _moves(model: DecoderConfig, sources: Sequence[str], targets: Sequence[str]) -> dict[str, int]:
-    """Microseconds for a parameter broadcast: a shard of the target at 40 GB/s, less with more sources."""
+def _broadcasts(move: Reallocation, sources: Sequence[Layout], targets: Sequence[Layout]) -> "array[float]":
+    """Seconds of a parameter broadcast: a shard of the target at 40 GB/s, less with more sources; whole microseconds.
+    Wherever the meshes lie, so that a file needs no more than strategies to say it."""
+    model = move.model
     parameter_bytes = (
         2
         * model.num_layers
         * (4 * model.hidden_size * model.hidden_size + 3 * model.hidden_size * model.intermediate_size)
     )
-    table = {}
-    for source in dict.fromkeys(sources):
-        for target in dict.fromkeys(targets):
-            a, b = _degrees(source), _degrees(target)
-            held = parameter_bytes / (b["tp"] * b["pp"])
-            table[f"{source}>{target}"] = round(held / 40e9 * 1e6 * (1 + 1 / a["dp"]) / 2) + 1000
+    held = [parameter_bytes / (target.strategy.tp * target.strategy.pp) for target in targets]
+    rows = {
+        dp: array("d", [(round(size / 40e9 * 1e6 * (1 + 1 / dp) / 2) + 1000) / 1e6 for size in held])
+        for dp in {source.strategy.dp for source in sources}
+    }
+    table = array("d")
+    for source in sources:
+        table += rows[source.strategy.dp]
     return table
-
-
-def _degrees(strategy: str) -> dict[str, int]:
-    """{"dp": 2, "tp": 4, "pp": 1} of "dp2 tp4 pp1"."""
-    return {word[:2]: int(word[2:]) for word in strategy.split()}
 
 
 if __name__ == "__main__":

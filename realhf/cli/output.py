@@ -65,7 +65,7 @@ class Phases:
     """A line on stderr for each phase of planning or profiling that has ended, with how long it took; on a terminal a
     status shows the present phase too. stdout keeps only the results.
 
-    Called with a phase that begins or goes on, and what is known of it by now (`realhf.planning.watching.Watch`).
+    Called with a phase that begins or goes on, and what is known of it by now (`realhf.planning.request.Watch`).
     `clock`: seconds that never go back.
     """
 

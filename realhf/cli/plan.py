@@ -18,9 +18,9 @@ from realhf.planning.explain.comparison import Comparison, compare, describe, so
 from realhf.planning.options import all_options
 from realhf.planning.planner import search_for, tasks_of
 from realhf.planning.predict import predict
-from realhf.planning.problem import version_1, version_2
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.file import problem_bytes
+from realhf.planning.problem.file import PlannedFile, problem_bytes
+from realhf.planning.problem.version_1 import ProblemFile
 from realhf.planning.request import PlanRequest
 from realhf.planning.task import PlanningTask
 from realhf.planning.what_if import WhatIfRequest
@@ -77,7 +77,7 @@ def execute(arguments: argparse.Namespace) -> int:
         )
     if arguments.dump_problem:
         problem = build_problem(task, all_options(task))
-        file = version_2.file_of(problem) if arguments.dump_version == 2 else version_1.file_of(problem, task.graph)
+        file = PlannedFile.of(problem) if arguments.dump_version == 2 else ProblemFile.of(problem, task.graph)
         out.write(arguments.dump_problem, problem_bytes(file))
     plan, result = request.given, None
     if plan is None:

@@ -3,14 +3,18 @@
 import argparse
 import math
 from pathlib import Path
+from typing import Any
 
 from realhf.cli.output import Output, table_of
 from realhf.cli.plan_tables import mesh_text
 from realhf.planning.model.hardware import GIB
 from realhf.planning.problem.file import load_problem
-from realhf.planning.problem.solve import DEFAULT_SECONDS, SolveRequest, solve
+from realhf.planning.problem.native import Found, SearchRequest, native_problem, search_problem
+from realhf.planning.problem.tables import Problem
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import Certificate
+
+DEFAULT_SECONDS = 10.0
 
 DESCRIPTION = """Finds the fastest plan of a planning problem (a file of the format planning-problem/1, or
 /2 as `realhf plan --dump-problem` writes it) and proves how
@@ -42,34 +46,58 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    request = SolveRequest(
-        budget=SearchBudget(evaluations=arguments.evaluations, seconds=arguments.seconds),
+    budget = SearchBudget(evaluations=arguments.evaluations, seconds=arguments.seconds)
+    is_single = arguments.moves == "single"
+    request = SearchRequest(
+        budget=SearchBudget(seconds=DEFAULT_SECONDS) if budget == SearchBudget() else budget,
         seed=arguments.seed,
         threads=arguments.threads,
-        single_moves=arguments.moves == "single",
+        single_moves=is_single,
+        proves=not is_single,
     )
     out, problem = Output(), load_problem(arguments.file)
-    result = solve(problem, request)
+    found = search_problem(native_problem(problem), request)
+    result = as_json(problem, found, request.seed)
     if arguments.json:
         out.write_json(arguments.json, result)
     table = table_of("plan", "call", "option", "devices", "strategy", "s")
-    for call in problem.calls:
-        number = result["plan"][call.name]
+    for call, number in zip(problem.calls, found.choice, strict=True):
         option = call.options[number]
         seconds = f"{option.time_s * problem.unit_us / 1e6:.3f}"
         table.add_row(call.name, str(number), mesh_text(option.devices), option.strategy, seconds)
     out.print(table)
     best_s, lower_bound_us = result["us_per_step"] / 1e6, result["lower_bound_us"]
     bound_s = math.inf if lower_bound_us is None else lower_bound_us / 1e6
-    certificate = Certificate(
-        cost_s=best_s, lower_bound_s=bound_s, proven=result["proven"], feasible=result["feasible"]
-    )
+    certificate = Certificate(cost_s=best_s, lower_bound_s=bound_s, proven=found.proven, feasible=found.feasible)
     out.say(
         f"best        {best_s:.6f} s a step",
         f"lower bound {bound_s:.6f} s: {certificate}",
         f"memory      {result['peak_bytes'] / GIB:.2f} of {problem.device_memory_bytes / GIB:.2f} GiB on the fullest "
         "device",
-        f"evaluations {result['evaluations']:,} in {result['seconds']:.2f} s "
-        f"({result['full_evaluations']:,} to the end, {result['early_rejections']:,} rejected early)",
+        f"evaluations {found.all_evaluations:,} in {found.seconds:.2f} s "
+        f"({found.full_evaluations:,} to the end, {found.early_rejections:,} rejected early)",
     )
     return 0
+
+
+def as_json(problem: Problem, found: Found, seed: int) -> dict[str, Any]:
+    """What `--json` writes: the best plan found and a bound on all plans.
+
+    `lower_bound_us` is None if it is proven that no plan fits into memory, which `proven` then stands for.
+    """
+    nothing_fits = found.proven and not found.feasible
+    return {
+        "plan": dict(zip([call.name for call in problem.calls], found.choice, strict=True)),
+        "us_per_step": found.step_s * problem.unit_us,
+        "peak_bytes": int(found.peak_bytes),
+        "feasible": found.feasible,
+        "lower_bound_us": None if nothing_fits else found.lower_bound_s * problem.unit_us,
+        "proven": found.proven,
+        "evaluations": found.all_evaluations,
+        "evaluations_per_s": found.all_evaluations / max(found.seconds, 1e-9),
+        "full_evaluations": found.full_evaluations,
+        "early_rejections": found.early_rejections,
+        "seconds": found.seconds,
+        "seed": seed,
+        "trace": [(at_s, cost * problem.unit_us) for at_s, cost in found.trace],
+    }

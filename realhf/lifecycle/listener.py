@@ -11,7 +11,7 @@ class Listener:
         """A sentence for people."""
 
     def search(self, phase: str, detail: str) -> None:
-        """A search for a plan goes on (`realhf.planning.watching.Watch`)."""
+        """A search for a plan goes on (`realhf.planning.request.Watch`)."""
 
     def starting(self, run: Run, directory: RunDirectory, reason: str | None) -> None:
         """The processes of the run are about to be started; its directory is ready.

@@ -26,7 +26,7 @@ from realhf.planning.clusters import hardware_text
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.hardware import GIB
 from realhf.planning.planner import plan_for
-from realhf.planning.watching import Watch, unwatched
+from realhf.planning.request import Watch, unwatched
 from realhf.rundir.run import MAX_STEPS, Run, RunSpec
 
 EXPERIMENT_RANGES: dict[str, Bounds] = {"steps": (1, MAX_STEPS), "seed": (0, 2**63 - 1)}

@@ -16,7 +16,7 @@ from realhf.models.checkpoint_index import check_architecture, read_index
 from realhf.planning.clusters import cluster_of
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.planner import plan_for
-from realhf.planning.watching import Watch, unwatched
+from realhf.planning.request import Watch, unwatched
 from realhf.rundir.checkpoints import Choice, RunState, newest_good, step_folder
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run, RunSpec, read_spec

@@ -12,7 +12,7 @@ from realhf.lifecycle.replan import or_default
 from realhf.lifecycle.request import RunRequest
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.planner import plan_for
-from realhf.planning.watching import Watch
+from realhf.planning.request import Watch
 from realhf.rundir.run import Run
 
 # Failures in a row, no new step between them, for which a worker is blamed before the run goes on without it.

@@ -21,10 +21,9 @@ from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.timings import load_costs
 from realhf.planning.model.workload import workload_of
 from realhf.planning.predict import predict
-from realhf.planning.request import PlanRequest, SearchBudget
+from realhf.planning.request import PlanRequest, SearchBudget, Watch, unwatched
 from realhf.planning.search import SearchResult, search_plan
 from realhf.planning.task import PlanningTask, with_staleness
-from realhf.planning.watching import Watch, unwatched
 from realhf.planning.what_if import WhatIf, WhatIfRequest, keys_without_producer
 
 

@@ -14,11 +14,11 @@ from realhf.planning.model.hardware import GIB
 from realhf.planning.options import Option, call_strategies, chosen, options_on
 from realhf.planning.predict import Prediction, predict_in_best_order
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.native import native_problem, search_problem
+from realhf.planning.problem.native import SearchRequest, native_problem, search_problem
+from realhf.planning.request import SearchBudget, Watch, unwatched
 from realhf.planning.task import PlanningTask
-from realhf.planning.watching import Watch, unwatched
 
-SEED, EVALUATIONS = 0, 20_000  # of the search for the best strategies within a preset's meshes
+SEED, BUDGET = 0, SearchBudget(evaluations=20_000)  # of the search for the best strategies within a preset's meshes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,7 @@ def _best_on(task: PlanningTask, meshes: Mapping[str, DeviceMesh], preset: str) 
                 f"{mini_batch} samples; choose a batch size that the number of devices divides"
             )
     native = native_problem(build_problem(task, options))
-    found = search_problem(native, seed=SEED, evaluations=EVALUATIONS, proves=False)
+    found = search_problem(native, SearchRequest(budget=BUDGET, seed=SEED, proves=False))
     choice = found.choice if found.feasible else native.smallest_plan(SEED)
     return task.plan(chosen(options, choice), preset=preset)
 

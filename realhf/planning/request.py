@@ -1,6 +1,6 @@
 """What somebody asks of the planner: for which devices, with which budget, and what is fixed beforehand."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -15,9 +15,15 @@ from realhf.planning.model.hardware import Hardware
 # Limits of a budget. Every search looks at its starts: one evaluation gives the best of them.
 EVALUATIONS = (1, 10**12)
 SECONDS = (0.01, 10**7)
-
-
 SEEDS = (0, 2**63 - 1)  # of a search: the least, the most
+
+# What planning says while it goes on: the phase that has begun, or goes on, and what is known of it by now ("" if
+# nothing).
+Watch = Callable[[str, str], None]
+
+
+def unwatched(phase: str, detail: str) -> None:
+    """Nobody looks."""
 
 
 @dataclass(frozen=True)

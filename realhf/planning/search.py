@@ -1,7 +1,7 @@
 """Finds the fastest plan: never a slower one than any plan by rule (`realhf.planning.presets`)."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 
@@ -16,10 +16,9 @@ from realhf.planning.options import Option, all_options, chosen, option_of
 from realhf.planning.predict import Prediction, fastest_order
 from realhf.planning.presets import PresetResult, evaluate_presets
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.native import NativeProblem, native_problem, search_problem
-from realhf.planning.request import SEEDS, SearchBudget
+from realhf.planning.problem.native import NativeProblem, SearchRequest, native_problem, search_problem
+from realhf.planning.request import SEEDS, SearchBudget, Watch, unwatched
 from realhf.planning.task import PlanningTask
-from realhf.planning.watching import Watch, unwatched
 
 EVALUATIONS_PER_OPTION = 20
 DEFAULT_EVALUATIONS = (20_000, 2_000_000)  # at least, at most
@@ -108,10 +107,9 @@ def search_plan(task: PlanningTask, budget: SearchBudget, seed: int, watch: Watc
     starts = [_choice(prediction.plan, options) for prediction in known]
     watch("tables", f"{sum(len(rows) for rows in options.values()):,} options")
     native = native_problem(build_problem(task, options, groups=True))
-    evaluations = budget.evaluations or default_evaluations(options)
-    found = search_problem(
-        native, seed=seed, evaluations=evaluations, seconds=budget.seconds, starts=starts, watch=watch
-    )
+    if budget.evaluations is None:
+        budget = replace(budget, evaluations=default_evaluations(options))
+    found = search_problem(native, SearchRequest(budget=budget, seed=seed, starts=starts), watch)
     candidates = list(zip(known, starts, strict=True))
     if found.feasible:
         costs = "measured" if task.costs.profiled else "analytic"

@@ -24,7 +24,7 @@ from realhf.launch.supervisor import supervise
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import leave_description
 from realhf.planning.model.profile import profile_path
-from realhf.planning.watching import Watch
+from realhf.planning.request import Watch
 from realhf.profiling.job import JOB_FILE, ProfileJob, ProfileTarget
 from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.paths import RunDirectory, worker_name

@@ -10,23 +10,49 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from realhf.base.numbers import check_range
 from realhf.geometry.layout import Layout
 from realhf.planning import _search
 from realhf.planning.model.reallocation import Reallocation
 from realhf.planning.model.sizes import model_sizes
 from realhf.planning.problem.tables import CallTable, Problem, TransferTable
-from realhf.planning.watching import Watch, unwatched
+from realhf.planning.request import SEEDS, SearchBudget, Watch, unwatched
 
 UPDATES_EVERY_S = 0.5
+THREADS = (1, 1024)
 NativeProblem = _search.Problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class SearchRequest:
+    """A search of a problem on `threads` threads (None: one for every core), from no worse than any of the choices
+    `starts`. Without `proves` there is no more than a rough bound. `single_moves`: Metropolis-Hastings that changes
+    one call at a time and nothing else. A budget with seconds goes on for so long, whatever its evaluations.
+
+    Raises:
+        UserError: a number is out of its range.
+    """
+
+    budget: SearchBudget
+    seed: int = 0
+    threads: int | None = None
+    single_moves: bool = False
+    proves: bool = True
+    starts: Sequence[Sequence[int]] = ()
+
+    def __post_init__(self) -> None:
+        check_range("--seed", self.seed, *SEEDS)
+        if self.threads is not None:
+            check_range("--threads", self.threads, *THREADS)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Found:
-    """The solution of a problem: the chosen option of every call.
+    """The solution of a problem: the chosen option of every call; times of steps are in the problem's unit.
 
     `lower_bound_s` bounds the `step_s` of every feasible choice from below (infinite if there is
-    none), and `proven` says that this choice is optimal.
+    none), and `proven` says that this choice is optimal. The search evaluated `full_evaluations` plans to the end and
+    rejected others early; `all_evaluations` counts those for its starts and its proof too.
     """
 
     choice: list[int]
@@ -37,8 +63,14 @@ class Found:
     lower_bound_s: float
     proven: bool
     trace: tuple[tuple[float, float], ...]
-    evaluations: int
+    full_evaluations: int
+    early_rejections: int
+    all_evaluations: int
     seconds: float
+
+    @property
+    def evaluations(self) -> int:
+        return self.full_evaluations + self.early_rejections
 
 
 def native_problem(problem: Problem) -> _search.Problem:
@@ -61,33 +93,21 @@ def native_problem(problem: Problem) -> _search.Problem:
     return _search.Problem(asdict(problem) | {"calls": calls, "transfers": transfers})
 
 
-def search_problem(
-    native: _search.Problem,
-    *,
-    seed: int,
-    evaluations: int,
-    seconds: float | None = None,
-    starts: Sequence[Sequence[int]] = (),
-    proves: bool = True,
-    watch: Watch = unwatched,
-) -> Found:
-    """Searches a problem on all cores; the same seed and evaluations give the same choice on any number of them.
-
-    With `seconds`, for so long at most, whatever the number of evaluations. What is found is no worse than any of the
-    choices `starts`. Without `proves` there is no more than a rough bound. An interruption ends the search.
-    """
+def search_problem(native: _search.Problem, request: SearchRequest, watch: Watch = unwatched) -> Found:
+    """Searches a problem; the same seed and evaluations give the same choice on any number of threads. An interruption
+    ends the search."""
     start = time.perf_counter()
-    progress = _search.Progress()
+    progress, evaluations, seconds = _search.Progress(), request.budget.evaluations or 0, request.budget.seconds
 
     def solve() -> "_search.Solution":
         return native.solve(
-            seed=seed,
+            seed=request.seed,
             evaluations=0 if seconds else evaluations,
             seconds=seconds or 0.0,
-            threads=len(os.sched_getaffinity(0)),
-            single_moves=False,
-            proves=proves,
-            starts=starts,
+            threads=request.threads or len(os.sched_getaffinity(0)),
+            single_moves=request.single_moves,
+            proves=request.proves,
+            starts=request.starts,
             progress=progress,
         )
 
@@ -101,9 +121,8 @@ def search_problem(
             solution = future.result()
         finally:
             progress.stop()
-    evaluation, evaluations = solution["evaluation"], solution["search_full"] + solution["search_rejected"]
-    watch(phase, _text(evaluation["step_time"] if evaluation["feasible"] else math.inf, evaluations))
-    return Found(
+    evaluation = solution["evaluation"]
+    found = Found(
         choice=solution["plan"],
         step_s=evaluation["step_time"],
         peak_bytes=evaluation["peak_bytes"],
@@ -112,9 +131,13 @@ def search_problem(
         lower_bound_s=solution["lower_bound"],
         proven=solution["proven"],
         trace=tuple(solution["trace"]),
-        evaluations=evaluations,
+        full_evaluations=solution["search_full"],
+        early_rejections=solution["search_rejected"],
+        all_evaluations=solution["evaluations"],
         seconds=time.perf_counter() - start,
     )
+    watch(phase, _text(found.step_s if found.feasible else math.inf, found.evaluations))
+    return found
 
 
 def _text(best_s: float, evaluations: int) -> str:

@@ -13,7 +13,6 @@ from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph
 from realhf.planning.model.communicators import MOVES
 from realhf.planning.model.hardware import GIB
-from realhf.planning.problem.checks import complaints_of
 from realhf.planning.problem.tables import (
     MAX_CALLS,
     MAX_TRANSFERS,
@@ -30,8 +29,13 @@ from realhf.planning.problem.tables import (
 )
 
 Label = Callable[[OptionRow], str]  # an option's `strategy` in a file of version 1
-Moves = Callable[[Problem, TransferTable], dict[str, int]]  # a table of version 1: microseconds of "LABEL>LABEL"
 SEPARATOR = ">"
+
+
+def label_with_devices(row: OptionRow) -> str:
+    """`dp2 tp4 pp1 on 0+8`: what a reallocation depends on, the strategy and the place."""
+    first, count = row.devices
+    return f"{row.strategy} on {first}+{count}"
 
 
 class FileOption(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,29 +80,92 @@ class ProblemFile(msgspec.Struct, frozen=True, kw_only=True):
     transfers: Annotated[list[FileTransfer], msgspec.Meta(max_length=MAX_TRANSFERS)]
     tables: dict[str, dict[str, NotNegative]]
 
+    @classmethod
+    def of(cls, problem: Problem, graph: DataflowGraph, label: Label = label_with_devices) -> "ProblemFile":
+        """The problem in the simpler words of version 1, whole microseconds and bytes.
 
-def problem_of(file: ProblemFile) -> Problem:
-    """The tables of a problem without complaints, in whole microseconds."""
-    return Problem(
-        num_devices=file.num_devices,
-        devices_per_node=file.devices_per_node,
-        device_memory_bytes=file.device_memory_bytes,
-        steps=file.steps,
-        max_steps_in_flight=file.steps,
-        calls=[
-            CallTable(
-                name=call.name,
-                model=call.model,
-                trains=call.trains,
-                home=call.name,
-                parents=call.parents,
-                options=[_row(option) for option in call.options],
-            )
-            for call in file.calls
-        ],
-        transfers=[_transfer_table(file, transfer) for transfer in file.transfers],
-        unit_us=1.0,
-    )
+        What these cannot say is changed: a copy of parameters counts wherever a call runs, with what it takes to send
+        it, and communicators count with each of their calls; a copy is made once training has ended, in two transfers,
+        one on the devices of each side; data moves at once; no model follows another. Options that do not fit by
+        themselves are left out, and those alike are one.
+
+        Raises:
+            UserError: no option of a call fits, or a model is trained by two calls, whose layouts must then agree.
+        """
+        calls = {call.name: call for call in problem.calls}
+        parents: dict[str, Parents] = {
+            name: [(edge.parent, edge.steps_back) for edge in graph.parents(name) if edge.kind == "data"]
+            for name in calls
+        }
+        transfers, tables = [], {}
+        for transfer in problem.transfers:
+            name, home = transfer.target, transfer.source
+            if calls[name].home != home or name == home or transfer.name.startswith("data: "):
+                continue
+            back = next((e.steps_back for e in graph.parents(name) if e.parent == home and e.kind == "version"), 1)
+            key = f"{calls[name].model}: {home} to {name}"
+            tables[key] = _moves(transfer, calls[home], calls[name], label)
+            for side in (home, name):
+                on_side = f"{key}, on the devices of {side}"
+                transfers.append(
+                    FileTransfer(name=on_side, source=home, target=name, on=side, table=key, parents=[(home, 0)])
+                )
+                parents[name].append((on_side, back))
+        _bound_steps_in_flight(parents, problem.max_steps_in_flight, problem.steps)
+        return cls(
+            format="planning-problem/1",
+            num_devices=problem.num_devices,
+            devices_per_node=problem.devices_per_node,
+            device_memory_bytes=int(problem.device_memory_bytes),
+            steps=problem.steps,
+            calls=[
+                FileCall(
+                    name=name,
+                    model=call.model,
+                    trains=call.trains,
+                    parents=parents[name],
+                    options=_simple_options(problem, call, label),
+                )
+                for name, call in calls.items()
+            ],
+            transfers=transfers,
+            tables=tables,
+        )
+
+    def problem(self) -> Problem:
+        """The tables of a problem without complaints, in whole microseconds."""
+        return Problem(
+            num_devices=self.num_devices,
+            devices_per_node=self.devices_per_node,
+            device_memory_bytes=self.device_memory_bytes,
+            steps=self.steps,
+            max_steps_in_flight=self.steps,
+            calls=[
+                CallTable(
+                    name=call.name,
+                    model=call.model,
+                    trains=call.trains,
+                    home=call.name,
+                    parents=call.parents,
+                    options=[_row(option) for option in call.options],
+                )
+                for call in self.calls
+            ],
+            transfers=[_transfer_table(self, transfer) for transfer in self.transfers],
+            unit_us=1.0,
+        )
+
+    def complaints(self) -> Iterator[str]:
+        """What is wrong with a file of this version, for people, where nothing is that all versions refuse."""
+        for call in self.calls:
+            for i, option in enumerate(call.options):
+                if option.static_bytes > option.peak_bytes:
+                    sizes = f"static_bytes={option.static_bytes} is above peak_bytes={option.peak_bytes}"
+                    yield f"{call.name!r}: options[{i}]: {sizes}"
+        for transfer in self.transfers:
+            if transfer.table not in self.tables:
+                yield f"transfer {transfer.name!r}: table is {transfer.table!r}, not one of {sorted(self.tables)}"
+            yield from _table_complaints(self, transfer)
 
 
 def _row(option: FileOption) -> OptionRow:
@@ -133,83 +200,16 @@ def _transfer_table(file: ProblemFile, transfer: FileTransfer) -> TransferTable:
     )
 
 
-def label_with_devices(row: OptionRow) -> str:
-    """`dp2 tp4 pp1 on 0+8`: what a reallocation depends on, the strategy and the place."""
-    first, count = row.devices
-    return f"{row.strategy} on {first}+{count}"
-
-
-def planned_moves(problem: Problem, transfer: TransferTable) -> dict[str, int]:
-    """The planner's times between options by `label_with_devices`."""
-    labels = {call.name: [label_with_devices(row) for row in call.options] for call in problem.calls}
-    sources = dict(zip(labels[transfer.source], transfer.rows, strict=True))
-    targets = dict(zip(labels[transfer.target], transfer.columns, strict=True))
+def _moves(transfer: TransferTable, home: CallTable, call: CallTable, label: Label) -> dict[str, int]:
+    """Microseconds from each option of the home to each one of the call, by their labels."""
+    sources = {label(row): number for row, number in zip(home.options, transfer.rows, strict=True)}
+    targets = {label(row): number for row, number in zip(call.options, transfer.columns, strict=True)}
     width = transfer.num_columns
     return {
         f"{source}{SEPARATOR}{target}": round(transfer.seconds[row * width + column] * 1e6)
         for source, row in sources.items()
         for target, column in targets.items()
     }
-
-
-def file_of(
-    problem: Problem,
-    graph: DataflowGraph,
-    *,
-    steps: int | None = None,
-    label: Label = label_with_devices,
-    moves: Moves = planned_moves,
-) -> ProblemFile:
-    """The problem in the simpler words of version 1, whole microseconds and bytes.
-
-    What these cannot say is changed: a copy of parameters counts wherever a call runs, with what it takes to send it,
-    and communicators count with each of their calls; a copy is made once training has ended, in two transfers, one on
-    the devices of each side; data moves at once; no model follows another. Options that do not fit by themselves are
-    left out, and those alike are one.
-
-    Raises:
-        UserError: no option of a call fits, or a model is trained by two calls, whose layouts must then agree.
-    """
-    steps = steps or problem.steps
-    homes = {call.name: call.home for call in problem.calls}
-    models = {call.name: call.model for call in problem.calls}
-    parents: dict[str, Parents] = {
-        name: [(edge.parent, edge.steps_back) for edge in graph.parents(name) if edge.kind == "data"] for name in homes
-    }
-    transfers, tables = [], {}
-    for transfer in problem.transfers:
-        name, home = transfer.target, transfer.source
-        if homes[name] != home or name == home or transfer.name.startswith("data: "):
-            continue
-        back = next((e.steps_back for e in graph.parents(name) if e.parent == home and e.kind == "version"), 1)
-        key = f"{models[name]}: {home} to {name}"
-        tables[key] = moves(problem, transfer)
-        for side in (home, name):
-            on_side = f"{key}, on the devices of {side}"
-            transfers.append(
-                FileTransfer(name=on_side, source=home, target=name, on=side, table=key, parents=[(home, 0)])
-            )
-            parents[name].append((on_side, back))
-    _bound_steps_in_flight(parents, problem.max_steps_in_flight, steps)
-    return ProblemFile(
-        format="planning-problem/1",
-        num_devices=problem.num_devices,
-        devices_per_node=problem.devices_per_node,
-        device_memory_bytes=int(problem.device_memory_bytes),
-        steps=steps,
-        calls=[
-            FileCall(
-                name=call.name,
-                model=call.model,
-                trains=call.trains,
-                parents=parents[call.name],
-                options=_simple_options(problem, call, label),
-            )
-            for call in problem.calls
-        ],
-        transfers=transfers,
-        tables=tables,
-    )
 
 
 def _bound_steps_in_flight(parents: dict[str, Parents], in_flight: int, steps: int) -> None:
@@ -249,23 +249,6 @@ def _simple_options(problem: Problem, call: CallTable, label: Label) -> list[Fil
             "or more devices"
         )
     return list(rows)
-
-
-def complaints(file: ProblemFile) -> Iterator[str]:
-    """What is wrong with a problem, for people; nothing if it can be solved."""
-
-    def of_call(call: FileCall) -> Iterator[str]:
-        for i, option in enumerate(call.options):
-            if option.static_bytes > option.peak_bytes:
-                sizes = f"static_bytes={option.static_bytes} is above peak_bytes={option.peak_bytes}"
-                yield f"{call.name!r}: options[{i}]: {sizes}"
-
-    def of_transfer(transfer: FileTransfer) -> Iterator[str]:
-        if transfer.table not in file.tables:
-            yield f"transfer {transfer.name!r}: table is {transfer.table!r}, not one of {sorted(file.tables)}"
-        yield from _table_complaints(file, transfer)
-
-    yield from complaints_of(file, of_call, of_transfer)
 
 
 def _table_complaints(file: ProblemFile, transfer: FileTransfer) -> Iterator[str]:

@@ -9,7 +9,7 @@ from realhf.dataflow.plan import CallPlan, ExecutionPlan, plan_digest, save_plan
 from realhf.lifecycle.new import new_run
 from realhf.lifecycle.request import RunRequest
 from realhf.lifecycle.shrink import Suspects, plan_for_fewer
-from realhf.planning.watching import unwatched
+from realhf.planning.request import unwatched
 from tests.unit.lifecycle.requests import request_of
 
 CALLS = ("actor_generate", "actor_train_step", "reference_inference", "reward_inference", "critic_inference")

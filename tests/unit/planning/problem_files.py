@@ -9,8 +9,8 @@ from typing import Any
 import msgspec
 
 from realhf.planning import _search
-from realhf.planning.problem import version_1
 from realhf.planning.problem.native import native_problem
+from realhf.planning.problem.version_1 import ProblemFile
 from tests.unit.planning.evaluate_plan import Problem, evaluate
 
 FOLDER = Path(__file__).resolve().parents[2] / "data" / "planning_problems"
@@ -24,7 +24,7 @@ def reference_problem(name: str) -> Problem:
 
 
 def native(problem: Problem) -> _search.Problem:
-    return native_problem(version_1.problem_of(msgspec.convert(problem, version_1.ProblemFile)))
+    return native_problem(msgspec.convert(problem, ProblemFile).problem())
 
 
 def named(problem: Problem, plan: Any) -> dict[str, int]:

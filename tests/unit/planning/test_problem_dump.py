@@ -16,13 +16,12 @@ from realhf.base.errors import UserError
 from realhf.dataflow.graph import TRAIN_STEP, DataflowGraph
 from realhf.planning import _search
 from realhf.planning.options import call_options
-from realhf.planning.problem import version_1, version_2
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.file import load_problem, problem_bytes
-from realhf.planning.problem.native import native_problem, search_problem
+from realhf.planning.problem.file import PlannedFile, load_problem, problem_bytes
+from realhf.planning.problem.native import SearchRequest, native_problem, search_problem
 from realhf.planning.problem.simulation import device_bytes, makespan_s, simulate
-from realhf.planning.problem.solve import SolveRequest, solve
 from realhf.planning.problem.tables import Problem
+from realhf.planning.problem.version_1 import ProblemFile
 from realhf.planning.request import SearchBudget
 from realhf.planning.task import PlanningTask, with_staleness
 from tests.unit.planning import graphs
@@ -38,17 +37,17 @@ def planned(staleness: int = 0, in_flight: int = 2, memory: int = 2**32) -> tupl
     return build_problem(task, {c.name: call_options(c, task.batch_size, cluster) for c in graph.calls.values()}), graph
 
 
-def simple(*arguments: Any, **more: Any) -> _search.Problem:
+def simple(problem: Problem, graph: DataflowGraph) -> _search.Problem:
     """The engine's problem of a file of version 1."""
-    return native_problem(version_1.problem_of(version_1.file_of(*arguments, **more)))
+    return native_problem(ProblemFile.of(problem, graph).problem())
 
 
 @given(st.integers(0, 2), st.integers(1, 5), st.integers(0, 10**9))
 @settings(max_examples=20, deadline=None)
 def test_every_plan_costs_what_the_planner_says(staleness: int, in_flight: int, seed: int) -> None:
     problem, _ = planned(staleness, in_flight)
-    file = msgspec.json.decode(problem_bytes(version_2.file_of(problem)), type=version_2.PlannedFile)
-    planner, found, rng = native_problem(problem), native_problem(version_2.problem_of(file)), random.Random(seed)
+    file = msgspec.json.decode(problem_bytes(PlannedFile.of(problem)), type=PlannedFile)
+    planner, found, rng = native_problem(problem), native_problem(file.problem()), random.Random(seed)
     for _ in range(20):
         plan = random_plan(msgspec.to_builtins(file), rng)
         assert found.evaluate(plan) == planner.evaluate(plan)  # to the last bit
@@ -60,22 +59,24 @@ def test_every_plan_costs_what_the_planner_says(staleness: int, in_flight: int, 
 
 def test_a_solved_file_is_the_planners_plan(tmp_path: Path) -> None:
     problem, _ = planned(staleness=1, in_flight=3)
-    (tmp_path / "problem.json").write_bytes(problem_bytes(version_2.file_of(problem)))
+    (tmp_path / "problem.json").write_bytes(problem_bytes(PlannedFile.of(problem)))
     read = load_problem(tmp_path / "problem.json")
-    solved = solve(read, SolveRequest(budget=SearchBudget(evaluations=5000), seed=3, threads=2))
-    planner = search_problem(native_problem(problem), seed=3, evaluations=5000)
-    assert list(solved["plan"].values()) == planner.choice
-    assert solved["us_per_step"] == pytest.approx(planner.step_s * 1e6, rel=1e-12)
-    assert solved["lower_bound_us"] == pytest.approx(planner.lower_bound_s * 1e6, rel=1e-12)
-    assert solved["trace"][-1][1] >= solved["us_per_step"] * (1 - 1e-9)
+    request = SearchRequest(budget=SearchBudget(evaluations=5000), seed=3, threads=2)
+    solved = search_problem(native_problem(read), request)
+    planner = search_problem(native_problem(problem), replace(request, threads=None))
+    assert solved.choice == planner.choice
+    assert read.unit_us == problem.unit_us
+    assert solved.step_s == pytest.approx(planner.step_s, rel=1e-12)
+    assert solved.lower_bound_s == pytest.approx(planner.lower_bound_s, rel=1e-12)
+    assert solved.trace[-1][1] >= solved.step_s * (1 - 1e-9)
 
 
 @given(st.integers(0, 2), st.integers(1, 5), st.integers(0, 10**9))
 @settings(max_examples=10, deadline=None)
 def test_the_simpler_file_means_what_the_format_says(staleness: int, in_flight: int, seed: int) -> None:
-    file = version_1.file_of(*planned(staleness, in_flight))
+    file = ProblemFile.of(*planned(staleness, in_flight))
     content, rng = json.loads(problem_bytes(file)), random.Random(seed)
-    found = native_problem(version_1.problem_of(file))
+    found = native_problem(file.problem())
     for _ in range(5):
         plan = random_plan(content, rng)
         expected = evaluate(content, named(content, plan))
@@ -99,7 +100,7 @@ def test_the_simpler_file_is_exact_where_nothing_moves() -> None:
 
 
 def test_the_simpler_file_knows_staleness_and_the_bound_on_steps() -> None:
-    content = json.loads(problem_bytes(version_1.file_of(*planned(staleness=2, in_flight=3))))
+    content = json.loads(problem_bytes(ProblemFile.of(*planned(staleness=2, in_flight=3))))
     parents = {call["name"]: call["parents"] for call in content["calls"]}
     assert ["actor: actor_train_step to actor_generate, on the devices of actor_train_step", 3] in parents[
         "actor_generate"
@@ -107,22 +108,23 @@ def test_the_simpler_file_knows_staleness_and_the_bound_on_steps() -> None:
     assert parents["actor_generate"][-2:] == [["actor_train_step", 3], ["critic_train_step", 3]]
     assert all(steps_back == 1 for name, steps_back in parents["critic_inference"] if name.startswith("critic:"))
     # A bound of as many steps as are unrolled says nothing.
-    content = json.loads(problem_bytes(version_1.file_of(*planned(in_flight=4), steps=4)))
+    problem, graph = planned(in_flight=4)
+    content = json.loads(problem_bytes(ProblemFile.of(msgspec.structs.replace(problem, steps=4), graph)))
     assert all(name.startswith("actor:") for name, _ in content["calls"][0]["parents"])
 
 
 def test_what_version_1_cannot_say_is_refused() -> None:
     problem, graph = planned(memory=10_000)
     with pytest.raises(UserError, match=r"actor_generate: no option fits into 0\.00 GiB a device; give more"):
-        version_1.file_of(problem, graph)
+        ProblemFile.of(problem, graph)
     twice = graphs.call("actor", graphs.TINY, TRAIN_STEP, "prompts")
     graph = DataflowGraph([twice, replace(twice, name="again", input_data=["seq"])], ["prompts", "seq"])
     cluster = graphs.cpu_cluster(2)
     task = PlanningTask(graph=graph, max_steps_in_flight=2, **graphs.settings(graph, cluster))
     problem = build_problem(task, {c.name: call_options(c, task.batch_size, cluster) for c in graph.calls.values()})
     with pytest.raises(UserError, match="again: planning-problem/1 cannot say that two calls train actor in one"):
-        version_1.file_of(problem, graph)
-    assert version_2.file_of(problem).calls[1].home == "actor_train_step"
+        ProblemFile.of(problem, graph)
+    assert PlannedFile.of(problem).calls[1].home == "actor_train_step"
 
 
 def set_to(value: Any, *path: str | int) -> Callable[[Any], None]:
@@ -153,7 +155,7 @@ def set_to(value: Any, *path: str | int) -> Callable[[Any], None]:
     ],
 )
 def test_broken_files_are_refused(broken: Callable[[Any], None], message: str, tmp_path: Path) -> None:
-    content = json.loads(problem_bytes(version_2.file_of(planned()[0])))
+    content = json.loads(problem_bytes(PlannedFile.of(planned()[0])))
     broken(content)
     path = tmp_path / "broken.json"
     path.write_text(json.dumps(content))

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from realhf.base.errors import UserError
-from realhf.planning.problem import version_1
 from realhf.planning.problem.file import load_problem, problem_bytes
+from realhf.planning.problem.version_1 import ProblemFile
 from tests.unit.planning.evaluate_plan import Problem, evaluate
 from tests.unit.planning.problem_files import (
     FOLDER,
@@ -56,7 +56,7 @@ def test_costs_of_any_graph_are_the_reference_evaluators(seed: int) -> None:
 
 def test_a_written_problem_reads_back(tmp_path: Path) -> None:
     path = FOLDER / "n1_steps3.json"
-    file = msgspec.json.decode(path.read_bytes(), type=version_1.ProblemFile)
+    file = msgspec.json.decode(path.read_bytes(), type=ProblemFile)
     (tmp_path / "copy.json").write_bytes(problem_bytes(file))
     assert load_problem(tmp_path / "copy.json") == load_problem(path)
 

@@ -20,7 +20,7 @@ from realhf.planning.options import call_options
 from realhf.planning.predict import possible_orders, predict
 from realhf.planning.presets import heuristic
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.native import native_problem, search_problem
+from realhf.planning.problem.native import SearchRequest, native_problem, search_problem
 from realhf.planning.problem.simulation import device_bytes, makespan_s, simulate
 from realhf.planning.problem.tables import Problem
 from realhf.planning.request import SearchBudget
@@ -66,7 +66,7 @@ def test_search_finds_the_optimum_of_random_problems(seed: int) -> None:
     choices = itertools.product(*(range(len(call.options)) for call in problem.calls))
     # A plan that fits comes before any that does not.
     (unfit, optimum) = min((not fits(problem, choice), reference_cost(problem, choice)) for choice in choices)
-    found = search_problem(native, seed=seed, evaluations=3000)
+    found = search_problem(native, SearchRequest(budget=SearchBudget(evaluations=3000), seed=seed))
     assert found.feasible == (not unfit)
     assert found.cost == pytest.approx(optimum)
     assert unfit or found.lower_bound_s <= optimum * (1 + 1e-9)
@@ -90,7 +90,8 @@ def test_search_finds_the_optimum_of_a_small_ppo_graph() -> None:
     for choice in random.Random(0).sample(choices, 20):
         assert native.evaluate(choice)["cost"] == pytest.approx(reference_cost(problem, choice))
     for seed in range(5):
-        assert search_problem(native, seed=seed, evaluations=10_000).cost == pytest.approx(optimum)
+        request = SearchRequest(budget=SearchBudget(evaluations=10_000), seed=seed)
+        assert search_problem(native, request).cost == pytest.approx(optimum)
 
 
 def test_search_plan_returns_the_optimum_of_all_plans() -> None:

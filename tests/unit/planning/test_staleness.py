@@ -6,8 +6,9 @@ import pytest
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.planning.options import call_options
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.native import native_problem, search_problem
+from realhf.planning.problem.native import SearchRequest, native_problem, search_problem
 from realhf.planning.problem.tables import Problem
+from realhf.planning.request import SearchBudget
 from realhf.planning.task import PlanningTask, with_staleness
 from tests.unit.planning import graphs
 
@@ -31,7 +32,7 @@ def searched(staleness: int, num_devices: int, places: Places) -> tuple[float, d
     task = PlanningTask(graph=graph, max_steps_in_flight=4, **graphs.settings(graph, cluster))
     problem = build_problem(task, {c.name: call_options(c, task.batch_size, cluster) for c in graph.calls.values()})
     native = native_problem(timed(problem, places))
-    found = search_problem(native, seed=0, evaluations=3000)
+    found = search_problem(native, SearchRequest(budget=SearchBudget(evaluations=3000), seed=0))
     tables = timed(problem, places).calls
     return found.step_s, {c.name: c.options[i].devices for c, i in zip(tables, found.choice, strict=True)}
 

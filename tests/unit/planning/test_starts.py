@@ -18,7 +18,7 @@ from realhf.planning.options import Option
 from realhf.planning.predict import predict
 from realhf.planning.presets import evaluate_presets
 from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.native import native_problem, search_problem
+from realhf.planning.problem.native import SearchRequest, native_problem, search_problem
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import SearchResult, search_plan
 from realhf.planning.task import PlanningTask
@@ -119,5 +119,5 @@ def test_a_search_of_one_evaluation_returns_its_best_start(seed: int) -> None:
     native = native_problem(build_problem(task, options))
     starts = [[(seed + i * k) % 6 for i in range(6)] for k in range(5)]
     best = min((native.evaluate(start) for start in starts), key=lambda e: (not e["feasible"], e["cost"]))
-    found = search_problem(native, seed=seed, evaluations=1, starts=starts)
+    found = search_problem(native, SearchRequest(budget=SearchBudget(evaluations=1), seed=seed, starts=starts))
     assert (not found.feasible, found.cost) <= (not best["feasible"], best["cost"])
