@@ -15,7 +15,7 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.mark.slow
-def test_five_hundred_steps_leave_every_process_as_it_was(tmp_path: Path) -> None:
+def test_a_thousand_steps_leave_every_process_as_it_was(tmp_path: Path) -> None:
     result = tmp_path / "endurance.json"
     done = subprocess.run(
         [sys.executable, "benchmarks/endurance.py", "--json", result],
