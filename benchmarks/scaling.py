@@ -179,7 +179,7 @@ class Study:
         """(static, dynamic) bytes on a device; a model lives with its training, or with its only call."""
         model, at_home = self.task.call_models[call.name], self.task.homes[call.name] == call.name
         static = float(model.static_bytes(option.layout.strategy)) if at_home else 0.0
-        return static, model.dynamic_bytes(*option.shape)
+        return static, model.work(*option.shape).dynamic_bytes()
 
     def searched(self) -> dict[str, Any]:
         meshes = [mesh for mesh in device_meshes(self.cluster) if self._is_offered(mesh)]

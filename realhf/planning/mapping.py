@@ -192,7 +192,7 @@ class Mapper:
                 return False
             chosen[name] = option
             needs.append(_need(call, option, at_home, home))
-            kept.append(call.kept_cache_bytes(*option.shape) if option.layout == home.layout else 0.0)
+            kept.append(call.work(*option.shape).kept_cache_bytes() if option.layout == home.layout else 0.0)
         # What one call leaves, all others have beside them.
         return all(need + sum(kept) - own <= room for need, own in zip(needs, kept, strict=True))
 
@@ -230,7 +230,7 @@ def _static(call: CallModel, option: Option) -> float:
 
 def _dynamic(call: CallModel, option: Option) -> float:
     sharding = call.sharding(*option.shape)
-    return call.dynamic_bytes(*option.shape) + (sharding.gather_bytes if sharding else 0)
+    return call.work(*option.shape).dynamic_bytes() + (sharding.gather_bytes if sharding else 0)
 
 
 def _need(call: CallModel, option: Option, at_home: CallModel, home: Option) -> float:
@@ -241,7 +241,7 @@ def _need(call: CallModel, option: Option, at_home: CallModel, home: Option) -> 
         return dynamic
     if call.call.trains:
         return float("inf")
-    return dynamic + call.copy_bytes(option.layout.strategy) + call.communicator_bytes(option.layout)
+    return dynamic + call.placed(option.layout.strategy).copy_bytes() + call.communicator_bytes(option.layout)
 
 
 def placed(groups: Sequence[Colocated]) -> dict[str, CallPlan]:

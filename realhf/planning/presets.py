@@ -157,8 +157,9 @@ def _lacking_bytes(
     own = {key for model in models.values() for key in model.communicators(layout)}
     communicators = len(own) + len(of_all_devices(num_devices, moves=bool(task.graph.follows)))
     static = sum(models[home].static_bytes(strategy) for home in dict.fromkeys(task.homes.values()))
-    kept = {n: min(model.kept_cache_bytes(strategy, count) for count in counts[n]) for n, model in models.items()}
-    dynamic = {n: min(model.dynamic_bytes(strategy, count) for count in counts[n]) for n, model in models.items()}
+    works = {name: [model.work(strategy, count) for count in counts[name]] for name, model in models.items()}
+    kept = {name: min(work.kept_cache_bytes() for work in each) for name, each in works.items()}
+    dynamic = {name: min(work.dynamic_bytes() for work in each) for name, each in works.items()}
     beside = static + task.costs.hardware.communicator_bytes * communicators + sum(kept.values())
     limit = task.cluster.device_memory_bytes
     return {name: max(beside - kept[name] + dynamic[name] - limit, 0.0) for name in models}

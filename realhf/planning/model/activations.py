@@ -49,21 +49,19 @@ def kept_selective_bytes(model: DecoderConfig, dtype: DType, tp: int, features: 
     return (kept_input + (1 + experts) * model.hidden_size) * item + divided / tp
 
 
-def kept_bytes(
-    model: DecoderConfig, dtype: DType, tp: int, layers: int, in_flight: int, features: EngineFeatures = ENGINE
-) -> float:
-    """A token's bytes that a stage of `layers` layers keeps for the backward passes of `in_flight` micro-batches; with
-    recomputation also one whole layer while it is run again (Korthikanti et al., 2022, section 5)."""
+def kept_bytes(model: DecoderConfig, dtype: DType, tp: int, layers: int, features: EngineFeatures = ENGINE) -> float:
+    """A token's bytes that `layers` layers, each counted once a micro-batch in flight, keep for the backward passes;
+    with recomputation also one whole layer while it is run again (Korthikanti et al., 2022, section 5)."""
     layer = kept_layer_bytes(model, dtype, tp, features)
     match features.recomputation:
         case "off":
-            return in_flight * layers * layer
+            return layers * layer
         case "selective":
             kept = kept_selective_bytes(model, dtype, tp, features)
-            return in_flight * layers * kept + max(layer - kept, 0)
+            return layers * kept + max(layer - kept, 0)
         case "full":
             kept = model.hidden_size / (tp if features.sequence_parallel else 1) * DTYPE_BYTES[dtype]  # its input
-            return in_flight * layers * kept + layer
+            return layers * kept + layer
 
 
 def backward_bytes(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures = ENGINE) -> float:

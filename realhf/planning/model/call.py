@@ -6,12 +6,11 @@ from dataclasses import dataclass, field, replace
 from realhf.architecture.model import DType
 from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from realhf.planning.model import memory
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.communicators import Key, axes_used, group_key, of_all_devices
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.memory import dynamic_bytes, kept_cache_bytes
+from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.seconds import RankSeconds, crossings
 from realhf.planning.model.sharding import Sharding, shard
@@ -65,49 +64,26 @@ class CallModel:
             call=self.call,
             samples=self.samples // strategy.dp,
             lengths=self.lengths,
-            dtype=self.dtype,
-            features=self.features,
-            strategy=strategy,
+            placed=self.placed(strategy),
             micro_batches=micro_batches,
         )
 
+    def placed(self, strategy: ParallelStrategy) -> PlacedModel:
+        """The call's model under a strategy."""
+        return PlacedModel(self.call.config, strategy, self.dtype, self.features)
+
     def static_bytes(self, strategy: ParallelStrategy) -> int:
         """What a home in this strategy keeps on each device: with the optimizer's states, if the call trains."""
-        return memory.static_bytes(
-            self.call.config, strategy, self.dtype, trained=self.call.trains, features=self.features,
-            versions=self.versions,
-        )  # fmt: skip
-
-    def offloaded_bytes(self, strategy: ParallelStrategy, *, states: bool) -> int:
-        """What goes from a device of a home to host memory and back; `states`: with the optimizer's."""
-        return memory.offloaded_bytes(
-            self.call.config, strategy, self.dtype, trained=states, features=self.features, versions=self.versions
-        )
-
-    def copy_bytes(self, strategy: ParallelStrategy) -> int:
-        """A copy of the parameters away from their home, with the buckets that fill it."""
-        return memory.copy_bytes(self.call.config, strategy, self.dtype)
-
-    def dynamic_bytes(self, strategy: ParallelStrategy, micro_batches: int) -> float:
-        """What the call allocates while it runs; what it gathers of sharded operators is not part of it."""
-        return dynamic_bytes(self.work(strategy, micro_batches))
-
-    def kept_cache_bytes(self, strategy: ParallelStrategy, micro_batches: int) -> float:
-        """The part of `dynamic_bytes` that stays behind the call at its model's home."""
-        return kept_cache_bytes(self.work(strategy, micro_batches))
-
-    def gathered_bytes(self, strategy: ParallelStrategy) -> int:
-        """What the call gathers, beside `dynamic_bytes`, at a home that is fully sharded."""
-        return memory.gathered_for_call(self.call, strategy, self.dtype, self.features)
+        return self.placed(strategy).static_bytes(trained=self.call.trains, versions=self.versions)
 
     def least_bytes(self, strategy: ParallelStrategy, micro_batches: int) -> float:
         """Bytes that every plan with this option needs: wherever the model lives, its parameters are here too, with the
         optimizer's states for a training. 0 where operators are sharded so that they fit."""
         if self.sharding(strategy, micro_batches):
             return 0.0
-        trains, config = self.call.trains, self.call.config
-        stays = self.static_bytes(strategy) if trains else memory.parameter_bytes(config, strategy, self.dtype)
-        return stays + self.dynamic_bytes(strategy, micro_batches)
+        work = self.work(strategy, micro_batches)
+        stays = self.static_bytes(strategy) if self.call.trains else work.placed.parameter_bytes()
+        return stays + work.dynamic_bytes()
 
     def sharding(self, strategy: ParallelStrategy, micro_batches: int) -> Sharding | None:
         """What is sharded over dp because it would not fit otherwise; None: nothing, or it would not fit even so."""

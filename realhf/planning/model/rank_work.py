@@ -1,14 +1,25 @@
-"""The work of one data-parallel rank in a call: its samples, in micro-batches, through a model in shards."""
+"""The work of one data-parallel rank in a call, its samples in micro-batches through a placed model, and what it
+allocates."""
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import accumulate
 
-from realhf.architecture.model import DecoderConfig, DType
 from realhf.dataflow.graph import GENERATE, ModelFunctionCallDef
-from realhf.geometry.layout import ParallelStrategy
-from realhf.planning.model.features import EngineFeatures
+from realhf.geometry.layout import ParallelStrategy, chunk_layers
+from realhf.geometry.pipeline_schedule import training_order
+from realhf.planning.model.activations import activation_elements, backward_bytes, kept_bytes
+from realhf.planning.model.memory import PlacedModel
+from realhf.planning.model.sizes import largest_units, largest_weight
 from realhf.planning.model.workload import Workload
+
+# Of a worker on a CPU, beside tensors. Measured: 12 MiB that torch and oneDNN take when they first compute, and 4 MiB
+# that it shares with the workers of its tensor-parallel group.
+WORKER_BYTES = 16 << 20
+# Of what malloc gave: between tensors of different sizes that come and go there are holes, of at most an eighth of them
+# where a hole's size fits again (`csrc/memory`); measured 4 to 9 %.
+HOLES = 1 / 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,14 +29,8 @@ class RankWork:
     call: ModelFunctionCallDef
     samples: int
     lengths: Workload
-    dtype: DType
-    features: EngineFeatures
-    strategy: ParallelStrategy
+    placed: PlacedModel
     micro_batches: int
-
-    @property
-    def model(self) -> DecoderConfig:
-        return self.call.config
 
     @property
     def generates(self) -> bool:
@@ -34,12 +39,13 @@ class RankWork:
     @cached_property
     def parts(self) -> int:
         """Micro-batches; of a generation one for every stage at least, none empty."""
-        return min(max(self.micro_batches, self.strategy.pp), self.samples) if self.generates else self.micro_batches
+        pp = self.placed.strategy.pp
+        return min(max(self.micro_batches, pp), self.samples) if self.generates else self.micro_batches
 
     @property
     def parts_in_flight(self) -> int:
         """Parts of a generation that are under way at once; the others wait without a cache."""
-        return min(self.parts, self.strategy.pp)
+        return min(self.parts, self.placed.strategy.pp)
 
     @cached_property
     def cache_turns(self) -> float:
@@ -47,3 +53,104 @@ class RankWork:
         with 1 / turns of them at a time, there are turns times as many decode steps."""
         in_flight = self.parts_in_flight * math.ceil(self.samples / self.parts)
         return max(1.0, in_flight * self.lengths.max_tokens / (self.lengths.kv_cache_tokens or math.inf))
+
+    def dynamic_bytes(self) -> float:
+        """The most that the call allocates on a device while it runs, without a reallocated copy of its parameters, and
+        without what an inference or a generation gathers (`gathered_bytes`); lengths are the maxima.
+
+        - Training: activations of the layers in flight on a stage (`layers_in_flight`), what the backward pass has
+          beyond them, the product for the largest weight's gradient, three fp32 arrays of logits on the last stage
+          (logits, probabilities, gradient), and what it gathers.
+        - Inference: one layer's activations and two arrays of logits.
+        - Generation: the KV cache of the parts in flight in whole pages, or the room that the call was given for it
+          where that is less; prefill's activations of one layer, two arrays of logits of one token a sequence, and on a
+          CPU the linears' weights once more.
+
+        In host memory also HOLES and WORKER_BYTES. A call that does not use its model: nothing.
+        """
+        if not self.call.uses_model:
+            return 0.0
+        allocated = self._generation_bytes() if self.generates else self._pass_bytes()
+        return WORKER_BYTES + allocated * (1 + HOLES) if self.placed.features.in_host_memory else allocated
+
+    def kept_cache_bytes(self) -> float:
+        """What of `dynamic_bytes` stays behind the call at its home: the KV cache, where its graphs are kept."""
+        placed, generates = self.placed, self.call.uses_model and self.generates
+        if not generates or not placed.features.keeps_cache(placed.model, self.lengths.decode_graphs):
+            return 0.0
+        return self._cache_bytes()
+
+    def gathered_bytes(self) -> int:
+        """Parameters that the call gathers at a fully sharded home: a generation all of the device's stage, any other
+        two units at a time; for training also gradients of one unit, once as the backward pass gives them and once as a
+        vector to reduce."""
+        placed = self.placed
+        if not placed.is_divided:
+            return 0
+        if self.generates:
+            return placed.parameter_bytes()
+        first, second = largest_units(placed.model, placed.strategy.tp)
+        gradients = 2 * first * placed.features.gradient_bytes(placed.dtype) if self.call.trains else 0
+        return (first + second) * placed.item + gradients
+
+    def _generation_bytes(self) -> float:
+        placed, per_part = self.placed, math.ceil(self.samples / self.parts)
+        activations = activation_elements(placed.model, placed.strategy.tp) * placed.item
+        prefill = self.lengths.max_prompt_tokens * activations
+        logits = self._logits_bytes(per_part)
+        return self._cache_bytes() + per_part * prefill + 2 * logits + placed.packed_bytes()
+
+    def _cache_bytes(self) -> float:
+        """The KV cache of the sequences in flight, and for each part the page that padding of graphs is written to."""
+        placed, in_flight = self.placed, self.parts_in_flight
+        sequences = in_flight * math.ceil(self.samples / self.parts) / self.cache_turns
+        spare = in_flight if placed.features.replays(placed.model, self.lengths.decode_graphs) else 0
+        return sequences * placed.cache_bytes(self.lengths.max_tokens) + spare * placed.cache_bytes(1)
+
+    def _pass_bytes(self) -> float:
+        """An inference, or a forward and a backward pass."""
+        placed, model, strategy = self.placed, self.placed.model, self.placed.strategy
+        tokens = self.samples // self.micro_batches * self.lengths.max_tokens
+        logits = self._logits_bytes(tokens)
+        if not self.call.trains:
+            return tokens * (activation_elements(model, strategy.tp) * placed.item) + 2 * logits
+
+        behind = backward_bytes(model, placed.dtype, strategy.tp, placed.features)
+        backward = tokens * behind + largest_weight(model, strategy.tp) * placed.item
+
+        def stage_bytes(stage: int) -> float:
+            layers = layers_in_flight(model.num_layers, strategy, stage, self.micro_batches)
+            kept = kept_bytes(model, placed.dtype, strategy.tp, layers, placed.features)
+            return tokens * kept + backward + (3 * logits if stage == strategy.pp - 1 else 0)
+
+        # The first stage has the most layers and micro-batches in flight, the last one the logits.
+        passes = max(stage_bytes(0), stage_bytes(strategy.pp - 1)) + self.gathered_bytes()
+        return max(passes, placed.chunk_bytes())
+
+    def _logits_bytes(self, tokens: float) -> float:
+        """One array of the logits of `tokens` tokens that exist at once, fp32 at least: of the whole vocabulary, or 1 /
+        tp of it. A value is one number."""
+        placed, features = self.placed, self.placed.features
+        item = max(placed.item, 4)
+        if placed.model.head == "scalar":
+            return tokens * item
+        size_bytes = tokens * (placed.model.vocab_size / (1 if features.full_logits else placed.strategy.tp) * item)
+        chunk = None if features.full_logits else features.logits_chunk_bytes
+        return size_bytes if chunk is None else min(size_bytes, chunk)
+
+
+def layers_in_flight(num_layers: int, strategy: ParallelStrategy, stage: int, micro_batches: int) -> int:
+    """The most layers, each counted once a micro-batch, that wait on a stage for their backward pass.
+
+    (Interleaved) 1F1B: without chunks those of pp - stage micro-batches, at most of all (Narayanan et al., 2021,
+    section 2.2); with chunks those of pp micro-batches on the first stage too, but more on the others.
+    """
+    # The third pp micro-batches find as many in flight as the second.
+    return _layers_in_flight(num_layers, strategy.pp, strategy.chunks, stage, min(micro_batches, 2 * strategy.pp))
+
+
+@lru_cache(maxsize=4096)
+def _layers_in_flight(num_layers: int, pp: int, chunks: int, stage: int, micro_batches: int) -> int:
+    layers = [len(chunk) for chunk in chunk_layers(num_layers, ParallelStrategy(pp=pp, chunks=chunks), stage)]
+    order = training_order(pp, stage, chunks, micro_batches)
+    return max(accumulate(layers[run.chunk] if run.is_forward else -layers[run.chunk] for run in order))

@@ -10,16 +10,14 @@ from dataclasses import dataclass
 
 from msgspec.structs import replace
 
-from realhf.architecture.model import DecoderConfig, DType
+from realhf.architecture.model import DecoderConfig
 from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.plan import CallPlan
 from realhf.dataflow.protocols import THREE_D_PROTO
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, held_layers
 from realhf.geometry.micro_dp import contains, grouped_like
 from realhf.planning.model.cluster import Cluster, share_a_node
-from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.memory import static_bytes
 from realhf.planning.model.sizes import model_sizes
 
 
@@ -117,17 +115,14 @@ def with_groups(
     return result
 
 
-def spared_bytes(
-    model: DecoderConfig, home: Layout, layout: Layout, dtype: DType, features: EngineFeatures = ENGINE
-) -> int:
-    """The home's parameters on a device, where a copy in `layout` on the same devices contains them; else 0."""
+def contains_home(model: DecoderConfig, home: Layout, layout: Layout) -> bool:
+    """Whether a copy in `layout`, which is not the home's, lies on the same devices and contains the home's parameters
+    on each."""
     if layout.mesh != home.mesh or layout == home:
-        return 0
+        return False
     has_groups = layout.strategy.micro_dp != (1, 1)  # with which it contains the home, and a look takes long
     is_grouped = has_groups and grouped_like(home, layout, model.num_layers) == layout
-    if not is_grouped and not contains(layout, home, model.num_layers):
-        return 0
-    return static_bytes(model, home.strategy, dtype, trained=False, features=features)
+    return is_grouped or contains(layout, home, model.num_layers)
 
 
 def moved_to_groups(model: DecoderConfig, home: ParallelStrategy, target: ParallelStrategy) -> tuple[int, int]:

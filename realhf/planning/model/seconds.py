@@ -5,8 +5,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from realhf.architecture.model import DTYPE_BYTES
-from realhf.dataflow.graph import TRAIN_STEP
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, stage_layers
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.rank_work import RankWork
@@ -46,16 +44,16 @@ class RankSeconds:
     """What the parts of a rank's work take, by the timings of its model; nothing that the call costs as a whole."""
 
     def __init__(self, work: RankWork, timings: Timings, crosses: Crossings):
-        self.model, self.strategy, self.features, self.lengths = work.model, work.strategy, work.features, work.lengths
+        self.placed, self.lengths, self.micro_batches = work.placed, work.lengths, work.parts
+        self.model, self.strategy, self.features = work.placed.model, work.placed.strategy, work.placed.features
         self.work, self.timings, self.crosses = work, timings, crosses
-        self.item, self.micro_batches = DTYPE_BYTES[work.dtype], work.parts
         self.sequences = work.samples / work.parts  # of one micro-batch
 
     def total_s(self) -> float:
         """The whole call, but one mini-batch of a training, without its reduction of sharded operators."""
         if self.work.generates:
             return self.generate_s()
-        return self.mini_batch_train_s() if self.work.call.interface_type is TRAIN_STEP else self.inference_s()
+        return self.mini_batch_train_s() if self.work.call.trains else self.inference_s()
 
     def inference_s(self) -> float:
         """A forward pipeline over the micro-batches; the last stage has the head."""
@@ -72,12 +70,12 @@ class RankSeconds:
         tokens = self.sequences * self.lengths.tokens
         strategy, sizes = self.strategy, model_sizes(self.model)
         pipeline = self._pipeline_s(self._stages(lambda stage: self._stage_s(stage, tokens, train=True)))
-        parameters = sizes.largest(strategy)
-        gradient = self.features.gradient_bytes(self.work.dtype)
+        parameters = self.placed.elements()
+        gradient = self.features.gradient_bytes(self.placed.dtype)
         # Half of the ring's bytes are gradients; the other half are parameters with ZeRO-1, else gradients too.
-        size_bytes = parameters * ((gradient + self.item) / 2 if self.features.zero1 else gradient)
+        size_bytes = parameters * ((gradient + self.placed.item) / 2 if self.features.zero1 else gradient)
         if self.features.fully_sharded:  # for every micro-batch, gathered twice and reduced once
-            size_bytes = self.micro_batches * parameters * (2 * self.item + gradient) / 2
+            size_bytes = self.micro_batches * parameters * (2 * self.placed.item + gradient) / 2
         reduce = self.timings.all_reduce(
             size_bytes, strategy.dp, crosses_nodes=self.crosses.data, per_node=self.crosses.data_per_node
         )
@@ -90,7 +88,7 @@ class RankSeconds:
 
     def _optimizer_s(self, updated: float) -> float:
         """A step on `updated` parameters of a device; states that wait in host memory come and go for it."""
-        moved = 2 * updated * self.features.state_bytes(self.work.dtype) if self.features.offloads_states else 0.0
+        moved = 2 * updated * self.features.state_bytes(self.placed.dtype) if self.features.offloads_states else 0.0
         return self.timings.optimizer(updated) + moved / self.timings.links.host_bandwidth
 
     def generate_s(self) -> float:
@@ -106,7 +104,7 @@ class RankSeconds:
         slowest = max(self._stages(self._decode_stage_s))
         decode_step = max(self.micro_batches, self.strategy.pp) * slowest
         overheads = self.timings.overheads
-        parameters = model_sizes(self.model).largest(self.strategy)
+        parameters = self.placed.elements()
         prefill += overheads.generate_s + parameters * overheads.generate_s_per_parameter
         decode_steps = self.work.cache_turns * max(self.lengths.max_new_tokens - 1, 0)
         return prefill + self.timings.sampling_s + decode_steps * decode_step
@@ -194,7 +192,7 @@ class RankSeconds:
     def _send_s(self, tokens: float) -> float:
         """Hidden states to the next stage; every tensor-parallel rank sends all of them, or its part of the tokens."""
         parts = self.strategy.tp if self.features.sequence_parallel else 1
-        size_bytes = tokens * self.model.hidden_size * self.item / parts
+        size_bytes = tokens * self.model.hidden_size * self.placed.item / parts
         return self.timings.send(size_bytes, crosses_nodes=self.crosses.pipeline)
 
 

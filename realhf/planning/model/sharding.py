@@ -5,18 +5,16 @@ Only with the engine feature `sharded_operators`, which this project's engine ha
 """
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.base.errors import UserError
-from realhf.geometry.layout import ParallelStrategy, held_layers
+from realhf.geometry.layout import held_layers
 from realhf.geometry.parameters import decoder_parameters
-from realhf.planning.model.features import EngineFeatures
-from realhf.planning.model.memory import dynamic_bytes, static_bytes
+from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.sizes import model_sizes
-from realhf.planning.osdp.decoder import adamw_bytes, operator_kind
+from realhf.planning.osdp.decoder import operator_kind
 from realhf.planning.osdp.solver import Links, Mode, Operator, OsdpPlan, OsdpProblem, sliced, solve
 
 SLICES = 4  # of large operators, if that is better than whole ones: then less is gathered at a time
@@ -83,22 +81,23 @@ def rooms(dynamic_bytes: float, memory_bytes: float, *, shares_devices: bool) ->
     return [int(level) for level in dict.fromkeys(levels) if level >= 1]
 
 
-def added_links(
-    dp: int, latency_s: float, bandwidth: float, micro_batches: int, dtype: DType, features: EngineFeatures
-) -> Links:
-    """Links by which one pass of an operator takes as long as sharding adds to a mini-batch of it.
+def added_links(work: RankWork, link: tuple[float, float]) -> Links:
+    """Links by which one pass of an operator takes as long as sharding adds to a mini-batch of it. `link`: (latency,
+    bandwidth) of the group's ring.
 
     Sharded has one pass more than ZeRO-1 or replication (OSDP: ZDP to DP is 3 to 2). It stands for what this engine
     would do: parameters gathered forward and backward (and for recomputation) and gradients reduce-scattered for every
     micro-batch, in place of the bytes of one all-reduce a mini-batch, whose latency stays.
     """
-    item, gradient = DTYPE_BYTES[dtype], features.gradient_bytes(dtype)
+    latency_s, bandwidth = link
+    item, features = work.placed.item, work.placed.features
+    gradient = features.gradient_bytes(work.placed.dtype)
     gathers = 3 if features.recomputation == "full" else 2
     before = (item if features.zero1 else gradient) + gradient
-    added = micro_batches * (gathers * item + gradient) - before
+    added = work.micro_batches * (gathers * item + gradient) - before
     return Links(
-        num_devices=dp,
-        latency_s=micro_batches * (gathers + 1) * latency_s,
+        num_devices=work.placed.strategy.dp,
+        latency_s=work.micro_batches * (gathers + 1) * latency_s,
         seconds_per_byte=added / item / bandwidth,
     )
 
@@ -106,33 +105,23 @@ def added_links(
 def shard(work: RankWork, memory_bytes: int, link: tuple[float, float], *, shares_devices: bool) -> Sharding | None:
     """What a training shards over dp to fit into `memory_bytes`; None if it fits as it is, or no choice of modes fits.
     `link`: of the ring of a data-parallel group (`Hardware.link`)."""
-    model, strategy, dtype, features = work.model, work.strategy, work.dtype, work.features
-    dynamic = dynamic_bytes(work)
-    if static_bytes(model, strategy, dtype, trained=True, features=features) + dynamic <= memory_bytes:
+    dynamic = work.dynamic_bytes()
+    if work.placed.static_bytes(trained=True) + dynamic <= memory_bytes:
         return None
-    links = added_links(strategy.dp, *link, work.micro_batches, dtype, features)
+    links = added_links(work, link)
     for room in rooms(dynamic, memory_bytes, shares_devices=shares_devices):
-        plan = choose_modes(model, strategy, links, room, dtype, features)
+        plan = choose_modes(work.placed, links, room)
         if plan is not None:
-            return Sharding(plan, Links(num_devices=strategy.dp, latency_s=link[0], seconds_per_byte=1 / link[1]))
+            return Sharding(plan, replace(links, latency_s=link[0], seconds_per_byte=1 / link[1]))
     return None
 
 
 @lru_cache(maxsize=4096)
-def choose_modes(
-    model: DecoderConfig,
-    strategy: ParallelStrategy,
-    links: Links,
-    room_bytes: int,
-    dtype: DType,
-    features: EngineFeatures,
-) -> OsdpPlan | None:
+def choose_modes(placed: PlacedModel, links: Links, room_bytes: int) -> OsdpPlan | None:
     """The modes, ZeRO-1 (replicated without it) or sharded, that add the least time with states in `room_bytes`: exact,
     of the pipeline stage that holds the most; None if nothing fits."""
-    modes: tuple[Mode, ...] = ("zero1" if features.zero1 else "replicated", "sharded")
-    problem = OsdpProblem(
-        operators=stage_operators(model, strategy, dtype, features), links=links, memory_bytes=room_bytes, modes=modes
-    )
+    modes: tuple[Mode, ...] = ("zero1" if placed.features.zero1 else "replicated", "sharded")
+    problem = OsdpProblem(operators=stage_operators(placed), links=links, memory_bytes=room_bytes, modes=modes)
     plans = []
     for slicing in (problem, sliced(problem, SLICES)):
         with contextlib.suppress(UserError):  # nothing fits
@@ -151,15 +140,12 @@ def added_s(plan: OsdpPlan) -> float:
 
 
 @lru_cache(maxsize=256)
-def stage_operators(
-    model: DecoderConfig, strategy: ParallelStrategy, dtype: DType, features: EngineFeatures
-) -> tuple[Operator, ...]:
+def stage_operators(placed: PlacedModel) -> tuple[Operator, ...]:
     """What a device holds of each operator, on the pipeline stage that holds the most (`ModelSizes.largest`)."""
-    tp, pp = strategy.tp, strategy.pp
+    model, tp, pp = placed.model, placed.strategy.tp, placed.strategy.pp
     sizes = model_sizes(model)
     stage = max((0, pp - 1), key=lambda number: sizes.on_stage(tp, pp, number))
-    layers = held_layers(model.num_layers, strategy, stage)
-    item = DTYPE_BYTES[dtype]
+    layers = held_layers(model.num_layers, placed.strategy, stage)
     elements: dict[str, tuple[str, int]] = {}
     for spec in decoder_parameters(model):
         if not spec.is_on_stage(layers, stage, pp):
@@ -172,9 +158,9 @@ def stage_operators(
         Operator(
             name=name,
             kind=kind,
-            parameter_bytes=size * item,
-            gradient_bytes=size * features.gradient_bytes(dtype),
-            optimizer_bytes=size * adamw_bytes(item),
+            parameter_bytes=size * placed.item,
+            gradient_bytes=size * placed.features.gradient_bytes(placed.dtype),
+            optimizer_bytes=size * placed.features.state_bytes(placed.dtype),
         )
         for name, (kind, size) in elements.items()
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.base.errors import UserError
 from realhf.geometry.parameters import ParameterSpec, decoder_parameters
+from realhf.planning.model.features import ENGINE
 from realhf.planning.osdp.solver import MODES, Links, Mode, Operator, OsdpProblem
 
 
@@ -29,11 +30,6 @@ class Training:
     def item(self) -> int:
         """Bytes of a parameter."""
         return DTYPE_BYTES[self.dtype]
-
-
-def adamw_bytes(item: int) -> int:
-    """Bytes of AdamW for a parameter of `item` bytes: two states in fp32 at least, below fp32 a master copy."""
-    return 2 * max(item, 4) + (4 if item < 4 else 0)
 
 
 def decoder_problem(
@@ -65,7 +61,7 @@ def decoder_problem(
                 kind=kind,
                 parameter_bytes=size * training.item,
                 gradient_bytes=size * training.item,
-                optimizer_bytes=size * adamw_bytes(training.item),
+                optimizer_bytes=size * ENGINE.state_bytes(training.dtype),
                 activation_bytes=_activation_bytes(model, training, kind, layer >= 0, kept.get(kind, 0)),
                 compute_s=_compute_s(model, training, kind, layer >= 0, active[layer, kind]),
             )

@@ -12,7 +12,8 @@ from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.model.call import CallModel
 from realhf.planning.model.communicators import CommunicatorLabels, of_all_devices
-from realhf.planning.model.reallocation import grouped, spared_bytes
+from realhf.planning.model.memory import PlacedModel
+from realhf.planning.model.reallocation import contains_home, grouped
 from realhf.planning.options import Option
 from realhf.planning.problem.tables import OptionRow
 from realhf.planning.task import PlanningTask
@@ -114,9 +115,10 @@ class OptionRows:
             mesh = DeviceMesh(0, kept.size)  # wherever it lies
             source, target = Layout(mesh, kept), Layout(mesh, copied)
             groups = grouped(source, target, call.config.num_layers, task.cluster) if numbers.groups else None
-            spared = spared_bytes(call.config, source, groups or target, task.dtype, model.features)
-            if spared:
-                yield _home_label(model, kept), str(copied), float(spared + 2 * DEFAULT_BUCKET_BYTES)
+            if contains_home(call.config, source, groups or target):
+                at_home = model.placed(kept)
+                spared = at_home.static_bytes(trained=False) + 2 * DEFAULT_BUCKET_BYTES
+                yield _home_label(at_home), str(copied), float(spared)
 
     def _row(
         self, model: CallModel, strategy: ParallelStrategy, micro_batches: int, loaded_bytes: float | None
@@ -125,11 +127,11 @@ class OptionRows:
 
         loaded_bytes: at home for a call that is not the home, where the model waits in host memory; else None.
         """
-        call, is_home, shape = model.call, self._is_home(model), (strategy, micro_batches)
-        time_s, label, copied = model.seconds(*shape), str(strategy), 0.0
-        static = model.kept_cache_bytes(*shape)
-        dynamic = model.dynamic_bytes(*shape) - static
-        sharding = model.sharding(*shape) if is_home else None
+        call, is_home, work = model.call, self._is_home(model), model.work(strategy, micro_batches)
+        time_s, label, copied = model.seconds(strategy, micro_batches), str(strategy), 0.0
+        static = work.kept_cache_bytes()
+        dynamic = work.dynamic_bytes() - static
+        sharding = model.sharding(strategy, micro_batches) if is_home else None
         if sharding:
             # No call finds whole parameters in such a home: a label of its own makes each take a copy, and the time to
             # gather what it is made of is added here, once a copy.
@@ -137,13 +139,13 @@ class OptionRows:
             label, static = f"{strategy} sharded", float(sharding.static_bytes)
             dynamic += sharding.gather_bytes
         elif is_home:
-            label, static = _home_label(model, strategy), static + model.static_bytes(strategy)
-            dynamic += model.gathered_bytes(strategy)
+            label, static = _home_label(work.placed), static + model.static_bytes(strategy)
+            dynamic += 0 if call.trains else work.gathered_bytes()
         elif call.trains:
             # The optimizer's states stay at home, so that every training of a model has one layout.
             copied = 2.0 * self._task.cluster.device_memory_bytes
         else:
-            copied = float(model.copy_bytes(strategy))
+            copied = float(work.placed.copy_bytes())
         if loaded_bytes is not None:
             static, dynamic = 0.0, dynamic + (static + (0.0 if is_home else loaded_bytes))
         return OptionRow(
@@ -173,5 +175,5 @@ class OptionRows:
         return float(max(model.static_bytes(strategy) for strategy in fitting or strategies))
 
 
-def _home_label(model: CallModel, strategy: ParallelStrategy) -> str:
-    return f"{strategy} sharded" if model.features.fully_sharded and strategy.dp > 1 else str(strategy)
+def _home_label(home: PlacedModel) -> str:
+    return f"{home.strategy} sharded" if home.is_divided else str(home.strategy)

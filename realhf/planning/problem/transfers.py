@@ -115,7 +115,10 @@ class ParameterTransfers:
             rows=rows,
             columns=[0] * len(rows),
             num_columns=1,
-            seconds=[model.offloaded_bytes(lay.strategy, states=load.states) / bandwidth for lay in layouts],
+            seconds=[
+                home.offloaded_bytes(trained=load.states, versions=model.versions) / bandwidth
+                for home in (model.placed(layout.strategy) for layout in layouts)
+            ],
         )
 
     def _changes(self, load: Load) -> bool:

@@ -12,7 +12,7 @@ from realhf.engine.backend import ModelSpec
 from realhf.engine.interface import GenerationRequest
 from realhf.engine.model import ShardedModel
 from realhf.engine.residency.offload import HostCopy, allocate, pinned_blocks
-from realhf.planning.model.memory import static_bytes
+from realhf.planning.model.memory import PlacedModel
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, split_like, tiny, trained_tokens
 
 CONFIG = tiny(num_layers=2)
@@ -63,7 +63,7 @@ def test_every_bit_is_the_same(dtype: torch.dtype, offload_states: bool) -> None
 @pytest.mark.parametrize(("optimizer", "elements"), [(None, 1), (OptimizerConfig(), 4)])
 def test_it_has_the_planned_memory_or_none(optimizer: OptimizerConfig | None, elements: int) -> None:
     model = ShardedModel(ModelSpec(CONFIG, ONE_RANK, torch.float32, optimizer=optimizer))
-    planned = static_bytes(CONFIG, ONE_RANK.layout.strategy, "float32", trained=optimizer is not None)
+    planned = PlacedModel(CONFIG, ONE_RANK.layout.strategy, "float32").static_bytes(trained=optimizer is not None)
     assert planned == elements * 4 * sum(p.numel() for p in model.decoder.parameters())
     whole = device_bytes(model)
     assert planned <= whole <= 1.02 * planned, "places between parameters are left empty"

@@ -23,8 +23,8 @@ from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from realhf.planning.model.activations import kept_bytes
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures
-from realhf.planning.model.memory import HOLES, WORKER_BYTES, cache_bytes, dynamic_bytes
-from realhf.planning.model.rank_work import RankWork
+from realhf.planning.model.memory import PlacedModel
+from realhf.planning.model.rank_work import HOLES, WORKER_BYTES, RankWork
 from realhf.planning.model.sizes import linear_elements
 from realhf.planning.model.workload import Workload
 from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, tiny, trained_tokens
@@ -41,7 +41,7 @@ def test_the_cache(new_tokens: int) -> None:
     batch = Batch((0, 1, 2), {"prompt": [torch.arange(20)] * 3})
     options = GenerationOptions(max_new_tokens=new_tokens, eos_token=-1)
     _, report = generate(decoder, batch, GenerationRequest(options, sample_key=(0, 0)))
-    assert report.cache_bytes == 3 * cache_bytes(config, ONE, "float32", 20 + new_tokens)
+    assert report.cache_bytes == 3 * PlacedModel(config, ONE, "float32").cache_bytes(20 + new_tokens)
 
 
 @pytest.mark.parametrize(
@@ -105,14 +105,13 @@ def test_what_training_keeps(family: str, dtype: DType, recomputation: Recomputa
         model_name="m", model_type=config, interface_type=TRAIN_STEP, interface_impl=InterfaceConfig(), input_data=["x"]
     )
     workload = Workload(prompt_tokens=96, new_tokens=0, max_prompt_tokens=96, max_new_tokens=0)
-    work = RankWork(
-        call=call, samples=8, lengths=workload, dtype=dtype, features=features, strategy=ONE, micro_batches=1
-    )
-    planned = (dynamic_bytes(work) - WORKER_BYTES) / (1 + HOLES)
+    placed = PlacedModel(config, ONE, dtype, features)
+    work = RankWork(call=call, samples=8, lengths=workload, placed=placed, micro_batches=1)
+    planned = (work.dynamic_bytes() - WORKER_BYTES) / (1 + HOLES)
     # A layer that runs again counts with the gradients of all its parts.
     assert memory.peak_bytes <= planned <= (1.65 if recomputation == "full" else 1.25) * memory.peak_bytes
 
 
 def kept_of_a_layer(config: DecoderConfig, dtype: DType, features: EngineFeatures) -> float:
-    several, fewer = (kept_bytes(config, dtype, 1, layers, 1, features) for layers in (3, 2))
+    several, fewer = (kept_bytes(config, dtype, 1, layers, features) for layers in (3, 2))
     return several - fewer

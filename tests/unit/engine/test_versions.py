@@ -6,7 +6,7 @@ import torch
 from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
 from realhf.models.checkpoint_index import newer_kinds, state_owners
-from realhf.planning.model.memory import static_bytes
+from realhf.planning.model.memory import PlacedModel
 from tests.unit.engine.losses import ONE_RANK, random_batch, split_like, tiny
 
 CONFIG = tiny(num_layers=2)
@@ -81,7 +81,7 @@ def test_all_are_written_the_oldest_as_the_parameters() -> None:
 def test_they_wait_in_host_memory_together_and_have_the_planned_memory() -> None:
     model = model_with((0, 1, 2))
     vectors = [model.residency.vectors(number)[0] for number in (0, 1, 2)]
-    planned = static_bytes(CONFIG, ONE_RANK.layout.strategy, "float64", trained=False, versions=3)
+    planned = PlacedModel(CONFIG, ONE_RANK.layout.strategy, "float64").static_bytes(trained=False, versions=3)
     padding = sum(vector.nbytes for vector in vectors) - planned
     assert 0 <= padding < 0.01 * planned
     expected = outputs(model_with((1,)))

@@ -19,6 +19,7 @@ from realhf.planning.model.call import CallModel, features_during
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures
+from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.timings import load_costs
 from realhf.planning.model.workload import Workload
@@ -111,9 +112,7 @@ def work_of(
         call=call,
         samples=call.mini_batch_size(16) // strategy.dp,
         lengths=lengths,
-        dtype=dtype,
-        features=features_during(call, lengths, features),
-        strategy=strategy,
+        placed=PlacedModel(call.config, strategy, dtype, features_during(call, lengths, features)),
         micro_batches=micro_batches,
     )
 

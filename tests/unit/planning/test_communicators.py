@@ -13,7 +13,7 @@ from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import _collective_groups
 from realhf.planning.model.cluster import Cluster, device_meshes
 from realhf.planning.model.communicators import CommunicatorLabels, axes_used, group_key
-from realhf.planning.model.memory import copy_bytes
+from realhf.planning.model.memory import PlacedModel
 from realhf.planning.options import Option, call_options, legal_strategies
 from realhf.planning.predict import Prediction, predict
 from realhf.planning.problem.builder import build_problem
@@ -174,6 +174,6 @@ def test_who_only_sends_a_copy_has_its_buckets_beside_what_runs() -> None:
     unpacked, _ = predict(task_of(graph, **settings(graph, on_one)), apart).device_bytes
     at_home, nothing = predict(task_of(graph, **settings(graph, on_two)), together).device_bytes
     assert sender - unpacked == 2 * DEFAULT_BUCKET_BYTES
-    assert receiver > copy_bytes(TINY, ParallelStrategy(), "float32")
+    assert receiver > PlacedModel(TINY, ParallelStrategy(), "float32").copy_bytes()
     assert unpacked == at_home  # training, which needs more than rollouts
     assert nothing == 0

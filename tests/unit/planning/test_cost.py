@@ -20,7 +20,7 @@ from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.memory import parameter_bytes
+from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.profile import CallOverheads
 from realhf.planning.model.reallocation import Reallocation, moved_elements
 from realhf.planning.model.seconds import Crossings, crossings
@@ -412,7 +412,7 @@ def test_moved_elements_are_those_of_the_boxes(case: tuple[DecoderConfig, Layout
     ]
     assert _search.moved(asdict(model_sizes(model)), *rows) == (max(lacking), sum(lacking))
     largest = max(sum(b.size for b in device_boxes(model, target, d)) for d in target.mesh.devices)
-    assert parameter_bytes(model, target.strategy, "float32") == 4 * largest
+    assert PlacedModel(model, target.strategy, "float32").parameter_bytes() == 4 * largest
 
 
 def test_reallocation_seconds() -> None:

@@ -12,14 +12,13 @@ from realhf.geometry.micro_dp import grouped_like
 from realhf.geometry.shards import Placement
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
-from realhf.planning.model.features import EngineFeatures
-from realhf.planning.model.memory import parameter_bytes, static_bytes
+from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.reallocation import (
     Reallocation,
+    contains_home,
     grouped,
     moved_elements,
     moved_to_groups,
-    spared_bytes,
     with_groups,
 )
 from realhf.planning.options import Option, call_options
@@ -118,8 +117,8 @@ def test_a_grouped_copy_counts_without_the_part_that_it_contains() -> None:
         options = {name: [Option(call.layout, call.micro_batches)] for name, call in plan.calls.items()}
         problem = build_problem(task_of(graph, max_steps_in_flight=1, **shared), options)
         tables.append(next(call for call in problem.calls if call.name == "actor_generate"))
-    home_bytes = parameter_bytes(TINY, ParallelStrategy(tp=4), "float32")
-    copy = parameter_bytes(TINY, ParallelStrategy(dp=2, tp=2), "float32")
+    home_bytes = PlacedModel(TINY, ParallelStrategy(tp=4), "float32").parameter_bytes()
+    copy = PlacedModel(TINY, ParallelStrategy(dp=2, tp=2), "float32").parameter_bytes()
     assert [table.options[0].copy_bytes for table in tables] == [copy + 2 * DEFAULT_BUCKET_BYTES] * 2
     assert tables[0].spared == []
     spared = (str(plain.calls["actor_train_step"].layout.strategy), tables[1].options[0].strategy)
@@ -127,14 +126,10 @@ def test_a_grouped_copy_counts_without_the_part_that_it_contains() -> None:
     assert predict(task_of(graph, **shared), arranged).plan.calls["actor_generate"].micro_dp == (2, 1)
 
 
-def test_what_is_spared() -> None:
+def test_what_contains_the_home() -> None:
     home, copy = layout(4, 4, 1), layout(4, 1, 1)
-    parameters = parameter_bytes(TINY, home.strategy, "bfloat16")
-    assert spared_bytes(TINY, home, copy, "bfloat16") == parameters
-    assert spared_bytes(TINY, home, layout(4, 2, 1), "bfloat16") == 0  # device 1 has another part there
-    assert spared_bytes(TINY, home, home, "bfloat16") == 0  # no copy
-    assert spared_bytes(TINY, home, layout(4, 1, 1, first=4), "bfloat16") == 0
-    sharded = EngineFeatures(fully_sharded=True)
-    halves = layout(4, 2, 1)
-    kept = static_bytes(TINY, halves.strategy, "bfloat16", trained=False, features=sharded)
-    assert spared_bytes(TINY, halves, copy, "bfloat16", sharded) == kept
+    assert contains_home(TINY, home, copy)
+    assert not contains_home(TINY, home, layout(4, 2, 1))  # device 1 has another part there
+    assert not contains_home(TINY, home, home)  # no copy
+    assert not contains_home(TINY, home, layout(4, 1, 1, first=4))
+    assert contains_home(TINY, layout(4, 2, 1), copy)

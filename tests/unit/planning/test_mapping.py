@@ -10,7 +10,8 @@ from realhf.base.errors import UserError
 from realhf.dataflow.plan import check_plan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.mapping import Colocated, Mapper, allocations, placed, placements
-from realhf.planning.model.memory import WORKER_BYTES, static_bytes
+from realhf.planning.model.memory import PlacedModel
+from realhf.planning.model.rank_work import WORKER_BYTES
 from realhf.planning.options import Option
 from realhf.planning.predict import predict
 from realhf.planning.task import PlanningTask
@@ -140,7 +141,7 @@ def test_less_memory_needs_more_devices() -> None:
     everything = tuple(large.graph.models)
     assert Mapper(large).least_devices(everything) == 1
     kept = sum(
-        static_bytes(config, ParallelStrategy(), "float32", trained=name in ("actor", "critic"))
+        PlacedModel(config, ParallelStrategy(), "float32").static_bytes(trained=name in ("actor", "critic"))
         for name, config in large.graph.models.items()
     )
     # One device can keep the states and no more.

@@ -19,19 +19,8 @@ from realhf.planning.model.activations import kept_bytes, kept_layer_bytes
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures, of_setup
-from realhf.planning.model.memory import (
-    HOLES,
-    WORKER_BYTES,
-    cache_bytes,
-    chunk_bytes,
-    copy_bytes,
-    dynamic_bytes,
-    gathered_bytes,
-    gathered_for_call,
-    layers_in_flight,
-    packed_bytes,
-    static_bytes,
-)
+from realhf.planning.model.memory import PlacedModel
+from realhf.planning.model.rank_work import HOLES, WORKER_BYTES, layers_in_flight
 from realhf.planning.model.sizes import model_sizes
 from realhf.planning.model.timings import load_costs
 from realhf.planning.model.workload import Workload
@@ -59,13 +48,13 @@ WHOLE = EngineFeatures(full_logits=True)
 def test_static_bytes() -> None:
     count = parameter_count(TINY)
     # Parameter and gradient 4 + 4 on both, two states of 4 each divided.
-    assert static_bytes(TINY, ParallelStrategy(dp=2), "float32", trained=True) == (8 + 8 // 2) * count
-    assert static_bytes(TINY, ParallelStrategy(dp=2), "float32", trained=False) == 4 * count
+    assert PlacedModel(TINY, ParallelStrategy(dp=2), "float32").static_bytes(trained=True) == (8 + 8 // 2) * count
+    assert PlacedModel(TINY, ParallelStrategy(dp=2), "float32").static_bytes(trained=False) == 4 * count
     # bfloat16: parameter 2, gradient, two states and the master copy 4 x 4; or the gradient 2 as well.
-    assert static_bytes(TINY, ParallelStrategy(), "bfloat16", trained=True) == 18 * count
+    assert PlacedModel(TINY, ParallelStrategy(), "bfloat16").static_bytes(trained=True) == 18 * count
     narrow = EngineFeatures(fp32_gradients=False)
-    assert static_bytes(TINY, ParallelStrategy(), "bfloat16", trained=True, features=narrow) == 16 * count
-    assert static_bytes(TINY, ParallelStrategy(), "float64", trained=True) == 32 * count
+    assert PlacedModel(TINY, ParallelStrategy(), "bfloat16", narrow).static_bytes(trained=True) == 16 * count
+    assert PlacedModel(TINY, ParallelStrategy(), "float64").static_bytes(trained=True) == 32 * count
 
 
 def test_a_run_that_saves_on_its_way_has_a_copy_of_what_it_writes_where_memory_is_the_hosts() -> None:
@@ -73,35 +62,38 @@ def test_a_run_that_saves_on_its_way_has_a_copy_of_what_it_writes_where_memory_i
     saves = EngineFeatures(copies_checkpoints=True)
     on_cpu, on_gpu = saves.on(load_hardware("cpu")), saves.on(load_hardware("h100"))
     for strategy, share in ((ParallelStrategy(), 1), (ParallelStrategy(dp=2), 2)):
-        without = static_bytes(TINY, strategy, "bfloat16", trained=True)
-        assert static_bytes(TINY, strategy, "bfloat16", trained=True, features=on_gpu) == without
-        copied = static_bytes(TINY, strategy, "bfloat16", trained=True, features=on_cpu) - without
+        without = PlacedModel(TINY, strategy, "bfloat16").static_bytes(trained=True)
+        assert PlacedModel(TINY, strategy, "bfloat16", on_gpu).static_bytes(trained=True) == without
+        copied = PlacedModel(TINY, strategy, "bfloat16", on_cpu).static_bytes(trained=True) - without
         assert copied == 14 * count // share  # parameter 2, two states and the master copy 4 each
-    assert static_bytes(TINY, ParallelStrategy(), "bfloat16", trained=False, features=on_cpu) == 2 * count
+    assert PlacedModel(TINY, ParallelStrategy(), "bfloat16", on_cpu).static_bytes(trained=False) == 2 * count
 
 
 def test_zero1_divides_states_and_master_copy() -> None:
     count = parameter_count(TINY)
     assert count % 4 == 0
-    assert static_bytes(TINY, ParallelStrategy(dp=4), "bfloat16", trained=True) == 6 * count + 12 * count // 4
+    assert (
+        PlacedModel(TINY, ParallelStrategy(dp=4), "bfloat16").static_bytes(trained=True) == 6 * count + 12 * count // 4
+    )
     without = EngineFeatures(zero1=False)
-    assert static_bytes(TINY, ParallelStrategy(dp=4), "bfloat16", trained=True, features=without) == 18 * count
-    assert static_bytes(TINY, ParallelStrategy(dp=4), "bfloat16", trained=False) == 2 * count
+    assert PlacedModel(TINY, ParallelStrategy(dp=4), "bfloat16", without).static_bytes(trained=True) == 18 * count
+    assert PlacedModel(TINY, ParallelStrategy(dp=4), "bfloat16").static_bytes(trained=False) == 2 * count
 
 
 def test_fully_sharded_divides_all_of_it_and_gathers_two_units() -> None:
     count = parameter_count(TINY)
     sharded = of_setup(ModelSetup(compute=ComputeConfig(data_parallel="fsdp")))
-    assert static_bytes(TINY, ParallelStrategy(dp=4), "bfloat16", trained=True, features=sharded) == 18 * count // 4
-    assert static_bytes(TINY, ParallelStrategy(dp=4), "bfloat16", trained=False, features=sharded) == 2 * count // 4
-    assert gathered_bytes(TINY, ParallelStrategy(), "bfloat16", sharded) == 0
-    assert gathered_bytes(TINY, ParallelStrategy(dp=4), "bfloat16", ENGINE) == 0
+    assert PlacedModel(TINY, ParallelStrategy(dp=4), "bfloat16", sharded).static_bytes(trained=True) == 18 * count // 4
+    assert PlacedModel(TINY, ParallelStrategy(dp=4), "bfloat16", sharded).static_bytes(trained=False) == 2 * count // 4
+    train = call("actor", TINY, TRAIN_STEP, "x")
+    assert work_of(train, ParallelStrategy(), 1, dtype="bfloat16", features=sharded).gathered_bytes() == 0
+    assert work_of(train, ParallelStrategy(dp=4), 1, dtype="bfloat16").gathered_bytes() == 0
     # The largest two units: two layers, or the embedding, or the head with its norm; gradients in float32, twice.
     sizes = model_sizes(TINY)
     head = sizes.head_sharded + sizes.head_replicated
     units = sorted([sizes.layer_sharded + sizes.layer_replicated] * 2 + [sizes.embedding_sharded, head])
     expected = 2 * (units[-1] + units[-2]) + 2 * 4 * units[-1]
-    assert gathered_bytes(TINY, ParallelStrategy(dp=4), "bfloat16", sharded) == expected
+    assert work_of(train, ParallelStrategy(dp=4), 1, dtype="bfloat16", features=sharded).gathered_bytes() == expected
 
 
 def test_a_70b_actor_on_128_devices() -> None:
@@ -110,32 +102,37 @@ def test_a_70b_actor_on_128_devices() -> None:
     largest = 20 * (layer // 8 + 2 * 8192) + 128256 * 8192 // 8 + 8192
     strategy = ParallelStrategy(dp=4, tp=8, pp=4)
     replicated = EngineFeatures(zero1=False, fp32_gradients=False)
-    assert static_bytes(LLAMA["llama70b"], strategy, "bfloat16", trained=True, features=replicated) == 16 * largest
+    assert PlacedModel(LLAMA["llama70b"], strategy, "bfloat16", replicated).static_bytes(trained=True) == 16 * largest
     narrow = EngineFeatures(fp32_gradients=False)
-    zero1 = static_bytes(LLAMA["llama70b"], strategy, "bfloat16", trained=True, features=narrow)
+    zero1 = PlacedModel(LLAMA["llama70b"], strategy, "bfloat16", narrow).static_bytes(trained=True)
     assert zero1 == 4 * largest + 12 * largest // 4
     assert 15e9 < zero1 < 17e9
 
 
 def test_a_copy_needs_two_buckets_beside_the_parameters() -> None:
-    assert copy_bytes(TINY, ParallelStrategy(), "float32") == 4 * parameter_count(TINY) + 2 * DEFAULT_BUCKET_BYTES
+    assert (
+        PlacedModel(TINY, ParallelStrategy(), "float32").copy_bytes()
+        == 4 * parameter_count(TINY) + 2 * DEFAULT_BUCKET_BYTES
+    )
 
 
 def need(
     definition: ModelFunctionCallDef, strategy: ParallelStrategy, micro_batches: int, features: EngineFeatures = ENGINE
 ) -> float:
     lengths = Workload(prompt_tokens=4, new_tokens=2, max_prompt_tokens=6, max_new_tokens=4)
-    return dynamic_bytes(work_of(definition, strategy, micro_batches, lengths, features=features))
+    return work_of(definition, strategy, micro_batches, lengths, features=features).dynamic_bytes()
 
 
 def test_states_in_host_memory() -> None:
     count, host = parameter_count(TINY), EngineFeatures(offloads_states=True)
-    assert static_bytes(TINY, ParallelStrategy(dp=2), "float32", trained=True, features=host) == 8 * count
-    assert static_bytes(TINY, ParallelStrategy(dp=2), "bfloat16", trained=True, features=host) == 6 * count
-    assert chunk_bytes(TINY, ParallelStrategy(dp=2), "bfloat16", host) == 12 * count // 2  # they pass through
+    assert PlacedModel(TINY, ParallelStrategy(dp=2), "float32", host).static_bytes(trained=True) == 8 * count
+    assert PlacedModel(TINY, ParallelStrategy(dp=2), "bfloat16", host).static_bytes(trained=True) == 6 * count
+    assert (
+        PlacedModel(TINY, ParallelStrategy(dp=2), "bfloat16", host).chunk_bytes() == 12 * count // 2
+    )  # they pass through
     large = LLAMA["llama7b"]
-    assert chunk_bytes(large, ParallelStrategy(), "bfloat16", host) == 12 * 2**26
-    assert chunk_bytes(large, ParallelStrategy(), "bfloat16", EngineFeatures()) == 0
+    assert PlacedModel(large, ParallelStrategy(), "bfloat16", host).chunk_bytes() == 12 * 2**26
+    assert PlacedModel(large, ParallelStrategy(), "bfloat16", EngineFeatures()).chunk_bytes() == 0
     # On a CPU there is no other memory to wait in.
     assert not host.on(load_hardware("cpu")).offloads_states
     assert host.on(load_hardware("h100")).offloads_states
@@ -146,11 +143,11 @@ def test_what_is_gathered_of_a_fully_sharded_model() -> None:
     sharded, strategy = EngineFeatures(fully_sharded=True), ParallelStrategy(dp=2)
     layer = sum(spec.size for spec in decoder_parameters(TINY) if spec.place == "layer") // TINY.num_layers
     inference = call("ref", TINY, INFERENCE, "seq", "logp")
-    assert gathered_for_call(inference, strategy, "float32", sharded) == 2 * 4 * layer
+    assert work_of(inference, strategy, 1, features=sharded).gathered_bytes() == 2 * 4 * layer
     generate = call("ref", TINY, GENERATE, "prompts", "seq")
-    assert gathered_for_call(generate, strategy, "float32", sharded) == 4 * parameter_count(TINY)
-    assert gathered_for_call(inference, strategy, "float32", EngineFeatures()) == 0
-    assert gathered_for_call(inference, ParallelStrategy(tp=2), "float32", sharded) == 0  # nothing is divided
+    assert work_of(generate, strategy, 1, features=sharded).gathered_bytes() == 4 * parameter_count(TINY)
+    assert work_of(inference, strategy, 1, features=EngineFeatures()).gathered_bytes() == 0
+    assert work_of(inference, ParallelStrategy(tp=2), 1, features=sharded).gathered_bytes() == 0  # nothing is divided
 
 
 def test_dynamic_bytes() -> None:
@@ -215,18 +212,18 @@ SELECTIVE_WHOLE, SELECTIVE_DIVIDED = 3 * 4 * 64, 4 * (4 * 64 + 4 + 2 * 128)
 def test_selective_recomputation_keeps_what_products_and_attention_gave() -> None:
     kept = SELECTIVE_WHOLE + SELECTIVE_DIVIDED
     features = EngineFeatures(recomputation="selective")
-    assert kept_bytes(TINY, "float32", 1, 3, 2, features) == 2 * 3 * kept + LAYER - kept
+    assert kept_bytes(TINY, "float32", 1, 2 * 3, features) == 2 * 3 * kept + LAYER - kept
     features = EngineFeatures(recomputation="selective", sequence_parallel=True)
     kept = (4 * 64 + SELECTIVE_DIVIDED) / 2 + 2 * 4 * 64
-    assert kept_bytes(TINY, "float32", 2, 3, 2, features) == 2 * 3 * kept + (NORMS + DIVIDED) / 2 + TABLES - kept
+    assert kept_bytes(TINY, "float32", 2, 2 * 3, features) == 2 * 3 * kept + (NORMS + DIVIDED) / 2 + TABLES - kept
 
 
 def test_sequence_parallelism_divides_what_every_rank_had() -> None:
     features = EngineFeatures(sequence_parallel=True)
     layer = (NORMS + DIVIDED) / 2 + TABLES
-    assert kept_bytes(TINY, "float32", 2, 3, 1, features) == 3 * layer
+    assert kept_bytes(TINY, "float32", 2, 3, features) == 3 * layer
     features = EngineFeatures(sequence_parallel=True, recomputation="full")
-    assert kept_bytes(TINY, "float32", 2, 3, 2, features) == 2 * 3 * 4 * 64 / 2 + layer
+    assert kept_bytes(TINY, "float32", 2, 2 * 3, features) == 2 * 3 * 4 * 64 / 2 + layer
 
 
 def test_training_on_a_cpu_attends_in_float32() -> None:
@@ -272,7 +269,7 @@ def test_grouped_query_heads_shrink_the_cache(dtype_bytes: tuple[int, str]) -> N
     caches = []
     for heads in (4, 1):
         definition = call("m", replace(many, num_kv_heads=heads), GENERATE, "x")
-        caches.append(dynamic_bytes(work_of(definition, ParallelStrategy(), 1, lengths, dtype)))  # type: ignore[arg-type]
+        caches.append(work_of(definition, ParallelStrategy(), 1, lengths, dtype).dynamic_bytes())  # type: ignore[arg-type]
     # Four layers, 1,000 tokens in 63 pages, keys and values of three heads of 16 fewer; and their part of the prefill.
     assert caches[0] - caches[1] == 16 * item * 3 * 16 * (4 * 63 * 16 * 2 + 3)
 
@@ -280,9 +277,9 @@ def test_grouped_query_heads_shrink_the_cache(dtype_bytes: tuple[int, str]) -> N
 def test_the_cache_is_made_of_whole_pages() -> None:
     # Keys and values of 64 numbers of 4 bytes; two of four layers on the first of two stages, heads divided over two.
     a_token = 2 * 64 * 4
-    sizes = [cache_bytes(TINY, ParallelStrategy(), "float32", tokens) for tokens in (1, 16, 17, 1000)]
+    sizes = [PlacedModel(TINY, ParallelStrategy(), "float32").cache_bytes(tokens) for tokens in (1, 16, 17, 1000)]
     assert sizes == [4 * a_token * kept for kept in (16, 16, 32, 1008)]
-    assert cache_bytes(TINY, ParallelStrategy(tp=2, pp=2), "float32", 17) == 2 * a_token / 2 * 32
+    assert PlacedModel(TINY, ParallelStrategy(tp=2, pp=2), "float32").cache_bytes(17) == 2 * a_token / 2 * 32
 
 
 def test_a_cache_of_given_size_is_no_larger() -> None:
@@ -290,9 +287,9 @@ def test_a_cache_of_given_size_is_no_larger() -> None:
 
     def bytes_with(kv_cache_tokens: int | None) -> float:
         workload = Workload(prompt_tokens=6, new_tokens=4, kv_cache_tokens=kv_cache_tokens)
-        return dynamic_bytes(work_of(generate, strategy, 1, workload))
+        return work_of(generate, strategy, 1, workload).dynamic_bytes()
 
-    a_sequence = cache_bytes(TINY, strategy, "float32", 10)
+    a_sequence = PlacedModel(TINY, strategy, "float32").cache_bytes(10)
     assert bytes_with(None) == bytes_with(160) == bytes_with(1000)
     assert bytes_with(None) - bytes_with(40) == (16 - 4) * a_sequence
 
@@ -309,9 +306,14 @@ def test_a_cpu_has_the_weights_of_the_linears_twice_while_it_generates() -> None
     generate = call("m", TINY, GENERATE, "x")
     for strategy, elements in linears.items():
         added = need(generate, strategy, 1, cpu) - need(generate, strategy, 1)
-        assert added == packed_bytes(TINY, strategy, "float32", cpu) == 4 * elements
-    assert packed_bytes(replace(TINY, tied_embeddings=True), ParallelStrategy(), "bfloat16", cpu) == 2 * 4 * layer
-    assert packed_bytes(TINY, ParallelStrategy(), "float64", cpu) == 0  # the kernels have no order of their own for it
+        assert added == PlacedModel(TINY, strategy, "float32", cpu).packed_bytes() == 4 * elements
+    assert (
+        PlacedModel(replace(TINY, tied_embeddings=True), ParallelStrategy(), "bfloat16", cpu).packed_bytes()
+        == 2 * 4 * layer
+    )
+    assert (
+        PlacedModel(TINY, ParallelStrategy(), "float64", cpu).packed_bytes() == 0
+    )  # the kernels have no order of their own for it
     inference = call("m", TINY, INFERENCE, "x")
     assert need(inference, ParallelStrategy(), 1, cpu) == need(inference, ParallelStrategy(), 1)
 

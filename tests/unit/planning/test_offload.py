@@ -61,7 +61,7 @@ def test_memory_counts_in_the_models_own_calls() -> None:
     graph, shared = ppo(), settings(ppo(), cpu_cluster(1))
 
     def need(name: str) -> float:
-        return task_of(graph, **shared).call_models[name].dynamic_bytes(ON_ONE.layout(name).strategy, 1)
+        return task_of(graph, **shared).call_models[name].work(ON_ONE.layout(name).strategy, 1).dynamic_bytes()
 
     values = parameter_count(TINY.with_head("scalar"))
     home = {"actor": 16 * COUNT, "critic": 16 * values, "ref": 4 * COUNT, "reward": 4 * values}

@@ -111,4 +111,4 @@ def test_a_call_under_a_protocol_of_its_own() -> None:
     costs = load_costs({"judge": TINY}, dtype="float32", hardware=cluster.hardware)
     cost = call_model(call=one_each, batch_size=8, workload=LENGTHS, cluster=cluster, costs=costs, dtype="float32")
     assert cost.seconds(ParallelStrategy(tp=4), 1) == cost.timings.call_overhead_s
-    assert cost.dynamic_bytes(*dp_only[0].shape) == 0
+    assert cost.work(*dp_only[0].shape).dynamic_bytes() == 0

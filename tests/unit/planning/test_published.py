@@ -27,7 +27,7 @@ from realhf.planning.model.fit import (
     step_residuals,
     worst_error,
 )
-from realhf.planning.model.memory import parameter_bytes
+from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.sizes import model_sizes
 from realhf.planning.options import call_options
 from tests.unit.planning.graphs import ppo
@@ -59,7 +59,7 @@ def test_parameter_counts() -> None:
     assert set(published) == set(LLAMA)
     for name, (count, without_output_embedding) in published.items():
         assert parameter_count(LLAMA[name]) == count == model_sizes(LLAMA[name]).largest(ONE)
-        assert parameter_bytes(LLAMA[name], ONE, "bfloat16") == 2 * count
+        assert PlacedModel(LLAMA[name], ONE, "bfloat16").parameter_bytes() == 2 * count
         critic = model_type(f"{name}-critic")
         # A critic has one row of hidden_size weights in the place of the output embedding.
         assert parameter_count(critic) - critic.hidden_size == without_output_embedding

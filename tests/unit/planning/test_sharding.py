@@ -19,7 +19,7 @@ from realhf.planning.model.call import CallModel
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures
-from realhf.planning.model.memory import static_bytes
+from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.sharding import added_links, added_s, choose_modes, rooms, stage_operators
 from realhf.planning.model.sizes import model_sizes
 from realhf.planning.model.timings import Costs, Timings
@@ -129,7 +129,7 @@ def test_modes_are_those_of_the_solver() -> None:
     without = uniform_plan(free, "zero1", range(1, 2))
     assert without is not None
     expected = solve([replace(free, memory_bytes=room)], range(1, 2))  # slices of the large operators do best here
-    plan = choose_modes(WHOLE, strategy, links, room, "float32", ENGINE)
+    plan = choose_modes(PlacedModel(WHOLE, strategy, "float32"), links, room)
     assert plan is not None
     assert plan.proven
     assert added_s(plan) == pytest.approx(expected.communication_s - without.communication_s)
@@ -143,13 +143,13 @@ def test_modes_are_those_of_the_solver() -> None:
 @pytest.mark.parametrize("degrees", [(1, 1), (2, 1), (1, 2), (2, 2), (4, 4)])
 def test_operators_are_a_device_of_the_fullest_stage(model: DecoderConfig, degrees: tuple[int, int]) -> None:
     strategy = ParallelStrategy(2, *degrees)
-    operators = stage_operators(model, strategy, "bfloat16", ENGINE)
+    placed = PlacedModel(model, strategy, "bfloat16")
+    operators = stage_operators(placed)
     elements = sum(op.parameter_bytes for op in operators) // 2
     assert elements == model_sizes(model).largest(strategy)
     # ZeRO-1 of all of them is what a training keeps without sharding.
-    assert sum(op.parameter_bytes + op.gradient_bytes + op.optimizer_bytes / 2 for op in operators) == static_bytes(
-        model, strategy, "bfloat16", trained=True
-    )
+    states = sum(op.parameter_bytes + op.gradient_bytes + op.optimizer_bytes / 2 for op in operators)
+    assert states == placed.static_bytes(trained=True)
 
 
 def train_cost(features: EngineFeatures, memory: int, definition: ModelFunctionCallDef, latency_s: float) -> CallModel:
@@ -167,12 +167,12 @@ def train_cost(features: EngineFeatures, memory: int, definition: ModelFunctionC
 
 def smallest_memory(cost: CallModel, strategy: ParallelStrategy, micro_batches: int) -> int:
     """With which every operator is sharded."""
-    links = added_links(strategy.dp, 0.0, 1.0, micro_batches, cost.dtype, cost.features)
-    modes = choose_modes(cost.call.config, strategy, links, 2**40, cost.dtype, cost.features)
+    work = cost.work(strategy, micro_batches)
+    modes = choose_modes(work.placed, added_links(work, (0.0, 1.0)), 2**40)
     assert modes is not None
     states = uniform_plan(modes.problem, "sharded", range(1, 2))
     assert states is not None
-    return int(cost.dynamic_bytes(strategy, micro_batches)) + states.memory_bytes
+    return int(work.dynamic_bytes()) + states.memory_bytes
 
 
 def test_communication_grows_as_three_to_two() -> None:
@@ -218,7 +218,7 @@ def test_memory_of_an_option() -> None:
     [definition] = SFT.calls.values()
     strategy = ParallelStrategy(dp=8)
     model = asked.call_models[definition.name]
-    dynamic = model.dynamic_bytes(strategy, 1)
+    dynamic = model.work(strategy, 1).dynamic_bytes()
     alone = model.sharding(strategy, 1)
     shared = replace(model, shares_devices=True).sharding(strategy, 1)
     assert alone is not None
