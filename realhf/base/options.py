@@ -50,9 +50,11 @@ def flags(of: type) -> dict[str, bool]:
     return {option.flag: types[name] not in (bool, bool | None) for name, option in options_in(of).items()}
 
 
-def check_options(values: object) -> None:
-    """Raises UserError if an option of a dataclass is out of its range; None is in every range."""
-    for name, one in options_in(type(values)).items():
-        value = getattr(values, name)
-        if one.bounds is not None and value is not None:
-            check_range(one.flag, value, *one.bounds, one.unit)
+class Options:
+    """A dataclass of options. Raises UserError at construction if one is out of its range; None is in every range."""
+
+    def __post_init__(self) -> None:
+        for name, one in options_in(type(self)).items():
+            value = getattr(self, name)
+            if one.bounds is not None and value is not None:
+                check_range(one.flag, value, *one.bounds, one.unit)

@@ -15,9 +15,10 @@ import psutil
 from rich.console import Console
 from rich.text import Text
 
+from realhf.base.errors import UserError
 from realhf.cli.doctor_devices import GIB, find_attention, find_cuda, find_gpu_matmul, find_gpus, find_nccl, find_ranks
 from realhf.cli.doctor_wire import find_curve, find_host_name, find_keys, find_loopback
-from realhf.cli.findings import Check, FailedError, Finding, State
+from realhf.cli.findings import Check, Finding, State
 from realhf.machine.host import read_host
 
 DESCRIPTION = (
@@ -101,7 +102,7 @@ def gpu_checks() -> list[Check]:
 
 def find_python() -> str:
     if not (3, 11) <= sys.version_info[:2] <= (3, 13):
-        raise FailedError(f"{platform.python_version()} is not supported")
+        raise UserError(f"{platform.python_version()} is not supported")
     return f"{platform.python_version()} ({sys.executable})"
 
 
@@ -113,7 +114,7 @@ def find_torch() -> str:
         devices = ", ".join(torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count()))
     detail = f"{torch.__version__} on {devices}"
     if tuple(int(part) for part in torch.__version__.split(".")[:2]) < (2, 11):
-        raise FailedError(f"{detail} is too old")
+        raise UserError(f"{detail} is too old")
     return detail
 
 
@@ -130,7 +131,7 @@ def find_file_system(runs_dir: Path) -> str | Finding:
         folder = Path(name)
         problems = [problem for check in (_rename_problem, _mode_problem, _lock_problem) if (problem := check(folder))]
     if problems:
-        raise FailedError(f"{parent}: {'; '.join(problems)}")
+        raise UserError(f"{parent}: {'; '.join(problems)}")
     free_gib = shutil.disk_usage(parent).free / GIB
     if free_gib < 1:
         return Finding("warn", f"{parent}: {free_gib:.2f} GiB free", "make room: checkpoints are written there")

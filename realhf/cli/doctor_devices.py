@@ -7,7 +7,8 @@ import tempfile
 from pathlib import Path
 
 from realhf.base.code_files import python_command
-from realhf.cli.findings import FailedError, Finding
+from realhf.base.errors import UserError
+from realhf.cli.findings import Finding
 from realhf.launch.devices import devices_of, in_words
 from realhf.machine.gpus import FOR_THE_CPU, VISIBLE, driver_version, machine_gpus, visible_gpus
 from realhf.machine.torch_build import torch_cuda_version
@@ -32,7 +33,7 @@ def find_gpus() -> str | Finding:
     )
     if torch_cuda_version() is None:
         remedy = f"install a build that was (https://pytorch.org), or {FOR_THE_CPU}"
-        raise FailedError(f"{detail}; the installed torch was not built for CUDA", remedy)
+        return Finding("fail", f"{detail}; the installed torch was not built for CUDA", remedy)
     return detail
 
 
@@ -71,7 +72,7 @@ def find_cuda() -> str:
 
     if not torch.cuda.is_available():
         built_for = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
-        raise FailedError(f"torch {torch.__version__}, built {built_for}, sees no GPU")
+        raise UserError(f"torch {torch.__version__}, built {built_for}, sees no GPU")
     free = [torch.cuda.mem_get_info(i)[0] / GIB for i in range(torch.cuda.device_count())]
     return f"CUDA {torch.version.cuda}, {len(free)} GPUs with {', '.join(f'{gib:.0f}' for gib in free)} GiB free"
 

@@ -12,7 +12,7 @@ import psutil
 import zmq
 
 from realhf.base.errors import UserError
-from realhf.cli.findings import FailedError, Finding
+from realhf.cli.findings import Finding
 from realhf.transport.client import Client
 from realhf.transport.codec import Codec
 from realhf.transport.keys import WorkerKeys, load_master_keys, load_worker_keys, make_run_keys
@@ -25,7 +25,7 @@ HANDSHAKE_S = 120.0
 def find_curve() -> str:
     detail = f"pyzmq {zmq.pyzmq_version()}, libzmq {zmq.zmq_version()}"
     if not zmq.has("curve"):
-        raise FailedError(f"{detail} cannot encrypt (no CURVE)")
+        raise UserError(f"{detail} cannot encrypt (no CURVE)")
     return f"{detail} with CURVE"
 
 
@@ -33,9 +33,7 @@ def find_loopback() -> str:
     """The interface that local runs name to gloo, and a connection over it."""
     addresses = {a.address for a in psutil.net_if_addrs().get("lo", ()) if a.family is socket.AF_INET}
     if not addresses:
-        raise FailedError(
-            f"no interface lo with an IPv4 address; there are {', '.join(psutil.net_if_addrs()) or 'none'}"
-        )
+        raise UserError(f"no interface lo with an IPv4 address; there are {', '.join(psutil.net_if_addrs()) or 'none'}")
     with socket.create_server(("127.0.0.1", 0)) as server:
         socket.create_connection(server.getsockname(), timeout=5).close()
     return f"lo has {', '.join(sorted(addresses))} and takes connections"
@@ -89,16 +87,12 @@ async def _handshakes(keys: Path, worker: WorkerKeys, stranger: WorkerKeys) -> N
     with contextlib.ExitStack() as ended:
         server = Server("127.0.0.1", load_master_keys(keys, num_workers=1), incoming=to_master, outgoing=to_worker)
         ended.callback(server.close)
+        connected = partial(
+            Client, server.address, incoming=to_worker, outgoing=to_master, heartbeat=beat, heartbeat_s=HANDSHAKE_S
+        )
         async with asyncio.timeout(HANDSHAKE_S):
             for pid, party in enumerate((stranger, worker)):
-                client = Client(
-                    server.address,
-                    party,
-                    incoming=to_worker,
-                    outgoing=to_master,
-                    heartbeat=beat,
-                    heartbeat_s=HANDSHAKE_S,
-                )
+                client = connected(party)
                 ended.callback(client.close)
                 client.send(Hello(worker=0, pid=pid, host="doctor"))
                 while party is stranger and not server.num_refused:

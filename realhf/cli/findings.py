@@ -21,17 +21,9 @@ class Finding:
         assert self.remedy or self.state in ("ok", "info"), f"no remedy for {self.detail!r}"
 
 
-class FailedError(Exception):
-    """A check failed; the text says what is wrong. `remedy`: a better one than the check's."""
-
-    def __init__(self, text: str, remedy: str = ""):
-        super().__init__(text)
-        self.remedy = remedy
-
-
 @dataclass(frozen=True)
 class Check:
-    """`find` returns what is good, or a finding that is a note or a warning. Whatever it raises is a failure."""
+    """`find` returns what is good, or a finding with its own state. Whatever it raises is a failure."""
 
     name: str
     find: Callable[[], str | Finding]
@@ -40,8 +32,8 @@ class Check:
     def run(self) -> Finding:
         try:
             found = self.find()
-        except (FailedError, UserError) as error:
-            return Finding("fail", str(error), getattr(error, "remedy", "") or self.remedy)
+        except UserError as error:
+            return Finding("fail", str(error), self.remedy)
         except Exception as error:  # the command is to say whatever is wrong with the machine
             text = str(error).strip() or "no message"
             return Finding("fail", f"{type(error).__name__}: {text}", self.remedy)

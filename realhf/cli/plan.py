@@ -13,7 +13,7 @@ from realhf.cli.options import add_experiment_arguments, add_options, options_of
 from realhf.cli.output import Output, Phases
 from realhf.cli.plan_tables import alternatives_table, case_table, comparison_table, plan_table, setting_text, totals
 from realhf.dataflow.plan import save_plan
-from realhf.lifecycle.experiment import experiment_of
+from realhf.lifecycle.request import experiment_of
 from realhf.planning.explain.comparison import Comparison, compare, describe, solve_cases, summary
 from realhf.planning.options import all_options
 from realhf.planning.planner import search_for, tasks_of

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from realhf.cli.options import add_options, options_of
 from realhf.cli.output import Output, Phases, table_of
-from realhf.lifecycle.experiment import experiment_of
+from realhf.lifecycle.request import experiment_of
 from realhf.planning.clusters import cluster_of, hardware_text
 from realhf.planning.model.profile import LayerProfile, load_profile
 from realhf.planning.request import DevicesRequest

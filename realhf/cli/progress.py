@@ -12,11 +12,11 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from realhf.cli.output import Phases, duration, table_of, wide_output
-from realhf.lifecycle.listener import Listener
+from realhf.lifecycle.controller import Listener
 from realhf.report.run_data import CallTime, call_times, read_run
 from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.lines import Tail, evaluation_line, step_line
-from realhf.rundir.paths import MASTER, RunDirectory, worker_name
+from realhf.rundir.paths import MASTER, RunDirectory, worker_name, workers_in_words
 from realhf.rundir.run import Run
 
 # Statistics shown beside the step, those that exist.
@@ -66,8 +66,6 @@ class Progress(Listener):
             self.say(f"{reason}\nthe run goes on after step {self._step}".lstrip())
         self._metrics = Tail(directory.metrics, step_line, self.say)
         self._evaluations = Tail(directory.evaluations, evaluation_line, self.say)
-        self._metrics.skip()
-        self._evaluations.skip()
         if self._has_bar and self._console.is_terminal and self._bar is None:
             counts = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
             self._bar = Bar(*counts, TextColumn("{task.description}"), console=self._console)
@@ -75,8 +73,7 @@ class Progress(Listener):
             self._task = self._bar.add_task("starting", total=self._steps)
         self._begun_s, self._silence_s = self._clock(), SILENCE_S
         self._is_starting, self._phase = True, ""
-        workers = "1 worker" if run.spec.num_workers == 1 else f"{run.spec.num_workers} workers"
-        self.say(f"starting the master and {workers}; logs in {directory.logs}")
+        self.say(f"starting the master and {workers_in_words(run.spec.num_workers)}; logs in {directory.logs}")
 
     def watched(self, job: str) -> None:
         if job and job != self._job:

@@ -44,7 +44,7 @@ def execute(arguments: argparse.Namespace) -> int:
         table.add_row(name, f"{factor:.3g}")
     out.print(table)
     out.say(
-        f"with these: {found.present_s:.3g} s a step under the present plan, {found.plan.predicted_step_s:.3g} s under "
+        f"with these: {found.present_s:.3g} s a step under the present plan, {found.other_s:.3g} s under "
         "the best one found"
     )
     return 0

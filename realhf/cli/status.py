@@ -10,7 +10,7 @@ from rich.text import Text
 
 from realhf.cli.output import duration, wide_output
 from realhf.report.run_status import ENDED, FINISHED, RunStatus, read_run_status
-from realhf.rundir.paths import RunDirectory
+from realhf.rundir.paths import RunDirectory, workers_in_words
 
 DESCRIPTION = """Says where a run stands: steps, speed, time left, what each process is doing, memory, checkpoints and
 restarts. Reads the run directory alone: works from any machine that sees it, while the run goes on and after it."""
@@ -40,7 +40,7 @@ def execute(arguments: argparse.Namespace) -> int:
 
 def summary(status: RunStatus) -> list[str]:
     """What stands above the table."""
-    workers = f"{status.num_workers} worker{'' if status.num_workers == 1 else 's'}" if status.num_workers else ""
+    workers = workers_in_words(status.num_workers) if status.num_workers else ""
     lines = [f"{status.path}: {', '.join(filter(None, (status.state, status.experiment, workers)))}"]
     progress = [f"step {status.step} of {status.steps}"]
     if status.speed:

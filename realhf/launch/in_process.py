@@ -33,7 +33,7 @@ class _Part:
         try:
             self.context.run(next, self.steps)
         except StopIteration as end:
-            return Exit(name=self.spec.name, returncode=end.value, log_path=self.spec.log_path)
+            return Exit(name=self.spec.name, returncode=end.value)
         except bdb.BdbQuit:  # `quit` in pdb
             raise KeyboardInterrupt from None
         return None

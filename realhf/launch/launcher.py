@@ -25,7 +25,6 @@ class Exit:
 
     name: str
     returncode: int
-    log_path: Path
     note: str = ""
 
 

@@ -11,6 +11,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
+from pathlib import Path
 
 from realhf.base.errors import RunError, UserError
 from realhf.launch.devices import Device, devices_of, gpus_for
@@ -49,18 +50,18 @@ class LocalLauncher(Launcher):
         self._job = job
         try:
             for process in self.placed(job):
-                self._children.append(self._start(process))
+                self._children.append(self._start(process, job.directory.log(process.name)))
         except BaseException:
             self.stop(grace_s=0)
             raise
 
-    def _start(self, spec: ProcessSpec) -> "_Child":
+    def _start(self, spec: ProcessSpec, log_path: Path) -> "_Child":
         env = {**os.environ, **spec.env, _LAUNCH_VARIABLE: self._launch_id}
         env.pop(WORKER_INDEX_VARIABLE, None)
         if spec.index is not None:
             env[WORKER_INDEX_VARIABLE] = str(spec.index)
         try:
-            with spec.log_path.open("ab") as log:
+            with log_path.open("ab") as log:
                 process = subprocess.Popen(
                     spec.argv,
                     env=env,
@@ -72,14 +73,14 @@ class LocalLauncher(Launcher):
                 )
         except OSError as error:
             raise UserError(f"cannot start {spec.name} ({spec.argv[0]}): {error}") from error
-        return _Child(spec, process)
+        return _Child(spec.name, process)
 
     def poll(self) -> list[Exit]:
         exits = []
         for child in self._children:
             if not child.is_reported and (status := child.process.poll()) is not None:
                 child.is_reported = True
-                exits.append(Exit(name=child.spec.name, returncode=status, log_path=child.spec.log_path))
+                exits.append(Exit(name=child.name, returncode=status))
         # One that failed is the likelier cause of the others' ends if all were found at once.
         return sorted(exits, key=lambda found: found.returncode == 0)
 
@@ -123,7 +124,7 @@ class LocalLauncher(Launcher):
 
 @dataclass
 class _Child:
-    spec: ProcessSpec
+    name: str
     process: subprocess.Popen[bytes]
     is_reported: bool = False
 

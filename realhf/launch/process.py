@@ -20,7 +20,7 @@ TOLD_RETURNCODE = 86
 
 @dataclass(frozen=True, kw_only=True)
 class ProcessSpec:
-    """One process to start: `name` is "master" or "worker-INDEX". What it prints goes to `log_path`.
+    """One process to start: `name` is "master" or "worker-INDEX", and names its log in the run directory.
 
     `env` is added to the launcher's own environment, to which a launcher adds a worker's index (`worker_index`).
     """
@@ -28,7 +28,6 @@ class ProcessSpec:
     name: str
     argv: tuple[str, ...]
     env: Mapping[str, str] = field(default_factory=dict)
-    log_path: Path
 
     def __post_init__(self) -> None:
         assert self.name == MASTER or worker_name(self.index or 0) == self.name, f"process name {self.name!r}"
@@ -69,29 +68,28 @@ def job_of(run: Run, directory: RunDirectory, *, is_remote: bool) -> Job:
 
     `is_remote`: workers are on other machines than the master, so it listens on its host's address.
     """
-    path = str(directory.path)
-    of_master = python_command("realhf.master", path, *([] if is_remote else ["127.0.0.1"]))
-    of_worker = python_command("realhf.worker", path)
-    for_worker = process_environment(run.spec.hardware.threads if run.spec.hardware else 1)
-    commands = {MASTER: (of_master, {**process_environment(), **WITHOUT_GPU})}
-    commands |= {worker_name(index): (of_worker, for_worker) for index in range(run.spec.num_workers)}
+    command = python_command("realhf.master", str(directory.path), *([] if is_remote else ["127.0.0.1"]))
+    master = ProcessSpec(name=MASTER, argv=command, env={**process_environment(), **WITHOUT_GPU})
+    threads = run.spec.hardware.threads if run.spec.hardware else 1
     return Job(
         name=f"realhf-{Path(run.spec.experiment_file).stem}",
         directory=directory,
-        processes=tuple(
-            ProcessSpec(name=name, argv=argv, env=env, log_path=directory.log(name))
-            for name, (argv, env) in commands.items()
-        ),
+        processes=(master, *workers_of("realhf.worker", directory, run.spec.num_workers, threads)),
         workers_per_node=run.spec.devices_per_node,
         nodelist=run.settings.nodelist,
         avoided=frozenset(run.spec.avoided),
     )
 
 
-def worker_index(environ: Mapping[str, str]) -> int | None:
-    """The index that a launcher gave to this worker process, None outside of one."""
-    text = environ.get(WORKER_INDEX_VARIABLE)
-    return None if text is None else int(text)
+def workers_of(module: str, directory: RunDirectory, count: int, threads: int, **env: str) -> tuple[ProcessSpec, ...]:
+    """Workers that run a Python module on a directory, with `env` beside what every process gets."""
+    argv, env = python_command(module, str(directory.path)), {**process_environment(threads), **env}
+    return tuple(ProcessSpec(name=worker_name(index), argv=argv, env=env) for index in range(count))
+
+
+def worker_index() -> int:
+    """The index that a launcher gave to this worker process."""
+    return int(os.environ[WORKER_INDEX_VARIABLE])
 
 
 def module_of(spec: ProcessSpec) -> tuple[str, ...]:

@@ -150,8 +150,8 @@ def _describe(end: Exit, directory: RunDirectory) -> str:
     else:
         how = f"ended with exit code {end.returncode}"
     note = f" ({end.note})" if end.note else ""
-    tail = last_lines(end.log_path, LOG_LINES)
-    return f"{end.name} {how}{_last_activity(directory, end.name)}{note}; log: {end.log_path}{tail}"
+    log = directory.log(end.name)
+    return f"{end.name} {how}{_last_activity(directory, end.name)}{note}; log: {log}{last_lines(log, LOG_LINES)}"
 
 
 def _last_activity(directory: RunDirectory, process: str) -> str:

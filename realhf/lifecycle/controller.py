@@ -12,14 +12,13 @@ from realhf.launch.process import job_of
 from realhf.launch.supervisor import supervise
 from realhf.lifecycle.advice import going_on
 from realhf.lifecycle.interruption import Interruption
-from realhf.lifecycle.listener import Listener
 from realhf.lifecycle.new import said_of_hardware
-from realhf.lifecycle.recover import going_on_under, last_step, note_start, restarted
+from realhf.lifecycle.recover import gone_on, last_step, note_start
 from realhf.lifecycle.replanner import Replanner
 from realhf.lifecycle.request import RunRequest
 from realhf.lifecycle.resume import resumed_run
 from realhf.lifecycle.shrink import Suspects, elsewhere
-from realhf.rundir.checkpoints import newest_good, remove_unfinished
+from realhf.rundir.checkpoints import remove_unfinished
 from realhf.rundir.events import note
 from realhf.rundir.paths import MASTER, RunDirectory
 from realhf.rundir.prepare import prepare
@@ -27,6 +26,25 @@ from realhf.rundir.run import Run
 from realhf.rundir.status import Status, read_status, write_status
 
 LAUNCHER_LOCK = "launcher"
+
+
+class Listener:
+    """Hears of a run, and does nothing with it: a listener overrides what it wants to hear."""
+
+    def say(self, text: str) -> None:
+        """A sentence for people."""
+
+    def search(self, phase: str, detail: str) -> None:
+        """A search for a plan goes on (`realhf.planning.request.Watch`)."""
+
+    def starting(self, run: Run, directory: RunDirectory, reason: str | None) -> None:
+        """The processes of the run are about to be started; its directory is ready.
+
+        `reason`: why once more: the run broke, or "" for a change of plan. None: the first start of this command.
+        """
+
+    def watched(self, job: str) -> None:
+        """Another look was taken: the run directory may have news. `job`: the state of a cluster's job, "" for none."""
 
 
 def start(run: Run, request: RunRequest, listener: Listener) -> RunDirectory:
@@ -122,8 +140,8 @@ class Controller:
                 other = self._started(reason)
                 if other is None:
                     return
-                choice, reason = newest_good(self._directory.checkpoints), ""
-                self._run = going_on_under(before, other, self._directory, choice)
+                reason = ""
+                self._run = gone_on(before, other, self._directory)
             except RunError as error:
                 if not restarts_left:
                     raise
@@ -133,7 +151,7 @@ class Controller:
                 if moved:
                     suspects = Suspects()
                 try:
-                    self._run = restarted(before, moved or before, self._directory, reason)
+                    self._run = gone_on(before, moved or before, self._directory, reason)
                 except RunError as cannot:
                     raise RunError(f"{reason}\nthe run cannot be restarted: {cannot}") from error
 

@@ -15,8 +15,7 @@ from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.plan import check_plan, load_plan
 from realhf.engine.megatron_check import check_megatron
 from realhf.geometry.shards import shard_boxes
-from realhf.lifecycle.experiment import experiment_of
-from realhf.lifecycle.request import RunRequest
+from realhf.lifecycle.request import RunRequest, experiment_of
 from realhf.machine.gpus import count_gpus
 from realhf.machine.host import read_host
 from realhf.master.trackers import check_trackers

@@ -1,7 +1,6 @@
 """The plan of a run is searched again with the times that its calls really take; whether a change to it pays."""
 
 import statistics
-from dataclasses import dataclass
 
 import msgspec
 
@@ -30,13 +29,33 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
     """What a search with measured times found.
 
     `factors`: by call, measured seconds over those predicted without factors. `step_s`: a step as measured. `present_s`
-    and `plan.predicted_step_s`: predictions of a step with the factors, under the present plan and `plan`.
+    and `other_s`: predictions of a step with the factors, under the present plan and under `plan`.
     """
 
     factors: dict[str, float]
     step_s: float
     present_s: float
+    other_s: float
     plan: ExecutionPlan
+
+    @property
+    def gain(self) -> float:
+        """The part of a step that is saved. Both predictions are off in the same direction, so their ratio counts."""
+        return 1 - self.other_s / self.present_s
+
+    def gain_s(self, steps_left: int) -> float:
+        """Seconds saved over the steps that are left, without the cost of the change."""
+        return self.gain * self.step_s * steps_left
+
+    def pays(self, steps_left: int, cost_s: float) -> bool:
+        """Whether it gains enough, if no step is made for `cost_s` seconds."""
+        return self.gain >= LEAST_GAIN and self.gain_s(steps_left) > cost_s
+
+    def in_words(self, steps_left: int, cost_s: float) -> str:
+        return (
+            f"{self.other_s:.3g} s instead of {self.present_s:.3g} s a step; {steps_left} steps are left, of "
+            f"{self.step_s:.3g} s each: gains {self.gain_s(steps_left):.3g} s, a change costs {cost_s:.3g} s"
+        )
 
 
 def propose(directory: RunDirectory, budget: SearchBudget) -> Proposal:
@@ -56,6 +75,7 @@ def propose(directory: RunDirectory, budget: SearchBudget) -> Proposal:
         factors=factors,
         step_s=statistics.median(line["time_s"] for line in lines),
         present_s=present.step_s,
+        other_s=best.step_s,
         plan=msgspec.structs.replace(best.plan, rationale=explain(task, best, result)),
     )
 
@@ -71,38 +91,3 @@ def planned_task(run: Run, factors: dict[str, float]) -> PlanningTask:
     per_node = run.spec.devices_per_node
     cluster = Cluster.of(hardware, per_node, run.spec.num_workers // per_node)
     return task_of(run.experiment, cluster, offload=run.plan.offload, call_factors=factors, saves=run.spec.saves)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanChange:
-    """A change from the present plan, with steps of `step_s` measured seconds, to another one.
-
-    `present_s` and `other_s` are predictions under the same costs: their ratio counts, since both are off in the same
-    direction. `cost_s` is how long no step is made.
-    """
-
-    step_s: float
-    present_s: float
-    other_s: float
-    steps_left: int
-    cost_s: float
-
-    @property
-    def gain(self) -> float:
-        """The part of a step that is saved."""
-        return 1 - self.other_s / self.present_s
-
-    @property
-    def gain_s(self) -> float:
-        """Seconds saved over the steps that are left, without the cost."""
-        return self.gain * self.step_s * self.steps_left
-
-    @property
-    def pays(self) -> bool:
-        return self.gain >= LEAST_GAIN and self.gain_s > self.cost_s
-
-    def __str__(self) -> str:
-        return (
-            f"{self.other_s:.3g} s instead of {self.present_s:.3g} s a step; {self.steps_left} steps are left, of "
-            f"{self.step_s:.3g} s each: gains {self.gain_s:.3g} s, a change costs {self.cost_s:.3g} s"
-        )

@@ -6,14 +6,12 @@ import subprocess
 import time
 from collections.abc import Callable
 
-import msgspec
-
 from realhf.base.code_files import python_command
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_json, write_atomically
 from realhf.dataflow.plan import DIGEST_LENGTH, load_plan, plan_digest
 from realhf.launch.local import die_with_parent
-from realhf.lifecycle.replan import PlanChange, Proposal
+from realhf.lifecycle.replan import Proposal
 from realhf.lifecycle.request import ReplanRequest
 from realhf.rundir.events import event_line, note
 from realhf.rundir.lines import Tail, step_line
@@ -39,8 +37,6 @@ class Replanner:
         self._step = run.spec.resume_step
         self._events = Tail(directory.events, event_line, say)
         self._metrics = Tail(directory.metrics, step_line, lambda _: None)  # the progress says what is damaged
-        self._events.skip()
-        self._metrics.skip()
 
     def __enter__(self) -> "Replanner":
         return self
@@ -61,28 +57,17 @@ class Replanner:
                 self._say(f"drift: {event.message}")
                 self._is_due = self._request.mode != "off"
         if self._search is not None and self._search.poll() is not None:
-            returncode, self._search = self._search.returncode, None
-            self._search_ended(returncode)
+            message, self._search = self._search_ended(self._search.returncode), None
+            note(self._directory.events, "proposal", self._step, message)
+            self._say(message)
         if self._is_due and self._search is None and self._proposal is None:
             self._is_due = False
             self._begin_search()
 
-    def _search_ended(self, returncode: int) -> None:
-        if returncode:
-            return self._note(f"the search for another plan failed; see {self._directory.log('replan')}")
-        try:
-            found = decode_json(self._file.read_bytes(), Proposal)
-            if found.plan.predicted_step_s is None:
-                raise BadContentError("its plan has no prediction")
-        except (OSError, BadContentError) as error:
-            return self._note(f"the search for another plan left no proposal in {self._file}: {error}")
-        return self._take(found, found.plan.predicted_step_s)
-
     def next_run(self) -> Run:
         """The run under the plan that the master was asked to end for."""
         assert self._proposal is not None, "the master was not asked to end"
-        spec = msgspec.structs.replace(self._run.spec, call_factors=self._proposal.factors)
-        return Run(spec, self._run.experiment, self._proposal.plan)
+        return self._run.changed(self._proposal.plan, call_factors=self._proposal.factors)
 
     def _begin_search(self) -> None:
         with self._directory.log("replan").open("ab") as log:
@@ -95,27 +80,27 @@ class Replanner:
                 preexec_fn=_in_the_background(os.getpid()),
             )
 
-    def _take(self, found: Proposal, predicted_s: float) -> None:
-        """Says what was found, and asks for the change if it pays."""
+    def _search_ended(self, returncode: int) -> str:
+        """What a search came to, in words. Asks for the change if it pays."""
+        if returncode:
+            return f"the search for another plan failed; see {self._directory.log('replan')}"
+        try:
+            found = decode_json(self._file.read_bytes(), Proposal)
+        except (OSError, BadContentError) as error:
+            return f"the search for another plan left no proposal in {self._file}: {error}"
         digest = plan_digest(found.plan)
         if digest in self._digests():
-            return self._note(f"plan {digest[:DIGEST_LENGTH]}, which the run has or has had, is still the best")
-        given_s = self._request.switch_cost_s
-        change = PlanChange(
-            step_s=found.step_s,
-            present_s=found.present_s,
-            other_s=predicted_s,
-            steps_left=self._run.experiment.steps - self._step,
-            cost_s=given_s if given_s is not None else self._start_took_s or 0.0,
-        )
-        text = f"plan {digest[:DIGEST_LENGTH]}: {change}"
-        if not change.pays:
-            return self._note(f"{text}: does not pay")
+            return f"plan {digest[:DIGEST_LENGTH]}, which the run has or has had, is still the best"
+        steps_left, given_s = self._run.experiment.steps - self._step, self._request.switch_cost_s
+        cost_s = given_s if given_s is not None else self._start_took_s or 0.0
+        text = f"plan {digest[:DIGEST_LENGTH]}: {found.in_words(steps_left, cost_s)}"
+        if not found.pays(steps_left, cost_s):
+            return f"{text}: does not pay"
         if self._request.mode == "suggest":
-            return self._note(f"{text}: pays; see realhf replan, or give --replan switch")
+            return f"{text}: pays; see realhf replan, or give --replan switch"
         self._proposal = found
         write_atomically(self._directory.switch, f"{digest}\n".encode())
-        return self._note(f"{text}: pays; the run changes to it at the next checkpoint")
+        return f"{text}: pays; the run changes to it at the next checkpoint"
 
     def _digests(self) -> set[str]:
         """Of the plans that the run has had. It goes back to none of them, or it would go to and fro."""
@@ -124,10 +109,6 @@ class Replanner:
             with contextlib.suppress(UserError):  # the run cannot go back to a damaged plan
                 digests.add(plan_digest(load_plan(path)))
         return digests
-
-    def _note(self, message: str) -> None:
-        note(self._directory.events, "proposal", self._step, message)
-        self._say(message)
 
 
 def _in_the_background(parent: int) -> Callable[[], None]:

@@ -1,33 +1,35 @@
 """What is asked of a run: which experiment, with which plan, launched how, and what to do about failures and drift."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
+import tyro
+
 from realhf.base.errors import UserError
 from realhf.base.numbers import check_ranges
-from realhf.base.options import check_options, option
+from realhf.base.options import Options, option
 from realhf.dataflow.plan import ExecutionPlan, load_plan
 from realhf.launch.launcher import Launcher, NoOptions
 from realhf.launch.local import LocalLauncher
 from realhf.planning.request import PlannedHardware, PlanRequest
-from realhf.rundir.run import MAX_DEVICES, RANGES, YEAR_S, RunSpec
+from realhf.rundir.run import MAX_DEVICES, RANGES, YEAR_S, RunSpec, load_experiment_class, saved_experiment
 
 Mode = Literal["off", "suggest", "switch"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Checked:
-    """Options that raise UserError at construction if a number is out of its range."""
+class _SpecOptions(Options):
+    """Options of which some are fields of the run's specification, and have the ranges of these."""
 
     def __post_init__(self) -> None:
-        check_options(self)
+        super().__post_init__()
         check_ranges(vars(self), RANGES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions(_Checked):
+class RunOptions(_SpecOptions):
     """Fields of the run's specification. None: the field keeps its default, in a resumed run the value that it had."""
 
     record: tuple[str, ...] | None = option(None, "write these keys' data to rollouts/", metavar="KEY")
@@ -51,7 +53,7 @@ class RunOptions(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointOptions(_Checked):
+class CheckpointOptions(_SpecOptions):
     """When checkpoints are written and which are kept: fields of the run's specification, as in `RunOptions`."""
 
     checkpoint_every_steps: int | None = option(
@@ -68,7 +70,7 @@ class CheckpointOptions(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RecoveryRequest(_Checked):
+class RecoveryRequest(Options):
     """What to do when processes of the run fail. Raises UserError if `recover` is "never" and fewer workers or fallback
     plans are given."""
 
@@ -113,7 +115,7 @@ class RecoveryRequest(_Checked):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReplanRequest(_Checked):
+class ReplanRequest(_SpecOptions):
     """What to do when calls take other times than the plan predicts."""
 
     mode: Mode = option(
@@ -184,3 +186,23 @@ class RunRequest:
         every = self.checkpoints.checkpoint_every_steps or self.checkpoints.checkpoint_every_minutes
         saves = bool(every) or (saved is not None and saved.saves)
         return replace(self.plan, devices=devices, saves=saves, call_factors=saved.call_factors if saved else {})
+
+
+def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = None) -> Any:
+    """The experiment of a file, its fields set from `--field value` words, else as in a `saved` run or by default.
+
+    Raises:
+        UserError: the file has no such class, or `saved` is of another one.
+        SystemExit: a word is wrong, which is explained on stderr (code 2); `--fields` has listed all fields (0).
+    """
+    cls = load_experiment_class(path)
+    prog = f"realhf COMMAND {path}"
+    if "--fields" in words:
+        tyro.cli(cls, args=["--help"], prog=prog, config=(tyro.conf.AvoidSubcommands,))
+    if saved is not None and cls.__name__ != saved.experiment_class:
+        raise UserError(
+            f"{path} has the experiment {cls.__name__}, the run is one of {saved.experiment_class} in "
+            f"{saved.experiment_file}; give that file"
+        )
+    start = {} if saved is None else {"default": saved_experiment(saved, cls, path)}
+    return tyro.cli(cls, args=list(words), prog=prog, config=(tyro.conf.AvoidSubcommands,), add_help=False, **start)

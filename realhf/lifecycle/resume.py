@@ -9,9 +9,8 @@ import msgspec
 
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import ExecutionPlan, load_plan
-from realhf.lifecycle.experiment import experiment_of
 from realhf.lifecycle.new import check_experiment, check_run, spec_fields
-from realhf.lifecycle.request import RunRequest
+from realhf.lifecycle.request import RunRequest, experiment_of
 from realhf.models.checkpoint_index import check_architecture, read_index
 from realhf.planning.clusters import cluster_of
 from realhf.planning.model.cluster import Cluster

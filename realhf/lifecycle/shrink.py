@@ -3,8 +3,6 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-import msgspec
-
 from realhf.base.errors import RunError, UserError
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.launch.launcher import Launcher
@@ -50,9 +48,9 @@ def elsewhere(
     gone = {place for place in places if place is not None} | launcher.lost()
     avoided = frozenset(run.spec.avoided) | gone
     room = launcher.room(avoided)
-    spec = msgspec.structs.replace(run.spec, avoided=tuple(sorted(avoided)))
+    moved = run.changed(avoided=tuple(sorted(avoided)))
     if room >= run.spec.num_workers:  # a cluster has other nodes
-        return Run(spec, run.experiment, run.plan) if gone else None
+        return moved if gone else None
     if room < least:
         raise RunError(
             f"{error}\nthere is room for {room} workers, fewer than --min-workers {least}: without "
@@ -64,8 +62,7 @@ def elsewhere(
     except UserError as no_plan:
         raise RunError(f"{error}\nno plan for the {room} workers that there is room for: {no_plan}") from error
     per_node = min(run.spec.devices_per_node, plan.num_devices) if launcher.is_remote else plan.num_devices
-    spec = msgspec.structs.replace(spec, num_workers=plan.num_devices, devices_per_node=per_node, hardware=hardware)
-    return Run(spec, run.experiment, plan)
+    return moved.changed(plan, num_workers=plan.num_devices, devices_per_node=per_node, hardware=hardware)
 
 
 def plan_for_fewer(run: Run, request: RunRequest, num_workers: int, watch: Watch) -> tuple[ExecutionPlan, Hardware]:

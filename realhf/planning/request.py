@@ -8,7 +8,7 @@ from typing import Literal
 
 from realhf.base.errors import UserError
 from realhf.base.numbers import DEVICES
-from realhf.base.options import check_options, option
+from realhf.base.options import Options, option
 from realhf.dataflow.plan import ExecutionPlan, load_plan
 from realhf.planning.model.hardware import Hardware
 
@@ -35,7 +35,7 @@ class PlannedHardware:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DevicesRequest:
+class DevicesRequest(Options):
     """The devices that a plan is for. What is None is taken from a given plan, from `planned`, or from this machine.
 
     `hardware`: the name of a description or the path of its file. `memory_gb`: GiB a device. `place`: "here" where all
@@ -60,12 +60,9 @@ class DevicesRequest:
     cpu_only: bool = False
     planned: PlannedHardware | None = None
 
-    def __post_init__(self) -> None:
-        check_options(self)
-
 
 @dataclass(frozen=True, kw_only=True)
-class SearchBudget:
+class SearchBudget(Options):
     """How long a search goes on: a number of plans, or seconds; neither: the experiment's own, or one that grows with
     the problem.
 
@@ -87,9 +84,6 @@ class SearchBudget:
         bounds=SECONDS,
         unit="seconds",
     )
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,13 @@ import msgspec
 
 from realhf.api.experiment import auto_settings, models_of
 from realhf.architecture.transformers_config import TransformersConfig
-from realhf.base.code_files import python_command
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import write_atomically
-from realhf.base.options import check_options, option
+from realhf.base.options import Options, option
 from realhf.dataflow.graph import DataflowGraph
 from realhf.launch.launcher import NoOptions
 from realhf.launch.local import LocalLauncher
-from realhf.launch.process import Job, ProcessSpec, process_environment
+from realhf.launch.process import Job, workers_of
 from realhf.launch.supervisor import supervise
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import leave_description
@@ -36,7 +35,7 @@ MAX_SEQUENCES = 128
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProfileRequest:
+class ProfileRequest(Options):
     """How to measure. Raises UserError if a number is out of its range."""
 
     profiles_dir: Path | None = option(None, "write below this folder (default: where plans look)")
@@ -47,9 +46,6 @@ class ProfileRequest:
     timeout_s: float = option(
         900.0, "longest the measuring may take (default 900)", bounds=(0.001, 10**7), unit="seconds"
     )
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
 
 def targets_of(experiment: Any, cluster: Cluster, request: ProfileRequest) -> list[ProfileTarget]:
@@ -102,8 +98,10 @@ def measure(
     try:
         directory = RunDirectory.create(folder)
         write_atomically(folder / JOB_FILE, msgspec.json.encode(job))
-        workers = _workers(job, directory, cluster.hardware.threads)
-        supervise(LocalLauncher(NoOptions()), workers, _on_poll(job, directory, watch))
+        count, loopback = job.num_workers, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+        workers = workers_of(WORKER_MODULE, directory, count, cluster.hardware.threads, **loopback)
+        of_profiler = Job(directory=directory, processes=workers, workers_per_node=count)
+        supervise(LocalLauncher(NoOptions()), of_profiler, _on_poll(job, directory, watch))
     except RunError:
         raise
     except BaseException:
@@ -130,13 +128,3 @@ def _on_poll(job: ProfileJob, directory: RunDirectory, watch: Watch) -> Callable
             )
 
     return update
-
-
-def _workers(job: ProfileJob, directory: RunDirectory, threads: int) -> Job:
-    env = {**process_environment(threads), "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-    command = python_command(WORKER_MODULE, str(directory.path))
-    workers = (
-        ProcessSpec(name=name, argv=command, env=env, log_path=directory.log(name))
-        for name in map(worker_name, range(job.num_workers))
-    )
-    return Job(directory=directory, processes=tuple(workers), workers_per_node=job.num_workers)

@@ -306,8 +306,7 @@ def _curve(sizes: Sequence[int], seconds: Sequence[float]) -> Curve:
 def main() -> int:
     keep_freed_memory()
     directory = RunDirectory.open(Path(sys.argv[1]))
-    rank = worker_index(os.environ)
-    assert rank is not None, "a launcher tells a worker its index"
+    rank = worker_index()
     job = decode_json((directory.path / JOB_FILE).read_bytes(), ProfileJob)
     activity = ActivityWriter(directory.activity(worker_name(rank)))
     activity.set("joining the other workers")

@@ -112,15 +112,12 @@ def read_lines(path: Path, decode: Callable[[bytes], T], *, tail_bytes: int | No
 
 
 class Tail(Generic[T]):
-    """The lines that a file gained since the last look. `say` is told of those for which `decode` raises
-    BadContentError; they are left out."""
+    """The lines that a file gained since the last look, at first since construction. `say` is told of those for which
+    `decode` raises BadContentError; they are left out."""
 
     def __init__(self, path: Path, decode: Callable[[bytes], T], say: Callable[[str], None]):
-        self._path, self._decode, self._say, self._offset = path, decode, say, 0
-
-    def skip(self) -> None:
-        """Passes over what is there now."""
-        self._offset = self._path.stat().st_size if self._path.is_file() else 0
+        self._path, self._decode, self._say = path, decode, say
+        self._offset = path.stat().st_size if path.is_file() else 0
 
     def read(self) -> Iterator[T]:
         if not self._path.is_file():

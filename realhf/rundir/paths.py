@@ -26,6 +26,10 @@ def worker_of(name: str) -> int | None:
     return int(index) if prefix == "worker" and index.isdecimal() else None
 
 
+def workers_in_words(number: int) -> str:
+    return "1 worker" if number == 1 else f"{number} workers"
+
+
 class _Below:
     """A path below the run directory."""
 

@@ -178,10 +178,13 @@ class Run:
         longest_s = max(seconds or 0.0 for seconds in predicted)
         return Deadlines(self.spec.call_timeout_s, self.spec.deadline_factor, longest_s)
 
+    def changed(self, plan: ExecutionPlan | None = None, **fields: Any) -> "Run":
+        """This run with other fields of its specification; under `plan`, if one is given."""
+        return Run(msgspec.structs.replace(self.spec, **fields), self.experiment, plan or self.plan)
+
     def without_deadlines(self) -> "Run":
         """The run under a debugger: no request is late within a week."""
-        spec = msgspec.structs.replace(self.spec, call_timeout_s=WEEK_S, setup_timeout_s=WEEK_S)
-        return Run(spec, self.experiment, self.plan)
+        return self.changed(call_timeout_s=WEEK_S, setup_timeout_s=WEEK_S)
 
     @property
     def changing_models(self) -> list[str]:

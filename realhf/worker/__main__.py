@@ -208,8 +208,7 @@ def end_process(
 def main() -> int:
     keep_freed_memory()
     directory = RunDirectory.open(Path(sys.argv[1]))
-    rank = worker_index(os.environ)
-    assert rank is not None, "a launcher tells a worker its index"
+    rank = worker_index()
     run = load_run(directory.experiment, directory.plan)
     activity = ActivityWriter(directory.activity(worker_name(rank)))
     start_logging(worker_name(rank), lambda: activity.main)

@@ -30,14 +30,14 @@ class NiceLauncher(Launcher):
             if process.index is not None:
                 env |= {WORKER_INDEX_VARIABLE: str(process.index), DEVICE_VARIABLE: f"cpu:{process.index}"}
             command = ["nice", "-n", str(self._options.nice), *process.argv]
-            with process.log_path.open("ab") as log:
+            with job.directory.log(process.name).open("ab") as log:
                 child = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
             self._running.append((process, child))
 
     def poll(self) -> list[Exit]:
         ended = [(process, child) for process, child in self._running if child.poll() is not None]
         self._running = [pair for pair in self._running if pair not in ended]
-        return [Exit(name=one.name, returncode=child.returncode, log_path=one.log_path) for one, child in ended]
+        return [Exit(name=one.name, returncode=child.returncode) for one, child in ended]
 
     def stop(self, *, grace_s: float = 5.0) -> None:
         for number in (signal.SIGTERM, signal.SIGKILL):

@@ -67,7 +67,7 @@ class Bench:
         argv: tuple[str, ...] = ("bash", "-c", f"{NAME}; {SHELL.get(command, command)}")
         if not self.has_processes:
             argv = python_command("tests.slurm.stand_in", str(self.directory.path), name, command)
-        return ProcessSpec(name=name, argv=argv, env=env, log_path=self.directory.log(name))
+        return ProcessSpec(name=name, argv=argv, env=env)
 
     def exits(self, number: int) -> dict[str, Exit]:
         """Polls until so many have been reported, in that order."""
@@ -157,7 +157,6 @@ def test_a_normal_end(bench: Bench) -> None:
     bench.launcher.stop()
     bench.check_clean()
     for name in bench.names:
-        assert exits[name].log_path == bench.directory.log(name)
         assert bench.log(name).endswith(f"{name} of {bench.directory.path}\n")
 
 
@@ -167,7 +166,7 @@ def test_a_failing_worker_is_reported_first_with_its_message(bench: Bench) -> No
     bench.start(master="goes on", worker=of_one if bench.has_processes else "fails")
     first = next(iter(bench.exits(1).values()))
     assert (first.name, first.returncode) == (worker_name(index), 3)
-    assert first.log_path.read_text().endswith("no such file: prompts.jsonl\n")
+    assert bench.log(first.name).endswith("no such file: prompts.jsonl\n")
     bench.launcher.stop(grace_s=1)
     bench.check_clean()
     assert bench.launcher.poll() == []

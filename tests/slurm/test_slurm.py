@@ -50,7 +50,6 @@ def job(directory: RunDirectory, *, master: str | tuple[str, ...], worker: str) 
         ProcessSpec(
             name=name,
             argv=("bash", "-c", command) if isinstance(command, str) else command,
-            log_path=directory.log(name),
         )
         for name, command in commands
     )
@@ -139,7 +138,7 @@ def test_a_program_that_is_missing_is_the_process_s_end(make: Make, directory: R
     launcher.start(job(directory, master=("/no/such/program",), worker=FOR_EVER))
     first = next(iter(told(launcher, 1).values()))
     assert (first.name, first.returncode) == ("master", 127)
-    assert "/no/such/program" in first.log_path.read_text()
+    assert "/no/such/program" in directory.log(first.name).read_text()
 
 
 def test_a_job_that_someone_cancels_is_told(make: Make, slurm_testbed: Testbed, directory: RunDirectory) -> None:

@@ -55,8 +55,7 @@ class SubmittedJob:
 
     def __init__(self, options: SlurmOptions, job: Job) -> None:
         self._options, self._directory = options, job.directory
-        self._processes = {process.name: process for process in job.processes}
-        self._reported: set[str] = set()
+        self._left = [process.name for process in job.processes]  # those whose ends have not been told
         self._first_failure = ""
         self._state = _State("PENDING")
         self._looked_s = self._ended_s = 0.0
@@ -69,7 +68,7 @@ class SubmittedJob:
 
     def poll(self) -> list[Exit]:
         """As `Launcher.poll`."""
-        if len(self._reported) == len(self._processes):
+        if not self._left:
             return []
         now_s = time.monotonic()
         if not self._state.is_over and now_s - self._looked_s >= self._options.poll_interval_s:
@@ -77,20 +76,19 @@ class SubmittedJob:
             self._check_waiting()
         exits = self._recorded_exits()
         if self._state.is_over and now_s - self._ended_s >= _FILES_SETTLE_S:
-            exits += self._unrecorded_exits({found.name for found in exits})
-        self._reported |= {found.name for found in exits}
+            exits += self._unrecorded_exits()
         return exits
 
     def stop(self, grace_s: float) -> None:
         """As `Launcher.stop`."""
-        if len(self._reported) == len(self._processes) and self._ends_within(_JOB_END_S):
+        if not self._left and self._ends_within(_JOB_END_S):
             return  # it came to its own end and is not to be shown as cancelled
         slurm_command("scancel", self.id)  # SIGTERM now, SIGKILL after the cluster's KillWait
         if not self._ends_within(grace_s):
             slurm_command("scancel", "--signal=KILL", "--full", self.id)
             if not self._ends_within(_KILL_S):
                 raise RunError(f"{self.status()} after scancel; end it by hand: scancel {self.id}")
-        self._reported |= self._processes.keys()
+        self._left = []
 
     # -- what the controller says
 
@@ -137,17 +135,13 @@ class SubmittedJob:
 
     def _recorded_exits(self) -> list[Exit]:
         """Those whose tasks have noted an exit code, in the order in which they did."""
-        found: list[tuple[int, str, int]] = []
-        for path in exits_folder(self._directory).iterdir():
-            if path.name in self._processes and path.name not in self._reported:
-                code = int(path.read_text())
-                # bash's way of telling a signal
-                found.append((path.stat().st_mtime_ns, path.name, 128 - code if 128 < code < 193 else code))
-        return [end for _, name, code in sorted(found) if (end := self._exit(name, code)) is not None]
+        found = [path for path in exits_folder(self._directory).iterdir() if path.name in self._left]
+        found.sort(key=lambda path: (path.stat().st_mtime_ns, path.name))
+        return [end for path in found if (end := self._exit(path.name, int(path.read_text()))) is not None]
 
-    def _exit(self, name: str, returncode: int) -> Exit | None:
+    def _exit(self, name: str, code: int) -> Exit | None:
         """None for a task that was killed because its job is ending: only the job's state tells why that is."""
-        note = ""
+        returncode, note = 128 - code if 128 < code < 193 else code, ""  # bash's way of telling a signal
         if returncode < 0 and self._first_failure:
             # SLURM kills the tasks beside the one that failed: to show them as killed would hide which it was.
             returncode, note = UNKNOWN_RETURNCODE, f"ended by SLURM after {self._first_failure} had failed"
@@ -158,19 +152,17 @@ class SubmittedJob:
                 return None
         if returncode and not self._first_failure:
             self._first_failure = name
-        return Exit(name=name, returncode=returncode, log_path=self._processes[name].log_path, note=note)
+        self._left.remove(name)
+        return Exit(name=name, returncode=returncode, note=note)
 
-    def _unrecorded_exits(self, just_found: set[str]) -> list[Exit]:
+    def _unrecorded_exits(self) -> list[Exit]:
         """Those that say nothing of themselves, when the job is over."""
         is_good = self._state.name == "COMPLETED"
         note = "" if is_good else self.status()
         if not is_good and not self._first_failure:
             note += last_lines(job_log(self._directory), _LOG_LINES)
-        return [
-            Exit(name=name, returncode=0 if is_good else UNKNOWN_RETURNCODE, log_path=process.log_path, note=note)
-            for name, process in self._processes.items()
-            if name not in self._reported | just_found
-        ]
+        left, self._left = self._left, []
+        return [Exit(name=name, returncode=0 if is_good else UNKNOWN_RETURNCODE, note=note) for name in left]
 
 
 def _submit(text: str, job: Job) -> str:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from realhf.base.errors import UserError
-from realhf.base.options import check_options, option
+from realhf.base.options import Options, option
 from realhf.launch.devices import DEVICE_VARIABLE
 from realhf.launch.process import WORKER_INDEX_VARIABLE, Job, ProcessSpec
 from realhf.machine.gpus import VISIBLE
@@ -14,7 +14,7 @@ from realhf.rundir.run import YEAR_S
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlurmOptions:
+class SlurmOptions(Options):
     """What is asked of SLURM beside the workers; None leaves it to the cluster's defaults.
 
     The job may wait `queue_timeout_s` to start (None: for ever). Workers may run on for `end_timeout_s` after the
@@ -39,7 +39,7 @@ class SlurmOptions:
     def __post_init__(self) -> None:
         if self.cpus_per_worker < 1:
             raise UserError(f"cpus_per_worker={self.cpus_per_worker} asks for nothing; give 1 or more")
-        check_options(self)
+        super().__post_init__()
         for arg in self.sbatch:
             if not arg.startswith("-") or "\n" in arg:
                 raise UserError(f"{arg!r} is no sbatch option; write one as --name=value")
@@ -55,29 +55,21 @@ def job_log(directory: RunDirectory) -> Path:
     return directory.launcher / "slurm.log"
 
 
-def _num_nodes(job: Job) -> int:
-    """Raises UserError where the workers are no whole nodes."""
-    nodes, left = divmod(len(job.workers), job.workers_per_node)
-    if left or not nodes:
-        raise UserError(
-            f"{len(job.workers)} workers are no whole nodes of {job.workers_per_node} workers each; change --nodes, "
-            "--gpus-per-node or the plan"
-        )
-    return nodes
-
-
 def sbatch_text(options: SlurmOptions, job: Job) -> str:
     """The batch script that runs a job's master and workers, which differ in name only.
 
-    Its exit code is that of the process that failed first. Raises UserError for a wrong number of workers.
+    Its exit code is that of the process that failed first. Raises UserError where the workers are no whole nodes.
     """
     master, *workers = job.processes
     assert master.name == MASTER, "no master"
-    for process in job.processes:
-        assert process.log_path == job.directory.log(process.name), process.log_path
     for worker in workers:  # tasks of one step, told apart by their index
         assert (worker.argv, worker.env) == (workers[0].argv, workers[0].env), f"{worker.name} differs from worker-0"
-    nodes = _num_nodes(job)
+    nodes, left = divmod(len(workers), job.workers_per_node)
+    if left or not nodes:
+        raise UserError(
+            f"{len(workers)} workers are no whole nodes of {job.workers_per_node} workers each; change --nodes, "
+            "--gpus-per-node or the plan"
+        )
     gpus = [] if options.cpu_only else [f"--gres=gpu:{job.workers_per_node}"]
     master_step = _srun(
         # Without --exact steps wait for each other; with --mem=0 the first does not take all memory.

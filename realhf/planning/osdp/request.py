@@ -5,7 +5,7 @@ from dataclasses import MISSING, dataclass
 from realhf.architecture.model import DType
 from realhf.architecture.named import architecture
 from realhf.base.numbers import DEVICES, Bounds
-from realhf.base.options import check_options, option
+from realhf.base.options import Options, option
 from realhf.planning.clusters import MEMORY_GB
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.hardware import GIB
@@ -16,7 +16,7 @@ BATCH: Bounds = (1, 2**16)
 
 
 @dataclass(frozen=True, kw_only=True)
-class OsdpRequest:
+class OsdpRequest(Options):
     """Training of `model` (a name, or the path of a config.json) on a data-parallel group.
 
     Raises:
@@ -38,9 +38,6 @@ class OsdpRequest:
     hardware: str = option("h100", "a hardware description (default h100)")
     launch_us: float = option(10.0, "cost of starting a collective in microseconds (default 10)", bounds=(0, 1e6))
     seconds: float = option(1.0, "time limit of the search (default 1)", bounds=(0, 10**5))
-
-    def __post_init__(self) -> None:
-        check_options(self)
 
     def problem(self) -> OsdpProblem:
         """The problem with whole operators.

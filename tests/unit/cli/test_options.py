@@ -8,12 +8,12 @@ from typing import Literal
 import pytest
 
 from realhf.base.errors import UserError
-from realhf.base.options import check_options, flags, option
+from realhf.base.options import Options, flags, option
 from realhf.cli.options import add_options, options_of
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Asked(Options):
     count: int = option(3, "how many", bounds=(1, 5), unit="times")
     limit_s: float | None = option(None, "how long")
     kind: Literal["plain", "fancy"] = option("plain", "which", flag="--of-kind")
@@ -23,23 +23,20 @@ class Options:
     keys: tuple[str, ...] | None = option(None, "several")
     inner: int = 7
 
-    def __post_init__(self) -> None:
-        check_options(self)
 
-
-def parsed(*words: str) -> Options:
+def parsed(*words: str) -> Asked:
     command = argparse.ArgumentParser(exit_on_error=False)
-    add_options(command, Options)
-    return options_of(Options, command.parse_args(words))
+    add_options(command, Asked)
+    return options_of(Asked, command.parse_args(words))
 
 
 def test_without_words_all_have_their_defaults() -> None:
-    assert parsed() == Options()
+    assert parsed() == Asked()
 
 
 def test_words_of_every_type() -> None:
     words = "--count 5 --limit-s 1.5 --of-kind fancy --loud --quiet --file a --file b --keys x y"
-    assert parsed(*words.split()) == Options(
+    assert parsed(*words.split()) == Asked(
         count=5, limit_s=1.5, kind="fancy", loud=True, quiet=True, files=(Path("a"), Path("b")), keys=("x", "y")
     )
 
@@ -56,7 +53,7 @@ def test_a_number_out_of_its_range_is_refused_by_name() -> None:
 
 
 def test_flags_say_which_take_a_value() -> None:
-    assert flags(Options) == {
+    assert flags(Asked) == {
         "--count": True, "--limit-s": True, "--of-kind": True, "--loud": False, "--quiet": False, "--file": True,
         "--keys": True,
     }  # fmt: skip

@@ -26,8 +26,9 @@ def _cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def job_of(directory: Path, num_workers: int, *avoided: str) -> Job:
     """Its processes do nothing."""
+    (directory / "logs").mkdir(exist_ok=True)
     names = (MASTER, *map(worker_name, range(num_workers)))
-    processes = (ProcessSpec(name=name, argv=("true",), log_path=directory / f"{name}.log") for name in names)
+    processes = (ProcessSpec(name=name, argv=("true",)) for name in names)
     return Job(
         directory=RunDirectory(directory),
         processes=tuple(processes),

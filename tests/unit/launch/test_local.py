@@ -22,12 +22,11 @@ FOR_EVER = "while :; do sleep 0.1; done"
 
 
 def spec(name: str, tmp_path: Path, command: str) -> ProcessSpec:
-    return ProcessSpec(
-        name=name, argv=("bash", "-c", command), env={"PLACE": str(tmp_path)}, log_path=tmp_path / f"{name}.log"
-    )
+    return ProcessSpec(name=name, argv=("bash", "-c", command), env={"PLACE": str(tmp_path)})
 
 
 def job(tmp_path: Path, *processes: ProcessSpec) -> Job:
+    (tmp_path / "logs").mkdir(exist_ok=True)
     return Job(directory=RunDirectory(tmp_path), processes=processes, workers_per_node=1)
 
 
@@ -72,11 +71,12 @@ from realhf.rundir.paths import RunDirectory
 place = Path(sys.argv[1])
 launcher = LocalLauncher(NoOptions())
 launcher.start(Job(directory=RunDirectory(place), workers_per_node=1, processes=tuple(
-    ProcessSpec(name=name, argv=("bash", "-c", f"echo $$ > {{place}}/{{name}}; {FOR_EVER}"), log_path=place / "log")
+    ProcessSpec(name=name, argv=("bash", "-c", f"echo $$ > {{place}}/{{name}}; {FOR_EVER}"))
     for name in ("master", "worker-0")
 )))
 time.sleep(3600)
 """
+    (tmp_path / "logs").mkdir()
     parent = subprocess.Popen([sys.executable, "-c", program, str(tmp_path)])
     try:
         pids = [pid_in(tmp_path / name) for name in ("master", "worker-0")]
@@ -102,7 +102,7 @@ def test_descendants_are_ended_wherever_they_went(launcher: LocalLauncher, tmp_p
 
 def test_a_failed_start_leaves_nothing(launcher: LocalLauncher, tmp_path: Path) -> None:
     worker = spec("worker-0", tmp_path, f'echo $$ > "$PLACE/pid"; {FOR_EVER}')
-    missing = ProcessSpec(name="master", argv=("/no/such/program",), log_path=tmp_path / "master.log")
+    missing = ProcessSpec(name="master", argv=("/no/such/program",))
     with pytest.raises(UserError, match="cannot start master \\(/no/such/program\\)"):
         launcher.start(job(tmp_path, worker, missing))
     me = psutil.Process()
@@ -132,12 +132,12 @@ def test_ctrl_c_reaches_the_launcher_alone(launcher: LocalLauncher, tmp_path: Pa
 
 
 def test_logs_are_appended_to(tmp_path: Path) -> None:
-    (tmp_path / "master.log").write_text("before\n")
-    launcher = LocalLauncher(NoOptions())
-    launcher.start(job(tmp_path, spec("master", tmp_path, "echo after")))
+    launcher, of_master = LocalLauncher(NoOptions()), job(tmp_path, spec("master", tmp_path, "echo after"))
+    (tmp_path / "logs/master.log").write_text("before\n")
+    launcher.start(of_master)
     polled(launcher)
     launcher.stop()
-    assert (tmp_path / "master.log").read_text() == "before\nafter\n"
+    assert (tmp_path / "logs/master.log").read_text() == "before\nafter\n"
 
 
 def test_the_index_is_the_workers_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -147,7 +147,6 @@ def test_the_index_is_the_workers_own(monkeypatch: pytest.MonkeyPatch, tmp_path:
     launcher.start(job(tmp_path, spec("master", tmp_path, print_it), spec("worker-0", tmp_path, print_it)))
     polled(launcher, number=2)
     launcher.stop()
-    assert (tmp_path / "master.log").read_text() == "\n"
-    assert (tmp_path / "worker-0.log").read_text() == "0\n"
-    assert worker_index({"REALHF_WORKER_INDEX": "2"}) == 2
-    assert worker_index({}) is None
+    assert (tmp_path / "logs/master.log").read_text() == "\n"
+    assert (tmp_path / "logs/worker-0.log").read_text() == "0\n"
+    assert worker_index() == 7

@@ -35,10 +35,9 @@ def command(module: str) -> tuple[str, ...]:
 
 def job(num_workers: int = 4) -> Job:
     env = {"OMP_NUM_THREADS": "1", "NOTE": "it's $HOME"}
-    master = ProcessSpec(name="master", argv=command("realhf.master"), log_path=DIRECTORY.log("master"))
+    master = ProcessSpec(name="master", argv=command("realhf.master"))
     workers = (
-        ProcessSpec(name=name, argv=command("realhf.worker"), env=env, log_path=DIRECTORY.log(name))
-        for name in map(worker_name, range(num_workers))
+        ProcessSpec(name=name, argv=command("realhf.worker"), env=env) for name in map(worker_name, range(num_workers))
     )
     return Job(name="ppo", directory=DIRECTORY, processes=(master, *workers), workers_per_node=2)
 

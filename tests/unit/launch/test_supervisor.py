@@ -72,13 +72,10 @@ def watch(directory: RunDirectory) -> Watch:
     """Supervises a master and two workers that end as given: (name, exit code) by poll."""
 
     def watch(*polls: Sequence[tuple[str, int]], note: str = "") -> None:
-        ends = [
-            [Exit(name=name, returncode=code, log_path=directory.log(name), note=note) for name, code in poll]
-            for poll in polls
-        ]
+        ends = [[Exit(name=name, returncode=code, note=note) for name, code in poll] for poll in polls]
         launcher = ScriptedLauncher(ends)
         names = [MASTER, worker_name(0), worker_name(1)]
-        specs = [ProcessSpec(name=name, argv=("true",), log_path=directory.log(name)) for name in names]
+        specs = [ProcessSpec(name=name, argv=("true",)) for name in names]
         try:
             supervise(launcher, job(directory, *specs), lambda: None)
         finally:
@@ -177,7 +174,7 @@ def test_an_interruption_stops_all_and_is_passed_on(directory: RunDirectory) -> 
         os.kill(os.getpid(), signal.SIGINT)
 
     launcher = ScriptedLauncher([])
-    spec = ProcessSpec(name=MASTER, argv=("true",), log_path=directory.log(MASTER))
+    spec = ProcessSpec(name=MASTER, argv=("true",))
     with pytest.raises(KeyboardInterrupt):
         supervise(launcher, job(directory, spec), interrupt)
     assert launcher.num_stopped == 1
@@ -192,8 +189,8 @@ def test_a_second_interruption_shortens_the_grace(directory: RunDirectory) -> No
             if grace_s > 0:
                 raise KeyboardInterrupt
 
-    launcher = Impatient([[Exit(name=MASTER, returncode=1, log_path=directory.log(MASTER))]])
-    spec = ProcessSpec(name=MASTER, argv=("true",), log_path=directory.log(MASTER))
+    launcher = Impatient([[Exit(name=MASTER, returncode=1)]])
+    spec = ProcessSpec(name=MASTER, argv=("true",))
     with pytest.raises(KeyboardInterrupt):
         supervise(launcher, job(directory, spec), lambda: None)
     assert launcher.graces_s == (supervisor.STOP_GRACE_S, 0)

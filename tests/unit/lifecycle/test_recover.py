@@ -19,8 +19,7 @@ from realhf.launch import supervisor
 from realhf.launch.launcher import Exit, Launcher
 from realhf.launch.process import Job, ProcessSpec
 from realhf.lifecycle import shrink
-from realhf.lifecycle.controller import Controller
-from realhf.lifecycle.listener import Listener
+from realhf.lifecycle.controller import Controller, Listener
 from realhf.lifecycle.recover import last_step
 from realhf.lifecycle.request import RecoveryRequest, RunRequest
 from realhf.rundir.events import Event, note, read_events
@@ -84,7 +83,7 @@ class FakeLauncher(Launcher):
     def start(self, job: Job) -> None:
         code, name = self.ends.pop(0)
         names = [name] if code else [process.name for process in job.processes]
-        self.exits = [Exit(name=name, returncode=code, log_path=self.directory.log(name)) for name in names]
+        self.exits = [Exit(name=name, returncode=code) for name in names]
         self.of_job = "".join(sorted(set(self.devices) - job.avoided))[: len(job.workers)]
         resume_step = json.loads(self.directory.experiment.read_text())["resume_step"]
         self.starts.append((resume_step, self.of_job))
@@ -359,7 +358,7 @@ def silent_master(directory: RunDirectory, run: Run, monkeypatch: pytest.MonkeyP
 
 def test_a_master_that_hangs_is_given_up(run: Run, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = silent_master(directory, run, monkeypatch)
-    spec = ProcessSpec(name=MASTER, argv=("true",), log_path=directory.log(MASTER))
+    spec = ProcessSpec(name=MASTER, argv=("true",))
     job = Job(directory=directory, processes=(spec,), workers_per_node=1)
     with pytest.raises(RunError, match=r"^the master has been silent for \d+ s: it hangs, or its node does; log: "):
         supervisor.supervise(launcher, job, lambda: None)

@@ -1,29 +1,31 @@
 """When a change of plan pays, by numbers by hand."""
 
-from dataclasses import replace
+from msgspec.structs import replace
 
-from realhf.lifecycle.replan import PlanChange
+from realhf.dataflow.plan import ExecutionPlan
+from realhf.lifecycle.replan import Proposal
 
-# A step of 4 s becomes one of 3 s: the 100 steps that are left take 100 s less.
-CHANGE = PlanChange(step_s=4.0, present_s=8.0, other_s=6.0, steps_left=100, cost_s=60.0)
+# A step of 4 s becomes one of 3 s: 100 steps that are left take 100 s less.
+PLAN = ExecutionPlan(num_devices=1, calls={})
+CHANGE = Proposal(factors={}, step_s=4.0, present_s=8.0, other_s=6.0, plan=PLAN)
 
 
 def test_a_change_pays_when_it_gains_more_than_it_costs() -> None:
-    assert (CHANGE.gain, CHANGE.gain_s, CHANGE.pays) == (0.25, 100.0, True)
-    assert not replace(CHANGE, steps_left=60).pays, "60 s are gained and 60 s are lost"
-    assert replace(CHANGE, steps_left=61).pays
-    assert not replace(CHANGE, cost_s=100.0).pays
-    assert not replace(CHANGE, other_s=9.0, cost_s=0.0).pays
+    assert (CHANGE.gain, CHANGE.gain_s(100), CHANGE.pays(100, 60.0)) == (0.25, 100.0, True)
+    assert not CHANGE.pays(60, 60.0), "60 s are gained and 60 s are lost"
+    assert CHANGE.pays(61, 60.0)
+    assert not CHANGE.pays(100, 100.0)
+    assert not replace(CHANGE, other_s=9.0).pays(100, 0.0)
 
 
 def test_what_predictions_cannot_tell_is_no_gain() -> None:
-    almost = replace(CHANGE, other_s=7.7, cost_s=0.0)
-    assert almost.gain_s > 0
-    assert not almost.pays
-    assert replace(almost, other_s=7.5).pays
+    almost = replace(CHANGE, other_s=7.7)
+    assert almost.gain_s(100) > 0
+    assert not almost.pays(100, 0.0)
+    assert replace(almost, other_s=7.5).pays(100, 0.0)
 
 
 def test_it_says_all_its_numbers() -> None:
-    assert str(CHANGE) == (
+    assert CHANGE.in_words(100, 60.0) == (
         "6 s instead of 8 s a step; 100 steps are left, of 4 s each: gains 100 s, a change costs 60 s"
     )

@@ -65,7 +65,7 @@ def answers(
     cost_s: float,
 ) -> tuple[Replanner, list[str]]:
     """After a drift at step 10 of 110: what is noted of it. A step takes 1 s, and half of it under `BETTER`."""
-    proposal = found and Proposal(factors={"train": 3.0}, step_s=1.0, present_s=1.0, plan=found)
+    proposal = found and Proposal(factors={"train": 3.0}, step_s=1.0, present_s=1.0, other_s=0.5, plan=found)
     monkeypatch.setattr(module.subprocess, "Popen", lambda *_, **__: Search(directory, proposal))
     said: list[str] = []
     replanner = Replanner(run, directory, ReplanRequest(mode=mode, switch_cost_s=cost_s), said.append)
@@ -179,7 +179,7 @@ def test_factors_hold_for_every_option_of_a_call() -> None:
 def test_a_drift_during_a_search_is_searched_for_afterwards(
     run: Run, directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    proposal = Proposal(factors={"train": 3.0}, step_s=1.0, present_s=1.0, plan=PRESENT)
+    proposal = Proposal(factors={"train": 3.0}, step_s=1.0, present_s=1.0, other_s=0.5, plan=PRESENT)
     searches: list[Search] = []
 
     class LongSearch(Search):

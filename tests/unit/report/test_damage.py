@@ -15,7 +15,7 @@ from realhf.base.errors import RunError, UserError
 from realhf.base.files import delete
 from realhf.cli.status import process_table, summary
 from realhf.lifecycle.new import new_run
-from realhf.lifecycle.recover import note_start, restarted
+from realhf.lifecycle.recover import gone_on, note_start
 from realhf.lifecycle.resume import resumed_run
 from realhf.report import html, page
 from realhf.report.run_data import read_run
@@ -149,4 +149,4 @@ def test_a_run_goes_on_or_says_why_not(
         with contextlib.suppress(UserError):
             resumed_run(request, copy)
         with contextlib.suppress(RunError):
-            assert restarted(run, run, copy, how).spec.resume_step in (2, 4)
+            assert gone_on(run, run, copy, how).spec.resume_step in (2, 4)

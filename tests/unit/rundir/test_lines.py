@@ -95,9 +95,11 @@ def test_a_line_that_cannot_be_written_names_its_file(tmp_path: Path) -> None:
 def test_a_tail_reads_each_line_once_as_soon_as_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     said: list[str] = []
+    path.write_text('{"step":0}\n')
     tail = Tail(path, row, said.append)
     assert list(tail.read()) == []
-    path.write_text('{"step":1}\n{"st')
+    with path.open("a") as file:
+        file.write('{"step":1}\n{"st')
     assert list(tail.read()) == [1]
     assert list(tail.read()) == []
     with path.open("a") as file:
@@ -109,8 +111,8 @@ def test_a_tail_reads_each_line_once_as_soon_as_it_is_whole(tmp_path: Path) -> N
 
 def test_a_tail_that_was_not_read_to_the_end_goes_on_where_it_was(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step":1}\n{"step":2}\n')
     tail = Tail(path, row, lambda _: None)
+    path.write_text('{"step":1}\n{"step":2}\n')
     assert next(tail.read()) == 1
     assert list(tail.read()) == [2]
 
