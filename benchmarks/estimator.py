@@ -107,7 +107,7 @@ def main() -> None:
 def random_plan(setting: Setting, seed: int) -> ExecutionPlan:
     """A plan that fits into memory, every call's option drawn by itself."""
     hardware = load_hardware(CPU)
-    cluster = Cluster(devices_per_node=NUM_WORKERS, device_memory_bytes=hardware.device_memory_bytes, hardware=hardware)
+    cluster = Cluster(devices_per_node=NUM_WORKERS, hardware=hardware)
     task = task_of(setting.experiment(), cluster)
     draw = random.Random(f"{setting} {seed}")
     while True:

@@ -43,7 +43,7 @@ def main() -> None:
 def make_plans() -> dict[str, ExecutionPlan]:
     """The searched plan, and by their names the heuristic one and the one predicted to be the best of all by rule."""
     hardware = load_hardware(CPU)
-    cluster = Cluster(devices_per_node=NUM_WORKERS, device_memory_bytes=hardware.device_memory_bytes, hardware=hardware)
+    cluster = Cluster(devices_per_node=NUM_WORKERS, hardware=hardware)
     experiment = load_experiment_class(EXPERIMENT)()
     task = task_of(experiment, cluster)
     assert task.costs.profiled, "the profile was just made"

@@ -84,7 +84,6 @@ class Point:
         return Cluster(
             num_nodes=self.num_devices // DEVICES_PER_NODE,
             devices_per_node=DEVICES_PER_NODE,
-            device_memory_bytes=load_hardware(HARDWARE).device_memory_bytes,
             hardware=load_hardware(HARDWARE),
         )
 

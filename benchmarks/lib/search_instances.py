@@ -88,7 +88,6 @@ def instance(name: str) -> ProblemFile:
     cluster = Cluster(
         num_nodes=chosen.num_nodes,
         devices_per_node=DEVICES_PER_NODE,
-        device_memory_bytes=80 * 10**9,
         hardware=load_hardware("h100"),
     )
     graph = _ppo(chosen.actor, LLAMA_7B.with_head("scalar"))
@@ -115,7 +114,6 @@ def planning_task(num_nodes: int) -> PlanningTask:
     cluster = Cluster(
         num_nodes=num_nodes,
         devices_per_node=DEVICES_PER_NODE,
-        device_memory_bytes=80 * 10**9,
         hardware=load_hardware("h100"),
     )
     return PlanningTask(

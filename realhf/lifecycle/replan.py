@@ -89,5 +89,5 @@ def planned_task(run: Run, factors: dict[str, float]) -> PlanningTask:
     """The planning of a run on the devices that it has, its calls' times scaled."""
     hardware = run.spec.hardware or divided(hardware_here(), run.spec.num_workers)
     per_node = run.spec.devices_per_node
-    cluster = Cluster.of(hardware, per_node, run.spec.num_workers // per_node)
+    cluster = Cluster(num_nodes=run.spec.num_workers // per_node, devices_per_node=per_node, hardware=hardware)
     return task_of(run.experiment, cluster, offload=run.plan.offload, call_factors=factors, saves=run.spec.saves)

@@ -34,7 +34,7 @@ class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Raises UserError for unknown hardware. `memory_gb` replaces the memory of the group."""
         given = self.device_memory_gb if memory_gb is None else memory_gb
         hardware = divided(with_memory(load_hardware(self.hardware), given), self.devices_per_node)
-        return Cluster.of(hardware, self.devices_per_node, self.nodes)
+        return Cluster(num_nodes=self.nodes, devices_per_node=self.devices_per_node, hardware=hardware)
 
 
 class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -62,7 +62,7 @@ def cluster_of(request: DevicesRequest, num_devices: int | None = None) -> Clust
         hardware = divided(hardware, sharing)
     if request.place == "here":
         check_here(hardware, is_given=bool(request.hardware))
-    return Cluster.of(hardware, per_node, request.nodes)
+    return Cluster(num_nodes=request.nodes, devices_per_node=per_node, hardware=hardware)
 
 
 def hardware_text(hardware: Hardware, num_nodes: int, devices_per_node: int) -> str:

@@ -14,7 +14,6 @@ class Cluster:
 
     num_nodes: int = 1
     devices_per_node: int
-    device_memory_bytes: int
     hardware: Hardware = field(hash=False)  # it has a dict
 
     def __post_init__(self) -> None:
@@ -22,13 +21,9 @@ class Cluster:
         check_range("cluster:", self.num_devices, *DEVICES, "devices")
         check_range("cluster: device_memory_bytes", self.device_memory_bytes, *MEMORY_BYTES)
 
-    @classmethod
-    def of(cls, hardware: Hardware, devices_per_node: int, num_nodes: int = 1) -> "Cluster":
-        """Nodes whose devices have the memory that the hardware describes."""
-        memory_bytes = hardware.device_memory_bytes
-        return cls(
-            num_nodes=num_nodes, devices_per_node=devices_per_node, device_memory_bytes=memory_bytes, hardware=hardware
-        )
+    @property
+    def device_memory_bytes(self) -> int:
+        return self.hardware.device_memory_bytes
 
     @property
     def num_devices(self) -> int:

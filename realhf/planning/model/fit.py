@@ -148,7 +148,7 @@ def predict_s(table: MeasuredTable, row: MeasuredCall, hardware: Hardware) -> fl
         dtype=table.dtype,
         features=features,
         timings=Timings(model=model, dtype=table.dtype, hardware=hardware, features=features),
-        cluster=Cluster.of(hardware, table.devices_per_node, table.nodes),
+        cluster=Cluster(num_nodes=table.nodes, devices_per_node=table.devices_per_node, hardware=hardware),
         hardware=hardware,
     )
     return taken.seconds(table.strategy(row), table.in_flight(row))

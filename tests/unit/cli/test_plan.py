@@ -12,8 +12,6 @@ import pytest
 from realhf.api.experiment import ModelSetup
 from realhf.architecture.compute import ComputeConfig
 from realhf.cli import main
-from realhf.planning.model.cluster import Cluster
-from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.options import all_options
 from realhf.planning.planner import task_of
 from realhf.planning.problem.builder import build_problem
@@ -21,6 +19,7 @@ from realhf.planning.problem.file import load_problem
 from realhf.planning.problem.native import native_problem
 from realhf.planning.what_if import WhatIf
 from realhf.rundir.run import load_experiment_class
+from tests.unit.planning.graphs import cpu_cluster
 from tests.waiting import PATIENCE_S
 
 ROOT = Path(__file__).parents[3]
@@ -114,7 +113,7 @@ def test_a_model_is_priced_as_its_setup_says() -> None:
             full = ComputeConfig(recomputation="full")
             return {**super().models, "actor": replace(super().models["actor"], compute=full)}
 
-    cluster = Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**32, hardware=load_hardware("cpu"))
+    cluster = cpu_cluster(2, memory=2**32)
     needs = {}
     for features in ((), ("no-recomputation",)):
         task = task_of(Recomputing(), cluster, what_if=WhatIf(prompt_tokens=64, features=features))

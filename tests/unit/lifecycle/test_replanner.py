@@ -14,8 +14,6 @@ from realhf.lifecycle.new import new_run
 from realhf.lifecycle.replan import Proposal
 from realhf.lifecycle.replanner import Replanner
 from realhf.lifecycle.request import Mode, ReplanRequest
-from realhf.planning.model.cluster import Cluster
-from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.planner import task_of
 from realhf.planning.predict import predict
 from realhf.rundir.events import note, read_events
@@ -23,6 +21,7 @@ from realhf.rundir.paths import RunDirectory
 from realhf.rundir.prepare import prepare
 from realhf.rundir.run import Run, RunSpec, load_experiment_class
 from tests.unit.lifecycle.requests import request_of
+from tests.unit.planning.graphs import cpu_cluster
 
 PRESENT = ExecutionPlan(num_devices=2, calls={"train": CallPlan(devices=(0, 1))})
 BETTER = ExecutionPlan(num_devices=2, calls={"train": CallPlan(devices=(0, 2), dp=2)}, predicted_step_s=0.5)
@@ -166,7 +165,7 @@ def test_a_change_needs_checkpoints() -> None:
 
 def test_factors_hold_for_every_option_of_a_call() -> None:
     experiment = load_experiment_class("experiments/ppo.py")()
-    cluster = Cluster(devices_per_node=4, device_memory_bytes=2**33, hardware=load_hardware("cpu"))
+    cluster = cpu_cluster(4, memory=2**33)
     plain, scaled = (task_of(experiment, cluster, call_factors=f) for f in ({}, {"critic_train_step": 3.0}))
     for path in ("tests/plans/dp4.json", "tests/plans/tp4.json"):
         before, after = (predict(task, load_plan(path)) for task in (plain, scaled))

@@ -1,8 +1,10 @@
 """Graphs, models and random problems for the planner's tests."""
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
+
+from msgspec import structs
 
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.dataflow.graph import (
@@ -118,7 +120,11 @@ def work_of(
 
 
 def cpu_cluster(devices: int, num_nodes: int = 1, memory: int = 2**32) -> Cluster:
-    return Cluster(num_nodes=num_nodes, devices_per_node=devices, device_memory_bytes=memory, hardware=CPU)
+    return with_memory(Cluster(num_nodes=num_nodes, devices_per_node=devices, hardware=CPU), memory)
+
+
+def with_memory(cluster: Cluster, device_memory_bytes: int) -> Cluster:
+    return replace(cluster, hardware=structs.replace(cluster.hardware, device_memory_bytes=device_memory_bytes))
 
 
 def random_problem(seed: int, num_calls: int = 3, max_options: int = 5) -> Problem:

@@ -17,7 +17,7 @@ from realhf.planning.predict import predict, predict_in_best_order
 from realhf.planning.problem.builder import STEPS, build_problem
 from realhf.planning.problem.simulation import device_bytes, makespan_s, simulate
 from realhf.planning.task import PlanningTask, with_staleness
-from tests.unit.planning.graphs import cpu_cluster, ppo, settings
+from tests.unit.planning.graphs import cpu_cluster, ppo, settings, with_memory
 
 
 def task(devices: int, num_nodes: int = 1, memory: int = 2**32) -> PlanningTask:
@@ -110,7 +110,7 @@ def test_remedies_are_enough_and_the_least() -> None:
     of = task(2)
     peak = smallest_peak_bytes(of)
     assert peak is not None
-    tight = replace(of, cluster=replace(of.cluster, device_memory_bytes=int(peak) - 1))
+    tight = replace(of, cluster=with_memory(of.cluster, int(peak) - 1))
     remedies = find_remedies(tight)
     assert remedies.memory_bytes == peak
     assert remedies.batch_size is not None

@@ -10,7 +10,7 @@ from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.request import DevicesRequest
 
-H100 = Cluster(num_nodes=16, devices_per_node=8, device_memory_bytes=80_000_000_000, hardware=load_hardware("h100"))
+H100 = Cluster(num_nodes=16, devices_per_node=8, hardware=load_hardware("h100"))
 
 
 def test_names() -> None:

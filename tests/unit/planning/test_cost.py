@@ -31,7 +31,7 @@ from realhf.planning.options import Option, call_options, legal_strategies
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import reallocation_table as native_table
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES, plan_between
-from tests.unit.planning.graphs import TINY, call, call_model, cpu_cluster, ppo, settings, task_of
+from tests.unit.planning.graphs import TINY, call, call_model, cpu_cluster, ppo, settings, task_of, with_memory
 
 CPU = load_hardware("cpu")
 NO_OVERHEADS = CallOverheads()
@@ -129,7 +129,7 @@ def test_states_in_host_memory_come_and_go_for_every_optimizer_step() -> None:
             call=call("m", TINY, TRAIN_STEP, "x", mini_batches=2),
             batch_size=16,
             workload=Workload(prompt_tokens=8),
-            cluster=Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**36, hardware=load_hardware("h100")),
+            cluster=with_memory(Cluster(devices_per_node=2, hardware=load_hardware("h100")), 2**36),
             costs=load_costs({"m": TINY}, dtype="float32", hardware=load_hardware("h100"), features=features),
             dtype="float32",
         )
@@ -497,7 +497,7 @@ def test_the_table_of_a_data_transfer_is_the_formula_of_every_pair() -> None:
 
 def test_tables_of_a_ppo_graph() -> None:
     graph = ppo()
-    cluster = Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**32, hardware=CPU)
+    cluster = cpu_cluster(2, memory=2**32)
     both, one = ParallelStrategy(dp=2), ParallelStrategy()
     layouts_by_call = {
         name: Layout(DeviceMesh(0, 2), both) if definition.trains else Layout(DeviceMesh(1, 1), one)
@@ -553,7 +553,7 @@ def test_the_table_of_reallocations_is_the_formula_of_every_pair(
 ) -> None:
     """Meshes of all kinds: overlapping ones at every distance, within a node, across some, apart."""
     model, sources, targets = case
-    cluster = Cluster(num_nodes=8, devices_per_node=devices_per_node, device_memory_bytes=2**30, hardware=CPU)
+    cluster = cpu_cluster(devices_per_node, 8, 2**30)
     expected, table = (
         table_of(Reallocation(model, 4, cluster, CPU), sources, targets)
         for table_of in (Reallocation.table, native_table)

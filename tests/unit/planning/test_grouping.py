@@ -10,7 +10,6 @@ from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.micro_dp import grouped_like
 from realhf.geometry.shards import Placement
-from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.reallocation import (
@@ -25,9 +24,9 @@ from realhf.planning.options import Option, call_options
 from realhf.planning.predict import predict
 from realhf.planning.problem.builder import build_problem
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES, plan_between
-from tests.unit.planning.graphs import TINY, ppo, settings, task_of
+from tests.unit.planning.graphs import TINY, cpu_cluster, ppo, settings, task_of
 
-CLUSTER = Cluster(num_nodes=2, devices_per_node=4, device_memory_bytes=2**34, hardware=load_hardware("cpu"))
+CLUSTER = cpu_cluster(4, 2, 2**34)
 CPU = load_hardware("cpu")
 
 
@@ -69,7 +68,7 @@ def test_tensor_peers_are_not_put_on_other_nodes() -> None:
 def test_the_tables_of_the_search_count_groups_and_its_plans_have_them() -> None:
     """Against the formula of every pair of layouts of one home and one copy of it."""
     graph = ppo(mini_batches=1)
-    cluster = Cluster(num_nodes=1, devices_per_node=8, device_memory_bytes=2**34, hardware=load_hardware("cpu"))
+    cluster = cpu_cluster(8, memory=2**34)
     shared = settings(graph, cluster, batch_size=8)
     whole_mesh = [
         option
@@ -109,7 +108,7 @@ def with_home(**generation: object) -> ExecutionPlan:
 def test_a_grouped_copy_counts_without_the_part_that_it_contains() -> None:
     """Groups save what the home has on a device, or less if the transition needs more than the call."""
     graph = ppo(mini_batches=1)
-    cluster = Cluster(num_nodes=1, devices_per_node=4, device_memory_bytes=2**34, hardware=load_hardware("cpu"))
+    cluster = cpu_cluster(4, memory=2**34)
     shared = settings(graph, cluster, batch_size=4)
     plain, arranged = with_home(dp=2, tp=2), with_home(dp=2, tp=2, micro_dp=(2, 1))
     tables = []

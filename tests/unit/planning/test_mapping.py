@@ -15,7 +15,7 @@ from realhf.planning.model.rank_work import WORKER_BYTES
 from realhf.planning.options import Option
 from realhf.planning.predict import predict
 from realhf.planning.task import PlanningTask
-from tests.unit.planning.graphs import cpu_cluster, ppo, settings
+from tests.unit.planning.graphs import cpu_cluster, ppo, settings, with_memory
 
 BELL = [1, 1, 2, 5, 15, 52, 203]
 
@@ -123,7 +123,7 @@ def test_a_mapping_fits_whatever_the_memory(share: float) -> None:
     free = task(4)
     peak = max(predict(free, free.plan(Mapper(free).best().calls, preset="")).device_bytes)
     memory = int(WORKER_BYTES + (peak - WORKER_BYTES) * share)
-    tight = replace(free, cluster=replace(free.cluster, device_memory_bytes=memory))
+    tight = replace(free, cluster=with_memory(free.cluster, memory))
     mapper = Mapper(tight)
     fitting = 0
     for placement in placements(list(tight.graph.models)):
@@ -145,7 +145,7 @@ def test_less_memory_needs_more_devices() -> None:
         for name, config in large.graph.models.items()
     )
     # One device can keep the states and no more.
-    small = replace(large, cluster=replace(large.cluster, device_memory_bytes=kept + WORKER_BYTES))
+    small = replace(large, cluster=with_memory(large.cluster, kept + WORKER_BYTES))
     least = Mapper(small).least_devices(everything)
     assert least is not None
     assert least > 1

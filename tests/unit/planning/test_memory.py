@@ -31,7 +31,7 @@ from realhf.planning.problem.simulation import device_bytes
 from realhf.planning.task import PlanningTask
 from realhf.planning.what_if import WhatIf
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
-from tests.unit.planning.graphs import TINY, call, call_model, ppo, work_of
+from tests.unit.planning.graphs import TINY, call, call_model, ppo, with_memory, work_of
 
 # Of TINY in float32, bytes a token and layer: two norms (input, normalised, output; the root), rotated q and
 # attention's output twice, k and v, a number a head, four arrays of the MLP; the rotary tables.
@@ -334,7 +334,7 @@ def test_each_model_has_the_features_of_its_setup() -> None:
     option = Option(Layout(DeviceMesh(0, 2), strategy), 1)
     task = PlanningTask(
         graph=graph, batch_size=16, workload=workload, costs=costs, max_steps_in_flight=1, dtype="float32",
-        cluster=Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**34, hardware=load_hardware("h100")),
+        cluster=with_memory(Cluster(devices_per_node=2, hardware=load_hardware("h100")), 2**34),
     )  # fmt: skip
     problem = build_problem(task, {name: [option] for name in graph.calls})
     rows = {table.name: table.options[0] for table in problem.calls}
@@ -353,7 +353,7 @@ def test_each_model_has_the_features_of_its_setup() -> None:
         for train in ("actor_train_step", "critic_train_step"):
             cost = call_model(
                 call=graph.calls[train], batch_size=16, workload=workload,
-                cluster=Cluster(devices_per_node=2, device_memory_bytes=2**34, hardware=load_hardware("h100")),
+                cluster=with_memory(Cluster(devices_per_node=2, hardware=load_hardware("h100")), 2**34),
                 costs=ways, dtype="float32",
             )  # fmt: skip
             seconds[name, train] = cost.seconds(strategy, 1)
@@ -392,7 +392,7 @@ def test_the_cache_that_graphs_keep_is_there_in_training() -> None:
         options = {name: [generating if name == "actor_generate" else home] for name in graph.calls}
         task = PlanningTask(
             graph=graph, batch_size=16, workload=Workload(prompt_tokens=120, new_tokens=8, decode_graphs=graphs),
-            cluster=Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**34, hardware=hardware),
+            cluster=with_memory(Cluster(devices_per_node=2, hardware=hardware), 2**34),
             costs=load_costs(graph.models, dtype="bfloat16", hardware=hardware), max_steps_in_flight=1,
             dtype="bfloat16",
         )  # fmt: skip
@@ -416,7 +416,7 @@ def test_a_call_takes_the_graphs_that_its_options_and_its_model_allow() -> None:
         costs = load_costs({"m": model}, dtype="bfloat16", hardware=hardware)
         cost = call_model(
             call=generate, batch_size=16, workload=Workload(prompt_tokens=8, new_tokens=8, decode_graphs=graphs),
-            cluster=Cluster(num_nodes=1, devices_per_node=2, device_memory_bytes=2**34, hardware=hardware),
+            cluster=with_memory(Cluster(devices_per_node=2, hardware=hardware), 2**34),
             costs=costs, dtype="bfloat16",
         )  # fmt: skip
         return cost.seconds(ParallelStrategy(tp=tp), 1)

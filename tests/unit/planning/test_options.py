@@ -61,7 +61,7 @@ def test_mini_batches_must_divide_the_batch() -> None:
 
 def test_published_size_of_the_plan_space() -> None:
     """ReaL: more than 500 options a call and more than 10^16 plans for PPO on 8 x 8 devices."""
-    cluster = Cluster(num_nodes=8, devices_per_node=8, device_memory_bytes=80 * 10**9, hardware=load_hardware("h100"))
+    cluster = Cluster(num_nodes=8, devices_per_node=8, hardware=load_hardware("h100"))
     graph = ppo("llama7b", "llama7b-critic", mini_batches=8)
     layouts = [len({o.layout for o in call_options(c, 512, cluster)}) for c in graph.calls.values()]
     assert min(layouts) > 500

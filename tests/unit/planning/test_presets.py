@@ -87,7 +87,7 @@ def test_the_heuristic_takes_stages_where_memory_asks_for_them() -> None:
     of = task(8)
     assert heuristic(of).calls["actor_train_step"].strategy == ParallelStrategy(dp=2, tp=4, pp=1)
     graph = ppo("llama70b", "llama7b-critic", mini_batches=1)
-    cluster = Cluster(num_nodes=8, devices_per_node=8, device_memory_bytes=80 * 10**9, hardware=load_hardware("h100"))
+    cluster = Cluster(num_nodes=8, devices_per_node=8, hardware=load_hardware("h100"))
     costs = load_costs(graph.models, dtype="bfloat16", hardware=load_hardware("h100"))
     lengths = Workload(prompt_tokens=1024, new_tokens=1024)
     large = replace(of, graph=graph, cluster=cluster, costs=costs, dtype="bfloat16", batch_size=512, workload=lengths)

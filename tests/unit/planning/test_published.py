@@ -68,7 +68,7 @@ def test_parameter_counts() -> None:
 def test_options_and_plans_on_eight_by_eight() -> None:
     """More than 500 options a call and more than 10^16 plans (ReaL, section 5.2)."""
     graph = ppo("llama70b", "llama7b-critic", mini_batches=8)
-    cluster = Cluster(num_nodes=8, devices_per_node=8, device_memory_bytes=80 * 10**9, hardware=load_hardware("h100"))
+    cluster = Cluster(num_nodes=8, devices_per_node=8, hardware=load_hardware("h100"))
     counts = {name: len(call_options(call, 512, cluster)) for name, call in graph.calls.items()}
     assert min(counts.values()) > 500
     assert math.prod(counts.values()) > 10**16

@@ -149,7 +149,7 @@ def test_search_beats_the_heuristic() -> None:
 
 def test_heuristic_takes_data_parallelism_across_nodes() -> None:
     graph = ppo("llama7b", "llama7b-critic", mini_batches=8)
-    cluster = Cluster(num_nodes=2, devices_per_node=8, device_memory_bytes=80 * 10**9, hardware=load_hardware("h100"))
+    cluster = Cluster(num_nodes=2, devices_per_node=8, hardware=load_hardware("h100"))
     shared = settings(graph, cluster, 512, Workload(prompt_tokens=1024, new_tokens=1024))
     plan = heuristic(task_of(graph, max_steps_in_flight=1, **shared))
     assert {(c.dp, c.tp, c.pp) for c in plan.calls.values()} == {(2, 8, 1)}

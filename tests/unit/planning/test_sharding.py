@@ -16,7 +16,6 @@ from realhf.geometry.layout import ParallelStrategy
 from realhf.geometry.parameters import parameter_count
 from realhf.planning.mapping import Mapper
 from realhf.planning.model.call import CallModel
-from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.memory import PlacedModel
@@ -33,7 +32,7 @@ from realhf.planning.problem.tables import Problem
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan, without_hopeless
 from realhf.planning.task import PlanningTask
-from tests.unit.planning.graphs import TINY, call, call_model, ppo
+from tests.unit.planning.graphs import TINY, call, call_model, cpu_cluster, ppo
 
 CPU = load_hardware("cpu")
 SHARDED = EngineFeatures(sharded_operators=True)
@@ -54,7 +53,7 @@ def task(graph: DataflowGraph, features: EngineFeatures, memory: int, batch_size
         graph=graph,
         batch_size=batch_size,
         workload=LENGTHS,
-        cluster=Cluster(num_nodes=1, devices_per_node=8, device_memory_bytes=memory, hardware=load_hardware("cpu")),
+        cluster=cpu_cluster(8, memory=memory),
         costs=Costs(CPU, timings, features),
         max_steps_in_flight=1,
         dtype="float32",
@@ -159,7 +158,7 @@ def train_cost(features: EngineFeatures, memory: int, definition: ModelFunctionC
         call=definition,
         batch_size=16,
         workload=LENGTHS,
-        cluster=Cluster(num_nodes=1, devices_per_node=4, device_memory_bytes=memory, hardware=load_hardware("cpu")),
+        cluster=cpu_cluster(4, memory=memory),
         costs=Costs(hardware, {definition.config: timings}, features),
         dtype="bfloat16",
     )

@@ -22,7 +22,7 @@ from realhf.planning.problem.native import SearchRequest, native_problem, search
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import SearchResult, search_plan
 from realhf.planning.task import PlanningTask
-from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings
+from tests.unit.planning.graphs import TINY, call, cpu_cluster, ppo, settings, with_memory
 
 
 def searched(task: PlanningTask, evaluations: int | None, seconds: float | None = None, seed: int = 0) -> SearchResult:
@@ -63,9 +63,7 @@ def large(num_nodes: int, batch_size: int = 512) -> PlanningTask:
         graph=graph,
         batch_size=batch_size,
         workload=Workload(prompt_tokens=1024, new_tokens=1024),
-        cluster=Cluster(
-            num_nodes=num_nodes, devices_per_node=8, device_memory_bytes=80 * 10**9, hardware=load_hardware("h100")
-        ),
+        cluster=Cluster(num_nodes=num_nodes, devices_per_node=8, hardware=load_hardware("h100")),
         costs=load_costs(graph.models, dtype="bfloat16", hardware=load_hardware("h100")),
         max_steps_in_flight=2,
         dtype="bfloat16",
@@ -89,7 +87,7 @@ def test_meshes_that_the_search_leaves_out_are_added() -> None:
 
 def test_what_does_not_fit_is_no_candidate() -> None:
     task = large(1, batch_size=64)
-    small = replace(task, cluster=replace(task.cluster, device_memory_bytes=47 * 10**9))
+    small = replace(task, cluster=with_memory(task.cluster, 47 * 10**9))
     assert any(row.problem and row.prediction for row in evaluate_presets(small)), "a plan by rule must not fit"
     assert predict(small, searched(small, 1).plan).fits
 
