@@ -85,7 +85,7 @@ class Mapper:
     task: PlanningTask
     _allocations: int = 0  # looked at
     _groups: dict[tuple[Group, int], Colocated | None] = field(default_factory=dict)
-    _options: dict[tuple[str, int], list[tuple[float, Option]]] = field(default_factory=dict)
+    _options: dict[tuple[str, int], list[Option]] = field(default_factory=dict)
 
     def best(self, among: Sequence[Placement] | None = None) -> FoundMapping:
         """The cheapest mapping among these placements (default: all). Raises UserError if none fits into memory, or
@@ -154,62 +154,54 @@ class Mapper:
         if any(not self._ranked(call, num_devices) for call in calls):
             return None
         for frugal in (False, True):
-            chosen = self._choose_homes(calls, num_devices, frugal)
-            if chosen and self._choose_others(calls, num_devices, chosen):
+            if chosen := self._choose(calls, num_devices, frugal):
                 return Colocated(num_devices, chosen, self._stages(calls, chosen))
         return None
 
-    def _choose_homes(self, calls: Sequence[CallModel], num_devices: int, frugal: bool) -> dict[str, Option] | None:
-        """The fastest option that fits for every home, one after the other, with the least kept free for the rest."""
-        at_home = [call for call in calls if self._home(call) is call]
-        static = {call.call.name: min(_static(call, o) for _, o in self._ranked(call, num_devices)) for call in at_home}
+    def _choose(self, calls: Sequence[CallModel], num_devices: int, frugal: bool) -> dict[str, Option] | None:
+        """The fastest option that fits for every home, one after the other, with the least kept free for the rest, and
+        then of every other call; None if one call has too little room. `frugal`: homes take their smallest form."""
+        homes = [call for call in calls if self._home(call) is call]
+        static = {call.call.name: min(_static(call, o) for o in self._ranked(call, num_devices)) for call in homes}
         chosen: dict[str, Option] = {}
-        for call in at_home:
+        for call in homes:
             name, least = call.call.name, static[call.call.name]
             room = self._room() - (sum(static.values()) - least)
-            fitting = (
-                option
-                for _, option in self._ranked(call, num_devices)
-                if _static(call, option) + _dynamic(call, option) <= room
-                and (not frugal or _static(call, option) == least)
-            )
-            option = next(fitting, None)
+            forms = (o for o in self._ranked(call, num_devices) if not frugal or _static(call, o) == least)
+            option = next((o for o in forms if _static(call, o) + _dynamic(call, o) <= room), None)
             if option is None:
                 return None
             chosen[name], static[name] = option, _static(call, option)
-        return chosen
-
-    def _choose_others(self, calls: Sequence[CallModel], num_devices: int, chosen: dict[str, Option]) -> bool:
-        """Adds the fastest option of every other call to `chosen`; False if one call has too little room."""
-        room = self._room() - sum(_static(call, chosen[call.call.name]) for call in calls if call.call.name in chosen)
+        room = self._room() - sum(static.values())
         needs, kept = [], []
         for call in calls:
             at_home, name = self._home(call), call.call.name
             home = chosen[at_home.call.name]
-            ranked = [(0.0, chosen[name])] if name in chosen else self._ranked(call, num_devices)
-            option = next((option for _, option in ranked if _need(call, option, at_home, home) <= room), None)
+            ranked = [chosen[name]] if name in chosen else self._ranked(call, num_devices)
+            option = next((o for o in ranked if _need(call, o, at_home, home) <= room), None)
             if option is None:
-                return False
+                return None
             chosen[name] = option
             needs.append(_need(call, option, at_home, home))
             kept.append(call.work(*option.shape).kept_cache_bytes() if option.layout == home.layout else 0.0)
         # What one call leaves, all others have beside them.
-        return all(need + sum(kept) - own <= room for need, own in zip(needs, kept, strict=True))
+        fits = all(need + sum(kept) - own <= room for need, own in zip(needs, kept, strict=True))
+        return chosen if fits else None
 
     def _stages(self, calls: Sequence[CallModel], chosen: Mapping[str, Option]) -> tuple[float, float, float]:
         sums = [0.0, 0.0, 0.0]
         for call in calls:
             option, kind = chosen[call.call.name], call.call.interface_type
             stage = 0 if kind is GENERATE else 2 if kind is TRAIN_STEP else 1
-            sums[stage] += next(s for s, o in self._ranked(call, option.layout.mesh.size) if o == option)
+            sums[stage] += call.seconds(*option.shape)
         return sums[0], sums[1], sums[2]
 
-    def _ranked(self, call: CallModel, num_devices: int) -> list[tuple[float, Option]]:
-        """(seconds, option) of all strategies of a call on `num_devices` devices, fastest first."""
+    def _ranked(self, call: CallModel, num_devices: int) -> list[Option]:
+        """The options of a call on `num_devices` devices, fastest first."""
         key = (call.call.name, num_devices)
         if key not in self._options:
             options = options_on([DeviceMesh(0, num_devices)], call.call, call.samples)
-            self._options[key] = sorted((call.seconds(*option.shape), option) for option in options)
+            self._options[key] = sorted(options, key=lambda option: (call.seconds(*option.shape), option))
         return self._options[key]
 
     def _home(self, call: CallModel) -> CallModel:
