@@ -17,7 +17,6 @@ from realhf.lifecycle.request import experiment_of
 from realhf.planning.explain.comparison import Comparison, compare, describe, solve_cases, summary
 from realhf.planning.options import all_options
 from realhf.planning.planner import search_for, tasks_of
-from realhf.planning.predict import predict
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.file import PlannedFile, problem_bytes
 from realhf.planning.problem.version_1 import ProblemFile
@@ -79,12 +78,9 @@ def execute(arguments: argparse.Namespace) -> int:
         problem = build_problem(task, all_options(task))
         file = PlannedFile.of(problem) if arguments.dump_version == 2 else ProblemFile.of(problem, task.graph)
         out.write(arguments.dump_problem, problem_bytes(file))
-    plan, result = request.given, None
-    if plan is None:
-        with Phases() as watch:
-            result = search_for(experiment, task, request.budget, watch)
-        plan = result.plan
-    comparison = describe(task, predict(task, plan), result)
+    with Phases() as watch:
+        plan = request.given or search_for(experiment, task, request.budget, watch)
+    comparison = describe(task, plan)
     _print_plan(out, comparison)
     if arguments.compare or arguments.html:
         with Phases() as watch:
@@ -125,25 +121,26 @@ def compare_cases(
     with Phases() as watch:
         results = solve_cases(tasks, partial(search_for, experiment, budget=request.budget, watch=watch))
     out.print(case_table(results))
-    out.say(*(f"{result.name}: {result.problem}" for result in results if result.problem))
+    out.say(*(f"{name}: {found}" for name, found in results.items() if isinstance(found, UserError)))
     if len({task.cluster for task in tasks.values()}) == 1:  # what differs is the staleness
-        first = next((result.name for result in results if result.generates_apart), None)
+        apart = (name for name, found in results.items() if not isinstance(found, UserError) and found.generates_apart)
+        first = next(apart, None)
         words = f"from {first} on the" if first else "with none of these the"
         out.say(f"{words} fastest plan found generates and trains on devices of their own")
     if arguments.json:
         cases = {
             # Traces belong to the page of a single plan.
-            case.name: summary(case.found) | {"search_trace": ()}
-            if case.found
-            else {"feasible": False, "problem": case.problem}
-            for case in results
+            name: {"feasible": False, "problem": str(found)}
+            if isinstance(found, UserError)
+            else summary(found) | {"search_trace": ()}
+            for name, found in results.items()
         }
         out.write_json(arguments.json, msgspec.to_builtins({"cases": cases}))
 
 
 def _write(out: Output, arguments: argparse.Namespace, comparison: Comparison) -> None:
     if arguments.output:
-        save_plan(comparison.analysis.prediction.plan, arguments.output)
+        save_plan(comparison.plan, arguments.output)
         out.say(f"written to {arguments.output}")
     if arguments.json:
         out.write_json(arguments.json, msgspec.to_builtins(summary(comparison)))

@@ -1,13 +1,14 @@
 """What `realhf plan` prints: the plan, its comparison with others, why not otherwise, cases side by side."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 
 from rich.table import Table
 
+from realhf.base.errors import UserError
 from realhf.cli.output import table_of
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.planning.clusters import hardware_text
-from realhf.planning.explain.comparison import CaseResult, Comparison
+from realhf.planning.explain.comparison import Comparison
 from realhf.planning.model.hardware import GIB
 from realhf.planning.task import PlanningTask
 
@@ -30,15 +31,15 @@ def comparison_table(comparison: Comparison) -> Table:
     """The plan and the presets: times, memory, the busiest device, and the largest part of the longest chain."""
     table = table_of("comparison", "plan", "s/step", "x", "tokens/s", "peak GiB", "busiest", "limited by")
     base = comparison.analysis
-    for candidate in (comparison.plan, *comparison.presets):
+    for candidate in comparison.candidates:
         analysis = candidate.analysis
         if analysis is None:
             table.add_row(candidate.name, *["-"] * 6)
         elif candidate.problem:  # the times of a plan that cannot run say nothing
-            table.add_row(candidate.name, "-", "-", "-", f"{analysis.peak_bytes / GIB:.1f}", "-", "memory")
+            table.add_row(candidate.name, "-", "-", "-", f"{analysis.prediction.peak_bytes / GIB:.1f}", "-", "memory")
         else:
             speed = (f"{analysis.step_s:.4g}", f"{analysis.step_s / base.step_s:.2f}", f"{analysis.tokens_per_s:,.0f}")
-            use = (f"{analysis.peak_bytes / GIB:.1f}", f"{analysis.busy:.0%}")
+            use = (f"{analysis.prediction.peak_bytes / GIB:.1f}", f"{analysis.busy:.0%}")
             table.add_row(candidate.name, *speed, *use, analysis.bottleneck)
     return table
 
@@ -58,17 +59,17 @@ def alternatives_table(comparison: Comparison) -> Table:
     return table
 
 
-def case_table(results: Sequence[CaseResult]) -> Table:
+def case_table(results: Mapping[str, Comparison | UserError]) -> Table:
     """Clusters, or values of staleness, side by side."""
     table = table_of("side by side", "case", "s/step", "tokens/s", "GPU-h/Mtok", "peak GiB", "limited by")
-    for result in results:
-        if result.found is None:
-            table.add_row(result.name, *["-"] * 5)
+    for name, found in results.items():
+        if isinstance(found, UserError):
+            table.add_row(name, *["-"] * 5)
             continue
-        analysis = result.found.analysis
+        analysis = found.analysis
         speed = (f"{analysis.step_s:.4g}", f"{analysis.tokens_per_s:,.0f}")
-        cost = (f"{analysis.gpu_hours_per_million_tokens:.3g}", f"{analysis.peak_bytes / GIB:.1f}")
-        table.add_row(result.name, *speed, *cost, analysis.bottleneck)
+        cost = (f"{analysis.gpu_hours_per_million_tokens:.3g}", f"{analysis.prediction.peak_bytes / GIB:.1f}")
+        table.add_row(name, *speed, *cost, analysis.bottleneck)
     return table
 
 

@@ -7,7 +7,7 @@ import msgspec
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.master.drift import WARM_UP, WINDOW, call_factors
-from realhf.planning.explain.rationale import explain
+from realhf.planning.explain.comparison import describe, explain
 from realhf.planning.here import divided, hardware_here
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.planner import search_for, task_of
@@ -70,13 +70,12 @@ def propose(directory: RunDirectory, budget: SearchBudget) -> Proposal:
     task = planned_task(run, factors)
     present = predict(task, run.plan)
     result = search_for(run.experiment, task, or_default(budget))
-    best = predict(task, result.plan)
     return Proposal(
         factors=factors,
         step_s=statistics.median(line["time_s"] for line in lines),
         present_s=present.step_s,
-        other_s=best.step_s,
-        plan=msgspec.structs.replace(best.plan, rationale=explain(task, best, result)),
+        other_s=result.prediction.step_s,
+        plan=explain(describe(task, result)),
     )
 
 

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from realhf.api.experiment import auto_settings, follows_of, models_of
 from realhf.architecture.model import DType
 from realhf.base.errors import UserError
@@ -15,12 +13,11 @@ from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.offload import check_offload
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.planning.clusters import cluster_of, clusters_of
-from realhf.planning.explain.rationale import explain
+from realhf.planning.explain.comparison import describe, explain
 from realhf.planning.explain.remedies import find_remedies, smallest_peak_bytes
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.timings import load_costs
 from realhf.planning.model.workload import workload_of
-from realhf.planning.predict import predict
 from realhf.planning.request import PlanRequest, SearchBudget, Watch, unwatched
 from realhf.planning.search import SearchResult, search_plan
 from realhf.planning.task import PlanningTask, with_staleness
@@ -35,13 +32,9 @@ def plan_for(experiment: Any, request: PlanRequest, watch: Watch = unwatched) ->
     """
     cluster = cluster_of(request.devices, request.given.num_devices if request.given else None)
     task = task_of(experiment, cluster, offload=request.offload, call_factors=request.call_factors, saves=request.saves)
-    plan, result = request.given, None
-    if plan is None:
-        result = search_for(experiment, task, request.budget, watch)
-        plan = result.plan
-    prediction = predict(task, plan)
-    check_cache_room(prediction.plan, task)
-    return msgspec.structs.replace(prediction.plan, rationale=explain(task, prediction, result)), cluster
+    found = describe(task, request.given or search_for(experiment, task, request.budget, watch))
+    check_cache_room(found.plan, task)
+    return explain(found), cluster
 
 
 def tasks_of(experiment: Any, request: PlanRequest, asked: WhatIfRequest) -> dict[str, PlanningTask]:

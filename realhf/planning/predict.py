@@ -13,7 +13,7 @@ from realhf.planning.model.reallocation import Reallocation
 from realhf.planning.options import option_of
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import NativeProblem, native_problem, reallocation_table
-from realhf.planning.problem.simulation import device_bytes, makespan_s, simulate
+from realhf.planning.problem.simulation import DeviceNeed, device_needs, makespan_s, simulate
 from realhf.planning.problem.tables import Problem
 from realhf.planning.problem.transfers import ReallocationTable
 from realhf.planning.task import PlanningTask
@@ -26,15 +26,25 @@ class Prediction:
     """`plan` is the given plan with predicted_s and predicted_step_s filled in.
 
     By name: `call_s` of each call, `transfer_s` of each data transfer and reallocation. `step_s` is the mean over the
-    problem's unrolled steps in the plan's order; `device_bytes` what each device needs at its peak.
+    problem's unrolled steps in the plan's order; `needs` has the memory of each device.
     """
 
     plan: ExecutionPlan
     call_s: dict[str, float]
     transfer_s: dict[str, float]
     step_s: float
-    device_bytes: list[float]
+    needs: list[DeviceNeed]
     fits: bool
+
+    @property
+    def peak_bytes(self) -> float:
+        """Of the fullest device."""
+        return max(self.device_bytes)
+
+    @property
+    def device_bytes(self) -> list[float]:
+        """What each device needs at its peak."""
+        return [need.peak_bytes for need in self.needs]
 
 
 def predict(task: PlanningTask, plan: ExecutionPlan) -> Prediction:
@@ -51,7 +61,7 @@ def predict(task: PlanningTask, plan: ExecutionPlan) -> Prediction:
     choice = [0] * len(problem.calls)
     order = sequence_of(plan, task.graph, problem)
     step_s = makespan_s(simulate(problem, choice, problem.steps, order)) / problem.steps
-    needs = device_bytes(problem, choice)
+    needs = device_needs(problem, choice)
     call_s = {call.name: call.options[0].time_s for call in problem.calls}
     filled = {name: structs.replace(call, predicted_s=call_s[name]) for name, call in plan.calls.items()}
     return Prediction(
@@ -59,8 +69,8 @@ def predict(task: PlanningTask, plan: ExecutionPlan) -> Prediction:
         call_s=call_s,
         transfer_s={transfer.name: transfer.seconds[0] for transfer in problem.transfers},
         step_s=step_s,
-        device_bytes=needs,
-        fits=max(needs) <= task.cluster.device_memory_bytes,
+        needs=needs,
+        fits=max(need.peak_bytes for need in needs) <= task.cluster.device_memory_bytes,
     )
 
 

@@ -64,19 +64,22 @@ class Certificate:
 class SearchResult:
     """The plan of the least predicted step among what a search found and the plans by rule that fit, `rules`.
 
-    `certificate` is of its simulated seconds per step (makespan of the unrolled steps / steps); `plan.predicted_step_s`
-    is the time in the plan's own order, which differs where the simulation is not periodic. `peak_bytes`: of its
-    fullest device. `trace`: (seconds of the search, seconds of a step) of every plan that was better than those before.
+    `certificate` is of its simulated seconds per step (makespan of the unrolled steps / steps); `prediction.step_s`
+    is the time in the plan's own order, which differs where the simulation is not periodic. `trace`: (seconds of the
+    search, seconds of a step) of every plan that was better than those before.
     """
 
-    plan: ExecutionPlan
+    prediction: Prediction
     certificate: Certificate
     evaluations: int
     evaluations_per_s: float
-    peak_bytes: float
     trace: tuple[tuple[float, float], ...]
     num_options: dict[str, int]
     rules: tuple[PresetResult, ...] = ()
+
+    @property
+    def plan(self) -> ExecutionPlan:
+        return self.prediction.plan
 
 
 def default_evaluations(options: Mapping[str, Sequence[Option]]) -> int:
@@ -129,11 +132,10 @@ def search_plan(task: PlanningTask, budget: SearchBudget, seed: int, watch: Watc
         has_all_meshes=has_all_meshes(task.cluster),
     )
     return SearchResult(
-        plan=_noted(prediction, certificate),
+        prediction=_noted(prediction, certificate),
         certificate=certificate,
         evaluations=found.evaluations,
         evaluations_per_s=found.evaluations / max(found.seconds, 1e-9),
-        peak_bytes=max(prediction.device_bytes),
         trace=found.trace,
         num_options=num_options,
         rules=tuple(rules),
@@ -163,14 +165,14 @@ def _ordered(task: PlanningTask, plan: ExecutionPlan, native: NativeProblem, cho
     return plain if plain.fits else prediction
 
 
-def _noted(prediction: Prediction, certificate: Certificate) -> ExecutionPlan:
-    """The predicted plan with what the search knows of it in its notes."""
+def _noted(prediction: Prediction, certificate: Certificate) -> Prediction:
+    """With what the search knows of the plan in its notes."""
     plan, lower_bound_s = prediction.plan, certificate.lower_bound_s
-    notes = {**plan.notes, "peak_memory_gib": round(max(prediction.device_bytes) / GIB, 3)}
+    notes = {**plan.notes, "peak_memory_gib": round(prediction.peak_bytes / GIB, 3)}
     if (plan.predicted_step_s or 0.0) >= lower_bound_s * (1 - ROUNDING):
         # The proof is about simulated plans; the plan's own order could do better, and the note would be wrong of it.
         notes |= {"lower_bound_s": round(lower_bound_s, 6), "proven_optimal": certificate.proven}
-    return msgspec.structs.replace(plan, notes=notes)
+    return replace(prediction, plan=msgspec.structs.replace(plan, notes=notes))
 
 
 def without_hopeless(task: PlanningTask, name: str, options: Sequence[Option]) -> list[Option]:

@@ -24,8 +24,7 @@ LABELLED = 0.07  # of the width: shorter bars have no room for a name
 
 def plan_page(comparison: Comparison) -> str:
     """One file with all its content, readable without a network."""
-    analysis = comparison.plan.analysis
-    assert analysis is not None
+    analysis = comparison.analysis
     sections = [
         _head(comparison, analysis),
         _timeline(analysis),
@@ -52,7 +51,10 @@ def _head(comparison: Comparison, analysis: Analysis) -> str:
         (f"{analysis.step_s:.4g} s", "a step, predicted"),
         (f"{analysis.tokens_per_s:,.0f}", "tokens/s"),
         (f"{analysis.gpu_hours_per_million_tokens:.3g}", "GPU-hours per million tokens"),
-        (f"{analysis.peak_bytes / GIB:.1f} GiB", f"of {cluster.device_memory_bytes / GIB:.1f} on the fullest device"),
+        (
+            f"{analysis.prediction.peak_bytes / GIB:.1f} GiB",
+            f"of {cluster.device_memory_bytes / GIB:.1f} on the fullest device",
+        ),
     ]
     setting = (
         f"{cluster.num_nodes} x {cluster.devices_per_node} {cluster.hardware.name} · {task.batch_size} samples of "
@@ -68,7 +70,7 @@ def _head(comparison: Comparison, analysis: Analysis) -> str:
     ]
     if comparison.certificate:
         lines.append(f"<p>Certificate: {escape(str(comparison.certificate))}.</p>")
-    if comparison.plan.problem:
+    if comparison.candidates[0].problem:
         lines.append('<pre class="failure">This plan does not fit into the memory of the devices.</pre>')
     return "\n".join(lines)
 
@@ -144,14 +146,14 @@ def _memory(comparison: Comparison, analysis: Analysis) -> str:
 
 def memory_figure(analysis: Analysis, limit_bytes: float) -> go.Figure:
     """Stacked bars in GiB, one row for each group of devices with the same needs."""
-    needs = list(zip(analysis.static_bytes, analysis.communicator_bytes, analysis.prediction.device_bytes, strict=True))
+    needs = analysis.prediction.needs
     groups = device_groups(len(needs), needs.__getitem__)
     rows = [_range(group) for group in groups]
     of_groups = [needs[group[0]] for group in groups]
     parts = [
-        ("stays", STATIC_COLOUR, [(static - shared) / GIB for static, shared, _ in of_groups]),
-        ("communicators", COMMUNICATOR_COLOUR, [shared / GIB for _, shared, _ in of_groups]),
-        ("while a call runs", DYNAMIC_COLOUR, [(peak - static) / GIB for static, _, peak in of_groups]),
+        ("stays", STATIC_COLOUR, [(need.static_bytes - need.communicator_bytes) / GIB for need in of_groups]),
+        ("communicators", COMMUNICATOR_COLOUR, [need.communicator_bytes / GIB for need in of_groups]),
+        ("while a call runs", DYNAMIC_COLOUR, [(need.peak_bytes - need.static_bytes) / GIB for need in of_groups]),
     ]
     figure = go.Figure()
     for name, colour, values in parts:
@@ -167,7 +169,7 @@ def memory_figure(analysis: Analysis, limit_bytes: float) -> go.Figure:
         x=limit, y=1, yref="paper", xanchor="right", yanchor="bottom", showarrow=False,
         text=f"limit {limit:.1f} GiB", font={"color": LIMIT_COLOUR},
     )  # fmt: skip
-    largest = max(limit, *(peak / GIB for *_, peak in of_groups))
+    largest = max(limit, analysis.prediction.peak_bytes / GIB)
     figure.update_layout(barmode="stack", legend=LEGEND_ABOVE | {"traceorder": "normal"})
     figure.update_xaxes(title="GiB", range=[0, largest * 1.05])
     return _by_device(figure, groups, max(26, min(40, 520 // len(groups))))
@@ -210,11 +212,9 @@ def _calls(analysis: Analysis) -> str:
 def _compared(comparison: Comparison) -> str:
     if not comparison.presets:
         return ""
-    candidates = [comparison.plan, *comparison.presets]
-    base = comparison.plan.analysis
-    assert base is not None
+    candidates = comparison.candidates
     header = ["plan", "s a step", "x", "tokens/s", "GPU-h per Mtok", "peak, GiB", "busiest device", "limited by"]
-    rows = [[candidate.name, *_row(candidate, base.step_s)] for candidate in candidates]
+    rows = [[candidate.name, *_row(candidate, comparison.analysis.step_s)] for candidate in candidates]
     problems = "".join(
         f"<p><b>{escape(candidate.name)}</b> cannot run: {escape(candidate.problem)}</p>"
         for candidate in comparison.presets
@@ -230,13 +230,13 @@ def _row(candidate: Candidate, base_step_s: float) -> list[str]:
     if analysis is None:
         return ["-"] * 7
     if candidate.problem:
-        return ["-", "-", "-", "-", f"{analysis.peak_bytes / GIB:.1f}", "-", "memory"]
+        return ["-", "-", "-", "-", f"{analysis.prediction.peak_bytes / GIB:.1f}", "-", "memory"]
     return [
         f"{analysis.step_s:.4g}",
         f"{analysis.step_s / base_step_s:.2f}",
         f"{analysis.tokens_per_s:,.0f}",
         f"{analysis.gpu_hours_per_million_tokens:.3g}",
-        f"{analysis.peak_bytes / GIB:.1f}",
+        f"{analysis.prediction.peak_bytes / GIB:.1f}",
         f"{analysis.busy:.0%}",
         analysis.bottleneck,
     ]

@@ -4,7 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from realhf.planning.predict import Prediction, problem_of, sequence_of
-from realhf.planning.problem.simulation import Event, Simulation, communicator_bytes, makespan_s, simulate, static_bytes
+from realhf.planning.problem.simulation import Event, Simulation, makespan_s, simulate
 from realhf.planning.problem.tables import Problem
 from realhf.planning.task import PlanningTask
 
@@ -28,8 +28,6 @@ class Span:
 class Analysis:
     """What a plan does in steady state, simulated over the problem's unrolled steps in its own order.
 
-    `static_bytes` is, for each device, the part of `prediction.device_bytes` that stays whatever runs, and
-    `communicator_bytes` what of it communicators take.
     `chain` has, for every call and kind of transfer on the longest chain of waiting, its part of the
     whole time, largest first; `busiest_device` computes or sends for `busy` of the time.
     """
@@ -37,9 +35,6 @@ class Analysis:
     prediction: Prediction
     tokens_per_s: float
     gpu_hours_per_million_tokens: float
-    peak_bytes: float
-    static_bytes: tuple[float, ...]
-    communicator_bytes: tuple[float, ...]
     spans: tuple[Span, ...]
     chain: dict[str, float]
     busiest_device: int
@@ -83,19 +78,11 @@ def analyse(task: PlanningTask, prediction: Prediction) -> Analysis:
         for device in span.devices:
             busy[device] += span.end_s - span.start_s  # type: ignore[assignment]
     device = min(range(problem.num_devices), key=lambda d: (-busy[d], d))
-    communicators = communicator_bytes(problem, choice)
-    static = list(communicators)
-    for call, kept in zip(problem.calls, static_bytes(problem, choice), strict=True):
-        for at in plan.calls[call.name].mesh.devices:
-            static[at] += kept
     tokens_per_s = task.tokens_per_step / prediction.step_s
     return Analysis(
         prediction=prediction,
         tokens_per_s=tokens_per_s,
         gpu_hours_per_million_tokens=task.cluster.num_devices * 1e6 / tokens_per_s / 3600,
-        peak_bytes=max(prediction.device_bytes),
-        static_bytes=tuple(static),
-        communicator_bytes=tuple(communicators),
         spans=spans,
         chain=_chain(simulation, events, spans, whole_s),
         busiest_device=device,

@@ -1,8 +1,9 @@
-"""A plan beside the presets and the alternatives of its calls, and beside those of other clusters or stalenesses."""
+"""A plan beside the presets and the alternatives of its calls, and beside those of other clusters or stalenesses: for
+people, as data, and as the rationale that is kept with the plan."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
-from itertools import product
+from itertools import groupby, product
 from typing import Any
 
 import msgspec
@@ -10,13 +11,15 @@ import msgspec
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.dataflow.rationale import DeviceMemory, Instead, Rationale
 from realhf.planning.explain.analysis import Analysis, analyse
 from realhf.planning.model.features import differences
 from realhf.planning.options import call_options, option_of
-from realhf.planning.predict import Prediction, predict, predict_in_best_order
+from realhf.planning.predict import predict, predict_in_best_order
 from realhf.planning.presets import PresetResult, evaluate_preset, evaluate_presets
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem
+from realhf.planning.problem.simulation import DeviceNeed
 from realhf.planning.search import Certificate, SearchResult
 from realhf.planning.task import PlanningTask
 
@@ -64,22 +67,16 @@ def _best(task: PlanningTask, plan: ExecutionPlan, name: str) -> Alternative:
     native = native_problem(build_problem(replace(task, offload=plan.offload), {**chosen, name: options}))
     place = list(task.graph.calls).index(name)
     (planned_step_s, _), *evaluations = native.evaluate_all([0] * len(task.graph.calls), place)
-    best, best_s, too_large = None, float("inf"), 0
-    for option, (step_s, feasible) in zip(options[1:], evaluations, strict=True):
-        if not feasible:
-            too_large += 1
-        elif step_s < best_s:
-            best, best_s = option, step_s
-    call = None
-    if best:
-        call = best.call_plan(predicted_s=task.call_models[name].seconds(best.layout.strategy, best.micro_batches))
+    others = zip(options[1:], evaluations, strict=True)
+    fitting = [(step_s, option) for option, (step_s, feasible) in others if feasible]
+    best_s, best = min(fitting, key=lambda entry: entry[0], default=(float("inf"), None))
     return Alternative(
         call=name,
-        option=call,
+        option=best.call_plan(predicted_s=task.call_models[name].seconds(*best.shape)) if best else None,
         step_s=best_s,
         planned_step_s=planned_step_s,
-        num_options=len(options) - 1,
-        num_too_large=too_large,
+        num_options=len(evaluations),
+        num_too_large=len(evaluations) - len(fitting),
     )
 
 
@@ -91,28 +88,45 @@ class Comparison:
     """
 
     task: PlanningTask
-    plan: Candidate
+    analysis: Analysis
     result: SearchResult | None
     heuristic: PresetResult
     presets: tuple[Candidate, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
 
     @property
-    def analysis(self) -> Analysis:
-        """That of the plan."""
-        assert self.plan.analysis is not None
-        return self.plan.analysis
+    def plan(self) -> ExecutionPlan:
+        return self.analysis.prediction.plan
+
+    @property
+    def candidates(self) -> list[Candidate]:
+        """The plan, and the presets."""
+        problem = "" if self.result or self.analysis.prediction.fits else "memory"
+        name = "searched" if self.result else "given"
+        return [Candidate(name=name, analysis=self.analysis, problem=problem), *self.presets]
 
     @property
     def certificate(self) -> Certificate | None:
         return self.result.certificate if self.result else None
 
+    @property
+    def generates_apart(self) -> bool:
+        """Whether some model generates and trains, and does not do both on any one device (disaggregated)."""
+        calls = self.task.graph.calls.values()
+        pairs = [
+            (self.plan.calls[a.name].mesh, self.plan.calls[b.name].mesh)
+            for a, b in product(calls, calls)
+            if a.model_name == b.model_name and a.interface_type is GENERATE and b.trains
+        ]
+        return bool(pairs) and not any(generation.overlaps(training) for generation, training in pairs)
 
-def describe(task: PlanningTask, prediction: Prediction, result: SearchResult | None) -> Comparison:
-    """The predicted plan of a search (None: a given one) beside the heuristic alone."""
-    problem = "" if result or prediction.fits else "memory"
-    candidate = Candidate(name="searched" if result else "given", analysis=analyse(task, prediction), problem=problem)
-    return Comparison(task=task, plan=candidate, result=result, heuristic=evaluate_preset("heuristic", task))
+
+def describe(task: PlanningTask, plan: SearchResult | ExecutionPlan) -> Comparison:
+    """The plan of a search, or a given one, beside the heuristic alone. Raises UserError as `predict`."""
+    result = plan if isinstance(plan, SearchResult) else None
+    prediction = plan.prediction if isinstance(plan, SearchResult) else predict(task, plan)
+    heuristic = evaluate_preset("heuristic", task)
+    return Comparison(task=task, analysis=analyse(task, prediction), result=result, heuristic=heuristic)
 
 
 def compare(alone: Comparison) -> Comparison:
@@ -122,8 +136,56 @@ def compare(alone: Comparison) -> Comparison:
     for preset in alone.result.rules if alone.result else evaluate_presets(task):
         analysis = analyse(task, preset.prediction) if preset.prediction else None
         presets.append(Candidate(name=preset.name, analysis=analysis, problem=preset.problem))
-    alternatives = best_alternatives(task, alone.analysis.prediction.plan)
+    alternatives = best_alternatives(task, alone.plan)
     return replace(alone, presets=tuple(presets), alternatives=tuple(alternatives))
+
+
+def explain(alone: Comparison) -> ExecutionPlan:
+    """The plan with its rationale."""
+    task, result, simple = alone.task, alone.result, alone.heuristic
+    origin = "given to the run"
+    if result:
+        options = " x ".join(map(str, result.num_options.values()))
+        origin = f"the best of {result.evaluations:,} plans that a search looked at, out of {options} options"
+    rationale = Rationale(
+        origin=origin,
+        hardware=task.cluster.hardware.name,
+        profiled=task.costs.profiled,
+        certificate=str(alone.certificate or ""),
+        limits=alone.analysis.limits,
+        heuristic_step_s=simple.prediction.step_s if simple.prediction else None,
+        heuristic_fits=not simple.problem,
+        device_memory_bytes=task.cluster.device_memory_bytes,
+        memory=_memory(alone.analysis.prediction.needs),
+        instead=tuple(_instead(alternative) for alternative in best_alternatives(task, alone.plan)),
+    )
+    return msgspec.structs.replace(alone.plan, rationale=rationale)
+
+
+def _memory(needs: list[DeviceNeed]) -> tuple[DeviceMemory, ...]:
+    """Neighbouring devices with the same needs are one entry."""
+    groups = [list(group) for _, group in groupby(range(len(needs)), needs.__getitem__)]
+    return tuple(
+        DeviceMemory(
+            devices=(group[0], len(group)),
+            static_bytes=round(needs[group[0]].static_bytes),
+            peak_bytes=round(needs[group[0]].peak_bytes),
+            communicator_bytes=round(needs[group[0]].communicator_bytes),
+        )
+        for group in groups
+    )
+
+
+def _instead(alternative: Alternative) -> Instead:
+    option = alternative.option
+    plural = "es" if option and option.micro_batches != 1 else ""
+    return Instead(
+        call=alternative.call,
+        layout=f"{option.layout}, {option.micro_batches} micro-batch{plural}" if option else "",
+        slower_by=alternative.slower_by if option else 0.0,
+        num_too_large=alternative.num_too_large,
+        num_others=alternative.num_options,
+    )
 
 
 def summary(comparison: Comparison) -> dict[str, Any]:
@@ -149,7 +211,7 @@ def summary(comparison: Comparison) -> dict[str, Any]:
         "features": differences(task.costs.features),
         "certificate": certificate,
         "search_trace": result.trace if result else (),
-        "plans": [_candidate(task, candidate) for candidate in (comparison.plan, *comparison.presets)],
+        "plans": [_candidate(task, candidate) for candidate in comparison.candidates],
         "alternatives": [
             asdict(alternative) | ({} if alternative.option else {"step_s": None})
             for alternative in comparison.alternatives
@@ -162,66 +224,44 @@ def _candidate(task: PlanningTask, candidate: Candidate) -> Mapping[str, Any]:
     result: dict[str, Any] = {"name": candidate.name, "feasible": not candidate.problem, "problem": candidate.problem}
     if analysis is None:
         return result
+    prediction = analysis.prediction
     return result | {
-        "step_s": analysis.step_s,
+        "step_s": prediction.step_s,
         "tokens_per_s": analysis.tokens_per_s,
         "gpu_hours_per_million_tokens": analysis.gpu_hours_per_million_tokens,
-        "peak_bytes": analysis.peak_bytes,
-        "device_bytes": analysis.prediction.device_bytes,
-        "communicator_bytes": analysis.communicator_bytes,
+        "peak_bytes": prediction.peak_bytes,
+        "device_bytes": prediction.device_bytes,
+        "communicator_bytes": [need.communicator_bytes for need in prediction.needs],
         "longest_chain": analysis.chain,
         "busiest_device": analysis.busiest_device,
         "busy": analysis.busy,
-        "plan": analysis.prediction.plan,
-        "sharded": {name: str(found) for name, found in task.shardings(analysis.prediction.plan).items()},
+        "plan": prediction.plan,
+        "sharded": {name: str(found) for name, found in task.shardings(prediction.plan).items()},
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class CaseResult:
-    """The best plan of one case. `problem` says why there is none.
-
-    `generates_apart`: generation and training of a model have no device in common.
-    """
-
-    name: str
-    found: Comparison | None
-    problem: str = ""
-    generates_apart: bool = False
-
-
-def solve_cases(tasks: Mapping[str, PlanningTask], search: Callable[[PlanningTask], SearchResult]) -> list[CaseResult]:
-    """One search for each task. A task for which nothing fits does not end the others.
+def solve_cases(
+    tasks: Mapping[str, PlanningTask], search: Callable[[PlanningTask], SearchResult]
+) -> dict[str, Comparison | UserError]:
+    """By name the best plan of each task, or why there is none: one search for each.
 
     Tasks on one cluster come in the order of their staleness: the plan of one counts for the next one, too, in the
     order that is the fastest there.
     """
     is_one_cluster = len({task.cluster for task in tasks.values()}) == 1
-    results = []
+    results: dict[str, Comparison | UserError] = {}
     fresher = None
     for name, task in tasks.items():
         try:
             result = search(task)
         except UserError as error:
-            results.append(CaseResult(name=name, found=None, problem=str(error)))
+            results[name] = error
             continue
-        prediction = predict(task, result.plan)
         if is_one_cluster and fresher:
             in_flight = task.max_steps_in_flight
             plan = msgspec.structs.replace(fresher, order=(), max_steps_in_flight=in_flight, predicted_step_s=None)
-            prediction = min(prediction, predict_in_best_order(task, plan), key=lambda each: each.step_s)
-        fresher = prediction.plan
-        apart = _generates_apart(task, prediction.plan)
-        results.append(CaseResult(name=name, found=describe(task, prediction, result), generates_apart=apart))
+            predictions = (result.prediction, predict_in_best_order(task, plan))
+            result = replace(result, prediction=min(predictions, key=lambda each: each.step_s))
+        fresher = result.plan
+        results[name] = describe(task, result)
     return results
-
-
-def _generates_apart(task: PlanningTask, plan: ExecutionPlan) -> bool:
-    """Whether some model generates and trains, and does not do both on any one device (disaggregated)."""
-    calls = task.graph.calls.values()
-    pairs = [
-        (plan.calls[a.name].mesh, plan.calls[b.name].mesh)
-        for a, b in product(calls, calls)
-        if a.model_name == b.model_name and a.interface_type is GENERATE and b.trains
-    ]
-    return bool(pairs) and not any(generation.overlaps(training) for generation, training in pairs)

@@ -86,46 +86,39 @@ def simulate(problem: Problem, choice: Sequence[int], steps: int, order: Sequenc
     return events
 
 
-def device_bytes(problem: Problem, choice: Sequence[int]) -> list[float]:
+@dataclass(frozen=True)
+class DeviceNeed:
+    """Bytes on a device: its communicators, each once; with them all that stays there whatever runs; the peak."""
+
+    communicator_bytes: float
+    static_bytes: float
+    peak_bytes: float
+
+
+def device_needs(problem: Problem, choice: Sequence[int]) -> list[DeviceNeed]:
     """What each device needs: static bytes of all calls placed on it, plus the largest dynamic need of one of them;
     communicators, and what it takes to send copies.
 
-    A call whose layout is not that of its home holds a copy of its parameters while it runs; `CallTable.spared`.
+    A call whose layout is not that of its home holds a copy of its parameters while it runs (`CallTable.spared`), and
+    keeps nothing: the copy is freed. Where there is one, copies move, which takes a communicator of all devices.
     """
-    placed, kept = _placed(problem, choice), static_bytes(problem, choice)
-    needed = [_needed_bytes(*each) for each in placed]
-    needs = []
-    for device, communicators in enumerate(communicator_bytes(problem, choice)):
-        static, dynamic = communicators, 0.0
-        for (_, option, _), kept_bytes, needed_bytes in zip(placed, kept, needed, strict=True):
-            if device in _range(option):
-                static += kept_bytes
-                dynamic = max(dynamic, needed_bytes)
-        sends = any(device in _range(home) and device not in _range(option) for _, option, home in placed)
-        needs.append(static + dynamic + (problem.sending_bytes if sends else 0.0))
-    return needs
-
-
-def static_bytes(problem: Problem, choice: Sequence[int]) -> list[float]:
-    """What each call keeps on its devices whatever runs there: nothing where it works on a copy, which is freed."""
-    return [
-        option.static_bytes if call.name == call.home or _same_layout(option, home) else 0.0
-        for call, option, home in _placed(problem, choice)
-    ]
-
-
-def communicator_bytes(problem: Problem, choice: Sequence[int]) -> list[float]:
-    """Of each device the communicators of all calls placed on it, each once. Where any call is not laid out as its
-    home, copies move, which takes a communicator of all devices."""
     placed = _placed(problem, choice)
     moves = any(not _same_layout(option, home) for _, option, home in placed)
-    sizes = []
+    kept = [option.static_bytes if _same_layout(option, home) else 0.0 for _, option, home in placed]
+    needed = [_needed_bytes(*each) for each in placed]
+    needs = []
     for device in range(problem.num_devices):
-        labels = {label for _, option, _ in placed if device in _range(option) for label in option.communicators}
+        here = [i for i, (_, option, _) in enumerate(placed) if device in _range(option)]
+        labels = {label for i in here for label in placed[i][1].communicators}
         if labels and moves:
             labels.add(MOVES)
-        sizes.append(problem.communicator_bytes * len(labels))
-    return sizes
+        static = communicators = problem.communicator_bytes * len(labels)
+        for i in here:
+            static += kept[i]
+        sends = any(device in _range(home) and device not in _range(option) for _, option, home in placed)
+        peak = static + max((needed[i] for i in here), default=0.0) + (problem.sending_bytes if sends else 0.0)
+        needs.append(DeviceNeed(communicators, static, peak))
+    return needs
 
 
 def _needed_bytes(call: CallTable, option: OptionRow, home: OptionRow) -> float:

@@ -15,7 +15,7 @@ from realhf.planning.explain.remedies import find_remedies, smallest_peak_bytes
 from realhf.planning.options import Option, call_options
 from realhf.planning.predict import predict, predict_in_best_order
 from realhf.planning.problem.builder import STEPS, build_problem
-from realhf.planning.problem.simulation import device_bytes, makespan_s, simulate
+from realhf.planning.problem.simulation import device_needs, makespan_s, simulate
 from realhf.planning.task import PlanningTask, with_staleness
 from tests.unit.planning.graphs import cpu_cluster, ppo, settings, with_memory
 
@@ -46,8 +46,8 @@ def test_busy_time_and_memory_of_each_device() -> None:
     assert analysis.busy == pytest.approx((on_0 + transfers_0) / prediction.step_s)
     assert analysis.tokens_per_s == pytest.approx(16 * 16 / prediction.step_s)
     assert analysis.gpu_hours_per_million_tokens == pytest.approx(2 * 1e6 / analysis.tokens_per_s / 3600)
-    assert analysis.peak_bytes == max(prediction.device_bytes)
-    assert all(s < total for s, total in zip(analysis.static_bytes, prediction.device_bytes, strict=True))
+    assert prediction.peak_bytes == max(prediction.device_bytes)
+    assert all(need.static_bytes < need.peak_bytes for need in prediction.needs)
 
 
 def ends(of: PlanningTask, transfer: str) -> list[str]:
@@ -97,7 +97,7 @@ def test_alternatives_are_the_best_changes_of_one_call() -> None:
         for option in others:
             problem = build_problem(of, {**chosen, alternative.call: [option]})
             choice = [0] * len(problem.calls)
-            if max(device_bytes(problem, choice)) > of.cluster.device_memory_bytes:
+            if max(need.peak_bytes for need in device_needs(problem, choice)) > of.cluster.device_memory_bytes:
                 too_large += 1
             else:
                 times.append(makespan_s(simulate(problem, choice, STEPS)) / STEPS)

@@ -19,7 +19,7 @@ from realhf.planning.options import call_options
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.file import PlannedFile, load_problem, problem_bytes
 from realhf.planning.problem.native import SearchRequest, native_problem, search_problem
-from realhf.planning.problem.simulation import device_bytes, makespan_s, simulate
+from realhf.planning.problem.simulation import device_needs, makespan_s, simulate
 from realhf.planning.problem.tables import Problem
 from realhf.planning.problem.version_1 import ProblemFile
 from realhf.planning.request import SearchBudget
@@ -54,7 +54,7 @@ def test_every_plan_costs_what_the_planner_says(staleness: int, in_flight: int, 
     # Once more against the meaning of the planner's tables, which knows no file and no engine.
     seconds = makespan_s(simulate(problem, plan, problem.steps)) / problem.steps
     assert found.evaluate(plan)["step_time"] == pytest.approx(seconds, abs=1e-6)
-    assert found.evaluate(plan)["peak_bytes"] == max(device_bytes(problem, plan))
+    assert found.evaluate(plan)["peak_bytes"] == max(need.peak_bytes for need in device_needs(problem, plan))
 
 
 def test_a_solved_file_is_the_planners_plan(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from realhf.planning.predict import possible_orders, predict
 from realhf.planning.presets import heuristic
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import SearchRequest, native_problem, search_problem
-from realhf.planning.problem.simulation import device_bytes, makespan_s, simulate
+from realhf.planning.problem.simulation import device_needs, makespan_s, simulate
 from realhf.planning.problem.tables import Problem
 from realhf.planning.request import SearchBudget
 from realhf.planning.search import search_plan
@@ -30,12 +30,12 @@ from tests.unit.planning.graphs import cpu_cluster, ppo, random_problem, setting
 
 def reference_cost(problem: Problem, choice: Sequence[int]) -> float:
     step_s = makespan_s(simulate(problem, choice, problem.steps)) / problem.steps
-    peak = max(device_bytes(problem, choice))
+    peak = max(need.peak_bytes for need in device_needs(problem, choice))
     return step_s if peak <= problem.device_memory_bytes else 1000 * step_s * peak / problem.device_memory_bytes
 
 
 def fits(problem: Problem, choice: Sequence[int]) -> bool:
-    return max(device_bytes(problem, choice)) <= problem.device_memory_bytes
+    return max(need.peak_bytes for need in device_needs(problem, choice)) <= problem.device_memory_bytes
 
 
 def random_choice(problem: Problem, rng: random.Random) -> list[int]:
@@ -52,7 +52,7 @@ def test_simulator_equals_the_reference(seed: int) -> None:
         choice = random_choice(problem, rng)
         evaluation = native.evaluate(choice)
         assert evaluation["cost"] == pytest.approx(reference_cost(problem, choice))
-        assert evaluation["peak_bytes"] == max(device_bytes(problem, choice))
+        assert evaluation["peak_bytes"] == max(need.peak_bytes for need in device_needs(problem, choice))
         steps = problem.steps + 2
         expected = [(e.node, e.step, e.start_s, e.end_s) for e in simulate(problem, choice, steps)]
         assert native.trace(choice, steps) == expected
@@ -130,7 +130,7 @@ def test_the_plan_carries_an_order_that_runs_and_takes_what_was_predicted(in_fli
     prediction = predict(task_of(graph, **shared), result.plan)
     assert prediction.step_s == pytest.approx(result.plan.predicted_step_s)
     assert prediction.step_s == pytest.approx(result.certificate.cost_s, rel=0.05)
-    assert max(prediction.device_bytes) == pytest.approx(result.peak_bytes)
+    assert prediction.peak_bytes == pytest.approx(result.prediction.peak_bytes)
     assert prediction.call_s == {name: call.predicted_s for name, call in result.plan.calls.items()}
     save_plan(result.plan, f"{tmp_path}/plan.json")
     assert load_plan(f"{tmp_path}/plan.json") == result.plan
@@ -167,11 +167,11 @@ def test_memory_can_force_a_slower_plan() -> None:
     graph = ppo()
     shared = settings(graph, cpu_cluster(4))
     free = search_plan(task_of(graph, **shared), SearchBudget(evaluations=5000), 0)
-    limit = int(free.peak_bytes * 0.8)
+    limit = int(free.prediction.peak_bytes * 0.8)
     tight = search_plan(
         task_of(graph, **settings(graph, cpu_cluster(4, memory=limit))), SearchBudget(evaluations=5000), 0
     )
-    assert tight.peak_bytes <= limit
+    assert tight.prediction.peak_bytes <= limit
     assert tight.certificate.cost_s > free.certificate.cost_s
 
 

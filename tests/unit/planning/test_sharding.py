@@ -255,7 +255,7 @@ def test_a_plan_is_predicted_as_it_was_searched() -> None:
     found = search_plan(asked, SearchBudget(evaluations=2000), 0)
     predicted = predict(asked, found.plan)
     assert predicted.step_s == pytest.approx(found.certificate.cost_s)
-    assert max(predicted.device_bytes) == found.peak_bytes
+    assert predicted.peak_bytes == found.prediction.peak_bytes
 
 
 def test_mapping_by_rule_shards_too() -> None:

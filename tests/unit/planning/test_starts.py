@@ -96,7 +96,7 @@ def test_the_table_shows_the_rules_that_the_search_began_with() -> None:
     graph = DataflowGraph([call("sft", TINY, TRAIN_STEP, "seq")], ["seq"])
     task = PlanningTask(graph=graph, max_steps_in_flight=2, **settings(graph, cpu_cluster(4)))
     result = searched(task, 1)
-    compared = compare(describe(task, predict(task, result.plan), result))
+    compared = compare(describe(task, result))
     rows = compared.presets
     again = evaluate_presets(task)
     assert [(row.name, row.problem) for row in rows] == [(rule.name, rule.problem) for rule in again]
