@@ -50,13 +50,13 @@ class CallModel:
         """Seconds from the request's arrival to the result. Of a call that does not use its model only the overhead is
         known."""
         if not self.call.uses_model:
-            return self.factor * self.timings.call_overhead_s
+            return self.factor * self.timings.hardware.call_overhead_s
         work = self.work(strategy, micro_batches)
         body = RankSeconds(work, self.timings, crossings(strategy, self.cluster)).total_s()
         if self.call.trains:
             sharding = self.sharding(strategy, micro_batches)
             body = self.call.mini_batches * (body + (sharding.added_s if sharding else 0.0))
-        return self.factor * (self.timings.call_overhead_s + body)
+        return self.factor * (self.timings.hardware.call_overhead_s + body)
 
     def work(self, strategy: ParallelStrategy, micro_batches: int) -> RankWork:
         """The work of a data-parallel rank in one mini-batch."""

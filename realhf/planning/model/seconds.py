@@ -107,7 +107,7 @@ class RankSeconds:
         parameters = self.placed.elements()
         prefill += overheads.generate_s + parameters * overheads.generate_s_per_parameter
         decode_steps = self.work.cache_turns * max(self.lengths.max_new_tokens - 1, 0)
-        return prefill + self.timings.sampling_s + decode_steps * decode_step
+        return prefill + self.timings.hardware.sampling_s + decode_steps * decode_step
 
     def _stages(self, seconds: Callable[[int], float]) -> list[float]:
         """`seconds` of every stage; those within the pipeline with equally many layers are alike."""
@@ -177,7 +177,7 @@ class RankSeconds:
             seconds += self.timings.embedding(sequences, tp, backward=False, tp_crosses_nodes=crosses)
         if stage == pp - 1:
             seconds += self.timings.head(sequences, tp, backward=False, tp_crosses_nodes=crosses)
-            seconds += self.timings.sampling_s
+            seconds += self.timings.hardware.sampling_s
         if pp > 1:  # hidden states from the stage before, or the drawn tokens from the last
             message = self._send_s(sequences) + self.timings.overheads.message_s
             seconds += (2 if self.features.blocking_sends else 1) * message

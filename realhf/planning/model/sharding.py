@@ -5,6 +5,7 @@ Only with the engine feature `sharded_operators`, which this project's engine ha
 """
 
 import contextlib
+from collections import Counter
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
@@ -14,7 +15,7 @@ from realhf.geometry.parameters import decoder_parameters
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.sizes import model_sizes
-from realhf.planning.osdp.decoder import operator_kind
+from realhf.planning.osdp.decoder import operator_of
 from realhf.planning.osdp.solver import Links, Mode, Operator, OsdpPlan, OsdpProblem, sliced, solve
 
 SLICES = 4  # of large operators, if that is better than whole ones: then less is gathered at a time
@@ -146,14 +147,10 @@ def stage_operators(placed: PlacedModel) -> tuple[Operator, ...]:
     sizes = model_sizes(model)
     stage = max((0, pp - 1), key=lambda number: sizes.on_stage(tp, pp, number))
     layers = held_layers(model.num_layers, placed.strategy, stage)
-    elements: dict[str, tuple[str, int]] = {}
+    elements: Counter[tuple[str, str]] = Counter()
     for spec in decoder_parameters(model):
-        if not spec.is_on_stage(layers, stage, pp):
-            continue
-        kind = operator_kind(spec, model)
-        name = kind if spec.layer < 0 else f"layers.{spec.layer}.{kind}"
-        before = elements.get(name, (kind, 0))[1]
-        elements[name] = kind, before + (spec.size if spec.shard_dim is None else spec.size // tp)
+        if spec.is_on_stage(layers, stage, pp):
+            elements[operator_of(spec, model)] += spec.size if spec.shard_dim is None else spec.size // tp
     return tuple(
         Operator(
             name=name,
@@ -162,5 +159,5 @@ def stage_operators(placed: PlacedModel) -> tuple[Operator, ...]:
             gradient_bytes=size * placed.features.gradient_bytes(placed.dtype),
             optimizer_bytes=size * placed.features.state_bytes(placed.dtype),
         )
-        for name, (kind, size) in elements.items()
+        for (name, kind), size in elements.items()
     )

@@ -15,6 +15,7 @@ from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.profile import CallOverheads, Curve, LayerProfile, TensorTimings
 
+# `Hardware.call_overhead_s` has what a call prepares, and launches are in the layers.
 NO_OVERHEADS = CallOverheads()
 LOGITS_PASSES = 4  # fp32 reads and writes of all logits each way; see `Timings.head`
 
@@ -35,6 +36,7 @@ class Timings:
     dtype: DType
     hardware: Hardware
     features: EngineFeatures = ENGINE
+    overheads: CallOverheads = NO_OVERHEADS
 
     def layer(self, tokens: float, sequence_length: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
         """Forward, or backward without recomputation: twice the compute, passes and launches, the same all-reduces."""
@@ -124,19 +126,6 @@ class Timings:
         return self.hardware.send_s(size_bytes, crosses_nodes=crosses_nodes)
 
     @property
-    def call_overhead_s(self) -> float:
-        return self.hardware.call_overhead_s
-
-    @property
-    def sampling_s(self) -> float:
-        return self.hardware.sampling_s
-
-    @property
-    def overheads(self) -> CallOverheads:
-        """None: `Hardware.call_overhead_s` has what a call prepares, and launches are in the layers."""
-        return NO_OVERHEADS
-
-    @property
     def links(self) -> Hardware:
         """As a reallocation of this model uses them."""
         return self.hardware
@@ -182,6 +171,16 @@ class ProfiledTimings(Timings):
 
     profile: LayerProfile
 
+    @classmethod
+    def of(cls, profile: LayerProfile, hardware: Hardware) -> "ProfiledTimings":
+        """On `hardware`, with the measured seconds of a call and of sampling in place of its own."""
+        hardware = msgspec.structs.replace(
+            hardware, call_overhead_s=profile.call_overhead_s, sampling_s=profile.sampling_s
+        )
+        return cls(
+            model=profile.model, dtype=profile.dtype, hardware=hardware, overheads=profile.overheads, profile=profile
+        )
+
     def layer(self, tokens: float, sequence_length: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
         measured = self._measured(tp)
         curve = measured.layer_backward if backward else measured.layer_forward
@@ -216,18 +215,6 @@ class ProfiledTimings(Timings):
         if crosses_nodes or not measured:
             return super().send(size_bytes, crosses_nodes=crosses_nodes)
         return measured[0].seconds.at(size_bytes)
-
-    @property
-    def call_overhead_s(self) -> float:
-        return self.profile.call_overhead_s
-
-    @property
-    def sampling_s(self) -> float:
-        return self.profile.sampling_s
-
-    @property
-    def overheads(self) -> CallOverheads:
-        return self.profile.overheads
 
     @property
     def links(self) -> Hardware:
@@ -317,7 +304,7 @@ def load_costs(
         profile = profiles.load_profile(path)
         if (profile.model, profile.dtype) != (model, dtype):
             raise UserError(f"{path}: the profile is of another model or dtype; measure it again with `realhf profile`")
-        timings[model] = ProfiledTimings(model=model, dtype=dtype, hardware=hardware, profile=profile)
+        timings[model] = ProfiledTimings.of(profile, hardware)
         if profile.communicator_bytes is not None:
             measured_bytes.append(profile.communicator_bytes)
     if measured_bytes:

@@ -9,6 +9,8 @@ from realhf.geometry.parameters import ParameterSpec, decoder_parameters
 from realhf.planning.model.features import ENGINE
 from realhf.planning.osdp.solver import MODES, Links, Mode, Operator, OsdpProblem
 
+OUTSIDE = ("embedding", "head")  # kinds of operators that lie in no layer
+
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
@@ -26,11 +28,6 @@ class Training:
         if self.sequence_length < 1:
             raise UserError(f"sequence_length={self.sequence_length} must be at least 1")
 
-    @property
-    def item(self) -> int:
-        """Bytes of a parameter."""
-        return DTYPE_BYTES[self.dtype]
-
 
 def decoder_problem(
     model: DecoderConfig,
@@ -46,26 +43,27 @@ def decoder_problem(
     Norms belong to the projection that follows them. Compute: 6 FLOPs a parameter and token (8 with recomputation),
     and causal attention.
     """
-    sizes: dict[tuple[int, str], int] = defaultdict(int)
-    active: dict[tuple[int, str], float] = defaultdict(float)  # of these, what a token goes through
+    item = DTYPE_BYTES[training.dtype]
+    sizes: dict[tuple[str, str], int] = defaultdict(int)
+    active: dict[tuple[str, str], float] = defaultdict(float)  # of these, what a token goes through
     for spec in decoder_parameters(model):
-        key = (spec.layer, operator_kind(spec, model))
+        key = operator_of(spec, model)
         sizes[key] += spec.size
         active[key] += (model.experts.per_token / model.experts.count if ".experts." in spec.name else 1) * spec.size
     kept = _activation_elements(model)
-    layer_bytes = training.sequence_length * sum(kept.values()) * training.item
+    layer_bytes = training.sequence_length * sum(kept.values()) * item
     return OsdpProblem(
         operators=tuple(
             Operator(
-                name=kind if layer < 0 else f"layers.{layer}.{kind}",
+                name=name,
                 kind=kind,
-                parameter_bytes=size * training.item,
-                gradient_bytes=size * training.item,
+                parameter_bytes=size * item,
+                gradient_bytes=size * item,
                 optimizer_bytes=size * ENGINE.state_bytes(training.dtype),
-                activation_bytes=_activation_bytes(model, training, kind, layer >= 0, kept.get(kind, 0)),
-                compute_s=_compute_s(model, training, kind, layer >= 0, active[layer, kind]),
+                activation_bytes=_activation_bytes(model, training, kind, kept.get(kind, 0)),
+                compute_s=_compute_s(model, training, kind, active[name, kind]),
             )
-            for (layer, kind), size in sizes.items()
+            for (name, kind), size in sizes.items()
         ),
         links=links,
         memory_bytes=memory_bytes,
@@ -76,30 +74,31 @@ def decoder_problem(
     )
 
 
-def _activation_bytes(model: DecoderConfig, training: Training, kind: str, in_layer: bool, kept: int) -> int:
+def _activation_bytes(model: DecoderConfig, training: Training, kind: str, kept: int) -> int:
     """Of a sample, kept for the backward pass. With recomputation a layer keeps its input alone."""
-    if training.recompute and in_layer:
+    if training.recompute and kind not in OUTSIDE:
         kept = model.hidden_size if kind == "q" else 0
-    activations = training.sequence_length * kept * training.item
+    item = DTYPE_BYTES[training.dtype]
+    activations = training.sequence_length * kept * item
     if kind == "head":
         outputs = model.vocab_size if model.head == "lm" else 1
-        activations += 3 * training.sequence_length * outputs * max(training.item, 4)  # logits, probabilities, gradient
+        activations += 3 * training.sequence_length * outputs * max(item, 4)  # logits, probabilities, gradient
     return activations
 
 
-def _compute_s(model: DecoderConfig, training: Training, kind: str, in_layer: bool, active: float) -> float:
+def _compute_s(model: DecoderConfig, training: Training, kind: str, active: float) -> float:
     """Of a sample. `active`: the operator's parameters that a token goes through."""
     is_lookup = kind == "embedding" and not model.tied_embeddings  # a tied one is the head's weight, too
-    flops_per_token = 0 if is_lookup else (8 if training.recompute and in_layer else 6) * active
+    flops_per_token = 0 if is_lookup else (8 if training.recompute and kind not in OUTSIDE else 6) * active
     if kind == "o":  # scores and their product with the values, half of each masked
         flops_per_token += (8 if training.recompute else 6) * training.sequence_length * model.query_size
     return flops_per_token * training.sequence_length / training.flops
 
 
-def operator_kind(spec: ParameterSpec, model: DecoderConfig) -> str:
-    """The operator that a parameter belongs to: a bias to its projection, a norm to what follows it."""
-    if spec.place != "layer":
-        return spec.place
+def operator_of(spec: ParameterSpec, model: DecoderConfig) -> tuple[str, str]:
+    """(name, kind) of the operator that a parameter belongs to: a bias to its projection, a norm to what follows it."""
+    if spec.place in OUTSIDE:
+        return spec.place, spec.place
     module = spec.name.rsplit(".", 2)[-2]
     norms = {
         "input_layernorm": "q",
@@ -107,7 +106,8 @@ def operator_kind(spec: ParameterSpec, model: DecoderConfig) -> str:
         "k_norm": "k",
         "post_attention_layernorm": "gate" if model.mlp == "gated" else "up",
     }
-    return norms.get(module, module.removesuffix("_proj"))
+    kind = norms.get(module, module.removesuffix("_proj"))
+    return f"layers.{spec.layer}.{kind}", kind
 
 
 def _activation_elements(model: DecoderConfig) -> dict[str, int]:

@@ -83,7 +83,7 @@ class OsdpProblem:
 
     `recompute`: activations are recomputed in the backward pass, for which sharded parameters are
     gathered once more. `prefetch`: the next gather runs while one slice is in use, so two are held.
-    `extra_bytes` and `extra_bytes_per_sample` are needed whatever the modes are.
+    `extra_bytes_per_sample` are needed whatever the modes are.
     """
 
     operators: tuple[Operator, ...]
@@ -92,7 +92,6 @@ class OsdpProblem:
     modes: tuple[Mode, ...] = MODES
     recompute: bool = False
     prefetch: bool = False
-    extra_bytes: int = 0
     extra_bytes_per_sample: int = 0
 
     def __post_init__(self) -> None:
@@ -200,7 +199,7 @@ class OsdpPlan:
             if count and mode == "sharded":
                 gather = max(gather, problem.gather_bytes(op))
         states = -(-states // problem.parts_per_byte)
-        return states + gather + problem.extra_bytes + self.batch * problem.bytes_per_sample
+        return states + gather + self.batch * problem.bytes_per_sample
 
     def slices_by_kind(self) -> dict[str, dict[Mode, int]]:
         """How many slices of each kind of operator are in each mode."""
@@ -254,7 +253,7 @@ def _solution(problem: OsdpProblem, batches: range, time_limit_s: float) -> "_se
     ]  # fmt: skip
     found = _search.solve_osdp(
         operators=rows,
-        memory_bytes=(problem.memory_bytes - problem.extra_bytes) * parts,
+        memory_bytes=problem.memory_bytes * parts,
         bytes_per_sample=problem.bytes_per_sample * parts,
         seconds_per_sample=problem.seconds_per_sample,
         min_batch=batches[0],
@@ -268,7 +267,7 @@ def _solution(problem: OsdpProblem, batches: range, time_limit_s: float) -> "_se
 def _remedy(solved: Sequence[tuple[OsdpProblem, "_search.OsdpSolution"]], batch: int) -> str:
     """What would make an infeasible problem feasible, exactly."""
     problem, found = min(solved, key=lambda entry: entry[1]["smallest_fixed_bytes"])
-    fixed = found["smallest_fixed_bytes"] + problem.extra_bytes
+    fixed = found["smallest_fixed_bytes"]
     smallest = fixed + batch * problem.bytes_per_sample
     text = (
         f"memory_bytes={problem.memory_bytes} ({problem.memory_bytes / GIB:.2f} GiB) holds no choice of modes with "

@@ -34,6 +34,8 @@ from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES, plan_between
 from tests.unit.planning.graphs import TINY, call, call_model, cpu_cluster, ppo, settings, task_of, with_memory
 
 CPU = load_hardware("cpu")
+ROUND = structs.replace(CPU, call_overhead_s=7.0, sampling_s=0.25)
+FREE = structs.replace(CPU, call_overhead_s=0.0)
 NO_OVERHEADS = CallOverheads()
 
 
@@ -41,8 +43,7 @@ NO_OVERHEADS = CallOverheads()
 class RoundTimings:
     """Constants that can be told apart in a sum."""
 
-    call_overhead_s: float = 7.0
-    sampling_s: float = 0.25
+    hardware: Hardware = ROUND
     overheads: CallOverheads = NO_OVERHEADS
     links: Hardware = CPU
     features: EngineFeatures = ENGINE
@@ -162,7 +163,7 @@ def test_chunks_divide_the_bubble_and_multiply_the_messages() -> None:
 def test_the_time_of_equal_stages_is_that_of_the_simulated_schedule(pp: int, chunks: int, micro_batches: int) -> None:
     @dataclass(frozen=True)
     class LayersOnly(RoundTimings):
-        call_overhead_s: float = 0.0
+        hardware: Hardware = FREE
 
         def embedding(self, *args: object, **kwargs: object) -> float:  # type: ignore[override]
             return 0.0

@@ -110,5 +110,5 @@ def test_a_call_under_a_protocol_of_its_own() -> None:
     assert sizes == {(1, 1), (2, 1), (2, 2)}
     costs = load_costs({"judge": TINY}, dtype="float32", hardware=cluster.hardware)
     cost = call_model(call=one_each, batch_size=8, workload=LENGTHS, cluster=cluster, costs=costs, dtype="float32")
-    assert cost.seconds(ParallelStrategy(tp=4), 1) == cost.timings.call_overhead_s
+    assert cost.seconds(ParallelStrategy(tp=4), 1) == cost.timings.hardware.call_overhead_s
     assert cost.work(*dp_only[0].shape).dynamic_bytes() == 0

@@ -59,22 +59,20 @@ def slice_bytes(problem: OsdpProblem, op: Operator, mode: Mode) -> Fraction:
 def one_operator(**changes: object) -> OsdpProblem:
     """4 devices, an operator of 800 bytes with 6,400 bytes of states, 10 bytes and 0.5 s a sample."""
     links = Links(num_devices=4, latency_s=0.25, seconds_per_byte=0.01)
-    problem = OsdpProblem(
-        operators=(operator(800, activation=10, compute=0.5),), links=links, memory_bytes=10**6, extra_bytes=7
-    )
+    problem = OsdpProblem(operators=(operator(800, activation=10, compute=0.5),), links=links, memory_bytes=10**6)
     return replace(problem, **changes)  # type: ignore[arg-type]
 
 
-# By hand: a pass around the ring is (4 - 1) (0.25 + 800 * 0.01 / 4) = 6.75 s; batch 3 computes for 1.5 s. Memory: 7
-# extra and 30 of activations; states are 6400, or 800 + 800 + 4800 / 4, or 6400 / 4 and the gathered 800.
+# By hand: a pass around the ring is (4 - 1) (0.25 + 800 * 0.01 / 4) = 6.75 s; batch 3 computes for 1.5 s. Memory:
+# 30 of activations; states are 6400, or 800 + 800 + 4800 / 4, or 6400 / 4 and the gathered 800.
 @pytest.mark.parametrize(
     ("mode", "recompute", "prefetch", "step_s", "memory"),
     [
-        ("replicated", False, False, 13.5 + 1.5, 37 + 6400),
-        ("zero1", False, False, 13.5 + 1.5, 37 + 800 + 800 + 1200),
-        ("sharded", False, False, 20.25 + 1.5, 37 + 1600 + 800),
-        ("sharded", True, False, 27.0 + 1.5, 37 + 1600 + 800),
-        ("sharded", False, True, 20.25 + 1.5, 37 + 1600 + 1600),
+        ("replicated", False, False, 13.5 + 1.5, 30 + 6400),
+        ("zero1", False, False, 13.5 + 1.5, 30 + 800 + 800 + 1200),
+        ("sharded", False, False, 20.25 + 1.5, 30 + 1600 + 800),
+        ("sharded", True, False, 27.0 + 1.5, 30 + 1600 + 800),
+        ("sharded", False, True, 20.25 + 1.5, 30 + 1600 + 1600),
     ],
 )
 def test_costs_by_hand(mode: Mode, recompute: bool, prefetch: bool, step_s: float, memory: int) -> None:
@@ -100,7 +98,7 @@ def test_slices_share_the_bytes_and_gather_one_at_a_time() -> None:
     assert 4 * slice_bytes(cut, op, "sharded") == slice_bytes(whole, whole.operators[0], "sharded")
     assert cut.slice_seconds(op, "replicated") == pytest.approx(2 * 3 * (0.25 + 200 * 0.01 / 4))
     plan = OsdpPlan(problem=replace(cut, modes=PAPER_MODES), batch=1, slices=((1, 3),))
-    assert plan.memory_bytes == 7 + 10 + 6400 // 4 + 3 * 6400 // 16 + 200
+    assert plan.memory_bytes == 10 + 6400 // 4 + 3 * 6400 // 16 + 200
 
 
 def test_each_collective_costs_its_launch() -> None:
@@ -292,20 +290,20 @@ def test_slices_are_counted_in_parts_of_a_byte() -> None:
     assert (problem.parts_per_byte, problem.slice_parts(op, "sharded")) == (20, 7)
     assert slice_bytes(problem, op, "sharded") == Fraction(7, 20)
     plan = OsdpPlan(problem=replace(problem, modes=("sharded",)), batch=1, slices=((5,),))
-    assert plan.memory_bytes == 7 + 2 + 1  # 7 extra, 7 / 4 rounded up once, one gathered
+    assert plan.memory_bytes == 2 + 1  # 7 / 4 rounded up once, one gathered
     many = replace(problem, memory_bytes=2**60)
     assert (many.parts_per_byte, many.slice_parts(op, "sharded")) == (1, 1)  # rounded up, to stay within 64 bits
 
 
 def test_an_infeasible_problem_says_what_would_do() -> None:
-    problem = one_operator(memory_bytes=2000, modes=PAPER_MODES)  # the least: 7 + 10 + 1600 + 800
-    with pytest.raises(UserError, match=r"memory_bytes=2000 .* is 2417 bytes") as caught:
+    problem = one_operator(memory_bytes=2000, modes=PAPER_MODES)  # the least: 10 + 1600 + 800
+    with pytest.raises(UserError, match=r"memory_bytes=2000 .* is 2410 bytes") as caught:
         solve([problem], range(1, 5))
     assert "largest batch" not in str(caught.value)
-    assert solve([replace(problem, memory_bytes=2417)], range(1, 5)).batch == 1
+    assert solve([replace(problem, memory_bytes=2410)], range(1, 5)).batch == 1
     with pytest.raises(UserError, match="the largest batch that fits is 3"):
-        solve([replace(problem, memory_bytes=2437)], range(4, 5))
-    assert solve([replace(problem, memory_bytes=2437)], range(3, 4)).batch == 3
+        solve([replace(problem, memory_bytes=2430)], range(4, 5))
+    assert solve([replace(problem, memory_bytes=2430)], range(3, 4)).batch == 3
 
 
 def test_operators_of_a_decoder_add_up() -> None:

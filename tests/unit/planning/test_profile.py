@@ -139,7 +139,7 @@ def test_missing_profile(tmp_path: Path) -> None:
 
 
 def profiled(measured: LayerProfile, hardware: Hardware) -> ProfiledTimings:
-    return ProfiledTimings(model=measured.model, dtype=measured.dtype, hardware=hardware, profile=measured)
+    return ProfiledTimings.of(measured, hardware)
 
 
 def test_measured_times_are_used() -> None:
@@ -156,7 +156,9 @@ def test_measured_times_are_used() -> None:
 
 def test_links_are_those_of_the_hardware_but_for_a_measured_reallocation() -> None:
     hardware = load_hardware("cpu")
-    assert profiled(profile(), hardware).links == hardware
+    described = profiled(profile(), hardware).links
+    assert (described.call_overhead_s, described.sampling_s) == (profile().call_overhead_s, profile().sampling_s)
+    assert described.send_s(200, crosses_nodes=False) == hardware.send_s(200, crosses_nodes=False)
     measured = structs.replace(profile(), reallocation=ReallocationTimings(latency_s=0.5, bandwidth=100.0))
     links = profiled(measured, hardware).links
     assert links.send_s(200, crosses_nodes=False) == 0.5 + 2.0
