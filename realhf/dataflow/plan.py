@@ -1,5 +1,6 @@
 """The execution plan: where and how every call runs, and in which order. People can edit its file."""
 
+import contextlib
 import hashlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -118,6 +119,13 @@ def plan_digest(plan: ExecutionPlan) -> str:
     calls = {name: msgspec.structs.replace(call, predicted_s=None) for name, call in plan.calls.items()}
     carried_out = msgspec.structs.replace(plan, calls=calls, predicted_step_s=None, models={}, notes={}, rationale=None)
     return hashlib.sha256(msgspec.json.encode(carried_out, order="deterministic")).hexdigest()
+
+
+def digest_in(path: Path) -> str | None:
+    """The digest of the plan in a file, None where it cannot be read."""
+    with contextlib.suppress(UserError):
+        return plan_digest(load_plan(path))
+    return None
 
 
 def load_plan(path: str | Path) -> ExecutionPlan:

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -61,19 +61,9 @@ class LocalLauncher(Launcher):
         if spec.index is not None:
             env[WORKER_INDEX_VARIABLE] = str(spec.index)
         try:
-            with log_path.open("ab") as log:
-                process = subprocess.Popen(
-                    spec.argv,
-                    env=env,
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=subprocess.STDOUT,
-                    start_new_session=True,
-                    preexec_fn=die_with_parent(os.getpid()),
-                )
+            return _Child(spec.name, start_child(spec.argv, log_path, env))
         except OSError as error:
             raise UserError(f"cannot start {spec.name} ({spec.argv[0]}): {error}") from error
-        return _Child(spec.name, process)
 
     def poll(self) -> list[Exit]:
         exits = []
@@ -136,16 +126,31 @@ def _signal_groups(children: Sequence[_Child], number: signal.Signals) -> None:
             os.killpg(child.process.pid, number)
 
 
-def die_with_parent(parent: int) -> Callable[[], None]:
-    """What a child does before it becomes the program: asks the system for SIGKILL at its parent's end."""
+def start_child(
+    argv: Sequence[str], log_path: Path, env: Mapping[str, str] | None = None, *, is_idle: bool = False
+) -> subprocess.Popen[bytes]:
+    """Starts a process in a session of its own, which the system kills when the present thread ends. What it prints is
+    appended to its log. `is_idle`: it computes only where nothing else does. Raises OSError."""
+    parent = os.getpid()
     prctl = ctypes.CDLL(None).prctl  # looked up here: after the fork as little as possible should happen
 
     def prepare() -> None:
+        if is_idle:
+            os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != parent:  # it ended before the request was made
             os.kill(os.getpid(), signal.SIGKILL)
 
-    return prepare
+    with log_path.open("ab") as log:
+        return subprocess.Popen(
+            argv,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+            preexec_fn=prepare,
+        )
 
 
 def _processes_with(entry: str) -> list[int]:

@@ -1,18 +1,17 @@
 """Watches a run from outside until it ends, and says in one message why it ended badly."""
 
-import contextlib
 import math
 import signal
 import time
 from collections.abc import Callable, Sequence
 
-from realhf.base.errors import RunError, UserError
+from realhf.base.errors import RunError
 from realhf.base.files import last_lines
 from realhf.launch.launcher import UNKNOWN_RETURNCODE, Exit, Launcher
 from realhf.launch.process import TOLD_RETURNCODE, Job
 from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.paths import MASTER, RunDirectory, worker_of
-from realhf.rundir.status import Status, read_status
+from realhf.rundir.status import known_status
 
 POLL_S = 0.1
 # After a first bad end, the others get this long to end as well: the first to be seen is not always the cause, and the
@@ -98,15 +97,8 @@ class _SignsOfLife:
             )
 
     def _updated(self) -> float:
-        status = _status(self._directory)
+        status = known_status(self._directory.status)
         return 0.0 if status is None else status.updated
-
-
-def _status(directory: RunDirectory) -> Status | None:
-    """None too where it is damaged: the master replaces it every second."""
-    with contextlib.suppress(UserError):
-        return read_status(directory.status)
-    return None
 
 
 def _is_settled(exits: dict[str, Exit], num_processes: int) -> bool:
@@ -135,7 +127,7 @@ def _explain(bad: Sequence[Exit], directory: RunDirectory) -> RunError:
     """
     silent = [end for end in bad if _is_silent(end)]
     silent = [end for end in silent if (end.returncode < 0) == (silent[0].returncode < 0)]
-    status = _status(directory)
+    status = known_status(directory.status)
     if not silent and status is not None and status.state == "failed":
         return RunError(status.message, status.blamed)
     blamed = silent or bad

@@ -1,16 +1,13 @@
 """While a run goes on: its plan is searched again where measured times have drifted, and changed if that pays."""
 
-import contextlib
-import os
 import subprocess
 import time
 from collections.abc import Callable
 
 from realhf.base.code_files import python_command
-from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_json, write_atomically
-from realhf.dataflow.plan import DIGEST_LENGTH, load_plan, plan_digest
-from realhf.launch.local import die_with_parent
+from realhf.dataflow.plan import DIGEST_LENGTH, digest_in, plan_digest
+from realhf.launch.local import start_child
 from realhf.lifecycle.replan import Proposal
 from realhf.lifecycle.request import ReplanRequest
 from realhf.rundir.events import event_line, note
@@ -62,23 +59,13 @@ class Replanner:
             self._say(message)
         if self._is_due and self._search is None and self._proposal is None:
             self._is_due = False
-            self._begin_search()
+            command = python_command("realhf.cli", "replan", str(self._directory.path), "--json", str(self._file))
+            self._search = start_child(command, self._directory.log("replan"), is_idle=True)
 
     def next_run(self) -> Run:
         """The run under the plan that the master was asked to end for."""
         assert self._proposal is not None, "the master was not asked to end"
         return self._run.changed(self._proposal.plan, call_factors=self._proposal.factors)
-
-    def _begin_search(self) -> None:
-        with self._directory.log("replan").open("ab") as log:
-            self._search = subprocess.Popen(
-                python_command("realhf.cli", "replan", str(self._directory.path), "--json", str(self._file)),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_in_the_background(os.getpid()),
-            )
 
     def _search_ended(self, returncode: int) -> str:
         """What a search came to, in words. Asks for the change if it pays."""
@@ -89,7 +76,8 @@ class Replanner:
         except (OSError, BadContentError) as error:
             return f"the search for another plan left no proposal in {self._file}: {error}"
         digest = plan_digest(found.plan)
-        if digest in self._digests():
+        # The run goes back to no plan that it has had, or it would go to and fro.
+        if digest in map(digest_in, self._directory.path.glob("plan*.json")):
             return f"plan {digest[:DIGEST_LENGTH]}, which the run has or has had, is still the best"
         steps_left, given_s = self._run.experiment.steps - self._step, self._request.switch_cost_s
         cost_s = given_s if given_s is not None else self._start_took_s or 0.0
@@ -101,21 +89,3 @@ class Replanner:
         self._proposal = found
         write_atomically(self._directory.switch, f"{digest}\n".encode())
         return f"{text}: pays; the run changes to it at the next checkpoint"
-
-    def _digests(self) -> set[str]:
-        """Of the plans that the run has had. It goes back to none of them, or it would go to and fro."""
-        digests = set()
-        for path in self._directory.path.glob("plan*.json"):
-            with contextlib.suppress(UserError):  # the run cannot go back to a damaged plan
-                digests.add(plan_digest(load_plan(path)))
-        return digests
-
-
-def _in_the_background(parent: int) -> Callable[[], None]:
-    die = die_with_parent(parent)
-
-    def prepare() -> None:
-        os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        die()
-
-    return prepare

@@ -1,6 +1,5 @@
 """A run that goes on from its newest good checkpoint, when somebody asks for it."""
 
-import contextlib
 import os
 from dataclasses import replace
 from typing import Any
@@ -19,7 +18,7 @@ from realhf.planning.request import Watch, unwatched
 from realhf.rundir.checkpoints import Choice, RunState, newest_good, step_folder
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run, RunSpec, read_spec
-from realhf.rundir.status import read_status
+from realhf.rundir.status import known_status
 
 # A resumed run may make more steps than were asked for first. All other fields stay as they were.
 CHANGEABLE_FIELDS = ("steps",)
@@ -82,9 +81,7 @@ def _differences(saved: dict[str, Any], now: dict[str, Any], prefix: str = "") -
 def _check_steps(steps: int, made: int, directory: RunDirectory) -> None:
     if steps < made:
         raise UserError(f"steps={steps} is below the {made} steps that the run has made; give --steps {made} or more")
-    status = None
-    with contextlib.suppress(UserError):  # a damaged status is replaced when the run goes on
-        status = read_status(directory.status)
+    status = known_status(directory.status)
     if steps == made and status is not None and status.state == "done":
         raise UserError(f"the run in {directory.path} has made all its {made} steps; give a larger --steps to go on")
 

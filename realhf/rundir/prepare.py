@@ -7,14 +7,13 @@ from typing import Any
 
 import msgspec
 
-from realhf.base.errors import UserError
 from realhf.base.files import delete, write_atomically, writing_a_run
-from realhf.dataflow.plan import ExecutionPlan, load_plan, plan_digest, save_plan
+from realhf.dataflow.plan import digest_in, plan_digest, save_plan
 from realhf.rundir import checkpoints
 from realhf.rundir.events import note
 from realhf.rundir.lines import evaluation_line, read_lines, step_line
 from realhf.rundir.paths import RunDirectory
-from realhf.rundir.run import Run, RunSpec
+from realhf.rundir.run import Run
 from realhf.rundir.status import Status, write_status
 from realhf.transport.keys import make_run_keys
 
@@ -41,24 +40,12 @@ def prepare(run: Run, directory: RunDirectory) -> None:
             delete(path)
     for path in (directory.switch, *directory.path.glob(".*.part")):  # and what a crash left half-written
         delete(path)
-    write_spec(run.spec, directory)
-    if directory.plan.exists() and not _is_plan_in(run.plan, directory.plan):
+    write_atomically(directory.experiment, msgspec.json.format(msgspec.json.encode(run.spec), indent=2) + b"\n")
+    if directory.plan.exists() and digest_in(directory.plan) != plan_digest(run.plan):
         directory.plan.rename(_next_name(directory.plan))
     save_plan(run.plan, directory.plan)
     make_run_keys(directory.keys, num_workers=run.spec.num_workers)
     write_status(directory.status, Status(state="starting", step=step, steps=run.experiment.steps))
-
-
-def write_spec(spec: RunSpec, directory: RunDirectory) -> None:
-    """Writes `experiment.json`."""
-    write_atomically(directory.experiment, msgspec.json.format(msgspec.json.encode(spec), indent=2) + b"\n")
-
-
-def _is_plan_in(plan: ExecutionPlan, path: Path) -> bool:
-    try:
-        return plan_digest(load_plan(path)) == plan_digest(plan)
-    except UserError:  # whatever it is, it is no plan of this run
-        return False
 
 
 def _next_name(path: Path) -> Path:

@@ -1,5 +1,6 @@
 """`status.json`: where a run stands, for the launcher and for people."""
 
+import contextlib
 import time
 from pathlib import Path
 from typing import Literal
@@ -44,3 +45,10 @@ def read_status(path: Path) -> Status | None:
         raise UserError(f"{path} cannot be read ({error.strerror}); remove it") from None
     except BadContentError as error:
         raise UserError(f"{path} is damaged ({error}); remove it") from None
+
+
+def known_status(path: Path) -> Status | None:
+    """The status, None too where the file is damaged: the next one replaces it."""
+    with contextlib.suppress(UserError):
+        return read_status(path)
+    return None
