@@ -72,8 +72,13 @@ def wait_for_file(path: Path) -> None:
     wait_until(path.exists, f"{path} is written")
 
 
+def job_id(launcher: SlurmLauncher) -> str:
+    """As in "job 17: PENDING"."""
+    return launcher.status().removeprefix("job ").partition(":")[0]
+
+
 def shown_job(cluster: Testbed, launcher: SlurmLauncher) -> str:
-    return cluster.run("scontrol", "show", "job", "-o", str(launcher.job_id)).stdout
+    return cluster.run("scontrol", "show", "job", "-o", job_id(launcher)).stdout
 
 
 def test_every_worker_has_its_gpu_and_the_master_none(
@@ -150,10 +155,10 @@ def test_a_job_that_someone_cancels_is_told(make: Make, slurm_testbed: Testbed, 
     )
     for name in ("m", *range(NUM_WORKERS)):
         wait_for_file(directory.path / f"up-{name}")
-    slurm_testbed.run("scancel", str(launcher.job_id))
+    slurm_testbed.run("scancel", job_id(launcher))
     ends = told(launcher)
     assert {end.returncode for end in ends.values()} == {UNKNOWN_RETURNCODE}
-    assert f"job {launcher.job_id}: CANCELLED" in ends["worker-3"].note
+    assert f"job {job_id(launcher)}: CANCELLED" in ends["worker-3"].note
 
 
 def test_a_job_that_does_not_start_in_time_is_cancelled(

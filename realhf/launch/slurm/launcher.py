@@ -29,11 +29,6 @@ class SlurmLauncher(Launcher):
         self._job: Job | None = None
         self._submitted: SubmittedJob | None = None
 
-    @property
-    def job_id(self) -> str | None:
-        """SLURM's number of the last job, None before the first."""
-        return self._submitted.id if self._submitted else None
-
     def preview(self, job: Job) -> str:
         return sbatch_text(self._options_of(job), job)
 
