@@ -22,7 +22,7 @@ from realhf.planning.problem.file import PlannedFile, problem_bytes
 from realhf.planning.problem.version_1 import ProblemFile
 from realhf.planning.request import PlanRequest
 from realhf.planning.task import PlanningTask
-from realhf.planning.what_if import WhatIfRequest
+from realhf.planning.what_if import WhatIf, WhatIfRequest
 
 DESCRIPTION = "Searches the execution plan of an experiment and prints it. Needs no GPU and starts no worker."
 
@@ -53,14 +53,14 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         default=2,
         help="format of that file: planning-problem/2 is exact (default), /1 a simpler problem for other searchers",
     )
-    add_options(
-        command.add_argument_group("what if (the experiment stays as it is; no data set is read)"), WhatIfRequest
-    )
+    what_if = command.add_argument_group("what if (the experiment stays as it is; no data set is read)")
+    add_options(what_if, WhatIfRequest)
+    add_options(what_if, WhatIf)
 
 
 def execute(arguments: argparse.Namespace) -> int:
     request = plan_request(arguments)
-    asked = options_of(WhatIfRequest, arguments)
+    asked = options_of(WhatIfRequest, arguments, given=options_of(WhatIf, arguments))
     experiment, out = experiment_of(arguments.experiment, arguments.overrides), Output()
     tasks = tasks_of(experiment, request, asked)
     if len(tasks) > 1:

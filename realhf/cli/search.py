@@ -5,6 +5,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from realhf.cli.options import add_options, options_of
 from realhf.cli.output import Output, table_of
 from realhf.cli.plan_tables import mesh_text
 from realhf.planning.model.hardware import GIB
@@ -34,8 +35,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     budget.add_argument(
         "--evaluations", type=int, metavar="N", help="how many plans to evaluate, whatever the time; reproducible"
     )
-    command.add_argument("--seed", type=int, default=0, help="of all random numbers (default: 0)")
-    command.add_argument("--threads", type=int, metavar="T", help="default: one for every core")
+    add_options(command, SearchRequest)
     command.add_argument(
         "--moves",
         choices=("all", "single"),
@@ -46,15 +46,11 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    budget = SearchBudget(evaluations=arguments.evaluations, seconds=arguments.seconds)
+    budget = options_of(SearchBudget, arguments)
     is_single = arguments.moves == "single"
-    request = SearchRequest(
-        budget=SearchBudget(seconds=DEFAULT_SECONDS) if budget == SearchBudget() else budget,
-        seed=arguments.seed,
-        threads=arguments.threads,
-        single_moves=is_single,
-        proves=not is_single,
-    )
+    if budget == SearchBudget():
+        budget = SearchBudget(seconds=DEFAULT_SECONDS)
+    request = options_of(SearchRequest, arguments, budget=budget, single_moves=is_single, proves=not is_single)
     out, problem = Output(), load_problem(arguments.file)
     found = search_problem(native_problem(problem), request)
     result = as_json(problem, found, request.seed)

@@ -8,7 +8,9 @@ import msgspec
 from realhf.base.errors import UserError
 from realhf.base.files import decode_yaml, read_file
 from realhf.base.numbers import DEVICES, check_fields, check_range
-from realhf.planning.here import CPU, check_here, divided, gpus_here, hardware_here, local_devices
+from realhf.machine.gpus import count_gpus
+from realhf.machine.host import read_host
+from realhf.planning.here import CPU, check_here, divided, gpus_here, hardware_here
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import YAML_SUFFIXES, left_descriptions, load_hardware
 from realhf.planning.model.hardware import GIB, Hardware
@@ -50,7 +52,7 @@ def cluster_of(request: DevicesRequest, num_devices: int | None = None) -> Clust
     if the numbers contradict each other, or the hardware is not known or not what is here."""
     total, per_node = request.num_workers, request.gpus_per_node
     if per_node is None:
-        total = total or num_devices or local_devices()
+        total = total or num_devices or count_gpus() or read_host().cores
         per_node = total // request.nodes
     if per_node < 1 or (total is not None and per_node * request.nodes != total):
         raise UserError(

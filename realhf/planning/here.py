@@ -7,7 +7,7 @@ import msgspec
 
 from realhf.architecture.model import DType
 from realhf.base.errors import UserError
-from realhf.machine.gpus import Gpu, count_gpus, visible_gpus
+from realhf.machine.gpus import Gpu, visible_gpus
 from realhf.machine.host import Host, read_host
 from realhf.planning.model.descriptions import load_hardware, presets
 from realhf.planning.model.hardware import GIB, Hardware, device_kind, mismatch
@@ -49,11 +49,6 @@ REACHED_OF_MEMORY = 2.66e12 / (2 * 2.619e9 * 5120 / 8)
 
 # Devices of a node where no link is known: PCI Express 4 with 16 lanes, by way of the host.
 PCIE = {"intra_node_bandwidth": 1.0e10, "intra_node_latency_s": 1.0e-5, "host_bandwidth": 2.4e10}
-
-
-def local_devices() -> int:
-    """The number of GPUs that a run on this machine uses, or of its cores where there is none."""
-    return count_gpus() or read_host().cores
 
 
 def hardware_here(environ: Mapping[str, str] = os.environ) -> Hardware:

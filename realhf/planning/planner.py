@@ -38,26 +38,24 @@ def plan_for(experiment: Any, request: PlanRequest, watch: Watch = unwatched) ->
 
 
 def tasks_of(experiment: Any, request: PlanRequest, asked: WhatIfRequest) -> dict[str, PlanningTask]:
-    """The tasks of all clusters, or of all values of staleness, that are asked for, by names; a single one as "".
+    """The tasks of all clusters, or of all values of staleness, that are asked for, by names.
 
     Raises:
         UserError: as `task_of`, or there are several of both.
     """
     num_devices = request.given.num_devices if request.given else None
     clusters, cases = clusters_of(request.devices, asked.clusters, num_devices), asked.cases(experiment.rpcs)
-
-    def task(cluster: Cluster, what_if: WhatIf) -> PlanningTask:
-        return task_of(experiment, cluster, what_if=what_if, offload=request.offload)
-
-    if len(cases) == 1:
-        names = clusters if len(clusters) > 1 else [""]
-        return {name: task(cluster, cases[0]) for name, cluster in zip(names, clusters.values(), strict=True)}
-    if len(clusters) > 1:
+    if len(clusters) > 1 and len(cases) > 1:
         raise UserError(
             "several clusters or values of --staleness are compared by themselves: give several of one kind"
         )
-    [cluster] = clusters.values()
-    return {f"staleness {case.staleness}": task(cluster, case) for case in cases}
+    return {
+        name if len(cases) == 1 else f"staleness {case.staleness}": task_of(
+            experiment, cluster, what_if=case, offload=request.offload
+        )
+        for name, cluster in clusters.items()
+        for case in cases
+    }
 
 
 def task_of(

@@ -8,7 +8,7 @@ from realhf.architecture.model import DType
 from realhf.architecture.named import architecture
 from realhf.base.errors import UserError
 from realhf.base.numbers import SAMPLES, TOKENS, check_range
-from realhf.base.options import option
+from realhf.base.options import Options, option
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.planning.model.features import FEATURES, EngineFeatures, differences, of_setup, with_features
 
@@ -21,7 +21,7 @@ DEFAULT_DTYPE: DType = "bfloat16"
 
 
 @dataclass(frozen=True, kw_only=True)
-class WhatIf:
+class WhatIf(Options):
     """`model_types` gives model names another architecture; None leaves the experiment's own value.
 
     `features` are names of `realhf.planning.model.features.FEATURES`: what an engine would have or lack, for all
@@ -32,18 +32,15 @@ class WhatIf:
     """
 
     model_types: Mapping[str, str] = field(default_factory=dict)
-    prompt_tokens: int | None = None
-    new_tokens: int | None = None
-    batch_size: int | None = None
-    dtype: DType | None = None
+    prompt_tokens: int | None = option(None, "length of the prompts (1024 with other architectures)", bounds=TOKENS)
+    new_tokens: int | None = option(None, "length of the responses (1024 with other architectures)", bounds=TOKENS)
+    batch_size: int | None = option(None, "samples a step", bounds=SAMPLES)
+    dtype: DType | None = option(None, "of all models (bfloat16 with other architectures)")
     staleness: int = 0
     features: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        for name, (low, high) in (("prompt_tokens", TOKENS), ("new_tokens", TOKENS), ("batch_size", SAMPLES)):
-            value = getattr(self, name)
-            if value is not None:
-                check_range(f"--{name.replace('_', '-')}", value, low, high)
+        super().__post_init__()
         check_range("--staleness", self.staleness, *STALENESS)
         with_features(self.features)
 
@@ -88,7 +85,8 @@ class WhatIf:
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIfRequest:
-    """The words in which somebody asks what a plan would be; lists are separated by commas. See `WhatIf`."""
+    """The words in which somebody asks what a plan would be, beside the options of `WhatIf`; lists are separated by
+    commas."""
 
     clusters: str | None = option(
         None, "HARDWARE-NODESxDEVICES (h100-16x8) or a .yaml file; several with commas are compared", flag="--cluster"
@@ -98,10 +96,6 @@ class WhatIfRequest:
     model_types: tuple[str, ...] = option(
         (), "architecture of one model, before that of its role", flag="--model-type", metavar="NAME=ARCH"
     )
-    prompt_tokens: int | None = option(None, "length of the prompts (1024 with other architectures)")
-    new_tokens: int | None = option(None, "length of the responses (1024 with other architectures)")
-    batch_size: int | None = option(None, "samples a step")
-    dtype: DType | None = option(None, "of all models (bfloat16 with other architectures)")
     stalenesses: str = option(
         "0",
         "rollouts may use weights K updates older (default 0); several with commas are compared",
@@ -113,6 +107,7 @@ class WhatIfRequest:
         f"plan for an engine with these as well, or with no- before the name without: {', '.join(FEATURES)}",
         metavar="NAMES",
     )
+    given: WhatIf = field(default_factory=WhatIf)
 
     def cases(self, calls: Sequence[ModelFunctionCallDef]) -> list[WhatIf]:
         """One for each staleness, in ascending order.
@@ -125,20 +120,9 @@ class WhatIfRequest:
             stalenesses = sorted({int(word[:20]) for word in self.stalenesses.split(",")})
         except ValueError:
             raise UserError(f"--staleness {self.stalenesses} must be whole numbers, separated by commas") from None
-        model_types = self._model_types(calls)
         features = tuple(name.strip() for name in self.features.split(",") if name.strip())
-        return [
-            WhatIf(
-                model_types=model_types,
-                prompt_tokens=self.prompt_tokens,
-                new_tokens=self.new_tokens,
-                batch_size=self.batch_size,
-                dtype=self.dtype,
-                staleness=staleness,
-                features=features,
-            )
-            for staleness in stalenesses
-        ]
+        case = replace(self.given, model_types=self._model_types(calls), features=features)
+        return [replace(case, staleness=staleness) for staleness in stalenesses]
 
     def _model_types(self, calls: Sequence[ModelFunctionCallDef]) -> dict[str, str]:
         used = list(dict.fromkeys(call.model_name for call in calls))

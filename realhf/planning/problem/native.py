@@ -10,7 +10,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
-from realhf.base.numbers import check_range
+from realhf.base.options import Options, option
 from realhf.geometry.layout import Layout
 from realhf.planning import _search
 from realhf.planning.model.reallocation import Reallocation
@@ -24,7 +24,7 @@ NativeProblem = _search.Problem
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SearchRequest:
+class SearchRequest(Options):
     """A search of a problem on `threads` threads (None: one for every core), from no worse than any of the choices
     `starts`. Without `proves` there is no more than a rough bound. `single_moves`: Metropolis-Hastings that changes
     one call at a time and nothing else. A budget with seconds goes on for so long, whatever its evaluations.
@@ -34,16 +34,11 @@ class SearchRequest:
     """
 
     budget: SearchBudget
-    seed: int = 0
-    threads: int | None = None
+    seed: int = option(0, "of all random numbers (default: 0)", bounds=SEEDS)
+    threads: int | None = option(None, "default: one for every core", metavar="T", bounds=THREADS)
     single_moves: bool = False
     proves: bool = True
     starts: Sequence[Sequence[int]] = ()
-
-    def __post_init__(self) -> None:
-        check_range("--seed", self.seed, *SEEDS)
-        if self.threads is not None:
-            check_range("--threads", self.threads, *THREADS)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

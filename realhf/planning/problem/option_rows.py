@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property, partial
 from itertools import product
 from typing import TypeVar
 
@@ -77,24 +77,13 @@ class OptionRows:
         """Where the mesh lies changes nothing: what is known of a strategy holds for all meshes of its size."""
         model = self._task.call_models[call.name]
         loaded_bytes = self._loaded_bytes(model) if call.model_name in self._task.offload else None
-        known: dict[ParallelStrategy, dict[int, OptionRow]] = {}
+        row_of = cache(partial(self._row, model, loaded_bytes))
         layouts, numbers = self._numbers.layouts[call.name]
-        by_layout = [
-            (
-                (layout.mesh.first, layout.mesh.size),
-                self._communicators(model, layout),
-                known.setdefault(layout.strategy, {}),
-            )
-            for layout in layouts
-        ]
+        places = [((lay.mesh.first, lay.mesh.size), self._communicators(model, lay)) for lay in layouts]
         rows = []
         for option, number in zip(self._numbers.options[call.name], numbers, strict=True):
-            devices, communicators, by_micro_batches = by_layout[number]
-            if option.micro_batches not in by_micro_batches:
-                row = self._row(model, option.layout.strategy, option.micro_batches, loaded_bytes)
-                by_micro_batches[option.micro_batches] = row
-            row = by_micro_batches[option.micro_batches]
-            rows.append(replace(row, devices=devices, communicators=communicators))
+            devices, communicators = places[number]
+            rows.append(replace(row_of(*option.shape), devices=devices, communicators=communicators))
         return rows
 
     def spared(self, call: ModelFunctionCallDef) -> Iterator[tuple[str, str, float]]:
@@ -121,7 +110,7 @@ class OptionRows:
                 yield _home_label(at_home), str(copied), float(spared)
 
     def _row(
-        self, model: CallModel, strategy: ParallelStrategy, micro_batches: int, loaded_bytes: float | None
+        self, model: CallModel, loaded_bytes: float | None, strategy: ParallelStrategy, micro_batches: int
     ) -> OptionRow:
         """The row of an option, on devices to be filled in.
 
