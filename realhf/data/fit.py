@@ -9,7 +9,7 @@ from realhf.api.experiment import DatasetExtent
 from realhf.api.generation import GenerationOptions
 from realhf.base.errors import UserError
 from realhf.data.recorded import read_recorded
-from realhf.dataflow.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 
 
@@ -45,7 +45,7 @@ def check_fit(graph: DataflowGraph, extent: DatasetExtent) -> None:
             continue
         _check_ids(call, extent)
         _check_options(call)
-        if call.interface_type is GENERATE:
+        if call.generates:
             response = _with_response(call, lengths)
             _check_length(call, response)
             lengths |= {key: response for key in call.output_data[:1] if response}
@@ -61,7 +61,7 @@ def check_replay(graph: DataflowGraph, folder: Path, steps: range, batch_size: i
         UserError: naming file, sample and id; or a step or sample is missing.
     """
     for call in graph.calls.values():
-        if call.interface_type is not GENERATE or not call.output_data:
+        if not call.generates or not call.output_data:
             continue
         key = call.output_data[0]
         readers = [call, *(graph.calls[name] for name in graph.consumers(key) if graph.calls[name].uses_model)]
@@ -89,7 +89,7 @@ def _check_ids(call: ModelFunctionCallDef, extent: DatasetExtent) -> None:
 
 
 def _check_options(call: ModelFunctionCallDef) -> None:
-    for options in _generation_options(call.interface_impl) if call.interface_type is GENERATE else ():
+    for options in _generation_options(call.interface_impl) if call.generates else ():
         _check_id(call, max(options.eos_token, 0), f"eos_token={options.eos_token}", "give the model's, or -1 for none")
         for stop in options.stop_sequences:
             for token in stop:

@@ -81,6 +81,10 @@ class ModelFunctionCallDef:
         return self.interface_type is TRAIN_STEP
 
     @property
+    def generates(self) -> bool:
+        return self.interface_type is GENERATE
+
+    @property
     def uses_model(self) -> bool:
         return self.interface_impl.uses_model
 

@@ -11,7 +11,7 @@ from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 from realhf.base.files import decode_json, read_file, write_atomically
 from realhf.base.numbers import DEVICES, SECONDS, STEPS_IN_FLIGHT, check_fields, check_range
-from realhf.dataflow.graph import GENERATE, DataflowGraph
+from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.offload import check_offload
 from realhf.dataflow.protocols import THREE_D_PROTO
 from realhf.dataflow.rationale import Rationale
@@ -193,7 +193,7 @@ def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> No
                 f"{name}: devices={[first, count]} do not lie within the {plan.num_devices} devices of the plan"
             )
         check_strategy(name, definition.config, call.strategy)
-        if call.chunks > 1 and definition.interface_type is GENERATE:
+        if call.chunks > 1 and definition.generates:
             raise UserError(
                 f"{name}: chunks={call.chunks} is for train_step and inference calls, and this one generates; leave "
                 "chunks out here: the parameters are reallocated between layouts with chunks and without"

@@ -4,7 +4,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from realhf.base.errors import UserError
-from realhf.dataflow.graph import GENERATE
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.mapping import Mapper
@@ -64,7 +63,7 @@ def split(task: PlanningTask) -> ExecutionPlan:
     the others on the other (critic and reward). Raises UserError if the devices cannot be halved, or no model is left
     for the second half."""
     graph, num_devices = task.graph, task.cluster.num_devices
-    leading = [call.model_name for call in graph.calls.values() if call.interface_type is GENERATE]
+    leading = [call.model_name for call in graph.calls.values() if call.generates]
     leading = leading or list(graph.models)[:1]
     trained = {call.model_name for call in graph.calls.values() if call.trains}
     shapes = {graph.models[name] for name in leading}
@@ -134,7 +133,7 @@ def heuristic(task: PlanningTask) -> ExecutionPlan:
     strategy = min(within_node, key=lambda s: (max(_lacking_bytes(task, s, counts[s]).values()), -s.tp, -s.dp))
     taken = counts[strategy]
     # Calls that leave something come first: the others choose beside it.
-    for model in sorted(models.values(), key=lambda model: model.call.interface_type is not GENERATE):
+    for model in sorted(models.values(), key=lambda model: not model.call.generates):
         name = model.call.name
 
         def key(count: int, model: CallModel = model, name: str = name) -> tuple[float, float, float]:

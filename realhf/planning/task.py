@@ -7,7 +7,7 @@ from functools import cached_property
 
 from realhf.architecture.model import DType
 from realhf.base.errors import UserError
-from realhf.dataflow.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.planning.model.call import CallModel, features_during
 from realhf.planning.model.cluster import Cluster
@@ -87,7 +87,7 @@ def with_staleness(graph: DataflowGraph, staleness: int) -> DataflowGraph:
     if staleness == 0:
         return graph
     stale = copy.copy(graph)
-    generating = {name for name, call in graph.calls.items() if call.interface_type is GENERATE}
+    generating = {name for name, call in graph.calls.items() if call.generates}
     stale.edges = [
         replace(edge, steps_back=edge.steps_back + staleness)
         if edge.kind == "version" and edge.steps_back and edge.child in generating

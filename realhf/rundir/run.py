@@ -21,7 +21,7 @@ from realhf.base.code_files import load_code_file
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, OtherVersionError, decode_versioned
 from realhf.base.numbers import Range, check_ranges
-from realhf.dataflow.graph import GENERATE, WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import check_implementation
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, check_plan, load_plan
 from realhf.geometry.layout import Layout
@@ -194,7 +194,7 @@ class Run:
     def evaluation_plan(self, call: ModelFunctionCallDef) -> CallPlan:
         """How an evaluation call runs: as its twin in training, in one micro-batch; generation without chunks."""
         twin = self.plan.calls[evaluation_twin(self.graph, call)]
-        chunks = 1 if call.interface_type is GENERATE else twin.chunks
+        chunks = 1 if call.generates else twin.chunks
         return msgspec.structs.replace(twin, micro_batches=1, chunks=chunks)
 
     def calls_with_layouts(self) -> list[tuple[ModelFunctionCallDef, Layout]]:

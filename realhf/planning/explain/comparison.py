@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 
 from realhf.base.errors import UserError
-from realhf.dataflow.graph import GENERATE
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.dataflow.rationale import DeviceMemory, Instead, Rationale
 from realhf.planning.explain.analysis import Analysis, analyse
@@ -116,7 +115,7 @@ class Comparison:
         pairs = [
             (self.plan.calls[a.name].mesh, self.plan.calls[b.name].mesh)
             for a, b in product(calls, calls)
-            if a.model_name == b.model_name and a.interface_type is GENERATE and b.trains
+            if a.model_name == b.model_name and a.generates and b.trains
         ]
         return bool(pairs) and not any(generation.overlaps(training) for generation, training in pairs)
 

@@ -4,7 +4,7 @@ its mesh lies (within a node, or from the begin of one)."""
 from dataclasses import dataclass, field, replace
 
 from realhf.architecture.model import DType
-from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
+from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.communicators import Key, axes_used, group_key, of_all_devices
@@ -125,7 +125,7 @@ class CallModel:
 def features_during(call: ModelFunctionCallDef, lengths: Workload, engine: EngineFeatures) -> EngineFeatures:
     """What an engine does during a call."""
     engine = replace(engine, cuda_graphs=engine.replays(call.config, lengths.decode_graphs))
-    if call.interface_type is TRAIN_STEP:
+    if call.trains:
         return engine
-    gathers = engine.full_logits or (engine.gathers_drawn_logits and call.interface_type is GENERATE)
+    gathers = engine.full_logits or (engine.gathers_drawn_logits and call.generates)
     return replace(engine, sequence_parallel=False, full_logits=gathers)

@@ -9,9 +9,9 @@ from typing import ClassVar, Literal
 import msgspec
 import numpy as np
 
-from realhf.architecture.model import DType, model_type
+from realhf.architecture.model import DType
 from realhf.base.errors import UserError
-from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunctionCallDef, ModelInterfaceType
+from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef, ModelInterfaceType
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.geometry.layout import ParallelStrategy
 from realhf.planning.model.call import CallModel, features_during
@@ -21,22 +21,20 @@ from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.timings import Timings
 from realhf.planning.model.workload import Workload
 
-INTERFACES: dict[str, ModelInterfaceType] = {"generate": GENERATE, "inference": INFERENCE, "train_step": TRAIN_STEP}
-
 
 class MeasuredCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A row: seconds of one call. `micro_batches` are per pipeline stage; a strategy is given if not the table's."""
 
     call: str
     model_type: str
-    interface: Literal["generate", "inference", "train_step"]
+    interface: ModelInterfaceType
     micro_batches: int
     seconds: float
     cuda_graphs: bool = False
     strategy: ParallelStrategy | None = None
 
     def __str__(self) -> str:
-        if self.interface != "generate":
+        if self.interface is not GENERATE:
             return self.call
         return f"{self.call}, {'CUDA graphs' if self.cuda_graphs else 'eager'}"
 
@@ -66,7 +64,7 @@ class MeasuredTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     def in_flight(self, row: MeasuredCall) -> int:
         """Micro-batches of a data-parallel rank: those per stage x pp, twice that in pipelined training."""
         pp = self.strategy(row).pp
-        return row.micro_batches * pp * (2 if row.interface == "train_step" and pp > 1 else 1)
+        return row.micro_batches * pp * (2 if row.interface is TRAIN_STEP and pp > 1 else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,15 +126,14 @@ class _NoInterface(InterfaceConfig):
 
 def predict_s(table: MeasuredTable, row: MeasuredCall, hardware: Hardware) -> float:
     """Seconds of a row's call by the analytic model."""
-    model, interface = model_type(row.model_type), INTERFACES[row.interface]
     call = ModelFunctionCallDef(
         model_name=row.call.split()[0],
-        model_type=model,
-        interface_type=interface,
+        model_type=row.model_type,
+        interface_type=row.interface,
         interface_impl=_NoInterface(),
         input_data=["seq"],
-        output_data=["out"] if interface is not TRAIN_STEP else [],
-        mini_batches=table.mini_batches if interface is TRAIN_STEP else 1,
+        output_data=["out"] if row.interface is not TRAIN_STEP else [],
+        mini_batches=table.mini_batches if row.interface is TRAIN_STEP else 1,
     )
     lengths = Workload(prompt_tokens=table.prompt_tokens, new_tokens=table.new_tokens)
     engine = replace(table.features, cuda_graphs=row.cuda_graphs).on(hardware)
@@ -147,7 +144,7 @@ def predict_s(table: MeasuredTable, row: MeasuredCall, hardware: Hardware) -> fl
         lengths=lengths,
         dtype=table.dtype,
         features=features,
-        timings=Timings(model=model, dtype=table.dtype, hardware=hardware, features=features),
+        timings=Timings(model=call.config, dtype=table.dtype, hardware=hardware, features=features),
         cluster=Cluster(num_nodes=table.nodes, devices_per_node=table.devices_per_node, hardware=hardware),
         hardware=hardware,
     )
@@ -168,7 +165,7 @@ def step_residuals(tables: Sequence[MeasuredTable], hardware: Hardware) -> list[
     result = []
     for table in tables:
         for mode, measured_s in table.step_s.items():
-            rows = [row for row in table.calls if row.interface != "generate" or row.cuda_graphs == (mode == "graphs")]
+            rows = [row for row in table.calls if row.interface != GENERATE or row.cuda_graphs == (mode == "graphs")]
             predicted_s = sum(predict_s(table, row, hardware) for row in rows)
             row = f"whole step, {mode}"
             result.append(Residual(table=table.name, row=row, measured_s=measured_s, predicted_s=predicted_s))

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from itertools import accumulate
 
-from realhf.dataflow.graph import GENERATE, ModelFunctionCallDef
+from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.geometry.layout import ParallelStrategy, chunk_layers
 from realhf.geometry.pipeline_schedule import training_order
 from realhf.planning.model.activations import activation_elements, backward_bytes, kept_bytes
@@ -32,15 +32,11 @@ class RankWork:
     placed: PlacedModel
     micro_batches: int
 
-    @property
-    def generates(self) -> bool:
-        return self.call.interface_type is GENERATE
-
     @cached_property
     def parts(self) -> int:
         """Micro-batches; of a generation one for every stage at least, none empty."""
         pp = self.placed.strategy.pp
-        return min(max(self.micro_batches, pp), self.samples) if self.generates else self.micro_batches
+        return min(max(self.micro_batches, pp), self.samples) if self.call.generates else self.micro_batches
 
     @property
     def parts_in_flight(self) -> int:
@@ -70,12 +66,12 @@ class RankWork:
         """
         if not self.call.uses_model:
             return 0.0
-        allocated = self._generation_bytes() if self.generates else self._pass_bytes()
+        allocated = self._generation_bytes() if self.call.generates else self._pass_bytes()
         return WORKER_BYTES + allocated * (1 + HOLES) if self.placed.features.in_host_memory else allocated
 
     def kept_cache_bytes(self) -> float:
         """What of `dynamic_bytes` stays behind the call at its home: the KV cache, where its graphs are kept."""
-        placed, generates = self.placed, self.call.uses_model and self.generates
+        placed, generates = self.placed, self.call.uses_model and self.call.generates
         if not generates or not placed.features.keeps_cache(placed.model, self.lengths.decode_graphs):
             return 0.0
         return self._cache_bytes()
@@ -87,7 +83,7 @@ class RankWork:
         placed = self.placed
         if not placed.is_divided:
             return 0
-        if self.generates:
+        if self.call.generates:
             return placed.parameter_bytes()
         first, second = largest_units(placed.model, placed.strategy.tp)
         gradients = 2 * first * placed.features.gradient_bytes(placed.dtype) if self.call.trains else 0

@@ -51,7 +51,7 @@ class RankSeconds:
 
     def total_s(self) -> float:
         """The whole call, but one mini-batch of a training, without its reduction of sharded operators."""
-        if self.work.generates:
+        if self.work.call.generates:
             return self.generate_s()
         return self.mini_batch_train_s() if self.work.call.trains else self.inference_s()
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from realhf.api.generation import DECODE_GRAPHS, DecodeGraphs
 from realhf.base.errors import UserError
-from realhf.dataflow.graph import GENERATE, DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,11 +56,11 @@ class Workload:
 def workload_of(graph: DataflowGraph, lengths: dict[str, tuple[float, int]], new_tokens: int | None = None) -> Workload:
     """How many tokens each call reads and writes, from the data set's `lengths`, (mean, longest) by key, and the limits
     of generation, which `new_tokens` replaces."""
-    generate = [call for call in graph.calls.values() if call.interface_type is GENERATE]
+    generate = [call for call in graph.calls.values() if call.generates]
     rollout = _generation(generate[0], lengths, new_tokens) if generate else None
     calls = {}
     for call in graph.calls.values():
-        if call.interface_type is GENERATE:
+        if call.generates:
             calls[call.name] = _generation(call, lengths, new_tokens)
         elif call.interface_impl.sequence_keys or rollout is None:
             calls[call.name] = _reading(call, lengths, rollout)

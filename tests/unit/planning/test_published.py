@@ -12,6 +12,7 @@ from msgspec import structs
 
 from realhf.architecture.model import LLAMA, model_type
 from realhf.base.errors import UserError
+from realhf.dataflow.graph import GENERATE
 from realhf.geometry.layout import ParallelStrategy
 from realhf.geometry.parameters import parameter_count
 from realhf.planning.model.cluster import Cluster
@@ -85,7 +86,7 @@ def test_the_two_tables_are_the_published_ones() -> None:
     assert (second.nodes * second.devices_per_node, second.batch_size) == (16, 512)
     for table in TABLES:
         assert table.dp * table.tp * table.pp == table.nodes * table.devices_per_node
-        graphs = [row.seconds for row in table.calls if row.interface != "generate" or row.cuda_graphs]
+        graphs = [row.seconds for row in table.calls if row.interface is not GENERATE or row.cuda_graphs]
         assert len(graphs) == 6
         assert 0.9 < sum(graphs) / table.step_s["graphs"] < 1
     # Per stage: 8 x 4 for inference and generation, twice that for training; no pipeline, no factor.
