@@ -24,6 +24,7 @@ LINE_COLOURS = ("#3b6fb6", "#e8833a", "#3f9e6e", "#8e6bb0", "#c2574f", "#7a8290"
 PREDICTED_COLOUR, MEASURED_COLOUR = "#b8c4d6", "#3b6fb6"
 COLUMNS = 3
 MAX_POINTS_WITH_MARKERS = 40
+MAX_POINTS = 400  # of a curve: about the pixels that a small chart is wide
 # Curves to show first, in this order; a name may have a prefix (actor_loss).
 MAIN_STATISTICS = ("reward_mean", "kl", "loss", "response_length", "token_accuracy", "tokens_per_s")
 NO_STATISTICS = ("step", "calls", "time_s", "tokens")
@@ -40,6 +41,21 @@ def curves_of(lines: Sequence[dict[str, Any]]) -> dict[str, Curve]:
         if any(value is not None for value in values):
             curves[name] = ([line["step"] for line in lines], values)
     return curves
+
+
+def thinned(curve: Curve) -> Curve:
+    """At most MAX_POINTS of a curve: its first and last one, and the lowest and highest of each of equal parts."""
+    steps, values = curve
+    if len(steps) <= MAX_POINTS:
+        return curve
+    known = [i for i, value in enumerate(values) if value is not None]
+    num_parts = MAX_POINTS // 2 - 1
+    kept = {0, len(steps) - 1}
+    for part in range(num_parts):
+        inside = known[len(known) * part // num_parts : len(known) * (part + 1) // num_parts]
+        if inside:
+            kept |= {min(inside, key=lambda i: values[i] or 0.0), max(inside, key=lambda i: values[i] or 0.0)}
+    return [steps[i] for i in sorted(kept)], [values[i] for i in sorted(kept)]
 
 
 def split_curves(metrics: Sequence[dict[str, Any]]) -> tuple[dict[str, Curve], dict[str, Curve]]:
@@ -75,11 +91,12 @@ def curves_figure(charts: dict[str, dict[str, Curve]]) -> go.Figure:
     )
     for index, (title, curves) in enumerate(charts.items()):
         row, column = index // COLUMNS + 1, index % COLUMNS + 1
-        for colour, (name, (steps, values)) in zip(_cycle(len(curves)), curves.items(), strict=True):
+        for colour, (name, curve) in zip(_cycle(len(curves)), curves.items(), strict=True):
+            steps, values = thinned(curve)
             has_markers = len(steps) <= MAX_POINTS_WITH_MARKERS
             line = go.Scatter(
                 x=steps,
-                y=values,
+                y=[None if value is None else float(f"{value:.6g}") for value in values],
                 name=name,
                 mode="lines+markers" if has_markers else "lines",
                 line={"color": colour, "width": 2},

@@ -1,14 +1,19 @@
 """The page of a report: what it says of runs in every state, and that it needs nothing but itself."""
 
+import base64
+import gzip
+import random
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from realhf.cli import main
-from realhf.report.figures import curves_of, split_curves
+from realhf.report.figures import MAX_POINTS, curves_of, split_curves, thinned
 from realhf.report.page import write_report
 from realhf.rundir.paths import RunDirectory
 from tests.unit.report.run_directories import good_run, metrics_line, step_events, write_run
@@ -107,8 +112,10 @@ def test_a_run_of_one_call_without_predictions(tmp_path: Path) -> None:
 def test_the_page_asks_nothing_of_the_network(tmp_path: Path) -> None:
     html = write_report(RunDirectory(good_run(tmp_path / "run"))).read_text()
     assert "default-src 'none'" in html
-    assert html.count("plotly.js v") == 1  # the library is there, once
-    without_library = re.sub(r"<script>/\*\*.*?</script>", "", html, count=1, flags=re.DOTALL)
+    library = r'<script type="application/gzip" id="plotly">(.*?)</script>'
+    [packed] = re.findall(library, html)  # it is there, once
+    assert b"plotly.js v" in gzip.decompress(base64.b64decode(packed))
+    without_library = re.sub(library, "", html)
     assert len(without_library) < 200_000
     assert not re.search(r"""(src|href)\s*=\s*["']|url\(|@import""", without_library)
 
@@ -131,6 +138,26 @@ def test_the_curves_people_look_for_come_first() -> None:
     main_curves, others = split_curves([line])
     assert list(main_curves) == ["reward_mean", "kl", "critic_loss", "actor_loss", "tokens_per_s"]
     assert list(others) == ["entropy", "kl_per_sequence"]
+
+
+@given(values=st.lists(st.none() | st.floats(-1e9, 1e9), min_size=1, max_size=3 * MAX_POINTS))
+def test_a_thinned_curve_keeps_its_ends_and_what_stands_out(values: list[float | None]) -> None:
+    steps = list(range(5, 5 + len(values)))
+    kept_steps, kept_values = thinned((steps, values))
+    assert len(kept_steps) <= MAX_POINTS
+    assert (kept_steps[0], kept_steps[-1]) == (steps[0], steps[-1])
+    assert kept_steps == sorted(set(kept_steps))
+    assert kept_values == [values[step - 5] for step in kept_steps]
+    numbers, kept = ([value for value in some if value is not None] for some in (values, kept_values))
+    assert (min(numbers, default=0), max(numbers, default=0)) == (min(kept, default=0), max(kept, default=0))
+
+
+def test_the_report_of_a_long_run_stays_small(tmp_path: Path) -> None:
+    rng = random.Random(0)
+    names = [f"statistic_{i}" for i in range(24)]
+    metrics = [metrics_line(step, **{name: rng.gauss(0, 1) for name in names}) for step in range(1, 5001)]
+    path = write_report(RunDirectory(good_run(tmp_path / "run", metrics=metrics)))
+    assert path.stat().st_size < 2.2e6
 
 
 def test_the_command_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
