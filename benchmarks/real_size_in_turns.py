@@ -1,8 +1,9 @@
 """A step of a real size now and at another commit, in turns in one run: seconds, processor time, page faults.
 
 `real_size_job.py` under `real_size_plan.json` in this checkout and in one of `--against COMMIT` (or of a folder with a
-checkout whose C++ modules are built), A B A B: what else the machine does falls on both. The median of the steps
-after the first counts. Processor time and page faults are those of all processes of a run, start and checkpoint
+checkout whose C++ modules are built), A B A B: what else the machine does falls on both. Each checkout runs the job as
+it has it, since what a job imports has moved; a commit from before there was one gets the first. The median of the
+steps after the first counts. Processor time and page faults are those of all processes of a run, start and checkpoint
 included; `ratio` is how many times less it is now.
 
 With 0.5B about four minutes a turn, and a minute to build; 18 GiB of memory and 8 GB of disk. `--quick`: 4M.
@@ -28,7 +29,9 @@ from realhf.rundir.lines import read_lines, step_line
 
 BEFORE = "fcc0769"  # memory traffic as it was before it was looked at
 TARGET = 1.3
-JOB, PLAN = ROOT / "benchmarks/jobs/real_size_job.py", ROOT / "benchmarks/jobs/real_size_plan.json"
+PLAN = ROOT / "benchmarks/jobs/real_size_plan.json"
+FIRST_JOB = "c209b31"  # the commit that has it
+JOBS = ("benchmarks/jobs/real_size_job.py", "benchmarks/real_size_job.py")  # where it lies, and where it lay
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,9 @@ def checkout(of: str, folder: Path) -> Iterator[Path]:
     tree, built = folder / "checkout", folder / "built"
     subprocess.run(["git", "worktree", "add", "--detach", str(tree), of], cwd=ROOT, check=True, capture_output=True)
     try:
+        if not any((tree / job).exists() for job in JOBS):
+            first = (JOBS[-1], JOBS[-1].replace(".py", "_interface.py"))
+            subprocess.run(["git", "checkout", "--quiet", FIRST_JOB, "--", *first], cwd=tree, check=True)
         install = ("pip", "install", "--quiet", "--no-deps", "--target", str(built), str(tree))
         subprocess.run(python_command(*install), check=True)
         for module in built.rglob("*.so"):
@@ -80,7 +86,8 @@ def run(root: Path, size: str, steps: int, run_dir: Path) -> Taken:
     """The job under the package of `root`."""
     words = ("--plan", str(PLAN), "--size", size, "--steps", str(steps), "--run-dir", str(run_dir))
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    command = python_command("realhf.cli", "run", str(JOB), *words)
+    job = next(root / job for job in JOBS if (root / job).exists())
+    command = python_command("realhf.cli", "run", str(job), *words)
     start = resource.getrusage(resource.RUSAGE_CHILDREN)
     done = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, check=False)
     end = resource.getrusage(resource.RUSAGE_CHILDREN)
