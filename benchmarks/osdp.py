@@ -121,18 +121,25 @@ def search_times(problems: int) -> Iterable[dict[str, Any]]:
 def llama_problem(memory_gib: int) -> OsdpProblem:
     """205 operators of a real model, 10 us a collective."""
     device = load_hardware("h100")
-    problem = decoder_problem(
-        replace(model_type("llama7b"), num_layers=29),
-        Training(sequence_length=1024, flops=device.flops("bfloat16")),
+    training = Training(
+        sequence_length=1024,
+        flops=device.flops("bfloat16"),
         links=Links.ring(device, NUM_DEVICES, launch_s=1e-5),
         memory_bytes=memory_gib * GIB,
     )
-    return sliced(problem, 4)
+    return sliced(decoder_problem(replace(model_type("llama7b"), num_layers=29), training), 4)
 
 
 def model_problem(parts: tuple[tuple[int, int], ...], memory_gib: int) -> OsdpProblem:
     """A decoder of the paper's shape (inner size 4 x hidden); one with several widths has the last one's head."""
     device = load_hardware(HARDWARE)
+    training = Training(
+        sequence_length=SEQUENCE_LENGTH,
+        flops=device.flops("bfloat16"),
+        links=Links.ring(device, NUM_DEVICES),
+        memory_bytes=memory_gib * GIB,
+        modes=PAPER_MODES,
+    )
     problems = []
     for layers, hidden in parts:
         model = DecoderConfig(
@@ -143,15 +150,7 @@ def model_problem(parts: tuple[tuple[int, int], ...], memory_gib: int) -> OsdpPr
             num_kv_heads=hidden // 128,
             vocab_size=VOCABULARY,
         )
-        problems.append(
-            decoder_problem(
-                model,
-                Training(sequence_length=SEQUENCE_LENGTH, flops=device.flops("bfloat16")),
-                links=Links.ring(device, NUM_DEVICES),
-                memory_bytes=memory_gib * GIB,
-                modes=PAPER_MODES,
-            )
-        )
+        problems.append(decoder_problem(model, training))
     operators = [
         op
         for i, problem in enumerate(problems)

@@ -50,11 +50,6 @@ class Sharding:
         """Parameters, gradients and optimizer states that stay on the device."""
         return self.plan.memory_bytes - self.gather_bytes
 
-    @cached_property
-    def added_s(self) -> float:
-        """Seconds a mini-batch beyond those without sharding."""
-        return added_s(self.plan)
-
     def __str__(self) -> str:
         operators = self.plan.problem.operators
         part = self.sharded_bytes / sum(op.parameter_bytes for op in operators)
@@ -66,7 +61,7 @@ class Sharding:
     @cached_property
     def sharded(self) -> list[tuple[Operator, int]]:
         """Operators of which something is sharded, and how many slices of each."""
-        return [(op, row[1]) for op, row in zip(self.plan.problem.operators, self.plan.slices, strict=True) if row[1]]
+        return [(op, count) for op, mode, count in self.plan.counts() if mode == "sharded" and count]
 
 
 def rooms(dynamic_bytes: float, memory_bytes: float, *, shares_devices: bool) -> list[int]:
@@ -128,16 +123,7 @@ def choose_modes(placed: PlacedModel, links: Links, room_bytes: int) -> OsdpPlan
         with contextlib.suppress(UserError):  # nothing fits
             plans.append(solve([slicing], range(1, 2)))
     # Not by their communication: what is not sharded is one message in this engine, however it is sliced.
-    return min(plans, key=added_s, default=None)
-
-
-def added_s(plan: OsdpPlan) -> float:
-    """Seconds of a mini-batch with this plan beyond those without sharding."""
-    problem = plan.problem
-    return sum(
-        row[1] * (problem.slice_seconds(op, "sharded") - problem.slice_seconds(op, problem.modes[0]))
-        for op, row in zip(problem.operators, plan.slices, strict=True)
-    )
+    return min(plans, key=lambda plan: plan.added_s, default=None)
 
 
 @lru_cache(maxsize=256)

@@ -16,28 +16,24 @@ OUTSIDE = ("embedding", "head")  # kinds of operators that lie in no layer
 class Training:
     """Training with AdamW on samples of `sequence_length` tokens, with `flops` reached a second.
 
-    Parameters and gradients are in `dtype`.
+    Parameters and gradients are in `dtype`. The other fields: see `OsdpProblem`.
     """
 
     sequence_length: int
     flops: float
+    links: Links
+    memory_bytes: int
     dtype: DType = "bfloat16"
+    modes: tuple[Mode, ...] = MODES
     recompute: bool = False
+    prefetch: bool = False
 
     def __post_init__(self) -> None:
         if self.sequence_length < 1:
             raise UserError(f"sequence_length={self.sequence_length} must be at least 1")
 
 
-def decoder_problem(
-    model: DecoderConfig,
-    training: Training,
-    *,
-    links: Links,
-    memory_bytes: int,
-    modes: tuple[Mode, ...] = MODES,
-    prefetch: bool = False,
-) -> OsdpProblem:
+def decoder_problem(model: DecoderConfig, training: Training) -> OsdpProblem:
     """The training of a decoder, its operators not sliced yet (`sliced`).
 
     Norms belong to the projection that follows them. Compute: 6 FLOPs a parameter and token (8 with recomputation),
@@ -65,11 +61,11 @@ def decoder_problem(
             )
             for (name, kind), size in sizes.items()
         ),
-        links=links,
-        memory_bytes=memory_bytes,
-        modes=modes,
+        links=training.links,
+        memory_bytes=training.memory_bytes,
+        modes=training.modes,
         recompute=training.recompute,
-        prefetch=prefetch,
+        prefetch=training.prefetch,
         extra_bytes_per_sample=layer_bytes if training.recompute else 0,
     )
 

@@ -49,17 +49,14 @@ class OsdpRequest(Options):
         training = Training(
             sequence_length=self.sequence_length,
             flops=hardware.flops(self.dtype),
-            dtype=self.dtype,
-            recompute=self.recompute,
-        )
-        return decoder_problem(
-            architecture(self.model),
-            training,
             links=Links.ring(hardware, self.devices, launch_s=self.launch_us * 1e-6),
             memory_bytes=int(self.memory_gb * GIB),
+            dtype=self.dtype,
             modes=self.modes,
+            recompute=self.recompute,
             prefetch=self.prefetch,
         )
+        return decoder_problem(architecture(self.model), training)
 
 
 def choose(request: OsdpRequest) -> tuple[OsdpPlan, dict[Mode, OsdpPlan | None]]:

@@ -201,6 +201,15 @@ class OsdpPlan:
         states = -(-states // problem.parts_per_byte)
         return states + gather + self.batch * problem.bytes_per_sample
 
+    @cached_property
+    def added_s(self) -> float:
+        """Communication of a step beyond that of all operators in the first of the modes."""
+        problem, first = self.problem, self.problem.modes[0]
+        return sum(
+            count * (problem.slice_seconds(op, mode) - problem.slice_seconds(op, first))
+            for op, mode, count in self.counts()
+        )
+
     def slices_by_kind(self) -> dict[str, dict[Mode, int]]:
         """How many slices of each kind of operator are in each mode."""
         counts: dict[str, dict[Mode, int]] = {}

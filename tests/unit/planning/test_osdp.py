@@ -251,12 +251,14 @@ def test_fourteen_operators_in_four_slices(seed: int) -> None:
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("memory_gib", [35, 50, 80, 140, 200])
 def test_never_worse_than_one_mode_for_all(memory_gib: int, recompute: bool) -> None:
-    whole = decoder_problem(
-        model_type("llama7b"),
-        Training(sequence_length=1024, flops=4e14, recompute=recompute),
+    training = Training(
+        sequence_length=1024,
+        flops=4e14,
         links=Links.ring(load_hardware("h100"), 8, launch_s=1e-5),
         memory_bytes=memory_gib * GIB,
+        recompute=recompute,
     )
+    whole = decoder_problem(model_type("llama7b"), training)
     problems = [sliced(whole, slices) for slices in (1, 4)]
     plan = solve(problems, range(1, 129))
     fitting = [other for p in problems for mode in MODES if (other := uniform_plan(p, mode, range(1, 129)))]
@@ -308,9 +310,9 @@ def test_an_infeasible_problem_says_what_would_do() -> None:
 
 def test_operators_of_a_decoder_add_up() -> None:
     links = Links(num_devices=8, latency_s=0, seconds_per_byte=1e-10)
-    training = Training(sequence_length=32, flops=1e12)
+    training = Training(sequence_length=32, flops=1e12, links=links, memory_bytes=GIB)
     for model in (SMALL, SMALL.with_head("scalar"), replace(SMALL, tied_embeddings=True)):
-        problem = decoder_problem(model, training, links=links, memory_bytes=GIB)
+        problem = decoder_problem(model, training)
         assert sum(op.parameter_bytes for op in problem.operators) == 2 * parameter_count(model)
         assert sum(op.state_bytes for op in problem.operators) == 16 * parameter_count(model)
         layers = sum(op.activation_bytes for op in problem.operators if op.kind not in ("embedding", "head"))
@@ -320,7 +322,7 @@ def test_operators_of_a_decoder_add_up() -> None:
         flops = 32 * (6 * matrices + model.num_layers * 6 * 32 * 64)
         assert problem.seconds_per_sample == pytest.approx(flops / 1e12)
         assert problem.bytes_per_sample == layers + 3 * 32 * outputs * 4
-        again = decoder_problem(model, replace(training, recompute=True), links=links, memory_bytes=GIB)
+        again = decoder_problem(model, replace(training, recompute=True))
         kept = 2 * 32 * (model.num_layers * 64 + activation_elements(model, 1))  # inputs of layers, and one layer
         assert again.bytes_per_sample == kept + 3 * 32 * outputs * 4
 

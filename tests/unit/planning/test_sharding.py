@@ -19,7 +19,7 @@ from realhf.planning.model.call import CallModel
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.memory import PlacedModel
-from realhf.planning.model.sharding import added_links, added_s, choose_modes, rooms, stage_operators
+from realhf.planning.model.sharding import added_links, choose_modes, rooms, stage_operators
 from realhf.planning.model.sizes import model_sizes
 from realhf.planning.model.timings import Costs, Timings
 from realhf.planning.model.workload import Workload
@@ -121,8 +121,8 @@ def test_modes_are_those_of_the_solver() -> None:
     """Asked directly, with all three modes, for the whole model."""
     strategy, room = ParallelStrategy(dp=4), 400 * MIB
     links = Links.ring(CPU, 4)
-    training = Training(sequence_length=1, flops=1.0, dtype="float32")
-    direct = decoder_problem(WHOLE, training, links=links, memory_bytes=room)
+    training = Training(sequence_length=1, flops=1.0, links=links, memory_bytes=room, dtype="float32")
+    direct = decoder_problem(WHOLE, training)
     states_only = tuple(replace(op, activation_bytes=0, compute_s=0.0) for op in direct.operators)
     free = sliced(replace(direct, operators=states_only, memory_bytes=2**40), 4)
     without = uniform_plan(free, "zero1", range(1, 2))
@@ -131,7 +131,7 @@ def test_modes_are_those_of_the_solver() -> None:
     plan = choose_modes(PlacedModel(WHOLE, strategy, "float32"), links, room)
     assert plan is not None
     assert plan.proven
-    assert added_s(plan) == pytest.approx(expected.communication_s - without.communication_s)
+    assert plan.added_s == pytest.approx(expected.communication_s - without.communication_s)
     by_name = dict(zip((op.name for op in expected.problem.operators), expected.slices, strict=True))
     sharded = {op.name: row[1] / op.slices for op, row in zip(plan.problem.operators, plan.slices, strict=True)}
     assert sharded == {op.name: by_name[op.name][2] / op.slices for op in expected.problem.operators}
@@ -186,7 +186,7 @@ def test_communication_grows_as_three_to_two() -> None:
     assert len(sharding.sharded) == len(sharding.plan.problem.operators)
     one_pass = 3 / 4 * parameter_count(TINY) * DTYPE_BYTES["bfloat16"] / CPU.intra_node_bandwidth
     assert before.timings.all_reduce(parameter_count(TINY) * 2, 4, crosses_nodes=False) == pytest.approx(2 * one_pass)
-    assert sharding.added_s == pytest.approx(one_pass)
+    assert sharding.plan.added_s == pytest.approx(one_pass)
     assert after.seconds(strategy, 1) - before.seconds(strategy, 1) == pytest.approx(2 * one_pass)
     assert sharding.regather_s == pytest.approx(one_pass)
     # A byte less than all sharded needs holds nothing, and the option stays too large.
@@ -208,7 +208,7 @@ def test_every_micro_batch_gathers_and_scatters(recomputation: Recomputation) ->
         scatter = 1e-3 + 4 * elements / 2 / CPU.intra_node_bandwidth
         once = (2 + 4) * elements / 2 / CPU.intra_node_bandwidth  # of the one message a mini-batch, but its latency
         expected += 4 * ((3 if recomputation == "full" else 2) * gather + scatter) - once
-    assert sharding.added_s == pytest.approx(expected)
+    assert sharding.plan.added_s == pytest.approx(expected)
 
 
 def test_memory_of_an_option() -> None:
@@ -232,7 +232,7 @@ def test_memory_of_an_option() -> None:
     assert alone.gather_bytes == largest
     assert alone.static_bytes + alone.gather_bytes + dynamic <= 400 * MIB
     assert shared.static_bytes + shared.gather_bytes <= 200 * MIB < alone.static_bytes
-    assert shared.added_s > alone.added_s
+    assert shared.plan.added_s > alone.plan.added_s
     assert rooms(50.0, 150.0, shares_devices=True) == [75, 100]
     assert rooms(50.0, 150.0, shares_devices=False) == [100]
     assert rooms(100.0, 150.0, shares_devices=True) == [50]
