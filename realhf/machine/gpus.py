@@ -4,7 +4,7 @@ They are read through NVML, the library of NVIDIA's driver: neither CUDA nor tor
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,7 @@ class Gpu:
 Machine = tuple[tuple[Gpu, ...], ...]
 
 
-def visible_gpus(environ: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
+def visible_gpus() -> tuple[Gpu, ...]:
     """The GPUs that a run on this machine uses, in the order of `CUDA_VISIBLE_DEVICES`; all if it is not set.
 
     The values mean what NVIDIA says (CUDA Programming Guide, "CUDA Environment Variables"): numbers of GPUs, UUIDs or
@@ -61,13 +61,13 @@ def visible_gpus(environ: Mapping[str, str] = os.environ) -> tuple[Gpu, ...]:
         UserError: the variable names a missing device or names one twice, its numbers are ambiguous, the devices are of
             several kinds, or the driver does not work.
     """
-    text = environ.get(VISIBLE)
+    text = os.environ.get(VISIBLE)
     if text is not None and text.strip() in NO_DEVICES:
         return ()
     machine = machine_gpus()
     gpus = tuple(gpu for devices in machine for gpu in devices)
     if text is not None:
-        gpus = _named(text, machine, environ)
+        gpus = _named(text, machine)
     _check_kinds(gpus)
     if len(gpus) > 1 and any(gpu.is_mig for gpu in gpus):
         raise UserError(
@@ -181,11 +181,11 @@ def _reported(query: Callable[..., Any], *arguments: Any) -> Any:
         return None
 
 
-def _named(text: str, machine: Machine, environ: Mapping[str, str]) -> tuple[Gpu, ...]:
+def _named(text: str, machine: Machine) -> tuple[Gpu, ...]:
     """The devices of `CUDA_VISIBLE_DEVICES=text`, each with the token that the user gave it."""
     tokens = [token.strip() for token in text.split(",")]
     kinds = {gpu.name for devices in machine for gpu in devices}
-    if len(kinds) > 1 and environ.get(ORDER) != "PCI_BUS_ID" and any(token.isdecimal() for token in tokens):
+    if len(kinds) > 1 and os.environ.get(ORDER) != "PCI_BUS_ID" and any(token.isdecimal() for token in tokens):
         raise UserError(
             f"{VISIBLE}={text}: CUDA numbers GPUs of several kinds ({', '.join(sorted(kinds))}) by speed, so that the "
             f"numbers are not those of `nvidia-smi`; set {ORDER}=PCI_BUS_ID besides, or name them by UUID "

@@ -51,14 +51,14 @@ REACHED_OF_MEMORY = 2.66e12 / (2 * 2.619e9 * 5120 / 8)
 PCIE = {"intra_node_bandwidth": 1.0e10, "intra_node_latency_s": 1.0e-5, "host_bandwidth": 2.4e10}
 
 
-def hardware_here(environ: Mapping[str, str] = os.environ) -> Hardware:
+def hardware_here() -> Hardware:
     """`gpus_here`, else the CPU with the memory and the cores that all workers share (`divided`)."""
-    return gpus_here(environ) or cpu_hardware(read_host())
+    return gpus_here() or cpu_hardware(read_host())
 
 
-def gpus_here(environ: Mapping[str, str] = os.environ) -> Hardware | None:
+def gpus_here() -> Hardware | None:
     """The visible GPUs, if any. Raises UserError as `visible_gpus`, or for a kind that cannot be described."""
-    gpus = visible_gpus(environ)
+    gpus = visible_gpus()
     return gpu_hardware(gpus[0], len(gpus)) if gpus else None
 
 
@@ -146,10 +146,10 @@ def divided(hardware: Hardware, num_workers: int, environ: Mapping[str, str] = o
     return msgspec.structs.replace(hardware, device_memory_bytes=share)
 
 
-def check_here(hardware: Hardware, *, is_given: bool, environ: Mapping[str, str] = os.environ) -> None:
+def check_here(hardware: Hardware, *, is_given: bool) -> None:
     """Raises UserError if the workers of this machine would not be on such hardware, which is given by --hardware or
     what a run was planned for before."""
-    gpus = visible_gpus(environ)
+    gpus = visible_gpus()
     name, memory_bytes = (gpus[0].name, gpus[0].memory_bytes) if gpus else (None, 0)
     problem = mismatch(hardware, name, memory_bytes)
     if not problem:

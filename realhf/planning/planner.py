@@ -89,11 +89,8 @@ def task_of(
         dtype=dtype,
         hardware=cluster.hardware,
         root=profiles,
-        features=replace(what_if.engine(), copies_checkpoints=saves),
-        of_models={
-            name: replace(what_if.engine(setup), copies_checkpoints=saves)
-            for name, setup in models_of(experiment).items()
-        },
+        features=what_if.engine(saves=saves),
+        of_models={name: what_if.engine(setup, saves=saves) for name, setup in models_of(experiment).items()},
     )
     lengths = experiment.dataset.lengths() if tokens is None else dict.fromkeys(keys, (float(tokens), tokens))
     return PlanningTask(

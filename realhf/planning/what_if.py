@@ -55,9 +55,10 @@ class WhatIf(Options):
             dtype=self.dtype or DEFAULT_DTYPE,
         )
 
-    def engine(self, setup: ModelSetup | None = None) -> EngineFeatures:
-        """What the engine in question does for a model of this setup (None: of the default one)."""
-        return with_features(self.features, of_setup(setup or ModelSetup()))
+    def engine(self, setup: ModelSetup | None = None, *, saves: bool = False) -> EngineFeatures:
+        """What the engine in question does for a model of this setup (None: of the default one), in a run that writes
+        checkpoints on the way or not."""
+        return replace(with_features(self.features, of_setup(setup or ModelSetup())), copies_checkpoints=saves)
 
     def unlike(self, setups: Iterable[ModelSetup]) -> list[str]:
         """By what that differs from what the engine does for models of these setups, in the command line's names."""

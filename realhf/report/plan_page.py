@@ -86,7 +86,7 @@ def _timeline(analysis: Analysis) -> str:
 
 def timeline_figure(analysis: Analysis) -> go.Figure:
     """One row for each group of devices with the same work, coloured by call; transfers by kind."""
-    spans = [span for span in analysis.timeline(STEPS_SHOWN) if span.end_s > span.start_s]
+    spans = [span for span in analysis.spans if span.step < STEPS_SHOWN and span.end_s > span.start_s]
     num_devices = len(analysis.prediction.device_bytes)
     by_device = {d: tuple(span for span in spans if d in span.devices) for d in range(num_devices)}
     groups = device_groups(num_devices, by_device.__getitem__)

@@ -59,10 +59,6 @@ class Analysis:
             f"{self.busy:.0%} of the time"
         )
 
-    def timeline(self, steps: int) -> tuple[Span, ...]:
-        """The spans of the first `steps` steps."""
-        return tuple(span for span in self.spans if span.step < steps)
-
 
 def analyse(task: PlanningTask, prediction: Prediction) -> Analysis:
     """Simulates a predicted plan once more and keeps what happened."""

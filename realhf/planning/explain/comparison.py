@@ -130,13 +130,11 @@ def describe(task: PlanningTask, plan: SearchResult | ExecutionPlan) -> Comparis
 
 def compare(alone: Comparison) -> Comparison:
     """With all presets, and with the best other layout of every call of the plan."""
-    task = alone.task
-    presets = []
+    task, presets = alone.task, []
     for preset in alone.result.rules if alone.result else evaluate_presets(task):
         analysis = analyse(task, preset.prediction) if preset.prediction else None
         presets.append(Candidate(name=preset.name, analysis=analysis, problem=preset.problem))
-    alternatives = best_alternatives(task, alone.plan)
-    return replace(alone, presets=tuple(presets), alternatives=tuple(alternatives))
+    return replace(alone, presets=tuple(presets), alternatives=tuple(best_alternatives(task, alone.plan)))
 
 
 def explain(alone: Comparison) -> ExecutionPlan:
@@ -163,16 +161,12 @@ def explain(alone: Comparison) -> ExecutionPlan:
 
 def _memory(needs: list[DeviceNeed]) -> tuple[DeviceMemory, ...]:
     """Neighbouring devices with the same needs are one entry."""
-    groups = [list(group) for _, group in groupby(range(len(needs)), needs.__getitem__)]
-    return tuple(
-        DeviceMemory(
-            devices=(group[0], len(group)),
-            static_bytes=round(needs[group[0]].static_bytes),
-            peak_bytes=round(needs[group[0]].peak_bytes),
-            communicator_bytes=round(needs[group[0]].communicator_bytes),
-        )
-        for group in groups
-    )
+    memory, first = [], 0
+    for need, group in groupby(needs):
+        devices = (first, len(list(group)))
+        memory.append(DeviceMemory(devices=devices, **{name: round(size) for name, size in asdict(need).items()}))
+        first = sum(devices)
+    return tuple(memory)
 
 
 def _instead(alternative: Alternative) -> Instead:

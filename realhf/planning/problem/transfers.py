@@ -41,9 +41,7 @@ class ParameterTransfers:
         behind: dict[tuple[str, str], str] = {}
         for load in loads:
             name = behind[load.model, load.node] = f"offload {load.model} after {load.node}"
-            copy = self._host_copy(load)
-            seconds = copy.seconds if self._changes(load) else [0.0] * len(copy.seconds)
-            tables.append(replace(copy, name=name, parents=[(load.node, 0)], seconds=seconds))
+            tables.append(self._host_copy(load, name, [(load.node, 0)], is_free=not self._changes(load)))
         waits: dict[str, Parents] = {name: [] for name in graph.nodes}
         for load in loads:
             before = [
@@ -52,7 +50,7 @@ class ParameterTransfers:
                 if edge.kind == "version" and (load.model, edge.parent) in behind
             ]
             waits[load.node].append((load.name, 0))
-            tables.append(replace(self._host_copy(load), parents=before or [(behind[load.model, load.node], 1)]))
+            tables.append(self._host_copy(load, load.name, before or [(behind[load.model, load.node], 1)]))
         return tables, waits
 
     def follow(self, node: FollowNode, loads: Parents) -> TransferTable:
@@ -101,22 +99,22 @@ class ParameterTransfers:
         links = task.costs.of(model).links
         return Reallocation(model, DTYPE_BYTES[task.dtype], task.cluster, links, forwarding)
 
-    def _host_copy(self, load: Load) -> TransferTable:
-        """Between the devices of a model's home and their host's memory, all at once."""
+    def _host_copy(self, load: Load, name: str, parents: Parents, *, is_free: bool = False) -> TransferTable:
+        """Between the devices of a model's home and their host's memory, all at once; in no time if it `is_free`."""
         home = self._numbers.home_call(load.model)
         layouts, rows = self._numbers.layouts[home.name]
         bandwidth, model = self._task.costs.hardware.host_bandwidth, self._task.call_models[home.name]
         return TransferTable(
-            name=load.name,
+            name=name,
             source=home.name,
             target=home.name,
-            parents=[],
+            parents=parents,
             on=[home.name],
             rows=rows,
             columns=[0] * len(rows),
             num_columns=1,
             seconds=[
-                home.offloaded_bytes(trained=load.states, versions=model.versions) / bandwidth
+                0.0 if is_free else home.offloaded_bytes(trained=load.states, versions=model.versions) / bandwidth
                 for home in (model.placed(layout.strategy) for layout in layouts)
             ],
         )
