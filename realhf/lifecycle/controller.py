@@ -7,20 +7,21 @@ from typing import Literal
 
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import delete, writing_a_run
+from realhf.dataflow.plan import DIGEST_LENGTH, plan_digest
 from realhf.launch.launcher import Launcher
 from realhf.launch.process import job_of
 from realhf.launch.supervisor import supervise
 from realhf.lifecycle.advice import going_on
 from realhf.lifecycle.interruption import Interruption
 from realhf.lifecycle.new import said_of_hardware
-from realhf.lifecycle.recover import gone_on, last_step, note_start
 from realhf.lifecycle.replanner import Replanner
 from realhf.lifecycle.request import RunRequest
 from realhf.lifecycle.resume import resumed_run
 from realhf.lifecycle.shrink import Suspects, elsewhere
-from realhf.rundir.checkpoints import remove_unfinished
-from realhf.rundir.events import note
-from realhf.rundir.paths import MASTER, RunDirectory
+from realhf.rundir.checkpoints import Choice, newest_good, remove_unfinished
+from realhf.rundir.events import EventKind, note
+from realhf.rundir.lines import read_lines, step_line
+from realhf.rundir.paths import MASTER, RunDirectory, workers_in_words
 from realhf.rundir.prepare import prepare
 from realhf.rundir.run import Run
 from realhf.rundir.status import Status, read_status, write_status
@@ -196,3 +197,43 @@ class Controller:
             write_report(self._directory)
         except (UserError, OSError) as error:
             self._listener.say(f"no report: {error}")
+
+
+def gone_on(before: Run, run: Run, directory: RunDirectory, failure: str | None = None) -> Run:
+    """`run` as it goes on from its newest good checkpoint or the beginning, its directory made ready. Notes what
+    differs from `before`: the number of workers, places, the plan. After a failure, notes it and the restart too."""
+    if failure is not None:
+        note(directory.events, "failed", last_step(directory), failure)
+    choice = newest_good(directory.checkpoints)
+    step = choice.state.step if choice.state else 0
+    run = run.changed(resume_step=step)
+    prepare(run, directory)
+    old, new = (plan_digest(one.plan)[:DIGEST_LENGTH] for one in (before, run))
+    texts = []
+    if run.spec.num_workers != before.spec.num_workers:
+        texts.append(f"{workers_in_words(run.spec.num_workers)} instead of {before.spec.num_workers}")
+    if gone := set(run.spec.avoided) - set(before.spec.avoided):
+        texts.append(f"without {', '.join(sorted(gone))}")
+    if new != old:
+        prediction = f", {run.plan.predicted_step_s:.3g} s a step predicted" if run.plan.predicted_step_s else ""
+        texts.append(f"plan {new} instead of {old}{prediction}")
+    if texts:
+        note(directory.events, "replanned", step, "; ".join(texts))
+    if failure is not None:
+        note_start(run, directory, "restarted", choice)
+    return run
+
+
+def note_start(run: Run, directory: RunDirectory, event: EventKind, choice: Choice | None = None) -> None:
+    """Notes from where the run starts, and which checkpoints were passed over."""
+    step = run.spec.resume_step
+    begin = f"checkpoints/step-{step}" if step else "the beginning"
+    texts = [f"{workers_in_words(run.spec.num_workers)}, from {begin}"]
+    texts += [f"step {bad} is not good: {reason}" for bad, reason in (choice.damaged if choice else {}).items()]
+    note(directory.events, event, step, "; ".join(texts))
+
+
+def last_step(directory: RunDirectory) -> int:
+    """The number of steps that the metrics tell of."""
+    steps = read_lines(directory.metrics, step_line).values
+    return int(steps[-1]["step"]) if steps else 0

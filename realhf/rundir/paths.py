@@ -59,7 +59,9 @@ class RunDirectory:
     checkpoints = _Below("checkpoints")
     keys = _Below("keys")  # the run's CURVE keys (0700)
     rendezvous = _Below("rendezvous")  # the master's address, torch's file store (0700)
-    launcher = _Below("launcher")  # the launcher's own files: the batch script, exit codes
+    launcher = _Below("launcher")  # the launcher's own files, such as a batch script
+    exits = _Below("launcher/exits")  # where each task of a SLURM job leaves its exit code, in a file of its name
+    job_log = _Below("launcher/slurm.log")  # what the batch script and srun say
     switch = _Below("launcher/switch")  # asks the master to end after the next checkpoint, for another plan
 
     def __post_init__(self) -> None:

@@ -12,7 +12,7 @@ from realhf.base.errors import RunError, UserError
 from realhf.launch.launcher import UNKNOWN_RETURNCODE, Exit
 from realhf.launch.process import Job, ProcessSpec
 from realhf.launch.slurm.launcher import SlurmLauncher
-from realhf.launch.slurm.script import SlurmOptions, exits_folder
+from realhf.launch.slurm.script import SlurmOptions
 from realhf.rundir.paths import RunDirectory, worker_name
 from tests.waiting import wait_until
 
@@ -114,7 +114,7 @@ def test_the_first_failure_ends_the_job_and_is_its_exit_code(
         job(
             directory,
             # It outlives the worker by as much as it needs.
-            master=f"until [ -e {exits_folder(directory)}/worker-2 ]; do sleep 0.1; done; sleep 0.5; exit 5",
+            master=f"until [ -e {directory.exits}/worker-2 ]; do sleep 0.1; done; sleep 0.5; exit 5",
             worker=f"if ((SLURM_PROCID == 2)); then echo bad; exit 3; fi; {FOR_EVER}",
         )
     )

@@ -11,7 +11,7 @@ from realhf.base.errors import RunError, UserError
 from realhf.base.files import last_lines
 from realhf.launch.launcher import UNKNOWN_RETURNCODE, Exit
 from realhf.launch.process import Job
-from realhf.launch.slurm.script import SlurmOptions, exits_folder, job_log, sbatch_text
+from realhf.launch.slurm.script import SlurmOptions, sbatch_text
 
 # States a job does not leave again. Whatever else is shown, in this or a later SLURM, counts as unfinished.
 _FINAL_STATES = frozenset(
@@ -135,7 +135,7 @@ class SubmittedJob:
 
     def _recorded_exits(self) -> list[Exit]:
         """Those whose tasks have noted an exit code, in the order in which they did."""
-        found = [path for path in exits_folder(self._directory).iterdir() if path.name in self._left]
+        found = [path for path in self._directory.exits.iterdir() if path.name in self._left]
         found.sort(key=lambda path: (path.stat().st_mtime_ns, path.name))
         return [end for path in found if (end := self._exit(path.name, int(path.read_text()))) is not None]
 
@@ -160,16 +160,15 @@ class SubmittedJob:
         is_good = self._state.name == "COMPLETED"
         note = "" if is_good else self.status()
         if not is_good and not self._first_failure:
-            note += last_lines(job_log(self._directory), _LOG_LINES)
+            note += last_lines(self._directory.job_log, _LOG_LINES)
         left, self._left = self._left, []
         return [Exit(name=name, returncode=0 if is_good else UNKNOWN_RETURNCODE, note=note) for name in left]
 
 
 def _submit(text: str, job: Job) -> str:
     """The number of the job that SLURM has made of a batch script. Raises UserError where it refuses."""
-    exits = exits_folder(job.directory)
-    exits.mkdir(parents=True, exist_ok=True)
-    for left in exits.iterdir():  # by an earlier start of the run
+    job.directory.exits.mkdir(parents=True, exist_ok=True)
+    for left in job.directory.exits.iterdir():  # by an earlier start of the run
         left.unlink()
     script = job.directory.launcher / "job.sbatch"
     script.write_text(text)

@@ -2,14 +2,13 @@
 
 import shlex
 from dataclasses import dataclass
-from pathlib import Path
 
 from realhf.base.errors import UserError
 from realhf.base.options import Options, option
 from realhf.launch.devices import DEVICE_VARIABLE
 from realhf.launch.process import WORKER_INDEX_VARIABLE, Job, ProcessSpec
 from realhf.machine.gpus import VISIBLE
-from realhf.rundir.paths import MASTER, RunDirectory
+from realhf.rundir.paths import MASTER
 from realhf.rundir.run import YEAR_S
 
 
@@ -45,16 +44,6 @@ class SlurmOptions(Options):
                 raise UserError(f"{arg!r} is no sbatch option; write one as --name=value")
 
 
-def exits_folder(directory: RunDirectory) -> Path:
-    """Where each task leaves its exit code in a file of the process's name."""
-    return directory.launcher / "exits"
-
-
-def job_log(directory: RunDirectory) -> Path:
-    """What the batch script and srun say."""
-    return directory.launcher / "slurm.log"
-
-
 def sbatch_text(options: SlurmOptions, job: Job) -> str:
     """The batch script that runs a job's master and workers, which differ in name only.
 
@@ -83,7 +72,7 @@ def sbatch_text(options: SlurmOptions, job: Job) -> str:
     )
     return _TEMPLATE.format(
         header="\n".join(f"#SBATCH {arg}" for arg in _job_args(options, job, nodes, gpus)),
-        exits=shlex.quote(str(exits_folder(job.directory))),
+        exits=shlex.quote(str(job.directory.exits)),
         logs=shlex.quote(str(job.directory.logs)),
         index_variable=WORKER_INDEX_VARIABLE,
         own_device=_CPU if options.cpu_only else _OWN_GPU,
@@ -96,7 +85,7 @@ def sbatch_text(options: SlurmOptions, job: Job) -> str:
 
 
 def _job_args(options: SlurmOptions, job: Job, nodes: int, gpus: list[str]) -> list[str]:
-    log = str(job_log(job.directory)).replace("%", "%%")  # as a SLURM file name pattern that means just this path
+    log = str(job.directory.job_log).replace("%", "%%")  # as a SLURM file name pattern that means just this path
     args = [
         f"--job-name={job.name}",
         f"--nodes={nodes}",

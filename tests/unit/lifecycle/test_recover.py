@@ -19,8 +19,7 @@ from realhf.launch import supervisor
 from realhf.launch.launcher import Exit, Launcher
 from realhf.launch.process import Job, ProcessSpec
 from realhf.lifecycle import shrink
-from realhf.lifecycle.controller import Controller, Listener
-from realhf.lifecycle.recover import last_step
+from realhf.lifecycle.controller import Controller, Listener, last_step
 from realhf.lifecycle.request import RecoveryRequest, RunRequest
 from realhf.rundir.events import Event, note, read_events
 from realhf.rundir.flight_recorder import ActivityWriter

@@ -14,8 +14,8 @@ from realhf.base import files
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import delete
 from realhf.cli.status import process_table, summary
+from realhf.lifecycle.controller import gone_on, note_start
 from realhf.lifecycle.new import new_run
-from realhf.lifecycle.recover import gone_on, note_start
 from realhf.lifecycle.resume import resumed_run
 from realhf.report import html, page
 from realhf.report.run_data import read_run
