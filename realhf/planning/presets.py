@@ -8,6 +8,7 @@ from realhf.dataflow.plan import ExecutionPlan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.mapping import Mapper
 from realhf.planning.model.call import CallModel
+from realhf.planning.model.cluster import halves
 from realhf.planning.model.communicators import of_all_devices
 from realhf.planning.model.hardware import GIB
 from realhf.planning.options import Option, call_strategies, chosen, options_on
@@ -62,7 +63,7 @@ def split(task: PlanningTask) -> ExecutionPlan:
     """Models that generate, and untrained models of the same architecture, on one half (with PPO actor and reference),
     the others on the other (critic and reward). Raises UserError if the devices cannot be halved, or no model is left
     for the second half."""
-    graph, num_devices = task.graph, task.cluster.num_devices
+    graph = task.graph
     leading = [call.model_name for call in graph.calls.values() if call.generates]
     leading = leading or list(graph.models)[:1]
     trained = {call.model_name for call in graph.calls.values() if call.trains}
@@ -70,15 +71,13 @@ def split(task: PlanningTask) -> ExecutionPlan:
     first = {*leading, *(name for name, shape in graph.models.items() if name not in trained and shape in shapes)}
     if len(first) == len(graph.models):
         raise UserError("split: all models belong to the side of generation; nothing is left for the other half")
-    half = num_devices // 2
-    per_node = task.cluster.devices_per_node
-    whole = half % per_node == 0 if task.cluster.num_nodes > 1 else half & (half - 1) == 0
-    if num_devices % 2 or not whole:
+    sides = halves(task.cluster)
+    if not sides:
         raise UserError(
-            f"split: {num_devices} devices cannot be halved into device meshes; take an even number of nodes"
+            f"split: {task.cluster.num_devices} devices cannot be halved into device meshes; take an even number of "
+            "nodes"
         )
-    sides = {name: DeviceMesh(0 if name in first else half, half) for name in graph.models}
-    return _best_on(task, sides, "split")
+    return _best_on(task, {name: sides[0 if name in first else 1] for name in graph.models}, "split")
 
 
 def standalone(task: PlanningTask) -> ExecutionPlan:

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from realhf.base.errors import UserError
 from realhf.base.numbers import DEVICES
 from realhf.geometry.layout import DeviceMesh
+from realhf.planning.model.cluster import halves
 from realhf.planning.model.hardware import GIB
 from realhf.planning.options import Option, options_on
 from realhf.planning.problem.builder import build_problem
@@ -49,26 +50,18 @@ def find_remedies(task: PlanningTask) -> Remedies:
 
 def smallest_peak_bytes(task: PlanningTask) -> float | None:
     """Peak memory of the smallest plan found on all devices or half of them; None if no plan is legal."""
-    size = task.cluster.num_devices
-    halves = [DeviceMesh(0, size // 2), DeviceMesh(size // 2, size // 2)] if _can_halve(task) else []
+    meshes = [DeviceMesh(0, task.cluster.num_devices), *halves(task.cluster)]
     options: dict[str, list[Option]] = {}
     for call in task.graph.calls.values():
         try:
             mini_batch = call.mini_batch_size(task.batch_size)
         except UserError:
             return None
-        options[call.name] = options_on((DeviceMesh(0, size), *halves), call, mini_batch)
+        options[call.name] = options_on(meshes, call, mini_batch)
         if not options[call.name]:
             return None
     native = native_problem(build_problem(task, options))
     return float(native.evaluate(native.smallest_plan(SEED))["peak_bytes"])
-
-
-def _can_halve(task: PlanningTask) -> bool:
-    cluster = task.cluster
-    if cluster.num_nodes > 1:
-        return cluster.num_nodes % 2 == 0
-    return cluster.num_devices > 1 and cluster.num_devices & (cluster.num_devices - 1) == 0
 
 
 def _fits(task: PlanningTask) -> bool:

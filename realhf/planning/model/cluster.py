@@ -43,6 +43,13 @@ def share_a_node(cluster: Cluster, a: DeviceMesh, b: DeviceMesh) -> bool:
     return node == cluster.node_of(a.devices[-1]) == cluster.node_of(b.first) == cluster.node_of(b.devices[-1])
 
 
+def halves(cluster: Cluster) -> list[DeviceMesh]:
+    """Both halves of the cluster; none where they are no device meshes."""
+    half, rest = divmod(cluster.num_devices, 2)
+    is_mesh = half % cluster.devices_per_node == 0 if cluster.num_nodes > 1 else half & (half - 1) == 0
+    return [DeviceMesh(0, half), DeviceMesh(half, half)] if is_mesh and not rest else []
+
+
 def has_all_meshes(cluster: Cluster) -> bool:
     """Whether the search has every mesh: on larger clusters, meshes of several nodes are aligned powers of two."""
     return cluster.num_nodes <= 32
