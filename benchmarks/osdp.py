@@ -17,8 +17,7 @@ from realhf.architecture.model import DecoderConfig, model_type
 from realhf.base.errors import UserError
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.hardware import GIB
-from realhf.planning.osdp.decoder import Training, decoder_problem
-from realhf.planning.osdp.solver import (
+from realhf.planning.model.operator_modes import (
     MODES,
     PAPER_MODES,
     Links,
@@ -30,6 +29,7 @@ from realhf.planning.osdp.solver import (
     solve,
     uniform_plan,
 )
+from realhf.planning.model.operators import Training, decoder_problem
 
 BATCHES = range(1, 513)
 TARGET_MS = 10.0

@@ -12,8 +12,8 @@ from realhf.cli.options import add_options, options_of
 from realhf.cli.output import Output, table_of
 from realhf.geometry.parameters import parameter_count
 from realhf.planning.model.hardware import GIB
-from realhf.planning.osdp.request import OsdpRequest, choose
-from realhf.planning.osdp.solver import MODES, Mode, OsdpPlan
+from realhf.planning.model.operator_modes import MODES, Mode, OsdpPlan
+from realhf.planning.osdp import OsdpRequest, choose
 
 DESCRIPTION = """Chooses for every operator of a model whether data parallelism replicates it, shards only its
 optimizer states (ZeRO-1) or shards all of it, so that training is fastest within the memory of a device;

@@ -13,10 +13,10 @@ from realhf.base.errors import UserError
 from realhf.geometry.layout import held_layers
 from realhf.geometry.parameters import decoder_parameters
 from realhf.planning.model.memory import PlacedModel
+from realhf.planning.model.operator_modes import Links, Mode, Operator, OsdpPlan, OsdpProblem, sliced, solve
+from realhf.planning.model.operators import operator_of
 from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.sizes import model_sizes
-from realhf.planning.osdp.decoder import operator_of
-from realhf.planning.osdp.solver import Links, Mode, Operator, OsdpPlan, OsdpProblem, sliced, solve
 
 SLICES = 4  # of large operators, if that is better than whole ones: then less is gathered at a time
 SHARED_PART = 0.5  # of a device, for the states of a call that is not alone

@@ -1,4 +1,4 @@
-"""The C++ search and its tables; the only importer of its module."""
+"""The C++ search of plans, and its tables."""
 
 import dataclasses
 import math

@@ -19,8 +19,7 @@ from realhf.geometry.parameters import parameter_count
 from realhf.planning.model.activations import activation_elements
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.hardware import GIB
-from realhf.planning.osdp.decoder import Training, decoder_problem
-from realhf.planning.osdp.solver import (
+from realhf.planning.model.operator_modes import (
     MODES,
     PAPER_MODES,
     Links,
@@ -33,6 +32,7 @@ from realhf.planning.osdp.solver import (
     solve,
     uniform_plan,
 )
+from realhf.planning.model.operators import Training, decoder_problem
 from tests.waiting import PATIENCE_S
 
 SMALL = DecoderConfig(hidden_size=64, intermediate_size=96, num_layers=2, num_heads=4, num_kv_heads=2, vocab_size=256)

@@ -19,13 +19,13 @@ from realhf.planning.model.call import CallModel
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.memory import PlacedModel
+from realhf.planning.model.operator_modes import Links, sliced, solve, uniform_plan
+from realhf.planning.model.operators import Training, decoder_problem
 from realhf.planning.model.sharding import added_links, choose_modes, rooms, stage_operators
 from realhf.planning.model.sizes import model_sizes
 from realhf.planning.model.timings import Costs, Timings
 from realhf.planning.model.workload import Workload
 from realhf.planning.options import call_options
-from realhf.planning.osdp.decoder import Training, decoder_problem
-from realhf.planning.osdp.solver import Links, sliced, solve, uniform_plan
 from realhf.planning.predict import predict
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.tables import Problem

@@ -9,8 +9,8 @@ from realhf.base.options import Options, option
 from realhf.planning.clusters import MEMORY_GB
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.hardware import GIB
-from realhf.planning.osdp.decoder import Training, decoder_problem
-from realhf.planning.osdp.solver import MODES, Links, Mode, OsdpPlan, OsdpProblem, sliced, solve, uniform_plan
+from realhf.planning.model.operator_modes import MODES, Links, Mode, OsdpPlan, OsdpProblem, sliced, solve, uniform_plan
+from realhf.planning.model.operators import Training, decoder_problem
 
 BATCH: Bounds = (1, 2**16)
 

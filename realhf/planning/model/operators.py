@@ -7,7 +7,7 @@ from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.base.errors import UserError
 from realhf.geometry.parameters import ParameterSpec, decoder_parameters
 from realhf.planning.model.features import ENGINE
-from realhf.planning.osdp.solver import MODES, Links, Mode, Operator, OsdpProblem
+from realhf.planning.model.operator_modes import MODES, Links, Mode, Operator, OsdpProblem
 
 OUTSIDE = ("embedding", "head")  # kinds of operators that lie in no layer
 
