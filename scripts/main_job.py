@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 
 from realhf.base.code_files import python_command
 from realhf.base.errors import UserError
+from realhf.cli.output import table_of
 from realhf.cli.progress import call_table
 from realhf.machine.gpus import count_gpus
 from realhf.machine.host import read_host
@@ -67,10 +67,7 @@ def print_result(root: Path, seconds: float) -> None:
     """What the job won, how fast it was, how well that was predicted, and where everything lies."""
     run = read_run(RunDirectory.open(root / "ppo"))
     before, *_, after = run.evaluations
-    accuracy = Table(title="held-out prompts answered right", title_justify="left")
-    accuracy.add_column("sampling")
-    for column in ("after sft", "after ppo", "gain"):
-        accuracy.add_column(column, justify="right")
+    accuracy = table_of("held-out prompts answered right", "sampling", "after sft", "after ppo", "gain")
     for label, key in (("temperature 1", "accuracy"), ("greedy", "accuracy_greedy")):
         gain = 100 * (after[key] - before[key])
         accuracy.add_row(label, f"{before[key]:.1%}", f"{after[key]:.1%}", f"{gain:+.1f} points")

@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from rich.box import HEAVY_HEAD
 from rich.table import Table
 
 from realhf.architecture.named import architecture
@@ -58,7 +57,7 @@ def comparison_table(plan: OsdpPlan, uniform: dict[Mode, OsdpPlan | None]) -> Ta
     """The chosen plan beside the plans with one mode for all operators."""
     limit = plan.problem.memory_bytes / GIB
     columns = ("plan", "batch", "step s", "comm. s", "samples/s", f"GiB of {limit:g}", "ratio")
-    table = table_of("operator-sharded data parallelism", *columns, frame=HEAVY_HEAD)
+    table = table_of("operator-sharded data parallelism", *columns)
     rows = {"chosen": plan, **{NAMES[mode]: other for mode, other in uniform.items()}}
     for name, row in rows.items():
         if row is None:
@@ -74,7 +73,7 @@ def modes_table(plan: OsdpPlan) -> Table:
     """How many slices of each kind of operator are in each mode."""
     slices = max((op.slices for op in plan.problem.operators), default=1)
     title = "whole operators in each mode" if slices == 1 else f"slices in each mode (large operators have {slices})"
-    table = table_of(title, "operator", *plan.problem.modes, frame=HEAVY_HEAD)
+    table = table_of(title, "operator", *plan.problem.modes)
     for kind, counts in plan.slices_by_kind().items():
         table.add_row(kind, *(str(counts[mode]) for mode in plan.problem.modes))
     return table

@@ -39,9 +39,9 @@ def wide_output() -> Output:
     return Output(width=None if sys.stdout.isatty() else 110)
 
 
-def table_of(title: str, *columns: str, words: int = 1, frame: box.Box = box.SIMPLE_HEAD) -> Table:
+def table_of(title: str, *columns: str, words: int = 1) -> Table:
     """An empty table. The first `words` columns have words and begin at the left, the others numbers."""
-    table = Table(title=title, title_justify="left", box=frame, padding=(0, 1, 0, 0))
+    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < words else "right", no_wrap=True)
     return table

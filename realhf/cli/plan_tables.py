@@ -46,7 +46,7 @@ def comparison_table(comparison: Comparison) -> Table:
 
 def alternatives_table(comparison: Comparison) -> Table:
     """For each call, the best other layout, what the step would cost with it, and how many others do not fit."""
-    title = "why not: the best other layout of each call, the rest of the plan as it is"
+    title = "why not: the best other layout of each call, all else as it is"
     table = table_of(title, "call", "instead", "s/step", "slower by", "too large", words=2)
     for alternative in comparison.alternatives:
         refused = f"{alternative.num_too_large / max(alternative.num_options, 1):.0%}"

@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.box import HEAVY_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
@@ -137,7 +136,7 @@ def _format(values: dict[str, Any], names: tuple[str, ...] | None = None) -> str
 def call_table(times: Sequence[CallTime]) -> Table:
     """Measured (median) against predicted seconds of every call."""
     columns = ("measured (median)", "predicted", "measured / predicted")
-    table = table_of("calls, seconds", "call", *columns, frame=HEAVY_HEAD)
+    table = table_of("calls, seconds", "call", *columns)
     for row in times:
         numbers = (row.measured_s, row.predicted_s, row.ratio)
         table.add_row(row.call, *("-" if number is None else f"{number:.3f}" for number in numbers))
@@ -149,7 +148,7 @@ def print_summary(directory: RunDirectory, seconds: float) -> None:
     out, run = wide_output(), read_run(directory)
     metrics, evaluations = run.metrics, run.evaluations
     if len(evaluations) > 1:
-        table = table_of("evaluation", "", "before", "after", frame=HEAVY_HEAD)
+        table = table_of("evaluation", "", "before", "after")
         for name, before in evaluations[0].items():
             if name != "step" and name in evaluations[-1]:
                 table.add_row(name, _number(before), _number(evaluations[-1][name]))

@@ -4,7 +4,6 @@ import argparse
 from pathlib import Path
 
 import msgspec
-from rich.box import HEAVY_HEAD
 
 from realhf.base.files import write_atomically
 from realhf.cli.options import options_of
@@ -39,7 +38,7 @@ def execute(arguments: argparse.Namespace) -> int:
         save_plan(found.plan, output)
     if numbers:
         write_atomically(numbers, msgspec.json.encode(found))
-    out, table = wide_output(), table_of("measured / predicted", "call", "factor", frame=HEAVY_HEAD)
+    out, table = wide_output(), table_of("measured / predicted", "call", "factor")
     for name, factor in found.factors.items():
         table.add_row(name, f"{factor:.3g}")
     out.print(table)
