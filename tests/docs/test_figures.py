@@ -20,7 +20,7 @@ FILES = sorted(RESULTS.glob("*.json"))
 # Older than the mark: whether the checkout was clean was not written down, and the command is that of the script's
 # page. A file that is measured again leaves this set.
 BEFORE_THE_MARK = {
-    "endurance", "estimator", "generation", "generation_busy_host", "planner",
+    "estimator", "generation", "generation_busy_host", "planner",
     "reallocation", "search", "training",
 }  # fmt: skip
 
