@@ -39,7 +39,8 @@ class TraceEvent(msgspec.Struct, frozen=True):
 class RunData:
     """All data of a report. Before the run has written anything, `status` is None and the sequences are empty.
 
-    `damaged` has a sentence about every file that could not be read as a whole; `plan` is None if it is one of them.
+    `metrics` have of a call its seconds alone: a long run has very many. `damaged` has a sentence about every file that
+    could not be read as a whole; `plan` is None if it is one of them.
     """
 
     path: Path
@@ -96,12 +97,17 @@ def read_run(directory: RunDirectory) -> RunData:
         plan=plan,
         status=status_of(directory, damaged),
         experiment=experiment,
-        metrics=lines_of(directory.metrics, step_line, damaged),
+        metrics=lines_of(directory.metrics, _short_step_line, damaged),
         evaluations=lines_of(directory.evaluations, evaluation_line, damaged),
         events=read_trace(directory.trace, damaged=damaged),
         happened=lines_of(directory.events, event_line, damaged),
         damaged=tuple(damaged),
     )
+
+
+def _short_step_line(line: bytes) -> dict[str, Any]:
+    values = step_line(line)
+    return values | {"calls": {name: {"seconds": call["seconds"]} for name, call in values["calls"].items()}}
 
 
 def trace_line(line: bytes) -> TraceEvent | None:

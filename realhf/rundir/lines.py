@@ -83,32 +83,32 @@ def read_lines(path: Path, decode: Callable[[bytes], T], *, tail_bytes: int | No
     There are none where there is no file. A last line without its end is left out without a word: it is still being
     written, or its writer died.
     """
+    values: list[T] = []
+    bad: list[tuple[int, BadContentError]] = []
+    ended = 0  # lines that have their end
     try:
         with path.open("rb") as file:
-            size = file.seek(0, 2)
-            start = max(0, size - tail_bytes) if tail_bytes is not None else 0
+            start = max(0, file.seek(0, 2) - tail_bytes) if tail_bytes is not None else 0
             file.seek(start)
-            lines = file.read(size - start).split(b"\n")
+            for number, line in enumerate(file, start=1):
+                ended += line.endswith(b"\n")
+                if start and number == 1:  # the seek has cut that one
+                    continue
+                try:
+                    values.append(decode(line.removesuffix(b"\n")))
+                except BadContentError as error:
+                    if number == ended:
+                        bad.append((number, error))
     except FileNotFoundError:
         return Lines([])
     except OSError as error:
         return Lines([], (f"{path} cannot be read ({error.strerror})",))
-    first = 1 if start else 0  # the seek has cut that one
-    values, bad = [], []
-    for index, line in enumerate(lines[first:], start=first):
-        is_last = index == len(lines) - 1
-        if is_last and not line:
-            break
-        try:
-            values.append(decode(line))
-        except BadContentError as error:
-            if not is_last:
-                where = f"line {index + 1}" if not start else f"line {len(lines) - 1 - index} from the end"
-                bad.append(f"{where}: {error}")
     if not bad:
         return Lines(values)
+    number, error = bad[0]
+    where = f"line {ended - number + 1} from the end" if start else f"line {number}"
     others = f"; {len(bad) - 1} more" if len(bad) > 1 else ""
-    return Lines(values, (f"{path} has lines that cannot be read and are left out: {bad[0]}{others}",))
+    return Lines(values, (f"{path} has lines that cannot be read and are left out: {where}: {error}{others}",))
 
 
 class Tail(Generic[T]):
