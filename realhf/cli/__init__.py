@@ -1,4 +1,4 @@
-"""The command line: `realhf run | status | plan | replan | search | profile | convert | report | doctor`."""
+"""The command line: `realhf run | status | plan | replan | search | profile | convert | report | compare | doctor`."""
 
 import argparse
 import importlib
@@ -18,6 +18,7 @@ COMMANDS = {
     "profile": "measure this machine, once per model type",
     "convert": "convert a checkpoint from or to Hugging Face's format",
     "report": "write a run's report.html",
+    "compare": "draw several runs in one page",
     "doctor": "check the installation and this machine",
 }
 OSDP = "--osdp"  # makes `realhf plan` one of a model's operators, with arguments of its own

@@ -1,9 +1,11 @@
 """The figures of a report: curves, predicted against measured times, the timeline."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import cycle
 from typing import Any
 
 import plotly.graph_objects as go
+from plotly.colors import qualitative
 from plotly.subplots import make_subplots
 
 from realhf.report.run_data import CallTime
@@ -78,8 +80,14 @@ def accuracy_curves(evaluations: Sequence[dict[str, Any]]) -> dict[str, Curve]:
     } or curves
 
 
-def curves_figure(charts: dict[str, dict[str, Curve]]) -> go.Figure:
-    """Small charts side by side over the steps: title -> its curves by name."""
+def runs_colours(names: Sequence[str]) -> dict[str, str]:
+    """A colour for each of several runs; of more than thirty some share one."""
+    return dict(zip(names, cycle((*LINE_COLOURS, *qualitative.Dark24)), strict=False))
+
+
+def curves_figure(charts: dict[str, dict[str, Curve]], colours: Mapping[str, str] | None = None) -> go.Figure:
+    """Small charts side by side over the steps: title -> its curves by name. `colours`: of the curves, for a page that
+    has their legend; else the charts name theirs."""
     rows = -(-len(charts) // COLUMNS)
     height = 70 + 190 * rows
     figure = make_subplots(
@@ -91,7 +99,8 @@ def curves_figure(charts: dict[str, dict[str, Curve]]) -> go.Figure:
     )
     for index, (title, curves) in enumerate(charts.items()):
         row, column = index // COLUMNS + 1, index % COLUMNS + 1
-        for colour, (name, curve) in zip(_cycle(len(curves)), curves.items(), strict=True):
+        for other, (name, curve) in zip(_cycle(len(curves)), curves.items(), strict=True):
+            colour = colours[name] if colours else other
             steps, values = thinned(curve)
             has_markers = len(steps) <= MAX_POINTS_WITH_MARKERS
             line = go.Scatter(
@@ -105,7 +114,7 @@ def curves_figure(charts: dict[str, dict[str, Curve]]) -> go.Figure:
                 showlegend=False,
             )
             figure.add_trace(line, row=row, col=column)
-        if list(curves) != [title]:
+        if list(curves) != [title] and not colours:
             _name_inside(figure, list(curves), row, column)
         numbers = [value for _, values in curves.values() for value in values if value is not None]
         if title == EVALUATION and all(0 <= number <= 1 for number in numbers):

@@ -41,6 +41,7 @@ RUN_HERE = {
     "realhf status runs/first": "",
     "realhf report runs/first": "",
     "realhf run reinforce.py --steps 1 --num-workers 1 --run-dir runs/reinforce": "--batch-size 8",
+    "realhf compare runs/first runs/reinforce --html compare.html": "",
     "realhf run scored.py --steps 1 --num-workers 2 --run-dir runs/scored": "--batch-size 8",
     "python -m realhf.data.sort_task runs/data --seed 0": "",
     "realhf --version": "",

@@ -81,12 +81,13 @@ def write_run(
     evaluations: list[dict[str, Any]] | None = None,
     events: list[dict[str, Any]] | None = None,
     happened: list[dict[str, Any]] | None = None,
+    values: dict[str, Any] | None = None,
     cut_off: str = "\n]\n",
 ) -> Path:
     """Writes a run directory; None leaves a file out, `cut_off` is what stands behind the last trace event."""
     path.mkdir()
     (path / "plan.json").write_text(json.dumps(plan))
-    experiment = {"experiment_class": "PPOExperiment", "values": {"steps": 4}, "format": "run/2"}
+    experiment = {"experiment_class": "PPOExperiment", "values": values or {"steps": 4}, "format": "run/2"}
     (path / "experiment.json").write_text(json.dumps(experiment))
     if state is not None:
         status = {"state": state, "step": len(metrics or ()), "steps": 4, "message": message, "updated": 1e9}

@@ -1,0 +1,30 @@
+"""`realhf compare`: several runs in one HTML page."""
+
+import argparse
+from pathlib import Path
+
+from realhf.cli.output import Output, table_of
+
+DESCRIPTION = """Draws the metrics of several runs in one page, with what differs in their experiments, and prints their
+figures side by side. Works while runs go on and after they failed."""
+
+EXAMPLE = """example:
+  realhf compare runs/first runs/second --html compare.html"""
+
+
+def add_arguments(command: argparse.ArgumentParser) -> None:
+    command.add_argument("run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="the directory of a run")
+    command.add_argument("--html", type=Path, default=Path("compare.html"), help="the page (default compare.html)")
+
+
+def execute(arguments: argparse.Namespace) -> int:
+    from realhf.report.compared_runs import comparison_page, facts_of, read_runs  # plotly takes a while to import
+
+    runs, out = read_runs(arguments.run_dirs), Output()
+    facts = {name: facts_of(run) for name, run in runs.items()}
+    table = table_of("runs", "", *runs)
+    for row in dict.fromkeys(row for each in facts.values() for row in each):
+        table.add_row(row, *(each.get(row, "-") for each in facts.values()))
+    out.print(table)
+    out.write(arguments.html, comparison_page(runs).encode())
+    return 0

@@ -1,0 +1,120 @@
+"""Several runs in one HTML page: figures side by side, what differs in the experiments, curves together."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from realhf.base.errors import UserError
+from realhf.report.figures import Curve, accuracy_curves, curves_figure, runs_colours, split_curves
+from realhf.report.html import document, figure_html, section, table
+from realhf.report.page import STATE_NAMES
+from realhf.report.run_data import RunData, read_run
+from realhf.report.timeline import EVALUATION
+from realhf.rundir.paths import RunDirectory
+
+MISSING = "-"
+
+
+def read_runs(paths: Sequence[Path]) -> dict[str, RunData]:
+    """The runs by the names of their directories; by their paths where two have one name.
+
+    Raises:
+        UserError: a directory is not a run's, is given twice, or is the only one.
+    """
+    directories = [RunDirectory(path) for path in paths]
+    if len(directories) < 2:
+        raise UserError(f"a comparison of {len(directories)} run is none; give two or more run directories")
+    for i, directory in enumerate(directories):
+        if directory in directories[:i]:
+            raise UserError(f"{directory.path} is given twice; give each run once")
+    names = [directory.path.name for directory in directories]
+    return {
+        directory.path.name if names.count(directory.path.name) == 1 else str(directory.path): read_run(directory)
+        for directory in directories
+    }
+
+
+def facts_of(run: RunData) -> dict[str, str]:
+    """What a run was and how fast, in a word each."""
+    step_s, tokens_per_s = run.median_step_s, run.tokens_per_s
+    return {
+        "state": STATE_NAMES[run.status.state] if run.status else "not started",
+        "steps": str(run.metrics[-1]["step"] if run.metrics else 0),
+        "devices": str(run.plan.num_devices) if run.plan else MISSING,
+        "s/step": MISSING if step_s is None else f"{step_s:.3g}",
+        "tokens/s": MISSING if tokens_per_s is None else f"{tokens_per_s:,.0f}",
+    } | {name: f"{value:.4g}" for name, value in _last_values(run)}
+
+
+def differing_fields(runs: Mapping[str, RunData]) -> dict[str, list[str]]:
+    """The fields of the experiments that are not the same in all runs, by dotted name, with each run's value."""
+    fields = [dict(_flat(run.experiment.get("values", {}))) for run in runs.values()]
+    names = dict.fromkeys(name for each in fields for name in each)
+    rows = {name: [each.get(name, MISSING) for each in fields] for name in names}
+    return {name: values for name, values in rows.items() if len(set(values)) > 1}
+
+
+def comparison_page(runs: Mapping[str, RunData]) -> str:
+    """The page as HTML, one file with all that it needs."""
+    colours = runs_colours(list(runs))
+    legend = " ".join(
+        f'<span style="color:{colours[name]}">&#9632;</span> {escape(name)} &nbsp;' for name in runs
+    )  # fmt: skip
+    facts = {name: facts_of(run) for name, run in runs.items()}
+    rows = dict.fromkeys(row for each in facts.values() for row in each)
+    damaged = [f'<pre class="failure">damaged: {escape(text)}</pre>' for run in runs.values() for text in run.damaged]
+    differing = differing_fields(runs)
+    sections = [
+        f'<div class="title"><h1>{len(runs)} runs</h1></div><p>{legend}</p>',
+        *damaged,
+        section(
+            "Side by side",
+            '<p class="muted">Statistics are those of the last step, accuracies those of the last evaluation.</p>',
+            table(["", *runs], [[row, *(each.get(row, MISSING) for each in facts.values())] for row in rows]),
+        ),
+        section(
+            "What differs in the experiments",
+            table(["field", *runs], [[name, *values] for name, values in differing.items()])
+            if differing
+            else '<p class="muted">All fields are the same.</p>',
+        ),
+        _curves(runs, colours),
+    ]
+    return document(f"{len(runs)} runs", sections)
+
+
+def _curves(runs: Mapping[str, RunData], colours: Mapping[str, str]) -> str:
+    main: dict[str, dict[str, Curve]] = {}
+    others: dict[str, dict[str, Curve]] = {}
+    for name, run in runs.items():
+        first, rest = split_curves(run.metrics)
+        evaluations = {f"{EVALUATION}: {key}": curve for key, curve in accuracy_curves(run.evaluations).items()}
+        for charts, curves in ((main, evaluations | first), (others, rest)):
+            for statistic, curve in curves.items():
+                charts.setdefault(statistic, {})[name] = curve
+    if not main and not others:
+        return section("Metrics", '<p class="muted">No step has ended yet.</p>')
+    body = [figure_html(curves_figure(main, colours))] if main else []
+    if others:
+        figure = figure_html(curves_figure(others, colours))
+        body.append(f"<details{'' if main else ' open'}><summary>all other statistics</summary>{figure}</details>")
+    return section("Metrics", '<p class="muted">Over the steps.</p>', *body)
+
+
+def _last_values(run: RunData) -> Iterator[tuple[str, float]]:
+    """The newest values of the statistics that are shown first."""
+    main, _ = split_curves(run.metrics)
+    for name, (_, values) in (accuracy_curves(run.evaluations) | main).items():
+        known = [value for value in values if value is not None]
+        if known and name != "tokens_per_s":
+            yield name, known[-1]
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """The fields of nested objects, by dotted name."""
+    if isinstance(value, dict):
+        for key, part in value.items():
+            yield from _flat(part, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, str(value)
