@@ -86,6 +86,12 @@ def script_lines(text: str) -> list[str]:
 
 
 def table_rows(text: str) -> list[list[float]]:
-    """The numbers in the rows of all printed tables; a row begins with a space or a rule, prose does not."""
-    rows = (numbers_in(line) for line in text.splitlines() if line[:1] in (" ", "│"))
+    """The numbers in the rows of all printed tables; a row begins with a space, prose does not. What stands above a
+    rule are names of columns."""
+    lines = text.splitlines()
+    rows = (
+        numbers_in(line)
+        for line, below in zip(lines, [*lines[1:], ""], strict=True)
+        if line.startswith(" ") and not below.startswith(" ─")
+    )
     return [row for row in rows if row]
