@@ -105,10 +105,10 @@ def read_lines(path: Path, decode: Callable[[bytes], T], *, tail_bytes: int | No
         return Lines([], (f"{path} cannot be read ({error.strerror})",))
     if not bad:
         return Lines(values)
-    number, error = bad[0]
+    number, reason = bad[0]
     where = f"line {ended - number + 1} from the end" if start else f"line {number}"
     others = f"; {len(bad) - 1} more" if len(bad) > 1 else ""
-    return Lines(values, (f"{path} has lines that cannot be read and are left out: {where}: {error}{others}",))
+    return Lines(values, (f"{path} has lines that cannot be read and are left out: {where}: {reason}{others}",))
 
 
 class Tail(Generic[T]):
