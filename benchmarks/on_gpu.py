@@ -183,6 +183,10 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", help=f"of {' and '.join(CASES)}; default: both")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: with --quick, whether it runs")
     arguments = parser.parse_args()
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        parser.error(
+            "torch sees no GPU here; run it where there is one, or see whether it runs with --quick --device cpu"
+        )
     results = [
         row for name in arguments.cases or CASES for row in CASES[name](quick=arguments.quick, device=arguments.device)
     ]
