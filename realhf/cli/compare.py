@@ -18,13 +18,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    from realhf.report.compared_runs import comparison_page, facts_of, read_runs  # plotly takes a while to import
+    from realhf.report.compared_runs import comparison_page, read_runs, side_by_side  # plotly takes a while to import
 
     runs, out = read_runs(arguments.run_dirs), Output()
-    facts = {name: facts_of(run) for name, run in runs.items()}
     table = table_of("runs", "", *runs)
-    for row in dict.fromkeys(row for each in facts.values() for row in each):
-        table.add_row(row, *(each.get(row, "-") for each in facts.values()))
+    for row in side_by_side(runs):
+        table.add_row(*row)
     out.print(table)
     out.write(arguments.html, comparison_page(runs).encode())
     return 0

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from realhf.base.errors import UserError
-from realhf.report.figures import Curve, accuracy_curves, curves_figure, runs_colours, split_curves
-from realhf.report.html import document, figure_html, section, table
-from realhf.report.page import STATE_NAMES
+from realhf.report.figures import Curve, accuracy_curves, runs_colours, split_curves
+from realhf.report.html import document, section, table
+from realhf.report.page import STATE_NAMES, metrics_section
 from realhf.report.run_data import RunData, read_run
 from realhf.report.timeline import EVALUATION
 from realhf.rundir.paths import RunDirectory
@@ -24,7 +24,7 @@ def read_runs(paths: Sequence[Path]) -> dict[str, RunData]:
     """
     directories = [RunDirectory(path) for path in paths]
     if len(directories) < 2:
-        raise UserError(f"a comparison of {len(directories)} run is none; give two or more run directories")
+        raise UserError("one run cannot be compared; give two or more run directories")
     for i, directory in enumerate(directories):
         if directory in directories[:i]:
             raise UserError(f"{directory.path} is given twice; give each run once")
@@ -47,6 +47,13 @@ def facts_of(run: RunData) -> dict[str, str]:
     } | {name: f"{value:.4g}" for name, value in _last_values(run)}
 
 
+def side_by_side(runs: Mapping[str, RunData]) -> list[list[str]]:
+    """Rows of `facts_of`: the name of a fact, and each run's."""
+    facts = [facts_of(run) for run in runs.values()]
+    names = dict.fromkeys(name for each in facts for name in each)
+    return [[name, *(each.get(name, MISSING) for each in facts)] for name in names]
+
+
 def differing_fields(runs: Mapping[str, RunData]) -> dict[str, list[str]]:
     """The fields of the experiments that are not the same in all runs, by dotted name, with each run's value."""
     fields = [dict(_flat(run.experiment.get("values", {}))) for run in runs.values()]
@@ -58,11 +65,7 @@ def differing_fields(runs: Mapping[str, RunData]) -> dict[str, list[str]]:
 def comparison_page(runs: Mapping[str, RunData]) -> str:
     """The page as HTML, one file with all that it needs."""
     colours = runs_colours(list(runs))
-    legend = " ".join(
-        f'<span style="color:{colours[name]}">&#9632;</span> {escape(name)} &nbsp;' for name in runs
-    )  # fmt: skip
-    facts = {name: facts_of(run) for name, run in runs.items()}
-    rows = dict.fromkeys(row for each in facts.values() for row in each)
+    legend = " ".join(f'<span style="color:{colours[name]}">&#9632;</span> {escape(name)} &nbsp;' for name in runs)
     damaged = [f'<pre class="failure">damaged: {escape(text)}</pre>' for run in runs.values() for text in run.damaged]
     differing = differing_fields(runs)
     sections = [
@@ -71,7 +74,7 @@ def comparison_page(runs: Mapping[str, RunData]) -> str:
         section(
             "Side by side",
             '<p class="muted">Statistics are those of the last step, accuracies those of the last evaluation.</p>',
-            table(["", *runs], [[row, *(each.get(row, MISSING) for each in facts.values())] for row in rows]),
+            table(["", *runs], side_by_side(runs)),
         ),
         section(
             "What differs in the experiments",
@@ -93,13 +96,7 @@ def _curves(runs: Mapping[str, RunData], colours: Mapping[str, str]) -> str:
         for charts, curves in ((main, evaluations | first), (others, rest)):
             for statistic, curve in curves.items():
                 charts.setdefault(statistic, {})[name] = curve
-    if not main and not others:
-        return section("Metrics", '<p class="muted">No step has ended yet.</p>')
-    body = [figure_html(curves_figure(main, colours))] if main else []
-    if others:
-        figure = figure_html(curves_figure(others, colours))
-        body.append(f"<details{'' if main else ' open'}><summary>all other statistics</summary>{figure}</details>")
-    return section("Metrics", '<p class="muted">Over the steps.</p>', *body)
+    return metrics_section(main, others, colours)
 
 
 def _last_values(run: RunData) -> Iterator[tuple[str, float]]:

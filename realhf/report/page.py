@@ -3,13 +3,14 @@
 import json
 import statistics
 import time
+from collections.abc import Mapping
 from html import escape
 from itertools import groupby
 from pathlib import Path
 
 from realhf.base.files import write_atomically
 from realhf.dataflow.plan import ExecutionPlan
-from realhf.report.figures import accuracy_curves, curves_figure, split_curves, timeline_figure, times_figure
+from realhf.report.figures import Curve, accuracy_curves, curves_figure, split_curves, timeline_figure, times_figure
 from realhf.report.html import document, figure_html, section, table
 from realhf.report.plan_section import plan_section
 from realhf.report.run_data import RunData, call_times, read_run
@@ -115,12 +116,19 @@ def _curves(run: RunData) -> str:
     evaluations = accuracy_curves(run.evaluations)
     if evaluations:
         charts = {EVALUATION: evaluations} | charts
-    if not charts and not others:
+    return metrics_section(charts, {name: {name: curve} for name, curve in others.items()})
+
+
+def metrics_section(
+    main: dict[str, dict[str, Curve]], others: dict[str, dict[str, Curve]], colours: Mapping[str, str] | None = None
+) -> str:
+    """The charts to show first, and the others folded. See `curves_figure`."""
+    if not main and not others:
         return section("Metrics", '<p class="muted">No step has ended yet.</p>')
-    body = [figure_html(curves_figure(charts))] if charts else []
+    body = [figure_html(curves_figure(main, colours))] if main else []
     if others:
-        figure = figure_html(curves_figure({name: {name: curve} for name, curve in others.items()}))
-        body.append(f"<details{'' if charts else ' open'}><summary>all other statistics</summary>{figure}</details>")
+        figure = figure_html(curves_figure(others, colours))
+        body.append(f"<details{'' if main else ' open'}><summary>all other statistics</summary>{figure}</details>")
     return section("Metrics", '<p class="muted">Over the steps.</p>', *body)
 
 

@@ -82,3 +82,18 @@ def finished(run_dir: Path, experiment: str | Path, *words: str | Path) -> Finis
     done = realhf("run", file, "--run-dir", run_dir, *words)
     assert done.returncode == 0, done.stderr[-4000:]
     return FinishedRun(run_dir)
+
+
+def benchmark(name: str, *words: str | Path) -> str:
+    """What `benchmarks/NAME.py` printed; its exit code is 0."""
+    done = subprocess.run(
+        [sys.executable, f"benchmarks/{name}.py", *words],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout

@@ -5,14 +5,13 @@ import json
 import os
 import socket
 import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 
-from tests.e2e.runs import ROOT
+from tests.e2e.runs import ROOT, benchmark
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.distributed
@@ -112,15 +111,7 @@ def test_every_kind_of_fault(tmp_path: Path) -> None:
     if not may_mount():
         pytest.skip("this user may not mount a disk in a namespace of its own")
     table = tmp_path / "faults.md"
-    done = subprocess.run(
-        [sys.executable, "benchmarks/faults.py", "--each", "--table", table],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=2 * PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
+    benchmark("faults", "--each", "--table", table)
     rows = [json.loads(line) for line in table.with_suffix(".jsonl").read_text().splitlines()]
     kinds = [(row["fault"]["kind"], row["mode"]) for row in rows]
     auto = [

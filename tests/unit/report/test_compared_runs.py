@@ -81,7 +81,7 @@ def test_the_command_prints_and_writes(
 @pytest.mark.parametrize(
     ("runs", "complaint"),
     [
-        (["first"], "a comparison of 1 run is none; give two or more run directories"),
+        (["first"], "one run cannot be compared; give two or more run directories"),
         (["first", "second", "first"], "first is given twice; give each run once"),
         (["first", "."], "is no run directory: it has no plan.json"),
     ],
