@@ -13,6 +13,7 @@ from realhf.api.experiment import (
     auto,
 )
 from realhf.api.generation import GenerationOptions
+from realhf.api.model_source import ModelSource, model_source
 from realhf.architecture.compute import ComputeConfig
 from realhf.architecture.model import DecoderConfig, DType, Experts, RopeScaling
 from realhf.architecture.named import ARCHITECTURES, architecture, architecture_of
@@ -66,6 +67,7 @@ __all__ = [
     "Layout",
     "ModelFunctionCallDef",
     "ModelSetup",
+    "ModelSource",
     "OptimizerConfig",
     "ParallelStrategy",
     "RopeScaling",
@@ -77,6 +79,7 @@ __all__ = [
     "architecture_of",
     "auto",
     "load_plan",
+    "model_source",
     "save_plan",
     "transformers_model",
 ]

@@ -1,0 +1,99 @@
+"""What a model is made from: a Hugging Face directory, or the directory of a run or of one of its checkpoints."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+from realhf.architecture.model import DecoderConfig
+from realhf.architecture.named import architecture
+from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
+from realhf.architecture.transformers_config import TransformersConfig, transformers_model
+from realhf.base.errors import UserError
+from realhf.base.files import BadContentError, decode_json, read_file
+
+_CONFIG, _INDEX, _TOKENIZER = "config.json", "index.json", "tokenizer.json"
+_REMEDY = (
+    "give a Hugging Face directory (config.json, safetensors), the directory of a run, or one of its models, "
+    "RUN_DIR/checkpoints/latest/MODEL"
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """The weights of a model, its architecture, and the tokenizer that came with it.
+
+    checkpoint: the directory of the weights; None: there are none, they are random.
+    tokenizer: a directory with a tokenizer.json, or None where none came with the weights.
+    """
+
+    checkpoint: str | None
+    architecture: DecoderConfig
+    tokenizer: str | None = None
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """The part of a checkpoint's index.json that says what model it is of."""
+
+    architecture: dict[str, Any]
+
+
+def model_source(path: str, *, head: Literal["lm", "scalar"] = "lm", backend: str = "") -> ModelSource:
+    """Finds weights, architecture and tokenizer in the directory that a user names.
+
+    Of a run it takes the model of its newest checkpoint that has the wanted `head`, where there is one such model. The
+    architecture is that of the checkpoint, with its own head; a model with another head makes a new one.
+
+    Raises:
+        UserError: the directory is none of those, cannot be read, or it is not clear which of its models is meant.
+    """
+    directory = Path(path)
+    if not directory.is_dir():
+        raise UserError(f"model {path}: no such directory; {_REMEDY}")
+    if (directory / _CONFIG).is_file():
+        found = transformers_model(path) if backend == TRANSFORMERS else architecture(path)
+        return ModelSource(checkpoint=path, architecture=found, tokenizer=_with_tokenizer(directory))
+    checkpoint = directory if (directory / _INDEX).is_file() else _model_of_run(directory, head)
+    return ModelSource(
+        checkpoint=str(checkpoint), architecture=_saved(checkpoint), tokenizer=_tokenizer_of_run(checkpoint)
+    )
+
+
+def _model_of_run(directory: Path, head: str) -> Path:
+    """The only model with this head in the newest checkpoint of a run; else its only model."""
+    latest = directory / "checkpoints" / "latest"
+    latest = latest if latest.is_dir() else directory
+    models = sorted(index.parent for index in latest.glob(f"*/{_INDEX}"))
+    if not models:
+        raise UserError(f"model {directory}: no checkpoint of a model is there; {_REMEDY}")
+    fitting = [model for model in models if _saved(model).head == head] if len(models) > 1 else models
+    if len(fitting) != 1:
+        raise UserError(
+            f"model {directory}: the run has the models {', '.join(model.name for model in models)}, and "
+            f"{'none' if not fitting else 'more than one'} of them has a head of kind {head!r}; give one of them: "
+            f"{models[0]}"
+        )
+    return fitting[0]
+
+
+def _saved(checkpoint: Path) -> DecoderConfig:
+    """The architecture that a checkpoint's index names."""
+    index = read_file(checkpoint / _INDEX, lambda data: decode_json(data, _Index), "index.json", _REMEDY)
+    kind = TransformersConfig if "parameters" in index.architecture else DecoderConfig
+    try:
+        found: DecoderConfig = decode_json(json.dumps(index.architecture), kind)
+    except BadContentError as error:
+        raise UserError(f"{checkpoint / _INDEX}: not an architecture: {error}; use another checkpoint") from None
+    return found
+
+
+def _tokenizer_of_run(checkpoint: Path) -> str | None:
+    """RUN_DIR/tokenizer, for RUN_DIR/checkpoints/STEP/MODEL."""
+    parents = checkpoint.absolute().parents
+    return _with_tokenizer(parents[2] / "tokenizer") if len(parents) > 2 else None
+
+
+def _with_tokenizer(directory: Path) -> str | None:
+    return str(directory) if (directory / _TOKENIZER).is_file() else None
