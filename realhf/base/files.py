@@ -6,7 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TypeVar
+from typing import BinaryIO, TypeVar
 
 import msgspec
 
@@ -97,12 +97,18 @@ def write_atomically(path: str | Path, content: bytes) -> None:
 
     Raises OSError naming the file; then the old content stays, and no other file is left.
     """
-    path = Path(path)
+    with replacing(Path(path)) as file:
+        file.write(content)
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file to write inside, which takes the place of `path` at the end. As `write_atomically`."""
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with naming(path):
         try:
             with part.open("wb") as file:
-                file.write(content)
+                yield file
                 file.flush()
                 os.fsync(file.fileno())
             part.replace(path)

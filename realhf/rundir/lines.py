@@ -111,6 +111,33 @@ def read_lines(path: Path, decode: Callable[[bytes], T], *, tail_bytes: int | No
     return Lines(values, (f"{path} has lines that cannot be read and are left out: {where}: {reason}{others}",))
 
 
+def read_spread(
+    path: Path, decode: Callable[[bytes], T], places: int, window_bytes: int, *, end: int | None = None
+) -> Iterator[tuple[int, list[T]]]:
+    """From `places` even places of a file, its beginning first: the offset, and the good lines of the window there.
+
+    The file counts up to the byte `end`. A window may hold no whole line.
+    """
+    try:
+        with path.open("rb") as file:
+            stop = min(file.seek(0, 2), 2**62 if end is None else end)
+            for place in range(places):
+                offset = stop * place // places
+                file.seek(offset)
+                lines = file.read(min(window_bytes, stop - offset)).split(b"\n")[1 if offset else 0 : -1]
+                yield offset, list(_good(lines, decode))
+    except OSError:  # `read_lines` says why
+        return
+
+
+def _good(lines: list[bytes], decode: Callable[[bytes], T]) -> Iterator[T]:
+    for line in lines:
+        try:
+            yield decode(line)
+        except BadContentError:
+            continue
+
+
 class Tail(Generic[T]):
     """The lines that a file gained since the last look, at first since construction. `say` is told of those for which
     `decode` raises BadContentError; they are left out."""

@@ -50,10 +50,12 @@ class RunDirectory:
     experiment = _Below("experiment.json")  # with every default resolved
     metrics = _Below("metrics.jsonl")  # one JSON object a step
     evaluations = _Below("evaluations.jsonl")  # one JSON object an evaluation
+    samples = _Below("samples.jsonl")  # completions as texts, with `--samples`, one JSON object a sample
     events = _Below("events.jsonl")  # what happened to the run as a whole, one JSON object an event
     trace = _Below("trace.json")  # Chrome trace events, one row a worker
     status = _Below("status.json")
     report = _Below("report.html")
+    tokenizer = _Below("tokenizer")  # the files of the experiment's tokenizer
     rollouts = _Below("rollouts")  # the data of `--record`, a folder a step
     logs = _Below("logs")
     checkpoints = _Below("checkpoints")

@@ -3,17 +3,17 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from realhf.base.files import delete, write_atomically, writing_a_run
+from realhf.base.files import delete, replacing, write_atomically, writing_a_run
 from realhf.dataflow.plan import digest_in, plan_digest, save_plan
 from realhf.rundir import checkpoints
 from realhf.rundir.events import note
 from realhf.rundir.lines import evaluation_line, read_lines, step_line
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run
+from realhf.rundir.samples import sample_line
 from realhf.rundir.status import Status, write_status
 from realhf.transport.keys import make_run_keys
 
@@ -22,13 +22,18 @@ from realhf.transport.keys import make_run_keys
 def prepare(run: Run, directory: RunDirectory) -> None:
     """Leaves the directory as the run had it after `run.spec.resume_step` steps, with new keys.
 
-    Metrics, evaluations and rollouts of later steps go. Earlier traces stay as trace-1.json, trace-2.json, earlier
-    plans as plan-1.json and so on. The caller holds the directory's lock. Raises RunError if a file cannot be written.
+    Metrics, evaluations, samples and rollouts of later steps go. Earlier traces stay as trace-1.json, trace-2.json,
+    earlier plans as plan-1.json and so on. The caller holds the directory's lock. Raises RunError if a file cannot be
+    written.
     """
     step = run.spec.resume_step
     checkpoints.tidy(directory.checkpoints, step)
-    for path, decode in ((directory.metrics, step_line), (directory.evaluations, evaluation_line)):
-        for damaged in _keep_lines_up_to(path, decode, step):
+    for path, step_of in (
+        (directory.metrics, lambda line: step_line(line)["step"]),
+        (directory.evaluations, lambda line: evaluation_line(line)["step"]),
+        (directory.samples, lambda line: sample_line(line).step),
+    ):
+        for damaged in _keep_lines_up_to(path, step_of, step):
             note(directory.events, "damaged", step, damaged)
             print(damaged, file=sys.stderr)
     for later in (found for found in checkpoints.saved_steps(directory.rollouts) if found > step):
@@ -53,9 +58,14 @@ def _next_name(path: Path) -> Path:
     return path.with_stem(f"{path.stem}-{1 + len(list(path.parent.glob(f'{path.stem}-*{path.suffix}')))}")
 
 
-def _keep_lines_up_to(path: Path, decode: Callable[[bytes], dict[str, Any]], step: int) -> tuple[str, ...]:
+def _keep_lines_up_to(path: Path, step_of: Callable[[bytes], int], step: int) -> tuple[str, ...]:
     """Drops the lines of later steps from a JSON lines file, and damaged ones; says which these are."""
-    lines = read_lines(path, lambda line: (decode(line)["step"], line))
-    if path.exists():
-        write_atomically(path, b"".join(line + b"\n" for made, line in lines.values if made <= step))
-    return lines.damaged
+    if not path.exists():
+        return ()
+    with replacing(path) as file:  # line by line: the file of a long run is large
+
+        def keep(line: bytes) -> None:
+            if step_of(line) <= step:
+                file.write(line + b"\n")
+
+        return read_lines(path, keep).damaged

@@ -1,0 +1,85 @@
+"""`samples.jsonl`: completions that a run made, as texts with their rewards, a few a step, for people to read."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from realhf.base.files import decode_json
+from realhf.rundir.lines import Step, append_line, read_lines, read_spread
+
+Split = Literal["train", "evaluation"]
+
+# A reader wants the newest samples, and a few of before to see what has changed.
+TAIL_BYTES = 2**20
+PLACES = 16
+WINDOW_BYTES = 2**18
+
+
+class Sample(msgspec.Struct, frozen=True, kw_only=True):
+    """A prompt and what the model answered, as texts.
+
+    step: from 1; 0 is an evaluation before training.
+    sample: the place in the step's batch (of an evaluation: in its data set).
+    reward: None where the sample has none.
+    """
+
+    step: Step
+    sample: Step
+    split: Split = "train"
+    prompt: str
+    response: str
+    reward: float | None = None
+
+
+@dataclass(frozen=True)
+class StepSamples:
+    """The samples of one step, or of the evaluation after it."""
+
+    step: int
+    split: Split
+    samples: tuple[Sample, ...]
+
+    @property
+    def title(self) -> str:
+        return f"step {self.step}" if self.split == "train" else f"evaluation after step {self.step}"
+
+
+def sample_line(line: bytes) -> Sample:
+    """A line of `samples.jsonl`. Raises BadContentError."""
+    return decode_json(line, Sample)
+
+
+def append_samples(path: Path, samples: list[Sample]) -> None:
+    """Adds the samples of one step, a line each. Raises OSError naming the file."""
+    for sample in samples:
+        append_line(path, sample)
+
+
+def read_samples(path: Path, damaged: list[str]) -> list[StepSamples]:
+    """The samples of the newest steps, and of some earlier ones that lie evenly in the file, the oldest first.
+
+    Of a long run's file only a few parts are read. Lines there that cannot be read add a sentence to `damaged`.
+    """
+    tail = read_lines(path, sample_line, tail_bytes=TAIL_BYTES)
+    damaged += tail.damaged
+    size_bytes = path.stat().st_size if path.is_file() else 0
+    newest = list(_by_step(tail.values))
+    if size_bytes <= TAIL_BYTES:
+        return newest
+    # A step at the edge of what was read may lack samples: it is whole only if another one stands before it.
+    earlier = [
+        steps[0 if not offset else 1]
+        for offset, values in read_spread(path, sample_line, PLACES, WINDOW_BYTES, end=size_bytes - TAIL_BYTES)
+        if len(steps := list(_by_step(values))) > 1
+    ]
+    found = {(each.step, each.split): each for each in [*earlier, *(newest[1:] or newest)]}
+    return sorted(found.values(), key=lambda each: (each.step, each.split != "train"))
+
+
+def _by_step(samples: list[Sample]) -> Iterator[StepSamples]:
+    for (step, split), values in groupby(samples, lambda sample: (sample.step, sample.split)):
+        yield StepSamples(step, split, tuple(values))
