@@ -17,6 +17,7 @@ RANGES = {
     "top_k": Range("top_k (0: all)", 0, _MAX_TOKENS, "tokens"),
     "top_p": Range("top_p", 1e-9, 1),
     "kv_cache_tokens": Range("kv_cache_tokens", 1, 2**40, "tokens"),
+    "samples_per_prompt": Range("samples_per_prompt", 1, 2**20, "responses"),
 }
 
 
@@ -47,6 +48,10 @@ class GenerationOptions:
     count as their text (`<|im_end|>`)."""
     tokenizer: str = ""
     """A `tokenizer.json`, which turns responses into text for stop strings and for comparing answers."""
+    samples_per_prompt: int = 1
+    """Responses to each prompt. The prompt is computed once, and each response has random numbers of its own. A step's
+    batch_size counts responses: it has batch_size / samples_per_prompt prompts, and the responses to one of them are
+    neighbours."""
     kv_cache_tokens: int | None = None
     """The size of the KV cache on a device, in tokens. If it is full, sequences wait, or are recomputed later. None:
     large enough for every need."""

@@ -1,4 +1,4 @@
-"""The row of a data set that is sample i of step t: a new permutation every epoch, the same on every worker."""
+"""The i-th row of a data set in step t: a new permutation every epoch, the same on every worker."""
 
 from collections.abc import Sequence
 from functools import lru_cache
@@ -6,25 +6,25 @@ from functools import lru_cache
 import numpy as np
 
 
-def row_of(split_seed: int, num_rows: int, batch_size: int, step: int, sample_ids: Sequence[int]) -> list[int]:
-    """The rows of the given samples of a step.
+def row_of(split_seed: int, num_rows: int, rows_per_step: int, step: int, places: Sequence[int]) -> list[int]:
+    """The rows at the given places of a step.
 
-    Samples are counted through all steps (`step * batch_size + id`). Every `num_rows` samples are one epoch, which has
-    each row once. A batch may have samples of two epochs.
+    Places are counted through all steps (`step * rows_per_step + place`). Every `num_rows` places are one epoch, which
+    has each row once. A step may have rows of two epochs.
 
     Args:
         split_seed: determines the permutation, with the epoch's number.
-        sample_ids: indices in the global batch, from 0 to batch_size - 1.
+        places: from 0 to rows_per_step - 1; with one sample a row the samples' ids.
 
     Returns:
-        one row from 0 to num_rows - 1 for each of `sample_ids`.
+        one row from 0 to num_rows - 1 for each of `places`.
     """
     assert num_rows > 0, "a data set without rows"
     rows = []
-    for sample_id in sample_ids:
-        assert 0 <= sample_id < batch_size, f"sample {sample_id} of a batch of {batch_size}"
-        epoch, place = divmod(step * batch_size + sample_id, num_rows)
-        rows.append(int(_permutation(split_seed, epoch, num_rows)[place]))
+    for place in places:
+        assert 0 <= place < rows_per_step, f"place {place} of a step of {rows_per_step} rows"
+        epoch, in_epoch = divmod(step * rows_per_step + place, num_rows)
+        rows.append(int(_permutation(split_seed, epoch, num_rows)[in_epoch]))
     return rows
 
 

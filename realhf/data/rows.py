@@ -20,15 +20,20 @@ class DatasetRows:
         seed: determines the order of the rows, which differs in every epoch; None takes the rows in the order of the
             file, once (evaluation).
         batch_size: samples a step, over all workers.
+        samples_per_prompt: samples that share a row: those of a step are numbered so that neighbours do. A step takes
+            batch_size / samples_per_prompt rows.
 
     Raises:
         UserError: the file cannot be read.
     """
 
-    def __init__(self, dataset: JSONLDataset, seed: int | None, batch_size: int):
+    def __init__(self, dataset: JSONLDataset, seed: int | None, batch_size: int, samples_per_prompt: int = 1):
+        assert batch_size % samples_per_prompt == 0, "checked by `DataflowGraph.rows_per_step`"
         self.dataset = dataset
         self.seed = seed
         self.batch_size = batch_size
+        self.samples_per_prompt = samples_per_prompt
+        self.rows_per_step = batch_size // samples_per_prompt
         self._encoder = dataset.encoder()
         self._lines = dataset.lines()
         self._rows: OrderedDict[int, dict[str, Tokens]] = OrderedDict()  # the most recently used last
@@ -43,12 +48,16 @@ class DatasetRows:
         Raises:
             UserError: a line that the data set's `check` would have refused.
         """
-        if self.seed is None:
-            rows = [step * self.batch_size + sample_id for sample_id in sample_ids]
-            assert all(row < self.num_rows for row in rows), f"rows {rows} of {self.num_rows}"
-        else:
-            rows = row_of(self.seed, self.num_rows, self.batch_size, step, sample_ids)
-        return [self._row(row) for row in rows]
+        return [self._row(row) for row in self.rows(step, sample_ids)]
+
+    def rows(self, step: int, sample_ids: Sequence[int]) -> list[int]:
+        """The row of the data set, from 0 on, of each of the samples `sample_ids` of a step."""
+        places = [sample_id // self.samples_per_prompt for sample_id in sample_ids]
+        if self.seed is not None:
+            return row_of(self.seed, self.num_rows, self.rows_per_step, step, places)
+        rows = [step * self.rows_per_step + place for place in places]
+        assert all(row < self.num_rows for row in rows), f"rows {rows} of {self.num_rows}"
+        return rows
 
     def lengths(self, step: int, keys: Sequence[str]) -> dict[int, int]:
         """Tokens of every sample of a step, all `keys` together. Raises as `tokens` does."""
@@ -59,6 +68,6 @@ class DatasetRows:
         if row not in self._rows:
             self._rows[row] = self.dataset.encode(self._lines[row], row + 1, self._encoder)
         self._rows.move_to_end(row)
-        while len(self._rows) > KEPT_STEPS * self.batch_size:
+        while len(self._rows) > KEPT_STEPS * self.rows_per_step:
             self._rows.popitem(last=False)
         return self._rows[row]

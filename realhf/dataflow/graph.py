@@ -64,6 +64,13 @@ class ModelFunctionCallDef:
             object.__setattr__(self, "model_type", found)
         if self.mini_batches < 1 or (self.mini_batches > 1 and self.interface_type is not TRAIN_STEP):
             raise UserError(f"{self.name}: mini_batches={self.mini_batches} must be 1, or at least 1 for a train_step")
+        for field in ("epochs", "samples_per_prompt"):
+            number = getattr(self.interface_impl, field)
+            if not isinstance(number, int) or number < 1:
+                raise UserError(
+                    f"{self.name}: {field}={number!r} of {type(self.interface_impl).__name__} must be a whole number "
+                    "of at least 1"
+                )
         if self.trains and not self.uses_model:
             raise UserError(
                 f"{self.name}: {type(self.interface_impl).__name__} has uses_model=False, but a train_step changes its "
@@ -87,6 +94,16 @@ class ModelFunctionCallDef:
     @property
     def uses_model(self) -> bool:
         return self.interface_impl.uses_model
+
+    @property
+    def passes(self) -> int:
+        """How often the call goes through its batch: the epochs of a train_step."""
+        return self.interface_impl.epochs if self.trains else 1
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps in each step of the run; 0 unless the call trains."""
+        return self.mini_batches * self.passes if self.trains else 0
 
     def parts(self, layout: Layout) -> int:
         """How many parts the call's batch is cut into in a layout."""
@@ -154,7 +171,11 @@ class DataflowGraph:
 
     Raises:
         UserError: a key without a producer or with two, a cycle, two calls of one name, a
-            model name with two architectures, or a model that cannot follow the one it should.
+            model name with two architectures, generate calls with different numbers of samples a prompt, or a model
+            that cannot follow the one it should.
+
+    Attributes:
+        samples_per_prompt: how many neighbouring samples are responses to one prompt, in all generate calls.
     """
 
     def __init__(
@@ -166,6 +187,7 @@ class DataflowGraph:
         self.dataset_keys = tuple(dataset_keys)
         _check_names(calls)
         self.producers = _find_producers(calls, self.dataset_keys)
+        self.samples_per_prompt = _samples_per_prompt(calls)
         data_edges = self._data_edges(calls)
         parents: dict[str, set[str]] = {call.name: set() for call in calls}
         for edge in data_edges:
@@ -186,6 +208,18 @@ class DataflowGraph:
     def nodes(self) -> list[str]:
         """Names of all nodes of a step: the calls in a topological order, then the models that follow others."""
         return [*self.calls, *self.follows]
+
+    def rows_per_step(self, batch_size: int, name: str = "batch_size") -> int:
+        """Rows of the data set that `batch_size` samples have. Raises UserError where they are no whole number; `name`
+        is the user's for the batch size."""
+        rows, rest = divmod(batch_size, self.samples_per_prompt)
+        if rest:
+            raise UserError(
+                f"samples_per_prompt={self.samples_per_prompt} does not divide {name}={batch_size}, which counts "
+                f"responses; choose {max(1, rows) * self.samples_per_prompt} responses, or samples_per_prompt from "
+                f"{', '.join(map(str, divisors(batch_size)))}"
+            )
+        return rows
 
     def weights_version(self, model: str, step: int) -> int:
         """The version of its parameters that `model` uses in `step`: how many training steps they have seen.
@@ -279,6 +313,22 @@ def _check_names(calls: Sequence[ModelFunctionCallDef]) -> None:
                 f"{call.name} uses {call.config}; calls that share a model name share one set of "
                 "parameters, so give them one model_type or two model names"
             )
+
+
+def _samples_per_prompt(calls: Sequence[ModelFunctionCallDef]) -> int:
+    """Of all generate calls; 1 where there is none."""
+    generating = [call for call in calls if call.generates]
+    if not generating:
+        return 1
+    first, number = generating[0], generating[0].interface_impl.samples_per_prompt
+    for call in generating[1:]:
+        if call.interface_impl.samples_per_prompt != number:
+            raise UserError(
+                f"{first.name} has samples_per_prompt={number} and {call.name} has "
+                f"{call.interface_impl.samples_per_prompt}; samples of a step are numbered by their prompts, so "
+                "give all generate calls of a graph one number"
+            )
+    return number
 
 
 def _find_producers(calls: Sequence[ModelFunctionCallDef], dataset_keys: tuple[str, ...]) -> dict[str, str]:

@@ -44,6 +44,17 @@ class InterfaceConfig:
     """Whether its methods use the model. False is for rules over the data alone: its calls may have any transfer
     protocol (`ModelFunctionCallDef.protocol`), and the planner counts no pass through the model for them."""
 
+    @property
+    def epochs(self) -> int:
+        """How often its train_step goes through the mini-batches of a step; a field or a property of that name
+        overrides it. The learning rate's schedule and the planner count `mini_batches` x `epochs` optimizer steps."""
+        return 1
+
+    @property
+    def samples_per_prompt(self) -> int:
+        """How many responses its generate makes for each prompt; a field or a property of that name overrides it."""
+        return 1
+
 
 def check_implementation(call: str, config: InterfaceConfig, method: str) -> None:
     """Looks for the class that implements `config` and for its `method`, without importing the module.

@@ -181,6 +181,7 @@ def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> No
                 f"the plan is for another model: its {model!r} is {plan.models[model]}, the experiment's is {config}; "
                 "make a plan for this experiment with `realhf plan`"
             )
+    graph.rows_per_step(batch_size)
     for name, call in plan.calls.items():
         definition = graph.calls[name]
         first, count = call.devices
@@ -198,9 +199,7 @@ def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> No
                 f"{name}: chunks={call.chunks} is for train_step and inference calls, and this one generates; leave "
                 "chunks out here: the parameters are reallocated between layouts with chunks and without"
             )
-        per_mini_batch, rest = divmod(batch_size, definition.mini_batches)
-        if rest:
-            raise UserError(f"{name}: mini_batches={definition.mini_batches} does not divide batch_size={batch_size}")
+        per_mini_batch = definition.mini_batch_size(batch_size)
         definition.check_protocol(call.layout)
         parts = definition.parts(call.layout)
         if per_mini_batch % (parts * call.micro_batches):

@@ -120,9 +120,28 @@ class Context(Protocol):
     """True on the one rank of each data-parallel group whose outputs and statistics are taken."""
     record: frozenset[str]
     """Keys that the run records although no call consumes them, such as `logits` or `margin`."""
+    batch_size: int
+    """Samples of the step on all data-parallel ranks together; of a batch of the evaluation in its calls."""
+    samples_per_prompt: int
+    """Samples i * samples_per_prompt to (i + 1) * samples_per_prompt - 1 are responses to one prompt, for every i."""
 
     def sum_over_data_parallel(self, values: Tensor) -> Tensor:
         """The element-wise sum over the data-parallel ranks, the same bits on every rank."""
+
+    def in_order(self, ids: Sequence[int], values: Tensor) -> Tensor:
+        """`values` of all samples of the step, in the order of their ids: [batch_size, ...].
+
+        Every rank gets the same bits, and the same under every layout. So a statistic of a group of responses is one
+        of neighbouring rows, wherever the samples lie: `in_order(ids, reward).view(-1, samples_per_prompt).mean(1)`.
+        All data-parallel ranks have to call it. Samples that no rank gives have zeros.
+
+        Args:
+            ids: of this rank's samples (`Batch.ids`), of all its mini-batches for statistics of the whole step.
+            values: [len(ids), ...], of one dtype on all ranks.
+
+        Raises:
+            InterfaceError: there are not as many values as ids.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -60,9 +60,17 @@ def check_experiment(experiment: Any) -> None:
     check_fields("", experiment, EXPERIMENT_RANGES)
     _check_finite("", msgspec.to_builtins(experiment))
     extent, batch_size = experiment.dataset.check(), auto_settings(experiment).batch_size
-    if extent.rows < batch_size:
-        raise UserError(f"the data set has {extent.rows} rows, fewer than batch_size={batch_size}; add rows")
-    check_fit(DataflowGraph(experiment.rpcs, experiment.dataset.keys, follows_of(experiment)), extent)
+    graph = DataflowGraph(experiment.rpcs, experiment.dataset.keys, follows_of(experiment))
+    rows = graph.rows_per_step(batch_size)
+    if extent.rows < rows:
+        size = f"batch_size={batch_size}{_per_prompt(graph)}"
+        raise UserError(f"the data set has {extent.rows} rows, fewer than {size}; add rows")
+    check_fit(graph, extent)
+
+
+def _per_prompt(graph: DataflowGraph) -> str:
+    """By what a batch size is divided for its rows of the data set, for messages."""
+    return f" / samples_per_prompt={graph.samples_per_prompt}" if graph.samples_per_prompt > 1 else ""
 
 
 def _check_finite(name: str, value: Any) -> None:
@@ -97,11 +105,9 @@ def check_run(run: Run, request: RunRequest) -> None:
         assert run.evaluation_graph
         extent = run.evaluation.dataset.check()
         check_fit(run.evaluation_graph, extent)
-        if extent.rows % run.evaluation.batch_size:
-            raise UserError(
-                f"the evaluation's batch_size={run.evaluation.batch_size} does not divide its {extent.rows} rows; "
-                "change either"
-            )
+        if extent.rows % run.evaluation_graph.rows_per_step(run.evaluation.batch_size):
+            size = f"batch_size={run.evaluation.batch_size}{_per_prompt(run.evaluation_graph)}"
+            raise UserError(f"the evaluation's {size} does not divide its {extent.rows} rows; change either")
     if run.spec.replay:
         folder = Path(run.spec.replay)
         if not folder.is_dir():

@@ -186,7 +186,9 @@ class Master:
     @cached_property
     def _rows(self) -> DatasetRows:
         run = self._run
-        return DatasetRows(run.experiment.dataset, run.experiment.seed, run.settings.batch_size)
+        return DatasetRows(
+            run.experiment.dataset, run.experiment.seed, run.settings.batch_size, run.graph.samples_per_prompt
+        )
 
     async def _train(self, first: int, last: int) -> None:
         run = self._run
@@ -240,13 +242,13 @@ class Master:
         self._recorder.set(f"evaluation after step {step}")
         calls = {name: run.evaluation_plan(call) for name, call in graph.calls.items()}
         assert isinstance(evaluation.dataset, JSONLDataset), "workers read no other"
-        rows = DatasetRows(evaluation.dataset, None, evaluation.batch_size)
+        rows = DatasetRows(evaluation.dataset, None, evaluation.batch_size, graph.samples_per_prompt)
         planned = PlannedGraph(
             "evaluation", graph, calls, run.homes, evaluation.batch_size, rows, run.plan.offload,
             versions=lambda model, _: run.graph.weights_version(model, step),
             devices_per_node=run.spec.devices_per_node,
         )  # fmt: skip
-        batches = rows.num_rows // evaluation.batch_size
+        batches = rows.num_rows // rows.rows_per_step
         order = [(call, batch) for batch in range(batches) for call in graph.calls]
         totals: dict[str, tuple[float, float]] = {}
 

@@ -83,6 +83,8 @@ def task_of(
     keys = experiment.dataset.keys if tokens is None else keys_without_producer(calls)
     graph = with_staleness(DataflowGraph(calls, keys, follows), stale)
     check_offload(offload, graph)
+    batch_size = what_if.batch_size or settings.batch_size
+    graph.rows_per_step(batch_size)
     dtype = what_if.dtype or _common_dtype(experiment)
     costs = load_costs(
         graph.models,
@@ -95,7 +97,7 @@ def task_of(
     lengths = experiment.dataset.lengths() if tokens is None else dict.fromkeys(keys, (float(tokens), tokens))
     return PlanningTask(
         graph=graph,
-        batch_size=what_if.batch_size or settings.batch_size,
+        batch_size=batch_size,
         workload=workload_of(graph, lengths, what_if.new_tokens),
         cluster=cluster,
         costs=replace(costs, call_factors=call_factors or {}),

@@ -170,7 +170,7 @@ class Run:
 
     def optimizer_steps(self, model: str) -> int:
         """Optimizer steps of a model in each step of the run; 0: it is not trained."""
-        return sum(call.mini_batches for call in self.graph.calls_of(model) if call.trains)
+        return sum(call.optimizer_steps for call in self.graph.calls_of(model))
 
     @cached_property
     def deadlines(self) -> Deadlines:
@@ -218,6 +218,7 @@ class Run:
             )
         if self.evaluation:
             assert self.evaluation_graph
+            self.evaluation_graph.rows_per_step(self.evaluation.batch_size, "the evaluation's batch_size")
             for call in self.evaluation_graph.calls.values():
                 layout = self.evaluation_plan(call).layout
                 call.check_protocol(layout)

@@ -1,14 +1,16 @@
 """What an interface gets beside its data: the call's context, and what stands for a model that it does not use."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import NoReturn
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.protocols import THREE_D_PROTO
+from realhf.engine.returned import InterfaceError
 from realhf.geometry.layout import Layout
 from realhf.parallel.groups import GroupTable
 
@@ -49,21 +51,38 @@ def sharing_ranks(calls: Iterable[tuple[ModelFunctionCallDef, Layout]]) -> list[
     ]
 
 
+@dataclass(kw_only=True)
 class CallContext:
     """The context of one call (see `realhf.engine.interface.Context`)."""
 
-    def __init__(
-        self, seed: int, step: int, micro_batches: int, share: BatchShare, record: frozenset[str] = frozenset()
-    ):
-        self.seed, self.step, self.micro_batches, self.record = seed, step, micro_batches, record
-        self.holds_outputs = share.holds_outputs
-        self._share = share
+    seed: int
+    step: int
+    share: BatchShare
+    batch_size: int
+    samples_per_prompt: int = 1
+    micro_batches: int = 1
+    record: frozenset[str] = frozenset()
+    holds_outputs: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.holds_outputs = self.share.holds_outputs
 
     def sum_over_data_parallel(self, values: Tensor) -> Tensor:
-        total = values.clone() if self._share.counts else values.new_zeros(values.shape)
-        if self._share.peers is not None:
-            dist.all_reduce(total, group=self._share.peers)
+        total = values.clone() if self.share.counts else values.new_zeros(values.shape)
+        if self.share.peers is not None:
+            dist.all_reduce(total, group=self.share.peers)
         return total
+
+    def in_order(self, ids: Sequence[int], values: Tensor) -> Tensor:
+        if values.dim() == 0 or len(values) != len(ids):
+            raise InterfaceError(
+                f"context.in_order got values of shape {list(values.shape)} for {len(ids)} samples; give it one value "
+                "(or row) a sample"
+            )
+        # A sum with zeros keeps every bit but the sign of -0.0, which + 0 takes away whether or not there are peers.
+        placed = values.new_zeros(self.batch_size, *values.shape[1:])
+        placed[torch.tensor(ids, dtype=torch.int64, device=values.device)] = values
+        return self.sum_over_data_parallel(placed) + 0
 
 
 class UnusedModel:

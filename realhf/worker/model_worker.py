@@ -77,11 +77,13 @@ class ModelWorker:
         self._groups = GroupTable(layouts, rank, self._timeout_s, sharing_ranks(run.calls_with_layouts()), waits)
         self._graphs: dict[Split, DataflowGraph] = {"train": run.graph}
         self._readers: dict[Split, DatasetReader] = {
-            "train": _reader(run.experiment.dataset, run.experiment.seed, run.settings.batch_size)
+            "train": _reader(run.experiment.dataset, run.experiment.seed, run.settings.batch_size, run.graph)
         }
         if run.evaluation and run.evaluation_graph:
             self._graphs["evaluation"] = run.evaluation_graph
-            self._readers["evaluation"] = _reader(run.evaluation.dataset, None, run.evaluation.batch_size)
+            self._readers["evaluation"] = _reader(
+                run.evaluation.dataset, None, run.evaluation.batch_size, run.evaluation_graph
+            )
         self._memory = MemoryGauge(device)
         self._store = SampleStore()
         group = group_of_all_ranks(device, self._timeout_s) if device.type == "cuda" else None
@@ -193,9 +195,15 @@ class ModelWorker:
         mini_batches = [self._inputs(request.batch, definition, ids) for ids in request.mini_batches]
         model = self._models[definition.model_name, request.layout]
         self._moves.select(model, definition.model_name, request.version)
-        seed = self._run.experiment.seed + (EVALUATION_SEED_OFFSET if split == "evaluation" else 0)
-        record = frozenset(self._run.spec.record)
-        context = CallContext(seed, step, request.micro_batches, share, record)
+        context = CallContext(
+            seed=self._run.experiment.seed + (EVALUATION_SEED_OFFSET if split == "evaluation" else 0),
+            step=step,
+            share=share,
+            batch_size=self._readers[split].batch_size,
+            samples_per_prompt=self._graphs[split].samples_per_prompt,
+            micro_batches=request.micro_batches,
+            record=frozenset(self._run.spec.record),
+        )
         with self._timed("compute", f"{request.call} of {request.batch}") as span:
             tokens_before = model.tokens_processed
             result = run_interface(self._interfaces[split, definition.name], definition, model, mini_batches, context)
@@ -214,7 +222,7 @@ class ModelWorker:
             reply,
             outputs=self._keep(request, definition, result.outputs),
             stats=result.stats,
-            tokens=model.tokens_processed - tokens_before,
+            tokens=(model.tokens_processed - tokens_before) // definition.passes,
         )
 
     def _collect(self, request: CallFunction, definition: ModelFunctionCallDef) -> Span | None:
@@ -276,6 +284,6 @@ class ModelWorker:
         self._writer.start(request.directory, snapshots)
 
 
-def _reader(dataset: Dataset, seed: int | None, batch_size: int) -> DatasetReader:
+def _reader(dataset: Dataset, seed: int | None, batch_size: int, graph: DataflowGraph) -> DatasetReader:
     assert isinstance(dataset, JSONLDataset), "workers read no other"
-    return DatasetReader(dataset, seed, batch_size)
+    return DatasetReader(dataset, seed, batch_size, graph.samples_per_prompt)

@@ -67,6 +67,10 @@ class PPOActor(InterfaceConfig):
         return self.ppo.max_new_tokens
 
     @property
+    def samples_per_prompt(self) -> int:
+        return self.ppo.samples_per_prompt
+
+    @property
     def kv_cache_tokens(self) -> int | None:
         return self.ppo.kv_cache_tokens
 

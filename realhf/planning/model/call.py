@@ -55,7 +55,7 @@ class CallModel:
         body = RankSeconds(work, self.timings, crossings(strategy, self.cluster)).total_s()
         if self.call.trains:
             sharding = self.sharding(strategy, micro_batches)
-            body = self.call.mini_batches * (body + (sharding.plan.added_s if sharding else 0.0))
+            body = self.call.optimizer_steps * (body + (sharding.plan.added_s if sharding else 0.0))
         return self.factor * (self.timings.hardware.call_overhead_s + body)
 
     def work(self, strategy: ParallelStrategy, micro_batches: int) -> RankWork:

@@ -1,6 +1,6 @@
 """A model and a context in one process, without parallelism: what the interfaces see in these tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -110,10 +110,17 @@ class SingleContext:
     micro_batches: int = 1
     holds_outputs: bool = True
     record: frozenset[str] = frozenset()
+    batch_size: int = 4
+    samples_per_prompt: int = 1
     peers: list[Tensor] = field(default_factory=list)
 
     def sum_over_data_parallel(self, values: Tensor) -> Tensor:
         return sum(self.peers, values)
+
+    def in_order(self, ids: Sequence[int], values: Tensor) -> Tensor:
+        placed = values.new_zeros(self.batch_size, *values.shape[1:])
+        placed[list(ids)] = values
+        return self.sum_over_data_parallel(placed)
 
 
 @pytest.fixture

@@ -25,6 +25,7 @@ from realhf.base.errors import UserError
         ({"stop_strings": ("a", "")}, "an empty string is in every text; leave it out"),
         ({"stop_strings": ("a",)}, "tokenizer='': no such file, .* give the path of the model's tokenizer.json"),
         ({"kv_cache_tokens": 0}, "kv_cache_tokens 0 is not from 1 to "),
+        ({"samples_per_prompt": 0}, "samples_per_prompt 0 is not from 1 to "),
         ({"temperature": math.nan}, "nan is not from 1e-06 to"),
         ({"temperature": math.inf}, "inf is not from 1e-06 to"),
         ({"temperature": 1e-320}, "is not from 1e-06 to"),

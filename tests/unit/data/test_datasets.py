@@ -127,6 +127,20 @@ def test_a_reader_takes_every_row_once_an_epoch_and_depends_on_the_seed(folder):
     assert epoch(None) == [(1, *(sort_task.VOCABULARY.index(c) for c in p)) for p in prompts]
 
 
+@pytest.mark.parametrize("seed", [None, 3])
+def test_samples_of_one_prompt_share_a_row(folder, seed):
+    """An epoch has every row once, for all its samples, whatever the seed; without groups the rows are the same."""
+    dataset = make(folder, PromptDataset, [{"prompt": f"{a}{b}>"} for a in "abc" for b in "abcd"])
+    alone, groups = DatasetReader(dataset, seed, 4), DatasetReader(dataset, seed, 12, samples_per_prompt=3)
+    for step in range(3):
+        rows = alone.rows(step, range(4))
+        assert groups.rows(step, range(12)) == [row for row in rows for _ in range(3)]
+        batch = groups.read(step, [5, 3, 11], ["prompt"])
+        expected = alone.read(step, [1, 1, 3], ["prompt"])
+        assert all(map(torch.equal, batch.data["prompt"], expected.data["prompt"]))
+    assert sorted(row for step in range(3) for row in groups.rows(step, range(0, 12, 3))) == list(range(12))
+
+
 def test_a_reader_gives_any_samples_of_any_step(folder):
     dataset = make(folder, PromptDataset, [{"prompt": f"{a}>"} for a in "abcdefgh"])
     whole = DatasetReader(dataset, 3, 4).read(5, range(4), ["prompt"])

@@ -8,7 +8,8 @@ import pytest
 from realhf.architecture.model import LLAMA
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, Edge
-from tests.unit.api.calls import TINY, call, ppo_graph
+from realhf.dataflow.interface import InterfaceConfig
+from tests.unit.api.calls import TINY, Nothing, call, ppo_graph
 
 
 def test_producers_and_data_edges() -> None:
@@ -179,3 +180,42 @@ def test_a_cycle_is_shown_along_its_arrows_with_a_remedy() -> None:
     assert names[0] == names[-1]
     arrows = set(itertools.pairwise(names))
     assert arrows == {("a_inference", "b_inference"), ("b_inference", "c_inference"), ("c_inference", "a_inference")}
+
+
+def several(number: int) -> InterfaceConfig:
+    class Several(Nothing):
+        samples_per_prompt = number
+
+    return Several()
+
+
+def test_all_generations_of_a_graph_have_one_number_of_samples_a_prompt() -> None:
+    sample = call("actor", GENERATE, ["prompt"], ["seq"], interface_impl=several(4))
+    train = call("actor", TRAIN_STEP, ["seq"])
+    assert DataflowGraph([train], ["seq"]).samples_per_prompt == 1
+    assert ppo_graph().samples_per_prompt == 1
+    assert DataflowGraph([sample, train], ["prompt"]).samples_per_prompt == 4
+    greedy = call("actor", GENERATE, ["prompt"], ["greedy"], name="greedy")
+    with pytest.raises(UserError, match=r"actor_generate has samples_per_prompt=4 and greedy has 1; .* one number"):
+        DataflowGraph([sample, greedy, train], ["prompt"])
+    with pytest.raises(UserError, match=r"actor_generate: samples_per_prompt=0 of Several must be a whole number"):
+        call("actor", GENERATE, ["prompt"], ["seq"], interface_impl=several(0))
+
+
+def test_a_step_has_whole_groups() -> None:
+    graph = DataflowGraph([call("actor", GENERATE, ["prompt"], ["seq"], interface_impl=several(4))], ["prompt"])
+    assert graph.rows_per_step(32) == 8
+    with pytest.raises(
+        UserError, match=r"samples_per_prompt=4 does not divide batch_size=6, .* 4 responses, .* from 1, 2, 3, 6"
+    ):
+        graph.rows_per_step(6)
+
+
+def test_epochs_make_more_optimizer_steps() -> None:
+    class Twice(Nothing):
+        epochs = 2
+
+    train = call("m", TRAIN_STEP, ["x"], mini_batches=3, interface_impl=Twice())
+    assert (train.passes, train.optimizer_steps) == (2, 6)
+    read = call("m", INFERENCE, ["x"], interface_impl=Twice())
+    assert (read.passes, read.optimizer_steps) == (1, 0), "one interface may serve several calls"

@@ -31,7 +31,7 @@ from realhf.planning.options import Option, call_options, legal_strategies
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import reallocation_table as native_table
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES, plan_between
-from tests.unit.planning.graphs import TINY, call, call_model, cpu_cluster, ppo, settings, task_of, with_memory
+from tests.unit.planning.graphs import TINY, Stub, call, call_model, cpu_cluster, ppo, settings, task_of, with_memory
 
 CPU = load_hardware("cpu")
 ROUND = structs.replace(CPU, call_overhead_s=7.0, sampling_s=0.25)
@@ -209,6 +209,15 @@ def test_seconds_of_training() -> None:
     # Each of the two data-parallel ranks updates half of them.
     expected = 7 + 2 * (pipeline + elements * 4 / 1e6 + elements / 2 / 1000)
     assert seconds(definition, 2, 1, 2, 2) == pytest.approx(expected)
+
+
+def test_epochs_are_further_optimizer_steps() -> None:
+    class Twice(Stub):
+        epochs = 2
+
+    once = call("m", TINY, TRAIN_STEP, "x", mini_batches=2)
+    twice = replace(once, interface_impl=Twice())
+    assert seconds(twice, 2, 1, 2, 2) - 7 == pytest.approx(2 * (seconds(once, 2, 1, 2, 2) - 7))
 
 
 def test_logits_of_responses_only() -> None:

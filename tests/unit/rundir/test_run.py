@@ -15,7 +15,7 @@ from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
 from realhf.rundir.run import Run, RunSpec, evaluation_twin, load_experiment_class, load_run
-from tests.unit.api.calls import call, ppo_graph
+from tests.unit.api.calls import Nothing, call, ppo_graph
 
 HEADER = """from dataclasses import dataclass
 
@@ -204,6 +204,16 @@ def test_a_plan_with_more_devices_than_workers() -> None:
 def test_an_evaluation_batch_that_dp_does_not_divide() -> None:
     with pytest.raises(UserError, match="accuracy: dp=2 does not divide the evaluation's batch_size=5"):
         run_of(TWO, num_workers=2, evaluation_batch_size=5).check()
+
+
+def test_an_evaluation_batch_of_broken_groups() -> None:
+    class Several(Nothing):
+        samples_per_prompt = 4
+
+    run = run_of(TWO, num_workers=2, evaluation_batch_size=6)
+    run.experiment.evaluation.rpcs[0] = call("m", GENERATE, ["x"], name="accuracy", interface_impl=Several())
+    with pytest.raises(UserError, match="samples_per_prompt=4 does not divide the evaluation's batch_size=6"):
+        run.check()
 
 
 def test_an_interface_without_an_implementation() -> None:

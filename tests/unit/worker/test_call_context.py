@@ -5,6 +5,7 @@ import torch
 
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.protocols import ALL_TO_ALL, RANK_ZERO, THREE_D_PP_AS_DP, THREE_D_PROTO, TransferProtocol
+from realhf.engine.returned import InterfaceError
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.worker.call_context import BatchShare, CallContext, UnusedModel, batch_share, sharing_ranks
 from tests.unit.api.calls import call
@@ -39,11 +40,32 @@ def test_groups_are_made_of_those_that_get_a_part() -> None:
     assert sharing_ranks(calls) == [tuple(range(8, 16)), (8,)]
 
 
+def context(counts: bool = True) -> CallContext:
+    return CallContext(seed=0, step=0, share=BatchShare(True, counts, None), batch_size=4, samples_per_prompt=2)
+
+
 def test_sums_without_peers() -> None:
     values = torch.tensor([1.5, 2.0])
     for counts in (True, False):
-        context = CallContext(0, 0, 1, BatchShare(True, counts, None))
-        assert torch.equal(context.sum_over_data_parallel(values), values * counts)
+        assert torch.equal(context(counts).sum_over_data_parallel(values), values * counts)
+
+
+def test_values_of_a_step_come_in_the_order_of_their_ids() -> None:
+    rows = torch.tensor([[3.0, 30.0], [0.0, 10.0]], dtype=torch.float64)
+    expected = torch.tensor([[0.0, 10.0], [0.0, 0.0], [0.0, 0.0], [3.0, 30.0]], dtype=torch.float64)
+    assert torch.equal(context().in_order([3, 0], rows), expected)
+    assert torch.equal(context(counts=False).in_order([3, 0], rows), torch.zeros(4, 2, dtype=torch.float64))
+    assert context().in_order([1], torch.tensor([7])).tolist() == [0, 7, 0, 0], "whole numbers too"
+
+
+def test_the_sign_of_a_zero_does_not_tell_how_many_ranks_there_are() -> None:
+    assert not context().in_order([2], torch.tensor([-0.0])).signbit().any()
+
+
+def test_a_value_has_to_be_there_for_every_sample() -> None:
+    for values in (torch.zeros(3), torch.tensor(1.0)):
+        with pytest.raises(InterfaceError, match=r"context\.in_order got values of shape \[.*\] for 2 samples"):
+            context().in_order([0, 1], values)
 
 
 def test_a_model_that_is_said_not_to_be_used_says_so() -> None:

@@ -33,7 +33,7 @@ def judge(implementation: str = "", uses_model: bool = True, **fields: Any) -> A
 
 
 def context(holds_outputs: bool = True) -> CallContext:
-    return CallContext(0, 0, 1, BatchShare(holds_outputs, True, None))
+    return CallContext(seed=0, step=0, share=BatchShare(holds_outputs, True, None), batch_size=2)
 
 
 def run(interface: Any, of: Any = None, holds_outputs: bool = True) -> CallResult:
