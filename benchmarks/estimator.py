@@ -63,7 +63,7 @@ class Setting:
 
     def words(self) -> list[str]:
         """The options of the experiment."""
-        fields = [word for name, value in self.model.items() for word in (f"--model.{name}", str(value))]
+        fields = [word for name, value in self.model.items() for word in (f"--architecture.{name}", str(value))]
         return [*fields, "--batch-size", str(self.batch_size), "--ppo.max-new-tokens", str(self.new_tokens)]
 
     def __str__(self) -> str:

@@ -17,9 +17,10 @@ from realhf.api import (
     Follow,
     ModelFunctionCallDef,
     ModelSetup,
+    ModelSource,
     OptimizerConfig,
-    architecture_of,
     auto,
+    model_source,
 )
 from realhf.data import sort_task
 from realhf.data.datasets import PromptDataset
@@ -32,10 +33,9 @@ ROLLOUT = ["prompt", "seq", "logprob", "ref_logprob", "reward", "value"]
 class PPOExperiment:
     """The actor answers; reward, reference and critic judge; actor and critic learn.
 
-    `sft_checkpoint` (RUN_DIR/checkpoints/latest/sft of a run of sft.py) starts actor and
-    reference, `reward_checkpoint` (.../latest/reward of reward.py) reward and critic; where one is
-    empty, its models start from random weights. Both may be Hugging Face directories, whose architectures take
-    the place of `model`; with `new_value_head` reward and critic get fresh heads on the trunk of a language model.
+    `model` (the run directory of sft.py) starts actor and reference, `reward_model` (that of reward.py) reward and
+    critic; where one is empty, its models have the shape `architecture` and random weights. Both may be Hugging Face
+    directories; with `new_value_head` reward and critic get fresh heads on the trunk of a language model.
     `compute` is that of all four models. With `reference_eta` the reference follows the actor: after every
     `reference_every_steps`-th step it becomes eta * actor + (1 - eta) * reference.
 
@@ -48,10 +48,10 @@ class PPOExperiment:
     steps: int = 80
     batch_size: int = 128
     mini_batches: int = 2
-    model: DecoderConfig = sort_task.SORT_MODEL
+    architecture: DecoderConfig = sort_task.SORT_MODEL
     dtype: DType = "float32"
-    sft_checkpoint: str = ""
-    reward_checkpoint: str = ""
+    model: str = ""
+    reward_model: str = ""
     new_value_head: bool = False
     actor_lr: float = 1e-4
     critic_lr: float = 3e-4
@@ -66,9 +66,16 @@ class PPOExperiment:
     evaluate: bool = True
 
     @property
+    def _policy(self) -> ModelSource:
+        return model_source(self.model, self.architecture, backend=self.backend)
+
+    @property
+    def _judge(self) -> ModelSource:
+        return model_source(self.reward_model, self.architecture, head="scalar", backend=self.backend)
+
+    @property
     def rpcs(self) -> list[ModelFunctionCallDef]:
-        actor = architecture_of(self.sft_checkpoint, self.model, self.backend)
-        scalar = architecture_of(self.reward_checkpoint, self.model, self.backend).with_head("scalar")
+        actor, scalar = self._policy.architecture, self._judge.architecture.with_head("scalar")
         return [
             ModelFunctionCallDef(
                 name="actor_generate",
@@ -123,7 +130,7 @@ class PPOExperiment:
 
     @property
     def models(self) -> dict[str, ModelSetup]:
-        sft, reward = self.sft_checkpoint or None, self.reward_checkpoint or None
+        sft, reward = self._policy.checkpoint, self._judge.checkpoint
         actor = OptimizerConfig(lr=self.actor_lr, warmup_steps=self.warmup_steps)
         critic = OptimizerConfig(lr=self.critic_lr, warmup_steps=self.warmup_steps)
         setup = partial(ModelSetup, dtype=self.dtype, backend=self.backend, compute=self.compute)
@@ -163,7 +170,7 @@ class PPOExperiment:
         return ModelFunctionCallDef(
             name=f"actor_{name}",
             model_name="actor",
-            model_type=architecture_of(self.sft_checkpoint, self.model, self.backend),
+            model_type=self._policy.architecture,
             interface_type=GENERATE,
             interface_impl=SampledAccuracy(
                 max_new_tokens=self.ppo.max_new_tokens,

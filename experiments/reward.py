@@ -13,8 +13,10 @@ from realhf.api import (
     Evaluation,
     ModelFunctionCallDef,
     ModelSetup,
+    ModelSource,
     OptimizerConfig,
     auto,
+    model_source,
 )
 from realhf.data import sort_task
 from realhf.data.datasets import PreferenceDataset
@@ -25,17 +27,17 @@ from realhf.data.datasets import PreferenceDataset
 class RewardExperiment:
     """Two models: `sft` draws samples, `reward` (the same trunk under a scalar head) learns.
 
-    `sft_checkpoint` is RUN_DIR/checkpoints/latest/sft of a run of sft.py; without it both start
-    from random weights. The evaluation's `sample_score` and `sample_score_square` are what PPO's
+    `model` is the run directory of sft.py, or a Hugging Face one; without it both have the shape `architecture` and
+    random weights. The evaluation's `sample_score` and `sample_score_square` are what PPO's
     `reward_mean` and `reward_std` come from.
     """
 
     seed: int = 0
     steps: int = 150
     batch_size: int = 64
-    model: DecoderConfig = sort_task.SORT_MODEL
+    architecture: DecoderConfig = sort_task.SORT_MODEL
     dtype: DType = "float32"
-    sft_checkpoint: str = ""
+    model: str = ""
     lr: float = 3e-4
     warmup_steps: int = 10
     weight_decay: float = 0.01
@@ -44,12 +46,16 @@ class RewardExperiment:
     evaluate: bool = True
 
     @property
+    def _start(self) -> ModelSource:
+        return model_source(self.model, self.architecture)
+
+    @property
     def rpcs(self) -> list[ModelFunctionCallDef]:
         return [
             self._sample_call("sft_generate"),
             ModelFunctionCallDef(
                 model_name="reward",
-                model_type=self.model.with_head("scalar"),
+                model_type=self._start.architecture.with_head("scalar"),
                 interface_type=TRAIN_STEP,
                 interface_impl=PairwiseReward(score_square_coef=self.score_square_coef),
                 input_data=["chosen", "rejected", "sample"],
@@ -58,7 +64,7 @@ class RewardExperiment:
 
     @property
     def models(self) -> dict[str, ModelSetup]:
-        checkpoint = self.sft_checkpoint or None
+        checkpoint = self._start.checkpoint
         optimizer = OptimizerConfig(lr=self.lr, warmup_steps=self.warmup_steps, weight_decay=self.weight_decay)
         return {
             "sft": ModelSetup(checkpoint=checkpoint, dtype=self.dtype),
@@ -79,7 +85,7 @@ class RewardExperiment:
                 ModelFunctionCallDef(
                     name="reward_held_out",
                     model_name="reward",
-                    model_type=self.model.with_head("scalar"),
+                    model_type=self._start.architecture.with_head("scalar"),
                     interface_type=INFERENCE,
                     interface_impl=PairwiseReward(),
                     input_data=["chosen", "rejected", "sample"],
@@ -93,7 +99,7 @@ class RewardExperiment:
         return ModelFunctionCallDef(
             name=name,
             model_name="sft",
-            model_type=self.model,
+            model_type=self._start.architecture,
             interface_type=GENERATE,
             interface_impl=Rollout(
                 max_new_tokens=sort_task.MAX_NEW_TOKENS, eos_token=sort_task.EOS_TOKEN, sequence_key="sample"

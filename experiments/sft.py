@@ -12,9 +12,10 @@ from realhf.api import (
     Evaluation,
     ModelFunctionCallDef,
     ModelSetup,
+    ModelSource,
     OptimizerConfig,
-    architecture_of,
     auto,
+    model_source,
 )
 from realhf.data import sort_task
 from realhf.data.datasets import PromptDataset, SFTDataset
@@ -25,16 +26,16 @@ from realhf.data.datasets import PromptDataset, SFTDataset
 class SFTExperiment:
     """One model, one call: train_step.
 
-    `sft_checkpoint` (RUN_DIR/checkpoints/latest/sft, or a Hugging Face directory, whose architecture takes the place of
-    `model`) is where it starts; empty: random weights. `with_optimizer` takes the optimizer's states of a run as well.
+    `model` (the directory of a run, or a Hugging Face one) is where it starts; empty: the shape `architecture` and
+    random weights. `with_optimizer` takes the optimizer's states of a run as well.
     """
 
     seed: int = 0
     steps: int = 400
     batch_size: int = 128
-    model: DecoderConfig = sort_task.SORT_MODEL
+    architecture: DecoderConfig = sort_task.SORT_MODEL
     dtype: DType = "float32"
-    sft_checkpoint: str = ""
+    model: str = ""
     with_optimizer: bool = False
     lr: float = 1e-3
     warmup_steps: int = 30
@@ -43,15 +44,15 @@ class SFTExperiment:
     evaluate: bool = True
 
     @property
-    def architecture(self) -> DecoderConfig:
-        return architecture_of(self.sft_checkpoint, self.model)
+    def _start(self) -> ModelSource:
+        return model_source(self.model, self.architecture)
 
     @property
     def rpcs(self) -> list[ModelFunctionCallDef]:
         return [
             ModelFunctionCallDef(
                 model_name="sft",
-                model_type=self.architecture,
+                model_type=self._start.architecture,
                 interface_type=TRAIN_STEP,
                 interface_impl=SFT(),
                 input_data=["tokens", "prompt_length"],
@@ -61,9 +62,8 @@ class SFTExperiment:
     @property
     def models(self) -> dict[str, ModelSetup]:
         optimizer = OptimizerConfig(lr=self.lr, warmup_steps=self.warmup_steps, weight_decay=self.weight_decay)
-        checkpoint = self.sft_checkpoint or None
         setup = ModelSetup(
-            checkpoint=checkpoint, with_optimizer=self.with_optimizer, optimizer=optimizer, dtype=self.dtype
+            checkpoint=self._start.checkpoint, with_optimizer=self.with_optimizer, optimizer=optimizer, dtype=self.dtype
         )
         return {"sft": setup}
 
@@ -86,7 +86,7 @@ class SFTExperiment:
                 ModelFunctionCallDef(
                     name="sft_accuracy",
                     model_name="sft",
-                    model_type=self.architecture,
+                    model_type=self._start.architecture,
                     interface_type=GENERATE,
                     interface_impl=SampledAccuracy(
                         max_new_tokens=sort_task.MAX_NEW_TOKENS,

@@ -54,10 +54,10 @@ def main() -> None:
 
     realhf("profile", "experiments/ppo.py", *workers)
     realhf("run", "experiments/sft.py", "--run-dir", str(root / "sft"), *common)
-    sft = ["--sft-checkpoint", str(root / "sft/checkpoints/latest/sft")]
+    sft = ["--model", str(root / "sft")]
     realhf("run", "experiments/reward.py", "--run-dir", str(root / "reward"), *common, *sft)
     mean, std = score_distribution(read_lines(root / "reward/evaluations.jsonl", evaluation_line).values[-1])
-    reward = ["--reward-checkpoint", str(root / "reward/checkpoints/latest/reward")]
+    reward = ["--reward-model", str(root / "reward")]
     standardise = ["--ppo.reward-mean", f"{mean:.6f}", "--ppo.reward-std", f"{std:.6f}"]
     realhf("run", "experiments/ppo.py", "--run-dir", str(root / "ppo"), *common, *sft, *reward, *standardise)
     print_result(root, time.monotonic() - started)

@@ -16,7 +16,7 @@ from realhf.api.generation import GenerationOptions
 from realhf.api.model_source import ModelSource, model_source
 from realhf.architecture.compute import ComputeConfig
 from realhf.architecture.model import DecoderConfig, DType, Experts, RopeScaling
-from realhf.architecture.named import ARCHITECTURES, architecture, architecture_of
+from realhf.architecture.named import ARCHITECTURES, architecture
 from realhf.architecture.transformers_config import transformers_model
 from realhf.base.errors import RunError, UserError
 from realhf.dataflow.follow import Follow
@@ -76,7 +76,6 @@ __all__ = [
     "UserError",
     "all_micro_dp",
     "architecture",
-    "architecture_of",
     "auto",
     "load_plan",
     "model_source",

@@ -40,8 +40,11 @@ class _Index(msgspec.Struct, frozen=True):
     architecture: dict[str, Any]
 
 
-def model_source(path: str, *, head: Literal["lm", "scalar"] = "lm", backend: str = "") -> ModelSource:
-    """Finds weights, architecture and tokenizer in the directory that a user names.
+def model_source(
+    path: str, otherwise: DecoderConfig | None = None, *, head: Literal["lm", "scalar"] = "lm", backend: str = ""
+) -> ModelSource:
+    """Finds weights, architecture and tokenizer in the directory that a user names; with an empty `path` it is the
+    architecture `otherwise` with random weights.
 
     Of a run it takes the model of its newest checkpoint that has the wanted `head`, where there is one such model. The
     architecture is that of the checkpoint, with its own head; a model with another head makes a new one.
@@ -49,9 +52,11 @@ def model_source(path: str, *, head: Literal["lm", "scalar"] = "lm", backend: st
     Raises:
         UserError: the directory is none of those, cannot be read, or it is not clear which of its models is meant.
     """
+    if not path and otherwise is not None:
+        return ModelSource(checkpoint=None, architecture=otherwise)
     directory = Path(path)
-    if not directory.is_dir():
-        raise UserError(f"model {path}: no such directory; {_REMEDY}")
+    if not path or not directory.is_dir():
+        raise UserError(f"model {path!r}: no such directory; {_REMEDY}")
     if (directory / _CONFIG).is_file():
         found = transformers_model(path) if backend == TRANSFORMERS else architecture(path)
         return ModelSource(checkpoint=path, architecture=found, tokenizer=_with_tokenizer(directory))

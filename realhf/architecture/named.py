@@ -5,8 +5,6 @@ from pathlib import Path
 
 from realhf.architecture.hugging_face import read_config
 from realhf.architecture.model import LLAMA, DecoderConfig
-from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
-from realhf.architecture.transformers_config import transformers_model
 from realhf.base.errors import UserError
 
 CRITIC = "-critic"  # the suffix of an architecture's name that asks for a scalar head
@@ -94,16 +92,3 @@ def architecture(name: str) -> DecoderConfig:
             "or give the path of a Hugging Face config.json"
         )
     return config.with_head("scalar") if base != name else config
-
-
-def architecture_of(checkpoint: str, otherwise: DecoderConfig, backend: str = "") -> DecoderConfig:
-    """The architecture of a Hugging Face directory for a backend; `otherwise` if `checkpoint` is not one (a run's, or
-    empty).
-
-    Raises:
-        UserError: its config.json cannot be read, or is of a family that is not supported.
-    """
-    is_hugging_face = bool(checkpoint) and (Path(checkpoint) / "config.json").is_file()
-    if not is_hugging_face:
-        return otherwise
-    return transformers_model(checkpoint) if backend == TRANSFORMERS else architecture(checkpoint)

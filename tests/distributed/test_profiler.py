@@ -69,11 +69,11 @@ class Tiny:
 
         return [
             ModelFunctionCallDef(
-                model_name="actor", model_type=self.model, interface_type=GENERATE,
+                model_name="actor", model_type=self.architecture, interface_type=GENERATE,
                 interface_impl=PPOActor(ppo=PPOHyperparameters(max_new_tokens=4)),
                 input_data=["prompt"], output_data=["seq", "logprob"],
             ),
-            reward("reward", self.model.with_head("scalar")),
+            reward("reward", self.architecture.with_head("scalar")),
             reward("small", self.reference),
         ]
 

@@ -69,14 +69,14 @@ RUN_ELSEWHERE = {
         "tests/slurm/test_main_job.py",
         ["experiments/ppo.py", "--launcher", "slurm", "--nodes", "--gpus-per-node"],
     ),
-    "realhf run experiments/ppo.py --sft-checkpoint path/to/tiny --reward-checkpoint path/to/tiny --new-value-head": (
+    "realhf run experiments/ppo.py --model path/to/tiny --reward-model path/to/tiny --new-value-head": (
         "tests/e2e/test_checkpoints.py",
-        ['"ppo"', "--sft-checkpoint", "--reward-checkpoint", "--new-value-head"],
+        ['"ppo"', "--model", "--reward-model", "--new-value-head"],
     ),
-    "realhf run experiments/ppo.py --backend transformers --sft-checkpoint path/to/tiny "
-    "--reward-checkpoint path/to/tiny --new-value-head": (
+    "realhf run experiments/ppo.py --backend transformers --model path/to/tiny "
+    "--reward-model path/to/tiny --new-value-head": (
         "tests/e2e/test_transformers.py",
-        ["finished(", "--backend transformers", "--sft-checkpoint", "--reward-checkpoint", "--new-value-head"],
+        ["finished(", "--backend transformers", "--model", "--reward-model", "--new-value-head"],
     ),
     "python -m build": ("tests/packaging/builds.py", ['"-m", "build"']),
     "python -m pip install dist/realhf-0.1.0.tar.gz": (
@@ -99,7 +99,7 @@ RUN_ELSEWHERE = {
         "tests/e2e/test_gpu_check.py",
         ["scripts/gpu_check.py", "def test_every_step_runs_in_small_on_a_cpu", "--out"],
     ),
-    "realhf run reinforce.py --num-workers 2 --steps 40 --sft-checkpoint RUN_DIR/checkpoints/latest/sft": (
+    "realhf run reinforce.py --num-workers 2 --steps 40 --model RUN_DIR": (
         "tests/docs/test_docs.py",
         ["def test_the_example_trains_under_two_workers", "reinforce.py", "--num-workers"],
     ),
@@ -158,7 +158,7 @@ def test_the_example_trains_under_two_workers(folder: Path) -> None:
     assert [line["step"] for line in lines] == [1, 2]
     assert all(line["grad_norm"] > 0 and 0 <= line["reward_mean"] <= 1 for line in lines)
     # From another run's checkpoint, as the page says.
-    checkpoint = "--sft-checkpoint runs/learnt/checkpoints/latest/actor"
+    checkpoint = "--model runs/learnt"
     done = shell(f"{words} --steps 1 --run-dir runs/onwards {checkpoint}", folder)
     assert done.returncode == 0, done.stderr[-4000:]
 

@@ -61,8 +61,8 @@ CRITIC = SORT_MODEL.with_head("scalar")
 # The same layers and as many heads as four workers need, with little to compute.
 SMALL_ACTOR = replace(SORT_MODEL, hidden_size=32, intermediate_size=48, num_heads=4, num_kv_heads=4)
 SMALL_CRITIC = SMALL_ACTOR.with_head("scalar")
-SMALL = ("--batch-size", "32", "--model.hidden-size", "32", "--model.intermediate-size", "48")
-SMALL = (*SMALL, "--model.num-heads", "4", "--model.num-kv-heads", "4")
+SMALL = ("--batch-size", "32", "--architecture.hidden-size", "32", "--architecture.intermediate-size", "48")
+SMALL = (*SMALL, "--architecture.num-heads", "4", "--architecture.num-kv-heads", "4")
 
 
 def command(*words: str | Path) -> list[str]:

@@ -33,7 +33,7 @@ def hugging_face(tmp_path: Path) -> Path:
 def test_from_a_hugging_face_directory_to_another(hugging_face: Path, tmp_path: Path) -> None:
     """PPO on two workers, actor, reference and both value models from the directory; one step."""
     words = ("--steps", "1", "--no-evaluate", "--batch-size", "16", "--num-workers", "2", "--evaluations", "200")
-    both = ("--sft-checkpoint", hugging_face, "--reward-checkpoint", hugging_face, "--new-value-head")
+    both = ("--model", hugging_face, "--reward-model", hugging_face, "--new-value-head")
     data = ("--data-dir", tmp_path / "data")
     run = finished(tmp_path / "run", "ppo", *words, *both, *data)
     saved = CheckpointReader(run.path / "checkpoints/latest/actor")
@@ -60,12 +60,12 @@ def test_training_goes_on_with_the_optimizer_under_another_layout(tmp_path: Path
         save_plan(ExecutionPlan(num_devices=2, calls=calls), tmp_path / f"{name}.json")
     common = (
         "--no-evaluate", "--batch-size", "8", "--dtype", "float64", "--data-dir", data,
-        "--warmup-steps", "1", "--model.num-layers", "2",
+        "--warmup-steps", "1", "--architecture.num-layers", "2",
     )  # fmt: skip
     steps = ("--steps", "4", "--checkpoint-every", "2")
     whole = finished(tmp_path / "whole", "sft", *common, *steps, "--plan", tmp_path / "data.json")
     middle = whole.path / "checkpoints/step-2/sft"
-    onwards = ("--steps", "2", "--plan", tmp_path / "stages.json", "--sft-checkpoint", middle, "--with-optimizer")
+    onwards = ("--steps", "2", "--plan", tmp_path / "stages.json", "--model", middle, "--with-optimizer")
     continued = finished(tmp_path / "continued", "sft", *common, *onwards)
     model = replace(ACTOR, num_layers=2)
     expected = whole.parameters("sft", model)

@@ -142,10 +142,8 @@ def test_a_plan_file_that_is_missing(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_that_is_not_there(tmp_path: Path) -> None:
-    text = error(tmp_path / "run", "experiments/ppo.py", "--sft-checkpoint", "nowhere", "--plan", PLAN)
-    assert text.startswith(
-        "checkpoint nowhere: neither index.json nor config.json there; give the directory of a model's checkpoint"
-    )
+    text = error(tmp_path / "run", "experiments/ppo.py", "--model", "nowhere", "--plan", PLAN)
+    assert text.startswith("model 'nowhere': no such directory; give a Hugging Face directory")
 
 
 def test_a_dp_that_does_not_divide_the_batch(tmp_path: Path) -> None:
@@ -200,7 +198,7 @@ class TwoJudges(PPOExperiment):
     def rpcs(self):
         second = ModelFunctionCallDef(
             model_name="judge",
-            model_type=self.model.with_head("scalar"),
+            model_type=self.architecture.with_head("scalar"),
             interface_type=INFERENCE,
             interface_impl=SequenceReward(),
             input_data=["seq"],

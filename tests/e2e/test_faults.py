@@ -214,7 +214,7 @@ def test_the_command_is_told_to_end_while_it_starts(start: StartRun) -> None:
 def test_a_worker_is_stuck(start: StartRun) -> None:
     """Its peer runs into the same time limit, waiting for it; the blame is the stuck one's."""
     run = start_ppo(
-        start, "--call-timeout-s", "15", "--model.num-layers", "1"
+        start, "--call-timeout-s", "15", "--architecture.num-layers", "1"
     )  # its calls take some hundredths of that
     run.find("realhf.worker", 1).suspend()
     assert run.end() == 1

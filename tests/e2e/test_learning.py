@@ -21,8 +21,9 @@ def evaluations(run_dir: Path) -> list[dict[str, float]]:
 def test_fine_tuning_learns_to_sort(tmp_path: Path) -> None:
     """Random weights answer nothing right; with the seed, 33 % of the held-out prompts are right at the end. Other
     processors round otherwise, so half of that will do."""
-    model = "--model.hidden-size 96 --model.intermediate-size 192 --model.num-layers 2 --model.num-heads 4"
-    words = "--model.num-kv-heads 4 --steps 250 --batch-size 64 --lr 3e-3 --warmup-steps 5 --num-workers 1 --seed 0"
+    sizes = {"hidden-size": 96, "intermediate-size": 192, "num-layers": 2, "num-heads": 4, "num-kv-heads": 4}
+    model = " ".join(f"--architecture.{name} {size}" for name, size in sizes.items())
+    words = "--steps 250 --batch-size 64 --lr 3e-3 --warmup-steps 5 --num-workers 1 --seed 0"
     run = finished(tmp_path / "run", "sft", *model.split(), *words.split())
     before, *_, after = evaluations(run.path)
     assert before["accuracy"] < 0.02

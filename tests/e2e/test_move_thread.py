@@ -60,7 +60,7 @@ class AuditedPPO(PPOExperiment):
         beside = [
             ModelFunctionCallDef(
                 model_name=name,
-                model_type=self.model,
+                model_type=self.architecture,
                 interface_type=INFERENCE,
                 interface_impl=Signals(says=f"{name} has begun", waits_for=waits_for),
                 input_data=["prompt"],

@@ -49,7 +49,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def words(directory: Path, folder: Path, dp: int, kind: str) -> list[Any]:
     plan = ExecutionPlan(num_devices=dp, calls=dict.fromkeys(CALLS, CallPlan(devices=(0, dp), dp=dp)))
     save_plan(plan, folder / "plan.json")
-    checkpoints = ("--sft-checkpoint", directory, "--reward-checkpoint", directory)
+    checkpoints = ("--model", directory, "--reward-model", directory)
     return [*COMMON, *checkpoints, "--compute.data-parallel", kind, "--plan", folder / "plan.json"]
 
 

@@ -27,8 +27,8 @@ MEASURED = {"time_s", "tokens_per_s", "calls", "peak_bytes", "plan"}
 # but for rounding). Another order of a sum changes some 1e-15 of a loss, and two steps keep that below 1e-12.
 RELATIVE, ABSOLUTE = 1e-9, 1e-12
 
-SIZES = "--batch-size 32 --model.hidden-size 32 --model.intermediate-size 48"
-SIZES += " --model.num-heads 4 --model.num-kv-heads 4"
+SIZES = "--batch-size 32 --architecture.hidden-size 32 --architecture.intermediate-size 48"
+SIZES += " --architecture.num-heads 4 --architecture.num-kv-heads 4"
 COMMON = f"--steps 2 --seed 7 --hardware cpu --memory-gb 2 --run-dir run {SIZES}"
 DRAWN = "--no-evaluate --record seq logprob ref_logprob reward value"
 SEARCH = "--num-workers 2 --evaluations 300"

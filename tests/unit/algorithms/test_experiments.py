@@ -75,8 +75,8 @@ def test_every_implementation_exists(data_dir):
 
 
 def test_a_wrong_checkpoint_is_refused(data_dir):
-    experiment = load("ppo")(data_dir=data_dir, sft_checkpoint="runs/nowhere")
-    with pytest.raises(UserError, match=r"runs/nowhere: neither index\.json nor config\.json there"):
+    experiment = load("ppo")(data_dir=data_dir, model="runs/nowhere")
+    with pytest.raises(UserError, match=r"'runs/nowhere': no such directory; give a Hugging"):
         _ = experiment.models
 
 

@@ -60,7 +60,7 @@ def test_a_run_with_several_models_of_a_kind_asks_which(run_dir):
 
 
 def test_what_is_no_model_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"nowhere: no such directory; give a Hugging Face directory"):
+    with pytest.raises(UserError, match=r"nowhere': no such directory; give a Hugging Face directory"):
         model_source(str(tmp_path / "nowhere"))
     with pytest.raises(UserError, match=r"no checkpoint of a model is there; give a Hugging Face directory"):
         model_source(str(tmp_path))

@@ -177,10 +177,13 @@ def test_recorded_rollouts_that_are_missing_or_damaged(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--model.vocab-size", "16"], "prompts.jsonl, line 3: 'prompt' has the token id 29, and model 'actor' of"),
+        (
+            ["--architecture.vocab-size", "16"],
+            "prompts.jsonl, line 3: 'prompt' has the token id 29, and model 'actor' of",
+        ),
         (["--ppo.eos-token", "32"], "eos_token=32, and model 'actor' of actor_generate has vocab_size=32"),
         (
-            ["--model.positions", "learned", "--model.max-positions", "17"],
+            ["--architecture.positions", "learned", "--architecture.max-positions", "17"],
             "'prompt' has 9 tokens, and with max_new_tok",
         ),
     ],
