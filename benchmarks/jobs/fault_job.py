@@ -45,7 +45,7 @@ class BreakableActor(PPOActor):
 class FaultJob(PPOExperiment):
     batch_size: int = 8
     mini_batches: int = 1
-    model: DecoderConfig = TINY
+    architecture: DecoderConfig = TINY
     evaluate: bool = False
     fault_file: str = ""
 

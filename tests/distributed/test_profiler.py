@@ -52,7 +52,7 @@ class Prompts:
 class Tiny:
     seed: int = 0
     steps: int = 1
-    model: DecoderConfig = DecoderConfig(
+    architecture: DecoderConfig = DecoderConfig(
         hidden_size=64, intermediate_size=256, num_layers=3, num_heads=2, num_kv_heads=2, vocab_size=1024
     )
     reference: DecoderConfig = DecoderConfig(

@@ -37,7 +37,7 @@ class MeetingCritic(PPOCritic):
 class MeetingJob(PPOExperiment):
     batch_size: int = 8
     mini_batches: int = 1
-    model: DecoderConfig = TINY
+    architecture: DecoderConfig = TINY
     evaluate: bool = False
     meeting: str = ""
 

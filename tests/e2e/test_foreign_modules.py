@@ -24,7 +24,7 @@ from realhf.rundir.run import load_experiment_class
 @auto(batch_size=4)
 @dataclass(frozen=True, kw_only=True)
 class Mine(load_experiment_class({str(ROOT / "experiments/sft.py")!r})):
-    model: DecoderConfig = TINY
+    architecture: DecoderConfig = TINY
 
     @property
     def rpcs(self):
