@@ -171,7 +171,12 @@ class JSONLDataset(ABC):
             )
         return columns
 
-    def _texts(self, line: bytes, number: int) -> dict[str, str]:
+    def record(self, line: bytes, number: int) -> dict[str, Any]:
+        """All fields of one line; `number` counts from 1.
+
+        Raises:
+            UserError: it is no JSON object; naming the file, the line and the remedy.
+        """
         form = f"every line is a JSON object with the text fields {', '.join(self.fields)}"
         try:
             record: Any = json.loads(line)
@@ -182,6 +187,11 @@ class JSONLDataset(ABC):
             raise self._error(number, f"{what}; {form}; correct the line or delete it") from None
         if not isinstance(record, dict):
             raise self._error(number, f"a {type(record).__name__} instead of an object; {form}; correct the line")
+        return record
+
+    def _texts(self, line: bytes, number: int) -> dict[str, str]:
+        record = self.record(line, number)
+        form = f"every line is a JSON object with the text fields {', '.join(self.fields)}"
         for field in self.fields:
             if field not in record:
                 raise self._error(number, f"field {field!r} is missing; {form}; add it or delete the line")

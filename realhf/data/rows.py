@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 from realhf.data.datasets import JSONLDataset, Tokens
 from realhf.data.row_order import row_of
@@ -58,6 +59,14 @@ class DatasetRows:
         rows = [step * self.rows_per_step + place for place in places]
         assert all(row < self.num_rows for row in rows), f"rows {rows} of {self.num_rows}"
         return rows
+
+    def records(self, step: int, sample_ids: Sequence[int]) -> list[dict[str, Any]]:
+        """The rows of samples as the file has them, with all columns, for reward functions.
+
+        Raises:
+            UserError: as `tokens`.
+        """
+        return [self.dataset.record(self._lines[row], row + 1) for row in self.rows(step, sample_ids)]
 
     def lengths(self, step: int, keys: Sequence[str]) -> dict[int, int]:
         """Tokens of every sample of a step, all `keys` together. Raises as `tokens` does."""

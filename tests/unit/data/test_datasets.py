@@ -12,7 +12,7 @@ from realhf.base.errors import UserError
 from realhf.data import sort_task
 from realhf.data.datasets import PreferenceDataset, PromptDataset, SFTDataset
 from realhf.data.loader import DatasetReader
-from realhf.data.rows import KEPT_STEPS
+from realhf.data.rows import KEPT_STEPS, DatasetRows
 
 GOOD = {"prompt": "ba>", "answer": "ab", "chosen": "ab", "rejected": "ba"}
 
@@ -147,6 +147,14 @@ def test_a_reader_gives_any_samples_of_any_step(folder):
     part = DatasetReader(dataset, 3, 4).read(5, [3, 1], ["prompt"])
     assert part.ids == (3, 1)
     assert [t.tolist() for t in part.data["prompt"]] == [whole.data["prompt"][i].tolist() for i in (3, 1)]
+
+
+def test_records_are_the_rows_of_the_same_samples_with_all_columns(folder):
+    lines = [{"prompt": f"{a}>", "level": i, "tests": [a]} for i, a in enumerate("abcdefgh")]
+    rows = DatasetRows(make(folder, PromptDataset, lines), 3, 4)
+    for record, tokens in zip(rows.records(5, [3, 1]), rows.tokens(5, [3, 1]), strict=True):
+        assert record == lines[record["level"]]
+        assert tokens["prompt"][1] == sort_task.VOCABULARY.index(record["tests"][0])
 
 
 def test_a_reader_keeps_the_rows_of_the_last_steps_only(folder, monkeypatch):

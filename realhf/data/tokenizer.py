@@ -1,0 +1,309 @@
+"""Text to tokens and back, with the files that a Hugging Face model has for it. No torch here."""
+
+import json
+from collections.abc import Sequence
+from datetime import date as calendar_date
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from realhf.base.errors import UserError
+from realhf.data.chat_template import DEFAULT_DATE, ChatTemplate, Message, TemplateError, TemplateInputs
+
+Tokens = list[int]
+
+TOKENIZER_FILE = "tokenizer.json"
+# A tokenizer.json alone does not say which of its special tokens ends a text; these names do.
+END_TOKENS = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<end_of_turn>")
+
+
+class TextTokenizer:
+    """A tokenizer as a model directory has it: tokenizer.json, and beside it, where there are any,
+    tokenizer_config.json, special_tokens_map.json, generation_config.json, chat_template.jinja.
+
+    It gives the same tokens and the same chats as transformers' `AutoTokenizer`.
+
+    Args:
+        location: the directory, or the path of its tokenizer.json.
+        chat_template: takes the place of the tokenizer's: a Jinja text, a file of one, or the name of one of several
+            templates that the tokenizer has.
+        date: the date that templates write as today's, YYYY-MM-DD.
+
+    Raises:
+        UserError: a file is missing or broken.
+    """
+
+    def __init__(self, location: str | Path, chat_template: str = "", date: str = DEFAULT_DATE):
+        path = Path(location)
+        self.path = path / TOKENIZER_FILE if path.is_dir() else path
+        self._given_template, self._date = chat_template, date
+        self._tokenizer = self._load()
+        self._config = self._json("tokenizer_config.json")
+        self.special_tokens = self._special_tokens()
+        self._add_tokens()
+        unknown = getattr(self._tokenizer.model, "unk_token", None)
+        self._unknown = None if unknown is None else self._tokenizer.token_to_id(unknown)
+        self._check_date()
+
+    # --- Tokens of a meaning.
+
+    @cached_property
+    def end_tokens(self) -> tuple[int, ...]:
+        """The tokens that end a response, each once: the end of a text (`eos_token`) first, then those that
+        generation_config.json names beside it (the end of a turn, say). Empty: no file names one."""
+        named = self._named("eos_token")
+        generation = self._json("generation_config.json").get("eos_token_id", [])
+        found = [] if named is None else [named]
+        found += [generation] if isinstance(generation, int) else list(generation or [])
+        if not found:
+            found = [token for name in END_TOKENS if (token := self.token(name)) is not None][:1]
+        return tuple(dict.fromkeys(found))
+
+    @property
+    def begin(self) -> int | None:
+        """The token that begins a text, if the tokenizer names one."""
+        return self._named("bos_token")
+
+    @property
+    def pad(self) -> int | None:
+        """The token that fills up short sequences, if the tokenizer names one."""
+        return self._named("pad_token")
+
+    @cached_property
+    def largest_token(self) -> int:
+        """The largest id of the tokenizer."""
+        vocabulary: dict[str, int] = self._tokenizer.get_vocab(with_added_tokens=True)
+        return max(vocabulary.values())
+
+    def token(self, text: str) -> int | None:
+        """The id of a token by its text; None where the tokenizer has no such token."""
+        found: int | None = self._tokenizer.token_to_id(text)
+        return found
+
+    # --- Text.
+
+    def encode(self, text: str, *, special: bool = True) -> Tokens:
+        """The tokens of a text. `special` adds those that the tokenizer puts around a text (a begin token).
+
+        Raises:
+            ValueError: naming the character that the tokenizer cannot express.
+        """
+        tokens = self._try(text, special)
+        if tokens is None:
+            raise ValueError(self._unknown_character(text))
+        return tokens
+
+    def encode_batch(self, texts: Sequence[str], *, special: bool = True) -> list[Tokens | None]:
+        """The tokens of many texts, on all processors; None for a text that `encode` would refuse."""
+        try:
+            encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=special)
+        except Exception:  # a word-level model without an unknown token raises plain Exception
+            return [self._try(text, special) for text in texts]
+        return [self._known(encoding.ids) for encoding in encodings]
+
+    def offsets(self, text: str) -> tuple[Tokens, list[tuple[int, int]]]:
+        """The tokens of a text without added ones, and for each the characters that it stands for: (begin, end).
+
+        Raises:
+            ValueError: as `encode`.
+        """
+        try:
+            encoding = self._tokenizer.encode(text, add_special_tokens=False)
+        except Exception:
+            raise ValueError(self._unknown_character(text)) from None
+        if self._known(encoding.ids) is None:
+            raise ValueError(self._unknown_character(text))
+        return encoding.ids, encoding.offsets
+
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of tokens, without special tokens or with them."""
+        text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=skip_special)
+        return text
+
+    # --- Chats.
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        add_generation_prompt: bool = False,
+        tools: Sequence[dict[str, Any]] | None = None,
+    ) -> str:
+        """The text of a chat, to be encoded without further special tokens (`special=False`).
+
+        Args:
+            messages: turns in their order, with `role` and `content`.
+            add_generation_prompt: ends with the header of the assistant's turn.
+            tools: JSON schemas of functions that the assistant may call.
+
+        Raises:
+            UserError: the tokenizer has no template.
+            TemplateError: the template refuses the chat.
+        """
+        inputs = TemplateInputs(add_generation_prompt=add_generation_prompt, tools=tools)
+        return self.template(tools is not None).render(messages, inputs)
+
+    def template(self, with_tools: bool = False) -> ChatTemplate:
+        """The chat template; `with_tools` prefers the one for tools, where there are several.
+
+        Raises:
+            UserError: there is none, or it is broken.
+        """
+        return self._templates[with_tools]
+
+    @cached_property
+    def _templates(self) -> tuple[ChatTemplate, ChatTemplate]:
+        found = self._template_texts()
+        given = self._given_template
+        if given and given not in found:
+            found = {"default": _template_of(given)}
+            given = ""
+        if not found:
+            raise UserError(
+                f"tokenizer {self.path}: it has no chat template (neither chat_template.jinja nor chat_template in "
+                "tokenizer_config.json), and the data set has chats; give one with chat_template (a file of Jinja "
+                "text), use the tokenizer of an instruction-tuned model, or give rows of text"
+            )
+        if not given and "default" not in found:
+            names = ", ".join(sorted(found))
+            raise UserError(f"tokenizer {self.path}: it has the chat templates {names}; name one with chat_template")
+        name = given or "default"
+        plain = self._compile(found[name])
+        return plain, self._compile(found["tool_use"]) if not given and "tool_use" in found else plain
+
+    def _compile(self, source: str) -> ChatTemplate:
+        try:
+            return ChatTemplate(source, self.special_tokens, self._date)
+        except TemplateError as error:
+            raise UserError(
+                f"tokenizer {self.path}: its chat template is broken ({error}); correct it, or give another one with "
+                "chat_template"
+            ) from None
+
+    def _template_texts(self) -> dict[str, str]:
+        """By name; files take the place of the configuration's."""
+        folder = self.path.parent
+        found = {}
+        if (file := folder / "chat_template.jinja").is_file():
+            found["default"] = file.read_text(encoding="utf-8")
+        for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+            found[file.stem] = file.read_text(encoding="utf-8")
+        if found:
+            return found
+        match self._config.get("chat_template"):
+            case str(text):
+                return {"default": text}
+            case list(several):
+                return {entry["name"]: entry["template"] for entry in several}
+            case dict(several):
+                return {str(name): str(text) for name, text in several.items()}
+        return {}
+
+    # --- Files.
+
+    def _load(self) -> Any:
+        if not self.path.is_file():
+            remedy = f"give the directory of a model that has one, or the path of a {TOKENIZER_FILE}"
+            if any((self.path.parent / name).is_file() for name in ("tokenizer.model", "vocab.json", "vocab.txt")):
+                remedy = "write one with transformers: AutoTokenizer.from_pretrained(DIR).save_pretrained(DIR)"
+            raise UserError(
+                f"tokenizer {self.path}: no such file; {remedy} (`python -m realhf.data.sort_task DIR` makes the data "
+                "of the sorting task)"
+            )
+        try:
+            tokenizer = Tokenizer.from_file(str(self.path))
+        except Exception as error:  # the library raises plain Exception
+            raise UserError(
+                f"tokenizer {self.path}: {error}; give a tokenizer.json of Hugging Face's tokenizers"
+            ) from None
+        tokenizer.no_padding()  # a file may ask for either
+        tokenizer.no_truncation()
+        return tokenizer
+
+    def _json(self, name: str) -> dict[str, Any]:
+        """A file beside tokenizer.json; {} where there is none."""
+        path = self.path.parent / name
+        if not path.is_file():
+            return {}
+        try:
+            content = json.loads(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise UserError(f"{path}: not JSON ({error}); correct it or take it away") from None
+        if not isinstance(content, dict):
+            raise UserError(f"{path}: a {type(content).__name__} instead of an object; correct it or take it away")
+        return content
+
+    def _special_tokens(self) -> dict[str, str]:
+        """By name (`bos_token`), for templates; where the configuration lists its added tokens, the older
+        special_tokens_map.json does not count."""
+        given = self._config
+        if "added_tokens_decoder" not in given:
+            given = given | self._json("special_tokens_map.json")
+        entries = {name: value for name, value in given.items() if name.endswith("_token")}
+        for names in ("extra_special_tokens", "model_specific_special_tokens"):
+            if isinstance(more := given.get(names), dict):
+                entries |= more
+        texts = {name: value.get("content") if isinstance(value, dict) else value for name, value in entries.items()}
+        return {name: text for name, text in texts.items() if isinstance(text, str)}
+
+    def _add_tokens(self) -> None:
+        """Tokens that the configuration has and tokenizer.json lacks."""
+        there = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        listed = self._config.get("added_tokens_decoder")
+        fields = {"content", "single_word", "lstrip", "rstrip", "normalized", "special"}
+        if isinstance(listed, dict):
+            for _, entry in sorted(listed.items(), key=lambda item: int(item[0])):
+                if isinstance(entry, dict) and entry.get("content") not in there:
+                    self._tokenizer.add_tokens([AddedToken(**{k: v for k, v in entry.items() if k in fields})])
+        names = list(self.special_tokens.values())
+        for extra in ("additional_special_tokens", "extra_special_tokens"):
+            entries = self._config.get(extra)
+            if isinstance(entries, list):
+                names += [entry["content"] if isinstance(entry, dict) else entry for entry in entries]
+        there = {token.content for token in self._tokenizer.get_added_tokens_decoder().values()}
+        missing = [AddedToken(name, special=True, normalized=False) for name in names if name not in there]
+        if missing:
+            self._tokenizer.add_special_tokens(missing)
+
+    def _check_date(self) -> None:
+        try:
+            calendar_date.fromisoformat(self._date)
+        except ValueError:
+            raise UserError(f"date={self._date!r} is no date; give one as {DEFAULT_DATE}") from None
+
+    def _named(self, name: str) -> int | None:
+        return self.token(self.special_tokens[name]) if name in self.special_tokens else None
+
+    def _try(self, text: str, special: bool) -> Tokens | None:
+        try:
+            ids: Tokens = self._tokenizer.encode(text, add_special_tokens=special).ids
+        except Exception:  # as in `encode_batch`
+            return None
+        return self._known(ids)
+
+    def _known(self, tokens: Tokens) -> Tokens | None:
+        return None if self._unknown is not None and self._unknown in tokens else tokens
+
+    def _unknown_character(self, text: str) -> str:
+        wrong = next((character for character in text if self._try(character, False) is None), text)
+        return f"{wrong!r} in {_shortened(text)!r} has no token in the tokenizer"
+
+
+def _template_of(given: str) -> str:
+    """The Jinja text that an option gives: itself, or the name of a file."""
+    if "{%" in given or "{{" in given:
+        return given
+    try:
+        return Path(given).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        what = error.strerror.lower() if isinstance(error, OSError) and error.strerror else error
+        raise UserError(
+            f"chat_template={given!r}: {what}; give a file of Jinja text, the text itself, or the name of one of the "
+            "tokenizer's templates"
+        ) from None
+
+
+def _shortened(text: str, length: int = 80) -> str:
+    return text if len(text) <= length else text[: length - 1] + "…"

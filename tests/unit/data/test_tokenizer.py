@@ -1,0 +1,183 @@
+"""Tokens and chats are those of transformers, for several families of tokenizers."""
+
+import datetime
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer
+
+from realhf.base.errors import UserError
+from realhf.data import sort_task
+from realhf.data.chat_template import DEFAULT_DATE, ChatTemplate, TemplateError
+from realhf.data.tokenizer import TextTokenizer
+from tests.unit.data.tokenizers_of_families import FORGETFUL_TEMPLATE, write_llama3, write_mistral, write_qwen
+
+FAMILIES: dict[str, Callable[[Path], Path]] = {"llama3": write_llama3, "qwen": write_qwen, "mistral": write_mistral}
+
+CHATS = [
+    [{"role": "user", "content": "the thing & <b>"}],
+    [{"role": "user", "content": "  hi\n"}, {"role": "assistant", "content": "the answer"}],
+    [
+        {"role": "user", "content": "é 漢字 🙂"},
+        {"role": "assistant", "content": "an ", "tool_calls": None},
+        {"role": "user", "content": "<|im_end|></s><|eot_id|>"},
+    ],
+]
+TOOLS = [{"type": "function", "function": {"name": "find", "parameters": {"wörd": {"type": "string", "x": [1, 2.5]}}}}]
+
+
+@pytest.fixture(autouse=True)
+def same_day(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Transformers' templates ask the clock for the date."""
+
+    class Clock(datetime.datetime):
+        @classmethod
+        def now(cls, tz=None):
+            return cls.fromisoformat(DEFAULT_DATE)
+
+    monkeypatch.setattr("transformers.utils.chat_template_utils.datetime", Clock)
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[TextTokenizer, AutoTokenizer]:
+    folder = FAMILIES[request.param](tmp_path_factory.mktemp(request.param))
+    return TextTokenizer(folder), AutoTokenizer.from_pretrained(folder)
+
+
+@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    text=st.text(st.characters(codec="utf-8"), max_size=40) | st.sampled_from(["the  other\n\n in", "</s> a<|im_end|>"])
+)
+def test_text_becomes_the_tokens_of_transformers_and_comes_back(pair, text: str) -> None:
+    ours, theirs = pair
+    for special in (True, False):
+        tokens = ours.encode(text, special=special)
+        assert tokens == theirs.encode(text, add_special_tokens=special)
+        assert ours.encode_batch([text, "the"], special=special)[0] == tokens
+        for skip in (True, False):
+            assert ours.decode(tokens, skip_special=skip) == theirs.decode(tokens, skip_special_tokens=skip)
+
+
+@pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.parametrize("generation", [True, False])
+@pytest.mark.parametrize("tools", [None, TOOLS])
+def test_chats_are_those_of_transformers(pair, chat, generation, tools) -> None:
+    ours, theirs = pair
+    text = ours.apply_chat_template(chat, add_generation_prompt=generation, tools=tools)
+    assert text == theirs.apply_chat_template(chat, add_generation_prompt=generation, tools=tools, tokenize=False)
+    expected = theirs.apply_chat_template(chat, add_generation_prompt=generation, tools=tools, return_dict=False)
+    assert ours.encode(text, special=False) == expected
+
+
+def test_special_tokens_are_those_of_transformers(pair) -> None:
+    ours, theirs = pair
+    assert (ours.begin, ours.pad, ours.end_tokens[0]) == (theirs.bos_token_id, theirs.pad_token_id, theirs.eos_token_id)
+    assert ours.largest_token == len(theirs) - 1
+
+
+def test_tool_calls_loop_controls_and_reasoning(tmp_path: Path) -> None:
+    call = {"function": {"name": "find", "arguments": {"q": "ü<>", "n": None}}}
+    chat = [
+        {"role": "user", "content": "a"},
+        {"role": "skipped", "content": "b"},
+        {"role": "assistant", "tool_calls": [call], "content": None},
+        {"role": "tool", "content": "c"},
+    ]
+    folder = write_qwen(tmp_path / "qwen")
+    assert TextTokenizer(folder).apply_chat_template(chat) == (
+        AutoTokenizer.from_pretrained(folder).apply_chat_template(chat, tokenize=False)
+    )
+    thinking = [{"role": "user", "content": "a"}, {"role": "assistant", "thinking": "hm", "content": "b"}]
+    folder = write_qwen(tmp_path / "forgetful", FORGETFUL_TEMPLATE)
+    text = TextTokenizer(folder).apply_chat_template(thinking)
+    assert text == AutoTokenizer.from_pretrained(folder).apply_chat_template(thinking, tokenize=False)
+    assert "<think>hm</think>b" in text
+
+
+def test_what_a_template_marks_as_the_assistants(tmp_path: Path) -> None:
+    folder = write_qwen(tmp_path, FORGETFUL_TEMPLATE)
+    chat = [{"role": role, "content": text} for role, text in zip(["user", "assistant"] * 2, "abcd", strict=True)]
+    theirs = AutoTokenizer.from_pretrained(folder)
+    text, spans = TextTokenizer(folder).template().render_marked(chat)
+    assert text == theirs.apply_chat_template(chat, tokenize=False)
+    assert [text[a:b] for a, b in spans] == ["b<|im_end|>", "d<|im_end|>"]
+    masked = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True)
+    ids, offsets = TextTokenizer(folder).offsets(text)
+    assert ids == masked["input_ids"]
+    assert [int(any(a < end <= b for a, b in spans)) for _, end in offsets] == masked["assistant_masks"]
+
+
+def test_the_end_tokens(tmp_path: Path) -> None:
+    ours = TextTokenizer(write_llama3(tmp_path / "a"))
+    assert ours.end_tokens == (ours.token("<|eot_id|>"), ours.token("<|end_of_text|>"))
+    sort_task.make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    alone = TextTokenizer(tmp_path / "tokenizer.json")
+    assert alone.end_tokens == (sort_task.EOS_TOKEN,), "a well-known name, where no file says more"
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": 3}')
+    assert TextTokenizer(tmp_path).end_tokens == (3,)
+
+
+def test_a_token_that_only_the_configuration_has(tmp_path: Path) -> None:
+    folder = write_qwen(tmp_path)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config |= {"pad_token": "<|pad|>", "additional_special_tokens": ["<|tool|>"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    ours, theirs = TextTokenizer(folder), AutoTokenizer.from_pretrained(folder)
+    text = "a<|tool|>b<|pad|>"
+    assert ours.encode(text) == theirs.encode(text)
+    assert (ours.pad, ours.largest_token) == (theirs.pad_token_id, len(theirs) - 1)
+
+
+def test_padding_and_truncation_of_the_file_do_not_count(tmp_path: Path) -> None:
+    tokenizer = sort_task.make_tokenizer()
+    tokenizer.enable_padding(length=20)
+    tokenizer.enable_truncation(2)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert TextTokenizer(tmp_path).encode("abc>") == [1, 4, 5, 6, 3]
+
+
+def test_a_template_of_the_users(tmp_path: Path) -> None:
+    folder = write_qwen(tmp_path)
+    chat = [{"role": "user", "content": "a"}]
+    (tmp_path / "own.jinja").write_text("{{ messages[0].content }}!")
+    for source in ("{{ messages[0].content }}!", str(tmp_path / "own.jinja")):
+        assert TextTokenizer(folder, source).apply_chat_template(chat) == "a!"
+    mistral = write_mistral(tmp_path / "mistral")
+    assert TextTokenizer(mistral, "tool_use").apply_chat_template(chat, tools=[]).startswith("[]<s>")
+    with pytest.raises(UserError, match=r"chat_template='nowhere\.jinja': no such file or directory; give a file"):
+        TextTokenizer(folder, "nowhere.jinja").template()
+    with pytest.raises(UserError, match=r"its chat template is broken \(.*\); correct it"):
+        TextTokenizer(folder, "{% if %}").template()
+
+
+def test_a_template_gets_no_further_than_its_values() -> None:
+    for source in (
+        "{{ messages.__class__.__mro__ }}",
+        "{{ raise_exception.__globals__.keys() }}",
+        "{{ messages.append(1) }}",
+    ):
+        with pytest.raises(TemplateError):
+            ChatTemplate(source, {}).render([{"role": "user", "content": "a"}])
+
+
+def test_errors_name_the_tokenizer_and_the_remedy(tmp_path: Path) -> None:
+    sort_task.make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match=r"tokenizer .*tokenizer\.json: it has no chat template .* chat_template"):
+        TextTokenizer(tmp_path).apply_chat_template([{"role": "user", "content": "a"}])
+    with pytest.raises(UserError, match=r"date='tomorrow' is no date"):
+        TextTokenizer(tmp_path, date="tomorrow")
+    (tmp_path / "generation_config.json").write_text("[")
+    with pytest.raises(UserError, match=r"generation_config\.json: not JSON"):
+        _ = TextTokenizer(tmp_path).end_tokens
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "tokenizer.model").touch()
+    with pytest.raises(UserError, match=r"tokenizer\.json: no such file; write one with transformers"):
+        TextTokenizer(tmp_path / "old")
+    with pytest.raises(ValueError, match=r"'A' in 'bA' has no token"):
+        TextTokenizer(tmp_path / "tokenizer.json").encode("bA")
