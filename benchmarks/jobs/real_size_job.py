@@ -65,7 +65,9 @@ class RealSizeJob:
     steps: int = 3
     rollout: PPOHyperparameters = field(
         # No response ends early.
-        default_factory=lambda: PPOHyperparameters(max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS)
+        default_factory=lambda: PPOHyperparameters(
+            max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, samples_per_prompt=GROUP
+        )
     )
     data_dir: str = "runs/real-size-data"
 
@@ -118,12 +120,12 @@ class RealSizeJob:
 
 
 def _write(folder: Path) -> None:
-    """The prompts, each beginning with a letter of its own, once for every response."""
+    """The prompts, each beginning with a letter of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     sort_task.make_tokenizer().save(str(folder / "tokenizer.json"))
     letters = itertools.cycle("realhf")
     prompts = [first + "".join(itertools.islice(letters, PROMPT_TOKENS - 2)) for first in "abcd"[:PROMPTS]]
-    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts for _ in range(GROUP)]
+    lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
     unfinished = folder / f".prompts-{os.getpid()}"
     unfinished.write_text("".join(lines))
     unfinished.rename(folder / "prompts.jsonl")

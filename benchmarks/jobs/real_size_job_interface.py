@@ -6,14 +6,12 @@ import torch
 from real_size_job import GRPOActor
 from torch import Tensor
 
-from realhf.algorithms.functional import kl_k3, moments, ppo_policy_loss
+from realhf.algorithms.functional import kl_k3, ppo_policy_loss
 from realhf.algorithms.responses import response_logprobs, response_tokens, responses
 from realhf.algorithms.statistics import add_stats, mean_of
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, Model, Stats
 from realhf.parallel.vocabulary import Logits
-
-LETTERS = 32  # ids of the tokenizer; the first letter of a prompt names its group
 
 
 class GRPOActorInterface:
@@ -26,7 +24,7 @@ class GRPOActorInterface:
         stats: list[Stats] = []
         for batch in mini_batches:
             rewards = torch.stack([_reward(response) for response in responses(batch)])
-            advantages = group_advantages(_groups(batch), rewards, context)
+            advantages = group_advantages(context.in_order(batch.ids, rewards), context)[list(batch.ids)]
             per_token = [a.expand(len(logprob)) for a, logprob in zip(advantages, batch.data["logprob"], strict=True)]
             batch = batch.with_data(advantage=per_token)
             stats.append(model.train_step(batch, "seq", self._loss, response_tokens, context.micro_batches))
@@ -43,20 +41,13 @@ class GRPOActorInterface:
         return loss.sum(), {"clip_fraction": mean_of(is_clipped)}
 
 
-def group_advantages(groups: Tensor, rewards: Tensor, context: Context) -> Tensor:
-    """(reward - mean) / standard deviation, of the responses to one prompt on all ranks: [batch] float32."""
-    table = torch.zeros(LETTERS, 3, dtype=torch.float64, device=rewards.device)
-    table.index_add_(0, groups, torch.stack([moments(reward) for reward in rewards]))
-    total, square, count = context.sum_over_data_parallel(table)[groups].unbind(1)
-    mean = total / count
-    deviation = (square / count - mean * mean).clamp(min=0).sqrt()
-    return ((rewards - mean) / (deviation + 1e-6)).float()
+def group_advantages(rewards: Tensor, context: Context) -> Tensor:
+    """(reward - mean) / standard deviation, of the responses to one prompt: [batch] float32 from [batch] float64."""
+    groups = rewards.view(-1, context.samples_per_prompt)
+    advantages = (groups - groups.mean(1, keepdim=True)) / (groups.std(1, correction=0, keepdim=True) + 1e-6)
+    return advantages.flatten().float()
 
 
 def _reward(response: Tensor) -> Tensor:
     """The share of even ids in the response."""
     return (response % 2 == 0).double().mean()
-
-
-def _groups(batch: Batch) -> Tensor:
-    return torch.stack([prompt[1] for prompt in batch.data["prompt"]])  # behind the begin token

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from heapq import heappop, heappush
-from math import prod
+from math import gcd, prod
 from string import ascii_letters
 
 from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
@@ -24,21 +24,27 @@ def division(layout: Layout, protocol: TransferProtocol = THREE_D_PROTO) -> Divi
     return protocol.distribute(layout)
 
 
-def partition(batch_size: int, mini_batches: int, dp: int, lengths: Mapping[int, int] | None = None) -> Partition:
+def partition(
+    batch_size: int, mini_batches: int, dp: int, lengths: Mapping[int, int] | None = None, samples_per_prompt: int = 1
+) -> Partition:
     """Divides a global batch into mini-batches, and each mini-batch over `dp` ranks, with equal numbers of samples.
 
     A mini-batch has the same samples under every layout, so optimizer steps do not depend on the layout. If the
     `lengths` of the samples are known, the ranks of a mini-batch also get about equal numbers of tokens. The numbers of
-    samples stay equal because memory, micro-batches and the KV cache are planned for them.
+    samples stay equal because memory, micro-batches and the KV cache are planned for them. The samples of a prompt,
+    which are neighbours, stay together on a rank where their number divides that of a rank; else as many as divide
+    both do, for a rank computes a prompt once for those that it has.
     """
     per_mini_batch = batch_size // mini_batches
     assert per_mini_batch // dp * dp * mini_batches == batch_size, "checked when the plan was"
     mini = [range(j * per_mini_batch, (j + 1) * per_mini_batch) for j in range(mini_batches)]
-    return [list(of_rank) for of_rank in zip(*(_shares(ids, dp, lengths) for ids in mini), strict=True)]
+    together = gcd(per_mini_batch // dp, samples_per_prompt)
+    return [list(of_rank) for of_rank in zip(*(_shares(ids, dp, lengths, together) for ids in mini), strict=True)]
 
 
-def _shares(ids: range, dp: int, lengths: Mapping[int, int] | None) -> list[tuple[int, ...]]:
-    """The sample ids of each rank, ascending: consecutive ids, unless balancing by tokens lowers the maximum."""
+def _shares(ids: range, dp: int, lengths: Mapping[int, int] | None, together: int) -> list[tuple[int, ...]]:
+    """The sample ids of each rank, ascending: consecutive ids, unless balancing by tokens lowers the maximum. Each
+    `together` neighbours go to one rank."""
     size = len(ids) // dp
     runs = [tuple(ids[d * size : (d + 1) * size]) for d in range(dp)]
     if lengths is None:
@@ -47,22 +53,24 @@ def _shares(ids: range, dp: int, lengths: Mapping[int, int] | None) -> list[tupl
     def worst(shares: list[tuple[int, ...]]) -> int:
         return max(sum(lengths[sample] for sample in share) for share in shares)
 
-    return min(runs, _by_tokens(ids, dp, lengths), key=worst)  # consecutive ids win a tie
+    units = [ids[i : i + together] for i in range(0, len(ids), together)]
+    return min(runs, _by_tokens(units, dp, lengths), key=worst)  # consecutive ids win a tie
 
 
-def _by_tokens(ids: range, dp: int, lengths: Mapping[int, int]) -> list[tuple[int, ...]]:
-    """Gives samples, the longest first, to the rank with the fewest tokens that may still take one.
+def _by_tokens(units: Sequence[range], dp: int, lengths: Mapping[int, int]) -> list[tuple[int, ...]]:
+    """Gives units of samples, the longest first, to the rank with the fewest tokens that may still take one.
 
-    This is Graham's LPT rule (1969) with equal numbers of samples.
+    This is Graham's LPT rule (1969) with equal numbers of units.
     """
-    shares: list[list[int]] = [[] for _ in range(dp)]
+    tokens_of = {unit: sum(lengths[sample] for sample in unit) for unit in units}
+    shares: list[list[range]] = [[] for _ in range(dp)]
     open_ranks = [(0, rank) for rank in range(dp)]  # a heap of (tokens, rank)
-    for sample in sorted(ids, key=lambda sample: (-lengths[sample], sample)):
+    for unit in sorted(units, key=lambda unit: (-tokens_of[unit], unit.start)):
         tokens, rank = heappop(open_ranks)
-        shares[rank].append(sample)
-        if len(shares[rank]) < len(ids) // dp:
-            heappush(open_ranks, (tokens + lengths[sample], rank))
-    return [tuple(sorted(share)) for share in shares]
+        shares[rank].append(unit)
+        if len(shares[rank]) < len(units) // dp:
+            heappush(open_ranks, (tokens + tokens_of[unit], rank))
+    return [tuple(sorted(sample for unit in share for sample in unit)) for share in shares]
 
 
 def length_key(graph: DataflowGraph, call: ModelFunctionCallDef) -> str | None:

@@ -342,7 +342,7 @@ def _parts(planned: PlannedGraph, call: ModelFunctionCallDef, step: int, directo
     elif planned.rows is not None:
         lengths = planned.rows.lengths(step, dataset_sequences(call))
     parts = division(planned.calls[call.name].layout, call.protocol).parts
-    return partition(planned.batch_size, call.mini_batches, parts, lengths)
+    return partition(planned.batch_size, call.mini_batches, parts, lengths, planned.graph.samples_per_prompt)
 
 
 def _name(node: Node, batch: BatchKey) -> str:

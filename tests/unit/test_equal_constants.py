@@ -1,4 +1,4 @@
-"""Constants that Python and C++ both have are equal: the compiler of one does not read the other."""
+"""Constants that two places have are equal: Python and C++, or engine and planner; one does not read the other."""
 
 import re
 from pathlib import Path
@@ -9,7 +9,9 @@ import pytest
 import realhf
 from realhf.architecture.decoding import PAGE_TOKENS
 from realhf.cpu.native import kernels
+from realhf.engine.generate.loop import MAX_PREFILL_TOKENS
 from realhf.planning.model.communicators import MOVES
+from realhf.planning.model.rank_work import PREFILL_TOKENS
 from realhf.planning.problem import tables
 
 PROBLEM = Path(realhf.__file__).parents[1] / "csrc/search/problem.h"
@@ -37,6 +39,10 @@ def constant(name: str) -> float:
 )
 def test_limits_of_a_planning_problem(name: str, ours: int) -> None:
     assert constant(name) == ours
+
+
+def test_tokens_of_a_step_of_prefill() -> None:
+    assert PREFILL_TOKENS == MAX_PREFILL_TOKENS
 
 
 @pytest.mark.skipif(kernels is None, reason="the kernels are not built")

@@ -101,17 +101,17 @@ def _running_batch(
     kernels = paged_kernels(weight, decoder.config.head_dim)
     choice = TokenChoice(batch.select(runs[place]), request.of_samples(runs[place]), weight.device)
     page = kernels.page
-    needs = sorted((pages_for(length, page) for length in choice.longest().tolist()), reverse=True)
-    max_running = min(-(-len(batch) // max(request.micro_batches, pp)), len(needs))
-    num_pages = enough = sum(needs[:max_running])
+    largest = pages_for(int(choice.longest().max()), page)
+    max_running = min(-(-len(batch) // max(request.micro_batches, pp)), len(runs[place]))
+    num_pages = enough = _needed_pages(choice, page, max_running)
     budget_tokens = request.options.kv_cache_tokens
     if budget_tokens is not None:
         num_pages = min(num_pages, budget_tokens // len(runs) // page)
-        if num_pages < needs[0]:
+        if num_pages < largest:
             raise UserError(
                 f"kv_cache_tokens={budget_tokens} is room for {num_pages} pages of {page} tokens in each of "
                 f"{len(runs)} parts of the batch, and one sequence of {int(choice.longest().max())} tokens "
-                f"needs {needs[0]}; set it to at least {needs[0] * page * len(runs)}"
+                f"needs {largest}; set it to at least {largest * page * len(runs)}"
             )
     scheduler = Scheduler(
         choice.prompt_lengths.tolist(),
@@ -122,7 +122,7 @@ def _running_batch(
         max_prefill_tokens=MAX_PREFILL_TOKENS,
         holds_all=num_pages == enough,
     )
-    sizes = CacheSizes(num_pages, max_rows=max_running, width=needs[0])
+    sizes = CacheSizes(num_pages, max_rows=max_running, width=largest)
     cache, graphs = workspace.of_batch(place, decoder, kernels, sizes)
     return RunningBatch(decoder, choice, scheduler, cache, return_logits=request.return_logits, graphs=graphs)
 
@@ -160,9 +160,22 @@ def check_request(decoder: Decoder, batch: Batch, request: GenerationRequest) ->
 
 
 def _even_runs(count: int, parts: int) -> list[range]:
-    """`range(count)` in at most `parts` runs, none empty, whose lengths differ by one at most."""
+    """`range(count)` in at most `parts` runs, none empty, whose lengths differ by one at most: cuts lie between the
+    samples of different prompts where `parts` divides the number of prompts."""
     parts = min(parts, count)
     return [range(count * i // parts, count * (i + 1) // parts) for i in range(parts)]
+
+
+def _needed_pages(choice: TokenChoice, page: int, max_running: int) -> int:
+    """Pages for any `max_running` sequences at their longest. Where all run at once, equal prompts are computed once
+    and share their full pages; else one may come when those of its group have ended."""
+    needs = [pages_for(length, page) for length in choice.longest().tolist()]
+    if max_running < len(needs):
+        return sum(sorted(needs, reverse=True)[:max_running])
+    shared = [length // page for length in choice.prompt_lengths.tolist()]
+    return sum(
+        need - (shared[i] if twin != i else 0) for i, (need, twin) in enumerate(zip(needs, choice.twins(), strict=True))
+    )
 
 
 @contextmanager

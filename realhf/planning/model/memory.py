@@ -87,9 +87,12 @@ class PlacedModel:
         is_packed = self.features.packs_weights and self.dtype != "float64"
         return linear_elements(self.model, self.strategy) * self.item if is_packed else 0
 
-    def cache_bytes(self, tokens: int) -> float:
-        """Keys and values of a sequence, in whole pages, on the first stage: no other has more layers."""
+    @property
+    def page_tokens(self) -> int:
+        """Tokens in a page of the KV cache."""
+        return self.features.page_tokens(self.model, self.dtype)
+
+    def cache_bytes(self, tokens: float) -> float:
+        """Keys and values of `tokens` tokens on the first stage: no other has more layers."""
         layers = len(stage_layers(self.model.num_layers, self.strategy.pp, 0))
-        page = self.features.page_tokens(self.model, self.dtype)
-        kept = math.ceil(tokens / page) * page
-        return kv_bytes_per_token_layer(self.model, self.dtype) / self.strategy.tp * layers * kept
+        return kv_bytes_per_token_layer(self.model, self.dtype) / self.strategy.tp * layers * tokens

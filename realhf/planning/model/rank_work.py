@@ -17,6 +17,8 @@ from realhf.planning.model.workload import Workload
 # Of a worker on a CPU, beside tensors. Measured: 12 MiB that torch and oneDNN take when they first compute, and 4 MiB
 # that it shares with the workers of its tensor-parallel group.
 WORKER_BYTES = 16 << 20
+# Prompts are computed in steps of so many tokens at most, or of one prompt, as in realhf/engine/generate/loop.py.
+PREFILL_TOKENS = 4096
 # Of what malloc gave: between tensors of different sizes that come and go there are holes, of at most an eighth of them
 # where a hole's size fits again (`csrc/memory`); measured 4 to 9 %.
 HOLES = 1 / 8
@@ -44,11 +46,44 @@ class RankWork:
         return min(self.parts, self.placed.strategy.pp)
 
     @cached_property
+    def sharing(self) -> int:
+        """How many samples of a part have one prompt, which is computed once for them: a group, or what the partition
+        over ranks and the cuts between parts leave together of it (`realhf.master.data.partition`)."""
+        return math.gcd(self.lengths.samples_per_prompt, self.samples, max(self.samples // self.parts, 1))
+
+    @property
+    def prompts(self) -> float:
+        """Prompts that a generation computes in one part."""
+        return self.samples / self.parts / self.sharing
+
+    @cached_property
     def cache_turns(self) -> float:
         """Room for keys and values that the sequences in flight need over the room that the call was given, at least 1:
         with 1 / turns of them at a time, there are turns times as many decode steps."""
-        in_flight = self.parts_in_flight * math.ceil(self.samples / self.parts)
-        return max(1.0, in_flight * self.lengths.max_tokens / (self.lengths.kv_cache_tokens or math.inf))
+        given, page, parts = self.lengths.kv_cache_tokens, self.placed.page_tokens, self.parts_in_flight
+        if given is None:
+            return 1.0
+        return max(1.0, self._cache_tokens() / (parts * max(given // parts // page, 1) * page))
+
+    def _cache_tokens(self) -> float:
+        """Places for keys and values, in whole pages, of all sequences in flight at their longest.
+
+        Samples of a prompt share its full pages where no part waits for another one to end. What lies behind those
+        pages is largest where the prompt ends a place before the end of a page.
+        """
+        lengths, page = self.lengths, self.placed.page_tokens
+        per_part = math.ceil(self.samples / self.parts)
+        sharing = self.sharing if self.parts == self.parts_in_flight else 1
+        are_alike = sharing == 1 or lengths.prompt_tokens == lengths.max_prompt_tokens
+        prompts = {lengths.max_prompt_tokens}
+        if not are_alike:
+            prompts.add(max((lengths.max_prompt_tokens + 1) // page * page - 1, 1))
+
+        def of_group(prompt: int) -> int:
+            shared = prompt // page
+            return shared + sharing * (math.ceil((prompt + lengths.max_new_tokens) / page) - shared)
+
+        return self.parts_in_flight * per_part / sharing * max(map(of_group, prompts)) * page
 
     def dynamic_bytes(self) -> float:
         """The most that the call allocates on a device while it runs, without a reallocated copy of its parameters, and
@@ -58,9 +93,9 @@ class RankWork:
           beyond them, the product for the largest weight's gradient, three fp32 arrays of logits on the last stage
           (logits, probabilities, gradient), and what it gathers.
         - Inference: one layer's activations and two arrays of logits.
-        - Generation: the KV cache of the parts in flight in whole pages, or the room that the call was given for it
-          where that is less; prefill's activations of one layer, two arrays of logits of one token a sequence, and on a
-          CPU the linears' weights once more.
+        - Generation: the KV cache of the parts in flight in whole pages, those of a prompt once for its samples, or the
+          room that the call was given for it where that is less; prefill's activations of one layer, two arrays of
+          logits of one token a sequence, and on a CPU the linears' weights once more.
 
         In host memory also HOLES and WORKER_BYTES. A call that does not use its model: nothing.
         """
@@ -92,16 +127,17 @@ class RankWork:
     def _generation_bytes(self) -> float:
         placed, per_part = self.placed, math.ceil(self.samples / self.parts)
         activations = activation_elements(placed.model, placed.strategy.tp) * placed.item
-        prefill = self.lengths.max_prompt_tokens * activations
+        longest = self.lengths.max_prompt_tokens
+        prefill = min(per_part / self.sharing * longest, max(PREFILL_TOKENS, longest)) * activations
         logits = self._logits_bytes(per_part)
-        return self._cache_bytes() + per_part * prefill + 2 * logits + placed.packed_bytes()
+        return self._cache_bytes() + prefill + 2 * logits + placed.packed_bytes()
 
     def _cache_bytes(self) -> float:
         """The KV cache of the sequences in flight, and for each part the page that padding of graphs is written to."""
-        placed, in_flight = self.placed, self.parts_in_flight
-        sequences = in_flight * math.ceil(self.samples / self.parts) / self.cache_turns
-        spare = in_flight if placed.features.replays(placed.model, self.lengths.decode_graphs) else 0
-        return sequences * placed.cache_bytes(self.lengths.max_tokens) + spare * placed.cache_bytes(1)
+        placed = self.placed
+        replays = placed.features.replays(placed.model, self.lengths.decode_graphs)
+        spare = self.parts_in_flight * placed.page_tokens if replays else 0
+        return placed.cache_bytes(self._cache_tokens() / self.cache_turns + spare)
 
     def _pass_bytes(self) -> float:
         """An inference, or a forward and a backward pass."""

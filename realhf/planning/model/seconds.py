@@ -58,7 +58,8 @@ class RankSeconds:
     def inference_s(self) -> float:
         """A forward pipeline over the micro-batches; the last stage has the head."""
         tokens = self.sequences * self.lengths.tokens
-        pipeline = self._pipeline_s(self._stages(lambda stage: self._stage_s(stage, tokens, train=False)))
+        length = self.lengths.tokens
+        pipeline = self._pipeline_s(self._stages(lambda stage: self._stage_s(stage, tokens, length, train=False)))
         return pipeline + self.timings.overheads.forward_s
 
     def mini_batch_train_s(self) -> float:
@@ -69,7 +70,8 @@ class RankSeconds:
         """
         tokens = self.sequences * self.lengths.tokens
         strategy, sizes = self.strategy, model_sizes(self.model)
-        pipeline = self._pipeline_s(self._stages(lambda stage: self._stage_s(stage, tokens, train=True)))
+        length = self.lengths.tokens
+        pipeline = self._pipeline_s(self._stages(lambda stage: self._stage_s(stage, tokens, length, train=True)))
         parameters = self.placed.elements()
         gradient = self.features.gradient_bytes(self.placed.dtype)
         # Half of the ring's bytes are gradients; the other half are parameters with ZeRO-1, else gradients too.
@@ -92,14 +94,17 @@ class RankSeconds:
         return self.timings.optimizer(updated) + moved / self.timings.links.host_bandwidth
 
     def generate_s(self) -> float:
-        """Prefill, which gives the first token, then a decode step for each further token of the longest response.
+        """Prefill, which gives the first token, then a decode step for each further token of the longest response. The
+        samples of a prompt compute it once.
 
         With m >= pp micro-batches, pp of them in flight, a decode step of all takes m times the slowest stage: a
         micro-batch's next token waits for its last one to have passed all pp stages, which meanwhile work on the
         others. Fewer samples than stages leave stages idle. Where the KV cache has no room for all, they take turns.
         """
-        prompt = self.sequences * self.lengths.prompt_tokens
-        stages = self._stages(lambda stage: self._stage_s(stage, prompt, train=False, head_tokens=self.sequences))
+        prompts, length = self.work.prompts, self.lengths.prompt_tokens
+        stages = self._stages(
+            lambda stage: self._stage_s(stage, prompts * length, length, train=False, head_tokens=self.sequences)
+        )
         prefill = self._pipeline_s(stages)
         slowest = max(self._stages(self._decode_stage_s))
         decode_step = max(self.micro_batches, self.strategy.pp) * slowest
@@ -127,12 +132,13 @@ class RankSeconds:
         slots = self.micro_batches + lacking * (1 - 1 / chunks)
         return slots * slowest + (sum(stages) - slowest) / chunks
 
-    def _stage_s(self, stage: int, tokens: float, *, train: bool, head_tokens: float | None = None) -> float:
-        """One micro-batch on one stage: forward, and backward for training; with the messages that it receives. The
-        embedding and the head are not recomputed."""
+    def _stage_s(
+        self, stage: int, tokens: float, length: float, *, train: bool, head_tokens: float | None = None
+    ) -> float:
+        """One micro-batch of sequences of `length` on one stage: forward, and backward for training; with the messages
+        that it receives. The embedding and the head are not recomputed."""
         tp, pp, crosses = self.strategy.tp, self.strategy.pp, self.crosses.tensor
         layers = len(stage_layers(self.model.num_layers, pp, stage))
-        length = tokens / self.sequences
         overheads = self.timings.overheads
         seconds = overheads.train_micro_batch_s if train else overheads.forward_micro_batch_s
         for backward in (False, True) if train else (False,):

@@ -13,16 +13,18 @@ class Workload:
     """Tokens of a sample.
 
     Generate calls read `prompt_tokens` and write `new_tokens`; inference and train_step calls see both as one sequence
-    (without generation, all of it is in `prompt_tokens`). `kv_cache_tokens` is the room for keys and values on a device
-    that a generate call was given, if it was, and `decode_graphs` how long graphs of its decode steps live. The means
-    give times, the maxima memory and the number of decode steps; a maximum left out equals the mean, rounded up.
-    `calls` overrides the lengths for single calls by name.
+    (without generation, all of it is in `prompt_tokens`). Of a generate call `samples_per_prompt` neighbouring samples
+    have one prompt, `kv_cache_tokens` is the room for keys and values on a device that it was given, if it was, and
+    `decode_graphs` how long graphs of its decode steps live. The means give times, the maxima memory and the number of
+    decode steps; a maximum left out equals the mean, rounded up. `calls` overrides the lengths for single calls by
+    name.
     """
 
     prompt_tokens: float
     new_tokens: float = 0
     max_prompt_tokens: int = 0
     max_new_tokens: int = 0
+    samples_per_prompt: int = 1
     kv_cache_tokens: int | None = None
     decode_graphs: DecodeGraphs = DECODE_GRAPHS
     calls: Mapping[str, "Workload"] = field(default_factory=dict)
@@ -65,7 +67,7 @@ def workload_of(graph: DataflowGraph, lengths: dict[str, tuple[float, int]], new
         elif call.interface_impl.sequence_keys or rollout is None:
             calls[call.name] = _reading(call, lengths, rollout)
     base = rollout or next(iter(calls.values()))
-    return replace(base, kv_cache_tokens=None, decode_graphs=DECODE_GRAPHS, calls=calls)
+    return replace(base, samples_per_prompt=1, kv_cache_tokens=None, decode_graphs=DECODE_GRAPHS, calls=calls)
 
 
 def _generation(call: ModelFunctionCallDef, lengths: dict[str, tuple[float, int]], new_tokens: int | None) -> Workload:
@@ -81,6 +83,7 @@ def _generation(call: ModelFunctionCallDef, lengths: dict[str, tuple[float, int]
         new_tokens=new_tokens,
         max_prompt_tokens=longest,
         max_new_tokens=new_tokens,
+        samples_per_prompt=call.interface_impl.samples_per_prompt,
         kv_cache_tokens=getattr(call.interface_impl, "kv_cache_tokens", None),
         decode_graphs=getattr(call.interface_impl, "decode_graphs", DECODE_GRAPHS),
     )

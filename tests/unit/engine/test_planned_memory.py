@@ -9,7 +9,7 @@ from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
 from realhf.architecture.compute import ComputeConfig, Recomputation
 from realhf.architecture.model import DecoderConfig, DType
-from realhf.dataflow.graph import TRAIN_STEP, ModelFunctionCallDef
+from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
@@ -31,17 +31,31 @@ from tests.unit.engine.losses import ONE_RANK, next_token_loss, random_batch, ti
 from tests.unit.models import flash
 
 ONE = ONE_RANK.layout.strategy
+GENERATION = ModelFunctionCallDef(
+    model_name="m", model_type=tiny(), interface_type=GENERATE, interface_impl=InterfaceConfig(), input_data=["x"]
+)
 
 
-@pytest.mark.parametrize("new_tokens", [12, 13, 14])
-def test_the_cache(new_tokens: int) -> None:
-    """In pages of 16: a prompt of 20 tokens and 12 more fill two of them."""
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("samples_per_prompt", [1, 2, 4])
+@pytest.mark.parametrize("new_tokens", [12, 13])
+def test_the_cache(new_tokens: int, samples_per_prompt: int, micro_batches: int) -> None:
+    """In pages of 16: a prompt of 20 tokens and 12 more fill two of them, the first with the prompt's tokens alone."""
     config = tiny(num_kv_heads=2)
     decoder = build_decoder(config, ONE_RANK, torch.float32)
-    batch = Batch((0, 1, 2), {"prompt": [torch.arange(20)] * 3})
-    options = GenerationOptions(max_new_tokens=new_tokens, eos_token=-1)
-    _, report = generate(decoder, batch, GenerationRequest(options, sample_key=(0, 0)))
-    assert report.cache_bytes == 3 * PlacedModel(config, ONE, "float32").cache_bytes(20 + new_tokens)
+    prompts = [torch.arange(20).roll(i // samples_per_prompt) for i in range(8)]
+    batch = Batch(tuple(range(8)), {"prompt": prompts})
+    options = GenerationOptions(max_new_tokens=new_tokens, eos_token=-1, samples_per_prompt=samples_per_prompt)
+    request = GenerationRequest(options, sample_key=(0, 0), micro_batches=micro_batches)
+    _, report = generate(decoder, batch, request)
+    lengths = Workload(prompt_tokens=20, new_tokens=new_tokens, samples_per_prompt=samples_per_prompt)
+    placed = PlacedModel(config, ONE, "float32", replace(ENGINE, on_gpus=True))
+    work = RankWork(call=GENERATION, samples=8, lengths=lengths, placed=placed, micro_batches=micro_batches)
+    spare = placed.cache_bytes(placed.page_tokens)  # that graphs have
+    assert report.cache_bytes == work.kept_cache_bytes() - spare
+    if samples_per_prompt > 1 and micro_batches == 1:
+        own = (3 if new_tokens == 13 else 2) - 1
+        assert report.cache_bytes == placed.cache_bytes(16 * (8 // samples_per_prompt + 8 * own))
 
 
 @pytest.mark.parametrize(

@@ -89,6 +89,33 @@ def test_a_partition_by_tokens_by_hand() -> None:
     assert partition(4, 1, 4, lengths) == [[(0,)], [(1,)], [(2,)], [(3,)]]
 
 
+def test_samples_of_a_prompt_stay_together_where_they_can() -> None:
+    # Groups of 2 with 13, 11, 5 and 6 tokens: 13 + 5 and 11 + 6; single samples would be balanced otherwise.
+    lengths = dict(enumerate([9, 4, 8, 3, 1, 4, 5, 1]))
+    assert partition(8, 1, 2, lengths, 2) == [[(0, 1, 4, 5)], [(2, 3, 6, 7)]]
+    assert partition(8, 1, 2, lengths) != partition(8, 1, 2, lengths, 2)
+    # Four ranks have a half of a group each; six samples a rank have groups of four in pairs.
+    assert partition(8, 1, 4, None, 4) == [[(0, 1)], [(2, 3)], [(4, 5)], [(6, 7)]]
+    for rank in partition(12, 1, 2, {i: 1 + i % 5 for i in range(12)}, 4):
+        assert all(sample ^ 1 in rank[0] for sample in rank[0])
+    # A mini-batch may begin within a group.
+    assert partition(8, 2, 2, None, 8) == [[(0, 1), (4, 5)], [(2, 3), (6, 7)]]
+
+
+@pytest.mark.parametrize("samples_per_prompt", [1, 2, 4, 8, 16])
+@pytest.mark.parametrize(("mini_batches", "dp"), [(1, 2), (2, 2), (1, 4), (4, 2), (2, 8)])
+def test_whole_groups_where_their_number_allows_it(samples_per_prompt: int, mini_batches: int, dp: int) -> None:
+    random = Random(samples_per_prompt)
+    parts = partition(32, mini_batches, dp, {i: random.randint(1, 50) for i in range(32)}, samples_per_prompt)
+    assert sorted(sample for rank in parts for ids in rank for sample in ids) == list(range(32))
+    size = 32 // mini_batches // dp
+    assert {len(ids) for rank in parts for ids in rank} == {size}
+    if size % samples_per_prompt == 0:
+        for ids in (ids for rank in parts for ids in rank):
+            groups = {sample // samples_per_prompt for sample in ids}
+            assert len(groups) == size // samples_per_prompt
+
+
 def test_the_lengths_of_the_first_sequence_that_is_made_divide() -> None:
     class Pairs(Nothing):
         sequence_keys = ("chosen", "sample")

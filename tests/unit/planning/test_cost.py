@@ -356,8 +356,37 @@ def test_sequences_without_room_for_their_keys_take_turns() -> None:
         return cost.seconds(ParallelStrategy(), 1)
 
     prefill = 7 + 114 + 0.25
-    assert generation(None) == generation(16 * 13) == prefill + 4 * (4 * 2 + 110.25)
-    assert generation(4 * 13) == prefill + 16 * (4 * 1.25 + 110.25)
+    assert generation(None) == generation(16 * 16) == prefill + 4 * (4 * 2 + 110.25)  # a page of 16 tokens each
+    assert generation(4 * 16) == prefill + 16 * (4 * 1.25 + 110.25)
+
+
+def test_samples_of_a_prompt_compute_it_once() -> None:
+    @dataclass(frozen=True)
+    class PerToken(RoundTimings):
+        def layer(self, tokens: float, sequence_length: float, tp: int, **_: bool) -> float:
+            assert sequence_length == 8
+            return tokens
+
+        def head(self, tokens: float, tp: int, **_: bool) -> float:
+            assert tokens == 16 // dp, "every sample draws its own first token"
+            return 100.0
+
+    def generation(samples_per_prompt: int) -> float:
+        cost = call_model(
+            call=call("m", TINY, GENERATE, "x"),
+            batch_size=16,
+            workload=Workload(prompt_tokens=8, new_tokens=5, samples_per_prompt=samples_per_prompt),
+            cluster=cpu_cluster(4),
+            costs=Costs(CPU, {TINY: PerToken()}, ENGINE),
+            dtype="float32",
+        )
+        return cost.seconds(ParallelStrategy(dp=dp), 1)
+
+    dp = 1
+    assert generation(1) - generation(4) == 4 * (16 - 4) * 8
+    dp = 4
+    assert generation(1) - generation(4) == 4 * (4 - 1) * 8
+    assert generation(16) == generation(4), "no rank has more of a group"
 
 
 def test_crossings() -> None:

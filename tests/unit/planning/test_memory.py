@@ -1,6 +1,7 @@
 """Bytes on a device against numbers worked out by hand."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -15,7 +16,7 @@ from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelFunction
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, chunk_layers
 from realhf.geometry.parameters import decoder_parameters, parameter_count
 from realhf.geometry.pipeline_schedule import training_order
-from realhf.planning.model.activations import kept_bytes, kept_layer_bytes
+from realhf.planning.model.activations import activation_elements, kept_bytes, kept_layer_bytes
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures, of_setup
@@ -277,9 +278,45 @@ def test_grouped_query_heads_shrink_the_cache(dtype_bytes: tuple[int, str]) -> N
 def test_the_cache_is_made_of_whole_pages() -> None:
     # Keys and values of 64 numbers of 4 bytes; two of four layers on the first of two stages, heads divided over two.
     a_token = 2 * 64 * 4
-    sizes = [PlacedModel(TINY, ParallelStrategy(), "float32").cache_bytes(tokens) for tokens in (1, 16, 17, 1000)]
-    assert sizes == [4 * a_token * kept for kept in (16, 16, 32, 1008)]
-    assert PlacedModel(TINY, ParallelStrategy(tp=2, pp=2), "float32").cache_bytes(17) == 2 * a_token / 2 * 32
+    generate = call("m", TINY, GENERATE, "x")
+
+    def cache_bytes(tokens: int, strategy: ParallelStrategy) -> float:
+        lengths = Workload(prompt_tokens=1, new_tokens=tokens - 1, decode_graphs="kept")
+        return work_of(generate, strategy, 1, lengths, features=EngineFeatures(on_gpus=True)).kept_cache_bytes()
+
+    for tokens, kept in ((1, 16), (16, 16), (17, 32), (1000, 1008)):  # and a spare page for what pads a graph
+        assert cache_bytes(tokens, ParallelStrategy()) == 4 * a_token * (16 * kept + 16)
+    assert cache_bytes(17, ParallelStrategy(tp=2, pp=2)) == 2 * a_token / 2 * (16 * 32 + 2 * 16)
+
+
+def grouped(samples_per_prompt: int, **lengths: Any) -> Workload:
+    of_all = {"prompt_tokens": 20, "new_tokens": 12, "samples_per_prompt": samples_per_prompt}
+    return Workload(**(of_all | lengths))
+
+
+def test_samples_of_a_prompt_share_its_full_pages() -> None:
+    """16 samples of 20 + 12 tokens in two pages of 16 each, the first of which holds only tokens of the prompt."""
+    generate = call("m", TINY, GENERATE, "x")
+    a_page, a_token = 16 * 4 * 2 * 64 * 4, activation_elements(TINY, 1) * 4
+
+    def saved(lengths: Workload, strategy: ParallelStrategy, micro_batches: int = 1) -> float:
+        alone = replace(lengths, samples_per_prompt=1)
+        bytes_of = [work_of(generate, strategy, micro_batches, each).dynamic_bytes() for each in (alone, lengths)]
+        return bytes_of[0] - bytes_of[1]
+
+    one = ParallelStrategy()
+    assert saved(grouped(4), one) == 12 * a_page + 12 * 20 * a_token
+    assert saved(grouped(16), one) == 15 * a_page + 15 * 20 * a_token
+    # A rank of four has 4 samples: a whole group of 4, or a part of one of 16.
+    assert saved(grouped(16), ParallelStrategy(dp=4)) == saved(grouped(4), ParallelStrategy(dp=4))
+    assert saved(grouped(4), ParallelStrategy(dp=4)) == 3 * a_page + 3 * 20 * a_token
+    # Each of two stages has two of four layers, for all parts in flight; the prompts are those of one part.
+    assert saved(grouped(4), ParallelStrategy(pp=2)) == 12 * a_page / 2 + 6 * 20 * a_token
+    # Samples that come when others have ended find no pages to share.
+    assert saved(grouped(4), one, micro_batches=2) == 6 * 20 * a_token
+    # Prompts of 15 tokens have no full page, and behind them 12 tokens need a second one.
+    uneven = grouped(4, prompt_tokens=18, max_prompt_tokens=20)
+    assert saved(uneven, one) == 12 * 20 * a_token
 
 
 def test_a_cache_of_given_size_is_no_larger() -> None:
@@ -289,9 +326,9 @@ def test_a_cache_of_given_size_is_no_larger() -> None:
         workload = Workload(prompt_tokens=6, new_tokens=4, kv_cache_tokens=kv_cache_tokens)
         return work_of(generate, strategy, 1, workload).dynamic_bytes()
 
-    a_sequence = PlacedModel(TINY, strategy, "float32").cache_bytes(10)
-    assert bytes_with(None) == bytes_with(160) == bytes_with(1000)
-    assert bytes_with(None) - bytes_with(40) == (16 - 4) * a_sequence
+    a_page = PlacedModel(TINY, strategy, "float32").cache_bytes(16)
+    assert bytes_with(None) == bytes_with(256) == bytes_with(1000), "a page for each of 16 samples"
+    assert bytes_with(None) - bytes_with(40) == (16 - 2) * a_page
 
 
 def test_a_cpu_has_the_weights_of_the_linears_twice_while_it_generates() -> None:
