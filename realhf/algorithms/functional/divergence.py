@@ -1,0 +1,58 @@
+"""Estimates of KL divergences from drawn tokens, and the controller of their coefficient."""
+
+from typing import Literal
+
+from torch import Tensor
+
+KLEstimator = Literal["k1", "k2", "k3"]
+
+
+def kl_k1(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    """Per token log p - log q, where the tokens were drawn from p: unbiased for KL(p || q), may be negative."""
+    return logprob - ref_logprob
+
+
+def kl_k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    """Per token 1/2 (log p - log q)^2, tokens drawn from p: biased, never negative.
+
+    As a loss it has the gradient of KL(p || q) in expectation: (log p - log q) * grad log p.
+
+    Source: J. Schulman, "Approximating KL Divergence" (2020).
+    """
+    return 0.5 * (logprob - ref_logprob).square()
+
+
+def kl_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    """Per token r - 1 - log r with r = q / p, tokens drawn from p: unbiased for KL(p || q), never negative.
+
+    Source: J. Schulman, "Approximating KL Divergence" (2020); the estimate that GRPO uses.
+    """
+    log_ratio = ref_logprob - logprob
+    return log_ratio.exp() - 1 - log_ratio
+
+
+def kl_estimate(estimator: KLEstimator, logprob: Tensor, ref_logprob: Tensor) -> Tensor:
+    """The estimate of that name, per token."""
+    match estimator:
+        case "k1":
+            return kl_k1(logprob, ref_logprob)
+        case "k2":
+            return kl_k2(logprob, ref_logprob)
+        case "k3":
+            return kl_k3(logprob, ref_logprob)
+
+
+def adapted_kl_coef(kl_coef: float, kl: float, target: float, samples: int, horizon: float) -> float:
+    """The coefficient of the next step: it grows where the divergence is above its target, and shrinks where below.
+
+        e  = clip(kl / target - 1, -0.2, 0.2)
+        c' = c * (1 + e * samples / horizon)
+
+    Args:
+        kl: of a sequence (a sum over its tokens), the mean over this step's samples.
+        samples: of the step; horizon: samples after which the coefficient has changed by a factor of about e^0.2.
+
+    Source: Ziegler et al., "Fine-tuning language models from human preferences" (2019), section 2.2.
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return kl_coef * (1 + error * samples / horizon)

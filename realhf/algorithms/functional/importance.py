@@ -1,0 +1,61 @@
+"""Corrections for tokens that another distribution drew: an engine with other numerics, or older weights."""
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+ImportanceCorrection = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+
+def importance_weights(
+    drawn: Tensor, old: Tensor, lengths: Tensor, correction: ImportanceCorrection, bounds: tuple[float, float]
+) -> Tensor:
+    """How much each token counts in the loss, where `drawn` are log-probabilities at generation and `old` those of the
+    policy that training begins with.
+
+        w = exp(old - drawn), of a token, or of a whole response (the sum of its tokens)
+
+    "truncate" clips w to the bounds (TIS); "mask" puts 0 where w lies outside them (MIS).
+
+    Args:
+        drawn, old: [responses]; lengths: [batch] tokens of each response; bounds: the least and the largest weight.
+
+    Returns:
+        [responses], without gradient.
+
+    Sources: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025) (TIS); Liu et
+    al., "When speed kills stability" (2025) (MIS, and weights of sequences).
+    """
+    if correction == "none":
+        return torch.ones_like(old)
+    log_weight = old.detach() - drawn.detach()
+    if correction.startswith("sequence"):
+        log_weight = response_sums(log_weight, lengths)
+    weight = log_weight.exp()
+    low, high = bounds
+    if correction.endswith("truncate"):
+        return weight.clamp(low, high)
+    return torch.where((weight >= low) & (weight <= high), weight, torch.zeros_like(weight))
+
+
+def is_near_policy(advantage: Tensor, logprob: Tensor, drawn: Tensor, lengths: Tensor, threshold: float) -> Tensor:
+    """[responses] bool: False in responses with a negative advantage from which the policy has moved away too far.
+
+    Far means that the mean over the response of (drawn - logprob) is above `threshold`.
+
+    Source: DeepSeek-AI, "DeepSeek-V3.2" (2025), equation 9 (off-policy sequence masking).
+    """
+    divergence = response_means(drawn - logprob.detach(), lengths)
+    return (advantage >= 0) | (divergence <= threshold)
+
+
+def response_sums(x: Tensor, lengths: Tensor) -> Tensor:
+    """The sum over each response, at each of its tokens: [responses] from `x` [responses], `lengths` [batch]."""
+    index = torch.arange(len(lengths), device=x.device).repeat_interleave(lengths)
+    return x.new_zeros(len(lengths)).index_add(0, index, x)[index]
+
+
+def response_means(x: Tensor, lengths: Tensor) -> Tensor:
+    """As `response_sums`, the mean."""
+    return response_sums(x, lengths) / lengths.repeat_interleave(lengths).to(x.dtype)
