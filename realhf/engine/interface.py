@@ -124,6 +124,8 @@ class Context(Protocol):
     """Samples of the step on all data-parallel ranks together; of a batch of the evaluation in its calls."""
     samples_per_prompt: int
     """Samples i * samples_per_prompt to (i + 1) * samples_per_prompt - 1 are responses to one prompt, for every i."""
+    state: dict[str, float]
+    """Numbers that the call keeps from step to step, such as an adaptive coefficient. All ranks leave the same ones."""
 
     def sum_over_data_parallel(self, values: Tensor) -> Tensor:
         """The element-wise sum over the data-parallel ranks, the same bits on every rank."""

@@ -62,6 +62,7 @@ class CallContext:
     samples_per_prompt: int = 1
     micro_batches: int = 1
     record: frozenset[str] = frozenset()
+    state: dict[str, float] = field(default_factory=dict)
     holds_outputs: bool = field(init=False)
 
     def __post_init__(self) -> None:

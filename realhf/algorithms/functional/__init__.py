@@ -24,7 +24,6 @@ from realhf.algorithms.functional.divergence import (
     kl_k3,
 )
 from realhf.algorithms.functional.groups import (
-    RewardScale,
     first_groups,
     group_advantages,
     group_means,
@@ -34,7 +33,6 @@ from realhf.algorithms.functional.groups import (
     standard_deviation,
 )
 from realhf.algorithms.functional.importance import (
-    ImportanceCorrection,
     importance_weights,
     is_near_policy,
     response_means,
@@ -77,8 +75,6 @@ from realhf.algorithms.functional.values import (
 )
 
 __all__ = [
-    "ImportanceCorrection",
-    "RewardScale",
     "ValueScale",
     "adapted_kl_coef",
     "at_least_fp32",

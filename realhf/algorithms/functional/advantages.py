@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from realhf.algorithms.functional.divergence import KLEstimator, kl_estimate
+from realhf.algorithms.choices import KLEstimator
+from realhf.algorithms.functional.divergence import kl_estimate
 
 
 def standardised_score(score: Tensor, mean: float, std: float, clip: float) -> Tensor:

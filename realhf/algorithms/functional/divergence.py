@@ -1,10 +1,8 @@
 """Estimates of KL divergences from drawn tokens, and the controller of their coefficient."""
 
-from typing import Literal
-
 from torch import Tensor
 
-KLEstimator = Literal["k1", "k2", "k3"]
+from realhf.algorithms.choices import KLEstimator
 
 
 def kl_k1(logprob: Tensor, ref_logprob: Tensor) -> Tensor:

@@ -4,12 +4,11 @@ All functions take what `Context.in_order` gives, the samples of the whole step 
 does not depend on where the samples lie. `is_valid` samples alone count; the others get an advantage of 0.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-RewardScale = Literal["group", "batch", "none"]
+from realhf.algorithms.choices import RewardScale
+
 SCALE_EPS = 1e-4  # TRL's and DeepSeekMath's code
 
 

@@ -1,11 +1,9 @@
 """Corrections for tokens that another distribution drew: an engine with other numerics, or older weights."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-ImportanceCorrection = Literal["none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+from realhf.algorithms.choices import ImportanceCorrection
 
 
 def importance_weights(

@@ -1,14 +1,11 @@
 """Losses of preference pairs, per pair and not reduced."""
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from realhf.algorithms.choices import DPOLoss
 from realhf.algorithms.functional.tokens import at_least_fp32
-
-DPOLoss = Literal["sigmoid", "hinge", "ipo", "robust"]
 
 
 def pairwise_loss(chosen: Tensor, rejected: Tensor, score_square_coef: float = 0.0) -> Tensor:

@@ -63,6 +63,9 @@ class Trainer:
     ) -> Stats:
         """See `realhf.engine.interface.Model.train_step`.
 
+        Where the gradient is zero everywhere, parameters and moments stay as they are: nothing was to be learned. The
+        step counts in the schedule.
+
         Raises:
             ValueError: the weights of the mini-batch do not sum to a positive number.
             FloatingPointError: the gradient's norm is not finite; the parameters are as before.
@@ -81,8 +84,11 @@ class Trainer:
         norm = self._norm(gradients)
         self._check(norm, sums)
         limit = self.optimizer.config.max_grad_norm
-        self.optimizer.step(gradients, min(1.0, limit / (norm + 1e-6)))  # the guard is torch's clip_grad_norm_'s
-        self.parameters.publish()
+        if norm == 0:
+            self.optimizer.skip()
+        else:
+            self.optimizer.step(gradients, min(1.0, limit / (norm + 1e-6)))  # the guard is torch's clip_grad_norm_'s
+            self.parameters.publish()
         if not self.decoder.groups.is_last_stage:
             return {}
         return {

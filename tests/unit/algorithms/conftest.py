@@ -112,6 +112,7 @@ class SingleContext:
     record: frozenset[str] = frozenset()
     batch_size: int = 4
     samples_per_prompt: int = 1
+    state: dict[str, float] = field(default_factory=dict)
     peers: list[Tensor] = field(default_factory=list)
 
     def sum_over_data_parallel(self, values: Tensor) -> Tensor:
