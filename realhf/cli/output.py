@@ -40,11 +40,19 @@ def wide_output() -> Output:
 
 
 def table_of(title: str, *columns: str, words: int = 1) -> Table:
-    """An empty table. The first `words` columns have words and begin at the left, the others numbers."""
-    table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    """An empty table, without a title if that is "". The first `words` columns have words and begin at the left, the
+    others numbers."""
+    table = Table(title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for i, column in enumerate(columns):
         table.add_column(column, justify="left" if i < words else "right", no_wrap=True)
     return table
+
+
+def number_text(value: Any) -> str:
+    """A number in four digits, a large one in all those before the point; "-" for what is none."""
+    if not isinstance(value, int | float):
+        return "-"
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.4g}"
 
 
 def duration(seconds: float) -> str:

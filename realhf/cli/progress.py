@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemaini
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from realhf.cli.output import Phases, duration, table_of, wide_output
+from realhf.cli.output import Phases, duration, number_text, table_of, wide_output
 from realhf.lifecycle.controller import Listener
 from realhf.report.run_data import CallTime, call_times, read_run
 from realhf.rundir.flight_recorder import read_activity
@@ -124,13 +124,9 @@ class Progress(Listener):
             print(text, file=sys.stderr, flush=True)
 
 
-def _number(value: Any) -> str:
-    return f"{value:.4g}" if isinstance(value, int | float) else "-"
-
-
 def _format(values: dict[str, Any], names: tuple[str, ...] | None = None) -> str:
     chosen = [n for n in (names or values) if n in values and n != "step" and isinstance(values[n], int | float)]
-    return "  ".join(f"{name} {values[name]:.4g}" for name in chosen)
+    return "  ".join(f"{name} {number_text(values[name])}" for name in chosen)
 
 
 def call_table(times: Sequence[CallTime]) -> Table:
@@ -151,7 +147,7 @@ def print_summary(directory: RunDirectory, seconds: float) -> None:
         table = table_of("evaluation", "", "before", "after")
         for name, before in evaluations[0].items():
             if name != "step" and name in evaluations[-1]:
-                table.add_row(name, _number(before), _number(evaluations[-1][name]))
+                table.add_row(name, number_text(before), number_text(evaluations[-1][name]))
         out.print(table)
     if metrics and run.plan:
         out.print(call_table(call_times(run.plan, metrics)))

@@ -1,41 +1,80 @@
-"""`realhf status`: how far a run is, how fast, and what each of its processes is doing."""
+"""`realhf status`: how far a run is, how fast, what it has learnt, and what each of its processes is doing."""
 
 import argparse
+import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from realhf.cli.output import duration, wide_output
+from realhf.cli.output import Output, duration, number_text, table_of, wide_output
 from realhf.report.run_status import ENDED, FINISHED, RunStatus, read_run_status
+from realhf.report.sample_texts import heading, shortened, visible
 from realhf.rundir.paths import RunDirectory, workers_in_words
+from realhf.rundir.samples import Sample, read_samples, title_of
 
-DESCRIPTION = """Says where a run stands: steps, speed, time left, what each process is doing, memory, checkpoints and
-restarts. Reads the run directory alone: works from any machine that sees it, while the run goes on and after it."""
+DESCRIPTION = """Says where a run stands: steps, speed, time left, reward and other statistics from the first steps to
+the last, evaluations, what each process is doing, memory, checkpoints and restarts. Reads the run
+directory alone: works from any machine that sees it, while the run goes on and after it."""
 
 EXAMPLE = """examples:
   realhf status runs/ppo-20260101-120000
+  realhf status runs/ppo-20260101-120000 --samples
   watch -n 5 realhf status runs/ppo-20260101-120000"""
 
 MIB = 2**20
+BARS = "▁▂▃▄▅▆▇█"
+SAMPLES, SAMPLE_CHARACTERS = 4, 2000
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="the directory of a run, whatever its state")
+    command.add_argument(
+        "--samples", action="store_true", help="print the newest completions: prompt, response, reward"
+    )
     command.add_argument("--json", action="store_true", help="print one JSON object: the fields of RunStatus")
 
 
 def execute(arguments: argparse.Namespace) -> int:
-    status = read_run_status(RunDirectory(arguments.run_dir), now_s=time.time())
+    directory = RunDirectory(arguments.run_dir)
+    status = read_run_status(directory, now_s=time.time())
+    damaged: list[str] = []
+    samples = newest_samples(directory, damaged) if arguments.samples else []
     if arguments.json:
-        print(msgspec.json.encode(status).decode())
+        content = msgspec.to_builtins(status) | ({"samples": samples} if arguments.samples else {})
+        print(msgspec.json.encode(content).decode())
         return 0
     out = wide_output()
+    if arguments.samples:
+        print_samples(samples, directory, out)
+        out.say(*damaged)
+        return 0
     out.print(*summary(status), sep="\n", highlight=False, markup=False, soft_wrap=True)
-    out.print(process_table(status))
+    for table in (trends_table(status), evaluations_table(status), process_table(status)):
+        if table.columns:
+            out.print(table)
     return 0
+
+
+def newest_samples(directory: RunDirectory, damaged: list[str]) -> list[Sample]:
+    """The last samples of the run, the oldest first."""
+    return [sample for step in read_samples(directory.samples, damaged) for sample in step.samples][-SAMPLES:]
+
+
+def print_samples(samples: Sequence[Sample], directory: RunDirectory, out: Output) -> None:
+    """Prints prompt, response and reward of each, lines broken where the terminal ends."""
+    if not samples:
+        out.say(f"{directory.samples} has no samples; a run writes them with --samples N")
+    for sample in samples:
+        out.rule(f"{title_of(sample)}, {heading(sample)}", align="left", style="dim", characters="─")
+        for name, text in (("prompt", sample.prompt), ("response", sample.response)):
+            out.print(Text(f"{name}:", style="bold"))
+            body = Text(visible(shortened(text, SAMPLE_CHARACTERS)), overflow="fold", no_wrap=False)
+            out.print(Padding(body, (0, 0, 0, 2)), highlight=False)
 
 
 def summary(status: RunStatus) -> list[str]:
@@ -65,14 +104,55 @@ def summary(status: RunStatus) -> list[str]:
     return [*lines, *(f"damaged: {sentence}" for sentence in status.damaged)]
 
 
+def trends_table(status: RunStatus) -> Table:
+    """A row a statistic: its means over the first and the last steps, and its course between."""
+    trends = status.trends
+    if trends is None or not trends.statistics:
+        return Table()
+    table = table_of("", "training", _steps_text(trends.first_steps))
+    has_course = trends.first_steps != trends.last_steps
+    if has_course:
+        table.add_column(_steps_text(trends.last_steps), justify="right")
+        table.add_column("over the run")
+    for trend in trends.statistics:
+        course = (number_text(trend.last), _bars(trend.parts)) if has_course else ()
+        table.add_row(Text(trend.name), number_text(trend.first), *course)
+    return table
+
+
+def _steps_text(steps: tuple[int, int]) -> str:
+    first, last = steps
+    return f"step {first}" if first == last else f"steps {first}-{last}"
+
+
+def _bars(parts: Sequence[float | None]) -> str:
+    known = [part for part in parts if part is not None and math.isfinite(part)]
+    low, high = min(known, default=0.0), max(known, default=0.0)
+    is_flat = high - low <= 1e-6 * max(abs(low), abs(high))  # but for rounding
+    scale = 0.0 if is_flat else (len(BARS) - 1) / (high - low)
+    return "".join(
+        BARS[round((part - low) * scale)] if part is not None and math.isfinite(part) else " " for part in parts
+    )
+
+
+def evaluations_table(status: RunStatus) -> Table:
+    """A row a statistic of the evaluations, a column for the first evaluation and for each of the last ones."""
+    if not status.evaluations:
+        return Table()
+    table = table_of("", "evaluation after step", *(str(line["step"]) for line in status.evaluations))
+    for name in dict.fromkeys(name for line in status.evaluations for name in line if name != "step"):
+        table.add_row(Text(name), *(number_text(line.get(name)) for line in status.evaluations))
+    return table
+
+
 def process_table(status: RunStatus) -> Table:
     """A row a process: what it is doing (of a run that broke: what it did last), for how long, and its memory."""
-    limit = f"limit {status.memory_limit_bytes / MIB:,.0f} MiB" if status.memory_limit_bytes else None
-    table = Table(caption=limit, caption_justify="left")
-    table.add_column("process")
+    table = table_of("", "process")
+    if status.memory_limit_bytes:
+        table.caption, table.caption_justify = f" limit {status.memory_limit_bytes / MIB:,.0f} MiB", "left"
     with_activity = status.state != FINISHED  # of processes that have ended well it tells nothing
     if with_activity:
-        table.add_column("did last" if status.state in (*ENDED, "lost") else "is doing")
+        table.add_column("did last" if status.state in (*ENDED, "lost") else "is doing", overflow="fold")
         table.add_column("since", justify="right")
     for column in ("memory in the last step", "predicted"):
         table.add_column(column, justify="right")

@@ -1,20 +1,23 @@
 """A run's metrics for TensorBoard and Weights & Biases, beside metrics.jsonl."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
 from realhf.base.errors import UserError
 from realhf.rundir.run import RunSpec
+from realhf.rundir.samples import Sample
 
 GIB = 2**30
 
 
 class Tracker(Protocol):
-    """Takes the numbers of one step by name. Steps count from 1; 0 is before training."""
+    """Takes the numbers of one step by name, and completions. Steps count from 1; 0 is before training."""
 
     def write(self, step: int, values: Mapping[str, float]) -> None: ...
+
+    def write_samples(self, name: str, step: int, samples: Sequence[Sample]) -> None: ...
 
     def close(self) -> None:
         """Returns when everything has been stored."""
@@ -36,8 +39,21 @@ class TensorBoard:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def write_samples(self, name: str, step: int, samples: Sequence[Sample]) -> None:
+        """As text, of which TensorBoard shows one a step."""
+        self._writer.add_text(name, "\n\n".join(map(_markdown, samples)), step)
+        self._writer.flush()
+
     def close(self) -> None:
         self._writer.close()
+
+
+def _markdown(sample: Sample) -> str:
+    """The texts as blocks that Markdown leaves as they are."""
+    blocks = ("".join(f"    {line}\n" for line in text.split("\n")) for text in (sample.prompt, sample.response))
+    prompt, response = blocks
+    reward = "none" if sample.reward is None else f"{sample.reward:.4g}"
+    return f"**sample {sample.sample}, reward {reward}**\n\nprompt\n\n{prompt}\nresponse\n\n{response}"
 
 
 class WeightsAndBiases:
@@ -50,6 +66,13 @@ class WeightsAndBiases:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log(dict(values), step=step)
+
+    def write_samples(self, name: str, step: int, samples: Sequence[Sample]) -> None:
+        import wandb
+
+        rows = [[sample.sample, sample.prompt, sample.response, sample.reward] for sample in samples]
+        table = wandb.Table(columns=["sample", "prompt", "response", "reward"], data=rows)
+        self._run.log({name: table}, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -72,6 +95,11 @@ class Trackers:
     def evaluation(self, line: Mapping[str, Any]) -> None:
         """Takes a line of evaluations.jsonl."""
         self._write(line["step"], {f"evaluation/{name}": value for name, value in line.items() if name != "step"})
+
+    def samples(self, samples: Sequence[Sample]) -> None:
+        """Takes the samples of one step, or of one evaluation: `samples/train`, `samples/evaluation`."""
+        for tracker in self._trackers if samples else ():
+            tracker.write_samples(f"samples/{samples[0].split}", samples[0].step, samples)
 
     def _write(self, step: int, values: Mapping[str, float]) -> None:
         for tracker in self._trackers:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from realhf.base.errors import UserError
-from realhf.report.figures import Curve, accuracy_curves, runs_colours, split_curves
+from realhf.report.curves import Curve, evaluation_curves, split_curves
+from realhf.report.figures import runs_colours
 from realhf.report.html import document, section, table
 from realhf.report.page import STATE_NAMES, metrics_section
 from realhf.report.run_data import RunData, read_run
@@ -73,7 +74,7 @@ def comparison_page(runs: Mapping[str, RunData]) -> str:
         *damaged,
         section(
             "Side by side",
-            '<p class="muted">Statistics are those of the last step, accuracies those of the last evaluation.</p>',
+            '<p class="muted">Statistics are those of the last step, and of the last evaluation.</p>',
             table(["", *runs], side_by_side(runs)),
         ),
         section(
@@ -92,17 +93,22 @@ def _curves(runs: Mapping[str, RunData], colours: Mapping[str, str]) -> str:
     others: dict[str, dict[str, Curve]] = {}
     for name, run in runs.items():
         first, rest = split_curves(run.metrics)
-        evaluations = {f"{EVALUATION}: {key}": curve for key, curve in accuracy_curves(run.evaluations).items()}
-        for charts, curves in ((main, evaluations | first), (others, rest)):
+        quality, others_of_evaluation = (_of_evaluation(curves) for curves in evaluation_curves(run.evaluations))
+        for charts, curves in ((main, quality | first), (others, others_of_evaluation | rest)):
             for statistic, curve in curves.items():
                 charts.setdefault(statistic, {})[name] = curve
     return metrics_section(main, others, colours)
 
 
+def _of_evaluation(curves: Mapping[str, Curve]) -> dict[str, Curve]:
+    """Under names that no statistic of training has."""
+    return {f"{EVALUATION}: {name}": curve for name, curve in curves.items()}
+
+
 def _last_values(run: RunData) -> Iterator[tuple[str, float]]:
     """The newest values of the statistics that are shown first."""
-    main, _ = split_curves(run.metrics)
-    for name, (_, values) in (accuracy_curves(run.evaluations) | main).items():
+    (main, _), (quality, _) = split_curves(run.metrics), evaluation_curves(run.evaluations)
+    for name, (_, values) in (_of_evaluation(quality) | main).items():
         known = [value for value in values if value is not None]
         if known and name != "tokens_per_s":
             yield name, known[-1]

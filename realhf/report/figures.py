@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from itertools import cycle
-from typing import Any
 
 import plotly.graph_objects as go
 from plotly.colors import qualitative
 from plotly.subplots import make_subplots
 
+from realhf.report.curves import Curve, points_of_each, thinned
 from realhf.report.run_data import CallTime
 from realhf.report.timeline import EVALUATION, WAITING, Timeline
 
@@ -26,58 +26,6 @@ LINE_COLOURS = ("#3b6fb6", "#e8833a", "#3f9e6e", "#8e6bb0", "#c2574f", "#7a8290"
 PREDICTED_COLOUR, MEASURED_COLOUR = "#b8c4d6", "#3b6fb6"
 COLUMNS = 3
 MAX_POINTS_WITH_MARKERS = 40
-MAX_POINTS = 400  # of a curve: about the pixels that a small chart is wide
-# Curves to show first, in this order; a name may have a prefix (actor_loss).
-MAIN_STATISTICS = ("reward_mean", "kl", "loss", "response_length", "token_accuracy", "tokens_per_s")
-NO_STATISTICS = ("step", "calls", "time_s", "tokens")
-
-Curve = tuple[list[int], list[float | None]]
-
-
-def curves_of(lines: Sequence[dict[str, Any]]) -> dict[str, Curve]:
-    """Statistic -> (steps, values), for every field with a number in some line; None in lines without one."""
-    names = dict.fromkeys(name for line in lines for name in line if name not in NO_STATISTICS)
-    curves = {}
-    for name in names:
-        values = [_number(line.get(name)) for line in lines]
-        if any(value is not None for value in values):
-            curves[name] = ([line["step"] for line in lines], values)
-    return curves
-
-
-def thinned(curve: Curve) -> Curve:
-    """At most MAX_POINTS of a curve: its first and last one, and the lowest and highest of each of equal parts."""
-    steps, values = curve
-    if len(steps) <= MAX_POINTS:
-        return curve
-    known = [i for i, value in enumerate(values) if value is not None]
-    num_parts = MAX_POINTS // 2 - 1
-    kept = {0, len(steps) - 1}
-    for part in range(num_parts):
-        inside = known[len(known) * part // num_parts : len(known) * (part + 1) // num_parts]
-        if inside:
-            kept |= {min(inside, key=lambda i: values[i] or 0.0), max(inside, key=lambda i: values[i] or 0.0)}
-    return [steps[i] for i in sorted(kept)], [values[i] for i in sorted(kept)]
-
-
-def split_curves(metrics: Sequence[dict[str, Any]]) -> tuple[dict[str, Curve], dict[str, Curve]]:
-    """The curves to show first, in order of importance, and the others."""
-    curves = curves_of(metrics)
-    main = {
-        name: curves[name]
-        for wanted in MAIN_STATISTICS
-        for name in curves
-        if name == wanted or name.endswith(f"_{wanted}")
-    }
-    return main, {name: curve for name, curve in curves.items() if name not in main}
-
-
-def accuracy_curves(evaluations: Sequence[dict[str, Any]]) -> dict[str, Curve]:
-    """The accuracies that evaluations measured; all their statistics if none is called accuracy."""
-    curves = curves_of(evaluations)
-    return {
-        name: curve for name, curve in curves.items() if name.startswith("accuracy") and "length" not in name
-    } or curves
 
 
 def runs_colours(names: Sequence[str]) -> dict[str, str]:
@@ -90,6 +38,7 @@ def curves_figure(charts: dict[str, dict[str, Curve]], colours: Mapping[str, str
     has their legend; else the charts name theirs."""
     rows = -(-len(charts) // COLUMNS)
     height = 70 + 190 * rows
+    max_points = points_of_each(sum(map(len, charts.values())))
     figure = make_subplots(
         rows=rows,
         cols=COLUMNS,
@@ -101,7 +50,7 @@ def curves_figure(charts: dict[str, dict[str, Curve]], colours: Mapping[str, str
         row, column = index // COLUMNS + 1, index % COLUMNS + 1
         for other, (name, curve) in zip(_cycle(len(curves)), curves.items(), strict=True):
             colour = colours[name] if colours else other
-            steps, values = thinned(curve)
+            steps, values = thinned(curve, max_points)
             has_markers = len(steps) <= MAX_POINTS_WITH_MARKERS
             line = go.Scatter(
                 x=steps,
@@ -241,7 +190,3 @@ def _step_between_ticks(last_step: int) -> int:
 
 def _cycle(count: int) -> list[str]:
     return [LINE_COLOURS[i % len(LINE_COLOURS)] for i in range(count)]
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None

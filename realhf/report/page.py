@@ -10,15 +10,18 @@ from pathlib import Path
 
 from realhf.base.files import write_atomically
 from realhf.dataflow.plan import ExecutionPlan
-from realhf.report.figures import Curve, accuracy_curves, curves_figure, split_curves, timeline_figure, times_figure
+from realhf.report.curves import Curve, curves_of, evaluation_curves, split_curves
+from realhf.report.figures import curves_figure, timeline_figure, times_figure
 from realhf.report.html import document, figure_html, section, table
 from realhf.report.plan_section import plan_section
 from realhf.report.run_data import RunData, call_times, read_run
+from realhf.report.samples_section import samples_section
 from realhf.report.timeline import EVALUATION, last_steps
 from realhf.report.worker_memory import memory_section
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.status import Status
 
+MAX_EVALUATIONS = 12  # columns of a table
 STATE_NAMES = {
     "starting": "starting",
     "running": "running",
@@ -44,6 +47,8 @@ def page(run: RunData, now_s: float) -> str:
     sections = [
         _head(run, now_s),
         _curves(run),
+        _evaluations(run),
+        samples_section(run.samples),
         *(_under_plan(run, run.plan) if run.plan else []),
         _events(run),
         _experiment(run),
@@ -111,12 +116,30 @@ def _duration(seconds: float) -> str:
 
 
 def _curves(run: RunData) -> str:
-    main, others = split_curves(run.metrics)
-    charts = {name: {name: curve} for name, curve in main.items()}
-    evaluations = accuracy_curves(run.evaluations)
-    if evaluations:
-        charts = {EVALUATION: evaluations} | charts
-    return metrics_section(charts, {name: {name: curve} for name, curve in others.items()})
+    (main, others), (quality, rest) = split_curves(run.metrics), evaluation_curves(run.evaluations)
+    together = {name: curve for name, curve in quality.items() if name.startswith("accuracy")}  # of one scale
+    single = _own_charts({name: curve for name, curve in quality.items() if name not in together}, f"{EVALUATION}: ")
+    charts = ({EVALUATION: together} if together else {}) | single | _own_charts(main)
+    return metrics_section(charts, _own_charts(rest, f"{EVALUATION}: ") | _own_charts(others))
+
+
+def _own_charts(curves: dict[str, Curve], prefix: str = "") -> dict[str, dict[str, Curve]]:
+    return {prefix + name: {prefix + name: curve} for name, curve in curves.items()}
+
+
+def _evaluations(run: RunData) -> str:
+    """A table of all statistics of the evaluations; "" if there are none."""
+    curves = curves_of(run.evaluations)
+    if not curves:
+        return ""
+    lines = run.evaluations
+    shown = list(range(len(lines)))
+    if len(lines) > MAX_EVALUATIONS:  # the first and the last one are among them
+        shown = [place * (len(lines) - 1) // (MAX_EVALUATIONS - 1) for place in range(MAX_EVALUATIONS)]
+    rows = [[name, *(_short_number(values[i]) for i in shown)] for name, (_, values) in curves.items()]
+    note = f"After how many steps; {len(shown)} of {len(lines)} evaluations." if len(shown) < len(lines) else ""
+    header = ["statistic", *(f"step {lines[i]['step']}" for i in shown)]
+    return section("Evaluations", f'<p class="muted">{note or "After how many steps."}</p>', table(header, rows))
 
 
 def metrics_section(
@@ -199,6 +222,10 @@ def _experiment(run: RunData) -> str:
 
 def _seconds(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
+
+
+def _short_number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
 
 
 def _ratio(value: float | None) -> str:

@@ -16,6 +16,7 @@ from realhf.rundir.events import Event, event_line
 from realhf.rundir.lines import evaluation_line, read_lines, step_line
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import OtherRunVersionError, read_spec
+from realhf.rundir.samples import StepSamples, read_samples
 from realhf.rundir.status import Status, read_status
 
 T = TypeVar("T")
@@ -39,8 +40,8 @@ class TraceEvent(msgspec.Struct, frozen=True):
 class RunData:
     """All data of a report. Before the run has written anything, `status` is None and the sequences are empty.
 
-    `metrics` have of a call its seconds alone: a long run has very many. `damaged` has a sentence about every file that
-    could not be read as a whole; `plan` is None if it is one of them.
+    `metrics` have of a call its seconds alone, and `samples` are some of the run's: a long run has very many. `damaged`
+    has a sentence about every file that could not be read as a whole; `plan` is None if it is one of them.
     """
 
     path: Path
@@ -51,6 +52,7 @@ class RunData:
     evaluations: list[dict[str, Any]]
     events: list[TraceEvent]
     happened: list[Event]
+    samples: list[StepSamples]
     damaged: tuple[str, ...]
 
     @property
@@ -101,6 +103,7 @@ def read_run(directory: RunDirectory) -> RunData:
         evaluations=lines_of(directory.evaluations, evaluation_line, damaged),
         events=read_trace(directory.trace, damaged=damaged),
         happened=lines_of(directory.events, event_line, damaged),
+        samples=read_samples(directory.samples, damaged),
         damaged=tuple(damaged),
     )
 

@@ -8,16 +8,19 @@ from pathlib import Path
 from typing import Any
 
 from realhf.dataflow.plan import ExecutionPlan
+from realhf.report.curves import Trends, trends_of
 from realhf.report.run_data import experiment_of, lines_of, plan_of, status_of
 from realhf.rundir.checkpoints import saved_steps
 from realhf.rundir.events import Event, event_line
 from realhf.rundir.flight_recorder import read_activity
-from realhf.rundir.lines import step_line
+from realhf.rundir.lines import evaluation_line, read_spread, step_line
 from realhf.rundir.paths import MASTER, RunDirectory, worker_name
 
 # The speed is that of the last steps, so that a change of plan, nodes or response lengths shows soon.
 SPEED_STEPS = 20
 METRICS_TAIL_BYTES = 2**20
+SPREAD_PLACES, SPREAD_BYTES = 48, 2**16
+LAST_EVALUATIONS = 5
 # The master writes its status every second; the supervisor gives up one that is silent for this long.
 SILENCE_S = 60.0
 STARTS = ("started", "resumed", "restarted")
@@ -58,6 +61,8 @@ class RunStatus:
         not over is silent: a running one for `SILENCE_S`, or any whose launching process is gone.
     silent_s: the silence of a run that is not over.
     remaining_s: the remaining time at the present speed.
+    trends: the statistics that matter most, from the run's first steps to its last.
+    evaluations: the statistics of the first and the last evaluations, by their names, with the step.
     last_failure: the first line of the newest failure's message.
     damaged: a sentence about every file that could not be read as a whole.
     """
@@ -72,6 +77,8 @@ class RunStatus:
     silent_s: float | None
     speed: Speed | None
     remaining_s: float | None
+    trends: Trends | None
+    evaluations: tuple[dict[str, Any], ...]
     processes: tuple[ProcessState, ...]
     checkpoints: tuple[int, ...]
     checkpoint_age_s: float | None
@@ -92,6 +99,7 @@ def read_run_status(directory: RunDirectory, now_s: float) -> RunStatus:
     experiment = experiment_of(directory, damaged)
     plan, status = plan_of(directory, damaged), status_of(directory, damaged)
     metrics = lines_of(directory.metrics, step_line, damaged, tail_bytes=METRICS_TAIL_BYTES)
+    evaluations = lines_of(directory.evaluations, evaluation_line, damaged)
     events = lines_of(directory.events, event_line, damaged)
     state: str = status.state if status else "unknown" if directory.status.exists() else "not started"
     state = FINISHED if state == "done" else state
@@ -119,6 +127,8 @@ def read_run_status(directory: RunDirectory, now_s: float) -> RunStatus:
         silent_s=silent_s,
         speed=speed,
         remaining_s=speed.step_s * (steps - step) if speed and state == "running" else None,
+        trends=trends_of(_over_the_run(directory, metrics)),
+        evaluations=tuple(evaluations[:1] + evaluations[1:][-LAST_EVALUATIONS:]),
         processes=_processes(directory, plan, metrics, now_s, was_good=state == FINISHED),
         checkpoints=tuple(checkpoints),
         checkpoint_age_s=max(0.0, now_s - written[-1].time_s) if written else None,
@@ -127,6 +137,16 @@ def read_run_status(directory: RunDirectory, now_s: float) -> RunStatus:
         memory_limit_bytes=plan.rationale.device_memory_bytes if plan and plan.rationale else None,
         damaged=tuple(damaged),
     )
+
+
+def _over_the_run(directory: RunDirectory, newest: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Lines of metrics from a long run's beginning on, and behind them the newest ones."""
+    begin = newest[0]["step"] if newest else 0
+    if begin <= 1:
+        return list(newest)
+    spread = read_spread(directory.metrics, step_line, SPREAD_PLACES, SPREAD_BYTES)
+    earlier = {line["step"]: line for _, lines in spread for line in lines if line["step"] < begin}
+    return [*(earlier[step] for step in sorted(earlier)), *newest]
 
 
 def _planned_steps(experiment: dict[str, Any]) -> int:

@@ -45,7 +45,12 @@ class StepSamples:
 
     @property
     def title(self) -> str:
-        return f"step {self.step}" if self.split == "train" else f"evaluation after step {self.step}"
+        return title_of(self)
+
+
+def title_of(what: Sample | StepSamples) -> str:
+    """Such as "step 3", or "evaluation after step 3"."""
+    return f"step {what.step}" if what.split == "train" else f"evaluation after step {what.step}"
 
 
 def sample_line(line: bytes) -> Sample:

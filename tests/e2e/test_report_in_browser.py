@@ -1,5 +1,6 @@
 """The report in a real browser: everything is drawn, nothing is fetched, nothing lies over anything."""
 
+import html
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import pytest
 
 from realhf.report.page import write_report
 from realhf.rundir.paths import RunDirectory
-from tests.unit.report.run_directories import good_run
+from tests.unit.report.run_directories import good_run, metrics_line, sample
 from tests.waiting import PATIENCE_S
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -85,7 +86,45 @@ def test_the_report_is_drawn(browser: str, tmp_path: Path) -> None:
         assert label in memory
 
     measured = json.loads(re.search(r'data-measured="(.*?)"', dom)[1].replace("&quot;", '"'))
+    assert "sample 7, reward 0.5" in sections["Samples"]
+    assert "0.25" in sections["Evaluations"]
     assert measured["texts"] > 50
     assert measured["overflow_px"] <= 0
     assert measured["outside"] == []
     assert measured["overlaps"] == []
+
+
+HOSTILE = (
+    "</pre></script><script>document.title = 'stolen'</script><img src=x onerror=\"document.title = 'stolen'\">"
+    "<svg onload=\"document.title='stolen'\"><a href=\"javascript:document.title='stolen'\">x</a>\u202e\x00"
+)
+CHOOSE = """<script>addEventListener("load", () => setTimeout(() => {
+  const select = document.querySelector("select.chooser"), parts = [...document.querySelector(".chosen").children];
+  const seen = () => parts.filter(part => part.getBoundingClientRect().height).map(part => part.textContent);
+  const before = seen();
+  select.selectedIndex = 2;
+  select.dispatchEvent(new Event("input", {bubbles: true}));
+  document.body.setAttribute("data-chosen", JSON.stringify([before, seen(), document.title]));
+}, 500))</script>"""
+
+
+def test_the_reader_chooses_a_step_and_no_text_of_a_model_acts(browser: str, tmp_path: Path) -> None:
+    """The hostile text stands in prompts, responses and the names of statistics."""
+    samples = [sample(step, prompt=f"{step}{HOSTILE}", response=HOSTILE) for step in (1, 2, 3)]
+    metrics = [metrics_line(step, **{f"kl{HOSTILE}": 1.0, "reward": step / 4}) for step in (1, 2, 3)]
+    evaluations = [{"step": 3, f"accuracy{HOSTILE}": 1.0}]
+    run = good_run(tmp_path / "run", samples=samples, metrics=metrics, evaluations=evaluations)
+    page = write_report(RunDirectory(run))
+    copy = tmp_path / "chosen.html"
+    head, _, tail = page.read_text().rpartition("</body>")
+    copy.write_text(f"{head}{CHOOSE}</body>{tail}")
+    dom, _ = rendered(browser, copy, tmp_path / "profile")
+    content = html.unescape(re.search(r'data-chosen="(.*?)"', dom)[1])
+    before, after, title = json.loads(content)
+    shown = HOSTILE.replace("\u202e", "\\u202e").replace("\x00", "\\x00")
+    assert before == [f"sample 0, reward 0.53{shown}{shown}"], "the newest step, as text"
+    assert after == [f"sample 0, reward 0.51{shown}{shown}"], "the step that was chosen"
+    assert title == "run: finished"
+    drawn = re.sub(r"<(script|style)\b.*?</\1>", "", dom, flags=re.DOTALL)
+    assert "<img" not in drawn
+    assert "javascript:document" not in re.sub(r"&lt;a .*?&gt;", "", drawn)

@@ -12,6 +12,7 @@ from realhf.base.errors import UserError
 from realhf.master import trackers
 from realhf.master.trackers import Trackers, check_trackers, step_values
 from realhf.rundir.run import RunSpec
+from realhf.rundir.samples import Sample
 
 LINE = {
     "step": 3,
@@ -20,6 +21,10 @@ LINE = {
     "calls": {"actor_generate": {"seconds": 1.5, "predicted_s": None, "peak_bytes": 2**29}},
     "peak_bytes": [2**29, 2**30],
 }
+SAMPLES = [
+    Sample(step=3, sample=7, prompt="sort: ba", response="**ab**\n<img>", reward=0.5),
+    Sample(step=3, sample=9, prompt="p", response=""),
+]
 VALUES = {"train/time_s": 2.0, "train/loss": 0.5, "seconds/actor_generate": 1.5, "memory/fullest_worker_gib": 1.0}
 
 
@@ -69,15 +74,29 @@ def test_weights_and_biases_is_told_the_same(tmp_path: Path, monkeypatch: pytest
         told.append((project, name, dir, config))
         return run
 
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init))
+    def table(*, columns: list[str], data: list[list[Any]]) -> dict[str, Any]:
+        return {"columns": columns, "data": data}
+
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=init, Table=table))
     tracked = Trackers(spec(wandb_project="ppo"), tmp_path / "first")
     tracked.evaluation({"step": 0, "accuracy": 0.25})
     tracked.step(LINE)
+    tracked.samples([])
+    tracked.samples(SAMPLES)
     tracked.close()
     assert told == [
         ("ppo", "first", str(tmp_path / "first"), {"steps": 4}),
         (0, {"evaluation/accuracy": 0.25}),
         (3, VALUES),
+        (
+            3,
+            {
+                "samples/train": {
+                    "columns": ["sample", "prompt", "response", "reward"],
+                    "data": [[7, "sort: ba", "**ab**\n<img>", 0.5], [9, "p", "", None]],
+                }
+            },
+        ),
         "finish",
     ]
 
@@ -100,6 +119,23 @@ def test_tensorboard_reads_the_numbers(tmp_path: Path) -> None:
         "train/loss": [(3, 0.5), (4, 0.25)],
         **{name: [(3, value), (4, value)] for name, value in VALUES.items() if name != "train/loss"},
     }
+
+
+def test_tensorboard_reads_the_samples(tmp_path: Path) -> None:
+    tracked = Trackers(spec(tensorboard=True), tmp_path)
+    tracked.samples(SAMPLES)
+    tracked.samples([Sample(step=3, sample=0, split="evaluation", prompt="e", response="f", reward=1.0)])
+    tracked.close()
+    reader = EventAccumulator(str(tmp_path / "tensorboard"))
+    reader.Reload()
+    texts = {name: reader.Tensors(name) for name in reader.Tags()["tensors"]}
+    assert sorted(texts) == ["samples/evaluation/text_summary", "samples/train/text_summary"]
+    [event] = texts["samples/train/text_summary"]
+    assert event.step == 3
+    text = event.tensor_proto.string_val[0].decode()
+    assert "**sample 7, reward 0.5**\n\nprompt\n\n    sort: ba\n" in text
+    assert "response\n\n    **ab**\n    <img>\n" in text
+    assert "sample 9, reward none" in text
 
 
 def test_steps_that_are_made_again_stand_there_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,6 +82,7 @@ def write_run(
     events: list[dict[str, Any]] | None = None,
     happened: list[dict[str, Any]] | None = None,
     values: dict[str, Any] | None = None,
+    samples: list[dict[str, Any]] | None = None,
     cut_off: str = "\n]\n",
 ) -> Path:
     """Writes a run directory; None leaves a file out, `cut_off` is what stands behind the last trace event."""
@@ -93,7 +94,8 @@ def write_run(
         status = {"state": state, "step": len(metrics or ()), "steps": 4, "message": message, "updated": 1e9}
         status["format"] = "run-status/1"
         (path / "status.json").write_text(json.dumps(status))
-    for name, lines in (("metrics", metrics), ("evaluations", evaluations), ("events", happened)):
+    files = {"metrics": metrics, "evaluations": evaluations, "events": happened, "samples": samples}
+    for name, lines in files.items():
         if lines is not None:
             (path / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if events is not None:
@@ -102,6 +104,11 @@ def write_run(
         ]
         (path / "trace.json").write_text("[\n" + ",\n".join(json.dumps(e) for e in [*names, *events]) + cut_off)
     return path
+
+
+def sample(step: int, place: int = 0, **changes: Any) -> dict[str, Any]:
+    texts = {"prompt": f"sort: b{step}a", "response": f"ab{step}"}
+    return {"step": step, "sample": place, "split": "train", **texts, "reward": 0.5} | changes
 
 
 def good_run(path: Path, **changes: Any) -> Path:
@@ -117,6 +124,7 @@ def good_run(path: Path, **changes: Any) -> Path:
             {"time_s": 1e9 + 90, "event": "restarted", "step": 2},
         ],
         "evaluations": [{"step": 0, "accuracy": 0.25}, {"step": 4, "accuracy": 0.75}],
+        "samples": [sample(step, place) for step in (1, 2, 3, 4) for place in (0, 7)],
         "events": [e for step in range(4) for e in step_events(step, 10 + 2.0 * step)],
     }
     return write_run(path, **(contents | changes))

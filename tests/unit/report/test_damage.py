@@ -29,6 +29,7 @@ from tests.unit.report.run_directories import good_run, metrics_line
 
 CHANGES = 3  # bytes changed, and places where a file is cut off
 REPORTED = (
+    "samples.jsonl",
     "metrics.jsonl",
     "evaluations.jsonl",
     "events.jsonl",

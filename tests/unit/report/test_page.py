@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realhf.cli import main
-from realhf.report.figures import MAX_POINTS, curves_of, split_curves, thinned
+from realhf.report.curves import MAX_POINTS, curves_of, split_curves, thinned
 from realhf.report.page import write_report
 from realhf.rundir.paths import RunDirectory
-from tests.unit.report.run_directories import good_run, metrics_line, step_events, write_run
+from tests.unit.report.run_directories import good_run, metrics_line, sample, step_events, write_run
 from tests.waiting import PATIENCE_S
 
 
@@ -112,9 +112,10 @@ def test_a_run_of_one_call_without_predictions(tmp_path: Path) -> None:
 def test_the_page_asks_nothing_of_the_network(tmp_path: Path) -> None:
     html = write_report(RunDirectory(good_run(tmp_path / "run"))).read_text()
     assert "default-src 'none'" in html
-    library = r'<script type="application/gzip" id="plotly">(.*?)</script>'
-    [packed] = re.findall(library, html)  # it is there, once
-    assert b"plotly.js v" in gzip.decompress(base64.b64decode(packed))
+    library = r'<script id="plotly" .* data-size="([0-9]+)">(.*?)</script>'
+    [(size, packed)] = re.findall(library, html)  # it is there, once
+    content = base64.b85decode(packed.translate(str.maketrans(":.,", "<>&")))[: int(size)]
+    assert b"plotly.js v" in gzip.decompress(content)
     without_library = re.sub(library, "", html)
     assert len(without_library) < 200_000
     assert not re.search(r"""(src|href)\s*=\s*["']|url\(|@import""", without_library)
@@ -152,12 +153,30 @@ def test_a_thinned_curve_keeps_its_ends_and_what_stands_out(values: list[float |
     assert (min(numbers, default=0), max(numbers, default=0)) == (min(kept, default=0), max(kept, default=0))
 
 
+def test_every_statistic_of_the_evaluations_is_in_a_table(tmp_path: Path) -> None:
+    evaluations = [{"step": 5 * i, "accuracy": i / 100, "math": 1.0, "reward": -0.5} for i in range(100)]
+    evaluations[99] = {"step": 495, "accuracy": 0.99}
+    path = write_report(RunDirectory(good_run(tmp_path / "run", evaluations=evaluations)))
+    text = visible(path)
+    assert "12 of 100 evaluations" in text
+    assert "statistic step 0 step 45 step 90" in text
+    assert "step 495 accuracy 0 0.09 0.18" in text
+    assert "0.99 math 1 1 1" in text
+    assert "-0.5 - " in text
+    for title in ("evaluation: reward", "evaluation: math", '"text":"evaluation"', '"name":"accuracy"'):
+        assert title in path.read_text()
+
+
 def test_the_report_of_a_long_run_stays_small(tmp_path: Path) -> None:
     rng = random.Random(0)
     names = [f"statistic_{i}" for i in range(24)]
     metrics = [metrics_line(step, **{name: rng.gauss(0, 1) for name in names}) for step in range(1, 5001)]
-    path = write_report(RunDirectory(good_run(tmp_path / "run", metrics=metrics)))
-    assert path.stat().st_size < 2.2e6
+    samples = [
+        sample(step, i, response="".join(rng.choices("ab<>&\n", k=900))) for step in range(1, 1000) for i in (0, 1)
+    ]
+    evaluations = [{"step": step, **{name: rng.gauss(0, 1) for name in names[:8]}} for step in range(0, 5001, 10)]
+    run = good_run(tmp_path / "run", metrics=metrics, samples=samples, evaluations=evaluations)
+    assert write_report(RunDirectory(run)).stat().st_size < 2.2e6
 
 
 def test_the_command_writes_the_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from realhf import cli
 from realhf.cli.output import duration
-from realhf.report.run_status import Speed, read_run_status
+from realhf.report.run_status import METRICS_TAIL_BYTES, Speed, read_run_status
 from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.rundir.paths import RunDirectory
 from tests.unit.report.run_directories import PLAN, RATIONALE, metrics_line, write_run
@@ -213,3 +213,55 @@ def test_a_directory_of_no_run_is_refused(tmp_path: Path, capsys: pytest.Capture
 )  # fmt: skip
 def test_durations_have_their_two_largest_units(seconds: float, text: str) -> None:
     assert duration(seconds) == text
+
+
+def test_what_a_run_has_learnt(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The means of the first and of the last ten of 30 steps; rewards rise by 0.01 a step."""
+    metrics = [line(step, 2.0 * step) | {"reward_mean": step / 100, "kl": 0.5} for step in range(1, 31)]
+    metrics[0] |= {"kl": None}
+    evaluations = [{"step": step, "math": step / 10, "format": 1.0} for step in range(0, 31, 3)]
+    run = write_run(tmp_path / "run", metrics=metrics, evaluations=evaluations)
+    status = read_run_status(RunDirectory(run), NOW_S)
+    assert status.trends is not None
+    assert (status.trends.first_steps, status.trends.last_steps) == ((1, 10), (21, 30))
+    reward, kl, speed = status.trends.statistics
+    assert (reward.name, kl.name, speed.name) == ("reward_mean", "kl", "tokens_per_s")
+    assert (reward.first, reward.last) == (pytest.approx(0.055), pytest.approx(0.255))
+    assert len(reward.parts) == 24
+    assert list(reward.parts) == sorted(reward.parts, key=float)
+    assert (kl.first, kl.last, kl.parts[0]) == (0.5, 0.5, 0.5)
+    assert [each["step"] for each in status.evaluations] == [0, 18, 21, 24, 27, 30]
+    assert cli.main(["status", str(run)]) == 0
+    text = capsys.readouterr().out
+    for row in (
+        "training steps 1-10 steps 21-30 over the run",
+        "reward_mean 0.055 0.255 ▁",
+        "kl 0.5 0.5 ▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁▁",
+        "evaluation after step 0 18 21 24 27 30",
+        "math 0 1.8 2.1 2.4 2.7 3",
+    ):
+        assert row in " ".join(text.split())
+
+
+@pytest.mark.parametrize(("steps", "first", "last"), [(1, (1, 1), (1, 1)), (2, (1, 1), (2, 2)), (5, (1, 2), (4, 5))])
+def test_the_first_and_the_last_steps_of_a_short_run_do_not_overlap(
+    steps: int, first: tuple[int, int], last: tuple[int, int], tmp_path: Path
+) -> None:
+    run = write_run(tmp_path / "run", metrics=[line(step, 2.0 * step) for step in range(1, steps + 1)])
+    trends = read_run_status(RunDirectory(run), NOW_S).trends
+    assert trends is not None
+    assert (trends.first_steps, trends.last_steps) == (first, last)
+    assert cli.main(["status", str(run)]) == 0
+
+
+def test_the_course_of_a_long_run_is_read_from_its_beginning_on(tmp_path: Path) -> None:
+    lines = [line(step, 2.0 * step) | {"kl": float(step), "padding": "x" * 1000} for step in range(1, 4001)]
+    run = write_run(tmp_path / "run", metrics=lines)
+    assert (run / "metrics.jsonl").stat().st_size > 4 * METRICS_TAIL_BYTES
+    trends = read_run_status(RunDirectory(run), NOW_S).trends
+    assert trends is not None
+    assert (trends.first_steps, trends.last_steps) == ((1, 10), (3991, 4000))
+    kl = trends.statistics[0]
+    assert (kl.first, kl.last) == (5.5, 3995.5)
+    assert None not in kl.parts
+    assert kl.parts[11] == pytest.approx(1917, rel=0.1)  # between steps 1834 and 2000

@@ -1,0 +1,113 @@
+"""Completions in reports and on terminals: hostile texts, long ones, many of them."""
+
+import unicodedata
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from realhf import cli
+from realhf.report.page import write_report
+from realhf.report.sample_texts import shortened, visible
+from realhf.report.samples_section import EARLIER_STEPS, MAX_BYTES, NEWEST_STEPS, chosen_steps, samples_section
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.samples import Sample, StepSamples
+from tests.unit.report.run_directories import good_run, sample
+
+HOSTILE = '</pre></div><script>alert("1")</script><img src=x onerror="alert(2)">\x1b[2J\u202e&amp; <!-- \x00'
+
+
+def step_of(step: int, response: str, count: int = 2) -> StepSamples:
+    texts = (Sample(step=step, sample=i, prompt="p", response=response, reward=None) for i in range(count))
+    return StepSamples(step, "train", tuple(texts))
+
+
+class Seen(HTMLParser):
+    """The tags of a page, and its text."""
+
+    def __init__(self, html: str):
+        super().__init__()
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        self.tags.append(tag)
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_what_a_model_wrote_is_text_and_nothing_else() -> None:
+    html = samples_section([step_of(1, HOSTILE)])
+    plain = samples_section([step_of(1, "harmless")])
+    assert Seen(html).tags == Seen(plain).tags
+    assert visible(HOSTILE) in Seen(html).text
+    assert "<script" not in html
+    assert not [c for c in html if c != "\n" and unicodedata.category(c) in ("Cc", "Cf")]
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("plain, naïve 文字 👍\nnext", "plain, naïve 文字 👍\nnext"),
+        ("\x1b[31mred\x07\r\t", "\\x1b[31mred\\x07\\r\\t"),
+        ("abc\u202edef\u2028\u200b\ufeff", "abc\\u202edef\\u2028\\u200b\\ufeff"),
+        ("कॆ\u200cक", "कॆ\u200cक"),
+        ("end\n\n", "end\\n\\n"),
+        ("\U000e0041\ue000", "\\U000e0041\\ue000"),
+    ],
+)
+def test_no_character_acts(text: str, shown: str) -> None:
+    assert visible(text) == shown
+
+
+def test_of_a_long_text_beginning_and_end_are_shown() -> None:
+    assert shortened("x" * 30, 30) == "x" * 30
+    assert shortened("a" * 5000 + "z" * 5000, 30) == "a" * 20 + "\n[... 9,970 characters left out ...]\n" + "z" * 10
+
+
+def test_the_first_the_newest_and_an_even_spread_are_chosen() -> None:
+    steps = [step_of(step, "r") for step in range(1, 1001)]
+    assert chosen_steps(steps[:20]) == steps[:20]
+    chosen = [each.step for each in chosen_steps(steps)]
+    assert chosen == [1 + 99 * i for i in range(EARLIER_STEPS)] + list(range(1000 - NEWEST_STEPS + 1, 1001))
+    assert "980 more are in <code>samples.jsonl" in samples_section(steps)
+
+
+@pytest.mark.parametrize("count", [2, 64, 500])
+def test_the_section_stays_small_whatever_a_model_writes(count: int) -> None:
+    html = samples_section([step_of(step, "&<\x00" * 20_000, count) for step in range(1, 100)])
+    assert len(html.encode()) < MAX_BYTES * (1.1 if count < 500 else 2)
+    assert "step 99" in html
+
+
+def test_the_newest_step_is_shown_first_and_the_others_are_hidden(tmp_path: Path) -> None:
+    page = write_report(RunDirectory(good_run(tmp_path / "run"))).read_text()
+    assert "<option>step 4</option><option>step 3</option>" in page
+    shown, *hidden = page.partition('<div class="chosen">')[2].split("<div hidden>")
+    assert "ab4" in shown
+    assert "sample 7, reward 0.5" in shown
+    assert ["ab3" in hidden[0], "ab2" in hidden[1], "ab1" in hidden[2]] == [True] * 3
+
+
+def test_a_run_without_samples_has_no_section(tmp_path: Path) -> None:
+    assert "<h2>Samples" not in write_report(RunDirectory(good_run(tmp_path / "run", samples=None))).read_text()
+
+
+def test_the_command_prints_the_newest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = good_run(tmp_path / "run", samples=[sample(1, 5), sample(4, 7, response=HOSTILE + "long " * 1000)])
+    assert cli.main(["status", str(run), "--samples"]) == 0
+    text = capsys.readouterr().out
+    assert text.index("step 1, sample 5, reward 0.5") < text.index("step 4, sample 7")
+    assert "\x1b" not in text
+    assert "\\x1b[2J\\u202e" in text.replace("\n", "").replace(" ", "")
+    assert max(map(len, text.splitlines())) <= 110
+    assert "characters left out" in text
+    assert cli.main(["status", str(run), "--samples", "--json"]) == 0
+    assert '"samples":[{"step":1,"sample":5,' in capsys.readouterr().out
+
+
+def test_the_command_says_how_to_get_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["status", str(good_run(tmp_path / "run", samples=None)), "--samples"]) == 0
+    assert "has no samples; a run writes them with --samples N" in " ".join(capsys.readouterr().out.split())
