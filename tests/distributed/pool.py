@@ -22,6 +22,8 @@ PRELOADED = [
     "realhf.engine.model",
     "realhf.parallel.groups",
     "realhf.realloc.execute.executor",
+    "realhf.master.__main__",
+    "realhf.worker.__main__",
 ]
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from realhf.algorithms.ppo.config import PPOHyperparameters
 from realhf.engine.generate.sampling import draw, uniform
 from realhf.report.run_data import read_trace
+from tests.e2e.forked import quickly_finished
 from tests.e2e.runs import ROOT, SMALL, SMALL_ACTOR, SMALL_CRITIC, FinishedRun, finished, initial_parameters, realhf
 
 # On two workers: the actor trains in an interleaved pipeline and generates in groups of its home, the critic and the
@@ -42,7 +43,7 @@ IN_FLOAT32 = ("--batch-size", "64")
 
 
 def run_plan(folder: Path, plan: str, *words: str | Path) -> FinishedRun:
-    return finished(folder, "ppo", "--plan", f"tests/plans/{plan}.json", *COMMON, *words)
+    return quickly_finished(folder, "experiments/ppo.py", "--plan", f"tests/plans/{plan}.json", *COMMON, *words)
 
 
 @pytest.fixture(scope="module")
