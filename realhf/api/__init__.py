@@ -14,6 +14,17 @@ from realhf.api.experiment import (
 )
 from realhf.api.generation import GenerationOptions
 from realhf.api.model_source import ModelSource, model_source
+from realhf.api.script.columns import Columns
+from realhf.api.script.data import Examples, Pairs, Prompts
+from realhf.api.script.functions import (
+    SEQUENCE_MEAN,
+    TOKEN_MEAN,
+    Reduction,
+    loss_function,
+    sequence_sum_over,
+    tensor_function,
+)
+from realhf.api.script.models import Policy, RewardModel, ValueModel, model_method
 from realhf.architecture.compute import ComputeConfig
 from realhf.architecture.model import DecoderConfig, DType, Experts, RopeScaling
 from realhf.architecture.named import ARCHITECTURES, architecture
@@ -45,11 +56,14 @@ __all__ = [
     "INFERENCE",
     "ONE_TO_ALL",
     "RANK_ZERO",
+    "SEQUENCE_MEAN",
     "THREE_D_PP_AS_DP",
     "THREE_D_PP_ONLY",
     "THREE_D_PROTO",
+    "TOKEN_MEAN",
     "TRAIN_STEP",
     "CallPlan",
+    "Columns",
     "ComputeConfig",
     "DType",
     "DataflowGraph",
@@ -58,6 +72,7 @@ __all__ = [
     "DeviceMesh",
     "Division",
     "Evaluation",
+    "Examples",
     "ExecutionPlan",
     "Experts",
     "Follow",
@@ -69,16 +84,26 @@ __all__ = [
     "ModelSetup",
     "ModelSource",
     "OptimizerConfig",
+    "Pairs",
     "ParallelStrategy",
+    "Policy",
+    "Prompts",
+    "Reduction",
+    "RewardModel",
     "RopeScaling",
     "RunError",
     "TransferProtocol",
     "UserError",
+    "ValueModel",
     "all_micro_dp",
     "architecture",
     "auto",
     "load_plan",
+    "loss_function",
+    "model_method",
     "model_source",
     "save_plan",
+    "sequence_sum_over",
+    "tensor_function",
     "transformers_model",
 ]

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, cast, get_args, overload, runtime_checkable
 
 from realhf.api.backends import NATIVE, implementation_of
 from realhf.architecture.compute import ComputeConfig
@@ -204,10 +204,26 @@ SETTINGS_ATTRIBUTE = "__realhf_auto__"
 T = TypeVar("T")
 
 
+class Auto(Protocol):
+    """What `auto` gives: a decorator of dataclasses, or of scripts."""
+
+    @overload
+    def __call__(self, what: type[T]) -> type[T]: ...
+    @overload
+    def __call__(self, what: Callable[..., None]) -> type[Any]: ...
+
+
 def auto(
-    *, batch_size: int, nodelist: str | None = None, max_steps_in_flight: int = 2, search_evaluations: int | None = None
-) -> Callable[[type[T]], type[T]]:
-    """Makes a dataclass an experiment that `realhf run` can plan, schedule and launch (ReaL, section 4).
+    *,
+    batch_size: int,
+    nodelist: str | None = None,
+    max_steps_in_flight: int = 2,
+    search_evaluations: int | None = None,
+    steps: int | None = None,
+    mini_batches: int | None = None,
+) -> Auto:
+    """Makes a dataclass an experiment that `realhf run` can plan, schedule and launch (ReaL, section 4); or a function
+    whose body calls models one after the other, a script (HybridFlow, section 3), for which it makes the dataclass.
 
     Args:
         batch_size: samples a step (the global batch).
@@ -216,9 +232,11 @@ def auto(
             has at least k + 1 where a model follows another with a staleness of k.
         search_evaluations: the budget of the plan search as a number of plans, so that a plan can be reproduced; None:
             a budget that grows with the number of options.
+        steps, mini_batches: of a script, the defaults of these fields.
 
     Raises:
-        UserError: the class is no dataclass or lacks a field or property that an experiment needs.
+        UserError: the class is no dataclass or lacks a field or property that an experiment needs, or the script has a
+            parameter that it cannot have.
     """
     settings = AutoSettings(
         batch_size=batch_size,
@@ -227,7 +245,17 @@ def auto(
         search_evaluations=search_evaluations,
     )
 
-    def decorate(cls: type[T]) -> type[T]:
+    def decorate(cls: Any) -> Any:
+        if not isinstance(cls, type):
+            from realhf.api.script.experiment import experiment_class  # it is made of what stands here
+
+            made = experiment_class(cls, batch_size=batch_size, steps=steps, mini_batches=mini_batches)
+            setattr(made, SETTINGS_ATTRIBUTE, settings)
+            return made
+        if steps is not None or mini_batches is not None:
+            raise UserError(
+                f"@auto on {cls.__name__}: steps and mini_batches are fields of a dataclass; set them there"
+            )
         if not dataclasses.is_dataclass(cls):
             raise UserError(f"@auto on {cls.__name__}: write @dataclass below @auto, so that it has fields to set")
         fields = {field.name for field in dataclasses.fields(cls)}
@@ -241,7 +269,7 @@ def auto(
         setattr(cls, SETTINGS_ATTRIBUTE, settings)
         return cls
 
-    return decorate
+    return cast(Auto, decorate)
 
 
 def auto_settings(experiment: Any) -> AutoSettings:

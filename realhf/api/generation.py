@@ -30,8 +30,8 @@ class GenerationOptions:
     """
 
     max_new_tokens: int
-    eos_token: int
-    """-1: no token ends a response."""
+    eos_token: int | None = None
+    """The token that ends a response; -1: none does. None, in scripts alone: those of the model's tokenizer."""
     temperature: float = 1.0
     """0 takes the most likely token."""
     top_k: int = 0
@@ -58,6 +58,13 @@ class GenerationOptions:
     decode_graphs: DecodeGraphs = DECODE_GRAPHS
     """CUDA graphs for decode steps on a GPU: "kept" from call to call with the KV cache, captured in each "call", or
     "off". The tokens are the same; kept graphs and cache take memory during training too."""
+
+    @property
+    def end_token(self) -> int:
+        """`eos_token`, which has to be known. Raises UserError where it is not."""
+        if self.eos_token is None:
+            raise UserError("eos_token is not given; give the id of the tokenizer's end token, or -1 for none")
+        return self.eos_token
 
     def __post_init__(self) -> None:
         if self.temperature != 0:

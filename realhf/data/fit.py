@@ -90,7 +90,7 @@ def _check_ids(call: ModelFunctionCallDef, extent: DatasetExtent) -> None:
 
 def _check_options(call: ModelFunctionCallDef) -> None:
     for options in _generation_options(call.interface_impl) if call.generates else ():
-        _check_id(call, max(options.eos_token, 0), f"eos_token={options.eos_token}", "give the model's, or -1 for none")
+        _check_id(call, max(options.end_token, 0), f"eos_token={options.end_token}", "give the model's, or -1 for none")
         for stop in options.stop_sequences:
             for token in stop:
                 what = f"stop_sequences has the token id {token} in {stop}"

@@ -106,7 +106,7 @@ def _check_source(call: str, config: InterfaceConfig, file: Path, cls: str, meth
         raise UserError(f"{call}: {file}:{error.lineno}: cannot be imported: SyntaxError: {error.msg}") from None
     except (OSError, ValueError) as error:
         raise UserError(f"{call}: {file}: cannot be imported: {type(error).__name__}: {error}") from None
-    bound = _bound_names(tree)
+    bound = bound_names(tree)
     if bound & _ANY_NAME:
         return
     classes = {statement.name: statement for statement in tree.body if isinstance(statement, ast.ClassDef)}
@@ -120,7 +120,7 @@ def _check_source(call: str, config: InterfaceConfig, file: Path, cls: str, meth
 _ANY_NAME = {"*", "__getattr__", "globals", "setattr", "exec"}
 
 
-def _bound_names(tree: ast.AST) -> set[str]:
+def bound_names(tree: ast.AST) -> set[str]:
     """All names that a piece of source binds anywhere (`.NAME` for an attribute), and the uses in it of `_ANY_NAME`."""
     names = set()
     for node in ast.walk(tree):
@@ -146,7 +146,7 @@ def _may_have(method: str, cls: str, classes: dict[str, ast.ClassDef]) -> bool:
     if cls not in classes:
         return cls != "object"
     definition = classes[cls]
-    if definition.decorator_list or definition.keywords or method in _bound_names(definition):
+    if definition.decorator_list or definition.keywords or method in bound_names(definition):
         return True
     others = {name: found for name, found in classes.items() if name != cls}
     return any(not isinstance(base, ast.Name) or _may_have(method, base.id, others) for base in definition.bases)

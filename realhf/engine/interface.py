@@ -130,6 +130,10 @@ class Context(Protocol):
     def sum_over_data_parallel(self, values: Tensor) -> Tensor:
         """The element-wise sum over the data-parallel ranks, the same bits on every rank."""
 
+    def sum_over_outputs(self, values: Tensor) -> Tensor:
+        """The element-wise sum over the ranks that hold outputs, the same bits on every rank of the call, whatever the
+        others give: for decisions by statistics of a pass, which the last pipeline stage alone has."""
+
     def in_order(self, ids: Sequence[int], values: Tensor) -> Tensor:
         """`values` of all samples of the step, in the order of their ids: [batch_size, ...].
 

@@ -22,11 +22,13 @@ class BatchShare:
     holds_outputs: its outputs are taken.
     counts: in sums over the batch; of several devices with the same samples one does.
     peers: with whom it makes these sums; None: with nobody.
+    all: everybody who takes part in the call; None: nobody else.
     """
 
     holds_outputs: bool
     counts: bool
     peers: dist.ProcessGroup | None
+    all: dist.ProcessGroup | None = None
 
 
 def batch_share(call: ModelFunctionCallDef, layout: Layout, groups: GroupTable) -> BatchShare:
@@ -34,12 +36,12 @@ def batch_share(call: ModelFunctionCallDef, layout: Layout, groups: GroupTable) 
     if call.protocol is THREE_D_PROTO:
         of_layout = groups.groups(layout)
         return BatchShare(
-            of_layout.holds_outputs, True, of_layout.data
+            of_layout.holds_outputs, True, of_layout.data, of_layout.model
         )  # a sum among devices of one place in the model
     part_of = call.protocol.distribute(layout).part_of
     first = min(device for device, part in part_of.items() if part == part_of[groups.rank])
     peers = groups.of_ranks(sorted(part_of))
-    return BatchShare(groups.rank in call.protocol.collect(layout), groups.rank == first, peers)
+    return BatchShare(groups.rank in call.protocol.collect(layout), groups.rank == first, peers, peers)
 
 
 def sharing_ranks(calls: Iterable[tuple[ModelFunctionCallDef, Layout]]) -> list[tuple[int, ...]]:
@@ -72,6 +74,12 @@ class CallContext:
         total = values.clone() if self.share.counts else values.new_zeros(values.shape)
         if self.share.peers is not None:
             dist.all_reduce(total, group=self.share.peers)
+        return total
+
+    def sum_over_outputs(self, values: Tensor) -> Tensor:
+        total = values.clone() if self.holds_outputs else values.new_zeros(values.shape)
+        if self.share.all is not None:
+            dist.all_reduce(total, group=self.share.all)
         return total
 
     def in_order(self, ids: Sequence[int], values: Tensor) -> Tensor:

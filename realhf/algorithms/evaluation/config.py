@@ -24,7 +24,7 @@ class SampledAccuracy(GenerationOptions, InterfaceConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.eos_token < 0:
+        if self.end_token < 0:
             raise UserError(
                 f"eos_token={self.eos_token}: an answer is right only with its end token; give that of the tokenizer"
             )

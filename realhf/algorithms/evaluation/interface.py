@@ -37,7 +37,7 @@ class SampledAccuracyInterface:
     def _finished(self, tokens: Tensor) -> str | None:
         """The text before the end token; None where no end token comes last."""
         *before, last = tokens.tolist()
-        if last != self.config.eos_token:
+        if last != self.config.end_token:
             return None
         text: str = self._tokenizer.decode(before, skip_special_tokens=False)
         return text

@@ -11,11 +11,16 @@ from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, GenerationOutput, GenerationRequest, Model
 
 
-def generate(model: Model, batch: Batch, context: Context, options: GenerationOptions) -> GenerationOutput:
-    """Samples one response to every `prompt`; the key `forced_response` replaces the samples (replay)."""
+def generate(
+    model: Model, batch: Batch, context: Context, options: GenerationOptions, *, draw: int = 0
+) -> GenerationOutput:
+    """Samples a response to every `prompt`; the key `forced_response` replaces the samples (replay).
+
+    `draw`, below 2**32, tells calls of a step apart that are to draw other random numbers.
+    """
     request = GenerationRequest(
         options,
-        sample_key=(context.seed, context.step),
+        sample_key=(context.seed ^ draw, context.step),
         micro_batches=context.micro_batches,
         forced=batch.data.get("forced_response"),
         return_logits="logits" in context.record,

@@ -66,8 +66,8 @@ class TokenChoice:
         options = self.options
         given = lengths - self.prompt_lengths[sequences]  # [n], tokens of the response so far
         forbidden = None
-        if options.eos_token >= 0 and (given < options.min_new_tokens).any():
-            tokens = np.where(given < options.min_new_tokens, options.eos_token, -1)
+        if options.end_token >= 0 and (given < options.min_new_tokens).any():
+            tokens = np.where(given < options.min_new_tokens, options.end_token, -1)
             forbidden = torch.from_numpy(tokens).to(self.device)
         truncation = Truncation(top_k=options.top_k, top_p=options.top_p, forbidden=forbidden)
         if self.is_forced:
@@ -91,7 +91,7 @@ class TokenChoice:
         if self.is_forced:
             return is_end
         may_end = given >= self.options.min_new_tokens
-        is_end |= may_end & (drawn == self.options.eos_token)
+        is_end |= may_end & (drawn == self.options.end_token)
         for stop in self._stops:
             places = lengths[:, None] + 1 - len(stop) + np.arange(len(stop))  # [n, stop]
             is_whole = given >= len(stop)  # a stop sequence lies within the response

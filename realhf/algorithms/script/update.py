@@ -1,0 +1,240 @@
+"""The update of a script: optimizer steps on the sum of one or several losses."""
+
+import inspect
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from realhf.algorithms.functional import at_least_fp32, kl_k1, kl_k3, predicting_positions, token_statistics
+from realhf.algorithms.script.evaluate import Evaluation, split_stats
+from realhf.algorithms.script.rows import as_rollouts, divided, pairs_of
+from realhf.algorithms.statistics import add_stats, mean_of, prefixed
+from realhf.api.script.config import Term, Update
+from realhf.api.script.functions import Reduction, load_function
+from realhf.engine.batch import Batch, concatenate
+from realhf.engine.interface import CallResult, Context, Head, Model, Stats
+from realhf.engine.returned import InterfaceError
+
+# For every row of a mini-batch the term that it is for, or _LEFT_OUT; on the host.
+_TERM = " term"
+_LEFT_OUT = -1
+_MOVED = "kl_from_rollout"
+
+
+class UpdateInterface:
+    """See `Update`."""
+
+    def __init__(self, config: Update):
+        self.config = config
+        self._losses = [_Loss(term) for term in config.terms]
+
+    def train_step(self, model: Model, mini_batches: Sequence[Batch], context: Context) -> CallResult:
+        c = self.config
+        evaluation = Evaluation(concatenate(mini_batches), context, c.reports)
+        sizes = [len(batch) for batch in mini_batches]
+        terms = [divided(evaluation.batch(term.view), sizes) for term in c.terms]
+        rows = [
+            _merged([as_rollouts(batch, term.rows) for term, batch in zip(c.terms, batches, strict=True)])
+            for batches in zip(*terms, strict=True)
+        ]
+        stats: Stats = {}
+        steps = [batch for _ in range(c.epochs) for batch in rows]
+        for number, batch in enumerate(steps):
+            made, is_last = self._step(model, batch, context)
+            stats = add_stats([stats, made])
+            if is_last and number + 1 < len(steps):
+                stats |= {"stopped_after": (float(number + 1), 1.0)}
+                break
+        if not context.holds_outputs:
+            return CallResult()
+        own = ("loss", "grad_norm", "lr", "skipped_mini_batches", "stopped_after", _MOVED)
+        named = prefixed(c.model, {name: stats.pop(name) for name in own if name in stats})
+        first = add_stats(map(_rollout_stats, terms[0])) if c.rollout_statistics else {}
+        return CallResult(stats={**stats, **named, **first, **evaluation.stats})
+
+    def _step(self, model: Model, batch: Batch, context: Context) -> tuple[Stats, bool]:
+        """One optimizer step, and whether it is the last: log-probabilities have moved too far. None is made where
+        every sample of the first loss is left out."""
+        weights = self._weights(batch)
+        if len(weights) > 1 or _LEFT_OUT in _terms_of(batch):
+            weights = context.sum_over_data_parallel(torch.tensor(weights, dtype=torch.float64)).tolist()
+        if not weights[0]:
+            return {"skipped_mini_batches": (1.0, 1.0)}, False
+        stats = model.train_step(
+            batch,
+            "seq",
+            lambda head, part: self._loss(head, part, weights),
+            lambda part: self._weights(part)[0],
+            context.micro_batches,
+        )
+        if self.config.max_kl is None:
+            return stats, False
+        moved = torch.tensor(stats.get(_MOVED, (0.0, 0.0)), dtype=torch.float64)
+        total, tokens = context.sum_over_outputs(moved).tolist()
+        return stats, total > self.config.max_kl * tokens
+
+    def _weights(self, batch: Batch) -> list[float]:
+        """By term, what the loss of these rows is divided by."""
+        places = _terms_of(batch)
+        rows = [[i for i, term in enumerate(places) if term == number] for number in range(len(self._losses))]
+        return [loss.weight(batch.select(chosen)) for loss, chosen in zip(self._losses, rows, strict=True)]
+
+    def _loss(self, head: Head, part: Batch, weights: Sequence[float]) -> tuple[Tensor, Stats]:
+        """The sum of the terms of a micro-batch, in units of the first one's weight."""
+        places = _terms_of(part)
+        total: Tensor | None = None
+        stats: Stats = {}
+        for number, (term, loss) in enumerate(zip(self.config.terms, self._losses, strict=True)):
+            rows = [i for i, place in enumerate(places) if place == number]
+            if not rows:
+                continue
+            value, made = loss(head, part, rows, with_kl=number == 0 and self.config.max_kl is not None)
+            if number:
+                value = value * (term.coef * weights[0] / weights[number])
+            total = value if total is None else total + value
+            stats |= made
+        if total is None:  # all are left out: a loss of zero that still takes part in the backward pass
+            total = self._losses[0].quantity(head, part, list(range(len(part))))[0].sum() * 0
+        return total, stats
+
+
+class _Loss:
+    """One term: the quantity that its loss is of, the loss, and its reduction."""
+
+    def __init__(self, term: Term):
+        self.term = term
+        self._function = load_function(term.loss.function)
+        self._names = inspect.signature(self._function).parameters
+
+    def __call__(self, head: Head, part: Batch, rows: list[int], *, with_kl: bool) -> tuple[Tensor, Stats]:
+        """The sum over the terms of `rows`, to be divided by the sum of `weight`."""
+        bound, seen = self.term.loss, part.select(rows)
+        quantity, entropy = self.quantity(head, part, rows)
+        keywords: dict[str, Any] = dict(bound.keywords)
+        if "entropy" in self._names:
+            keywords["entropy"] = entropy
+        if self.term.rows == "pairs":
+            sides = torch.stack([side.sum() for side in quantity.split(self._counts(seen))])  # [2 x pairs]
+            result = self._function(*sides.view(-1, 2).unbind(1), pairs_of(seen), *bound.arguments, **keywords)
+        else:
+            result = self._function(quantity, seen, *bound.arguments, **keywords)
+        losses, stats = split_stats(result)
+        count = len(rows) // 2 if self.term.rows == "pairs" else len(quantity)
+        if not isinstance(losses, Tensor) or losses.shape != (count,):
+            shape = list(losses.shape) if isinstance(losses, Tensor) else type(losses).__name__
+            raise InterfaceError(
+                f"the loss {bound.name} returned {shape}, must be [{count}]: one number for each "
+                f"{'pair' if self.term.rows == 'pairs' else 'response token'}, not reduced; its `reduction` does that"
+            )
+        if with_kl and "logprob" in seen.data:
+            stats = {**stats, _MOVED: mean_of(kl_k3(seen.packed("logprob").values, quantity.detach()))}
+        factors = self._factors(seen)
+        return (losses if factors is None else losses * factors).sum(), stats
+
+    def quantity(self, head: Head, part: Batch, rows: list[int]) -> tuple[Tensor, Tensor | None]:
+        """Of the tokens of the responses of `rows`: log-probabilities and on demand entropies, or values; of pairs with
+        a scalar head, one score a sequence."""
+        sequences, prompts = part.data["seq"], part.data["prompt"]
+        lengths = [len(sequence) for sequence in sequences]
+        is_scalar = isinstance(head, Tensor) and head.dim() == 1
+        if is_scalar and self.term.rows == "pairs":
+            ends = (torch.tensor(lengths, device=head.device).cumsum(0) - 1)[torch.tensor(rows, device=head.device)]
+            return at_least_fp32(head)[ends], None
+        positions = predicting_positions(lengths, [len(prompt) for prompt in prompts], head.device)
+        if len(rows) < len(lengths):
+            each = positions.split([n - len(prompt) for n, prompt in zip(lengths, prompts, strict=True)])
+            positions = torch.cat([each[row] for row in rows])
+        if is_scalar:
+            return at_least_fp32(head)[positions], None
+        tokens = part.packed("seq").values[positions + 1]
+        found = token_statistics(head[positions], tokens, self.term.temperature, with_entropy="entropy" in self._names)
+        return found.logprob, found.entropy
+
+    def weight(self, rows: Batch) -> float:
+        """What the loss is divided by, of these rows."""
+        if not len(rows):
+            return 0.0
+        if self.term.rows == "pairs":
+            return len(rows) / 2
+        return float(len(rows)) if self._is_by_sequence else float(sum(_response_lengths(rows)))
+
+    @cached_property
+    def _is_by_sequence(self) -> bool:
+        return self.term.loss.reduction.kind != "token_mean"
+
+    def _counts(self, rows: Batch) -> list[int]:
+        """How many elements of `quantity` belong to each sequence of pairs."""
+        counts = _response_lengths(rows)
+        return counts if self._is_of_tokens else [1] * len(counts)
+
+    @cached_property
+    def _is_of_tokens(self) -> bool:
+        return not self.term.is_scalar
+
+    def _factors(self, rows: Batch) -> Tensor | None:
+        """What the losses of tokens are multiplied by, [responses]; None: by 1."""
+        if self.term.rows == "pairs":
+            return None
+        factors = rows.packed("weight").values if "weight" in rows.data else None
+        if not self._is_by_sequence:
+            return factors
+        by_sequence = _of_tokens(rows, self.term.loss.reduction)
+        return by_sequence if factors is None else by_sequence * factors
+
+
+def _of_tokens(rows: Batch, reduction: Reduction) -> Tensor:
+    """By token of the responses the factor of a reduction by sequences: [responses]."""
+    lengths = torch.tensor(_response_lengths(rows), device=rows.data["seq"][0].device)
+    divisors = lengths.double() if reduction.kind == "sequence_mean" else lengths.double() * 0 + reduction.over
+    return (1 / divisors).repeat_interleave(lengths)
+
+
+def _response_lengths(rows: Batch) -> list[int]:
+    return [len(seq) - len(prompt) for seq, prompt in zip(rows.data["seq"], rows.data["prompt"], strict=True)]
+
+
+def _merged(terms: Sequence[Batch]) -> Batch:
+    """The rows of all terms in one batch, each with its term; what a row has no value for is empty."""
+    marked = [_with_term(batch, number) for number, batch in enumerate(terms)]
+    if len(marked) == 1:
+        return marked[0]
+    keys = dict.fromkeys(key for batch in marked for key in batch.data)
+    nothing = torch.empty(0, device=terms[0].data["seq"][0].device)
+    full = [
+        batch.with_data(**{key: [nothing] * len(batch) for key in keys if key not in batch.data}) for batch in marked
+    ]
+    return concatenate(full)
+
+
+def _with_term(batch: Batch, number: int) -> Batch:
+    valid = [1.0] * len(batch)
+    if "valid" in batch.data:
+        valid = torch.cat([value.double() for value in batch.data["valid"]]).tolist()
+    terms = [torch.tensor([number if is_valid else _LEFT_OUT]) for is_valid in valid]
+    return batch.with_data(**{_TERM: terms})
+
+
+def _terms_of(batch: Batch) -> list[int]:
+    return [int(term) for term in batch.data[_TERM]]
+
+
+def _rollout_stats(batch: Batch) -> Stats:
+    """Of the rollouts as they were drawn, before this call's updates; of samples that count."""
+    if "valid" in batch.data:
+        batch = batch.select([i for i, valid in enumerate(batch.data["valid"]) if bool(valid)])
+    if not len(batch):
+        return {}
+    tokens = float(sum(_response_lengths(batch)))
+    stats: Stats = {"response_length": (tokens, float(len(batch)))}
+    if "reward" in batch.data:
+        stats["reward_mean"] = mean_of(torch.cat(batch.data["reward"]))
+    if "logprob" in batch.data:
+        logprob = batch.packed("logprob").values
+        stats["entropy"] = mean_of(-logprob)
+        if "ref_logprob" in batch.data:
+            kl_sum, count = mean_of(kl_k1(logprob, batch.packed("ref_logprob").values))
+            stats |= {"kl": (kl_sum, count), "kl_per_sequence": (kl_sum, float(len(batch)))}
+    return stats

@@ -1,0 +1,212 @@
+"""The experiment that a script becomes: a dataclass whose fields are the options of its parameters."""
+
+import dataclasses
+import inspect
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+import tyro
+
+from realhf.api.experiment import Dataset, Evaluation, ModelSetup
+from realhf.api.model_source import ModelSource, model_source
+from realhf.api.script.data import ScriptData, load
+from realhf.api.script.lines import ScriptError
+from realhf.api.script.models import ScriptModel
+from realhf.api.script.trace import EndTokens, Trace
+from realhf.architecture.model import DecoderConfig, DType
+from realhf.base.errors import UserError
+from realhf.dataflow.graph import ModelFunctionCallDef
+
+_TOKENIZER = "realhf.data.tokenizer:TextTokenizer"  # by its name: it lies above the API
+
+# 1.8 million parameters; eight heads, so that tensor parallelism over 2, 4 and 8 divides them.
+SMALL = DecoderConfig(hidden_size=192, intermediate_size=512, num_layers=4, num_heads=8, num_kv_heads=8, vocab_size=32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptExperiment:
+    """The fields that the experiments of all scripts have.
+
+    model: the directory of a run or of a Hugging Face checkpoint, for all models that name none of their own; empty:
+        random weights from the seed, in the shape `architecture`.
+    tokenizer: a tokenizer.json or its directory; by default the one that came with the model.
+    mini_batches: optimizer steps of an update that names no number.
+    """
+
+    SCRIPT: ClassVar[Callable[..., None]]
+
+    seed: int = 0
+    steps: int = 100
+    batch_size: int = 0
+    mini_batches: int = 1
+    dtype: DType = "float32"
+    model: str = ""
+    architecture: DecoderConfig = field(default_factory=lambda: SMALL)
+    tokenizer: str = ""
+
+    @property
+    def rpcs(self) -> list[ModelFunctionCallDef]:
+        return list(self._traced.calls)
+
+    @cached_property
+    def models(self) -> Mapping[str, ModelSetup]:
+        trained = {call.model_name for call in self.rpcs if call.trains}
+        return {
+            name: model.setup(self._sources[name].checkpoint, self.dtype, trains=name in trained)
+            for name, model in self._of_kind(ScriptModel).items()
+        }
+
+    @cached_property
+    def dataset(self) -> Dataset:
+        first: Dataset = next(iter(self._datasets.values()))
+        return first
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        return None
+
+    def _of_kind(self, kind: type[Any]) -> dict[str, Any]:
+        """The parameters of the script that are of a kind."""
+        values = {name: getattr(self, name) for name in inspect.signature(type(self).SCRIPT).parameters}
+        return {name: value for name, value in values.items() if isinstance(value, kind)}
+
+    @cached_property
+    def _sources(self) -> dict[str, ModelSource]:
+        return {
+            name: model_source(model.model or self.model, self.architecture, head=model.HEAD, backend=model.backend)
+            for name, model in self._of_kind(ScriptModel).items()
+        }
+
+    @cached_property
+    def _tokenizer(self) -> str:
+        """A tokenizer.json, or the directory of one."""
+        found = self.tokenizer or next((s.tokenizer for s in self._sources.values() if s.tokenizer), "")
+        if not found:
+            raise UserError(
+                "there is no tokenizer: no model came with one; give --tokenizer DIR or --tokenizer FILE.json"
+            )
+        return found
+
+    @cached_property
+    def _datasets(self) -> dict[str, Dataset]:
+        found = self._tokenizer
+        file = str(Path(found) / "tokenizer.json") if Path(found).is_dir() else found
+        return {name: data.dataset(name, file) for name, data in self._of_kind(ScriptData).items()}
+
+    @cached_property
+    def _end_tokens(self) -> EndTokens:
+        first, *others = load(_TOKENIZER)(self._tokenizer).end_tokens or (None,)
+        for data in self._of_kind(ScriptData).values():
+            first = load(_TOKENIZER)(self._tokenizer).token(data.end_token) if first is None else first
+        return EndTokens(-1 if first is None else first, tuple(others))
+
+    @cached_property
+    def _traced(self) -> Trace:
+        heads = {name: model.HEAD for name, model in self._of_kind(ScriptModel).items()}
+        trace = Trace(
+            {name: self._sources[name].architecture.with_head(head) for name, head in heads.items()},
+            self.mini_batches,
+            self._end_tokens,
+        )
+        script = type(self).SCRIPT
+        arguments: dict[str, Any] = {}
+        for name in inspect.signature(script).parameters:
+            match value := getattr(self, name):
+                case ScriptData():
+                    arguments[name] = trace.dataset(name, self._datasets[name].keys)
+                case ScriptModel():
+                    arguments[name] = value.in_trace(trace, name)
+                case _:
+                    arguments[name] = value
+        _run(script, arguments)
+        _check(script, trace, list(heads), list(self._of_kind(ScriptData)))
+        return trace
+
+
+def _run(script: Callable[..., None], arguments: Mapping[str, Any]) -> None:
+    """Raises UserError with the line of whatever the script raises."""
+    try:
+        script(**arguments)
+    except ScriptError:
+        raise
+    except Exception as error:
+        file = script.__code__.co_filename
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+        where = f"{file}:{lines[-1]}" if lines else file
+        what = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+        raise ScriptError(f"{where}: {what}") from error
+
+
+def _check(script: Callable[..., None], trace: Trace, models: Sequence[str], data: Sequence[str]) -> None:
+    """Raises UserError for a script that leaves something unused, or trains nothing."""
+    place = f"{script.__code__.co_filename}:{script.__code__.co_firstlineno}: {script.__name__}"
+    trace.functions.check_used()
+    used = {call.model_name for call in trace.calls}
+    read = {key for call in trace.calls for key in call.input_data}
+    for name in models:
+        if name not in used:
+            raise ScriptError(f"{place}: the model {name!r} is in no call; call one of its methods, or leave it out")
+    for name in data:
+        if not any(maker == name and key in read for key, maker in trace.makers.items()):
+            raise ScriptError(f"{place}: nothing reads the data {name!r}; give it to a call, or leave it out")
+    if not any(call.trains for call in trace.calls):
+        raise ScriptError(f"{place} trains no model; call update on one of them")
+
+
+def experiment_class(
+    script: Callable[..., None], *, batch_size: int, steps: int | None, mini_batches: int | None
+) -> type[ScriptExperiment]:
+    """The class of a script's experiments. It stands under the name of the function in its module.
+
+    Raises:
+        UserError: a parameter has no annotation, or one that a script does not know.
+    """
+    defaults = {"batch_size": batch_size, "steps": steps, "mini_batches": mini_batches}
+    fields: list[Any] = [(name, int, value) for name, value in defaults.items() if value is not None]
+    own = {one.name for one in dataclasses.fields(ScriptExperiment)}
+    has_data = False
+    for name, parameter in _parameters(script).items():
+        if name in own or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise _error(script, f"parameter {name!r} has the name of a field that every script has; choose another")
+        kind: Any = parameter.annotation
+        if not (isinstance(kind, type) and dataclasses.is_dataclass(kind)) or kind in (ScriptData, ScriptModel):
+            shown = "no annotation" if kind is parameter.empty else f"the annotation {kind!r}"
+            raise _error(
+                script,
+                f"parameter {name!r} has {shown}; annotate it with Prompts, Examples, Pairs (data), Policy, "
+                "ValueModel, RewardModel (models), Reward, or a frozen dataclass of hyperparameters",
+            )
+        default = kind if parameter.default is parameter.empty else _constant(parameter.default)
+        if issubclass(kind, ScriptData) and not has_data:
+            kind, has_data = Annotated[kind, tyro.conf.arg(name="")], True
+        fields.append((name, kind, field(default_factory=default)))
+    if not has_data:
+        raise _error(script, "no parameter is data; annotate one with Prompts, Examples or Pairs")
+    made = dataclasses.make_dataclass(
+        script.__name__,
+        fields,
+        bases=(ScriptExperiment,),
+        namespace={"SCRIPT": staticmethod(script), "__doc__": script.__doc__, "__module__": script.__module__},
+        frozen=True,
+        kw_only=True,
+    )
+    return made
+
+
+def _parameters(script: Callable[..., None]) -> Mapping[str, inspect.Parameter]:
+    try:
+        return inspect.signature(script, eval_str=True).parameters
+    except NameError as error:
+        raise _error(script, f"an annotation cannot be read: {error}") from None
+
+
+def _constant(value: Any) -> Callable[[], Any]:
+    return lambda: value
+
+
+def _error(script: Callable[..., None], text: str) -> UserError:
+    return ScriptError(f"{script.__code__.co_filename}:{script.__code__.co_firstlineno}: {script.__name__}: {text}")

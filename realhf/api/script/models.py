@@ -1,0 +1,367 @@
+"""The models of a script: what their parameters' annotations name, with their options and their methods."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Self
+
+import tyro
+
+from realhf.api.backends import NATIVE
+from realhf.api.experiment import ModelSetup, OptimizerConfig
+from realhf.api.generation import GenerationOptions
+from realhf.api.script.columns import Columns, Symbolic
+from realhf.api.script.config import (
+    SEQUENCES,
+    Generate,
+    Logprobs,
+    OwnMethod,
+    OwnRule,
+    Rows,
+    Score,
+    Term,
+    Update,
+    Values,
+)
+from realhf.api.script.functions import BoundLoss, LossFunction, Named, check_function
+from realhf.api.script.lines import script_error
+from realhf.api.script.symbols import SymbolicColumns
+from realhf.api.script.trace import Request, Trace
+from realhf.api.script.views import View
+from realhf.architecture.compute import ComputeConfig
+from realhf.architecture.model import DType, Head
+from realhf.base.errors import UserError
+from realhf.dataflow.follow import Follow
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelInterfaceType
+from realhf.dataflow.protocols import THREE_D_PROTO, TransferProtocol
+
+_ROLLOUT = "give the result of generate, or a tensor function's that was given it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptModel(OptimizerConfig):
+    """A model of a script. Its fields are options of the command line, by the name of the parameter:
+    `--actor.model DIR --actor.lr 1e-6`. Those of the optimizer hold if the script trains the model.
+
+    model: the directory of a run or of a Hugging Face checkpoint; by default that of `--model`.
+    new_head: the checkpoint's trunk under a new head.
+    with_optimizer: takes the optimizer's states of a run as well.
+    backend, compute, follows: see `ModelSetup`.
+    """
+
+    HEAD: ClassVar[Head]
+
+    model: str = ""
+    new_head: bool = False
+    with_optimizer: bool = False
+    backend: str = NATIVE
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+    follows: Annotated[Follow | None, tyro.conf.Suppress] = None
+
+    def setup(self, checkpoint: str | None, dtype: DType, *, trains: bool) -> ModelSetup:
+        """The setup of the model in an experiment."""
+        names = (one.name for one in dataclasses.fields(OptimizerConfig))
+        return ModelSetup(
+            checkpoint=checkpoint,
+            new_head=self.new_head,
+            with_optimizer=self.with_optimizer,
+            optimizer=OptimizerConfig(**{name: getattr(self, name) for name in names}) if trains else None,
+            dtype=dtype,
+            backend=self.backend,
+            compute=self.compute,
+            follows=self.follows,
+        )
+
+    def in_trace(self, trace: Trace, name: str) -> Self:
+        """This model as the parameter `name` of a script that is traced."""
+        found = dataclasses.replace(self)
+        object.__setattr__(found, "_place", (trace, name))
+        return found
+
+    @property
+    def _trace(self) -> Trace:
+        return self._in_script[0]
+
+    @property
+    def _name(self) -> str:
+        return self._in_script[1]
+
+    @property
+    def _in_script(self) -> tuple[Trace, str]:
+        place: tuple[Trace, str] | None = vars(self).get("_place")
+        if place is None:
+            raise UserError(f"a {type(self).__name__} has its methods in a script alone: a function under @auto")
+        return place
+
+    def _columns(self, given: Any, method: str) -> SymbolicColumns:
+        if isinstance(given, SymbolicColumns):
+            return given
+        what = repr(given) if isinstance(given, Symbolic | ScriptModel) else f"a {type(given).__name__}"
+        raise script_error(f"{self._name}.{method} reads columns of the step, and was given {what}; {_ROLLOUT}")
+
+    def _infer(
+        self, request: Request, make: Callable[..., Any], read: SymbolicColumns, needs: Sequence[str]
+    ) -> Columns:
+        """An inference call on the columns `needs` of `read`; all, where a tensor function made them."""
+        trace, view = self._trace, read._view
+        read._needs(needs, f"{request.model}.{request.method}", _ROLLOUT)
+        if not read._origin.is_open:
+            view = View(tuple(pair for pair in view.columns if pair[0] in needs))
+        suffix = request.name or read._origin.suffix
+        request = dataclasses.replace(request, name=suffix)
+        outputs = trace.outputs(request)
+        sequences = tuple(key for name, key in view.columns if name in ("seq", *SEQUENCES["pairs"]) and key != "seq")
+        config = make(view=view, outputs=outputs, reports=trace.functions.use(view), sequences=sequences)
+        trace.add(request, config, in_reading_order(view))
+        return trace.result(request, outputs)
+
+    def _update(
+        self,
+        term: tuple[Any, Any, float],
+        also: Sequence[tuple[Any, Any, float]] = (),
+        *,
+        epochs: int | None,
+        mini_batches: int | None,
+        max_kl: float | None,
+        name: str,
+    ) -> None:
+        trace, terms = self._trace, [self._term(*one) for one in (term, *also)]
+        loss = terms[0].loss
+        reports = tuple(number for one in terms for number in trace.functions.use(one.view))
+        is_rollout = terms[0].rows == "rollout"
+        config = Update(
+            model=self._name,
+            view=terms[0].view,
+            terms=tuple(terms),
+            reports=reports,
+            sequences=_sequences(terms),
+            epochs=loss.setting("epochs", 1) if epochs is None else epochs,
+            max_kl=loss.setting("max_kl", None) if max_kl is None else max_kl,
+            rollout_statistics=is_rollout and self.HEAD == "lm",
+        )
+        request = Request(
+            model=self._name,
+            method="update",
+            kind=TRAIN_STEP,
+            name=name,
+            mini_batches=mini_batches or trace.mini_batches,
+        )
+        trace.add(request, config, [key for one in terms for key in in_reading_order(one.view)])
+
+    def _term(self, batch: Any, loss: Any, coef: float = 1.0) -> Term:
+        read = self._columns(batch, "update")
+        if isinstance(loss, LossFunction):
+            loss = loss()
+        if not isinstance(loss, BoundLoss):
+            raise script_error(
+                f"{self._name}.update needs a loss, and was given a {type(loss).__name__}; mark one with "
+                "loss_function and call it with its hyperparameters: update(batch, my_loss(hp))"
+            )
+        try:
+            check_function(loss.function)
+        except UserError as error:
+            raise script_error(str(error)) from None
+        known = dict(read._view.columns)
+        rows: Rows = next((kind for kind in SEQUENCES if all(name in known for name in SEQUENCES[kind])), "rollout")
+        needs = {"rollout": ("prompt", "seq"), "examples": ("tokens", "prompt_length"), "pairs": ("prompt",)}[rows]
+        read._needs(needs, f"{self._name}.update", "give a rollout, or data of the kind Examples or Pairs")
+        return Term(
+            view=read._view,
+            rows=rows,
+            loss=loss,
+            temperature=read._origin.temperature or 1.0,
+            coef=coef,
+            is_scalar=self.HEAD == "scalar",
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Policy(ScriptModel):
+    """A language model: it generates, gives log-probabilities, and learns."""
+
+    HEAD: ClassVar[Head] = "lm"
+
+    def generate(self, prompts: Columns, options: GenerationOptions, *, name: str = "") -> Columns:
+        """Responses to `prompts`: the columns `prompt`, `seq` (prompt and response) and `logprob` [response], of the
+        drawn tokens under the whole distribution at the temperature of `options`.
+
+        A second call of the model needs a `name`, which the keys of its columns begin with in the dataflow graph; it
+        draws other random numbers.
+        """
+        trace, read = self._trace, self._columns(prompts, "generate")
+        if read._view.function is not None or "prompt" not in dict(read._view.columns):
+            raise script_error(f"{self._name}.generate reads the prompts of the data; {read!r} is not data")
+        if not isinstance(options, GenerationOptions):
+            raise script_error(
+                f"{self._name}.generate needs GenerationOptions, or hyperparameters derived from them, and was given "
+                f"a {type(options).__name__}"
+            )
+        request = Request(model=self._name, method="generate", kind=GENERATE, outputs=("seq", "logprob"), name=name)
+        outputs, prompt = trace.outputs(request), View((("prompt", dict(read._view.columns)["prompt"]),))
+        names = (one.name for one in dataclasses.fields(GenerationOptions))
+        settings = {one: getattr(options, one) for one in names}
+        if settings["eos_token"] is None:
+            settings["eos_token"] = trace.end_tokens.first
+            settings["stop_sequences"] = (
+                *settings["stop_sequences"],
+                *((token,) for token in trace.end_tokens.others),
+            )
+        config = Generate(**settings, view=prompt, outputs=outputs, name=name)
+        trace.add(request, config, prompt.keys)
+        found = trace.result(request, outputs, kept=prompt)
+        origin = dataclasses.replace(found._origin, temperature=options.temperature or 1.0)
+        return SymbolicColumns(trace, found._view, origin)
+
+    def logprobs(self, batch: Columns, *, key: str = "ref_logprob", per_token: bool = False, name: str = "") -> Columns:
+        """Log-probabilities of a rollout's response tokens, at its temperature: the column `key` [response].
+
+        Of `Pairs` the columns `chosen_KEY` and `rejected_KEY`: sums over the tokens of each answer [1], or with
+        `per_token` [answer].
+        """
+        read = self._columns(batch, "logprobs")
+        known = dict(read._view.columns)
+        is_pairs = "seq" not in known and all(side in known for side in SEQUENCES["pairs"])
+        columns = tuple(f"{side}_{key}" for side in SEQUENCES["pairs"]) if is_pairs else (key,)
+        request = Request(model=self._name, method="logprobs", kind=INFERENCE, outputs=columns, name=name)
+
+        def make(**settings: Any) -> Logprobs:
+            temperature = read._origin.temperature or 1.0
+            rows: Rows = "pairs" if is_pairs else "rollout"
+            return Logprobs(**settings, rows=rows, temperature=temperature, per_token=per_token)
+
+        needs = ("prompt", *SEQUENCES["pairs"]) if is_pairs else ("prompt", "seq")
+        return self._infer(request, make, read, needs)
+
+    def update(
+        self,
+        batch: Columns,
+        loss: BoundLoss | LossFunction,
+        *,
+        also: Sequence[tuple[Columns, BoundLoss | LossFunction, float]] = (),
+        epochs: int | None = None,
+        mini_batches: int | None = None,
+        max_kl: float | None = None,
+        name: str = "",
+    ) -> None:
+        """Trains on `batch`: a rollout, `Examples` or `Pairs`, or what a tensor function made of them.
+
+        `also` lists further losses with a coefficient, on rows of their own; each mini-batch makes one optimizer
+        step on the sum of all. `epochs` and `max_kl` are by default those of the loss's hyperparameters (see
+        `Update`), the number of mini-batches that of the experiment.
+        """
+        self._update((batch, loss, 1.0), also, epochs=epochs, mini_batches=mini_batches, max_kl=max_kl, name=name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueModel(ScriptModel):
+    """A model with a scalar head: a value for every token of a response."""
+
+    HEAD: ClassVar[Head] = "scalar"
+
+    def values(self, rollout: Columns, *, key: str = "value", name: str = "") -> Columns:
+        """The column `value` [response], of the states that predict the tokens of the response."""
+        request = Request(model=self._name, method="values", kind=INFERENCE, outputs=(key,), name=name)
+        return self._infer(request, Values, self._columns(rollout, "values"), ("prompt", "seq"))
+
+    def update(
+        self,
+        batch: Columns,
+        loss: BoundLoss | LossFunction,
+        *,
+        epochs: int | None = None,
+        mini_batches: int | None = None,
+        name: str = "",
+    ) -> None:
+        """Trains on `batch`; see `Policy.update`."""
+        self._update((batch, loss, 1.0), epochs=epochs, mini_batches=mini_batches, max_kl=None, name=name)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardModel(ValueModel):
+    """A model with a scalar head that scores a whole sequence at its last token."""
+
+    def score(self, rollout: Columns, *, key: str = "reward", name: str = "") -> Columns:
+        """The column `reward` [1]."""
+        request = Request(model=self._name, method="score", kind=INFERENCE, outputs=(key,), name=name)
+        return self._infer(request, Score, self._columns(rollout, "score"), ("seq",))
+
+
+def in_reading_order(view: View) -> list[str]:
+    """The keys of a view, prompts and sequences first: by the first sequence samples are balanced over ranks."""
+    first = [key for name, key in view.columns if name in ("prompt", "seq", "tokens", *SEQUENCES["pairs"])]
+    return list(dict.fromkeys((*first, *view.keys)))
+
+
+def _sequences(terms: Sequence[Term]) -> tuple[str, ...]:
+    """The keys of all sequences that an update reads; none for one rollout, which the planner takes for granted."""
+    keys = [key for one in terms for name, key in one.view.columns if name in SEQUENCES[one.rows]]
+    return () if keys == ["seq"] else tuple(keys)
+
+
+@dataclass(frozen=True)
+class ModelMethod:
+    """See `model_method`."""
+
+    kind: ModelInterfaceType
+    outputs: tuple[str, ...]
+    function: Named
+    protocol: TransferProtocol = THREE_D_PROTO
+    uses_model: bool = True
+    method: str = ""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        object.__setattr__(self, "method", name)
+
+    def __get__(self, model: ScriptModel | None, owner: type) -> Any:
+        return self if model is None else _BoundMethod(self, model)
+
+
+@dataclass(frozen=True)
+class _BoundMethod:
+    made: ModelMethod
+    model: ScriptModel
+
+    def __call__(self, batch: Columns, *arguments: Any, name: str = "", **keywords: Any) -> Columns:
+        made, model = self.made, self.model
+        check_function(made.function)
+        request = Request(
+            model=model._name,
+            method=made.method,
+            kind=made.kind,
+            outputs=made.outputs,
+            name=name,
+            protocol=made.protocol,
+            mini_batches=model._trace.mini_batches if made.kind is TRAIN_STEP else 1,
+        )
+        kind = OwnMethod if made.uses_model else OwnRule
+
+        def make(**settings: Any) -> OwnMethod:
+            return kind(**settings, function=made.function, arguments=arguments, keywords=tuple(keywords.items()))
+
+        read = model._columns(batch, made.method)
+        return model._infer(request, make, read, [name for name, _ in read._view.columns])
+
+
+def model_method(
+    kind: ModelInterfaceType,
+    *,
+    outputs: Sequence[str] = (),
+    function: Named | None = None,
+    protocol: TransferProtocol = THREE_D_PROTO,
+    uses_model: bool = True,
+) -> Any:
+    """A further method of a model, in a class derived from `Policy`, `ValueModel` or `RewardModel`.
+
+    In a script it is called with columns and any other values, and gives the columns `outputs`. On the workers
+    `function(model, batch, context, *values) -> CallResult` runs (`realhf.engine.interface`; a train_step gets the
+    list of mini-batches). Used as a decorator it takes the function below it; or `function` is MODULE:NAME of one that
+    imports torch. A transfer `protocol` says which device gets which part of the batch (HybridFlow, section 4.1);
+    protocols other than 3D_PROTO are for functions with `uses_model=False`.
+    """
+    if function is not None:
+        return ModelMethod(kind, tuple(outputs), function, protocol, uses_model)
+
+    def decorate(below: Callable[..., Any]) -> ModelMethod:
+        return ModelMethod(kind, tuple(outputs), below, protocol, uses_model)
+
+    return decorate

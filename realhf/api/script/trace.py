@@ -1,0 +1,136 @@
+"""From the calls of a script, as it runs once with symbols, to model function calls."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from realhf.api.script.columns import Columns
+from realhf.api.script.config import ScriptCall
+from realhf.api.script.functions import TensorFunction
+from realhf.api.script.lines import script_error, script_line
+from realhf.api.script.symbols import Applications, Origin, SymbolicColumns
+from realhf.api.script.views import View
+from realhf.architecture.model import DecoderConfig
+from realhf.dataflow.graph import TRAIN_STEP, ModelFunctionCallDef, ModelInterfaceType
+from realhf.dataflow.interface import InterfaceConfig
+from realhf.dataflow.protocols import THREE_D_PROTO, TransferProtocol
+
+
+@dataclass(frozen=True)
+class EndTokens:
+    """The tokens that end a response, by the model's tokenizer: the first, and further ones."""
+
+    first: int
+    others: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a method of a model asks for.
+
+    method: its name in the script, for messages and for the name of a second call.
+    outputs: the names of its columns.
+    name: what tells this call from others of the model.
+    """
+
+    model: str
+    method: str
+    kind: ModelInterfaceType
+    outputs: Sequence[str] = ()
+    name: str = ""
+    mini_batches: int = 1
+    protocol: TransferProtocol = THREE_D_PROTO
+
+
+@dataclass
+class Trace:
+    """The calls of a script so far.
+
+    architectures: of every model, by the name of its parameter.
+    mini_batches: of an update that names no number.
+    end_tokens: of rollouts whose options name none.
+    """
+
+    architectures: Mapping[str, DecoderConfig]
+    mini_batches: int
+    end_tokens: EndTokens
+    calls: list[ModelFunctionCallDef] = field(default_factory=list)
+    functions: Applications = field(default_factory=Applications)
+    _lines: dict[str, str] = field(default_factory=dict)  # of each call, by its name
+    _keys: dict[str, str] = field(default_factory=dict)  # the call that makes a key
+
+    @property
+    def makers(self) -> Mapping[str, str]:
+        """By key the call that makes it, or the parameter of its data."""
+        return self._keys
+
+    def dataset(self, name: str, keys: Sequence[str]) -> SymbolicColumns:
+        """The columns of a data set."""
+        self._keys |= dict.fromkeys(keys, name)
+        view = View(tuple((key, key) for key in keys))
+        return SymbolicColumns(self, view, Origin(f"the data {name!r}", "the parameters"))
+
+    def apply(self, function: TensorFunction, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Columns:
+        return self.functions.apply(self, function, arguments, keywords)
+
+    def outputs(self, request: Request) -> tuple[tuple[str, str], ...]:
+        """Pairs (column, key) for the columns of a call: the key has the call's name in front, or, where another call
+        has made the key already, the model's."""
+        pairs = []
+        for column in request.outputs:
+            key = f"{request.name}_{column}" if request.name else column
+            pairs.append((column, f"{request.model}_{key}" if key in self._keys else key))
+        return tuple(pairs)
+
+    def add(self, request: Request, config: ScriptCall | InterfaceConfig, reads: Sequence[str]) -> None:
+        """Adds a call. Raises UserError where its name is taken, or it comes after the training of its model."""
+        model, name = request.model, self._name(request)
+        if request.kind is not TRAIN_STEP:
+            for call in self.calls:
+                if call.trains and call.model_name == model:
+                    raise script_error(
+                        f"{model}.{request.method} comes after {model}.update (of {self._lines[call.name]}), and in a "
+                        "step all calls use the weights from before its training; move it up, before the update"
+                    )
+        keys = [key for _, key in getattr(config, "outputs", ())]
+        for key in keys:
+            if key in self._keys:
+                raise script_error(
+                    f"{model}.{request.method} makes the key {key!r}, which {self._keys[key]} makes already; give one "
+                    "of the calls a name, such as name='second'"
+                )
+        self._keys |= dict.fromkeys(keys, name)
+        self._lines[name] = script_line()
+        self.calls.append(
+            ModelFunctionCallDef(
+                name=name,
+                model_name=model,
+                model_type=self.architectures[model],
+                interface_type=request.kind,
+                interface_impl=config,
+                input_data=list(dict.fromkeys(reads)),
+                output_data=keys,
+                mini_batches=request.mini_batches,
+                protocol=request.protocol,
+            )
+        )
+
+    def result(self, request: Request, outputs: Sequence[tuple[str, str]], kept: View | None = None) -> SymbolicColumns:
+        """The columns that a call makes, behind those of `kept`."""
+        columns = (*(kept.columns if kept else ()), *outputs)
+        origin = Origin(f"{request.model}.{request.method}", self._lines[self.calls[-1].name], suffix=request.name)
+        return SymbolicColumns(self, View(columns), origin)
+
+    def _name(self, request: Request) -> str:
+        """MODEL_TYPE, where that is taken MODEL_METHOD; with the name of the call, if it has one, behind it."""
+        taken = {call.name for call in self.calls}
+        behind = f"_{request.name}" if request.name else ""
+        usual, other = (f"{request.model}_{what}{behind}" for what in (request.kind.value, request.method))
+        if usual not in taken:
+            return usual
+        if other not in taken:
+            return other
+        raise script_error(
+            f"{request.model}.{request.method} is called a second time (first at {self._lines[usual]}), and both calls "
+            "would have one name; give one of them another, such as name='second'"
+        )

@@ -1,0 +1,27 @@
+"""PPO in ten lines; experiments/ppo.py is the same with its calls declared."""
+
+from realhf.algorithms.ppo.config import PPOHyperparameters
+from realhf.api import Policy, Prompts, RewardModel, ValueModel, auto, loss_function, tensor_function
+
+advantages = tensor_function("tests.e2e.script_job_functions:advantages")
+policy_loss = loss_function("tests.e2e.script_job_functions:policy_loss")
+value_loss = loss_function("tests.e2e.script_job_functions:value_loss")
+
+
+@auto(batch_size=128, steps=80, mini_batches=2)
+def ppo(
+    prompts: Prompts,
+    *,
+    actor: Policy = Policy(lr=1e-4, warmup_steps=5),
+    critic: ValueModel = ValueModel(lr=3e-4, warmup_steps=5),
+    reference: Policy,
+    reward: RewardModel,
+    ppo: PPOHyperparameters,
+) -> None:
+    rollout = actor.generate(prompts, ppo)
+    scores = reward.score(rollout)
+    ref_logprob = reference.logprobs(rollout)
+    values = critic.values(rollout)
+    batch = advantages(rollout, scores, ref_logprob, values, ppo)
+    actor.update(batch, policy_loss(ppo))
+    critic.update(batch, value_loss(ppo))
