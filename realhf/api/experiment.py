@@ -114,24 +114,31 @@ class ModelSetup:
 
 @dataclass(frozen=True, kw_only=True)
 class KeyExtent:
-    """The tokens of a key over all rows: mean and largest number a row, and the largest id; with the lines of both."""
+    """The tokens of a key over all rows: mean and largest number a row, and the largest id; with the places of both
+    (`FILE, line N`)."""
 
     mean: float
     longest: int
-    longest_line: int
+    longest_at: str
     largest: int
-    largest_line: int
+    largest_at: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class DatasetExtent:
-    """The content of a data set: its rows, its keys that are tokens, and the largest id of its tokenizer."""
+    """The content of a data set: its rows, its keys that are tokens, and the largest id of its tokenizer.
+
+    Rows that are too long count in `dropped` or, where their prompts are cut, in `truncated`; `rows` has none of the
+    dropped.
+    """
 
     path: str
     rows: int
     keys: Mapping[str, KeyExtent]
     tokenizer: str
     largest_token: int
+    dropped: int = 0
+    truncated: int = 0
 
 
 @runtime_checkable

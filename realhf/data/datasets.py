@@ -1,272 +1,218 @@
-"""The kinds of data sets: JSONL files of text, which give calls token sequences. No torch here."""
+"""The kinds of data sets: prompts, examples, preferences. No torch here."""
 
-import json
-from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar, Literal, get_args
 
-from tokenizers import Tokenizer
-
-from realhf.api.experiment import DatasetExtent, KeyExtent
 from realhf.base.errors import UserError
+from realhf.data.drafts import Chat, ChatWriter, Draft, Response, text_of, turns_of
+from realhf.data.encoding import EncodedRow
+from realhf.data.fields import Columns
+from realhf.data.files.rows import Record
+from realhf.data.text_dataset import TextDataset
+from realhf.data.tokenizer import Tokens
 
-Tokens = list[int]
-
-MAKE_DATA = "`python -m realhf.data.sort_task DIR` makes the data of the sorting task"
-
-
-class Encoder:
-    """Turns text into tokens; refuses text that the tokenizer cannot express.
-
-    Args:
-        path: a `tokenizer.json` of Hugging Face's `tokenizers`.
-        end_token: the token that ends an answer.
-
-    Raises:
-        UserError: the file is missing or broken, or has no such token.
-    """
-
-    def __init__(self, path: str, end_token: str):
-        if not Path(path).is_file():
-            raise UserError(f"tokenizer {path}: no such file; give the path of a tokenizer.json ({MAKE_DATA})")
-        try:
-            self._tokenizer = Tokenizer.from_file(path)
-        except Exception as error:  # the library raises plain Exception
-            raise UserError(f"tokenizer {path}: {error}; give a tokenizer.json of Hugging Face's tokenizers") from None
-        end = self._tokenizer.token_to_id(end_token)
-        if end is None:
-            raise UserError(f"tokenizer {path}: it has no token {end_token!r}; set end_token to one that it has")
-        self.end_token: int = end
-        unknown = getattr(self._tokenizer.model, "unk_token", None)
-        self._unknown = None if unknown is None else self._tokenizer.token_to_id(unknown)
-
-    @property
-    def largest_token(self) -> int:
-        """The largest id of the tokenizer."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values())
-
-    def prompt(self, text: str) -> Tokens:
-        """The tokens of a prompt, with the tokenizer's special tokens (a begin token)."""
-        return self._encode(text, add_special_tokens=True)
-
-    def answer(self, text: str) -> Tokens:
-        """The tokens of an answer, the end token last."""
-        return [*self._encode(text, add_special_tokens=False), self.end_token]
-
-    def _encode(self, text: str, add_special_tokens: bool) -> Tokens:
-        """Raises ValueError, naming the character, if the tokenizer cannot express the text."""
-        tokens = self._try(text, add_special_tokens)
-        if tokens is None:
-            wrong = next((character for character in text if self._try(character, False) is None), text)
-            raise ValueError(f"{wrong!r} in {text!r} has no token in the tokenizer")
-        return tokens
-
-    def _try(self, text: str, add_special_tokens: bool) -> Tokens | None:
-        try:
-            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        except Exception:  # a word-level model without an unknown token raises plain Exception
-            return None
-        ids: Tokens = encoding.ids
-        return None if self._unknown is not None and self._unknown in ids else ids
+LossOn = Literal["last", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class JSONLDataset(ABC):
-    """A file of one JSON object a line, read with a tokenizer; every worker must see both files.
+class PromptDataset(TextDataset):
+    """Prompts: `prompt`; with `with_answer` also `answer`, a text and the end token.
 
-    Every text field must be present, have at least one character, and have only characters that the tokenizer knows. A
-    prompt may have at most `max_prompt_tokens` tokens, its begin token included.
+    A prompt is a text or a chat. Of a whole chat (`messages_field`) an assistant's last turn is left out. The other
+    columns are there for reward functions (`DatasetRows.records`).
     """
 
-    FIELDS: ClassVar[tuple[str, ...]]
-
-    path: str
-    tokenizer: str
-    max_prompt_tokens: int
-    end_token: str = "<eos>"
-
-    def __post_init__(self) -> None:
-        if self.max_prompt_tokens < 1:
-            raise UserError(f"max_prompt_tokens={self.max_prompt_tokens} must be at least 1")
-
-    @property
-    @abstractmethod
-    def keys(self) -> tuple[str, ...]:
-        """The keys that every row has."""
-
-    @property
-    def token_keys(self) -> tuple[str, ...]:
-        """The keys that are tokens; the others are numbers, one a row."""
-        return self.keys
-
-    @abstractmethod
-    def columns(self, prompt: Tokens, texts: dict[str, str], encoder: Encoder) -> dict[str, Tokens]:
-        """The value of every key, from the encoded prompt and the fields of a line."""
-
-    @property
-    def fields(self) -> tuple[str, ...]:
-        """The fields that a line must have."""
-        return self.FIELDS
-
-    def check(self) -> DatasetExtent:
-        """Reads every line once; returns the number of lines, their lengths and their largest tokens.
-
-        Raises:
-            UserError: naming the file, the line and the remedy.
-        """
-        encoder = self.encoder()
-        rows = [self.encode(line, number, encoder) for number, line in enumerate(self.lines(), 1)]
-        return DatasetExtent(
-            path=self.path,
-            rows=len(rows),
-            keys={key: _extent(rows, key) for key in self.token_keys},
-            tokenizer=self.tokenizer,
-            largest_token=encoder.largest_token,
-        )
-
-    def lengths(self) -> dict[str, tuple[float, int]]:
-        """Mean and largest number of tokens of every key, for the planner.
-
-        Raises:
-            UserError: as `check`.
-        """
-        found = self.check().keys
-        return {key: (found[key].mean, found[key].longest) if key in found else (1.0, 1) for key in self.keys}
-
-    def encoder(self) -> Encoder:
-        return Encoder(self.tokenizer, self.end_token)
-
-    def lines(self) -> list[bytes]:
-        """The lines of the file, undecoded, so that a broken one can be named by its number."""
-        try:
-            content = Path(self.path).read_bytes()
-        except OSError as error:
-            what = (error.strerror or str(error)).lower()
-            raise UserError(f"data set {self.path}: {what}; correct the path or make the file ({MAKE_DATA})") from None
-        lines = content.split(b"\n")
-        if lines[-1] == b"":
-            lines.pop()
-        if not lines:
-            raise UserError(f"data set {self.path}: the file is empty; it needs at least one line")
-        return lines
-
-    def encode(self, line: bytes, number: int, encoder: Encoder) -> dict[str, Tokens]:
-        """The tokens of every key of one line; `number` counts from 1.
-
-        Raises:
-            UserError: naming the file, the line and the remedy.
-        """
-        texts = self._texts(line, number)
-        try:
-            prompt = encoder.prompt(texts["prompt"])
-            columns = self.columns(prompt, texts, encoder)
-        except ValueError as error:
-            raise self._error(number, f"{error}; correct the line, or use a tokenizer that has it") from None
-        if len(prompt) > self.max_prompt_tokens:
-            raise self._error(
-                number,
-                f"the prompt has {len(prompt)} tokens, more than max_prompt_tokens={self.max_prompt_tokens}; "
-                "shorten it, delete the line, or raise max_prompt_tokens",
-            )
-        return columns
-
-    def record(self, line: bytes, number: int) -> dict[str, Any]:
-        """All fields of one line; `number` counts from 1.
-
-        Raises:
-            UserError: it is no JSON object; naming the file, the line and the remedy.
-        """
-        form = f"every line is a JSON object with the text fields {', '.join(self.fields)}"
-        try:
-            record: Any = json.loads(line)
-        except UnicodeDecodeError:
-            raise self._error(number, "it is not UTF-8; save the file as UTF-8") from None
-        except json.JSONDecodeError as error:
-            what = f"broken JSON ({error.msg} at column {error.colno})" if line.strip() else "the line is empty"
-            raise self._error(number, f"{what}; {form}; correct the line or delete it") from None
-        if not isinstance(record, dict):
-            raise self._error(number, f"a {type(record).__name__} instead of an object; {form}; correct the line")
-        return record
-
-    def _texts(self, line: bytes, number: int) -> dict[str, str]:
-        record = self.record(line, number)
-        form = f"every line is a JSON object with the text fields {', '.join(self.fields)}"
-        for field in self.fields:
-            if field not in record:
-                raise self._error(number, f"field {field!r} is missing; {form}; add it or delete the line")
-            if not isinstance(record[field], str) or not record[field]:
-                raise self._error(
-                    number,
-                    f"field {field!r} is {record[field]!r}, not a text of at least one character; "
-                    "correct it or delete the line",
-                )
-        return {field: record[field] for field in self.fields}
-
-    def _error(self, number: int, what: str) -> UserError:
-        return UserError(f"{self.path}, line {number}: {what}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PromptDataset(JSONLDataset):
-    """Lines {"prompt"}: `prompt`; with `with_answer` lines {"prompt", "answer"}: also `answer` and the end token."""
-
-    FIELDS: ClassVar[tuple[str, ...]] = ("prompt",)
+    joins: ClassVar[bool] = False
 
     with_answer: bool = False
+    answer_field: str = ""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return self.fields
+        return ("prompt", "answer") if self.with_answer else ("prompt",)
 
-    @property
-    def fields(self) -> tuple[str, ...]:
-        return (*self.FIELDS, "answer") if self.with_answer else self.FIELDS
+    def roles(self, columns: Columns) -> dict[str, str]:
+        answer = {"answer": columns.need("answer", "answer_field")} if self.with_answer else {}
+        if not columns.is_given("prompt_field") and (columns.is_given("messages_field") or columns.is_absent("prompt")):
+            messages = columns.find("messages", "messages_field")
+            if messages is not None:
+                return {"messages": messages, **answer}
+        return {"prompt": columns.need("prompt", "prompt_field"), **answer}
 
-    def columns(self, prompt: Tokens, texts: dict[str, str], encoder: Encoder) -> dict[str, Tokens]:
-        return {"prompt": prompt} | ({"answer": encoder.answer(texts["answer"])} if self.with_answer else {})
+    def draft(self, record: Record, roles: Mapping[str, str], writer: ChatWriter) -> Draft:
+        if "messages" in roles:
+            chat = writer.chat(roles["messages"], record[roles["messages"]])
+            draft = writer.prompt(chat[:-1] if chat[-1]["role"] == "assistant" else chat)
+        else:
+            draft = _prompt_draft(self, record, roles["prompt"], writer)
+        if not self.with_answer:
+            return draft
+        answer = Response(text=text_of(roles["answer"], record[roles["answer"]]))
+        return Draft(prompt=draft.prompt, responses=(answer,), is_chat=draft.is_chat)
+
+    def columns(self, row: EncodedRow) -> dict[str, Tokens]:
+        return {"prompt": row.prompt} | ({"answer": row.responses[0]} if self.with_answer else {})
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTDataset(JSONLDataset):
-    """Lines {"prompt", "answer"}: `tokens` (prompt, answer, end token) and `prompt_length` [1]."""
+class SFTDataset(TextDataset):
+    """Examples: `tokens` (prompt, response, end token) and `prompt_length` [1]; with loss_on="all" also `loss_mask`
+    [tokens], 1 for the tokens of the assistant's turns.
 
-    FIELDS: ClassVar[tuple[str, ...]] = ("prompt", "answer")
+    A row is a prompt and a response (texts, or lists of messages), a chat, or a text that is all response.
+
+    loss_on: of a chat, the assistant's "last" turn has the loss, or "all" of them.
+    """
+
+    response_field: str = ""
+    text_field: str = ""
+    loss_on: LossOn = "last"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.loss_on not in get_args(LossOn):
+            raise UserError(f"loss_on={self.loss_on!r} is not known; choose from {', '.join(get_args(LossOn))}")
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return ("tokens", "prompt_length")
+        return ("tokens", "prompt_length", *(["loss_mask"] if self.loss_on == "all" else []))
 
     @property
     def token_keys(self) -> tuple[str, ...]:
         return ("tokens",)
 
-    def columns(self, prompt: Tokens, texts: dict[str, str], encoder: Encoder) -> dict[str, Tokens]:
-        return {"tokens": prompt + encoder.answer(texts["answer"]), "prompt_length": [len(prompt)]}
+    def roles(self, columns: Columns) -> dict[str, str]:
+        for role in ("messages", "text"):
+            if columns.is_given(f"{role}_field"):
+                return {role: columns.need(role, f"{role}_field")}
+        has_pair = not columns.is_absent("answer") and not columns.is_absent("prompt")
+        if not (has_pair or columns.is_given("prompt_field") or columns.is_given("response_field")):
+            for role in ("messages", "text"):
+                if (found := columns.find(role, f"{role}_field")) is not None:
+                    return {role: found}
+        prompt, answer = columns.need("prompt", "prompt_field"), columns.need("answer", "response_field")
+        return {"prompt": prompt, "answer": answer}
+
+    def draft(self, record: Record, roles: Mapping[str, str], writer: ChatWriter) -> Draft:
+        if "text" in roles:
+            text = text_of(roles["text"], record[roles["text"]])
+            return Draft(prompt="", responses=(Response(text=text),), has_prompt=False)
+        if "messages" in roles:
+            return self._of_chat(writer.chat(roles["messages"], record[roles["messages"]]), writer)
+        prompt, answer = record[roles["prompt"]], record[roles["answer"]]
+        if isinstance(prompt, str) and isinstance(answer, str) and not (self.as_chat or self.system):
+            texts = text_of(roles["prompt"], prompt), Response(text=text_of(roles["answer"], answer))
+            return Draft(prompt=texts[0], responses=(texts[1],))
+        chat = _chat_of(prompt, roles["prompt"], writer)
+        return self._of_chat([*chat, *_turns_of(answer, roles["answer"])], writer)
+
+    def _of_chat(self, chat: Chat, writer: ChatWriter) -> Draft:
+        return writer.all_turns(chat) if self.loss_on == "all" else writer.last_turn(chat)
+
+    def columns(self, row: EncodedRow) -> dict[str, Tokens]:
+        prompt, response = row.prompt, row.responses[0]
+        columns = {"tokens": prompt + response, "prompt_length": [len(prompt)]}
+        if self.loss_on == "all":
+            in_loss = [1] * len(response) if row.in_loss is None else row.in_loss
+            columns["loss_mask"] = [0] * len(prompt) + in_loss
+        return columns
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceDataset(JSONLDataset):
-    """Lines {"prompt", "chosen", "rejected"}: `prompt`, and `chosen`, `rejected` as whole sequences (prompt,
-    answer, end token)."""
+class PreferenceDataset(TextDataset):
+    """Pairs: `prompt`, and `chosen`, `rejected` as whole sequences (prompt, response, end token).
 
-    FIELDS: ClassVar[tuple[str, ...]] = ("prompt", "chosen", "rejected")
+    `chosen` and `rejected` are texts or lists of messages, behind a prompt of the same form. Without a prompt they are
+    whole, and their common beginning is the prompt: of texts up to the last white space before the first difference, of
+    chats all equal turns.
+    """
+
+    chosen_field: str = ""
+    rejected_field: str = ""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        return self.FIELDS
+        return ("prompt", "chosen", "rejected")
 
-    def columns(self, prompt: Tokens, texts: dict[str, str], encoder: Encoder) -> dict[str, Tokens]:
-        whole = {key: prompt + encoder.answer(texts[key]) for key in ("chosen", "rejected")}
-        return {"prompt": prompt, **whole}
+    def roles(self, columns: Columns) -> dict[str, str]:
+        sides = {role: columns.need(role, f"{role}_field") for role in ("chosen", "rejected")}
+        prompt = columns.find("prompt", "prompt_field")
+        return sides if prompt is None else {"prompt": prompt, **sides}
+
+    def draft(self, record: Record, roles: Mapping[str, str], writer: ChatWriter) -> Draft:
+        sides = [(roles[role], record[roles[role]]) for role in ("chosen", "rejected")]
+        prompt = record[roles["prompt"]] if "prompt" in roles else None
+        if isinstance(sides[0][1], list) or isinstance(prompt, list) or self.as_chat or self.system:
+            return _pair_of_chats(prompt, roles.get("prompt", ""), sides, writer)
+        chosen, rejected = (text_of(*side) for side in sides)
+        if "prompt" in roles:
+            prompt = text_of(roles["prompt"], prompt)
+        else:
+            prompt = common_text(chosen, rejected)
+            if not prompt:
+                raise ValueError(
+                    f"the texts {sides[0][0]!r} and {sides[1][0]!r} have no common beginning, which would be the "
+                    "prompt; name the column of the prompt with prompt_field, or delete the line"
+                )
+            chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
+        return Draft(prompt=prompt, responses=(Response(text=chosen), Response(text=rejected)))
+
+    def columns(self, row: EncodedRow) -> dict[str, Tokens]:
+        chosen, rejected = (row.prompt + response for response in row.responses)
+        return {"prompt": row.prompt, "chosen": chosen, "rejected": rejected}
 
 
-def _extent(rows: list[dict[str, Tokens]], key: str) -> KeyExtent:
-    lengths, largest = [len(row[key]) for row in rows], [max(row[key], default=0) for row in rows]
-    return KeyExtent(
-        mean=sum(lengths) / len(rows),
-        longest=max(lengths),
-        longest_line=lengths.index(max(lengths)) + 1,
-        largest=max(largest),
-        largest_line=largest.index(max(largest)) + 1,
-    )
+def common_text(chosen: str, rejected: str) -> str:
+    """The words that two texts begin with, and the white space behind them; something is left of each."""
+    most = min(len(chosen), len(rejected)) - 1
+    length = next((i for i in range(most) if chosen[i] != rejected[i]), most)
+    while length > 0 and not chosen[length - 1].isspace():
+        length -= 1
+    return chosen[:length]
+
+
+def _pair_of_chats(prompt: object, field: str, sides: list[tuple[str, object]], writer: ChatWriter) -> Draft:
+    turns = [_turns_of(value, name) for name, value in sides]
+    is_whole = all(side[0]["role"] != "assistant" for side in turns)
+    if is_whole:  # a column of prompts beside whole chats repeats them
+        chats = [writer.chat(name, value) for name, value in sides]
+        most = min(map(len, chats)) - 1
+        equal = next((i for i in range(most) if chats[0][i] != chats[1][i]), most)
+        chat, turns = chats[0][:equal], [side[equal:] for side in chats]
+        if not chat or any(side[0]["role"] != "assistant" for side in turns):
+            raise ValueError(
+                f"the chats {sides[0][0]!r} and {sides[1][0]!r} differ before an answer of the assistant; make "
+                "them equal up to there, or delete the line"
+            )
+    elif prompt is None:
+        raise ValueError("its answers have no prompt before them; name the column of the prompt with prompt_field")
+    else:
+        chat = _chat_of(prompt, field, writer)
+    return writer.answers(chat, turns)
+
+
+def _prompt_draft(dataset: TextDataset, record: Record, column: str, writer: ChatWriter) -> Draft:
+    value = record[column]
+    if isinstance(value, list) or dataset.as_chat or dataset.system:
+        return writer.prompt(_chat_of(value, column, writer))
+    return Draft(prompt=text_of(column, value))
+
+
+def _chat_of(value: object, column: str, writer: ChatWriter) -> Chat:
+    if not isinstance(value, list):
+        return writer.of_text(text_of(column, value))
+    chat = writer.chat(column, value)
+    if chat[-1]["role"] == "assistant":
+        raise ValueError(
+            f"the chat {column!r} ends with the assistant's turn, and a prompt ends before it; name it as "
+            "messages_field if it is a whole chat"
+        )
+    return chat
+
+
+def _turns_of(value: object, column: str) -> Chat:
+    """The turns of a response: a text is one of the assistant's."""
+    if isinstance(value, list):
+        return turns_of(column, value)
+    return [{"role": "assistant", "content": text_of(column, value)}]

@@ -35,7 +35,7 @@ def check_fit(graph: DataflowGraph, extent: DatasetExtent) -> None:
     lengths = {
         key: _Length(
             found.longest,
-            f"{extent.path}, line {found.longest_line}: {key!r} has {found.longest} tokens",
+            f"{found.longest_at}: {key!r} has {found.longest} tokens",
             "shorten or delete that line",
         )
         for key, found in extent.keys.items()
@@ -82,7 +82,7 @@ def check_replay(graph: DataflowGraph, folder: Path, steps: range, batch_size: i
 def _check_ids(call: ModelFunctionCallDef, extent: DatasetExtent) -> None:
     for key in call.input_data:
         if found := extent.keys.get(key):
-            what = f"{extent.path}, line {found.largest_line}: {key!r} has the token id {found.largest}"
+            what = f"{found.largest_at}: {key!r} has the token id {found.largest}"
             _check_id(call, found.largest, what, "use the tokenizer that the model was made with")
     what = f"tokenizer {extent.tokenizer}: its largest token id is {extent.largest_token}"
     _check_id(call, extent.largest_token, what, "use the one that the model was made with")

@@ -2,10 +2,11 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any
 
-from realhf.data.datasets import JSONLDataset, Tokens
+from realhf.data.files.rows import Record
 from realhf.data.row_order import row_of
+from realhf.data.text_dataset import TextDataset
+from realhf.data.tokenizer import Tokens
 
 # More steps than most runs have in flight; rows of other steps are tokenised again.
 KEPT_STEPS = 4
@@ -28,20 +29,20 @@ class DatasetRows:
         UserError: the file cannot be read.
     """
 
-    def __init__(self, dataset: JSONLDataset, seed: int | None, batch_size: int, samples_per_prompt: int = 1):
+    def __init__(self, dataset: TextDataset, seed: int | None, batch_size: int, samples_per_prompt: int = 1):
         assert batch_size % samples_per_prompt == 0, "checked by `DataflowGraph.rows_per_step`"
         self.dataset = dataset
         self.seed = seed
         self.batch_size = batch_size
         self.samples_per_prompt = samples_per_prompt
         self.rows_per_step = batch_size // samples_per_prompt
-        self._encoder = dataset.encoder()
-        self._lines = dataset.lines()
+        self._opened = dataset.open()
+        self._kept = dataset.kept_rows()
         self._rows: OrderedDict[int, dict[str, Tokens]] = OrderedDict()  # the most recently used last
 
     @property
     def num_rows(self) -> int:
-        return len(self._lines)
+        return len(self._opened.file) if self._kept is None else len(self._kept)
 
     def tokens(self, step: int, sample_ids: Sequence[int]) -> list[dict[str, Tokens]]:
         """By key the tokens of the samples `sample_ids` (indices in the global batch) of a step.
@@ -52,7 +53,7 @@ class DatasetRows:
         return [self._row(row) for row in self.rows(step, sample_ids)]
 
     def rows(self, step: int, sample_ids: Sequence[int]) -> list[int]:
-        """The row of the data set, from 0 on, of each of the samples `sample_ids` of a step."""
+        """The row of each of the samples `sample_ids` of a step, from 0 on among the rows that are not left out."""
         places = [sample_id // self.samples_per_prompt for sample_id in sample_ids]
         if self.seed is not None:
             return row_of(self.seed, self.num_rows, self.rows_per_step, step, places)
@@ -60,13 +61,13 @@ class DatasetRows:
         assert all(row < self.num_rows for row in rows), f"rows {rows} of {self.num_rows}"
         return rows
 
-    def records(self, step: int, sample_ids: Sequence[int]) -> list[dict[str, Any]]:
+    def records(self, step: int, sample_ids: Sequence[int]) -> list[Record]:
         """The rows of samples as the file has them, with all columns, for reward functions.
 
         Raises:
             UserError: as `tokens`.
         """
-        return [self.dataset.record(self._lines[row], row + 1) for row in self.rows(step, sample_ids)]
+        return [self._opened.file.row(self._place(row)) for row in self.rows(step, sample_ids)]
 
     def lengths(self, step: int, keys: Sequence[str]) -> dict[int, int]:
         """Tokens of every sample of a step, all `keys` together. Raises as `tokens` does."""
@@ -75,8 +76,12 @@ class DatasetRows:
 
     def _row(self, row: int) -> dict[str, Tokens]:
         if row not in self._rows:
-            self._rows[row] = self.dataset.encode(self._lines[row], row + 1, self._encoder)
+            self._rows[row] = self._opened.row(self._place(row))
         self._rows.move_to_end(row)
         while len(self._rows) > KEPT_STEPS * self.rows_per_step:
             self._rows.popitem(last=False)
         return self._rows[row]
+
+    def _place(self, row: int) -> int:
+        """The row of the file."""
+        return row if self._kept is None else int(self._kept[row])

@@ -9,8 +9,8 @@ from functools import cached_property
 
 from realhf.base.errors import RunError
 from realhf.base.files import writing_a_run
-from realhf.data.datasets import JSONLDataset
 from realhf.data.rows import DatasetRows
+from realhf.data.text_dataset import TextDataset
 from realhf.dataflow.plan import DIGEST_LENGTH, plan_digest
 from realhf.master.clock import ListeningClock
 from realhf.master.drift import DriftWatch, told_calls
@@ -241,7 +241,7 @@ class Master:
             return
         self._recorder.set(f"evaluation after step {step}")
         calls = {name: run.evaluation_plan(call) for name, call in graph.calls.items()}
-        assert isinstance(evaluation.dataset, JSONLDataset), "workers read no other"
+        assert isinstance(evaluation.dataset, TextDataset), "workers read no other"
         rows = DatasetRows(evaluation.dataset, None, evaluation.batch_size, graph.samples_per_prompt)
         planned = PlannedGraph(
             "evaluation", graph, calls, run.homes, evaluation.batch_size, rows, run.plan.offload,

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from realhf.api.experiment import Dataset
-from realhf.data.datasets import JSONLDataset
 from realhf.data.loader import DatasetReader
+from realhf.data.text_dataset import TextDataset
 from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef, ModelInterfaceType
 from realhf.engine.backend import EngineModel, ModelSpec, build_model
 from realhf.engine.batch import Batch
@@ -285,5 +285,5 @@ class ModelWorker:
 
 
 def _reader(dataset: Dataset, seed: int | None, batch_size: int, graph: DataflowGraph) -> DatasetReader:
-    assert isinstance(dataset, JSONLDataset), "workers read no other"
+    assert isinstance(dataset, TextDataset), "workers read no other"
     return DatasetReader(dataset, seed, batch_size, graph.samples_per_prompt)

@@ -13,6 +13,7 @@ from realhf.data import sort_task
 from realhf.data.datasets import PreferenceDataset, PromptDataset, SFTDataset
 from realhf.data.loader import DatasetReader
 from realhf.data.rows import KEPT_STEPS, DatasetRows
+from realhf.data.text_dataset import OpenDataset
 
 GOOD = {"prompt": "ba>", "answer": "ab", "chosen": "ab", "rejected": "ba"}
 
@@ -90,7 +91,9 @@ def test_a_broken_line_is_named_with_its_number_and_a_remedy(folder, line, says)
 def test_the_answer_is_needed_only_where_it_is_asked_for(folder):
     lines = [{"prompt": "ba>"}]
     assert make(folder, PromptDataset, lines).check().rows == 1
-    with pytest.raises(UserError, match="'answer' is missing"):
+    with pytest.raises(
+        UserError, match=r"none of its columns \(prompt\) is known as the answer \(.*\); name the column"
+    ):
         make(folder, PromptDataset, lines, with_answer=True).check()
 
 
@@ -161,15 +164,15 @@ def test_a_reader_keeps_the_rows_of_the_last_steps_only(folder, monkeypatch):
     """So that what a worker has in memory does not grow with the steps; what comes again is tokenised once more."""
     dataset = make(folder, PromptDataset, [{"prompt": f"{a}{b}>"} for a in "abcd" for b in "abcd"])
     tokenised = []
-    encode = PromptDataset.encode
-    monkeypatch.setattr(PromptDataset, "encode", lambda *words: tokenised.append(words[2]) or encode(*words))
+    row = OpenDataset.row
+    monkeypatch.setattr(OpenDataset, "row", lambda *words: tokenised.append(words[1]) or row(*words))
     reader = DatasetReader(dataset, None, 2)
 
     def rows_of(step):
         return [row.tolist() for row in reader.read(step, range(2), ["prompt"]).data["prompt"]]
 
     first = [rows_of(step) for step in range(8)]
-    assert tokenised == list(range(1, 17))
+    assert tokenised == list(range(16))
     assert [rows_of(step) for step in range(8 - KEPT_STEPS, 8)] == first[-KEPT_STEPS:]
     assert len(tokenised) == 16, "those are still there"
     assert [rows_of(step) for step in range(8)] == first

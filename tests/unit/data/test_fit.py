@@ -16,8 +16,9 @@ from realhf.architecture.model import DecoderConfig, RopeScaling
 from realhf.base.errors import UserError
 from realhf.cli import main
 from realhf.data import sort_task
-from realhf.data.datasets import JSONLDataset, PromptDataset, SFTDataset
+from realhf.data.datasets import PromptDataset, SFTDataset
 from realhf.data.fit import check_fit, check_replay
+from realhf.data.text_dataset import TextDataset
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
 
 # <bos> is 1, <eos> 2, ">" 3, "a" 4, "z" 29; " " is 31, the largest.
@@ -25,13 +26,13 @@ MODEL = DecoderConfig(hidden_size=8, intermediate_size=8, num_layers=1, num_head
 LINES = ['{"prompt": "a>", "answer": "a"}', '{"prompt": "za>", "answer": "az"}', '{"prompt": "b>", "answer": "b"}']
 
 
-def data_set(folder: Path, kind: type[JSONLDataset]) -> JSONLDataset:
+def data_set(folder: Path, kind: type[TextDataset]) -> TextDataset:
     sort_task.make_tokenizer().save(str(folder / "tokenizer.json"))
     (folder / "data.jsonl").write_text("\n".join(LINES))
     return kind(path=str(folder / "data.jsonl"), tokenizer=str(folder / "tokenizer.json"), max_prompt_tokens=4)
 
 
-def extent_of(folder: Path, kind: type[JSONLDataset]) -> DatasetExtent:
+def extent_of(folder: Path, kind: type[TextDataset]) -> DatasetExtent:
     return data_set(folder, kind).check()
 
 
@@ -73,7 +74,8 @@ def test_what_a_data_set_holds(tmp_path: Path) -> None:
     extent = extent_of(tmp_path, SFTDataset)
     assert (extent.rows, set(extent.keys), extent.largest_token) == (3, {"tokens"}, 31)
     tokens = extent.keys["tokens"]  # <bos> z a > a z <eos> in line 2
-    assert (tokens.longest, tokens.longest_line, tokens.largest, tokens.largest_line) == (7, 2, 29, 2)
+    assert (tokens.longest, tokens.largest) == (7, 29)
+    assert tokens.longest_at == tokens.largest_at == f"{tmp_path}/data.jsonl, line 2"
 
 
 def test_what_fits_is_accepted(tmp_path: Path) -> None:

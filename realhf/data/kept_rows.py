@@ -1,0 +1,64 @@
+"""The rows that a data set's limits leave, on the disk, so that the processes of a run find them once.
+
+A file's name is the digest of all that they depend on: the bytes of the data and of the tokenizer's files, and the
+options. A process that cannot read or write such a file finds the rows itself.
+"""
+
+import contextlib
+import hashlib
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+import numpy as np
+from platformdirs import user_cache_path
+
+from realhf.base.files import write_atomically
+from realhf.data.files.arrow import content_digest
+from realhf.data.files.opening import data_files
+
+if TYPE_CHECKING:
+    from realhf.data.text_dataset import TextDataset
+
+# Raise it when the same files and options give other rows than before.
+FORMAT_VERSION = 1
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+
+def kept_on_disk(dataset: "TextDataset") -> np.ndarray | None:
+    """The rows [rows], from 0, that another process has found; None if none has."""
+    try:
+        content = _path(dataset).read_bytes()
+        return np.frombuffer(content, np.dtype("<i8"))
+    except (OSError, ValueError):
+        return None
+
+
+def keep_on_disk(dataset: "TextDataset", rows: np.ndarray) -> None:
+    """Keeps rows for other processes, where the disk allows."""
+    with contextlib.suppress(OSError):
+        path = _path(dataset)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(path, rows.astype("<i8").tobytes())
+
+
+def _path(dataset: "TextDataset") -> Path:
+    options = msgspec.to_builtins(dataset) | {"path": "", "tokenizer": ""}
+    place = Path(dataset.tokenizer)
+    folder = place if place.is_dir() else place.parent
+    files = [path for name in _TOKENIZER_FILES if (path := folder / name).is_file()]
+    files += [] if place.is_dir() else [place]
+    template = Path(dataset.chat_template) if dataset.chat_template else None
+    with contextlib.suppress(OSError):  # a template's text may be too long for a name
+        files += [template] if template and template.is_file() else []
+    known = [FORMAT_VERSION, type(dataset).__name__, options, version("tokenizers")]
+    known += [content_digest(data_files(dataset.path)), [path.name for path in files], content_digest(files)]
+    digest = hashlib.blake2b(msgspec.json.encode(known, order="sorted"), digest_size=16).hexdigest()
+    return user_cache_path("realhf") / "data" / f"{digest}.rows"

@@ -1,0 +1,318 @@
+"""A data set of text: options, the check of all rows, and what reads them. No torch here.
+
+A row of a file becomes a draft (texts, `realhf.data.drafts`), a draft becomes tokens (`realhf.data.encoding`), and
+tokens become the keys that calls read. `realhf.data.datasets` has the kinds.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import lru_cache
+from pathlib import Path
+from typing import ClassVar, get_args
+
+import numpy as np
+
+from realhf.api.experiment import DatasetExtent, KeyExtent
+from realhf.base.errors import UserError
+from realhf.data.chat_template import DEFAULT_DATE
+from realhf.data.drafts import ChatWriter, Draft
+from realhf.data.encoding import DraftEncoder, EncodedRow, Limits, TooLong
+from realhf.data.fields import Columns
+from realhf.data.files.opening import data_files, open_rows
+from realhf.data.files.rows import Record
+from realhf.data.kept_rows import keep_on_disk, kept_on_disk
+from realhf.data.tokenizer import TextTokenizer, Tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextDataset(ABC):
+    """Rows of text with a tokenizer; every worker must see the files of both.
+
+    path: JSONL or parquet, a folder or a pattern (`data/train-*.parquet`) of such files, or what `datasets` saved.
+    tokenizer: the directory of a model, or a tokenizer.json.
+    max_prompt_tokens, max_tokens: the most tokens of a prompt, its begin token included, and of a prompt with its
+        response.
+    too_long: what happens to longer rows: "error" names the first one; "drop" leaves them out; "truncate_left" takes
+        tokens from the prompt's beginning, and leaves out a row whose response alone is too long.
+    end_token: the text of the token that ends a response; "": the tokenizer's.
+    prompt_field, messages_field: the columns of the prompt (a text, or a chat: a list of messages) and of a whole chat;
+        "": found by their names (`realhf.data.fields`).
+    as_chat: makes a prompt that is a text the user's turn of a chat.
+    system: the content of a system's turn in front of chats without one.
+    chat_template: takes the place of the tokenizer's (`TextTokenizer`).
+    chat_date: the date that templates write as today's.
+    """
+
+    joins: ClassVar[bool] = True
+    """Whether responses follow the prompt in one sequence."""
+
+    path: str
+    tokenizer: str
+    max_prompt_tokens: int | None = None
+    max_tokens: int | None = None
+    too_long: TooLong = "error"
+    end_token: str = ""
+    prompt_field: str = ""
+    messages_field: str = ""
+    as_chat: bool = False
+    system: str = ""
+    chat_template: str = ""
+    chat_date: str = DEFAULT_DATE
+
+    def __post_init__(self) -> None:
+        for name in ("max_prompt_tokens", "max_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise UserError(f"{name}={value} must be at least 1")
+        if self.too_long not in get_args(TooLong):
+            raise UserError(f"too_long={self.too_long!r} is not known; choose from {', '.join(get_args(TooLong))}")
+
+    @property
+    @abstractmethod
+    def keys(self) -> tuple[str, ...]:
+        """The keys that every row has."""
+
+    @property
+    def token_keys(self) -> tuple[str, ...]:
+        """The keys that are tokens; the others are numbers."""
+        return self.keys
+
+    @abstractmethod
+    def roles(self, columns: Columns) -> dict[str, str]:
+        """The column of each role that rows are read by. Raises UserError if the columns leave a question."""
+
+    @abstractmethod
+    def draft(self, record: Record, roles: Mapping[str, str], writer: ChatWriter) -> Draft:
+        """The texts of a row. Raises ValueError saying what is wrong with it."""
+
+    @abstractmethod
+    def columns(self, row: EncodedRow) -> dict[str, Tokens]:
+        """The value of every key."""
+
+    def open(self) -> "OpenDataset":
+        """The rows, and what reads them. Raises UserError for whatever is wrong before the first row."""
+        return OpenDataset(self)
+
+    def check(self) -> DatasetExtent:
+        """Reads every row once; returns their number, lengths and largest tokens, without those that are left out.
+
+        Raises:
+            UserError: naming the file, the line and the remedy.
+        """
+        return self._scan().extent
+
+    def lengths(self) -> dict[str, tuple[float, int]]:
+        """Mean and largest number of tokens of every key, for the planner.
+
+        Raises:
+            UserError: as `check`.
+        """
+        found = self.check().keys
+        return {key: (found[key].mean, found[key].longest) if key in found else (1.0, 1) for key in self.keys}
+
+    def kept_rows(self) -> np.ndarray | None:
+        """The rows [rows] of the file, from 0, that are not left out, in order; None: all.
+
+        What one process has found, others on the machine read, under a digest of all that it depends on.
+
+        Raises:
+            UserError: as `check`.
+        """
+        if not self.limits.may_drop:
+            return None
+        kept = kept_on_disk(self)
+        return self._scan().kept if kept is None else kept
+
+    def describe(self) -> str:
+        """A line that says what is read: file, rows, columns, template, lengths, what is left out.
+
+        Raises:
+            UserError: as `check`.
+        """
+        return self._scan().text
+
+    @property
+    def limits(self) -> Limits:
+        return Limits(max_prompt_tokens=self.max_prompt_tokens, max_tokens=self.max_tokens, too_long=self.too_long)
+
+    def field_options(self) -> dict[str, str]:
+        """By option (`prompt_field`) the column that the user names, "" for none."""
+        return {each.name: getattr(self, each.name) for each in fields(self) if each.name.endswith("_field")}
+
+    def _scan(self) -> "_Scan":
+        try:
+            files = [*data_files(self.path), Path(self.tokenizer)]
+            stats = tuple((str(path), *_stat(path)) for path in files)
+        except OSError:
+            stats = ()  # `open` says so
+        return _scan(self, stats)
+
+
+def _stat(path: Path) -> tuple[int, int]:
+    found = path.stat()
+    return found.st_size, found.st_mtime_ns
+
+
+class OpenDataset:
+    """The file of a data set, its tokenizer, and the columns that are read.
+
+    Raises:
+        UserError: a file is missing, or columns or the end token are not known.
+    """
+
+    def __init__(self, dataset: TextDataset):
+        self.dataset = dataset
+        self.tokenizer = TextTokenizer(dataset.tokenizer, dataset.chat_template, dataset.chat_date)
+        self.file = open_rows(dataset.path)
+        columns = Columns(dataset.path, self.file.columns(), dataset.field_options())
+        self.roles = dataset.roles(columns)
+        self._writer = ChatWriter(self.tokenizer, dataset.system)
+        self._encoder = DraftEncoder(self.tokenizer, self._end_token(), dataset.limits, joins=dataset.joins)
+
+    @property
+    def writes_chats(self) -> bool:
+        """Whether a row so far was a chat."""
+        return self._writer.has_written
+
+    def row(self, row: int) -> dict[str, Tokens]:
+        """The tokens of every key of a row that is not left out; `row` counts from 0. Raises as `encode`."""
+        [found] = self.encode(row, [self.file.row(row)])
+        assert found is not None, f"{self.file.place(row)} is left out"
+        return self.dataset.columns(found)
+
+    def encode(self, first: int, records: Sequence[Record]) -> list[EncodedRow | None]:
+        """The tokens of some rows, `first` and those behind it; None for one that is left out.
+
+        Raises:
+            UserError: naming the file, the line and the remedy.
+        """
+        drafts = [self._draft(first + i, record) for i, record in enumerate(records)]
+        found: list[EncodedRow | None] = []
+        for i, row in enumerate(self._encoder.encode(drafts)):
+            if isinstance(row, ValueError):
+                remedy = "; correct the line, or use a tokenizer that has it" if "has no token" in str(row) else ""
+                raise UserError(f"{self.file.place(first + i)}: {row}{remedy}")
+            found.append(row)
+        return found
+
+    def rows(self) -> Iterator[tuple[int, EncodedRow | None]]:
+        """All rows in order, with their numbers from 0. Raises as `encode`."""
+        for first, records in self.file.batches():
+            yield from enumerate(self.encode(first, records), first)
+
+    def _draft(self, row: int, record: Record) -> Draft:
+        if missing := [column for column in self.roles.values() if column not in record]:
+            raise UserError(
+                f"{self.file.place(row)}: field {missing[0]!r} is missing; every row has the fields "
+                f"{', '.join(self.roles.values())}; add it or delete the line"
+            )
+        try:
+            return self.dataset.draft(record, self.roles, self._writer)
+        except ValueError as error:
+            remedy = "" if ";" in str(error) else "; correct it or delete the line"
+            raise UserError(f"{self.file.place(row)}: {error}{remedy}") from None
+
+    def _end_token(self) -> int:
+        named, tokenizer = self.dataset.end_token, self.tokenizer
+        if named:
+            found = tokenizer.token(named)
+            if found is None:
+                raise UserError(
+                    f"tokenizer {tokenizer.path}: it has no token {named!r}; set end_token to one that it has"
+                )
+            return found
+        if not tokenizer.end_tokens:
+            raise UserError(
+                f"tokenizer {tokenizer.path}: no file beside it names the token that ends a text (eos_token in "
+                "tokenizer_config.json); set end_token"
+            )
+        return tokenizer.end_tokens[0]
+
+
+# --- What all rows have.
+
+
+@dataclass(frozen=True)
+class _Scan:
+    extent: DatasetExtent
+    kept: np.ndarray  # [rows] of the file, from 0
+    text: str
+
+
+@dataclass
+class _KeyLengths:
+    """The tokens of a key over the rows so far, with the row of each maximum."""
+
+    total: int = 0
+    longest: tuple[int, int] = (-1, 0)
+    largest: tuple[int, int] = (-1, 0)
+
+    def add(self, row: int, tokens: Tokens) -> None:
+        self.total += len(tokens)
+        if len(tokens) > self.longest[0]:
+            self.longest = len(tokens), row
+        if (most := max(tokens, default=0)) > self.largest[0]:
+            self.largest = most, row
+
+
+@lru_cache(maxsize=8)
+def _scan(dataset: TextDataset, stats: tuple[tuple[str, int, int], ...]) -> _Scan:
+    """Reads a data set whose files have these sizes and times; several parts of the launcher ask for it."""
+    opened = dataset.open()
+    keys = {key: _KeyLengths() for key in dataset.token_keys}
+    kept, cut = [], 0
+    for number, row in opened.rows():
+        if row is None:
+            continue
+        kept.append(number)
+        cut += row.is_cut
+        values = dataset.columns(row)
+        for key, lengths in keys.items():
+            lengths.add(number, values[key])
+    dropped = len(opened.file) - len(kept)
+    if not kept:
+        limits = ", ".join(f"{name}={getattr(dataset, name)}" for name in ("max_prompt_tokens", "max_tokens"))
+        raise UserError(
+            f"data set {dataset.path}: all of its {dropped} rows are too long for {limits}, so that none is left; "
+            "raise these limits"
+        )
+    extent = DatasetExtent(
+        path=dataset.path,
+        rows=len(kept),
+        keys={
+            key: KeyExtent(
+                mean=lengths.total / len(kept),
+                longest=lengths.longest[0],
+                longest_at=opened.file.place(lengths.longest[1]),
+                largest=lengths.largest[0],
+                largest_at=opened.file.place(lengths.largest[1]),
+            )
+            for key, lengths in keys.items()
+        },
+        tokenizer=str(opened.tokenizer.path),
+        largest_token=opened.tokenizer.largest_token,
+        dropped=dropped,
+        truncated=cut,
+    )
+    rows = np.array(kept, np.int64)
+    if dataset.limits.may_drop:
+        keep_on_disk(dataset, rows)
+    return _Scan(extent, rows, _description(opened, extent))
+
+
+def _description(opened: OpenDataset, extent: DatasetExtent) -> str:
+    roles = ", ".join(role if role == column else f"{role} from {column!r}" for role, column in opened.roles.items())
+    lengths = ", ".join(
+        f"{key} {found.mean:.1f} tokens on average and at most {found.longest}" for key, found in extent.keys.items()
+    )
+    parts = [f"data set {extent.path}: {extent.rows:,} rows", roles, lengths]
+    if opened.writes_chats:
+        parts.append(
+            "chats by " + ("the chat_template given" if opened.dataset.chat_template else "the tokenizer's template")
+        )
+    if extent.dropped:
+        parts.append(f"{extent.dropped:,} too long and dropped")
+    if extent.truncated:
+        parts.append(f"{extent.truncated:,} prompts cut on the left")
+    return "; ".join(parts)
