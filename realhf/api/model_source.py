@@ -35,9 +35,11 @@ class ModelSource:
 
 
 class _Index(msgspec.Struct, frozen=True):
-    """The part of a checkpoint's index.json that says what model it is of."""
+    """The part of a checkpoint's index.json that says what model it is of; `metadata` has the optimizer's steps where
+    that has been trained."""
 
     architecture: dict[str, Any]
+    metadata: dict[str, Any] = {}
 
 
 def model_source(
@@ -46,8 +48,9 @@ def model_source(
     """Finds weights, architecture and tokenizer in the directory that a user names; with an empty `path` it is the
     architecture `otherwise` with random weights.
 
-    Of a run it takes the model of its newest checkpoint that has the wanted `head`, where there is one such model. The
-    architecture is that of the checkpoint, with its own head; a model with another head makes a new one.
+    Of a run it takes the model of its newest checkpoint that has the wanted `head`; where there are several, the one
+    that was trained. The architecture is that of the checkpoint, with its own head; a model with another head makes a
+    new one.
 
     Raises:
         UserError: the directory is none of those, cannot be read, or it is not clear which of its models is meant.
@@ -74,6 +77,8 @@ def _model_of_run(directory: Path, head: str) -> Path:
     if not models:
         raise UserError(f"model {directory}: no checkpoint of a model is there; {_REMEDY}")
     fitting = [model for model in models if _saved(model).head == head] if len(models) > 1 else models
+    if len(fitting) > 1:  # a copy that follows the trained model is not meant
+        fitting = [model for model in fitting if "optimizer_steps" in _index(model).metadata] or fitting
     if len(fitting) != 1:
         raise UserError(
             f"model {directory}: the run has the models {', '.join(model.name for model in models)}, and "
@@ -85,13 +90,17 @@ def _model_of_run(directory: Path, head: str) -> Path:
 
 def _saved(checkpoint: Path) -> DecoderConfig:
     """The architecture that a checkpoint's index names."""
-    index = read_file(checkpoint / _INDEX, lambda data: decode_json(data, _Index), "index.json", _REMEDY)
+    index = _index(checkpoint)
     kind = TransformersConfig if "parameters" in index.architecture else DecoderConfig
     try:
         found: DecoderConfig = decode_json(json.dumps(index.architecture), kind)
     except BadContentError as error:
         raise UserError(f"{checkpoint / _INDEX}: not an architecture: {error}; use another checkpoint") from None
     return found
+
+
+def _index(checkpoint: Path) -> _Index:
+    return read_file(checkpoint / _INDEX, lambda data: decode_json(data, _Index), "index.json", _REMEDY)
 
 
 def _tokenizer_of_run(checkpoint: Path) -> str | None:

@@ -13,19 +13,26 @@ from realhf.base.errors import UserError
 from realhf.base.numbers import check_range
 
 DESCRIPTION = """Converts a checkpoint, offline and without a GPU: a Hugging Face directory (config.json, safetensors,
-tokenizer) into a checkpoint of boxes, or such a checkpoint (RUN_DIR/checkpoints/latest/MODEL) into a
-directory that transformers' from_pretrained reads. Says every step it makes."""
+tokenizer) into a checkpoint of boxes, or the language model that a run has trained into a directory that
+transformers' from_pretrained reads, with the run's tokenizer. Says every step it makes."""
 
 EXAMPLE = """examples:
   realhf convert path/to/Qwen3-0.6B converted/qwen3
+  realhf convert runs/mine exported
   realhf convert runs/mine/checkpoints/latest/actor exported/actor --like path/to/Qwen3-0.6B"""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("source", metavar="SOURCE", help="a Hugging Face directory, or a checkpoint of boxes")
+    command.add_argument(
+        "source",
+        metavar="SOURCE",
+        help="a Hugging Face directory, a run directory, or one of its models: RUN_DIR/checkpoints/latest/MODEL",
+    )
     command.add_argument("target", metavar="TARGET", help="the directory to write; it must not exist")
     command.add_argument("--dtype", choices=get_args(DType), help="of the result (default: that of the source)")
-    command.add_argument("--like", metavar="DIR", help="a Hugging Face directory whose tokenizer and config to take")
+    command.add_argument(
+        "--like", metavar="DIR", help="a Hugging Face directory whose tokenizer and config to take (default: the run's)"
+    )
     command.add_argument("--max-file-gb", type=float, default=5.0, help="largest file in GB of 10^9 bytes (default 5)")
 
 

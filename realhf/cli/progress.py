@@ -11,6 +11,7 @@ from rich.progress import Progress as Bar
 from rich.table import Table
 
 from realhf.cli.output import Phases, duration, number_text, table_of, wide_output
+from realhf.lifecycle.advice import export_command
 from realhf.lifecycle.controller import Listener
 from realhf.report.run_data import CallTime, call_times, read_run
 from realhf.rundir.flight_recorder import read_activity
@@ -154,3 +155,5 @@ def print_summary(directory: RunDirectory, seconds: float) -> None:
         tokens, time_s = sum(m["tokens"] for m in metrics), sum(m["time_s"] for m in metrics)
         out.say(f"{len(metrics)} steps in {seconds:.1f} s, start included; {tokens / time_s:.0f} tokens/s")
     out.say(f"run directory: {directory.path}", f"report: {directory.report}")
+    if command := export_command(directory):
+        out.say(f"for transformers: {command}")

@@ -1,4 +1,4 @@
-"""What a run that ends early has saved, and the command that goes on with it."""
+"""The commands that a run names at its end: to open what it has trained, or to go on with it where it ended early."""
 
 import os
 import shlex
@@ -6,6 +6,10 @@ from collections.abc import Mapping, Sequence
 from itertools import count
 from pathlib import Path
 
+from realhf.api.model_source import model_source
+from realhf.architecture.hugging_face import write_config
+from realhf.architecture.transformers_config import TransformersConfig
+from realhf.base.errors import UserError
 from realhf.base.options import flags
 from realhf.launch.launcher import Launcher
 from realhf.lifecycle.request import RecoveryRequest, ReplanRequest, RunRequest
@@ -23,6 +27,18 @@ def going_on(run: Run, directory: RunDirectory, request: RunRequest, step: int) 
     lost = f"; the steps after it, to step {step}, have to be made again" if step > last else ""
     what = f"saved: the checkpoint after step {last}, {_short(step_folder(directory.checkpoints, last))}{lost}"
     return f"{what}\ngo on with: {resume_command(request, directory)}"
+
+
+def export_command(directory: RunDirectory) -> str | None:
+    """The command that makes a directory for transformers of what a run has trained; None where it is not clear which
+    model that is, or transformers has none like it."""
+    try:
+        model = model_source(str(directory.path)).architecture
+        if not isinstance(model, TransformersConfig):
+            write_config(model, "float32")
+    except UserError:
+        return None
+    return shlex.join(["realhf", "convert", _short(directory.path), _short(directory.path / "exported")])
 
 
 def resume_command(request: RunRequest, directory: RunDirectory) -> str:

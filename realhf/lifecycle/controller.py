@@ -18,6 +18,7 @@ from realhf.lifecycle.replanner import Replanner
 from realhf.lifecycle.request import RunRequest
 from realhf.lifecycle.resume import resumed_run
 from realhf.lifecycle.shrink import Suspects, elsewhere
+from realhf.lifecycle.tokenizer import keep_tokenizer
 from realhf.rundir.checkpoints import Choice, newest_good, remove_unfinished
 from realhf.rundir.events import EventKind, note
 from realhf.rundir.lines import read_lines, step_line
@@ -60,6 +61,7 @@ def start(run: Run, request: RunRequest, listener: Listener) -> RunDirectory:
     with directory.lock(LAUNCHER_LOCK):
         try:
             prepare(run, directory)
+            keep_tokenizer(run, directory)
         except RunError:  # there is nothing that --resume could go on with
             with contextlib.suppress(OSError):
                 delete(directory.path)
@@ -79,6 +81,7 @@ def resume(request: RunRequest, listener: Listener) -> RunDirectory:
             run, choice = resumed_run(request, directory, listener.search)
             launcher, _ = _launcher(run, request, directory)
             prepare(run, directory)
+            keep_tokenizer(run, directory)
         note_start(run, directory, "resumed", choice)
         for step, reason in choice.damaged.items():
             listener.say(f"the checkpoint after step {step} is passed over: {reason}")

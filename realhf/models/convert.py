@@ -13,6 +13,7 @@ from typing import get_args
 import msgspec
 import torch
 
+from realhf.api.model_source import model_source
 from realhf.architecture.hugging_face import config_content, family_of
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.architecture.transformers_config import TransformersConfig
@@ -90,17 +91,20 @@ def to_boxes(conversion: Conversion, say: Say) -> None:
 
 def to_hugging_face(conversion: Conversion, say: Say) -> None:
     """From a checkpoint of boxes to a Hugging Face directory."""
-    reader, target = CheckpointReader(conversion.source), Path(conversion.target)
+    source = model_source(conversion.source)
+    reader, target = CheckpointReader(str(source.checkpoint)), Path(conversion.target)
     model = _architecture(reader)
     _describe(f"{reader.directory}: checkpoint of boxes", model, say)
     states = sum("@" in name for name in reader.names())
     if states:
         say(f"leaving out {states} optimizer states, which the format has no place for")
-    like = Path(conversion.like) if conversion.like else reader.directory / COMPANION_FOLDER
+    own = reader.directory / COMPANION_FOLDER
+    of_run = Path(source.tokenizer) if source.tokenizer else own
+    like = Path(conversion.like) if conversion.like else own if is_hugging_face(own) else of_run
     has_like = is_hugging_face(like)
     if conversion.like and not has_like:
         raise UserError(f"--like {like}: no config.json there; give the directory of a Hugging Face checkpoint")
-    companions = companions_of(like) if has_like else []
+    companions = companions_of(like)
     if not companions:
         say("no tokenizer to copy; --like DIR takes one from there")
     if isinstance(model, TransformersConfig):
