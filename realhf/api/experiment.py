@@ -159,6 +159,9 @@ class Dataset(Protocol):
     def lengths(self) -> dict[str, tuple[float, int]]:
         """Mean and largest number of tokens of every key, for the planner. Raises as `check` does."""
 
+    def describe(self) -> str:
+        """A line for the user: file, rows, the columns that are read, lengths, what is left out. Raises as `check`."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:

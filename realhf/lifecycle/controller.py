@@ -13,7 +13,7 @@ from realhf.launch.process import job_of
 from realhf.launch.supervisor import supervise
 from realhf.lifecycle.advice import going_on
 from realhf.lifecycle.interruption import Interruption
-from realhf.lifecycle.new import said_of_hardware
+from realhf.lifecycle.new import said_of_data, said_of_hardware
 from realhf.lifecycle.replanner import Replanner
 from realhf.lifecycle.request import RunRequest
 from realhf.lifecycle.resume import resumed_run
@@ -119,7 +119,7 @@ class Controller:
     def carry_out(self) -> None:
         """Returns when the run has ended well. However it ends, its directory tells how and has a report. Raises as
         `start`."""
-        for line in said_of_hardware(self._run, self._request.plan.plan):
+        for line in (*said_of_hardware(self._run, self._request.plan.plan), *said_of_data(self._run)):
             self._listener.say(line)
         with self._interruption:
             try:

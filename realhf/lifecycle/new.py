@@ -134,6 +134,11 @@ def _check_recovery(run: Run, request: RunRequest) -> None:
         check_plan(plan, run.graph, run.settings.batch_size)
 
 
+def said_of_data(run: Run) -> list[str]:
+    """What is read for training, and for the evaluation."""
+    return [run.experiment.dataset.describe(), *([run.evaluation.dataset.describe()] if run.evaluation else [])]
+
+
 def said_of_hardware(run: Run, given: Path | None) -> list[str]:
     """The hardware that the run is planned for, and warnings: it counts on more memory than there is; the plan in the
     file `given` comes from elsewhere, or needs more memory than the devices have."""

@@ -10,7 +10,8 @@ from realhf.dataflow.interface import InterfaceConfig
 class SFT(InterfaceConfig):
     """TRAIN_STEP on `tokens` (prompt and answer) and `prompt_length`: cross entropy of the answers' tokens.
 
-    The loss is the mean over the answer tokens of the mini-batch; prompt tokens have no loss.
+    The loss is the mean over the answer tokens of the mini-batch; prompt tokens have no loss. With a further input
+    `loss_mask` (`SFTDataset` with loss_on="all") it is the mean over the tokens whose mask is 1.
     Statistics: `loss`, `token_accuracy`, `grad_norm`, `lr`.
     """
 

@@ -28,12 +28,17 @@ class SFTInterface:
 def _loss(logits: Logits, batch: Batch) -> tuple[Tensor, Stats]:
     """`logits` [tokens, vocab]."""
     tokens = batch.packed("tokens")
-    prompt_lengths = [int(length) for length in batch.data["prompt_length"]]
-    places = predicting_positions(tokens.lengths, prompt_lengths, logits.device)
+    if "loss_mask" in batch.data:  # the first token of a sequence is never in the loss
+        places = batch.packed("loss_mask").values.nonzero()[:, 0] - 1
+    else:
+        prompt_lengths = [int(length) for length in batch.data["prompt_length"]]
+        places = predicting_positions(tokens.lengths, prompt_lengths, logits.device)
     answers = token_statistics(logits[places], tokens.values[places + 1])  # [answers]
     return -answers.logprob.sum(), {"token_accuracy": mean_of(answers.is_top)}
 
 
 def _answer_tokens(batch: Batch) -> float:
+    if "loss_mask" in batch.data:
+        return float(sum(int(mask.sum()) for mask in batch.data["loss_mask"]))
     pairs = zip(batch.data["tokens"], batch.data["prompt_length"], strict=True)
     return float(sum(len(tokens) - int(prompt_length) for tokens, prompt_length in pairs))

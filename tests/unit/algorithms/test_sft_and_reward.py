@@ -43,6 +43,26 @@ def test_sft_loss_is_the_mean_over_answer_tokens_only(language_model, context, a
     assert total == pytest.approx(sum(losses), rel=1e-12)
 
 
+def test_sft_loss_under_a_mask_is_the_mean_over_its_tokens(language_model, context, answers):
+    model = language_model()
+    masked = answers.with_data(loss_mask=tensors([0, 0, 1, 1], [0, 1, 0, 1, 1], [0, 0, 0, 1], [0, 1, 1, 0, 0, 1]))
+    losses = []
+    with torch.no_grad():
+        for tokens, mask in zip(masked.data["tokens"], masked.data["loss_mask"], strict=True):
+            logprobs = model.module(tokens[None])[0].log_softmax(-1)
+            losses += [-logprobs[j - 1, tokens[j]].item() for j in range(1, len(tokens)) if mask[j]]
+    total, weight = SFTInterface(SFT()).train_step(model, [masked], context(micro_batches=2)).stats["loss"]
+    assert weight == len(losses) == 9
+    assert total == pytest.approx(sum(losses), rel=1e-12)
+    # The mask of all answer tokens changes nothing.
+    whole = [
+        torch.tensor([0] * int(length) + [1] * (len(tokens) - int(length)))
+        for tokens, length in zip(answers.data["tokens"], answers.data["prompt_length"], strict=True)
+    ]
+    same = SFTInterface(SFT()).train_step(language_model(), [answers.with_data(loss_mask=whole)], context()).stats
+    assert same == SFTInterface(SFT()).train_step(language_model(), [answers], context()).stats
+
+
 def test_sft_with_micro_batches_takes_the_same_step(language_model, context, answers):
     after = []
     for micro_batches in (1, 2, 4):
