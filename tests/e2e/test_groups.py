@@ -17,7 +17,8 @@ pytestmark = pytest.mark.distributed
 JOB = ROOT / "tests/e2e/group_job.py"
 CALLS = ("actor_generate", "actor_inference", "actor_train_step")
 STEPS, GROUP, BATCH, EPOCHS, MINI_BATCHES = 2, 4, 16, 2, 2
-COMMON = ("--steps", STEPS, "--epochs", EPOCHS, "--record", "seq", "reward", "advantage", "--evaluation-batch-size", 256)
+COMMON = ("--steps", STEPS, "--epochs", EPOCHS, "--evaluation-batch-size", 256)
+COMMON = (*COMMON, "--record", "seq", "reward", "advantage")
 
 
 def alike(**fields: int) -> ExecutionPlan:
