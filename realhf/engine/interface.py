@@ -127,6 +127,10 @@ class Context(Protocol):
     state: dict[str, float]
     """Numbers that the call keeps from step to step, such as an adaptive coefficient. All ranks leave the same ones."""
 
+    def rows(self, ids: Sequence[int]) -> list[dict[str, Any]]:
+        """The rows of the data set that the samples `ids` have, with all their fields: answers, test cases and whatever
+        else a rule on texts reads."""
+
     def sum_over_data_parallel(self, values: Tensor) -> Tensor:
         """The element-wise sum over the data-parallel ranks, the same bits on every rank."""
 
