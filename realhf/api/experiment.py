@@ -129,7 +129,7 @@ class DatasetExtent:
     """The content of a data set: its rows, its keys that are tokens, and the largest id of its tokenizer.
 
     Rows that are too long count in `dropped` or, where their prompts are cut, in `truncated`; `rows` has none of the
-    dropped.
+    dropped. `columns` are those of the file, for whoever reads rows by name.
     """
 
     path: str
@@ -139,6 +139,7 @@ class DatasetExtent:
     largest_token: int
     dropped: int = 0
     truncated: int = 0
+    columns: tuple[str, ...] = ()
 
 
 @runtime_checkable
@@ -298,7 +299,7 @@ def models_of(experiment: Any) -> dict[str, ModelSetup]:
             dtype than the one it follows, or a backend that does not compute the model's architecture.
     """
     given = dict(getattr(experiment, "models", {}))
-    calls = [call for call in experiment.rpcs if not call.runs_beside]
+    calls = list(experiment.rpcs)
     used = {call.model_name for call in calls}
     for name in given:
         if name not in used:

@@ -30,7 +30,7 @@ def check_fit(graph: DataflowGraph, extent: DatasetExtent) -> None:
 
     Raises:
         UserError: naming file, line and id, a token that is not in a model's vocabulary, or a sequence that is longer
-            than its positions.
+            than its positions; or a column that a call reads by name and the rows do not have.
     """
     lengths = {
         key: _Length(
@@ -41,6 +41,7 @@ def check_fit(graph: DataflowGraph, extent: DatasetExtent) -> None:
         for key, found in extent.keys.items()
     }
     for call in graph.calls.values():
+        call.interface_impl.check_columns(extent.columns)
         if not call.uses_model:
             continue
         _check_ids(call, extent)

@@ -294,6 +294,7 @@ def _scan(dataset: TextDataset, stats: tuple[tuple[str, int, int], ...]) -> _Sca
         largest_token=opened.tokenizer.largest_token,
         dropped=dropped,
         truncated=cut,
+        columns=tuple(opened.file.columns()),
     )
     rows = np.array(kept, np.int64)
     if dataset.limits.may_drop:

@@ -112,4 +112,4 @@ def chosen(options: Mapping[str, Sequence[Option]], choice: Sequence[int]) -> di
 
 def all_options(task: PlanningTask) -> dict[str, list[Option]]:
     """`call_options` of every call of a task, by name."""
-    return {name: call_options(call, task.batch_size, task.cluster) for name, call in task.graph.model_calls.items()}
+    return {name: call_options(call, task.batch_size, task.cluster) for name, call in task.graph.calls.items()}

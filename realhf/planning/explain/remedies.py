@@ -52,7 +52,7 @@ def smallest_peak_bytes(task: PlanningTask) -> float | None:
     """Peak memory of the smallest plan found on all devices or half of them; None if no plan is legal."""
     meshes = [DeviceMesh(0, task.cluster.num_devices), *halves(task.cluster)]
     options: dict[str, list[Option]] = {}
-    for call in task.graph.model_calls.values():
+    for call in task.graph.calls.values():
         try:
             mini_batch = call.mini_batch_size(task.batch_size)
         except UserError:
@@ -81,7 +81,7 @@ def _batch(task: PlanningTask) -> int | None:
 
 def _offload(task: PlanningTask) -> tuple[str, ...] | None:
     """Models that nobody trains, which only come and never go, or else all but those that follow another."""
-    trained = {call.model_name for call in task.graph.model_calls.values() if call.trains}
+    trained = {call.model_name for call in task.graph.calls.values() if call.trains}
     followers = {follow.target for follow in task.graph.follows.values()}
     resting = tuple(model for model in task.graph.models if model not in trained | followers)
     everything = tuple(model for model in task.graph.models if model not in followers)

@@ -1,0 +1,79 @@
+"""Settings of rewards on texts."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import ClassVar
+
+from realhf.base.errors import UserError
+from realhf.base.numbers import check_range
+from realhf.dataflow.interface import InterfaceConfig
+from realhf.rewards.pool import BATCH_SAMPLES, OnError, PoolOptions
+from realhf.rewards.sources import RewardSource, load_rewards
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextReward(InterfaceConfig):
+    """INFERENCE: `reward` [1] float32 of `prompt` and `seq`, by functions on texts; runs beside the devices.
+
+    The reward of a sample is the sum of weight * value over the functions that give it a value. Where `on_error` is
+    "drop", the call also has the output `valid` [1]: 0 for a sample that is to count in no loss and no statistic.
+
+    Statistics: `reward_total` (the mean reward of the samples that count), `reward_NAME` for each function (the mean of
+    the values that it gave), `reward_failures` (the share of samples for which a function failed) and `reward_seconds`
+    (of all functions, a sample).
+    """
+
+    implementation: ClassVar[str] = "realhf.algorithms.text_reward.interface:TextRewardInterface"
+    uses_model: ClassVar[bool] = False
+    runs_beside: ClassVar[bool] = True
+
+    rewards: tuple[str, ...]
+    """The functions: `FILE.py:FUNCTION` or `ready:NAME(option=value)`, each with `=WEIGHT` behind it if it is not 1."""
+    tokenizer: str
+    """The model's directory, or its tokenizer.json: turns prompts and responses into texts, without special tokens."""
+    eos_token: int = -1
+    """Taken off the end of a response if it is none of the tokenizer's special tokens; -1: nothing is."""
+    stop_strings: tuple[str, ...] = ()
+    """Those of the generation: taken off the end of a response."""
+    on_error: OnError = "fail"
+    """What becomes of a sample whose function fails: "fail" ends the run, under "zero" the function's value counts as
+    0, "drop" takes the sample out."""
+    timeout_s: float = 60.0
+    """How long one call of a function may take."""
+    processes: int = 0
+    """For functions, in each worker; 0: the host's cores, divided among its workers."""
+    batch_samples: int = BATCH_SAMPLES
+    """The most samples that a function of batches gets at a time."""
+    seconds_per_sample: float = 0.001
+    """For the planner: how long the functions work on a sample."""
+
+    def __post_init__(self) -> None:
+        if not self.rewards:
+            raise UserError("rewards=() names no reward function; give at least one (--reward FILE.py:FUNCTION)")
+        for reward in self.rewards:
+            RewardSource.parse(reward)
+        check_range("processes (0: by the cores)", self.processes, 0, 1024)
+        check_range("seconds_per_sample", self.seconds_per_sample, 0, 1e6, "s")
+        self.pool_options(1)
+
+    @property
+    def processes_per_worker(self) -> int:
+        """As the planner counts them: at least one."""
+        return max(1, self.processes)
+
+    @property
+    def output_data(self) -> tuple[str, ...]:
+        """The keys that its calls make."""
+        return ("reward", "valid") if self.on_error == "drop" else ("reward",)
+
+    def pool_options(self, processes: int) -> PoolOptions:
+        return PoolOptions(
+            on_error=self.on_error,
+            timeout_s=self.timeout_s,
+            processes=self.processes or processes,
+            batch_samples=self.batch_samples,
+        )
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        """Loads the functions, and compares their parameters with the columns of the data."""
+        load_rewards(self.rewards, columns)

@@ -1,0 +1,120 @@
+"""Rewards on texts as a model function call."""
+
+import math
+import os
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realhf.algorithms.text_reward.config import TextReward
+from realhf.data.tokenizer import TextTokenizer
+from realhf.engine.batch import Batch
+from realhf.engine.interface import CallResult, Context, Model, Stats
+from realhf.engine.returned import InterfaceError
+from realhf.machine.host import read_host
+from realhf.rewards.jobs import RewardError
+from realhf.rewards.pool import RewardPool, Score
+from realhf.rewards.signature import Sample
+
+_CHAT_COLUMNS = ("prompt", "messages", "conversation", "conversations")
+
+
+class TextRewardInterface:
+    """See `TextReward`."""
+
+    def __init__(self, config: TextReward):
+        self.config = config
+        self._tokenizer = _tokenizer(config.tokenizer)
+
+    def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
+        pool = _pool(self.config)
+        columns = (batch.ids, batch.data["prompt"], batch.data["seq"], context.rows(batch.ids))
+        samples = [
+            self._sample(Sample(id=id, step=context.step, prompt="", response="", row=row), prompt, seq, pool)
+            for id, prompt, seq, row in zip(*columns, strict=True)
+        ]
+        try:
+            scores = pool.score(samples)
+        except RewardError as error:
+            raise InterfaceError(str(error)) from error
+        if not context.holds_outputs:
+            return CallResult()
+        device = batch.data["seq"][0].device
+        outputs = {"reward": _column([score.reward for score in scores], device)}
+        if self.config.on_error == "drop":
+            outputs["valid"] = _column([float(score.is_valid) for score in scores], device)
+        return CallResult(outputs=outputs, stats=statistics(pool.names, scores))
+
+    def _sample(self, sample: Sample, prompt: Tensor, seq: Tensor, pool: RewardPool) -> Sample:
+        tokens = seq[len(prompt) :].tolist()
+        return Sample(
+            id=sample.id,
+            step=sample.step,
+            prompt=self._tokenizer.decode(prompt.tolist()),
+            response=self.response_text(tokens),
+            tokens=tuple(tokens) if pool.wants_tokens else (),
+            num_tokens=len(tokens),
+            messages=_messages(sample.row),
+            row=sample.row,
+        )
+
+    def response_text(self, tokens: Sequence[int]) -> str:
+        """The text of a response without special tokens, and without the end token or stop string that ended it."""
+        if tokens and tokens[-1] == self.config.eos_token:
+            return self._tokenizer.decode(tokens[:-1])
+        text = self._tokenizer.decode(tokens)
+        before = len(self._tokenizer.decode(tokens[:-1])) if self.config.stop_strings and tokens else 0
+        for stop in self.config.stop_strings:
+            place = text.rfind(stop)
+            if place >= 0 and place + len(stop) > before:  # the last token completed it
+                return text[:place]
+        return text
+
+
+def statistics(names: Sequence[str], scores: Sequence[Score]) -> Stats:
+    """Those of `TextReward`, of some of its samples."""
+    counted = [score.reward for score in scores if score.is_valid]
+    stats: Stats = {
+        "reward_total": (sum(counted), len(counted)),
+        "reward_failures": (float(sum(bool(score.failures) for score in scores)), len(scores)),
+        "reward_seconds": (sum(score.seconds for score in scores), len(scores)),
+    }
+    for name in names:
+        values = [value for score in scores if (value := score.values.get(name)) is not None]
+        stats[f"reward_{name}"] = (sum(values), len(values))
+    return stats
+
+
+def _column(values: Sequence[float], device: torch.device) -> list[Tensor]:
+    """[1] float32 for each value."""
+    return list(torch.tensor(values, dtype=torch.float32, device=device).split(1))
+
+
+def _messages(row: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """The prompt as a chat, where the row has one: all messages before the answer."""
+    if isinstance(row.get("prompt"), str):
+        return None
+    for name in (*_CHAT_COLUMNS, *row):
+        found = row.get(name)
+        if isinstance(found, list) and found and all(isinstance(m, dict) and "role" in m for m in found):
+            return found[:-1] if found[-1]["role"] == "assistant" else found
+    return None
+
+
+@lru_cache(maxsize=8)  # a tokenizer takes a second to read
+def _tokenizer(location: str) -> TextTokenizer:
+    return TextTokenizer(location)
+
+
+@cache  # training and evaluation share one; its processes end with the worker
+def _pool(config: TextReward) -> RewardPool:
+    return RewardPool(config.rewards, config.pool_options(max(1, read_host().cores // _workers_on_this_host())))
+
+
+def _workers_on_this_host() -> int:
+    workers = dist.get_world_size() if dist.is_initialized() else 1
+    return math.ceil(workers / int(os.environ.get("SLURM_NNODES", "1")))

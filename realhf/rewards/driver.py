@@ -1,0 +1,281 @@
+"""One reward process, and the thread of the worker that starts it, feeds it, watches it, and replaces it."""
+
+import contextlib
+import logging
+import os
+import queue
+import select
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import IO, Any
+
+import msgspec
+
+from realhf.base.code_files import python_command
+from realhf.rewards.jobs import Open, Part, RewardError, after_end, halves
+from realhf.rewards.messages import Begin, Failed, Frames, FromProcess, Loaded, NotLoaded, ToProcess, Value, Work, frame
+
+logger = logging.getLogger("realhf.rewards")
+
+START_TIMEOUT_S = 300.0  # a function's file may import much
+# A process watches its calls itself. If it says nothing for this long behind a call's deadline, it cannot.
+_GRACE_S = 5.0
+_READ_BYTES = 1 << 20
+_MAX_OUTPUT_BYTES = 16 * 2**20
+_POLL_S = 0.5
+
+
+@dataclass(frozen=True)
+class ProcessSettings:
+    """rewards: names of the functions. is_async: the process gets the functions that are async, and all parts at once;
+    else one part after the other, whose samples it takes in order unless the part is a batch."""
+
+    rewards: tuple[str, ...]
+    timeout_s: float
+    is_async: bool
+    batches: frozenset[int]
+    """Indices of the functions that take batches."""
+
+
+Parts = Sequence[Part]
+
+
+class Driver(threading.Thread):
+    """Scores parts from a queue in a process of its own until it gets None. `log` takes what functions print."""
+
+    def __init__(self, name: str, settings: ProcessSettings, parts: "queue.SimpleQueue[Parts | None]", log: IO[bytes]):
+        super().__init__(name=name, daemon=True)
+        self._settings, self._parts, self._log = settings, parts, log
+        self._process: _Process | None = None
+        self._is_ending = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the process, while there is one."""
+        return None if self._process is None else self._process.pid
+
+    def end(self) -> None:
+        """Ends thread and process, in the middle of a call too."""
+        self._is_ending = True
+        self._parts.put(None)
+        if (process := self._process) is not None:
+            process.kill()
+
+    def run(self) -> None:
+        self._settle(self._start, [])  # at once, so that the first call need not wait for it
+        while (parts := self._parts.get()) is not None and not self._is_ending:
+            todo = list(parts)
+            while (todo := [part for part in todo if not part.job.is_done]) and not self._is_ending:
+                # Parts of several samples that may have ended the process go one by one.
+                now = todo if self._settings.is_async and not any(part.ends for part in todo) else todo[:1]
+                again: list[Part] = []
+                self._settle(lambda now=now, again=again: again.extend(self._score(now)), now)  # type: ignore[misc]
+                todo = again + todo[len(now) :]
+        self._stop()
+
+    def _settle(self, act: Callable[[], Any], parts: Parts) -> None:
+        """An error that is not a sample's ends the jobs: of starting a process, or of this code."""
+        try:
+            act()
+        except Exception as error:
+            self._stop()
+            for part in parts:
+                part.job.fail(error)
+
+    def _start(self) -> "_Process":
+        if self._process is None:
+            self._process = _Process(self.name, self._settings, self._log)
+        if self._is_ending:  # `end` may not have seen it
+            self._process.kill()
+        self._process.wait_until_loaded()
+        return self._process
+
+    def _stop(self) -> None:
+        if self._process is not None:
+            self._process.stop()
+            self._process = None
+
+    def _score(self, parts: Parts) -> list[Part]:
+        """Has the parts scored; returns those, or halves of those, that the process's end has left."""
+        process = self._start()
+        opened = [Open(part) for part in parts]
+        for number, one in enumerate(opened):
+            samples = [one.part.job.samples[index] for index in one.part.indices]
+            process.send(Work(number, one.part.reward, samples))
+        in_order = not self._settings.is_async and parts[0].reward not in self._settings.batches
+        limit_s = self._settings.timeout_s * 1.25 + _GRACE_S
+        deadline = time.monotonic() + limit_s
+        again: list[Part] = []
+        while any(one.places for one in opened):
+            try:
+                messages = process.receive(deadline)
+            except _EndError as end:
+                self._stop()
+                if self._is_ending:
+                    return []
+                logger.warning("%s: %s; another one takes its place", self.name, end)
+                return again + after_end(opened, str(end), end.kind, in_order=in_order)
+            if messages:
+                deadline = time.monotonic() + limit_s
+            for message in messages:
+                again += self._take(message, opened)
+                if isinstance(message, Failed) and message.is_stuck:
+                    self._stop()
+                    return again + [one.rest for one in opened if one.places]
+            if all(part.job.is_done for part in parts):  # with an error: nobody waits for the rest
+                if any(one.places for one in opened):
+                    self._stop()
+                return []
+        return again
+
+    def _take(self, message: FromProcess, opened: Sequence[Open]) -> list[Part]:
+        """Notes an answer; returns what is to be done again."""
+        match message:
+            case Value(work=work, place=place):
+                part = opened[work].part
+                [index] = opened[work].answer([place])
+                part.job.put(part.reward, index, message)
+            case Failed(work=work, places=places):
+                part, indices = opened[work].part, opened[work].answer(places)
+                if message.kind == "time" and len(indices) > 1:  # a batch: which of its samples is it?
+                    logger.warning("%s: %s (a batch of %d)", self.name, message.text, len(indices))
+                    return halves(replace(part, indices=tuple(indices), ends=part.ends + 1))
+                for index in indices:
+                    part.job.put(part.reward, index, part.job.failure(part.reward, index, message.kind, message.text))
+            case _:
+                raise RewardError(f"{self.name} sent {type(message).__name__}, which answers nothing")
+        return []
+
+
+class _EndError(Exception):
+    """A process has ended, or says nothing any more."""
+
+    def __init__(self, text: str, kind: Any):
+        super().__init__(text)
+        self.kind = kind
+
+
+class _Process:
+    """A started reward process, and its pipes, which never block."""
+
+    def __init__(self, name: str, settings: ProcessSettings, log: IO[bytes]):
+        self._frames = Frames(FromProcess)
+        self._unsent = bytearray()
+        self._name = name
+        self._is_loaded = False
+        # It is to use processors: a function that found the GPU would take memory that the plan has given away.
+        env = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": "1"}
+        env.setdefault("OMP_NUM_THREADS", "1")
+        self._child = subprocess.Popen(
+            python_command("realhf.rewards.process", str(os.getpid())),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            bufsize=0,
+            env=env,
+            start_new_session=True,
+        )
+        assert self._child.stdin is not None
+        assert self._child.stdout is not None
+        self._input, self._output = self._child.stdin.fileno(), self._child.stdout.fileno()
+        for pipe in (self._input, self._output):
+            os.set_blocking(pipe, False)
+        self._start_deadline = time.monotonic() + START_TIMEOUT_S
+        threading.Thread(target=_copy_output, args=(self._child.stderr, log, name), daemon=True).start()
+        self.send(Begin(settings.rewards, settings.timeout_s))
+
+    @property
+    def pid(self) -> int:
+        return self._child.pid
+
+    def wait_until_loaded(self) -> None:
+        """Raises RewardError if the functions cannot be loaded there."""
+        while not self._is_loaded:
+            try:
+                messages = self.receive(self._start_deadline)
+            except _EndError as end:
+                raise RewardError(f"{self._name} did not start: {end}; its output is in the worker's log") from None
+            for message in messages:
+                match message:
+                    case Loaded():
+                        self._is_loaded = True
+                    case NotLoaded(text=text):
+                        raise RewardError(text)
+
+    def send(self, message: ToProcess) -> None:
+        self._unsent += frame(message)
+
+    def receive(self, deadline: float) -> list[Any]:
+        """Messages that are there; [] after a short time without any. Raises _EndError: there will be no more."""
+        poll = select.poll()
+        poll.register(self._output, select.POLLIN)
+        if self._unsent:
+            poll.register(self._input, select.POLLOUT)
+        ready = dict(poll.poll(1000 * _POLL_S))
+        if self._input in ready:
+            with contextlib.suppress(BrokenPipeError, BlockingIOError):  # its end shows below
+                del self._unsent[: os.write(self._input, self._unsent[:_READ_BYTES])]
+        # Its end is looked for before the pipe is: what it wrote before has then been read.
+        has_ended = self._output not in ready and self._child.poll() is not None
+        if self._output in ready:
+            if content := os.read(self._output, _READ_BYTES):
+                try:
+                    return self._frames.add(content)
+                except msgspec.MsgspecError as error:
+                    raise _EndError(f"the process wrote what is no message ({error})", "end") from None
+            has_ended = True
+        if has_ended:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(_GRACE_S)
+            raise _EndError(f"the process ended during the call ({_how(self._child.poll())})", "end")
+        if time.monotonic() > deadline:
+            raise _EndError("the call took too long, and the process did not react", "time")
+        return []
+
+    def kill(self) -> None:
+        """Kills it and what it started, unless that has left its process group."""
+        # Only while its leader is not reaped is a group's number certain to be its own.
+        if self._child.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._child.pid, signal.SIGKILL)
+
+    def stop(self) -> None:
+        """Kills it and takes back its pipes."""
+        self.kill()
+        self._child.wait()
+        for pipe in (self._child.stdin, self._child.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def _how(returncode: int | None) -> str:
+    if returncode is None:
+        return "it closed its output"
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    name = signal.Signals(-returncode).name
+    return f"{name}, perhaps for want of memory" if name == "SIGKILL" else name
+
+
+def _copy_output(source: IO[bytes], log: IO[bytes], name: str) -> None:
+    """Copies what a process prints, line by line and so much at most; the rest is read and left out."""
+    written = 0
+    with (
+        source,
+        contextlib.suppress(ValueError),  # the log is closed
+        open(source.fileno(), "rb", _READ_BYTES, closefd=False) as lines,  # with a buffer, which the pipe lacks
+    ):
+        while line := lines.readline(_READ_BYTES):
+            if written > _MAX_OUTPUT_BYTES:
+                continue
+            written += len(line)
+            text = b"[%s] %s" % (name.encode(), line if line.endswith(b"\n") else line + b"\n")
+            if written > _MAX_OUTPUT_BYTES:
+                limit = _MAX_OUTPUT_BYTES >> 20
+                text += b"[%s] more than %d MiB were printed; the rest is left out\n" % (name.encode(), limit)
+            log.write(text)
+            log.flush()

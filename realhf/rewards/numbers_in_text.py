@@ -1,0 +1,56 @@
+"""The number that a text gives as its answer."""
+
+import re
+
+_NUMBER = r"[-+]?(?:\d[\d,]*(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*\d[\d,]*(?:\.\d+)?)?"
+_LAST = re.compile(_NUMBER)
+_BOXED = r"\boxed{"
+_FRACTION = re.compile(r"([-+]?)\s*\\[dt]?frac\s*{([^{}]+)}\s*{([^{}]+)}")
+_MARK = "####"
+# A number of more digits is none that anybody wrote as an answer, and takes long to compute.
+_LONGEST = 400
+
+
+def answer_number(text: str) -> float | None:
+    """The number in the last `\\boxed{}`, else behind the last `####`, else the last number of the text; None without
+    one. Thousands have commas or none; a fraction is `a/b` or `\\frac{a}{b}`; units, `$` and `%` are passed over.
+    """
+    boxed = _last_boxed(text)
+    if boxed is not None:
+        return _last_number(boxed)
+    if _MARK in text:
+        return _first_number(text.rpartition(_MARK)[2])
+    return _last_number(text)
+
+
+def _last_boxed(text: str) -> str | None:
+    """What the last `\\boxed{...}` has within its braces."""
+    begin = text.rfind(_BOXED)
+    if begin < 0:
+        return None
+    depth = 0
+    for place in range(begin + len(_BOXED) - 1, len(text)):
+        depth += {"{": 1, "}": -1}.get(text[place], 0)
+        if depth == 0:
+            return text[begin + len(_BOXED) : place]
+    return None
+
+
+def _last_number(text: str) -> float | None:
+    found = _LAST.findall(_FRACTION.sub(r"\1\2/\3", text))
+    return _value(found[-1]) if found else None
+
+
+def _first_number(text: str) -> float | None:
+    found = _LAST.search(_FRACTION.sub(r"\1\2/\3", text))
+    return _value(found[0]) if found else None
+
+
+def _value(number: str) -> float | None:
+    if len(number) > _LONGEST:
+        return None
+    top, _, bottom = number.replace(",", "").partition("/")
+    try:
+        return float(top) / (float(bottom) if bottom else 1.0)
+    except (ValueError, ZeroDivisionError, OverflowError):
+        return None

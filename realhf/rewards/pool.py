@@ -1,0 +1,200 @@
+"""The reward processes of a worker: samples in, one score a sample out."""
+
+import logging
+import math
+import queue
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import IO, Literal, get_args
+
+from realhf.base.errors import UserError
+from realhf.base.numbers import check_range
+from realhf.rewards.driver import Driver, Parts, ProcessSettings
+from realhf.rewards.jobs import Failure, Job, Part, RewardError
+from realhf.rewards.messages import Value
+from realhf.rewards.signature import Sample
+from realhf.rewards.sources import Reward, load_rewards
+
+logger = logging.getLogger("realhf.rewards")
+
+OnError = Literal["fail", "zero", "drop"]
+
+# A process gets this many parts of a step, so that slow samples do not wait behind each other.
+_PARTS = 4
+_MAX_PART = 64
+BATCH_SAMPLES = 32
+# Async calls that are under way in a process at a time.
+_MAX_ASYNC = 4096
+_SHOWN_FAILURES = 5
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolOptions:
+    """on_error: what becomes of a sample whose function fails: the run ends ("fail"), the function's reward counts as 0
+    ("zero"), or the sample counts in no loss and no statistic ("drop").
+    timeout_s: how long one call of a function may take, a batch too.
+    processes: for functions that are not async; all async ones share one process more.
+    batch_samples: the most samples of a batch. Runs of a batch do not depend on the number of processes.
+    """
+
+    on_error: OnError = "fail"
+    timeout_s: float = 60.0
+    processes: int = 1
+    batch_samples: int = BATCH_SAMPLES
+
+    def __post_init__(self) -> None:
+        if self.on_error not in get_args(OnError):
+            raise UserError(f"on_error={self.on_error!r} is not known; choose one of {', '.join(get_args(OnError))}")
+        check_range("timeout_s", self.timeout_s, 0.01, 1e6, "s")
+        check_range("processes", self.processes, 1, 1024)
+        check_range("batch_samples", self.batch_samples, 1, 2**20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Score:
+    """What became of a sample.
+
+    reward: the sum of weight * value over the functions that gave a value.
+    is_valid: False where a function failed, or none gave a value, and the policy is "drop"; then `reward` is 0.
+    values: by function what it gave, None for no reward or a failure.
+    failures: by function why it failed.
+    seconds: of all functions together, as their processes measured them.
+    """
+
+    reward: float
+    is_valid: bool = True
+    values: dict[str, float | None] = field(default_factory=dict)
+    failures: dict[str, Failure] = field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class RewardPool:
+    """Scores samples in processes of its own, which end with the pool, and with this process however it ends.
+
+    Args:
+        rewards: names of the functions, see `RewardSource`.
+        log: takes what functions print; by default standard error, which is the worker's log.
+
+    Raises:
+        UserError: as `load_rewards`.
+    """
+
+    def __init__(self, rewards: Sequence[str], options: PoolOptions, log: IO[bytes] | None = None):
+        self.rewards: list[Reward] = load_rewards(rewards)
+        self.options = options
+        self._queues: dict[bool, queue.SimpleQueue[Parts | None]] = {}  # of async functions, and of the others
+        self._drivers: list[Driver] = []
+        self._is_closed = False
+        self._shown: dict[str, int] = {}
+        self._lock = threading.Lock()
+        forms = {reward.signature.is_async for reward in self.rewards}
+        batches = frozenset(i for i, reward in enumerate(self.rewards) if reward.signature.is_batch)
+        for is_async in sorted(forms):
+            self._queues[is_async] = queue.SimpleQueue()
+            settings = ProcessSettings(tuple(rewards), options.timeout_s, is_async, batches)
+            for i in range(1 if is_async else options.processes):
+                name = "async reward process" if is_async else f"reward process {i}"
+                driver = Driver(name, settings, self._queues[is_async], log or sys.stderr.buffer)
+                driver.start()
+                self._drivers.append(driver)
+
+    @property
+    def names(self) -> list[str]:
+        """Of the functions, for statistics."""
+        return [reward.name for reward in self.rewards]
+
+    @property
+    def wants_tokens(self) -> bool:
+        """Whether a function asks for the tokens of responses."""
+        return any(reward.signature.wants_tokens for reward in self.rewards)
+
+    @property
+    def pids(self) -> list[int]:
+        """Of the processes that are there now."""
+        return [driver.pid for driver in self._drivers if driver.pid is not None]
+
+    def score(self, samples: Sequence[Sample]) -> list[Score]:
+        """The scores of the samples, in their order; blocks until all are there. Threads may call it side by side.
+
+        Raises:
+            RewardError: a function fails for a sample, or none gives it a reward, and `on_error` is "fail"; or the
+                processes cannot be started.
+        """
+        job = Job(self.rewards, samples, is_strict=self.options.on_error == "fail")
+        for index, reward in enumerate(self.rewards):
+            for run in self._runs(reward, len(samples)):
+                if not reward.signature.is_async:
+                    self._queues[False].put([Part(job, index, tuple(run))])
+        together = [
+            Part(job, index, tuple(run))
+            for index, reward in enumerate(self.rewards)
+            if reward.signature.is_async
+            for run in self._runs(reward, len(samples))
+        ]
+        if together:
+            self._queues[True].put(together)
+        while not job.wait(1.0):  # every call has a deadline where it runs
+            if self._is_closed:
+                raise RewardError("the reward processes were closed during a call")
+        scores = [self._score(job, index) for index in range(len(samples))]
+        self._report(scores)
+        return scores
+
+    def close(self) -> None:
+        """Ends the processes, at once."""
+        self._is_closed = True
+        for driver in self._drivers:
+            driver.end()
+        for driver in self._drivers:
+            driver.join()
+
+    def __enter__(self) -> "RewardPool":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _runs(self, reward: Reward, count: int) -> list[range]:
+        if reward.signature.is_batch:
+            size = self.options.batch_samples
+        elif reward.signature.is_async:
+            size = _MAX_ASYNC
+        else:
+            size = min(_MAX_PART, max(1, math.ceil(count / (_PARTS * self.options.processes))))
+        return [range(begin, min(begin + size, count)) for begin in range(0, count, size)]
+
+    def _score(self, job: Job, index: int) -> Score:
+        values: dict[str, float | None] = {}
+        failures: dict[str, Failure] = {}
+        total, seconds, has_reward = 0.0, 0.0, False
+        for reward, row in zip(self.rewards, job.values, strict=True):
+            match row[index]:
+                case Value(value=value, seconds=taken):
+                    values[reward.name], seconds = value, seconds + taken
+                    if value is not None:
+                        total, has_reward = total + reward.weight * value, True
+                case Failure() as failure:
+                    values[reward.name], failures[reward.name], has_reward = None, failure, True
+        if not has_reward:
+            name, place = " and ".join(self.names), " and ".join(reward.place for reward in self.rewards)
+            reason = "no function gives this sample a reward (None)"
+            failures[name] = Failure(name, job.samples[index], "value", reason, place)
+            if self.options.on_error == "fail":
+                raise RewardError(f"{failures[name].text}; return a number, or set on_error to zero or drop")
+        is_valid = not (failures and self.options.on_error == "drop")
+        return Score(
+            reward=total if is_valid else 0.0, is_valid=is_valid, values=values, failures=failures, seconds=seconds
+        )
+
+    def _report(self, scores: Sequence[Score]) -> None:
+        """Logs the first few failures of each function; statistics count all."""
+        for score in scores:
+            for name, failure in score.failures.items():
+                with self._lock:
+                    count = self._shown[name] = self._shown.get(name, 0) + 1
+                if count <= _SHOWN_FAILURES:
+                    treated = "counts as 0" if self.options.on_error == "zero" else "the sample is dropped"
+                    more = "" if count < _SHOWN_FAILURES else " (further ones are counted only)"
+                    logger.warning("%s; %s%s", failure.text, treated, more)

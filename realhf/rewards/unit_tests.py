@@ -1,0 +1,87 @@
+"""The reward of a program that a model has written: its unit tests, in a sandbox."""
+
+import json
+import logging
+import re
+from functools import cache
+from typing import Any
+
+from realhf.rewards.confined import what_is_lacking
+from realhf.rewards.sandbox import Limits, run_program
+from realhf.rewards.signature import Function, asking_for
+
+logger = logging.getLogger("realhf.rewards")
+
+_BLOCK = re.compile(r"```[ \t]*(?P<language>\w*)[^\n]*\n(?P<code>.*?)```", re.DOTALL)
+
+# Behind the program. The tests see its names; the report says how many of them ended without an exception.
+_TESTS = """
+
+import os as _os
+_passed = 0
+for _test in {tests!r}:
+    try:
+        exec(compile(_test, "test", "exec"), globals())
+        _passed += 1
+    except BaseException:
+        pass
+_os.write(REPORT_FD, b"REPORT_WORD" + str(_passed).encode())
+_os._exit(0)
+"""
+
+
+def unit_tests(
+    column: str = "tests",
+    *,
+    share: bool = False,
+    timeout_s: float = 10.0,
+    memory_mb: int = 1024,
+    files_mb: int = 16,
+) -> Function:
+    """1 if the program in the response passes all tests of `column`, else 0; with `share` the share of tests passed.
+
+    The program is the last block of Python in the response (```python), the last block without a language, or else the
+    whole response. The column has Python code (`assert add(1, 2) == 3`): a text, a list of texts, or such a list as
+    JSON; each is one test. Program and tests run in a sandbox: without a network, without other processes, and with
+    limits on time, memory and files, see `realhf.rewards.sandbox`.
+
+    Raises (the reward): ValueError if the column has no tests.
+    """
+    limits = Limits(time_s=timeout_s, memory_mb=memory_mb, files_mb=files_mb)
+
+    def reward(response: str, **row: Any) -> float:
+        _say_what_is_lacking()
+        tests = listed_tests(row[column])
+        if not tests:
+            raise ValueError(f"column {column!r} has no tests: {row[column]!r}")
+        report = run_program(program_of(response) + _TESTS.format(tests=tests), limits)
+        passed = int(report) if report is not None and report.isdigit() else 0
+        return min(passed, len(tests)) / len(tests) if share else float(passed == len(tests))
+
+    return asking_for(reward, "response", column)
+
+
+def program_of(response: str) -> str:
+    """The program in a response, see `unit_tests`."""
+    blocks = [(found["language"].lower(), found["code"]) for found in _BLOCK.finditer(response)]
+    for wanted in (("python", "py", "python3"), ("",)):
+        if codes := [code for language, code in blocks if language in wanted]:
+            return codes[-1]
+    return response
+
+
+def listed_tests(value: Any) -> list[str]:
+    """The tests of a column's value, see `unit_tests`."""
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return [value]
+    tests = value if isinstance(value, list) else [value]
+    return [test for test in tests if isinstance(test, str) and test.strip()]
+
+
+@cache
+def _say_what_is_lacking() -> None:
+    for lack in what_is_lacking():
+        logger.warning("unit tests: %s", lack)

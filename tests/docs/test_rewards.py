@@ -1,0 +1,56 @@
+"""The examples of docs/rewards.md score what the page says."""
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from realhf.rewards.pool import PoolOptions, RewardPool
+from realhf.rewards.ready import READY
+from realhf.rewards.signature import Sample
+from realhf.rewards.sources import load_rewards
+from tests.docs.blocks import ROOT, Document
+
+PAGE = Document(ROOT / "docs/rewards.md")
+COLUMNS = ["prompt", "answer", "level"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for block in PAGE.blocks("python"):
+        first, _, code = block.partition("\n")
+        (tmp_path / first.removeprefix("# file: ")).write_text(code)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_the_functions_of_the_page(folder: Path) -> None:
+    row = {"prompt": "2 + 2?", "answer": "4", "level": 3, "data_source": "sums", "ground_truth": "4"}
+    names = [
+        *(f"rewards.py:{name}" for name in ("correct", "hard", "judged")),
+        *(f"others.py:{name}" for name in ("in_batches", "of_trl", "of_verl")),
+    ]
+    load_rewards(names, row)
+    samples = [
+        Sample(id=i, step=0, prompt="2 + 2?", response=response, row={**row, "level": 3 - i})
+        for i, response in enumerate(["Well,\n4", "no idea at all, not the least"])
+    ]
+    with RewardPool(names, PoolOptions(timeout_s=600)) as pool:
+        right, wrong = pool.score(samples)
+    assert list(right.values.values()) == [1] * 6
+    assert list(wrong.values.values()) == [0, None, 0, 0, 0, 0]
+
+
+def test_the_call_of_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(folder)
+    module = importlib.import_module("text_reward")
+    module.rewards.check_columns(COLUMNS)
+    assert module.rewards.output_data == ("reward", "valid")
+    assert module.rewards.pool_options(2).on_error == "drop"
+
+
+def test_every_ready_function_is_on_the_page() -> None:
+    words = " ".join(PAGE.code_words)
+    assert not [
+        name for name in READY if f"ready:{name}(" not in words and f"ready:{name}" not in PAGE.path.read_text()
+    ]

@@ -1,0 +1,161 @@
+"""Rewards on texts as a call: tokens become texts, rows give the other columns, scores become tensors."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers.decoders import Fuse
+
+from realhf.algorithms.text_reward.config import TextReward
+from realhf.algorithms.text_reward.interface import TextRewardInterface
+from realhf.base.errors import UserError
+from realhf.data import sort_task
+from realhf.engine.batch import Batch
+from realhf.engine.returned import InterfaceError, check_result
+from tests.unit.algorithms.conftest import SingleContext
+
+FUNCTIONS = """
+def seen(prompt, response, response_length, number):
+    assert prompt == "cab>", prompt
+    return {"abc": 1.0, "ab": 0.5}[response] + number + 100 * response_length
+
+def broken(response):
+    if response == "ab":
+        raise ValueError("not ab")
+    return None if response == "" else 2
+
+def trl(prompts, completions, completion_ids, **kwargs):
+    assert prompts[0][0]["role"] == "user", prompts
+    return [len(ids) + (completion[0]["content"] == "abc") for completion, ids in zip(completions, completion_ids)]
+"""
+
+
+@dataclass
+class RowContext(SingleContext):
+    row: dict[str, Any] = field(default_factory=dict)
+    step: int = 4
+
+    def rows(self, ids: Sequence[int]) -> list[dict[str, Any]]:
+        return [{"number": id, **self.row} for id in ids]
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Any:
+    tokenizer = tmp_path / "tokenizer.json"
+    characters = sort_task.make_tokenizer()
+    characters.decoder = Fuse()  # by itself it puts spaces between tokens
+    characters.save(str(tokenizer))
+    (tmp_path / "functions.py").write_text(FUNCTIONS)
+
+    def config(*functions: str, **options: Any) -> TextReward:
+        names = tuple(f"{tmp_path}/functions.py:{function}" for function in functions)
+        return TextReward(rewards=names, tokenizer=str(tokenizer), processes=1, **options)
+
+    return config
+
+
+def rollouts(*responses: str) -> Batch:
+    """Responses to `cab>` in the vocabulary of the sorting task, with ids from 3 on; "." is the end token."""
+    tokenizer = sort_task.make_tokenizer()
+    prompt = tokenizer.encode("cab>").ids
+    texts = [response.replace(".", sort_task.EOS) for response in responses]
+    answers = [tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
+    return Batch(
+        tuple(range(3, 3 + len(responses))),
+        {
+            "prompt": [torch.tensor(prompt) for _ in answers],
+            "seq": [torch.tensor(prompt + answer) for answer in answers],
+        },
+    )
+
+
+def test_texts_and_columns_become_rewards(make: Any) -> None:
+    batch = rollouts("abc.", "ab")
+    result = TextRewardInterface(make("seen")).inference(None, batch, RowContext())  # type: ignore[arg-type]
+    check_result(result, batch.ids, declared={"reward"}, recorded=(), holds_outputs=True)
+    assert torch.cat(result.outputs["reward"]).tolist() == [1 + 3 + 400, 0.5 + 4 + 200]
+    assert result.outputs["reward"][0].dtype == torch.float32
+    total, weight = result.stats["reward_total"]
+    assert total / weight == (404 + 204.5) / 2
+    assert result.stats["reward_seen"] == result.stats["reward_total"]
+    assert result.stats["reward_failures"] == (0, 2)
+    assert result.stats["reward_seconds"][1] == 2
+
+
+def test_a_failure_names_step_and_sample(make: Any) -> None:
+    interface = TextRewardInterface(make("broken"))
+    with pytest.raises(InterfaceError, match=r"broken \(functions.py:6\) of step 5, sample 4, prompt 'cab>'.*not ab"):
+        interface.inference(None, rollouts("abc.", "ab"), RowContext())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("policy", "total"), [("zero", (4, 4)), ("drop", (4, 2))])
+def test_failures_are_counted(make: Any, policy: Any, total: tuple[float, float]) -> None:
+    config = make("broken", on_error=policy)
+    batch = rollouts("abc.", "ab", ".", "abc")
+    result = TextRewardInterface(config).inference(None, batch, RowContext())  # type: ignore[arg-type]
+    check_result(result, batch.ids, declared=set(config.output_data), recorded=(), holds_outputs=True)
+    assert torch.cat(result.outputs["reward"]).tolist() == [2, 0, 0, 2]
+    assert set(result.outputs) == set(config.output_data)
+    if policy == "drop":
+        assert torch.cat(result.outputs["valid"]).tolist() == [1, 0, 0, 1]
+    assert result.stats["reward_total"] == total
+    assert result.stats["reward_broken"] == (4, 2)
+    assert result.stats["reward_failures"] == (2, 4)
+
+
+def test_ranks_that_hold_no_outputs_give_none(make: Any) -> None:
+    interface = TextRewardInterface(make("broken"))
+    result = interface.inference(None, rollouts("abc."), RowContext(holds_outputs=False))  # type: ignore[arg-type]
+    assert not result.outputs
+    assert not result.stats
+
+
+def test_chats_reach_trl_s_functions_as_messages(make: Any) -> None:
+    messages = [{"role": "user", "content": "sort cab"}]
+    for row in ({"prompt": messages}, {"messages": [*messages, {"role": "assistant", "content": "abc"}]}):
+        context = RowContext(row=row)
+        result = TextRewardInterface(make("trl")).inference(None, rollouts("abc.", "ab"), context)  # type: ignore[arg-type]
+        assert torch.cat(result.outputs["reward"]).tolist() == [5, 2]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "options", "text"),
+    [
+        ("abc.", {}, "abc"),
+        ("abc", {}, "abc"),
+        ("abz", {"eos_token": sort_task.VOCABULARY.index("z")}, "ab"),
+        ("zaz", {"eos_token": sort_task.VOCABULARY.index("z")}, "za"),
+        ("abxy", {"stop_strings": ("xy",)}, "ab"),
+        ("xyab", {"stop_strings": ("xy",)}, "xyab"),
+        ("", {"stop_strings": ("xy",)}, ""),
+    ],
+)
+def test_what_ends_a_response_is_no_part_of_its_text(make: Any, tokens: str, options: Any, text: str) -> None:
+    [seq], [prompt] = (rollouts(tokens).data[key] for key in ("seq", "prompt"))
+    interface = TextRewardInterface(make("seen", **options))
+    assert interface.response_text(seq[len(prompt) :].tolist()) == text
+
+
+def test_columns_are_checked_before_a_process_starts(make: Any) -> None:
+    make("seen").check_columns(["prompt", "number"])
+    with pytest.raises(UserError, match=r"seen .* asks for 'number'.*they have answer, prompt"):
+        make("seen").check_columns(["prompt", "answer"])
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rewards": ()}, "names no reward function"),
+        ({"rewards": ("r.py:f=nan",)}, "not finite"),
+        ({"on_error": "skip"}, "choose one of fail, zero, drop"),
+        ({"processes": -1}, "processes"),
+        ({"timeout_s": -1.0}, "timeout_s"),
+        ({"seconds_per_sample": float("nan")}, "seconds_per_sample"),
+    ],
+)
+def test_options(options: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        TextReward(**{"rewards": ("r.py:f",), "tokenizer": "t", **options})

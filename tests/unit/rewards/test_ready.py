@@ -1,0 +1,172 @@
+"""The ready reward functions."""
+
+import importlib.util
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realhf.base.errors import UserError
+from realhf.rewards import ready
+from realhf.rewards.numbers_in_text import answer_number
+from realhf.rewards.sources import load_rewards
+from realhf.rewards.unit_tests import listed_tests, program_of
+from tests.unit.rewards.samples import sample
+
+
+def reward(name: str, response: str, **row: Any) -> float:
+    [loaded] = load_rewards([f"ready:{name}"])
+    value = loaded.function(**loaded.signature.arguments([sample(response=response, row=row)]))
+    assert isinstance(value, float)
+    return value
+
+
+@pytest.mark.parametrize(
+    ("options", "response", "expected"),
+    [
+        ("", " Paris\n", 1),
+        ("", "paris", 0),
+        ("(ignore_case=True)", "paris", 1),
+        ("(strip=False)", " Paris", 0),
+        ("", "Pa ris", 0),
+        ("(collapse_spaces=True)", "  Paris ", 1),
+    ],
+)
+def test_exact_match(options: str, response: str, expected: float) -> None:
+    assert reward(f"exact_match{options}", response, answer="Paris") == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("first 3, then 4", 4),
+        ("it costs $1,234.50.", 1234.5),
+        ("3 apples\n#### 18\nand 7", 18),
+        (r"so \boxed{42} of 50", 42),
+        (r"\boxed{1} and \boxed{x = \frac{3}{4}}", 0.75),
+        (r"\boxed{-\dfrac{1}{2}}", -0.5),
+        ("3/4", 0.75),
+        ("-1e3", -1000),
+        ("50%", 50),
+        ("none", None),
+        (r"\boxed{no number} 5", None),
+        (r"\boxed{5", 5),
+        ("1/0", None),
+        ("1" * 500, None),
+        ("1e999", math.inf),
+    ],
+)
+def test_the_number_of_a_text(text: str, number: float | None) -> None:
+    assert answer_number(text) == number
+
+
+@given(st.integers(-(10**12), 10**12))
+def test_numbers_are_read_as_they_are_written(number: int) -> None:
+    assert answer_number(f"The answer is {number}.") == number
+    assert answer_number(f"The answer is {number:,}, surely") == number
+    assert answer_number(rf"\boxed{{{number}}}, not 5") == number
+
+
+@given(st.text())
+def test_any_text_has_a_number_or_none(text: str) -> None:
+    found = answer_number(text)
+    assert found is None or isinstance(found, float)
+
+
+def test_numeric() -> None:
+    assert reward("numeric", r"\boxed{0.5}", answer="1/2") == 1
+    assert reward("numeric", "so 18", answer="9 + 9\n#### 18") == 1
+    assert reward("numeric", "so 18", answer=18) == 1
+    assert reward("numeric", "so 18.01", answer=18) == 0
+    assert reward("numeric(tolerance=0.01)", "so 18.01", answer=18) == 1
+    assert reward("numeric", "no idea", answer=18) == 0
+    assert reward("numeric(column='label')", "1", label=1) == 1
+    with pytest.raises(ValueError, match="has no number: 'unknown'"):
+        reward("numeric", "1", answer="unknown")
+
+
+def test_regex() -> None:
+    pattern = r"(?s)<think>.*</think>\s*<answer>.*</answer>"
+    assert reward(f"regex(pattern=r'{pattern}')", "<think>a\nb</think>\n<answer>4</answer>") == 1
+    assert reward(f"regex(pattern=r'{pattern}')", "4 <think>a</think><answer>4</answer>") == 0
+    assert reward(f"regex(pattern=r'{pattern}', whole=False)", "4 <think>a</think><answer>4</answer>") == 1
+
+
+def test_math_verify() -> None:
+    pytest.importorskip("math_verify")
+    assert reward("math_verify", r"thus $\frac{1}{2}$", answer="0.5") == 1
+    assert reward("math_verify", r"\boxed{x + 1}", answer="1 + x") == 1
+    assert reward("math_verify", r"\boxed{x + 2}", answer="$1 + x$") == 0
+    assert reward("math_verify", "no idea", answer="3") == 0
+
+
+def test_math_verify_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "math_verify" else real(name))
+    with pytest.raises(UserError, match=r'pip install "realhf\[math\]"'):
+        load_rewards(["ready:math_verify"])
+
+
+@pytest.mark.parametrize(("length", "expected"), [(0, 0.0), (16384, 0.0), (18432, -0.5), (20480, -1.0), (30000, -1.0)])
+def test_overlong(length: int, expected: float) -> None:
+    """The numbers of DAPO: at most 20,480 tokens, of which the last 4,096 are punished."""
+    assert ready.soft_overlong_punishment(length, 20480, 4096) == expected
+    [loaded] = load_rewards(["ready:overlong(max_tokens=20480, cache_tokens=4096)"])
+    assert loaded.function(**loaded.signature.arguments([sample(num_tokens=length)])) == expected
+
+
+def test_overlong_is_trl_s() -> None:
+    trl = pytest.importorskip("trl.rewards")
+    function = trl.get_soft_overlong_punishment(100, 20)
+    lengths = range(0, 130, 7)
+    theirs = function([[0] * length for length in lengths])
+    assert theirs == pytest.approx([ready.soft_overlong_punishment(length, 100, 20) for length in lengths])
+
+
+ADD = "Here it is:\n```python\ndef add(a, b):\n    return a {} b\n```\nDone."
+TESTS = ["assert add(1, 2) == 3", "assert add(0, 0) == 0"]
+
+
+@pytest.mark.parametrize(
+    ("response", "options", "tests", "expected"),
+    [
+        (ADD.format("+"), "", TESTS, 1),
+        (ADD.format("-"), "", TESTS, 0),
+        (ADD.format("-"), "(share=True)", TESTS, 0.5),
+        (ADD.format("+"), "", "\n".join(TESTS), 1),
+        (ADD.format("+"), "", '["assert add(1, 2) == 3"]', 1),
+        ("def add(a, b): return a + b", "", TESTS, 1),
+        ("import sys\nsys.exit(0)", "", TESTS, 0),
+        ("import os\nos._exit(0)", "", TESTS, 0),
+        ("no program", "", TESTS, 0),
+        ("while True: pass", "(timeout_s=0.5)", TESTS, 0),
+    ],
+)
+def test_unit_tests(response: str, options: str, tests: Any, expected: float) -> None:
+    options = options or "(timeout_s=600)"
+    assert reward(f"unit_tests{options}", response, tests=tests) == expected
+
+
+def test_unit_tests_without_tests() -> None:
+    with pytest.raises(ValueError, match="column 'tests' has no tests"):
+        reward("unit_tests", "pass", tests=[])
+
+
+def test_the_program_of_a_response() -> None:
+    assert program_of("```python\na\n```\n```py\nb\n```\n```sh\nc\n```") == "b\n"
+    assert program_of("```\na\n```\n```sh\nc\n```") == "a\n"
+    assert program_of("a = 1") == "a = 1"
+
+
+def test_the_listed_tests_a_column() -> None:
+    assert listed_tests("[1] == f()") == ["[1] == f()"]
+    assert listed_tests('["a", "b", " "]') == ["a", "b"]
+    assert listed_tests(None) == []
+
+
+def test_the_list_of_ready_functions() -> None:
+    lines = ready.describe().splitlines()
+    assert len(lines) == len(ready.READY)
+    assert lines[0].startswith("ready:exact_match(column='answer', strip=True, ")

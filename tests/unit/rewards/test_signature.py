@@ -1,0 +1,162 @@
+"""The form of a reward function is told by its parameters' names."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realhf.base.errors import UserError
+from realhf.rewards.signature import Signature, asking_for, batch, recognise
+from tests.unit.rewards.samples import sample
+
+ROW = {"answer": "4", "level": 3}
+
+
+def arguments(function: Callable[..., Any], *samples: Any) -> dict[str, Any]:
+    return recognise(function, "f").arguments(samples or (sample(row=ROW),))
+
+
+def test_texts() -> None:
+    def plain(prompt: str, response: str, answer: str) -> float: ...
+    def other(response: str, level: int = 0, missing: int = 7) -> float: ...
+    def rest(response: str, **row: Any) -> float: ...
+    def length(completion: str, response_length: int) -> float: ...
+
+    assert arguments(plain) == {"prompt": "What is 2 + 2?", "response": "4", "answer": "4"}
+    assert arguments(other) == {"response": "4", "level": 3}
+    assert arguments(rest) == {"prompt": "What is 2 + 2?", "response": "4", **ROW}
+    assert arguments(length, sample(num_tokens=9)) == {"completion": "4", "response_length": 9}
+
+
+def test_the_response_is_the_model_s_even_where_the_data_have_a_column_of_that_name() -> None:
+    def plain(response: str, **row: Any) -> float: ...
+
+    assert arguments(plain, sample(row={"response": "the data's"}))["response"] == "4"
+
+
+def test_batches() -> None:
+    def lists(prompts: list[str], responses: list[str], answer: list[str], level: list[int]) -> list[float]: ...
+
+    @batch
+    def marked(response: list[str], answer: list[str]) -> list[float]: ...
+
+    pair = sample(row=ROW), sample(response="5", row={"answer": "6"})
+    assert arguments(lists, *pair) == {
+        "prompts": ["What is 2 + 2?"] * 2,
+        "responses": ["4", "5"],
+        "answer": ["4", "6"],
+        "level": [3, None],
+    }
+    assert arguments(marked, *pair) == {"response": ["4", "5"], "answer": ["4", "6"]}
+
+
+def test_trl() -> None:
+    def trl(prompts: list[Any], completions: list[Any], **kwargs: Any) -> list[float]: ...
+    def few(completions: list[Any], answer: list[str]) -> list[float]: ...
+
+    assert recognise(trl, "f").wants_tokens
+    assert not recognise(few, "f").wants_tokens
+    assert arguments(trl, sample(row=ROW, tokens=(7, 8))) == {
+        "prompts": ["What is 2 + 2?"],
+        "completions": ["4"],
+        "completion_ids": [[7, 8]],
+        "answer": ["4"],
+        "level": [3],
+    }
+    messages = [{"role": "user", "content": "What is 2 + 2?"}]
+    chat = arguments(trl, sample(messages=messages))
+    assert chat["prompts"] == [messages]
+    assert chat["completions"] == [[{"role": "assistant", "content": "4"}]]
+
+
+@pytest.mark.parametrize("row", [{"ground_truth": "4"}, {"reward_model": {"ground_truth": "4", "style": "rule"}}])
+def test_verl(row: dict[str, Any]) -> None:
+    def one(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float: ...
+    def many(data_sources: Any, solution_strs: Any, ground_truths: Any, extra_infos: Any) -> list[float]: ...
+
+    row = {"data_source": "sums", **row}
+    expected = {"data_source": "sums", "solution_str": "4", "ground_truth": "4", "extra_info": None}
+    assert arguments(one, sample(row=row)) == expected
+    assert arguments(many, sample(row=row)) == {f"{name}s": [value] for name, value in expected.items()}
+    assert not recognise(one, "f").missing(row)
+    assert recognise(one, "f").missing(["answer"]) == ["data_source", "ground_truth"]
+    assert recognise(many, "f").missing(["answer"]) == ["data_sources", "ground_truths"]
+
+
+def test_async_functions_and_objects() -> None:
+    async def one(response: str) -> float: ...
+
+    class Judge:
+        async def __call__(self, response: str) -> float: ...
+
+    class Rule:
+        def __call__(self, response: str) -> float: ...
+
+    assert recognise(one, "f").is_async
+    assert recognise(Judge(), "f").is_async
+    assert not recognise(Rule(), "f").is_async
+
+
+def test_parameters_without_a_column_are_found() -> None:
+    def plain(prompt: str, response: str, answr: str, level: int = 1) -> float: ...
+
+    assert recognise(plain, "f").missing(["answer"]) == ["answr"]
+
+
+def none(question: str, answer: str) -> float: ...
+def both(response: str, completions: str) -> float: ...
+def positional(response: str, /) -> float: ...
+def only_row(**row: Any) -> float: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "words"),
+    [
+        (none, "no parameter takes the response"),
+        (only_row, "no parameter takes the response"),
+        (both, "response and completions"),
+        (positional, "remove the `/`"),
+        (dict, "no parameter takes the response|cannot be read"),
+    ],
+)
+def test_what_is_no_form_is_refused(function: Any, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        recognise(function, "f")
+
+
+NAMES = st.sampled_from(["prompt", "prompts", "answer", "level", "extra_info", "data_source", "completion_ids"])
+RESPONSES = {"response", "completion", "responses", "completions", "solution_str", "solution_strs"}
+
+
+@given(
+    response=st.sampled_from(sorted(RESPONSES)),
+    names=st.lists(NAMES, unique=True),
+    defaults=st.data(),
+    takes_rest=st.booleans(),
+)
+def test_every_signature_with_one_response_is_called_as_it_asks(
+    response: str, names: list[str], defaults: st.DataObject, takes_rest: bool
+) -> None:
+    """Whatever the parameters: the function can be called with the arguments, and lists have one element a sample."""
+    kinds = inspect.Parameter
+    parameters = [
+        kinds(name, kinds.KEYWORD_ONLY, default=None if defaults.draw(st.booleans()) else kinds.empty)
+        for name in [response, *names]
+    ] + ([kinds("row", kinds.VAR_KEYWORD)] if takes_rest else [])
+
+    def function(**row: Any) -> float: ...
+
+    asking_for(function)
+    function.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    found = recognise(function, "f")
+    assert found.is_batch == (response in ("responses", "completions", "solution_strs"))
+    samples = [sample(row=ROW)] * (3 if found.is_batch else 1)
+    given_arguments = found.arguments(samples)
+    function.__signature__.bind(**given_arguments)  # type: ignore[attr-defined]
+    assert given_arguments[response] == (["4"] * 3 if found.is_batch else "4")
+    if found.is_batch:
+        assert {len(values) for values in given_arguments.values()} == {3}
+    assert isinstance(found, Signature)

@@ -1,0 +1,122 @@
+"""Reward functions by their names, checked before a process starts."""
+
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realhf.base.errors import UserError
+from realhf.rewards.ready import READY
+from realhf.rewards.sources import RewardSource, load_rewards
+
+REWARDS = """
+from realhf.rewards.signature import batch
+LIMIT = 3
+def correct(response, answer):
+    return response == answer
+
+async def polite(prompt, response): ...
+def _own(response): ...
+class Judge:
+    def __init__(self, limit=LIMIT): ...
+    def __call__(self, response): ...
+judge = Judge()
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "rewards.py"
+    path.write_text(REWARDS)
+    return path
+
+
+def test_functions_of_a_file(file: Path) -> None:
+    rewards = load_rewards(
+        [f"{file}:correct", f"{file}:polite=0.5", f"{file}:correct=-2", f"{file}:judge"], ["prompt", "answer"]
+    )
+    assert [reward.name for reward in rewards] == ["correct", "polite", "correct_2", "judge"]
+    assert [reward.weight for reward in rewards] == [1.0, 0.5, -2.0, 1.0]
+    assert [reward.signature.is_async for reward in rewards] == [False, True, False, False]
+    assert rewards[0].place == "correct (rewards.py:4)"
+
+
+def test_names_of_statistics_are_kept_free(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def total(response): ...")
+    assert load_rewards([f"{tmp_path}/r.py:total"])[0].name == "total_2"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("rewards.py", "names no function"),
+        ("rewards.txt:correct", "names no function"),
+        ("nowhere.py:correct", "nowhere.py: no such file"),
+        ("FILE:corect", "has no function 'corect'; it has the functions correct, polite"),
+        ("FILE:LIMIT", "has int under the name 'LIMIT'"),
+        ("FILE:Judge", "is a class"),
+        ("FILE:correct=heavy", "the weight 'heavy' is no number"),
+        ("FILE:correct=nan", "the weight nan is not finite"),
+        ("FILE:correct=inf", "not finite"),
+        ("ready:exact", "no ready reward 'exact'; choose one of exact_match, numeric"),
+        ("ready:exact_match(colum='a')", "no option 'colum'; it has column, strip"),
+        ("ready:regex", "needs pattern"),
+        ("ready:regex(pattern='(')", "pattern"),
+        ("ready:regex('a')", "cannot be read"),
+        ("ready:regex(pattern=open('x'))", "cannot be read"),
+        ("ready:overlong(max_tokens=2, cache_tokens=3)", "cache_tokens=3"),
+        ("ready:server(url='ftp://x')", "no address"),
+    ],
+)
+def test_mistakes(file: Path, text: str, words: str) -> None:
+    with pytest.raises(UserError, match=words) as caught:
+        load_rewards([text.replace("FILE", str(file))], ["answer"])
+    assert "\n" not in str(caught.value)
+
+
+def test_no_reward() -> None:
+    with pytest.raises(UserError, match="there is no reward function"):
+        load_rewards([])
+
+
+def test_an_error_of_the_file_has_its_line(tmp_path: Path) -> None:
+    (tmp_path / "broken.py").write_text("import os\nimport no_such_module\n")
+    with pytest.raises(UserError, match=r"broken.py:2: cannot be imported: ModuleNotFoundError"):
+        load_rewards([f"{tmp_path}/broken.py:correct"])
+
+
+def test_parameters_without_a_column(file: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        load_rewards([f"{file}:correct"], ["prompt", "label"])
+    assert str(caught.value) == (
+        "reward correct (rewards.py:4) asks for 'answer', and the data have no such column: they have label, prompt, "
+        "and a call gives prompt, response, completion, response_length; rename the parameter, give it a default, or "
+        "add the field to the data"
+    )
+    with pytest.raises(UserError, match=r"ready:exact_match asks for 'answer'"):
+        load_rewards(["ready:exact_match"], ["label"])
+    load_rewards(["ready:exact_match(column='label')"], ["label"])
+
+
+@given(weight=st.floats(allow_nan=False, allow_infinity=False), folder=st.sampled_from(["", "a=b/", "c:d/", "/e/"]))
+def test_weights(weight: float, folder: str) -> None:
+    parsed = RewardSource.parse(f"{folder}rewards.py:f={weight!r}")
+    assert (parsed.module, parsed.function, parsed.weight) == (f"{folder}rewards.py", "f", weight)
+    assert RewardSource.parse(parsed.text).weight == 1.0
+    ready = RewardSource.parse(f"ready:regex(pattern='a=b:c')={weight!r}")
+    assert (ready.function, ready.weight) == ("regex(pattern='a=b:c')", weight)
+
+
+@given(st.text(max_size=30))
+def test_any_text_is_a_source_or_a_user_s_error(text: str) -> None:
+    try:
+        parsed = RewardSource.parse(text)
+    except UserError:
+        return
+    assert math.isfinite(parsed.weight)
+
+
+def test_every_ready_function_has_a_purpose() -> None:
+    assert all(maker.__doc__ for maker in READY.values())

@@ -1,0 +1,86 @@
+"""What functions may return."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from realhf.rewards.values import BadValueError, as_reward, as_rewards
+
+
+@pytest.mark.parametrize(
+    ("value", "number"),
+    [
+        (True, 1.0),
+        (3, 3.0),
+        (0.25, 0.25),
+        (None, None),
+        (np.float32(0.5), 0.5),
+        (np.int64(2), 2.0),
+        (np.bool_(True), 1.0),
+        (np.array([0.5]), 0.5),
+        (torch.tensor(0.5), 0.5),
+    ],
+)
+def test_numbers(value: Any, number: float | None) -> None:
+    assert as_reward(value) == number
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (float("nan"), "nan"),
+        (float("-inf"), "-inf"),
+        (np.float64("nan"), "nan"),
+        ("1.0", r"'1.0' \(str\)"),
+        ([1.0], "list"),
+        (np.ones(2), "ndarray"),
+        ({"score": 1}, "dict"),
+        (10**400, "beyond all floats"),
+        (1j, "complex"),
+    ],
+)
+def test_what_is_no_number(value: Any, words: str) -> None:
+    with pytest.raises(BadValueError, match=words):
+        as_reward(value)
+
+
+def test_verl_may_return_a_dict() -> None:
+    assert as_reward({"score": 0.5, "acc": True}, "verl") == 0.5
+    assert as_reward(1, "verl") == 1
+    with pytest.raises(BadValueError, match="without 'score'"):
+        as_reward({"acc": 1}, "verl")
+
+
+def test_a_forgotten_async() -> None:
+    async def reward() -> float: ...
+
+    with pytest.raises(BadValueError, match="declare it with `async def`"):
+        as_reward(reward())
+
+
+def test_an_object_whose_repr_raises() -> None:
+    class Bad:
+        def __repr__(self) -> str:
+            raise RuntimeError
+
+    with pytest.raises(BadValueError, match="repr raises RuntimeError"):
+        as_reward(Bad())
+
+
+@given(st.lists(st.floats(allow_nan=False, allow_infinity=False) | st.none(), max_size=5))
+def test_batches(values: list[float | None]) -> None:
+    assert as_rewards(values, len(values), "trl") == values
+    assert as_rewards(tuple(values), len(values), "trl") == values
+    with pytest.raises(BadValueError, match=f"{len(values)} rewards for a batch of {len(values) + 1}"):
+        as_rewards(values, len(values) + 1, "trl")
+
+
+def test_arrays_are_lists() -> None:
+    assert as_rewards(np.array([1.0, 2.0]), 2, "trl") == [1.0, 2.0]
+    for value in ("ab", 1.0, None, {"a": 1}):
+        with pytest.raises(BadValueError, match="a list of 2"):
+            as_rewards(value, 2, "trl")
