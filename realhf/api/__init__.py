@@ -25,6 +25,7 @@ from realhf.api.script.functions import (
     tensor_function,
 )
 from realhf.api.script.models import Policy, RewardModel, ValueModel, model_method
+from realhf.api.script.reward import Reward
 from realhf.architecture.compute import ComputeConfig
 from realhf.architecture.model import DecoderConfig, DType, Experts, RopeScaling
 from realhf.architecture.named import ARCHITECTURES, architecture
@@ -89,6 +90,7 @@ __all__ = [
     "Policy",
     "Prompts",
     "Reduction",
+    "Reward",
     "RewardModel",
     "RopeScaling",
     "RunError",

@@ -1,12 +1,15 @@
 """Scripts run: PPO in ten lines is PPO with its calls declared."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from realhf.data import sort_task
 from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
 from realhf.lifecycle.request import experiment_of
 from realhf.planning.planner import plan_for
 from realhf.planning.request import DevicesRequest, PlanRequest, SearchBudget
@@ -58,3 +61,27 @@ def test_the_same_numbers(data: Path, tmp_path: Path) -> None:
     script = finished(tmp_path / "script", SCRIPT, *options(data), *words)
     declared = finished(tmp_path / "declared", "ppo", "--data-dir", str(data), "--no-evaluate", *words)
     assert statistics(script) == statistics(declared)
+
+
+@pytest.mark.distributed
+def test_an_algorithm_in_one_file_with_other_plans_and_resumed(data: Path, tmp_path: Path) -> None:
+    script = ROOT / "tests/e2e/reinforce_script.py"
+    words = (*options(data), *SMALL, "--dtype", "float64", "--mini-batches", "2", "--record", "seq")
+    words = (*words, "--checkpoint-every", "2")
+    one, two, plan = tmp_path / "one", tmp_path / "two", tmp_path / "plan.json"
+    calls = {"actor_generate": CallPlan(devices=(0, 2), dp=2), "actor_train_step": CallPlan(devices=(0, 2), tp=2)}
+    save_plan(ExecutionPlan(num_devices=2, calls=calls), plan)
+    whole = finished(one, script, *words, "--steps", "4", "--num-workers", "1")
+    other = finished(two, script, *words, "--steps", "4", "--plan", plan)
+    for step in range(4):
+        first, second = whole.recorded(step, "seq"), other.recorded(step, "seq")
+        assert all(torch.equal(first[sample], second[sample]) for sample in range(32))
+    names = ("reward_mean", "entropy", "response_length", "actor_loss", "actor_grad_norm", "actor_lr")
+    for a, b in zip(whole.metrics, other.metrics, strict=True):
+        assert {name: a[name] for name in names} == pytest.approx({name: b[name] for name in names}, abs=1e-9)
+    latest = one / "checkpoints/latest"
+    latest.unlink()
+    latest.symlink_to("step-2")
+    shutil.rmtree(one / "checkpoints/step-4")
+    again = finished(one, script, "--resume")
+    assert statistics(again) == statistics(whole)

@@ -10,7 +10,8 @@ from realhf.engine.batch import Batch
 def as_rollouts(batch: Batch, rows: Rows) -> Batch:
     """The sequences of a batch with the columns `prompt` and `seq` beside its own.
 
-    Of n pairs it has 2n rows, chosen and rejected in turn, which stay together; other columns stand in both.
+    Examples with a `loss_mask` have it for the tokens behind the prompt as `in_loss`. Of n pairs it has 2n rows, chosen
+    and rejected in turn, which stay together; other columns stand in both.
     """
     data = batch.data
     match rows:
@@ -18,8 +19,13 @@ def as_rollouts(batch: Batch, rows: Rows) -> Batch:
             return batch
         case "examples":
             lengths = [int(length) for length in data["prompt_length"]]
-            prompts = [tokens[:length] for tokens, length in zip(data["tokens"], lengths, strict=True)]
-            return batch.with_data(prompt=prompts, seq=data["tokens"])
+            # A text that is all response begins with a token that nothing predicts.
+            prompts = [tokens[: max(1, length)] for tokens, length in zip(data["tokens"], lengths, strict=True)]
+            rollouts = batch.with_data(prompt=prompts, seq=data["tokens"])
+            if "loss_mask" not in data:
+                return rollouts
+            masks = zip(data["loss_mask"], prompts, strict=True)
+            return rollouts.with_data(in_loss=[mask[len(prompt) :] for mask, prompt in masks])
         case "pairs":
             ids = tuple(2 * sample + side for sample in batch.ids for side in (0, 1))
             twice = {key: [value for value in column for _ in (0, 1)] for key, column in data.items()}

@@ -1,6 +1,7 @@
 """The update of a script: optimizer steps on the sum of one or several losses."""
 
 import inspect
+import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
@@ -53,14 +54,14 @@ class UpdateInterface:
         own = ("loss", "grad_norm", "lr", "skipped_mini_batches", "stopped_after", _MOVED)
         named = prefixed(c.model, {name: stats.pop(name) for name in own if name in stats})
         first = add_stats(map(_rollout_stats, terms[0])) if c.rollout_statistics else {}
-        return CallResult(stats={**stats, **named, **first, **evaluation.stats})
+        return CallResult(stats={**first, **stats, **named, **evaluation.stats})
 
     def _step(self, model: Model, batch: Batch, context: Context) -> tuple[Stats, bool]:
         """One optimizer step, and whether it is the last: log-probabilities have moved too far. None is made where
         every sample of the first loss is left out."""
-        weights = self._weights(batch)
+        weights, device = self._weights(batch), batch.data["seq"][0].device
         if len(weights) > 1 or _LEFT_OUT in _terms_of(batch):
-            weights = context.sum_over_data_parallel(torch.tensor(weights, dtype=torch.float64)).tolist()
+            weights = context.sum_over_data_parallel(torch.tensor(weights, dtype=torch.float64, device=device)).tolist()
         if not weights[0]:
             return {"skipped_mini_batches": (1.0, 1.0)}, False
         stats = model.train_step(
@@ -72,7 +73,7 @@ class UpdateInterface:
         )
         if self.config.max_kl is None:
             return stats, False
-        moved = torch.tensor(stats.get(_MOVED, (0.0, 0.0)), dtype=torch.float64)
+        moved = torch.tensor(stats.get(_MOVED, (0.0, 0.0)), dtype=torch.float64, device=device)
         total, tokens = context.sum_over_outputs(moved).tolist()
         return stats, total > self.config.max_kl * tokens
 
@@ -159,7 +160,9 @@ class _Loss:
             return 0.0
         if self.term.rows == "pairs":
             return len(rows) / 2
-        return float(len(rows)) if self._is_by_sequence else float(sum(_response_lengths(rows)))
+        if self._is_by_sequence:
+            return float(len(rows))
+        return float(torch.cat(rows.data["in_loss"]).sum() if "in_loss" in rows.data else sum(_response_lengths(rows)))
 
     @cached_property
     def _is_by_sequence(self) -> bool:
@@ -178,18 +181,22 @@ class _Loss:
         """What the losses of tokens are multiplied by, [responses]; None: by 1."""
         if self.term.rows == "pairs":
             return None
-        factors = rows.packed("weight").values if "weight" in rows.data else None
-        if not self._is_by_sequence:
-            return factors
-        by_sequence = _of_tokens(rows, self.term.loss.reduction)
-        return by_sequence if factors is None else by_sequence * factors
+        factors = [rows.packed(name).values for name in ("weight", "in_loss") if name in rows.data]
+        if self._is_by_sequence:
+            factors.append(_of_tokens(rows, self.term.loss.reduction))
+        return math.prod(factors, start=torch.ones_like(factors[0])) if factors else None
 
 
 def _of_tokens(rows: Batch, reduction: Reduction) -> Tensor:
     """By token of the responses the factor of a reduction by sequences: [responses]."""
-    lengths = torch.tensor(_response_lengths(rows), device=rows.data["seq"][0].device)
-    divisors = lengths.double() if reduction.kind == "sequence_mean" else lengths.double() * 0 + reduction.over
-    return (1 / divisors).repeat_interleave(lengths)
+    device = rows.data["seq"][0].device
+    lengths = torch.tensor(_response_lengths(rows), device=device)
+    if reduction.kind == "sequence_sum_over":
+        return torch.full((int(lengths.sum()),), 1 / reduction.over, dtype=torch.float64, device=device)
+    counts = lengths.double()
+    if "in_loss" in rows.data:
+        counts = torch.stack([mask.sum() for mask in rows.data["in_loss"]]).double().clamp(min=1)
+    return (1 / counts).repeat_interleave(lengths)
 
 
 def _response_lengths(rows: Batch) -> list[int]:

@@ -1,5 +1,6 @@
 """Settings of the calls that a script makes; see `realhf.algorithms.script` for what they do on the workers."""
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -126,3 +127,30 @@ class OwnRule(OwnMethod):
     """An own method that does not use its model."""
 
     uses_model: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoreTexts(ScriptCall):
+    """INFERENCE beside the devices: `prompt`, `seq` -> `reward` [1] (and `valid` [1]) by functions on texts.
+
+    `reward` is a `realhf.algorithms.text_reward.config.TextReward`, which lies above the API; `name` is that of the
+    call, in front of the names of its statistics.
+    """
+
+    implementation: ClassVar[str] = f"{_ROOM}.texts:ScoreTextsInterface"
+    uses_model: ClassVar[bool] = False
+    runs_beside: ClassVar[bool] = True
+
+    reward: Any
+    name: str = ""
+
+    @property
+    def seconds_per_sample(self) -> float:
+        return float(self.reward.seconds_per_sample)
+
+    @property
+    def processes_per_worker(self) -> int:
+        return int(self.reward.processes_per_worker)
+
+    def check_columns(self, columns: Collection[str]) -> None:
+        self.reward.check_columns(columns)

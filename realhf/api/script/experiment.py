@@ -16,6 +16,7 @@ from realhf.api.model_source import ModelSource, model_source
 from realhf.api.script.data import ScriptData, load
 from realhf.api.script.lines import ScriptError
 from realhf.api.script.models import ScriptModel
+from realhf.api.script.reward import Reward, models_of_rewards
 from realhf.api.script.trace import EndTokens, Trace
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
@@ -48,6 +49,11 @@ class ScriptExperiment:
     architecture: DecoderConfig = field(default_factory=lambda: SMALL)
     tokenizer: str = ""
 
+    @cached_property
+    def _models(self) -> dict[str, ScriptModel]:
+        """By parameter the models, of rewards too."""
+        return {**self._of_kind(ScriptModel), **models_of_rewards(self._of_kind(Reward))}
+
     @property
     def rpcs(self) -> list[ModelFunctionCallDef]:
         return list(self._traced.calls)
@@ -57,7 +63,7 @@ class ScriptExperiment:
         trained = {call.model_name for call in self.rpcs if call.trains}
         return {
             name: model.setup(self._sources[name].checkpoint, self.dtype, trains=name in trained)
-            for name, model in self._of_kind(ScriptModel).items()
+            for name, model in self._models.items()
         }
 
     @cached_property
@@ -78,7 +84,7 @@ class ScriptExperiment:
     def _sources(self) -> dict[str, ModelSource]:
         return {
             name: model_source(model.model or self.model, self.architecture, head=model.HEAD, backend=model.backend)
-            for name, model in self._of_kind(ScriptModel).items()
+            for name, model in self._models.items()
         }
 
     @cached_property
@@ -106,7 +112,7 @@ class ScriptExperiment:
 
     @cached_property
     def _traced(self) -> Trace:
-        heads = {name: model.HEAD for name, model in self._of_kind(ScriptModel).items()}
+        heads = {name: model.HEAD for name, model in self._models.items()}
         trace = Trace(
             {name: self._sources[name].architecture.with_head(head) for name, head in heads.items()},
             self.mini_batches,
@@ -118,6 +124,8 @@ class ScriptExperiment:
             match value := getattr(self, name):
                 case ScriptData():
                     arguments[name] = trace.dataset(name, self._datasets[name].keys)
+                case Reward():
+                    arguments[name] = value.in_trace(trace, name, self._tokenizer)
                 case ScriptModel():
                     arguments[name] = value.in_trace(trace, name)
                 case _:

@@ -35,7 +35,7 @@ from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelInterfaceType
 from realhf.dataflow.protocols import THREE_D_PROTO, TransferProtocol
 
-_ROLLOUT = "give the result of generate, or a tensor function's that was given it"
+ROLLOUT = "give the result of generate, or a tensor function's that was given it"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,14 +97,14 @@ class ScriptModel(OptimizerConfig):
         if isinstance(given, SymbolicColumns):
             return given
         what = repr(given) if isinstance(given, Symbolic | ScriptModel) else f"a {type(given).__name__}"
-        raise script_error(f"{self._name}.{method} reads columns of the step, and was given {what}; {_ROLLOUT}")
+        raise script_error(f"{self._name}.{method} reads columns of the step, and was given {what}; {ROLLOUT}")
 
     def _infer(
         self, request: Request, make: Callable[..., Any], read: SymbolicColumns, needs: Sequence[str]
     ) -> Columns:
         """An inference call on the columns `needs` of `read`; all, where a tensor function made them."""
         trace, view = self._trace, read._view
-        read._needs(needs, f"{request.model}.{request.method}", _ROLLOUT)
+        read._needs(needs, f"{request.model}.{request.method}", ROLLOUT)
         if not read._origin.is_open:
             view = View(tuple(pair for pair in view.columns if pair[0] in needs))
         suffix = request.name or read._origin.suffix
@@ -137,7 +137,7 @@ class ScriptModel(OptimizerConfig):
             sequences=_sequences(terms),
             epochs=loss.setting("epochs", 1) if epochs is None else epochs,
             max_kl=loss.setting("max_kl", None) if max_kl is None else max_kl,
-            rollout_statistics=is_rollout and self.HEAD == "lm",
+            rollout_statistics=is_rollout and not trace.has_rollout_statistics,
         )
         request = Request(
             model=self._name,
@@ -209,7 +209,8 @@ class Policy(ScriptModel):
         config = Generate(**settings, view=prompt, outputs=outputs, name=name)
         trace.add(request, config, prompt.keys)
         found = trace.result(request, outputs, kept=prompt)
-        origin = dataclasses.replace(found._origin, temperature=options.temperature or 1.0)
+        temperature = options.temperature or 1.0
+        origin = dataclasses.replace(found._origin, temperature=temperature, generated_by=config)
         return SymbolicColumns(trace, found._view, origin)
 
     def logprobs(self, batch: Columns, *, key: str = "ref_logprob", per_token: bool = False, name: str = "") -> Columns:

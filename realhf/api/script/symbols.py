@@ -2,9 +2,10 @@
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 from realhf.api.script.columns import Columns, Symbolic
+from realhf.api.script.config import Generate
 from realhf.api.script.functions import TensorFunction, check_function, describe_function
 from realhf.api.script.lines import ScriptError, script_error
 from realhf.api.script.views import Application, ColumnOf, View
@@ -50,7 +51,7 @@ class Origin:
 
     what: for messages: `actor.generate`, `prompts`.
     suffix: the name of the call that made them, where its model has another such call; part of the names of keys.
-    temperature: that of the rollout they belong to, None if none.
+    temperature: that of the rollout they belong to, None if none; generated_by: the call that made that rollout.
     is_open: a tensor function made them, which may have added columns.
     """
 
@@ -59,6 +60,20 @@ class Origin:
     suffix: str = ""
     temperature: float | None = None
     is_open: bool = False
+    generated_by: Generate | None = None
+
+    @property
+    def ends(self) -> "Ends":
+        """What ends a response, taken off its text."""
+        made = self.generated_by
+        return Ends() if made is None else Ends(made.end_token, made.stop_strings)
+
+
+class Ends(NamedTuple):
+    """The end token (-1: none) and the stop strings of responses."""
+
+    eos_token: int = -1
+    stop_strings: tuple[str, ...] = ()
 
 
 class SymbolicColumns(_Unknown, Columns):

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from realhf.api.script.columns import Columns
-from realhf.api.script.config import ScriptCall
+from realhf.api.script.config import ScoreTexts, ScriptCall, Update
 from realhf.api.script.functions import TensorFunction
 from realhf.api.script.lines import script_error, script_line
 from realhf.api.script.symbols import Applications, Origin, SymbolicColumns
@@ -64,6 +64,11 @@ class Trace:
         """By key the call that makes it, or the parameter of its data."""
         return self._keys
 
+    @property
+    def has_rollout_statistics(self) -> bool:
+        """Whether an update so far gives the statistics of the rollouts."""
+        return any(isinstance(c.interface_impl, Update) and c.interface_impl.rollout_statistics for c in self.calls)
+
     def dataset(self, name: str, keys: Sequence[str]) -> SymbolicColumns:
         """The columns of a data set."""
         self._keys |= dict.fromkeys(keys, name)
@@ -101,11 +106,12 @@ class Trace:
                 )
         self._keys |= dict.fromkeys(keys, name)
         self._lines[name] = script_line()
+        beside = isinstance(config, ScoreTexts)
+        place: dict[str, Any] = {} if beside else {"model_name": model, "model_type": self.architectures[model]}
         self.calls.append(
             ModelFunctionCallDef(
                 name=name,
-                model_name=model,
-                model_type=self.architectures[model],
+                **place,
                 interface_type=request.kind,
                 interface_impl=config,
                 input_data=list(dict.fromkeys(reads)),

@@ -1,0 +1,106 @@
+"""The reward of a script: functions on texts, or a reward model, as the options say."""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Self
+
+import tyro
+
+from realhf.api.backends import NATIVE
+from realhf.api.script.columns import Columns
+from realhf.api.script.config import ScoreTexts
+from realhf.api.script.data import load
+from realhf.api.script.lines import script_error
+from realhf.api.script.models import ROLLOUT, RewardModel, in_reading_order
+from realhf.api.script.symbols import SymbolicColumns
+from realhf.api.script.trace import Request, Trace
+from realhf.api.script.views import View
+from realhf.architecture.compute import ComputeConfig
+from realhf.base.errors import UserError
+from realhf.dataflow.graph import INFERENCE
+
+_TEXT_REWARD = "realhf.algorithms.text_reward.config:TextReward"  # by its name: it lies above the API
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """What scores responses: functions on texts (`--reward FILE.py:FUNCTION`, which may be repeated, with `=WEIGHT`
+    behind it), or a reward model (`--reward.model DIR`); `reward` is the name of the parameter.
+
+    functions: see `realhf.algorithms.text_reward.config.TextReward`, as are the other fields of such rewards.
+    new_head, backend, compute: of the model (`ModelSetup`).
+    """
+
+    functions: Annotated[tuple[str, ...], tyro.conf.arg(name=""), tyro.conf.UseAppendAction] = ()
+    on_error: Literal["fail", "zero", "drop"] = "fail"
+    timeout_s: float = 60.0
+    processes: int = 0
+    batch_samples: int = 64
+    seconds_per_sample: float = 0.001
+    model: str = ""
+    new_head: bool = False
+    backend: str = NATIVE
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+
+    def __post_init__(self) -> None:
+        if self.functions and self.model:
+            raise UserError(
+                f"the reward has functions ({', '.join(self.functions)}) and the model {self.model}; give one kind"
+            )
+
+    def as_model(self, name: str) -> RewardModel:
+        """The model that scores. Raises UserError where the options name neither a model nor functions."""
+        if not self.model:
+            raise UserError(
+                f"there is no reward; give --{name} FILE.py:FUNCTION, a function of texts, or --{name}.model DIR, a "
+                "reward model"
+            )
+        return RewardModel(model=self.model, new_head=self.new_head, backend=self.backend, compute=self.compute)
+
+    def in_trace(self, trace: Trace, name: str, tokenizer: str) -> "Self | RewardModel":
+        """This reward as the parameter `name` of a script that is traced."""
+        if not self.functions:
+            return self.as_model(name).in_trace(trace, name)
+        found = dataclasses.replace(self)
+        object.__setattr__(found, "_place", (trace, name, tokenizer))
+        return found
+
+    def score(self, rollout: Columns, *, key: str = "reward", name: str = "") -> Columns:
+        """The column `reward` [1]; with `on_error="drop"` also `valid` [1], 0 for samples that are to count nowhere."""
+        trace, parameter, tokenizer = self._in_script
+        if not isinstance(rollout, SymbolicColumns) or rollout._view.function is not None:
+            raise script_error(f"{parameter}.score reads a rollout, and was given {rollout!r}; {ROLLOUT}")
+        rollout._needs(("prompt", "seq"), f"{parameter}.score", ROLLOUT)
+        columns = (key, "valid") if self.on_error == "drop" else (key,)
+        request = Request(
+            model=parameter, method="score", kind=INFERENCE, outputs=columns, name=name or rollout._origin.suffix
+        )
+        view = View(tuple(pair for pair in rollout._view.columns if pair[0] in ("prompt", "seq")))
+        outputs, end = trace.outputs(request), rollout._origin.ends
+        reward = load(_TEXT_REWARD)(
+            rewards=self.functions,
+            tokenizer=tokenizer,
+            eos_token=end.eos_token,
+            stop_strings=end.stop_strings,
+            on_error=self.on_error,
+            timeout_s=self.timeout_s,
+            processes=self.processes,
+            batch_samples=self.batch_samples,
+            seconds_per_sample=self.seconds_per_sample,
+        )
+        named = tuple(zip(("reward", "valid"), (made for _, made in outputs), strict=False))
+        config = ScoreTexts(view=view, outputs=named, reward=reward, name=request.name)
+        trace.add(request, config, in_reading_order(view))
+        return trace.result(request, outputs)
+
+    @property
+    def _in_script(self) -> tuple[Trace, str, str]:
+        place: tuple[Trace, str, str] | None = vars(self).get("_place")
+        if place is None:
+            raise UserError("a Reward has its methods in a script alone: a function under @auto")
+        return place
+
+
+def models_of_rewards(rewards: dict[str, Reward]) -> dict[str, Any]:
+    """By parameter the reward models, of those rewards that are models."""
+    return {name: reward.as_model(name) for name, reward in rewards.items() if not reward.functions}
