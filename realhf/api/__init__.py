@@ -35,6 +35,7 @@ from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, load_plan, save_plan
+from realhf.dataflow.pools import Pool
 from realhf.dataflow.protocols import (
     ALL_TO_ALL,
     DP_PROTO,
@@ -88,6 +89,7 @@ __all__ = [
     "Pairs",
     "ParallelStrategy",
     "Policy",
+    "Pool",
     "Prompts",
     "Reduction",
     "Reward",

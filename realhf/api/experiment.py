@@ -15,6 +15,7 @@ from realhf.base.errors import UserError
 from realhf.base.numbers import Range, check_ranges
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import ModelFunctionCallDef
+from realhf.dataflow.pools import Pool
 
 LearningRateSchedule = Literal["constant", "linear", "cosine"]
 
@@ -205,6 +206,7 @@ class AutoSettings:
     nodelist: str | None = None
     max_steps_in_flight: int = 2
     search_evaluations: int | None = None
+    pools: Mapping[str, Pool] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.batch_size < 1:
@@ -230,6 +232,7 @@ def auto(
     nodelist: str | None = None,
     max_steps_in_flight: int = 2,
     search_evaluations: int | None = None,
+    pools: Mapping[str, Pool] | None = None,
     steps: int | None = None,
     mini_batches: int | None = None,
 ) -> Auto:
@@ -243,6 +246,7 @@ def auto(
             has at least k + 1 where a model follows another with a staleness of k.
         search_evaluations: the budget of the plan search as a number of plans, so that a plan can be reproduced; None:
             a budget that grows with the number of options.
+        pools: by name, models that are confined to some of the devices. A property `pools` overrides it.
         steps, mini_batches: of a script, the defaults of these fields.
 
     Raises:
@@ -254,6 +258,7 @@ def auto(
         nodelist=nodelist,
         max_steps_in_flight=max_steps_in_flight,
         search_evaluations=search_evaluations,
+        pools=pools or {},
     )
 
     def decorate(cls: Any) -> Any:
@@ -319,6 +324,12 @@ def follows_of(experiment: Any) -> dict[str, Follow]:
     """By name, the models of the experiment that follow another one."""
     models: Mapping[str, ModelSetup] = getattr(experiment, "models", {})
     return {name: setup.follows for name, setup in models.items() if setup.follows is not None}
+
+
+def pools_of(experiment: Any) -> Mapping[str, Pool]:
+    """By name, the models of the experiment that are confined to some of the devices."""
+    pools: Mapping[str, Pool] = getattr(experiment, "pools", auto_settings(experiment).pools)
+    return pools
 
 
 def _check_follow(name: str, setup: ModelSetup, source: ModelSetup) -> None:

@@ -89,6 +89,9 @@ def totals(comparison: Comparison) -> Iterator[str]:
     hours = f"{analysis.gpu_hours_per_million_tokens:.3g} GPU-hours per million tokens"
     yield f"{analysis.tokens_per_s:,.0f} tokens/s, {hours}"
     yield f"limited by {analysis.limits}"
+    pools = comparison.task.graph.pools
+    for pool in dict.fromkeys(pools.values()):
+        yield f"{pool}: {', '.join(model for model, its in pools.items() if its == pool)}"
     words, simple = "none is legal", comparison.heuristic
     if simple.prediction:
         step_s = simple.prediction.step_s

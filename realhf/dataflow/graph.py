@@ -13,6 +13,7 @@ from realhf.architecture.named import architecture
 from realhf.base.errors import UserError
 from realhf.dataflow.follow import Follow, FollowNode, follow_nodes
 from realhf.dataflow.interface import InterfaceConfig
+from realhf.dataflow.pools import Pool, check_pools
 from realhf.dataflow.protocols import THREE_D_PROTO, TransferProtocol
 from realhf.geometry.layout import Layout, divisors
 
@@ -168,11 +169,12 @@ class DataflowGraph:
         calls: the `rpcs` of an experiment, in any order.
         dataset_keys: the keys that every row of the data set has.
         follows: by name, the models whose parameters follow those of another one.
+        pools: by name, the devices that models are confined to; models without a pool may use all.
 
     Raises:
         UserError: a key without a producer or with two, a cycle, two calls of one name, a
-            model name with two architectures, generate calls with different numbers of samples a prompt, or a model
-            that cannot follow the one it should.
+            model name with two architectures, generate calls with different numbers of samples a prompt, a model
+            that cannot follow the one it should, or a pool of a model that there is not.
 
     Attributes:
         samples_per_prompt: how many neighbouring samples are responses to one prompt, in all generate calls.
@@ -183,6 +185,7 @@ class DataflowGraph:
         calls: Sequence[ModelFunctionCallDef],
         dataset_keys: Sequence[str],
         follows: Mapping[str, Follow] | None = None,
+        pools: Mapping[str, Pool] | None = None,
     ):
         self.dataset_keys = tuple(dataset_keys)
         _check_names(calls)
@@ -194,6 +197,8 @@ class DataflowGraph:
             parents[edge.child].add(edge.parent)
         position = {call.name: i for i, call in enumerate(calls)}
         self.calls = {name: next(c for c in calls if c.name == name) for name in _sorted_calls(parents, position)}
+        self.pools = dict(pools or {})
+        check_pools(self.pools, self.models)
         trained = {call.model_name for call in calls if call.trains}
         self.follows: dict[str, FollowNode] = follow_nodes(follows or {}, self.models, trained)
         self.edges = data_edges + self._version_edges() + self._follow_edges()

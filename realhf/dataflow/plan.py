@@ -193,6 +193,11 @@ def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> No
             raise UserError(
                 f"{name}: devices={[first, count]} do not lie within the {plan.num_devices} devices of the plan"
             )
+        if (pool := graph.pools.get(definition.model_name)) and call.mesh not in pool:
+            raise UserError(
+                f"{name}: devices={[first, count]} are not all of {pool}, to which model {definition.model_name!r} is "
+                "confined; choose devices of the pool, or change it"
+            )
         check_strategy(name, definition.config, call.strategy)
         if call.chunks > 1 and definition.generates:
             raise UserError(

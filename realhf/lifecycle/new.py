@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from realhf.api.experiment import auto_settings, follows_of
+from realhf.api.experiment import auto_settings, follows_of, pools_of
 from realhf.base.errors import UserError
 from realhf.base.numbers import Bounds, check_fields
 from realhf.data.fit import check_fit, check_replay
@@ -60,7 +60,7 @@ def check_experiment(experiment: Any) -> None:
     check_fields("", experiment, EXPERIMENT_RANGES)
     _check_finite("", msgspec.to_builtins(experiment))
     extent, batch_size = experiment.dataset.check(), auto_settings(experiment).batch_size
-    graph = DataflowGraph(experiment.rpcs, experiment.dataset.keys, follows_of(experiment))
+    graph = DataflowGraph(experiment.rpcs, experiment.dataset.keys, follows_of(experiment), pools_of(experiment))
     rows = graph.rows_per_step(batch_size)
     if extent.rows < rows:
         size = f"batch_size={batch_size}{_per_prompt(graph)}"

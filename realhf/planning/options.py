@@ -8,6 +8,7 @@ from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.plan import CallPlan
+from realhf.dataflow.pools import Pool
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy, divisors
 from realhf.planning.model.cluster import Cluster, device_meshes
 from realhf.planning.task import PlanningTask
@@ -99,10 +100,30 @@ def options_on(meshes: Iterable[DeviceMesh], call: ModelFunctionCallDef, mini_ba
     return options
 
 
-def call_options(call: ModelFunctionCallDef, batch_size: int, cluster: Cluster) -> list[Option]:
-    """All legal options of the call, on every mesh of the cluster. Raises UserError if its mini-batches do not divide
-    the batch."""
-    return options_on(device_meshes(cluster), call, call.mini_batch_size(batch_size))
+def pool_meshes(cluster: Cluster, pool: Pool | None) -> list[DeviceMesh]:
+    """The meshes of a cluster, the smallest first; of a pool those within it, and its runs of neighbours within a node.
+    None: all of the cluster."""
+    meshes = device_meshes(cluster)
+    if pool is None:
+        return meshes
+    inside = [mesh for mesh in meshes if mesh in pool]
+    runs = [run for run in pool.runs if not cluster.crosses_nodes((run.first, run.devices[-1])) and run not in inside]
+    return sorted([*inside, *runs], key=lambda mesh: (mesh.size, mesh.first))
+
+
+def call_options(
+    call: ModelFunctionCallDef, batch_size: int, cluster: Cluster, pool: Pool | None = None
+) -> list[Option]:
+    """All legal options of the call, on every mesh of the cluster, or of the pool of its model. Raises UserError if its
+    mini-batches do not divide the batch, or none is legal within the pool."""
+    options = options_on(pool_meshes(cluster, pool), call, call.mini_batch_size(batch_size))
+    if not options and pool is not None:
+        raise UserError(
+            f"{call.name}: no (dp, tp, pp) within {pool}, to which model {call.model_name!r} is confined, is legal "
+            f"with mini-batches of {call.mini_batch_size(batch_size)} samples; give the pool other devices, or change "
+            "the batch size"
+        )
+    return options
 
 
 def chosen(options: Mapping[str, Sequence[Option]], choice: Sequence[int]) -> dict[str, CallPlan]:
@@ -112,4 +133,8 @@ def chosen(options: Mapping[str, Sequence[Option]], choice: Sequence[int]) -> di
 
 def all_options(task: PlanningTask) -> dict[str, list[Option]]:
     """`call_options` of every call of a task, by name."""
-    return {name: call_options(call, task.batch_size, task.cluster) for name, call in task.graph.calls.items()}
+    pools = task.graph.pools
+    return {
+        name: call_options(call, task.batch_size, task.cluster, pools.get(call.model_name))
+        for name, call in task.graph.calls.items()
+    }

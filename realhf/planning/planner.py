@@ -6,12 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from realhf.api.experiment import auto_settings, follows_of, models_of
+from realhf.api.experiment import auto_settings, follows_of, models_of, pools_of
 from realhf.architecture.model import DType
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph
 from realhf.dataflow.offload import check_offload
 from realhf.dataflow.plan import ExecutionPlan
+from realhf.dataflow.pools import check_devices
 from realhf.planning.clusters import cluster_of, clusters_of
 from realhf.planning.explain.comparison import describe, explain
 from realhf.planning.explain.remedies import find_remedies, smallest_peak_bytes
@@ -73,7 +74,8 @@ def task_of(
     `offload`, `call_factors` and `saves` are those of `PlanRequest`.
 
     Raises:
-        UserError: the experiment is not valid, `offload` names other models, or a profile cannot be read.
+        UserError: the experiment is not valid, a pool has devices beyond the cluster, `offload` names other models, or
+            a profile cannot be read.
     """
     what_if = (what_if or WhatIf()).with_defaults()
     settings, stale, follows = auto_settings(experiment), what_if.staleness, follows_of(experiment)
@@ -81,8 +83,9 @@ def task_of(
     calls = what_if.apply(experiment.rpcs)
     tokens = what_if.prompt_tokens
     keys = experiment.dataset.keys if tokens is None else keys_without_producer(calls)
-    graph = with_staleness(DataflowGraph(calls, keys, follows), stale)
+    graph = with_staleness(DataflowGraph(calls, keys, follows, pools_of(experiment)), stale)
     check_offload(offload, graph)
+    check_devices(graph.pools.values(), cluster.num_devices)
     batch_size = what_if.batch_size or settings.batch_size
     graph.rows_per_step(batch_size)
     dtype = what_if.dtype or _common_dtype(experiment)

@@ -4,14 +4,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from realhf.base.errors import UserError
-from realhf.dataflow.plan import ExecutionPlan
+from realhf.dataflow.plan import ExecutionPlan, check_plan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.mapping import Mapper
 from realhf.planning.model.call import CallModel
 from realhf.planning.model.cluster import halves
 from realhf.planning.model.communicators import of_all_devices
 from realhf.planning.model.hardware import GIB
-from realhf.planning.options import Option, call_strategies, chosen, options_on
+from realhf.planning.options import Option, call_strategies, chosen, options_on, pool_meshes
 from realhf.planning.predict import Prediction, predict_in_best_order
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import SearchRequest, native_problem, search_problem
@@ -44,7 +44,9 @@ def evaluate_presets(task: PlanningTask, watch: Watch = unwatched) -> list[Prese
 def evaluate_preset(name: str, task: PlanningTask) -> PresetResult:
     """A preset, predicted as the searched plan is, in its own best order."""
     try:
-        prediction = predict_in_best_order(task, PRESETS[name](task))
+        plan = PRESETS[name](task)
+        check_plan(plan, task.graph, task.batch_size)  # a rule knows no pools
+        prediction = predict_in_best_order(task, plan)
     except UserError as error:
         return PresetResult(name=name, prediction=None, problem=str(error))
     device, need = max(enumerate(prediction.device_bytes), key=lambda entry: entry[1])
@@ -54,9 +56,11 @@ def evaluate_preset(name: str, task: PlanningTask) -> PresetResult:
 
 
 def colocate(task: PlanningTask) -> ExecutionPlan:
-    """Every model on all devices, each call with the best strategy for itself."""
-    everything = DeviceMesh(0, task.cluster.num_devices)
-    return _best_on(task, dict.fromkeys(task.graph.models, everything), "colocate")
+    """Every model on all devices, or on as many of its pool as one mesh has, each call with the best strategy for
+    itself."""
+    pools = task.graph.pools
+    meshes = {model: pool_meshes(task.cluster, pools.get(model))[-1] for model in task.graph.models}
+    return _best_on(task, meshes, "colocate")
 
 
 def split(task: PlanningTask) -> ExecutionPlan:

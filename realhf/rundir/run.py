@@ -16,6 +16,7 @@ from realhf.api.experiment import (
     auto_settings,
     follows_of,
     models_of,
+    pools_of,
 )
 from realhf.base.code_files import load_code_file
 from realhf.base.errors import UserError
@@ -149,7 +150,8 @@ class Run:
 
     @cached_property
     def graph(self) -> DataflowGraph:
-        return DataflowGraph(self.experiment.rpcs, self.experiment.dataset.keys, follows_of(self.experiment))
+        experiment = self.experiment
+        return DataflowGraph(experiment.rpcs, experiment.dataset.keys, follows_of(experiment), pools_of(experiment))
 
     @cached_property
     def models(self) -> dict[str, ModelSetup]:

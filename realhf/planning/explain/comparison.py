@@ -61,7 +61,8 @@ def best_alternatives(task: PlanningTask, plan: ExecutionPlan) -> list[Alternati
 def _best(task: PlanningTask, plan: ExecutionPlan, name: str) -> Alternative:
     chosen = {call: [option_of(entry)] for call, entry in plan.calls.items()}
     planned = chosen[name][0]
-    rows = call_options(task.graph.calls[name], task.batch_size, task.cluster)
+    call = task.graph.calls[name]
+    rows = call_options(call, task.batch_size, task.cluster, task.graph.pools.get(call.model_name))
     options = [planned, *(option for option in rows if option.layout != planned.layout)]
     native = native_problem(build_problem(replace(task, offload=plan.offload), {**chosen, name: options}))
     place = list(task.graph.calls).index(name)

@@ -7,7 +7,7 @@ from realhf.base.numbers import DEVICES
 from realhf.geometry.layout import DeviceMesh
 from realhf.planning.model.cluster import halves
 from realhf.planning.model.hardware import GIB
-from realhf.planning.options import Option, options_on
+from realhf.planning.options import Option, options_on, pool_meshes
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem
 from realhf.planning.task import PlanningTask
@@ -44,19 +44,23 @@ class Remedies:
 
 
 def find_remedies(task: PlanningTask) -> Remedies:
-    """Looks for plans that spread every model over all devices or half of them: each remedy is one that a plan has."""
+    """Looks for plans that spread every model over all devices or half of them, or of its pool: each remedy is one that
+    a plan has."""
     return Remedies(smallest_peak_bytes(task), _batch(task), _nodes(task), _offload(task))
 
 
 def smallest_peak_bytes(task: PlanningTask) -> float | None:
-    """Peak memory of the smallest plan found on all devices or half of them; None if no plan is legal."""
-    meshes = [DeviceMesh(0, task.cluster.num_devices), *halves(task.cluster)]
+    """Peak memory of the smallest plan found on all devices or half of them, or of a model's pool; None if no plan is
+    legal."""
+    everywhere = [DeviceMesh(0, task.cluster.num_devices), *halves(task.cluster)]
     options: dict[str, list[Option]] = {}
     for call in task.graph.calls.values():
         try:
             mini_batch = call.mini_batch_size(task.batch_size)
         except UserError:
             return None
+        pool = task.graph.pools.get(call.model_name)
+        meshes = everywhere if pool is None else pool_meshes(task.cluster, pool)
         options[call.name] = options_on(meshes, call, mini_batch)
         if not options[call.name]:
             return None
