@@ -39,6 +39,8 @@ RUN_HERE = {
     "realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8 --hardware h100 --dry-run": FEW,
     "realhf run experiments/ppo.py --steps 10 --ppo.kl-coef 0.02 --run-dir runs/first": SMALL,
     "realhf status runs/first": "",
+    "realhf status runs/first --samples": "",
+    "realhf convert runs/first exported": "",
     "realhf report runs/first": "",
     "realhf run reinforce.py --steps 1 --num-workers 1 --run-dir runs/reinforce": "--batch-size 8",
     "realhf compare runs/first runs/reinforce --html compare.html": "",
@@ -175,7 +177,7 @@ def test_links_lead_somewhere(document: Document) -> None:
 
 # First parts of paths that are not in the checkout: of run directories, and what commands make.
 NOT_HERE = ("runs/", "RUN_DIR/", "profiles/local/", ".venv/", "checkpoints/", "logs/", "rollouts/", "keys/")
-NOT_HERE += ("rendezvous/", "activity/", "launcher/", "tensorboard/", "execution-plan/")
+NOT_HERE += ("rendezvous/", "activity/", "launcher/", "tensorboard/", "tokenizer/", "samples/", "execution-plan/")
 PATH = re.compile(r"\.?[\w.-]+(/[\w.-]*)+")
 FILE = re.compile(r"[\w-]+\.(py|cpp|h)")
 
