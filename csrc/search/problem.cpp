@@ -51,7 +51,7 @@ void check_transfer(const Problem& problem, int index) {
     const int num_calls = static_cast<int>(problem.calls.size());
     require(transfer.source >= 0 && transfer.source < num_calls && transfer.target >= 0 && transfer.target < num_calls,
             name + " is between unknown calls");
-    require(transfer.on.size() == 1 || transfer.on.size() == 2, name + " must be on the devices of one or two calls");
+    require(transfer.on.size() <= 2, name + " must be on the devices of two calls at most");
     for (int call : transfer.on) require(call >= 0 && call < num_calls, name + " is on the devices of an unknown call");
     require(transfer.rows.size() == problem.calls[transfer.source].options.size() &&
                 transfer.columns.size() == problem.calls[transfer.target].options.size(),

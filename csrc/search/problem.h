@@ -62,7 +62,7 @@ struct Call {
 struct Transfer {
     int source;
     int target;
-    std::vector<int> on;  // the one or two calls whose devices it occupies
+    std::vector<int> on;  // the calls whose devices it occupies: none for what runs beside the devices, one or two
     std::vector<Parent> parents;
     std::vector<int> rows;     // option of the source -> row of `times`
     std::vector<int> columns;  // option of the target -> column of `times`

@@ -15,15 +15,16 @@ Simulator::Simulator(const Problem& problem, int steps)
       transfers_of_(num_calls_),
       placed_(num_calls_, -1),
       meshes_(num_calls_, Mesh{0, 0}),
-      overlaps_(num_calls_, 0),
+      overlaps_(num_calls_ + 1, 0),
       durations_(num_nodes_, 0),
       stale_(problem.transfers.size(), 0),
       waits_(graph_.num_instances),
       ready_at_(graph_.num_instances),
-      last_end_(num_calls_),
+      last_end_(num_calls_ + 1),
       ready_(graph_.num_instances) {
     for (int node = 0; node < num_nodes_; ++node) {
-        const std::vector<int> places = problem.places(node);
+        std::vector<int> places = problem.places(node);
+        if (places.empty()) places = {num_calls_};  // a place of no devices, which overlaps with nothing
         first_place_.push_back(places.front());
         second_place_.push_back(places.back());
     }

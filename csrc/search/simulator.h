@@ -67,7 +67,7 @@ private:
     const int num_calls_;
     const int num_nodes_;
     std::vector<std::vector<int>> transfers_of_;  // [calls] transfers whose time or place depends on the call
-    std::vector<int> first_place_, second_place_;  // [nodes] the one or two calls whose mesh the node occupies
+    std::vector<int> first_place_, second_place_;  // [nodes] the one or two calls whose mesh the node occupies, num_calls for none
     std::vector<int> node_of_;                     // [instances]
     std::vector<Ready> initially_ready_;
     std::vector<double> least_after_;              // [instances] at least this much time passes after its end
@@ -78,14 +78,14 @@ private:
     // Of the plan that was placed last.
     std::vector<int> placed_;               // [calls] option, -1 before the first
     std::vector<Mesh> meshes_;              // [calls]
-    std::vector<std::uint64_t> overlaps_;   // [calls] calls that share a device with it, itself included
+    std::vector<std::uint64_t> overlaps_;   // [calls + 1] calls that share a device with it, itself included; none for the last
     std::vector<double> durations_;         // [nodes]
     std::vector<int> stale_;                // [transfers] to be looked up again
 
     // Of the simulation that is running.
     std::vector<int> waits_;         // [instances] parents not yet ended
     std::vector<double> ready_at_;   // [instances]
-    std::vector<double> last_end_;   // [calls] when the last node on the call's mesh ends
+    std::vector<double> last_end_;   // [calls + 1] when the last node on the call's mesh ends
     std::vector<Ready> ready_;       // unordered: there are few at a time
 };
 

@@ -304,7 +304,7 @@ def models_of(experiment: Any) -> dict[str, ModelSetup]:
             dtype than the one it follows, or a backend that does not compute the model's architecture.
     """
     given = dict(getattr(experiment, "models", {}))
-    calls = list(experiment.rpcs)
+    calls = [call for call in experiment.rpcs if not call.runs_beside]
     used = {call.model_name for call in calls}
     for name in given:
         if name not in used:

@@ -18,8 +18,12 @@ SAME = 5e-4  # relative differences below it are not worth a number
 def plan_table(plan: ExecutionPlan) -> Table:
     """The calls of a plan in the order in which they are issued."""
     table = table_of("execution plan", "call", "devices", "dp", "tp", "pp", "micro-batches", "predicted s")
-    order = [entry.call for entry in plan.order if entry.call in plan.calls] or list(plan.calls)
+    known = {*plan.calls, *plan.beside}
+    order = [entry.call for entry in plan.order if entry.call in known] or [*plan.calls, *plan.beside]
     for name in order:
+        if name in plan.beside:
+            table.add_row(name, "beside", *["-"] * 4, f"{plan.beside[name]:.3f}")
+            continue
         call = plan.calls[name]
         predicted = "-" if call.predicted_s is None else f"{call.predicted_s:.3f}"
         degrees = (call.replicas_text, str(call.tp), call.stages_text)

@@ -2,26 +2,31 @@
 
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
 from realhf.cli.output import Phases, duration, number_text, table_of, wide_output
+from realhf.cli.trends import trends_table
 from realhf.lifecycle.advice import export_command
 from realhf.lifecycle.controller import Listener
+from realhf.report.curves import main_names, trends_of
 from realhf.report.run_data import CallTime, call_times, read_run
+from realhf.report.run_status import SPEED_STEPS, speed_of
 from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.lines import Tail, evaluation_line, step_line
 from realhf.rundir.paths import MASTER, RunDirectory, worker_name, workers_in_words
 from realhf.rundir.run import Run
 
-# Statistics shown beside the step, those that exist.
-SHOWN = ("reward_mean", "accuracy", "loss", "actor_loss", "kl", "tokens_per_s")
-PLAIN_LINES_EVERY_S = 2.0
+# Statistics shown beside the step, of those that matter most.
+NUM_SHOWN = 6
+# A line at most so often, and after an hour one a minute: logs of long runs stay readable.
+PLAIN_LINES_EVERY_S, SHARE_OF_TIME = 2.0, 1 / 60
 # After so long without a line another says what the run is at; each time twice as long is waited for the next one.
 SILENCE_S = 60.0
 
@@ -67,12 +72,13 @@ class Progress(Listener):
         self._metrics = Tail(directory.metrics, step_line, self.say)
         self._evaluations = Tail(directory.evaluations, evaluation_line, self.say)
         if self._has_bar and self._console.is_terminal and self._bar is None:
-            counts = (TextColumn("step"), MofNCompleteColumn(), BarColumn(), TimeRemainingColumn())
+            counts = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20))
             self._bar = Bar(*counts, TextColumn("{task.description}"), console=self._console)
             self._bar.start()
             self._task = self._bar.add_task("starting", total=self._steps)
         self._begun_s, self._silence_s = self._clock(), SILENCE_S
         self._is_starting, self._phase = True, ""
+        self._newest: deque[dict[str, Any]] = deque(maxlen=SPEED_STEPS + 1)
         self.say(f"starting the master and {workers_in_words(run.spec.num_workers)}; logs in {directory.logs}")
 
     def watched(self, job: str) -> None:
@@ -86,11 +92,22 @@ class Progress(Listener):
         for metrics in self._metrics.read():
             self._step = metrics["step"]
             self._is_starting, self._silence_s = False, SILENCE_S
+            self._newest.append(metrics)
+            text = f"{self._speed()}: {_format(metrics, main_names(list(metrics))[:NUM_SHOWN])}"
             if self._bar is not None:
-                self._bar.update(self._task, completed=self._step, description=_format(metrics, SHOWN))
+                self._bar.update(self._task, completed=self._step, description=text)
             elif metrics["calls"] and self._is_due(metrics):
-                self.say(f"step {self._step}/{self._steps} {metrics['time_s']:.2f} s  {_format(metrics, SHOWN)}")
+                self.say(f"step {self._step} of {self._steps}, {text}")
         self._tell_phase(self._directory)
+
+    def _speed(self) -> str:
+        """Seconds a step since this start, and the time left."""
+        speed = speed_of(self._newest, ())
+        if speed is None:
+            return "no time"
+        left_s = speed.step_s * (self._steps - self._step)
+        left = f", about {duration(left_s)} left" if self._step < self._steps else ""
+        return f"{speed.step_s:.3g} s a step{left}"
 
     def _tell_phase(self, directory: RunDirectory) -> None:
         """Says what the master notes that it does, before the first step has ended and after the last one; in between
@@ -111,7 +128,8 @@ class Progress(Listener):
 
     def _is_due(self, metrics: dict[str, Any]) -> bool:
         end_s = max(call["end"] for call in metrics["calls"].values())
-        if end_s - self._last_line_s < PLAIN_LINES_EVERY_S and self._step != self._steps:
+        every_s = max(PLAIN_LINES_EVERY_S, SHARE_OF_TIME * (self._clock() - self._begun_s))
+        if end_s - self._last_line_s < every_s and self._step != self._steps:
             return False
         self._last_line_s = end_s
         return True
@@ -125,7 +143,7 @@ class Progress(Listener):
             print(text, file=sys.stderr, flush=True)
 
 
-def _format(values: dict[str, Any], names: tuple[str, ...] | None = None) -> str:
+def _format(values: dict[str, Any], names: Sequence[str] | None = None) -> str:
     chosen = [n for n in (names or values) if n in values and n != "step" and isinstance(values[n], int | float)]
     return "  ".join(f"{name} {number_text(values[name])}" for name in chosen)
 
@@ -141,7 +159,7 @@ def call_table(times: Sequence[CallTime]) -> Table:
 
 
 def print_summary(directory: RunDirectory, seconds: float) -> None:
-    """The end of a good run: evaluations before and after, speed, the calls, and where everything lies."""
+    """The end of a good run: statistics and evaluations before and after, speed, the calls, where everything lies."""
     out, run = wide_output(), read_run(directory)
     metrics, evaluations = run.metrics, run.evaluations
     if len(evaluations) > 1:
@@ -150,6 +168,8 @@ def print_summary(directory: RunDirectory, seconds: float) -> None:
             if name != "step" and name in evaluations[-1]:
                 table.add_row(name, number_text(before), number_text(evaluations[-1][name]))
         out.print(table)
+    if (trends := trends_table(trends_of(metrics))).columns:
+        out.print(trends)
     if metrics and run.plan:
         out.print(call_table(call_times(run.plan, metrics)))
         tokens, time_s = sum(m["tokens"] for m in metrics), sum(m["time_s"] for m in metrics)

@@ -1,7 +1,6 @@
 """`realhf status`: how far a run is, how fast, what it has learnt, and what each of its processes is doing."""
 
 import argparse
-import math
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realhf.cli.output import Output, duration, number_text, table_of, wide_output
+from realhf.cli.trends import trends_table
 from realhf.report.run_status import ENDED, FINISHED, RunStatus, read_run_status
 from realhf.report.sample_texts import heading, shortened, visible
 from realhf.rundir.paths import RunDirectory, workers_in_words
@@ -27,7 +27,6 @@ EXAMPLE = """examples:
   watch -n 5 realhf status runs/ppo-20260101-120000"""
 
 MIB = 2**20
-BARS = "▁▂▃▄▅▆▇█"
 SAMPLES, SAMPLE_CHARACTERS = 4, 2000
 
 
@@ -54,7 +53,7 @@ def execute(arguments: argparse.Namespace) -> int:
         out.say(*damaged)
         return 0
     out.print(*summary(status), sep="\n", highlight=False, markup=False, soft_wrap=True)
-    for table in (trends_table(status), evaluations_table(status), process_table(status)):
+    for table in (trends_table(status.trends), evaluations_table(status), process_table(status)):
         if table.columns:
             out.print(table)
     return 0
@@ -102,37 +101,6 @@ def summary(status: RunStatus) -> list[str]:
     if status.message:
         lines.append(status.message.rstrip())
     return [*lines, *(f"damaged: {sentence}" for sentence in status.damaged)]
-
-
-def trends_table(status: RunStatus) -> Table:
-    """A row a statistic: its means over the first and the last steps, and its course between."""
-    trends = status.trends
-    if trends is None or not trends.statistics:
-        return Table()
-    table = table_of("", "training", _steps_text(trends.first_steps))
-    has_course = trends.first_steps != trends.last_steps
-    if has_course:
-        table.add_column(_steps_text(trends.last_steps), justify="right")
-        table.add_column("over the run")
-    for trend in trends.statistics:
-        course = (number_text(trend.last), _bars(trend.parts)) if has_course else ()
-        table.add_row(Text(trend.name), number_text(trend.first), *course)
-    return table
-
-
-def _steps_text(steps: tuple[int, int]) -> str:
-    first, last = steps
-    return f"step {first}" if first == last else f"steps {first}-{last}"
-
-
-def _bars(parts: Sequence[float | None]) -> str:
-    known = [part for part in parts if part is not None and math.isfinite(part)]
-    low, high = min(known, default=0.0), max(known, default=0.0)
-    is_flat = high - low <= 1e-6 * max(abs(low), abs(high))  # but for rounding
-    scale = 0.0 if is_flat else (len(BARS) - 1) / (high - low)
-    return "".join(
-        BARS[round((part - low) * scale)] if part is not None and math.isfinite(part) else " " for part in parts
-    )
 
 
 def evaluations_table(status: RunStatus) -> Table:

@@ -14,7 +14,7 @@ from realhf.base.errors import UserError
 from realhf.dataflow.follow import Follow, FollowNode, follow_nodes
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.dataflow.pools import Pool, check_pools
-from realhf.dataflow.protocols import THREE_D_PROTO, TransferProtocol
+from realhf.dataflow.protocols import ALL_TO_ALL, THREE_D_PROTO, TransferProtocol
 from realhf.geometry.layout import Layout, divisors
 
 
@@ -33,7 +33,8 @@ TRAIN_STEP = ModelInterfaceType.TRAIN_STEP
 class ModelFunctionCallDef:
     """One node of the dataflow graph (ReaL, section 3).
 
-    model_name: calls with one name share one set of parameters.
+    model_name: calls with one name share one set of parameters. A call that runs beside the devices
+        (`InterfaceConfig.runs_beside`) has no model: neither `model_name` nor `model_type`, but a `name`.
     model_type: an architecture, the name of one (`llama7b-critic`), or the directory of a Hugging Face checkpoint with
         a config.json (`-critic` after it asks for a scalar head).
     input_data, output_data: keys of per-sample data; one call or the data set produces a key.
@@ -42,8 +43,8 @@ class ModelFunctionCallDef:
         Protocols other than 3D_PROTO are for interfaces that do not use the model (`InterfaceConfig.uses_model`).
     """
 
-    model_name: str
-    model_type: DecoderConfig | str
+    model_name: str = ""
+    model_type: DecoderConfig | str | None = None
     interface_type: ModelInterfaceType
     interface_impl: InterfaceConfig
     input_data: Sequence[str] = ()
@@ -53,6 +54,7 @@ class ModelFunctionCallDef:
     name: str = ""
 
     def __post_init__(self) -> None:
+        self._check_model()
         if not self.name:
             object.__setattr__(self, "name", f"{self.model_name}_{self.interface_type.value}")
         for field in ("input_data", "output_data"):
@@ -77,6 +79,37 @@ class ModelFunctionCallDef:
                 f"{self.name}: {type(self.interface_impl).__name__} has uses_model=False, but a train_step changes its "
                 "model; leave uses_model out, or make it an inference call"
             )
+
+    def _check_model(self) -> None:
+        """Raises UserError if a call that runs beside the devices has a model, or another call has none. The former
+        gets the protocol by which every device has a part of the batch."""
+        config, name = type(self.interface_impl).__name__, self.name or self.model_name or "a call"
+        has_model = bool(self.model_name) or self.model_type is not None
+        if not self.runs_beside:
+            if not self.model_name or self.model_type is None:
+                raise UserError(
+                    f"{name}: it lacks a model; give model_name and model_type, or an interface that needs none: a "
+                    f"configuration with runs_beside=True and uses_model=False, unlike {config}"
+                )
+            return
+        if has_model or self.uses_model:
+            raise UserError(
+                f"{name}: {config} runs beside the devices (runs_beside=True), where no model is; give the "
+                "configuration uses_model=False, and leave model_name and model_type out"
+            )
+        if not self.name:
+            raise UserError(f"a call of {config} has no name, and no model whose name it could have; give it a name=")
+        if self.interface_type is not INFERENCE:
+            raise UserError(
+                f"{name}: {config} runs beside the devices, and interface_type={self.interface_type.value} is for "
+                "models; make it an inference call"
+            )
+        if self.protocol not in (THREE_D_PROTO, ALL_TO_ALL):
+            raise UserError(
+                f"{name}: protocol {self.protocol.name} is for calls with a layout, and {config} runs beside the "
+                "devices, a part of the batch on each; leave protocol out"
+            )
+        object.__setattr__(self, "protocol", ALL_TO_ALL)
 
     @property
     def config(self) -> DecoderConfig:
@@ -105,6 +138,11 @@ class ModelFunctionCallDef:
     def optimizer_steps(self) -> int:
         """Optimizer steps in each step of the run; 0 unless the call trains."""
         return self.mini_batches * self.passes if self.trains else 0
+
+    @property
+    def runs_beside(self) -> bool:
+        """Whether it runs on the host's processors beside the calls of the devices, without a model."""
+        return self.interface_impl.runs_beside
 
     def parts(self, layout: Layout) -> int:
         """How many parts the call's batch is cut into in a layout."""
@@ -166,7 +204,8 @@ class DataflowGraph:
     """The validated calls of one step and all edges among the steps.
 
     Args:
-        calls: the `rpcs` of an experiment, in any order.
+        calls: the `rpcs` of an experiment, in any order. By name they are in `calls`, `model_calls` (those with a
+            model, which have a layout) and `beside` (those that run beside the devices).
         dataset_keys: the keys that every row of the data set has.
         follows: by name, the models whose parameters follow those of another one.
         pools: by name, the devices that models are confined to; models without a pool may use all.
@@ -197,6 +236,13 @@ class DataflowGraph:
             parents[edge.child].add(edge.parent)
         position = {call.name: i for i, call in enumerate(calls)}
         self.calls = {name: next(c for c in calls if c.name == name) for name in _sorted_calls(parents, position)}
+        self.model_calls = {name: call for name, call in self.calls.items() if not call.runs_beside}
+        self.beside = {name: call for name, call in self.calls.items() if call.runs_beside}
+        if not self.model_calls:
+            raise UserError(
+                f"all calls ({', '.join(self.beside)}) run beside the devices, and none has a model; add the call that "
+                "makes what they read"
+            )
         self.pools = dict(pools or {})
         check_pools(self.pools, self.models)
         trained = {call.model_name for call in calls if call.trains}
@@ -207,12 +253,23 @@ class DataflowGraph:
     @property
     def models(self) -> dict[str, DecoderConfig]:
         """Architecture of every model name, in order of first use."""
-        return {call.model_name: call.config for call in self.calls.values()}
+        return {call.model_name: call.config for call in self.model_calls.values()}
 
     @property
     def nodes(self) -> list[str]:
-        """Names of all nodes of a step: the calls in a topological order, then the models that follow others."""
-        return [*self.calls, *self.follows]
+        """Names of all nodes of a step: the calls with a model in a topological order, those that run beside the
+        devices, then the models that follow others."""
+        return [*self.model_calls, *self.beside, *self.follows]
+
+    def place_of(self, name: str) -> str:
+        """The call with a model on whose devices a call runs: the call itself, if it has one. A call beside the devices
+        runs where the producer of the first of its inputs that a call makes runs; one that reads the data set alone
+        runs where the graph's first call does."""
+        call = self.calls[name]
+        if not call.runs_beside:
+            return name
+        producer = next((self.producers[key] for key in call.input_data if key in self.producers), None)
+        return next(iter(self.model_calls)) if producer is None else self.place_of(producer)
 
     def rows_per_step(self, batch_size: int, name: str = "batch_size") -> int:
         """Rows of the data set that `batch_size` samples have. Raises UserError where they are no whole number; `name`
@@ -244,7 +301,7 @@ class DataflowGraph:
         return next((follow for follow in self.follows.values() if follow.target == model), None)
 
     def calls_of(self, model_name: str) -> list[ModelFunctionCallDef]:
-        return [call for call in self.calls.values() if call.model_name == model_name]
+        return [call for call in self.model_calls.values() if call.model_name == model_name]
 
     def parents(self, name: str) -> list[Edge]:
         return [edge for edge in self.edges if edge.child == name]
@@ -311,6 +368,8 @@ def _check_names(calls: Sequence[ModelFunctionCallDef]) -> None:
         if call.name in seen:
             raise UserError(f"two calls are named {call.name!r}; give one of them another name=")
         seen[call.name] = call
+        if call.runs_beside:
+            continue
         first = models.setdefault(call.model_name, call)
         if first.config != call.config:
             raise UserError(

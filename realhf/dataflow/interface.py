@@ -44,6 +44,10 @@ class InterfaceConfig:
     """Whether its methods use the model. False is for rules over the data alone: its calls may have any transfer
     protocol (`ModelFunctionCallDef.protocol`), and the planner counts no pass through the model for them."""
 
+    runs_beside: ClassVar[bool] = False
+    """Whether its calls run on the host's processors beside the calls of the devices: for rules that wait for other
+    programs or compute on texts. Such a configuration has `uses_model = False`, and its calls have no model."""
+
     @property
     def epochs(self) -> int:
         """How often its train_step goes through the mini-batches of a step; a field or a property of that name
@@ -53,6 +57,18 @@ class InterfaceConfig:
     @property
     def samples_per_prompt(self) -> int:
         """How many responses its generate makes for each prompt; a field or a property of that name overrides it."""
+        return 1
+
+    @property
+    def seconds_per_sample(self) -> float:
+        """For the planner, of a call that runs beside the devices: how long one process works on a sample. A field
+        (with a default) or a property of that name overrides it."""
+        return 0.0
+
+    @property
+    def processes_per_worker(self) -> int:
+        """For the planner, of a call that runs beside the devices: on how many samples a worker works at once. A field
+        (with a default) or a property of that name overrides it."""
         return 1
 
     def check_columns(self, columns: Collection[str]) -> None:

@@ -35,6 +35,8 @@ def loads_of(graph: DataflowGraph, offload: Iterable[str]) -> dict[str, Load]:
 
 def models_needed(graph: DataflowGraph, node: str) -> tuple[str, ...]:
     """The models whose homes a node of the graph reads or writes."""
+    if node in graph.beside:
+        return ()
     follow = graph.follows.get(node)
     return (graph.calls[node].model_name,) if follow is None else (follow.source, follow.target)
 

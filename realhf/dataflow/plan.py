@@ -12,6 +12,7 @@ from realhf.base.errors import UserError
 from realhf.base.files import decode_json, read_file, write_atomically
 from realhf.base.numbers import DEVICES, SECONDS, STEPS_IN_FLIGHT, check_fields, check_range
 from realhf.dataflow.graph import DataflowGraph
+from realhf.dataflow.interface import InterfaceConfig
 from realhf.dataflow.offload import check_offload
 from realhf.dataflow.protocols import THREE_D_PROTO
 from realhf.dataflow.rationale import Rationale
@@ -75,6 +76,8 @@ class OrderEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The plan of one experiment on one cluster.
 
+    beside: predicted seconds of the calls that run beside the devices. They have no layout of their own
+        (`DataflowGraph.place_of`); a plan written by hand may leave them out.
     order: one period of the total order in which the master issues calls, every call once; empty: one step after the
         other.
     offload: models that wait in host memory while no call needs them.
@@ -84,6 +87,7 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     num_devices: int
     calls: dict[str, CallPlan]
+    beside: dict[str, float] = {}
     devices_per_node: int | None = None
     order: tuple[OrderEntry, ...] = ()
     offload: tuple[str, ...] = ()
@@ -93,6 +97,12 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     format: str = FORMAT
     notes: dict[str, str | int | float | bool] = {}
     rationale: Rationale | None = None
+
+    def of_call(self, graph: DataflowGraph, name: str, batch_size: int) -> CallPlan:
+        """Where and how a call of the graph runs, one beside the devices too (`beside_plan`)."""
+        if name in self.calls:
+            return self.calls[name]
+        return beside_plan(self.calls[graph.place_of(name)], batch_size, self.beside.get(name))
 
     def layout(self, call: str) -> Layout:
         return self.calls[call].layout
@@ -114,11 +124,31 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         ]
 
 
+def beside_plan(place: CallPlan, batch_size: int, predicted_s: float | None = None) -> CallPlan:
+    """How a call beside the devices runs, if it reads what a call with the plan `place` makes: a part of the batch on
+    each of that call's devices, on as many of them as divide the batch."""
+    first, count = place.devices
+    parts = _beside_parts(batch_size, count)
+    return CallPlan(devices=(first, parts), dp=parts, predicted_s=predicted_s)
+
+
+def beside_s(config: InterfaceConfig, batch_size: int, num_devices: int) -> float:
+    """Seconds of a call beside the devices where the call whose samples it reads has `num_devices` devices."""
+    samples = batch_size // _beside_parts(batch_size, num_devices)
+    return config.seconds_per_sample * samples / config.processes_per_worker
+
+
+def _beside_parts(batch_size: int, num_devices: int) -> int:
+    return max(parts for parts in range(1, num_devices + 1) if batch_size % parts == 0)
+
+
 def plan_digest(plan: ExecutionPlan) -> str:
     """SHA-256, in hexadecimal, of what the plan executes: predictions, notes and reasons do not count."""
     calls = {name: msgspec.structs.replace(call, predicted_s=None) for name, call in plan.calls.items()}
     carried_out = msgspec.structs.replace(plan, calls=calls, predicted_step_s=None, models={}, notes={}, rationale=None)
-    return hashlib.sha256(msgspec.json.encode(carried_out, order="deterministic")).hexdigest()
+    fields = msgspec.to_builtins(carried_out, order="deterministic")
+    del fields["beside"]  # predictions
+    return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()
 
 
 def digest_in(path: Path) -> str | None:
@@ -159,6 +189,8 @@ def _check_numbers(plan: ExecutionPlan) -> None:
     check_fields("", plan, {**ranges, "predicted_step_s": SECONDS})
     for name, call in plan.calls.items():
         check_fields(f"calls.{name}.", call, _CALL_RANGES)
+    for name, seconds in plan.beside.items():
+        check_range(f"beside.{name}", seconds, *SECONDS)
     for entry in plan.order:
         check_range(f"order: steps_back of {entry.call}", entry.steps_back, 0, STEPS_IN_FLIGHT[1])
 
@@ -170,10 +202,16 @@ def save_plan(plan: ExecutionPlan, path: str | Path) -> None:
 
 def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> None:
     """Raises UserError when `plan` cannot run `graph` with `batch_size` samples a step."""
-    if set(plan.calls) != set(graph.calls):
+    if set(plan.calls) != set(graph.model_calls):
+        needed = _names(graph.model_calls)
         raise UserError(
-            f"the plan is for other calls: it has {_names(plan.calls)}, the experiment has {_names(graph.calls)}; "
-            "make a plan for this experiment with `realhf plan`"
+            f"the plan is for other calls: it has {_names(plan.calls)}, the experiment has {needed}; make a "
+            "plan for this experiment with `realhf plan`"
+        )
+    if not set(plan.beside) <= set(graph.beside):
+        raise UserError(
+            f"the plan has calls beside the devices, {_names(plan.beside)}, that the experiment does not have; make a "
+            "plan for this experiment with `realhf plan`"
         )
     for model, config in graph.models.items():
         if plan.models.get(model, config) != config:
@@ -221,7 +259,7 @@ def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> No
 
 def _check_homes(plan: ExecutionPlan, graph: DataflowGraph) -> None:
     """A trained model's gradients and optimizer states stay in one place."""
-    for call in graph.calls.values():
+    for call in graph.model_calls.values():
         home = plan.home(graph, call.model_name)
         if call.trains and plan.layout(call.name) != plan.layout(home):
             raise UserError(

@@ -13,7 +13,7 @@ from realhf.dataflow.plan import CallPlan
 from realhf.geometry.layout import Layout
 from realhf.master.data import DataDirectory, Partition, dataset_sequences, division, length_key, partition
 from realhf.master.moves import Moves, SendRequest
-from realhf.master.open_requests import Clock, OpenRequests
+from realhf.master.open_requests import Clock, OpenRequests, Thread
 from realhf.master.replies import Request
 from realhf.master.state import Action, CallQueue, FinishStep, Issue, Node, movers_of, occupied
 from realhf.rundir.run import Deadlines
@@ -107,8 +107,15 @@ class PlannedGraph:
         """The version of the parameters that a call uses."""
         return (self.versions or self.graph.weights_version)(self.graph.calls[node.call].model_name, node.step)
 
+    def is_copy(self, call: ModelFunctionCallDef) -> bool:
+        """Whether a call needs a copy of its model's parameters, in a layout that is not their home's."""
+        return not call.runs_beside and self.calls[call.name].layout != self.homes[call.model_name]
+
     def model_of(self, node: str) -> str:
-        return self.loads[node].model if node in self.loads else models_needed(self.graph, node)[-1]
+        """The model that a node reads or writes last; a call beside the devices has its name in a model's place."""
+        if node in self.loads:
+            return self.loads[node].model
+        return node if node in self.graph.beside else models_needed(self.graph, node)[-1]
 
 
 OnSpan = Callable[[int, Span], None]
@@ -144,9 +151,9 @@ class Dispatcher:
         self._on_span(worker, reply.span)
         self._replies.put_nowait((worker, request, reply))
 
-    def describe(self, worker: int) -> str:
-        """The requests that `worker` is busy with, for error messages."""
-        return self._open.describe(worker)
+    def describe(self, worker: int, request_id: int | None = None) -> str:
+        """The open request of that id, or those that `worker` is busy with, for error messages."""
+        return self._open.describe(worker, request_id)
 
     def late(self) -> dict[int, Request]:
         """The workers that have been busy with a request for longer than its deadline, and that request."""
@@ -223,8 +230,8 @@ class Dispatcher:
     async def _call(self, planned: PlannedGraph, node: Node, directory: DataDirectory) -> int:
         definition, plan = planned.graph.calls[node.call], planned.calls[node.call]
         batch, layout = BatchKey(planned.split, node.step), plan.layout
-        home, version = planned.homes[definition.model_name], planned.version(node)
-        if layout != home:
+        version, is_copy = planned.version(node), planned.is_copy(definition)
+        if is_copy:
             message = Reallocate(
                 request_id=0, batch=batch, call=node.call, model=definition.model_name, layout=layout, version=version
             )
@@ -235,7 +242,7 @@ class Dispatcher:
         parts = _parts(planned, definition, node.step, directory)
         assert parts is not None, "its inputs have been made"
         await self._send_call(node, batch, definition, plan, parts, version)
-        if layout != home:
+        if is_copy:
             for worker in layout.mesh.devices:
                 await self._send(worker, Release(model=definition.model_name, layout=layout))
         return len(division(layout, definition.protocol).part_of)
@@ -302,12 +309,13 @@ class Dispatcher:
     ) -> None:
         layout, collected = plan.layout, frozenset(definition.protocol.collect(plan.layout))
         deadline_s = self._deadlines.of(plan.predicted_s)
+        thread: Thread = "beside" if definition.runs_beside else "calls"
         for worker, part in division(layout, definition.protocol).part_of.items():
             mini_batches = parts[part]
             ids = tuple(sample for mini_batch in mini_batches for sample in mini_batch)
             outputs = definition.output_data if worker in collected else ()
             request = Request(_name(node, batch), deadline_s, node, frozenset(outputs), ids, together=True)
-            request_id = self._open.expect(worker, request)
+            request_id = self._open.expect(worker, request, thread)
             await self._send(
                 worker,
                 CallFunction(

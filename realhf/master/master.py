@@ -192,8 +192,9 @@ class Master:
 
     async def _train(self, first: int, last: int) -> None:
         run = self._run
+        calls = {name: run.training_plan(call) for name, call in run.graph.calls.items()}
         planned = PlannedGraph(
-            "train", run.graph, run.plan.calls, run.homes, run.settings.batch_size, self._rows, run.plan.offload,
+            "train", run.graph, calls, run.homes, run.settings.batch_size, self._rows, run.plan.offload,
             devices_per_node=run.spec.devices_per_node,
         )  # fmt: skip
         steps = [(name, first + step) for name, step in run.plan.unrolled(run.graph, last - first)]
@@ -311,7 +312,7 @@ class Master:
         if silent and all(f.blames_peer for f in failures.values()):
             return self._signs.silence(silent)
         cause = min(failures, key=lambda w: (failures[w].blames_peer, w))
-        return self._signs.failure(cause, failures[cause].text)
+        return self._signs.failure(cause, failures[cause])
 
     async def _watch(self) -> None:
         while True:

@@ -72,6 +72,6 @@ class Moves:
         if waiting.unprepared:
             return
         del self._waiting[node]
-        others = {other: self._open.expect(other, waiting.request, beside=True) for other in sorted(waiting.others)}
+        others = {other: self._open.expect(other, waiting.request, "moves") for other in sorted(waiting.others)}
         for mover, request_id in sorted((waiting.ids | others).items()):
             await self._send(mover, replace(waiting.message, request_id=request_id))

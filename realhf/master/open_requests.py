@@ -1,28 +1,32 @@
 """The requests that workers have not answered, and since when each worker has been busy with its oldest ones."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Literal
 
 from realhf.master.replies import Request, check_reply
 from realhf.transport.messages import Reply
 
 Clock = Callable[[], float]
+Thread = Literal["calls", "moves", "beside"]
 NO_REQUEST = "no request"  # describes a worker that has answered all requests
 
 
 class OpenRequests:
-    """The open requests of each worker, in two queues that it executes beside each other: requests of calls, and
-    requests to send parameters (`beside`)."""
+    """The open requests of each worker, in the queues that its threads execute beside each other: `calls`, requests to
+    send parameters (`moves`), and calls that run `beside` the devices. The thread of calls hands the latter on when it
+    has come to them."""
 
     def __init__(self, num_workers: int, clock: Clock):
-        self._of_calls = [_Queue(clock) for _ in range(num_workers)]
-        self._beside = [_Queue(clock) for _ in range(num_workers)]
+        self._queues: list[dict[Thread, _Queue]] = [
+            {"calls": _Queue(clock), "moves": _Queue(clock), "beside": _Queue(clock)} for _ in range(num_workers)
+        ]
         self._ids, self._clock = itertools.count(), clock
 
-    def expect(self, worker: int, request: Request, *, beside: bool = False) -> int:
+    def expect(self, worker: int, request: Request, thread: Thread = "calls") -> int:
         """Notes a request that is about to be sent; returns its id."""
         request_id = next(self._ids)
-        (self._beside if beside else self._of_calls)[worker].add(request_id, request)
+        self._queues[worker][thread].add(request_id, request)
         return request_id
 
     def answered(self, worker: int, reply: Reply) -> Request:
@@ -31,17 +35,21 @@ class OpenRequests:
         Raises:
             ValueError: the reply does not answer the request that it names; nothing was changed.
         """
-        of_calls, beside = self._of_calls[worker], self._beside[worker]
-        queue = beside if reply.request_id in beside.requests else of_calls
+        queues = self._queues[worker]
+        queue = next((queue for queue in queues.values() if reply.request_id in queue.requests), queues["calls"])
         request = queue.requests.get(reply.request_id)
         check_reply(request, reply)
         assert request is not None
         queue.remove(reply.request_id)
+        if queue is queues["calls"] and reply.request_id < (queues["beside"].oldest_id or 0):
+            queues["beside"].busy_since = self._clock()  # it may have been handed on now, not before
         return request
 
-    def describe(self, worker: int) -> str:
-        """The requests that `worker` is busy with, for error messages."""
-        whats = [queue.oldest.what for queue in (self._of_calls[worker], self._beside[worker]) if queue.requests]
+    def describe(self, worker: int, request_id: int | None = None) -> str:
+        """The open request of that id, or those that `worker` is busy with, for error messages."""
+        queues = self._queues[worker].values()
+        named = [queue.requests[request_id].what for queue in queues if request_id in queue.requests]
+        whats = named or [queue.oldest.what for queue in queues if queue.requests]
         return ", and beside it in ".join(whats) or NO_REQUEST
 
     def late(self) -> dict[int, Request]:
@@ -52,17 +60,24 @@ class OpenRequests:
         worker that has not reached it is still busy with an earlier request. Therefore the earliest of all open
         requests always has a deadline.
         """
-        queues = [queue for queue in (*self._of_calls, *self._beside) if queue.requests]
-        ahead = {request.what for queue in queues for request in queue.behind if request.together}
+        reached = [queue for queues in self._queues for queue in _reached(queues)]
+        ahead = {
+            request.what
+            for queues in self._queues
+            for queue in queues.values()
+            for request in queue.behind
+            if request.together
+        }
+        ahead |= {queues["beside"].oldest.what for queues in self._queues if _is_not_handed_on(queues)}
         since: dict[str, float] = {}
-        for queue in queues:
+        for queue in reached:
             if queue.oldest.together:
                 since[queue.oldest.what] = max(queue.busy_since, since.get(queue.oldest.what, queue.busy_since))
         late = {}
-        for worker, pair in enumerate(zip(self._of_calls, self._beside, strict=True)):
-            for queue in pair:
-                request = queue.oldest if queue.requests else None
-                if request is None or (request.together and request.what in ahead):
+        for worker, queues in enumerate(self._queues):
+            for queue in _reached(queues):
+                request = queue.oldest
+                if request.together and request.what in ahead:
                     continue
                 start = since[request.what] if request.together else queue.busy_since
                 if self._clock() - start > request.deadline_s:
@@ -70,7 +85,7 @@ class OpenRequests:
         return late
 
     def __bool__(self) -> bool:
-        return any(queue.requests for queue in (*self._of_calls, *self._beside))
+        return any(queue.requests for queues in self._queues for queue in queues.values())
 
 
 class _Queue:
@@ -90,6 +105,10 @@ class _Queue:
         self.busy_since = self._clock()
 
     @property
+    def oldest_id(self) -> int | None:
+        return next(iter(self.requests), None)
+
+    @property
     def oldest(self) -> Request:
         return next(iter(self.requests.values()))
 
@@ -97,3 +116,15 @@ class _Queue:
     def behind(self) -> list[Request]:
         """All but the oldest."""
         return list(self.requests.values())[1:]
+
+
+def _is_not_handed_on(queues: Mapping[Thread, _Queue]) -> bool:
+    """Whether the thread of calls has not come to the oldest call beside the devices."""
+    of_calls = queues["calls"].oldest_id
+    return of_calls is not None and of_calls < (queues["beside"].oldest_id or 0)
+
+
+def _reached(queues: Mapping[Thread, _Queue]) -> list[_Queue]:
+    """The queues whose oldest request the worker is busy with."""
+    waits = _is_not_handed_on(queues)
+    return [queue for thread, queue in queues.items() if queue.requests and not (thread == "beside" and waits)]

@@ -17,14 +17,15 @@ from realhf.transport.messages import Phase, Span
 logger = logging.getLogger(__name__)
 
 
-BESIDE: tuple[Phase, ...] = ("writing", "sending")  # phases that overlap with others on the same worker
+BESIDE: tuple[Phase, ...] = ("writing", "sending", "beside")  # phases that overlap with others on the same worker
 
 
 class Trace:
     """`trace.json` in Chrome's trace event format, which Perfetto opens: one row a worker, times in microseconds.
 
-    Phases that run on threads beside a worker's calls (sending parameters, writing checkpoints) have rows of their own.
-    Events are appended as they come; the format allows a file without its closing bracket, as a crash leaves it.
+    Phases that run on threads beside a worker's calls (sending parameters, writing checkpoints, calls beside the
+    devices) have rows of their own. Events are appended as they come; the format allows a file without its closing
+    bracket, as a crash leaves it.
     """
 
     def __init__(self, path: Path, num_workers: int):
@@ -84,12 +85,13 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
     for record in records:
         for name, value in record.mean_stats().items():
             stats[name if counts[name] == 1 else f"{record.model}_{name}"] = value
+    predictions = {name: call.predicted_s for name, call in plan.calls.items()} | plan.beside
     calls = {
         record.node.call: {
             "start": record.start,
             "end": record.end,
             "seconds": record.end - record.start,
-            "predicted_s": plan.calls[record.node.call].predicted_s if record.node.call in plan.calls else None,
+            "predicted_s": predictions.get(record.node.call),
             "peak_bytes": max(record.peak_bytes.values(), default=0),
         }
         for record in records

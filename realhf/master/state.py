@@ -7,6 +7,7 @@ no deadlock, and every device has the same order in every run.
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from realhf.dataflow.graph import DataflowGraph
 from realhf.geometry.layout import Layout
@@ -44,7 +45,8 @@ class CallQueue:
     Args:
         graph: the calls and their edges.
         order: every (call, step) in the plan's order; it has all parents of its calls that have not ended.
-        devices: by call, the devices that it occupies.
+        devices: by call, the devices that it occupies; none for a call beside the devices, which no other call keeps
+            waiting.
         max_steps_in_flight: step t may start when step t - max_steps_in_flight has finished.
     """
 
@@ -56,10 +58,12 @@ class CallQueue:
         max_steps_in_flight: int,
     ):
         self._graph = graph
-        self._waiting = [Node(step, call) for call, step in order]
+        nodes = [Node(step, call) for call, step in order]
+        self._waiting = [node for node in nodes if devices[node.call]]
+        self._beside = sorted((node for node in nodes if not devices[node.call]), key=lambda node: node.step)
         self._window = max_steps_in_flight
         self._unfinished: dict[int, set[str]] = {}
-        for node in self._waiting:
+        for node in nodes:
             self._unfinished.setdefault(node.step, set()).add(node.call)
         self._devices = devices
 
@@ -83,6 +87,8 @@ class CallQueue:
 
     def _issue(self) -> Iterator[Issue]:
         oldest = min(self._unfinished, default=0)
+        # First, for what they read was made just now, and workers only hand them on.
+        yield from self._issue_beside(oldest + self._window)
         held_devices: set[int] = set()
         still_waiting = []
         for i, node in enumerate(self._waiting):
@@ -96,6 +102,13 @@ class CallQueue:
                 still_waiting.append(node)
                 held_devices |= devices
         self._waiting = still_waiting
+
+    def _issue_beside(self, end: int) -> Iterator[Issue]:
+        """Calls beside the devices of steps before `end`."""
+        for node in list(takewhile(lambda node: node.step < end, self._beside)):
+            if self._parents_done(node):
+                self._beside.remove(node)
+                yield Issue(node)
 
     @property
     def _num_devices(self) -> int:
@@ -117,10 +130,13 @@ def occupied(
 ) -> frozenset[int]:
     """The devices that `node` occupies, on which it has a place in the order of calls.
 
-    They are the call's own mesh, or the home of the model that follows. Devices that only send parameters are not
-    occupied: they send beside their calls. If a model waits in host memory (`offload`), its home loads it and sends it
-    in the order of calls, so the home is occupied too. Inputs occupy no device: they were sent when they were produced.
+    They are the call's own mesh, or the home of the model that follows; none for a call beside the devices. Devices
+    that only send parameters are not occupied: they send beside their calls. If a model waits in host memory
+    (`offload`), its home loads it and sends it in the order of calls, so the home is occupied too. Inputs occupy no
+    device: they were sent when they were produced.
     """
+    if node in graph.beside:
+        return frozenset()
     sources, target = _sources_and_target(graph, node, layouts, homes)
     return frozenset({*target.mesh.devices, *_devices(homes[model] for model in sources if model in offload)})
 
@@ -129,6 +145,8 @@ def movers_of(
     graph: DataflowGraph, node: str, layouts: Mapping[str, Layout], homes: Mapping[str, Layout]
 ) -> frozenset[int]:
     """The devices that take part in moving the parameters of `node`; none if they need not move."""
+    if node in graph.beside:
+        return frozenset()
     sources, target = _sources_and_target(graph, node, layouts, homes)
     if all(homes[model] == target for model in sources) and node not in graph.follows:
         return frozenset()

@@ -6,6 +6,7 @@ from realhf.base.errors import RunError
 from realhf.master.loop import Dispatcher
 from realhf.master.open_requests import NO_REQUEST, Clock
 from realhf.rundir.paths import RunDirectory, worker_name
+from realhf.transport.messages import Failure
 
 
 class VitalSigns:
@@ -70,9 +71,9 @@ class VitalSigns:
             workers=deadlines_s,
         )
 
-    def failure(self, worker: int, text: str) -> RunError:
+    def failure(self, worker: int, failure: Failure) -> RunError:
         """The error for a worker that raised an exception."""
-        what = self._dispatcher.describe(worker)
+        text, what = failure.text, self._dispatcher.describe(worker, failure.request_id)
         if what == NO_REQUEST:
             what = self.activity(worker, "") or "its start"
         return RunError(

@@ -68,6 +68,7 @@ class GroupTable:
     thread may use the groups of layouts, and one thread, the same or another, those of hosts.
 
     others: further groups, of ascending ranks.
+    beside: groups of ascending ranks for the thread of calls beside the devices, for tensors in host memory.
     waits: how works in these groups are waited for.
     spans_hosts: whether some ranks do not share memory.
     """
@@ -79,6 +80,7 @@ class GroupTable:
         timeout_s: float = 600.0,
         others: Iterable[tuple[int, ...]] = (),
         waits: Waits = HOST_WAITS,
+        beside: Iterable[tuple[int, ...]] = (),
     ):
         self.rank, self.waits = rank, waits
         self._groups: dict[tuple[int, ...], dist.ProcessGroup] = {}
@@ -95,6 +97,15 @@ class GroupTable:
                 backend = host_group.BACKEND if _share_memory(ranks, hosts) else None
                 timeout = timedelta(seconds=timeout_s)
                 self._groups[ranks] = dist.new_group(list(ranks), timeout=timeout, backend=backend)
+        self._beside = {
+            ranks: dist.new_group(
+                list(ranks),
+                timeout=timedelta(seconds=timeout_s),
+                backend=host_group.BACKEND if _share_memory(ranks, hosts) else "gloo",
+            )
+            for ranks in dict.fromkeys(beside)
+            if len(ranks) > 1
+        }
         for host in dict.fromkeys(hosts):
             ranks = tuple(rank for rank, of_rank in enumerate(hosts) if of_rank == host)
             if len(ranks) > 1:
@@ -123,6 +134,10 @@ class GroupTable:
     def of_ranks(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
         """The group of these ranks, which include this one; None if it is the only one."""
         return self._find(list(ranks))
+
+    def of_ranks_beside(self, ranks: Iterable[int]) -> dist.ProcessGroup | None:
+        """As `of_ranks`, for the thread of calls beside the devices."""
+        return self._beside.get(tuple(ranks))
 
     def _find(self, ranks: list[int]) -> dist.ProcessGroup | None:
         return self._groups[tuple(ranks)] if len(ranks) > 1 and self.rank in ranks else None

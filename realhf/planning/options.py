@@ -136,5 +136,5 @@ def all_options(task: PlanningTask) -> dict[str, list[Option]]:
     pools = task.graph.pools
     return {
         name: call_options(call, task.batch_size, task.cluster, pools.get(call.model_name))
-        for name, call in task.graph.calls.items()
+        for name, call in task.graph.model_calls.items()
     }

@@ -135,7 +135,7 @@ def search_for(
 def check_cache_room(plan: ExecutionPlan, task: PlanningTask) -> None:
     """Raises UserError where a generate call was given less room for keys and values than one sequence needs."""
     for name, call in plan.calls.items():
-        lengths, model = task.workload.of(name), task.graph.calls[name]
+        lengths, model = task.workload.of(name), task.graph.model_calls[name]
         page = task.costs.features_of(model.model_name).page_tokens(model.config, task.dtype)
         least = call.pp * math.ceil(lengths.max_tokens / page) * page
         if lengths.kv_cache_tokens is not None and lengths.kv_cache_tokens < least:

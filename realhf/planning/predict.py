@@ -25,7 +25,8 @@ Order = tuple[OrderEntry, ...]
 class Prediction:
     """`plan` is the given plan with predicted_s and predicted_step_s filled in.
 
-    By name: `call_s` of each call, `transfer_s` of each data transfer and reallocation. `step_s` is the mean over the
+    By name: `call_s` of each call, those beside the devices too, `transfer_s` of each data transfer and reallocation.
+    `step_s` is the mean over the
     problem's unrolled steps in the plan's order; `needs` has the memory of each device.
     """
 
@@ -63,11 +64,13 @@ def predict(task: PlanningTask, plan: ExecutionPlan) -> Prediction:
     step_s = makespan_s(simulate(problem, choice, problem.steps, order)) / problem.steps
     needs = device_needs(problem, choice)
     call_s = {call.name: call.options[0].time_s for call in problem.calls}
+    transfer_s = {transfer.name: transfer.seconds[0] for transfer in problem.transfers}
+    beside = {name: transfer_s.pop(name) for name in task.graph.beside}
     filled = {name: structs.replace(call, predicted_s=call_s[name]) for name, call in plan.calls.items()}
     return Prediction(
-        plan=structs.replace(plan, calls=filled, predicted_step_s=step_s),
-        call_s=call_s,
-        transfer_s={transfer.name: transfer.seconds[0] for transfer in problem.transfers},
+        plan=structs.replace(plan, calls=filled, beside=beside, predicted_step_s=step_s),
+        call_s=call_s | beside,
+        transfer_s=transfer_s,
         step_s=step_s,
         needs=needs,
         fits=max(need.peak_bytes for need in needs) <= task.cluster.device_memory_bytes,
@@ -122,7 +125,7 @@ def possible_orders(
     sequence = [(call, step) for call, step, _ in sorted(starts, key=lambda start: start[2])]
     middle = plan.max_steps_in_flight + 2
     orders = []
-    for call in graph.calls:
+    for call in graph.model_calls:
         first = _period(sequence, call, middle)
         if first is not None and first == _period(sequence, call, middle + 1) and first not in orders:
             orders.append(first)

@@ -68,9 +68,9 @@ def split(task: PlanningTask) -> ExecutionPlan:
     the others on the other (critic and reward). Raises UserError if the devices cannot be halved, or no model is left
     for the second half."""
     graph = task.graph
-    leading = [call.model_name for call in graph.calls.values() if call.generates]
+    leading = [call.model_name for call in graph.model_calls.values() if call.generates]
     leading = leading or list(graph.models)[:1]
-    trained = {call.model_name for call in graph.calls.values() if call.trains}
+    trained = {call.model_name for call in graph.model_calls.values() if call.trains}
     shapes = {graph.models[name] for name in leading}
     first = {*leading, *(name for name, shape in graph.models.items() if name not in trained and shape in shapes)}
     if len(first) == len(graph.models):
@@ -89,7 +89,7 @@ def standalone(task: PlanningTask) -> ExecutionPlan:
     UserError if there are fewer devices than models, or no allocation fits into memory."""
     singletons = tuple((name,) for name in task.graph.models)
     mapping = Mapper(task).best([singletons])
-    meshes = {task.graph.calls[name].model_name: call.mesh for name, call in mapping.calls.items()}
+    meshes = {task.graph.model_calls[name].model_name: call.mesh for name, call in mapping.calls.items()}
     return _best_on(task, meshes, "standalone")
 
 
@@ -101,7 +101,7 @@ def hybridflow(task: PlanningTask) -> ExecutionPlan:
 def _best_on(task: PlanningTask, meshes: Mapping[str, DeviceMesh], preset: str) -> ExecutionPlan:
     """The fastest strategies and micro-batches if every model has its mesh (the least memory if none fit)."""
     options: dict[str, list[Option]] = {}
-    for call in task.graph.calls.values():
+    for call in task.graph.model_calls.values():
         mesh, mini_batch = meshes[call.model_name], call.mini_batch_size(task.batch_size)
         options[call.name] = options_on([mesh], call, mini_batch)
         if not options[call.name]:

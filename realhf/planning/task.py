@@ -31,7 +31,7 @@ class PlanningTask:
     def homes(self) -> dict[str, str]:
         """For every call, the call in whose layout its model's parameters live (`ExecutionPlan.home`)."""
         empty = ExecutionPlan(num_devices=1, calls={})
-        return {name: empty.home(self.graph, call.model_name) for name, call in self.graph.calls.items()}
+        return {name: empty.home(self.graph, call.model_name) for name, call in self.graph.model_calls.items()}
 
     @property
     def tokens_per_step(self) -> float:
@@ -41,7 +41,7 @@ class PlanningTask:
     @cached_property
     def call_models(self) -> dict[str, CallModel]:
         """By the name of a call what knows its seconds and bytes. Raises UserError for mini-batches of unequal size."""
-        return {name: self._call_model(call) for name, call in self.graph.calls.items()}
+        return {name: self._call_model(call) for name, call in self.graph.model_calls.items()}
 
     def _call_model(self, call: ModelFunctionCallDef) -> CallModel:
         lengths = self.workload.of(call.name)
@@ -57,7 +57,7 @@ class PlanningTask:
             hardware=self.costs.hardware,
             versions=self.graph.versions_kept(call.model_name),
             factor=self.costs.call_factors.get(call.name, 1.0),
-            shares_devices=len(self.graph.calls) > 1,
+            shares_devices=len(self.graph.model_calls) > 1,
         )
 
     def shardings(self, plan: ExecutionPlan) -> dict[str, Sharding]:
@@ -71,7 +71,7 @@ class PlanningTask:
         return ExecutionPlan(
             num_devices=self.cluster.num_devices,
             devices_per_node=self.cluster.devices_per_node,
-            calls={name: calls[name] for name in self.graph.calls},
+            calls={name: calls[name] for name in self.graph.model_calls},
             max_steps_in_flight=self.max_steps_in_flight,
             offload=self.offload,
             models=self.graph.models,
@@ -87,7 +87,7 @@ def with_staleness(graph: DataflowGraph, staleness: int) -> DataflowGraph:
     if staleness == 0:
         return graph
     stale = copy.copy(graph)
-    generating = {name for name, call in graph.calls.items() if call.generates}
+    generating = {name for name, call in graph.model_calls.items() if call.generates}
     stale.edges = [
         replace(edge, steps_back=edge.steps_back + staleness)
         if edge.kind == "version" and edge.steps_back and edge.child in generating

@@ -71,7 +71,7 @@ class WhatIf(Options):
         Raises:
             UserError: no call uses such a model, or an architecture is not known.
         """
-        used = list(dict.fromkeys(call.model_name for call in calls))
+        used = list(dict.fromkeys(call.model_name for call in calls if call.model_name))
         for name in self.model_types:
             if name not in used:
                 raise UserError(f"--model-type {name}=...: no call uses such a model; there are {', '.join(used)}")
@@ -126,7 +126,7 @@ class WhatIfRequest:
         return [replace(case, staleness=staleness) for staleness in stalenesses]
 
     def _model_types(self, calls: Sequence[ModelFunctionCallDef]) -> dict[str, str]:
-        used = list(dict.fromkeys(call.model_name for call in calls))
+        used = list(dict.fromkeys(call.model_name for call in calls if call.model_name))
         types: dict[str, str] = {}
         for role, value in (("actor", self.actor), ("critic", self.critic)):
             if value is None:

@@ -8,7 +8,7 @@ from typing import Any
 import plotly.graph_objects as go
 
 from realhf.dataflow.plan import CallPlan
-from realhf.planning.explain.analysis import COMPUTE, Analysis, Span
+from realhf.planning.explain.analysis import BESIDE, COMPUTE, Analysis, Span
 from realhf.planning.explain.comparison import Candidate, Comparison
 from realhf.planning.search import SearchResult
 from realhf.report.figures import LEGEND_ABOVE, LINE_COLOURS, MEASURED_COLOUR, OTHER_COLOUR, PHASE_COLOURS, styled
@@ -91,19 +91,21 @@ def timeline_figure(analysis: Analysis) -> go.Figure:
     by_device = {d: tuple(span for span in spans if d in span.devices) for d in range(num_devices)}
     groups = device_groups(num_devices, by_device.__getitem__)
     end_s = max(span.end_s for span in spans)
-    row_height = max(26, min(52, 640 // len(groups)))
+    rows = {_range(group): by_device[group[0]] for group in groups}
+    rows |= {BESIDE: beside} if (beside := tuple(span for span in spans if span.kind == BESIDE)) else {}
+    row_height = max(26, min(52, 640 // len(rows)))
     figure = go.Figure()
-    calls = list(analysis.prediction.plan.calls)
+    calls = [*analysis.prediction.plan.calls, *analysis.prediction.plan.beside]
     for name, colour in _legend(calls, spans).items():
         bars = [
-            (group, span)
-            for group in groups
-            for span in by_device[group[0]]
-            if (span.name if span.kind == COMPUTE else span.kind) == name
+            (row, span)
+            for row, of_row in rows.items()
+            for span in of_row
+            if (span.name if span.kind in (COMPUTE, BESIDE) else span.kind) == name
         ]
         label = name.replace("_", "<br>", 1) if row_height >= 40 else name
         figure.add_bar(
-            y=[_range(group) for group, _ in bars],
+            y=[row for row, _ in bars],
             x=[span.end_s - span.start_s for _, span in bars],
             base=[span.start_s for _, span in bars],
             name=name,
@@ -125,13 +127,13 @@ def timeline_figure(analysis: Analysis) -> go.Figure:
         )
     figure.update_layout(barmode="overlay", uniformtext={"minsize": 9, "mode": "hide"}, legend=LEGEND_ABOVE)
     figure.update_xaxes(title="seconds", range=[0, end_s])
-    return _by_device(figure, groups, row_height)
+    return _by_device(figure, list(rows), row_height)
 
 
 def _legend(calls: Sequence[str], spans: Sequence[Span]) -> dict[str, str]:
     """Colour of every call, and of the kinds of transfer that take time."""
     colours = {name: CALL_COLOURS[i % len(CALL_COLOURS)] for i, name in enumerate(calls)}
-    kinds = dict.fromkeys(span.kind for span in spans if span.kind != COMPUTE)
+    kinds = dict.fromkeys(span.kind for span in spans if span.kind not in (COMPUTE, BESIDE))
     return colours | {kind: PHASE_COLOURS.get(kind, OTHER_COLOUR) for kind in kinds}
 
 
@@ -172,22 +174,22 @@ def memory_figure(analysis: Analysis, limit_bytes: float) -> go.Figure:
     largest = max(limit, analysis.prediction.peak_bytes / GIB)
     figure.update_layout(barmode="stack", legend=LEGEND_ABOVE | {"traceorder": "normal"})
     figure.update_xaxes(title="GiB", range=[0, largest * 1.05])
-    return _by_device(figure, groups, max(26, min(40, 520 // len(groups))))
+    return _by_device(figure, rows, max(26, min(40, 520 // len(groups))))
 
 
-def _by_device(figure: go.Figure, groups: Sequence[range], row_height: int) -> go.Figure:
+def _by_device(figure: go.Figure, rows: Sequence[str], row_height: int) -> go.Figure:
     """Rows of devices from the top, numbered at the left."""
     figure.update_yaxes(
         title="devices",
         type="category",
         categoryorder="array",
-        categoryarray=[_range(group) for group in groups],
-        range=[len(groups) - 0.5, -0.5],
+        categoryarray=list(rows),
+        range=[len(rows) - 0.5, -0.5],
         automargin=True,
         ticksuffix="  ",
         dtick=1,
     )
-    return styled(figure, 100 + row_height * len(groups), {"l": 20, "r": 20, "t": 40, "b": 44})
+    return styled(figure, 100 + row_height * len(rows), {"l": 20, "r": 20, "t": 40, "b": 44})
 
 
 def _calls(analysis: Analysis) -> str:
@@ -205,6 +207,10 @@ def _calls(analysis: Analysis) -> str:
             f"{analysis.chain.get(name, 0):.0%}",
         ]
         for name, call in plan.calls.items()
+    ]
+    rows += [
+        [name, BESIDE, *["-"] * 4, f"{seconds:.3f}", f"{analysis.chain.get(name, 0):.0%}"]
+        for name, seconds in plan.beside.items()
     ]
     return section("Calls", table(header, rows))
 

@@ -25,6 +25,7 @@ def plan_section(plan: ExecutionPlan) -> str:
         ]
         for name, call in plan.calls.items()
     ]
+    rows += [[name, "beside", *["-"] * 4, f"{seconds:.3f}"] for name, seconds in plan.beside.items()]
     words = [["order", _order(plan)], ["steps in flight", f"at most {plan.max_steps_in_flight}"]]
     if why:
         words += _reasons(plan, why)

@@ -139,10 +139,11 @@ def call_times(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> list[C
     """Predicted and measured seconds of every call of the plan, over the steps made under it."""
     lines = lines_under(plan, metrics)
     times = []
-    for name, call in plan.calls.items():
+    predictions = {name: call.predicted_s for name, call in plan.calls.items()} | plan.beside
+    for name, predicted_s in predictions.items():
         seconds = [line["calls"][name]["seconds"] for line in lines if name in line["calls"]]
         measured_s = statistics.median(seconds) if seconds else None
-        times.append(CallTime(call=name, predicted_s=call.predicted_s, measured_s=measured_s))
+        times.append(CallTime(call=name, predicted_s=predicted_s, measured_s=measured_s))
     return times
 
 

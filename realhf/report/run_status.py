@@ -2,7 +2,7 @@
 
 import re
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,7 +168,7 @@ def _is_orphan(directory: RunDirectory) -> bool:
     return found is not None and found[2] == socket.gethostname() and not Path("/proc", found[1]).exists()
 
 
-def speed_of(metrics: Sequence[dict[str, Any]], events: Sequence[Event]) -> Speed | None:
+def speed_of(metrics: Iterable[dict[str, Any]], events: Sequence[Event]) -> Speed | None:
     """The speed of the last steps since the run's last start; None before the first step has ended."""
     start_s = max((event.time_s for event in events if event.event in STARTS), default=0.0)
     lines = [line for line in metrics if line["calls"] and _end_s(line) >= start_s][-SPEED_STEPS - 1 :]

@@ -33,11 +33,12 @@ class ActivityWriter:
     """Records the current activity of this process in `path`, a few microseconds a time; for any thread.
 
     The file is memory-mapped: what was set is in the system's hands at once, even if the process is killed the next
-    moment. `main` is the activity without what a second thread does beside it (`realhf.worker.move_thread`).
+    moment. `main` is the activity without what other threads do beside it (`realhf.worker.move_thread`).
     """
 
     def __init__(self, path: Path) -> None:
-        self.main, self._beside = "", ""
+        self.main = ""
+        self._beside: dict[int, str] = {}  # by thread
         self._lock = threading.Lock()
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
         try:
@@ -51,7 +52,7 @@ class ActivityWriter:
     @property
     def text(self) -> str:
         """All that the process does."""
-        return f"{self.main}; and {self._beside}" if self._beside else self.main
+        return "; and ".join([self.main, *self._beside.values()])
 
     def set(self, text: str) -> None:
         """Records `text`, such as "step 4 actor_generate: compute"; cut at MAX_TEXT_BYTES."""
@@ -60,9 +61,11 @@ class ActivityWriter:
             self._write()
 
     def set_beside(self, text: str) -> None:
-        """Records what a second thread does beside that; "" ends it."""
+        """Records what the calling thread does beside that; "" ends it."""
         with self._lock:
-            self._beside = text
+            self._beside.pop(threading.get_ident(), None)
+            if text:
+                self._beside[threading.get_ident()] = text
             self._write()
 
     def _write(self) -> None:

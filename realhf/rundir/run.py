@@ -24,7 +24,7 @@ from realhf.base.files import BadContentError, OtherVersionError, decode_version
 from realhf.base.numbers import Range, check_ranges
 from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import check_implementation
-from realhf.dataflow.plan import CallPlan, ExecutionPlan, check_plan, load_plan
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, beside_plan, check_plan, load_plan
 from realhf.geometry.layout import Layout
 from realhf.planning.model.hardware import Hardware
 
@@ -193,15 +193,25 @@ class Run:
         """The models whose parameters change: those that are trained, and those that follow one."""
         return [name for name in self.graph.models if self.optimizer_steps(name) or self.models[name].follows]
 
+    def training_plan(self, call: ModelFunctionCallDef) -> CallPlan:
+        """How a call of the training graph runs, one beside the devices too."""
+        return self.plan.of_call(self.graph, call.name, self.settings.batch_size)
+
     def evaluation_plan(self, call: ModelFunctionCallDef) -> CallPlan:
-        """How an evaluation call runs: as its twin in training, in one micro-batch; generation without chunks."""
+        """How an evaluation call runs: as its twin in training, in one micro-batch; generation without chunks. One
+        beside the devices has the rule of those in training."""
+        if call.runs_beside:
+            assert self.evaluation is not None
+            assert self.evaluation_graph is not None
+            place = self.evaluation_graph.calls[self.evaluation_graph.place_of(call.name)]
+            return beside_plan(self.evaluation_plan(place), self.evaluation.batch_size)
         twin = self.plan.calls[evaluation_twin(self.graph, call)]
         chunks = 1 if call.generates else twin.chunks
         return msgspec.structs.replace(twin, micro_batches=1, chunks=chunks)
 
     def calls_with_layouts(self) -> list[tuple[ModelFunctionCallDef, Layout]]:
         """All calls of training and evaluation, and where they run."""
-        calls = [(call, self.plan.layout(call.name)) for call in self.graph.calls.values()]
+        calls = [(call, self.training_plan(call).layout) for call in self.graph.calls.values()]
         evaluation = self.evaluation_graph.calls.values() if self.evaluation_graph else ()
         return calls + [(call, self.evaluation_plan(call).layout) for call in evaluation]
 

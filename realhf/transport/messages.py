@@ -8,9 +8,9 @@ from realhf.dataflow.interface import SampleDType
 from realhf.geometry.layout import Layout
 
 Split = Literal["train", "evaluation"]
-# "sending" and "writing" run on threads of their own, beside the other phases.
+# "sending", "writing" and "beside" (calls beside the devices) run on threads of their own, beside the other phases.
 Phase = Literal[
-    "setup", "reallocation", "sending", "offload", "transfer", "compute", "checkpoint", "writing", "waiting"
+    "setup", "reallocation", "sending", "offload", "transfer", "compute", "checkpoint", "writing", "beside", "waiting"
 ]
 Count = Annotated[int, msgspec.Meta(ge=0)]
 
@@ -49,7 +49,8 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
 
 
 # Master to worker. A worker executes requests one by one, in the order in which they arrive. It executes moves of
-# parameters (`Move`) in their order too, beside the other requests.
+# parameters (`Move`) in their order too, beside the other requests, and so it does calls beside the devices when it has
+# come to them.
 
 
 class Send(msgspec.Struct, frozen=True, kw_only=True):
@@ -225,7 +226,8 @@ class CheckpointWritten(Message, frozen=True, kw_only=True):
 
 
 class Failure(Message, frozen=True, kw_only=True):
-    """A request raised an error, or the setup did (None). `blames_peer`: the error is that another worker is gone."""
+    """Something raised an error: a call beside the devices (its request), or what the worker was busy with or its setup
+    (None). `blames_peer`: the error is that another worker is gone."""
 
     request_id: int | None
     text: str

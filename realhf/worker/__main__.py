@@ -83,7 +83,8 @@ def blames_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | TimeoutError | RunError) and any(sign in text for sign in signs)
 
 
-Fail = Callable[["Client[ToWorker, ToMaster]", ActivityWriter, BaseException], None]
+# The id of the request that failed is known of calls beside the devices.
+Fail = Callable[["Client[ToWorker, ToMaster]", ActivityWriter, BaseException, int | None], None]
 
 
 def carry_out(
@@ -128,7 +129,11 @@ def carry_out(
             activity.set("setup: joining the other workers")
             join_world(directory, run, rank, device)
             held.callback(dist.destroy_process_group)
-            channels = Channels(activity, moves, client.send, partial(fail, client, activity))
+
+            def fail_beside(error: BaseException, request_id: int | None = None, /) -> None:
+                fail(client, activity, error, request_id)
+
+            channels = Channels(activity, moves, client.send, fail_beside)
             worker = ModelWorker(run, rank, device, directory, channels)
             held.callback(worker.close)
             give_back_freed_memory()
@@ -137,7 +142,7 @@ def carry_out(
             activity.set("waiting for the first request")
             yield from _requests(client, worker, wait_s)
         except (Exception, SystemExit) as error:  # an interface may call sys.exit
-            fail(client, activity, error)
+            fail(client, activity, error, None)
             raise
 
 
@@ -174,7 +179,7 @@ def in_process(path: str) -> Generator[None, None, int]:
     run = load_run(directory.experiment, directory.plan).without_deadlines()
     failures: list[BaseException] = []
 
-    def fail(_: object, activity: ActivityWriter, error: BaseException) -> None:
+    def fail(_: object, activity: ActivityWriter, error: BaseException, request_id: int | None) -> None:
         logger.error("failed: %s", activity.text, exc_info=error)
         failures.append(error)
 
@@ -191,13 +196,17 @@ def in_process(path: str) -> Generator[None, None, int]:
 
 
 def end_process(
-    ending: threading.Lock, client: "Client[ToWorker, ToMaster]", activity: ActivityWriter, error: BaseException
+    ending: threading.Lock,
+    client: "Client[ToWorker, ToMaster]",
+    activity: ActivityWriter,
+    error: BaseException,
+    request_id: int | None,
 ) -> None:
     """Tells the master why, and ends the process. Of two threads that fail, one does it."""
     ending.acquire()
     try:
         logger.error("failed: %s", activity.text, exc_info=error)
-        client.send(Failure(request_id=None, text=explain(error), blames_peer=blames_peer(error)))
+        client.send(Failure(request_id=request_id, text=explain(error), blames_peer=blames_peer(error)))
         client.close()
     finally:
         # Groups whose peers are gone can block an orderly end for minutes; there is nothing left to save.

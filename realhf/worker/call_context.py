@@ -1,8 +1,8 @@
 """What an interface gets beside its data: the call's context, and what stands for a model that it does not use."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -13,6 +13,13 @@ from realhf.dataflow.protocols import THREE_D_PROTO
 from realhf.engine.returned import InterfaceError
 from realhf.geometry.layout import Layout
 from realhf.parallel.groups import GroupTable
+
+# The rows of the data set of some samples of a step (`DatasetRows.records`).
+Records = Callable[[int, Sequence[int]], list[dict[str, Any]]]
+
+
+def _no_records(step: int, ids: Sequence[int]) -> list[dict[str, Any]]:
+    raise LookupError(f"the call of step {step} was given no data set")
 
 
 @dataclass(frozen=True)
@@ -40,16 +47,19 @@ def batch_share(call: ModelFunctionCallDef, layout: Layout, groups: GroupTable) 
         )  # a sum among devices of one place in the model
     part_of = call.protocol.distribute(layout).part_of
     first = min(device for device, part in part_of.items() if part == part_of[groups.rank])
-    peers = groups.of_ranks(sorted(part_of))
+    peers = (groups.of_ranks_beside if call.runs_beside else groups.of_ranks)(sorted(part_of))
     return BatchShare(groups.rank in call.protocol.collect(layout), groups.rank == first, peers, peers)
 
 
-def sharing_ranks(calls: Iterable[tuple[ModelFunctionCallDef, Layout]]) -> list[tuple[int, ...]]:
-    """For each call under another protocol than 3D_PROTO, who gets a part of its batch."""
+def sharing_ranks(
+    calls: Iterable[tuple[ModelFunctionCallDef, Layout]], *, beside: bool = False
+) -> list[tuple[int, ...]]:
+    """For each call under another protocol than 3D_PROTO, who gets a part of its batch: of the calls `beside` the
+    devices, or of the others."""
     return [
         tuple(sorted(call.protocol.distribute(layout).part_of))
         for call, layout in calls
-        if call.protocol is not THREE_D_PROTO
+        if call.protocol is not THREE_D_PROTO and call.runs_beside == beside
     ]
 
 
@@ -65,10 +75,14 @@ class CallContext:
     micro_batches: int = 1
     record: frozenset[str] = frozenset()
     state: dict[str, float] = field(default_factory=dict)
+    records: Records = _no_records
     holds_outputs: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.holds_outputs = self.share.holds_outputs
+
+    def rows(self, ids: Sequence[int]) -> list[dict[str, Any]]:
+        return self.records(self.step, ids)
 
     def sum_over_data_parallel(self, values: Tensor) -> Tensor:
         total = values.clone() if self.share.counts else values.new_zeros(values.shape)
@@ -100,11 +114,16 @@ class UnusedModel:
     Under their protocols a pass may find other samples on every device, and would wait for ever or mix them.
     """
 
-    def __init__(self, call: str):
+    def __init__(self, call: ModelFunctionCallDef):
         self._call = call
 
     def __getattr__(self, name: str) -> NoReturn:
+        if self._call.runs_beside:
+            raise RuntimeError(
+                f"{self._call.name}: it runs beside the devices, without a model, and the interface asks for "
+                f"model.{name}; give the call a model, and leave runs_beside and uses_model out"
+            )
         raise RuntimeError(
-            f"{self._call}: the interface has uses_model=False and asks for model.{name}; leave uses_model out, "
+            f"{self._call.name}: the interface has uses_model=False and asks for model.{name}; leave uses_model out, "
             "and run the call under 3D_PROTO"
         )

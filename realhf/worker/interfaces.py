@@ -38,15 +38,19 @@ def load_interface(call: ModelFunctionCallDef) -> Any:
 
 
 def run_interface(
-    interface: Any, call: ModelFunctionCallDef, sharded: Model, mini_batches: Sequence[Batch], context: CallContext
+    interface: Any,
+    call: ModelFunctionCallDef,
+    sharded: Model | None,
+    mini_batches: Sequence[Batch],
+    context: CallContext,
 ) -> CallResult:
-    """What the interface gives back for a call, checked.
+    """What the interface gives back for a call, checked. A call beside the devices has no model (None).
 
     Raises:
         InterfaceError: naming the call, and the method that broke a rule.
     """
     method = getattr(interface, call.interface_type.value)
-    model: Any = sharded if call.uses_model else UnusedModel(call.name)
+    model: Any = sharded if call.uses_model else UnusedModel(call)
     batch = concatenate(mini_batches)
     try:
         return check_result(

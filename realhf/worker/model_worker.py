@@ -1,9 +1,11 @@
 """The model worker: executes the master's requests on one device, one after the other; moves of parameters beside."""
 
 import logging
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,7 @@ from realhf.transport.messages import (
     Transfer,
 )
 from realhf.worker import rollouts
+from realhf.worker.beside_thread import BesideCall, BesideThread
 from realhf.worker.call_context import CallContext, batch_share, sharing_ranks
 from realhf.worker.channels import Channels
 from realhf.worker.checkpoint_writer import CheckpointWriter
@@ -74,7 +77,10 @@ class ModelWorker:
         self._timeout_s = run.deadlines.longest_s
         layouts = [call.layout for call in run.plan.calls.values()]
         waits = waits_on(device, channels.fail)
-        self._groups = GroupTable(layouts, rank, self._timeout_s, sharing_ranks(run.calls_with_layouts()), waits)
+        calls = run.calls_with_layouts()
+        self._groups = GroupTable(
+            layouts, rank, self._timeout_s, sharing_ranks(calls), waits, sharing_ranks(calls, beside=True)
+        )
         self._graphs: dict[Split, DataflowGraph] = {"train": run.graph}
         self._readers: dict[Split, DatasetReader] = {
             "train": _reader(run.experiment.dataset, run.experiment.seed, run.settings.batch_size, run.graph)
@@ -86,6 +92,7 @@ class ModelWorker:
             )
         self._memory = MemoryGauge(device)
         self._store = SampleStore()
+        self._reading = threading.Lock()  # of the data sets, by calls and by calls beside the devices
         group = group_of_all_ranks(device, self._timeout_s) if device.type == "cuda" else None
         self._mailbox = Mailbox(self._store, device, self._timeout_s, group, waits)
         self._interfaces = self._load_interfaces()
@@ -100,16 +107,19 @@ class ModelWorker:
         self._moves = ParameterMoves(run, rank, device, self._groups, self._models)
         longest_s = (len(run.graph.calls) + 1) * self._timeout_s  # others may have a step's calls before theirs
         self._move_thread = MoveThread(channels, self._moves.carry_out, device, longest_s)
+        self._beside = BesideThread(channels)
 
     def handle(self, request: Request) -> Reply | None:
-        """Executes one request; what it raises ends the run."""
+        """Executes one request; what it raises ends the run. None for one that is not replied to, or later, by another
+        thread."""
         self._move_thread.wait()
         reply = self._handle(request)
         self._move_thread.computed()
         return reply
 
     def close(self) -> None:
-        """Ends the threads for moves, for data that is sent on and for deadlines."""
+        """Ends the threads for moves, for calls beside the devices, for data that is sent on and for deadlines."""
+        self._beside.close()
         self._move_thread.close()
         self._mailbox.close()
         for model in self._models.values():
@@ -118,6 +128,8 @@ class ModelWorker:
 
     def _handle(self, request: Request) -> Reply | None:
         match request:
+            case CallFunction(batch=batch, call=call) if call in self._graphs[batch.split].beside:
+                self._hand_on(request)
             case CallFunction():
                 return self._call(request)
             case Transfer(batch=batch, sends=sends, receives=receives):
@@ -162,7 +174,7 @@ class ModelWorker:
         run, loaded = self._run, {}
         for split, graph in self._graphs.items():
             for call in graph.calls.values():
-                plan = run.plan.calls[call.name] if split == "train" else run.evaluation_plan(call)
+                plan = run.training_plan(call) if split == "train" else run.evaluation_plan(call)
                 if self._rank in plan.layout.mesh.devices:
                     self._set_activity(f"setup: interface of {call.name}")
                     loaded[split, call.name] = load_interface(call)
@@ -190,20 +202,11 @@ class ModelWorker:
     def _call(self, request: CallFunction) -> Reply:
         split, step = request.batch.split, request.batch.step
         definition = self._graphs[split].calls[request.call]
-        share = batch_share(definition, request.layout, self._groups)
+        context = self._context(request, definition)
         wait = self._collect(request, definition)
         mini_batches = [self._inputs(request.batch, definition, ids) for ids in request.mini_batches]
         model = self._models[definition.model_name, request.layout]
         self._moves.select(model, definition.model_name, request.version)
-        context = CallContext(
-            seed=self._run.experiment.seed + (EVALUATION_SEED_OFFSET if split == "evaluation" else 0),
-            step=step,
-            share=share,
-            batch_size=self._readers[split].batch_size,
-            samples_per_prompt=self._graphs[split].samples_per_prompt,
-            micro_batches=request.micro_batches,
-            record=frozenset(self._run.spec.record),
-        )
         with self._timed("compute", f"{request.call} of {request.batch}") as span:
             tokens_before = model.tokens_processed
             result = run_interface(self._interfaces[split, definition.name], definition, model, mini_batches, context)
@@ -216,7 +219,7 @@ class ModelWorker:
             weights_version=max(0, request.version),
             peak_bytes=self._memory.take_peak(),
         )
-        if not share.holds_outputs:
+        if not context.holds_outputs:
             return reply
         return msgspec.structs.replace(
             reply,
@@ -224,6 +227,40 @@ class ModelWorker:
             stats=result.stats,
             tokens=(model.tokens_processed - tokens_before) // definition.passes,
         )
+
+    def _hand_on(self, request: CallFunction) -> None:
+        """Has the other thread run a call beside the devices, on data in host memory."""
+        split, what = request.batch.split, f"{request.call} of {request.batch}"
+        definition = self._graphs[split].calls[request.call]
+        context, wait = self._context(request, definition), self._collect(request, definition)
+        inputs = [self._inputs(request.batch, definition, ids).to(torch.device("cpu")) for ids in request.mini_batches]
+
+        def run() -> Reply:
+            start = time.time()
+            result = run_interface(self._interfaces[split, definition.name], definition, None, inputs, context)
+            outputs = {key: [value.to(self._device) for value in column] for key, column in result.outputs.items()}
+            described = self._keep(request, definition, outputs)
+            span = Span("beside", what, start, time.time())
+            return Reply(request_id=request.request_id, span=span, wait=wait, outputs=described, stats=result.stats)
+
+        self._beside.start(BesideCall(request.request_id, what, run))
+
+    def _context(self, request: CallFunction, definition: ModelFunctionCallDef) -> CallContext:
+        split = request.batch.split
+        return CallContext(
+            seed=self._run.experiment.seed + (EVALUATION_SEED_OFFSET if split == "evaluation" else 0),
+            step=request.batch.step,
+            share=batch_share(definition, request.layout, self._groups),
+            batch_size=self._readers[split].batch_size,
+            samples_per_prompt=self._graphs[split].samples_per_prompt,
+            micro_batches=request.micro_batches,
+            record=frozenset(self._run.spec.record),
+            records=partial(self._records, split),
+        )
+
+    def _records(self, split: Split, step: int, ids: Sequence[int]) -> list[dict[str, Any]]:
+        with self._reading:
+            return self._readers[split].records(step, ids)
 
     def _collect(self, request: CallFunction, definition: ModelFunctionCallDef) -> Span | None:
         """Waits for the inputs that are on their way here; returns that wait, if there was one."""
@@ -237,7 +274,8 @@ class ModelWorker:
         """The call's input columns: rows of the data set are read here, the rest was made or transferred."""
         graph = self._graphs[batch.split]
         from_rows = [key for key in definition.input_data if key in graph.dataset_keys]
-        samples = self._readers[batch.split].read(batch.step, ids, from_rows).to(self._device)
+        with self._reading:
+            samples = self._readers[batch.split].read(batch.step, ids, from_rows).to(self._device)
         samples = self._store.add_columns(batch, samples, [k for k in definition.input_data if k in graph.producers])
         if (
             self._run.spec.replay

@@ -187,7 +187,7 @@ def _boxes(model: EngineModel | None, version: int | None = None) -> Boxes:
 
 
 def _moves_anything(run: Run) -> bool:
-    layouts = [(call.model_name, run.plan.layout(call.name)) for call in run.graph.calls.values()]
+    layouts = [(call.model_name, run.plan.layout(call.name)) for call in run.graph.model_calls.values()]
     if run.evaluation_graph:
-        layouts += [(c.model_name, run.evaluation_plan(c).layout) for c in run.evaluation_graph.calls.values()]
+        layouts += [(c.model_name, run.evaluation_plan(c).layout) for c in run.evaluation_graph.model_calls.values()]
     return bool(run.graph.follows) or any(layout != run.homes[name] for name, layout in layouts)

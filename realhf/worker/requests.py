@@ -82,7 +82,7 @@ def _call(run: Run, split: Split, name: str) -> ModelFunctionCallDef | None:
 
 
 def _layout(run: Run, split: Split, call: ModelFunctionCallDef) -> Layout:
-    return run.plan.layout(call.name) if split == "train" else run.evaluation_plan(call).layout
+    return (run.training_plan(call) if split == "train" else run.evaluation_plan(call)).layout
 
 
 def _batch_size(run: Run, split: Split) -> int:

@@ -9,6 +9,7 @@ from realhf.planning.problem.tables import Problem
 from realhf.planning.task import PlanningTask
 
 TRANSFER, REALLOCATION, OFFLOAD, COMPUTE = "transfer", "reallocation", "offload", "compute"
+BESIDE = "beside"  # a call that occupies no device
 _ROUNDING_S = 1e-9
 
 
@@ -88,7 +89,9 @@ def analyse(task: PlanningTask, prediction: Prediction) -> Analysis:
 
 def _span(problem: Problem, simulation: Simulation, event: Event) -> Span:
     name, kind = problem.nodes[event.node].name, COMPUTE
-    if event.node >= len(problem.calls):
+    if event.node >= len(problem.calls) and not problem.transfers[event.node - len(problem.calls)].on:
+        kind = BESIDE
+    elif event.node >= len(problem.calls):
         kind = {"data:": TRANSFER, "load": OFFLOAD, "offload": OFFLOAD}.get(name.partition(" ")[0], REALLOCATION)
     devices = tuple(sorted(simulation.devices[event.node]))
     return Span(name, kind, event.step, event.start_s, event.end_s, devices)
@@ -101,7 +104,7 @@ def _chain(simulation: Simulation, events: list[Event], spans: tuple[Span, ...],
     current: int | None = max(range(len(events)), key=lambda i: events[i].end_s)
     while current is not None:
         event, span = events[current], spans[current]
-        name = span.name if span.kind == COMPUTE else span.kind
+        name = span.name if span.kind in (COMPUTE, BESIDE) else span.kind
         parts[name] += event.end_s - event.start_s  # type: ignore[assignment]
         devices = set(span.devices)
         parents = {by_instance[parent] for parent in simulation.parents(event.step, event.node)}

@@ -61,12 +61,12 @@ def best_alternatives(task: PlanningTask, plan: ExecutionPlan) -> list[Alternati
 def _best(task: PlanningTask, plan: ExecutionPlan, name: str) -> Alternative:
     chosen = {call: [option_of(entry)] for call, entry in plan.calls.items()}
     planned = chosen[name][0]
-    call = task.graph.calls[name]
+    call = task.graph.model_calls[name]
     rows = call_options(call, task.batch_size, task.cluster, task.graph.pools.get(call.model_name))
     options = [planned, *(option for option in rows if option.layout != planned.layout)]
     native = native_problem(build_problem(replace(task, offload=plan.offload), {**chosen, name: options}))
-    place = list(task.graph.calls).index(name)
-    (planned_step_s, _), *evaluations = native.evaluate_all([0] * len(task.graph.calls), place)
+    place = list(task.graph.model_calls).index(name)
+    (planned_step_s, _), *evaluations = native.evaluate_all([0] * len(task.graph.model_calls), place)
     others = zip(options[1:], evaluations, strict=True)
     fitting = [(step_s, option) for option, (step_s, feasible) in others if feasible]
     best_s, best = min(fitting, key=lambda entry: entry[0], default=(float("inf"), None))
@@ -112,7 +112,7 @@ class Comparison:
     @property
     def generates_apart(self) -> bool:
         """Whether some model generates and trains, and does not do both on any one device (disaggregated)."""
-        calls = self.task.graph.calls.values()
+        calls = self.task.graph.model_calls.values()
         pairs = [
             (self.plan.calls[a.name].mesh, self.plan.calls[b.name].mesh)
             for a, b in product(calls, calls)

@@ -54,7 +54,7 @@ def smallest_peak_bytes(task: PlanningTask) -> float | None:
     legal."""
     everywhere = [DeviceMesh(0, task.cluster.num_devices), *halves(task.cluster)]
     options: dict[str, list[Option]] = {}
-    for call in task.graph.calls.values():
+    for call in task.graph.model_calls.values():
         try:
             mini_batch = call.mini_batch_size(task.batch_size)
         except UserError:
@@ -85,7 +85,7 @@ def _batch(task: PlanningTask) -> int | None:
 
 def _offload(task: PlanningTask) -> tuple[str, ...] | None:
     """Models that nobody trains, which only come and never go, or else all but those that follow another."""
-    trained = {call.model_name for call in task.graph.calls.values() if call.trains}
+    trained = {call.model_name for call in task.graph.model_calls.values() if call.trains}
     followers = {follow.target for follow in task.graph.follows.values()}
     resting = tuple(model for model in task.graph.models if model not in trained | followers)
     everything = tuple(model for model in task.graph.models if model not in followers)

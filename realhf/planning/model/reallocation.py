@@ -106,8 +106,8 @@ def with_groups(
     otherwise."""
     result = dict(calls)
     for name, call in calls.items():
-        home, num_layers = calls[homes[name]].layout, graph.calls[name].config.num_layers
-        if graph.calls[name].protocol is not THREE_D_PROTO:
+        home, num_layers = calls[homes[name]].layout, graph.model_calls[name].config.num_layers
+        if graph.model_calls[name].protocol is not THREE_D_PROTO:
             continue  # it was asked about plain layouts
         if call.layout != home and not (call.mesh == home.mesh and contains(call.layout, home, num_layers)):
             layout = grouped(home, call.layout, num_layers, cluster)

@@ -58,10 +58,10 @@ class Workload:
 def workload_of(graph: DataflowGraph, lengths: dict[str, tuple[float, int]], new_tokens: int | None = None) -> Workload:
     """How many tokens each call reads and writes, from the data set's `lengths`, (mean, longest) by key, and the limits
     of generation, which `new_tokens` replaces."""
-    generate = [call for call in graph.calls.values() if call.generates]
+    generate = [call for call in graph.model_calls.values() if call.generates]
     rollout = _generation(generate[0], lengths, new_tokens) if generate else None
     calls = {}
-    for call in graph.calls.values():
+    for call in graph.model_calls.values():
         if call.generates:
             calls[call.name] = _generation(call, lengths, new_tokens)
         elif call.interface_impl.sequence_keys or rollout is None:

@@ -6,7 +6,7 @@ from realhf.planning.options import Option
 from realhf.planning.problem.native import reallocation_table
 from realhf.planning.problem.option_rows import Numbering, OptionRows
 from realhf.planning.problem.tables import CallTable, Problem
-from realhf.planning.problem.transfers import ParameterTransfers, ReallocationTable, data_transfer
+from realhf.planning.problem.transfers import ParameterTransfers, ReallocationTable, beside_table, data_transfer
 from realhf.planning.task import PlanningTask
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
 
@@ -23,8 +23,9 @@ def build_problem(
 ) -> Problem:
     """The tables for a choice among `options` of every call.
 
-    Nodes: the calls; a move of parameters for every model that follows another; a data transfer for
-    every data edge; a reallocation for every call that is not its model's home. The latter two start
+    Nodes: the calls; those that run beside the devices, as transfers that occupy none; a move of
+    parameters for every model that follows another; a data transfer for every data edge of a call
+    with a layout; a reallocation for every call that is not its model's home. The latter two start
     when the call's parents have ended, and the call when its transfers have: the master issues them
     together, since the copy that a reallocation makes is freed after the call and must not occupy
     memory before.
@@ -39,10 +40,11 @@ def build_problem(
     numbers, graph = Numbering(task, options, groups), task.graph
     rows, parameters = OptionRows(numbers), ParameterTransfers(numbers, reallocations)
     host_copies, loads = parameters.host_copies()
-    transfers = [parameters.follow(node, loads[node.name]) for node in graph.follows.values()]
+    transfers = [beside_table(numbers, call) for call in graph.beside.values()]
+    transfers += [parameters.follow(node, loads[node.name]) for node in graph.follows.values()]
     transfers += host_copies
     calls = []
-    for call in graph.calls.values():
+    for call in graph.model_calls.values():
         home, edges = task.homes[call.name], graph.parents(call.name)
         own = [data_transfer(numbers, call, edge.parent, len(edge.keys)) for edge in edges if edge.kind == "data"]
         if home != call.name:

@@ -33,7 +33,7 @@ class Numbering:
 
     @cached_property
     def layouts(self) -> dict[str, Numbered]:
-        return {name: _layouts(self.options[name]) for name in self.task.graph.calls}
+        return {name: _layouts(self.options[name]) for name in self.task.graph.model_calls}
 
     def parents(self, node: str) -> list[tuple[str, int]]:
         """What a node of the graph waits for in the graph."""
@@ -41,7 +41,7 @@ class Numbering:
 
     def home_call(self, model: str) -> ModelFunctionCallDef:
         """The call in whose layout a model's parameters live."""
-        return self.task.graph.calls[self.task.homes[self.task.graph.calls_of(model)[0].name]]
+        return self.task.graph.model_calls[self.task.homes[self.task.graph.calls_of(model)[0].name]]
 
 
 def _layouts(options: Sequence[Option]) -> Numbered:

@@ -57,13 +57,14 @@ class CallTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
-    """A move from call `source` to call `target`, which occupies the devices of all calls of `on`. Its time is in row
+    """A move from call `source` to call `target`, which occupies the devices of all calls of `on`; or, with none, what
+    runs beside the devices. Its time is in row
     `rows[i]` and column `columns[j]` of its table for option i of the source and j of the target."""
 
     name: str
     source: str = msgspec.field(name="from")
     target: str = msgspec.field(name="to")
-    on: Annotated[list[str], msgspec.Meta(min_length=1, max_length=2)]
+    on: Annotated[list[str], msgspec.Meta(max_length=2)]
     parents: Parents
     rows: list[NotNegative]
     columns: list[NotNegative]

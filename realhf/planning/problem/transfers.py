@@ -10,6 +10,7 @@ from realhf.architecture.model import DTYPE_BYTES, DecoderConfig
 from realhf.dataflow.follow import FollowNode
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.offload import Load, loads_of
+from realhf.dataflow.plan import beside_s
 from realhf.geometry.layout import Layout
 from realhf.planning.model.call import CallModel
 from realhf.planning.model.cluster import Cluster
@@ -80,7 +81,7 @@ class ParameterTransfers:
         Devices that only send do so beside what they compute (`realhf.worker.move_thread`), unless the model waits in
         host memory: then they load it, send, and send it back.
         """
-        calls, layouts = self._task.graph.calls, self._numbers.layouts
+        calls, layouts = self._task.graph.model_calls, self._numbers.layouts
         (sources, rows), (targets, columns) = layouts[source], layouts[target]
         return TransferTable(
             name=name,
@@ -125,25 +126,45 @@ class ParameterTransfers:
         follow = graph.follows.get(load.node)
         if graph.versions_kept(load.model) > 1:
             return True
-        return graph.calls[load.node].trains if follow is None else follow.target == load.model
+        return graph.model_calls[load.node].trains if follow is None else follow.target == load.model
+
+
+def beside_table(numbers: Numbering, call: ModelFunctionCallDef) -> TransferTable:
+    """A call beside the devices: it occupies none of them, and takes its time for the samples of one part
+    (`realhf.dataflow.plan.beside_plan`)."""
+    task, place = numbers.task, numbers.task.graph.place_of(call.name)
+    sizes, rows = distinct(numbers.layouts[place], lambda layout: layout.mesh.size)
+    factor = task.costs.call_factors.get(call.name, 1.0)
+    return TransferTable(
+        name=call.name,
+        source=place,
+        target=place,
+        on=[],
+        parents=numbers.parents(call.name),
+        rows=rows,
+        columns=[0] * len(rows),
+        num_columns=1,
+        seconds=[factor * beside_s(call.interface_impl, task.batch_size, size) for size in sizes],
+    )
 
 
 def data_transfer(numbers: Numbering, call: ModelFunctionCallDef, parent: str, keys: int) -> TransferTable:
     """Of the meshes only single devices and single nodes matter, of the strategy the parts: the table is small.
 
     What a call that runs ahead of training (stale rollouts) has made leaves while it makes the next: had the
-    transfer to wait for the source's devices, it would stand behind all steps that were ready before it.
+    transfer to wait for the source's devices, it would stand behind all steps that were ready before it. The same is
+    true of what a call beside the devices has made.
     """
-    task = numbers.task
+    task, source = numbers.task, numbers.task.graph.place_of(parent)
     runs_ahead = any(edge.kind == "version" and edge.steps_back > 1 for edge in task.graph.parents(parent))
-    sources, rows = distinct(numbers.layouts[parent], partial(_place, task.cluster))
+    sources, rows = distinct(numbers.layouts[source], partial(_place, task.cluster))
     targets, columns = distinct(numbers.layouts[call.name], lambda at: (_place(task.cluster, at), call.parts(at)))
     return TransferTable(
         name=f"data: {parent} -> {call.name}",
-        source=parent,
+        source=source,
         target=call.name,
         parents=[(parent, 0)],
-        on=[call.name] if runs_ahead else [parent, call.name],
+        on=[call.name] if runs_ahead or source != parent else [parent, call.name],
         rows=rows,
         columns=columns,
         num_columns=len(targets),

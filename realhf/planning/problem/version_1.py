@@ -86,7 +86,8 @@ class ProblemFile(msgspec.Struct, frozen=True, kw_only=True):
 
         What these cannot say is changed: a copy of parameters counts wherever a call runs, with what it takes to send
         it, and communicators count with each of their calls; a copy is made once training has ended, in two transfers,
-        one on the devices of each side; data moves at once; no model follows another. Options that do not fit by
+        one on the devices of each side; data moves at once; no model follows another; what runs beside the devices
+        takes no time. Options that do not fit by
         themselves are left out, and those alike are one.
 
         Raises:
@@ -94,8 +95,7 @@ class ProblemFile(msgspec.Struct, frozen=True, kw_only=True):
         """
         calls = {call.name: call for call in problem.calls}
         parents: dict[str, Parents] = {
-            name: [(edge.parent, edge.steps_back) for edge in graph.parents(name) if edge.kind == "data"]
-            for name in calls
+            name: [(parent, 0) for parent in dict.fromkeys(_producers(graph, name))] for name in calls
         }
         transfers, tables = [], {}
         for transfer in problem.transfers:
@@ -166,6 +166,13 @@ class ProblemFile(msgspec.Struct, frozen=True, kw_only=True):
             if transfer.table not in self.tables:
                 yield f"transfer {transfer.name!r}: table is {transfer.table!r}, not one of {sorted(self.tables)}"
             yield from _table_complaints(self, transfer)
+
+
+def _producers(graph: DataflowGraph, name: str) -> Iterator[str]:
+    """The calls with a layout that make what a call reads, or what calls beside the devices read for it."""
+    for edge in graph.parents(name):
+        if edge.kind == "data":
+            yield from _producers(graph, edge.parent) if edge.parent in graph.beside else (edge.parent,)
 
 
 def _row(option: FileOption) -> OptionRow:

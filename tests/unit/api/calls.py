@@ -16,6 +16,14 @@ class Nothing(InterfaceConfig):
     implementation = "tests.unit.api.calls:NothingInterface"
 
 
+class Rule(InterfaceConfig):
+    """One beside the devices."""
+
+    implementation = "tests.unit.api.calls:NothingInterface"
+    uses_model = False
+    runs_beside = True
+
+
 class NothingInterface:
     """What the launcher looks for."""
 
@@ -37,6 +45,11 @@ def call(
     )
 
 
+def rule(name: str, inputs: Sequence[str] = (), outputs: Sequence[str] = (), **more: Any) -> ModelFunctionCallDef:
+    given: dict[str, Any] = {"interface_type": INFERENCE, "interface_impl": Rule(), **more}
+    return ModelFunctionCallDef(name=name, input_data=inputs, output_data=outputs, **given)
+
+
 PPO_CALLS = (
     call("actor", TRAIN_STEP, ["seq", "logprob", "reward", "value"]),
     call("critic", TRAIN_STEP, ["seq", "reward", "value"]),
@@ -49,3 +62,9 @@ PPO_CALLS = (
 
 def ppo_graph() -> DataflowGraph:
     return DataflowGraph(PPO_CALLS, ["prompt"])
+
+
+def ruled_graph() -> DataflowGraph:
+    """The rewards are a rule's."""
+    calls = [call for call in PPO_CALLS if call.model_name != "reward"]
+    return DataflowGraph([*calls, rule("judge", ["seq"], ["reward"])], ["prompt"])

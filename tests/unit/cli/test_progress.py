@@ -1,11 +1,14 @@
 """Following a file that is being written; lines for people where there is no terminal."""
 
+import io
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from realhf.cli.progress import Progress
 from realhf.dataflow.plan import ExecutionPlan
@@ -25,7 +28,12 @@ def test_a_line_now_and_then_and_one_at_the_end(tmp_path: Path, capsys: pytest.C
         progress.watched("")
         progress.starting(run_of(), directory, None)
         progress.watched("")
-        lines = [line(1, 100.0, loss=0.5), line(2, 101.0), line(3, 102.5), line(4, 103.0, grad_norm=1.0)]
+        lines = [
+            line(1, 100.0, loss=0.5, reward_mean=0.25, other=1.0),
+            line(2, 101.0),
+            line(3, 102.5),
+            line(4, 103.0, grad_norm=1.0),
+        ]
         directory.metrics.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in lines))
         directory.evaluations.write_text('{"step":0,"accuracy":0.25}\n')
         progress.watched("")
@@ -35,9 +43,9 @@ def test_a_line_now_and_then_and_one_at_the_end(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().err.splitlines() == [
         f"starting the master and 2 workers; logs in {directory.logs}",
         "evaluation after step 0: accuracy 0.25",
-        "step 1/4 1.00 s  loss 0.5  tokens_per_s 10",
-        "step 3/4 1.00 s  tokens_per_s 10",
-        "step 4/4 1.00 s  tokens_per_s 10",
+        "step 1 of 4, 1 s a step, about 3.0 s left: reward_mean 0.25  loss 0.5  tokens_per_s 10",
+        "step 3 of 4, 1.25 s a step, about 1.2 s left: tokens_per_s 10",
+        "step 4 of 4, 1 s a step: tokens_per_s 10",
         f"{directory.metrics} has gained a line that cannot be read and is left out: "
         "Object missing required field `time_s`",
     ]
@@ -89,13 +97,13 @@ def test_a_start_tells_its_phases_until_its_first_step_has_ended(
         assert at(250) == [], "twice as long"
         assert at(251) == [f"after 4 min 11 s: {reminder}"]
         directory.metrics.write_bytes(msgspec.json.encode(line(1, 1252.0)) + b"\n")
-        assert at(252) == ["step 1/4 1.00 s  tokens_per_s 10"]
+        assert at(252) == ["step 1 of 4, 1 s a step, about 3.0 s left: tokens_per_s 10"]
         master.set("evaluation after step 1")
         assert at(280) == [], "the steps speak for themselves"
         with directory.metrics.open("ab") as file:
             file.write(msgspec.json.encode(line(4, 1281.0)) + b"\n")
         master.set("waiting for the last checkpoint to be written")
-        assert at(281) == ["step 4/4 1.00 s  tokens_per_s 10"]
+        assert at(281) == ["step 4 of 4, 29 s a step: tokens_per_s 10"]
         assert at(284) == ["after 4 min 44 s: waiting for the last checkpoint to be written"]
         progress.starting(run_of(num_workers=1, step=2), directory, "worker-1 was killed")
         assert at(290) == [
@@ -104,3 +112,34 @@ def test_a_start_tells_its_phases_until_its_first_step_has_ended(
             f"starting the master and 1 worker; logs in {directory.logs}",
             "after 6.0 s: waiting for the last checkpoint to be written",
         ]
+
+
+def test_a_long_run_tells_less_often(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    directory, clock = RunDirectory.create(tmp_path / "run"), Clock()
+    with Progress(clock=clock) as progress:
+        run = run_of()
+        run.experiment.steps = 10**6
+        progress.starting(run, directory, None)
+        with directory.metrics.open("ab") as file:
+            for step in range(1, 7201):  # two hours, a step a second
+                clock.now_s = float(step)
+                file.write(msgspec.json.encode(line(step, 1e9 + step)) + b"\n")
+                file.flush()
+                progress.watched("")
+    told = [int(text.split()[1]) for text in capsys.readouterr().err.splitlines() if text.startswith("step ")]
+    assert told[:5] == [1, 3, 5, 7, 9]
+    assert len(told) < 400
+    assert told[-1] - told[-2] == pytest.approx(120, abs=3)
+
+
+def test_a_bar_has_speed_time_left_and_reward(tmp_path: Path) -> None:
+    directory = RunDirectory.create(tmp_path / "run")
+    console = Console(file=io.StringIO(), force_terminal=True, width=200)
+    with Progress() as progress:
+        progress._console = console
+        progress.starting(run_of(), directory, None)
+        directory.metrics.write_bytes(msgspec.json.encode(line(3, 100.0, reward_mean=0.25)) + b"\n")
+        progress.watched("")
+    shown = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())  # type: ignore[attr-defined]
+    assert "3/4" in shown
+    assert "1 s a step, about 1.0 s left: reward_mean 0.25  tokens_per_s 10" in shown

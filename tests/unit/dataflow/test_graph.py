@@ -2,6 +2,7 @@
 
 import itertools
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -9,7 +10,8 @@ from realhf.architecture.model import LLAMA
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, Edge
 from realhf.dataflow.interface import InterfaceConfig
-from tests.unit.api.calls import TINY, Nothing, call, ppo_graph
+from realhf.dataflow.protocols import RANK_ZERO
+from tests.unit.api.calls import TINY, Nothing, Rule, call, ppo_graph, rule
 
 
 def test_producers_and_data_edges() -> None:
@@ -70,6 +72,25 @@ def test_calls_come_in_topological_order_free_ones_as_listed() -> None:
     assert {e.parent for e in graph.parents("reward_inference")} == {"actor_generate"}
 
 
+def test_calls_beside_the_devices_have_no_model_and_run_where_their_inputs_are_made() -> None:
+    calls = [
+        rule("late", ["x", "score"]),
+        rule("judge", ["x", "seq"], ["score"]),
+        rule("rows", ["x"]),
+        call("b", INFERENCE, ["x"], ["value"]),
+        call("a", GENERATE, ["x"], ["seq"]),
+    ]
+    graph = DataflowGraph(calls, ["x"])
+    assert list(graph.models) == ["b", "a"]
+    assert list(graph.model_calls) == ["b_inference", "a_generate"]
+    assert set(graph.calls) == {*graph.model_calls, "late", "judge", "rows"}
+    assert graph.nodes == [*graph.model_calls, *graph.beside]
+    assert [graph.place_of(name) for name in ("a_generate", "judge", "late")] == ["a_generate"] * 3
+    assert graph.place_of("rows") == "b_inference", "the first call with a model"
+    assert [edge.parent for edge in graph.parents("late")] == ["judge"]
+    assert replace(calls[0], name="again").name == "again", "its protocol is its own"
+
+
 def test_names_and_named_model_types() -> None:
     made = call("actor", GENERATE, ["prompt"], ["seq"], model_type="llama7b-critic")
     assert made.name == "actor_generate"
@@ -100,6 +121,26 @@ BAD_CALLS = {
         lambda: call("m", INFERENCE, model_type="llama8b"),
         "model_type='llama8b' is not known; choose one of llama7b, llama7b-critic, llama13b, ",
     ),
+    "no model": (
+        lambda: call("", INFERENCE),
+        "a call: it lacks a model; give model_name and model_type, or an interface that needs none: a configuration "
+        "with runs_beside=True and uses_model=False, unlike Nothing",
+    ),
+    "no architecture": (lambda: call("m", INFERENCE, model_type=None), "m: it lacks a model; give model_name and "),
+    "a rule with a model": (
+        lambda: call("m", INFERENCE, interface_impl=Rule()),
+        "m: Rule runs beside the devices (runs_beside=True), where no model is; give the configuration "
+        "uses_model=False, and leave model_name and model_type out",
+    ),
+    "a rule without a name": (lambda: rule(""), "a call of Rule has no name, and no model whose name it could have"),
+    "a rule that trains": (
+        lambda: rule("judge", interface_type=TRAIN_STEP),
+        "judge: Rule runs beside the devices, and interface_type=train_step is for models; make it an inference call",
+    ),
+    "a rule with a protocol": (
+        lambda: rule("judge", protocol=RANK_ZERO),
+        "judge: protocol RANK_ZERO is for calls with a layout, and Rule runs beside the devices",
+    ),
     "an unknown suffix": (
         lambda: call("m", INFERENCE, model_type="llama7b-reward"),
         "or pass a DecoderConfig",
@@ -107,6 +148,7 @@ BAD_CALLS = {
 }
 
 BAD_GRAPHS = {
+    "rules alone": ([rule("judge", ["x"])], ["x"], "all calls (judge) run beside the devices, and none has a model"),
     "no calls": ([], [], "rpcs is empty; return at least one ModelFunctionCallDef"),
     "one name twice": (
         [call("m", INFERENCE, ["x"], ["y"]), call("m", INFERENCE, ["x"], ["z"])],

@@ -17,10 +17,11 @@ from realhf.dataflow.plan import (
     OrderEntry,
     check_plan,
     load_plan,
+    plan_digest,
     save_plan,
 )
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
-from tests.unit.api.calls import TINY, call, ppo_graph
+from tests.unit.api.calls import TINY, call, ppo_graph, ruled_graph
 
 BATCH_SIZE = 16
 ALL = CallPlan(devices=(0, 4), dp=4)
@@ -226,6 +227,10 @@ BAD_PLANS: dict[str, tuple[ExecutionPlan, str]] = {
         plan_of(order=order(*ORDER[:-1])),
         "order must name every call once; the calls are actor_generate, ",
     ),
+    "a rule that the experiment does not have": (
+        plan_of(beside={"judge": 1.0}),
+        "the plan has calls beside the devices, judge, that the experiment does not have; make a plan",
+    ),
     "an order with a call twice": (plan_of(order=order(*ORDER, ORDER[0])), "order must name every call once"),
     "steps_back past the bound": (
         plan_of(order=order(*ORDER[:-1], (ORDER[-1], 2))),
@@ -255,6 +260,24 @@ def test_bad_plans(name: str) -> None:
     plan, message = BAD_PLANS[name]
     with pytest.raises(UserError, match=re.escape(message)):
         check_plan(plan, GRAPH, BATCH_SIZE)
+
+
+def test_a_call_beside_the_devices_has_as_many_parts_as_divide_the_batch() -> None:
+    graph = ruled_graph()
+    calls = dict.fromkeys(graph.model_calls, CallPlan(devices=(4, 4), tp=4))
+    plan = ExecutionPlan(num_devices=8, calls=calls, beside={"judge": 0.5})
+    check_plan(plan, graph, BATCH_SIZE)
+    assert plan.of_call(graph, "actor_generate", 12) is plan.calls["actor_generate"]
+    for batch_size, parts in ((12, 4), (6, 3), (7, 1)):
+        found = plan.of_call(graph, "judge", batch_size)
+        assert (found.layout, found.predicted_s) == (Layout(DeviceMesh(4, parts), ParallelStrategy(parts)), 0.5)
+
+
+def test_predictions_of_calls_beside_the_devices_are_no_part_of_what_a_plan_does() -> None:
+    plan = plan_of()
+    assert plan_digest(msgspec.structs.replace(plan, beside={"judge": 0.5})) == plan_digest(plan)
+    known = "778d439a61c1ecbe6e645d793c581d3a4ca150c363a5f8fe6ff6a6b0e33e1992"
+    assert plan_digest(plan) == known, "as in checkpoints of runs whose plans know no such calls"
 
 
 def test_mini_batches_have_to_divide_the_batch() -> None:

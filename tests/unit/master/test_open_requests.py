@@ -25,7 +25,7 @@ def test_a_long_call_and_what_is_sent_beside_it_have_deadlines_of_their_own() ->
     requests = OpenRequests(2, clock)
     call = requests.expect(1, Request("a long call", 5.0))
     clock.now_s = 4.0
-    first, second = (requests.expect(1, Request(f"sending {i}", 5.0), beside=True) for i in (1, 2))
+    first, second = (requests.expect(1, Request(f"sending {i}", 5.0), "moves") for i in (1, 2))
     assert requests.describe(1) == "a long call, and beside it in sending 1"
     clock.now_s = 8.0
     assert list(requests.late()) == [1], "the call; what is sent does not make it younger"
@@ -76,3 +76,36 @@ def test_of_two_who_prepare_for_one_move_the_one_that_does_not_is_late() -> None
     requests.answered(1, reply_to(ids[1][0]))
     clock.now_s = 12.0
     assert requests.late() == {0: move, 1: move}
+
+
+def test_a_call_beside_the_devices_has_time_from_when_the_worker_has_come_to_it() -> None:
+    """The worker is in a long call that was sent before, and in another one that was sent behind."""
+    clock = Clock()
+    requests = OpenRequests(1, clock)
+    long = requests.expect(0, Request("a long call", 100.0))
+    rule = requests.expect(0, Request("a rule", 5.0, together=True), "beside")
+    clock.now_s = 50.0
+    behind = requests.expect(0, Request("a call behind it", 100.0))
+    clock.now_s = 90.0
+    assert requests.late() == {}
+    requests.answered(0, reply_to(long))
+    clock.now_s = 95.0
+    assert requests.late() == {}
+    assert requests.describe(0) == "a call behind it, and beside it in a rule"
+    assert requests.describe(0, rule) == "a rule"
+    clock.now_s = 95.5
+    assert [request.what for request in requests.late().values()] == ["a rule"]
+    requests.answered(0, reply_to(behind))
+    assert [request.what for request in requests.late().values()] == ["a rule"], "that makes it no younger"
+    requests.answered(0, reply_to(rule))
+    assert not requests
+
+
+def test_who_waits_in_a_rule_for_another_to_come_to_it_is_not_late() -> None:
+    clock = Clock()
+    requests = OpenRequests(2, clock)
+    requests.expect(1, Request("a long call", 100.0))
+    for worker in range(2):
+        requests.expect(worker, Request("a rule", 5.0, together=True), "beside")
+    clock.now_s = 99.0
+    assert requests.late() == {}

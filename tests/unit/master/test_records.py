@@ -76,16 +76,18 @@ def test_the_trace_is_in_chromes_format(tmp_path: Path) -> None:
     trace.add(0, first)
     trace.add(1, Span("transfer", "b", 100.5, 101.0))
     trace.add(0, Span("sending", "c", 100.1, 100.2))
+    trace.add(1, Span("beside", "d", 100.1, 100.2))
     trace.close()
     events = json.loads((tmp_path / "trace.json").read_text())
     assert events[:2] == [
         {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": f"worker-{i}"}} for i in range(2)
     ]
-    rows = [event["args"]["name"] for event in events[2:5]]
-    a, b, c = events[5:]
+    rows = [event["args"]["name"] for event in events[2:6]]
+    a, b, c, d = events[6:]
     assert (a["name"], a["cat"], a["ph"], a["pid"], a["tid"], a["dur"]) == (first.name, "compute", "X", 0, 0, 250_000)
     assert (b["tid"], b["dur"], b["ts"] - a["ts"]) == (1, 500_000, 500_000)
     assert (rows[a["pid"]], rows[c["pid"]], c["tid"]) == ("calls", "sending", 0), "which overlap"
+    assert (rows[d["pid"]], d["tid"]) == ("beside", 1)
 
 
 def test_a_trace_that_a_crash_cut_off_lacks_only_its_bracket(tmp_path: Path) -> None:
@@ -93,5 +95,5 @@ def test_a_trace_that_a_crash_cut_off_lacks_only_its_bracket(tmp_path: Path) -> 
     trace.add(0, Span("compute", "a", 1.0, 2.0))
     trace.flush()
     text = (tmp_path / "trace.json").read_text()
-    assert len(json.loads(text + "]")) == 5
+    assert len(json.loads(text + "]")) == 6
     trace.close()

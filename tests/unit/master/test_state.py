@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 
 from realhf.base.errors import UserError
 from realhf.dataflow.follow import Follow
-from realhf.dataflow.graph import INFERENCE, TRAIN_STEP, DataflowGraph
+from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.offload import loads_of, with_loads
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, OrderEntry, check_plan
 from realhf.geometry.layout import Layout
 from realhf.master.loop import PlannedGraph
 from realhf.master.state import Action, CallQueue, FinishStep, Issue, Node, movers_of, occupied
-from tests.unit.api.calls import call, ppo_graph
+from tests.unit.api.calls import call, ppo_graph, rule
 
 
 @dataclass(frozen=True)
@@ -386,6 +386,38 @@ def test_actions_of_one_small_graph() -> None:
     assert queue.ended(a1) == [Issue(b1)]
     assert not queue.finished
     assert queue.ended(b1) == [FinishStep(1)]
+    assert queue.finished
+
+
+def test_a_call_beside_the_devices_holds_up_no_other_and_is_held_up_by_none() -> None:
+    """The device's next call waits for the rule, and the rule comes behind calls that wait in the order."""
+    graph = DataflowGraph(
+        [
+            call("a", GENERATE, ["x"], ["seq"]),
+            rule("judge", ["seq"], ["reward"]),
+            call("b", INFERENCE, ["seq"], ["value"]),
+            call("a", TRAIN_STEP, ["reward", "value"]),
+        ],
+        ["x"],
+    )
+    calls = dict.fromkeys(graph.model_calls, CallPlan(devices=(0, 1)))
+    order = tuple(OrderEntry(call=name) for name in ("a_generate", "b_inference", "judge", "a_train_step"))
+    plan = ExecutionPlan(num_devices=1, calls=calls, order=order)
+    check_plan(plan, graph, 1)
+    queue = queue_of(graph, plan, plan.unrolled(graph, 2))
+
+    def node(name: str, step: int = 0) -> Node:
+        return Node(step, name)
+
+    assert queue.start() == [Issue(node("a_generate"))]
+    assert queue.ended(node("a_generate")) == [Issue(node("judge")), Issue(node("b_inference"))]
+    assert queue.ended(node("b_inference")) == [], "training waits for the rewards"
+    assert queue.ended(node("judge")) == [Issue(node("a_train_step"))]
+    assert queue.ended(node("a_train_step")) == [FinishStep(0), Issue(node("a_generate", 1))]
+    assert queue.ended(node("a_generate", 1)) == [Issue(node("judge", 1)), Issue(node("b_inference", 1))]
+    assert queue.ended(node("judge", 1)) == []
+    assert queue.ended(node("b_inference", 1)) == [Issue(node("a_train_step", 1))]
+    assert queue.ended(node("a_train_step", 1)) == [FinishStep(1)]
     assert queue.finished
 
 

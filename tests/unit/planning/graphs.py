@@ -176,7 +176,7 @@ def random_problem(seed: int, num_calls: int = 3, max_options: int = 5) -> Probl
                 columns=rng.sample(range(columns), columns),
                 num_columns=columns,
                 seconds=[float(rng.randint(0, 3)) for _ in range(rows * columns)],
-                on=[f"call{call}" for call in rng.choice([(source, target), (source,), (target,)])],
+                on=[f"call{call}" for call in rng.choice([(source, target), (source,), (target,), ()])],
             )
         )
         calls[target].parents.append((f"transfer{number}", 0))

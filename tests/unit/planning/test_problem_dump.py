@@ -147,7 +147,7 @@ def set_to(value: Any, *path: str | int) -> Callable[[Any], None]:
         (set_to("reward_inference", "calls", 0, "name"), "two nodes have the name 'reward_inference'"),
         (set_to("nobody", "transfers", 0, "to"), "'to' is 'nobody'"),
         (set_to(["nobody"], "transfers", 0, "on"), "'on' is 'nobody'"),
-        (set_to([], "transfers", 0, "on"), r"at `\$.transfers\[0\].on`"),
+        (set_to(["a", "b", "c"], "transfers", 0, "on"), r"at `\$.transfers\[0\].on`"),
         (set_to([[1.0], [1.0, 2.0]], "transfers", 0, "times_s"), "times_s must be equally long"),
         (set_to([0], "transfers", 0, "rows"), "rows has 1 entries; it needs one for each of"),
         (set_to(99, "transfers", 0, "columns", 0), "columns names 99, but times_s has"),

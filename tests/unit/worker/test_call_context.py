@@ -8,7 +8,7 @@ from realhf.dataflow.protocols import ALL_TO_ALL, RANK_ZERO, THREE_D_PP_AS_DP, T
 from realhf.engine.returned import InterfaceError
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.worker.call_context import BatchShare, CallContext, UnusedModel, batch_share, sharing_ranks
-from tests.unit.api.calls import call
+from tests.unit.api.calls import call, rule
 
 EIGHT = Layout(DeviceMesh(8, 8), ParallelStrategy(dp=2, tp=2, pp=2))
 
@@ -21,6 +21,9 @@ class Groups:
 
     def of_ranks(self, ranks: list[int]) -> str:
         return f"of {ranks[0]} to {ranks[-1]}"
+
+    def of_ranks_beside(self, ranks: list[int]) -> str:
+        return f"beside, of {ranks[0]} to {ranks[-1]}"
 
 
 def under(protocol: TransferProtocol) -> ModelFunctionCallDef:
@@ -38,6 +41,16 @@ def test_one_device_of_every_part_counts_and_has_its_outputs_taken() -> None:
 def test_groups_are_made_of_those_that_get_a_part() -> None:
     calls = [(under(protocol), EIGHT) for protocol in (THREE_D_PROTO, ALL_TO_ALL, RANK_ZERO)]
     assert sharing_ranks(calls) == [tuple(range(8, 16)), (8,)]
+    assert sharing_ranks(calls, beside=True) == []
+
+
+def test_calls_beside_the_devices_have_a_part_on_each_and_groups_of_their_own() -> None:
+    """Their thread sums while that of the calls does."""
+    judge, pair = rule("judge"), Layout(DeviceMesh(4, 2), ParallelStrategy(dp=2))
+    assert sharing_ranks([(judge, pair), (under(ALL_TO_ALL), EIGHT)], beside=True) == [(4, 5)]
+    for rank in (4, 5):
+        share = batch_share(judge, pair, Groups(rank))  # type: ignore[arg-type]
+        assert share == BatchShare(True, True, "beside, of 4 to 5", "beside, of 4 to 5")  # type: ignore[arg-type]
 
 
 def context(counts: bool = True) -> CallContext:
@@ -70,4 +83,6 @@ def test_a_value_has_to_be_there_for_every_sample() -> None:
 
 def test_a_model_that_is_said_not_to_be_used_says_so() -> None:
     with pytest.raises(RuntimeError, match=r"score: the interface has uses_model=False and asks for model\.forward"):
-        UnusedModel("score").forward()
+        UnusedModel(call("score", name="score")).forward()
+    with pytest.raises(RuntimeError, match=r"judge: it runs beside the devices, without a model, and the interface "):
+        UnusedModel(rule("judge")).forward()

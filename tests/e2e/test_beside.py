@@ -1,0 +1,85 @@
+"""Calls beside the devices, on workers of real runs."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.report.run_data import read_trace
+from tests.e2e.runs import ROOT, FinishedRun, finished, realhf
+
+pytestmark = pytest.mark.distributed
+
+JOB = "../tests/e2e/beside_job"
+CALLS = ["actor_generate", "reference_inference", "critic_inference", "actor_train_step", "critic_train_step"]
+ONE = CallPlan(devices=(0, 1))
+ALONE = ExecutionPlan(num_devices=1, calls=dict.fromkeys(CALLS, ONE))
+# The rules run on both workers; what they read comes from a tensor-parallel pair.
+TWO = ExecutionPlan(
+    num_devices=2,
+    calls={
+        "actor_generate": CallPlan(devices=(0, 2), tp=2),
+        "reference_inference": ONE,
+        "critic_inference": CallPlan(devices=(1, 1)),
+        "actor_train_step": CallPlan(devices=(0, 2), dp=2),
+        "critic_train_step": CallPlan(devices=(1, 1)),
+    },
+)
+MEASURED = {"calls", "time_s", "tokens_per_s", "peak_bytes", "plan", "num_workers"}
+
+
+def run_under(plan: ExecutionPlan, folder: Path, *words: str | Path) -> FinishedRun:
+    folder.mkdir(exist_ok=True)
+    save_plan(plan, folder / "plan.json")
+    return finished(folder / "run", JOB, "--plan", folder / "plan.json", "--record", "seq", "score", "reward", *words)
+
+
+def test_rules_run_while_other_calls_compute_with_the_same_result_under_every_plan(tmp_path: Path) -> None:
+    """Made sure on any machine: the rule ends only when the reference's inference has, which is behind it in the
+    requests of the same worker, and ends when the rule has begun."""
+    runs = []
+    for name, plan in (("alone", ALONE), ("two", TWO)):
+        meeting = tmp_path / f"{name} meeting"
+        meeting.mkdir()
+        runs.append(run_under(plan, tmp_path / name, "--meeting", meeting))
+    alone, two = runs
+    for run in runs:
+        events = [event for event in read_trace(run.path / "trace.json") if event.ph == "X" and event.tid == 0]
+        spans = {event.name: event for event in events if event.cat != "transfer"}
+        for step in (1, 2):
+            rule, reference = spans[f"rule of step {step}"], spans[f"reference_inference of step {step}"]
+            assert (rule.cat, reference.cat) == ("beside", "compute")
+            assert rule.ts < reference.ts + reference.dur < rule.ts + rule.dur
+    for step in range(2):
+        for key, call in (("seq", "actor_generate"), ("score", "rule"), ("reward", "bonus")):
+            first, second = alone.recorded(step, key, call), two.recorded(step, key, call)
+            assert first.keys() == second.keys() == set(range(8))
+            assert all(torch.equal(first[sample], second[sample]) for sample in first), key
+    for one, other in zip(alone.metrics, two.metrics, strict=True):
+        assert one.keys() == other.keys()
+        values = {name: (value, other[name]) for name, value in one.items() if name not in MEASURED}
+        assert all(value == pytest.approx(again, rel=1e-9) for value, again in values.values()), values
+    of_evaluation = [[json.loads(line) for line in (run.path / "evaluations.jsonl").open()] for run in runs]
+    assert [line["step"] for line in of_evaluation[0]] == [0, 2]
+    for one, other in zip(*of_evaluation, strict=True):
+        assert one["rule_score"] == pytest.approx(other["rule_score"], rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("fails_as", "text"),
+    [
+        ("exception", "ValueError: the rule is broken"),
+        ("nan", "rule: RuleInterface.inference"),
+    ],
+)
+def test_what_a_rule_does_wrong_ends_the_run_and_is_named(fails_as: str, text: str, tmp_path: Path) -> None:
+    save_plan(ALONE, tmp_path / "plan.json")
+    words = ("--plan", tmp_path / "plan.json", "--fails-in", "1", "--fails-as", fails_as, "--no-evaluate")
+    done = realhf("run", ROOT / "tests/e2e/beside_job.py", "--run-dir", tmp_path / "run", *words)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "worker 0 failed in rule of step 2;" in done.stderr
+    assert text in done.stderr
+    if fails_as == "nan":
+        assert "output 'score', sample 0, has nan at [0], must be finite" in done.stderr
