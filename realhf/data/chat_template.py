@@ -17,11 +17,9 @@ from jinja2.parser import Parser
 from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-Message = Mapping[str, Any]
+from realhf.api.data_options import DEFAULT_DATE
 
-# Templates that ask for today's date get this one unless the user gives another: a run that goes on tomorrow has to see
-# the same prompts. It is the date that Llama 3.1's template writes where it gets none.
-DEFAULT_DATE = "2024-07-26"
+Message = Mapping[str, Any]
 
 # They enclose what a template marks as the assistant's ({% generation %}); no text of a chat may have them.
 _BEGIN, _END = "\ue000\ue0fe\ue000", "\ue000\ue0ff\ue000"

@@ -2,17 +2,15 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar
 
-from realhf.base.errors import UserError
+from realhf.api.data_options import ExampleOptions, PairOptions
 from realhf.data.drafts import Chat, ChatWriter, Draft, Response, text_of, turns_of
 from realhf.data.encoding import EncodedRow
 from realhf.data.fields import Columns
 from realhf.data.files.rows import Record
 from realhf.data.text_dataset import TextDataset
 from realhf.data.tokenizer import Tokens
-
-LossOn = Literal["last", "all"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,23 +54,12 @@ class PromptDataset(TextDataset):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SFTDataset(TextDataset):
+class SFTDataset(ExampleOptions, TextDataset):
     """Examples: `tokens` (prompt, response, end token) and `prompt_length` [1]; with loss_on="all" also `loss_mask`
     [tokens], 1 for the tokens of the assistant's turns.
 
     A row is a prompt and a response (texts, or lists of messages), a chat, or a text that is all response.
-
-    loss_on: of a chat, the assistant's "last" turn has the loss, or "all" of them.
     """
-
-    response_field: str = ""
-    text_field: str = ""
-    loss_on: LossOn = "last"
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.loss_on not in get_args(LossOn):
-            raise UserError(f"loss_on={self.loss_on!r} is not known; choose from {', '.join(get_args(LossOn))}")
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -120,16 +107,13 @@ class SFTDataset(TextDataset):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreferenceDataset(TextDataset):
+class PreferenceDataset(PairOptions, TextDataset):
     """Pairs: `prompt`, and `chosen`, `rejected` as whole sequences (prompt, response, end token).
 
     `chosen` and `rejected` are texts or lists of messages, behind a prompt of the same form. Without a prompt they are
     whole, and their common beginning is the prompt: of texts up to the last white space before the first difference, of
     chats all equal turns.
     """
-
-    chosen_field: str = ""
-    rejected_field: str = ""
 
     @property
     def keys(self) -> tuple[str, ...]:

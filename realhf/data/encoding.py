@@ -2,12 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
+from realhf.api.data_options import TooLong
 from realhf.data.drafts import Draft, Response
 from realhf.data.tokenizer import TextTokenizer, Tokens
-
-TooLong = Literal["error", "drop", "truncate_left"]
 
 
 @dataclass

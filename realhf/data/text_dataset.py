@@ -9,15 +9,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
 from pathlib import Path
-from typing import ClassVar, get_args
+from typing import ClassVar
 
 import numpy as np
 
+from realhf.api.data_options import DataOptions
 from realhf.api.experiment import DatasetExtent, KeyExtent
 from realhf.base.errors import UserError
-from realhf.data.chat_template import DEFAULT_DATE
 from realhf.data.drafts import ChatWriter, Draft
-from realhf.data.encoding import DraftEncoder, EncodedRow, Limits, TooLong
+from realhf.data.encoding import DraftEncoder, EncodedRow, Limits
 from realhf.data.fields import Columns
 from realhf.data.files.opening import data_files, open_rows
 from realhf.data.files.rows import Record
@@ -26,22 +26,11 @@ from realhf.data.tokenizer import TextTokenizer, Tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextDataset(ABC):
+class TextDataset(DataOptions, ABC):
     """Rows of text with a tokenizer; every worker must see the files of both.
 
     path: JSONL or parquet, a folder or a pattern (`data/train-*.parquet`) of such files, or what `datasets` saved.
     tokenizer: the directory of a model, or a tokenizer.json.
-    max_prompt_tokens, max_tokens: the most tokens of a prompt, its begin token included, and of a prompt with its
-        response.
-    too_long: what happens to longer rows: "error" names the first one; "drop" leaves them out; "truncate_left" takes
-        tokens from the prompt's beginning, and leaves out a row whose response alone is too long.
-    end_token: the text of the token that ends a response; "": the tokenizer's.
-    prompt_field, messages_field: the columns of the prompt (a text, or a chat: a list of messages) and of a whole chat;
-        "": found by their names (`realhf.data.fields`).
-    as_chat: makes a prompt that is a text the user's turn of a chat.
-    system: the content of a system's turn in front of chats without one.
-    chat_template: takes the place of the tokenizer's (`TextTokenizer`).
-    chat_date: the date that templates write as today's.
     """
 
     joins: ClassVar[bool] = True
@@ -49,24 +38,6 @@ class TextDataset(ABC):
 
     path: str
     tokenizer: str
-    max_prompt_tokens: int | None = None
-    max_tokens: int | None = None
-    too_long: TooLong = "error"
-    end_token: str = ""
-    prompt_field: str = ""
-    messages_field: str = ""
-    as_chat: bool = False
-    system: str = ""
-    chat_template: str = ""
-    chat_date: str = DEFAULT_DATE
-
-    def __post_init__(self) -> None:
-        for name in ("max_prompt_tokens", "max_tokens"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise UserError(f"{name}={value} must be at least 1")
-        if self.too_long not in get_args(TooLong):
-            raise UserError(f"too_long={self.too_long!r} is not known; choose from {', '.join(get_args(TooLong))}")
 
     @property
     @abstractmethod

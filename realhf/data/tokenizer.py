@@ -9,8 +9,9 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
+from realhf.api.data_options import DEFAULT_DATE
 from realhf.base.errors import UserError
-from realhf.data.chat_template import DEFAULT_DATE, ChatTemplate, Message, TemplateError, TemplateInputs
+from realhf.data.chat_template import ChatTemplate, Message, TemplateError, TemplateInputs
 
 Tokens = list[int]
 

@@ -3,33 +3,24 @@
 import dataclasses
 import importlib
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
+from realhf.api.data_options import DataOptions, ExampleOptions, PairOptions
 from realhf.api.experiment import Dataset
 from realhf.api.script.lines import ScriptError
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScriptData:
+class ScriptData(DataOptions):
     """A data set of a script. Its fields are options of the command line: of the first data set without a prefix
     (`--data FILE`), of others by the name of the parameter (`--pretraining.data FILE`).
 
-    data: JSONL or parquet, a folder or a pattern of such files, or what `datasets` saved. The other fields are those of
-        `realhf.data.text_dataset.TextDataset`.
+    data: a JSONL or parquet file, a folder or a pattern of such files, or what `datasets` saved.
     """
 
     DATASET: ClassVar[str]  # MODULE:CLASS, loaded by its name: data sets lie above the API
 
     data: str = ""
-    max_prompt_tokens: int | None = None
-    max_tokens: int | None = None
-    too_long: Literal["error", "drop", "truncate_left"] = "error"
-    end_token: str = ""
-    prompt_field: str = ""
-    messages_field: str = ""
-    as_chat: bool = False
-    system: str = ""
-    chat_template: str = ""
 
     def dataset(self, name: str, tokenizer: str) -> Dataset:
         """The data set of the parameter `name`. Raises UserError where no file is given."""
@@ -48,25 +39,18 @@ class Prompts(ScriptData):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Examples(ScriptData):
-    """Prompts with answers to learn: `tokens` (prompt, answer, end token) and `prompt_length` [1]; with loss_on="all"
-    also `loss_mask` [tokens], 1 for the tokens of all turns of the assistant."""
+class Examples(ExampleOptions, ScriptData):
+    """Prompts with responses to learn, or chats: `tokens` (prompt, response, end token), `prompt_length` [1]; with
+    `--loss-on all` also `loss_mask`."""
 
     DATASET: ClassVar[str] = "realhf.data.datasets:SFTDataset"
 
-    response_field: str = ""
-    text_field: str = ""
-    loss_on: Literal["last", "all"] = "last"
-
 
 @dataclass(frozen=True, kw_only=True)
-class Pairs(ScriptData):
+class Pairs(PairOptions, ScriptData):
     """Prompts with a better and a worse answer: `prompt`, and `chosen`, `rejected`, which begin with it."""
 
     DATASET: ClassVar[str] = "realhf.data.datasets:PreferenceDataset"
-
-    chosen_field: str = ""
-    rejected_field: str = ""
 
 
 def load(name: str) -> Any:

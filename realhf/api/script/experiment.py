@@ -105,10 +105,11 @@ class ScriptExperiment:
 
     @cached_property
     def _end_tokens(self) -> EndTokens:
-        first, *others = load(_TOKENIZER)(self._tokenizer).end_tokens or (None,)
-        for data in self._of_kind(ScriptData).values():
-            first = load(_TOKENIZER)(self._tokenizer).token(data.end_token) if first is None else first
-        return EndTokens(-1 if first is None else first, tuple(others))
+        tokenizer = load(_TOKENIZER)(self._tokenizer)
+        named = (tokenizer.token(data.end_token) for data in self._of_kind(ScriptData).values() if data.end_token)
+        given = [token for token in named if token is not None]  # a data set says so of one that is not there
+        first, *others = dict.fromkeys([*given, *tokenizer.end_tokens]) or [-1]
+        return EndTokens(first, tuple(others))
 
     @cached_property
     def _traced(self) -> Trace:

@@ -10,9 +10,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
+from realhf.api.data_options import DEFAULT_DATE
 from realhf.base.errors import UserError
 from realhf.data import sort_task
-from realhf.data.chat_template import DEFAULT_DATE, ChatTemplate, TemplateError
+from realhf.data.chat_template import ChatTemplate, TemplateError
 from realhf.data.tokenizer import TextTokenizer
 from tests.unit.data.tokenizers_of_families import FORGETFUL_TEMPLATE, write_llama3, write_mistral, write_qwen
 

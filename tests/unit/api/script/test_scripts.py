@@ -225,6 +225,25 @@ def test_options_have_the_names_of_the_parameters(data: Path, tmp_path: Path) ->
     assert (made.steps, made.batch_size) == (7, 8)
 
 
+def test_the_options_of_data_reach_the_data_set(data: Path, tmp_path: Path) -> None:
+    from realhf.lifecycle.request import experiment_of
+
+    script = tmp_path / "mine.py"
+    script.write_text(
+        "from realhf.api import *\n"
+        "loss = loss_function('realhf.algorithms.functional:kl_k1')\n"
+        "@auto(batch_size=8)\n"
+        "def mine(examples: Examples, policy: Policy):\n"
+        "    policy.update(examples, loss)\n"
+    )
+    (tmp_path / "rows.jsonl").write_text('{"q": "ab", "a": "b"}\n{"q": "abcdef", "a": "b"}\n')
+    words = ["--data", str(tmp_path / "rows.jsonl"), "--tokenizer", str(data / "tokenizer.json")]
+    words += ["--prompt-field", "q", "--response-field", "a", "--max-prompt-tokens", "4", "--too-long", "drop"]
+    found = experiment_of(str(script), words).dataset
+    assert (found.check().rows, found.check().dropped, found.lengths()["tokens"]) == (1, 1, (5.0, 5))
+    assert experiment_of(str(script), [*words, "--loss-on", "all"]).rpcs[0].input_data[-1] == "loss_mask"
+
+
 def test_the_text_of_a_script_imports_no_torch(data: Path) -> None:
     file = Path(__file__).parents[3] / "e2e/script_job.py"
     code = (
