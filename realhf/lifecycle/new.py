@@ -63,8 +63,8 @@ def check_experiment(experiment: Any) -> None:
     graph = DataflowGraph(experiment.rpcs, experiment.dataset.keys, follows_of(experiment), pools_of(experiment))
     rows = graph.rows_per_step(batch_size)
     if extent.rows < rows:
-        size = f"batch_size={batch_size}{_per_prompt(graph)}"
-        raise UserError(f"the data set has {extent.rows} rows, fewer than {size}; add rows")
+        each = _per_prompt(graph)
+        raise UserError(f"the data set has {extent.rows} rows, fewer than batch_size={batch_size}{each}; add rows")
     check_fit(graph, extent)
 
 
@@ -106,8 +106,10 @@ def check_run(run: Run, request: RunRequest) -> None:
         extent = run.evaluation.dataset.check()
         check_fit(run.evaluation_graph, extent)
         if extent.rows % run.evaluation_graph.rows_per_step(run.evaluation.batch_size):
-            size = f"batch_size={run.evaluation.batch_size}{_per_prompt(run.evaluation_graph)}"
-            raise UserError(f"the evaluation's {size} does not divide its {extent.rows} rows; change either")
+            size, each = run.evaluation.batch_size, _per_prompt(run.evaluation_graph)
+            raise UserError(
+                f"the evaluation's batch_size={size}{each} does not divide its {extent.rows} rows; change either"
+            )
     if run.spec.replay:
         folder = Path(run.spec.replay)
         if not folder.is_dir():

@@ -45,6 +45,7 @@ RUN_HERE = {
     "realhf run reinforce.py --steps 1 --num-workers 1 --run-dir runs/reinforce": "--batch-size 8",
     "realhf compare runs/first runs/reinforce --html compare.html": "",
     "realhf run scored.py --steps 1 --num-workers 2 --run-dir runs/scored": "--batch-size 8",
+    "realhf plan placed.py --num-workers 4 --output placed.json": FEW,
     "python -m realhf.data.sort_task runs/data --seed 0": "",
     "realhf --version": "",
     "realhf doctor": "",
@@ -163,6 +164,26 @@ def test_the_example_trains_under_two_workers(folder: Path) -> None:
     checkpoint = "--model runs/learnt"
     done = shell(f"{words} --steps 1 --run-dir runs/onwards {checkpoint}", folder)
     assert done.returncode == 0, done.stderr[-4000:]
+
+
+def test_the_example_of_a_pool_is_planned_within_it(folder: Path) -> None:
+    done = shell(f"realhf plan placed.py --num-workers 4 --output within.json {FEW}", folder)
+    assert done.returncode == 0, done.stderr
+    assert "pool 'left' (devices 0-1): actor" in done.stdout
+    plan = msgspec.json.decode((folder / "within.json").read_bytes(), type=ExecutionPlan)
+    assert all(set(call.mesh.devices) <= {0, 1} for call in plan.calls.values())
+    by_hand = msgspec.json.decode((folder / "within.json").read_bytes())
+    for call in by_hand["calls"].values():
+        call |= {"devices": [2, 1], "dp": 1, "tp": 1, "pp": 1, "chunks": 1, "micro_batches": 1}
+    (folder / "outside.json").write_bytes(msgspec.json.encode(by_hand))
+    for words, message in (
+        ("--num-workers 1", "pool 'left' (devices 0-1) has device 1, and there are 1"),
+        ("--num-workers 4 --plan outside.json", "devices=[2, 1] are not all of pool 'left' (devices 0-1)"),
+    ):
+        refused = shell(f"realhf run placed.py --run-dir runs/refused {words}", folder)
+        assert refused.returncode == 2
+        assert message in refused.stderr
+        assert not (folder / "runs/refused").exists()
 
 
 @pytest.mark.parametrize("document", DOCS, ids=lambda document: document.name)
