@@ -7,9 +7,9 @@ the response tokens of all samples end to end.
 import torch
 from torch import Tensor
 
-from realhf.algorithms.functional import at_least_fp32, predicting_positions, token_logprobs
+from realhf.algorithms.functional import at_least_fp32, predicting_positions, token_statistics
 from realhf.engine.batch import Batch
-from realhf.parallel.vocabulary import Logits, WholeLogits
+from realhf.parallel.vocabulary import Logits, TokenLogprobs, WholeLogits
 
 
 def response_lengths(batch: Batch) -> list[int]:
@@ -29,8 +29,16 @@ def responses(batch: Batch) -> list[Tensor]:
 
 def response_logprobs(logits: Logits | WholeLogits, batch: Batch, temperature: float = 1.0) -> Tensor:
     """[responses], of the response tokens, from logits [tokens, vocab]."""
+    return response_statistics(logits, batch, temperature).logprob
+
+
+def response_statistics(
+    logits: Logits | WholeLogits, batch: Batch, temperature: float = 1.0, *, with_entropy: bool = False
+) -> TokenLogprobs:
+    """Of the response tokens, [responses] each, from logits [tokens, vocab]; see `token_statistics`."""
     positions = _positions(batch, logits.device)
-    return token_logprobs(logits[positions], batch.packed("seq").values[positions + 1], temperature)
+    tokens = batch.packed("seq").values[positions + 1]
+    return token_statistics(logits[positions], tokens, temperature, with_entropy=with_entropy)
 
 
 def response_values(head: Tensor, batch: Batch) -> Tensor:

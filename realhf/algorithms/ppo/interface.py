@@ -1,20 +1,25 @@
 """The calls of PPO on the actor, the reference and the critic."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from realhf.algorithms.functional import (
-    clipped_value_loss,
-    kl_k1,
-    ppo_policy_loss,
-)
+from realhf.algorithms.functional import kl_k1, kl_k3
 from realhf.algorithms.ppo.advantages import add_advantages
 from realhf.algorithms.ppo.config import PPOActor, PPOCritic, PPOReference
-from realhf.algorithms.responses import by_sample, response_logprobs, response_tokens, response_values
+from realhf.algorithms.ppo.functions import ppo_policy, ppo_policy_with_entropy, ppo_value
+from realhf.algorithms.responses import (
+    by_sample,
+    response_logprobs,
+    response_statistics,
+    response_tokens,
+    response_values,
+)
 from realhf.algorithms.rollout.interface import generate
 from realhf.algorithms.statistics import add_stats, mean_of, prefixed
+from realhf.algorithms.updates import KL_STATISTIC, optimizer_steps
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, Model, Stats
 from realhf.parallel.vocabulary import Logits
@@ -36,26 +41,30 @@ class PPOActorInterface:
         return CallResult(outputs={key: values for key, values in outputs.items() if values})
 
     def train_step(self, model: Model, mini_batches: Sequence[Batch], context: Context) -> CallResult:
-        with_advantages = add_advantages(mini_batches, self.ppo, context).mini_batches
-        stats = add_stats(
-            model.train_step(batch, "seq", self._loss, response_tokens, context.micro_batches)
-            for batch in with_advantages
+        estimates = add_advantages(mini_batches, self.ppo, context)
+        stats = optimizer_steps(
+            lambda batch: model.train_step(batch, "seq", self._loss, response_tokens, context.micro_batches),
+            estimates.mini_batches,
+            self.ppo,
+            context,
         )
         if not context.holds_outputs:
             return CallResult()
         named = prefixed("actor", {name: stats.pop(name) for name in ("loss", "grad_norm", "lr") if name in stats})
-        return CallResult(stats={**stats, **named, **add_stats(map(_rollout_stats, mini_batches))})
+        kl_coef = {"kl_coef": estimates.stats["kl_coef"]} if "kl_coef" in estimates.stats else {}
+        return CallResult(stats={**stats, **named, **kl_coef, **add_stats(map(_rollout_stats, mini_batches))})
 
     def _loss(self, logits: Logits, batch: Batch) -> tuple[Tensor, Stats]:
         """`logits` [tokens, vocab]."""
-        logprob = response_logprobs(logits, batch, self.ppo.temperature)  # [responses]
-        loss, is_clipped = ppo_policy_loss(
-            logprob,
-            batch.packed("logprob").values,
-            batch.packed("advantage").values,
-            self.ppo.policy_clip,
-        )
-        return loss.sum(), {"clip_fraction": mean_of(is_clipped)}
+        with_entropy = self.ppo.entropy_coef != 0
+        tokens = response_statistics(logits, batch, self.ppo.temperature, with_entropy=with_entropy)
+        if tokens.entropy is None:
+            loss, stats = ppo_policy(tokens.logprob, batch, self.ppo)
+        else:
+            loss, stats = ppo_policy_with_entropy(tokens.logprob, batch, self.ppo, entropy=tokens.entropy)
+        if self.ppo.max_kl is not None:
+            stats[KL_STATISTIC] = mean_of(kl_k3(batch.packed("logprob").values, tokens.logprob.detach()))
+        return loss.sum(), stats
 
 
 class PPOReferenceInterface:
@@ -88,25 +97,21 @@ class PPOCriticInterface:
 
     def train_step(self, model: Model, mini_batches: Sequence[Batch], context: Context) -> CallResult:
         estimates = add_advantages(mini_batches, self.ppo, context)
-        stats = add_stats(
-            model.train_step(batch, "seq", self._loss, response_tokens, context.micro_batches)
-            for batch in estimates.mini_batches
+        stats = optimizer_steps(
+            lambda batch: model.train_step(batch, "seq", self._loss, response_tokens, context.micro_batches),
+            estimates.mini_batches,
+            replace(self.ppo, max_kl=None),
+            context,
         )
         if not context.holds_outputs:
             return CallResult()
         named = prefixed("critic", {name: stats.pop(name) for name in ("loss", "grad_norm", "lr") if name in stats})
-        return CallResult(stats={**stats, **named, "explained_variance": (estimates.explained_variance, 1.0)})
+        return CallResult(stats={**stats, **named, "explained_variance": estimates.stats["explained_variance"]})
 
     def _loss(self, head: Tensor, batch: Batch) -> tuple[Tensor, Stats]:
         """`head` [tokens]."""
-        value = response_values(head, batch)  # [responses]
-        returns = batch.packed("return").values
-        loss, is_clipped = clipped_value_loss(value, batch.packed("value").values, returns, self.ppo.value_clip)
-        return loss.sum(), {
-            "value_clip_fraction": mean_of(is_clipped),
-            "value_mean": mean_of(value),
-            "return_mean": mean_of(returns),
-        }
+        loss, stats = ppo_value(response_values(head, batch), batch, self.ppo)
+        return loss.sum(), stats
 
 
 def _rollout_stats(batch: Batch) -> Stats:

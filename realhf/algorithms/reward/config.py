@@ -3,7 +3,9 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from realhf.base.numbers import check_range
+from realhf.algorithms.options import coefficients
+from realhf.api.script.functions import BoundLoss, loss_function
+from realhf.base.numbers import check_range, check_ranges
 from realhf.dataflow.interface import InterfaceConfig
 
 
@@ -35,3 +37,36 @@ class SequenceReward(InterfaceConfig):
     """INFERENCE: `reward` [1], the score of `seq` at its last token."""
 
     implementation: ClassVar[str] = "realhf.algorithms.reward.interface:SequenceRewardInterface"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairLoss:
+    """The settings of a reward model's update on preference pairs.
+
+    A column `margin` [1] of the pairs is how much better the chosen response is said to be (0 without it).
+    """
+
+    score_square_coef: float = 0.001
+    """A pull of each score to 0."""
+    centre_coef: float = 0.0
+    """A pull of the sum of a pair's scores to 0; 0.01 is usual."""
+    epochs: int = 1
+
+    def __post_init__(self) -> None:
+        check_ranges(vars(self), coefficients("score_square_coef", "centre_coef"))
+        check_range("epochs", self.epochs, 1, 1024)
+
+
+_pairwise = loss_function("realhf.algorithms.reward.functions:pairwise")
+_cost = loss_function("realhf.algorithms.reward.functions:safe_pairwise")
+
+
+def pairwise_loss(pairs: PairLoss) -> BoundLoss:
+    """The Bradley-Terry loss of pairs of scores."""
+    return _pairwise(pairs)
+
+
+def cost_loss(pairs: PairLoss) -> BoundLoss:
+    """The loss of Safe-RLHF's cost model: `chosen` is the safer response, `chosen_unsafe` and `rejected_unsafe` [1] are
+    1 for unsafe responses, 0 for safe ones."""
+    return _cost(pairs)

@@ -1,11 +1,9 @@
 """Generation as a model function call, and the function by which every algorithm generates."""
 
-from functools import lru_cache
-
 from torch import Tensor
 
 from realhf.algorithms.rollout.config import Rollout
-from realhf.algorithms.rollout.stop_strings import StopStrings
+from realhf.algorithms.rollout.stop_strings import stop_strings
 from realhf.api.generation import GenerationOptions
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, GenerationOutput, GenerationRequest, Model
@@ -24,14 +22,9 @@ def generate(
         micro_batches=context.micro_batches,
         forced=batch.data.get("forced_response"),
         return_logits="logits" in context.record,
-        is_end=_stop_strings(options.tokenizer, options.stop_strings) if options.stop_strings else None,
+        is_end=stop_strings(options.tokenizer, options.stop_strings) if options.stop_strings else None,
     )
     return model.generate(batch, request)
-
-
-@lru_cache(maxsize=8)  # a tokenizer takes a second to read
-def _stop_strings(tokenizer: str, strings: tuple[str, ...]) -> StopStrings:
-    return StopStrings(tokenizer, strings)
 
 
 def responses(batch: Batch, sequences: list[Tensor]) -> list[Tensor]:

@@ -1,9 +1,12 @@
 """Stop strings: the end of a response by its text, however the text is cut into tokens."""
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 from tokenizers import Tokenizer
+
+from realhf.api.generation import GenerationOptions
 
 # The decoder's text for bytes that are no complete character.
 _NO_TEXT = "\N{REPLACEMENT CHARACTER}"
@@ -50,3 +53,20 @@ class StopStrings:
     def _text(self, tokens: np.ndarray) -> str:
         text: str = self._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
         return text
+
+
+def is_stopped(response: np.ndarray, options: GenerationOptions) -> bool:
+    """Whether the last token of a response, [length] int64, ends it: the end token, or the end of a stop sequence or
+    string."""
+    tokens = response.tolist()
+    if tokens and tokens[-1] == options.end_token:
+        return True
+    if any(tuple(tokens[-len(stop) :]) == stop for stop in options.stop_sequences):
+        return True
+    return bool(options.stop_strings) and stop_strings(options.tokenizer, options.stop_strings)(response)
+
+
+@lru_cache(maxsize=8)  # a tokenizer takes a second to read
+def stop_strings(tokenizer: str, strings: tuple[str, ...]) -> StopStrings:
+    """The check for these strings; one for all calls."""
+    return StopStrings(tokenizer, strings)

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from realhf.api.script.functions import loss_function
 from realhf.dataflow.interface import InterfaceConfig
 
 
@@ -17,3 +18,7 @@ class SFT(InterfaceConfig):
 
     implementation: ClassVar[str] = "realhf.algorithms.sft.interface:SFTInterface"
     sequence_keys: ClassVar[tuple[str, ...]] = ("tokens",)
+
+
+sft_loss = loss_function("realhf.algorithms.sft.functions:sft")
+"""`sft_loss()` is the cross entropy of answers; PPO-ptx has it as a further loss beside the policy's."""

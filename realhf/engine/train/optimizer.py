@@ -94,10 +94,6 @@ class FlatAdamW:
             self._step(self.parameters[part], gradients[part], scale, kept)
         self.step_count += 1
 
-    def skip(self) -> None:
-        """A step of the schedule without an update."""
-        self.step_count += 1
-
     def _step(self, parameters: Tensor, gradients: Tensor, scale: float, kept: dict[str, Tensor]) -> None:
         state = kept
         if self.config.offload_states:

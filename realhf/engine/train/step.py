@@ -11,9 +11,8 @@ from torch import Tensor
 from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.compute import ComputeConfig
 from realhf.engine.batch import Batch
-from realhf.engine.forward import run_stage
+from realhf.engine.forward import pack_micro_batch, run_stage
 from realhf.engine.interface import LossFunction, Stats
-from realhf.engine.packing import pack_micro_batch
 from realhf.engine.pipeline import Neighbours, run_training
 from realhf.engine.returned import check_loss
 from realhf.engine.train.data_parallel import Parameters
@@ -64,9 +63,6 @@ class Trainer:
     ) -> Stats:
         """See `realhf.engine.interface.Model.train_step`.
 
-        Where the gradient is zero everywhere, parameters and moments stay as they are: nothing was to be learned. The
-        step counts in the schedule.
-
         Raises:
             ValueError: the weights of the mini-batch do not sum to a positive number.
             FloatingPointError: the gradient's norm is not finite; the parameters are as before.
@@ -85,11 +81,8 @@ class Trainer:
         norm = self._norm(gradients)
         self._check(norm, sums)
         limit = self.optimizer.config.max_grad_norm
-        if norm == 0:
-            self.optimizer.skip()
-        else:
-            self.optimizer.step(gradients, min(1.0, limit / (norm + 1e-6)))  # the guard is torch's clip_grad_norm_'s
-            self.parameters.publish()
+        self.optimizer.step(gradients, min(1.0, limit / (norm + 1e-6)))  # the guard is torch's clip_grad_norm_'s
+        self.parameters.publish()
         if not self.decoder.groups.is_last_stage:
             return {}
         return {
@@ -118,8 +111,7 @@ class Trainer:
 
     def _accumulate(self, parts: list[Batch], tokens_key: str, loss: LossFunction, global_weight: float) -> _Sums:
         """Leaves this rank's gradient of sum(loss) / global_weight with the parameters."""
-        device, shares_prefixes = self.parameters.flat.device, self.decoder.shares_prefixes
-        packed = [pack_micro_batch(part.data[tokens_key], device, shares_prefixes=shares_prefixes) for part in parts]
+        packed = [pack_micro_batch(part.data[tokens_key], self.parameters.flat.device) for part in parts]
         shards = [self._shards(len(p.tokens)) for p in packed]
         counts = [len(p.tokens) if s is None else s.count for p, s in zip(packed, shards, strict=True)]
         sums = _Sums()

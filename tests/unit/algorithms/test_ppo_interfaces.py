@@ -62,7 +62,7 @@ def test_advantages_are_those_of_the_global_batch(rollout, context):
         other = raw_halves[1 - rank].data
         sums = torch.cat([F.moments(torch.cat(other[key])) for key in ("advantage", "return")])
         part = add_advantages(half.split(2), PPO, context(peers=[sums]))
-        assert part.explained_variance == pytest.approx(whole.explained_variance, rel=1e-9)
+        assert part.stats["explained_variance"] == pytest.approx(whole.stats["explained_variance"], rel=1e-9)
         got = [a for mini_batch in part.mini_batches for a in mini_batch.data["advantage"]]
         expected = whole.mini_batches[0].split(2)[rank].data["advantage"]
         for a, b in zip(got, expected, strict=True):
@@ -87,7 +87,7 @@ def test_explained_variance(context):
             "ref_logprob": zeros,
         },
     )
-    assert add_advantages([batch], ppo, context()).explained_variance == pytest.approx(0.75)
+    assert add_advantages([batch], ppo, context()).stats["explained_variance"][0] == pytest.approx(0.75)
 
 
 def test_the_first_actor_update_has_ratio_one(rollout, language_model, context):

@@ -9,10 +9,9 @@ from torch import Tensor
 from realhf.api.experiment import OptimizerConfig
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
-from realhf.engine.forward import run_stage
+from realhf.engine.forward import PackedMicroBatch, pack_micro_batch, run_stage
 from realhf.engine.interface import Stats
 from realhf.engine.model import ShardedModel
-from realhf.engine.packing import PackedMicroBatch, pack_micro_batch
 from realhf.engine.returned import InterfaceError
 from tests.unit.engine.losses import ONE_RANK, boxes_of, next_token_loss, random_batch, tiny, trained_tokens
 
@@ -59,23 +58,6 @@ def test_clipping_limits_the_gradient() -> None:
     assert step(clipped, batch)["grad_norm"] == norm  # of the gradient before clipping
     assert free.parameters.gradients.flat.norm().item() == pytest.approx(norm[0])
     assert used_gradient(clipped).norm().item() == pytest.approx(1e-3, rel=1e-2)
-
-
-def test_a_step_without_a_gradient_changes_nothing() -> None:
-    """Momentum and weight decay too wait; the schedule goes on."""
-    trained, batch = model(weight_decay=0.1), random_batch(CONFIG, 4)
-    step(trained, batch)
-    before = trained.parameters.flat.clone()
-    states = {kind: state.clone() for kind, state in trained.trainer.optimizer.state.items()}
-
-    def nothing(output: Tensor, part: Batch) -> tuple[Tensor, Stats]:
-        loss, stats = next_token_loss(output, part)
-        return 0 * loss, stats
-
-    assert trained.train_step(batch, "tokens", nothing, trained_tokens, 2)["grad_norm"] == (0.0, 1.0)
-    assert torch.equal(trained.parameters.flat, before)
-    assert all(torch.equal(trained.trainer.optimizer.state[kind], state) for kind, state in states.items())
-    assert trained.trainer.optimizer.step_count == 2
 
 
 def used_gradient(trained: ShardedModel) -> Tensor:

@@ -1,0 +1,50 @@
+"""The loss of direct preference optimisation on the workers."""
+
+import torch
+from torch import Tensor
+
+from realhf.algorithms import functional as F
+from realhf.algorithms.dpo.config import DPO
+from realhf.algorithms.statistics import mean_of
+from realhf.engine.batch import Batch
+from realhf.engine.interface import Stats
+
+
+def dpo_pairs(chosen: Tensor, rejected: Tensor, batch: Batch, dpo: DPO) -> tuple[Tensor, Stats]:
+    """The loss of each pair, [pairs]; see `realhf.algorithms.functional.dpo_loss`.
+
+    Args:
+        chosen, rejected: sums of the log-probabilities of each answer's tokens, [pairs] with gradient.
+        batch: `prompt`, `chosen`, `rejected` (whole sequences) and, unless `reference_free`, `chosen_ref_logprob`,
+            `rejected_ref_logprob` [1].
+
+    Statistics: `pair_accuracy` (the share of pairs whose chosen response has the larger implicit reward),
+    `chosen_reward`, `rejected_reward` (beta * log(policy / reference)), `chosen_logprob`, `rejected_logprob`.
+    """
+    good, bad = (
+        (chosen, rejected)
+        if dpo.reference_free
+        else (
+            chosen - torch.cat(batch.data["chosen_ref_logprob"]),
+            rejected - torch.cat(batch.data["rejected_ref_logprob"]),
+        )
+    )
+    good_tokens, bad_tokens = _answer_tokens(batch, "chosen", chosen), _answer_tokens(batch, "rejected", rejected)
+    by_token = dpo.loss_type == "ipo"
+    margin = good / good_tokens - bad / bad_tokens if by_token else good - bad
+    loss = F.dpo_loss(dpo.loss_type, margin, dpo.beta, dpo.label_smoothing)
+    if dpo.sft_coef:
+        loss = loss - dpo.sft_coef * chosen / good_tokens
+    return loss, {
+        "pair_accuracy": mean_of(good > bad),
+        "chosen_reward": mean_of(dpo.beta * good),
+        "rejected_reward": mean_of(dpo.beta * bad),
+        "chosen_logprob": mean_of(chosen),
+        "rejected_logprob": mean_of(rejected),
+    }
+
+
+def _answer_tokens(batch: Batch, side: str, like: Tensor) -> Tensor:
+    """[pairs]: tokens of the answers, at least 1."""
+    pairs = zip(batch.data[side], batch.data["prompt"], strict=True)
+    return torch.tensor([max(len(whole) - len(prompt), 1) for whole, prompt in pairs], device=like.device).to(like)

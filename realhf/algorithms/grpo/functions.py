@@ -1,0 +1,138 @@
+"""GRPO on the workers: advantages within groups, the filter of groups, and the losses."""
+
+import torch
+from torch import Tensor
+
+from realhf.algorithms import functional as F
+from realhf.algorithms.grpo.config import GRPO
+from realhf.algorithms.samples import (
+    at_tokens,
+    drawn_by,
+    importance_columns,
+    in_groups,
+    is_whole,
+    lengths_of,
+    of_ids,
+    rollout_stats,
+    valid_column,
+    validity,
+)
+from realhf.algorithms.statistics import mean_of
+from realhf.api.script.columns import Columns
+from realhf.engine.batch import Batch
+from realhf.engine.interface import Context, Stats
+
+OWED = "groups_owed"
+
+
+def group_advantages(
+    rollout: Columns,
+    scores: Columns,
+    ref: Columns | None,
+    grpo: GRPO,
+    *,
+    old: Columns | None = None,
+    context: Context,
+) -> tuple[dict[str, list[Tensor]], Stats]:
+    """Adds the column `advantage` [response], the same number at each token of a response; see
+    `realhf.algorithms.functional.group_advantages` (and `importance`, `valid`, where options ask for them).
+
+    rollout: `prompt`, `seq`, `logprob`; scores: `reward` [1] (`valid`); ref: `ref_logprob`, None with beta = 0; old:
+    `old_logprob`, the policy's own log-probabilities before training.
+
+    Returns:
+        Columns; statistics: those of `rollout_stats`, and `informative_groups`, the share of the groups whose rewards
+        differ.
+    """
+    is_valid = validity(scores)
+    rewards, is_counted = in_groups(context, scores.ids, torch.cat(scores.reward), is_valid)
+    advantages = of_ids(F.group_advantages(rewards, is_counted, grpo.scale_rewards), scores.ids)
+    columns = {"advantage": at_tokens(advantages, lengths_of(rollout.logprob))}
+    columns |= importance_columns(rollout, old, grpo)
+    informative = F.is_informative(rewards, is_counted)
+    is_trained = is_valid
+    if grpo.drop_uniform_groups:
+        chosen = _chosen(informative, grpo, context)
+        is_trained = is_trained & of_ids(chosen[:, None].expand_as(rewards), scores.ids).cpu()
+    if grpo.mask_truncated:
+        is_trained = is_trained & is_whole(rollout, grpo)
+    if not torch.equal(is_trained, is_valid):
+        columns["valid"] = valid_column(is_trained, rollout.logprob[0])
+    share = {"informative_groups": (float(informative.sum()), float(len(informative)))}
+    return columns, rollout_stats(rollout, scores, ref) | share
+
+
+def grpo_policy(logprob: Tensor, batch: Batch, grpo: GRPO) -> tuple[Tensor, Stats]:
+    """The loss of each response token [responses], from the columns `advantage`, `logprob` or `old_logprob`, with beta
+    `ref_logprob`, and `importance` where there is one; `realhf.algorithms.functional.policy` has the formulas.
+
+    Statistics: `clip_fraction`, and with beta `ref_kl` (k3, of the policy as it is now).
+    """
+    advantage, old = batch.packed("advantage").values, drawn_by(batch)
+    log_ratio = _log_ratio(logprob, old, batch, grpo)
+    importance = batch.packed("importance").values if "importance" in batch.data else None
+    loss, is_clipped = _surrogate(log_ratio, logprob, batch, grpo, importance)
+    if grpo.off_policy_threshold:
+        lengths, drawn = lengths_of(batch.data["logprob"]), batch.packed("logprob").values
+        loss = loss * F.is_near_policy(advantage, logprob, drawn, lengths, grpo.off_policy_threshold)
+    if importance is not None and grpo.loss_type != "vespo":
+        loss = loss * importance
+    stats = {"clip_fraction": mean_of(is_clipped)}
+    if grpo.beta:
+        kl = F.kl_k3(logprob, batch.packed("ref_logprob").values)
+        loss = loss + grpo.beta * (kl * log_ratio.exp() if grpo.unbiased_kl else kl)
+        stats["ref_kl"] = mean_of(kl)
+    return loss, stats
+
+
+def grpo_policy_with_entropy(logprob: Tensor, batch: Batch, grpo: GRPO, *, entropy: Tensor) -> tuple[Tensor, Stats]:
+    """As `grpo_policy`, less entropy_coef * `entropy` [responses] of each token's distribution, reduced as the loss is.
+    Statistics also: `policy_entropy`."""
+    loss, stats = grpo_policy(logprob, batch, grpo)
+    stats["policy_entropy"] = mean_of(entropy)
+    return loss - grpo.entropy_coef * entropy, stats
+
+
+def _log_ratio(logprob: Tensor, old: Tensor, batch: Batch, grpo: GRPO) -> Tensor:
+    """[responses], of the level that the options name."""
+    log_ratio, lengths = logprob - old, lengths_of(batch.data["logprob"])
+    match grpo.ratio:
+        case "token":
+            return log_ratio
+        case "sequence":
+            return F.sequence_log_ratio(log_ratio, lengths)
+        case "sequence_token":
+            return F.sequence_token_log_ratio(log_ratio, logprob, lengths)
+
+
+def _surrogate(
+    log_ratio: Tensor, logprob: Tensor, batch: Batch, grpo: GRPO, importance: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(loss, is_clipped) [responses]."""
+    advantage = batch.packed("advantage").values
+    never = torch.zeros_like(advantage, dtype=torch.bool)
+    match grpo.loss_type:
+        case "cispo":
+            return F.cispo_loss(log_ratio, logprob, advantage, grpo.ratio_cap)
+        case "sapo":
+            return F.sapo_loss(log_ratio, advantage, grpo.sapo_temperature_up, grpo.sapo_temperature_down), never
+        case "vespo":
+            weight = F.sequence_log_weight(
+                logprob - drawn_by(batch),
+                None if importance is None else importance.log(),
+                lengths_of(batch.data["logprob"]),
+            )
+            up, down = (grpo.vespo_k_up, grpo.vespo_lambda_up), (grpo.vespo_k_down, grpo.vespo_lambda_down)
+            return F.vespo_loss(weight, logprob, advantage, up, down), never
+        case _:
+            return F.clipped_surrogate(log_ratio, advantage, grpo.clip_low, grpo.clip_high, grpo.delta)
+
+
+def _chosen(informative: Tensor, grpo: GRPO, context: Context) -> Tensor:
+    """[groups] bool: the groups to train on. What a step lacks, at most its own share, it owes the next."""
+    if not grpo.groups_per_step:
+        return informative
+    wanted = grpo.groups_per_step + int(context.state.get(OWED, 0.0))
+    chosen = F.first_groups(informative, wanted)
+    context.state[OWED] = float(min(wanted - int(chosen.sum()), grpo.groups_per_step))
+    return chosen

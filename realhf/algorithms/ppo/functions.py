@@ -1,0 +1,208 @@
+"""PPO on the workers: advantages by GAE from penalised rewards, and the losses of actor and critic."""
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from realhf.algorithms.functional import (
+    ValueScale,
+    adapted_kl_coef,
+    clipped_value_loss,
+    gae,
+    kl_k1,
+    kl_penalised_rewards,
+    mean_and_variance,
+    moments,
+    ppo_policy_loss,
+    standardised_score,
+    value_loss,
+    whiten,
+)
+from realhf.algorithms.ppo.config import PPOHyperparameters
+from realhf.algorithms.samples import (
+    drawn_by,
+    importance_columns,
+    in_groups,
+    is_whole,
+    rollout_stats,
+    valid_column,
+    validity,
+)
+from realhf.algorithms.statistics import mean_of
+from realhf.api.script.columns import Columns
+from realhf.engine.batch import Batch
+from realhf.engine.interface import Context, Stats
+
+
+@dataclass(frozen=True)
+class Estimates:
+    """Of this rank's samples.
+
+    advantages, returns: per sample [response]; 0 where a sample does not count. Returns are normalised with
+        `normalise_values`.
+    explained_variance: 1 - var(returns - values) / var(returns) over the global batch.
+    """
+
+    advantages: list[Tensor]
+    returns: list[Tensor]
+    explained_variance: float
+
+
+def ppo_advantages(
+    rollout: Columns,
+    scores: Columns,
+    ref: Columns,
+    values: Columns,
+    ppo: PPOHyperparameters,
+    *,
+    old: Columns | None = None,
+    context: Context,
+) -> tuple[dict[str, list[Tensor]], Stats]:
+    """Adds the columns `advantage` and `return` [response] (and `importance`, `valid`, where options ask for them).
+
+        r = -kl_coef * KL at every token, plus the standardised score at the last one
+        A, R = GAE(r, V); A is whitened over the tokens of the global batch
+
+    rollout: `prompt`, `seq`, `logprob`; scores: `reward` [1] (`valid`); ref: `ref_logprob`; values: `value`; old:
+    `old_logprob`, the policy's own log-probabilities before training.
+
+    Returns:
+        Columns; statistics: those of `rollout_stats`, `explained_variance` and, with an adaptive controller, `kl_coef`.
+    """
+    is_valid = validity(scores)
+    kl_coef, stats = step_kl_coef(rollout, ref, is_valid, ppo, context)
+    score = [standardised_score(x, ppo.reward_mean, ppo.reward_std, ppo.reward_clip) for x in scores.reward]
+    rewards = penalised_rewards(score, rollout, ref, kl_coef, ppo)
+    estimates = ppo_estimates(rewards, values.value, is_valid, ppo, context)
+    columns = {"advantage": estimates.advantages, "return": estimates.returns}
+    columns |= importance_columns(rollout, old, ppo)
+    if ppo.mask_truncated:
+        columns["valid"] = valid_column(is_valid & is_whole(rollout, ppo), rollout.logprob[0])
+    stats["explained_variance"] = (estimates.explained_variance, 1.0)
+    return columns, rollout_stats(rollout, scores, ref) | stats
+
+
+def step_kl_coef(
+    rollout: Columns, ref: Columns, is_valid: Tensor, ppo: PPOHyperparameters, context: Context
+) -> tuple[float, Stats]:
+    """The coefficient of this step; an adaptive controller leaves that of the next one in `context.state`."""
+    if ppo.kl_controller == "fixed":
+        return ppo.kl_coef, {}
+    kl_coef = context.state.get("kl_coef", ppo.kl_coef)
+    of_samples = torch.stack(
+        [kl_k1(p, q).sum() for p, q in zip(rollout.logprob, ref.ref_logprob, strict=True)]
+    )  # [batch]
+    kl, is_counted = in_groups(context, rollout.ids, of_samples, is_valid)
+    count = int(is_counted.sum())
+    if count:
+        mean = float(kl.sum()) / count
+        context.state["kl_coef"] = adapted_kl_coef(kl_coef, mean, ppo.kl_target, count, ppo.kl_horizon)
+    return kl_coef, {"kl_coef": (kl_coef, 1.0)}
+
+
+def penalised_rewards(
+    scores: list[Tensor], rollout: Columns, ref: Columns, kl_coef: float, ppo: PPOHyperparameters
+) -> list[Tensor]:
+    """The rewards of the tokens, per sample [response]; see `kl_penalised_rewards`."""
+    rows = zip(scores, rollout.logprob, ref.ref_logprob, strict=True)
+    return [kl_penalised_rewards(score, p, q, kl_coef, ppo.kl_estimator) for score, p, q in rows]
+
+
+def ppo_estimates(
+    rewards: list[Tensor], values: list[Tensor], is_valid: Tensor, ppo: PPOHyperparameters, context: Context
+) -> Estimates:
+    """Estimates advantages once for the whole call, before any of its mini-batches changes the model.
+
+    Whitening uses the moments of the global batch, so the result does not depend on how its
+    samples lie on the data-parallel ranks. Every rank of the call takes part in the reduction.
+
+    Args:
+        rewards, values: per sample [response]; is_valid: [batch] bool, the samples that count.
+    """
+    scale = _value_scale(context) if ppo.normalise_values else None
+    restored = values if scale is None else [scale.restore(value) for value in values]
+    advantages, returns = gae(rewards, restored, ppo.gamma, ppo.lam)
+    # advantage = return - value, so its variance is the part that the values do not explain.
+    sums = context.sum_over_data_parallel(
+        torch.cat([moments(_counted(advantages, is_valid)), moments(_counted(returns, is_valid))])
+    )
+    of_advantages, of_returns = sums[:3], sums[3:]
+    if not of_returns[2]:  # no sample counts
+        return Estimates(_or_zero(advantages, is_valid), _or_zero(returns, is_valid), 0.0)
+    unexplained, total = mean_and_variance(of_advantages)[1], mean_and_variance(of_returns)[1]
+    if ppo.whiten_advantages:
+        whitened = whiten(torch.cat(advantages), of_advantages)
+        advantages = list(whitened.split([len(a) for a in advantages]))
+    if scale is not None:
+        total_return, square, count = of_returns.tolist()
+        scale = scale.updated(total_return / count, square / count, ppo.value_decay)
+        _keep(scale, context)
+        returns = [scale.normalise(r) for r in returns]
+    explained = 1 - unexplained / total if total else 0.0
+    return Estimates(_or_zero(advantages, is_valid), _or_zero(returns, is_valid), explained)
+
+
+def ppo_policy(logprob: Tensor, batch: Batch, ppo: PPOHyperparameters) -> tuple[Tensor, Stats]:
+    """The clipped surrogate of each response token, [responses], from columns `advantage` and `logprob` or
+    `old_logprob`; see `realhf.algorithms.functional.ppo_policy_loss`.
+
+    Statistics: `clip_fraction`.
+    """
+    old = drawn_by(batch)
+    advantage = batch.packed("advantage").values
+    loss, is_clipped = ppo_policy_loss(logprob, old, advantage, ppo.policy_clip, ppo.dual_clip)
+    if "importance" in batch.data:
+        loss = loss * batch.packed("importance").values
+    stats = {"clip_fraction": mean_of(is_clipped)}
+    return loss, stats
+
+
+def ppo_policy_with_entropy(
+    logprob: Tensor, batch: Batch, ppo: PPOHyperparameters, *, entropy: Tensor
+) -> tuple[Tensor, Stats]:
+    """As `ppo_policy`, less entropy_coef * `entropy` [responses] of each token's distribution, at the rollout's
+    temperature. Statistics also: `policy_entropy`."""
+    loss, stats = ppo_policy(logprob, batch, ppo)
+    stats["policy_entropy"] = mean_of(entropy)
+    return loss - ppo.entropy_coef * entropy, stats
+
+
+def ppo_value(value: Tensor, batch: Batch, ppo: PPOHyperparameters) -> tuple[Tensor, Stats]:
+    """Half the squared error of each response token's value [responses], clipped around the rollout's (`value_clip`).
+
+    Statistics: `value_clip_fraction`, `value_mean`, `return_mean` (with `normalise_values` in the critic's units).
+    """
+    returns = batch.packed("return").values
+    if ppo.value_clip:
+        loss, is_clipped = clipped_value_loss(value, batch.packed("value").values, returns, ppo.value_clip)
+    else:
+        loss, is_clipped = value_loss(value, returns), torch.zeros_like(returns, dtype=torch.bool)
+    return loss, {
+        "value_clip_fraction": mean_of(is_clipped),
+        "value_mean": mean_of(value),
+        "return_mean": mean_of(returns),
+    }
+
+
+def _value_scale(context: Context) -> ValueScale:
+    names = (field.name for field in dataclasses.fields(ValueScale))
+    return ValueScale(**{name: context.state.get(f"value_{name}", 0.0) for name in names})
+
+
+def _keep(scale: ValueScale, context: Context) -> None:
+    context.state.update({f"value_{name}": number for name, number in dataclasses.asdict(scale).items()})
+
+
+def _counted(columns: list[Tensor], is_valid: Tensor) -> Tensor:
+    """All tokens of the samples that count."""
+    kept = [column for column, valid in zip(columns, is_valid.tolist(), strict=True) if valid]
+    return torch.cat(kept) if kept else columns[0][:0]
+
+
+def _or_zero(columns: list[Tensor], is_valid: Tensor) -> list[Tensor]:
+    if is_valid.all():
+        return columns
+    pairs = zip(columns, is_valid.tolist(), strict=True)
+    return [column if valid else torch.zeros_like(column) for column, valid in pairs]

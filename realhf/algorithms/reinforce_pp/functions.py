@@ -1,0 +1,91 @@
+"""REINFORCE++ on the workers: advantages normalised over the batch, and the loss."""
+
+import torch
+from torch import Tensor
+
+from realhf.algorithms import functional as F
+from realhf.algorithms.clipped import clipped_policy
+from realhf.algorithms.reinforce_pp.config import ReinforcePlusPlus
+from realhf.algorithms.samples import (
+    at_tokens,
+    importance_columns,
+    in_groups,
+    is_whole,
+    lengths_of,
+    of_ids,
+    rollout_stats,
+    valid_column,
+    validity,
+)
+from realhf.algorithms.statistics import mean_of
+from realhf.api.script.columns import Columns
+from realhf.engine.batch import Batch
+from realhf.engine.interface import Context, Stats
+
+
+def reinforce_pp_advantages(
+    rollout: Columns,
+    scores: Columns,
+    ref: Columns | None,
+    options: ReinforcePlusPlus,
+    *,
+    old: Columns | None = None,
+    context: Context,
+) -> tuple[dict[str, list[Tensor]], Stats]:
+    """Adds the column `advantage` [response] (and `importance`, `valid`, where options ask for them).
+
+        baseline "none":   A_j = sum over k >= j of gamma^(k - j) r_k,  r = -kl_coef * KL, plus the score at the end
+        baseline "group":  A_j = score - mean(group)
+        A is then whitened over the tokens of the global batch.
+
+    rollout: `prompt`, `seq`, `logprob`; scores: `reward` [1] (`valid`); ref: `ref_logprob`, None with kl_coef = 0; old:
+    `old_logprob`.
+
+    Returns:
+        Columns, and the statistics of `rollout_stats`.
+
+    Source: Hu et al., "REINFORCE++" (2025), equations 7 to 10.
+    """
+    is_valid = validity(scores)
+    score = torch.cat(scores.reward)
+    if options.reward_clip:
+        score = score.clamp(-options.reward_clip, options.reward_clip)
+    if options.baseline == "group":
+        grouped, is_counted = in_groups(context, scores.ids, score, is_valid)
+        centred = of_ids(grouped - F.group_means(grouped, is_counted), scores.ids)
+        raw = at_tokens(centred, lengths_of(rollout.logprob))
+    else:
+        reference = rollout.logprob if ref is None else ref.ref_logprob
+        rows = zip(score.split(1), rollout.logprob, reference, strict=True)
+        raw = F.rewards_to_go(
+            [F.kl_penalised_rewards(s, p, q, options.kl_coef, options.kl_estimator) for s, p, q in rows], options.gamma
+        )
+    moments = context.in_order(scores.ids, F.masked_moments(raw, is_valid)).sum(0)
+    whitened = F.whiten(torch.cat(raw), moments).split([len(a) for a in raw])
+    columns = {
+        "advantage": [a if valid else torch.zeros_like(a) for a, valid in zip(whitened, is_valid.tolist(), strict=True)]
+    }
+    columns |= importance_columns(rollout, old, options)
+    if options.mask_truncated:
+        columns["valid"] = valid_column(is_valid & is_whole(rollout, options), rollout.logprob[0])
+    return columns, rollout_stats(rollout, scores, ref)
+
+
+def reinforce_pp_policy(logprob: Tensor, batch: Batch, options: ReinforcePlusPlus) -> tuple[Tensor, Stats]:
+    """As `realhf.algorithms.clipped.clipped_policy`; with the baseline of groups also kl_coef * k2 of `ref_logprob`.
+    Statistics also: `ref_kl` (k2) with that baseline."""
+    loss, stats = clipped_policy(logprob, batch, options)
+    if options.baseline == "group" and options.kl_coef:
+        kl = F.kl_k2(logprob, batch.packed("ref_logprob").values)
+        loss = loss + options.kl_coef * kl
+        stats["ref_kl"] = mean_of(kl)
+    return loss, stats
+
+
+def reinforce_pp_policy_with_entropy(
+    logprob: Tensor, batch: Batch, options: ReinforcePlusPlus, *, entropy: Tensor
+) -> tuple[Tensor, Stats]:
+    """As `reinforce_pp_policy`, less entropy_coef * `entropy` [responses]. Statistics also: `policy_entropy`."""
+    loss, stats = reinforce_pp_policy(logprob, batch, options)
+    stats["policy_entropy"] = mean_of(entropy)
+    return loss - options.entropy_coef * entropy, stats

@@ -1,0 +1,45 @@
+"""Hyperparameters of ReMax."""
+
+from dataclasses import dataclass, fields
+
+from realhf.algorithms.choices import KLEstimator, check_choice
+from realhf.algorithms.options import ClippedOptions, coefficients
+from realhf.api.generation import GenerationOptions
+from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
+from realhf.base.numbers import check_ranges
+
+_RANGES = coefficients("kl_coef")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReMax(ClippedOptions):
+    """The settings that ReMax's calls share, with the options of rollouts.
+
+    A response's advantage is its reward less that of the greedy response to the same prompt, a second generation.
+    """
+
+    kl_coef: float = 0.05
+    """0 needs no reference."""
+    kl_estimator: KLEstimator = "k1"
+
+    @property
+    def greedy(self) -> GenerationOptions:
+        """How the baseline's responses are made: as the others, with the most likely token each time."""
+        options = {field.name: getattr(self, field.name) for field in fields(GenerationOptions)}
+        return GenerationOptions(**options | {"temperature": 0.0})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(vars(self), _RANGES)
+        check_choice("kl_estimator", self.kl_estimator, KLEstimator)
+
+
+remax_advantages = tensor_function("realhf.algorithms.remax.functions:remax_advantages")
+
+_policy = loss_function("realhf.algorithms.clipped:clipped_policy")
+_policy_with_entropy = loss_function("realhf.algorithms.clipped:clipped_policy_with_entropy")
+
+
+def remax_loss(options: ReMax) -> BoundLoss:
+    """The clipped surrogate, with the entropy where it has a coefficient."""
+    return (_policy_with_entropy if options.entropy_coef else _policy)(options)

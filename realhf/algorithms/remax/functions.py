@@ -1,0 +1,58 @@
+"""ReMax on the workers: rewards to go against the reward of the greedy response."""
+
+import torch
+from torch import Tensor
+
+from realhf.algorithms import functional as F
+from realhf.algorithms.remax.config import ReMax
+from realhf.algorithms.samples import importance_columns, is_whole, rollout_stats, valid_column, validity
+from realhf.algorithms.statistics import mean_of
+from realhf.api.script.columns import Columns
+from realhf.engine.interface import Stats
+
+
+def remax_advantages(
+    rollout: Columns,
+    scores: Columns,
+    greedy_scores: Columns,
+    ref: Columns | None,
+    options: ReMax,
+    *,
+    old: Columns | None = None,
+) -> tuple[dict[str, list[Tensor]], Stats]:
+    """Adds the columns `advantage` [response] (and `importance`, `valid`, where options ask for them).
+
+        A_j = sum over k >= j of r_k - score(greedy),  r = -kl_coef * KL, plus the score at the last token
+
+    rollout: `prompt`, `seq`, `logprob`; scores, greedy_scores: `reward` [1] (`valid`) of the sample and of the greedy
+    response to the same prompt; ref: `ref_logprob`, None with kl_coef = 0; old: `old_logprob`. A sample counts if both
+    rewards do.
+
+    Returns:
+        Columns; statistics: those of `rollout_stats`, and `greedy_reward_mean`.
+
+    Source: Li et al., "ReMax" (2024), algorithm 1 and equation 8.
+    """
+    is_valid = validity(scores) & validity(greedy_scores)
+    reference = rollout.logprob if ref is None else ref.ref_logprob
+    rows = zip(scores.reward, rollout.logprob, reference, strict=True)
+    to_go = F.rewards_to_go(
+        [F.kl_penalised_rewards(score, p, q, options.kl_coef, options.kl_estimator) for score, p, q in rows]
+    )
+    columns = {
+        "reward": scores.reward,  # not the greedy one's, which comes after it among the arguments
+        "advantage": [
+            sums - greedy if valid else torch.zeros_like(sums)
+            for sums, greedy, valid in zip(to_go, greedy_scores.reward, is_valid.tolist(), strict=True)
+        ],
+    }
+    columns |= importance_columns(rollout, old, options)
+    if options.mask_truncated:
+        is_valid = is_valid & is_whole(rollout, options)
+    if not is_valid.all() or "valid" in greedy_scores:
+        columns["valid"] = valid_column(is_valid, rollout.logprob[0])
+    greedy = [
+        score for score, valid in zip(greedy_scores.reward, validity(greedy_scores).tolist(), strict=True) if valid
+    ]
+    stats = {"greedy_reward_mean": mean_of(torch.cat(greedy))} if greedy else {}
+    return columns, rollout_stats(rollout, scores, ref) | stats

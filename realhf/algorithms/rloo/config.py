@@ -1,0 +1,48 @@
+"""Hyperparameters of RLOO."""
+
+from dataclasses import dataclass
+
+from realhf.algorithms.grpo.config import check_groups
+from realhf.algorithms.options import ClippedOptions, coefficients
+from realhf.api.script.functions import SEQUENCE_MEAN, BoundLoss, Reduction, loss_function, tensor_function
+from realhf.base.numbers import check_ranges
+
+_RANGES = coefficients("kl_coef", "reward_clip")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLOO(ClippedOptions):
+    """The settings that RLOO's calls share, with the options of rollouts.
+
+    The reward of a response is its score less kl_coef * log(policy / reference) of the whole response; its advantage is
+    that reward less the mean of the others of its group. A response is one action, and the
+    ratio is that of its probability.
+    """
+
+    samples_per_prompt: int = 4
+    kl_coef: float = 0.05
+    """0 needs no reference."""
+    reward_clip: float = 0.0
+    """Scores are clipped to +-reward_clip; 0: not."""
+    normalise_advantages: bool = False
+    """Advantages are divided by their deviation over the batch, less their mean."""
+
+    @property
+    def reduction(self) -> Reduction:
+        return SEQUENCE_MEAN
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(vars(self), _RANGES)
+        check_groups(self.samples_per_prompt, "RLOO")
+
+
+rloo_advantages = tensor_function("realhf.algorithms.rloo.functions:rloo_advantages")
+
+_policy = loss_function("realhf.algorithms.rloo.functions:rloo_policy")
+_policy_with_entropy = loss_function("realhf.algorithms.rloo.functions:rloo_policy_with_entropy")
+
+
+def rloo_loss(rloo: RLOO) -> BoundLoss:
+    """The clipped surrogate of whole responses, with the entropy where it has a coefficient."""
+    return (_policy_with_entropy if rloo.entropy_coef else _policy)(rloo)

@@ -1,0 +1,85 @@
+"""RLOO on the workers: the leave-one-out baseline, and the loss of whole responses."""
+
+import torch
+from torch import Tensor
+
+from realhf.algorithms import functional as F
+from realhf.algorithms.rloo.config import RLOO
+from realhf.algorithms.samples import (
+    at_tokens,
+    drawn_by,
+    importance_columns,
+    in_groups,
+    is_whole,
+    lengths_of,
+    of_ids,
+    rollout_stats,
+    valid_column,
+    validity,
+)
+from realhf.algorithms.statistics import mean_of
+from realhf.api.script.columns import Columns
+from realhf.engine.batch import Batch
+from realhf.engine.interface import Context, Stats
+
+
+def rloo_advantages(
+    rollout: Columns,
+    scores: Columns,
+    ref: Columns | None,
+    rloo: RLOO,
+    *,
+    old: Columns | None = None,
+    context: Context,
+) -> tuple[dict[str, list[Tensor]], Stats]:
+    """Adds the column `advantage` [response], the same number at each token (`leave_one_out_advantages`); and
+    `importance`, `valid`, where options ask for them.
+
+    rollout: `prompt`, `seq`, `logprob`; scores: `reward` [1] (`valid`); ref: `ref_logprob`, None with kl_coef = 0; old:
+    `old_logprob`, the policy's own log-probabilities before training.
+
+    Returns:
+        Columns, and the statistics of `rollout_stats`.
+    """
+    is_valid = validity(scores)
+    score = torch.cat(scores.reward)
+    if rloo.reward_clip:
+        score = score.clamp(-rloo.reward_clip, rloo.reward_clip)
+    if ref is not None:
+        drawn = rollout.logprob if old is None else old.old_logprob
+        kl = torch.stack([F.kl_k1(p, q).sum() for p, q in zip(drawn, ref.ref_logprob, strict=True)])  # [batch]
+        score = score - rloo.kl_coef * kl
+    rewards, is_counted = in_groups(context, scores.ids, score, is_valid)
+    advantages = F.leave_one_out_advantages(rewards, is_counted)
+    if rloo.normalise_advantages:
+        has_others = is_counted & (is_counted.sum(1, keepdim=True) > 1)
+        advantages = F.normalised(advantages, has_others)
+    columns = {"advantage": at_tokens(of_ids(advantages, scores.ids), lengths_of(rollout.logprob))}
+    columns |= importance_columns(rollout, old, rloo)
+    if rloo.mask_truncated:
+        columns["valid"] = valid_column(is_valid & is_whole(rollout, rloo), rollout.logprob[0])
+    return columns, rollout_stats(rollout, scores, ref)
+
+
+def rloo_policy(logprob: Tensor, batch: Batch, rloo: RLOO) -> tuple[Tensor, Stats]:
+    """The clipped surrogate of each response, at each of its tokens: [responses], whose mean over a response it is.
+
+        ratio = exp(sum over the response of (logprob - old_logprob))
+        L     = -min(ratio * A, clamp(ratio, 1 - clip_low, 1 + clip_high) * A)
+
+    Statistics: `clip_fraction`.
+    """
+    lengths = lengths_of(batch.data["logprob"])
+    log_ratio = F.response_sums(logprob - drawn_by(batch), lengths)
+    advantage = batch.packed("advantage").values
+    loss, is_clipped = F.clipped_surrogate(log_ratio, advantage, rloo.clip_low, rloo.clip_high)
+    if "importance" in batch.data:
+        loss = loss * batch.packed("importance").values
+    return loss, {"clip_fraction": mean_of(is_clipped)}
+
+
+def rloo_policy_with_entropy(logprob: Tensor, batch: Batch, rloo: RLOO, *, entropy: Tensor) -> tuple[Tensor, Stats]:
+    """As `rloo_policy`, less entropy_coef * `entropy` [responses]. Statistics also: `policy_entropy`."""
+    loss, stats = rloo_policy(logprob, batch, rloo)
+    stats["policy_entropy"] = mean_of(entropy)
+    return loss - rloo.entropy_coef * entropy, stats

@@ -1,0 +1,57 @@
+"""Hyperparameters of Safe-RLHF: PPO under a limit on the mean cost."""
+
+from dataclasses import dataclass
+
+from realhf.algorithms.options import coefficients
+from realhf.algorithms.ppo.config import PPOHyperparameters, ppo_policy, ppo_value
+from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
+from realhf.base.errors import UserError
+from realhf.base.numbers import Range, check_ranges
+
+_RANGES = {
+    "cost_limit": Range("cost_limit", -1e9, 1e9),
+    "cost_std": Range("cost_std", 1e-9, 1e9),
+    "multiplier": Range("multiplier", 1e-6, 1e6),
+    "max_multiplier": Range("max_multiplier", 1e-6, 1e6),
+    **coefficients("multiplier_lr"),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SafeRLHF(PPOHyperparameters):
+    """PPO's settings, and those of the cost.
+
+    A cost model scores responses: above 0 is unsafe. The multiplier of the cost rises while the mean cost of a step is
+    above `cost_limit`, and falls while it is below.
+    """
+
+    cost_limit: float = 0.0
+    cost_std: float = 1.0
+    """Costs are divided by it before advantages are estimated from them; the limit is in the cost model's units."""
+    multiplier: float = 1.0
+    """The Lagrange multiplier of the first step."""
+    max_multiplier: float = 100.0
+    multiplier_lr: float = 0.1
+    """The step size on the logarithm of the multiplier."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(vars(self), _RANGES)
+        if self.multiplier > self.max_multiplier:
+            raise UserError(f"multiplier={self.multiplier} must be at most max_multiplier={self.max_multiplier}")
+        if self.normalise_values:
+            raise UserError(
+                "normalise_values=True is for the one critic of PPO, and Safe-RLHF has two; set it to false, and "
+                "reward_std and cost_std to what makes returns about 1"
+            )
+
+
+judged = tensor_function("realhf.algorithms.safe_rlhf.functions:judged")
+safe_advantages = tensor_function("realhf.algorithms.safe_rlhf.functions:safe_advantages")
+safe_value = ppo_value
+safe_cost_value = loss_function("realhf.algorithms.safe_rlhf.functions:safe_cost_value")
+
+
+def safe_policy(safe: SafeRLHF) -> BoundLoss:
+    """PPO's loss, on the combined advantage."""
+    return ppo_policy(safe)

@@ -1,0 +1,121 @@
+"""What functions of rollouts share: the samples that count, their groups, their corrections and their statistics."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from realhf.algorithms.functional import importance_weights, kl_k1
+from realhf.algorithms.options import PolicyOptions
+from realhf.algorithms.rollout.stop_strings import is_stopped
+from realhf.algorithms.statistics import mean_of
+from realhf.api.script.columns import Columns
+from realhf.base.errors import UserError
+from realhf.engine.batch import Batch
+from realhf.engine.interface import Context, Stats
+
+
+def responses(rollout: Columns) -> list[Tensor]:
+    """The tokens of each response."""
+    return [seq[len(prompt) :] for prompt, seq in zip(rollout.prompt, rollout.seq, strict=True)]
+
+
+def lengths_of(column: Sequence[Tensor]) -> Tensor:
+    """[batch] int64: how many tokens each sample has."""
+    return torch.tensor([len(x) for x in column], device=column[0].device)
+
+
+def validity(columns: Columns) -> Tensor:
+    """[batch] bool: whether a sample counts; all do where there is no column `valid`."""
+    valid = columns.get("valid")
+    if valid is None:
+        return torch.ones(len(columns), dtype=torch.bool)
+    return torch.cat(valid).cpu() > 0
+
+
+def drawn_by(batch: Batch) -> Tensor:
+    """[responses]: log-probabilities of the policy that training began with, of which the ratios are taken.
+
+    They are `old_logprob` where a call computed them again, else those of the generation.
+    """
+    return batch.packed("old_logprob" if "old_logprob" in batch.data else "logprob").values
+
+
+def in_groups(context: Context, ids: Sequence[int], values: Tensor, is_valid: Tensor) -> tuple[Tensor, Tensor]:
+    """One number a sample, of all samples of the step, as (values, is_valid): [groups, G] each.
+
+    Args:
+        ids: of this rank's samples; values [len(ids)]; is_valid [len(ids)] bool. What is not valid counts as 0.
+    """
+    is_valid = is_valid.to(values.device)
+    columns = torch.stack([torch.where(is_valid, values, 0.0), is_valid.to(values.dtype)], 1)
+    ordered = context.in_order(ids, columns).view(-1, context.samples_per_prompt, 2)
+    return ordered[..., 0], ordered[..., 1] > 0
+
+
+def of_ids(grouped: Tensor, ids: Sequence[int]) -> Tensor:
+    """[len(ids)]: this rank's numbers out of those of all groups, [groups, G]."""
+    return grouped.flatten()[torch.tensor(ids, device=grouped.device)]
+
+
+def at_tokens(of_samples: Tensor, lengths: Tensor) -> list[Tensor]:
+    """One number a sample, [batch], at each token of its response: per sample [response]."""
+    return [x.expand(int(n)) for x, n in zip(of_samples, lengths, strict=True)]
+
+
+def is_whole(rollout: Columns, options: PolicyOptions) -> Tensor:
+    """[batch] bool: whether a response ended by itself, and was not cut off at `max_new_tokens`."""
+    return torch.tensor(
+        [len(r) < options.max_new_tokens or is_stopped(r.cpu().numpy(), options) for r in responses(rollout)]
+    )
+
+
+def importance_columns(rollout: Columns, old: Columns | None, options: PolicyOptions) -> dict[str, list[Tensor]]:
+    """The column `importance` [response], where the options ask for a correction.
+
+    Raises:
+        UserError: there is no column `old_logprob` to correct to.
+    """
+    if options.importance_correction == "none":
+        return {}
+    logprobs = None if old is None else old.get("old_logprob")
+    if logprobs is None:
+        raise UserError(
+            f"importance_correction={options.importance_correction!r} weighs the log-probabilities of the generation "
+            "against those of the policy before training, and there is no column old_logprob; compute it by a call "
+            "of the actor on the rollouts, or set importance_correction to none"
+        )
+    lengths = lengths_of(rollout.logprob)
+    weights = importance_weights(
+        torch.cat(rollout.logprob),
+        torch.cat(logprobs),
+        lengths,
+        options.importance_correction,
+        (options.importance_low, options.importance_high),
+    )
+    return {"importance": list(weights.split(lengths.tolist()))}
+
+
+def valid_column(is_valid: Tensor, like: Tensor) -> list[Tensor]:
+    """The column `valid`: per sample [1], of the dtype and device of `like`."""
+    return list(is_valid.to(like.device, like.dtype).split(1))
+
+
+def rollout_stats(rollout: Columns, scores: Columns, ref: Columns | None) -> Stats:
+    """Of the rollouts as they were drawn, of the samples that count: `reward_mean`, `response_length`, `entropy`
+    (sampled), and with a reference `kl` (a token's mean of log(policy / reference)) and `kl_per_sequence`."""
+    places = [i for i, valid in enumerate(validity(scores).tolist()) if valid]
+    if not places:
+        return {}
+    reward = torch.cat([scores.reward[i] for i in places])
+    logprob = torch.cat([rollout.logprob[i] for i in places])
+    count = float(len(places))
+    stats = {
+        "reward_mean": mean_of(reward),
+        "response_length": (float(len(logprob)), count),
+        "entropy": mean_of(-logprob),
+    }
+    if ref is not None:
+        kl, tokens = mean_of(kl_k1(logprob, torch.cat([ref.ref_logprob[i] for i in places])))
+        stats |= {"kl": (kl, tokens), "kl_per_sequence": (kl, count)}
+    return stats

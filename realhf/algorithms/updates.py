@@ -1,0 +1,43 @@
+"""The optimizer steps of an update: epochs over the mini-batches, and an end where the policy has moved far enough."""
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from realhf.algorithms.statistics import add_stats
+from realhf.engine.batch import Batch
+from realhf.engine.interface import Context, Stats
+
+KL_STATISTIC = "kl_from_rollout"
+
+
+class UpdateOptions(Protocol):
+    """How long an update goes on. `max_kl` bounds the mean of the statistic `kl_from_rollout` of a mini-batch."""
+
+    @property
+    def epochs(self) -> int: ...
+
+    @property
+    def max_kl(self) -> float | None: ...
+
+
+def optimizer_steps(
+    step: Callable[[Batch], Stats], mini_batches: Sequence[Batch], options: UpdateOptions, context: Context
+) -> Stats:
+    """The statistics of `epochs` passes over the mini-batches, in their order, with one optimizer step on each.
+
+    The update ends after a step in whose pass the policy was further from the rollouts' than `max_kl`. All ranks of the
+    call end alike: `step` gives statistics on the last pipeline stage alone, and their sum reaches all.
+    """
+    device = next(iter(mini_batches[0].data.values()))[0].device
+    stats: Stats = {}
+    for batch in list(mini_batches) * options.epochs:
+        made = step(batch)
+        stats = add_stats([stats, made])
+        if options.max_kl is not None:
+            moved = torch.tensor(made.get(KL_STATISTIC, (0.0, 0.0)), dtype=torch.float64, device=device)
+            kl, tokens = context.sum_over_outputs(moved).tolist()
+            if kl > options.max_kl * tokens:
+                break
+    return stats
