@@ -61,6 +61,10 @@ class TransformersDecoder:
     def has_head(self, chunk: int) -> bool:
         return True
 
+    @property
+    def shares_prefixes(self) -> bool:
+        return False
+
     def __call__(
         self,
         tokens: Tensor,
@@ -70,7 +74,7 @@ class TransformersDecoder:
         *_: object,
     ) -> WholeLogits | Tensor:
         """Of packed sequences, `tokens` [rows] int64, in the order of the batch: logits [tokens, vocab], or values
-        [tokens]. See `realhf.engine.forward.PackedMicroBatch`.
+        [tokens]. See `realhf.engine.packing.PackedMicroBatch`.
 
         The model gets one sequence a row, padded behind its end, where no token attends to.
         """

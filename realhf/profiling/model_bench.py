@@ -17,7 +17,6 @@ from realhf.architecture.model import DecoderConfig, DType
 from realhf.engine import build
 from realhf.engine.arena import Arena
 from realhf.engine.batch import Batch
-from realhf.engine.forward import pack_micro_batch
 from realhf.engine.generate.batching import Scheduler, pages_for
 from realhf.engine.generate.choice import TokenChoice
 from realhf.engine.generate.decode_graphs import capture_of
@@ -26,6 +25,7 @@ from realhf.engine.generate.loop import packed_weights
 from realhf.engine.generate.paged_attention import DecodeRows, PagedKernels, paged_kernels
 from realhf.engine.generate.running_batch import RunningBatch
 from realhf.engine.interface import GenerationRequest
+from realhf.engine.packing import pack_micro_batch
 from realhf.engine.train.optimizer import gradient_dtype
 from realhf.models.attention import Attention
 from realhf.models.rotary import rotary_tables

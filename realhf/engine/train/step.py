@@ -11,8 +11,9 @@ from torch import Tensor
 from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.compute import ComputeConfig
 from realhf.engine.batch import Batch
-from realhf.engine.forward import pack_micro_batch, run_stage
+from realhf.engine.forward import run_stage
 from realhf.engine.interface import LossFunction, Stats
+from realhf.engine.packing import pack_micro_batch
 from realhf.engine.pipeline import Neighbours, run_training
 from realhf.engine.returned import check_loss
 from realhf.engine.train.data_parallel import Parameters
@@ -111,7 +112,8 @@ class Trainer:
 
     def _accumulate(self, parts: list[Batch], tokens_key: str, loss: LossFunction, global_weight: float) -> _Sums:
         """Leaves this rank's gradient of sum(loss) / global_weight with the parameters."""
-        packed = [pack_micro_batch(part.data[tokens_key], self.parameters.flat.device) for part in parts]
+        device, shares_prefixes = self.parameters.flat.device, self.decoder.shares_prefixes
+        packed = [pack_micro_batch(part.data[tokens_key], device, shares_prefixes=shares_prefixes) for part in parts]
         shards = [self._shards(len(p.tokens)) for p in packed]
         counts = [len(p.tokens) if s is None else s.count for p, s in zip(packed, shards, strict=True)]
         sums = _Sums()

@@ -9,9 +9,10 @@ from torch import Tensor
 from realhf.api.experiment import OptimizerConfig
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
-from realhf.engine.forward import PackedMicroBatch, pack_micro_batch, run_stage
+from realhf.engine.forward import run_stage
 from realhf.engine.interface import Stats
 from realhf.engine.model import ShardedModel
+from realhf.engine.packing import PackedMicroBatch, pack_micro_batch
 from realhf.engine.returned import InterfaceError
 from tests.unit.engine.losses import ONE_RANK, boxes_of, next_token_loss, random_batch, tiny, trained_tokens
 

@@ -1,0 +1,143 @@
+"""Micro-batches as the decoder computes them: sequences packed end to end, and what they begin with alike only once."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from realhf.models.attention import PackedAttention
+from realhf.models.prefixed_attention import PrefixedAttention, Suffix
+
+# On the CPU, oneDNN makes a kernel for every number of rows that it has not seen: some milliseconds for the products of
+# a layer, each time that lengths add up to something new. Up to so many rows, numbers are rounded up to multiples.
+_EXACT_ROWS = 64
+_FINE_ROWS, _FINE_MULTIPLE, _COARSE_MULTIPLE = 512, 32, 64
+
+
+@dataclass(frozen=True)
+class PackedMicroBatch:
+    """Sequences packed in order of length, so that attention takes equal lengths as one slice.
+
+    In front of them there may be padding: sequences of one token. `tokens` and `positions` are [rows]; `restore`
+    [tokens] holds, for every token in the order of the batch, its row in the packing (None where all rows are
+    tokens and the two orders agree). Tokens that sequences share have one row together.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    restore: Tensor | None
+    attend: PackedAttention | PrefixedAttention
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """The sequences `members` of a batch begin with the same `length` tokens, and each has more."""
+
+    members: range
+    length: int
+
+
+def pack_micro_batch(
+    sequences: Sequence[Tensor], device: torch.device, *, shares_prefixes: bool = False
+) -> PackedMicroBatch:
+    """Packs tensors [length] of tokens; none may be empty.
+
+    With `shares_prefixes`, on the CPU: what neighbours begin with alike (the prompt of a group of responses) is
+    computed once. The gradient of such a token is the sum over its sequences, as it is without sharing.
+    """
+    if shares_prefixes and device.type == "cpu" and (prefixes := shared_prefixes(sequences)):
+        return _pack_with_prefixes(sequences, prefixes)
+    places = sorted(range(len(sequences)), key=lambda i: len(sequences[i]))
+    in_order = [sequences[i] for i in places]
+    lengths = torch.tensor([len(s) for s in in_order])
+    total = int(lengths.sum())
+    padding = _padding(total) if device.type == "cpu" else 0
+    starts = padding + lengths.cumsum(0) - lengths
+    positions = torch.arange(padding, padding + total) - starts.repeat_interleave(lengths)
+    restore = None
+    if padding or places != sorted(places):
+        back = torch.tensor(places).argsort()  # place in the batch -> place in the packing
+        lengths_back = lengths[back]
+        ends_back = lengths_back.cumsum(0)
+        within = torch.arange(total) - (ends_back - lengths_back).repeat_interleave(lengths_back)
+        restore = (starts[back].repeat_interleave(lengths_back) + within).to(device)
+    none = in_order[0].new_zeros(padding)
+    return PackedMicroBatch(
+        torch.cat([none, *in_order]).to(device),
+        torch.cat([positions.new_zeros(padding), positions]).to(device),
+        restore,
+        PackedAttention([1] * padding + lengths.tolist()),
+    )
+
+
+def _padding(tokens: int) -> int:
+    """Rows to add to so many tokens."""
+    if tokens <= _EXACT_ROWS:
+        return 0
+    return -tokens % (_FINE_MULTIPLE if tokens <= _FINE_ROWS else _COARSE_MULTIPLE)
+
+
+# Shorter prefixes are not shared: what they save is less than attention's calls for more shapes take.
+_SHORTEST_PREFIX = 8
+
+
+def shared_prefixes(sequences: Sequence[Tensor]) -> list[SharedPrefix]:
+    """Runs of neighbours that begin alike, none overlapping, in order.
+
+    A sequence joins the run before it where that saves at least as many rows as the run saves without it.
+    """
+    arrays = [sequence.numpy() for sequence in sequences]
+    found: list[SharedPrefix] = []
+    first, length = 0, 0  # the run so far: from `first` on, `length` tokens alike
+    for place in range(1, len(arrays) + 1):
+        run = place - first
+        common = 0
+        if place < len(arrays):
+            one, other = arrays[first], arrays[place]
+            most = min(len(one), len(other)) - 1  # each has a token of its own
+            most = most if run == 1 else min(most, length)
+            differ = (one[:most] != other[:most]).nonzero()[0]
+            common = int(differ[0]) if len(differ) else most
+        if common >= _SHORTEST_PREFIX and run * common >= (run - 1) * length:
+            length = common
+            continue
+        if run > 1:
+            found.append(SharedPrefix(range(first, place), length))
+        first, length = place, 0
+    return found
+
+
+def _pack_with_prefixes(sequences: Sequence[Tensor], prefixes: Sequence[SharedPrefix]) -> PackedMicroBatch:
+    """Padding, then whole sequences and prefixes in order of length, then what follows the prefixes, in order of the
+    prefix's length and of its own."""
+    shared = {place: prefix for prefix in prefixes for place in prefix.members}
+    pieces = [(len(sequence), False, i) for i, sequence in enumerate(sequences) if i not in shared]
+    pieces += [(prefix.length, True, prefix.members[0]) for prefix in prefixes]
+    pieces.sort()  # prefixes of a length are neighbours
+    alone = {i: place for place, (_, is_prefix, i) in enumerate(pieces) if not is_prefix}
+    owners = {i: place for place, (_, is_prefix, i) in enumerate(pieces) if is_prefix}
+    behind = sorted((prefix.length, len(sequences[i]) - prefix.length, i) for i, prefix in shared.items())
+    lengths = [length for length, _, _ in pieces]
+    total = sum(lengths) + sum(length for _, length, _ in behind)
+    padding = _padding(total)
+    starts = torch.tensor([padding, *lengths, *(length for _, length, _ in behind)]).cumsum(0).tolist()
+    rows_behind = {i: (starts[len(pieces) + k], length) for k, (_, length, i) in enumerate(behind)}
+
+    def rows(i: int) -> list[Tensor]:
+        """Of the tokens of a sequence."""
+        if i in alone:
+            return [torch.arange(starts[alone[i]], starts[alone[i] + 1])]
+        at, (start, length) = starts[owners[shared[i].members[0]]], rows_behind[i]
+        return [torch.arange(at, at + shared[i].length), torch.arange(start, start + length)]
+
+    positions = [torch.arange(length) for length in lengths]
+    positions += [torch.arange(before, before + length) for before, length, _ in behind]
+    tokens = [sequences[i][:length] for length, _, i in pieces] + [sequences[i][before:] for before, _, i in behind]
+    suffixes = [Suffix(padding + owners[shared[i].members[0]], length) for _, length, i in behind]
+    return PackedMicroBatch(
+        torch.cat([tokens[0].new_zeros(padding), *tokens]),
+        torch.cat([torch.zeros(padding, dtype=torch.int64), *positions]),
+        torch.cat([row for i in range(len(sequences)) for row in rows(i)]),
+        PrefixedAttention([1] * padding + lengths, suffixes),
+    )
