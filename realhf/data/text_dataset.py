@@ -276,9 +276,9 @@ def _scan(dataset: TextDataset, stats: tuple[tuple[str, int, int], ...]) -> _Sca
 def _description(opened: OpenDataset, extent: DatasetExtent) -> str:
     roles = ", ".join(role if role == column else f"{role} from {column!r}" for role, column in opened.roles.items())
     lengths = ", ".join(
-        f"{key} {found.mean:.1f} tokens on average and at most {found.longest}" for key, found in extent.keys.items()
+        f"{key}: {found.mean:.1f} tokens on average, at most {found.longest}" for key, found in extent.keys.items()
     )
-    parts = [f"data set {extent.path}: {extent.rows:,} rows", roles, lengths]
+    parts = [f"data set {extent.path}: {extent.rows:,} row{'s' * (extent.rows != 1)}", f"columns {roles}", lengths]
     if opened.writes_chats:
         parts.append(
             "chats by " + ("the chat_template given" if opened.dataset.chat_template else "the tokenizer's template")

@@ -15,6 +15,7 @@ import pytest
 
 from realhf.dataflow.plan import ExecutionPlan
 from tests.docs.blocks import DOCUMENTS, ROOT, Document
+from tests.docs.data_files import write_data_files
 from tests.waiting import PATIENCE_S
 
 DOCS = [Document(path) for path in DOCUMENTS]
@@ -47,6 +48,10 @@ RUN_HERE = {
     "realhf run scored.py --steps 1 --num-workers 2 --run-dir runs/scored": "--batch-size 8",
     "realhf plan placed.py --num-workers 4 --output placed.json": FEW,
     "python -m realhf.data.sort_task runs/data --seed 0": "",
+    "python -m realhf.data.look prompts --path questions.jsonl --tokenizer my-model": "",
+    'python -m realhf.data.look prompts --path questions.jsonl --tokenizer my-model --as-chat --system "Be brief."': "",
+    "python -m realhf.data.look examples --path chats.parquet --tokenizer my-model --loss-on all --rows 3": "",
+    "python -m realhf.data.look pairs --path pairs --tokenizer my-model --max-tokens 200 --too-long drop": "",
     "realhf --version": "",
     "realhf doctor": "",
     "make run": "--dry-run",
@@ -111,8 +116,9 @@ RUN_ELSEWHERE = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder: the ready experiments and the files of docs/experiments.md."""
+    """A user's folder: the ready experiments, the files of docs/experiments.md and those of docs/data.md."""
     path = tmp_path_factory.mktemp("docs")
+    write_data_files(path)
     shutil.copytree(ROOT / "experiments", path / "experiments", ignore=shutil.ignore_patterns("__pycache__"))
     for block in Document(ROOT / "docs/experiments.md").blocks("python"):
         first, _, code = block.partition("\n")
