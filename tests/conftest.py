@@ -30,9 +30,10 @@ settings.load_profile("suite")
 
 @pytest.fixture(scope="session", autouse=True)
 def _no_data_of_the_user(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Plans that are made outside the checkout see no profiles but those of the tests."""
+    """Plans that are made outside the checkout see no profiles but those of the tests; nothing is kept for later."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_DATA_HOME", str(tmp_path_factory.mktemp("data")))
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         yield
 
 
