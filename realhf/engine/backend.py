@@ -51,10 +51,13 @@ class EngineModel(Model, Protocol):
 
     residency: where the parameters are, and which versions of them there are.
     tokens_processed: of all batches so far, on ranks that hold outputs.
+    optimizer_steps: of the learning rate's schedule, how many are over; 0 where the model is not trained. It is set
+        where steps were left out.
     """
 
     residency: Residency
     tokens_processed: int
+    optimizer_steps: int
 
     @property
     def trains(self) -> bool:

@@ -63,6 +63,15 @@ class ShardedModel:
     def trains(self) -> bool:
         return self.trainer is not None
 
+    @property
+    def optimizer_steps(self) -> int:
+        return 0 if self.trainer is None else self.trainer.optimizer.step_count
+
+    @optimizer_steps.setter
+    def optimizer_steps(self, steps: int) -> None:
+        assert self.trainer is not None, "a model without an optimizer has no schedule"
+        self.trainer.optimizer.step_count = steps
+
     def initialise(self, seed: int) -> None:
         """Random weights that depend on the seed alone, whatever the layout; see `build.fill_initial`."""
         build.fill_initial(self.config, self.residency.held(), seed)
@@ -102,7 +111,7 @@ class ShardedModel:
             name, _, kind = box.name.partition("@")
             is_missing = kind == "master" and box.name not in saved
             reader.read_into(tensor, Box(name, box.offset, box.shape) if is_missing else box)
-        self.trainer.optimizer.step_count = steps
+        self.optimizer_steps = steps
         self.residency.trained()
 
     def forward(

@@ -11,6 +11,7 @@ import realhf
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import WEIGHTS_VERSION, ModelFunctionCallDef
 from realhf.dataflow.interface import lacks_class, lacks_method
+from realhf.engine.backend import EngineModel
 from realhf.engine.batch import Batch, concatenate
 from realhf.engine.interface import CallResult, Model
 from realhf.engine.returned import InterfaceError, check_result
@@ -63,6 +64,26 @@ def run_interface(
     except InterfaceError as error:
         what = f"{call.name}: {_describe(method)}: {error}"
         raise InterfaceError(what).with_traceback(error.__traceback__) from None
+
+
+def complete_schedule(call: ModelFunctionCallDef, model: EngineModel, steps: int) -> None:
+    """Counts what a training left out of its optimizer steps (it stopped early, or a mini-batch had nothing to learn
+    from) as steps of the schedule: a checkpoint then has the number that the run has planned for.
+
+    `steps`: of the model, through the end of the call.
+
+    Raises:
+        InterfaceError: it made more steps than its mini-batches and epochs are.
+    """
+    if model.optimizer_steps > steps:
+        planned = call.optimizer_steps
+        made = planned + model.optimizer_steps - steps
+        raise InterfaceError(
+            f"{call.name}: its train_step made {made} optimizer steps, more than mini_batches={call.mini_batches} x "
+            f"epochs={call.passes}; the learning rate is scheduled for {planned}: set `epochs` of "
+            f"{type(call.interface_impl).__name__}"
+        )
+    model.optimizer_steps = steps
 
 
 def explain(error: BaseException) -> str:

@@ -49,7 +49,7 @@ from realhf.worker.call_context import CallContext, batch_share, sharing_ranks
 from realhf.worker.channels import Channels
 from realhf.worker.checkpoint_writer import CheckpointWriter
 from realhf.worker.home import fill
-from realhf.worker.interfaces import load_interface, run_interface
+from realhf.worker.interfaces import complete_schedule, load_interface, run_interface
 from realhf.worker.mailbox import Mailbox
 from realhf.worker.memory_use import MemoryGauge
 from realhf.worker.move_thread import MoveThread
@@ -210,6 +210,8 @@ class ModelWorker:
         with self._timed("compute", f"{request.call} of {request.batch}") as span:
             tokens_before = model.tokens_processed
             result = run_interface(self._interfaces[split, definition.name], definition, model, mini_batches, context)
+            if definition.trains:
+                complete_schedule(definition, model, self._steps_through(definition, step))
         if split == "train" and definition.trains and definition == self._trainings(definition.model_name)[-1]:
             model.residency.begin_at_version(step + 1)
         reply = Reply(
@@ -310,6 +312,13 @@ class ModelWorker:
 
     def _trainings(self, model: str) -> list[ModelFunctionCallDef]:
         return [call for call in self._run.graph.calls_of(model) if call.trains]
+
+    def _steps_through(self, call: ModelFunctionCallDef, step: int) -> int:
+        """Optimizer steps of the call's model, from its first one to the last of the call in `step`."""
+        trainings = self._trainings(call.model_name)
+        before = initial_optimizer_steps(self._run.models[call.model_name])
+        before += step * self._run.optimizer_steps(call.model_name)
+        return before + sum(made.optimizer_steps for made in trainings[: trainings.index(call) + 1])
 
     def _save(self, request: SaveCheckpoint) -> None:
         snapshots = {}

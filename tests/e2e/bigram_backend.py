@@ -54,6 +54,14 @@ class BigramModel:
     def trains(self) -> bool:
         return self._optimizer is not None
 
+    @property
+    def optimizer_steps(self) -> int:
+        return self._optimizer.step_count if self._optimizer else 0
+
+    @optimizer_steps.setter
+    def optimizer_steps(self, steps: int) -> None:
+        self._optimizer.step_count = steps
+
     def initialise(self, seed: int) -> None:
         fill_initial(self.config, self.residency.held(), seed)
         self.residency.written()
@@ -69,7 +77,7 @@ class BigramModel:
         reader.check_architecture(self.config)
         for box, tensor in self.state():
             reader.read_into(tensor, box)
-        self._optimizer.step_count = optimizer_steps(reader.index, reader.directory)
+        self.optimizer_steps = optimizer_steps(reader.index, reader.directory)
         self.residency.trained()
 
     def close(self) -> None:

@@ -37,11 +37,13 @@ class Judge(InterfaceConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Learner(InterfaceConfig):
-    """TRAIN_STEP on `prompt`, `seq`, `untruncated_logprob`, `advantage`: clipped policy loss, `epochs` times."""
+    """TRAIN_STEP on `prompt`, `seq`, `untruncated_logprob`, `advantage`: clipped policy loss, `epochs` times; it ends
+    `early`, so many optimizer steps before the last."""
 
     implementation: ClassVar[str] = "group_job_interface:LearnerInterface"
 
     epochs: int = 1
+    early: int = 0
 
 
 @auto(batch_size=16)
@@ -52,6 +54,7 @@ class GroupJob:
     batch_size: int = 16
     mini_batches: int = 2
     epochs: int = 1
+    early: int = 0
     dtype: DType = "float64"
     architecture: DecoderConfig = TINY
     rollout: Rollout = field(
@@ -70,7 +73,7 @@ class GroupJob:
                 model_name="actor",
                 model_type=self.architecture,
                 interface_type=TRAIN_STEP,
-                interface_impl=Learner(epochs=self.epochs),
+                interface_impl=Learner(epochs=self.epochs, early=self.early),
                 input_data=["prompt", "seq", "untruncated_logprob", "advantage"],
                 mini_batches=self.mini_batches,
             ),

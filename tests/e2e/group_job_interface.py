@@ -38,15 +38,12 @@ class LearnerInterface:
     """See `Learner`."""
 
     def __init__(self, config: Learner):
-        self._epochs = config.epochs
+        self._epochs, self._early = config.epochs, config.early
 
     def train_step(self, model: Model, mini_batches: Sequence[Batch], context: Context) -> CallResult:
-        batches = [_with_advantages(batch) for batch in mini_batches]
-        stats = [
-            model.train_step(batch, "seq", _loss, response_tokens, context.micro_batches)
-            for _ in range(self._epochs)
-            for batch in batches
-        ]
+        steps = self._epochs * [_with_advantages(batch) for batch in mini_batches]
+        made = steps[: len(steps) - self._early]
+        stats = [model.train_step(batch, "seq", _loss, response_tokens, context.micro_batches) for batch in made]
         return CallResult(stats=add_stats(stats)) if context.holds_outputs else CallResult()
 
 

@@ -3,6 +3,7 @@
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -16,7 +17,7 @@ from realhf.engine.interface import CallResult
 from realhf.engine.returned import InterfaceError, check_columns
 from realhf.models.checkpoint import CheckpointReader
 from realhf.worker.call_context import BatchShare, CallContext
-from realhf.worker.interfaces import explain, load_interface, run_interface
+from realhf.worker.interfaces import complete_schedule, explain, load_interface, run_interface
 from tests.unit.api.calls import call
 
 MINI_BATCHES = [Batch((3,), {"prompt": [torch.ones(2)]}), Batch((8,), {"prompt": [torch.ones(1)]})]
@@ -55,6 +56,21 @@ class Judge:
 
 
 PLACE = f"judge_inference: Judge.inference ({__file__}, line {Judge.inference.__code__.co_firstlineno}): "
+
+
+def test_steps_that_a_training_left_out_count_in_the_schedule() -> None:
+    class Twice(InterfaceConfig):
+        epochs = 2
+
+    train = call("actor", TRAIN_STEP, mini_batches=3, interface_impl=Twice())
+    model: Any = SimpleNamespace(optimizer_steps=16)
+    complete_schedule(train, model, 18)
+    assert model.optimizer_steps == 18
+    complete_schedule(train, model, 18)
+    model.optimizer_steps = 20
+    message = r"actor_train_step: its train_step made 8 optimizer steps, more than mini_batches=3 x epochs=2; .* Twice"
+    with pytest.raises(InterfaceError, match=message):
+        complete_schedule(train, model, 18)
 
 
 def test_an_inference_gets_one_batch_and_a_train_step_its_mini_batches() -> None:
