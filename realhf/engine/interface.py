@@ -125,7 +125,9 @@ class Context(Protocol):
     samples_per_prompt: int
     """Samples i * samples_per_prompt to (i + 1) * samples_per_prompt - 1 are responses to one prompt, for every i."""
     state: dict[str, float]
-    """Numbers that the call keeps from step to step, such as an adaptive coefficient. All ranks leave the same ones."""
+    """Numbers that the call keeps from step to step, such as an adaptive coefficient: none in the first step, then what
+    the step before has left. Checkpoints have them, so a resumed run goes on with them. All ranks have to leave the
+    same ones: at most 64, finite. Calls of an evaluation keep none."""
 
     def rows(self, ids: Sequence[int]) -> list[dict[str, Any]]:
         """The rows of the data set that the samples `ids` have, with all their fields: answers, test cases and whatever

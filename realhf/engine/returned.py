@@ -14,6 +14,8 @@ from realhf.engine.interface import CallResult, Stats
 
 SAMPLE_DTYPES = tuple(getattr(torch, name) for name in get_args(SampleDType))
 
+MAX_STATE, MAX_STATE_NAME = 64, 64  # numbers that a call keeps from step to step, and characters of a name
+
 
 class InterfaceError(Exception):
     """What an interface or one of its callbacks gave back breaks a rule: the text names key, sample, value and rule."""
@@ -105,6 +107,26 @@ def check_stats(stats: Any) -> Stats:
             )
         checked[name] = (float(pair[0]), float(pair[1]))
     return checked
+
+
+def check_state(state: Any) -> dict[str, float]:
+    """The numbers that a call leaves for the next step, as Python floats. Raises InterfaceError."""
+    numbers = _checked_dict(state, "context.state is", "numbers by name")
+    if len(numbers) > MAX_STATE:
+        raise InterfaceError(
+            f"context.state has {len(numbers)} numbers, must have at most {MAX_STATE}; it is for a few coefficients "
+            "and moments, which travel with every call"
+        )
+    for name, number in numbers.items():
+        if not (isinstance(name, str) and name.isprintable() and 1 <= len(name) <= MAX_STATE_NAME):
+            raise InterfaceError(
+                f"context.state has the name {name!r}, must be a printable string of 1 to {MAX_STATE_NAME} characters"
+            )
+        if not _is_finite_number(number):
+            raise InterfaceError(
+                f"context.state[{name!r}] is {_shown(number)}, must be a finite number: float(...) of what you keep"
+            )
+    return {name: float(number) for name, number in numbers.items()}
 
 
 def check_loss(given: Any, ids: Sequence[int]) -> tuple[Tensor, Stats]:

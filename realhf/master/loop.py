@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from realhf.base.errors import RunError
 from realhf.data.rows import DatasetRows
 from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.offload import Load, loads_of, models_needed, with_loads
@@ -46,6 +47,22 @@ class CallRecord:
     tokens: int = 0
     peak_bytes: dict[int, int] = field(default_factory=dict)
     weights_version: int = 0
+    state: tuple[int, dict[str, float]] | None = None  # and a worker that has left it
+
+    def take_state(self, worker: int, state: dict[str, float]) -> None:
+        """Notes the numbers that a rank leaves for the next step. Raises RunError if another has left others."""
+        if self.state is None:
+            self.state = worker, state
+        first, known = self.state
+        if state != known:
+            key = min(key for key in {*known, *state} if known.get(key) != state.get(key))
+            raise RunError(
+                f"{self.node.call} of step {self.node.step + 1}: worker {first} leaves context.state[{key!r}]="
+                f"{known.get(key)} for the next step and worker {worker} {state.get(key)}; all ranks have to compute "
+                "the same numbers: from context.in_order(...) or context.sum_over_data_parallel(...), not from their "
+                "own samples",
+                workers=[first, worker],
+            )
 
     @property
     def start(self) -> float:
@@ -122,7 +139,10 @@ OnSpan = Callable[[int, Span], None]
 
 
 class Dispatcher:
-    """Sends requests, and matches replies to them."""
+    """Sends requests, and matches replies to them.
+
+    `states` has the numbers that each call of training has left in its last step (`Context.state`).
+    """
 
     def __init__(
         self,
@@ -137,6 +157,7 @@ class Dispatcher:
         self._on_span = on_span
         self._open = OpenRequests(num_workers, clock)
         self._moves = Moves(send, self._open)
+        self.states: dict[str, dict[str, float]] = {}
         self._replies: asyncio.Queue[tuple[int, Request, Reply]] = asyncio.Queue()
 
     def reply(self, worker: int, reply: Reply) -> None:
@@ -197,6 +218,8 @@ class Dispatcher:
             record.tokens += reply.tokens
             record.peak_bytes[worker] = reply.peak_bytes
             record.weights_version = reply.weights_version
+            if request.returns_state:
+                record.take_state(worker, reply.state)
             for name, (total, weight) in reply.stats.items():
                 old_total, old_weight = record.stats.get(name, (0.0, 0.0))
                 record.stats[name] = (old_total + total, old_weight + weight)
@@ -204,6 +227,8 @@ class Dispatcher:
             pending[node] -= 1
             if not pending[node]:
                 del pending[node]
+                if planned.split == "train" and record.state is not None:
+                    self.states[node.call] = record.state[1]
                 await self._push(planned, node, directories[node.step])
                 await perform(queue.ended(node))
         await self._drain()
@@ -314,7 +339,15 @@ class Dispatcher:
             mini_batches = parts[part]
             ids = tuple(sample for mini_batch in mini_batches for sample in mini_batch)
             outputs = definition.output_data if worker in collected else ()
-            request = Request(_name(node, batch), deadline_s, node, frozenset(outputs), ids, together=True)
+            request = Request(
+                _name(node, batch),
+                deadline_s,
+                node,
+                frozenset(outputs),
+                ids,
+                together=True,
+                returns_state=worker in collected,
+            )
             request_id = self._open.expect(worker, request, thread)
             await self._send(
                 worker,
@@ -326,6 +359,7 @@ class Dispatcher:
                     mini_batches=tuple(mini_batches),
                     micro_batches=plan.micro_batches,
                     version=version,
+                    state=self.states.get(node.call, {}) if batch.split == "train" else {},
                 ),
             )
 

@@ -20,6 +20,7 @@ from realhf.master.records import Trace, log_step, step_metrics
 from realhf.master.saver import Saver
 from realhf.master.trackers import Trackers
 from realhf.master.vital_signs import VitalSigns
+from realhf.rundir.checkpoints import read_state, step_folder
 from realhf.rundir.events import note, read_events
 from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.rundir.lines import append_line, evaluation_line, read_lines
@@ -123,6 +124,8 @@ class Master:
         logger.info("all %d workers are ready", self._num_workers)
         self._write_status("running")
         step, steps = self._step, self._run.experiment.steps
+        if step:
+            self._dispatcher.states = read_state(step_folder(self._directory.checkpoints, step)).calls
         if not self._is_evaluated(step):  # a run that goes on may have been
             await self._evaluate(step)
         milestones = Milestones(self._run)

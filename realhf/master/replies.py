@@ -16,6 +16,7 @@ class Request:
     node: the call that it computes, if any.
     outputs, ids: the reply describes these keys of these samples.
     prepares: the node for whose move of parameters it makes room, if any.
+    returns_state: the reply has the numbers that the call keeps.
     together: the deadline starts when every worker that was asked the same has reached the request.
     """
 
@@ -26,6 +27,7 @@ class Request:
     ids: tuple[int, ...] = ()
     prepares: Node | None = None
     together: bool = False
+    returns_state: bool = False
 
 
 def check_reply(request: Request | None, reply: Reply) -> None:
@@ -41,6 +43,8 @@ def check_reply(request: Request | None, reply: Reply) -> None:
             raise ValueError(f"a reply to {request.what} that took from {span.start} to {span.end}")
     if reply.outputs.keys() != request.outputs:
         raise ValueError(f"a reply to {request.what} with other outputs than {sorted(request.outputs)}")
+    if reply.state and not request.returns_state:
+        raise ValueError(f"a reply to {request.what} with numbers that the call keeps, of a rank that is not asked")
     for key, metadata in reply.outputs.items():
         if metadata.ids != request.ids or len(metadata.lengths) != len(request.ids):
             raise ValueError(f"a reply to {request.what} with {key} of other samples than asked for")

@@ -165,6 +165,7 @@ class Saver:
                 if run.optimizer_steps(model)
             },
             models={},  # known when they are written
+            calls={call: numbers for call, numbers in self._dispatcher.states.items() if numbers},
             statistics={
                 name: value for name, value in statistics.items() if math.isfinite(value)
             },  # JSON has no others

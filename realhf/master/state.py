@@ -115,6 +115,10 @@ class CallQueue:
         return len(frozenset().union(*self._devices.values()))
 
     def _parents_done(self, node: Node) -> bool:
+        """Whether a node has all it waits for. A call may keep numbers from step to step (`Context.state`), so it waits
+        for that of the step before, which has the same devices: this costs a message's way at most."""
+        if node.call in self._graph.calls and node.call in self._unfinished.get(node.step - 1, ()):
+            return False
         return all(
             edge.parent not in self._unfinished.get(node.step - edge.steps_back, ())
             for edge in self._graph.parents(node.call)

@@ -29,7 +29,8 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     `samples` of the data set have been read: the order of rows follows from it and the seed, as the random numbers of
     sampling follow from step and seed. `models` has the SHA-256 of every model's index, which has those of its files.
-    `statistics` are the means of the last step and of the evaluation after it. `sha256` is of all other fields.
+    `statistics` are the means of the last step and of the evaluation after it. `calls` has the numbers that calls keep
+    from step to step, of those that keep any. `sha256` is of all other fields.
     """
 
     step: int
@@ -40,6 +41,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     optimizer_steps: dict[str, int]
     models: dict[str, str]
     statistics: dict[str, float] = {}
+    calls: dict[str, dict[str, float]] = {}
     sha256: str = ""
     format: str = FORMAT
 
@@ -82,7 +84,7 @@ def complete(part: Path, target: Path, state: RunState, models: Sequence[str]) -
 def check(checkpoint: Path) -> RunState:
     """The state of a checkpoint. Raises UserError naming the first file that does not hold what was written."""
     try:
-        state = _read_state(checkpoint)
+        state = read_state(checkpoint)
         for model, digest in state.models.items():
             index = checkpoint / model / INDEX_FILE
             if not index.is_file() or file_digest(index) != digest:
@@ -151,13 +153,13 @@ def _best(checkpoints: Path, steps: list[int], best: str) -> int | None:
     values: dict[int, float] = {}
     for step in steps:
         with contextlib.suppress(UserError, OSError):  # a damaged one is never the best, and must not end the run
-            statistics = _read_state(step_folder(checkpoints, step)).statistics
+            statistics = read_state(step_folder(checkpoints, step)).statistics
             if name in statistics:
                 values[step] = sign * statistics[name]
     return max(values, key=lambda step: (values[step], step), default=None)
 
 
-def _read_state(checkpoint: Path) -> RunState:
+def read_state(checkpoint: Path) -> RunState:
     """`run.json`, if it holds what was written. Raises UserError, and OSError where it cannot be read."""
     path = checkpoint / STATE_FILE
     try:
@@ -172,8 +174,10 @@ def _read_state(checkpoint: Path) -> RunState:
 
 
 def _digest(state: RunState) -> str:
-    fields = msgspec.structs.replace(state, sha256="")
-    return hashlib.sha256(msgspec.json.encode(fields, order="deterministic")).hexdigest()
+    fields = msgspec.to_builtins(msgspec.structs.replace(state, sha256=""), order="deterministic")
+    if not state.calls:  # older checkpoints have no such field
+        del fields["calls"]
+    return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()
 
 
 def _point_to(link: Path, target: Path) -> None:

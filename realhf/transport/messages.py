@@ -130,7 +130,8 @@ class OffloadModel(Message, frozen=True, kw_only=True):
 class CallFunction(Message, frozen=True, kw_only=True):
     """Runs a model function call on this worker's samples: `mini_batches[j]` are the ids of mini-batch j.
 
-    `version` is the version of the parameters to use, see `DataflowGraph.weights_version`.
+    `version` is the version of the parameters to use, see `DataflowGraph.weights_version`; `state` has the numbers
+    that the call left in the step before (`realhf.engine.interface.Context.state`).
     """
 
     request_id: int
@@ -140,6 +141,7 @@ class CallFunction(Message, frozen=True, kw_only=True):
     mini_batches: tuple[tuple[Count, ...], ...]
     micro_batches: Count
     version: int
+    state: dict[str, float] = {}
 
 
 class Release(Message, frozen=True, kw_only=True):
@@ -209,6 +211,8 @@ class Reply(Message, frozen=True, kw_only=True):
     outputs: dict[str, KeyMetadata] = {}
     # (weighted sum, weight) by name; only from ranks that hold outputs.
     stats: dict[str, tuple[float, float]] = {}
+    # The numbers that the call keeps for the next step; only from ranks that hold outputs.
+    state: dict[str, float] = {}
     # Tokens of the sequences this call processed, each counted once in its data-parallel group.
     tokens: Count = 0
     # How many training steps the parameters that a call used have seen.

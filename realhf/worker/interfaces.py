@@ -14,7 +14,7 @@ from realhf.dataflow.interface import lacks_class, lacks_method
 from realhf.engine.backend import EngineModel
 from realhf.engine.batch import Batch, concatenate
 from realhf.engine.interface import CallResult, Model
-from realhf.engine.returned import InterfaceError, check_result
+from realhf.engine.returned import InterfaceError, check_result, check_state
 from realhf.worker.call_context import CallContext, UnusedModel
 
 
@@ -45,7 +45,8 @@ def run_interface(
     mini_batches: Sequence[Batch],
     context: CallContext,
 ) -> CallResult:
-    """What the interface gives back for a call, checked. A call beside the devices has no model (None).
+    """What the interface gives back for a call, checked, as are the numbers that it leaves in `context.state`. A call
+    beside the devices has no model (None).
 
     Raises:
         InterfaceError: naming the call, and the method that broke a rule.
@@ -54,16 +55,18 @@ def run_interface(
     model: Any = sharded if call.uses_model else UnusedModel(call)
     batch = concatenate(mini_batches)
     try:
-        return check_result(
+        result = check_result(
             method(model, mini_batches if call.trains else batch, context),
             batch.ids,
             declared=set(call.output_data) - {WEIGHTS_VERSION},
             recorded=context.record,
             holds_outputs=context.holds_outputs,
         )
+        context.state = check_state(context.state)
     except InterfaceError as error:
         what = f"{call.name}: {_describe(method)}: {error}"
         raise InterfaceError(what).with_traceback(error.__traceback__) from None
+    return result
 
 
 def complete_schedule(call: ModelFunctionCallDef, model: EngineModel, steps: int) -> None:

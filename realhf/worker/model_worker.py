@@ -227,6 +227,7 @@ class ModelWorker:
             reply,
             outputs=self._keep(request, definition, result.outputs),
             stats=result.stats,
+            state=context.state,
             tokens=(model.tokens_processed - tokens_before) // definition.passes,
         )
 
@@ -243,7 +244,14 @@ class ModelWorker:
             outputs = {key: [value.to(self._device) for value in column] for key, column in result.outputs.items()}
             described = self._keep(request, definition, outputs)
             span = Span("beside", what, start, time.time())
-            return Reply(request_id=request.request_id, span=span, wait=wait, outputs=described, stats=result.stats)
+            return Reply(
+                request_id=request.request_id,
+                span=span,
+                wait=wait,
+                outputs=described,
+                stats=result.stats,
+                state=context.state,
+            )
 
         self._beside.start(BesideCall(request.request_id, what, run))
 
@@ -257,6 +265,7 @@ class ModelWorker:
             samples_per_prompt=self._graphs[split].samples_per_prompt,
             micro_batches=request.micro_batches,
             record=frozenset(self._run.spec.record),
+            state=dict(request.state),
             records=partial(self._records, split),
         )
 

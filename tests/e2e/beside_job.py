@@ -26,10 +26,11 @@ TINY = replace(sort_task.SORT_MODEL, hidden_size=32, intermediate_size=48, num_l
 
 @dataclass(frozen=True, kw_only=True)
 class Rule(InterfaceConfig):
-    """INFERENCE: `score` [1] of `seq`, from its tokens and the text of its row, less the mean of the step's.
+    """INFERENCE: `score` [1] of `seq`, from its tokens and the text of its row, less the mean of all steps so far.
 
-    Statistics: `rule_score`, before the mean is taken off. In a step with a `meeting`, a folder, it begins before the
-    reference's inference and ends after it. It raises in step `fails_in`, from 0 on.
+    Statistics: `rule_score`, before the mean is taken off. With a `meeting`, a folder, it begins before the
+    reference's inference and ends after it. Where there is a file `trouble` with a step (from 0 on) and a kind of
+    trouble, it has that in that step.
     """
 
     implementation: ClassVar[str] = "beside_job_interface:RuleInterface"
@@ -37,8 +38,7 @@ class Rule(InterfaceConfig):
     runs_beside: ClassVar[bool] = True
 
     meeting: str = ""
-    fails_in: int = -1
-    fails_as: str = "exception"
+    trouble: str = ""
     seconds_per_sample: float = 0.01
 
 
@@ -69,8 +69,7 @@ class BesideJob(PPOExperiment):
     architecture: DecoderConfig = TINY
     dtype: DType = "float64"
     meeting: str = ""
-    fails_in: int = -1
-    fails_as: str = "exception"
+    trouble: str = ""
 
     @property
     def rpcs(self) -> list[ModelFunctionCallDef]:
@@ -87,7 +86,7 @@ class BesideJob(PPOExperiment):
                 input_data=["prompt", "score", "seq"],
                 output_data=["reward"],
             ),
-            self._rule(Rule(meeting=self.meeting, fails_in=self.fails_in, fails_as=self.fails_as)),
+            self._rule(Rule(meeting=self.meeting, trouble=self.trouble)),
         ]
 
     def _rule(self, rule: Rule) -> ModelFunctionCallDef:

@@ -8,6 +8,7 @@ import torch
 
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
 from realhf.report.run_data import read_trace
+from realhf.rundir.checkpoints import read_state
 from tests.e2e.runs import ROOT, FinishedRun, finished, realhf
 
 pytestmark = pytest.mark.distributed
@@ -36,6 +37,13 @@ def run_under(plan: ExecutionPlan, folder: Path, *words: str | Path) -> Finished
     return finished(folder / "run", JOB, "--plan", folder / "plan.json", "--record", "seq", "score", "reward", *words)
 
 
+def check_metrics(run: FinishedRun, other: FinishedRun, rel: float) -> None:
+    for one, two in zip(run.metrics, other.metrics, strict=True):
+        assert one.keys() == two.keys()
+        values = {name: (value, two[name]) for name, value in one.items() if name not in MEASURED}
+        assert all(value == pytest.approx(again, rel=rel, abs=rel) for value, again in values.values()), values
+
+
 def test_rules_run_while_other_calls_compute_with_the_same_result_under_every_plan(tmp_path: Path) -> None:
     """Made sure on any machine: the rule ends only when the reference's inference has, which is behind it in the
     requests of the same worker, and ends when the rule has begun."""
@@ -57,10 +65,7 @@ def test_rules_run_while_other_calls_compute_with_the_same_result_under_every_pl
             first, second = alone.recorded(step, key, call), two.recorded(step, key, call)
             assert first.keys() == second.keys() == set(range(8))
             assert all(torch.equal(first[sample], second[sample]) for sample in first), key
-    for one, other in zip(alone.metrics, two.metrics, strict=True):
-        assert one.keys() == other.keys()
-        values = {name: (value, other[name]) for name, value in one.items() if name not in MEASURED}
-        assert all(value == pytest.approx(again, rel=1e-9) for value, again in values.values()), values
+    check_metrics(alone, two, rel=1e-9)
     of_evaluation = [[json.loads(line) for line in (run.path / "evaluations.jsonl").open()] for run in runs]
     assert [line["step"] for line in of_evaluation[0]] == [0, 2]
     for one, other in zip(*of_evaluation, strict=True):
@@ -68,18 +73,57 @@ def test_rules_run_while_other_calls_compute_with_the_same_result_under_every_pl
 
 
 @pytest.mark.parametrize(
-    ("fails_as", "text"),
+    ("kind", "plan", "texts"),
     [
-        ("exception", "ValueError: the rule is broken"),
-        ("nan", "rule: RuleInterface.inference"),
+        ("exception", ALONE, ["worker 0 failed in rule of step 2;", "ValueError: the rule is broken"]),
+        (
+            "nan",
+            ALONE,
+            [
+                "worker 0 failed in rule of step 2;",
+                "rule: RuleInterface.inference",
+                "output 'score', sample 0, has nan at [0], must be finite",
+            ],
+        ),
+        (
+            "state",
+            TWO,
+            ["rule of step 2: worker", "leaves context.state['own']=", "all ranks have to compute the same"],
+        ),
     ],
 )
-def test_what_a_rule_does_wrong_ends_the_run_and_is_named(fails_as: str, text: str, tmp_path: Path) -> None:
-    save_plan(ALONE, tmp_path / "plan.json")
-    words = ("--plan", tmp_path / "plan.json", "--fails-in", "1", "--fails-as", fails_as, "--no-evaluate")
+def test_what_a_rule_does_wrong_ends_the_run_and_is_named(
+    kind: str, plan: ExecutionPlan, texts: list[str], tmp_path: Path
+) -> None:
+    save_plan(plan, tmp_path / "plan.json")
+    (tmp_path / "trouble").write_text(f"1 {kind}")
+    words = ("--plan", tmp_path / "plan.json", "--trouble", tmp_path / "trouble", "--no-evaluate")
     done = realhf("run", ROOT / "tests/e2e/beside_job.py", "--run-dir", tmp_path / "run", *words)
     assert done.returncode == 1, done.stdout + done.stderr
-    assert "worker 0 failed in rule of step 2;" in done.stderr
-    assert text in done.stderr
-    if fails_as == "nan":
-        assert "output 'score', sample 0, has nan at [0], must be finite" in done.stderr
+    assert all(text in done.stderr for text in texts), done.stderr
+
+
+@pytest.mark.parametrize("resumed_under", [TWO, pytest.param(ALONE, marks=pytest.mark.slow)])
+def test_numbers_that_a_call_keeps_go_on_after_a_resume(resumed_under: ExecutionPlan, tmp_path: Path) -> None:
+    """The mean of all steps so far, which the scores of each step are measured against, and training by them: bit for
+    bit under the same plan, and the scores also under another with more workers."""
+    words = ("--no-evaluate", "--steps", "3", "--checkpoint-every", "1", "--trouble", tmp_path / "trouble")
+    whole = run_under(ALONE, tmp_path / "whole", *words)
+    save_plan(ALONE, tmp_path / "plan.json")
+    (tmp_path / "trouble").write_text("2 exception")
+    job, folder = ROOT / "tests/e2e/beside_job.py", tmp_path / "run"
+    given = ("--plan", tmp_path / "plan.json", "--record", "seq", "score", "reward", *words)
+    assert realhf("run", job, "--run-dir", folder, *given).returncode == 1
+    (tmp_path / "trouble").unlink()
+    save_plan(resumed_under, tmp_path / "resumed.json")
+    done = realhf("run", job, "--run-dir", folder, "--resume", "--plan", tmp_path / "resumed.json")
+    assert done.returncode == 0, done.stderr
+    again = FinishedRun(folder)
+    states = [read_state(run.path / "checkpoints/step-3").calls for run in (whole, again)]
+    assert states[0] == states[1]
+    assert states[0].keys() == {"rule"}
+    assert states[0]["rule"]["steps"] == 3.0
+    for step in range(3):
+        first, second = whole.recorded(step, "score", "rule"), again.recorded(step, "score", "rule")
+        assert all(torch.equal(first[sample], second[sample]) for sample in first)
+    check_metrics(whole, again, rel=0.0 if resumed_under is ALONE else 1e-9)

@@ -10,7 +10,15 @@ from torch import Tensor
 
 from realhf.dataflow.interface import SampleDType
 from realhf.engine.interface import CallResult
-from realhf.engine.returned import InterfaceError, check_columns, check_end, check_loss, check_result, check_stats
+from realhf.engine.returned import (
+    InterfaceError,
+    check_columns,
+    check_end,
+    check_loss,
+    check_result,
+    check_state,
+    check_stats,
+)
 
 IDS = (4, 9)
 NAN, INF = float("nan"), float("inf")
@@ -188,3 +196,26 @@ def test_an_end_check_that_answers(answer: Any) -> None:
 def test_an_end_check_that_does_not_answer(answer: Any) -> None:
     with pytest.raises(InterfaceError, match=r"is_end, given to model.generate, returned .*, must be True or False"):
         check_end(answer)
+
+
+def test_numbers_that_a_call_keeps() -> None:
+    kept = check_state({"kl": np.float32(0.5), "steps": 3})
+    assert kept == {"kl": 0.5, "steps": 3.0}
+    assert {type(number) for number in kept.values()} == {float}
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        ([1.0], "context.state is [1.0], must be a dict: numbers by name"),
+        ({"a": NAN}, "context.state['a'] is nan, must be a finite number"),
+        ({"a": torch.ones(1)}, "context.state['a'] is a tensor [1] of float32, must be a finite number"),
+        ({"a": True}, "context.state['a'] is True, must be a finite number"),
+        ({3: 1.0}, "context.state has the name 3, must be a printable string of 1 to 64 characters"),
+        ({"x" * 65: 1.0}, "must be a printable string of 1 to 64 characters"),
+        ({str(i): 1.0 for i in range(65)}, "context.state has 65 numbers, must have at most 64"),
+    ],
+)
+def test_what_a_call_cannot_keep(state: Any, message: str) -> None:
+    with pytest.raises(InterfaceError, match=re.escape(message)):
+        check_state(state)

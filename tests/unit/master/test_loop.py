@@ -5,6 +5,9 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import pytest
+
+from realhf.base.errors import RunError
 from realhf.data import sort_task
 from realhf.data.datasets import SFTDataset
 from realhf.data.rows import DatasetRows
@@ -58,6 +61,27 @@ def test_replies_of_all_ranks_become_one_record() -> None:
     assert len(workers.sent(CallFunction)) == 2 * 5 * 4
     assert not workers.sent(Reallocate), "all calls are laid out alike"
     assert len(workers.sent(FreeBatch)) == 2 * 4
+
+
+def test_numbers_that_a_call_keeps_come_back_to_all_its_ranks_in_the_next_step() -> None:
+    plan = ExecutionPlan(num_devices=4, calls=dict.fromkeys(GRAPH.calls, CallPlan(devices=(0, 4), dp=2, tp=2)))
+    workers = Workers(4)
+    workers.state = lambda worker, call: (  # type: ignore[method-assign]
+        {"count": call.state.get("count", 0.5) + 1} if call.call == "critic_train_step" else {}
+    )
+    run(workers, plan, steps=3, batch_size=8)
+    got = [(call.batch.step, call.call, call.state) for call in workers.sent(CallFunction) if call.state]
+    assert got == [(step, "critic_train_step", {"count": step + 0.5}) for step in (1, 2) for _ in range(4)]
+    assert workers.dispatcher.states["critic_train_step"] == {"count": 3.5}
+
+
+def test_ranks_that_leave_other_numbers_end_the_run() -> None:
+    plan = ExecutionPlan(num_devices=2, calls=dict.fromkeys(GRAPH.calls, CallPlan(devices=(0, 2), dp=2)))
+    workers = Workers(2)
+    workers.state = lambda worker, call: {"a": 1.0, "b": float(worker)}  # type: ignore[method-assign]
+    message = r"of step 1: worker 0 leaves context\.state\['b'\]=0.0 for the next step and worker 1 1.0; all ranks"
+    with pytest.raises(RunError, match=message):
+        run(workers, plan, steps=1, batch_size=8)
 
 
 def test_rows_of_the_data_set_are_divided_by_their_tokens(tmp_path: Path) -> None:

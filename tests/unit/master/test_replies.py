@@ -33,6 +33,7 @@ def test_what_answers_passes() -> None:
         ({"outputs": {"x": X, "y": X}}, "with other outputs than"),
         ({"outputs": {"x": msgspec.structs.replace(X, ids=(0, 1))}}, "with x of other samples than asked for"),
         ({"outputs": {"x": msgspec.structs.replace(X, lengths=(3,))}}, "with x of other samples than asked for"),
+        ({"state": {"a": 1.0}}, "with numbers that the call keeps, of a rank that is not asked"),
         ({"span": Span("compute", "a", 0.0, math.inf)}, "that took from 0.0 to inf"),
         ({"wait": Span("transfer", "a", math.nan, 1.0)}, "that took from nan to 1.0"),
         ({"span": Span("compute", "a", -1.0, 1e300)}, "that took from -1.0"),

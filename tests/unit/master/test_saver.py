@@ -34,6 +34,7 @@ class Workers:
     def __init__(self) -> None:
         self.asked: list[Path] = []
         self.last: list[bool] = []
+        self.states: dict[str, dict[str, float]] = {}
 
     async def save(self, directory: str, writers: dict[int, tuple[str, ...]], *, is_last: bool) -> None:
         assert writers == {0: ("actor",), 1: ("actor",)}

@@ -323,8 +323,8 @@ def test_a_model_follows_only_when_it_is_due() -> None:
     order = [(name, step) for name, step in plan.unrolled(graph, 3) if name != follow.name or follow.is_due(step)]
     queue = queue_of(graph, plan, order)
     ask, train = ([Node(step, name) for step in range(3)] for name in places)
-    assert queue.start() == [Issue(ask[0]), Issue(train[0]), Issue(ask[1])]
-    assert queue.ended(ask[0]) == []
+    assert queue.start() == [Issue(ask[0]), Issue(train[0])]
+    assert queue.ended(ask[0]) == [Issue(ask[1])]
     assert queue.ended(train[0]) == [FinishStep(0), Issue(train[1])]
     assert queue.ended(ask[1]) == []
     assert queue.ended(train[1]) == [Issue(Node(1, follow.name))]
@@ -419,6 +419,14 @@ def test_a_call_beside_the_devices_holds_up_no_other_and_is_held_up_by_none() ->
     assert queue.ended(node("b_inference", 1)) == [Issue(node("a_train_step", 1))]
     assert queue.ended(node("a_train_step", 1)) == [FinishStep(1)]
     assert queue.finished
+
+
+def test_a_call_waits_for_that_of_the_step_before_since_it_may_keep_numbers() -> None:
+    graph = DataflowGraph([call("a", INFERENCE, ["x"], ["y"])], ["x"])
+    plan = ExecutionPlan(num_devices=1, calls={"a_inference": CallPlan(devices=(0, 1))})
+    queue = queue_of(graph, plan, plan.unrolled(graph, 2))
+    assert queue.start() == [Issue(Node(0, "a_inference"))], "not that of step 1, though nothing else holds it up"
+    assert queue.ended(Node(0, "a_inference")) == [FinishStep(0), Issue(Node(1, "a_inference"))]
 
 
 def test_nothing_to_do() -> None:

@@ -1,5 +1,7 @@
 """Workers that exist in name only: what they are sent is kept, and answered as real ones would."""
 
+from collections.abc import Callable
+
 from realhf.dataflow.graph import DataflowGraph
 from realhf.master.loop import Dispatcher
 from realhf.rundir.run import Deadlines
@@ -25,6 +27,7 @@ class Workers:
     """Answers each request at once, as workers on which everything works do."""
 
     length = staticmethod(lambda key, sample: 3)
+    state: Callable[[int, CallFunction], dict[str, float]] = staticmethod(lambda worker, call: {})
 
     def __init__(self, num_workers: int, graph: DataflowGraph = GRAPH, deadlines: Deadlines | None = None):
         self.graph = graph
@@ -56,6 +59,7 @@ class Workers:
             outputs=outputs,
             stats={"ids": (float(sum(ids)), float(len(ids)))},
             tokens=3 * len(ids),
+            state=self.state(worker, call),
         )
 
     def sent(self, kind: type, worker: int | None = None) -> list[ToWorker]:

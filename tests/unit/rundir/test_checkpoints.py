@@ -1,14 +1,17 @@
 """Which checkpoint a run goes on from, and which are kept."""
 
+import hashlib
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from realhf.base.errors import UserError
-from realhf.rundir.checkpoints import DAMAGED, check, newest_good, retain, saved_steps, tidy
+from realhf.rundir import checkpoints
+from realhf.rundir.checkpoints import DAMAGED, RunState, check, newest_good, retain, saved_steps, tidy
 from tests.unit.launch.saved_runs import damage, save
 
 
@@ -188,3 +191,14 @@ def test_what_is_kept(keep: int | None, best: str | None, kept: list[int], tmp_p
     retain(tmp_path, keep, best)
     assert saved_steps(tmp_path) == kept
     assert not [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+
+
+def test_a_state_without_numbers_of_calls_has_the_digest_of_before() -> None:
+    """So checkpoints that were written before there were any are good."""
+    fields = {"step": 3, "seed": 0, "samples": 24, "num_workers": 1, "plan_sha256": "p", "optimizer_steps": {}}
+    state = RunState(**fields, models={"a": "d"}, statistics={"loss": 0.1})
+    body = {**fields, "models": {"a": "d"}, "statistics": {"loss": 0.1}, "sha256": "", "format": "run-checkpoint/2"}
+    assert checkpoints._digest(state) == hashlib.sha256(msgspec.json.encode(body)).hexdigest()
+    kept = msgspec.structs.replace(state, calls={"rule": {"sum": 0.1}})
+    other = msgspec.structs.replace(state, calls={"rule": {"sum": 0.2}})
+    assert len({checkpoints._digest(each) for each in (state, kept, other)}) == 3
