@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from realhf.data.files.rows import Record
+from realhf.data.merged import MergedDataset
 from realhf.data.row_order import row_of
 from realhf.data.text_dataset import TextDataset
 from realhf.data.tokenizer import Tokens
@@ -13,7 +14,7 @@ KEPT_STEPS = 4
 
 
 class DatasetRows:
-    """Samples of any step, in any order.
+    """Samples of any step, in any order. Of a `MergedDataset`, rows and records are those of its first part.
 
     Rows are tokenised at first use. The rows of the last few steps are kept for the calls of a step, but not those of
     the whole data set, which may not fit into memory.
@@ -29,7 +30,14 @@ class DatasetRows:
         UserError: the file cannot be read.
     """
 
-    def __init__(self, dataset: TextDataset, seed: int | None, batch_size: int, samples_per_prompt: int = 1):
+    def __init__(
+        self, dataset: TextDataset | MergedDataset, seed: int | None, batch_size: int, samples_per_prompt: int = 1
+    ):
+        dataset, *others = dataset.parts if isinstance(dataset, MergedDataset) else (dataset,)
+        self._others = [
+            DatasetRows(other, None if seed is None else seed + number, batch_size)
+            for number, other in enumerate(others, 1)
+        ]
         assert batch_size % samples_per_prompt == 0, "checked by `DataflowGraph.rows_per_step`"
         self.dataset = dataset
         self.seed = seed
@@ -50,7 +58,10 @@ class DatasetRows:
         Raises:
             UserError: a line that the data set's `check` would have refused.
         """
-        return [self._row(row) for row in self.rows(step, sample_ids)]
+        samples = [self._row(row) for row in self.rows(step, sample_ids)]
+        for other in self._others:
+            samples = [{**one, **more} for one, more in zip(samples, other.tokens(step, sample_ids), strict=True)]
+        return samples
 
     def rows(self, step: int, sample_ids: Sequence[int]) -> list[int]:
         """The row of each of the samples `sample_ids` of a step, from 0 on among the rows that are not left out."""

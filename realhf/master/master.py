@@ -9,6 +9,7 @@ from functools import cached_property
 
 from realhf.base.errors import RunError
 from realhf.base.files import writing_a_run
+from realhf.data.merged import MergedDataset
 from realhf.data.rows import DatasetRows
 from realhf.data.text_dataset import TextDataset
 from realhf.dataflow.plan import DIGEST_LENGTH, plan_digest
@@ -245,7 +246,7 @@ class Master:
             return
         self._recorder.set(f"evaluation after step {step}")
         calls = {name: run.evaluation_plan(call) for name, call in graph.calls.items()}
-        assert isinstance(evaluation.dataset, TextDataset), "workers read no other"
+        assert isinstance(evaluation.dataset, TextDataset | MergedDataset), "workers read no other"
         rows = DatasetRows(evaluation.dataset, None, evaluation.batch_size, graph.samples_per_prompt)
         planned = PlannedGraph(
             "evaluation", graph, calls, run.homes, evaluation.batch_size, rows, run.plan.offload,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from realhf.api.experiment import Dataset
 from realhf.data.loader import DatasetReader
+from realhf.data.merged import MergedDataset
 from realhf.data.text_dataset import TextDataset
 from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef, ModelInterfaceType
 from realhf.engine.backend import EngineModel, ModelSpec, build_model
@@ -341,5 +342,5 @@ class ModelWorker:
 
 
 def _reader(dataset: Dataset, seed: int | None, batch_size: int, graph: DataflowGraph) -> DatasetReader:
-    assert isinstance(dataset, TextDataset), "workers read no other"
+    assert isinstance(dataset, TextDataset | MergedDataset), "workers read no other"
     return DatasetReader(dataset, seed, batch_size, graph.samples_per_prompt)

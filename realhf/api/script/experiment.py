@@ -22,7 +22,9 @@ from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import ModelFunctionCallDef
 
-_TOKENIZER = "realhf.data.tokenizer:TextTokenizer"  # by its name: it lies above the API
+# By their names: they lie above the API.
+_TOKENIZER = "realhf.data.tokenizer:TextTokenizer"
+_MERGED = "realhf.data.merged:MergedDataset"
 
 # 1.8 million parameters; eight heads, so that tensor parallelism over 2, 4 and 8 divides them.
 SMALL = DecoderConfig(hidden_size=192, intermediate_size=512, num_layers=4, num_heads=8, num_kv_heads=8, vocab_size=32)
@@ -68,8 +70,9 @@ class ScriptExperiment:
 
     @cached_property
     def dataset(self) -> Dataset:
-        first: Dataset = next(iter(self._datasets.values()))
-        return first
+        parts = tuple(self._datasets.values())
+        merged: Dataset = parts[0] if len(parts) == 1 else load(_MERGED)(parts=parts)
+        return merged
 
     @property
     def evaluation(self) -> Evaluation | None:
