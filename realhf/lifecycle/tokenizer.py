@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from realhf.base.files import delete, sync_directory, write_atomically, writing_a_run
+from realhf.data.merged import MergedDataset
 from realhf.data.tokenizer import TOKENIZER_FILE, TextTokenizer
 from realhf.models.hugging_face_files import CONFIG_FILE, companions_of, is_hugging_face
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run
 
 TOKENIZER_CONFIG, GENERATION_CONFIG = "tokenizer_config.json", "generation_config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
 
 
 @writing_a_run()
@@ -23,7 +25,9 @@ def keep_tokenizer(run: Run, directory: RunDirectory) -> None:
     There is none if the data set has no tokenizer; one of an earlier start stays. Raises RunError if a file cannot be
     written, UserError if the tokenizer cannot be read.
     """
-    location = getattr(run.experiment.dataset, "tokenizer", None)
+    dataset = run.experiment.dataset
+    dataset = dataset.parts[0] if isinstance(dataset, MergedDataset) else dataset  # all parts have one tokenizer
+    location = getattr(dataset, "tokenizer", None)
     if not location or directory.tokenizer.exists():
         return
     source = Path(location)
@@ -39,7 +43,10 @@ def keep_tokenizer(run: Run, directory: RunDirectory) -> None:
         found = next((model / name for model in [*_model_folders(run), folder] if (model / name).is_file()), None)
         if found is not None:
             shutil.copyfile(found, part / name)
-    _complete(part)
+    if template := getattr(dataset, "chat_template", ""):  # the option's, which takes the place of the tokenizer's
+        text = TextTokenizer(part, template).template().source
+        write_atomically(part / CHAT_TEMPLATE, text.encode())
+    _complete(part, getattr(dataset, "end_token", ""))
     sync_directory(part)
     part.rename(directory.tokenizer)
     sync_directory(directory.path)
@@ -55,10 +62,12 @@ def _model_folders(run: Run) -> Iterator[Path]:
         yield path if is_hugging_face(path) or len(path.parents) < 3 else RunDirectory(path.parents[2]).tokenizer
 
 
-def _complete(folder: Path) -> None:
-    """Adds the two files without which transformers would guess the kind of the tokenizer and the end of a text."""
+def _complete(folder: Path, end_token: str) -> None:
+    """Adds the two files without which transformers would guess the kind of the tokenizer and the end of a text.
+    `end_token`: the one that the data set names, if any."""
     tokenizer = TextTokenizer(folder)
-    ends = list(tokenizer.end_tokens)
+    named = tokenizer.token(end_token) if end_token else None
+    ends = list(tokenizer.end_tokens if named is None else dict.fromkeys([named, *tokenizer.end_tokens]))
     if not (folder / TOKENIZER_CONFIG).is_file():
         config: dict[str, Any] = {
             **({"eos_token": tokenizer.decode(ends[:1], skip_special=False)} if ends else {}),
@@ -68,6 +77,6 @@ def _complete(folder: Path) -> None:
         }
         write_atomically(folder / TOKENIZER_CONFIG, json.dumps(config, indent=2).encode() + b"\n")
     if not (folder / GENERATION_CONFIG).is_file():
-        named = {"bos_token_id": tokenizer.begin, "eos_token_id": ends or None, "pad_token_id": tokenizer.pad}
-        generation = {name: token for name, token in named.items() if token is not None}
+        tokens = {"bos_token_id": tokenizer.begin, "eos_token_id": ends or None, "pad_token_id": tokenizer.pad}
+        generation = {name: token for name, token in tokens.items() if token is not None}
         write_atomically(folder / GENERATION_CONFIG, json.dumps(generation, indent=2).encode() + b"\n")

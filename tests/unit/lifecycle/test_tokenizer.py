@@ -17,9 +17,9 @@ from realhf.rundir.paths import RunDirectory
 from tests.unit.data.tokenizers_of_families import write_qwen
 
 
-def run_of(tokenizer: Path | None, checkpoint: Path | None = None) -> SimpleNamespace:
-    """What of a run is asked: an actor that is trained, a reference that is not."""
-    dataset = SimpleNamespace(**({"tokenizer": str(tokenizer)} if tokenizer else {}))
+def run_of(tokenizer: Path | None, checkpoint: Path | None = None, **fields: str) -> SimpleNamespace:
+    """What of a run is asked: an actor that is trained. `fields`: of the data set."""
+    dataset = SimpleNamespace(**({"tokenizer": str(tokenizer)} if tokenizer else {}), **fields)
     setup = ModelSetup(checkpoint=str(checkpoint) if checkpoint else None, optimizer=OptimizerConfig())
     return SimpleNamespace(
         experiment=SimpleNamespace(dataset=dataset),
@@ -69,6 +69,17 @@ def test_a_bare_tokenizer_is_completed_for_transformers(tmp_path: Path) -> None:
     assert theirs("cab").input_ids == ours.encode("cab")
     assert theirs.eos_token_id == ours.end_tokens[0]
     assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == list(ours.end_tokens)
+
+
+def test_the_template_and_the_end_token_of_the_data_set_count(tmp_path: Path) -> None:
+    source = write_qwen(tmp_path / "model")
+    (source / "generation_config.json").unlink()
+    template = "{% for message in messages %}[{{ message.content }}]{% endfor %}"
+    folder = kept(tmp_path, run_of(source, chat_template=template, end_token="<|endoftext|>"))
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert theirs.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False) == "[hello]"
+    ids = theirs.convert_tokens_to_ids(["<|endoftext|>", "<|im_end|>"])
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == ids
 
 
 def test_a_data_set_without_a_tokenizer_has_none(tmp_path: Path) -> None:
