@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from realhf.algorithms.choices import DPOLoss, check_choice
 from realhf.algorithms.options import coefficients
-from realhf.api.script.functions import BoundLoss, loss_function
+from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
 from realhf.base.errors import UserError
 from realhf.base.numbers import Range, check_ranges
 
@@ -42,6 +42,8 @@ class DPO:
                 f"loss_type={self.loss_type!r}"
             )
 
+
+with_reference = tensor_function("realhf.algorithms.dpo.functions:with_reference")
 
 _loss = loss_function("realhf.algorithms.dpo.functions:dpo_pairs")
 

@@ -6,8 +6,14 @@ from torch import Tensor
 from realhf.algorithms import functional as F
 from realhf.algorithms.dpo.config import DPO
 from realhf.algorithms.statistics import mean_of
+from realhf.api.script.columns import Columns
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Stats
+
+
+def with_reference(pairs: Columns, ref: Columns) -> dict[str, list[Tensor]]:
+    """The pairs with the columns `chosen_ref_logprob` and `rejected_ref_logprob` [1] of `ref`, sums over each answer."""
+    return {key: getattr(ref, key) for key in ("chosen_ref_logprob", "rejected_ref_logprob")}
 
 
 def dpo_pairs(chosen: Tensor, rejected: Tensor, batch: Batch, dpo: DPO) -> tuple[Tensor, Stats]:

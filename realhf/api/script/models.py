@@ -198,14 +198,8 @@ class Policy(ScriptModel):
             )
         request = Request(model=self._name, method="generate", kind=GENERATE, outputs=("seq", "logprob"), name=name)
         outputs, prompt = trace.outputs(request), View((("prompt", dict(read._view.columns)["prompt"]),))
-        names = (one.name for one in dataclasses.fields(GenerationOptions))
-        settings = {one: getattr(options, one) for one in names}
-        if settings["eos_token"] is None:
-            settings["eos_token"] = trace.end_tokens.first
-            settings["stop_sequences"] = (
-                *settings["stop_sequences"],
-                *((token,) for token in trace.end_tokens.others),
-            )
+        ended = trace.with_end(options)
+        settings = {one.name: getattr(ended, one.name) for one in dataclasses.fields(GenerationOptions)}
         config = Generate(**settings, view=prompt, outputs=outputs, name=name)
         trace.add(request, config, prompt.keys)
         found = trace.result(request, outputs, kept=prompt)

@@ -1,9 +1,11 @@
 """From the calls of a script, as it runs once with symbols, to model function calls."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from realhf.api.generation import GenerationOptions
 from realhf.api.script.columns import Columns
 from realhf.api.script.config import ScoreTexts, ScriptCall, Update
 from realhf.api.script.functions import TensorFunction
@@ -76,7 +78,17 @@ class Trace:
         return SymbolicColumns(self, view, Origin(f"the data {name!r}", "the parameters"))
 
     def apply(self, function: TensorFunction, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Columns:
-        return self.functions.apply(self, function, arguments, keywords)
+        given = tuple(self.with_end(value) for value in arguments)
+        return self.functions.apply(self, function, given, {name: self.with_end(v) for name, v in keywords.items()})
+
+    def with_end(self, value: Any) -> Any:
+        """Options of rollouts that name no end token with those of the tokenizer; anything else as it is."""
+        if not isinstance(value, GenerationOptions) or value.eos_token is not None:
+            return value
+        others = tuple((token,) for token in self.end_tokens.others)
+        return dataclasses.replace(
+            value, eos_token=self.end_tokens.first, stop_sequences=(*value.stop_sequences, *others)
+        )
 
     def outputs(self, request: Request) -> tuple[tuple[str, str], ...]:
         """Pairs (column, key) for the columns of a call: the key has the call's name in front, or, where another call
