@@ -12,7 +12,7 @@ from realhf.engine.interface import Stats
 
 
 def with_reference(pairs: Columns, ref: Columns) -> dict[str, list[Tensor]]:
-    """The pairs with the columns `chosen_ref_logprob` and `rejected_ref_logprob` [1] of `ref`, sums over each answer."""
+    """The pairs with the columns `chosen_ref_logprob`, `rejected_ref_logprob` [1] of `ref`: sums over each answer."""
     return {key: getattr(ref, key) for key in ("chosen_ref_logprob", "rejected_ref_logprob")}
 
 

@@ -76,7 +76,7 @@ def test_ppo_and_ppo_ptx(graph: Any) -> None:
 def test_grpo_and_its_reductions(graph: Any, loss_type: Any, reduction: Any) -> None:
     def script(prompts: Prompts, actor: Policy, reference: Policy, reward: RewardModel, grpo: GRPO) -> None:
         rollout = actor.generate(prompts, grpo)
-        ref = reference.logprobs(rollout) if grpo.beta else None
+        ref = reference.logprobs(rollout)
         batch = group_advantages(rollout, reward.score(rollout), ref, grpo)
         actor.update(batch, grpo_loss(grpo))
 
@@ -152,17 +152,19 @@ def test_safe_rlhf(graph: Any) -> None:
 
 def test_preferences_and_fine_tuning(graph: Any) -> None:
     def preferences(pairs: Pairs, actor: Policy, reference: Policy, dpo: DPO) -> None:
-        batch = pairs if dpo.reference_free else with_reference(pairs, reference.logprobs(pairs))
-        actor.update(batch, dpo_loss(dpo))
+        actor.update(with_reference(pairs, reference.logprobs(pairs)), dpo_loss(dpo))
+
+    def reference_free(pairs: Pairs, actor: Policy, dpo: DPO) -> None:
+        actor.update(pairs, dpo_loss(dpo))
 
     def scores(pairs: Pairs, reward: RewardModel, loss: PairLoss) -> None:
         reward.update(pairs, pairwise_loss(loss))
 
-    def fine_tuning(texts: Examples, model: Policy) -> None:
-        model.update(texts, sft_loss())
+    def fine_tuning(texts: Examples, learner: Policy) -> None:
+        learner.update(texts, sft_loss())
 
     keys = graph(preferences)["actor_train_step"].terms[0].view.keys
     assert {"chosen_ref_logprob", "rejected_ref_logprob"} <= set(keys)
-    assert len(graph(preferences, dpo=DPO(reference_free=True))) == 1
+    assert len(graph(reference_free, dpo=DPO(reference_free=True))) == 1
     assert graph(scores, loss=PairLoss(epochs=2))["reward_train_step"].epochs == 2
-    assert [*graph(fine_tuning)] == ["model_train_step"]
+    assert [*graph(fine_tuning)] == ["learner_train_step"]
