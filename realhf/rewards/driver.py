@@ -36,6 +36,7 @@ class ProcessSettings:
 
     rewards: tuple[str, ...]
     timeout_s: float
+    concurrency: int
     is_async: bool
     batches: frozenset[int]
     """Indices of the functions that take batches."""
@@ -186,7 +187,7 @@ class _Process:
             os.set_blocking(pipe, False)
         self._start_deadline = time.monotonic() + START_TIMEOUT_S
         threading.Thread(target=_copy_output, args=(self._child.stderr, log, name), daemon=True).start()
-        self.send(Begin(settings.rewards, settings.timeout_s))
+        self.send(Begin(settings.rewards, settings.timeout_s, settings.concurrency))
 
     @property
     def pid(self) -> int:

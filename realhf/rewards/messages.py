@@ -13,10 +13,12 @@ process ended."""
 
 
 class Begin(msgspec.Struct, frozen=True, tag=True):
-    """The first message to a process: the functions by their names, and how long one call may take."""
+    """The first message to a process: the functions by their names, how long one call may take, and how many async
+    calls are under way at a time."""
 
     rewards: tuple[str, ...]
     timeout_s: float
+    concurrency: int
 
 
 class Work(msgspec.Struct, frozen=True, tag=True):

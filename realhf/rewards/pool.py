@@ -24,8 +24,9 @@ OnError = Literal["fail", "zero", "drop"]
 # A process gets this many parts of a step, so that slow samples do not wait behind each other.
 _PARTS = 4
 _MAX_PART = 64
-BATCH_SAMPLES = 32
-# Async calls that are under way in a process at a time.
+BATCH_SAMPLES = 64
+CONCURRENCY = 1024
+# Async calls that a process is told of at a time.
 _MAX_ASYNC = 4096
 _SHOWN_FAILURES = 5
 
@@ -36,12 +37,14 @@ class PoolOptions:
     ("zero"), or the sample counts in no loss and no statistic ("drop").
     timeout_s: how long one call of a function may take, a batch too.
     processes: for functions that are not async; all async ones share one process more.
+    concurrency: how many async calls are under way at a time; the others wait, and their time has not begun.
     batch_samples: the most samples of a batch. Runs of a batch do not depend on the number of processes.
     """
 
     on_error: OnError = "fail"
     timeout_s: float = 60.0
     processes: int = 1
+    concurrency: int = CONCURRENCY
     batch_samples: int = BATCH_SAMPLES
 
     def __post_init__(self) -> None:
@@ -49,6 +52,7 @@ class PoolOptions:
             raise UserError(f"on_error={self.on_error!r} is not known; choose one of {', '.join(get_args(OnError))}")
         check_range("timeout_s", self.timeout_s, 0.01, 1e6, "s")
         check_range("processes", self.processes, 1, 1024)
+        check_range("concurrency", self.concurrency, 1, 2**16)
         check_range("batch_samples", self.batch_samples, 1, 2**20)
 
 
@@ -93,7 +97,7 @@ class RewardPool:
         batches = frozenset(i for i, reward in enumerate(self.rewards) if reward.signature.is_batch)
         for is_async in sorted(forms):
             self._queues[is_async] = queue.SimpleQueue()
-            settings = ProcessSettings(tuple(rewards), options.timeout_s, is_async, batches)
+            settings = ProcessSettings(tuple(rewards), options.timeout_s, options.concurrency, is_async, batches)
             for i in range(1 if is_async else options.processes):
                 name = "async reward process" if is_async else f"reward process {i}"
                 driver = Driver(name, settings, self._queues[is_async], log or sys.stderr.buffer)

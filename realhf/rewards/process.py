@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import os
 import queue
+import resource
 import signal
 import sys
 import threading
@@ -43,6 +44,7 @@ from realhf.rewards.values import BadValueError, as_reward, as_rewards
 _PR_SET_PDEATHSIG = 1
 _READ_BYTES = 1 << 20
 _SHOWN_FRAMES = 3
+_OPEN_FILES = 65536
 # How often a thread looks whether a call is stuck, as a part of the time that a call may take.
 _LOOKS = 4
 _OWN_CODE = str(Path(realhf.__file__).parent)
@@ -51,6 +53,9 @@ _OWN_CODE = str(Path(realhf.__file__).parent)
 def main(parent: int) -> None:
     """Serves until the worker closes the pipe or ends."""
     end_with(parent)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    many = _OPEN_FILES if most == resource.RLIM_INFINITY else min(most, _OPEN_FILES)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (many, most))  # each of many async calls may have a connection
     requests, replies = os.dup(0), os.dup(1)
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -82,6 +87,7 @@ class _Server:
         self._todo: queue.SimpleQueue[Work] = queue.SimpleQueue()
         self._rewards: list[Reward] = []
         self._timeout_s = 0.0
+        self._turns = asyncio.Semaphore()  # of async calls; a call's time begins with its turn
         self._now: _Now | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: dict[asyncio.Task[None], tuple[Work, int]] = {}
@@ -119,6 +125,7 @@ class _Server:
             self._send(NotLoaded(str(error)))
             end_group(1)
         self._timeout_s = begin.timeout_s
+        self._turns = asyncio.Semaphore(begin.concurrency)
         if any(reward.signature.is_async for reward in self._rewards):
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._run_loop, args=(self._loop,), daemon=True).start()
@@ -206,6 +213,10 @@ class _Server:
             task.add_done_callback(self._tasks.pop)
 
     async def _await_one(self, work: Work, place: int) -> None:
+        async with self._turns:
+            await self._do_one(work, place)
+
+    async def _do_one(self, work: Work, place: int) -> None:
         reward, start_s = self._rewards[work.reward], time.monotonic()
         try:
             value = as_reward(await self._call(reward, [work.samples[place]]), reward.signature.style)
@@ -215,6 +226,10 @@ class _Server:
             self._send(Value(work.number, place, value, time.monotonic() - start_s))
 
     async def _await_batch(self, work: Work) -> None:
+        async with self._turns:
+            await self._do_batch(work)
+
+    async def _do_batch(self, work: Work) -> None:
         reward, start_s, count = self._rewards[work.reward], time.monotonic(), len(work.samples)
         try:
             values = as_rewards(await self._call(reward, work.samples), count, reward.signature.style)
@@ -225,11 +240,11 @@ class _Server:
             if count == 1 or kind == "time":
                 self._send(Failed(work.number, [*range(count)], kind, text, time.monotonic() - start_s))
                 return
-            await asyncio.gather(*(self._await_one_of_batch(work, place) for place in range(count)))
+            await asyncio.gather(*(self._do_one_of_batch(work, place) for place in range(count)))
         else:
             self._send_values(work, values, (time.monotonic() - start_s) / count, reward)
 
-    async def _await_one_of_batch(self, work: Work, place: int) -> None:
+    async def _do_one_of_batch(self, work: Work, place: int) -> None:
         reward, start_s = self._rewards[work.reward], time.monotonic()
         style = reward.signature.style
         try:

@@ -45,7 +45,7 @@ def test_the_call_of_the_page(folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.syspath_prepend(folder)
     module = importlib.import_module("text_reward")
     module.rewards.check_columns(COLUMNS)
-    assert module.rewards.output_data == ("reward", "valid")
+    assert module.call.output_data == ("reward", "valid")
     assert module.rewards.pool_options(2).on_error == "drop"
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 from realhf.base.errors import UserError
 from realhf.base.numbers import check_range
 from realhf.dataflow.interface import InterfaceConfig
-from realhf.rewards.pool import BATCH_SAMPLES, OnError, PoolOptions
+from realhf.rewards.pool import BATCH_SAMPLES, CONCURRENCY, OnError, PoolOptions
 from realhf.rewards.sources import RewardSource, load_rewards
 
 
@@ -42,6 +42,8 @@ class TextReward(InterfaceConfig):
     """How long one call of a function may take."""
     processes: int = 0
     """For functions, in each worker; 0: the host's cores, divided among its workers."""
+    concurrency: int = CONCURRENCY
+    """How many calls of async functions are under way in a worker at a time."""
     batch_samples: int = BATCH_SAMPLES
     """The most samples that a function of batches gets at a time."""
     seconds_per_sample: float = 0.001
@@ -71,6 +73,7 @@ class TextReward(InterfaceConfig):
             on_error=self.on_error,
             timeout_s=self.timeout_s,
             processes=self.processes or processes,
+            concurrency=self.concurrency,
             batch_samples=self.batch_samples,
         )
 

@@ -158,6 +158,20 @@ async def meets(response: str, all: int) -> float:
     return 1
 
 
+_inside = 0
+
+
+async def alone(response: str) -> float:
+    """How many calls are under way."""
+    global _inside
+    _inside += 1
+    await asyncio.sleep(0.01)
+    count = _inside
+    await asyncio.sleep(0.01)
+    _inside -= 1
+    return count
+
+
 def is_main_thread(response: str) -> float:
     return threading.current_thread() is threading.main_thread()
 

@@ -173,6 +173,12 @@ def test_a_thousand_async_calls_are_under_way_at_once() -> None:
     assert [one.reward for one in scores] == [1] * 1000
 
 
+def test_async_calls_wait_for_their_turn() -> None:
+    scores = score(["alone"], of("abcdefgh"), concurrency=1)
+    assert [one.reward for one in scores] == [1] * 8
+    assert max(one.reward for one in score(["alone"], of("abcdefgh"), concurrency=3)) == 3
+
+
 def test_rows_arrive_as_they_are() -> None:
     row = {"number": 7, "nested": {"a": [1, None, -(10**30)]}, "large": 10**40, "other": 1.5}
     [one] = score(["rows"], [sample(row=row)])
@@ -302,6 +308,7 @@ def test_a_function_that_is_gone_when_processes_start(tmp_path: Path) -> None:
         ({"timeout_s": 0.0}, "timeout_s 0"),
         ({"timeout_s": float("nan")}, "timeout_s nan"),
         ({"processes": 0}, "processes 0"),
+        ({"concurrency": 0}, "concurrency 0"),
         ({"batch_samples": 0}, "batch_samples 0"),
     ],
 )
