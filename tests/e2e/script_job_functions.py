@@ -48,3 +48,7 @@ def value_loss(value: Tensor, batch: Batch, ppo: PPOHyperparameters) -> tuple[Te
     loss, is_clipped = clipped_value_loss(value, batch.packed("value").values, returns, ppo.value_clip)
     stats = {"value_clip_fraction": mean_of(is_clipped), "value_mean": mean_of(value), "return_mean": mean_of(returns)}
     return loss, stats
+
+
+def cross_entropy(logprob: Tensor, batch: Batch) -> Tensor:
+    return -logprob

@@ -1,5 +1,6 @@
 """Scripts run: PPO in ten lines is PPO with its calls declared."""
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -85,3 +86,16 @@ def test_an_algorithm_in_one_file_with_other_plans_and_resumed(data: Path, tmp_p
     shutil.rmtree(one / "checkpoints/step-4")
     again = finished(one, script, "--resume")
     assert statistics(again) == statistics(whole)
+
+
+@pytest.mark.distributed
+def test_fine_tuning_is_that_of_the_declared_experiment(data: Path, tmp_path: Path) -> None:
+    words = (*SMALL, "--dtype", "float64", "--steps", "2", "--num-workers", "1")
+    files = ("--data", str(data / "sft.jsonl"), "--tokenizer", str(data / "tokenizer.json"))
+    files = (*files, "--eval-data", str(data / "evaluation.jsonl"))
+    script = finished(tmp_path / "script", ROOT / "tests/e2e/sft_script.py", *files, *words)
+    declared = finished(tmp_path / "declared", "sft", "--data-dir", str(data), "--no-evaluate", *words)
+    for one, other in zip(script.metrics, declared.metrics, strict=True):
+        assert [one[f"policy_{name}"] for name in ("loss", "grad_norm")] == [other["loss"], other["grad_norm"]]
+    before, after = (json.loads(line) for line in (script.path / "evaluations.jsonl").read_text().splitlines())
+    assert 0 < after["policy_loss"] < before["policy_loss"]

@@ -2,6 +2,7 @@
 
 import zlib
 
+import torch
 from torch import Tensor
 
 from realhf.algorithms.responses import by_sample, response_logprobs, response_values
@@ -9,6 +10,7 @@ from realhf.algorithms.reward.interface import last_scores
 from realhf.algorithms.rollout.interface import generate
 from realhf.algorithms.script.evaluate import Evaluation
 from realhf.algorithms.script.rows import as_rollouts
+from realhf.algorithms.statistics import mean_of
 from realhf.api.script.config import Generate, Logprobs, Score, ScriptCall, Values
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult, Context, Model, Postprocess
@@ -107,4 +109,8 @@ class ScoreInterface(_Inference):
             return {name: last_scores(head, part, "seq")}
 
         result = self.run(model, evaluation.batch(self.config.view), context, scores)
-        return CallResult(outputs=result.outputs, stats=evaluation.stats) if context.holds_outputs else result
+        if not context.holds_outputs:
+            return result
+        given = self.config.statistic
+        stats = {given: mean_of(torch.cat(next(iter(result.outputs.values()))))} if given else {}
+        return CallResult(outputs=result.outputs, stats={**evaluation.stats, **stats})

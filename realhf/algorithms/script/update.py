@@ -13,7 +13,7 @@ from realhf.algorithms.functional import at_least_fp32, kl_k1, kl_k3, predicting
 from realhf.algorithms.script.evaluate import Evaluation, split_stats
 from realhf.algorithms.script.rows import as_rollouts, divided, pairs_of
 from realhf.algorithms.statistics import add_stats, mean_of, prefixed
-from realhf.api.script.config import Term, Update
+from realhf.api.script.config import Measure, Term, Update
 from realhf.api.script.functions import Reduction, load_function
 from realhf.engine.batch import Batch, concatenate
 from realhf.engine.interface import CallResult, Context, Head, Model, Stats
@@ -100,6 +100,31 @@ class UpdateInterface:
         if total is None:  # all are left out: a loss of zero that still takes part in the backward pass
             total = self._losses[0].quantity(head, part, list(range(len(part))))[0].sum() * 0
         return total, stats
+
+
+class MeasureInterface:
+    """See `Measure`."""
+
+    def __init__(self, config: Measure):
+        self.config = config
+        self._loss = _Loss(config.term)
+
+    def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
+        c = self.config
+        evaluation = Evaluation(batch, context, c.reports)
+        rows = _with_term(as_rollouts(evaluation.batch(c.view), c.term.rows), 0)
+        parts: list[Stats] = [evaluation.stats]
+
+        def measure(head: Head, part: Batch) -> dict[str, list[Tensor]]:
+            counted = [i for i, term in enumerate(_terms_of(part)) if term != _LEFT_OUT]
+            if counted:
+                loss, stats = self._loss(head, part, counted, with_kl=False)
+                weight = self._loss.weight(part.select(counted))
+                parts.append({**stats, f"{c.model}_loss": (float(loss), weight)})
+            return {}
+
+        model.forward(rows, "seq", measure, context.micro_batches)
+        return CallResult(stats=add_stats(parts)) if context.holds_outputs else CallResult()
 
 
 class _Loss:

@@ -74,9 +74,11 @@ class Values(ScriptCall):
 
 @dataclass(frozen=True, kw_only=True)
 class Score(ScriptCall):
-    """INFERENCE: the value of `seq` at its last token, [1]."""
+    """INFERENCE: the value of `seq` at its last token, [1]. `statistic` is the name of its mean; empty: none."""
 
     implementation: ClassVar[str] = f"{_ROOM}.rollouts:ScoreInterface"
+
+    statistic: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -154,3 +156,14 @@ class ScoreTexts(ScriptCall):
 
     def check_columns(self, columns: Collection[str]) -> None:
         self.reward.check_columns(columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure(ScriptCall):
+    """INFERENCE: the loss of an update on rows that it does not learn from, as the statistic MODEL_loss, with those
+    that the loss gives."""
+
+    implementation: ClassVar[str] = f"{_ROOM}.update:MeasureInterface"
+
+    model: str
+    term: Term

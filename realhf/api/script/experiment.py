@@ -38,6 +38,10 @@ class ScriptExperiment:
         random weights from the seed, in the shape `architecture`.
     tokenizer: a tokenizer.json or its directory; by default the one that came with the model.
     mini_batches: optimizer steps of an update that names no number.
+    eval_data: held-out rows in place of the first data set's, for an evaluation before the first step, every
+        `eval_every_steps` and at the end: of prompts the rewards of one response each, drawn at `eval_temperature` (by
+        default that of training), of examples and pairs the losses. `eval_batch_size` rows at a time; 0: as many as
+        divide the rows, at most a batch of training.
     """
 
     SCRIPT: ClassVar[Callable[..., None]]
@@ -50,6 +54,10 @@ class ScriptExperiment:
     model: str = ""
     architecture: DecoderConfig = field(default_factory=lambda: SMALL)
     tokenizer: str = ""
+    eval_data: str = ""
+    eval_every_steps: int | None = None
+    eval_batch_size: int = 0
+    eval_temperature: float | None = None
 
     @cached_property
     def _models(self) -> dict[str, ScriptModel]:
@@ -74,9 +82,22 @@ class ScriptExperiment:
         merged: Dataset = parts[0] if len(parts) == 1 else load(_MERGED)(parts=parts)
         return merged
 
-    @property
+    @cached_property
     def evaluation(self) -> Evaluation | None:
-        return None
+        if not self.eval_data:
+            return None
+        (name, first), *_ = self._of_kind(ScriptData).items()
+        dataset = dataclasses.replace(first, data=self.eval_data).dataset(name, self._tokenizer)
+        calls = self._trace(is_evaluation=True).measured(dataset.keys)
+        if not calls:
+            raise UserError(
+                f"--eval-data: no call of {type(self).__name__} can be measured on {name!r} alone; leave it out"
+            )
+        size = self.eval_batch_size
+        if not size:
+            rows = dataset.check().rows
+            size = next(size for size in range(min(rows, self.batch_size), 0, -1) if rows % size == 0)
+        return Evaluation(rpcs=calls, dataset=dataset, batch_size=size, every_steps=self.eval_every_steps)
 
     def _of_kind(self, kind: type[Any]) -> dict[str, Any]:
         """The parameters of the script that are of a kind."""
@@ -116,11 +137,18 @@ class ScriptExperiment:
 
     @cached_property
     def _traced(self) -> Trace:
+        trace = self._trace()
+        _check(type(self).SCRIPT, trace, list(self._models), list(self._of_kind(ScriptData)))
+        return trace
+
+    def _trace(self, *, is_evaluation: bool = False) -> Trace:
         heads = {name: model.HEAD for name, model in self._models.items()}
         trace = Trace(
             {name: self._sources[name].architecture.with_head(head) for name, head in heads.items()},
             self.mini_batches,
             self._end_tokens,
+            is_evaluation,
+            self.eval_temperature,
         )
         script = type(self).SCRIPT
         arguments: dict[str, Any] = {}
@@ -135,7 +163,6 @@ class ScriptExperiment:
                 case _:
                     arguments[name] = value
         _run(script, arguments)
-        _check(script, trace, list(heads), list(self._of_kind(ScriptData)))
         return trace
 
 

@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Annotated, Any, ClassVar, Self
 
 import tyro
@@ -15,6 +16,7 @@ from realhf.api.script.config import (
     SEQUENCES,
     Generate,
     Logprobs,
+    Measure,
     OwnMethod,
     OwnRule,
     Rows,
@@ -126,6 +128,9 @@ class ScriptModel(OptimizerConfig):
         name: str,
     ) -> None:
         trace, terms = self._trace, [self._term(*one) for one in (term, *also)]
+        if trace.is_evaluation:
+            self._measure(terms[0], name)
+            return
         loss = terms[0].loss
         reports = tuple(number for one in terms for number in trace.functions.use(one.view))
         is_rollout = terms[0].rows == "rollout"
@@ -147,6 +152,20 @@ class ScriptModel(OptimizerConfig):
             mini_batches=mini_batches or trace.mini_batches,
         )
         trace.add(request, config, [key for one in terms for key in in_reading_order(one.view)])
+
+    def _measure(self, term: Term, name: str) -> None:
+        """In an evaluation: the loss of rows of the data, in place of an update."""
+        if term.rows == "rollout":
+            return
+        request = Request(model=self._name, method="update", kind=INFERENCE, name=name)
+        config = Measure(
+            model=self._name,
+            view=term.view,
+            term=term,
+            reports=self._trace.functions.use(term.view),
+            sequences=_sequences([term]),
+        )
+        self._trace.add(request, config, in_reading_order(term.view))
 
     def _term(self, batch: Any, loss: Any, coef: float = 1.0) -> Term:
         read = self._columns(batch, "update")
@@ -200,6 +219,10 @@ class Policy(ScriptModel):
         outputs, prompt = trace.outputs(request), View((("prompt", dict(read._view.columns)["prompt"]),))
         ended = trace.with_end(options)
         settings = {one.name: getattr(ended, one.name) for one in dataclasses.fields(GenerationOptions)}
+        if trace.is_evaluation:
+            settings["samples_per_prompt"] = 1
+            if options.temperature and trace.temperature is not None:
+                settings["temperature"] = trace.temperature
         config = Generate(**settings, view=prompt, outputs=outputs, name=name)
         trace.add(request, config, prompt.keys)
         found = trace.result(request, outputs, kept=prompt)
@@ -278,7 +301,11 @@ class RewardModel(ValueModel):
     def score(self, rollout: Columns, *, key: str = "reward", name: str = "") -> Columns:
         """The column `reward` [1]."""
         request = Request(model=self._name, method="score", kind=INFERENCE, outputs=(key,), name=name)
-        return self._infer(request, Score, self._columns(rollout, "score"), ("seq",))
+        statistic = f"{self._name}_mean" if self._trace.is_evaluation else ""
+        read = self._columns(rollout, "score")
+        if read._origin.suffix and statistic:
+            statistic = f"{read._origin.suffix}_{statistic}"
+        return self._infer(request, partial(Score, statistic=statistic), read, ("seq",))
 
 
 def in_reading_order(view: View) -> list[str]:

@@ -1,13 +1,13 @@
 """From the calls of a script, as it runs once with symbols, to model function calls."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from realhf.api.generation import GenerationOptions
 from realhf.api.script.columns import Columns
-from realhf.api.script.config import ScoreTexts, ScriptCall, Update
+from realhf.api.script.config import Measure, Score, ScoreTexts, ScriptCall, Update
 from realhf.api.script.functions import TensorFunction
 from realhf.api.script.lines import script_error, script_line
 from realhf.api.script.symbols import Applications, Origin, SymbolicColumns
@@ -51,11 +51,15 @@ class Trace:
     architectures: of every model, by the name of its parameter.
     mini_batches: of an update that names no number.
     end_tokens: of rollouts whose options name none.
+    is_evaluation: what trains is to measure instead, and each prompt gets one response; drawn at `temperature`, if it
+        is not None.
     """
 
     architectures: Mapping[str, DecoderConfig]
     mini_batches: int
     end_tokens: EndTokens
+    is_evaluation: bool = False
+    temperature: float | None = None
     calls: list[ModelFunctionCallDef] = field(default_factory=list)
     functions: Applications = field(default_factory=Applications)
     _lines: dict[str, str] = field(default_factory=dict)  # of each call, by its name
@@ -132,6 +136,23 @@ class Trace:
                 protocol=request.protocol,
             )
         )
+
+    def measured(self, keys: Collection[str]) -> list[ModelFunctionCallDef]:
+        """The calls of an evaluation that give statistics, with those whose results they read, as far as all of it
+        comes from the data set's `keys`."""
+        known = set(keys)
+        possible = []
+        for call in self.calls:
+            if set(call.input_data) <= known:
+                possible.append(call)
+                known |= set(call.output_data)
+        kept: list[ModelFunctionCallDef] = []
+        needed: set[str] = set()
+        for call in reversed(possible):
+            if isinstance(call.interface_impl, Score | ScoreTexts | Measure) or needed & set(call.output_data):
+                kept.insert(0, call)
+                needed |= set(call.input_data)
+        return kept
 
     def result(self, request: Request, outputs: Sequence[tuple[str, str]], kept: View | None = None) -> SymbolicColumns:
         """The columns that a call makes, behind those of `kept`."""

@@ -453,3 +453,53 @@ def test_columns() -> None:
 def test_a_policy_outside_a_script() -> None:
     with pytest.raises(UserError, match="in a script alone"):
         Policy().update(Columns((), {}), some_loss)
+
+
+# --- Evaluation.
+
+
+def held_out(experiment: Any, script: Any, data: Path, **fields: Any) -> Any:
+    (data / "held_out.jsonl").write_text('{"prompt": "ab>", "answer": "ab", "chosen": "ab", "rejected": "b"}\n' * 6)
+    return experiment(script, eval_data=str(data / "held_out.jsonl"), **fields).evaluation
+
+
+def test_rollouts_are_evaluated_by_their_rewards(experiment: Any, data: Path) -> None:
+    def ppo(prompts: Prompts, actor: Policy, critic: ValueModel, reward: RewardModel, hp: Hyperparameters) -> None:
+        rollout = actor.generate(prompts, hp)
+        batch = joined(rollout, reward.score(rollout), critic.values(rollout))
+        actor.update(batch, some_loss)
+        critic.update(batch, some_loss)
+
+    hp = Hyperparameters(samples_per_prompt=4)
+    found = held_out(experiment, ppo, data, hp=hp, eval_temperature=0.0, eval_every_steps=5)
+    assert [call.name for call in found.rpcs] == ["actor_generate", "reward_inference"]
+    generate, score = (call.interface_impl for call in found.rpcs)
+    assert (generate.samples_per_prompt, generate.temperature) == (1, 0.0)
+    assert score.statistic == "reward_mean"
+    # The largest number of the six rows that divides them, and is at most the batch of eight.
+    assert (found.batch_size, found.every_steps) == (6, 5)
+
+
+def test_examples_and_pairs_are_evaluated_by_their_losses(experiment: Any, data: Path) -> None:
+    def sft(examples: Examples, policy: Policy) -> None:
+        policy.update(examples, some_loss)
+
+    (call,) = held_out(experiment, sft, data).rpcs
+    assert (call.name, call.interface_type) == ("policy_inference", INFERENCE)
+
+    def dpo(pairs: Pairs, actor: Policy, reference: Policy) -> None:
+        actor.update(joined(pairs, reference.logprobs(pairs)), some_loss)
+
+    assert [call.name for call in held_out(experiment, dpo, data).rpcs] == ["reference_inference", "actor_inference"]
+
+
+def test_what_needs_other_data_is_not_evaluated(experiment: Any, data: Path) -> None:
+    def ptx(prompts: Prompts, texts: Examples, actor: Policy, reward: RewardModel, hp: Hyperparameters) -> None:
+        rollout = actor.generate(prompts, hp)
+        batch = joined(rollout, reward.score(rollout))
+        actor.update(batch, some_loss, also=[(texts, some_loss, 0.5)])
+
+    assert [call.name for call in held_out(experiment, ptx, data).rpcs] == ["actor_generate", "reward_inference"]
+    (train,) = (call for call in experiment(ptx).rpcs if call.trains)
+    assert train.input_data == ("prompt", "seq", "logprob", "reward", "tokens", "prompt_length")
+    assert train.interface_impl.sequence_keys == ("seq", "tokens")
