@@ -145,7 +145,7 @@ class ChatWriter:
         try:
             return self._template.render(chat, TemplateInputs(add_generation_prompt=with_header))
         except TemplateError as error:
-            raise ValueError(f"the tokenizer's chat template refuses the chat ({error})") from None
+            raise _refused(error) from None
 
     def _marked(self, chat: Chat) -> tuple[str, list[tuple[int, int]]]:
         if "generation" not in self._template.source:
@@ -153,7 +153,13 @@ class ChatWriter:
         try:
             return self._template.render_marked(chat)
         except TemplateError as error:
-            raise ValueError(f"the tokenizer's chat template refuses the chat ({error})") from None
+            raise _refused(error) from None
+
+
+def _refused(error: TemplateError) -> ValueError:
+    return ValueError(
+        f"the chat template refuses the chat ({error}); correct the chat, or give another template with chat_template"
+    )
 
 
 def text_of(field: str, value: Any) -> str:

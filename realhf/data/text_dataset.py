@@ -5,6 +5,7 @@ tokens become the keys that calls read. `realhf.data.datasets` has the kinds.
 """
 
 from abc import ABC, abstractmethod
+from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import lru_cache
@@ -232,7 +233,7 @@ def _scan(dataset: TextDataset, stats: tuple[tuple[str, int, int], ...]) -> _Sca
     """Reads a data set whose files have these sizes and times; several parts of the launcher ask for it."""
     opened = dataset.open()
     keys = {key: _KeyLengths() for key in dataset.token_keys}
-    kept, cut = [], 0
+    kept, cut = array("q"), 0
     for number, row in opened.rows():
         if row is None:
             continue
@@ -267,7 +268,7 @@ def _scan(dataset: TextDataset, stats: tuple[tuple[str, int, int], ...]) -> _Sca
         truncated=cut,
         columns=tuple(opened.file.columns()),
     )
-    rows = np.array(kept, np.int64)
+    rows = np.frombuffer(kept, np.int64)
     if dataset.limits.may_drop:
         keep_on_disk(dataset, rows)
     return _Scan(extent, rows, _description(opened, extent))

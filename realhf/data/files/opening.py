@@ -60,6 +60,8 @@ def data_files(path: str) -> list[Path]:
 
 
 def _shards(folder: Path) -> list[Path]:
+    if any((folder / name).is_file() for name in ("config.json", "tokenizer.json")):
+        raise UserError(f"data set {folder}: this is the directory of a model, not of data; give {FORMATS}")
     found = [
         file
         for file in sorted(folder.iterdir())

@@ -148,6 +148,10 @@ def test_folders_that_leave_a_question(tmp_path: Path) -> None:
     (tmp_path / "none" / "notes.txt").touch()
     with pytest.raises(UserError, match=r"no file of \.jsonl, .* in this folder, which has notes\.txt; give JSONL"):
         open_rows(str(tmp_path / "none"))
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "tokenizer.json").write_text("{}")
+    with pytest.raises(UserError, match=r"this is the directory of a model, not of data; give JSONL"):
+        open_rows(str(tmp_path / "model"))
     saved = datasets.DatasetDict({"train": datasets.Dataset.from_list(ROWS), "test": datasets.Dataset.from_list(ROWS)})
     saved.save_to_disk(tmp_path / "splits")
     with pytest.raises(UserError, match=r"it has the splits train, test; give the folder of one"):
