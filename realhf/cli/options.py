@@ -5,9 +5,11 @@ from collections.abc import Container
 from dataclasses import MISSING, fields
 from pathlib import Path
 from types import NoneType
-from typing import Any, Literal, Protocol, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
 from realhf.base.options import options_in
+from realhf.cli.output import Output
+from realhf.experiments import ready_experiments, ready_file
 from realhf.planning.request import DevicesRequest, PlanRequest, SearchBudget
 
 T = TypeVar("T")
@@ -50,13 +52,47 @@ def options_of(of: type[T], arguments: argparse.Namespace, **others: Any) -> T:
 
 def add_experiment_arguments(command: argparse.ArgumentParser) -> None:
     """The arguments that name an experiment and the devices it may use."""
-    command.add_argument("experiment", help="a Python file with one dataclass under @auto")
+    add_experiment(command)
     command.add_argument("--plan", type=Path, help="take this plan.json instead of searching for one")
     add_options(command, DevicesRequest)
     add_options(command.add_mutually_exclusive_group(), SearchBudget)
     command.add_argument(
         "--offload", metavar="MODELS", help="models that wait in host memory while nothing needs them: NAME,NAME"
     )
+
+
+def add_experiment(command: argparse.ArgumentParser) -> None:
+    """The argument that names an experiment, and the list of the ready ones."""
+    command.add_argument(
+        "experiment", type=_experiment_file, help="a ready experiment (--list), or a Python file with one under @auto"
+    )
+    command.add_argument("--list", action=_ListExperiments, nargs=0, help="show the ready experiments")
+
+
+class _ListExperiments(argparse.Action):
+    """Prints the ready experiments, and ends the command."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        found, out = ready_experiments(), Output()
+        width = max(len(one.name) for one in found)
+        for one in found:
+            out.say(f"{one.name:{width}}  {one.summary}", f"{'':{width}}  needs {one.needs}", "")
+        out.say(
+            "all take --steps, --batch-size, --seed and more: `realhf run NAME --fields` lists them",
+            f"to change an algorithm, copy its file and run the copy: cp {found[0].path.parent}/NAME.py mine.py",
+        )
+        parser.exit()
+
+
+def _experiment_file(word: str) -> str:
+    """The path of the experiment that a word names: a ready one, or a file."""
+    ready = ready_file(word)
+    if ready is None and not Path(word).exists() and not word.endswith(".py"):
+        names = ", ".join(one.name for one in ready_experiments())
+        raise argparse.ArgumentTypeError(
+            f"{word!r} is neither a ready experiment nor a Python file; the ready ones are {names}"
+        )
+    return str(ready or word)
 
 
 def plan_request(arguments: argparse.Namespace) -> PlanRequest:

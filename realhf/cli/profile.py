@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from realhf.cli.options import add_options, options_of
+from realhf.cli.options import add_experiment, add_options, options_of
 from realhf.cli.output import Output, Phases, table_of
 from realhf.lifecycle.request import experiment_of
 from realhf.planning.clusters import cluster_of, hardware_text
@@ -23,11 +23,11 @@ Any field of the experiment can be given as --field value."""
 EXAMPLE = """examples:
   realhf profile experiments/ppo.py
   realhf profile experiments/ppo.py --num-workers 2 --force
-  realhf profile experiments/ppo.py --model.hidden-size 512 --max-tokens 8192"""
+  realhf profile experiments/ppo.py --architecture.hidden-size 512 --max-tokens 8192"""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
-    command.add_argument("experiment", help="a Python file with one dataclass under @auto")
+    add_experiment(command)
     command.add_argument("--num-workers", type=int, help="devices to use (default: the GPUs here, else the CPU cores)")
     command.add_argument("--hardware", help="a hardware description, such as h100 or cpu (default: this machine)")
     add_options(command, ProfileRequest)

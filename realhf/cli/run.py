@@ -18,6 +18,7 @@ DESCRIPTION = """Runs an experiment: finds a plan, starts one master and one wor
 Any field of the experiment can be given as --field value; `realhf run FILE --fields` lists them."""
 
 EXAMPLE = """examples:
+  realhf run grpo --model ./Qwen2.5-1.5B --data train.jsonl --reward rewards.py:correct
   realhf run experiments/ppo.py --steps 10 --ppo.kl-coef 0.02
   realhf run experiments/ppo.py --plan plan.json --run-dir runs/mine
   realhf run experiments/ppo.py --run-dir runs/mine --resume
