@@ -27,6 +27,8 @@ from realhf.data.datasets import PromptDataset
 
 ROLLOUT = ["prompt", "seq", "logprob", "ref_logprob", "reward", "value"]
 
+SORTING = PPOHyperparameters(max_new_tokens=sort_task.MAX_NEW_TOKENS, eos_token=sort_task.EOS_TOKEN)
+
 
 @auto(batch_size=128)
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +63,7 @@ class PPOExperiment:
     reference_eta: float = 0.0
     reference_every_steps: int = 1
     staleness: int = 0
-    ppo: PPOHyperparameters = field(default_factory=PPOHyperparameters)
+    ppo: PPOHyperparameters = SORTING
     data_dir: str = "runs/data"
     evaluate: bool = True
 

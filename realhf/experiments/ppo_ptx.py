@@ -24,5 +24,5 @@ def ppo_ptx(
     ref_logprob = reference.logprobs(rollout)
     values = critic.values(rollout)
     batch = ppo_advantages(rollout, scores, ref_logprob, values, ppo)
-    actor.update(batch, ppo_policy(ppo), also=[(examples, sft_loss, ppo.ptx_coef)])
+    actor.update(batch, ppo_policy(ppo), also=[(examples, sft_loss(), ppo.ptx_coef)])
     critic.update(batch, ppo_value(ppo))

@@ -154,7 +154,7 @@ def said_of_hardware(run: Run, given: Path | None) -> list[str]:
     needs = [memory.peak_bytes / GIB for memory in run.plan.rationale.memory] if run.plan.rationale else []
     if needs:
         step = f", a step of {run.plan.predicted_step_s:.3g} s" if run.plan.predicted_step_s else ""
-        lines.append(f"predicted: at most {max(needs):.1f} GiB of the {each:.1f} GiB of a device{step}")
+        lines.append(f"predicted: at most {max(needs):.2g} GiB of the {each:.3g} GiB of a device{step}")
     if hardware.host_cores is not None and workers * each > there:
         lines.append(
             f"warning: {workers} workers with {each:.1f} GiB each count on more than this machine's {there:.1f}"

@@ -34,8 +34,6 @@ class PPOHyperparameters(PolicyOptions):
     its last token, and -kl_coef * log(policy / reference) at every token.
     """
 
-    max_new_tokens: int = 9
-    eos_token: int = 2
     gamma: float = 1.0
     lam: float = 0.95
     kl_coef: float = 0.05
@@ -70,6 +68,21 @@ class PPOHyperparameters(PolicyOptions):
         check_choice("kl_estimator", self.kl_estimator, KLEstimator)
         check_choice("kl_controller", self.kl_controller, KLController)
         check_dual_clip(self.dual_clip)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PPOPtx(PPOHyperparameters):
+    """PPO's settings, and the weight of the examples that the policy learns beside its rollouts.
+
+    Source: Ouyang et al., "Training language models to follow instructions" (2022), equation 2; their gamma is 27.8, on
+    pretraining text.
+    """
+
+    ptx_coef: float = 1.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_ranges(vars(self), {"ptx_coef": Range("ptx_coef", 0, 1e6)})
 
 
 @dataclass(frozen=True, kw_only=True)
