@@ -9,15 +9,27 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import IO, Any
 
 import msgspec
 
 from realhf.base.code_files import python_command
 from realhf.rewards.jobs import Open, Part, RewardError, after_end, halves
-from realhf.rewards.messages import Begin, Failed, Frames, FromProcess, Loaded, NotLoaded, ToProcess, Value, Work, frame
+from realhf.rewards.messages import (
+    Begin,
+    Failed,
+    Frames,
+    FromProcess,
+    Function,
+    Loaded,
+    NotLoaded,
+    ToProcess,
+    Value,
+    Work,
+    frame,
+)
 
 logger = logging.getLogger("realhf.rewards")
 
@@ -29,35 +41,40 @@ _MAX_OUTPUT_BYTES = 16 * 2**20
 _POLL_S = 0.5
 
 
-@dataclass(frozen=True)
-class ProcessSettings:
-    """rewards: names of the functions. is_async: the process gets the functions that are async, and all parts at once;
-    else one part after the other, whose samples it takes in order unless the part is a batch."""
-
-    rewards: tuple[str, ...]
-    timeout_s: float
-    concurrency: int
-    is_async: bool
-    batches: frozenset[int]
-    """Indices of the functions that take batches."""
-
-
 Parts = Sequence[Part]
 
 
 class Driver(threading.Thread):
-    """Scores parts from a queue in a process of its own until it gets None. `log` takes what functions print."""
+    """Scores parts from a queue in a process of its own until it gets None.
 
-    def __init__(self, name: str, settings: ProcessSettings, parts: "queue.SimpleQueue[Parts | None]", log: IO[bytes]):
+    Parts of async functions that came together are worked on together; others one after the other, their samples in
+    order unless the function takes batches.
+
+    Args:
+        begin: names the functions.
+        log: takes what functions print.
+    """
+
+    def __init__(self, name: str, begin: Begin, parts: "queue.SimpleQueue[Parts | None]", log: IO[bytes]):
         super().__init__(name=name, daemon=True)
-        self._settings, self._parts, self._log = settings, parts, log
+        self._begin, self._parts, self._log = begin, parts, log
         self._process: _Process | None = None
         self._is_ending = False
+        self._has_started = threading.Event()
+        self._error: Exception | None = None
+        self._functions: list[Function] = []
 
     @property
     def pid(self) -> int | None:
         """Of the process, while there is one."""
         return None if self._process is None else self._process.pid
+
+    def functions(self) -> list[Function]:
+        """Those that the process has loaded. Raises RewardError if it could not."""
+        self._has_started.wait()  # the start has a deadline
+        if self._error is not None:
+            raise self._error
+        return self._functions
 
     def end(self) -> None:
         """Ends thread and process, in the middle of a call too."""
@@ -67,32 +84,40 @@ class Driver(threading.Thread):
             process.kill()
 
     def run(self) -> None:
-        self._settle(self._start, [])  # at once, so that the first call need not wait for it
+        try:
+            self._start()
+        except Exception as error:  # told to whoever waits for the functions, or at the next part
+            self._error = error
+            self._stop()
+        self._has_started.set()
         while (parts := self._parts.get()) is not None and not self._is_ending:
             todo = list(parts)
             while (todo := [part for part in todo if not part.job.is_done]) and not self._is_ending:
-                # Parts of several samples that may have ended the process go one by one.
-                now = todo if self._settings.is_async and not any(part.ends for part in todo) else todo[:1]
-                again: list[Part] = []
-                self._settle(lambda now=now, again=again: again.extend(self._score(now)), now)  # type: ignore[misc]
-                todo = again + todo[len(now) :]
+                # Parts that may have ended a process go one by one.
+                is_first = not any(part.ends for part in todo)
+                now = todo if is_first and self._is_async(todo) else todo[:1]
+                todo = self._settle(now) + todo[len(now) :]
         self._stop()
 
-    def _settle(self, act: Callable[[], Any], parts: Parts) -> None:
-        """An error that is not a sample's ends the jobs: of starting a process, or of this code."""
+    def _is_async(self, parts: Parts) -> bool:
+        return bool(self._functions) and all(self._functions[part.reward].is_async for part in parts)
+
+    def _settle(self, parts: Parts) -> list[Part]:
+        """As `_score`; an error that is not a sample's ends the jobs: of starting a process, or of this code."""
         try:
-            act()
+            return self._score(parts)
         except Exception as error:
             self._stop()
             for part in parts:
                 part.job.fail(error)
+            return []
 
     def _start(self) -> "_Process":
         if self._process is None:
-            self._process = _Process(self.name, self._settings, self._log)
+            self._process = _Process(self.name, self._begin, self._log)
         if self._is_ending:  # `end` may not have seen it
             self._process.kill()
-        self._process.wait_until_loaded()
+        self._functions = self._process.functions() or self._functions
         return self._process
 
     def _stop(self) -> None:
@@ -107,8 +132,9 @@ class Driver(threading.Thread):
         for number, one in enumerate(opened):
             samples = [one.part.job.samples[index] for index in one.part.indices]
             process.send(Work(number, one.part.reward, samples))
-        in_order = not self._settings.is_async and parts[0].reward not in self._settings.batches
-        limit_s = self._settings.timeout_s * 1.25 + _GRACE_S
+        function = self._functions[parts[0].reward]
+        in_order = not (function.is_async or function.is_batch)
+        limit_s = self._begin.timeout_s * 1.25 + _GRACE_S
         deadline = time.monotonic() + limit_s
         again: list[Part] = []
         while any(one.places for one in opened):
@@ -163,7 +189,7 @@ class _EndError(Exception):
 class _Process:
     """A started reward process, and its pipes, which never block."""
 
-    def __init__(self, name: str, settings: ProcessSettings, log: IO[bytes]):
+    def __init__(self, name: str, begin: Begin, log: IO[bytes]):
         self._frames = Frames(FromProcess)
         self._unsent = bytearray()
         self._name = name
@@ -187,14 +213,15 @@ class _Process:
             os.set_blocking(pipe, False)
         self._start_deadline = time.monotonic() + START_TIMEOUT_S
         threading.Thread(target=_copy_output, args=(self._child.stderr, log, name), daemon=True).start()
-        self.send(Begin(settings.rewards, settings.timeout_s, settings.concurrency))
+        self.send(begin)
 
     @property
     def pid(self) -> int:
         return self._child.pid
 
-    def wait_until_loaded(self) -> None:
-        """Raises RewardError if the functions cannot be loaded there."""
+    def functions(self) -> list[Function]:
+        """What it has loaded, the first time; later []. Raises RewardError if it cannot."""
+        functions: list[Function] = []
         while not self._is_loaded:
             try:
                 messages = self.receive(self._start_deadline)
@@ -203,9 +230,10 @@ class _Process:
             for message in messages:
                 match message:
                     case Loaded():
-                        self._is_loaded = True
+                        self._is_loaded, functions = True, message.functions
                     case NotLoaded(text=text):
                         raise RewardError(text)
+        return functions
 
     def send(self, message: ToProcess) -> None:
         self._unsent += frame(message)

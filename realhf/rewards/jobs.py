@@ -4,9 +4,8 @@ import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from realhf.rewards.messages import Kind, Value
+from realhf.rewards.messages import Function, Kind, Value
 from realhf.rewards.signature import Sample
-from realhf.rewards.sources import Reward
 
 _SHOWN_CHARACTERS = 60
 # A process may be killed from outside (memory): a sample is blamed for its end when this many ended at it.
@@ -39,7 +38,7 @@ class RewardError(Exception):
 class Job:
     """The scores of some samples by all functions; complete when no value is missing, or with the first error."""
 
-    def __init__(self, rewards: Sequence[Reward], samples: Sequence[Sample], *, is_strict: bool):
+    def __init__(self, rewards: Sequence[Function], samples: Sequence[Sample], *, is_strict: bool):
         self.samples = samples
         self.values: list[list[Value | Failure | None]] = [[None] * len(samples) for _ in rewards]
         self._rewards = rewards

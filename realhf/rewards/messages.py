@@ -29,8 +29,24 @@ class Work(msgspec.Struct, frozen=True, tag=True):
     samples: list[Sample]
 
 
+class Function(msgspec.Struct, frozen=True):
+    """A loaded function, as the worker knows it: the code itself is in reward processes alone.
+
+    name: for statistics. place: for messages.
+    """
+
+    name: str
+    place: str
+    weight: float
+    is_batch: bool
+    is_async: bool
+    wants_tokens: bool
+
+
 class Loaded(msgspec.Struct, frozen=True, tag=True):
-    """The functions are loaded."""
+    """The functions are loaded, in the order of their names."""
+
+    functions: list[Function]
 
 
 class NotLoaded(msgspec.Struct, frozen=True, tag=True):

@@ -11,11 +11,10 @@ from typing import IO, Literal, get_args
 
 from realhf.base.errors import UserError
 from realhf.base.numbers import check_range
-from realhf.rewards.driver import Driver, Parts, ProcessSettings
+from realhf.rewards.driver import Driver, Parts
 from realhf.rewards.jobs import Failure, Job, Part, RewardError
-from realhf.rewards.messages import Value
+from realhf.rewards.messages import Begin, Function, Value
 from realhf.rewards.signature import Sample
-from realhf.rewards.sources import Reward, load_rewards
 
 logger = logging.getLogger("realhf.rewards")
 
@@ -82,37 +81,52 @@ class RewardPool:
         log: takes what functions print; by default standard error, which is the worker's log.
 
     Raises:
-        UserError: as `load_rewards`.
+        RewardError: a function cannot be loaded, see `load_rewards`.
     """
 
     def __init__(self, rewards: Sequence[str], options: PoolOptions, log: IO[bytes] | None = None):
-        self.rewards: list[Reward] = load_rewards(rewards)
         self.options = options
-        self._queues: dict[bool, queue.SimpleQueue[Parts | None]] = {}  # of async functions, and of the others
+        self._begin = Begin(tuple(rewards), options.timeout_s, options.concurrency)
+        self._log = log or sys.stderr.buffer
         self._drivers: list[Driver] = []
         self._is_closed = False
         self._shown: dict[str, int] = {}
         self._lock = threading.Lock()
-        forms = {reward.signature.is_async for reward in self.rewards}
-        batches = frozenset(i for i, reward in enumerate(self.rewards) if reward.signature.is_batch)
-        for is_async in sorted(forms):
-            self._queues[is_async] = queue.SimpleQueue()
-            settings = ProcessSettings(tuple(rewards), options.timeout_s, options.concurrency, is_async, batches)
-            for i in range(1 if is_async else options.processes):
-                name = "async reward process" if is_async else f"reward process {i}"
-                driver = Driver(name, settings, self._queues[is_async], log or sys.stderr.buffer)
-                driver.start()
-                self._drivers.append(driver)
+        # The first process says what the functions are: their code, with whatever it imports, stays out of this one.
+        first = self._new_queue("reward process 0")
+        try:
+            self.functions: list[Function] = self._drivers[0].functions()
+        except RewardError:
+            self.close()
+            raise
+        forms = {function.is_async for function in self.functions}
+        self._queues = {False: first} if False in forms else {True: first}  # of async functions, and of the others
+        if False in forms:
+            for i in range(1, options.processes):
+                self._start(f"reward process {i}", first)
+        if len(forms) > 1:
+            self._queues[True] = self._new_queue("async reward process")
+
+    def _new_queue(self, name: str) -> "queue.SimpleQueue[Parts | None]":
+        """A queue, and a process that takes its parts."""
+        parts: queue.SimpleQueue[Parts | None] = queue.SimpleQueue()
+        self._start(name, parts)
+        return parts
+
+    def _start(self, name: str, parts: "queue.SimpleQueue[Parts | None]") -> None:
+        driver = Driver(name, self._begin, parts, self._log)
+        driver.start()
+        self._drivers.append(driver)
 
     @property
     def names(self) -> list[str]:
         """Of the functions, for statistics."""
-        return [reward.name for reward in self.rewards]
+        return [function.name for function in self.functions]
 
     @property
     def wants_tokens(self) -> bool:
         """Whether a function asks for the tokens of responses."""
-        return any(reward.signature.wants_tokens for reward in self.rewards)
+        return any(function.wants_tokens for function in self.functions)
 
     @property
     def pids(self) -> list[int]:
@@ -126,15 +140,15 @@ class RewardPool:
             RewardError: a function fails for a sample, or none gives it a reward, and `on_error` is "fail"; or the
                 processes cannot be started.
         """
-        job = Job(self.rewards, samples, is_strict=self.options.on_error == "fail")
-        for index, reward in enumerate(self.rewards):
+        job = Job(self.functions, samples, is_strict=self.options.on_error == "fail")
+        for index, reward in enumerate(self.functions):
             for run in self._runs(reward, len(samples)):
-                if not reward.signature.is_async:
+                if not reward.is_async:
                     self._queues[False].put([Part(job, index, tuple(run))])
         together = [
             Part(job, index, tuple(run))
-            for index, reward in enumerate(self.rewards)
-            if reward.signature.is_async
+            for index, reward in enumerate(self.functions)
+            if reward.is_async
             for run in self._runs(reward, len(samples))
         ]
         if together:
@@ -160,10 +174,10 @@ class RewardPool:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _runs(self, reward: Reward, count: int) -> list[range]:
-        if reward.signature.is_batch:
+    def _runs(self, reward: Function, count: int) -> list[range]:
+        if reward.is_batch:
             size = self.options.batch_samples
-        elif reward.signature.is_async:
+        elif reward.is_async:
             size = _MAX_ASYNC
         else:
             size = min(_MAX_PART, max(1, math.ceil(count / (_PARTS * self.options.processes))))
@@ -173,7 +187,7 @@ class RewardPool:
         values: dict[str, float | None] = {}
         failures: dict[str, Failure] = {}
         total, seconds, has_reward = 0.0, 0.0, False
-        for reward, row in zip(self.rewards, job.values, strict=True):
+        for reward, row in zip(self.functions, job.values, strict=True):
             match row[index]:
                 case Value(value=value, seconds=taken):
                     values[reward.name], seconds = value, seconds + taken
@@ -182,7 +196,7 @@ class RewardPool:
                 case Failure() as failure:
                     values[reward.name], failures[reward.name], has_reward = None, failure, True
         if not has_reward:
-            name, place = " and ".join(self.names), " and ".join(reward.place for reward in self.rewards)
+            name, place = " and ".join(self.names), " and ".join(reward.place for reward in self.functions)
             reason = "no function gives this sample a reward (None)"
             failures[name] = Failure(name, job.samples[index], "value", reason, place)
             if self.options.on_error == "fail":

@@ -29,6 +29,7 @@ from realhf.rewards.messages import (
     Failed,
     Frames,
     FromProcess,
+    Function,
     Kind,
     Loaded,
     NotLoaded,
@@ -130,7 +131,7 @@ class _Server:
             self._loop = asyncio.new_event_loop()
             threading.Thread(target=self._run_loop, args=(self._loop,), daemon=True).start()
         threading.Thread(target=self._watch, args=(main_thread,), daemon=True).start()
-        self._send(Loaded())
+        self._send(Loaded([_described(reward) for reward in self._rewards]))
 
     def _send(self, message: FromProcess) -> None:
         content = memoryview(frame(message))
@@ -290,6 +291,11 @@ class _Server:
         text = f"the call took more than timeout_s={self._timeout_s:g} s{at}"
         self._send(Failed(work.number, list(places), "time", text, self._timeout_s, is_stuck=True))
         end_group(1)
+
+
+def _described(reward: Reward) -> Function:
+    of = reward.signature
+    return Function(reward.name, reward.place, reward.weight, of.is_batch, of.is_async, of.wants_tokens)
 
 
 class _TooLongError(Exception):

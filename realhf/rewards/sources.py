@@ -12,6 +12,7 @@ from typing import Any
 from realhf.base.code_files import load_code_file
 from realhf.base.errors import UserError
 from realhf.rewards import ready
+from realhf.rewards.confined import what_is_lacking
 from realhf.rewards.signature import Function, Signature, recognise
 
 READY = "ready"
@@ -87,6 +88,13 @@ def load_rewards(texts: Sequence[str], columns: Collection[str] | None = None) -
             _check_columns(signature, place, columns)
         rewards.append(Reward(name, function, signature, source.weight, place))
     return rewards
+
+
+def notes_of(texts: Sequence[str]) -> list[str]:
+    """What a user should know before a run with these functions, in words: limits that this kernel cannot set."""
+    sources = [RewardSource.parse(text) for text in texts]
+    uses_sandbox = any(source.module == READY and _plain_name(source) == "unit_tests" for source in sources)
+    return [f"{READY}:unit_tests: {lack}" for lack in what_is_lacking()] if uses_sandbox else []
 
 
 def _weight(text: str, weight: str) -> float:

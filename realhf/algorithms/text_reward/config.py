@@ -1,14 +1,16 @@
 """Settings of rewards on texts."""
 
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
+from functools import cache
 from typing import ClassVar
 
 from realhf.base.errors import UserError
 from realhf.base.numbers import check_range
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.rewards.pool import BATCH_SAMPLES, CONCURRENCY, OnError, PoolOptions
-from realhf.rewards.sources import RewardSource, load_rewards
+from realhf.rewards.sources import RewardSource, load_rewards, notes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,5 +80,13 @@ class TextReward(InterfaceConfig):
         )
 
     def check_columns(self, columns: Collection[str]) -> None:
-        """Loads the functions, and compares their parameters with the columns of the data."""
+        """Loads the functions, and compares their parameters with the columns of the data. Prints what the kernel of
+        this machine cannot keep programs in unit tests from."""
         load_rewards(self.rewards, columns)
+        _print_notes(self.rewards)
+
+
+@cache  # a launcher checks several graphs
+def _print_notes(rewards: tuple[str, ...]) -> None:
+    for note in notes_of(rewards):
+        print(f"note: {note}", file=sys.stderr)

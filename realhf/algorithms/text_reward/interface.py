@@ -31,14 +31,9 @@ class TextRewardInterface:
         self._tokenizer = _tokenizer(config.tokenizer)
 
     def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
-        pool = _pool(self.config)
-        columns = (batch.ids, batch.data["prompt"], batch.data["seq"], context.rows(batch.ids))
-        samples = [
-            self._sample(Sample(id=id, step=context.step, prompt="", response="", row=row), prompt, seq, pool)
-            for id, prompt, seq, row in zip(*columns, strict=True)
-        ]
         try:
-            scores = pool.score(samples)
+            pool = _pool(self.config)
+            scores = pool.score(self._samples(batch, context, pool))
         except RewardError as error:
             raise InterfaceError(str(error)) from error
         if not context.holds_outputs:
@@ -48,6 +43,13 @@ class TextRewardInterface:
         if self.config.on_error == "drop":
             outputs["valid"] = _column([float(score.is_valid) for score in scores], device)
         return CallResult(outputs=outputs, stats=statistics(pool.names, scores))
+
+    def _samples(self, batch: Batch, context: Context, pool: RewardPool) -> list[Sample]:
+        columns = (batch.ids, batch.data["prompt"], batch.data["seq"], context.rows(batch.ids))
+        return [
+            self._sample(Sample(id=id, step=context.step, prompt="", response="", row=row), prompt, seq, pool)
+            for id, prompt, seq, row in zip(*columns, strict=True)
+        ]
 
     def _sample(self, sample: Sample, prompt: Tensor, seq: Tensor, pool: RewardPool) -> Sample:
         tokens = seq[len(prompt) :].tolist()

@@ -290,6 +290,16 @@ def test_processes_end_with_a_worker_that_is_killed(function: str, tmp_path: Pat
         os.kill(int(path.name.partition("-")[2]), signal.SIGKILL)
 
 
+def test_the_code_of_functions_is_in_their_processes_alone(tmp_path: Path) -> None:
+    """What a file imports or loads takes no memory of the worker."""
+    functions = "def f(response): return 1\nasync def g(response): return 2"
+    (tmp_path / "r.py").write_text(f"import os\nopen(f'{tmp_path}/pid-{{os.getpid()}}', 'w')\n{functions}")
+    with RewardPool([f"{tmp_path}/r.py:f", f"{tmp_path}/r.py:g"], PoolOptions(processes=2)) as pool:
+        assert [one.reward for one in pool.score(of("ab"))] == [3, 3]
+        wait_until(lambda: len(started(tmp_path)) == 3)
+        assert set(started(tmp_path)) == set(pool.pids)
+
+
 def test_a_function_that_is_gone_when_processes_start(tmp_path: Path) -> None:
     file = tmp_path / "r.py"
     file.write_text("def f(response): return 1")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from realhf.base.errors import UserError
 from realhf.rewards.ready import READY
-from realhf.rewards.sources import RewardSource, load_rewards
+from realhf.rewards.sources import RewardSource, load_rewards, notes_of
 
 REWARDS = """
 from realhf.rewards.signature import batch
@@ -116,6 +116,12 @@ def test_any_text_is_a_source_or_a_user_s_error(text: str) -> None:
     except UserError:
         return
     assert math.isfinite(parsed.weight)
+
+
+def test_what_the_kernel_lacks_is_said_of_unit_tests_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("realhf.rewards.sources.what_is_lacking", lambda: ["programs may do much"])
+    assert notes_of(["ready:unit_tests(share=True)", "a.py:f"]) == ["ready:unit_tests: programs may do much"]
+    assert notes_of(["ready:numeric", "a.py:unit_tests"]) == []
 
 
 def test_every_ready_function_has_a_purpose() -> None:
