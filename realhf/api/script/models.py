@@ -25,6 +25,7 @@ from realhf.api.script.config import (
     Update,
     Values,
 )
+from realhf.api.script.data import ScriptData
 from realhf.api.script.functions import BoundLoss, LossFunction, Named, check_function
 from realhf.api.script.lines import script_error
 from realhf.api.script.symbols import SymbolicColumns
@@ -36,6 +37,9 @@ from realhf.base.errors import UserError
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, ModelInterfaceType
 from realhf.dataflow.protocols import THREE_D_PROTO, TransferProtocol
+
+# What a method reads: columns of the step, or a parameter that is data, which stands for its columns in a script.
+Data = Columns | ScriptData
 
 ROLLOUT = "give the result of generate, or a tensor function's that was given it"
 
@@ -200,7 +204,7 @@ class Policy(ScriptModel):
 
     HEAD: ClassVar[Head] = "lm"
 
-    def generate(self, prompts: Columns, options: GenerationOptions, *, name: str = "") -> Columns:
+    def generate(self, prompts: Data, options: GenerationOptions, *, name: str = "") -> Columns:
         """Responses to `prompts`: the columns `prompt`, `seq` (prompt and response) and `logprob` [response], of the
         drawn tokens under the whole distribution at the temperature of `options`.
 
@@ -230,7 +234,7 @@ class Policy(ScriptModel):
         origin = dataclasses.replace(found._origin, temperature=temperature, generated_by=config)
         return SymbolicColumns(trace, found._view, origin)
 
-    def logprobs(self, batch: Columns, *, key: str = "ref_logprob", per_token: bool = False, name: str = "") -> Columns:
+    def logprobs(self, batch: Data, *, key: str = "ref_logprob", per_token: bool = False, name: str = "") -> Columns:
         """Log-probabilities of a rollout's response tokens, at its temperature: the column `key` [response].
 
         Of `Pairs` the columns `chosen_KEY` and `rejected_KEY`: sums over the tokens of each answer [1], or with
@@ -252,10 +256,10 @@ class Policy(ScriptModel):
 
     def update(
         self,
-        batch: Columns,
+        batch: Data,
         loss: BoundLoss | LossFunction,
         *,
-        also: Sequence[tuple[Columns, BoundLoss | LossFunction, float]] = (),
+        also: Sequence[tuple[Data, BoundLoss | LossFunction, float]] = (),
         epochs: int | None = None,
         mini_batches: int | None = None,
         max_kl: float | None = None,
@@ -283,7 +287,7 @@ class ValueModel(ScriptModel):
 
     def update(
         self,
-        batch: Columns,
+        batch: Data,
         loss: BoundLoss | LossFunction,
         *,
         epochs: int | None = None,
@@ -343,7 +347,7 @@ class _BoundMethod:
     made: ModelMethod
     model: ScriptModel
 
-    def __call__(self, batch: Columns, *arguments: Any, name: str = "", **keywords: Any) -> Columns:
+    def __call__(self, batch: Data, *arguments: Any, name: str = "", **keywords: Any) -> Columns:
         made, model = self.made, self.model
         check_function(made.function)
         request = Request(
