@@ -17,6 +17,8 @@ from realhf.planning.model.workload import Workload
 # Of a worker on a CPU, beside tensors. Measured: 12 MiB that torch and oneDNN take when they first compute, and 4 MiB
 # that it shares with the workers of its tensor-parallel group.
 WORKER_BYTES = 16 << 20
+# The shared memory in which the stages of a pipeline on a host pass messages on.
+STAGES_BYTES = 16 << 20
 # Prompts are computed in steps of so many tokens at most, or of one prompt, as in realhf/engine/generate/loop.py.
 PREFILL_TOKENS = 4096
 # Of what malloc gave: between tensors of different sizes that come and go there are holes, of at most an eighth of them
@@ -97,12 +99,15 @@ class RankWork:
           room that the call was given for it where that is less; prefill's activations of one layer, two arrays of
           logits of one token a sequence, and on a CPU the linears' weights once more.
 
-        In host memory also HOLES and WORKER_BYTES. A call that does not use its model: nothing.
+        In host memory also HOLES, WORKER_BYTES and, with several stages, STAGES_BYTES. A call that does not use its
+        model: nothing.
         """
         if not self.call.uses_model:
             return 0.0
         allocated = self._generation_bytes() if self.call.generates else self._pass_bytes()
-        return WORKER_BYTES + allocated * (1 + HOLES) if self.placed.features.in_host_memory else allocated
+        if not self.placed.features.in_host_memory:
+            return allocated
+        return WORKER_BYTES + (STAGES_BYTES if self.placed.strategy.pp > 1 else 0) + allocated * (1 + HOLES)
 
     def kept_cache_bytes(self) -> float:
         """What of `dynamic_bytes` stays behind the call at its home: the KV cache, where its graphs are kept."""

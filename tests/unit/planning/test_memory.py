@@ -21,7 +21,7 @@ from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures, of_setup
 from realhf.planning.model.memory import PlacedModel
-from realhf.planning.model.rank_work import HOLES, WORKER_BYTES, layers_in_flight
+from realhf.planning.model.rank_work import HOLES, STAGES_BYTES, WORKER_BYTES, layers_in_flight
 from realhf.planning.model.sizes import model_sizes
 from realhf.planning.model.timings import load_costs
 from realhf.planning.model.workload import Workload
@@ -240,6 +240,8 @@ def test_a_process_on_a_cpu_takes_more_than_its_tensors() -> None:
     train = call("m", TINY, TRAIN_STEP, "x")
     tensors = need(train, ParallelStrategy(), 2)
     assert need(train, ParallelStrategy(), 2, cpu) == WORKER_BYTES + tensors * (1 + HOLES)
+    staged = need(train, ParallelStrategy(pp=2), 2)
+    assert need(train, ParallelStrategy(pp=2), 2, cpu) == WORKER_BYTES + STAGES_BYTES + staged * (1 + HOLES)
 
 
 def test_logits_in_parts_of_the_vocabulary() -> None:
