@@ -52,6 +52,11 @@ RUN_HERE = {
     'python -m realhf.data.look prompts --path questions.jsonl --tokenizer my-model --as-chat --system "Be brief."': "",
     "python -m realhf.data.look examples --path chats.parquet --tokenizer my-model --loss-on all --rows 3": "",
     "python -m realhf.data.look pairs --path pairs --tokenizer my-model --max-tokens 200 --too-long drop": "",
+    "python -m realhf.data.sort_task sorting": "",
+    "realhf run grpo.py --data sorting/prompts.jsonl --tokenizer sorting --reward sorted_rewards.py:in_order "
+    "--run-dir runs/grpo": "--steps 1 --batch-size 8 --num-workers 1",
+    "realhf run counted.py --data sorting/prompts.jsonl --tokenizer sorting --num-workers 2 --steps 1 "
+    "--run-dir runs/counted": "",
     "realhf --version": "",
     "realhf doctor": "",
     "make run": "--dry-run",
@@ -107,6 +112,11 @@ RUN_ELSEWHERE = {
         "tests/e2e/test_gpu_check.py",
         ["scripts/gpu_check.py", "def test_every_step_runs_in_small_on_a_cpu", "--out"],
     ),
+    "realhf run grpo.py --model RUN_DIR --data sorting/prompts.jsonl --tokenizer sorting "
+    "--reward sorted_rewards.py:in_order": (
+        "tests/docs/test_docs.py",
+        ["def test_the_tutorial_of_scripts", "realhf run grpo.py", "--model runs"],
+    ),
     "realhf run reinforce.py --num-workers 2 --steps 40 --model RUN_DIR": (
         "tests/docs/test_docs.py",
         ["def test_the_example_trains_under_two_workers", "reinforce.py", "--num-workers"],
@@ -116,11 +126,12 @@ RUN_ELSEWHERE = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder: the ready experiments, the files of docs/experiments.md and those of docs/data.md."""
+    """A user's folder: the ready experiments, the files of docs/experiments.md, docs/scripts.md and docs/data.md."""
     path = tmp_path_factory.mktemp("docs")
     write_data_files(path)
     shutil.copytree(ROOT / "experiments", path / "experiments", ignore=shutil.ignore_patterns("__pycache__"))
-    for block in Document(ROOT / "docs/experiments.md").blocks("python"):
+    pages = [Document(ROOT / f"docs/{name}.md") for name in ("experiments", "scripts")]
+    for block in (block for page in pages for block in page.blocks("python")):
         first, _, code = block.partition("\n")
         assert first.startswith("# file: "), f"a python block begins with '# file: NAME', not {first!r}"
         (path / first.removeprefix("# file: ")).write_text(code)
@@ -156,6 +167,18 @@ def test_commands(command: str, folder: Path) -> None:
             assert (folder / words[words.index(option) + 1]).exists()
     if words[:2] == ["realhf", "report"]:
         assert (folder / words[2] / "report.html").is_file()
+
+
+@pytest.mark.distributed
+def test_the_tutorial_of_scripts(folder: Path) -> None:
+    """GRPO in at most 60 lines goes on from a run's model."""
+    assert len((folder / "grpo.py").read_text().splitlines()) <= 60
+    words = "--data sorting/prompts.jsonl --tokenizer sorting --reward sorted_rewards.py:in_order --num-workers 1"
+    small = f"{words} --steps 1 --batch-size 8 --grpo.max-new-tokens 8"
+    shell("python -m realhf.data.sort_task sorting", folder)
+    for options in ("--run-dir runs/tutorial", "--model runs/tutorial --run-dir runs/tutorial-2"):
+        done = shell(f"realhf run grpo.py {small} {options}", folder)
+        assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.distributed
