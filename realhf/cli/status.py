@@ -67,7 +67,7 @@ def newest_samples(directory: RunDirectory, damaged: list[str]) -> list[Sample]:
 def print_samples(samples: Sequence[Sample], directory: RunDirectory, out: Output) -> None:
     """Prints prompt, response and reward of each, lines broken where the terminal ends."""
     if not samples:
-        out.say(f"{directory.samples} has no samples; a run writes them with --samples N")
+        out.say(f"{directory.samples} has no samples; a run writes those that a call rewards, but for --samples 0")
     for sample in samples:
         out.rule(f"{title_of(sample)}, {heading(sample)}", align="left", style="dim", characters="─")
         for name, text in (("prompt", sample.prompt), ("response", sample.response)):

@@ -80,6 +80,10 @@ class DatasetRows:
         """
         return [self._opened.file.row(self._place(row)) for row in self.rows(step, sample_ids)]
 
+    def text(self, tokens: Sequence[int]) -> str:
+        """The text of tokens by the data set's tokenizer, with special tokens."""
+        return self._opened.tokenizer.decode(tokens, skip_special=False)
+
     def lengths(self, step: int, keys: Sequence[str]) -> dict[int, int]:
         """Tokens of every sample of a step, all `keys` together. Raises as `tokens` does."""
         samples = self.tokens(step, range(self.batch_size))

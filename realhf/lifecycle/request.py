@@ -46,6 +46,9 @@ class RunOptions(_SpecOptions):
     )
     setup_timeout_s: float | None = option(None, "longest the start may take (default 300)")
     network_interface: str | None = option(None, "interface for gloo and NCCL (default: loopback on one machine)")
+    samples: int | None = option(
+        None, "write N completions of each step to samples.jsonl, with their rewards (default 3; 0: none)", metavar="N"
+    )
     tensorboard: bool | None = option(None, "also write TensorBoard's files to tensorboard/")
     wandb_project: str | None = option(
         None, "also send metrics to a project of Weights & Biases", flag="--wandb", metavar="PROJECT"

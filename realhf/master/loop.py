@@ -21,6 +21,7 @@ from realhf.rundir.run import Deadlines
 from realhf.transport.messages import (
     BatchKey,
     CallFunction,
+    Completion,
     FollowParameters,
     FreeBatch,
     LoadModel,
@@ -48,6 +49,7 @@ class CallRecord:
     peak_bytes: dict[int, int] = field(default_factory=dict)
     weights_version: int = 0
     state: tuple[int, dict[str, float]] | None = None  # and a worker that has left it
+    completions: list[Completion] = field(default_factory=list)
 
     def take_state(self, worker: int, state: dict[str, float]) -> None:
         """Notes the numbers that a rank leaves for the next step. Raises RunError if another has left others."""
@@ -218,6 +220,7 @@ class Dispatcher:
             record.tokens += reply.tokens
             record.peak_bytes[worker] = reply.peak_bytes
             record.weights_version = reply.weights_version
+            record.completions += reply.completions
             if request.returns_state:
                 record.take_state(worker, reply.state)
             for name, (total, weight) in reply.stats.items():

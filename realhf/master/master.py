@@ -7,6 +7,8 @@ import time
 from collections.abc import Iterable
 from functools import cached_property
 
+from msgspec.structs import asdict
+
 from realhf.base.errors import RunError
 from realhf.base.files import writing_a_run
 from realhf.data.merged import MergedDataset
@@ -27,6 +29,7 @@ from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.rundir.lines import append_line, evaluation_line, read_lines
 from realhf.rundir.paths import MASTER, RunDirectory, worker_name
 from realhf.rundir.run import Run
+from realhf.rundir.samples import Sample, append_samples
 from realhf.rundir.status import RunState, Status, write_status
 from realhf.transport.messages import (
     CheckpointWritten,
@@ -37,6 +40,7 @@ from realhf.transport.messages import (
     Ready,
     Reply,
     Shutdown,
+    Split,
     ToMaster,
     ToWorker,
 )
@@ -216,6 +220,7 @@ class Master:
         append_line(self._directory.metrics, metrics)
         log_step(metrics)
         self._trackers.step(metrics)
+        self._record_samples(step + 1, "train", records)
         for drift in self._drift.step(metrics):
             logger.warning("%s", drift)
             note(self._directory.events, "drift", step + 1, drift)
@@ -225,6 +230,13 @@ class Master:
             self._check_best(step + 1)
         self._step = step + 1
         self._write_status("running")
+
+    def _record_samples(self, step: int, split: Split, records: list[CallRecord]) -> None:
+        """Writes the completions of a step, or of the evaluation after it, in the order of their ids."""
+        found = sorted((each for record in records for each in record.completions), key=lambda each: each.sample)
+        samples = [Sample(step=step, split=split, **asdict(completion)) for completion in found]
+        append_samples(self._directory.samples, samples)
+        self._trackers.samples(samples)
 
     def _check_best(self, step: int) -> None:
         """Raises RunError if neither the first step nor an evaluation has the statistic that `--keep-best` names.
@@ -256,8 +268,10 @@ class Master:
         batches = rows.num_rows // rows.rows_per_step
         order = [(call, batch) for batch in range(batches) for call in graph.calls]
         totals: dict[str, tuple[float, float]] = {}
+        made: list[CallRecord] = []
 
         def add(_: int, records: list[CallRecord]) -> None:
+            made.extend(record for record in records if record.completions)
             for record in records:
                 for name, (total, weight) in record.stats.items():
                     old = totals.get(name, (0.0, 0.0))
@@ -269,6 +283,7 @@ class Master:
         line = {"step": step, **means}
         append_line(self._directory.evaluations, line)
         self._trackers.evaluation(line)
+        self._record_samples(step, "evaluation", made)
 
     async def _receive(self) -> None:
         while True:

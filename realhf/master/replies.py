@@ -45,6 +45,8 @@ def check_reply(request: Request | None, reply: Reply) -> None:
         raise ValueError(f"a reply to {request.what} with other outputs than {sorted(request.outputs)}")
     if reply.state and not request.returns_state:
         raise ValueError(f"a reply to {request.what} with numbers that the call keeps, of a rank that is not asked")
+    if not {completion.sample for completion in reply.completions} <= set(request.ids):
+        raise ValueError(f"a reply to {request.what} with completions of other samples than asked for")
     for key, metadata in reply.outputs.items():
         if metadata.ids != request.ids or len(metadata.lengths) != len(request.ids):
             raise ValueError(f"a reply to {request.what} with {key} of other samples than asked for")

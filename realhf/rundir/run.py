@@ -34,6 +34,7 @@ T = TypeVar("T")
 FORMAT = "run/2"
 MAX_STEPS = 10**9
 MAX_DEVICES = 65_536
+MAX_SAMPLES = 64
 WEEK_S = 7 * 86_400
 YEAR_S = 365 * 86_400
 # Of the numbers of a run's specification, by field.
@@ -47,6 +48,7 @@ RANGES = {
     "resume_step": Range("resume_step", 0, MAX_STEPS),
     "drift_threshold": Range("--drift-threshold", 1.001, 10**6, "times what was predicted"),
     "verify_reallocations_every": Range("--verify-reallocations-every", 0, MAX_STEPS, "steps"),
+    "samples": Range("--samples", 0, MAX_SAMPLES, "samples"),
     "call_timeout_s": Range("--call-timeout-s", 0.001, YEAR_S, "seconds"),
     "deadline_factor": Range("--deadline-factor", 1, 10**4, "times what was predicted"),
     "setup_timeout_s": Range("--setup-timeout-s", 0.001, YEAR_S, "seconds"),
@@ -90,6 +92,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     `avoided` are devices of this machine or nodes of a cluster that the run does without, after failures there.
     `call_factors` are the measured over the predicted times of calls, where the plan was made with them. Deadlines:
     see `Deadlines`. An event says where measured and predicted times differ by more than `drift_threshold` times.
+    `samples` completions of a step, and of an evaluation, are written as texts.
     `hardware` is what was planned for; planning again is for the same, and workers check that they are on it.
 
     Raises:
@@ -119,6 +122,7 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     setup_timeout_s: float = 300.0
     network_interface: str | None = None
     hardware: Hardware | None = None
+    samples: int = 3
     tensorboard: bool = False
     wandb_project: str | None = None
     format: str = FORMAT

@@ -201,6 +201,15 @@ class Heartbeat(Message, frozen=True, kw_only=True):
     activity: str
 
 
+class Completion(msgspec.Struct, frozen=True, kw_only=True):
+    """What a model answered to a prompt, for people: sample `sample` of the batch as texts, with its reward."""
+
+    sample: Count
+    prompt: str
+    response: str
+    reward: float | None
+
+
 class Reply(Message, frozen=True, kw_only=True):
     """A request is done."""
 
@@ -213,6 +222,8 @@ class Reply(Message, frozen=True, kw_only=True):
     stats: dict[str, tuple[float, float]] = {}
     # The numbers that the call keeps for the next step; only from ranks that hold outputs.
     state: dict[str, float] = {}
+    # A few of the samples that the call has given rewards.
+    completions: tuple[Completion, ...] = ()
     # Tokens of the sequences this call processed, each counted once in its data-parallel group.
     tokens: Count = 0
     # How many training steps the parameters that a call used have seen.

@@ -30,6 +30,7 @@ from realhf.rundir.run import Run
 from realhf.transport.messages import (
     BatchKey,
     CallFunction,
+    Completion,
     FreeBatch,
     KeyMetadata,
     LoadModel,
@@ -49,6 +50,7 @@ from realhf.worker.beside_thread import BesideCall, BesideThread
 from realhf.worker.call_context import CallContext, batch_share, sharing_ranks
 from realhf.worker.channels import Channels
 from realhf.worker.checkpoint_writer import CheckpointWriter
+from realhf.worker.completions import completions
 from realhf.worker.home import fill
 from realhf.worker.interfaces import complete_schedule, load_interface, run_interface
 from realhf.worker.mailbox import Mailbox
@@ -229,6 +231,7 @@ class ModelWorker:
             outputs=self._keep(request, definition, result.outputs),
             stats=result.stats,
             state=context.state,
+            completions=self._completions(request, definition, mini_batches, result.outputs),
             tokens=(model.tokens_processed - tokens_before) // definition.passes,
         )
 
@@ -252,6 +255,7 @@ class ModelWorker:
                 outputs=described,
                 stats=result.stats,
                 state=context.state,
+                completions=self._completions(request, definition, inputs, result.outputs),
             )
 
         self._beside.start(BesideCall(request.request_id, what, run))
@@ -273,6 +277,17 @@ class ModelWorker:
     def _records(self, split: Split, step: int, ids: Sequence[int]) -> list[dict[str, Any]]:
         with self._reading:
             return self._readers[split].records(step, ids)
+
+    def _completions(
+        self,
+        request: CallFunction,
+        definition: ModelFunctionCallDef,
+        data: Sequence[Batch],
+        outputs: dict[str, list[Tensor]],
+    ) -> tuple[Completion, ...]:
+        batch, number = request.batch, self._run.spec.samples
+        with self._reading:
+            return completions(definition, batch, data, outputs, self._readers[batch.split], number)
 
     def _collect(self, request: CallFunction, definition: ModelFunctionCallDef) -> Span | None:
         """Waits for the inputs that are on their way here; returns that wait, if there was one."""

@@ -51,6 +51,15 @@ class Bonus(InterfaceConfig):
     runs_beside: ClassVar[bool] = True
 
 
+BONUS = ModelFunctionCallDef(
+    name="bonus",
+    interface_type=INFERENCE,
+    interface_impl=Bonus(),
+    input_data=["prompt", "score", "seq"],
+    output_data=["reward"],
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class MeetingReference(PPOReference):
     """Its inference begins after the rule and ends before it; "" is no meeting."""
@@ -79,13 +88,7 @@ class BesideJob(PPOExperiment):
         calls["reference_inference"] = replace(calls["reference_inference"], interface_impl=reference)
         return [
             *calls.values(),
-            ModelFunctionCallDef(
-                name="bonus",
-                interface_type=INFERENCE,
-                interface_impl=Bonus(),
-                input_data=["prompt", "score", "seq"],
-                output_data=["reward"],
-            ),
+            BONUS,
             self._rule(Rule(meeting=self.meeting, trouble=self.trouble)),
         ]
 
@@ -111,4 +114,6 @@ class BesideJob(PPOExperiment):
             input_data=["prompt"],
             output_data=["seq"],
         )
-        return Evaluation(rpcs=[answers, self._rule(Rule())], dataset=self._prompts("evaluation.jsonl"), batch_size=256)
+        return Evaluation(
+            rpcs=[answers, self._rule(Rule()), BONUS], dataset=self._prompts("evaluation.jsonl"), batch_size=256
+        )

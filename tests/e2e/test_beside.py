@@ -44,6 +44,25 @@ def check_metrics(run: FinishedRun, other: FinishedRun, rel: float) -> None:
         assert all(value == pytest.approx(again, rel=rel, abs=rel) for value, again in values.values()), values
 
 
+def samples_of(run: FinishedRun) -> list[dict]:
+    return [json.loads(line) for line in (run.path / "samples.jsonl").open()]
+
+
+def check_samples(run: FinishedRun, steps: int) -> None:
+    """Three of each step, with what was recorded of them, and of each evaluation, always the same."""
+    by_split: dict[str, list[dict]] = {"train": [], "evaluation": []}
+    for each in samples_of(run):
+        by_split[each["split"]].append(each)
+    assert [each["step"] for each in by_split["train"]] == [1 + i // 3 for i in range(3 * steps)]
+    assert [each["step"] for each in by_split["evaluation"]] == [0] * 3 + [steps] * 3
+    first, last = ([(each["sample"], each["prompt"]) for each in by_split["evaluation"][i : i + 3]] for i in (0, 3))
+    assert first == last
+    for each in by_split["train"]:
+        rewards = run.recorded(each["step"] - 1, "reward", "bonus")
+        assert each["reward"] == rewards[each["sample"]].item()
+        assert each["prompt"].startswith("<bos>")
+
+
 def test_rules_run_while_other_calls_compute_with_the_same_result_under_every_plan(tmp_path: Path) -> None:
     """Made sure on any machine: the rule ends only when the reference's inference has, which is behind it in the
     requests of the same worker, and ends when the rule has begun."""
@@ -66,6 +85,8 @@ def test_rules_run_while_other_calls_compute_with_the_same_result_under_every_pl
             assert first.keys() == second.keys() == set(range(8))
             assert all(torch.equal(first[sample], second[sample]) for sample in first), key
     check_metrics(alone, two, rel=1e-9)
+    check_samples(alone, steps=2)
+    assert samples_of(two) == samples_of(alone)
     of_evaluation = [[json.loads(line) for line in (run.path / "evaluations.jsonl").open()] for run in runs]
     assert [line["step"] for line in of_evaluation[0]] == [0, 2]
     for one, other in zip(*of_evaluation, strict=True):
@@ -126,4 +147,5 @@ def test_numbers_that_a_call_keeps_go_on_after_a_resume(resumed_under: Execution
     for step in range(3):
         first, second = whole.recorded(step, "score", "rule"), again.recorded(step, "score", "rule")
         assert all(torch.equal(first[sample], second[sample]) for sample in first)
+    assert samples_of(again) == samples_of(whole)
     check_metrics(whole, again, rel=0.0 if resumed_under is ALONE else 1e-9)

@@ -12,7 +12,7 @@ from realhf.master.loop import PlannedGraph
 from realhf.master.replies import Request, check_reply
 from realhf.master.state import Node
 from realhf.transport.codec import Codec, UndecodableError
-from realhf.transport.messages import KeyMetadata, Reply, Span, ToMaster
+from realhf.transport.messages import Completion, KeyMetadata, Reply, Span, ToMaster
 from tests.unit.master.workers import GRAPH, Workers
 
 ASKED = Request("a of step 1", 600.0, Node(0, "a"), frozenset({"x"}), (0, 2))
@@ -33,6 +33,10 @@ def test_what_answers_passes() -> None:
         ({"outputs": {"x": X, "y": X}}, "with other outputs than"),
         ({"outputs": {"x": msgspec.structs.replace(X, ids=(0, 1))}}, "with x of other samples than asked for"),
         ({"outputs": {"x": msgspec.structs.replace(X, lengths=(3,))}}, "with x of other samples than asked for"),
+        (
+            {"completions": (Completion(sample=1, prompt="", response="", reward=None),)},
+            "with completions of other samples than asked for",
+        ),
         ({"state": {"a": 1.0}}, "with numbers that the call keeps, of a rank that is not asked"),
         ({"span": Span("compute", "a", 0.0, math.inf)}, "that took from 0.0 to inf"),
         ({"wait": Span("transfer", "a", math.nan, 1.0)}, "that took from nan to 1.0"),

@@ -110,4 +110,4 @@ def test_the_command_prints_the_newest(tmp_path: Path, capsys: pytest.CaptureFix
 
 def test_the_command_says_how_to_get_some(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["status", str(good_run(tmp_path / "run", samples=None)), "--samples"]) == 0
-    assert "has no samples; a run writes them with --samples N" in " ".join(capsys.readouterr().out.split())
+    assert "has no samples; a run writes those that a call rewards" in " ".join(capsys.readouterr().out.split())

@@ -1,0 +1,73 @@
+"""Completions for people: a few samples of each step as texts, with the rewards that a call has just given them."""
+
+from collections.abc import Mapping, Sequence
+from itertools import chain
+from typing import Protocol
+
+from torch import Tensor
+
+from realhf.data.tokenizer import Tokens
+from realhf.dataflow.graph import ModelFunctionCallDef
+from realhf.engine.batch import Batch
+from realhf.transport.messages import BatchKey, Completion
+
+MOST_CHARACTERS = 20_000  # of a text
+
+
+class Rows(Protocol):
+    """What is asked of a data set's reader (`realhf.data.rows.DatasetRows`)."""
+
+    batch_size: int
+
+    def tokens(self, step: int, sample_ids: Sequence[int]) -> list[dict[str, Tokens]]: ...
+
+    def text(self, tokens: Tokens) -> str: ...
+
+
+def shown_samples(batch: BatchKey, batch_size: int, number: int) -> list[int]:
+    """The ids of the samples of a step that people see, `number` of them or all: evenly spread, others in the next
+    step, the same in every run. Of an evaluation they are in its first batch, so that all evaluations show the same."""
+    number = min(number, batch_size)
+    if batch.split == "train":
+        return sorted((batch.step + i * (batch_size // number)) % batch_size for i in range(number))
+    return [i * (batch_size // number) for i in range(number)] if batch.step == 0 else []
+
+
+def completions(
+    call: ModelFunctionCallDef,
+    batch: BatchKey,
+    data: Sequence[Batch],
+    outputs: Mapping[str, list[Tensor]],
+    rows: Rows,
+    number: int,
+) -> tuple[Completion, ...]:
+    """Those of this rank, if the call reads sequences (`seq`) and makes their rewards (`reward`); else none.
+
+    The prompt is the data set's column `prompt`. Texts have their special tokens, and lose their
+    middle where they are long.
+    """
+    if number == 0 or "seq" not in call.input_data or "reward" not in outputs:
+        return ()
+    wanted = set(shown_samples(batch, rows.batch_size, number))
+    ids, sequences = [sample for part in data for sample in part.ids], list(chain(*(part.data["seq"] for part in data)))
+    shown = [
+        (sample, sequence.tolist(), reward)
+        for sample, sequence, reward in zip(ids, sequences, outputs["reward"], strict=True)
+        if sample in wanted
+    ]
+    prompts = [row.get("prompt") for row in rows.tokens(batch.step, [sample for sample, _, _ in shown])]
+    return tuple(
+        Completion(
+            sample=sample,
+            prompt=_shortened(rows.text(prompt)),
+            response=_shortened(rows.text(sequence[len(prompt) :])),
+            reward=float(reward) if reward.numel() == 1 else None,
+        )
+        for (sample, sequence, reward), prompt in zip(shown, prompts, strict=True)
+        if prompt is not None
+    )
+
+
+def _shortened(text: str) -> str:
+    half = MOST_CHARACTERS // 2
+    return text if len(text) <= MOST_CHARACTERS else f"{text[:half]} ... {text[-half:]}"

@@ -1,0 +1,87 @@
+"""The completions that people see of a step: which samples, and their texts."""
+
+import pytest
+import torch
+
+from realhf.engine.batch import Batch
+from realhf.transport.messages import BatchKey, Completion
+from realhf.worker.completions import MOST_CHARACTERS, completions, shown_samples
+from tests.unit.api.calls import call, rule
+
+STEP = BatchKey("train", 5)
+
+
+class Rows:
+    """Prompts of two tokens: the sample's id and 7. A text is its tokens with dots."""
+
+    batch_size = 8
+
+    def tokens(self, step: int, sample_ids: list[int]) -> list[dict[str, list[int]]]:
+        assert step == 5
+        return [{"prompt": [sample, 7]} for sample in sample_ids]
+
+    def text(self, tokens: list[int]) -> str:
+        return ".".join(map(str, tokens))
+
+
+class RowsWithoutPrompts(Rows):
+    def tokens(self, step: int, sample_ids: list[int]) -> list[dict[str, list[int]]]:
+        return [{"tokens": [sample]} for sample in sample_ids]
+
+
+def data(*samples: int) -> list[Batch]:
+    """In two mini-batches."""
+    halves = samples[: len(samples) // 2], samples[len(samples) // 2 :]
+    return [Batch(ids, {"seq": [torch.tensor([i, 7, 10 + i]) for i in ids]}) for ids in halves]
+
+
+def rewards(*samples: int) -> dict[str, list[torch.Tensor]]:
+    return {"reward": [torch.tensor([sample / 2]) for sample in samples]}
+
+
+def test_they_are_spread_over_the_batch_and_others_in_the_next_step() -> None:
+    found = [shown_samples(BatchKey("train", step), 8, 3) for step in range(9)]
+    assert found[:3] == [[0, 2, 4], [1, 3, 5], [2, 4, 6]]
+    assert found[6] == [0, 2, 6]
+    assert found[8] == found[0]
+    assert {sample for samples in found for sample in samples} == set(range(8))
+    assert shown_samples(STEP, 2, 3) == [0, 1], "no more than there are"
+
+
+def test_evaluations_show_the_same_ones_each_time() -> None:
+    assert shown_samples(BatchKey("evaluation", 0), 8, 2) == [0, 4]
+    assert shown_samples(BatchKey("evaluation", 1), 8, 2) == []
+
+
+RULE, MODEL = rule("judge", ["seq"], ["reward"]), call("judge", inputs=["seq"], outputs=["reward"])
+
+
+@pytest.mark.parametrize("judge", [RULE, MODEL])
+def test_each_rank_gives_the_texts_of_its_own(judge: object) -> None:
+    samples = (7, 5, 3, 1)
+    assert shown_samples(STEP, 8, 3) == [1, 5, 7]
+    found = completions(judge, STEP, data(*samples), rewards(*samples), Rows(), 3)  # type: ignore[arg-type]
+    assert found == (
+        Completion(sample=7, prompt="7.7", response="17", reward=3.5),
+        Completion(sample=5, prompt="5.7", response="15", reward=2.5),
+        Completion(sample=1, prompt="1.7", response="11", reward=0.5),
+    )
+
+
+def test_other_calls_give_none() -> None:
+    judge = rule("judge", ["seq"], ["reward"])
+    assert completions(judge, STEP, data(1, 5), rewards(1, 5), Rows(), 0) == ()
+    assert completions(judge, STEP, data(1, 5), {}, Rows(), 3) == (), "a rank without outputs"
+    assert completions(judge, STEP, data(1, 5), rewards(1, 5), RowsWithoutPrompts(), 3) == ()
+    assert completions(rule("judge", ["x"], ["reward"]), STEP, data(1, 5), rewards(1, 5), Rows(), 3) == ()
+
+
+def test_a_long_text_loses_its_middle() -> None:
+    class LongRows(Rows):
+        def text(self, tokens: list[int]) -> str:
+            return "a" * MOST_CHARACTERS + "b" * MOST_CHARACTERS
+
+    [found] = completions(rule("judge", ["seq"], ["reward"]), STEP, data(1), rewards(1), LongRows(), 3)
+    assert found.response.startswith("aaa")
+    assert "a ... b" in found.response
+    assert len(found.response) == MOST_CHARACTERS + 5
