@@ -1,6 +1,6 @@
 """What functions of rollouts share: the samples that count, their groups, their corrections and their statistics."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -99,6 +99,15 @@ def importance_columns(rollout: Columns, old: Columns | None, options: PolicyOpt
 def valid_column(is_valid: Tensor, like: Tensor) -> list[Tensor]:
     """The column `valid`: per sample [1], of the dtype and device of `like`."""
     return list(is_valid.to(like.device, like.dtype).split(1))
+
+
+def filtered_stats(made: Mapping[str, object], rollout: Columns, scores: Columns, ref: Columns | None) -> Stats:
+    """Statistics of all rollouts that were scored, where a function leaves out some of them for training.
+
+    An update of a script gives these itself, of what it trains on; those here replace them. {} where nothing is left
+    out (no column `valid` among the `made` ones).
+    """
+    return rollout_stats(rollout, scores, ref) if "valid" in made else {}
 
 
 def rollout_stats(rollout: Columns, scores: Columns, ref: Columns | None) -> Stats:

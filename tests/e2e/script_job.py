@@ -1,11 +1,7 @@
 """PPO in ten lines; experiments/ppo.py is the same with its calls declared."""
 
-from realhf.algorithms.ppo.config import PPOHyperparameters
-from realhf.api import Policy, Prompts, RewardModel, ValueModel, auto, loss_function, tensor_function
-
-advantages = tensor_function("tests.e2e.script_job_functions:advantages")
-policy_loss = loss_function("tests.e2e.script_job_functions:policy_loss")
-value_loss = loss_function("tests.e2e.script_job_functions:value_loss")
+from realhf.algorithms.ppo.config import PPOHyperparameters, ppo_advantages, ppo_policy, ppo_value
+from realhf.api import Policy, Prompts, RewardModel, ValueModel, auto
 
 
 @auto(batch_size=128, steps=80, mini_batches=2)
@@ -22,6 +18,6 @@ def ppo(
     scores = reward.score(rollout)
     ref_logprob = reference.logprobs(rollout)
     values = critic.values(rollout)
-    batch = advantages(rollout, scores, ref_logprob, values, ppo)
-    actor.update(batch, policy_loss(ppo))
-    critic.update(batch, value_loss(ppo))
+    batch = ppo_advantages(rollout, scores, ref_logprob, values, ppo)
+    actor.update(batch, ppo_policy(ppo))
+    critic.update(batch, ppo_value(ppo))

@@ -8,12 +8,12 @@ from realhf.algorithms.grpo.config import GRPO
 from realhf.algorithms.samples import (
     at_tokens,
     drawn_by,
+    filtered_stats,
     importance_columns,
     in_groups,
     is_whole,
     lengths_of,
     of_ids,
-    rollout_stats,
     valid_column,
     validity,
 )
@@ -41,7 +41,7 @@ def group_advantages(
     `old_logprob`, the policy's own log-probabilities before training.
 
     Returns:
-        Columns; statistics: those of `rollout_stats`, and `informative_groups`, the share of the groups whose rewards
+        Columns; statistics: those of `filtered_stats`, and `informative_groups`, the share of the groups whose rewards
         differ.
     """
     is_valid = validity(scores)
@@ -59,7 +59,7 @@ def group_advantages(
     if not torch.equal(is_trained, is_valid):
         columns["valid"] = valid_column(is_trained, rollout.logprob[0])
     share = {"informative_groups": (float(informative.sum()), float(len(informative)))}
-    return columns, rollout_stats(rollout, scores, ref) | share
+    return columns, filtered_stats(columns, rollout, scores, ref) | share
 
 
 def grpo_policy(logprob: Tensor, batch: Batch, grpo: GRPO) -> tuple[Tensor, Stats]:

@@ -7,6 +7,7 @@ from realhf.algorithms.choices import KLController, KLEstimator, check_choice
 from realhf.algorithms.options import PolicyOptions, check_dual_clip
 from realhf.api.generation import DecodeGraphs
 from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
+from realhf.base.errors import UserError
 from realhf.base.numbers import Range, check_ranges
 from realhf.dataflow.interface import InterfaceConfig
 
@@ -99,6 +100,13 @@ class PPOActor(InterfaceConfig):
     recordable: ClassVar[tuple[str, ...]] = ("seq", "logprob", "margin", "logits")
 
     ppo: PPOHyperparameters = field(default_factory=PPOHyperparameters)
+
+    def __post_init__(self) -> None:
+        if self.ppo.mask_truncated or self.ppo.importance_correction != "none":
+            raise UserError(
+                "mask_truncated and importance_correction leave out or weigh samples, which the calls of scripts do and "
+                "those of a list of calls do not; write PPO as a script, or set them to false and none"
+            )
 
     @property
     def epochs(self) -> int:

@@ -23,10 +23,10 @@ from realhf.algorithms.functional import (
 from realhf.algorithms.ppo.config import PPOHyperparameters
 from realhf.algorithms.samples import (
     drawn_by,
+    filtered_stats,
     importance_columns,
     in_groups,
     is_whole,
-    rollout_stats,
     valid_column,
     validity,
 )
@@ -69,7 +69,7 @@ def ppo_advantages(
     `old_logprob`, the policy's own log-probabilities before training.
 
     Returns:
-        Columns; statistics: those of `rollout_stats`, `explained_variance` and, with an adaptive controller, `kl_coef`.
+        Columns; statistics: those of `filtered_stats`, `explained_variance` and, with an adaptive controller, `kl_coef`.
     """
     is_valid = validity(scores)
     kl_coef, stats = step_kl_coef(rollout, ref, is_valid, ppo, context)
@@ -81,7 +81,7 @@ def ppo_advantages(
     if ppo.mask_truncated:
         columns["valid"] = valid_column(is_valid & is_whole(rollout, ppo), rollout.logprob[0])
     stats["explained_variance"] = (estimates.explained_variance, 1.0)
-    return columns, rollout_stats(rollout, scores, ref) | stats
+    return columns, filtered_stats(columns, rollout, scores, ref) | stats
 
 
 def step_kl_coef(

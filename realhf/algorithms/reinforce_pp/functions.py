@@ -8,12 +8,12 @@ from realhf.algorithms.clipped import clipped_policy
 from realhf.algorithms.reinforce_pp.config import ReinforcePlusPlus
 from realhf.algorithms.samples import (
     at_tokens,
+    filtered_stats,
     importance_columns,
     in_groups,
     is_whole,
     lengths_of,
     of_ids,
-    rollout_stats,
     valid_column,
     validity,
 )
@@ -42,7 +42,7 @@ def reinforce_pp_advantages(
     `old_logprob`.
 
     Returns:
-        Columns, and the statistics of `rollout_stats`.
+        Columns, and the statistics of `filtered_stats`.
 
     Source: Hu et al., "REINFORCE++" (2025), equations 7 to 10.
     """
@@ -68,7 +68,7 @@ def reinforce_pp_advantages(
     columns |= importance_columns(rollout, old, options)
     if options.mask_truncated:
         columns["valid"] = valid_column(is_valid & is_whole(rollout, options), rollout.logprob[0])
-    return columns, rollout_stats(rollout, scores, ref)
+    return columns, filtered_stats(columns, rollout, scores, ref)
 
 
 def reinforce_pp_policy(logprob: Tensor, batch: Batch, options: ReinforcePlusPlus) -> tuple[Tensor, Stats]:

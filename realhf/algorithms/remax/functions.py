@@ -5,7 +5,7 @@ from torch import Tensor
 
 from realhf.algorithms import functional as F
 from realhf.algorithms.remax.config import ReMax
-from realhf.algorithms.samples import importance_columns, is_whole, rollout_stats, valid_column, validity
+from realhf.algorithms.samples import filtered_stats, importance_columns, is_whole, valid_column, validity
 from realhf.algorithms.statistics import mean_of
 from realhf.api.script.columns import Columns
 from realhf.engine.interface import Stats
@@ -29,7 +29,7 @@ def remax_advantages(
     rewards do.
 
     Returns:
-        Columns; statistics: those of `rollout_stats`, and `greedy_reward_mean`.
+        Columns; statistics: those of `filtered_stats`, and `greedy_reward_mean`.
 
     Source: Li et al., "ReMax" (2024), algorithm 1 and equation 8.
     """
@@ -55,4 +55,4 @@ def remax_advantages(
         score for score, valid in zip(greedy_scores.reward, validity(greedy_scores).tolist(), strict=True) if valid
     ]
     stats = {"greedy_reward_mean": mean_of(torch.cat(greedy))} if greedy else {}
-    return columns, rollout_stats(rollout, scores, ref) | stats
+    return columns, filtered_stats(columns, rollout, scores, ref) | stats

@@ -8,12 +8,12 @@ from realhf.algorithms.rloo.config import RLOO
 from realhf.algorithms.samples import (
     at_tokens,
     drawn_by,
+    filtered_stats,
     importance_columns,
     in_groups,
     is_whole,
     lengths_of,
     of_ids,
-    rollout_stats,
     valid_column,
     validity,
 )
@@ -39,7 +39,7 @@ def rloo_advantages(
     `old_logprob`, the policy's own log-probabilities before training.
 
     Returns:
-        Columns, and the statistics of `rollout_stats`.
+        Columns, and the statistics of `filtered_stats`.
     """
     is_valid = validity(scores)
     score = torch.cat(scores.reward)
@@ -58,7 +58,7 @@ def rloo_advantages(
     columns |= importance_columns(rollout, old, rloo)
     if rloo.mask_truncated:
         columns["valid"] = valid_column(is_valid & is_whole(rollout, rloo), rollout.logprob[0])
-    return columns, rollout_stats(rollout, scores, ref)
+    return columns, filtered_stats(columns, rollout, scores, ref)
 
 
 def rloo_policy(logprob: Tensor, batch: Batch, rloo: RLOO) -> tuple[Tensor, Stats]:

@@ -8,7 +8,7 @@ from torch import Tensor
 from realhf.algorithms import functional as F
 from realhf.algorithms.ppo.functions import penalised_rewards, ppo_estimates, ppo_value, step_kl_coef
 from realhf.algorithms.safe_rlhf.config import SafeRLHF
-from realhf.algorithms.samples import importance_columns, in_groups, is_whole, rollout_stats, valid_column, validity
+from realhf.algorithms.samples import filtered_stats, importance_columns, in_groups, is_whole, valid_column, validity
 from realhf.algorithms.statistics import mean_of, prefixed
 from realhf.api.script.columns import Columns
 from realhf.engine.batch import Batch
@@ -47,7 +47,7 @@ def safe_advantages(
     its critic, and of the cost model and its critic; old: `old_logprob`.
 
     Returns:
-        Columns, with `reward`, `value`, `cost`, `cost_value` as they were given; statistics: those of `rollout_stats`,
+        Columns, with `reward`, `value`, `cost`, `cost_value` as they were given; statistics: those of `filtered_stats`,
         `cost_mean`, `multiplier`, `unsafe` (the share of responses that cost more than 0), and of both critics the
         explained variance.
 
@@ -82,7 +82,7 @@ def safe_advantages(
         columns["valid"] = valid_column(is_valid, rollout.logprob[0])
     stats["explained_variance"] = (of_reward.explained_variance, 1.0)
     stats["cost_explained_variance"] = (of_cost.explained_variance, 1.0)
-    return columns, rollout_stats(rollout, reward, ref) | of_costs | stats
+    return columns, filtered_stats(columns, rollout, reward, ref) | of_costs | stats
 
 
 def _multiplier(
