@@ -104,8 +104,8 @@ class PPOActor(InterfaceConfig):
     def __post_init__(self) -> None:
         if self.ppo.mask_truncated or self.ppo.importance_correction != "none":
             raise UserError(
-                "mask_truncated and importance_correction leave out or weigh samples, which the calls of scripts do and "
-                "those of a list of calls do not; write PPO as a script, or set them to false and none"
+                "mask_truncated and importance_correction leave out or weigh samples, which the calls of scripts do "
+                "and those of a list of calls do not; write PPO as a script, or set them to false and none"
             )
 
     @property

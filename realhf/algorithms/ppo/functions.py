@@ -69,7 +69,7 @@ def ppo_advantages(
     `old_logprob`, the policy's own log-probabilities before training.
 
     Returns:
-        Columns; statistics: those of `filtered_stats`, `explained_variance` and, with an adaptive controller, `kl_coef`.
+        Columns; statistics: those of `filtered_stats`, `explained_variance`, with an adaptive controller `kl_coef`.
     """
     is_valid = validity(scores)
     kl_coef, stats = step_kl_coef(rollout, ref, is_valid, ppo, context)
