@@ -66,7 +66,10 @@ class RealSizeJob:
     rollout: PPOHyperparameters = field(
         # No response ends early.
         default_factory=lambda: PPOHyperparameters(
-            max_new_tokens=NEW_TOKENS, min_new_tokens=NEW_TOKENS, samples_per_prompt=GROUP
+            max_new_tokens=NEW_TOKENS,
+            min_new_tokens=NEW_TOKENS,
+            eos_token=sort_task.EOS_TOKEN,
+            samples_per_prompt=GROUP,
         )
     )
     data_dir: str = "runs/real-size-data"

@@ -81,8 +81,9 @@ def setting_text(task: PlanningTask) -> str:
     """The cluster and the workload in one line."""
     cluster, workload = task.cluster, task.workload
     tokens = f"{workload.prompt_tokens:.4g}" + (f" + {workload.new_tokens:.4g}" if workload.new_tokens else "")
+    group = f", {task.graph.samples_per_prompt} to a prompt" if task.graph.samples_per_prompt > 1 else ""
     planned_for = hardware_text(cluster.hardware, cluster.num_nodes, cluster.devices_per_node)
-    return f"{planned_for}; {task.batch_size} samples of {tokens} tokens a step, {task.dtype}"
+    return f"{planned_for}; {task.batch_size} samples of {tokens} tokens a step{group}, {task.dtype}"
 
 
 def totals(comparison: Comparison) -> Iterator[str]:

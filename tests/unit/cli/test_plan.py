@@ -37,6 +37,11 @@ def empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+def test_a_plan_says_how_many_samples_share_a_prompt(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ON_8, "--ppo.samples-per-prompt", "8"]) == 0
+    assert "64 samples of 1024 + 1024 tokens a step, 8 to a prompt, bfloat16" in capsys.readouterr().out
+
+
 def test_compare(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ON_8, "--compare", "--json", "out.json", "--html", "out.html", "--output", "plan.json"]) == 0
     printed = capsys.readouterr().out
