@@ -180,7 +180,8 @@ class RewardPool:
         elif reward.is_async:
             size = _MAX_ASYNC
         else:
-            size = min(_MAX_PART, max(1, math.ceil(count / (_PARTS * self.options.processes))))
+            parts = _PARTS * self.options.processes if self.options.processes > 1 else 1
+            size = min(_MAX_PART, max(1, math.ceil(count / parts)))
         return [range(begin, min(begin + size, count)) for begin in range(0, count, size)]
 
     def _score(self, job: Job, index: int) -> Score:

@@ -179,15 +179,11 @@ def recognise(function: Function, name: str) -> Signature:
         )
     found = [parameter for parameter in named if parameter in _FORMS]
     if len(found) != 1:
+        what = f"takes {' and '.join(found)}, and a reward takes one of them" if found else "does not take the response"
         raise UserError(
-            f"{name}({', '.join(str(p) for p in parameters)}): "
-            + (
-                f"it takes {' and '.join(found)}, and a reward takes one of them"
-                if found
-                else "no parameter takes the response"
-            )
-            + "; write it as (prompt, response, ...), in lists as (prompts, responses, ...), as TRL's (prompts, "
-            "completions, **kwargs) or as verl's (data_source, solution_str, ground_truth, extra_info)"
+            f"reward {name} has the parameters ({', '.join(map(str, parameters))}), and {what}; write it as (prompt, "
+            "response, ...), in lists as (prompts, responses, ...), as TRL's (prompts, completions, **kwargs) or as "
+            "verl's (data_source, solution_str, ground_truth, extra_info)"
         )
     style, is_plural = _FORMS[found[0]]
     return Signature(

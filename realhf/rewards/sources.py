@@ -108,7 +108,14 @@ def _weight(text: str, weight: str) -> float:
 
 
 def _of_file(source: RewardSource) -> Function:
-    module = load_code_file(source.module)
+    if not Path(source.module).is_file():
+        raise UserError(
+            f"reward {source.text}: there is no file {Path(source.module).absolute()}; give the path of a Python file"
+        )
+    try:
+        module = load_code_file(source.module)
+    except UserError as error:
+        raise UserError(f"reward {source.text}: {error}; correct the file") from error
     found = getattr(module, source.function, None)
     if not callable(found):
         own = sorted(

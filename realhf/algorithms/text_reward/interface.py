@@ -29,11 +29,15 @@ class TextRewardInterface:
     def __init__(self, config: TextReward):
         self.config = config
         self._tokenizer = _tokenizer(config.tokenizer)
+        try:
+            self._pool = _pool(config)  # before the first step: what the functions import takes its time
+        except RewardError as error:
+            raise InterfaceError(str(error)) from error
 
     def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
+        pool = self._pool
         try:
-            pool = _pool(self.config)
-            scores = pool.score(self._samples(batch, context, pool))
+            scores = pool.score(self._samples(batch, context))
         except RewardError as error:
             raise InterfaceError(str(error)) from error
         if not context.holds_outputs:
@@ -44,21 +48,21 @@ class TextRewardInterface:
             outputs["valid"] = _column([float(score.is_valid) for score in scores], device)
         return CallResult(outputs=outputs, stats=statistics(pool.names, scores))
 
-    def _samples(self, batch: Batch, context: Context, pool: RewardPool) -> list[Sample]:
+    def _samples(self, batch: Batch, context: Context) -> list[Sample]:
         columns = (batch.ids, batch.data["prompt"], batch.data["seq"], context.rows(batch.ids))
         return [
-            self._sample(Sample(id=id, step=context.step, prompt="", response="", row=row), prompt, seq, pool)
+            self._sample(Sample(id=id, step=context.step, prompt="", response="", row=row), prompt, seq)
             for id, prompt, seq, row in zip(*columns, strict=True)
         ]
 
-    def _sample(self, sample: Sample, prompt: Tensor, seq: Tensor, pool: RewardPool) -> Sample:
+    def _sample(self, sample: Sample, prompt: Tensor, seq: Tensor) -> Sample:
         tokens = seq[len(prompt) :].tolist()
         return Sample(
             id=sample.id,
             step=sample.step,
             prompt=self._tokenizer.decode(prompt.tolist()),
             response=self.response_text(tokens),
-            tokens=tuple(tokens) if pool.wants_tokens else (),
+            tokens=tuple(tokens) if self._pool.wants_tokens else (),
             num_tokens=len(tokens),
             messages=_messages(sample.row),
             row=sample.row,

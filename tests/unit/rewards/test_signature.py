@@ -115,11 +115,11 @@ def only_row(**row: Any) -> float: ...
 @pytest.mark.parametrize(
     ("function", "words"),
     [
-        (none, "no parameter takes the response"),
-        (only_row, "no parameter takes the response"),
+        (none, "does not take the response"),
+        (only_row, "does not take the response"),
         (both, "response and completions"),
         (positional, "remove the `/`"),
-        (dict, "no parameter takes the response|cannot be read"),
+        (dict, "does not take the response|cannot be read"),
     ],
 )
 def test_what_is_no_form_is_refused(function: Any, words: str) -> None:

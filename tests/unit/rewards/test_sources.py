@@ -53,7 +53,7 @@ def test_names_of_statistics_are_kept_free(tmp_path: Path) -> None:
     [
         ("rewards.py", "names no function"),
         ("rewards.txt:correct", "names no function"),
-        ("nowhere.py:correct", "nowhere.py: no such file"),
+        ("nowhere.py:correct", "there is no file .*nowhere.py; give the path"),
         ("FILE:corect", "has no function 'corect'; it has the functions correct, polite"),
         ("FILE:LIMIT", "has int under the name 'LIMIT'"),
         ("FILE:Judge", "is a class"),
