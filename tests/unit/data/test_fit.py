@@ -48,7 +48,7 @@ def rollout_graph(actor: DecoderConfig, reward: DecoderConfig = MODEL, **options
         model_name="actor",
         model_type=actor,
         interface_type=GENERATE,
-        interface_impl=PPOActor(ppo=PPOHyperparameters(**options)),
+        interface_impl=PPOActor(ppo=PPOHyperparameters(**({"max_new_tokens": 9, "eos_token": 2} | options))),
         input_data=["prompt"],
         output_data=["seq"],
     )
