@@ -276,10 +276,10 @@ pool.score([Sample(id=0, step=0, prompt="", response="", row={"folder": sys.argv
 """
 
 
-@pytest.mark.parametrize("function", ["waits_in", "child_process"])
+@pytest.mark.parametrize("function", ["waits_in", "holds_in", "child_process"])
 def test_processes_end_with_a_worker_that_is_killed(function: str, tmp_path: Path) -> None:
     worker = subprocess.Popen([sys.executable, "-c", WORKER, name(function), str(tmp_path)])
-    pattern = "pid-*" if function == "waits_in" else "child-*"
+    pattern = "child-*" if function == "child_process" else "pid-*"
     wait_until(lambda: bool(list(tmp_path.glob(pattern))))
     processes = psutil.Process(worker.pid).children()
     assert processes
