@@ -9,7 +9,7 @@ from plotly.subplots import make_subplots
 
 from realhf.report.curves import Curve, points_of_each, thinned
 from realhf.report.run_data import CallTime
-from realhf.report.timeline import EVALUATION, WAITING, Timeline
+from realhf.report.timeline import BESIDE, EVALUATION, WAITING, Timeline
 
 PHASE_COLOURS = {
     "compute": "#3b6fb6",
@@ -20,7 +20,7 @@ PHASE_COLOURS = {
     EVALUATION: "#9cc3e6",
     WAITING: "#e6e8ec",
 }
-LABELLED_PHASES = ("compute", "checkpoint")
+LABELLED_PHASES = ("compute", "checkpoint", BESIDE)
 OTHER_COLOUR = "#9aa0a6"
 LINE_COLOURS = ("#3b6fb6", "#e8833a", "#3f9e6e", "#8e6bb0", "#c2574f", "#7a8290")
 PREDICTED_COLOUR, MEASURED_COLOUR = "#b8c4d6", "#3b6fb6"
@@ -104,15 +104,16 @@ def times_figure(times: Sequence[CallTime]) -> go.Figure:
 
 
 def timeline_figure(timeline: Timeline) -> go.Figure:
-    """One row a worker, its time coloured by phase."""
+    """One row a worker, its time coloured by phase, and one below it for its calls beside the devices, if any."""
     figure = go.Figure()
     row_height = max(24, min(44, 900 // timeline.num_workers))
-    for phase in dict.fromkeys([*PHASE_COLOURS, *(segment.phase for segment in timeline.segments)]):
-        segments = [segment for segment in timeline.segments if segment.phase == phase]
+    drawn = [*timeline.segments, *timeline.beside]
+    for phase in dict.fromkeys([*PHASE_COLOURS, *(segment.phase for segment in drawn)]):
+        segments = [segment for segment in drawn if segment.phase == phase]
         if not segments:
             continue
         figure.add_bar(
-            y=[f"worker {segment.worker}" for segment in segments],
+            y=[_row_of(segment.worker, segment.phase) for segment in segments],
             x=[segment.duration_s for segment in segments],
             base=[segment.start_s for segment in segments],
             name=f"{phase} {timeline.share(phase):.1%}",
@@ -129,12 +130,21 @@ def timeline_figure(timeline: Timeline) -> go.Figure:
             "%{customdata[2]:.3f} s<extra>%{y}</extra>",
         )
     figure.update_layout(barmode="overlay", uniformtext={"minsize": 9, "mode": "hide"}, legend=LEGEND_ABOVE)
-    rows = [f"worker {worker}" for worker in range(timeline.num_workers)]
+    rules = {segment.worker for segment in timeline.beside}
+    rows = [
+        _row_of(worker, phase)
+        for worker in range(timeline.num_workers)
+        for phase in ("", *([BESIDE] if worker in rules else []))
+    ]
     figure.update_xaxes(title="seconds", range=[0, timeline.duration_s])
     figure.update_yaxes(
         categoryorder="array", categoryarray=rows, autorange="reversed", automargin=True, ticksuffix="  "
     )
     return styled(figure, 100 + row_height * len(rows), {"l": 20, "r": 20, "t": 36, "b": 44})
+
+
+def _row_of(worker: int, phase: str) -> str:
+    return f"worker {worker}" + (f" {BESIDE}" if phase == BESIDE else "")
 
 
 LEGEND_ABOVE = {"orientation": "h", "x": 0, "xanchor": "left", "y": 1, "yanchor": "bottom"}

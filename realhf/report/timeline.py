@@ -9,6 +9,7 @@ from realhf.dataflow.plan import ExecutionPlan
 from realhf.report.run_data import TraceEvent
 
 WAITING = "waiting"
+BESIDE = "beside"  # calls that occupy no device
 EVALUATION = "evaluation"
 STEPS_SHOWN = 2
 
@@ -33,7 +34,8 @@ class Segment:
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """The segments of all workers; a worker's segments cover 0 to `duration_s` without gaps.
+    """The segments of all workers; a worker's segments cover 0 to `duration_s` without gaps. Calls beside the devices,
+    which overlap with these, are in `beside`.
 
     `steps` counts from 1, as `metrics.jsonl` does.
     """
@@ -42,10 +44,13 @@ class Timeline:
     num_workers: int
     duration_s: float
     segments: tuple[Segment, ...]
+    beside: tuple[Segment, ...] = ()
 
     def share(self, phase: str) -> float:
         """The share of all workers' time in `phase`, from 0 to 1."""
-        return sum(s.duration_s for s in self.segments if s.phase == phase) / (self.duration_s * self.num_workers)
+        return sum(s.duration_s for s in (*self.segments, *self.beside) if s.phase == phase) / (
+            self.duration_s * self.num_workers
+        )
 
 
 def last_steps(plan: ExecutionPlan, events: Sequence[TraceEvent]) -> Timeline | None:
@@ -55,13 +60,14 @@ def last_steps(plan: ExecutionPlan, events: Sequence[TraceEvent]) -> Timeline | 
     shown too.
     """
     # Writing checkpoints and sending parameters run beside the other phases.
-    spans = [event for event in events if event.ph == "X" and event.cat not in ("writing", "sending")]
+    spans = [event for event in events if event.ph == "X" and event.cat not in ("writing", "sending", BESIDE)]
     complete = _complete_steps(plan, spans)
     if not complete:
         return None
     last = complete[-1]
     steps = [step for step in complete if last - STEPS_SHOWN < step <= last]
-    shown = [span for span in spans if (name := _call_and_step(span)) and name[1] in steps]
+    beside = [event for event in events if event.ph == "X" and event.cat == BESIDE]
+    shown = [span for span in [*spans, *beside] if (name := _call_and_step(span)) and name[1] in steps]
     start = min(span.ts for span in shown)
     end = max(span.ts + span.dur for span in shown)
     num_workers = max(plan.num_devices, 1 + max(span.tid for span in spans))
@@ -75,6 +81,17 @@ def last_steps(plan: ExecutionPlan, events: Sequence[TraceEvent]) -> Timeline | 
         duration_s=(end - start) / 1e6,
         segments=tuple(
             segment for worker in range(num_workers) for segment in _segments(by_worker[worker], worker, start, end)
+        ),
+        beside=tuple(
+            Segment(
+                worker=span.tid,
+                phase=BESIDE,
+                label=_describe(span)[1],
+                start_s=(max(span.ts, start) - start) / 1e6,
+                end_s=(min(span.ts + span.dur, end) - start) / 1e6,
+            )
+            for span in beside
+            if span.ts + span.dur > start and span.ts < end
         ),
     )
 

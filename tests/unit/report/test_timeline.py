@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from realhf.dataflow.plan import ExecutionPlan
+from realhf.report.figures import timeline_figure
 from realhf.report.run_data import TraceEvent
 from realhf.report.timeline import Timeline, last_steps
 from tests.unit.report.run_directories import PLAN, event, step_events
@@ -67,6 +68,20 @@ def test_other_steps_evaluations_and_checkpoints_in_the_time_shown() -> None:
     assert rows(timeline, 0)[3:7] == between
     assert rows(timeline, 0)[-1] == ("compute", 3.6, 3.75)  # cut at the end of the steps shown
     assert [s.label for s in timeline.segments if s.phase == "checkpoint"] == ["checkpoints/step-1"]
+
+
+def test_calls_beside_the_devices_have_rows_of_their_own() -> None:
+    events = step_events(0, 0.0)
+    events += [{**event("rule", 0, 1, 0.5, 1.0, "beside"), "name": "rule of step 1"}]
+    events += [{**event("rule", 0, 0, 0.2, 9.0, "beside"), "name": "rule of step 8"}]
+    timeline = timeline_of(events)
+    assert rows(timeline, 1) == rows(timeline_of(step_events(0, 0.0)), 1), "which the devices' calls know nothing of"
+    found = [(each.worker, each.label, each.start_s, each.end_s) for each in timeline.beside]
+    assert found == [(1, "rule, step 1", 0.5, 1.0), (0, "rule, step 8", 0.2, 1.75)], "cut at the end"
+    figure = timeline_figure(timeline)
+    assert list(figure.layout.yaxis.categoryarray) == ["worker 0", "worker 0 beside", "worker 1", "worker 1 beside"]
+    [bars] = [trace for trace in figure.data if trace.name.startswith("beside")]
+    assert list(bars.y) == ["worker 1 beside", "worker 0 beside"]
 
 
 def test_a_worker_without_work_waits() -> None:
