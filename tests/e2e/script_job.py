@@ -2,6 +2,9 @@
 
 from realhf.algorithms.ppo.config import PPOHyperparameters, ppo_advantages, ppo_policy, ppo_value
 from realhf.api import Policy, Prompts, RewardModel, ValueModel, auto
+from realhf.data import sort_task
+
+SORTING = PPOHyperparameters(max_new_tokens=sort_task.MAX_NEW_TOKENS)
 
 
 @auto(batch_size=128, steps=80, mini_batches=2)
@@ -12,7 +15,7 @@ def ppo(
     critic: ValueModel = ValueModel(lr=3e-4, warmup_steps=5),
     reference: Policy,
     reward: RewardModel,
-    ppo: PPOHyperparameters,
+    ppo: PPOHyperparameters = SORTING,
 ) -> None:
     rollout = actor.generate(prompts, ppo)
     scores = reward.score(rollout)
