@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from realhf.cpu import products
 from realhf.parallel import linear as module
-from realhf.parallel.linear import linear, pack, takes_packed
+from realhf.parallel.linear import computes_in_halves, linear, pack, takes_packed
 from tests.unit.packing import PACKERS
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -46,8 +46,10 @@ def test_values_of_packed_weights_are_those_of_the_plain_product(dtype, rows, pa
     assert_plain_product(x, weight, bias, packed)
 
 
+@pytest.mark.parametrize("in_halves", [False, True])
 @pytest.mark.parametrize("rows", [1, 4, 65, 1025])
-def test_gradients_are_those_of_the_plain_product(rows):
+def test_gradients_are_those_of_the_plain_product(rows, in_halves, monkeypatch):
+    monkeypatch.setattr(module, "computes_in_halves", lambda: in_halves)
     leaves = [x.requires_grad_(True) for x in operands(rows, torch.float32)]
     linear(*leaves).square().sum().backward()
     wide = [x.detach().double().requires_grad_(True) for x in leaves]
@@ -60,9 +62,21 @@ def test_a_gradient_is_only_computed_where_it_is_asked_for(monkeypatch):
     x, weight, _ = operands(8, torch.float32)
     calls = []
     original = module._onednn
+    monkeypatch.setattr(module, "computes_in_halves", lambda: False)
     monkeypatch.setattr(module, "_onednn", lambda *a: calls.append(a[0].shape) or original(*a))
     linear(x, weight.requires_grad_(True)).sum().backward()
     assert calls == [(8, 40), (24, 8)]  # forward, and the gradient of the weight alone
+
+
+@pytest.mark.parametrize(
+    ("vendor", "family", "expected"),
+    [("AuthenticAMD", 25, True), ("AuthenticAMD", 26, False), ("GenuineIntel", 25, False)],
+)
+def test_processors_that_compute_in_halves(vendor, family, expected, tmp_path):
+    processor = f"processor\t: 0\nvendor_id\t: {vendor}\ncpu family\t: {family}\nmodel\t\t: 17\npower management:\n\n"
+    (tmp_path / "cpuinfo").write_text(2 * processor)
+    assert computes_in_halves(tmp_path / "cpuinfo") is expected
+    assert not computes_in_halves(tmp_path / "missing")
 
 
 def test_packed_weights_are_of_no_use_to_a_gradient():
