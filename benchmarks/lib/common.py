@@ -84,9 +84,10 @@ def finish(benchmark: str, results: list[dict], json_file: Path | None, *, is_pa
     print(json.dumps(result))
 
 
-def realhf(*words: str) -> None:
-    """One `realhf` command, quietly; if it fails, the benchmark ends with what it said."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+def realhf(*words: str, threads: int = 1) -> None:
+    """One `realhf` command with so many threads a worker, quietly; if it fails, the benchmark ends with what it
+    said."""
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads)}
     command = python_command("realhf.cli", *words)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
