@@ -61,7 +61,8 @@ def test_the_same_numbers(data: Path, tmp_path: Path) -> None:
     words = (*SMALL, "--dtype", "float64", "--steps", "2", "--plan", "tests/plans/grouped.json")
     script = finished(tmp_path / "script", SCRIPT, *options(data), *words)
     declared = finished(tmp_path / "declared", "ppo", "--data-dir", str(data), "--no-evaluate", *words)
-    assert statistics(script) == statistics(declared)
+    for one, other in zip(statistics(script), statistics(declared), strict=True):
+        assert one == pytest.approx(other, rel=1e-12, abs=1e-12)  # statistics add up samples in another order
 
 
 @pytest.mark.distributed

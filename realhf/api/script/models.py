@@ -145,7 +145,7 @@ class ScriptModel(OptimizerConfig):
             reports=reports,
             sequences=_sequences(terms),
             epochs=loss.setting("epochs", 1) if epochs is None else epochs,
-            max_kl=loss.setting("max_kl", None) if max_kl is None else max_kl,
+            max_kl=self._max_kl(terms[0], max_kl),
             rollout_statistics=is_rollout and not trace.has_rollout_statistics,
         )
         request = Request(
@@ -156,6 +156,13 @@ class ScriptModel(OptimizerConfig):
             mini_batches=mini_batches or trace.mini_batches,
         )
         trace.add(request, config, [key for one in terms for key in in_reading_order(one.view)])
+
+    def _max_kl(self, term: Term, given: float | None) -> float | None:
+        """The divergence that ends an update; only a policy moves away from the one that drew its rollouts."""
+        if self.HEAD != "lm" or term.rows != "rollout":
+            return None
+        found: float | None = term.loss.setting("max_kl", None) if given is None else given
+        return found
 
     def _measure(self, term: Term, name: str) -> None:
         """In an evaluation: the loss of rows of the data, in place of an update."""

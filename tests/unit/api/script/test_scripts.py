@@ -205,6 +205,23 @@ def test_hyperparameters_set_epochs_and_reduction(experiment: Any) -> None:
     assert call.interface_impl.terms[0].loss.reduction.kind == "sequence_mean"
 
 
+def test_only_the_policys_update_ends_by_divergence(experiment: Any) -> None:
+    @dataclass(frozen=True)
+    class Settings:
+        max_kl: float = 0.1
+
+    @loss_function
+    def loss(quantity: Any, batch: Any, settings: Settings) -> Any:
+        return quantity
+
+    def script(prompts: Prompts, actor: Policy, critic: ValueModel, hp: Hyperparameters, settings: Settings) -> None:
+        rollout = actor.generate(prompts, hp)
+        actor.update(rollout, loss(settings))
+        critic.update(rollout, loss(settings))
+
+    assert [call.interface_impl.max_kl for call in experiment(script).rpcs if call.trains] == [0.1, None]
+
+
 def test_options_have_the_names_of_the_parameters(data: Path, tmp_path: Path) -> None:
     from realhf.lifecycle.request import experiment_of
 
