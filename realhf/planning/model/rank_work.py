@@ -24,6 +24,9 @@ PREFILL_TOKENS = 4096
 # Of what malloc gave: between tensors of different sizes that come and go there are holes, of at most an eighth of them
 # where a hole's size fits again (`csrc/memory`); measured 4 to 9 %.
 HOLES = 1 / 8
+# On a CPU an inference or a training computes what neighbours begin with once, from so many tokens on
+# (`realhf.engine.packing`).
+SHORTEST_SHARED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +60,17 @@ class RankWork:
     def prompts(self) -> float:
         """Prompts that a generation computes in one part."""
         return self.samples / self.parts / self.sharing
+
+    @property
+    def rows(self) -> float:
+        """Tokens that an inference or a training computes in one part: on a CPU a prompt once for those of its samples
+        that are together."""
+        lengths, samples = self.lengths, self.samples / self.parts
+        model, is_rollout = self.placed.model, self.lengths.new_tokens > 0
+        is_long = lengths.prompt_tokens >= SHORTEST_SHARED
+        is_shared = self.placed.features.in_host_memory and is_rollout and is_long and model.sliding_window is None
+        repeated = (1 - 1 / self.sharing) * lengths.prompt_tokens if is_shared else 0.0
+        return samples * (lengths.tokens - repeated)
 
     @cached_property
     def cache_turns(self) -> float:

@@ -57,7 +57,7 @@ class RankSeconds:
 
     def inference_s(self) -> float:
         """A forward pipeline over the micro-batches; the last stage has the head."""
-        tokens = self.sequences * self.lengths.tokens
+        tokens = self.work.rows
         length = self.lengths.tokens
         pipeline = self._pipeline_s(self._stages(lambda stage: self._stage_s(stage, tokens, length, train=False)))
         return pipeline + self.timings.overheads.forward_s
@@ -68,7 +68,7 @@ class RankSeconds:
         With ZeRO-1 gradients are reduce-scattered, 1 / dp of the parameters updated and all-gathered: the bytes of the
         ring all-reduce that it replaces (ZeRO, section 7.2.1).
         """
-        tokens = self.sequences * self.lengths.tokens
+        tokens = self.work.rows
         strategy, sizes = self.strategy, model_sizes(self.model)
         length = self.lengths.tokens
         pipeline = self._pipeline_s(self._stages(lambda stage: self._stage_s(stage, tokens, length, train=True)))

@@ -13,8 +13,8 @@ class Workload:
     """Tokens of a sample.
 
     Generate calls read `prompt_tokens` and write `new_tokens`; inference and train_step calls see both as one sequence
-    (without generation, all of it is in `prompt_tokens`). Of a generate call `samples_per_prompt` neighbouring samples
-    have one prompt, `kv_cache_tokens` is the room for keys and values on a device that it was given, if it was, and
+    (without generation, all of it is in `prompt_tokens`). `samples_per_prompt` neighbouring samples have one prompt. Of
+    a generate call `kv_cache_tokens` is the room for keys and values on a device that it was given, if it was, and
     `decode_graphs` how long graphs of its decode steps live. The means give times, the maxima memory and the number of
     decode steps; a maximum left out equals the mean, rounded up. `calls` overrides the lengths for single calls by
     name.
@@ -67,7 +67,7 @@ def workload_of(graph: DataflowGraph, lengths: dict[str, tuple[float, int]], new
         elif call.interface_impl.sequence_keys or rollout is None:
             calls[call.name] = _reading(call, lengths, rollout)
     base = rollout or next(iter(calls.values()))
-    return replace(base, samples_per_prompt=1, kv_cache_tokens=None, decode_graphs=DECODE_GRAPHS, calls=calls)
+    return replace(base, kv_cache_tokens=None, decode_graphs=DECODE_GRAPHS, calls=calls)
 
 
 def _generation(call: ModelFunctionCallDef, lengths: dict[str, tuple[float, int]], new_tokens: int | None) -> Workload:

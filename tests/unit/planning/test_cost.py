@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 from msgspec import structs
 
 from realhf.architecture.model import DecoderConfig, DType
-from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph, ModelFunctionCallDef
+from realhf.dataflow.graph import (
+    GENERATE,
+    INFERENCE,
+    TRAIN_STEP,
+    DataflowGraph,
+    ModelFunctionCallDef,
+    ModelInterfaceType,
+)
 from realhf.geometry.boxes import device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.parameters import parameter_count
@@ -387,6 +394,37 @@ def test_samples_of_a_prompt_compute_it_once() -> None:
     dp = 4
     assert generation(1) - generation(4) == 4 * (4 - 1) * 8
     assert generation(16) == generation(4), "no rank has more of a group"
+
+
+@pytest.mark.parametrize("kind", [INFERENCE, TRAIN_STEP])
+def test_an_inference_and_a_training_compute_a_prompt_once_on_a_cpu(kind: ModelInterfaceType) -> None:
+    @dataclass(frozen=True)
+    class PerToken(RoundTimings):
+        def layer(self, tokens: float, sequence_length: float, tp: int, **_: bool) -> float:
+            assert sequence_length == prompt + 5
+            return tokens
+
+    on_cpu = replace(ENGINE, in_host_memory=True)
+
+    def rows(samples_per_prompt: int, features: EngineFeatures = on_cpu) -> float:
+        cost = call_model(
+            call=call("m", TINY, kind, "x"),
+            batch_size=16,
+            workload=Workload(prompt_tokens=prompt, new_tokens=5, samples_per_prompt=samples_per_prompt),
+            cluster=cpu_cluster(4),
+            costs=Costs(CPU, {TINY: PerToken()}, features),
+            dtype="float32",
+        )
+        return cost.seconds(ParallelStrategy(dp=2), 2)
+
+    prompt = 8
+    passes = 4 * (2 if kind is TRAIN_STEP else 1)  # layers, forward and backward
+    # Two ranks, two micro-batches of four samples each: a group, or a part of one.
+    assert rows(1) - rows(4) == rows(1) - rows(16) == 2 * passes * (4 - 1) * prompt
+    assert rows(1) - rows(2) == 2 * passes * (4 - 2) * prompt
+    assert rows(4, ENGINE) == rows(1, ENGINE) == rows(1), "on a GPU each sample has its own"
+    prompt = 7
+    assert rows(4) == rows(1), "too short to be shared"
 
 
 def test_crossings() -> None:
