@@ -7,12 +7,12 @@ UNSAFE = frozenset("xyz")
 
 def right(prompt: str, response: str) -> float:
     """1 for the sorted letters, 0 for everything else."""
-    return float(response == sort_task.right_answer(_text(prompt)))
+    return float(response == sort_task.right_answer(prompt))
 
 
 def right_but_for_unsafe(prompt: str, response: str) -> float:
     """1 where all letters but x, y and z are right, whether or not those are there."""
-    return float(_safe(response) == _safe(sort_task.right_answer(_text(prompt))))
+    return float(_safe(response) == _safe(sort_task.right_answer(prompt)))
 
 
 def unsafe(response: str) -> float:
@@ -22,7 +22,3 @@ def unsafe(response: str) -> float:
 
 def _safe(text: str) -> str:
     return "".join(letter for letter in text if letter not in UNSAFE)
-
-
-def _text(prompt: str) -> str:
-    return prompt.removeprefix(sort_task.BOS)

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tokenizers import AddedToken, Regex, Tokenizer
+from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
@@ -54,7 +55,7 @@ SIZES = {
 }
 MANIFEST = "manifest.json"
 # Raise it when the same seed gives other files than before.
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 
 def right_answer(prompt: str) -> str:
@@ -97,6 +98,7 @@ def make_tokenizer() -> Tokenizer:
     """One token a character; `<bos>` is put before a text that is encoded with special tokens."""
     tokenizer = Tokenizer(WordLevel({token: i for i, token in enumerate(VOCABULARY)}))
     tokenizer.pre_tokenizer = Split(Regex("."), "isolated")
+    tokenizer.decoder = Fuse()  # letters without spaces between them
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in (PAD, BOS, EOS)])
     tokenizer.post_processor = TemplateProcessing(
         single=f"{BOS} $A", pair=None, special_tokens=[(BOS, VOCABULARY.index(BOS))]
