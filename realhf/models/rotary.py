@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from realhf.architecture.model import DecoderConfig, RopeScaling
 from realhf.cpu import fused
@@ -30,30 +31,34 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates x [tokens, heads, head_dim]; the halves of a head are the two coordinates."""
     if not cos.shape[-1]:
         return x
-    if fused.takes(x, cos, sin):
-        return fused.rotate(x, cos, sin)
-    signed = torch.cat([-sin[..., : sin.shape[-1] // 2], sin[..., sin.shape[-1] // 2 :]], dim=-1)
     if torch.is_grad_enabled() and x.requires_grad:
-        return _Rotation.apply(x, cos, signed)
-    return _rotated(x, cos, signed)
+        return _Rotation.apply(x, cos, sin)
+    return _turned(x, cos, sin)
 
 
 class _Rotation(torch.autograd.Function):
-    """The gradient of a rotation is the inverse rotation; written out, it saves adding slices to zeros."""
+    """The gradient of a rotation is the inverse rotation; written out, it saves adding slices to zeros, and both are
+    passes without gradients, which the kernel takes."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, signed_sin)
-        return _rotated(x, cos, signed_sin)
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, signed_sin = ctx.saved_tensors
-        return _rotated(grad, cos, -signed_sin), None, None
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, -sin), None, None
 
 
-def _rotated(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
-    """`signed_sin`: the sines, those of the first half negative."""
+def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return fused.rotate(x, cos, sin) if fused.takes(x, cos, sin) else _rotated(x, cos, sin)
+
+
+def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = sin.shape[-1] // 2
+    signed_sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
     first, second = x.chunk(2, dim=-1)
     return (x * cos).addcmul_(torch.cat([second, first], dim=-1), signed_sin)
 
