@@ -66,7 +66,9 @@ def add_experiment(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "experiment", type=_experiment_file, help="a ready experiment (--list), or a Python file with one under @auto"
     )
-    command.add_argument("--list", action=_ListExperiments, nargs=0, help="show the ready experiments")
+    command.add_argument(
+        "--list", action=_ListExperiments, nargs=0, default=argparse.SUPPRESS, help="show the ready experiments"
+    )
 
 
 class _ListExperiments(argparse.Action):

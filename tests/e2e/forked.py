@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -50,9 +49,8 @@ class ForkedLauncher(Launcher):
     def stop(self, *, grace_s: float = 5.0) -> None:
         for _, process in self._running:
             process.terminate()
-        deadline = time.monotonic() + grace_s
         for _, process in self._running:
-            process.join(max(0.0, deadline - time.monotonic()))
+            process.join(grace_s)
             process.kill()
             process.join()
         self._running = []
