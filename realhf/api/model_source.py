@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from realhf.architecture.model import DecoderConfig
+from realhf.architecture.model import DecoderConfig, Head
 from realhf.architecture.named import architecture
 from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
 from realhf.architecture.transformers_config import TransformersConfig, transformers_model
@@ -26,12 +26,20 @@ class ModelSource:
     """The weights of a model, its architecture, and the tokenizer that came with it.
 
     checkpoint: the directory of the weights; None: there are none, they are random.
+    head: that whose weights the checkpoint has; None: there is no checkpoint.
     tokenizer: a directory with a tokenizer.json, or None where none came with the weights.
     """
 
     checkpoint: str | None
     architecture: DecoderConfig
+    head: Head | None = None
     tokenizer: str | None = None
+
+
+class _HuggingFaceConfig(msgspec.Struct, frozen=True):
+    """The part of a config.json that names the class of the model."""
+
+    architectures: list[str] | None = None
 
 
 class _Index(msgspec.Struct, frozen=True):
@@ -62,11 +70,19 @@ def model_source(
         raise UserError(f"model {path!r}: no such directory; {_REMEDY}")
     if (directory / _CONFIG).is_file():
         found = transformers_model(path) if backend == TRANSFORMERS else architecture(path)
-        return ModelSource(checkpoint=path, architecture=found, tokenizer=_with_tokenizer(directory))
+        head = _head_of(directory / _CONFIG)
+        return ModelSource(checkpoint=path, architecture=found, head=head, tokenizer=_with_tokenizer(directory))
     checkpoint = directory if (directory / _INDEX).is_file() else _model_of_run(directory, head)
+    found = _saved(checkpoint)
     return ModelSource(
-        checkpoint=str(checkpoint), architecture=_saved(checkpoint), tokenizer=_tokenizer_of_run(checkpoint)
+        checkpoint=str(checkpoint), architecture=found, head=found.head, tokenizer=_tokenizer_of_run(checkpoint)
     )
+
+
+def _head_of(config: Path) -> Head:
+    """By the class that a config.json names; without one it is taken for a language model."""
+    named = read_file(config, lambda data: decode_json(data, _HuggingFaceConfig), "config.json", _REMEDY).architectures
+    return "scalar" if any(name.endswith("Classification") for name in named or ()) else "lm"
 
 
 def _model_of_run(directory: Path, head: str) -> Path:

@@ -72,7 +72,7 @@ class ScriptExperiment:
     def models(self) -> Mapping[str, ModelSetup]:
         trained = {call.model_name for call in self.rpcs if call.trains}
         return {
-            name: model.setup(self._sources[name].checkpoint, self.dtype, trains=name in trained)
+            name: model.setup(name, self._sources[name], self.dtype, trains=name in trained)
             for name, model in self._models.items()
         }
 

@@ -11,6 +11,7 @@ import tyro
 from realhf.api.backends import NATIVE
 from realhf.api.experiment import ModelSetup, OptimizerConfig
 from realhf.api.generation import GenerationOptions
+from realhf.api.model_source import ModelSource
 from realhf.api.script.columns import Columns, Symbolic
 from realhf.api.script.config import (
     SEQUENCES,
@@ -50,7 +51,8 @@ class ScriptModel(OptimizerConfig):
     `--actor.model DIR --actor.lr 1e-6`. Those of the optimizer hold if the script trains the model.
 
     model: the directory of a run or of a Hugging Face checkpoint; by default that of `--model`.
-    new_head: the checkpoint's trunk under a new head.
+    new_head: the checkpoint's trunk under a new head. A model of values or rewards that the script trains gets one
+        anyway where the checkpoint is a language model.
     with_optimizer: takes the optimizer's states of a run as well.
     backend, compute, follows: see `ModelSetup`.
     """
@@ -64,12 +66,22 @@ class ScriptModel(OptimizerConfig):
     compute: ComputeConfig = field(default_factory=ComputeConfig)
     follows: Annotated[Follow | None, tyro.conf.Suppress] = None
 
-    def setup(self, checkpoint: str | None, dtype: DType, *, trains: bool) -> ModelSetup:
-        """The setup of the model in an experiment."""
+    def setup(self, name: str, source: ModelSource, dtype: DType, *, trains: bool) -> ModelSetup:
+        """The setup of the model `name` in an experiment.
+
+        Raises:
+            UserError: it scores without training, and there are no weights for its head.
+        """
+        lacks_head = self.HEAD == "scalar" and source.head == "lm" and not self.new_head
+        if lacks_head and not trains:
+            raise UserError(
+                f"the model {name!r} gives scores, and {source.checkpoint} is a language model, without a head for "
+                f"them; train one (realhf run reward --model {source.checkpoint} --data PAIRS), and give that run"
+            )
         names = (one.name for one in dataclasses.fields(OptimizerConfig))
         return ModelSetup(
-            checkpoint=checkpoint,
-            new_head=self.new_head,
+            checkpoint=source.checkpoint,
+            new_head=self.new_head or lacks_head,
             with_optimizer=self.with_optimizer,
             optimizer=OptimizerConfig(**{name: getattr(self, name) for name in names}) if trains else None,
             dtype=dtype,

@@ -41,6 +41,15 @@ def test_a_run_gives_its_model_with_the_wanted_head(run_dir):
     assert critic.architecture == SMALL.with_head("scalar")
 
 
+def test_a_source_says_which_head_its_weights_have(run_dir, tmp_path):
+    assert [model_source(str(run_dir), head=head).head for head in ("lm", "scalar")] == ["lm", "scalar"]
+    assert model_source("", SMALL).head is None
+    config = write_config(SMALL, "float32")
+    for named, head in ((config["architectures"], "lm"), (["LlamaForSequenceClassification"], "scalar"), (None, "lm")):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": named}))
+        assert model_source(str(tmp_path)).head == head
+
+
 def test_a_model_of_a_run_is_taken_as_it_is_and_finds_the_tokenizer_of_the_run(run_dir):
     (run_dir / "tokenizer").mkdir()
     (run_dir / "tokenizer" / "tokenizer.json").write_text("{}")

@@ -1,6 +1,8 @@
 """Scripts: the calls that they become, and the line of what is wrong with them."""
 
+import dataclasses
 import importlib.util
+import json
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -156,6 +158,30 @@ def test_a_second_reward_model_has_its_name_in_the_key(experiment: Any) -> None:
     found = calls(experiment(safe))
     assert found["cost_inference"] == (("seq",), ("cost_reward",))
     assert found["actor_train_step"][0] == ("prompt", "seq", "logprob", "reward", "cost_reward")
+
+
+def test_a_language_model_gets_a_new_head_where_its_values_are_trained(experiment: Any, tmp_path: Path) -> None:
+    def critics(prompts: Prompts, actor: Policy, critic: ValueModel, reward: RewardModel, hp: Hyperparameters) -> None:
+        rollout = actor.generate(prompts, hp)
+        batch = joined(rollout, reward.score(rollout), critic.values(rollout))
+        actor.update(batch, some_loss)
+        critic.update(batch, some_loss)
+
+    for head in ("lm", "scalar"):
+        (tmp_path / head).mkdir()
+        index = {"format": "x", "architecture": dataclasses.asdict(sort_task.SORT_MODEL.with_head(head))}
+        (tmp_path / head / "index.json").write_text(json.dumps(index))
+    language, judge = str(tmp_path / "lm"), str(tmp_path / "scalar")
+    models = experiment(critics, model=language, reward=RewardModel(model=judge)).models
+    assert {name: setup.new_head for name, setup in models.items()} == {
+        "actor": False,
+        "critic": True,
+        "reward": False,
+    }
+    models = experiment(critics, model=language, critic=ValueModel(model=judge), reward=RewardModel(model=judge)).models
+    assert not models["critic"].new_head
+    with pytest.raises(UserError, match=r"the model 'reward' gives scores, and .*lm is a language model.*run reward"):
+        _ = experiment(critics, model=language).models
 
 
 def test_fine_tuning_and_pairs(experiment: Any) -> None:
