@@ -5,21 +5,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig, Qwen2Config
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from realhf.data.tokenizer import TextTokenizer
+from tests.docs.tiny_models import SIZES, write_tiny_model
 from tests.e2e.runs import finished, realhf
-from tests.unit.data.tokenizers_of_families import write_llama3, write_qwen
 
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 320,
-    "max_position_embeddings": 777,
-}
 CHAT = [{"role": "user", "content": "Sort the letters: the\nend, naïve 文"}]
 
 EXPERIMENT = '''
@@ -43,18 +34,13 @@ class Tuned(sft.SFTExperiment):
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("family", ["qwen2", "llama"])
-def test_the_model_of_a_run_opens_in_transformers(family: str, tmp_path: Path) -> None:
-    config: PretrainedConfig
-    if family == "qwen2":
-        config, model, end = Qwen2Config(**SIZES, tie_word_embeddings=True), write_qwen(tmp_path / "m"), "<|im_end|>"
-    else:
-        config, model, end = LlamaConfig(**SIZES), write_llama3(tmp_path / "m"), "<|eot_id|>"
-    torch.manual_seed(0)
-    theirs = AutoModelForCausalLM.from_config(config)
+@pytest.mark.parametrize("name", ["Qwen2.5-1.5B", "Llama-3.1-8B"])
+def test_the_model_of_a_run_opens_in_transformers(name: str, tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / name)
+    tokenizer = TextTokenizer(model)
+    end = tokenizer.decode(tokenizer.end_tokens[:1], skip_special=False)
+    theirs = AutoModelForCausalLM.from_pretrained(model)
     generation = (model / "generation_config.json").read_text()
-    theirs.save_pretrained(model)
-    (model / "generation_config.json").write_text(generation)
     (tmp_path / "rows.jsonl").write_text('{"prompt": "the end", "answer": "an answer"}\n' * 4)
     (tmp_path / "tuned.py").write_text(EXPERIMENT.replace("END", end))
     run = finished(
@@ -63,13 +49,13 @@ def test_the_model_of_a_run_opens_in_transformers(family: str, tmp_path: Path) -
     )  # fmt: skip
     assert {path.name for path in (run.path / "tokenizer").iterdir()} == {
         "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-        *(["chat_template.jinja"] if family == "qwen2" else []),
+        *(["chat_template.jinja"] if name.startswith("Qwen") else []),
     }  # fmt: skip
 
     done = realhf("convert", run.path, tmp_path / "exported")
     assert done.returncode == 0, done.stderr
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    assert loaded.config.max_position_embeddings == 777
+    assert loaded.config.max_position_embeddings == SIZES["max_position_embeddings"]
     assert loaded.generation_config.eos_token_id == json.loads(generation)["eos_token_id"]
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "exported")
     ours = TextTokenizer(run.path / "tokenizer")
