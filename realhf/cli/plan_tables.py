@@ -93,12 +93,9 @@ def totals(comparison: Comparison) -> Iterator[str]:
     yield f"predicted step: {analysis.step_s:.3f} s, from {source}"
     hours = f"{analysis.gpu_hours_per_million_tokens:.3g} GPU-hours per million tokens"
     yield f"{analysis.tokens_per_s:,.0f} tokens/s, {hours}"
-    fullest = max(analysis.prediction.needs, key=lambda need: need.peak_bytes)
-    yield (
-        f"memory: at most {fullest.peak_bytes / GIB:.1f} GiB of the "
-        f"{comparison.task.cluster.device_memory_bytes / GIB:.1f} GiB of a device, {fullest.static_bytes / GIB:.1f} GiB "
-        "of them from step to step"
-    )
+    fullest, each = max(analysis.prediction.needs, key=lambda need: need.peak_bytes), comparison.task.cluster
+    memory = f"at most {fullest.peak_bytes / GIB:.1f} GiB of the {each.device_memory_bytes / GIB:.1f} GiB of a device"
+    yield f"memory: {memory}, {fullest.static_bytes / GIB:.1f} GiB of them from step to step"
     yield f"limited by {analysis.limits}"
     pools = comparison.task.graph.pools
     for pool in dict.fromkeys(pools.values()):

@@ -243,7 +243,8 @@ class Run:
                     what = "dp" if parts == layout.strategy.dp else f"parts of {call.protocol.name}"
                     raise UserError(
                         f"{call.name}: {what}={parts} does not divide the evaluation's "
-                        f"batch_size={self.evaluation.batch_size}"
+                        f"batch_size={self.evaluation.batch_size}; evaluate a number of rows that {parts} divides, in "
+                        "batches that it divides (eval_batch_size), or give a plan with other layouts"
                     )
 
     def _check_record(self) -> None:

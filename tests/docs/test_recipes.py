@@ -34,7 +34,7 @@ def write_files(folder: Path) -> None:
     asked = [(f"What is {i} + {7 * i}?", str(8 * i)) for i in range(128)]
     files = {
         "train": [{"prompt": question, "answer": answer} for question, answer in asked],
-        "test": [{"prompt": question, "answer": answer} for question, answer in asked[:8]],
+        "test": [{"prompt": question, "answer": answer} for question, answer in asked],
         "pairs": [{"prompt": question, "chosen": answer, "rejected": "I do not know."} for question, answer in asked],
         "chats": [
             {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
