@@ -105,10 +105,10 @@ def check_run(run: Run, request: RunRequest) -> None:
         assert run.evaluation_graph
         extent = run.evaluation.dataset.check()
         check_fit(run.evaluation_graph, extent)
-        if extent.rows % run.evaluation_graph.rows_per_step(run.evaluation.batch_size):
+        if extent.rows < run.evaluation_graph.rows_per_step(run.evaluation.batch_size):
             size, each = run.evaluation.batch_size, _per_prompt(run.evaluation_graph)
             raise UserError(
-                f"the evaluation's batch_size={size}{each} does not divide its {extent.rows} rows; change either"
+                f"the evaluation's batch_size={size}{each} is more than its {extent.rows} rows; lower it, or add rows"
             )
     if run.spec.replay:
         folder = Path(run.spec.replay)
@@ -138,7 +138,14 @@ def _check_recovery(run: Run, request: RunRequest) -> None:
 
 def said_of_data(run: Run) -> list[str]:
     """What is read for training, and for the evaluation."""
-    return [run.experiment.dataset.describe(), *([run.evaluation.dataset.describe()] if run.evaluation else [])]
+    said: list[str] = [run.experiment.dataset.describe()]
+    if run.evaluation:
+        assert run.evaluation_graph
+        said.append(run.evaluation.dataset.describe())
+        rows, size = run.evaluation.dataset.check().rows, run.evaluation_graph.rows_per_step(run.evaluation.batch_size)
+        if rows % size:
+            said.append(f"the evaluation takes the first {rows - rows % size} rows, which fill its batches of {size}")
+    return said
 
 
 def said_of_hardware(run: Run, given: Path | None) -> list[str]:

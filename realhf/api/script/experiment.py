@@ -40,8 +40,8 @@ class ScriptExperiment:
     mini_batches: optimizer steps of an update that names no number.
     eval_data: held-out rows in place of the first data set's, for an evaluation before the first step, every
         `eval_every_steps` and at the end: of prompts the rewards of one response each, drawn at `eval_temperature` (by
-        default that of training), of examples and pairs the losses. `eval_batch_size` rows at a time; 0: as many as
-        divide the rows, at most a batch of training.
+        default that of training), of examples and pairs the losses. `eval_batch_size` rows at a time; 0: see
+        `evaluation_batch`.
     """
 
     SCRIPT: ClassVar[Callable[..., None]]
@@ -93,10 +93,7 @@ class ScriptExperiment:
             raise UserError(
                 f"--eval-data: no call of {type(self).__name__} can be measured on {name!r} alone; leave it out"
             )
-        size = self.eval_batch_size
-        if not size:
-            rows = dataset.check().rows
-            size = next(size for size in range(min(rows, self.batch_size), 0, -1) if rows % size == 0)
+        size = self.eval_batch_size or evaluation_batch(dataset.check().rows, self.batch_size)
         return Evaluation(rpcs=calls, dataset=dataset, batch_size=size, every_steps=self.eval_every_steps)
 
     def _of_kind(self, kind: type[Any]) -> dict[str, Any]:
@@ -164,6 +161,14 @@ class ScriptExperiment:
                     arguments[name] = value
         _run(script, arguments)
         return trace
+
+
+def evaluation_batch(rows: int, most: int) -> int:
+    """How many of `rows` held-out rows are evaluated at a time: a multiple of 8, which the usual numbers of devices
+    divide, at most `most`; the largest that leaves out at most 5 % of the rows, which do not fill a last batch."""
+    sizes = range(min(rows, most) // 8 * 8, 0, -8)
+    few = (size for size in sizes if rows % size <= rows // 20)
+    return next(few, min(sizes, key=lambda size: rows % size, default=rows))
 
 
 def _run(script: Callable[..., None], arguments: Mapping[str, Any]) -> None:
