@@ -107,24 +107,43 @@ def filtered_stats(made: Mapping[str, object], rollout: Columns, scores: Columns
     An update of a script gives these itself, of what it trains on; those here replace them. {} where nothing is left
     out (no column `valid` among the `made` ones).
     """
-    return rollout_stats(rollout, scores, ref) if "valid" in made else {}
+    if "valid" not in made:
+        return {}
+    columns = {"prompt": rollout.prompt, "seq": rollout.seq, "logprob": rollout.logprob, "reward": scores.reward}
+    valid = scores.get("valid")
+    if valid is not None:
+        columns["valid"] = valid
+    return rollout_stats(columns if ref is None else columns | {"ref_logprob": ref.ref_logprob})
 
 
-def rollout_stats(rollout: Columns, scores: Columns, ref: Columns | None) -> Stats:
-    """Of the rollouts as they were drawn, of the samples that count: `reward_mean`, `response_length`, `entropy`
-    (sampled), and with a reference `kl` (a token's mean of log(policy / reference)) and `kl_per_sequence`."""
-    places = [i for i, valid in enumerate(validity(scores).tolist()) if valid]
+def rollout_stats(columns: Mapping[str, Sequence[Tensor]]) -> Stats:
+    """Of the rollouts as they were drawn, of the samples that count.
+
+    Args:
+        columns: `prompt`, `seq`, and what there is of `reward`, `logprob`, `ref_logprob`, `valid`.
+
+    Returns:
+        `response_length`; with its column `reward_mean`; with `logprob` `entropy` (sampled), and with a reference too
+        `kl` (a token's mean of log(policy / reference)) and `kl_per_sequence`. {} where no sample counts.
+    """
+    places = range(len(columns["seq"]))
+    if "valid" in columns:
+        places = [place for place in places if bool(columns["valid"][place] > 0)]
     if not places:
         return {}
-    reward = torch.cat([scores.reward[i] for i in places])
-    logprob = torch.cat([rollout.logprob[i] for i in places])
+
+    def of(name: str) -> Tensor:
+        return torch.cat([columns[name][place] for place in places])
+
     count = float(len(places))
-    stats = {
-        "reward_mean": mean_of(reward),
-        "response_length": (float(len(logprob)), count),
-        "entropy": mean_of(-logprob),
-    }
-    if ref is not None:
-        kl, tokens = mean_of(kl_k1(logprob, torch.cat([ref.ref_logprob[i] for i in places])))
-        stats |= {"kl": (kl, tokens), "kl_per_sequence": (kl, count)}
+    tokens = float(sum(len(columns["seq"][place]) - len(columns["prompt"][place]) for place in places))
+    stats: Stats = {"response_length": (tokens, count)}
+    if "reward" in columns:
+        stats["reward_mean"] = mean_of(of("reward"))
+    if "logprob" in columns:
+        logprob = of("logprob")
+        stats["entropy"] = mean_of(-logprob)
+        if "ref_logprob" in columns:
+            kl, _ = mean_of(kl_k1(logprob, of("ref_logprob")))
+            stats |= {"kl": (kl, tokens), "kl_per_sequence": (kl, count)}
     return stats

@@ -1,12 +1,11 @@
 """The optimizer steps of an update: epochs over the mini-batches, and an end where the policy has moved far enough."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from realhf.algorithms.statistics import add_stats
-from realhf.engine.batch import Batch
 from realhf.engine.interface import Context, Stats
 
 KL_STATISTIC = "kl_from_rollout"
@@ -22,22 +21,30 @@ class UpdateOptions(Protocol):
     def max_kl(self) -> float | None: ...
 
 
+MiniBatch = TypeVar("MiniBatch")
+
+
 def optimizer_steps(
-    step: Callable[[Batch], Stats], mini_batches: Sequence[Batch], options: UpdateOptions, context: Context
+    step: Callable[[MiniBatch], Stats],
+    mini_batches: Sequence[MiniBatch],
+    options: UpdateOptions,
+    context: Context,
+    device: torch.device,
 ) -> Stats:
     """The statistics of `epochs` passes over the mini-batches, in their order, with one optimizer step on each.
 
-    The update ends after a step in whose pass the policy was further from the rollouts' than `max_kl`. All ranks of the
-    call end alike: `step` gives statistics on the last pipeline stage alone, and their sum reaches all.
+    The update ends after a step in whose pass the policy was further from the rollouts' than `max_kl`; the statistic
+    `stopped_after` then counts the steps. All ranks of the call end alike: `step` gives statistics on the last pipeline
+    stage alone, and their sum, made on `device`, reaches all.
     """
-    device = next(iter(mini_batches[0].data.values()))[0].device
+    steps = list(mini_batches) * options.epochs
     stats: Stats = {}
-    for batch in list(mini_batches) * options.epochs:
+    for number, batch in enumerate(steps, start=1):
         made = step(batch)
         stats = add_stats([stats, made])
-        if options.max_kl is not None:
+        if options.max_kl is not None and number < len(steps):
             moved = torch.tensor(made.get(KL_STATISTIC, (0.0, 0.0)), dtype=torch.float64, device=device)
             kl, tokens = context.sum_over_outputs(moved).tolist()
             if kl > options.max_kl * tokens:
-                break
+                return stats | {"stopped_after": (float(number), 1.0)}
     return stats

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from realhf.algorithms.functional import kl_k1, kl_k3
+from realhf.algorithms.functional import kl_k3
 from realhf.algorithms.ppo.advantages import add_advantages
 from realhf.algorithms.ppo.config import PPOActor, PPOCritic, PPOReference
 from realhf.algorithms.ppo.functions import ppo_policy, ppo_policy_with_entropy, ppo_value
@@ -18,6 +18,7 @@ from realhf.algorithms.responses import (
     response_values,
 )
 from realhf.algorithms.rollout.interface import generate
+from realhf.algorithms.samples import rollout_stats
 from realhf.algorithms.statistics import add_stats, mean_of, prefixed
 from realhf.algorithms.updates import KL_STATISTIC, optimizer_steps
 from realhf.engine.batch import Batch
@@ -47,12 +48,14 @@ class PPOActorInterface:
             estimates.mini_batches,
             self.ppo,
             context,
+            _device(mini_batches),
         )
         if not context.holds_outputs:
             return CallResult()
-        named = prefixed("actor", {name: stats.pop(name) for name in ("loss", "grad_norm", "lr") if name in stats})
+        own = ("loss", "grad_norm", "lr", "stopped_after", KL_STATISTIC)
+        named = prefixed("actor", {name: stats.pop(name) for name in own if name in stats})
         kl_coef = {"kl_coef": estimates.stats["kl_coef"]} if "kl_coef" in estimates.stats else {}
-        return CallResult(stats={**stats, **named, **kl_coef, **add_stats(map(_rollout_stats, mini_batches))})
+        return CallResult(stats={**stats, **named, **kl_coef, **add_stats(rollout_stats(batch.data) for batch in mini_batches)})
 
     def _loss(self, logits: Logits, batch: Batch) -> tuple[Tensor, Stats]:
         """`logits` [tokens, vocab]."""
@@ -102,6 +105,7 @@ class PPOCriticInterface:
             estimates.mini_batches,
             replace(self.ppo, max_kl=None),
             context,
+            _device(mini_batches),
         )
         if not context.holds_outputs:
             return CallResult()
@@ -114,14 +118,5 @@ class PPOCriticInterface:
         return loss.sum(), stats
 
 
-def _rollout_stats(batch: Batch) -> Stats:
-    """Of the rollouts as they were drawn, before this call's updates."""
-    logprob, ref_logprob = batch.packed("logprob").values, batch.packed("ref_logprob").values
-    kl_sum, tokens = mean_of(kl_k1(logprob, ref_logprob))
-    return {
-        "reward_mean": mean_of(torch.cat(batch.data["reward"])),
-        "kl": (kl_sum, tokens),
-        "kl_per_sequence": (kl_sum, float(len(batch))),
-        "response_length": (tokens, float(len(batch))),
-        "entropy": mean_of(-logprob),
-    }
+def _device(mini_batches: Sequence[Batch]) -> torch.device:
+    return mini_batches[0].data["seq"][0].device

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from realhf.algorithms.functional import at_least_fp32, kl_k1, kl_k3, predicting_positions, token_statistics
+from realhf.algorithms.functional import at_least_fp32, kl_k3, predicting_positions, token_statistics
+from realhf.algorithms.samples import rollout_stats
 from realhf.algorithms.script.evaluate import Evaluation, split_stats
 from realhf.algorithms.script.rows import as_rollouts, divided, pairs_of
 from realhf.algorithms.statistics import add_stats, mean_of, prefixed
+from realhf.algorithms.updates import KL_STATISTIC, optimizer_steps
 from realhf.api.script.config import Measure, Term, Update
 from realhf.api.script.functions import Reduction, load_function
 from realhf.engine.batch import Batch, concatenate
@@ -22,7 +24,6 @@ from realhf.engine.returned import InterfaceError
 # For every row of a mini-batch the term that it is for, or _LEFT_OUT; on the host.
 _TERM = " term"
 _LEFT_OUT = -1
-_MOVED = "kl_from_rollout"
 
 
 class UpdateInterface:
@@ -41,41 +42,43 @@ class UpdateInterface:
             _merged([as_rollouts(batch, term.rows) for term, batch in zip(c.terms, batches, strict=True)])
             for batches in zip(*terms, strict=True)
         ]
-        stats: Stats = {}
-        steps = [batch for _ in range(c.epochs) for batch in rows]
-        for number, batch in enumerate(steps):
-            made, is_last = self._step(model, batch, context)
-            stats = add_stats([stats, made])
-            if is_last and number + 1 < len(steps):
-                stats |= {"stopped_after": (float(number + 1), 1.0)}
-                break
+        stats = optimizer_steps(
+            lambda weighted: self._step(model, *weighted, context),
+            list(zip(rows, self._global_weights(rows, context), strict=True)),
+            c,
+            context,
+            _device(rows),
+        )
         if not context.holds_outputs:
             return CallResult()
-        own = ("loss", "grad_norm", "lr", "skipped_mini_batches", "stopped_after", _MOVED)
+        own = ("loss", "grad_norm", "lr", "skipped_mini_batches", "stopped_after", KL_STATISTIC)
         named = prefixed(c.model, {name: stats.pop(name) for name in own if name in stats})
-        first = add_stats(map(_rollout_stats, terms[0])) if c.rollout_statistics else {}
+        first = add_stats(rollout_stats(batch.data) for batch in terms[0]) if c.rollout_statistics else {}
         return CallResult(stats={**first, **stats, **named, **evaluation.stats})
 
-    def _step(self, model: Model, batch: Batch, context: Context) -> tuple[Stats, bool]:
-        """One optimizer step, and whether it is the last: log-probabilities have moved too far. None is made where
-        every sample of the first loss is left out."""
-        weights, device = self._weights(batch), batch.data["seq"][0].device
-        if len(weights) > 1 or _LEFT_OUT in _terms_of(batch):
-            weights = context.sum_over_data_parallel(torch.tensor(weights, dtype=torch.float64, device=device)).tolist()
+    def _global_weights(self, mini_batches: Sequence[Batch], context: Context) -> list[list[float]]:
+        """By mini-batch and term, what the loss is divided by, of all ranks. Which samples are left out is known to
+        their own rank alone, so the ranks always add up."""
+        own = [self._weights(batch) for batch in mini_batches]
+        weights: list[list[float]] = context.sum_over_data_parallel(
+            torch.tensor(own, dtype=torch.float64, device=_device(mini_batches))
+        ).tolist()
+        return weights
+
+    def _step(self, model: Model, batch: Batch, weights: Sequence[float], context: Context) -> Stats:
+        """The statistics of one optimizer step. None is made where every sample of the first loss is left out.
+
+        weights: by term, of the mini-batch on all ranks.
+        """
         if not weights[0]:
-            return {"skipped_mini_batches": (1.0, 1.0)}, False
-        stats = model.train_step(
+            return {"skipped_mini_batches": (1.0, 1.0)}
+        return model.train_step(
             batch,
             "seq",
             lambda head, part: self._loss(head, part, weights),
             lambda part: self._weights(part)[0],
             context.micro_batches,
         )
-        if self.config.max_kl is None:
-            return stats, False
-        moved = torch.tensor(stats.get(_MOVED, (0.0, 0.0)), dtype=torch.float64, device=device)
-        total, tokens = context.sum_over_outputs(moved).tolist()
-        return stats, total > self.config.max_kl * tokens
 
     def _weights(self, batch: Batch) -> list[float]:
         """By term, what the loss of these rows is divided by."""
@@ -156,7 +159,7 @@ class _Loss:
                 f"{'pair' if self.term.rows == 'pairs' else 'response token'}, not reduced; its `reduction` does that"
             )
         if with_kl and "logprob" in seen.data:
-            stats = {**stats, _MOVED: mean_of(kl_k3(seen.packed("logprob").values, quantity.detach()))}
+            stats = {**stats, KL_STATISTIC: mean_of(kl_k3(seen.packed("logprob").values, quantity.detach()))}
         factors = self._factors(seen)
         return (losses if factors is None else losses * factors).sum(), stats
 
@@ -253,20 +256,5 @@ def _terms_of(batch: Batch) -> list[int]:
     return [int(term) for term in batch.data[_TERM]]
 
 
-def _rollout_stats(batch: Batch) -> Stats:
-    """Of the rollouts as they were drawn, before this call's updates; of samples that count."""
-    if "valid" in batch.data:
-        batch = batch.select([i for i, valid in enumerate(batch.data["valid"]) if bool(valid)])
-    if not len(batch):
-        return {}
-    tokens = float(sum(_response_lengths(batch)))
-    stats: Stats = {"response_length": (tokens, float(len(batch)))}
-    if "reward" in batch.data:
-        stats["reward_mean"] = mean_of(torch.cat(batch.data["reward"]))
-    if "logprob" in batch.data:
-        logprob = batch.packed("logprob").values
-        stats["entropy"] = mean_of(-logprob)
-        if "ref_logprob" in batch.data:
-            kl_sum, count = mean_of(kl_k1(logprob, batch.packed("ref_logprob").values))
-            stats |= {"kl": (kl_sum, count), "kl_per_sequence": (kl_sum, float(len(batch)))}
-    return stats
+def _device(mini_batches: Sequence[Batch]) -> torch.device:
+    return mini_batches[0].data["seq"][0].device

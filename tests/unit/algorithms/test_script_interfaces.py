@@ -128,6 +128,22 @@ def test_samples_that_are_not_valid_count_nowhere(
     assert stats["response_length"] == (5.0, 2.0)
 
 
+def test_ranks_add_up_equally_often_whichever_of_their_samples_are_left_out(
+    language_model: Any, context: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others would wait for ever for a rank that does not."""
+    sums: list[list[int]] = []
+    monkeypatch.setattr(
+        context, "sum_over_data_parallel", lambda self, values: sums[-1].append(values.numel()) or values
+    )
+    view = View((*ROLLOUT.columns, ("valid", "valid")))
+    for valid in ((1.0, 1.0, 1.0, 1.0), (1.0, 0.0, 1.0, 1.0), (0.0, 0.0, 0.0, 0.0), None):
+        columns = {} if valid is None else {"valid": [torch.tensor([v]) for v in valid]}
+        sums.append([])
+        update(language_model(), context, rollouts(**columns), term(view=view if columns else ROLLOUT))
+    assert sums == [[1]] * 4
+
+
 def test_a_mini_batch_without_a_valid_sample_makes_no_step(language_model: Any, context: Any) -> None:
     batch = rollouts(valid=[torch.zeros(1)] * 4)
     model = language_model()

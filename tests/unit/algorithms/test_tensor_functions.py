@@ -243,6 +243,15 @@ def test_dpo_without_a_reference_and_with_a_term_of_the_chosen() -> None:
     assert stats["pair_accuracy"] == (1.0, 1.0)
 
 
+def test_pairs_that_differ_by_rounding_alone_are_half_right() -> None:
+    """The policy is the reference before its first step, and plans round sums of log-probabilities differently."""
+    chosen, rejected, reference = f64(-7.1, -7.1, -7.1), f64(-7.3, -7.3, -7.3), f64(-7.1, -7.1 + 1e-14, -7.2)
+    sides = {name: [torch.tensor([1, 4, 4])] * 3 for name in ("chosen", "rejected")}
+    references = {"chosen_ref_logprob": list(reference.split(1)), "rejected_ref_logprob": list(rejected.split(1))}
+    batch = Batch((0, 1, 2), {"prompt": [torch.tensor([1])] * 3, **sides, **references})
+    assert dpo_pairs(chosen, rejected, batch, DPO())[1]["pair_accuracy"] == (0.5 + 0.5 + 1.0, 3.0)
+
+
 def test_losses_of_reward_and_cost_models() -> None:
     pairs = PairLoss(score_square_coef=0.1, centre_coef=0.01)
     loss, stats = pairwise(f64(2.0), f64(1.0), Batch((0,), {"margin": [f64(1 - math.log(3))]}), pairs)

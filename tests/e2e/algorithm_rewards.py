@@ -1,0 +1,17 @@
+"""Rewards of `test_algorithms_plans.py`: random responses have many different ones."""
+
+
+def copied(prompt: str, response: str) -> float:
+    """The share of the prompt's letters that the response has."""
+    letters = set(prompt)
+    return len(letters & set(response)) / len(letters)
+
+
+def copied_unless_short(prompt: str, response: str) -> float | None:
+    """As `copied`; none of a response of fewer than three letters."""
+    return copied(prompt, response) if len(response) >= 3 else None
+
+
+def repeats(response: str) -> float:
+    """A cost: above 0 for a response that has a letter twice."""
+    return len(response) - len(set(response)) - 0.5
