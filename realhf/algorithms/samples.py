@@ -126,7 +126,7 @@ def rollout_stats(columns: Mapping[str, Sequence[Tensor]]) -> Stats:
         `response_length`; with its column `reward_mean`; with `logprob` `entropy` (sampled), and with a reference too
         `kl` (a token's mean of log(policy / reference)) and `kl_per_sequence`. {} where no sample counts.
     """
-    places = range(len(columns["seq"]))
+    places = list(range(len(columns["seq"])))
     if "valid" in columns:
         places = [place for place in places if bool(columns["valid"][place] > 0)]
     if not places:

@@ -3,7 +3,6 @@
 By default each algorithm on one worker and under one plan that mixes layouts on four; the rest of the grid is slow.
 """
 
-import json
 import shutil
 from dataclasses import dataclass
 from functools import cache
@@ -13,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
+from realhf.data import sort_task
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, check_plan, save_plan
-from realhf.data import sort_task
 from realhf.experiments import ready_experiments, ready_file
 from realhf.lifecycle.request import experiment_of
 from tests.e2e.forked import quickly_finished

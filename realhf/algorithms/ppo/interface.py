@@ -55,7 +55,9 @@ class PPOActorInterface:
         own = ("loss", "grad_norm", "lr", "stopped_after", KL_STATISTIC)
         named = prefixed("actor", {name: stats.pop(name) for name in own if name in stats})
         kl_coef = {"kl_coef": estimates.stats["kl_coef"]} if "kl_coef" in estimates.stats else {}
-        return CallResult(stats={**stats, **named, **kl_coef, **add_stats(rollout_stats(batch.data) for batch in mini_batches)})
+        return CallResult(
+            stats={**stats, **named, **kl_coef, **add_stats(rollout_stats(batch.data) for batch in mini_batches)}
+        )
 
     def _loss(self, logits: Logits, batch: Batch) -> tuple[Tensor, Stats]:
         """`logits` [tokens, vocab]."""
