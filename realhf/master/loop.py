@@ -50,6 +50,15 @@ class CallRecord:
     weights_version: int = 0
     state: tuple[int, dict[str, float]] | None = None  # and a worker that has left it
     completions: list[Completion] = field(default_factory=list)
+    stats_of: dict[int, dict[str, tuple[float, float]]] = field(default_factory=dict)  # by worker
+
+    def add_up_stats(self) -> None:
+        """Makes `stats` of what all workers replied: in the order of workers, since in the order of their replies the
+        last bits of the sums would differ from run to run."""
+        for worker in sorted(self.stats_of):
+            for name, (total, weight) in self.stats_of[worker].items():
+                old_total, old_weight = self.stats.get(name, (0.0, 0.0))
+                self.stats[name] = (old_total + total, old_weight + weight)
 
     def take_state(self, worker: int, state: dict[str, float]) -> None:
         """Notes the numbers that a rank leaves for the next step. Raises RunError if another has left others."""
@@ -223,13 +232,13 @@ class Dispatcher:
             record.completions += reply.completions
             if request.returns_state:
                 record.take_state(worker, reply.state)
-            for name, (total, weight) in reply.stats.items():
-                old_total, old_weight = record.stats.get(name, (0.0, 0.0))
-                record.stats[name] = (old_total + total, old_weight + weight)
+            if reply.stats:
+                record.stats_of[worker] = reply.stats
             directories[node.step].record(worker, reply.outputs)
             pending[node] -= 1
             if not pending[node]:
                 del pending[node]
+                record.add_up_stats()
                 if planned.split == "train" and record.state is not None:
                     self.states[node.call] = record.state[1]
                 await self._push(planned, node, directories[node.step])

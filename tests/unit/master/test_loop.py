@@ -15,6 +15,7 @@ from realhf.dataflow.graph import INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.geometry.layout import Layout
 from realhf.master.loop import CallRecord, PlannedGraph
+from realhf.master.state import Node
 from realhf.rundir.run import Deadlines
 from realhf.transport.messages import (
     CallFunction,
@@ -310,3 +311,16 @@ def test_a_call_may_take_as_much_longer_as_was_predicted_of_it() -> None:
         task.cancel()
 
     asyncio.run(script(Silent(1, deadlines=Deadlines(floor_s=5.0, factor=10.0))))
+
+
+def test_statistics_do_not_depend_on_the_order_of_replies() -> None:
+    """0.1 + 0.2 + 0.3 has other last bits than 0.3 + 0.2 + 0.1."""
+    replies = {worker: {"loss": (0.1 * (worker + 1), 1.0)} for worker in range(3)}
+    sums = []
+    for order in ((0, 1, 2), (2, 1, 0)):
+        record = CallRecord(
+            Node(0, "actor_train_step"), "actor", stats_of={worker: replies[worker] for worker in order}
+        )
+        record.add_up_stats()
+        sums.append(record.stats)
+    assert sums[0] == sums[1]
