@@ -118,6 +118,16 @@ RUN_ELSEWHERE = {
         "tests/docs/test_docs.py",
         ["def test_the_tutorial_of_scripts", "realhf run grpo.py", "--model runs"],
     ),
+    "realhf run experiments/sft.py --num-workers 2 --run-dir runs/sft": (
+        "tests/e2e/test_algorithms_learn.py",
+        ['"sft", "--data-dir"', '"--num-workers", "2"'],
+    ),
+    "realhf run grpo --model runs/sft --tokenizer runs/data --data runs/data/prompts.jsonl "
+    "--reward experiments/sort_rewards.py:right --eval-data runs/data/evaluation.jsonl --eval-batch-size 256 "
+    "--actor.lr 1e-4 --steps 60 --grpo.max-new-tokens 9 --num-workers 2": (
+        "tests/e2e/test_algorithms_learn.py",
+        ["sort_rewards.py:right", '"--eval-batch-size", "256"', '"--steps", "60", "--actor.lr", "1e-4"', '"grpo"'],
+    ),
     "realhf run reinforce.py --num-workers 2 --steps 40 --model RUN_DIR": (
         "tests/docs/test_docs.py",
         ["def test_the_example_trains_under_two_workers", "reinforce.py", "--num-workers"],
