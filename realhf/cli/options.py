@@ -3,10 +3,12 @@
 import argparse
 from collections.abc import Container
 from dataclasses import MISSING, fields
+from difflib import get_close_matches
 from pathlib import Path
 from types import NoneType
 from typing import Any, Literal, NoReturn, Protocol, TypeVar, get_args, get_origin, get_type_hints
 
+from realhf.base.errors import UserError
 from realhf.base.options import options_in
 from realhf.cli.output import Output
 from realhf.experiments import ready_experiments, ready_file
@@ -87,14 +89,20 @@ class _ListExperiments(argparse.Action):
 
 
 def _experiment_file(word: str) -> str:
-    """The path of the experiment that a word names: a ready one, or a file."""
+    """The path of the experiment that a word names: a ready one, or a file. Raises UserError for any other word."""
     ready = ready_file(word)
-    if ready is None and not Path(word).exists() and not word.endswith(".py"):
-        names = ", ".join(one.name for one in ready_experiments())
-        raise argparse.ArgumentTypeError(
-            f"{word!r} is neither a ready experiment nor a Python file; the ready ones are {names}"
+    if ready is not None or word.endswith(".py") or Path(word).is_file():
+        return str(ready or word)
+    if Path(word).is_dir():
+        raise UserError(
+            f"{word} is a directory, where the experiment is to be named first: realhf run grpo --model {word} ... "
+            "(`realhf run --list` shows the ready ones)"
         )
-    return str(ready or word)
+    names = [one.name for one in ready_experiments()]
+    meant = "".join(f"; did you mean {name}?" for name in get_close_matches(word, names, 1))
+    raise UserError(
+        f"{word!r} is neither a ready experiment nor a Python file; the ready ones are {', '.join(names)}{meant}"
+    )
 
 
 def plan_request(arguments: argparse.Namespace) -> PlanRequest:

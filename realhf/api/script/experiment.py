@@ -114,7 +114,8 @@ class ScriptExperiment:
         found = self.tokenizer or next((s.tokenizer for s in self._sources.values() if s.tokenizer), "")
         if not found:
             raise UserError(
-                "there is no tokenizer: no model came with one; give --tokenizer DIR or --tokenizer FILE.json"
+                "there is no tokenizer: no model came with one; give --model DIR, or, for a model of random weights, "
+                "--tokenizer DIR or --tokenizer FILE.json"
             )
         return found
 

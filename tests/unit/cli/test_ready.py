@@ -41,11 +41,10 @@ def test_a_name_is_a_ready_experiment_and_a_path_is_a_file(tmp_path: Path) -> No
 
 
 def test_a_name_that_is_none_lists_those_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        main(["run", "gpro", "--steps", "1"])
-    assert ended.value.code == 2
+    assert main(["run", "gpro", "--steps", "1"]) == 2
     text = capsys.readouterr().err
-    assert "'gpro' is neither a ready experiment nor a Python file; the ready ones are dpo, grpo, ppo," in text
+    assert text.startswith("error: 'gpro' is neither a ready experiment nor a Python file; the ready ones are dpo, ")
+    assert text.endswith("; did you mean grpo?\n")
 
 
 @pytest.mark.parametrize("name", ["__init__", "", "../ppo", "."])
