@@ -128,6 +128,10 @@ RUN_ELSEWHERE = {
         "tests/e2e/test_algorithms_learn.py",
         ["sort_rewards.py:right", '"--eval-batch-size", "256"', '"--steps", "60", "--actor.lr", "1e-4"', '"grpo"'],
     ),
+    "realhf run grpo --model ./Qwen2.5-1.5B --data train.jsonl --reward rewards.py:correct": (
+        "tests/docs/test_recipes.py",
+        ["README.md", "realhf run grpo --model ./", "run_small(command)"],
+    ),
     "realhf run reinforce.py --num-workers 2 --steps 40 --model RUN_DIR": (
         "tests/docs/test_docs.py",
         ["def test_the_example_trains_under_two_workers", "reinforce.py", "--num-workers"],
@@ -246,6 +250,7 @@ FILE = re.compile(r"[\w-]+\.(py|cpp|h)")
 @pytest.mark.parametrize("document", DOCS, ids=lambda document: document.name)
 def test_files_that_are_mentioned_exist(document: Document) -> None:
     names = {path.name for folder in ("realhf", "csrc", "tests", "scripts") for path in (ROOT / folder).rglob("*.*")}
+    names |= {block.split()[2] for page in DOCS for block in page.blocks("python") if block.startswith("# file: ")}
     for word in document.code_words:
         if PATH.fullmatch(word) and not word.startswith(NOT_HERE):
             assert (ROOT / word).exists(), f"{document.name}: {word}"

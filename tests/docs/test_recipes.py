@@ -83,6 +83,10 @@ def test_the_commands_of_a_recipe(path: Path, tmp_path: Path, monkeypatch: pytes
     write_tiny_model(tmp_path / model_of(page))
     for command in page.commands:
         run_small(command)
+    if path.stem == "one_gpu":  # the same files are those of the first page
+        readme = Document(ROOT / "README.md").commands
+        [command] = (command for command in readme if command.startswith("realhf run grpo --model ./"))
+        run_small(f"{command} --grpo.max-new-tokens 8 --run-dir runs/first")
     assert (tmp_path / "exported").is_dir()
     AutoModelForCausalLM.from_pretrained("exported")
     AutoTokenizer.from_pretrained("exported")
