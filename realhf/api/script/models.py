@@ -147,6 +147,11 @@ class ScriptModel(OptimizerConfig):
         if trace.is_evaluation:
             self._measure(terms[0], name)
             return
+        if len(terms) > 1 and any(one.rows == "pairs" for one in terms):
+            raise script_error(
+                f"{self._name}.update has several losses, one of them on pairs, whose two sequences make a batch of "
+                "their own; update on the pairs in a step of their own script, or on rollouts and examples together"
+            )
         loss = terms[0].loss
         reports = tuple(number for one in terms for number in trace.functions.use(one.view))
         is_rollout = terms[0].rows == "rollout"

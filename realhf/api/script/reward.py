@@ -35,6 +35,7 @@ class Reward:
     on_error: Literal["fail", "zero", "drop"] = "fail"
     timeout_s: float = 60.0
     processes: int = 0
+    concurrency: int = 1024
     batch_samples: int = 64
     seconds_per_sample: float = 0.001
     model: str = ""
@@ -85,6 +86,7 @@ class Reward:
             on_error=self.on_error,
             timeout_s=self.timeout_s,
             processes=self.processes,
+            concurrency=self.concurrency,
             batch_samples=self.batch_samples,
             seconds_per_sample=self.seconds_per_sample,
         )

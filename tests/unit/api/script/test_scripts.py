@@ -536,6 +536,16 @@ def test_examples_and_pairs_are_evaluated_by_their_losses(experiment: Any, data:
     assert [call.name for call in held_out(experiment, dpo, data).rpcs] == ["reference_inference", "actor_inference"]
 
 
+def test_pairs_are_not_mixed_with_other_rows(experiment: Any, data: Path) -> None:
+    def mixed(pairs: Pairs, texts: Examples, actor: Policy) -> None:
+        actor.update(pairs, some_loss, also=[(texts, some_loss, 0.5)])
+
+    with pytest.raises(
+        UserError, match=r"test_scripts\.py:[0-9]+: actor\.update has several losses, one of them on pairs"
+    ):
+        _ = experiment(mixed).rpcs
+
+
 def test_what_needs_other_data_is_not_evaluated(experiment: Any, data: Path) -> None:
     def ptx(prompts: Prompts, texts: Examples, actor: Policy, reward: RewardModel, hp: Hyperparameters) -> None:
         rollout = actor.generate(prompts, hp)
