@@ -23,7 +23,7 @@ def kept_layer_bytes(model: DecoderConfig, dtype: DType, tp: int, features: Engi
 
     Whole, divided over tp with sequence parallelism only: of each norm its input in w, what it is normalised to, the
     output, and the root. Divided: rotated q and k, v and attention's output (all a), that output again, a number a
-    head, and four arrays of a gated MLP or two of a plain one. The rotary tables of a layer are whole.
+    head, and four arrays of a gated MLP or two of a plain one. The rotary tables are those of all layers.
     """
     item, wide, attention = _items(dtype, features)
     whole = 2 * _norm_bytes(model, item, wide) + 2 * model.experts.per_token * model.hidden_size * item
@@ -31,7 +31,7 @@ def kept_layer_bytes(model: DecoderConfig, dtype: DType, tp: int, features: Engi
     if model.qk_norm:
         divided += (model.query_size + model.kv_size) * (wide + item) + (model.num_heads + model.num_kv_heads) * wide
     divided += _mlp_arrays(model) * model.active_intermediate_size * item
-    return whole / (tp if features.sequence_parallel else 1) + divided / tp + 2 * model.head_dim * item
+    return whole / (tp if features.sequence_parallel else 1) + divided / tp
 
 
 def kept_selective_bytes(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures = ENGINE) -> float:
