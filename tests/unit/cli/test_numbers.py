@@ -19,6 +19,7 @@ BAD = {
     "--checkpoint-every-minutes": ("0", "-1", "1e30", "inf", "nan"),
     "--keep-checkpoints": ("0", HUGE),
     "--checkpoint-failures": ("-1", HUGE),
+    "--samples": ("-1", HUGE),
     "--verify-reallocations-every": ("-1", HUGE),
     "--call-timeout-s": ("0", "-1", "1e30", "inf", "nan"),
     "--setup-timeout-s": ("0", "-1", "1e30", "inf", "nan"),

@@ -100,6 +100,16 @@ def test_another_seed_or_a_strangers_folder_is_refused(data, tmp_path):
     assert (tmp_path / "notes.txt").read_text() == "mine"
 
 
+def test_data_of_another_version_says_that_it_is_made_anew(tmp_path):
+    data = sort_task.ensure(tmp_path / "data")
+    manifest = data / sort_task.MANIFEST
+    manifest.write_text(
+        manifest.read_text().replace(f'"format_version": {sort_task.FORMAT_VERSION}', '"format_version": 1')
+    )
+    with pytest.raises(UserError, match="as another version of realhf made it; remove the folder, and it is made anew"):
+        sort_task.ensure(data)
+
+
 def test_a_failure_leaves_nothing_behind(tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("disk full")
