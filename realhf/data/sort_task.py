@@ -117,8 +117,8 @@ def _check_same(target: Path, seed: int) -> None:
         found = None
     if isinstance(found, dict) and {**found, "format_version": FORMAT_VERSION} == _manifest(seed) != found:
         raise UserError(
-            f"{target} holds the sorting task's data as another version of realhf made it; remove the folder, and it is "
-            "made anew"
+            f"{target} holds the sorting task's data as another version of realhf made it; remove the folder, and it "
+            "is made anew"
         )
     if found != _manifest(seed):
         what = f"the data of {found}" if found else "other files"
