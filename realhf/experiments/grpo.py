@@ -18,5 +18,5 @@ def grpo(
 ) -> None:
     rollout = actor.generate(prompts, grpo)
     scores = reward.score(rollout)
-    ref_logprob = reference.logprobs(rollout)
+    ref_logprob = reference.logprobs(rollout) if grpo.beta else None
     actor.update(group_advantages(rollout, scores, ref_logprob, grpo), grpo_loss(grpo))

@@ -1,6 +1,7 @@
 """The experiment that a script becomes: a dataclass whose fields are the options of its parameters."""
 
 import dataclasses
+import dis
 import inspect
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -74,6 +75,7 @@ class ScriptExperiment:
         return {
             name: model.setup(name, self._sources[name], self.dtype, trains=name in trained)
             for name, model in self._models.items()
+            if any(call.model_name == name for call in self.rpcs)
         }
 
     @cached_property
@@ -193,13 +195,19 @@ def _check(script: Callable[..., None], trace: Trace, models: Sequence[str], dat
     used = {call.model_name for call in trace.calls}
     read = {key for call in trace.calls for key in call.input_data}
     for name in models:
-        if name not in used:
+        if name not in used and not _mentions(script, name):
             raise ScriptError(f"{place}: the model {name!r} is in no call; call one of its methods, or leave it out")
     for name in data:
         if not any(maker == name and key in read for key, maker in trace.makers.items()):
             raise ScriptError(f"{place}: nothing reads the data {name!r}; give it to a call, or leave it out")
     if not any(call.trains for call in trace.calls):
         raise ScriptError(f"{place} trains no model; call update on one of them")
+
+
+def _mentions(script: Callable[..., None], name: str) -> bool:
+    """Whether the script's code reads a parameter; options may then choose that no call uses it."""
+    read = (step.argval for step in dis.get_instructions(script) if step.opname.startswith("LOAD_"))
+    return any(name == value or (isinstance(value, tuple) and name in value) for value in read)
 
 
 def experiment_class(

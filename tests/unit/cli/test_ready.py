@@ -7,6 +7,7 @@ import pytest
 
 from realhf.cli import main
 from realhf.cli.options import add_experiment
+from realhf.data.sort_task import make_tokenizer
 from realhf.experiments import ready_experiments, ready_file
 
 NAMES = ["dpo", "grpo", "ppo", "ppo-ptx", "reinforce++", "remax", "reward", "rloo", "safe-rlhf", "sft"]
@@ -50,3 +51,14 @@ def test_a_name_that_is_none_lists_those_there_are(capsys: pytest.CaptureFixture
 @pytest.mark.parametrize("name", ["__init__", "", "../ppo", "."])
 def test_no_other_file_is_a_ready_experiment(name: str) -> None:
     assert ready_file(name) is None
+
+
+def test_grpo_without_a_divergence_has_no_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a"}\n' * 16)
+    (tmp_path / "rewards.py").write_text("def one(prompt, response): return 1.0\n")
+    words = f"plan grpo --data {tmp_path}/rows.jsonl --tokenizer {tmp_path} --reward {tmp_path}/rewards.py:one"
+    small = "--batch-size 8 --num-workers 1 --evaluations 100"
+    for options, has_reference in (("", True), ("--grpo.beta 0", False)):
+        assert main(f"{words} {small} {options}".split()) == 0
+        assert ("reference_inference" in capsys.readouterr().out) == has_reference
