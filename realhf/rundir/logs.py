@@ -17,8 +17,8 @@ def start_logging(process: str, activity: Callable[[], str] = lambda: "", stream
     """Sends all log records of this process, of level INFO and above, to `stream` (default: stderr).
 
     A line is `2026-01-31 12:00:00.123 INFO worker-3 step=7 call=actor_generate what happened`, with step (from 1) and
-    call where there are any. They are read from `activity`, which says what the process is doing, unless a record
-    brings its own (`at`).
+    call where there are any. They are read from `activity`, which says what the process is doing, unless a thread
+    (`doing`) or a record (`at`) says its own.
     """
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(_LineFormatter(process, activity))
@@ -47,6 +47,20 @@ def logging_to(path: Path, process: str, activity: Callable[[], str] = lambda: "
             root.removeHandler(handler)
 
 
+# What the thread does whose code runs, where that is not what the process's activity says.
+_ACTIVITY: ContextVar[str] = ContextVar("activity", default="")
+
+
+@contextlib.contextmanager
+def doing(activity: str) -> Iterator[None]:
+    """Inside, records of the present thread are of `activity`, such as "score of step 3: beside"."""
+    before = _ACTIVITY.set(activity)
+    try:
+        yield
+    finally:
+        _ACTIVITY.reset(before)
+
+
 def at(step: int, call: str | None = None) -> dict[str, Any]:
     """A logger's `extra`: step (from 1) and call of one record."""
     return {"place": f"step={step} " + (f"call={call} " if call else "")}
@@ -67,5 +81,5 @@ class _LineFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         if not hasattr(record, "place"):
-            record.place = place_of(self._activity())
+            record.place = place_of(_ACTIVITY.get() or self._activity())
         return super().format(record)

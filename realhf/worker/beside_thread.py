@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from realhf.rundir.logs import place_of
+from realhf.rundir.logs import doing
 from realhf.transport.messages import Reply, Span
 from realhf.worker.channels import Channels
 
@@ -56,14 +56,15 @@ class BesideThread:
 
     def _run(self) -> None:
         while (call := self._calls.get()) is not None:
-            self._channels.activity.set_beside(f"{call.what}: beside")
-            try:
-                reply = call.run()
-            except (Exception, SystemExit) as error:  # an interface may call sys.exit
-                self._channels.fail(error, call.request_id)
-                return
-            seconds = _seconds(reply.span)
-            logger.info("beside took %.3f s", seconds, extra={"place": place_of(f"{call.what}: beside")})
+            activity = f"{call.what}: beside"
+            self._channels.activity.set_beside(activity)
+            with doing(activity):
+                try:
+                    reply = call.run()
+                except (Exception, SystemExit) as error:  # an interface may call sys.exit
+                    self._channels.fail(error, call.request_id)
+                    return
+                logger.info("beside took %.3f s", _seconds(reply.span))
             self._channels.activity.set_beside("")
             self._channels.report(reply)
 

@@ -3,11 +3,12 @@
 import io
 import logging
 import re
+import threading
 from collections.abc import Iterator
 
 import pytest
 
-from realhf.rundir.logs import at, place_of, start_logging
+from realhf.rundir.logs import at, doing, place_of, start_logging
 
 TIME = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}"
 
@@ -56,6 +57,23 @@ def test_a_record_may_say_itself_where_it_belongs() -> None:
     first, second = stream.getvalue().splitlines()
     assert first.endswith(" INFO master step=4 call=actor_generate took 1 s")
     assert second.endswith(" INFO master step=4 ended")
+
+
+def test_a_thread_may_do_something_else_than_the_process() -> None:
+    stream = io.StringIO()
+    start_logging("worker-1", lambda: "actor_generate of step 3: compute", stream)
+
+    def score() -> None:
+        with doing("score of step 2: beside"):
+            logging.getLogger("rewards").warning("no reward")
+
+    thread = threading.Thread(target=score)
+    thread.start()
+    thread.join()
+    logging.getLogger("realhf").info("on")
+    first, second = stream.getvalue().splitlines()
+    assert first.endswith("WARNING worker-1 step=2 call=score no reward")
+    assert second.endswith("INFO worker-1 step=3 call=actor_generate on")
 
 
 def test_a_traceback_follows_its_line() -> None:
