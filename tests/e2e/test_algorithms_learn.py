@@ -1,4 +1,4 @@
-"""Every ready experiment learns the sorting task from its fine-tuned model.
+"""Every ready experiment learns the sorting task from its fine-tuned model; GRPO also the reversal task.
 
 docs/algorithms.md has what they reached. The bounds here lie below that by more than seeds differ.
 """
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from realhf.data import sort_task
+from realhf.data import reverse_task, sort_task
 from tests.e2e.runs import finished, realhf
 
 pytestmark = pytest.mark.distributed
@@ -174,3 +174,21 @@ def test_dpo(sorting: Sorting) -> None:
     sorting.run("dpo", "--data", data, "--eval-data", held_out, *words)
     sampled, _ = sorting.accuracy(sorting.runs / "dpo")
     assert sampled > 0.65
+
+
+@slow
+def test_the_reversal_task(tmp_path: Path) -> None:
+    """Tokens of several letters, answers of one to eight tokens, two rewards on texts."""
+    data = reverse_task.ensure(tmp_path / "data")
+    rewards, tokenizer = data / "rewards.py", ("--tokenizer", data / "tokenizer", "--num-workers", "2")
+    sizes = "--architecture.vocab-size 512 --architecture.hidden-size 256 --architecture.intermediate-size 704"
+    sft = f"{sizes} --actor.lr 1e-3 --batch-size 128 --steps 200".split()
+    done = realhf("run", "sft", "--run-dir", tmp_path / "sft", "--data", data / "sft.jsonl", *tokenizer, *sft)
+    assert done.returncode == 0, done.stderr[-4000:]
+    files = ("--data", data / "train.jsonl", "--eval-data", data / "evaluation.jsonl", "--model", tmp_path / "sft")
+    scores = ("--reward", f"{rewards}:exact", "--reward", f"{rewards}:share", "--eval-batch-size", "256")
+    options = "--actor.lr 1e-4 --batch-size 512 --grpo.beta 0.001 --grpo.max-new-tokens 12 --steps 80"
+    before, after = learned(tmp_path / "grpo", "grpo", *tokenizer, *files, *scores, *options.split())
+    assert before["reward_exact"] < 0.3
+    assert after["reward_exact"] > before["reward_exact"] + 0.07
+    assert after["reward_share"] > before["reward_share"] + 0.08
