@@ -9,7 +9,7 @@ from realhf.cli.output import table_of
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.planning.clusters import hardware_text
 from realhf.planning.explain.comparison import Comparison
-from realhf.planning.model.hardware import GIB
+from realhf.planning.model.hardware import GIB, in_gib
 from realhf.planning.task import PlanningTask
 
 SAME = 5e-4  # relative differences below it are not worth a number
@@ -94,8 +94,8 @@ def totals(comparison: Comparison) -> Iterator[str]:
     hours = f"{analysis.gpu_hours_per_million_tokens:.3g} GPU-hours per million tokens"
     yield f"{analysis.tokens_per_s:,.0f} tokens/s, {hours}"
     fullest, each = max(analysis.prediction.needs, key=lambda need: need.peak_bytes), comparison.task.cluster
-    memory = f"at most {fullest.peak_bytes / GIB:.1f} GiB of the {each.device_memory_bytes / GIB:.1f} GiB of a device"
-    yield f"memory: {memory}, {fullest.static_bytes / GIB:.1f} GiB of them from step to step"
+    memory = f"at most {in_gib(fullest.peak_bytes)} of the {in_gib(each.device_memory_bytes)} of a device"
+    yield f"memory: {memory}, {in_gib(fullest.static_bytes)} of them from step to step"
     yield f"limited by {analysis.limits}"
     pools = comparison.task.graph.pools
     for pool in dict.fromkeys(pools.values()):

@@ -23,7 +23,7 @@ from realhf.models.checkpoint_index import initial_optimizer_steps
 from realhf.models.hugging_face_files import check_checkpoint
 from realhf.planning.clusters import hardware_text
 from realhf.planning.model.cluster import Cluster
-from realhf.planning.model.hardware import GIB
+from realhf.planning.model.hardware import GIB, in_gib
 from realhf.planning.planner import plan_for
 from realhf.planning.request import Watch, unwatched
 from realhf.rundir.run import MAX_STEPS, Run, RunSpec
@@ -161,7 +161,7 @@ def said_of_hardware(run: Run, given: Path | None) -> list[str]:
     needs = [memory.peak_bytes / GIB for memory in run.plan.rationale.memory] if run.plan.rationale else []
     if needs:
         step = f", a step of {run.plan.predicted_step_s:.3g} s" if run.plan.predicted_step_s else ""
-        lines.append(f"predicted: at most {max(needs):.2g} GiB of the {each:.3g} GiB of a device{step}")
+        lines.append(f"predicted: at most {in_gib(max(needs) * GIB)} of the {in_gib(each * GIB)} of a device{step}")
     if hardware.host_cores is not None and workers * each > there:
         lines.append(
             f"warning: {workers} workers with {each:.1f} GiB each count on more than this machine's {there:.1f}"

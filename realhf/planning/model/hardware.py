@@ -16,6 +16,12 @@ CORES = (1, 2**20)
 GIB = 2**30
 
 
+def in_gib(size_bytes: float) -> str:
+    """`55.6 GiB`; two digits below 1 GiB."""
+    gib = size_bytes / GIB
+    return f"{gib:.1f} GiB" if gib >= 1 else f"{gib:.2g} GiB"
+
+
 def device_kind(name: str) -> str:
     """The name of a device as a file can have it: nvidia-h100-80gb-hbm3 of "NVIDIA H100 80GB HBM3", with the vendor
     that older drivers leave out ("A100-SXM4-80GB")."""

@@ -21,7 +21,7 @@ from realhf.planning.clusters import cluster_of, hardware_text
 from realhf.planning.here import COUNTED_OF_GPU, hardware_here
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import leave_description, load_hardware
-from realhf.planning.model.hardware import GIB
+from realhf.planning.model.hardware import GIB, in_gib
 from realhf.planning.model.profile import profile_path
 from realhf.planning.predict import predict
 from realhf.planning.request import DevicesRequest, PlannedHardware
@@ -155,7 +155,7 @@ def test_a_run_records_what_it_was_planned_for():
     assert first == text
     peak = max(memory.peak_bytes for memory in run.plan.rationale.memory)
     step = f"a step of {run.plan.predicted_step_s:.3g} s"
-    assert re.fullmatch(rf"predicted: at most {peak / 2**30:.2g} GiB of the [0-9.]+ GiB of a device, {step}", needs)
+    assert re.fullmatch(rf"predicted: at most {in_gib(peak)} of the [0-9.]+ GiB of a device, {step}", needs)
 
 
 def test_more_memory_than_the_machine_has_is_warned_of():
