@@ -70,7 +70,7 @@ class Tiny:
         return [
             ModelFunctionCallDef(
                 model_name="actor", model_type=self.architecture, interface_type=GENERATE,
-                interface_impl=PPOActor(ppo=PPOHyperparameters(max_new_tokens=4)),
+                interface_impl=PPOActor(ppo=PPOHyperparameters(max_new_tokens=4, eos_token=2)),
                 input_data=["prompt"], output_data=["seq", "logprob"],
             ),
             reward("reward", self.architecture.with_head("scalar")),
