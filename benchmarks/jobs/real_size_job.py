@@ -123,11 +123,11 @@ class RealSizeJob:
 
 
 def _write(folder: Path) -> None:
-    """The prompts, each beginning with a letter of its own."""
+    """A prompt for each response of a step, should groups have one; each begins with a letter of its own."""
     folder.mkdir(parents=True, exist_ok=True)
     sort_task.make_tokenizer().save(str(folder / "tokenizer.json"))
     letters = itertools.cycle("realhf")
-    prompts = [first + "".join(itertools.islice(letters, PROMPT_TOKENS - 2)) for first in "abcd"[:PROMPTS]]
+    prompts = [first + "".join(itertools.islice(letters, PROMPT_TOKENS - 2)) for first in "abcdefghijklmnop"]
     lines = [json.dumps({"prompt": prompt}) + "\n" for prompt in prompts]
     unfinished = folder / f".prompts-{os.getpid()}"
     unfinished.write_text("".join(lines))

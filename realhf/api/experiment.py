@@ -328,7 +328,8 @@ def follows_of(experiment: Any) -> dict[str, Follow]:
 
 def pools_of(experiment: Any) -> Mapping[str, Pool]:
     """By name, the models of the experiment that are confined to some of the devices."""
-    pools: Mapping[str, Pool] = getattr(experiment, "pools", auto_settings(experiment).pools)
+    settings: AutoSettings | None = getattr(experiment, SETTINGS_ATTRIBUTE, None)
+    pools: Mapping[str, Pool] = getattr(experiment, "pools", settings.pools if settings else {})
     return pools
 
 

@@ -173,8 +173,10 @@ def test_the_command_is_told_to_end(number: signal.Signals, start: StartRun) -> 
     run = start_ppo(start)
     run.process.send_signal(number)
     assert run.end() == 130
-    planned, first, *_, last, saved, anew = run.text.rstrip().splitlines()
+    planned, needs, data, first, *_, last, saved, anew = run.text.rstrip().splitlines()
     assert planned.startswith("planned for 1 x 2 cpu with ")
+    assert needs.startswith("predicted: at most ")
+    assert data.startswith("data set ")
     assert first == f"starting the master and 2 workers; logs in {run.path / 'logs'}"
     assert last == "interrupted"
     why = "no checkpoint was due before step 10000; --checkpoint-every N saves on the way"
