@@ -11,11 +11,8 @@
 Words have 4 to 12 letters, so that prompts and answers differ in length; none is in two of the files.
 """
 
-import argparse
 import json
 import random
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -25,10 +22,11 @@ from tokenizers.models import BPE
 from tokenizers.pre_tokenizers import ByteLevel
 from tokenizers.trainers import BpeTrainer
 
-from realhf.base.errors import UserError
+from realhf.data.task_folder import ensure_folder, make_by_command, task_manifest
 
 END = "<|end|>"
 VOCABULARY_SIZE = 512
+FORMAT_VERSION = 1
 SIZES = {"sft.jsonl": 20_000, "train.jsonl": 20_000, "evaluation.jsonl": 512}
 REWARDS = '''"""Rewards of the reversal task: functions of the response and the row's column `word`."""
 
@@ -50,21 +48,9 @@ def prompt_of(word: str) -> str:
 
 
 def ensure(data_dir: str | Path, seed: int = 0) -> Path:
-    """Makes the files unless the folder is there already; returns the folder, which appears complete or not at all."""
-    target = Path(data_dir)
-    if target.is_dir():
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        _write(work, seed)
-        work.chmod(0o755)
-        work.rename(target)
-    except OSError as error:
-        raise UserError(f"{target} cannot be made ({error.strerror}); name another folder") from None
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return target
+    """Makes the files unless they are there already; returns the folder. Raises as `ensure_folder`."""
+    manifest = task_manifest("reverse", FORMAT_VERSION, seed, SIZES)
+    return ensure_folder(data_dir, manifest, lambda folder: _write(folder, seed))
 
 
 def _write(folder: Path, seed: int) -> None:
@@ -107,21 +93,10 @@ def _write_tokenizer(folder: Path, texts: list[str]) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": END}, indent=2) + "\n")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m realhf.data.reverse_task",
-        description="Makes the data of the reversal task; does nothing where the folder is there already.",
-        epilog="example: python -m realhf.data.reverse_task runs/reverse --seed 0",
-    )
-    parser.add_argument("data_dir")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    try:
-        target = ensure(arguments.data_dir, arguments.seed)
-    except UserError as error:
-        parser.exit(2, f"{error}\n")
-    print(f"{target}: {', '.join(f'{name} ({size} lines)' for name, size in SIZES.items())}, tokenizer/, rewards.py")
+def _described(folder: Path) -> str:
+    files = ", ".join(f"{name} ({size} lines)" for name, size in SIZES.items())
+    return f"{folder}: {files}, tokenizer/, rewards.py"
 
 
 if __name__ == "__main__":
-    main()
+    make_by_command("realhf.data.reverse_task", "runs/reverse", ensure, _described)

@@ -12,12 +12,9 @@
 No prompt is in two of the files, or twice in one.
 """
 
-import argparse
 import json
 import random
-import shutil
 import string
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -28,7 +25,7 @@ from tokenizers.pre_tokenizers import Split
 from tokenizers.processors import TemplateProcessing
 
 from realhf.architecture.model import DecoderConfig
-from realhf.base.errors import UserError
+from realhf.data.task_folder import ensure_folder, make_by_command, task_manifest
 
 PAD, BOS, EOS = "<pad>", "<bos>", "<eos>"
 VOCABULARY = (PAD, BOS, EOS, ">", *string.ascii_lowercase, "*", " ")
@@ -53,7 +50,6 @@ SIZES = {
     "prompts.jsonl": 20_000,
     "evaluation.jsonl": 512,
 }
-MANIFEST = "manifest.json"
 # Raise it when the same seed gives other files than before.
 FORMAT_VERSION = 2
 
@@ -76,22 +72,8 @@ def ensure(data_dir: str | Path, seed: int = 0) -> Path:
     Raises:
         UserError: the folder holds something else, or data of another seed.
     """
-    target = Path(data_dir)
-    if target.is_dir() and any(target.iterdir()):
-        _check_same(target, seed)
-        return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    work = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        _write(work, seed)
-        work.chmod(0o755)
-        try:
-            work.rename(target)
-        except OSError:  # another process was faster
-            _check_same(target, seed)
-    finally:
-        shutil.rmtree(work, ignore_errors=True)
-    return target
+    manifest = task_manifest("sort", FORMAT_VERSION, seed, SIZES)
+    return ensure_folder(data_dir, manifest, lambda folder: _write(folder, seed))
 
 
 def make_tokenizer() -> Tokenizer:
@@ -104,27 +86,6 @@ def make_tokenizer() -> Tokenizer:
         single=f"{BOS} $A", pair=None, special_tokens=[(BOS, VOCABULARY.index(BOS))]
     )
     return tokenizer
-
-
-def _manifest(seed: int) -> dict[str, object]:
-    return {"task": "sort", "format_version": FORMAT_VERSION, "seed": seed, "sizes": SIZES}
-
-
-def _check_same(target: Path, seed: int) -> None:
-    try:
-        found = json.loads((target / MANIFEST).read_text())
-    except (OSError, ValueError):
-        found = None
-    if isinstance(found, dict) and {**found, "format_version": FORMAT_VERSION} == _manifest(seed) != found:
-        raise UserError(
-            f"{target} holds the sorting task's data as another version of realhf made it; remove the folder, and it "
-            "is made anew"
-        )
-    if found != _manifest(seed):
-        what = f"the data of {found}" if found else "other files"
-        raise UserError(
-            f"{target} holds {what}, not the sorting task's data of seed {seed}; name another folder or remove this one"
-        )
 
 
 def _write(folder: Path, seed: int) -> None:
@@ -141,7 +102,6 @@ def _write(folder: Path, seed: int) -> None:
         lines = [json.dumps(makers[name](next(prompts))) + "\n" for _ in range(size)]
         (folder / name).write_text("".join(lines))
     make_tokenizer().save(str(folder / "tokenizer.json"))
-    (folder / MANIFEST).write_text(json.dumps(_manifest(seed), indent=2) + "\n")
 
 
 def _distinct_prompts(rng: random.Random) -> Iterator[str]:
@@ -214,22 +174,9 @@ def _duplicated(prompt: str, rng: random.Random) -> str:
 CORRUPTIONS: tuple[Corruption, ...] = (_descending, _copied, _swapped, _substituted, _dropped, _duplicated)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m realhf.data.sort_task",
-        description="Makes the data of the sorting task; does nothing where it is there already.",
-        epilog="example: python -m realhf.data.sort_task runs/data --seed 0",
-    )
-    parser.add_argument("data_dir")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args()
-    try:
-        target = ensure(arguments.data_dir, arguments.seed)
-    except UserError as error:
-        parser.exit(2, f"{error}\n")
-    for name, size in SIZES.items():
-        print(f"{target / name}: {size} lines")
+def _described(folder: Path) -> str:
+    return "\n".join(f"{folder / name}: {size} lines" for name, size in SIZES.items())
 
 
 if __name__ == "__main__":
-    main()
+    make_by_command("realhf.data.sort_task", "runs/data", ensure, _described)

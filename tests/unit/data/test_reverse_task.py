@@ -4,8 +4,10 @@ import json
 import runpy
 from pathlib import Path
 
+import pytest
 from tokenizers import Tokenizer
 
+from realhf.base.errors import UserError
 from realhf.data import reverse_task
 
 
@@ -18,6 +20,7 @@ def test_a_seed_gives_the_same_files_and_no_word_is_in_two(tmp_path: Path) -> No
     files = sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file())
     assert [str(file) for file in files] == [
         "evaluation.jsonl",
+        "manifest.json",
         "rewards.py",
         "sft.jsonl",
         "tokenizer/tokenizer.json",
@@ -27,6 +30,13 @@ def test_a_seed_gives_the_same_files_and_no_word_is_in_two(tmp_path: Path) -> No
     assert all((one / file).read_bytes() == (other / file).read_bytes() for file in files)
     prompts = [row["prompt"] for name in reverse_task.SIZES for row in rows(one / name)]
     assert len(prompts) == len(set(prompts)) == sum(reverse_task.SIZES.values())
+
+
+def test_data_of_another_seed_is_refused_and_not_taken(tmp_path: Path) -> None:
+    folder = reverse_task.ensure(tmp_path / "data", seed=3)
+    assert reverse_task.ensure(folder, seed=3) == folder
+    with pytest.raises(UserError, match="not the data of the task 'reverse' of seed 4; name another folder"):
+        reverse_task.ensure(folder, seed=4)
 
 
 def test_answers_are_right_and_have_several_lengths(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import pytest
 from realhf.base.errors import UserError
 from realhf.data import sort_task
 from realhf.data.datasets import PreferenceDataset, PromptDataset, SFTDataset
+from realhf.data.task_folder import MANIFEST
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +93,7 @@ def test_data_that_is_there_stays_untouched(data):
 
 
 def test_another_seed_or_a_strangers_folder_is_refused(data, tmp_path):
-    with pytest.raises(UserError, match=r"not the sorting task's data of seed 5; name another folder"):
+    with pytest.raises(UserError, match=r"not the data of the task 'sort' of seed 5; name another folder"):
         sort_task.ensure(data, seed=5)
     (tmp_path / "notes.txt").write_text("mine")
     with pytest.raises(UserError, match="holds other files"):
@@ -102,7 +103,7 @@ def test_another_seed_or_a_strangers_folder_is_refused(data, tmp_path):
 
 def test_data_of_another_version_says_that_it_is_made_anew(tmp_path):
     data = sort_task.ensure(tmp_path / "data")
-    manifest = data / sort_task.MANIFEST
+    manifest = data / MANIFEST
     manifest.write_text(
         manifest.read_text().replace(f'"format_version": {sort_task.FORMAT_VERSION}', '"format_version": 1')
     )
