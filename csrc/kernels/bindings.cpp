@@ -87,6 +87,26 @@ PYBIND11_MODULE(_cpu, m) {
             gated_silu(dtype, rows, width, matrix(gate, gate_stride), matrix(up, up_stride), matrix(out, width));
         },
         Release());
+    m.def(
+        "rms_norm_gradient",
+        [](DType dtype, int64_t rows, int64_t width, uintptr_t x, int64_t x_stride, uintptr_t weight, double epsilon,
+           uintptr_t grad, int64_t grad_stride, uintptr_t grad_x, uintptr_t grad_weight) {
+            rms_norm_gradient(dtype, rows, width, matrix(x, x_stride), at<void>(weight), static_cast<float>(epsilon),
+                              matrix(grad, grad_stride), matrix(grad_x, width), at<double>(grad_weight));
+        },
+        Release());
+    m.def(
+        "gated_silu_gradient",
+        [](DType dtype, int64_t rows, int64_t width, uintptr_t gate, int64_t gate_stride, uintptr_t up,
+           int64_t up_stride, uintptr_t grad, int64_t grad_stride, uintptr_t grad_gate, uintptr_t grad_up) {
+            gated_silu_gradient(dtype, rows, width, matrix(gate, gate_stride), matrix(up, up_stride),
+                                matrix(grad, grad_stride), matrix(grad_gate, width), matrix(grad_up, width));
+        },
+        Release());
+    m.def(
+        "square_sum",
+        [](DType dtype, int64_t count, uintptr_t numbers) { return square_sum(dtype, count, at<void>(numbers)); },
+        Release());
     py::class_<LayerShape>(m, "LayerShape", py::module_local())
         .def(py::init([](int64_t hidden, int64_t kv_heads, int64_t group, int64_t head_dim, int64_t inner) {
                  return LayerShape{hidden, {kv_heads, group, head_dim}, inner};
@@ -115,9 +135,19 @@ PYBIND11_MODULE(_cpu, m) {
     m.def(
         "statistics",
         [](DType dtype, int64_t rows, int64_t vocab, uintptr_t logits, double temperature, uintptr_t tokens,
-           uintptr_t logsumexp, uintptr_t largest, uintptr_t picked) {
+           uintptr_t logsumexp, uintptr_t largest, uintptr_t picked, uintptr_t mean) {
             statistics(dtype, rows, vocab, at<void>(logits), static_cast<float>(temperature), at<int64_t>(tokens),
-                       at<float>(logsumexp), at<float>(largest), at<float>(picked));
+                       at<float>(logsumexp), at<float>(largest), at<float>(picked), at<float>(mean));
+        },
+        Release());
+    m.def(
+        "logprob_gradient",
+        [](DType dtype, int64_t rows, int64_t vocab, uintptr_t logits, double temperature, uintptr_t tokens,
+           uintptr_t logsumexp, uintptr_t entropy, uintptr_t grad_logprob, uintptr_t grad_entropy,
+           uintptr_t at_token, uintptr_t out) {
+            logprob_gradient(dtype, rows, vocab, at<void>(logits), static_cast<float>(temperature),
+                             at<int64_t>(tokens), {at<float>(logsumexp), at<float>(entropy)},
+                             {at<float>(grad_logprob), at<float>(grad_entropy), at<float>(at_token)}, at<void>(out));
         },
         Release());
     m.def(

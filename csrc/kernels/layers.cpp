@@ -32,28 +32,65 @@ INLINE void stored(S* to, const Floats& lanes, int64_t count) {
         store_part(to, lanes, count);
 }
 
+// 1 / sqrt(mean(x^2) + epsilon)
+template <class S>
+INLINE float inverse_rms(const S* from, int64_t width, float epsilon) {
+    Floats even = {}, odd = {};
+    int64_t d = 0;
+    for (; d + 2 * LANES <= width; d += 2 * LANES) {
+        const Floats a = loaded(from + d, LANES), b = loaded(from + d + LANES, LANES);
+        even += a * a;
+        odd += b * b;
+    }
+    for (; d < width; d += LANES) {
+        const Floats a = loaded(from + d, width - d < LANES ? width - d : LANES);
+        even += a * a;
+    }
+    return 1.0f / std::sqrt(sum(even + odd) / static_cast<float>(width) + epsilon);
+}
+
 template <class S>
 INLINE void rms_norm_rows(int64_t rows, int64_t width, Matrix x, const void* weight, float epsilon, Matrix out) {
     const S* const w = static_cast<const S*>(weight);
     for (int64_t i = 0; i < rows; ++i) {
         const S* const from = static_cast<const S*>(x.data) + i * x.stride;
         S* const to = static_cast<S*>(out.data) + i * out.stride;
-        Floats even = {}, odd = {};
-        int64_t d = 0;
-        for (; d + 2 * LANES <= width; d += 2 * LANES) {
-            const Floats a = loaded(from + d, LANES), b = loaded(from + d + LANES, LANES);
-            even += a * a;
-            odd += b * b;
-        }
-        for (; d < width; d += LANES) {
-            const Floats a = loaded(from + d, width - d < LANES ? width - d : LANES);
-            even += a * a;
-        }
-        const float scale = 1.0f / std::sqrt(sum(even + odd) / static_cast<float>(width) + epsilon);
+        const float scale = inverse_rms(from, width, epsilon);
         for_lanes(width, [&](int64_t d, int64_t count) INLINE_CALL {
             Floats normalised = loaded(from + d, count) * scale;
             round_to<S>(normalised);
             stored(to + d, loaded(w + d, count) * normalised, count);
+        });
+    }
+}
+
+// With s = 1 / rms(x): d/dx = s (weight grad - x s^2 mean(weight grad x)), d/dweight = the sum over rows of grad x s.
+template <class S>
+INLINE void rms_norm_gradient_rows(int64_t rows, int64_t width, Matrix x, const void* weight, float epsilon,
+                                   Matrix grad, Matrix grad_x, double* grad_weight) {
+    const S* const w = static_cast<const S*>(weight);
+    for (int64_t d = 0; d < width; ++d) grad_weight[d] = 0;
+    for (int64_t i = 0; i < rows; ++i) {
+        const S* const from = static_cast<const S*>(x.data) + i * x.stride;
+        const S* const g = static_cast<const S*>(grad.data) + i * grad.stride;
+        S* const to = static_cast<S*>(grad_x.data) + i * grad_x.stride;
+        const float scale = inverse_rms(from, width, epsilon);
+        Floats dot = {};
+        for_lanes(width, [&](int64_t d, int64_t count) INLINE_CALL {
+            const Floats along = loaded(g + d, count) * loaded(from + d, count);
+            dot += loaded(w + d, count) * along;
+            const Doubles of_weight = __builtin_convertvector(along * scale, Doubles);
+            if (count == LANES) {
+                Doubles total;
+                load(total, grad_weight + d);
+                store(grad_weight + d, total + of_weight);
+            } else {
+                for (int64_t lane = 0; lane < count; ++lane) grad_weight[d + lane] += of_weight[lane];
+            }
+        });
+        const float back = scale * scale * sum(dot) / static_cast<float>(width);
+        for_lanes(width, [&](int64_t d, int64_t count) INLINE_CALL {
+            stored(to + d, scale * (loaded(w + d, count) * loaded(g + d, count) - back * loaded(from + d, count)), count);
         });
     }
 }
@@ -101,6 +138,42 @@ INLINE void gated_silu_rows(int64_t rows, int64_t width, Matrix gate, Matrix up,
     }
 }
 
+// silu'(x) = sigmoid(x) (1 + x (1 - sigmoid(x)))
+template <class S>
+INLINE void gated_silu_gradient_rows(int64_t rows, int64_t width, Matrix gate, Matrix up, Matrix grad, Matrix grad_gate,
+                                     Matrix grad_up) {
+    for (int64_t i = 0; i < rows; ++i) {
+        const S* const a = static_cast<const S*>(gate.data) + i * gate.stride;
+        const S* const u = static_cast<const S*>(up.data) + i * up.stride;
+        const S* const g = static_cast<const S*>(grad.data) + i * grad.stride;
+        S* const to_gate = static_cast<S*>(grad_gate.data) + i * grad_gate.stride;
+        S* const to_up = static_cast<S*>(grad_up.data) + i * grad_up.stride;
+        for_lanes(width, [&](int64_t d, int64_t count) INLINE_CALL {
+            const Floats x = loaded(a + d, count), of_x = sigmoid(x), given = loaded(g + d, count);
+            stored(to_up + d, given * x * of_x, count);
+            stored(to_gate + d, given * loaded(u + d, count) * of_x * (1.0f + x * (1.0f - of_x)), count);
+        });
+    }
+}
+
+template <class S>
+INLINE double square_sum_of(int64_t count, const void* numbers) {
+    const S* const from = static_cast<const S*>(numbers);
+    Doubles even = {}, odd = {};
+    int64_t i = 0;
+    for (; i + 2 * LANES <= count; i += 2 * LANES) {
+        const Doubles a = __builtin_convertvector(loaded(from + i, LANES), Doubles);
+        const Doubles b = __builtin_convertvector(loaded(from + i + LANES, LANES), Doubles);
+        even += a * a;
+        odd += b * b;
+    }
+    for (; i < count; i += LANES) {
+        const Doubles a = __builtin_convertvector(loaded(from + i, count - i < LANES ? count - i : LANES), Doubles);
+        even += a * a;
+    }
+    return sum(even + odd);
+}
+
 [[noreturn]] void refuse() { throw std::invalid_argument("kernels: float32 or bfloat16 only"); }
 
 }  // namespace
@@ -117,6 +190,17 @@ INLINE void gated_silu_rows(int64_t rows, int64_t width, Matrix gate, Matrix up,
     })                                                                                                             \
     FOR_EACH_TARGET(void gated_silu_##NAME(int64_t rows, int64_t width, Matrix gate, Matrix up, Matrix out) {      \
         gated_silu_rows<S>(rows, width, gate, up, out);                                                            \
+    })                                                                                                             \
+    FOR_EACH_TARGET(void rms_norm_gradient_##NAME(int64_t rows, int64_t width, Matrix x, const void* weight,       \
+                                                  float epsilon, Matrix grad, Matrix grad_x, double* grad_weight) { \
+        rms_norm_gradient_rows<S>(rows, width, x, weight, epsilon, grad, grad_x, grad_weight);                     \
+    })                                                                                                             \
+    FOR_EACH_TARGET(void gated_silu_gradient_##NAME(int64_t rows, int64_t width, Matrix gate, Matrix up,           \
+                                                    Matrix grad, Matrix grad_gate, Matrix grad_up) {               \
+        gated_silu_gradient_rows<S>(rows, width, gate, up, grad, grad_gate, grad_up);                              \
+    })                                                                                                             \
+    FOR_EACH_TARGET(double square_sum_##NAME(int64_t count, const void* numbers) {                                 \
+        return square_sum_of<S>(count, numbers);                                                                   \
     })
 ENTRIES(float, float32)
 ENTRIES(BFloat16, bfloat16)
@@ -144,6 +228,35 @@ void gated_silu(DType dtype, int64_t rows, int64_t width, Matrix gate, Matrix up
         case DType::bfloat16: return gated_silu_bfloat16(rows, width, gate, up, out);
         case DType::float64: refuse();
     }
+}
+
+void rms_norm_gradient(DType dtype, int64_t rows, int64_t width, Matrix x, const void* weight, float epsilon,
+                       Matrix grad, Matrix grad_x, double* grad_weight) {
+    switch (dtype) {
+        case DType::float32:
+            return rms_norm_gradient_float32(rows, width, x, weight, epsilon, grad, grad_x, grad_weight);
+        case DType::bfloat16:
+            return rms_norm_gradient_bfloat16(rows, width, x, weight, epsilon, grad, grad_x, grad_weight);
+        case DType::float64: refuse();
+    }
+}
+
+void gated_silu_gradient(DType dtype, int64_t rows, int64_t width, Matrix gate, Matrix up, Matrix grad,
+                         Matrix grad_gate, Matrix grad_up) {
+    switch (dtype) {
+        case DType::float32: return gated_silu_gradient_float32(rows, width, gate, up, grad, grad_gate, grad_up);
+        case DType::bfloat16: return gated_silu_gradient_bfloat16(rows, width, gate, up, grad, grad_gate, grad_up);
+        case DType::float64: refuse();
+    }
+}
+
+double square_sum(DType dtype, int64_t count, const void* numbers) {
+    switch (dtype) {
+        case DType::float32: return square_sum_float32(count, numbers);
+        case DType::bfloat16: return square_sum_bfloat16(count, numbers);
+        case DType::float64: break;
+    }
+    refuse();
 }
 
 }  // namespace kernels

@@ -1,4 +1,5 @@
-// What stands between the matrix products of a decoder layer, each in one pass over its tokens, for the CPU.
+// What stands between the matrix products of a decoder layer, each in one pass over its tokens, and the gradients of
+// it, for the CPU.
 //
 // All of it computes in float32, and rounds to the dtype of its tensors wherever the same in separate operations of
 // torch does. Rows lie `stride` elements apart; a row's numbers are contiguous.
@@ -20,5 +21,16 @@ void rotate(DType dtype, int64_t rows, int64_t heads, int64_t head_dim, Matrix x
 
 // out = silu(gate) * up of each row [width].
 void gated_silu(DType dtype, int64_t rows, int64_t width, Matrix gate, Matrix up, Matrix out);
+
+// The gradients of rms_norm, given that of its output: of x, and of the weight [width], in float64.
+void rms_norm_gradient(DType dtype, int64_t rows, int64_t width, Matrix x, const void* weight, float epsilon,
+                       Matrix grad, Matrix grad_x, double* grad_weight);
+
+// The gradients of gated_silu, given that of its output.
+void gated_silu_gradient(DType dtype, int64_t rows, int64_t width, Matrix gate, Matrix up, Matrix grad,
+                         Matrix grad_gate, Matrix grad_up);
+
+// The sum of the squares of `count` numbers, in float64.
+double square_sum(DType dtype, int64_t count, const void* numbers);
 
 }  // namespace kernels

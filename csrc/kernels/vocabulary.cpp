@@ -73,13 +73,47 @@ INLINE Normaliser normaliser(const Row<S>& row) {
 
 template <class S>
 INLINE void statistics_of_rows(int64_t rows, int64_t vocab, const void* logits, float temperature,
-                               const int64_t* tokens, float* logsumexp, float* largest, float* picked) {
+                               const int64_t* tokens, float* logsumexp, float* largest, float* picked, float* mean) {
     for (int64_t i = 0; i < rows; ++i) {
         const Row<S> row{static_cast<const S*>(logits) + i * vocab, vocab, temperature};
         const Normaliser found = normaliser(row);
         logsumexp[i] = found.largest + found.log_total;
         largest[i] = found.largest;
         picked[i] = row.of(checked(tokens, i, vocab));
+        if (!mean) continue;
+        Floats total = {};
+        for (int64_t j = 0; j < vocab; j += LANES) {
+            const Floats z = row.lanes(j);
+            total += found.probabilities(z) * (z == NOTHING ? Floats{} : z);
+        }
+        mean[i] = sum(total);
+    }
+}
+
+template <class S>
+INLINE void logprob_gradient_of_rows(int64_t rows, int64_t vocab, const void* logits, float temperature,
+                                     const int64_t* tokens, const Distributions& of, const Gradients& grad, void* out) {
+    for (int64_t i = 0; i < rows; ++i) {
+        const Row<S> row{static_cast<const S*>(logits) + i * vocab, vocab, temperature};
+        S* const to = static_cast<S*>(out) + i * vocab;
+        const int64_t token = checked(tokens, i, vocab);
+        const float along = grad.logprob[i], entropy = of.entropy ? of.entropy[i] : 0.0f;
+        const float of_entropy = of.entropy ? grad.entropy[i] : 0.0f;
+        const Normaliser normaliser{of.logsumexp[i], 0.0f};
+        const auto gradient = [&](const Floats& z) INLINE_CALL {
+            const Floats p = normaliser.probabilities(z);
+            if (of_entropy == 0.0f) return -along * p;
+            return p == 0.0f ? Floats{} : -p * (along + of_entropy * ((z - of.logsumexp[i]) + entropy));
+        };
+        for (int64_t j = 0; j < vocab; j += LANES) {
+            const Floats found = gradient(row.lanes(j)) / temperature;
+            if (j + LANES <= vocab)
+                store(to + j, found);
+            else
+                store_part(to + j, found, vocab - j);
+        }
+        const Floats at_token = gradient(Floats{} + row.of(token)) + grad.at_token[i];
+        store_part(to + token, at_token / temperature, 1);
     }
 }
 
@@ -154,8 +188,14 @@ INLINE void draw_rows(int64_t rows, int64_t vocab, const void* logits, float tem
 // One entry a dtype, not a template: the clones of a function need a name of their own.
 #define ENTRIES(S, NAME)                                                                                              \
     FOR_EACH_TARGET(void statistics_##NAME(int64_t rows, int64_t vocab, const void* logits, float temperature,        \
-                                           const int64_t* tokens, float* logsumexp, float* largest, float* picked) {  \
-        statistics_of_rows<S>(rows, vocab, logits, temperature, tokens, logsumexp, largest, picked);                  \
+                                           const int64_t* tokens, float* logsumexp, float* largest, float* picked,    \
+                                           float* mean) {                                                             \
+        statistics_of_rows<S>(rows, vocab, logits, temperature, tokens, logsumexp, largest, picked, mean);            \
+    })                                                                                                                \
+    FOR_EACH_TARGET(void logprob_gradient_##NAME(int64_t rows, int64_t vocab, const void* logits, float temperature,  \
+                                                 const int64_t* tokens, const Distributions& of,                      \
+                                                 const Gradients& grad, void* out) {                                  \
+        logprob_gradient_of_rows<S>(rows, vocab, logits, temperature, tokens, of, grad, out);                         \
     })                                                                                                                \
     FOR_EACH_TARGET(void draw_##NAME(int64_t rows, int64_t vocab, const void* logits, float temperature,              \
                                      const double* uniforms, int64_t* tokens, float* logprobs, double* margins) {     \
@@ -165,12 +205,23 @@ ENTRIES(float, float32)
 ENTRIES(BFloat16, bfloat16)
 
 void statistics(DType dtype, int64_t rows, int64_t vocab, const void* logits, float temperature,
-                const int64_t* tokens, float* logsumexp, float* largest, float* picked) {
+                const int64_t* tokens, float* logsumexp, float* largest, float* picked, float* mean) {
     switch (dtype) {
         case DType::float32:
-            return statistics_float32(rows, vocab, logits, temperature, tokens, logsumexp, largest, picked);
+            return statistics_float32(rows, vocab, logits, temperature, tokens, logsumexp, largest, picked, mean);
         case DType::bfloat16:
-            return statistics_bfloat16(rows, vocab, logits, temperature, tokens, logsumexp, largest, picked);
+            return statistics_bfloat16(rows, vocab, logits, temperature, tokens, logsumexp, largest, picked, mean);
+        case DType::float64: refuse();
+    }
+}
+
+void logprob_gradient(DType dtype, int64_t rows, int64_t vocab, const void* logits, float temperature,
+                      const int64_t* tokens, const Distributions& of, const Gradients& grad, void* out) {
+    switch (dtype) {
+        case DType::float32:
+            return logprob_gradient_float32(rows, vocab, logits, temperature, tokens, of, grad, out);
+        case DType::bfloat16:
+            return logprob_gradient_bfloat16(rows, vocab, logits, temperature, tokens, of, grad, out);
         case DType::float64: refuse();
     }
 }

@@ -1,4 +1,4 @@
-// Distributions over the vocabulary, one a row of logits [rows, vocab]: statistics, and draws; for the CPU.
+// Distributions over the vocabulary, one a row of logits [rows, vocab]: statistics, gradients, draws; for the CPU.
 //
 // Logits are divided by `temperature` first, and computed with in float32; probabilities add up in float64.
 // A given token outside of the vocabulary throws std::out_of_range, a uniform outside of [0, 1) std::invalid_argument.
@@ -10,9 +10,24 @@
 
 namespace kernels {
 
-// The logsumexp, the largest logit and the logit of `tokens`, [rows] each.
+// The logsumexp, the largest logit, the logit of `tokens`, and the mean logit unless `mean` is null; [rows] each.
 void statistics(DType dtype, int64_t rows, int64_t vocab, const void* logits, float temperature,
-                const int64_t* tokens, float* logsumexp, float* largest, float* picked);
+                const int64_t* tokens, float* logsumexp, float* largest, float* picked, float* mean);
+
+// Of each row's distribution, whose vocabulary may be wider than the row; `entropy` is null if it has no gradient.
+struct Distributions {
+    const float *logsumexp, *entropy;
+};
+
+// What log-probabilities and entropies of rows get, and beside the logit of the token: 0 if the token lies elsewhere.
+struct Gradients {
+    const float *logprob, *entropy, *at_token;
+};
+
+// The gradient [rows, vocab] of logits z, with p = exp(z / temperature - logsumexp): it is `at_token` at the token less
+// p (logprob + entropy's (log p + entropy)), over the temperature.
+void logprob_gradient(DType dtype, int64_t rows, int64_t vocab, const void* logits, float temperature,
+                      const int64_t* tokens, const Distributions& of, const Gradients& grad, void* out);
 
 // Inverts each row's cumulative distribution at `uniforms` [rows], in [0, 1): `tokens` get the first token whose
 // upper border, the sum of the probabilities up to its own, is above; `logprobs` their log-probabilities. `margins` are

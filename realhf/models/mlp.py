@@ -45,6 +45,8 @@ class GatedMLP(nn.Module):
             parts = [self.down_proj.product(fused.gated_silu(*self.joined(rows))) for rows in x.split(_ROWS_AT_ONCE)]
             return self.down_proj.finished(parts[0] if len(parts) == 1 else torch.cat(parts), shards)
         gate, up = self.joined(x)
+        if self.activation == "silu" and fused.trains(gate, up):
+            return self.down_proj(fused.GatedSilu.apply(gate, up), shards)
         return self.down_proj(activate(gate, self.activation) * up, shards)
 
 

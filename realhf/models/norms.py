@@ -24,6 +24,8 @@ class RMSNorm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if fused.takes(x, self.weight):
             return fused.rms_norm(x, self.weight, self.eps)
+        if fused.trains(x, self.weight):
+            return fused.NormalisedByRMS.apply(x, copy_to_group(self.weight, self.group), self.eps)
         return copy_to_group(self.weight, self.group) * _normalised(x, self.eps).to(x.dtype)
 
 

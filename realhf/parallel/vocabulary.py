@@ -174,8 +174,9 @@ class _TokenLogprobs(torch.autograd.Function):
         wide, rows, vocab = _wide(hidden.dtype), len(hidden), len(weight)
         rank = 0 if softmax.group is None else dist.get_rank(softmax.group)
         local = tokens - rank * vocab
-        is_fused = not keeps and not softmax.with_entropy and fused.takes(hidden, weight)
+        is_fused = fused.trains(hidden, weight) if keeps else fused.takes(hidden, weight)
         in_vocab, in_rows = softmax.tiles(rows, vocab, wide.itemsize)
+        asked = 4 if softmax.with_entropy else 3
         total = kept = None
         for columns in in_vocab:
             # For this part of the vocabulary: logsumexp, greatest logit, the token's logit (0 if it is elsewhere), mean
@@ -184,8 +185,8 @@ class _TokenLogprobs(torch.autograd.Function):
             there, is_there = _within(local, columns)
             for at in in_rows:
                 if is_fused:
-                    logits = linear(hidden[at], weight[columns])
-                    fused.vocabulary_statistics(logits, there[at], softmax.temperature, own[:3, at])
+                    kept = linear(hidden[at], weight[columns])
+                    fused.vocabulary_statistics(kept, there[at], softmax.temperature, own[:asked, at])
                     continue
                 z = softmax.scaled(hidden[at], weight[columns])
                 torch.logsumexp(z, -1, out=own[0, at])
@@ -202,7 +203,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if keeps:
             # The last tile's logits are kept, so a batch of one tile is projected once.
             ctx.save_for_backward(hidden, weight, local, logsumexp, entropy, kept)
-            ctx.softmax, ctx.sink = softmax, gradient_sink(weight)
+            ctx.softmax, ctx.is_fused, ctx.sink = softmax, is_fused, gradient_sink(weight)
         is_top = picked >= greatest
         ctx.mark_non_differentiable(is_top)
         return picked - logsumexp, entropy, is_top
@@ -226,17 +227,22 @@ class _TokenLogprobs(torch.autograd.Function):
             of_columns: Tensor | None = None  # the gradient of these rows of the weight
             for at in in_rows:
                 is_last = columns is in_vocab[-1] and at is in_rows[-1]
-                z = kept if is_last else softmax.scaled(hidden[at], weight[columns])
-                log_p = z - logsumexp[at, None]
-                if softmax.with_entropy:
-                    scale = grad_logprob[at, None] + grad_entropy[at, None] * (log_p + entropy[at, None])
+                if ctx.is_fused:
+                    logits = kept if is_last else linear(hidden[at], weight[columns])
+                    of_rows = (logsumexp[at], grad_logprob[at], at_token[at])
+                    entropies = (entropy[at], grad_entropy[at]) if softmax.with_entropy else None
+                    grad = fused.logprob_gradient(logits, there[at], softmax.temperature, *of_rows, entropies)
                 else:
+                    z = kept if is_last else softmax.scaled(hidden[at], weight[columns])
+                    log_p = z - logsumexp[at, None]
                     scale = grad_logprob[at, None]
-                grad = log_p.exp_().mul_(scale).neg_()  # [rows, vocab / tp], of a tile
-                grad.scatter_add_(-1, there[at, None], at_token[at, None])
-                if softmax.temperature != 1.0:
-                    grad.div_(softmax.temperature)
-                grad = grad.to(hidden.dtype)
+                    if softmax.with_entropy:
+                        scale = scale + grad_entropy[at, None] * (log_p + entropy[at, None])
+                    grad = log_p.exp_().mul_(scale).neg_()  # [rows, vocab / tp], of a tile
+                    grad.scatter_add_(-1, there[at, None], at_token[at, None])
+                    if softmax.temperature != 1.0:
+                        grad.div_(softmax.temperature)
+                    grad = grad.to(hidden.dtype)
                 if grad_hidden is not None:
                     grad_hidden[at] += linear(grad, weight[columns].T)
                 if needs_weight:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from realhf.api.experiment import OptimizerConfig
+from realhf.cpu import fused
 
 # Elements that are updated at a time. On a CPU their gradients and states stay in a core's cache from the first
 # pass over them to the last; on a GPU they are enough for its rate, and bound what is brought from the host at once.
@@ -43,6 +44,8 @@ def chunks(vector: Tensor) -> Iterator[slice]:
 
 def square_sum(vector: Tensor) -> Tensor:
     """The sum of the squares of `vector`, a number in float64, without a copy of the vector in that precision."""
+    if fused.takes(vector):
+        return torch.tensor(fused.square_sum(vector), dtype=torch.float64)
     parts = [torch.linalg.vector_norm(vector[part], dtype=torch.float64).square() for part in chunks(vector)]
     return torch.stack(parts).sum() if parts else vector.new_zeros((), dtype=torch.float64)
 

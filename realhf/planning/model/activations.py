@@ -23,14 +23,17 @@ def kept_layer_bytes(model: DecoderConfig, dtype: DType, tp: int, features: Engi
 
     Whole, divided over tp with sequence parallelism only: of each norm its input in w, what it is normalised to, the
     output, and the root. Divided: rotated q and k, v and attention's output (all a), that output again, a number a
-    head, and four arrays of a gated MLP or two of a plain one. The rotary tables are those of all layers.
+    head, and four arrays of a gated MLP or two of a plain one. The rotary tables are those of all layers. A fused norm
+    keeps its input and its output, a fused MLP three arrays.
     """
     item, wide, attention = _items(dtype, features)
-    whole = 2 * _norm_bytes(model, item, wide) + 2 * model.experts.per_token * model.hidden_size * item
+    whole = 2 * _norm_bytes(model, dtype, features) + 2 * model.experts.per_token * model.hidden_size * item
     divided = model.query_size * (2 * attention + item) + model.kv_size * 2 * attention + model.num_heads * wide
     if model.qk_norm:
-        divided += (model.query_size + model.kv_size) * (wide + item) + (model.num_heads + model.num_kv_heads) * wide
-    divided += _mlp_arrays(model) * model.active_intermediate_size * item
+        heads, elements = model.num_heads + model.num_kv_heads, model.query_size + model.kv_size
+        is_fused = _is_fused(model, dtype, features)
+        divided += elements * item if is_fused else elements * (wide + item) + heads * wide
+    divided += _mlp_kept_arrays(model, dtype, features) * model.active_intermediate_size * item
     return whole / (tp if features.sequence_parallel else 1) + divided / tp
 
 
@@ -73,7 +76,8 @@ def backward_bytes(model: DecoderConfig, dtype: DType, tp: int, features: Engine
     mlp = 2 * model.active_intermediate_size / tp * item + 2 * model.hidden_size * item
     attending = 2 * (model.query_size + model.kv_size) / tp * attention
     if features.recomputation == "off":
-        freed = _mlp_arrays(model) * model.active_intermediate_size / tp * item + _norm_bytes(model, item, wide)
+        freed = _mlp_kept_arrays(model, dtype, features) * model.active_intermediate_size / tp * item
+        freed += _norm_bytes(model, dtype, features)
         most = max(behind, mlp, attending - freed)
     else:
         most = max(behind, mlp + attending)
@@ -86,7 +90,15 @@ def _items(dtype: DType, features: EngineFeatures) -> tuple[int, int, int]:
     return item, wide, wide if features.in_host_memory else item
 
 
-def _norm_bytes(model: DecoderConfig, item: int, wide: int) -> int:
+def _is_fused(model: DecoderConfig, dtype: DType, features: EngineFeatures) -> bool:
+    """Whether RMS norms are one kernel in training."""
+    return features.fuses_training and dtype != "float64" and model.norm == "rms"
+
+
+def _norm_bytes(model: DecoderConfig, dtype: DType, features: EngineFeatures) -> int:
+    item, wide, _ = _items(dtype, features)
+    if _is_fused(model, dtype, features):
+        return model.hidden_size * 2 * item
     match model.norm:
         case "rms":
             return model.hidden_size * (wide + 2 * item) + wide
@@ -98,3 +110,8 @@ def _norm_bytes(model: DecoderConfig, item: int, wide: int) -> int:
 
 def _mlp_arrays(model: DecoderConfig) -> int:
     return 4 if model.mlp == "gated" else 2
+
+
+def _mlp_kept_arrays(model: DecoderConfig, dtype: DType, features: EngineFeatures) -> int:
+    is_fused = features.fuses_training and dtype != "float64" and model.mlp == "gated" and model.activation == "silu"
+    return 3 if is_fused else _mlp_arrays(model)

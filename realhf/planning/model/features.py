@@ -44,6 +44,8 @@ class EngineFeatures:
         once a mini-batch.
     packs_weights: generation also keeps the linears' weights in the order of its kernels (CPU, float32 and bfloat16).
     in_host_memory: malloc gives the tensors' memory, and training attends in float32 at least: on the CPU.
+    fuses_training: in training, RMS norms and gated SiLUs are one kernel each (CPU with one thread, float32 and
+        bfloat16), of which the inputs alone are kept.
     copies_checkpoints: a checkpoint is written from a copy (`--checkpoint-every`), in memory that the devices share.
     """
 
@@ -63,6 +65,7 @@ class EngineFeatures:
     offloads_states: bool = False
     packs_weights: bool = False
     in_host_memory: bool = False
+    fuses_training: bool = False
     copies_checkpoints: bool = False
 
     def gradient_bytes(self, dtype: DType) -> int:
@@ -83,6 +86,7 @@ class EngineFeatures:
             packs_weights=hardware.packs_weights,
             offloads_states=self.offloads_states and not in_host,
             in_host_memory=in_host,
+            fuses_training=in_host and hardware.threads == 1,
             copies_checkpoints=self.copies_checkpoints and in_host,
         )
 

@@ -74,14 +74,94 @@ def test_draws_are_those_of_float64(dtype, vocab, temperature):
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_statistics_of_the_vocabulary(dtype):
-    logits, tokens, out = (9 * torch.randn(40, 77)).to(dtype), torch.randint(77, (40,)), torch.empty(4, 50)[:3, 5:45]
+    logits, tokens, out = (9 * torch.randn(40, 77)).to(dtype), torch.randint(77, (40,)), torch.empty(4, 50)[:, 5:45]
+    logits[:, 5] = -torch.inf
     fused.vocabulary_statistics(logits, tokens, 0.5, out)
     z = logits.double() / 0.5
+    mean = (z.softmax(-1) * z.masked_fill(z == -torch.inf, 0.0)).sum(-1)
+    torch.testing.assert_close(out[3].double(), mean, rtol=1e-5, atol=1e-5)
+    out = out[:3]
     expected = torch.stack([z.logsumexp(-1), z.amax(-1), z.gather(-1, tokens[:, None])[:, 0]])
     torch.testing.assert_close(out.double(), expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(
         (out[2] - out[0]).exp() > 0.5, tempered_logprobs(z, 1).gather(-1, tokens[:, None])[:, 0].exp() > 0.5
     )
+
+
+def gradients(out: torch.Tensor, grad: torch.Tensor, *inputs: torch.Tensor) -> list[torch.Tensor]:
+    """Of `inputs`, in float64."""
+    return [found.double() for found in torch.autograd.grad(out, inputs, grad.to(out.dtype))]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width", [1, 16, 31, 100])
+def test_gradients_of_rms_norm(dtype, width):
+    x, grad = (part_of_wider_rows(5, width, dtype=dtype) for _ in range(2))
+    x, weight = x.requires_grad_(), torch.randn(width).to(dtype).requires_grad_()
+    found = gradients(fused.NormalisedByRMS.apply(x, weight, 1e-5), grad, x, weight)
+    wide_x, wide_weight = (each.detach().double().requires_grad_() for each in (x, weight))
+    out = wide_x * (wide_x.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * wide_weight
+    for mine, theirs in zip(found, gradients(out, grad, wide_x, wide_weight), strict=True):
+        assert (mine - theirs).norm() < TOLERANCE[dtype] * (theirs.norm() + 1)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("width", [1, 16, 47])
+def test_gradients_of_gated_silu(dtype, width):
+    gate, up, grad = (part_of_wider_rows(6, width, dtype=dtype) for _ in range(3))
+    gate[0], gate[1], gate[2] = 100.0, -100.0, 0.0
+    gate, up = gate.requires_grad_(), up.requires_grad_()
+    found = gradients(fused.GatedSilu.apply(gate, up), grad, gate, up)
+    wide = [each.detach().double().requires_grad_() for each in (gate, up)]
+    for mine, theirs in zip(found, gradients(F.silu(wide[0]) * wide[1], grad, *wide), strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("vocab", [1, 16, 100])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gradients_of_the_vocabulary(dtype, vocab, temperature, with_entropy):
+    """Tokens of the first rows lie in another part of the vocabulary; an impossible token changes nothing."""
+    z, tokens = (3 * torch.randn(50, vocab)).to(dtype), torch.randint(vocab, (50,))
+    z[:, 1::9] = -torch.inf
+    tokens[tokens % 9 == 1] = 0
+    grad, grad_entropy = torch.randn(2, 50)
+    at_token = grad.clone()
+    at_token[:5] = 0
+    wide = z.double().requires_grad_()
+    logprobs = torch.log_softmax(wide / temperature, -1)
+    entropy = -(logprobs.exp() * logprobs.masked_fill(z == -torch.inf, 0.0)).sum(-1)
+    found = fused.logprob_gradient(
+        z, tokens, temperature, (z.float() / temperature).logsumexp(-1), grad, at_token,
+        (entropy.detach().float(), grad_entropy) if with_entropy else None,
+    )  # fmt: skip
+    loss = (logprobs.gather(-1, tokens[:, None])[5:, 0] * grad[5:]).sum()
+    loss = loss + ((entropy * grad_entropy).sum() if with_entropy else 0.0)
+    (expected,) = torch.autograd.grad(loss, wide)
+    expected[:5] -= logprobs[:5].exp().detach() * grad[:5, None] / temperature
+    expected = expected.masked_fill(z == -torch.inf, 0.0)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=2 * TOLERANCE[dtype], atol=20 * TOLERANCE[torch.float32])
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("count", [0, 1, 16, 47, 5000])
+def test_square_sum_in_float64(dtype, count):
+    x = torch.randn(count).to(dtype)
+    assert fused.square_sum(x) == pytest.approx(x.double().square().sum().item(), rel=1e-14)
+
+
+def test_training_takes_the_kernels_with_one_thread_alone():
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        assert fused.trains(torch.zeros(2, requires_grad=True), torch.zeros(2))
+        assert not fused.trains(torch.zeros(2), torch.zeros(2, dtype=torch.float64))
+        torch.set_num_threads(2)
+        assert not fused.trains(torch.zeros(2))
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_gradients_and_other_dtypes_are_left_to_torch():

@@ -86,7 +86,7 @@ def test_the_weights_that_are_packed(changes: dict) -> None:
     assert all(m.packed is None for m in (*alone, *joined))
 
 
-CPU = EngineFeatures(in_host_memory=True)
+CPU = EngineFeatures(in_host_memory=True, fuses_training=True)
 FAMILIES: dict[str, dict] = {
     "llama": {},
     "qwen3": {"num_kv_heads": 2, "qk_norm": True, "attention_head_dim": 32},
