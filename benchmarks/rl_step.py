@@ -9,7 +9,9 @@ machine's limit, which are the products of the step at the rate of a large produ
 counted once; for decoding, what must be read if that takes longer); the predicted step beside the measured one.
 
 `--case "grpo 4M float32"` takes one of the settings. `--quick` takes that one, one turn, a plan by rule and no profile.
-Command: python benchmarks/rl_step.py --json benchmarks/results/rl_step.json
+PPO is in TRL up to 1.12, which is the one that tests need; GRPO may be measured beside a later one:
+pip install --no-deps --target runs/trl trl==1.16.0
+Command: python benchmarks/rl_step.py --trl runs/trl --json benchmarks/results/rl_step.json
 """
 
 import argparse
@@ -94,15 +96,18 @@ class Cores:
 
 @dataclass(frozen=True)
 class Turn:
-    """Seconds of a step of each side, and of the calls of ours."""
+    """Seconds of a step of each side, and of the calls of ours; `trl`: their version."""
 
     ours_s: float
     theirs_s: float
     calls_s: dict[str, float]
+    trl: str
 
 
 def main() -> None:
-    arguments = case_parser(__doc__).parse_args()
+    parser = case_parser(__doc__)
+    parser.add_argument("--trl", type=Path, metavar="DIR", help="GRPO beside the TRL that is installed in this folder")
+    arguments = parser.parse_args()
     chosen = [s for s in SETTINGS if str(s).startswith(arguments.case)]
     with tempfile.TemporaryDirectory() as folder:
         data = ensure_data(Path(folder) / "data")
@@ -120,12 +125,13 @@ def cases(setting: Setting, folder: Path, data: Path, arguments: argparse.Namesp
     turns, rates = [], [machine_rates(setting.dtype)]
     for i in range(1 if arguments.quick else 3):
         ours_s, calls_s = our_steps(setting, folder / f"run-{i}", plan, cores, data)
-        turns.append(Turn(ours_s, their_step_s(setting, data), calls_s))
+        theirs_s, version = their_step_s(setting, data, arguments.trl if setting.algorithm == "grpo" else None)
+        turns.append(Turn(ours_s, theirs_s, calls_s, version))
         rates.append(machine_rates(setting.dtype))
     ours_s, theirs_s = (statistics.median(getattr(turn, side) for turn in turns) for side in ("ours_s", "theirs_s"))
     ratio = statistics.median(turn.theirs_s / turn.ours_s for turn in turns)
     yield case(
-        f"{setting}: response tokens, {cores}",
+        f"{setting}: response tokens, {cores}, beside TRL {turns[0].trl}",
         RESPONSE_TOKENS / ours_s,
         "tokens/s",
         baseline=RESPONSE_TOKENS / theirs_s,
@@ -194,16 +200,19 @@ def our_steps(setting: Setting, run_dir: Path, plan: Path, cores: Cores, data: P
     return statistics.median(after - before for before, after in pairwise(ends)), calls
 
 
-def their_step_s(setting: Setting, data: Path) -> float:
-    """Median seconds of a step of TRL, without the first."""
+def their_step_s(setting: Setting, data: Path, trl: Path | None) -> tuple[float, str]:
+    """Median seconds of a step of TRL, without the first, and its version; of the one in the folder `trl`, if given."""
     words = (setting.algorithm, setting.size, setting.dtype, str(setting.theirs), str(data))
     environment = {**os.environ, "OMP_NUM_THREADS": str(CORES)}
+    if trl is not None:
+        environment["PYTHONPATH"] = str(trl.resolve())
     done = subprocess.run(
         [sys.executable, str(TRL), *words], env=environment, capture_output=True, text=True, check=False
     )
     if done.returncode:
         sys.exit(f"{TRL.name} {' '.join(words)} failed:\n{done.stderr}")
-    return statistics.median(json.loads(done.stdout.splitlines()[-1])["step_s"][1:])
+    found = json.loads(done.stdout.splitlines()[-1])
+    return statistics.median(found["step_s"][1:]), found["version"]
 
 
 def phases(turns: list[Turn]) -> dict[str, float]:

@@ -5,7 +5,7 @@ evaluated or recomputed, the optimizer is the fused one, and all weights are of 
 No token ends a response: the tokenizer's end token is one that the model does not have.
 
 Command: python benchmarks/lib/trl_steps.py grpo 4M float32 STEPS DATA_DIR
-Prints one JSON object: `step_s`, and `cpu_s` of all threads, of every step.
+Prints one JSON object: `version`, and of every step `step_s` and, of all threads, `cpu_s`.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import json
 import os
 import sys
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -214,7 +215,7 @@ def main() -> None:
     with contextlib.redirect_stdout(sys.stderr):
         run = {"grpo": grpo, "ppo": ppo}[algorithm]
         times = run(size, getattr(torch, dtype), int(steps), data, str(data / "trl"))
-    print(json.dumps(times.seconds))
+    print(json.dumps({"version": version("trl"), **times.seconds}))
 
 
 if __name__ == "__main__":

@@ -38,7 +38,7 @@ def test_the_limit_of_a_step_is_what_decoding_reads_where_computing_takes_no_tim
 def test_phases_are_sums_of_calls_and_the_rest() -> None:
     calls = {"actor_generate": 1.0, "reward": 0.25, "reference_inference": 0.5, "critic_inference": 0.75}
     calls |= {"actor_train_step": 2.0, "critic_train_step": 3.0}
-    found = rl_step.phases([rl_step.Turn(ours_s=8.0, theirs_s=20.0, calls_s=calls)])
+    found = rl_step.phases([rl_step.Turn(ours_s=8.0, theirs_s=20.0, calls_s=calls, trl="1.12.0")])
     assert found == {"generate": 1.0, "inference": 1.25, "train": 5.0, "the rest": 0.75}
 
 

@@ -87,8 +87,7 @@ VARIANTS = {
     "reinforce++-baseline": rollouts_of(
         "reinforce++", *COPIED, *of("reinforce", samples_per_prompt=4, baseline="group")
     ),
-    # With a divergence, equal rewards of a group differ by its rounding in the first step, and so does what is clipped.
-    "rloo, dropped": rollouts_of("rloo", *DROPPED, *of("rloo", epochs=2, kl_coef=0)),
+    "rloo, dropped": rollouts_of("rloo", *DROPPED, *of("rloo", epochs=2)),
     "remax, dropped": rollouts_of("remax", *DROPPED, *of("remax", epochs=2)),
     "safe-rlhf, dropped": rollouts_of("safe-rlhf", *DROPPED, *COST, *of("safe", epochs=2), models=THREE_MODELS),
     "ipo": Job("dpo", "preferences.jsonl", ("--dpo.loss-type", "ipo")),

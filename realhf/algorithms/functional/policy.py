@@ -54,7 +54,8 @@ def clipped_surrogate(
         delta: 0 is no bound; else above 1 + clip_high. It limits the loss of bad tokens that became likely.
 
     Returns:
-        (L [responses], is_clipped [responses]: True if a bound removed the gradient).
+        (L [responses], is_clipped [responses]: True if a bound removed the gradient of an advantage that is more than
+        rounding: the sign of another differs between plans).
 
     Sources: Yu et al., "DAPO" (2025), equation 10 (clip-higher); Prime Intellect, "INTELLECT-2" (2025), section 3.4
     (two-sided clipping).
@@ -62,11 +63,11 @@ def clipped_surrogate(
     ratio = log_ratio.exp()
     free = ratio.clamp(max=delta) if delta else ratio
     loss = -torch.minimum(free * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
-    is_high = (ratio > 1 + clip_high) & (advantage > 0)
-    is_low = (ratio < 1 - clip_low) & (advantage < 0)
-    is_clipped = is_high | is_low
+    rounding = 16 * torch.finfo(advantage.dtype).eps
+    is_good, is_bad = advantage > rounding, advantage < -rounding
+    is_clipped = (ratio > 1 + clip_high) & is_good | (ratio < 1 - clip_low) & is_bad
     if delta:
-        is_clipped = is_clipped | ((ratio > delta) & (advantage < 0))
+        is_clipped = is_clipped | ((ratio > delta) & is_bad)
     return loss, is_clipped
 
 

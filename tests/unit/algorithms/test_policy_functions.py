@@ -34,6 +34,7 @@ def slope(loss, ratio: float, advantage: float):
         (3.0, -2.0, 6.0, False, 6.0),
         (5.0, -2.0, 8.0, True, 0.0),  # delta 4: 4 x 2
         (0.5, 2.0, -1.0, False, -1.0),
+        (0.5, -1e-16, 8e-17, False, 0.0),  # an advantage whose sign is that of rounding
     ],
 )
 def test_clipped_surrogate(ratio, advantage, loss, clipped, gradient):

@@ -53,7 +53,8 @@ def test_less_is_kept_for_the_backward_pass(dtype: torch.dtype) -> None:
         kept[recomputation] = live[0] / (dtype.itemsize * tokens * CONFIG.num_layers)  # elements a token and layer
     # A layer's input has 32; all layers share the rotary tables and what the head has.
     assert 32 <= kept["full"] < 32 + 30
-    assert kept["full"] + 100 < kept["selective"] < 0.7 * kept["off"], kept
+    # Of norms and MLPs in one kernel each it lacks the outputs alone: two of 32, and one of 48.
+    assert kept["full"] + 100 < kept["selective"] <= kept["off"] - (2 * 32 + 48), kept
 
 
 def test_an_unknown_way_is_refused() -> None:

@@ -121,14 +121,17 @@ def test_bfloat16_follows_a_loop_written_out(wide: bool) -> None:
             step_size = first[name] / (1 - 0.9**step_number) / ((second[name] / (1 - 0.95**step_number)).sqrt() + 1e-8)
             masters[name] = masters[name] * (1 - 1e-2 * 0.1) - 1e-2 * step_size
             # From the engine's own, so that a rounding at a border does not take the two apart: compared at once.
-            torch.testing.assert_close(boxes_of(trained)[name][1], masters[name].bfloat16(), rtol=2**-7, atol=5e-5)
+            # The two sums of the embedding's gradient may round it to neighbours.
+            rtol = 2**-6 if name == "model.embed_tokens.weight" else 2**-7
+            torch.testing.assert_close(boxes_of(trained)[name][1], masters[name].bfloat16(), rtol=rtol, atol=5e-5)
             with torch.no_grad():
                 parameters[name].copy_(boxes_of(trained)[name][1])
     state = {box.name: local for box, local in trained.trainer.state()}
     assert trained.parameters.gradients.flat.dtype == (torch.float32 if wide else torch.bfloat16)
     for name, master in masters.items():
         is_embedding = name == "model.embed_tokens.weight"
-        torch.testing.assert_close(state[f"{name}@master"], master, rtol=1e-5, atol=1e-4 if is_embedding else 5e-6)
+        within = {"rtol": 2**-6, "atol": 1e-4} if is_embedding else {"rtol": 1e-5, "atol": 5e-6}
+        torch.testing.assert_close(state[f"{name}@master"], master, **within)
         rtol, atol = (2**-6, 1e-5) if is_embedding else (2e-4, 1e-7)
         torch.testing.assert_close(state[f"{name}@exp_avg"], first[name], rtol=rtol, atol=atol)
 
