@@ -67,14 +67,16 @@ def _check_same(target: Path, manifest: Mapping[str, object]) -> None:
         found = json.loads((target / MANIFEST).read_text())
     except (OSError, ValueError):
         found = None
-    wanted = f"the data of the task {manifest['task']!r}"
+    task = manifest["task"]
     version = {"format_version": manifest["format_version"]}
     if isinstance(found, dict) and {**found, **version} == manifest != found:
         raise UserError(
-            f"{target} holds {wanted} as another version of realhf made it; remove the folder, and it is made anew"
+            f"{target} holds the data of the task {task!r} as another version of realhf made it; remove the folder, "
+            "and it is made anew"
         )
     if found != manifest:
         what = f"the data of {found}" if found else "other files"
         raise UserError(
-            f"{target} holds {what}, not {wanted} of seed {manifest['seed']}; name another folder or remove this one"
+            f"{target} holds {what}, not the data of the task {task!r} of seed {manifest['seed']}; name another folder "
+            "or remove this one"
         )

@@ -33,5 +33,5 @@ def test_the_algorithm_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     write_tiny_model(tmp_path / "Qwen2.5-1.5B")
     words = "--model Qwen2.5-1.5B --data train.jsonl --reward rewards.py:length --steps 2 --batch-size 8"
     small = "--best.max-new-tokens 8 --best.min-new-tokens 1 --num-workers 2 --evaluations 100"
-    run = quickly_finished(tmp_path / "run", "best.py", *words.split(), *small.split())
+    run = quickly_finished(tmp_path / "run", Path("best.py"), *words.split(), *small.split())
     assert [line["actor_grad_norm"] > 0 for line in run.metrics] == [True, True]

@@ -20,7 +20,7 @@ from realhf.launch.devices import DEVICE_VARIABLE
 from realhf.launch.launcher import Exit, Launcher
 from realhf.launch.process import WORKER_INDEX_VARIABLE, Job, ProcessSpec, module_of, process_environment
 from tests.distributed.pool import PRELOADED
-from tests.e2e.runs import ROOT, FinishedRun
+from tests.e2e.runs import ROOT, FinishedRun, experiment_file
 
 _PR_SET_PDEATHSIG = 1
 
@@ -59,7 +59,7 @@ class ForkedLauncher(Launcher):
 def quickly_finished(run_dir: Path, experiment: str | Path, *words: str | Path) -> FinishedRun:
     """As `tests.e2e.runs.finished`, with forked processes; the command itself runs in this process."""
     launcher = ("--launcher", "tests.e2e.forked:ForkedLauncher")
-    code = cli.main(["run", str(experiment), "--run-dir", str(run_dir), *map(str, words), *launcher])
+    code = cli.main(["run", str(experiment_file(experiment)), "--run-dir", str(run_dir), *map(str, words), *launcher])
     assert code == 0, "\n".join(path.read_text()[-2000:] for path in (run_dir / "logs").glob("*.log"))
     return FinishedRun(run_dir)
 

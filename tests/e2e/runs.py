@@ -78,10 +78,14 @@ def realhf(*words: str | Path) -> subprocess.CompletedProcess[str]:
 def finished(run_dir: Path, experiment: str | Path, *words: str | Path) -> FinishedRun:
     """Runs an experiment, a file or one of experiments/, to its end in `run_dir`; a bad end fails the test with what it
     printed."""
-    file = experiment if isinstance(experiment, Path) else f"experiments/{experiment}.py"
-    done = realhf("run", file, "--run-dir", run_dir, *words)
+    done = realhf("run", experiment_file(experiment), "--run-dir", run_dir, *words)
     assert done.returncode == 0, done.stderr[-4000:]
     return FinishedRun(run_dir)
+
+
+def experiment_file(experiment: str | Path) -> Path:
+    """A file as it is; a name is one of experiments/."""
+    return experiment if isinstance(experiment, Path) else Path(f"experiments/{experiment}.py")
 
 
 def benchmark(name: str, *words: str | Path) -> str:

@@ -184,12 +184,12 @@ class Runs:
         return (*words, *(files.get(word, word) for word in job.words))
 
 
-def ready(job: Job) -> str:
-    return str(ready_file(job.experiment))
+def ready(job: Job) -> Path:
+    return Path(ready_file(job.experiment))
 
 
 def graph_of(job: Job, words: tuple[str, ...]) -> DataflowGraph:
-    experiment = experiment_of(ready(job), words)
+    experiment = experiment_of(str(ready(job)), words)
     return DataflowGraph(experiment.rpcs, experiment.dataset.keys)
 
 

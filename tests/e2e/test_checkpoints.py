@@ -13,7 +13,8 @@ from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import decoder_parameters
 from realhf.models.checkpoint import CheckpointReader
 from realhf.models.checkpoint_index import STEPS_KEY
-from tests.e2e.runs import ACTOR, finished, realhf
+from tests.e2e.forked import quickly_finished
+from tests.e2e.runs import ACTOR, realhf
 
 pytestmark = pytest.mark.distributed
 
@@ -35,7 +36,7 @@ def test_from_a_hugging_face_directory_to_another(hugging_face: Path, tmp_path: 
     words = ("--steps", "1", "--no-evaluate", "--batch-size", "16", "--num-workers", "2", "--evaluations", "200")
     both = ("--model", hugging_face, "--reward-model", hugging_face, "--new-value-head")
     data = ("--data-dir", tmp_path / "data")
-    run = finished(tmp_path / "run", "ppo", *words, *both, *data)
+    run = quickly_finished(tmp_path / "run", "ppo", *words, *both, *data)
     saved = CheckpointReader(run.path / "checkpoints/latest/actor")
     done = realhf("convert", saved.directory, tmp_path / "back", "--like", hugging_face)
     assert done.returncode == 0, done.stderr
@@ -63,10 +64,10 @@ def test_training_goes_on_with_the_optimizer_under_another_layout(tmp_path: Path
         "--warmup-steps", "1", "--architecture.num-layers", "2",
     )  # fmt: skip
     steps = ("--steps", "4", "--checkpoint-every", "2")
-    whole = finished(tmp_path / "whole", "sft", *common, *steps, "--plan", tmp_path / "data.json")
+    whole = quickly_finished(tmp_path / "whole", "sft", *common, *steps, "--plan", tmp_path / "data.json")
     middle = whole.path / "checkpoints/step-2/sft"
     onwards = ("--steps", "2", "--plan", tmp_path / "stages.json", "--model", middle, "--with-optimizer")
-    continued = finished(tmp_path / "continued", "sft", *common, *onwards)
+    continued = quickly_finished(tmp_path / "continued", "sft", *common, *onwards)
     model = replace(ACTOR, num_layers=2)
     expected = whole.parameters("sft", model)
     assert (continued.parameters("sft", model) - expected).abs().max() < 1e-9

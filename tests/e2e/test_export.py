@@ -9,7 +9,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from realhf.data.tokenizer import TextTokenizer
 from tests.docs.tiny_models import SIZES, write_tiny_model
-from tests.e2e.runs import finished, realhf
+from tests.e2e.forked import quickly_finished
+from tests.e2e.runs import realhf
 
 CHAT = [{"role": "user", "content": "Sort the letters: the\nend, naïve 文"}]
 
@@ -43,7 +44,7 @@ def test_the_model_of_a_run_opens_in_transformers(name: str, tmp_path: Path) -> 
     generation = (model / "generation_config.json").read_text()
     (tmp_path / "rows.jsonl").write_text('{"prompt": "the end", "answer": "an answer"}\n' * 4)
     (tmp_path / "tuned.py").write_text(EXPERIMENT.replace("END", end))
-    run = finished(
+    run = quickly_finished(
         tmp_path / "run", tmp_path / "tuned.py", "--model", model, "--data-dir", tmp_path, "--steps", "2",
         "--no-evaluate", "--num-workers", "1", "--evaluations", "50", "--batch-size", "2",
     )  # fmt: skip
@@ -66,7 +67,7 @@ def test_the_model_of_a_run_opens_in_transformers(name: str, tmp_path: Path) -> 
     assert tokenizer.decode(tokens) == text
 
     assert not torch.equal(loaded.lm_head.weight, theirs.lm_head.weight), "it was trained"
-    again = finished(
+    again = quickly_finished(
         tmp_path / "again", tmp_path / "tuned.py", "--model", run.path, "--data-dir", tmp_path, "--steps", "1",
         "--no-evaluate", "--num-workers", "1", "--evaluations", "50", "--batch-size", "2",
     )  # fmt: skip

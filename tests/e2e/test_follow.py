@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from realhf.models.checkpoint import CheckpointReader
-from tests.e2e.runs import ACTOR, ROOT, FinishedRun, finished, initial_parameters
+from tests.e2e.forked import quickly_finished
+from tests.e2e.runs import ACTOR, ROOT, FinishedRun, initial_parameters
 
 pytestmark = pytest.mark.distributed
 
@@ -36,7 +37,9 @@ def test_the_reference_is_the_average_of_the_actors(plan: str, tmp_path: Path) -
     """Every second step. What it says in a step is of the average of the steps before: recorded, and in float64."""
     words = ("--reference-eta", ETA, "--reference-every-steps", 2, "--checkpoint-every", 1, "--dtype", "float64")
     compute = ("--compute.data-parallel", "fsdp") if plan == "sharded" else ()
-    run = finished(tmp_path / "run", "ppo", "--plan", plan_file(plan, tmp_path), *COMMON, *map(str, words), *compute)
+    run = quickly_finished(
+        tmp_path / "run", "ppo", "--plan", plan_file(plan, tmp_path), *COMMON, *map(str, words), *compute
+    )
     average = initial_parameters(ACTOR, SEED)
     for step in range(1, STEPS + 1):
         saved = run.parameters_at(step, "actor", ACTOR)
@@ -55,7 +58,7 @@ def test_the_reference_is_the_average_of_the_actors(plan: str, tmp_path: Path) -
 def test_with_eta_one_the_reference_is_the_actor_of_the_last_step(tmp_path: Path) -> None:
     """It says of every rollout what the actor says that made it, to the rounding of another layout."""
     plan = ("--plan", ROOT / "tests/plans/mixed_disjoint.json", "--dtype", "float64", "--reference-eta", 1)
-    run = finished(tmp_path / "run", "ppo", *map(str, plan), *COMMON)
+    run = quickly_finished(tmp_path / "run", "ppo", *map(str, plan), *COMMON)
     assert all(is_equal(run, step) for step in range(STEPS))
 
 

@@ -9,8 +9,9 @@ import torch
 
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
 from realhf.models.checkpoint_index import optimizer_steps, read_index
+from tests.e2e.forked import quickly_finished
 from tests.e2e.group_job import TINY
-from tests.e2e.runs import ROOT, FinishedRun, finished, realhf
+from tests.e2e.runs import ROOT, FinishedRun, realhf
 
 pytestmark = pytest.mark.distributed
 
@@ -48,7 +49,7 @@ BY_DEFAULT = ("dp4", "mixed")
 def run_plan(folder: Path, plan: ExecutionPlan, *words: object) -> FinishedRun:
     folder.mkdir(parents=True, exist_ok=True)
     save_plan(plan, folder / "plan.json")
-    return finished(folder / "run", JOB, "--plan", folder / "plan.json", *map(str, (*COMMON, *words)))
+    return quickly_finished(folder / "run", JOB, "--plan", folder / "plan.json", *map(str, (*COMMON, *words)))
 
 
 @pytest.fixture(scope="module")
@@ -106,7 +107,7 @@ def test_a_resumed_run_draws_what_it_would_have_drawn(one: FinishedRun, tmp_path
     """It goes on from the checkpoint after the first step, as a crash in the second one would have left it."""
     shutil.copytree(one.path, tmp_path / "run", symlinks=True)
     shutil.rmtree(tmp_path / "run" / "checkpoints" / f"step-{STEPS}")
-    resumed = finished(tmp_path / "run", JOB, "--resume")
+    resumed = quickly_finished(tmp_path / "run", JOB, "--resume")
     for key, call in (("seq", "actor_generate"), ("advantage", "actor_inference")):
         expected, actual = one.recorded(STEPS - 1, key, call), resumed.recorded(STEPS - 1, key, call)
         assert all(torch.equal(actual[i], expected[i]) for i in range(BATCH)), key

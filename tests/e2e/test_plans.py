@@ -43,7 +43,7 @@ IN_FLOAT32 = ("--batch-size", "64")
 
 
 def run_plan(folder: Path, plan: str, *words: str | Path) -> FinishedRun:
-    return quickly_finished(folder, "experiments/ppo.py", "--plan", f"tests/plans/{plan}.json", *COMMON, *words)
+    return quickly_finished(folder, "ppo", "--plan", f"tests/plans/{plan}.json", *COMMON, *words)
 
 
 @pytest.fixture(scope="module")

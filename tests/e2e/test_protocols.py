@@ -8,7 +8,8 @@ import torch
 
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
 from realhf.rundir.run import load_experiment_class
-from tests.e2e.runs import ROOT, finished
+from tests.e2e.forked import quickly_finished
+from tests.e2e.runs import ROOT
 
 pytestmark = pytest.mark.distributed
 
@@ -22,7 +23,7 @@ def test_scores_are_the_same_under_every_protocol(tmp_path: Path) -> None:
     calls["actor_generate"] = CallPlan(devices=(0, 4), dp=2, tp=2)
     save_plan(ExecutionPlan(num_devices=4, calls=calls, devices_per_node=2), tmp_path / "plan.json")
     scores = [f"score_{name}" for name in job.SCORING]
-    run = finished(tmp_path / "run", JOB, "--plan", tmp_path / "plan.json", "--record", "seq", *scores)
+    run = quickly_finished(tmp_path / "run", JOB, "--plan", tmp_path / "plan.json", "--record", "seq", *scores)
 
     seq = run.recorded(0, "seq")
     mean_sum = sum(int(tokens.sum()) for tokens in seq.values()) / len(seq)

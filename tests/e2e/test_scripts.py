@@ -14,7 +14,8 @@ from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
 from realhf.lifecycle.request import experiment_of
 from realhf.planning.planner import plan_for
 from realhf.planning.request import DevicesRequest, PlanRequest, SearchBudget
-from tests.e2e.runs import ROOT, SMALL, finished
+from tests.e2e.forked import quickly_finished
+from tests.e2e.runs import ROOT, SMALL
 
 SCRIPT = ROOT / "tests/e2e/script_job.py"
 MEASURED = {"time_s", "tokens_per_s", "calls", "peak_bytes", "plan"}
@@ -59,8 +60,8 @@ def test_the_same_graph_and_the_same_plan(data: Path) -> None:
 @pytest.mark.distributed
 def test_the_same_numbers(data: Path, tmp_path: Path) -> None:
     words = (*SMALL, "--dtype", "float64", "--steps", "2", "--plan", "tests/plans/grouped.json")
-    script = finished(tmp_path / "script", SCRIPT, *options(data), *words)
-    declared = finished(tmp_path / "declared", "ppo", "--data-dir", str(data), "--no-evaluate", *words)
+    script = quickly_finished(tmp_path / "script", SCRIPT, *options(data), *words)
+    declared = quickly_finished(tmp_path / "declared", "ppo", "--data-dir", str(data), "--no-evaluate", *words)
     for one, other in zip(statistics(script), statistics(declared), strict=True):
         assert one == pytest.approx(other, rel=1e-12, abs=1e-12)  # statistics add up samples in another order
 
@@ -73,8 +74,8 @@ def test_an_algorithm_in_one_file_with_other_plans_and_resumed(data: Path, tmp_p
     one, two, plan = tmp_path / "one", tmp_path / "two", tmp_path / "plan.json"
     calls = {"actor_generate": CallPlan(devices=(0, 2), dp=2), "actor_train_step": CallPlan(devices=(0, 2), tp=2)}
     save_plan(ExecutionPlan(num_devices=2, calls=calls), plan)
-    whole = finished(one, script, *words, "--steps", "4", "--num-workers", "1")
-    other = finished(two, script, *words, "--steps", "4", "--plan", plan)
+    whole = quickly_finished(one, script, *words, "--steps", "4", "--num-workers", "1")
+    other = quickly_finished(two, script, *words, "--steps", "4", "--plan", plan)
     for step in range(4):
         first, second = whole.recorded(step, "seq"), other.recorded(step, "seq")
         assert all(torch.equal(first[sample], second[sample]) for sample in range(32))
@@ -85,7 +86,7 @@ def test_an_algorithm_in_one_file_with_other_plans_and_resumed(data: Path, tmp_p
     latest.unlink()
     latest.symlink_to("step-2")
     shutil.rmtree(one / "checkpoints/step-4")
-    again = finished(one, script, "--resume")
+    again = quickly_finished(one, script, "--resume")
     assert statistics(again) == statistics(whole)
 
 
@@ -94,8 +95,8 @@ def test_fine_tuning_is_that_of_the_declared_experiment(data: Path, tmp_path: Pa
     words = (*SMALL, "--dtype", "float64", "--steps", "2", "--num-workers", "1")
     files = ("--data", str(data / "sft.jsonl"), "--tokenizer", str(data / "tokenizer.json"))
     files = (*files, "--eval-data", str(data / "evaluation.jsonl"))
-    script = finished(tmp_path / "script", ROOT / "tests/e2e/sft_script.py", *files, *words)
-    declared = finished(tmp_path / "declared", "sft", "--data-dir", str(data), "--no-evaluate", *words)
+    script = quickly_finished(tmp_path / "script", ROOT / "tests/e2e/sft_script.py", *files, *words)
+    declared = quickly_finished(tmp_path / "declared", "sft", "--data-dir", str(data), "--no-evaluate", *words)
     for one, other in zip(script.metrics, declared.metrics, strict=True):
         assert [one[f"policy_{name}"] for name in ("loss", "grad_norm")] == [other["loss"], other["grad_norm"]]
     before, after = (json.loads(line) for line in (script.path / "evaluations.jsonl").read_text().splitlines())

@@ -14,7 +14,8 @@ from realhf.engine.model import ShardedModel
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import ParallelGroups
 from realhf.rundir.run import load_experiment_class
-from tests.e2e.runs import ACTOR, ROOT, FinishedRun, finished, initial_parameters
+from tests.e2e.forked import quickly_finished
+from tests.e2e.runs import ACTOR, ROOT, FinishedRun, initial_parameters
 from tests.unit.models.llama import llama, llama_logits
 
 pytestmark = pytest.mark.distributed
@@ -41,7 +42,7 @@ def run(plan: ExecutionPlan, folder: Path) -> FinishedRun:
     save_plan(plan, folder / "plan.json")
     words = f"--staleness 1 --steps {STEPS} --seed {SEED} --batch-size 8 --dtype float64 --no-evaluate"
     keys = ("--checkpoint-every", "1", "--record", "seq", "logprob", "ref_logprob")
-    return finished(folder / "run", "ppo", "--plan", folder / "plan.json", *words.split(), *keys)
+    return quickly_finished(folder / "run", "ppo", "--plan", folder / "plan.json", *words.split(), *keys)
 
 
 def test_rollouts_are_made_by_the_weights_before_the_last_update(tmp_path: Path) -> None:
@@ -148,7 +149,9 @@ def test_answers_run_ahead_of_training_by_the_staleness(tmp_path: Path) -> None:
     """Training of a step does not end before answers for that of two steps later are being made."""
     save_plan(running_ahead(2), tmp_path / "plan.json")
     words = f"--staleness 2 --steps 5 --seed {SEED} --meeting {tmp_path}".split()
-    check(finished(tmp_path / "run", JOB, "--plan", tmp_path / "plan.json", *words, *RECORDED), 2, SEED, steps=5)
+    check(
+        quickly_finished(tmp_path / "run", JOB, "--plan", tmp_path / "plan.json", *words, *RECORDED), 2, SEED, steps=5
+    )
 
 
 def test_three_steps_old_across_borders_and_a_resumption(tmp_path: Path) -> None:
@@ -156,10 +159,10 @@ def test_three_steps_old_across_borders_and_a_resumption(tmp_path: Path) -> None
     goes on in other layouts, with a copy that waits in host memory between its answers."""
     save_plan(running_ahead(3), tmp_path / "plan.json")
     words = f"--staleness 3 --steps 4 --seed {SEED} --checkpoint-every 2".split()
-    finished(tmp_path / "run", JOB, "--plan", tmp_path / "plan.json", *words, *RECORDED)
+    quickly_finished(tmp_path / "run", JOB, "--plan", tmp_path / "plan.json", *words, *RECORDED)
     together = CallPlan(devices=(0, 2), tp=2), CallPlan(devices=(0, 2), dp=2)
     calls = dict(zip(("rollout_generate", "actor_train_step"), together, strict=True))
     other = ExecutionPlan(num_devices=2, calls=calls, offload=("rollout",), max_steps_in_flight=4)
     save_plan(other, tmp_path / "other.json")
     words = ["--resume", "--steps", "8", "--plan", tmp_path / "other.json"]
-    check(finished(tmp_path / "run", JOB, *words), 3, SEED, steps=8)
+    check(quickly_finished(tmp_path / "run", JOB, *words), 3, SEED, steps=8)

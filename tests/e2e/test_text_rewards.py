@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from realhf.dataflow.plan import save_plan
-from tests.e2e.runs import ROOT, FinishedRun, finished, realhf
+from tests.e2e.forked import quickly_finished
+from tests.e2e.runs import ROOT, FinishedRun, realhf
 from tests.e2e.test_beside import ALONE, TWO
 
 pytestmark = pytest.mark.distributed
@@ -21,7 +22,7 @@ def test_rewards_are_the_same_on_one_worker_and_on_two(tmp_path: Path) -> None:
     for name, plan in (("alone", ALONE), ("two", TWO)):
         save_plan(plan, tmp_path / f"{name}.json")
         words = ("--plan", tmp_path / f"{name}.json", "--record", "reward")
-        runs.append(finished(tmp_path / name, "../tests/e2e/text_reward_job", *words))
+        runs.append(quickly_finished(tmp_path / name, "../tests/e2e/text_reward_job", *words))
     alone, two = runs
     for step in range(2):
         first, second = (run.recorded(step, "reward", "score") for run in runs)

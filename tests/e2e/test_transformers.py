@@ -13,7 +13,8 @@ from realhf.architecture.transformers_config import TransformersConfig, transfor
 from realhf.data.sort_task import SORT_MODEL
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
 from realhf.geometry.parameters import decoder_parameters
-from tests.e2e.runs import FinishedRun, finished, realhf
+from tests.e2e.forked import quickly_finished
+from tests.e2e.runs import FinishedRun, realhf
 from tests.unit.models.transformers_families import SIZES
 
 pytestmark = pytest.mark.distributed
@@ -56,12 +57,12 @@ def words(directory: Path, folder: Path, dp: int, kind: str) -> list[Any]:
 @pytest.fixture(scope="module")
 def alone(directory: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
     folder = tmp_path_factory.mktemp("alone")
-    return finished(folder / "run", JOB, *words(directory, folder, 1, "zero1"))
+    return quickly_finished(folder / "run", JOB, *words(directory, folder, 1, "zero1"))
 
 
 @pytest.mark.parametrize("kind", ["fsdp", pytest.param("zero1", marks=pytest.mark.slow)])
 def test_two_workers_make_the_steps_of_one(kind: str, alone: FinishedRun, directory: Path, tmp_path: Path) -> None:
-    made = finished(tmp_path / "run", JOB, *words(directory, tmp_path, 2, kind))
+    made = quickly_finished(tmp_path / "run", JOB, *words(directory, tmp_path, 2, kind))
     config = transformers_model(directory)
     for step in range(STEPS):
         ours, theirs = made.recorded(step, "seq"), alone.recorded(step, "seq")
@@ -89,13 +90,13 @@ def test_the_actor_goes_out_to_transformers(alone: FinishedRun, directory: Path,
 @pytest.mark.slow
 def test_an_interrupted_run_goes_on_bit_for_bit(directory: Path, tmp_path: Path) -> None:
     given = words(directory, tmp_path, 2, "fsdp")
-    whole = finished(tmp_path / "whole", JOB, *given)
+    whole = quickly_finished(tmp_path / "whole", JOB, *given)
     fault = tmp_path / "fault"
     fault.write_text("step 2")  # the last
     broken = realhf("run", f"experiments/{JOB}.py", "--run-dir", tmp_path / "run", *given, "--fault-file", fault)
     assert broken.returncode == 1
     fault.unlink()
-    resumed = finished(tmp_path / "run", JOB, "--resume")
+    resumed = quickly_finished(tmp_path / "run", JOB, "--resume")
     config = transformers_model(directory)
     for model, its in (("actor", config), ("critic", config.with_head("scalar"))):
         assert torch.equal(resumed.parameters(model, its), whole.parameters(model, its))

@@ -100,13 +100,19 @@ def test_descendants_are_ended_wherever_they_went(launcher: LocalLauncher, tmp_p
     assert not lives(pid)
 
 
+def _is_of_the_job(child: psutil.Process) -> bool:
+    try:
+        return "PLACE" in child.environ()
+    except psutil.NoSuchProcess:  # has ended, perhaps as another test's
+        return False
+
+
 def test_a_failed_start_leaves_nothing(launcher: LocalLauncher, tmp_path: Path) -> None:
     worker = spec("worker-0", tmp_path, f'echo $$ > "$PLACE/pid"; {FOR_EVER}')
     missing = ProcessSpec(name="master", argv=("/no/such/program",))
     with pytest.raises(UserError, match="cannot start master \\(/no/such/program\\)"):
         launcher.start(job(tmp_path, worker, missing))
-    me = psutil.Process()
-    assert not [child for child in me.children(recursive=True) if "PLACE" in child.environ()]
+    assert not [child for child in psutil.Process().children(recursive=True) if _is_of_the_job(child)]
 
 
 def test_the_signal_that_killed_is_the_returncode(launcher: LocalLauncher, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from realhf.cpu import fused
 from realhf.parallel.gradients import let_add_to_grad
 from realhf.parallel.tensor import VocabParallelEmbedding
 from realhf.parallel.vocabulary import Logits
@@ -51,6 +52,31 @@ def test_equals_torch_on_full_logits(rows: int, rows_a_chunk: int, temperature: 
         torch.autograd.grad(loss, (hidden, weight)), torch.autograd.grad(oracle, (hidden, weight)), strict=True
     ):
         assert (mine - expected).norm() < 1e-12 * (1 + expected.norm())
+
+
+@given(
+    rows=st.integers(1, 40),
+    rows_a_chunk=st.integers(1, 50),
+    temperature=st.sampled_from([1.0, 0.7]),
+    with_entropy=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_kernels_of_one_thread_follow_float64(
+    rows: int, rows_a_chunk: int, temperature: float, with_entropy: bool
+) -> None:
+    hidden, weight, tokens, factor = inputs(rows, torch.float32)
+    wide = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    results = []
+    for given_hidden, given_weight in ((hidden, weight), wide):
+        assert fused.trains(given_hidden, given_weight) == (given_hidden.dtype == torch.float32)
+        head = Logits(given_hidden, given_weight, chunk_bytes=rows_a_chunk * VOCAB * given_hidden.itemsize)
+        found = head.of_tokens(tokens, temperature, with_entropy=with_entropy)
+        loss = (found.logprob * factor).sum()
+        if found.entropy is not None:
+            loss = loss + (found.entropy * factor.flip(0)).sum()
+        results.append((found.logprob, *torch.autograd.grad(loss, (given_hidden, given_weight))))
+    for mine, expected in zip(*results, strict=True):
+        assert (mine.double() - expected).norm() < 2e-6 * (1 + expected.norm())
 
 
 def test_bfloat16_takes_its_softmax_in_float32() -> None:
