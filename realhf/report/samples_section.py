@@ -19,13 +19,11 @@ def samples_section(steps: Sequence[StepSamples]) -> str:
         return ""
     chosen = chosen_steps(steps)
     limit = LONGEST_TEXT
-    body = _steps(chosen, limit)
-    while len(body.encode()) > MAX_BYTES and limit > SHORTEST_TEXT:
+    while _is_too_long(chosen, limit) and limit > SHORTEST_TEXT:
         limit = limit * 2 // 3
-        body = _steps(chosen, limit)
-    while len(body.encode()) > MAX_BYTES and len(chosen) > 1:  # many samples a step
+    while _is_too_long(chosen, limit) and len(chosen) > 1:  # many samples a step
         chosen = chosen[len(chosen) // 2 :]
-        body = _steps(chosen, limit)
+    body = _steps(chosen, limit)
     left_out = (
         f"; {len(steps) - len(chosen)} more are in <code>samples.jsonl</code>" if len(chosen) < len(steps) else ""
     )
@@ -43,6 +41,14 @@ def chosen_steps(steps: Sequence[StepSamples]) -> list[StepSamples]:
     if len(earlier) > EARLIER_STEPS:
         earlier = [earlier[i * len(earlier) // EARLIER_STEPS] for i in range(EARLIER_STEPS)]
     return earlier + newest
+
+
+def _is_too_long(steps: Sequence[StepSamples], limit: int) -> bool:
+    """Whether the steps take more than `MAX_BYTES` with texts of `limit` characters. Each takes a byte at least: long
+    texts are made visible only where their length alone does not tell."""
+    texts = (text for step in steps for sample in step.samples for text in (sample.prompt, sample.response))
+    characters = sum(min(len(text), limit) for text in texts)
+    return characters > MAX_BYTES or len(_steps(steps, limit).encode()) > MAX_BYTES
 
 
 def _steps(steps: Sequence[StepSamples], limit: int) -> str:
