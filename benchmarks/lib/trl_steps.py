@@ -1,7 +1,7 @@
 """Steps of TRL's GRPO and PPO trainers on the CPU, timed: a process of its own beside `rl_step_job.py`.
 
 The settings save work (torch.compile was not tried): keys and values are cached, nothing is logged, saved,
-evaluated or recomputed, the optimizer is the fused one, and all weights are of bfloat16 (autocasting took longer).
+evaluated or recomputed, the optimizer is the fused one, and all weights have the dtype (autocasting took longer).
 No token ends a response: the tokenizer's end token is one that the model does not have.
 
 Command: python benchmarks/lib/trl_steps.py grpo 4M float32 STEPS DATA_DIR

@@ -16,6 +16,13 @@ from realhf.parallel.vocabulary import Logits
 
 HIDDEN, VOCAB = 6, 11
 
+of_any_tiles = given(
+    rows=st.integers(1, 40),
+    rows_a_chunk=st.integers(1, 50),
+    temperature=st.sampled_from([1.0, 0.7]),
+    with_entropy=st.booleans(),
+)
+
 
 def inputs(rows: int, dtype: torch.dtype = torch.float64, vocab: int = VOCAB) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """hidden, weight, tokens, and a weight of every row in a loss."""
@@ -25,12 +32,7 @@ def inputs(rows: int, dtype: torch.dtype = torch.float64, vocab: int = VOCAB) ->
     return hidden.requires_grad_(), weight.requires_grad_(), tokens, in_loss
 
 
-@given(
-    rows=st.integers(1, 40),
-    rows_a_chunk=st.integers(1, 50),
-    temperature=st.sampled_from([1.0, 0.7]),
-    with_entropy=st.booleans(),
-)
+@of_any_tiles
 @settings(max_examples=60, deadline=None)
 def test_equals_torch_on_full_logits(rows: int, rows_a_chunk: int, temperature: float, with_entropy: bool) -> None:
     hidden, weight, tokens, factor = inputs(rows)
@@ -54,12 +56,7 @@ def test_equals_torch_on_full_logits(rows: int, rows_a_chunk: int, temperature: 
         assert (mine - expected).norm() < 1e-12 * (1 + expected.norm())
 
 
-@given(
-    rows=st.integers(1, 40),
-    rows_a_chunk=st.integers(1, 50),
-    temperature=st.sampled_from([1.0, 0.7]),
-    with_entropy=st.booleans(),
-)
+@of_any_tiles
 @settings(max_examples=60, deadline=None)
 def test_the_kernels_of_one_thread_follow_float64(
     rows: int, rows_a_chunk: int, temperature: float, with_entropy: bool
