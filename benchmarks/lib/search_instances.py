@@ -13,6 +13,7 @@ from typing import ClassVar
 
 from msgspec.structs import replace
 
+from realhf.api.computation import FIELDS
 from realhf.architecture.model import DecoderConfig
 from realhf.dataflow.graph import (
     GENERATE,
@@ -24,6 +25,7 @@ from realhf.dataflow.graph import (
 )
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.geometry.layout import Layout
+from realhf.geometry.shards import Placement
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.reallocation import Reallocation
@@ -108,14 +110,12 @@ def instance(name: str) -> ProblemFile:
     return ProblemFile.of(replace(problem, steps=STEPS), graph, label=lambda row: row.strategy)
 
 
-def planning_task(num_nodes: int) -> PlanningTask:
-    """PPO of a 70B actor and a 7B critic with all options, as `realhf plan` would plan it."""
-    graph = _ppo(LLAMA_70B, LLAMA_7B.with_head("scalar"))
-    cluster = Cluster(
-        num_nodes=num_nodes,
-        devices_per_node=DEVICES_PER_NODE,
-        hardware=load_hardware("h100"),
-    )
+def planning_task(
+    num_nodes: int, actor: DecoderConfig = LLAMA_70B, critic: DecoderConfig = LLAMA_7B, hardware: str = "h100"
+) -> PlanningTask:
+    """PPO with all options, as `realhf plan` would plan it: it may choose how calls compute."""
+    graph = _ppo(actor, critic.with_head("scalar"))
+    cluster = Cluster(num_nodes=num_nodes, devices_per_node=DEVICES_PER_NODE, hardware=load_hardware(hardware))
     return PlanningTask(
         graph=graph,
         batch_size=BATCH_SIZE,
@@ -124,6 +124,7 @@ def planning_task(num_nodes: int) -> PlanningTask:
         costs=load_costs(graph.models, dtype="bfloat16", hardware=cluster.hardware),
         max_steps_in_flight=2,
         dtype="bfloat16",
+        open_choices=dict.fromkeys(graph.models, FIELDS),
     )
 
 
@@ -169,7 +170,7 @@ def _made_uneven(problem: Problem, uneven: float) -> Problem:
     return replace(problem, calls=calls)
 
 
-def _broadcasts(move: Reallocation, sources: Sequence[Layout], targets: Sequence[Layout]) -> "array[float]":
+def _broadcasts(move: Reallocation, sources: Sequence[Placement], targets: Sequence[Layout]) -> "array[float]":
     """Seconds of a parameter broadcast: a shard of the target at 40 GB/s, less with more sources; whole microseconds.
     Wherever the meshes lie, so that a file needs no more than strategies to say it."""
     model = move.model
@@ -181,11 +182,11 @@ def _broadcasts(move: Reallocation, sources: Sequence[Layout], targets: Sequence
     held = [parameter_bytes / (target.strategy.tp * target.strategy.pp) for target in targets]
     rows = {
         dp: array("d", [(round(size / 40e9 * 1e6 * (1 + 1 / dp) / 2) + 1000) / 1e6 for size in held])
-        for dp in {source.strategy.dp for source in sources}
+        for dp in {source.layout.strategy.dp for source in sources}
     }
     table = array("d")
     for source in sources:
-        table += rows[source.strategy.dp]
+        table += rows[source.layout.strategy.dp]
     return table
 
 

@@ -5,6 +5,7 @@
 #include <pybind11/stl.h>
 
 #include <map>
+#include <memory>
 #include <string>
 #include <tuple>
 
@@ -28,16 +29,42 @@ std::vector<Parent> parents_of(const py::dict& node) {
     return parents;
 }
 
-// A list of numbers, or a contiguous buffer of doubles, which takes no time to read.
-std::vector<double> numbers_of(const py::handle& numbers) {
-    if (!PyObject_CheckBuffer(numbers.ptr())) return numbers.cast<std::vector<double>>();
+// Seconds of sources x targets as a sequence of Python, row-major, that a problem shares.
+class Table {
+public:
+    explicit Table(PlacedTimes times) : times_(std::make_shared<PlacedTimes>(std::move(times))) {}
+
+    const std::shared_ptr<PlacedTimes>& times() const { return times_; }
+    std::size_t size() const { return times_->sources.size() * times_->targets.size(); }
+    double& operator[](std::size_t place) const {
+        if (place >= size()) throw py::index_error();
+        const std::size_t width = times_->targets.size();
+        return times_->numbers[times_->position(place / width, place % width)];
+    }
+    std::vector<double> part(const py::slice& slice) const {
+        std::vector<double> result;
+        std::size_t start, stop, step, length;
+        if (!slice.compute(size(), &start, &stop, &step, &length)) throw py::error_already_set();
+        for (std::size_t i = 0; i < length; ++i, start += step) result.push_back((*this)[start]);
+        return result;
+    }
+
+private:
+    std::shared_ptr<PlacedTimes> times_;
+};
+
+// A list of numbers, a contiguous buffer of doubles, or a Table, which is shared, not copied: whoever made it writes no
+// more.
+Times times_of(const py::handle& numbers, int num_columns) {
+    if (py::isinstance<Table>(numbers)) return {numbers.cast<const Table&>().times(), num_columns};
+    if (!PyObject_CheckBuffer(numbers.ptr())) return {numbers.cast<std::vector<double>>(), num_columns};
     const py::buffer_info info = py::reinterpret_borrow<py::buffer>(numbers).request();
     const bool is_flat = info.ndim == 1 && (info.size < 2 || info.strides[0] == sizeof(double));
     if (!is_flat || !info.item_type_is_equivalent_to<double>()) {
         throw std::invalid_argument("planning problem: times must be a list of numbers or a buffer of doubles");
     }
     const double* const begin = static_cast<const double*>(info.ptr);
-    return {begin, begin + info.size};
+    return {std::vector<double>(begin, begin + info.size), num_columns};
 }
 
 // A field of an option, which is an object: there are ten thousands, so that names are made once.
@@ -65,16 +92,24 @@ class CommunicatorSets {
 public:
     // The number of an option's set; the empty one where it names none.
     int operator()(const py::object& labels) {
+        if (labels.ptr() == last_.ptr()) return last_number_;
+        last_ = labels;
+        return last_number_ = number_of(labels);
+    }
+    const std::vector<std::vector<int>>& all() const { return sets_; }
+
+private:
+    int number_of(const py::object& labels) {
         if (py::len(labels) == 0) return 0;
         const auto [at, is_new] = numbers_.emplace(labels.cast<std::vector<int>>(), sets_.size());
         if (is_new) sets_.push_back(at->first);
         return at->second;
     }
-    const std::vector<std::vector<int>>& all() const { return sets_; }
 
-private:
     std::map<std::vector<int>, int> numbers_;
     std::vector<std::vector<int>> sets_ = {{}};
+    py::object last_ = py::none();  // options that follow one another often share the object
+    int last_number_ = 0;
 };
 
 constexpr std::size_t kMaxStrategiesSpared = 4096;  // there is a number for every two
@@ -130,7 +165,7 @@ Problem problem_of(const py::dict& tables) {
         const int source = node["source"].cast<int>(), target = node["target"].cast<int>();
         problem.transfers.push_back({source, target, node["on"].cast<std::vector<int>>(), parents_of(node),
                                      node["rows"].cast<std::vector<int>>(), node["columns"].cast<std::vector<int>>(),
-                                     node["num_columns"].cast<int>(), numbers_of(node["seconds"]),
+                                     times_of(node["seconds"], node["num_columns"].cast<int>()),
                                      node["free_if_unmoved"].cast<bool>()});
     }
     problem.check();
@@ -169,17 +204,20 @@ py::dict dict_of(const Solution& solution) {
     return result;
 }
 
-constexpr int kMaxTp = 4096;
+constexpr int kMaxTp = 4096, kMaxChunks = 4096;
 
-using LayoutTuple = std::tuple<int, int, int, int, int>;
+using LayoutTuple = std::tuple<int, int, int, int, int, int, int>;
 
 ModelLayout layout_of(const LayoutTuple& layout) {
-    const auto& [first, size, dp, tp, pp] = layout;
+    const auto& [first, size, dp, tp, pp, chunks, divided] = layout;
     const std::int64_t ranks = std::int64_t{1} * dp * tp;  // each fits into 32 bits
     const bool valid = first >= 0 && first <= kMaxDevices && size <= kMaxDevices && dp >= 1 && tp >= 1 && tp <= kMaxTp &&
-                       pp >= 1 && ranks <= size && ranks * pp == size;
-    if (!valid) throw std::invalid_argument("a layout is (first device, dp x tp x pp, dp, tp, pp)");
-    return {first, size, dp, tp, pp};
+                       pp >= 1 && ranks <= size && ranks * pp == size && chunks >= 1 && chunks <= kMaxChunks &&
+                       (divided == 1 || divided == dp);
+    if (!valid) {
+        throw std::invalid_argument("a layout is (first device, dp x tp x pp, dp, tp, pp, chunks, 1 or dp if divided)");
+    }
+    return {first, size, dp, tp, pp, chunks, divided};
 }
 
 std::vector<ModelLayout> layouts_of(const std::vector<LayoutTuple>& layouts) {
@@ -198,10 +236,6 @@ ModelSizes sizes_of(const py::dict& sizes) {
             size("embedding_sharded"),       size("embedding_replicated"), size("head_sharded"),
             size("head_replicated"),         sizes["tied"].cast<bool>()};
 }
-
-struct Table {
-    std::vector<double> numbers;
-};
 
 using OsdpMode = std::tuple<double, std::int64_t, bool>;
 using OsdpOperator = std::tuple<int, std::int64_t, std::vector<OsdpMode>>;
@@ -301,9 +335,14 @@ PYBIND11_MODULE(_search, module) {
         .def("greedy_plan", &greedy_plan)
         .def("smallest_plan", [](const Problem& problem, std::uint64_t seed) { return smallest_plan(problem, seed); });
 
-    py::class_<Table>(module, "Table", py::buffer_protocol(), "Numbers in the engine's memory; see memoryview(table)")
-        .def_buffer([](Table& table) {
-            return py::buffer_info(table.numbers.data(), static_cast<py::ssize_t>(table.numbers.size()), true);
+    py::class_<Table>(module, "Table",
+                      "Seconds, row-major; what is written counts wherever the same strategies lie alike to one another")
+        .def("__len__", &Table::size)
+        .def("__getitem__", [](const Table& table, std::size_t place) { return table[place]; })
+        .def("__getitem__", &Table::part)
+        .def("__setitem__", [](const Table& table, std::size_t place, double number) { table[place] = number; })
+        .def("divide", [](const Table& table, double by) {
+            for (double& number : table.times()->numbers) number /= by;
         });
 
     module.def(
@@ -319,16 +358,19 @@ PYBIND11_MODULE(_search, module) {
         "reallocation_table",
         [](const py::dict& sizes, const std::vector<LayoutTuple>& sources, const std::vector<LayoutTuple>& targets,
            std::pair<double, double> within_node, std::pair<double, double> across_nodes, int devices_per_node,
-           bool forwarding) {
+           bool forwarding, int threads) {
             if (devices_per_node < 1) throw std::invalid_argument("devices_per_node must be at least 1");
             const Links links{{within_node.first, within_node.second}, {across_nodes.first, across_nodes.second},
                               devices_per_node};
-            return Table{
-                reallocation_table(sizes_of(sizes), layouts_of(sources), layouts_of(targets), links, forwarding)};
+            const ModelSizes model = sizes_of(sizes);
+            const auto from = layouts_of(sources), to = layouts_of(targets);
+            const py::gil_scoped_release release;
+            return Table(reallocation_times(model, from, to, links, forwarding, threads));
         },
         "Seconds of the reallocations of sources x targets, row-major, given (latency_s, s_per_element) of the links",
         py::arg("sizes"), py::arg("sources"), py::arg("targets"), py::kw_only(), py::arg("within_node"),
-        py::arg("across_nodes"), py::arg("devices_per_node"), py::arg("forwarding") = true);
+        py::arg("across_nodes"), py::arg("devices_per_node"), py::arg("forwarding") = true,
+        py::arg("threads") = 1);
 
     module.def("solve_osdp", &solve_osdp,
                "Operators are (slices, gather_bytes, [(seconds, bytes, gathers)] of one slice); see csrc/search/osdp.h",

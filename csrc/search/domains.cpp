@@ -2,12 +2,20 @@
 #include "domains.h"
 
 #include <algorithm>
+#include <limits>
 #include <map>
 
 namespace realhf::search {
 namespace {
 
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr std::size_t kMaxTable = 400'000'000;  // pairs looked at; beyond, transfers between meshes count nothing
+
 void widen(Outlook& outlook, const Outlook& other) {
+    if (other.time < outlook.time) {
+        outlook.fastest_static = other.fastest_static;
+        outlook.fastest_dynamic = other.fastest_dynamic;
+    }
     outlook.time = std::min(outlook.time, other.time);
     outlook.area = std::min(outlook.area, other.area);
     outlook.static_bytes = std::min(outlook.static_bytes, other.static_bytes);
@@ -16,6 +24,16 @@ void widen(Outlook& outlook, const Outlook& other) {
     outlook.size = std::min(outlook.size, other.size);
     outlook.last_begin = std::max(outlook.last_begin, other.last_begin);
     outlook.first_end = std::min(outlook.first_end, other.first_end);
+    for (int k = 0; k < kPrices; ++k) {
+        outlook.priced[k] = std::min(outlook.priced[k], other.priced[k]);
+        outlook.priced_busy[k] = std::min(outlook.priced_busy[k], other.priced_busy[k]);
+    }
+}
+
+void widen(Move& move, const Move& other) {
+    move.time = std::min(move.time, other.time);
+    move.with_target = std::min(move.with_target, other.with_target);
+    move.with_both = std::min(move.with_both, other.with_both);
 }
 
 std::size_t count(const std::vector<std::vector<int>>& groups) {
@@ -24,36 +42,66 @@ std::size_t count(const std::vector<std::vector<int>>& groups) {
     return total;
 }
 
-constexpr std::size_t kMaxTable = 100'000'000;  // entries; beyond, transfers between unsettled options count nothing
-
 }  // namespace
 
-Groups::Groups(const Problem& problem) : problem_(problem), groups_(problem.calls.size()) {
+Groups::Groups(const Problem& problem, const std::vector<double>& prices)
+    : problem_(problem), prices_(prices), sizes_(problem.calls.size()), meshes_(problem.calls.size()), mesh_of_(problem.calls.size()),
+      transfers_of_(problem.calls.size()) {
     for (std::size_t c = 0; c < problem.calls.size(); ++c) {
         const std::vector<Option>& options = problem.calls[c].options;
-        std::map<std::pair<int, int>, Group> by_mesh;
+        const auto fits = [&](const Option& option) {
+            return problem.alone_bytes(option) <= problem.device_memory_bytes;
+        };
+        const bool any_fits = std::any_of(options.begin(), options.end(), fits);
+        std::map<std::pair<int, int>, Members> by_mesh;  // by (size, first device)
         for (int i = 0; i < static_cast<int>(options.size()); ++i) {
+            if (any_fits && !fits(options[i])) continue;
             const Outlook outlook = outlook_of(static_cast<int>(c), i);
-            const auto [at, is_new] = by_mesh.try_emplace({options[i].first, options[i].size}, Group{{}, outlook});
-            at->second.options.push_back(i);
+            const auto [at, is_new] = by_mesh.try_emplace({options[i].size, options[i].first}, Members{{}, outlook});
+            at->second.numbers.push_back(i);
             widen(at->second.outlook, outlook);
         }
-        for (auto& [mesh, group] : by_mesh) {
-            std::stable_sort(group.options.begin(), group.options.end(),
+        mesh_of_[c].assign(options.size(), -1);
+        for (auto& [mesh, members] : by_mesh) {
+            std::stable_sort(members.numbers.begin(), members.numbers.end(),
                              [&](int a, int b) { return options[a].time < options[b].time; });
-            groups_[c].push_back(std::move(group));
+            const int number = static_cast<int>(meshes_[c].size());
+            for (int option : members.numbers) mesh_of_[c][option] = number;
+            if (sizes_[c].empty() || sizes_[c].back().outlook.size != mesh.first) {
+                sizes_[c].push_back({{}, members.outlook});
+            }
+            sizes_[c].back().numbers.push_back(number);
+            widen(sizes_[c].back().outlook, members.outlook);
+            meshes_[c].push_back(std::move(members));
         }
     }
     for (const Transfer& transfer : problem.transfers) {
-        moved_.push_back({moved_of(transfer, transfer.source, transfer.rows),
-                          moved_of(transfer, transfer.target, transfer.columns)});
-        const auto& [sources, targets] = moved_.back();
-        const bool too_many = count(sources) * count(targets) > kMaxTable;
-        std::vector<double> between;
-        for (const std::vector<int>& source : sources) {
-            for (const std::vector<int>& target : targets) between.push_back(too_many ? 0 : least(transfer, source, target));
+        const int number = static_cast<int>(moves_.size());
+        transfers_of_[transfer.source].push_back(number);
+        if (transfer.target != transfer.source) transfers_of_[transfer.target].push_back(number);
+        moves_.push_back({representatives(transfer, transfer.source, transfer.rows),
+                          representatives(transfer, transfer.target, transfer.columns),
+                          {}});
+        Moves& moves = moves_.back();
+        const std::vector<Members>&from = sizes_[transfer.source], &to = sizes_[transfer.target];
+        const std::size_t rows = from.size() + moves.sources.size(), columns = to.size() + moves.targets.size();
+        const bool too_many = count(moves.sources) > kMaxTable / count(moves.targets);
+        moves.between.assign(rows * columns, too_many ? Move{} : Move{kInfinity, kInfinity, kInfinity});
+        if (too_many) continue;
+        const auto at = [&](std::size_t row, std::size_t column) -> Move& { return moves.between[row * columns + column]; };
+        for (std::size_t i = 0; i < from.size(); ++i) {
+            for (int source : from[i].numbers) {
+                for (std::size_t j = 0; j < to.size(); ++j) {
+                    for (int target : to[j].numbers) {
+                        const Move move = least(transfer, moves.sources[source], moves.targets[target]);
+                        at(from.size() + source, to.size() + target) = move;
+                        widen(at(i, to.size() + target), move);
+                        widen(at(from.size() + source, j), move);
+                        widen(at(i, j), move);
+                    }
+                }
+            }
         }
-        between_groups_.push_back(std::move(between));
     }
     for (int size = 1; 2 * size <= problem.num_devices; size *= 2) {
         for (int begin = 0; begin + 2 * size <= problem.num_devices; begin += 2 * size) {
@@ -69,60 +117,110 @@ Outlook Groups::outlook_of(int call, int number) const {
     const bool stays = problem_.calls[call].home == call;
     const double statics = stays ? option.static_bytes : 0;
     const double dynamic = stays ? option.dynamic_bytes : option.static_bytes + option.dynamic_bytes;
-    return {option.time,        option.time * option.size, statics,      dynamic,
-            communicator_bytes, option.size,               option.first, option.first + option.size};
+    Outlook outlook{option.time,  option.time * option.size,  statics, dynamic, communicator_bytes, option.size,
+                    option.first, option.first + option.size, statics, dynamic, {}, {}};
+    for (int k = 0; k < kPrices; ++k) {
+        outlook.priced[k] = option.time + prices_[k] * statics;
+        outlook.priced_busy[k] = option.time + prices_[k] * (statics + dynamic);
+    }
+    return outlook;
 }
 
 Outlook Groups::outlook(int call, const Choice& choice) const {
-    if (choice.option >= 0) return outlook_of(call, choice.option);
-    return groups_[call][choice.group].outlook;
+    if (choice.level == Level::option) return outlook_of(call, choice.number);
+    return (choice.level == Level::size ? sizes_ : meshes_)[call][choice.number].outlook;
 }
 
 Outlook Groups::outlook(int call, const Domain& domain) const {
-    Outlook result = outlook(call, domain.choices.front());
-    for (const Choice& choice : domain.choices) widen(result, outlook(call, choice));
+    Outlook result = outlook(call, domain.choice(0));
+    for (std::size_t i = 1; i < domain.numbers.size(); ++i) widen(result, outlook(call, domain.choice(i)));
     return result;
 }
 
 Domain Groups::all(int call) const {
-    Domain domain;
-    for (int g = 0; g < static_cast<int>(groups_[call].size()); ++g) domain.choices.push_back({g, -1});
+    Domain domain{Level::size, {}};
+    for (int i = 0; i < static_cast<int>(sizes_[call].size()); ++i) domain.numbers.push_back(i);
     return domain;
 }
 
-Domain Groups::opened(int call, int group) const {
-    Domain domain;
-    for (int option : groups_[call][group].options) domain.choices.push_back({group, option});
-    domain.is_placed = true;
-    return domain;
+Domain Groups::opened(int call, const Choice& choice) const {
+    if (choice.level == Level::size) return {Level::mesh, sizes_[call][choice.number].numbers};
+    return {Level::option, meshes_[call][choice.number].numbers};
 }
 
-double Groups::least_transfer(int transfer, const Choice& source, const Choice& target) const {
+std::size_t Groups::unit(int call, const Choice& choice) const {
+    if (choice.level == Level::size) return choice.number;
+    return sizes_[call].size() + (choice.level == Level::mesh ? choice.number : mesh_of_[call][choice.number]);
+}
+
+Move Groups::least(int transfer, const Choice& source, const Choice& target) const {
     const Transfer& t = problem_.transfers[transfer];
-    if (source.option >= 0 && target.option >= 0) return problem_.transfer_time(t, source.option, target.option);
-    const double between = between_groups_[transfer][source.group * groups_[t.target].size() + target.group];
-    const auto& [sources, targets] = moved_[transfer];
-    if (source.option >= 0) return std::max(between, least(t, {source.option}, targets[target.group]));
-    if (target.option >= 0) return std::max(between, least(t, sources[source.group], {target.option}));
+    const Moves& moves = moves_[transfer];
+    const std::size_t columns = sizes_[t.target].size() + meshes_[t.target].size();
+    const Move& between = moves.between[unit(t.source, source) * columns + unit(t.target, target)];
+    if (source.level == Level::option && target.level != Level::size) {
+        return target.level == Level::option ? least(t, {source.number}, {target.number})
+                                             : least(t, {source.number}, moves.targets[target.number]);
+    }
+    if (target.level == Level::option && source.level == Level::mesh) {
+        return least(t, moves.sources[source.number], {target.number});
+    }
     return between;
 }
 
-double Groups::least(const Transfer& transfer, const std::vector<int>& sources, const std::vector<int>& targets) const {
-    double time = std::numeric_limits<double>::infinity();
+// Options of a mesh count as the mesh as long as there are several.
+Choice Groups::coarse(int call, const Domain& domain, std::size_t i) const {
+    if (domain.level != Level::option || domain.numbers.size() == 1) return domain.choice(i);
+    return {Level::mesh, mesh_of_[call][domain.numbers[0]]};
+}
+
+Move Groups::least(int transfer, const Choice& source, const Domain& target) const {
+    const int call = problem_.transfers[transfer].target;
+    const std::size_t different = target.level == Level::option ? 1 : target.numbers.size();
+    Move result = least(transfer, source, coarse(call, target, 0));
+    for (std::size_t i = 1; i < different; ++i) widen(result, least(transfer, source, coarse(call, target, i)));
+    return result;
+}
+
+Move Groups::least(int transfer, const Domain& source, const Choice& target) const {
+    const int call = problem_.transfers[transfer].source;
+    const std::size_t different = source.level == Level::option ? 1 : source.numbers.size();
+    Move result = least(transfer, coarse(call, source, 0), target);
+    for (std::size_t i = 1; i < different; ++i) widen(result, least(transfer, coarse(call, source, i), target));
+    return result;
+}
+
+Move Groups::least(int transfer, const Domain& source, const Domain& target) const {
+    const int call = problem_.transfers[transfer].source;
+    const std::size_t different = source.level == Level::option ? 1 : source.numbers.size();
+    Move result = least(transfer, coarse(call, source, 0), target);
+    for (std::size_t i = 1; i < different; ++i) widen(result, least(transfer, coarse(call, source, i), target));
+    return result;
+}
+
+Move Groups::least(const Transfer& transfer, const std::vector<int>& sources, const std::vector<int>& targets) const {
+    const std::vector<Option>&from = problem_.calls[transfer.source].options, &to = problem_.calls[transfer.target].options;
+    Move move{kInfinity, kInfinity, kInfinity};
     for (int source : sources) {
-        for (int target : targets) time = std::min(time, problem_.transfer_time(transfer, source, target));
-        if (time == 0) break;
+        double with_target = kInfinity;
+        for (int target : targets) {
+            const double time = problem_.transfer_time(transfer, source, target);
+            move.time = std::min(move.time, time);
+            with_target = std::min(with_target, time + to[target].time);
+        }
+        move.with_target = std::min(move.with_target, with_target);
+        move.with_both = std::min(move.with_both, from[source].time + with_target);
     }
-    return time;
+    return move;
 }
 
 // `rows` (or columns) [options of the call] are what the transfer tells apart, beside the layouts where it asks for them.
-std::vector<std::vector<int>> Groups::moved_of(const Transfer& transfer, int call, const std::vector<int>& rows) const {
-    std::vector<std::vector<int>> result;
-    for (const Group& group : groups_[call]) {
+Groups::Representatives Groups::representatives(const Transfer& transfer, int call, const std::vector<int>& rows) const {
+    Representatives result;
+    for (const Members& mesh : meshes_[call]) {
         std::vector<std::pair<int, int>> seen;
         std::vector<int> moved;
-        for (int option : group.options) {
+        for (int option : mesh.numbers) {  // fastest first
             const std::pair key{rows[option],
                                 transfer.free_if_unmoved ? problem_.calls[call].options[option].strategy : 0};
             if (std::find(seen.begin(), seen.end(), key) != seen.end()) continue;
@@ -148,19 +246,19 @@ std::vector<double> Groups::signature(int call, int option) const {
 
 bool Groups::changes_nothing(const Exchange& exchange) const {
     const int begin = exchange.begin, middle = begin + exchange.size, end = middle + exchange.size;
-    for (int call = 0; call < static_cast<int>(groups_.size()); ++call) {
+    for (int call = 0; call < static_cast<int>(meshes_.size()); ++call) {
         const auto signatures = [&](int first, int size) {
             std::vector<std::vector<double>> result;
-            for (const Group& group : groups_[call]) {
-                const Outlook& mesh = group.outlook;
+            for (const Members& members : meshes_[call]) {
+                const Outlook& mesh = members.outlook;
                 if (mesh.last_begin != first || mesh.size != size) continue;
-                for (int option : group.options) result.push_back(signature(call, option));
+                for (int option : members.numbers) result.push_back(signature(call, option));
             }
             std::sort(result.begin(), result.end());
             return result;
         };
-        for (const Group& group : groups_[call]) {
-            const int first = group.outlook.last_begin, size = group.outlook.size;
+        for (const Members& members : meshes_[call]) {
+            const int first = members.outlook.last_begin, size = members.outlook.size;
             if (first + size <= begin || first >= end || (first <= begin && first + size >= end)) continue;
             const bool in_left = first >= begin && first + size <= middle;
             const bool in_right = first >= middle && first + size <= end;
@@ -172,16 +270,16 @@ bool Groups::changes_nothing(const Exchange& exchange) const {
     return true;
 }
 
-bool Groups::is_mirrored(int call, int group, const std::vector<Domain>& domains) const {
-    const int first = groups_[call][group].outlook.last_begin, size = groups_[call][group].outlook.size;
+bool Groups::is_mirrored(int call, int mesh, const std::vector<Domain>& domains) const {
+    const int first = meshes_[call][mesh].outlook.last_begin, size = meshes_[call][mesh].outlook.size;
     for (const Exchange& exchange : exchanges_) {
         const int begin = exchange.begin, middle = begin + exchange.size, end = middle + exchange.size;
         if (first < middle || first + size > end) continue;  // the exchange does not bring it forward
         bool keeps_placed = true;
         for (int other = 0; other < static_cast<int>(domains.size()) && keeps_placed; ++other) {
-            if (other == call || !domains[other].is_placed) continue;
-            const Outlook& mesh = groups_[other][domains[other].choices.front().group].outlook;
-            const int from = mesh.last_begin, to = from + mesh.size;
+            if (other == call || domains[other].level != Level::option) continue;
+            const Option& placed = problem_.calls[other].options[domains[other].numbers.front()];
+            const int from = placed.first, to = from + placed.size;
             keeps_placed = to <= begin || from >= end || (from <= begin && to >= end);
         }
         if (keeps_placed) return true;

@@ -1,7 +1,6 @@
 // What a branch and bound still has to choose from.
 #pragma once
 
-#include <limits>
 #include <utility>
 #include <vector>
 
@@ -10,63 +9,80 @@
 
 namespace realhf::search {
 
-// Options of a call that have the same mesh.
-struct Group {
-    std::vector<int> options;  // fastest first
-    Outlook outlook;
-};
+// How much of a call has been chosen by a choice: the size of its mesh, the mesh, or everything.
+enum class Level { size, mesh, option };
 
-// Either a group (option is -1) or one option of it.
 struct Choice {
-    int group;
-    int option;
+    Level level;
+    int number;  // of a size or a mesh among the call's, or of an option
 };
 
 struct Domain {
-    std::vector<Choice> choices;
-    bool is_placed = false;  // the mesh is chosen: the choices are options of one group
+    Level level;
+    std::vector<int> numbers;  // of its choices
+
+    bool is_settled() const { return level == Level::option && numbers.size() == 1; }
+    Choice choice(std::size_t i) const { return {level, numbers[i]}; }
 };
 
-// The groups of all calls and what follows from choices among them.
+// The options of all calls, taken together by sizes and by meshes, and what follows from choices among them. Options
+// that fit on no device, whatever else runs there, are left out (unless a call has no other).
 class Groups {
 public:
-    explicit Groups(const Problem& problem);
+    // `prices` [kPrices] seconds a byte.
+    Groups(const Problem& problem, const std::vector<double>& prices);
 
-    const Problem& problem() const { return problem_; }
-    const std::vector<Group>& of(int call) const { return groups_[call]; }
     Outlook outlook(int call, const Choice& choice) const;
     Outlook outlook(int call, const Domain& domain) const;
 
-    // A domain of all groups, or of the options of one.
+    // A domain of all sizes, or of what is in a choice: the meshes of a size, the options of a mesh (fastest first).
     Domain all(int call) const;
-    Domain opened(int call, int group) const;
+    Domain opened(int call, const Choice& choice) const;
 
-    // The least time of a transfer between two choices.
-    double least_transfer(int transfer, const Choice& source, const Choice& target) const;
+    // The transfers from and to a call.
+    const std::vector<int>& transfers_of(int call) const { return transfers_of_[call]; }
 
-    // Whether a group need not be tried since exchanging two parts of the cluster, which changes nothing else, turns it
-    // into one that is tried. `placed` are the domains of all calls.
-    bool is_mirrored(int call, int group, const std::vector<Domain>& domains) const;
+    // The least of a transfer between two choices, or two domains.
+    Move least(int transfer, const Choice& source, const Choice& target) const;
+    Move least(int transfer, const Domain& source, const Domain& target) const;
+    Move least(int transfer, const Choice& source, const Domain& target) const;
+    Move least(int transfer, const Domain& source, const Choice& target) const;
+
+    // Whether a mesh need not be tried since exchanging two parts of the cluster, which changes nothing else, turns it
+    // into one that is tried. `domains` are those of all calls.
+    bool is_mirrored(int call, int mesh, const std::vector<Domain>& domains) const;
 
 private:
+    struct Members {
+        std::vector<int> numbers;  // of meshes, or of options
+        Outlook outlook;
+    };
     struct Exchange {  // [begin, begin + size) with [begin + size, begin + 2 size)
         int begin;
         int size;
     };
+    // Of a mesh, the fastest of the options that a transfer does not tell apart.
+    using Representatives = std::vector<std::vector<int>>;
+
     Outlook outlook_of(int call, int option) const;
     bool changes_nothing(const Exchange& exchange) const;
     std::vector<double> signature(int call, int option) const;
-    std::vector<std::vector<int>> moved_of(const Transfer& transfer, int call, const std::vector<int>& rows) const;
-    double least(const Transfer& transfer, const std::vector<int>& sources, const std::vector<int>& targets) const;
+    Representatives representatives(const Transfer& transfer, int call, const std::vector<int>& rows) const;
+    Move least(const Transfer& transfer, const std::vector<int>& sources, const std::vector<int>& targets) const;
+    Choice coarse(int call, const Domain& domain, std::size_t i) const;
+    std::size_t unit(int call, const Choice& choice) const;
 
     const Problem& problem_;
-    std::vector<std::vector<Group>> groups_;  // [calls]
+    const std::vector<double> prices_;
+    std::vector<std::vector<Members>> sizes_, meshes_;  // [calls]
+    std::vector<std::vector<int>> mesh_of_;             // [calls][options] -1: left out
     std::vector<Exchange> exchanges_;
-    struct Moved {  // of each group, one of the options that a transfer does not tell apart
-        std::vector<std::vector<int>> sources, targets;
+    struct Moves {
+        Representatives sources, targets;
+        std::vector<Move> between;  // [sizes and meshes of the source x of the target]
     };
-    std::vector<Moved> moved_;                         // [transfers]
-    std::vector<std::vector<double>> between_groups_;  // [transfers][source groups x target groups]
+    std::vector<Moves> moves_;                    // [transfers]
+    std::vector<std::vector<int>> transfers_of_;  // [calls]
 };
 
 }  // namespace realhf::search

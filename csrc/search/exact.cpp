@@ -18,6 +18,14 @@ constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr std::int64_t kBoundsBetweenClocks = 64;
 constexpr std::size_t kJobsPerThread = 64;
 
+// A search below a target is given up after so many bounds, for one below a lower target; when the targets are as low as
+// that, it may take longer.
+constexpr std::int64_t kFirstAttempt = 10'000;
+constexpr std::int64_t kAttemptGrowth = 8;
+constexpr double kLeastPart = 1.0 / 64;  // of the gap
+constexpr double kNegligible = 1e-4;    // of a step: transfers that take less are not looked at
+constexpr double kLastGap = 0.004;       // which is closed at once, if it can be
+
 using State = std::vector<Domain>;  // [calls]
 
 bool all_times_are_whole(const Problem& problem) {
@@ -37,6 +45,7 @@ struct Shared {
     const Problem& problem;
     const Groups& groups;
     const std::vector<Segment>& segments;
+    const std::vector<double>& prices;
     const ExactLimits& limits;
     Incumbent& incumbent;
     const double slack;  // relative difference below which two makespans are the same, or less than 1 where all are whole
@@ -44,7 +53,20 @@ struct Shared {
     std::atomic<double> target{kInfinity};  // looking for a makespan below
     std::atomic<std::int64_t> bounds{0};
     std::atomic<bool> out_of_budget{false};
+    std::atomic<std::int64_t> attempt_until{0};  // bounds
+    std::atomic<bool> attempt_is_over{false};
     std::atomic<std::size_t> next_job{0};
+
+    // A search ends where the budget does, or what it was given of it.
+    bool is_over() const { return attempt_is_over.load(std::memory_order_relaxed); }
+    void count(std::int64_t pending) {
+        const std::int64_t used = bounds.fetch_add(pending) + pending;
+        if (used >= limits.bounds || (limits.stop && limits.stop->load()) ||
+            (limits.until_s < kInfinity && incumbent.seconds() >= limits.until_s)) {
+            out_of_budget = true;
+        }
+        if (out_of_budget || used >= attempt_until) attempt_is_over = true;
+    }
 
     double limit() const {
         const double below = std::min(target.load(std::memory_order_relaxed), incumbent.cost() * problem.steps);
@@ -57,9 +79,11 @@ public:
     explicit Worker(Shared& shared)
         : shared_(shared),
           groups_(shared.groups),
-          bound_(shared.problem, shared.segments),
+          bound_(shared.problem, shared.segments, shared.prices),
           simulator_(shared.problem),
-          num_calls_(static_cast<int>(shared.problem.calls.size())) {}
+          num_calls_(static_cast<int>(shared.problem.calls.size())),
+          outlooks_(num_calls_),
+          moves_(shared.problem.transfers.size()) {}
 
     const Counts& counts() const { return counts_; }
 
@@ -68,46 +92,37 @@ public:
         if (!look(state)) return false;
         for (int call = 0, unchanged = 0; unchanged < num_calls_; call = (call + 1) % num_calls_) {
             ++unchanged;
-            if (shared_.out_of_budget) return true;
+            if (shared_.is_over()) return true;
             Domain& domain = state[call];
-            if (domain.choices.size() == 1 && domain.is_placed) continue;
-            const std::size_t before = domain.choices.size();
-            const Outlook outlook = outlooks_[call];
-            std::vector<Choice> kept;
-            for (const Choice& choice : domain.choices) {
-                outlooks_[call] = groups_.outlook(call, choice);
-                settled_[call] = &choice;
-                find_transfers(call);
-                if (bound() <= shared_.limit()) kept.push_back(choice);
+            if (domain.is_settled()) continue;
+            std::vector<int> kept;
+            for (std::size_t i = 0; i < domain.numbers.size(); ++i) {
+                look_at(state, call, domain.choice(i));
+                if (bound() <= shared_.limit()) kept.push_back(domain.numbers[i]);
             }
-            settled_[call] = nullptr;
-            outlooks_[call] = outlook;
             if (kept.empty()) return false;
-            const bool opens = kept.size() == 1 && !domain.is_placed;
+            const bool opens = kept.size() == 1 && domain.level != Level::option;
+            const bool changed = opens || kept.size() != domain.numbers.size();
             if (opens) {
-                domain = groups_.opened(call, kept.front().group);
+                domain = groups_.opened(call, {domain.level, kept.front()});
             } else {
-                domain.choices = std::move(kept);
+                domain.numbers = std::move(kept);
             }
-            if (domain.choices.size() != before || opens) {
-                unchanged = 0;
-                if (!look(state)) return false;
-            } else {
-                settle(state, call);
-                find_transfers(call);
-            }
+            if (changed) unchanged = 0;
+            settle(state, call);
+            if (changed && bound() > shared_.limit()) return false;
         }
         return true;
     }
 
-    // Where to branch next: a mesh before a strategy, few choices before many. -1: everything is chosen.
+    // Where to branch next: sizes before meshes before options, few choices before many. -1: everything is chosen.
     int branching_call(const State& state) const {
         int best = -1;
-        auto best_key = std::make_tuple(false, std::size_t{0}, 0.0);
+        auto best_key = std::make_tuple(Level::size, std::size_t{0}, 0.0);
         for (int call = 0; call < num_calls_; ++call) {
-            if (state[call].is_placed && state[call].choices.size() == 1) continue;
-            const auto key = std::make_tuple(state[call].is_placed, state[call].choices.size(),
-                                             -groups_.outlook(call, state[call]).time);
+            if (state[call].is_settled()) continue;
+            const auto key =
+                std::make_tuple(state[call].level, state[call].numbers.size(), -groups_.outlook(call, state[call]).time);
             if (best < 0 || key < best_key) best = call, best_key = key;
         }
         return best;
@@ -117,11 +132,10 @@ public:
     std::vector<Choice> branches(const State& state, int call) {
         std::vector<std::pair<double, Choice>> rated;
         if (!look(state)) return {};
-        for (const Choice& choice : state[call].choices) {
-            if (choice.option < 0 && groups_.is_mirrored(call, choice.group, state)) continue;
-            outlooks_[call] = groups_.outlook(call, choice);
-            settled_[call] = &choice;
-            find_transfers(call);
+        for (std::size_t i = 0; i < state[call].numbers.size(); ++i) {
+            const Choice choice = state[call].choice(i);
+            if (choice.level == Level::mesh && groups_.is_mirrored(call, choice.number, state)) continue;
+            look_at(state, call, choice);
             const double bound = this->bound();
             if (bound <= shared_.limit()) rated.emplace_back(bound, choice);
         }
@@ -132,19 +146,19 @@ public:
     }
 
     void choose(State& state, int call, const Choice& choice) const {
-        if (choice.option < 0) {
-            state[call] = groups_.opened(call, choice.group);
+        if (choice.level == Level::option) {
+            state[call].numbers = {choice.number};
         } else {
-            state[call].choices = {choice};
+            state[call] = groups_.opened(call, choice);
         }
     }
 
     void search(State state) {
-        if (shared_.out_of_budget || !filter(state) || shared_.out_of_budget) return;
+        if (shared_.is_over() || !filter(state) || shared_.is_over()) return;
         const int call = branching_call(state);
         if (call < 0) return try_plan(state);
         for (const Choice& choice : branches(state, call)) {
-            if (shared_.out_of_budget) return;
+            if (shared_.is_over()) return;
             State next = state;
             choose(next, call, choice);
             search(std::move(next));
@@ -153,7 +167,7 @@ public:
 
     void try_plan(const State& state) {
         Plan plan;
-        for (const Domain& domain : state) plan.push_back(domain.choices.front().option);
+        for (const Domain& domain : state) plan.push_back(domain.numbers.front());
         if (simulator_.peak_bytes(plan) > shared_.problem.device_memory_bytes) return;
         const double limit = shared_.incumbent.cost() * shared_.problem.steps;
         const double makespan = simulator_.makespan(plan, limit);
@@ -163,56 +177,52 @@ public:
 
     // The bound on all plans of a state, with nothing excluded.
     double root_bound(const State& state) {
-        for (int call = 0; call < num_calls_; ++call) settle(state, call);
-        transfers_.assign(shared_.problem.transfers.size(), 0.0);
-        for (int call = 0; call < num_calls_; ++call) find_transfers(call);
-        return bound_(outlooks_, transfers_, kInfinity);
+        settle_all(state);
+        return bound_(outlooks_, moves_, kInfinity);
     }
 
 private:
+    // What is known of a call, and of what is moved to and from it, under a state; with one of its choices.
     void settle(const State& state, int call) {
-        outlooks_.resize(num_calls_);
-        settled_.resize(num_calls_);
-        unsettled_.resize(num_calls_);
         outlooks_[call] = groups_.outlook(call, state[call]);
-        const Domain& domain = state[call];
-        settled_[call] = nullptr;
-        if (domain.is_placed) {
-            unsettled_[call] = domain.choices.size() == 1 ? domain.choices.front()
-                                                          : Choice{domain.choices.front().group, -1};
-            settled_[call] = &unsettled_[call];
+        find_moves(state, call, state[call]);
+    }
+
+    void look_at(const State& state, int call, const Choice& choice) {
+        outlooks_[call] = groups_.outlook(call, choice);
+        find_moves(state, call, choice);
+    }
+
+    template <typename Chosen>
+    void find_moves(const State& state, int call, const Chosen& chosen) {
+        for (int i : groups_.transfers_of(call)) {
+            const Transfer& transfer = shared_.problem.transfers[i];
+            if (transfer.source == transfer.target) {
+                moves_[i] = groups_.least(i, chosen, chosen);
+            } else if (transfer.source == call) {
+                moves_[i] = groups_.least(i, chosen, state[transfer.target]);
+            } else {
+                moves_[i] = groups_.least(i, state[transfer.source], chosen);
+            }
         }
+    }
+
+    void settle_all(const State& state) {
+        for (int call = 0; call < num_calls_; ++call) settle(state, call);
     }
 
     // Looks at a whole state; false if its bound is above the limit.
     bool look(const State& state) {
-        for (int call = 0; call < num_calls_; ++call) settle(state, call);
-        transfers_.assign(shared_.problem.transfers.size(), 0.0);
-        for (int call = 0; call < num_calls_; ++call) find_transfers(call);
+        settle_all(state);
         return bound() <= shared_.limit();
-    }
-
-    void find_transfers(int call) {
-        for (std::size_t i = 0; i < transfers_.size(); ++i) {
-            const Transfer& transfer = shared_.problem.transfers[i];
-            if (transfer.source != call && transfer.target != call) continue;
-            const Choice* source = settled_[transfer.source];
-            const Choice* target = settled_[transfer.target];
-            transfers_[i] = source && target ? groups_.least_transfer(static_cast<int>(i), *source, *target) : 0.0;
-        }
     }
 
     double bound() {
         if (++pending_ >= kBoundsBetweenClocks) {
-            const std::int64_t used = shared_.bounds.fetch_add(pending_) + pending_;
+            shared_.count(pending_);
             pending_ = 0;
-            const ExactLimits& limits = shared_.limits;
-            if (used >= limits.bounds || (limits.stop && limits.stop->load()) ||
-                (limits.until_s < kInfinity && shared_.incumbent.seconds() >= limits.until_s)) {
-                shared_.out_of_budget = true;
-            }
         }
-        return bound_(outlooks_, transfers_, shared_.limit());
+        return bound_(outlooks_, moves_, shared_.limit());
     }
 
     Shared& shared_;
@@ -222,16 +232,14 @@ private:
     const int num_calls_;
     Counts counts_;
     std::int64_t pending_ = 0;
-    std::vector<Outlook> outlooks_;        // [calls]
-    std::vector<const Choice*> settled_;   // [calls] what the call's mesh, at least, is known by; else null
-    std::vector<Choice> unsettled_;        // [calls]
-    std::vector<double> transfers_;        // [transfers] least times
+    std::vector<Outlook> outlooks_;  // [calls]
+    std::vector<Move> moves_;        // [transfers]
 };
 
 // Splits a state into parts that threads can take one after the other.
 std::vector<State> split(Worker& worker, const State& root, std::size_t wanted, const Shared& shared) {
     std::vector<State> open = {root}, closed;
-    while (!open.empty() && open.size() + closed.size() < wanted && !shared.out_of_budget) {
+    while (!open.empty() && open.size() + closed.size() < wanted && !shared.is_over()) {
         State state = std::move(open.front());
         open.erase(open.begin());
         if (!worker.filter(state)) continue;
@@ -251,27 +259,31 @@ std::vector<State> split(Worker& worker, const State& root, std::size_t wanted, 
 
 // Looks for a plan below the target everywhere; true if everything was looked at.
 bool exhaust(Shared& shared, std::vector<Worker>& workers, State& root) {
-    if (!workers[0].filter(root)) return !shared.out_of_budget;
+    if (!workers[0].filter(root)) return !shared.is_over();
     if (workers.size() == 1) {
         workers[0].search(root);
-        return !shared.out_of_budget;
+        return !shared.is_over();
     }
     const std::vector<State> jobs = split(workers[0], root, workers.size() * kJobsPerThread, shared);
     shared.next_job = 0;
     on_threads(static_cast<int>(workers.size()), [&](int number) {
-        for (std::size_t i; (i = shared.next_job++) < jobs.size() && !shared.out_of_budget;) {
+        for (std::size_t i; (i = shared.next_job++) < jobs.size() && !shared.is_over();) {
             workers[number].search(jobs[i]);
         }
     });
-    return !shared.out_of_budget;
+    return !shared.is_over();
 }
 
 }  // namespace
 
 Certificate prove(const Problem& problem, const ExactLimits& limits, Incumbent& incumbent) {
-    const std::vector<Segment> segments = segments_of(problem);
-    const Groups groups(problem);
-    Shared shared{problem, groups, segments, limits, incumbent, 1e-9, all_times_are_whole(problem)};
+    // Prices, and what is negligible, are relative to the plan that is known.
+    const double step = std::isfinite(incumbent.cost()) ? incumbent.cost() : 1;
+    std::vector<double> prices;
+    for (int k = 0; k < kPrices; ++k) prices.push_back(std::ldexp(step / problem.device_memory_bytes, -k));
+    const std::vector<Segment> segments = segments_of(problem, kNegligible * step);
+    const Groups groups(problem, prices);
+    Shared shared{problem, groups, segments, prices, limits, incumbent, 1e-9, all_times_are_whole(problem)};
     std::vector<Worker> workers;
     for (int i = 0; i < std::max(1, limits.threads); ++i) workers.emplace_back(shared);
 
@@ -279,19 +291,31 @@ Certificate prove(const Problem& problem, const ExactLimits& limits, Incumbent& 
     for (int call = 0; call < static_cast<int>(problem.calls.size()); ++call) whole.push_back(groups.all(call));
     double lower = workers[0].root_bound(whole);
     bool proven = false;
+    std::int64_t allowed = kFirstAttempt;
+    double part = 0.5;
     while (!proven && !shared.out_of_budget && lower < kInfinity) {
+        if (limits.between) limits.between();
         const double best = incumbent.cost() * problem.steps;  // infinite as long as no plan is known that fits
         const double gap = best - lower;
-        const bool is_last = best == kInfinity || gap <= 0.004 * best;
+        const bool is_last = part >= 1 || best == kInfinity;
         // Whole where all times are: the limit is half a unit below.
-        const double middle = lower + gap / 2;
+        const double middle = lower + gap * part;
         const double target = is_last ? best : shared.is_whole ? std::ceil(middle) : middle;
         shared.target = target;
+        shared.attempt_until = shared.bounds > limits.bounds - allowed ? limits.bounds : shared.bounds + allowed;
+        shared.attempt_is_over = false;
         State root = whole;
-        if (!exhaust(shared, workers, root)) break;
-        const double now = incumbent.cost() * problem.steps;
-        proven = is_last || now <= target;
-        lower = std::max(lower, std::min(target, now));
+        if (exhaust(shared, workers, root)) {
+            const double now = incumbent.cost() * problem.steps;
+            proven = is_last || now <= target;
+            lower = std::max(lower, std::min(target, now));
+            part = now - lower <= kLastGap * now ? 1 : std::min(2 * part, 0.5);
+        } else if (part > kLeastPart && best < kInfinity) {
+            part /= 4;
+        } else {
+            part = 0.25;
+            allowed = allowed > limits.bounds / kAttemptGrowth ? limits.bounds : allowed * kAttemptGrowth;
+        }
     }
     const double best = incumbent.cost() * problem.steps;
     // Two makespans that differ by less than the slack were not told apart.

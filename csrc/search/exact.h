@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <functional>
 #include <limits>
 
 #include "problem.h"
@@ -15,6 +16,7 @@ struct ExactLimits {
     double until_s = std::numeric_limits<double>::infinity();        // on the incumbent's clock
     const std::atomic<bool>* stop = nullptr;
     int threads = 1;
+    std::function<void()> between = nullptr;  // called between two attempts; may improve the incumbent
 };
 
 struct Certificate {
@@ -23,10 +25,12 @@ struct Certificate {
     Counts counts;       // plans evaluated on the way
 };
 
-// Raises a lower bound towards the incumbent's cost: asks again and again whether there is a plan in the lower half of
-// the gap, each time answered by a depth-first search. A call's options are first taken together mesh by mesh (with the
-// least time and memory of any of them), then one by one; after each choice what cannot be part of a plan below the
-// target leaves the other calls' domains. No dominance is used: an option is dropped only by a bound.
+// Raises a lower bound towards the incumbent's cost: asks again and again whether there is a plan below a target in the
+// gap, each time answered by a depth-first search. One that takes too long is given up for a lower target, so that the
+// bound rises early, and taken up again with more time. A call's options are first taken together by the sizes of their
+// meshes, then mesh by mesh (with the least time and memory of any of them), then one by one; after each choice what
+// cannot be part of a plan below the target leaves the other calls' domains. No dominance is used: an option is dropped
+// only by a bound, or because it fits on no device.
 //
 // Feasible plans better than the incumbent are offered to it. With one thread and no time limit the outcome depends
 // on nothing but the problem, the incumbent and the number of bounds.

@@ -9,8 +9,10 @@
 namespace realhf::search {
 namespace {
 
-void require(bool holds, const std::string& message) {
-    if (!holds) throw std::invalid_argument("planning problem: " + message);
+// The parts of the message are put together where it is needed: there are millions of numbers to look at.
+template <typename... Parts>
+void require(bool holds, const Parts&... parts) {
+    if (!holds) throw std::invalid_argument((std::string("planning problem: ") + ... + parts));
 }
 
 bool is_amount(double number) { return 0 <= number && number <= kMaxNumber; }  // false for NaN
@@ -18,19 +20,19 @@ bool is_amount(double number) { return 0 <= number && number <= kMaxNumber; }  /
 void check_call(const Problem& problem, int index) {
     const Call& call = problem.calls[index];
     const std::string name = "call " + std::to_string(index);
-    require(call.home >= 0 && call.home < static_cast<int>(problem.calls.size()), name + " has no such home");
-    require(!call.options.empty(), name + " has no option");
+    require(call.home >= 0 && call.home < static_cast<int>(problem.calls.size()), name, " has no such home");
+    require(!call.options.empty(), name, " has no option");
     for (double number : call.spared.bytes) {
-        require(is_amount(number), name + " spares a negative, too large or missing number");
+        require(is_amount(number), name, " spares a negative, too large or missing number");
     }
     for (const Option& option : call.options) {
         require(option.first >= 0 && option.size >= 1 && option.size <= problem.num_devices - option.first,
-                name + " has an option outside the devices");
+                name, " has an option outside the devices");
         for (double number : {option.time, option.static_bytes, option.dynamic_bytes, option.copy_bytes}) {
-            require(is_amount(number), name + " has an option with a negative, too large or missing number");
+            require(is_amount(number), name, " has an option with a negative, too large or missing number");
         }
         require(option.communicators >= 0 && option.communicators < static_cast<int>(problem.communicators.size()),
-                name + " has an option with unknown communicators");
+                name, " has an option with unknown communicators");
     }
 }
 
@@ -50,21 +52,20 @@ void check_transfer(const Problem& problem, int index) {
     const std::string name = "transfer " + std::to_string(index);
     const int num_calls = static_cast<int>(problem.calls.size());
     require(transfer.source >= 0 && transfer.source < num_calls && transfer.target >= 0 && transfer.target < num_calls,
-            name + " is between unknown calls");
-    require(transfer.on.size() <= 2, name + " must be on the devices of two calls at most");
-    for (int call : transfer.on) require(call >= 0 && call < num_calls, name + " is on the devices of an unknown call");
+            name, " is between unknown calls");
+    require(transfer.on.size() <= 2, name, " must be on the devices of two calls at most");
+    for (int call : transfer.on) require(call >= 0 && call < num_calls, name, " is on the devices of an unknown call");
     require(transfer.rows.size() == problem.calls[transfer.source].options.size() &&
                 transfer.columns.size() == problem.calls[transfer.target].options.size(),
-            name + " needs a row for every option of its source and a column for every one of its target");
-    require(transfer.num_columns >= 1 && transfer.times.size() % transfer.num_columns == 0,
-            name + " has an incomplete table");
-    const std::size_t num_rows = transfer.times.size() / transfer.num_columns;
+            name, " needs a row for every option of its source and a column for every one of its target");
+    const Times& times = transfer.times;
+    require(times.is_whole(), name, " has an incomplete table");
     for (int row : transfer.rows) {
-        require(row >= 0 && static_cast<std::size_t>(row) < num_rows, name + " lacks a row");
+        require(row >= 0 && static_cast<std::size_t>(row) < times.num_rows(), name, " lacks a row");
     }
-    for (int column : transfer.columns) require(column >= 0 && column < transfer.num_columns, name + " lacks a column");
-    for (double time : transfer.times) {
-        require(is_amount(time), name + " has a negative, too large or missing time");
+    for (int column : transfer.columns) require(column >= 0 && column < times.num_columns(), name, " lacks a column");
+    for (double time : times) {
+        require(is_amount(time), name, " has a negative, too large or missing time");
     }
 }
 

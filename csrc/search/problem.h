@@ -8,6 +8,8 @@
 #include <string>
 #include <vector>
 
+#include "times.h"
+
 namespace realhf::search {
 
 constexpr std::size_t kMaxCalls = 64;  // sets of calls are bit masks
@@ -66,12 +68,11 @@ struct Transfer {
     std::vector<Parent> parents;
     std::vector<int> rows;     // option of the source -> row of `times`
     std::vector<int> columns;  // option of the target -> column of `times`
-    int num_columns;
-    std::vector<double> times;     // row-major
+    Times times;
     bool free_if_unmoved = false;  // takes no time between two options of one layout, whatever `times` says
 
     double at(int source_option, int target_option) const {
-        return times[static_cast<std::size_t>(rows[source_option]) * num_columns + columns[target_option]];
+        return times.at(rows[source_option], columns[target_option]);
     }
 };
 

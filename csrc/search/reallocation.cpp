@@ -2,31 +2,62 @@
 #include "reallocation.h"
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <limits>
+#include <map>
 #include <numeric>
+#include <stdexcept>
+#include <utility>
+
+#include "threads.h"
 
 namespace realhf::search {
 namespace {
 
 // What every device of a pipeline stage holds, but for its part of the sharded parameters.
-struct Stage {
-    int layer_begin, layer_end;
-    bool embedding, head;
+struct Layers {
+    int begin, end;
 };
 
+struct Stage {
+    std::vector<Layers> chunks;  // in their order
+    bool embedding, head;
+
+    int num_layers() const {
+        int sum = 0;
+        for (const Layers& chunk : chunks) sum += chunk.end - chunk.begin;
+        return sum;
+    }
+};
+
+int layers_of_both(const Stage& one, const Stage& other) {
+    int sum = 0;
+    for (auto a = one.chunks.begin(), b = other.chunks.begin(); a != one.chunks.end() && b != other.chunks.end();) {
+        sum += std::max(std::min(a->end, b->end) - std::max(a->begin, b->begin), 0);
+        if (a->end < b->end) ++a;
+        else ++b;
+    }
+    return sum;
+}
+
 struct Strategy {
-    int size, tp, stage_size;
+    int size, tp, stage_size, divided;
     std::vector<Stage> stages;
 };
 
+// Chunk c of stage s is stage c * pp + s of a pipeline of pp * chunks stages.
 Strategy strategy_of(const ModelSizes& model, const ModelLayout& layout) {
-    Strategy strategy{layout.size, layout.tp, layout.tp * layout.dp, {}};
-    const int base = model.num_layers / layout.pp, extra = model.num_layers % layout.pp;
-    for (int stage = 0, begin = 0; stage < layout.pp; ++stage) {
-        const int end = begin + base + (stage < extra);
+    Strategy strategy{layout.size, layout.tp, layout.tp * layout.dp, layout.divided, {}};
+    for (int stage = 0; stage < layout.pp; ++stage) {
         const bool last = stage == layout.pp - 1;
-        strategy.stages.push_back({begin, end, stage == 0 || (model.tied && last), last});
+        strategy.stages.push_back({{}, stage == 0 || (model.tied && last), last});
+    }
+    const int virtual_stages = layout.pp * layout.chunks;
+    const int base = model.num_layers / virtual_stages, extra = model.num_layers % virtual_stages;
+    for (int stage = 0, begin = 0; stage < virtual_stages; ++stage) {
+        const int end = begin + base + (stage < extra);
+        strategy.stages[stage % layout.pp].chunks.push_back({begin, end});
         begin = end;
     }
     return strategy;
@@ -84,7 +115,10 @@ class Pair {
 public:
     Pair(const ModelSizes& model, const Strategy& source, const Strategy& target)
         : model_(model), source_(source), target_(target), shared_(source.tp, target.tp) {
-        for (const Stage& stage : target.stages) needed_.push_back(held(stage, model, target.tp));
+        for (const Stage& stage : target.stages) {
+            needed_.push_back(held(stage, model, target.tp));
+            needed_by_all_ += needed_.back() * target.stage_size;
+        }
     }
 
     // `distance`: the target's first device minus the source's.
@@ -103,12 +137,13 @@ public:
                 device += count;
             }
         }
+        result.total = needed_by_all_ - (needed_by_all_ - result.total) / source_.divided;
         return result;
     }
 
 private:
     static std::int64_t held(const Stage& stage, const ModelSizes& model, int tp) {
-        const std::int64_t layers = stage.layer_end - stage.layer_begin;
+        const std::int64_t layers = stage.num_layers();
         std::int64_t result = layers * (model.layer_sharded / tp + model.layer_replicated);
         if (stage.embedding) result += model.embedding_sharded / tp + model.embedding_replicated;
         if (stage.head) result += model.head_sharded / tp + model.head_replicated;
@@ -123,13 +158,14 @@ private:
     void add_run(Moved& result, int s, int t, int source_index, int target_index, int count) const {
         const Stage& a = source_.stages[s];
         const Stage& b = target_.stages[t];
-        const std::int64_t layers = std::max(std::min(a.layer_end, b.layer_end) - std::max(a.layer_begin, b.layer_begin), 0);
+        const std::int64_t layers = layers_of_both(a, b);
         std::int64_t sharded = layers * model_.layer_sharded, replicated = layers * model_.layer_replicated;
         if (a.embedding && b.embedding) sharded += model_.embedding_sharded, replicated += model_.embedding_replicated;
         if (a.head && b.head) sharded += model_.head_sharded, replicated += model_.head_replicated;
         const SharedParts::Sum parts = shared_.over(source_index, target_index, count);
-        const std::int64_t unit = sharded / shared_.units(), lacking = needed_[t] - replicated;
-        add(result, lacking - unit * parts.least, lacking * count - unit * parts.total);
+        const std::int64_t unit = sharded / shared_.units();
+        const std::int64_t worst = needed_[t] - (replicated + unit * parts.least) / source_.divided;
+        add(result, worst, (needed_[t] - replicated) * count - unit * parts.total);
     }
 
     const ModelSizes& model_;
@@ -137,6 +173,7 @@ private:
     const Strategy& target_;
     SharedParts shared_;
     std::vector<std::int64_t> needed_;  // [stages of the target] elements on each device
+    std::int64_t needed_by_all_ = 0;
 };
 
 // Layouts by their strategies.
@@ -164,46 +201,64 @@ double seconds_of(const Moved& moved, std::int64_t most_sent, int senders, const
     return link.latency_s + std::max(static_cast<double>(moved.worst), share) * link.s_per_element;
 }
 
-// Seconds between a source and a target strategy, each computed when it is first asked for.
-class PairSeconds {
-public:
-    PairSeconds(const ModelSizes& model, const Strategy& source, const Strategy& target, const Links& links,
-                bool forwarding)
-        : most_sent_(forwarding ? model.total() : std::numeric_limits<std::int64_t>::max()),
-          pair_(model, source, target),
-          links_(links),
-          senders_(source.size),
-          target_size_(target.size),
-          overlapping_(2 * (source.size + target.size - 1), std::numeric_limits<double>::quiet_NaN()) {
-        const Moved all = pair_.moved(source.size);
-        apart_[false] = seconds_of(all, most_sent_, senders_, links.across_nodes);
-        apart_[true] = seconds_of(all, most_sent_, senders_, links.within_node);
-    }
+// How far apart two meshes are, where they overlap, and whether both lie within one and the same node.
+struct Relation {
+    int distance;  // the target's first device minus the source's; of meshes that do not overlap, the source's size
+    bool share_a_node;
+};
 
-    double operator()(int distance, bool share_a_node) {
-        if (distance >= senders_ || distance <= -target_size_) return apart_[share_a_node];
-        double& known = overlapping_[2 * (distance + target_size_ - 1) + share_a_node];
-        if (std::isnan(known)) {
-            const Link& link = share_a_node ? links_.within_node : links_.across_nodes;
-            known = seconds_of(pair_.moved(distance), most_sent_, senders_, link);
+// The relations of meshes of two sizes, numbered as they occur.
+class Relations {
+public:
+    Relations(int source_size, int target_size)
+        : source_size_(source_size), target_size_(target_size), overlapping_(2 * (source_size + target_size - 1), -1) {}
+
+    int number(Relation relation) {
+        const bool are_apart = relation.distance >= source_size_ || relation.distance <= -target_size_;
+        if (are_apart) relation.distance = source_size_;
+        int& known = are_apart ? apart_[relation.share_a_node]
+                               : overlapping_[2 * (relation.distance + target_size_ - 1) + relation.share_a_node];
+        if (known < 0) {
+            known = static_cast<int>(all_.size());
+            all_.push_back(relation);
         }
         return known;
     }
+    const std::vector<Relation>& all() const { return all_; }
 
 private:
-    const std::int64_t most_sent_;
-    Pair pair_;
-    const Links& links_;
-    int senders_, target_size_;
-    double apart_[2];                  // [whether they share a node]
-    std::vector<double> overlapping_;  // [distances x whether they share a node], NaN where not yet computed
+    int source_size_, target_size_;
+    std::vector<int> overlapping_;  // [distances x whether they share a node]
+    int apart_[2] = {-1, -1};
+    std::vector<Relation> all_;
 };
 
-// The node that a mesh lies in; `none` if there are several.
-int node_of(const ModelLayout& layout, int devices_per_node, int none) {
-    const int first = layout.first / devices_per_node, last = (layout.first + layout.size - 1) / devices_per_node;
-    return first == last ? first : none;
-}
+// Layouts by their meshes, and these by their sizes.
+struct Meshes {
+    struct Mesh {
+        int first, size, node;  // `none` if it lies in several nodes
+        std::size_t number_of_size;
+    };
+    std::vector<Mesh> distinct;
+    std::vector<int> sizes;
+    std::vector<std::uint32_t> of;  // [layouts]
+
+    Meshes(const std::vector<ModelLayout>& layouts, int devices_per_node, int none) {
+        std::map<std::pair<int, int>, std::uint32_t> numbers;
+        std::map<int, std::size_t> numbers_of_sizes;
+        for (const ModelLayout& layout : layouts) {
+            const auto [at, is_new] = numbers.try_emplace({layout.first, layout.size}, distinct.size());
+            of.push_back(at->second);
+            if (!is_new) continue;
+            const int node = layout.first / devices_per_node;
+            const bool is_within = node == (layout.first + layout.size - 1) / devices_per_node;
+            const auto size = numbers_of_sizes.try_emplace(layout.size, sizes.size());
+            if (size.second) sizes.push_back(layout.size);
+            distinct.push_back({layout.first, layout.size, is_within ? node : none, size.first->second});
+        }
+    }
+    std::size_t number_of_size(int size) const { return std::find(sizes.begin(), sizes.end(), size) - sizes.begin(); }
+};
 
 }  // namespace
 
@@ -212,29 +267,60 @@ Moved moved(const ModelSizes& model, const ModelLayout& source, const ModelLayou
     return Pair(model, from, to).moved(target.first - source.first);
 }
 
-std::vector<double> reallocation_table(const ModelSizes& model, const std::vector<ModelLayout>& sources,
-                                       const std::vector<ModelLayout>& targets, const Links& links,
-                                       bool forwarding) {
+PlacedTimes reallocation_times(const ModelSizes& model, const std::vector<ModelLayout>& sources,
+                               const std::vector<ModelLayout>& targets, const Links& links, bool forwarding,
+                               int threads) {
     const Strategies from(model, sources), to(model, targets);
-    std::vector<int> target_nodes;
-    for (const ModelLayout& target : targets) target_nodes.push_back(node_of(target, links.devices_per_node, -1));
-    std::vector<double> table(sources.size() * targets.size());
-    for (std::size_t strategy = 0; strategy < from.distinct.size(); ++strategy) {
-        std::vector<PairSeconds> seconds;
-        seconds.reserve(to.distinct.size());
-        for (const Strategy& target : to.distinct) {
-            seconds.emplace_back(model, from.distinct[strategy], target, links, forwarding);
-        }
-        for (std::size_t i = 0; i < sources.size(); ++i) {
-            if (from.of[i] != static_cast<int>(strategy)) continue;
-            const int first = sources[i].first, node = node_of(sources[i], links.devices_per_node, -2);
-            double* const row = table.data() + i * targets.size();
-            for (std::size_t j = 0; j < targets.size(); ++j) {
-                row[j] = seconds[to.of[j]](targets[j].first - first, node == target_nodes[j]);
-            }
+    const Meshes source_meshes(sources, links.devices_per_node, -2), target_meshes(targets, links.devices_per_node, -1);
+    const std::size_t num_sizes = target_meshes.sizes.size(), num_kinds = to.distinct.size();
+    std::vector<Relations> relations;  // [sizes of sources x sizes of targets]
+    for (int source : source_meshes.sizes) {
+        for (int target : target_meshes.sizes) relations.emplace_back(source, target);
+    }
+    PlacedTimes times;
+    for (const Meshes::Mesh& a : source_meshes.distinct) {
+        for (const Meshes::Mesh& b : target_meshes.distinct) {
+            Relations& of_sizes = relations[a.number_of_size * num_sizes + b.number_of_size];
+            times.relations.push_back(of_sizes.number({b.first - a.first, a.node == b.node}));
         }
     }
-    return table;
+    const auto relations_of = [&](const Strategy& source, const Strategy& target) -> const std::vector<Relation>& {
+        const std::size_t row = source_meshes.number_of_size(source.size);
+        return relations[row * num_sizes + target_meshes.number_of_size(target.size)].all();
+    };
+    std::size_t size = 0;
+    for (const Strategy& source : from.distinct) {
+        for (const Strategy& target : to.distinct) {
+            times.begins.push_back(static_cast<std::uint32_t>(size));
+            size += relations_of(source, target).size();
+        }
+    }
+    if (size > std::numeric_limits<std::uint32_t>::max()) throw std::invalid_argument("too many layouts");
+    times.numbers.resize(size);
+    const std::int64_t most_sent = forwarding ? model.total() : std::numeric_limits<std::int64_t>::max();
+    const auto fill = [&](std::size_t kind) {
+        const Strategy& source = from.distinct[kind];
+        for (std::size_t other = 0; other < num_kinds; ++other) {
+            double* number = times.numbers.data() + times.begins[kind * num_kinds + other];
+            const Pair pair(model, source, to.distinct[other]);
+            for (const Relation& relation : relations_of(source, to.distinct[other])) {
+                const Link& link = relation.share_a_node ? links.within_node : links.across_nodes;
+                *number++ = seconds_of(pair.moved(relation.distance), most_sent, source.size, link);
+            }
+        }
+    };
+    std::atomic<std::size_t> next{0};  // whoever is free takes the numbers of the next strategy
+    on_threads(std::max(threads, 1), [&](int) {
+        for (std::size_t kind; (kind = next++) < from.distinct.size();) fill(kind);
+    });
+    for (std::size_t i = 0; i < sources.size(); ++i) {
+        times.sources.push_back({static_cast<std::uint32_t>(from.of[i] * num_kinds),
+                                 static_cast<std::uint32_t>(source_meshes.of[i] * target_meshes.distinct.size())});
+    }
+    for (std::size_t j = 0; j < targets.size(); ++j) {
+        times.targets.push_back({static_cast<std::uint32_t>(to.of[j]), target_meshes.of[j]});
+    }
+    return times;
 }
 
 }  // namespace realhf::search

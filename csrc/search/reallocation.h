@@ -4,13 +4,18 @@
 #include <cstdint>
 #include <vector>
 
+#include "times.h"
+
 namespace realhf::search {
 
 struct ModelLayout {
     int first, size, dp, tp, pp;
+    int chunks = 1;   // runs of layers on each stage, pp runs apart
+    int divided = 1;  // of a source: between so many ranks its devices' parts are divided (fully sharded: dp)
 
     bool same_strategy(const ModelLayout& other) const {
-        return size == other.size && dp == other.dp && tp == other.tp && pp == other.pp;
+        return size == other.size && dp == other.dp && tp == other.tp && pp == other.pp && chunks == other.chunks &&
+               divided == other.divided;
     }
 };
 
@@ -34,7 +39,8 @@ struct Moved {
 };
 
 // What the devices of `target` lack that they need, given what they hold under `source`: the size of the target's
-// boxes minus the size of their intersection with the source's boxes on the same device.
+// boxes minus the size of their intersection with the source's boxes on the same device, or, where these are divided,
+// minus an equal share of it.
 Moved moved(const ModelSizes& model, const ModelLayout& source, const ModelLayout& target);
 
 // A message takes latency_s + elements x s_per_element.
@@ -48,12 +54,12 @@ struct Links {
     int devices_per_node;
 };
 
-// Seconds of the reallocations of sources x targets, row-major. The time is that of the busiest link: the most that a
-// device receives, or an equal share, for each device of the source, of what is sent: with `forwarding` of the model at
-// most, since devices forward what several lack. Zero if nothing moves. Where two meshes lie matters only by their distance, if they overlap, and by
-// whether they share a node, so that there is little to compute for millions of pairs.
-std::vector<double> reallocation_table(const ModelSizes& model, const std::vector<ModelLayout>& sources,
-                                       const std::vector<ModelLayout>& targets, const Links& links,
-                                       bool forwarding = true);
+// Seconds of the reallocations of sources x targets. The time is that of the busiest link: the most that a device
+// receives, or an equal share, for each device of the source, of what is sent: with `forwarding` of the model at most,
+// since devices forward what several lack. Zero if nothing moves. Where two meshes lie matters only by their distance,
+// if they overlap, and by whether they share a node, so that there is little to compute for millions of pairs.
+PlacedTimes reallocation_times(const ModelSizes& model, const std::vector<ModelLayout>& sources,
+                               const std::vector<ModelLayout>& targets, const Links& links, bool forwarding = true,
+                               int threads = 1);
 
 }  // namespace realhf::search

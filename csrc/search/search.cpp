@@ -322,6 +322,7 @@ Searched heuristic_search(const Problem& problem, const Preparation& prepared, s
     Simulator simulator(problem);
     Random random(seed ^ 0x2545F4914F6CDD1DULL);
     std::vector<Plan> starts = prepared.starts;
+    if (const Plan known = incumbent.plan(); !known.empty()) starts.insert(starts.begin(), known);
     Tempering tempering(problem, moves, search, prepared.unit, seed, limits.single_moves);
     if (limits.single_moves) {
         tempering.start({starts.back()});

@@ -9,7 +9,8 @@ namespace realhf::search {
 
 // A part of the unrolled graph all of whose nodes come after all nodes of the parts before: whatever the schedule, it
 // begins when those have ended, so that the makespan is the sum of the parts' makespans. In PPO, say, the inferences
-// end one part and the trainings begin the next one. A graph without such barriers is one part.
+// end one part and the trainings begin the next one. A graph without such barriers is one part. There is none next to a
+// transfer: it counts together with the calls before and behind it.
 struct Segment {
     int repeated = 1;                          // how many parts of the graph look like this
     std::vector<int> nodes;                    // [size] in topological order
@@ -22,6 +23,7 @@ struct Segment {
     int size() const { return static_cast<int>(nodes.size()); }
 };
 
-std::vector<Segment> segments_of(const Problem& problem);
+// Without the transfers that never take longer than `negligible`, over which edges lead as if they were not there.
+std::vector<Segment> segments_of(const Problem& problem, double negligible = -1);
 
 }  // namespace realhf::search

@@ -17,9 +17,11 @@ namespace {
 
 constexpr std::int64_t kEvaluationsPerChain = 50'000;  // fewer are better spent in one chain
 constexpr std::int64_t kMostChains = 8;
-// A bound takes as long as some ten evaluations: a large budget is mostly for the search.
-constexpr std::int64_t kBoundsInFull = 100'000;
+// A bound takes as long as a few evaluations: a large budget is mostly for the search.
+constexpr std::int64_t kBoundsPerEvaluation = 4;
+constexpr std::int64_t kBoundsInFull = 400'000;
 constexpr std::int64_t kEvaluationsPerBound = 8;
+constexpr double kFirstSearch = 0.2, kShortestTurn = 0.1;  // seconds
 
 double thread_cpu_s() {
     timespec now;
@@ -71,34 +73,46 @@ Trace search_by_count(const Problem& problem, const SolveOptions& options, Incum
     return merged;
 }
 
-// The first part of the time all threads search; then one goes on, if there are several, and the others prove.
+// At first all threads search, for a moment: what most problems need. Then one proves, and another one goes on searching;
+// further ones prove, too. A thread that is alone takes turns.
 Certificate search_by_time(const Problem& problem, const SolveOptions& options, Incumbent& incumbent,
                            std::vector<Effort>& efforts) {
     const Preparation prepared(problem, options.seed, options.starts);
-    const auto search = [&](int t, double until_s, const std::atomic<bool>* stop, std::uint64_t chain) {
+    std::uint64_t chain = 0;
+    const auto search = [&](int t, double until_s, const std::atomic<bool>* stop, std::uint64_t number) {
         HeuristicLimits limits;
         limits.until_s = until_s;
         limits.stop = stop;
         limits.single_moves = options.single_moves;
         limits.progress = options.progress;
-        measured(problem, prepared, chain_seed(options.seed, chain), limits, incumbent, efforts[t]);
+        measured(problem, prepared, chain_seed(options.seed, number), limits, incumbent, efforts[t]);
     };
-    const double first_s = options.proves ? std::min(options.seconds / 3, std::max(0.3, options.seconds / 20))
-                                          : options.seconds;
+    const double first_s = options.proves ? std::min(options.seconds / 3, kFirstSearch) : options.seconds;
     on_threads(options.threads, [&](int t) { search(t, first_s, nullptr, t); });
+    chain = options.threads;
+    ExactLimits limits;
     if (!options.proves) {
-        ExactLimits limits;
         limits.bounds = 0;
+        return prove(problem, limits, incumbent);
+    }
+    limits.until_s = options.seconds;
+    if (options.progress) limits.stop = &options.progress->stop;
+    limits.threads = std::max(1, options.threads - 1);
+    if (options.threads == 1) {
+        const double begun_s = incumbent.seconds();
+        double searched_s = 0;
+        limits.between = [&] {  // as long as the proof has taken
+            const double now_s = incumbent.seconds(), turn_s = now_s - begun_s - 2 * searched_s;
+            if (turn_s < kShortestTurn) return;
+            search(0, std::min(now_s + turn_s, options.seconds), nullptr, chain++);
+            searched_s += incumbent.seconds() - now_s;
+        };
         return prove(problem, limits, incumbent);
     }
     std::atomic<bool> proven{false};
     Certificate certificate{0, false, {}};
-    on_threads(std::min(options.threads, 2), [&](int t) {
-        if (t > 0) return search(0, options.seconds, &proven, options.threads);
-        ExactLimits limits;
-        limits.until_s = options.seconds;
-        if (options.progress) limits.stop = &options.progress->stop;
-        limits.threads = std::max(1, options.threads - 1);
+    on_threads(2, [&](int t) {
+        if (t > 0) return search(0, options.seconds, &proven, chain);
         certificate = prove(problem, limits, incumbent);
         proven = certificate.proven;
     });
@@ -119,7 +133,8 @@ Solution solve(const Problem& problem, const SolveOptions& options) {
     if (options.evaluations > 0) {
         trace = search_by_count(problem, options, incumbent, efforts);
         ExactLimits limits;
-        limits.bounds = std::min(options.evaluations, kBoundsInFull + options.evaluations / kEvaluationsPerBound);
+        limits.bounds = std::min(kBoundsPerEvaluation * std::min(options.evaluations, kBoundsInFull),
+                                 kBoundsInFull + options.evaluations / kEvaluationsPerBound);
         if (options.progress) limits.stop = &options.progress->stop;
         if (!options.proves) limits.bounds = 0;  // the bound that holds for all plans, and no more
         certificate = prove(problem, limits, incumbent);

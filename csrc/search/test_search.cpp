@@ -50,7 +50,7 @@ void disjoint_calls_overlap_in_time() {
 
 void a_transfer_occupies_both_meshes() {
     Problem problem = problem_with({{0, {}, {option(0, 2, 3)}}, {1, {{2, 0}}, {option(2, 2, 5)}}});
-    problem.transfers = {{0, 1, {0, 1}, {{0, 0}}, {0}, {0}, 1, {2.0}, false}};
+    problem.transfers = {{0, 1, {0, 1}, {{0, 0}}, {0}, {0}, {std::vector{2.0}, 1}, false}};
     problem.check();
     const auto events = Simulator(problem).trace({0, 0});
     CHECK(events.size() == 3 && events[1].node == 2);
@@ -137,9 +137,9 @@ Problem random_problem(unsigned seed) {
         problem.calls.push_back(call);
     }
     problem.calls[0].parents = {{2, 1}};
-    Transfer transfer{0, 2, {0, 2}, {{0, 0}}, {0, 1, 2, 3, 4, 5}, {0, 1, 2, 3, 4, 5}, 6, {}, false};
-    for (int i = 0; i < 36; ++i) transfer.times.push_back(lcg.below(5));
-    problem.transfers.push_back(transfer);
+    std::vector<double> times;
+    for (int i = 0; i < 36; ++i) times.push_back(lcg.below(5));
+    problem.transfers.push_back({0, 2, {0, 2}, {{0, 0}}, {0, 1, 2, 3, 4, 5}, {0, 1, 2, 3, 4, 5}, {times, 6}, false});
     problem.calls[2].parents.push_back({3, 0});
     problem.check();
     return problem;
@@ -239,19 +239,20 @@ void bounds_are_those_worked_out_by_hand() {
                                     {1, {}, {option(0, 2, 5), option(0, 4, 4)}},
                                     {2, {{0, 0}, {1, 0}}, {option(0, 4, 2)}}});
     const auto parts = segments_of(problem);
-    const Groups groups(problem);
-    Bound bound(problem, parts);
-    const auto bound_of = [&](const std::vector<Choice>& choices, double limit = 1e9) {
+    const std::vector<double> prices(kPrices, 0.1);
+    const Groups groups(problem, prices);
+    Bound bound(problem, parts, prices);
+    const auto bound_of = [&](const std::vector<int>& options, double limit = 1e9) {
         std::vector<Outlook> outlooks;
-        for (int call = 0; call < 3; ++call) outlooks.push_back(groups.outlook(call, choices[call]));
+        for (int call = 0; call < 3; ++call) outlooks.push_back(groups.outlook(call, {Level::option, options[call]}));
         return bound(outlooks, {}, limit);
     };
     const auto is = [](double a, double b) { return std::abs(a - b) < 1e-9; };
     CHECK(parts.size() == 2);
-    CHECK(is(bound_of({{0, 0}, {0, 0}, {0, 0}}), 3 + 5 + 2));  // both on devices 0 and 1: one after the other
-    CHECK(is(bound_of({{1, 1}, {0, 0}, {0, 0}}), 5 + 2));      // side by side: the longest path
-    CHECK(is(bound_of({{1, 1}, {1, 1}, {0, 0}}), 4 + 3 + 2));
-    CHECK(std::isinf(bound_of({{1, 1}, {1, 1}, {0, 0}}, 8.9)) && is(bound_of({{1, 1}, {1, 1}, {0, 0}}, 9.0), 9));
+    CHECK(is(bound_of({0, 0, 0}), 3 + 5 + 2));  // both on devices 0 and 1: one after the other
+    CHECK(is(bound_of({1, 0, 0}), 5 + 2));      // side by side: the longest path
+    CHECK(is(bound_of({1, 1, 0}), 4 + 3 + 2));
+    CHECK(std::isinf(bound_of({1, 1, 0}, 8.9)) && is(bound_of({1, 1, 0}, 9.0), 9));
     // Nothing chosen: each call takes its least time and its least device-time, (6 + 10) / 4 and 2.
     const std::vector<Outlook> open = {groups.outlook(0, groups.all(0)), groups.outlook(1, groups.all(1)),
                                        groups.outlook(2, groups.all(2))};
@@ -260,14 +261,52 @@ void bounds_are_those_worked_out_by_hand() {
     const std::vector<Domain> domains = {groups.all(0), groups.all(1), groups.all(2)};
     CHECK(!groups.is_mirrored(0, 1, domains));  // the second call has options on devices 0 and 1 only
     problem.calls[1].options[0] = option(0, 4, 5);
-    CHECK(Groups(problem).is_mirrored(0, 1, {groups.all(0), groups.all(1), groups.all(2)}));
+    CHECK(Groups(problem, prices).is_mirrored(0, 1, {groups.all(0), groups.all(1), groups.all(2)}));
     // What shares a device has to fit into its memory together.
     problem.calls[0].options[0].static_bytes = 60;
     problem.calls[1].options[0].dynamic_bytes = 50;
-    const Groups tight(problem);
-    const std::vector<Outlook> both = {tight.outlook(0, Choice{0, 0}), tight.outlook(1, Choice{0, 0}),
-                                       tight.outlook(2, Choice{0, 0})};
+    const Groups tight(problem, prices);
+    const std::vector<Outlook> both = {tight.outlook(0, {Level::option, 0}), tight.outlook(1, {Level::option, 0}),
+                                       tight.outlook(2, {Level::option, 0})};
     CHECK(std::isinf(bound(both, {}, 1e9)));
+}
+
+// A chain of two calls on all devices, each with a fast and a slow option.
+Problem chain_of_two() {
+    return problem_with({{0, {}, {option(0, 4, 1), option(0, 4, 3)}}, {1, {{0, 0}}, {option(0, 4, 1), option(0, 4, 5)}}});
+}
+
+double bound_of_all(const Problem& problem, double limit) {
+    const std::vector<double> prices = {1.0 / 16, 1.0 / 32, 1.0 / 64, 1.0 / 128, 1.0 / 256, 1.0 / 512};
+    const auto parts = segments_of(problem);
+    const Groups groups(problem, prices);
+    std::vector<Outlook> outlooks;
+    std::vector<Move> moves;
+    for (int call = 0; call < 2; ++call) outlooks.push_back(groups.outlook(call, groups.all(call)));
+    for (int i = 0; i < static_cast<int>(problem.transfers.size()); ++i) {
+        moves.push_back(groups.least(i, groups.all(problem.transfers[i].source), groups.all(problem.transfers[i].target)));
+    }
+    return Bound(problem, parts, prices)(outlooks, moves, limit);
+}
+
+void a_transfer_counts_together_with_its_ends() {
+    // It takes no time between the slow options, and 10 elsewhere: 1 + 10 + 1 or 3 + 0 + 5, and not 1 + 0 + 1.
+    Problem problem = chain_of_two();
+    problem.transfers = {{0, 1, {1}, {{0, 0}}, {0, 1}, {0, 1}, {std::vector<double>{10, 10, 10, 0}, 2}}};
+    problem.calls[1].parents = {{2, 0}};
+    const double bound = bound_of_all(problem, 1e9);
+    CHECK(std::abs(bound - 8) < 1e-9);
+    CHECK(evaluate(problem, {1, 1}).step_time == 8 && evaluate(problem, {0, 0}).step_time == 12);
+}
+
+void memory_has_a_price() {
+    // The fast options need 64 bytes each and a device has 96: one of the two is slow, at 1 + 5 or 3 + 1.
+    Problem problem = chain_of_two();
+    problem.device_memory_bytes = 96;
+    for (Call& call : problem.calls) call.options[0].static_bytes = 64;
+    // Priced at 1 / 32 a byte: 1 + 2 or 3 of the first and 1 + 2 or 5 of the second, less 96 / 32 for all memory.
+    CHECK(std::isinf(bound_of_all(problem, 2.9)));
+    CHECK(bound_of_all(problem, 3.1) <= 4);
 }
 
 void reallocation_counts_what_is_lacking() {
@@ -280,6 +319,12 @@ void reallocation_counts_what_is_lacking() {
     CHECK(moved(model, tensor, whole).total == 32);                  // the other half of every sharded parameter
     // Stage 0 has half of its two layers and of the embedding; stage 1 of its two layers and of the head.
     CHECK(moved(model, tensor, pipeline).total == 8 + 8 + 8 + 8 && moved(model, tensor, pipeline).worst == 16);
+    // In chunks the stages have layers 0 and 2, 1 and 3: one layer moves to each, and the embedding and head stay.
+    const ModelLayout chunks{0, 2, 1, 1, 2, 2};
+    CHECK(moved(model, pipeline, chunks).total == 9 + 9 && moved(model, pipeline, chunks).worst == 9);
+    // Two ranks divide all 70 elements: each lacks half.
+    const ModelLayout replicas{0, 2, 2, 1, 1}, divided{0, 2, 2, 1, 1, 1, 2};
+    CHECK(moved(model, divided, replicas).total == 70 && moved(model, divided, replicas).worst == 35);
 }
 
 }  // namespace
@@ -297,6 +342,8 @@ int main() {
     what_a_thread_throws_is_thrown_again();
     barriers_split_the_graph();
     bounds_are_those_worked_out_by_hand();
+    a_transfer_counts_together_with_its_ends();
+    memory_has_a_price();
     reallocation_counts_what_is_lacking();
     std::puts("ok");
 }

@@ -1,9 +1,7 @@
 """Types of the C++ module (csrc/search/bindings.cpp)."""
 
-from collections.abc import Sequence
-from typing import Any, TypedDict
-
-from typing_extensions import Buffer
+from collections.abc import Iterator, Sequence
+from typing import Any, TypedDict, overload
 
 class Evaluation(TypedDict):
     step_time: float
@@ -50,10 +48,17 @@ class Problem:
     def greedy_plan(self) -> list[int]: ...
     def smallest_plan(self, seed: int) -> list[int]: ...
 
-LayoutRow = tuple[int, int, int, int, int]
+LayoutRow = tuple[int, int, int, int, int, int, int]
 
-class Table(Buffer):
-    def __buffer__(self, flags: int) -> memoryview: ...
+class Table:
+    def __len__(self) -> int: ...
+    @overload
+    def __getitem__(self, place: int) -> float: ...
+    @overload
+    def __getitem__(self, places: slice) -> list[float]: ...
+    def __setitem__(self, place: int, number: float) -> None: ...
+    def __iter__(self) -> Iterator[float]: ...
+    def divide(self, by: float) -> None: ...
 
 def moved(sizes: dict[str, Any], source: LayoutRow, target: LayoutRow) -> tuple[int, int]: ...
 def reallocation_table(
@@ -65,6 +70,7 @@ def reallocation_table(
     across_nodes: tuple[float, float],
     devices_per_node: int,
     forwarding: bool = True,
+    threads: int = 1,
 ) -> Table: ...
 
 class OsdpSolution(TypedDict):

@@ -42,10 +42,10 @@ FLOP_PER_CORE: dict[tuple[int, int], dict[DType, float]] = {
 # These sum products of bfloat16 in float32 at half the rate of the other chips of their generations (the same papers).
 HALVED = "GeForce"
 
-# Of an H100: fitted over cores x clock x FLOP and over bus x clock, as it reports them (16,896 cores at 1,980 MHz;
-# 5,120 bits at 2,619 MHz, two transfers a cycle).
-REACHED_OF_PRODUCTS = 4.46e14 / (16_896 * 1.98e9 * 32)
-REACHED_OF_MEMORY = 2.66e12 / (2 * 2.619e9 * 5120 / 8)
+# Peaks of the GPU whose rates were fitted, as it reports them: 16,896 cores at 1,980 MHz; 5,120 bits at 2,619 MHz, two
+# transfers a cycle.
+FITTED_PRODUCTS = 16_896 * 1.98e9 * 32
+FITTED_MEMORY = 2 * 2.619e9 * 5120 / 8
 
 # Devices of a node where no link is known: PCI Express 4 with 16 lanes, by way of the host.
 PCIE = {"intra_node_bandwidth": 1.0e10, "intra_node_latency_s": 1.0e-5, "host_bandwidth": 2.4e10}
@@ -82,10 +82,11 @@ def gpu_hardware(gpu: Gpu, devices_per_node: int = 1) -> Hardware:
 
 
 def described(gpu: Gpu, base: Hardware) -> Hardware:
-    """A GPU that no description knows, by what its driver reports; the costs that software sets are those of `base`.
+    """A GPU that no description knows, by what its driver reports; the costs that software sets are those of `base`,
+    the fitted one.
 
-    Peaks are cores x clock x operations of a core in a cycle, times what was reached of them on an H100. Raises
-    UserError if the driver does not report what that needs.
+    Peaks are cores x clock x operations of a core in a cycle, times what `base` reaches of its own. Nothing is said of
+    how sure that is. Raises UserError if the driver does not report what that needs.
     """
     if gpu.num_cores is None or gpu.clock_hz is None or gpu.memory_bandwidth is None:
         raise UserError(
@@ -99,8 +100,10 @@ def described(gpu: Gpu, base: Hardware) -> Hardware:
     cycles = gpu.num_cores * gpu.clock_hz
     return msgspec.structs.replace(
         base,
-        matmul_flops={dtype: REACHED_OF_PRODUCTS * cycles * flop for dtype, flop in rates.items()},
-        memory_bandwidth=REACHED_OF_MEMORY * gpu.memory_bandwidth,
+        matmul_flops={dtype: base.flops("bfloat16") / FITTED_PRODUCTS * cycles * flop for dtype, flop in rates.items()},
+        memory_bandwidth=base.memory_bandwidth / FITTED_MEMORY * gpu.memory_bandwidth,
+        inter_node_send_bandwidth=None,
+        uncertainty=None,
         **PCIE,
     )
 

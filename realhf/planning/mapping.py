@@ -2,12 +2,14 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, TRAIN_STEP
 from realhf.dataflow.plan import CallPlan
 from realhf.geometry.layout import DeviceMesh, Layout
 from realhf.planning.model.call import CallModel
+from realhf.planning.model.cluster import node_runs
 from realhf.planning.model.communicators import of_all_devices
 from realhf.planning.options import Option, options_on
 from realhf.planning.task import PlanningTask
@@ -66,12 +68,17 @@ class Colocated:
     stage_s: tuple[float, float, float]  # generation, preparation, training
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FoundMapping:
-    """The cheapest mapping."""
+    """The cheapest mapping of a placement."""
 
+    placement: Placement
     calls: Mapping[str, CallPlan]
     cost_s: float
+
+    def meshes(self, task: PlanningTask) -> dict[str, DeviceMesh]:
+        """The devices of every model."""
+        return {task.graph.model_calls[name].model_name: call.mesh for name, call in self.calls.items()}
 
 
 @dataclass
@@ -86,28 +93,33 @@ class Mapper:
     _allocations: int = 0  # looked at
     _groups: dict[tuple[Group, int], Colocated | None] = field(default_factory=dict)
     _options: dict[tuple[str, int], list[Option]] = field(default_factory=dict)
+    _static: dict[tuple[str, int], float] = field(default_factory=dict)
 
     def best(self, among: Sequence[Placement] | None = None) -> FoundMapping:
-        """The cheapest mapping among these placements (default: all). Raises UserError if none fits into memory, or
-        there are too many to look at."""
+        """The cheapest mapping among these placements (default: all). Raises UserError as `ranked`."""
+        return self.ranked(among)[0]
+
+    def ranked(self, among: Sequence[Placement] | None = None) -> list[FoundMapping]:
+        """The mappings of these placements (default: of all), the cheapest first. Raises UserError if none fits into
+        memory, or there are too many to look at."""
         candidates = list(placements(list(self.task.graph.models)) if among is None else among)
         mappings = [mapping for placement in candidates if (mapping := self._best_of(placement))]
         if not mappings:
             raise UserError(
                 f"none of {len(candidates)} placements fits into the memory of {self.task.cluster.num_devices} devices"
             )
-        return min(mappings, key=lambda mapping: mapping.cost_s)
+        return sorted(mappings, key=lambda mapping: mapping.cost_s)
 
     def least_devices(self, group: Group) -> int | None:
         """The smallest allocation whose memory holds the models of the group; None if there is none."""
         return next((n for n in self.sizes if self.colocated(group, n)), None)
 
-    @property
+    @cached_property
     def sizes(self) -> list[int]:
-        """Sizes of meshes: powers of two below a node, then whole nodes."""
+        """Sizes of meshes: powers of two below a node, then whole nodes as a search has them."""
         per_node = self.task.cluster.devices_per_node
         parts = [2**power for power in range((per_node - 1).bit_length())]
-        return parts + [per_node * nodes for nodes in range(1, self.task.cluster.num_nodes + 1)]
+        return parts + sorted({per_node * number for _, number in node_runs(self.task.cluster)})
 
     def colocated(self, group: Group, num_devices: int) -> Colocated | None:
         """The fastest strategies of a group's calls that fit on `num_devices` together; None if none do."""
@@ -136,7 +148,7 @@ class Mapper:
         num_devices = self.task.cluster.num_devices
         for sizes in allocations(num_devices, least, self.sizes, keeps=lambda first: rated(first) is not None):
             best = rated(sizes) or best
-        return FoundMapping(placed(best[1]), best[0]) if best else None
+        return FoundMapping(placement, placed(best[1]), best[0]) if best else None
 
     def _count(self) -> None:
         self._allocations += 1
@@ -162,7 +174,7 @@ class Mapper:
         """The fastest option that fits for every home, one after the other, with the least kept free for the rest, and
         then of every other call; None if one call has too little room. `frugal`: homes take their smallest form."""
         homes = [call for call in calls if self._home(call) is call]
-        static = {call.call.name: min(_static(call, o) for o in self._ranked(call, num_devices)) for call in homes}
+        static = {call.call.name: self._least_static(call, num_devices) for call in homes}
         chosen: dict[str, Option] = {}
         for call in homes:
             name, least = call.call.name, static[call.call.name]
@@ -204,6 +216,13 @@ class Mapper:
             self._options[key] = sorted(options, key=lambda option: (call.seconds(*option.shape), option))
         return self._options[key]
 
+    def _least_static(self, call: CallModel, num_devices: int) -> float:
+        """Of the options of a home on `num_devices` devices."""
+        key = (call.call.name, num_devices)
+        if key not in self._static:
+            self._static[key] = min(_static(call, option) for option in self._ranked(call, num_devices))
+        return self._static[key]
+
     def _home(self, call: CallModel) -> CallModel:
         return self.task.call_models[self.task.homes[call.call.name]]
 
@@ -215,21 +234,17 @@ class Mapper:
 
 def _static(call: CallModel, option: Option) -> float:
     """At home, with communicators of its own."""
-    sharding = call.sharding(*option.shape)
-    static = sharding.static_bytes if sharding else call.static_bytes(option.layout.strategy)
-    return static + call.communicator_bytes(option.layout)
+    return call.static_bytes(option.layout.strategy) + call.communicator_bytes(option.layout)
 
 
 def _dynamic(call: CallModel, option: Option) -> float:
-    sharding = call.sharding(*option.shape)
-    return call.work(*option.shape).dynamic_bytes() + (sharding.gather_bytes if sharding else 0)
+    return call.work(*option.shape).dynamic_bytes()
 
 
 def _need(call: CallModel, option: Option, at_home: CallModel, home: Option) -> float:
-    """Dynamic bytes, and away from home, or from a home of sharded operators, a copy of the parameters; training has to
-    stay at home."""
+    """Dynamic bytes, and away from home a copy of the parameters; training has to stay at home."""
     dynamic = _dynamic(call, option)
-    if call is at_home or (option.layout == home.layout and not at_home.sharding(*home.shape)):
+    if call is at_home or (option.layout == home.layout):
         return dynamic
     if call.call.trains:
         return float("inf")

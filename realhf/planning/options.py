@@ -1,29 +1,39 @@
-"""The options of a call: mesh x (dp, tp, pp) x number of micro-batches."""
+"""The options of a call: mesh x (dp, tp, pp) x chunks x number of micro-batches x how it computes."""
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import product
+
+import msgspec
+from msgspec.structs import replace
 
 from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import ModelFunctionCallDef
-from realhf.dataflow.plan import CallPlan
+from realhf.dataflow.plan import AS_SET_UP, CallCompute, CallPlan
 from realhf.dataflow.pools import Pool
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy, divisors
+from realhf.planning.mixes import Way, has_modes, mixed_ways
 from realhf.planning.model.cluster import Cluster, device_meshes
+from realhf.planning.recomputed import partly_recomputed
 from realhf.planning.task import PlanningTask
 
+CHUNKS = (2, 4)  # of pipelines, that a search looks at
 
-@dataclass(frozen=True, order=True)
-class Option:
+# Which of the ways to run a call, all in one (dp, tp, pp), are worth a search.
+Keeps = Callable[[ModelFunctionCallDef, list[Way]], list[Way]]
+
+
+class Option(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     """One way to run a call."""
 
     layout: Layout
     micro_batches: int
+    compute: CallCompute = AS_SET_UP
 
     @property
     def shape(self) -> tuple[ParallelStrategy, int]:
-        """What seconds and bytes depend on, wherever the mesh lies (`realhf.planning.model.call`)."""
+        """With `compute` what seconds and bytes depend on, wherever the mesh lies (`realhf.planning.model.call`)."""
         return self.layout.strategy, self.micro_batches
 
     def call_plan(self, predicted_s: float | None = None) -> CallPlan:
@@ -36,13 +46,14 @@ class Option:
             chunks=strategy.chunks,
             micro_dp=strategy.micro_dp,
             micro_batches=self.micro_batches,
+            compute=self.compute,
             predicted_s=predicted_s,
         )
 
 
 def option_of(call: CallPlan) -> Option:
     """The option that a plan took for a call."""
-    return Option(call.layout, call.micro_batches)
+    return Option(call.layout, call.micro_batches, call.compute)
 
 
 def legal_strategies(model: DecoderConfig, num_devices: int) -> list[ParallelStrategy]:
@@ -88,7 +99,8 @@ def call_strategies(
 
 
 def options_on(meshes: Iterable[DeviceMesh], call: ModelFunctionCallDef, mini_batch: int) -> list[Option]:
-    """All legal options of a call on these meshes, for mini-batches of `mini_batch` samples."""
+    """All legal options of a call on these meshes, for mini-batches of `mini_batch` samples: those without chunks, and
+    computed as the model is set up."""
     by_size: dict[int, list[tuple[ParallelStrategy, list[int]]]] = {}
     options = []
     for mesh in meshes:
@@ -114,16 +126,139 @@ def pool_meshes(cluster: Cluster, pool: Pool | None) -> list[DeviceMesh]:
 def call_options(
     call: ModelFunctionCallDef, batch_size: int, cluster: Cluster, pool: Pool | None = None
 ) -> list[Option]:
-    """All legal options of the call, on every mesh of the cluster, or of the pool of its model. Raises UserError if its
+    """The options of `options_on` on every mesh of the cluster, or of the pool of its model. Raises UserError if its
     mini-batches do not divide the batch, or none is legal within the pool."""
-    options = options_on(pool_meshes(cluster, pool), call, call.mini_batch_size(batch_size))
-    if not options and pool is not None:
+    mini_batch = call.mini_batch_size(batch_size)
+    options = options_on(pool_meshes(cluster, pool), call, mini_batch)
+    if not options:
+        _check_pool(call, pool, mini_batch)
+    return options
+
+
+def _check_pool(call: ModelFunctionCallDef, pool: Pool | None, mini_batch: int) -> None:
+    """Raises UserError for a call without options, if a pool is the reason."""
+    if pool is not None:
         raise UserError(
             f"{call.name}: no (dp, tp, pp) within {pool}, to which model {call.model_name!r} is confined, is legal "
-            f"with mini-batches of {call.mini_batch_size(batch_size)} samples; give the pool other devices, or change "
-            "the batch size"
+            f"with mini-batches of {mini_batch} samples; give the pool other devices, or change the batch size"
         )
+
+
+def options_to_search(task: PlanningTask, name: str, keeps: Keeps | None = None) -> list[Option]:
+    """All that a search may choose for a call, also chunks and how it computes, on every mesh of the cluster, or of the
+    pool of its model; of the ways to run it in one strategy those that `keeps` keeps.
+
+    Raises:
+        UserError: its mini-batches do not divide the batch, or none is legal within the pool.
+    """
+    call = task.graph.model_calls[name]
+    by_size: dict[int, list[list[Way]]] = {}
+    options = []
+    for _, mesh, found in _of_meshes(task, name):
+        if mesh.size not in by_size:
+            each = [_ways(task, call, *strategies) for strategies in found]
+            by_size[mesh.size] = [keeps(call, ways) for ways in each] if keeps else each
+        for ways in by_size[mesh.size]:
+            layouts = {strategy: Layout(mesh, strategy) for strategy, _, _ in ways}
+            options += [Option(layouts[strategy], count, compute) for strategy, count, compute in ways]
+    if not any(by_size.values()):
+        _check_pool(call, task.graph.pools.get(call.model_name), call.mini_batch_size(task.batch_size))
     return options
+
+
+def _ways(task: PlanningTask, call: ModelFunctionCallDef, plain: ParallelStrategy, counts: list[int]) -> list[Way]:
+    """Those whose operators have modes of their own come last."""
+    ways = list(product(_in_chunks(task, call, plain), counts, ways_to_compute(task, call, plain)))
+    ways = [*ways, *partly_recomputed(task, call, ways)]
+    return [*ways, *mixed_ways(task, call, ways)]
+
+
+def _in_chunks(task: PlanningTask, call: ModelFunctionCallDef, plain: ParallelStrategy) -> list[ParallelStrategy]:
+    """The strategy without chunks, and those with chunks that are searched."""
+    return [plain, *interleaved(call, plain)] if task.searched == "all" else [plain]
+
+
+def num_layouts(task: PlanningTask, name: str) -> int:
+    """How many layouts of a call a search chooses among, of any number of micro-batches."""
+    return sum(
+        len(_in_chunks(task, call, strategy)) for call, _, found in _of_meshes(task, name) for strategy, _ in found
+    )
+
+
+def num_ways(task: PlanningTask) -> int:
+    """How many ways to run its calls a search looks at, wherever their meshes lie; twice those of trainings for whose
+    operators it chooses modes, which takes as long."""
+    number = 0
+    for name in task.graph.model_calls:
+        of_sizes = {mesh.size: (call, found) for call, mesh, found in _of_meshes(task, name)}
+        number += (1 + has_modes(task, task.graph.model_calls[name])) * sum(
+            len(_in_chunks(task, call, strategy)) * len(counts) * len(ways_to_compute(task, call, strategy))
+            for call, found in of_sizes.values()
+            for strategy, counts in found
+        )
+    return number
+
+
+def _of_meshes(
+    task: PlanningTask, name: str
+) -> Iterator[tuple[ModelFunctionCallDef, DeviceMesh, list[tuple[ParallelStrategy, list[int]]]]]:
+    """A call on every mesh that it may have in a search: its strategies without chunks, with numbers of
+    micro-batches."""
+    call = task.graph.model_calls[name]
+    pool, mini_batch = task.graph.pools.get(call.model_name), call.mini_batch_size(task.batch_size)
+    by_size: dict[int, list[tuple[ParallelStrategy, list[int]]]] = {}
+    near = [mesh for mesh in task.near if pool is None or mesh in pool]
+    for mesh in near or pool_meshes(task.cluster, pool):
+        if mesh.size not in by_size:
+            by_size[mesh.size] = call_strategies(call, mesh.size, mini_batch)
+        yield call, mesh, by_size[mesh.size]
+
+
+def interleaved(call: ModelFunctionCallDef, strategy: ParallelStrategy) -> list[ParallelStrategy]:
+    """A pipeline of a call that passes through its model once or trains it, in chunks; none of other calls."""
+    if call.generates or not call.uses_model or strategy.pp == 1:
+        return []
+    found = [replace(strategy, chunks=chunks) for chunks in CHUNKS]
+    return [each for each in found if each.pp * each.chunks <= call.config.num_layers]
+
+
+def ways_to_compute(task: PlanningTask, call: ModelFunctionCallDef, strategy: ParallelStrategy) -> list[CallCompute]:
+    """All that a plan may say of a call's computation, and that makes a difference in this strategy. Of what the setup
+    has anyway nothing is said; so the first says nothing.
+
+    Several trainings of one model compute as their model is set up: a plan would have to say the same of all.
+    """
+    if task.searched == "plain":
+        return [AS_SET_UP]
+    model, values = task.call_models[call.name], dict[str, tuple[str | bool, ...]]()
+    features = model.features
+    is_only_training = sum(other.trains for other in task.graph.calls_of(call.model_name)) == 1
+    if call.trains and is_only_training:
+        values["recomputation"] = ("off", "selective", "full")
+        if strategy.tp > 1:
+            values["sequence_parallel"] = (False, True)
+        if not features.in_host_memory and task.searched == "all":
+            values["offload_states"] = (False, True)
+    is_home = task.homes[call.name] == call.name
+    if strategy.dp > 1 and is_home and not call.generates and (is_only_training or not call.trains):
+        values["data_parallel"] = ("zero1", "fsdp")
+    if call.generates and features.replays(call.config, "call") and _leaves_graphs_open(call):
+        values["decode_graphs"] = ("kept", "call")
+    set_up = {
+        "recomputation": features.recomputation,
+        "sequence_parallel": features.sequence_parallel,
+        "data_parallel": "fsdp" if features.fully_sharded else "zero1",
+        "offload_states": features.offloads_states,
+        "decode_graphs": model.lengths.decode_graphs,
+    }
+    open_fields = [field for field in (*task.open_choices.get(call.model_name, ()), "decode_graphs") if field in values]
+    said = [[None, *(value for value in values[field] if value != set_up[field])] for field in open_fields]
+    return [msgspec.convert(dict(zip(open_fields, each, strict=True)), CallCompute) for each in product(*said)]
+
+
+def _leaves_graphs_open(call: ModelFunctionCallDef) -> bool:
+    """Whether the experiment lets the plan choose how long graphs of decode steps live."""
+    return hasattr(call.interface_impl, "decode_graphs") and call.interface_impl.decode_graphs is None
 
 
 def chosen(options: Mapping[str, Sequence[Option]], choice: Sequence[int]) -> dict[str, CallPlan]:
@@ -131,10 +266,6 @@ def chosen(options: Mapping[str, Sequence[Option]], choice: Sequence[int]) -> di
     return {name: rows[index].call_plan() for (name, rows), index in zip(options.items(), choice, strict=True)}
 
 
-def all_options(task: PlanningTask) -> dict[str, list[Option]]:
-    """`call_options` of every call of a task, by name."""
-    pools = task.graph.pools
-    return {
-        name: call_options(call, task.batch_size, task.cluster, pools.get(call.model_name))
-        for name, call in task.graph.model_calls.items()
-    }
+def all_options(task: PlanningTask, keeps: Keeps | None = None) -> dict[str, list[Option]]:
+    """`options_to_search` of every call of a task, by name."""
+    return {name: options_to_search(task, name, keeps) for name in task.graph.model_calls}

@@ -1,12 +1,16 @@
 """From an experiment and a request to a plan: searched, or given and predicted."""
 
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
-from realhf.api.experiment import auto_settings, follows_of, models_of, pools_of
+from realhf.api.backends import NATIVE
+from realhf.api.computation import computation_of
+from realhf.api.experiment import KeyLengths, auto_settings, models_of
+from realhf.api.staleness import graph_of, setups_of, stale_calls
 from realhf.architecture.model import DType
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph
@@ -19,10 +23,15 @@ from realhf.planning.explain.remedies import find_remedies, smallest_peak_bytes
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.timings import load_costs
 from realhf.planning.model.workload import workload_of
-from realhf.planning.request import PlanRequest, SearchBudget, Watch, unwatched
-from realhf.planning.search import SearchResult, search_plan
+from realhf.planning.presets import rule_plan
+from realhf.planning.request import SECONDS, Measured, PlanRequest, SearchBudget, Watch, unwatched
+from realhf.planning.search import NothingFitsError, SearchResult, search_plan
 from realhf.planning.task import PlanningTask, with_staleness
-from realhf.planning.what_if import WhatIf, WhatIfRequest, keys_without_producer
+from realhf.planning.what_if import NO_STALENESS, WhatIf, WhatIfRequest, keys_without_producer
+
+# By which part a step has to be shorter for rollouts to be made by older weights: less is within what a search misses,
+# and older weights cost learning.
+WORTH_STALENESS = 0.01
 
 
 def plan_for(experiment: Any, request: PlanRequest, watch: Watch = unwatched) -> tuple[ExecutionPlan, Cluster]:
@@ -32,9 +41,16 @@ def plan_for(experiment: Any, request: PlanRequest, watch: Watch = unwatched) ->
         UserError: the devices, the given plan or the experiment are not valid, or no plan fits.
     """
     cluster = cluster_of(request.devices, request.given.num_devices if request.given else None)
-    task = task_of(experiment, cluster, offload=request.offload, call_factors=request.call_factors, saves=request.saves)
-    found = describe(task, request.given or search_for(experiment, task, request.budget, watch))
-    check_cache_room(found.plan, task)
+    task = task_of(
+        experiment,
+        cluster,
+        offload=request.offload,
+        saves=request.saves,
+        measured=request.measured,
+        stalenesses=request.stalenesses,
+    )
+    found = describe(task, given_plan(task, request) or search_for(experiment, task, request.budget, watch))
+    check_cache_room(found.plan, found.task)
     return explain(found), cluster
 
 
@@ -44,15 +60,26 @@ def tasks_of(experiment: Any, request: PlanRequest, asked: WhatIfRequest) -> dic
     Raises:
         UserError: as `task_of`, or there are several of both.
     """
+    check_computations(experiment, request.given)
     num_devices = request.given.num_devices if request.given else None
     clusters, cases = clusters_of(request.devices, asked.clusters, num_devices), asked.cases(experiment.rpcs)
     if len(clusters) > 1 and len(cases) > 1:
         raise UserError(
             "several clusters or values of --staleness are compared by themselves: give several of one kind"
         )
+    if request.staleness_up_to and asked.stalenesses != NO_STALENESS:
+        raise UserError(
+            f"--staleness {asked.stalenesses} and --staleness-up-to {request.staleness_up_to}: the one is a what-if, "
+            "the other has the search choose; give one of them"
+        )
     return {
         name if len(cases) == 1 else f"staleness {case.staleness}": task_of(
-            experiment, cluster, what_if=case, offload=request.offload
+            experiment,
+            cluster,
+            what_if=case,
+            offload=request.offload,
+            measured=request.measured,
+            stalenesses=request.stalenesses,
         )
         for name, cluster in clusters.items()
         for case in cases
@@ -64,27 +91,31 @@ def task_of(
     cluster: Cluster,
     *,
     what_if: WhatIf | None = None,
-    offload: tuple[str, ...] = (),
-    call_factors: Mapping[str, float] | None = None,
+    offload: tuple[str, ...] | None = (),
     saves: bool = False,
-    profiles: Path | None = None,
+    measured: Measured | None = None,
+    stalenesses: tuple[int, ...] = (0,),
 ) -> PlanningTask:
-    """The planning of an experiment on a cluster, its costs from `profiles` (None: the folder of all of them).
+    """The planning of an experiment on a cluster, its costs from what was `measured` (None: all that lies here).
 
-    `offload`, `call_factors` and `saves` are those of `PlanRequest`.
+    `offload` and `saves` are those of `PlanRequest`. `stalenesses`, in ascending order: those that a search may choose;
+    the task is of the first, the others are in its `staler`.
 
     Raises:
         UserError: the experiment is not valid, a pool has devices beyond the cluster, `offload` names other models, or
             a profile cannot be read.
     """
-    what_if = (what_if or WhatIf()).with_defaults()
-    settings, stale, follows = auto_settings(experiment), what_if.staleness, follows_of(experiment)
-    kept = max((follow.staleness for follow in follows.values()), default=0)
+    what_if, measured = (what_if or WhatIf()).with_defaults(), measured or Measured()
+    settings, setups = auto_settings(experiment), setups_of(experiment, stalenesses[-1])
     calls = what_if.apply(experiment.rpcs)
     tokens = what_if.prompt_tokens
     keys = experiment.dataset.keys if tokens is None else keys_without_producer(calls)
-    graph = with_staleness(DataflowGraph(calls, keys, follows, pools_of(experiment)), stale)
-    check_offload(offload, graph)
+    graphs = {
+        staleness: with_staleness(graph_of(experiment, staleness, calls=calls, keys=keys), what_if.staleness)
+        for staleness in stalenesses
+    }
+    graph = graphs[stalenesses[-1]]  # it has all models
+    check_offload(offload or (), graph)
     check_devices(graph.pools.values(), cluster.num_devices)
     batch_size = what_if.batch_size or settings.batch_size
     graph.rows_per_step(batch_size)
@@ -93,22 +124,63 @@ def task_of(
         graph.models,
         dtype=dtype,
         hardware=cluster.hardware,
-        root=profiles,
+        root=measured.profiles,
+        ignores_runs=measured.ignores_runs,
         features=what_if.engine(saves=saves),
-        of_models={name: what_if.engine(setup, saves=saves) for name, setup in models_of(experiment).items()},
+        of_models={name: what_if.engine(setup, saves=saves) for name, setup in setups.items()},
     )
-    lengths = experiment.dataset.lengths() if tokens is None else dict.fromkeys(keys, (float(tokens), tokens))
-    return PlanningTask(
+    lengths = experiment.dataset.lengths() if tokens is None else dict.fromkeys(keys, KeyLengths.constant(tokens))
+    stalest = PlanningTask(
         graph=graph,
         batch_size=batch_size,
-        workload=workload_of(graph, lengths, what_if.new_tokens),
+        workload=workload_of(graph, lengths, what_if.new_tokens, what_if.responses),
         cluster=cluster,
-        costs=replace(costs, call_factors=call_factors or {}),
-        # Generation that runs ahead of training needs that many more steps open.
-        max_steps_in_flight=max(settings.max_steps_in_flight, kept + 1, stale + 2 if stale else 1),
+        costs=replace(costs, call_factors=measured.call_factors),
+        max_steps_in_flight=_steps_in_flight(graph, settings.max_steps_in_flight, what_if),
         dtype=dtype,
-        offload=offload,
+        offload=offload or (),
+        may_offload=offload is None,
+        open_choices={name: what_if.open_choices(setup) for name, setup in setups.items()},
+        mixed=frozenset(name for name, setup in setups.items() if setup.backend == NATIVE),
+        staleness=stalenesses[-1],
     )
+    return _first_of(stalest, graphs, partial(_steps_in_flight, most=settings.max_steps_in_flight, what_if=what_if))
+
+
+def _first_of(
+    task: PlanningTask, graphs: Mapping[int, DataflowGraph], steps_in_flight: Callable[[DataflowGraph], int]
+) -> PlanningTask:
+    """The task with the first of these graphs, by staleness, and with the others in `staler`."""
+    first, *staler = (
+        replace(task, graph=graph, max_steps_in_flight=steps_in_flight(graph), staleness=staleness)
+        for staleness, graph in graphs.items()
+    )
+    return replace(first, staler=tuple(staler))
+
+
+def _steps_in_flight(graph: DataflowGraph, most: int, what_if: WhatIf) -> int:
+    """Generation that runs ahead of training needs that many more steps open."""
+    kept = max((follow.staleness for follow in graph.follows.values()), default=0)
+    return max(most, kept + 1, what_if.staleness + 2 if what_if.staleness else 1)
+
+
+def check_computations(experiment: Any, plan: ExecutionPlan | None) -> None:
+    """Raises UserError where a given plan says of a model's computation what the experiment, or its backend, does
+    not allow."""
+    if plan is None:
+        return
+    calls, setups = stale_calls(experiment.rpcs, plan.staleness), setups_of(experiment, plan.staleness)
+    trained = {call.model_name for call in calls if call.trains}
+    for call in calls:
+        is_home = call.trains or call.model_name not in trained
+        if is_home and call.name in plan.calls:
+            computation_of(call.model_name, setups[call.model_name], plan.calls[call.name].compute)
+
+
+def given_plan(task: PlanningTask, request: PlanRequest) -> ExecutionPlan | None:
+    """The plan that a request gives, or names by its rule; None: it asks for a search. Raises UserError if the rule has
+    no plan that can run."""
+    return rule_plan(request.rule, task).plan if request.rule else request.given
 
 
 def search_for(
@@ -116,20 +188,49 @@ def search_for(
 ) -> SearchResult:
     """The cheapest plan found for an experiment's task. A budget without a number of plans has that of `@auto`.
 
+    Where the task leaves the staleness of rollouts to the search, each staleness has its share of the budget, and the
+    plan has the least one with which a step is as short as with any (`WORTH_STALENESS`).
+
     Raises:
         UserError: no plan is legal, or none fits; the text names the smallest changes that would help.
     """
     budget = budget or SearchBudget()
     if budget.evaluations is None:
         budget = replace(budget, evaluations=auto_settings(experiment).search_evaluations)
-    try:
-        return search_plan(task, budget, experiment.seed, watch)
-    except UserError as error:
-        smallest = smallest_peak_bytes(task)
-        if smallest is None or smallest <= task.cluster.device_memory_bytes:
-            raise  # memory is not what was wrong
-        watch("what would be enough", "")
-        raise UserError(f"{error}; {find_remedies(task)}") from None
+    begun, results, errors = time.perf_counter(), list[SearchResult](), list[UserError]()
+    tasks = [task.varied(), *task.staler]
+    for number, each in enumerate(tasks):
+        try:
+            share = _share(budget, begun, len(tasks), len(tasks) - number)
+            results.append(search_plan(each, share, experiment.seed, watch))
+        except UserError as error:
+            errors.append(error)
+    if results:
+        return _least_stale(results)
+    smallest = smallest_peak_bytes(task)
+    if smallest is None or smallest <= task.cluster.device_memory_bytes:
+        raise errors[0]  # memory is not what was wrong
+    watch("what would be enough", "")
+    refusal = errors[0].knowing(smallest) if isinstance(errors[0], NothingFitsError) else errors[0]
+    raise UserError(f"{refusal}; {find_remedies(task)}")
+
+
+def _share(budget: SearchBudget, begun: float, searches: int, left: int) -> SearchBudget:
+    """That of the next of so many searches, of which `left` are to come; the first was `begun` at this time."""
+    evaluations, seconds = budget.evaluations, budget.seconds
+    if seconds is not None:
+        seconds = max((seconds - (time.perf_counter() - begun)) / left, SECONDS[0])
+    return SearchBudget(evaluations=evaluations and max(evaluations // searches, 1), seconds=seconds)
+
+
+def _least_stale(results: Sequence[SearchResult]) -> SearchResult:
+    """The one of the least staleness that none of more is faster than by `WORTH_STALENESS`; `fresher` has the others of
+    less."""
+    shortest_s = min(result.prediction.step_s for result in results)
+    best = next(result for result in results if result.prediction.step_s <= shortest_s * (1 + WORTH_STALENESS))
+    steps = {result.plan.staleness: result.prediction.step_s for result in results}
+    fresher = {staleness: steps.get(staleness) for staleness in range(best.plan.staleness)}
+    return replace(best, fresher=fresher, evaluations=sum(result.evaluations for result in results))
 
 
 def check_cache_room(plan: ExecutionPlan, task: PlanningTask) -> None:

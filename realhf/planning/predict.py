@@ -1,7 +1,7 @@
 """What a plan would take, in seconds and bytes, and the order in which the master best issues its calls."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -58,7 +58,7 @@ def predict(task: PlanningTask, plan: ExecutionPlan) -> Prediction:
             "give a larger cluster or make a plan for this one with `realhf plan`"
         )
     in_flight = plan.max_steps_in_flight
-    problem = problem_of(replace(task, max_steps_in_flight=in_flight), plan, reallocations=Reallocation.table)
+    problem = problem_of(task.varied(max_steps_in_flight=in_flight), plan, reallocations=Reallocation.table)
     choice = [0] * len(problem.calls)
     order = sequence_of(plan, task.graph, problem)
     step_s = makespan_s(simulate(problem, choice, problem.steps, order)) / problem.steps
@@ -82,7 +82,8 @@ def problem_of(
 ) -> Problem:
     """The tables of a plan's own options: one for each call."""
     options = {name: [option_of(call)] for name, call in plan.calls.items()}
-    return build_problem(replace(task, offload=plan.offload), options, reallocations=reallocations)
+    within = task.varied(offload=plan.offload)
+    return build_problem(within, options, reallocations=reallocations, copies=plan.copies)
 
 
 def predict_in_best_order(task: PlanningTask, plan: ExecutionPlan) -> Prediction:

@@ -21,6 +21,9 @@ from realhf.planning.task import PlanningTask
 SEED, BUDGET = 0, SearchBudget(evaluations=20_000)  # of the search for the best strategies within a preset's meshes
 
 
+PRICED_MAPPINGS = 3  # of HybridFlow's placements, the cheapest by its own estimate
+
+
 @dataclass(frozen=True, kw_only=True)
 class PresetResult:
     """The plan of a preset with its prediction; `problem` says why it cannot run, and is empty if it can."""
@@ -32,19 +35,19 @@ class PresetResult:
 
 def evaluate_presets(task: PlanningTask, watch: Watch = unwatched) -> list[PresetResult]:
     """All presets."""
-    results = []
+    results, mapper = [], Mapper(task)
     for name in PRESETS:
         watch("plans by rule", name)
-        results.append(evaluate_preset(name, task))
+        results.append(evaluate_preset(name, task, mapper))
     fitting = [result for result in results if result.prediction and not result.problem]
     watch("plans by rule", f"{len(fitting)} of {len(results)} fit")
     return results
 
 
-def evaluate_preset(name: str, task: PlanningTask) -> PresetResult:
-    """A preset, predicted as the searched plan is, in its own best order."""
+def evaluate_preset(name: str, task: PlanningTask, mapper: Mapper | None = None) -> PresetResult:
+    """A preset, predicted as the searched plan is, in its own best order. `mapper`: of the task, with what it knows."""
     try:
-        plan = PRESETS[name](task)
+        plan = PRESETS[name](mapper or Mapper(task))
         check_plan(plan, task.graph, task.batch_size)  # a rule knows no pools
         prediction = predict_in_best_order(task, plan)
     except UserError as error:
@@ -55,12 +58,24 @@ def evaluate_preset(name: str, task: PlanningTask) -> PresetResult:
     return PresetResult(name=name, prediction=prediction, problem="" if prediction.fits else problem)
 
 
+def rule_plan(name: str, task: PlanningTask) -> Prediction:
+    """The plan of a rule. Raises UserError if it has none for this task, or its plan cannot run."""
+    result = evaluate_preset(name, task)
+    if result.prediction is None or result.problem:
+        raise UserError(f"--rule {name}: {result.problem}; take another rule, or leave --rule out to search for a plan")
+    return result.prediction
+
+
 def colocate(task: PlanningTask) -> ExecutionPlan:
     """Every model on all devices, or on as many of its pool as one mesh has, each call with the best strategy for
     itself."""
+    return _best_on(task, _all_devices(task), "colocate")
+
+
+def _all_devices(task: PlanningTask) -> dict[str, DeviceMesh]:
+    """For every model, or as many of its pool as one mesh has."""
     pools = task.graph.pools
-    meshes = {model: pool_meshes(task.cluster, pools.get(model))[-1] for model in task.graph.models}
-    return _best_on(task, meshes, "colocate")
+    return {model: pool_meshes(task.cluster, pools.get(model))[-1] for model in task.graph.models}
 
 
 def split(task: PlanningTask) -> ExecutionPlan:
@@ -84,18 +99,33 @@ def split(task: PlanningTask) -> ExecutionPlan:
     return _best_on(task, {name: sides[0 if name in first else 1] for name in graph.models}, "split")
 
 
-def standalone(task: PlanningTask) -> ExecutionPlan:
+def standalone(mapper: Mapper) -> ExecutionPlan:
     """Each model on devices of its own, in the numbers that HybridFlow's algorithm gives to singletons. Raises
     UserError if there are fewer devices than models, or no allocation fits into memory."""
-    singletons = tuple((name,) for name in task.graph.models)
-    mapping = Mapper(task).best([singletons])
-    meshes = {task.graph.model_calls[name].model_name: call.mesh for name, call in mapping.calls.items()}
-    return _best_on(task, meshes, "standalone")
+    singletons = tuple((name,) for name in mapper.task.graph.models)
+    return _best_on(mapper.task, mapper.best([singletons]).meshes(mapper.task), "standalone")
 
 
-def hybridflow(task: PlanningTask) -> ExecutionPlan:
-    """HybridFlow's mapping; see `realhf.planning.mapping`."""
-    return task.plan(Mapper(task).best().calls, preset="hybridflow")
+def hybridflow(mapper: Mapper) -> ExecutionPlan:
+    """HybridFlow's mapping; see `realhf.planning.mapping`.
+
+    Its cost of a mapping is a sum over stages, with a strategy chosen for each call by itself. So the placements that
+    are cheapest by that cost, and all models together, are priced as they would run, each with the strategies that are
+    best together; the fastest is taken, or the algorithm's own choice.
+    """
+    task, plans = mapper.task, []
+    try:
+        mappings = mapper.ranked()
+        plans = [task.plan(mappings[0].calls, preset="hybridflow")]
+        plans += [_best_on(task, mapping.meshes(task), "hybridflow") for mapping in mappings[:PRICED_MAPPINGS]]
+    except UserError:
+        if task.graph.pools:
+            raise
+    for plan in plans:
+        check_plan(plan, task.graph, task.batch_size)  # the algorithm knows no pools
+    plans.append(_best_on(task, _all_devices(task), "hybridflow"))
+    predicted = [predict_in_best_order(task, plan) for plan in plans]
+    return min(predicted, key=lambda each: (not each.fits, each.step_s)).plan
 
 
 def _best_on(task: PlanningTask, meshes: Mapping[str, DeviceMesh], preset: str) -> ExecutionPlan:
@@ -167,10 +197,10 @@ def _lacking_bytes(
     return {name: max(beside - kept[name] + dynamic[name] - limit, 0.0) for name in models}
 
 
-PRESETS: dict[str, Callable[[PlanningTask], ExecutionPlan]] = {
-    "heuristic": heuristic,
-    "colocate": colocate,
-    "split": split,
+PRESETS: dict[str, Callable[[Mapper], ExecutionPlan]] = {
+    "heuristic": lambda mapper: heuristic(mapper.task),
+    "colocate": lambda mapper: colocate(mapper.task),
+    "split": lambda mapper: split(mapper.task),
     "standalone": standalone,
     "hybridflow": hybridflow,
 }

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from realhf.base.errors import UserError
-from realhf.base.numbers import DEVICES
+from realhf.base.numbers import DEVICES, STALENESS
 from realhf.base.options import Options, option
 from realhf.dataflow.plan import ExecutionPlan, load_plan
 from realhf.planning.model.hardware import Hardware
@@ -79,7 +79,7 @@ class SearchBudget(Options):
     )
     seconds: float | None = option(
         None,
-        "budget of the plan search in seconds, on all cores of this machine",
+        "seconds until the answer, with the preparation of the search and its proof, on all cores of this machine",
         metavar="S",
         bounds=SECONDS,
         unit="seconds",
@@ -87,28 +87,68 @@ class SearchBudget(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanRequest:
-    """A plan to be found, or the one in the file `plan` to be predicted.
+class Measured:
+    """What was measured of this machine's costs.
 
-    `offload`: models that wait in host memory while nothing needs them. `saves`: the run writes checkpoints on the way,
-    and not at its end alone. `call_factors`: measured over predicted seconds of calls, which scale all predictions.
+    profiles: the folder of profiles (None: that of all of them). call_factors: by name what a run's calls took over
+    what was predicted; they scale all predictions. ignores_runs: what finished runs have left beside the profiles is
+    not read.
+    """
+
+    profiles: Path | None = None
+    call_factors: Mapping[str, float] = field(default_factory=dict)
+    ignores_runs: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanRequest(Options):
+    """A plan to be found, or the one in the file `plan` to be predicted, or that of the rule `rule`
+    (`realhf.planning.presets`).
+
+    `offload`: models that wait in host memory while nothing needs them; None: the search decides. `saves`: the run
+    writes checkpoints on the way, and not at its end alone. `staleness`: that of a run that goes on; None: the search
+    chooses one up to `staleness_up_to`.
 
     Raises:
-        UserError: models to offload beside a plan, which has its own.
+        UserError: models to offload, or a staleness to choose, beside a plan, which has its own; a rule beside a plan,
+            or beside a staleness to choose; a number out of its range.
     """
 
     devices: DevicesRequest = field(default_factory=DevicesRequest)
     plan: Path | None = None
+    rule: str | None = None
     budget: SearchBudget = field(default_factory=SearchBudget)
-    offload: tuple[str, ...] = ()
+    offload: tuple[str, ...] | None = None
     saves: bool = False
-    call_factors: Mapping[str, float] = field(default_factory=dict)
+    staleness_up_to: int = option(
+        0,
+        "the plan may have rollouts made by weights up to K updates old, where a step is shorter so (default 0)",
+        metavar="K",
+        bounds=STALENESS,
+    )
+    staleness: int | None = None
+    measured: Measured = field(default_factory=Measured)
 
     def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.staleness_up_to and (self.plan or self.rule):
+            raise UserError(
+                f"--staleness-up-to {self.staleness_up_to} is for the search of a plan; leave it out beside "
+                + (f"--plan, whose file says staleness={self.given.staleness}" if self.given else "--rule")
+            )
         if self.offload and self.plan:
             raise UserError("--offload is for the search of a plan; write the models into the file of --plan instead")
+        if self.rule and self.plan:
+            raise UserError(f"--rule {self.rule} and --plan {self.plan} are both plans: give one of them")
 
     @cached_property
     def given(self) -> ExecutionPlan | None:
         """The plan in the file, read once. Raises UserError if it cannot be read."""
         return load_plan(self.plan) if self.plan else None
+
+    @property
+    def stalenesses(self) -> tuple[int, ...]:
+        """Those that the plan may have, in ascending order."""
+        if self.given:
+            return (self.given.staleness,)
+        return tuple(range(self.staleness_up_to + 1)) if self.staleness is None else (self.staleness,)

@@ -1,63 +1,45 @@
 """Finds the fastest plan: never a slower one than any plan by rule (`realhf.planning.presets`)."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+import gc
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from realhf.base.errors import UserError
 from realhf.base.numbers import STEPS_IN_FLIGHT, check_range
 from realhf.dataflow.offload import check_offload
-from realhf.dataflow.plan import ExecutionPlan
-from realhf.planning.model.cluster import Cluster, has_all_meshes
+from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.planning.certificate import Certificate
+from realhf.planning.copies import with_best_copies
+from realhf.planning.dominance import Dominance, worthwhile
+from realhf.planning.model.cluster import Cluster, device_meshes, halves, has_all_meshes
 from realhf.planning.model.hardware import GIB
 from realhf.planning.model.reallocation import with_groups
-from realhf.planning.options import Option, all_options, chosen, option_of
-from realhf.planning.predict import Prediction, fastest_order
+from realhf.planning.options import Option, chosen, num_ways, option_of, options_to_search
+from realhf.planning.predict import Prediction, fastest_order, predict_in_best_order
 from realhf.planning.presets import PresetResult, evaluate_presets
-from realhf.planning.problem.builder import build_problem
-from realhf.planning.problem.native import NativeProblem, SearchRequest, native_problem, search_problem
-from realhf.planning.request import SEEDS, SearchBudget, Watch, unwatched
-from realhf.planning.task import PlanningTask
+from realhf.planning.problem.builder import build_problem, steps_of
+from realhf.planning.problem.native import Found, NativeProblem, SearchRequest, native_problem, search_problem
+from realhf.planning.request import SECONDS, SEEDS, SearchBudget, Watch, unwatched
+from realhf.planning.task import Breadth, PlanningTask
 
 EVALUATIONS_PER_OPTION = 20
 DEFAULT_EVALUATIONS = (20_000, 2_000_000)  # at least, at most
 ROUNDING = 1e-9
-
-
-@dataclass(frozen=True, kw_only=True)
-class Certificate:
-    """No feasible plan costs less than `lower_bound_s` seconds a step, which the best one found costs as `cost_s`.
-
-    `lower_bound_s` is infinite if it is proven that no plan fits. `proven`: no feasible plan is faster. With `feasible`
-    false, `cost_s` is of a plan that does not fit. Without `has_all_meshes` all this is about plans on meshes of
-    aligned powers of two of nodes.
-    """
-
-    cost_s: float
-    lower_bound_s: float
-    proven: bool
-    feasible: bool = True
-    has_all_meshes: bool = True
-
-    @property
-    def gap(self) -> float:
-        """How much slower than the best the plan can be, as a part of the best, at most; 0 where it is proven."""
-        if self.proven:
-            return 0.0
-        return self.cost_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else float("inf")
-
-    def __str__(self) -> str:
-        if not self.feasible:
-            return "no plan fits into memory (proven)" if self.proven else "no plan that fits into memory was found"
-        plans = "plan" if self.has_all_meshes else "plan on meshes of aligned powers of two (all that was searched)"
-        if self.proven:
-            return f"optimal: no {plans} takes less than {self.cost_s:.4g} s a step"
-        if self.lower_bound_s <= 0:
-            return "no lower bound was proven"
-        return (
-            f"no {plans} takes less than {self.lower_bound_s:.4g} s a step; this one is within {self.gap:.1%} of that"
-        )
+PROOF = ("lower_bound_s", "proven_optimal")  # notes of a plan
+OFFLOAD_SHARE = 0.2  # of the budget, for each further set of models in host memory
+# Of a budget in seconds: what the search itself has at least; what is said of the plan afterwards, as a part of what
+# the tables took; what options and tables take for each way to run a call; and the part that these may take at most of
+# what is left.
+LEAST_SECONDS, EXPLAINING, SECONDS_A_WAY, PREPARING = 0.05, 0.5, 1e-4, 0.4
+# Where clusters are too large for a search of all breadth on every mesh, one on few of them follows: its part of the
+# budget, and the most ways to run a call that it looks at.
+WIDER_SHARE, MOST_WAYS_NEAR = 0.2, 30_000
+BREADTHS: tuple[Breadth, ...] = ("all", "computation", "plain")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +48,8 @@ class SearchResult:
 
     `certificate` is of its simulated seconds per step (makespan of the unrolled steps / steps); `prediction.step_s`
     is the time in the plan's own order, which differs where the simulation is not periodic. `trace`: (seconds of the
-    search, seconds of a step) of every plan that was better than those before.
+    search, seconds of a step) of every plan that was better than those before. `fresher`: where the staleness of
+    rollouts was left to the search, by less staleness than the plan's a step of the best plan found (None: none fits).
     """
 
     prediction: Prediction
@@ -76,6 +59,7 @@ class SearchResult:
     trace: tuple[tuple[float, float], ...]
     num_options: dict[str, int]
     rules: tuple[PresetResult, ...] = ()
+    fresher: Mapping[int, float | None] = field(default_factory=dict)
 
     @property
     def plan(self) -> ExecutionPlan:
@@ -89,9 +73,14 @@ def default_evaluations(options: Mapping[str, Sequence[Option]]) -> int:
 
 
 def search_plan(task: PlanningTask, budget: SearchBudget, seed: int, watch: Watch = unwatched) -> SearchResult:
-    """Searches mesh, strategy and micro-batches of every call (ReaL, section 5.2), from the plans by rule on.
+    """Searches mesh, strategy, micro-batches and computation of every call (ReaL, section 5.2), from the plans by rule
+    on; then which models wait in host memory, and whether fewer steps in flight are faster.
 
     The default budget is `default_evaluations`. Whatever it is, no plan by rule that fits has a shorter predicted step.
+    A budget in seconds is for all of this and for what is said of the plan afterwards: where there is little time, few
+    ways to run a call are searched (`breadth_in_time`), and where the plans by rule have used it up and one of them
+    fits, the best of them is the answer. Where nothing fits, all ways are searched, whatever that takes. At last,
+    copies of the plan's parameters come from where they already are (`realhf.planning.copies`).
 
     Raises:
         UserError: `offload` names other than models of the graph, a call has no legal option, a number is out of its
@@ -100,28 +89,295 @@ def search_plan(task: PlanningTask, budget: SearchBudget, seed: int, watch: Watc
     check_range("seed", seed, *SEEDS)
     check_range("max_steps_in_flight", task.max_steps_in_flight, *STEPS_IN_FLIGHT)
     check_offload(task.offload, task.graph)
-    rules = evaluate_presets(task, watch)
-    known = [rule.prediction for rule in rules if rule.prediction is not None and not rule.problem]
+    clock, is_narrow = _Clock(budget), task.breadth is None and task.searched != BREADTHS[0]
+    sets = _search_sets(task, clock, seed, watch, part=1 - WIDER_SHARE if is_narrow else 1.0)
+    best = _best_of(task, sets) if sets.results else None
+    errors = sets.errors
+    if is_narrow:
+        near = _search_near(task, clock, sets, seed, watch)
+        best, errors = _with_wider(task, best, near), [*errors, *near.errors]
+    if best is None:
+        raise min(errors, key=lambda error: error.smallest_bytes)
+    return best
+
+
+@dataclass(frozen=True)
+class _Sets:
+    """What searches found for `number` sets of models in host memory."""
+
+    results: list[SearchResult]
+    errors: list["NothingFitsError"]
+    number: int
+
+
+def _search_sets(
+    task: PlanningTask,
+    clock: "_Clock",
+    seed: int,
+    watch: Watch,
+    *,
+    part: float = 1.0,
+    begins: SearchResult | None = None,
+) -> _Sets:
+    """Searches with each set of models in host memory, in a part of what is left of the budget; the first of them from
+    the plan of `begins` on, too, whose rules it takes over."""
+    waiting, results, errors = offloads(task), list[SearchResult](), list[NothingFitsError]()
+    num_sets = len(waiting) + (len(waiting) > 1)  # of models in host memory, one of which is found on the way
+    preparation_s = 0.0  # of the longest: rules, options and tables
+    for number in range(num_sets):
+        if number == len(waiting):
+            if not results or (needed := _needed_offload(task, _fastest(results).prediction)) in waiting:
+                break
+            waiting.append(needed)
+        if results and clock.left_s < preparation_s:
+            break
+        begun_s, share = clock.passed_s, OFFLOAD_SHARE if number else 1 - OFFLOAD_SHARE * (num_sets - 1)
+        within = task.varied(offload=waiting[number])
+        is_known = begins is not None and begins.plan.offload == within.offload
+        rules = list(begins.rules) if begins and is_known else evaluate_presets(within, watch)
+        known = [rule.prediction for rule in rules if rule.prediction is not None and not rule.problem]
+        known += [begins.prediction] if begins and is_known else []
+        breadths = _breadths(within, clock.left_s, some_rule_fits=bool(known))
+        if not breadths:
+            results.append(_best_rule(within, rules, known))
+            break
+        for breadth in breadths:
+            prepared = _prepare(within.varied(breadth=breadth), rules, known, watch)
+            found = search_problem(prepared.native, prepared.request(clock, part * share, seed), watch)
+            if found.feasible:
+                break
+        preparation_s = max(preparation_s, clock.passed_s - begun_s - found.seconds)
+        try:
+            results.append(_result(prepared, found, seed))
+        except NothingFitsError as error:
+            errors.append(error)
+    return _Sets(results, errors, num_sets)
+
+
+def _search_near(task: PlanningTask, clock: "_Clock", sets: _Sets, seed: int, watch: Watch) -> _Sets:
+    """A search of all breadth, in what is left of the budget, on the meshes of the best plan; where none was found, on
+    those that have half of the cluster or more. Nothing where there is no time for its options."""
+    begins = _fastest(sets.results) if sets.results else None
+    if begins:
+        meshes = list(dict.fromkeys(call.mesh for call in begins.plan.calls.values()))
+    else:
+        large = [mesh for mesh in device_meshes(task.cluster) if 2 * mesh.size >= task.cluster.num_devices]
+        meshes = [large[-1], *halves(task.cluster)]
+    within = task.varied(breadth="all", near=tuple(meshes))
+    while num_ways(within) > MOST_WAYS_NEAR and len(within.near) > 1:
+        within = within.varied(near=within.near[:-1])
+    budget, left_s = clock.budget, clock.left_s
+    if breadth_in_time(within, left_s) != "all":
+        return _Sets([], [], 0)
+    evaluations = budget.evaluations and max(round(WIDER_SHARE * budget.evaluations), 1)
+    seconds = None if budget.seconds is None else max(left_s, SECONDS[0])
+    rest = _Clock(SearchBudget(evaluations=evaluations, seconds=seconds))
+    return _search_sets(within, rest, seed, watch, begins=begins)
+
+
+def _with_wider(task: PlanningTask, best: SearchResult | None, near: _Sets) -> SearchResult | None:
+    """The faster one of the best plan of a search and of one of all breadth `near` it, with what both know."""
+    if not near.results:
+        return best
+    wider = _best_of(task, near)
+    if best is None:
+        return wider
+    evaluations = best.evaluations + wider.evaluations
+    if wider.prediction.step_s >= best.prediction.step_s * (1 - ROUNDING):
+        return replace(best, evaluations=evaluations)
+    plan, certificate = wider.plan, best.certificate
+    copying_s = wider.prediction.step_s if plan.copies else None
+    if plan.offload != task.offload or any(map(_is_wide, plan.calls.values())):
+        certificate = replace(certificate, wider_s=wider.prediction.step_s, copying_s=copying_s)
+        prediction = _unproven(wider.prediction)
+    else:
+        certificate = replace(certificate, cost_s=wider.certificate.cost_s, copying_s=copying_s)
+        prediction = _unproven(wider.prediction)
+        prediction = prediction if plan.copies else _noted(prediction, certificate)
+    return replace(best, prediction=prediction, certificate=certificate, evaluations=evaluations)
+
+
+def _is_wide(call: CallPlan) -> bool:
+    """Whether a call has what only a search of all breadth looks at."""
+    return call.chunks > 1 or call.compute.offload_states is not None or isinstance(call.compute.data_parallel, tuple)
+
+
+def _best_of(task: PlanningTask, sets: _Sets) -> SearchResult:
+    """The fastest result of searches with other models in host memory, with as many steps in flight, and copies from
+    where, as is best."""
+    best = _fastest(sets.results)
+    from_home = _with_best_steps(task, best.prediction)
+    prediction = with_best_copies(task, from_home)
+    return replace(
+        best,
+        prediction=prediction if prediction is from_home else _unproven(prediction),
+        certificate=replace(
+            best.certificate,
+            offload=best.plan.offload if sets.number > 1 else None,
+            copying_s=prediction.step_s if prediction.plan.copies else None,
+        ),
+        evaluations=sum(result.evaluations for result in sets.results),
+        rules=sets.results[0].rules,
+    )
+
+
+def _breadths(task: PlanningTask, left_s: float, *, some_rule_fits: bool) -> list[Breadth]:
+    """What to search of the ways to run calls, one after the other until a plan fits: what there is time for, and where
+    no plan by rule fits all, whatever that takes."""
+    if task.near:
+        return [task.searched]
+    breadth = breadth_in_time(task, left_s)
+    if some_rule_fits:
+        return [breadth] if breadth else []
+    return list(dict.fromkeys((breadth or BREADTHS[-1], task.searched)))
+
+
+@dataclass(frozen=True)
+class _Clock:
+    """A budget that runs from now on."""
+
+    budget: SearchBudget
+    begun: float = field(default_factory=time.perf_counter)
+
+    @property
+    def passed_s(self) -> float:
+        return time.perf_counter() - self.begun
+
+    @property
+    def left_s(self) -> float:
+        """Of a budget in seconds."""
+        return math.inf if self.budget.seconds is None else self.budget.seconds - self.passed_s
+
+
+def breadth_in_time(task: PlanningTask, left_s: float) -> Breadth | None:
+    """The most of the ways to run a call that options and tables can be made of in time; None: not even the fewest."""
+    narrower = BREADTHS[BREADTHS.index(task.searched) :]
+    if math.isinf(left_s):
+        return narrower[0]
+    return next(
+        (each for each in narrower if SECONDS_A_WAY * num_ways(task.varied(breadth=each)) <= PREPARING * left_s), None
+    )
+
+
+def _fastest(results: Sequence[SearchResult]) -> SearchResult:
+    return min(results, key=lambda result: result.prediction.step_s)
+
+
+def offloads(task: PlanningTask) -> list[tuple[str, ...]]:
+    """The sets of models in host memory that a search looks at: what the task says; and where it may choose others,
+    those that nobody trains, and all that can wait. After these it looks at what `_needed_offload` leaves of the best.
+    Devices that share the host's memory would gain nothing."""
+    if not task.may_offload or task.cluster.hardware.shares_host_memory or task.searched != "all":
+        return [task.offload]
+    graph = task.graph
+    trained = {call.model_name for call in graph.model_calls.values() if call.trains}
+    followers = {follow.target for follow in graph.follows.values()}
+    everything = tuple(model for model in graph.models if model not in followers)
+    resting = tuple(model for model in everything if model not in trained)
+    return list(dict.fromkeys([task.offload, resting, everything]))
+
+
+def _needed_offload(task: PlanningTask, prediction: Prediction) -> tuple[str, ...]:
+    """Of the models that a plan has in host memory those without which it would not fit, or take longer."""
+    best = prediction
+    for model in prediction.plan.offload:
+        rest = tuple(other for other in best.plan.offload if other != model)
+        there = predict_in_best_order(task, msgspec.structs.replace(best.plan, offload=rest, order=()))
+        if there.fits and there.step_s <= best.step_s:
+            best = there
+    return best.plan.offload
+
+
+def _with_best_steps(task: PlanningTask, prediction: Prediction) -> Prediction:
+    """The plan with fewer steps in flight, where it is faster so: the calls of later steps then come in no other's way.
+
+    No bound on all plans changes: with fewer steps in flight a plan does nothing that it may not do with more.
+    """
+    most = prediction.plan.max_steps_in_flight
+    least = max((follow.staleness + 1 for follow in task.graph.follows.values()), default=1)
+    found = [prediction]
+    for fewer in range(least, most):
+        if steps_of(fewer) == steps_of(most):  # others are simulated for another time
+            within = task.varied(max_steps_in_flight=fewer, offload=prediction.plan.offload)
+            plan = msgspec.structs.replace(prediction.plan, max_steps_in_flight=fewer, order=())
+            found.append(predict_in_best_order(within, plan))
+    best = min(found, key=lambda each: each.step_s)
+    return best if best.step_s < prediction.step_s * (1 - ROUNDING) else prediction
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Prepared:
+    """What a search of a task begins with. `starts` are the numbers of the options of `known`, the plans by rule that
+    fit. `seconds`: that it took."""
+
+    task: PlanningTask
+    rules: list[PresetResult]
+    known: list[Prediction]
+    options: dict[str, list[Option]]
+    num_options: dict[str, int]
+    starts: list[list[int]]
+    native: NativeProblem
+    seconds: float
+
+    def request(self, clock: _Clock, share: float, seed: int) -> SearchRequest:
+        """A search with a share of what is left of the budget beside what will be said of the plan."""
+        budget = clock.budget
+        evaluations = max(round(share * (budget.evaluations or default_evaluations(self.options))), 1)
+        left_s = clock.left_s - EXPLAINING * self.seconds
+        seconds = None if budget.seconds is None else max(share * left_s, LEAST_SECONDS)
+        return SearchRequest(
+            budget=SearchBudget(evaluations=evaluations, seconds=seconds), seed=seed, starts=self.starts
+        )
+
+
+def _prepare(task: PlanningTask, rules: list[PresetResult], known: list[Prediction], watch: Watch) -> _Prepared:
+    begun = time.perf_counter()
     watch("options", "")
-    options = all_options(task)
-    num_options = {name: len(rows) for name, rows in options.items()}
-    if not has_all_meshes(task.cluster):
-        options = {name: without_hopeless(task, name, rows) for name, rows in options.items()}
-    starts = [_choice(prediction.plan, options) for prediction in known]
-    watch("tables", f"{sum(len(rows) for rows in options.values()):,} options")
-    native = native_problem(build_problem(task, options, groups=True))
-    if budget.evaluations is None:
-        budget = replace(budget, evaluations=default_evaluations(options))
-    found = search_problem(native, SearchRequest(budget=budget, seed=seed, starts=starts), watch)
-    candidates = list(zip(known, starts, strict=True))
+    with without_collection():
+        options = worthwhile_options(task)
+        num_options = {name: len(rows) for name, rows in options.items()}
+        starts = [_choice(prediction.plan, options) for prediction in known]
+        watch("tables", f"{sum(len(rows) for rows in options.values()):,} options")
+        native = native_problem(build_problem(task, options, groups=True))
+    return _Prepared(
+        task=task,
+        rules=rules,
+        known=known,
+        options=options,
+        num_options=num_options,
+        starts=starts,
+        native=native,
+        seconds=time.perf_counter() - begun,
+    )
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """No search for garbage while hundreds of thousands of objects are made, none of which is garbage: it took a
+    quarter of the time. Afterwards all of them count as old, or the first search would go through each."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.freeze()
+            gc.unfreeze()
+            gc.enable()
+
+
+def _result(prepared: _Prepared, found: Found, seed: int) -> SearchResult:
+    """The best plan of a search and of the plans by rule. Raises NothingFitsError if none fits into memory."""
+    task, native = prepared.task, prepared.native
+    candidates: list[tuple[Prediction, Sequence[int]]] = list(zip(prepared.known, prepared.starts, strict=True))
     if found.feasible:
         costs = "measured" if task.costs.profiled else "analytic"
-        calls = chosen(options, found.choice)
+        calls = chosen(prepared.options, found.choice)
         plan = task.plan(calls, costs=costs, seed=seed, evaluations=found.evaluations)
         candidates.insert(0, (_ordered(task, plan, native, found.choice), found.choice))
     if not candidates:
         smallest = native.evaluate(native.smallest_plan(seed))["peak_bytes"]
-        raise UserError(_nothing_fits(smallest, task.cluster))
+        raise NothingFitsError(float(smallest), task.cluster, task.offload)
     # A search compares plans as they are simulated, each call as soon as it can; a plan is run in its own order.
     prediction, choice = min(candidates, key=lambda candidate: (not candidate[0].fits, candidate[0].step_s))
     cost_s = native.evaluate(choice)["step_time"]
@@ -130,6 +386,8 @@ def search_plan(task: PlanningTask, budget: SearchBudget, seed: int, watch: Watc
         lower_bound_s=found.lower_bound_s,
         proven=found.proven and cost_s <= found.step_s,
         has_all_meshes=has_all_meshes(task.cluster),
+        breadth=task.searched,
+        num_meshes=len(task.near) or None,
     )
     return SearchResult(
         prediction=_noted(prediction, certificate),
@@ -137,7 +395,23 @@ def search_plan(task: PlanningTask, budget: SearchBudget, seed: int, watch: Watc
         evaluations=found.evaluations,
         evaluations_per_s=found.evaluations / max(found.seconds, 1e-9),
         trace=found.trace,
-        num_options=num_options,
+        num_options=prepared.num_options,
+        rules=tuple(prepared.rules),
+    )
+
+
+def _best_rule(task: PlanningTask, rules: Sequence[PresetResult], known: Sequence[Prediction]) -> SearchResult:
+    best = min(known, key=lambda prediction: prediction.step_s)
+    certificate = Certificate(
+        cost_s=best.step_s, lower_bound_s=0.0, proven=False, has_all_meshes=has_all_meshes(task.cluster)
+    )
+    return SearchResult(
+        prediction=_noted(best, certificate),
+        certificate=certificate,
+        evaluations=0,
+        evaluations_per_s=0.0,
+        trace=(),
+        num_options={},
         rules=tuple(rules),
     )
 
@@ -147,7 +421,7 @@ def _choice(plan: ExecutionPlan, options: dict[str, list[Option]]) -> list[int]:
     option is added."""
     choice = []
     for name, rows in options.items():
-        option = option_of(plan.calls[name])
+        option = option_of(msgspec.structs.replace(plan.calls[name], micro_dp=(1, 1)))  # groups are priced as it
         if option not in rows:
             rows.append(option)
         choice.append(rows.index(option))
@@ -175,17 +449,36 @@ def _noted(prediction: Prediction, certificate: Certificate) -> Prediction:
     return replace(prediction, plan=msgspec.structs.replace(plan, notes=notes))
 
 
-def without_hopeless(task: PlanningTask, name: str, options: Sequence[Option]) -> list[Option]:
-    """The options of a call that may fit into memory: no feasible plan has another. All if there is none."""
-    model, limit = task.call_models[name], task.cluster.device_memory_bytes
-    fits = {shape: model.least_bytes(*shape) <= limit for shape in dict.fromkeys(option.shape for option in options)}
-    return [option for option in options if fits[option.shape]] or list(options)
+def _unproven(prediction: Prediction) -> Prediction:
+    """Without notes of a proof, which is about other plans."""
+    notes = {name: value for name, value in prediction.plan.notes.items() if name not in PROOF}
+    notes |= {"peak_memory_gib": round(prediction.peak_bytes / GIB, 3)}
+    return replace(prediction, plan=msgspec.structs.replace(prediction.plan, notes=notes))
 
 
-def _nothing_fits(smallest_bytes: float, cluster: Cluster) -> str:
-    return (
-        f"no plan fits into memory: the smallest one found needs {smallest_bytes / GIB:.2f} GiB on a device but "
-        f"{cluster.num_nodes} x {cluster.devices_per_node} devices ({cluster.hardware.name}) have "
-        f"{cluster.device_memory_bytes / GIB:.2f} GiB each, of {cluster.hardware.description}; use more devices, a "
-        "smaller batch or shorter sequences"
-    )
+def worthwhile_options(task: PlanningTask) -> dict[str, list[Option]]:
+    """The options of every call among which the best plan is (`realhf.planning.dominance`); those that fit into memory
+    alone, or all where there is none."""
+    return {
+        name: list(worthwhile(task, name)) or options_to_search(task, name, Dominance(task))
+        for name in task.graph.model_calls
+    }
+
+
+class NothingFitsError(UserError):
+    """No plan with these models in host memory fits; the smallest one that was found needs `smallest_bytes`."""
+
+    def __init__(self, smallest_bytes: float, cluster: Cluster, offload: Sequence[str]):
+        self.smallest_bytes, self._cluster, self._offload = smallest_bytes, cluster, offload
+        waiting = f", with {', '.join(offload)} in host memory while nothing needs them," if offload else ""
+        super().__init__(
+            f"no plan fits into memory: the smallest one found{waiting} needs {smallest_bytes / GIB:.2f} GiB on a "
+            f"device but {cluster.num_nodes} x {cluster.devices_per_node} devices ({cluster.hardware.name}) have "
+            f"{cluster.device_memory_bytes / GIB:.2f} GiB each, of {cluster.hardware.description}; use more devices, a "
+            "smaller batch or shorter sequences"
+        )
+
+    def knowing(self, smallest_bytes: float) -> "NothingFitsError":
+        """The same where a plan of so many bytes was found elsewhere."""
+        least = min(smallest_bytes, self.smallest_bytes)
+        return NothingFitsError(least, self._cluster, self._offload)

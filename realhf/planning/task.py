@@ -2,22 +2,39 @@
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, Literal
 
 from realhf.architecture.model import DType
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.geometry.layout import DeviceMesh
 from realhf.planning.model.call import CallModel, features_during
 from realhf.planning.model.cluster import Cluster
-from realhf.planning.model.sharding import Sharding
+from realhf.planning.model.sharding import sharded_text
 from realhf.planning.model.timings import Costs
 from realhf.planning.model.workload import Workload
+
+# Which ways to run a call in one (dp, tp, pp) are searched: as the experiment has it set up; also how it computes; also
+# chunks of pipelines, optimizer states in host memory, and modes of operators.
+Breadth = Literal["plain", "computation", "all"]
+# Above so many devices there are ten thousands of layouts: not all of that is searched on every mesh.
+MOST_DEVICES_FOR_ALL = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanningTask:
+    """The models of `offload` wait in host memory; with `may_offload` a search may choose others.
+
+    `open_choices`: by model what a plan may choose of its computation (`realhf.api.computation`). `mixed`: the models
+    whose operators may have modes of their own. `breadth`: of the ways to run a call those that are searched (None: as
+    many as clusters of this size allow). `near`: the only meshes that are searched (none: all that there are).
+    `staleness`: that of its plans, for which copies of trained models generate (`realhf.api.staleness`). `staler`: the
+    same task with more of it, of which a search may choose one.
+    """
+
     graph: DataflowGraph
     batch_size: int
     workload: Workload
@@ -26,12 +43,56 @@ class PlanningTask:
     max_steps_in_flight: int
     dtype: DType
     offload: tuple[str, ...] = ()
+    may_offload: bool = False
+    open_choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    mixed: frozenset[str] = frozenset()
+    breadth: Breadth | None = None
+    near: tuple[DeviceMesh, ...] = ()
+    staleness: int = 0
+    staler: "tuple[PlanningTask, ...]" = ()
+
+    def varied(
+        self,
+        *,
+        offload: tuple[str, ...] | None = None,
+        max_steps_in_flight: int | None = None,
+        breadth: Breadth | None = None,
+        near: tuple[DeviceMesh, ...] | None = None,
+    ) -> "PlanningTask":
+        """The task with these in place of its own, and without `staler`. Calls take the same, so both know what either
+        has computed."""
+        changed = replace(
+            self,
+            offload=self.offload if offload is None else offload,
+            max_steps_in_flight=max_steps_in_flight or self.max_steps_in_flight,
+            breadth=breadth or self.breadth,
+            near=self.near if near is None else near,
+            staler=(),
+        )
+        changed.__dict__.update(homes=self.homes, call_models=self.call_models, known=self.known)
+        return changed
+
+    def of(self, plan: ExecutionPlan) -> "PlanningTask":
+        """The one of this task and `staler` that a plan found for them is of, by itself."""
+        return next(task for task in (self, *self.staler) if task.staleness == plan.staleness).varied()
+
+    @property
+    def searched(self) -> Breadth:
+        """The breadth of a search."""
+        widest: Breadth = "all" if self.cluster.num_devices <= MOST_DEVICES_FOR_ALL else "computation"
+        return self.breadth or widest
 
     @cached_property
     def homes(self) -> dict[str, str]:
         """For every call, the call in whose layout its model's parameters live (`ExecutionPlan.home`)."""
         empty = ExecutionPlan(num_devices=1, calls={})
         return {name: empty.home(self.graph, call.model_name) for name, call in self.graph.model_calls.items()}
+
+    @cached_property
+    def known(self) -> dict[Any, Any]:
+        """What has been computed of options, for who computes it (`realhf.planning.problem.option_rows`,
+        `realhf.planning.dominance`)."""
+        return {}
 
     @property
     def tokens_per_step(self) -> float:
@@ -58,13 +119,18 @@ class PlanningTask:
             versions=self.graph.versions_kept(call.model_name),
             factor=self.costs.call_factors.get(call.name, 1.0),
             shares_devices=len(self.graph.model_calls) > 1,
+            seen=self.costs.seen.get(call.config, ()),
+            error=self.costs.call_error(call.config),
         )
 
-    def shardings(self, plan: ExecutionPlan) -> dict[str, Sharding]:
-        """By name the trainings of a plan that are predicted with operators sharded over dp."""
-        homes = {name: call for name, call in plan.calls.items() if self.homes[name] == name}
-        found = {n: self.call_models[n].sharding(c.layout.strategy, c.micro_batches) for n, c in homes.items()}
-        return {name: sharding for name, sharding in found.items() if sharding is not None}
+    def modes(self, plan: ExecutionPlan) -> dict[str, str]:
+        """By name the calls of a plan in whose homes operators have modes of their own, and these in words."""
+        rules = {name: call.compute.data_parallel for name, call in plan.calls.items()}
+        return {
+            name: sharded_text(each, self.graph.model_calls[name].config, plan.calls[name].strategy)
+            for name, each in rules.items()
+            if isinstance(each, tuple)
+        }
 
     def plan(self, calls: Mapping[str, CallPlan], **notes: str | float) -> ExecutionPlan:
         """A plan of these calls, without an order."""
@@ -74,6 +140,7 @@ class PlanningTask:
             calls={name: calls[name] for name in self.graph.model_calls},
             max_steps_in_flight=self.max_steps_in_flight,
             offload=self.offload,
+            staleness=self.staleness,
             models=self.graph.models,
             notes={"hardware": self.cluster.hardware.name, **notes},
         )

@@ -2,21 +2,25 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
 
+from realhf.api.computation import open_choices
 from realhf.api.experiment import ModelSetup
 from realhf.architecture.model import DType
 from realhf.architecture.named import architecture
 from realhf.base.errors import UserError
-from realhf.base.numbers import SAMPLES, TOKENS, check_range
+from realhf.base.numbers import SAMPLES, STALENESS, TOKENS, check_range
 from realhf.base.options import Options, option
 from realhf.dataflow.graph import ModelFunctionCallDef
-from realhf.planning.model.features import FEATURES, EngineFeatures, differences, of_setup, with_features
+from realhf.planning.model.features import FEATURES, WITHOUT, EngineFeatures, differences, of_setup, with_features
+from realhf.planning.model.lengths import LengthDistribution, read_lengths
 
 ROLES = {"actor": ("actor", "reference", "ref"), "critic": ("critic", "reward", "cost")}
 
 # The setting of ReaL's and HybridFlow's measurements, where architectures are replaced and nothing else is said.
 DEFAULT_TOKENS = 1024
-STALENESS = (0, 64)
+NO_STALENESS = "0"
 DEFAULT_DTYPE: DType = "bfloat16"
 
 
@@ -34,6 +38,9 @@ class WhatIf(Options):
     model_types: Mapping[str, str] = field(default_factory=dict)
     prompt_tokens: int | None = option(None, "length of the prompts (1024 with other architectures)", bounds=TOKENS)
     new_tokens: int | None = option(None, "length of the responses (1024 with other architectures)", bounds=TOKENS)
+    response_lengths: Path | None = option(
+        None, "the responses differ: a file with the tokens of one a line, cut at --new-tokens", metavar="FILE"
+    )
     batch_size: int | None = option(None, "samples a step", bounds=SAMPLES)
     dtype: DType | None = option(None, "of all models (bfloat16 with other architectures)")
     staleness: int = 0
@@ -44,14 +51,21 @@ class WhatIf(Options):
         check_range("--staleness", self.staleness, *STALENESS)
         with_features(self.features)
 
+    @cached_property
+    def responses(self) -> LengthDistribution | None:
+        """The distribution of `response_lengths`. Raises UserError if the file has none."""
+        return read_lengths(self.response_lengths) if self.response_lengths else None
+
     def with_defaults(self) -> "WhatIf":
-        """Replaced architectures come with the lengths and the dtype of published measurements."""
+        """Replaced architectures come with the lengths and the dtype of published measurements. Raises UserError as
+        `responses`."""
         if not self.model_types:
             return self
+        longest = self.responses.longest if self.responses else DEFAULT_TOKENS
         return replace(
             self,
             prompt_tokens=self.prompt_tokens or DEFAULT_TOKENS,
-            new_tokens=self.new_tokens or DEFAULT_TOKENS,
+            new_tokens=self.new_tokens or longest,
             dtype=self.dtype or DEFAULT_DTYPE,
         )
 
@@ -59,6 +73,11 @@ class WhatIf(Options):
         """What the engine in question does for a model of this setup (None: of the default one), in a run that writes
         checkpoints on the way or not."""
         return replace(with_features(self.features, of_setup(setup or ModelSetup())), copies_checkpoints=saves)
+
+    def open_choices(self, setup: ModelSetup) -> tuple[str, ...]:
+        """What a plan may choose of the computation of a model of this setup: what neither it nor `features` fixes."""
+        named = {FEATURES[name.removeprefix(WITHOUT)][0] for name in self.features}
+        return tuple(choice for choice in open_choices(setup) if choice not in named)
 
     def unlike(self, setups: Iterable[ModelSetup]) -> list[str]:
         """By what that differs from what the engine does for models of these setups, in the command line's names."""
@@ -98,7 +117,7 @@ class WhatIfRequest:
         (), "architecture of one model, before that of its role", flag="--model-type", metavar="NAME=ARCH"
     )
     stalenesses: str = option(
-        "0",
+        NO_STALENESS,
         "rollouts may use weights K updates older (default 0); several with commas are compared",
         flag="--staleness",
         metavar="K",

@@ -3,6 +3,7 @@
 import msgspec
 
 from realhf.architecture.model import DecoderConfig, DType
+from realhf.planning.model.measured import Measurement
 
 # Its name in the workers' run directory.
 JOB_FILE = "profile_job.json"
@@ -21,6 +22,7 @@ class ProfileJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     Sequences have `sequence_length` tokens, evenly spread over `length_spread` tokens to either side. `max_tokens` and
     `max_sequences` are of a micro-batch and of a decode step; `batch_size` is the experiment's samples a step.
+    `constants` are measured as well, products in `dtypes`, and written to `constants_path`.
     """
 
     hardware: str
@@ -33,3 +35,6 @@ class ProfileJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     max_sequences: int
     repetitions: int
     timeout_s: float
+    constants: tuple[Measurement, ...] = ()
+    dtypes: tuple[DType, ...] = ()
+    constants_path: str = ""

@@ -22,6 +22,7 @@ from realhf.launch.process import Job, workers_of
 from realhf.launch.supervisor import supervise
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import leave_description
+from realhf.planning.model.measured import LAYERS, MEASUREMENTS, Measurement, constants_path
 from realhf.planning.model.profile import profile_path
 from realhf.planning.request import Watch
 from realhf.profiling.job import JOB_FILE, ProfileJob, ProfileTarget
@@ -36,9 +37,15 @@ MAX_SEQUENCES = 128
 
 @dataclass(frozen=True, kw_only=True)
 class ProfileRequest(Options):
-    """How to measure. Raises UserError if a number is out of its range."""
+    """How and what to measure. Raises UserError if a number is out of its range, or `only` has another word."""
 
     profiles_dir: Path | None = option(None, "write below this folder (default: where plans look)")
+    only: str = option(
+        "",
+        f"measure this alone: {', '.join(MEASUREMENTS)} (constants of the machine), {LAYERS} (the models' profiles); "
+        "several with commas (default: layers)",
+        metavar="WHAT",
+    )
     repetitions: int = option(5, "readings of the clock a size (default 5)", bounds=(1, 1000))
     max_tokens: int = option(
         4096, "largest micro-batch; larger ones are extrapolated (default 4096)", bounds=(LEAST_MAX_TOKENS, 2**20)
@@ -46,6 +53,26 @@ class ProfileRequest(Options):
     timeout_s: float = option(
         900.0, "longest the measuring may take (default 900)", bounds=(0.001, 10**7), unit="seconds"
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for word in self.words:
+            if word not in (*MEASUREMENTS, LAYERS):
+                raise UserError(f"--only {word}: choose from {', '.join((*MEASUREMENTS, LAYERS))}, with commas between")
+
+    @property
+    def words(self) -> tuple[str, ...]:
+        return tuple(word.strip() for word in self.only.split(",") if word.strip())
+
+    @property
+    def constants(self) -> tuple[Measurement, ...]:
+        """The constants of the machine that are asked for."""
+        return tuple(name for name in MEASUREMENTS if name in self.words)
+
+    @property
+    def models(self) -> bool:
+        """Whether the models' profiles are asked for."""
+        return not self.words or LAYERS in self.words
 
 
 def targets_of(experiment: Any, cluster: Cluster, request: ProfileRequest) -> list[ProfileTarget]:
@@ -74,14 +101,15 @@ def targets_of(experiment: Any, cluster: Cluster, request: ProfileRequest) -> li
 def measure(
     experiment: Any, cluster: Cluster, targets: list[ProfileTarget], request: ProfileRequest, watch: Watch
 ) -> None:
-    """Writes the profiles of `targets`, and a description of the hardware beside them.
+    """Writes the profiles of `targets`, the constants that the request asks for, and a description of the hardware
+    beside them.
 
     Raises RunError if a worker failed or the request's timeout is over; what the workers printed is then kept.
     """
     batch_size = auto_settings(experiment).batch_size
     responses = [getattr(call.interface_impl, "max_new_tokens", 0) for call in experiment.rpcs]
-    of_data = max(experiment.dataset.lengths().values())  # (mean, longest) of the data set's longest key
-    mean, longest = max(1, round(of_data[0]) + max(responses)), of_data[1] + max(responses)
+    of_data = max(experiment.dataset.lengths().values())  # of the longest key
+    mean, longest = max(1, round(of_data.mean) + max(responses)), of_data.longest + max(responses)
     job = ProfileJob(
         hardware=cluster.hardware.name,
         targets=tuple(targets),
@@ -93,6 +121,9 @@ def measure(
         max_sequences=max(2, min(batch_size, MAX_SEQUENCES)),
         repetitions=request.repetitions,
         timeout_s=request.timeout_s,
+        constants=request.constants,
+        dtypes=tuple(dict.fromkeys(setup.dtype for setup in models_of(experiment).values())),
+        constants_path=str(constants_path(cluster.hardware.name, request.profiles_dir).absolute()),
     )
     folder = Path(tempfile.mkdtemp(prefix="realhf-profile-"))  # mode 0700
     try:

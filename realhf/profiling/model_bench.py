@@ -13,6 +13,7 @@ from torch import Tensor
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
+from realhf.architecture.decoding import DECODE_GRAPHS
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.engine import build
 from realhf.engine.arena import Arena
@@ -52,11 +53,20 @@ class Stopwatch:
 
     def __init__(self, device: torch.device, repetitions: int, clock: Callable[[], float] = time.perf_counter):
         self._device, self._repetitions, self._clock = device, repetitions, clock
+        self._spreads: list[float] = []
+
+    def take_spread(self) -> float:
+        """How much readings of the same work differed since this was last asked for: the mean (of squares) of their
+        standard deviations in logarithms; 0 if nothing was read."""
+        spreads, self._spreads = self._spreads, []
+        return math.sqrt(statistics.fmean(spread**2 for spread in spreads)) if spreads else 0.0
 
     def seconds(self, work: Work | None, *, slowest: bool = False) -> float:
         """Median seconds of one `work`, the mean over the ranks that work, or their maximum (`slowest`)."""
         loops, readings = self._effort(work)
-        return self._combine(statistics.median(self._read(work, loops) for _ in range(readings)), work, slowest)
+        taken = [self._read(work, loops) for _ in range(readings)]
+        self._spreads.append(spread_of(taken))
+        return self._combine(statistics.median(taken), work, slowest)
 
     def seconds_and_rest(self, part: Work | None, whole: Work | None) -> tuple[float, float]:
         """(seconds of `part`, what `whole` takes beyond it), means over the ranks that work.
@@ -66,6 +76,7 @@ class Stopwatch:
         """
         loops, readings = self._effort(whole)
         turns = [(self._read(part, loops), self._read(whole, loops)) for _ in range(readings)]
+        self._spreads.append(spread_of([both for _, both in turns]))
         part_s = statistics.median(one for one, _ in turns)
         rest_s = statistics.median(both - one for one, both in turns)
         return self._combine(part_s, part), max(self._combine(rest_s, whole), 0.0)
@@ -124,6 +135,22 @@ class Stopwatch:
             torch.cuda.synchronize(self._device)
 
 
+def spread_of(readings: list[float]) -> float:
+    """The standard deviation of the logarithms of readings, as far as their middle half tells it: one that something
+    else disturbed does not count."""
+    logarithms = sorted(math.log(reading) for reading in readings if reading > 0)
+    if len(logarithms) < 2:
+        return 0.0
+    last = len(logarithms) - 1
+
+    def at(part: float) -> float:
+        low = int(part * last)
+        weight = part * last - low
+        return logarithms[low] * (1 - weight) + logarithms[min(low + 1, last)] * weight
+
+    return (at(0.75) - at(0.25)) / 1.349
+
+
 class ModelBench:
     """The parts of a model type with a few layers, at the tensor parallelism of `groups`.
 
@@ -175,8 +202,9 @@ class ModelBench:
         return self._forward_and_backward(run, self._hidden(tokens))
 
     @torch.inference_mode()
-    def decode(self, sequences: int, context: int) -> float:
-        """Seconds of one layer for one token of `sequences` sequences with `context` tokens in their caches."""
+    def decode(self, sequences: int, context: int, *, replays: bool = True) -> float:
+        """Seconds of one layer for one token of `sequences` sequences with `context` tokens in their caches; as a
+        replayed graph where the device has such, unless `replays` is false."""
         if self.groups is None:
             return self.watch.seconds(None)
         kernels = self._kernels()
@@ -191,9 +219,9 @@ class ModelBench:
         def step() -> None:
             self._layers(x, cos, sin, attend)
 
-        capture = capture_of(self.decoder, GenerationOptions(max_new_tokens=1, eos_token=-1))
+        capture = capture_of(self.decoder, DECODE_GRAPHS)
         with packed_weights(self.decoder):
-            return self.watch.seconds(step if capture is None else capture(step)) / LAYERS
+            return self.watch.seconds(capture(step) if capture and replays else step) / LAYERS
 
     @torch.inference_mode()
     def sampling(self, sequences: int, context: int) -> float:

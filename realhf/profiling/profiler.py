@@ -29,8 +29,10 @@ from realhf.engine.train.optimizer import FlatAdamW, gradient_dtype, square_sum
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
 from realhf.geometry.parameters import decoder_parameters
 from realhf.launch.process import worker_index
+from realhf.parallel.collectives import all_gather, reduce_scatter
 from realhf.parallel.groups import GroupTable
 from realhf.parallel.waiting import end_process, waits_on
+from realhf.planning.model.measured import MeasuredConstant, MeasuredConstants, save_constants
 from realhf.planning.model.profile import (
     CallOverheads,
     CollectiveKind,
@@ -38,11 +40,13 @@ from realhf.planning.model.profile import (
     Curve,
     DecodeTimings,
     LayerProfile,
+    ProfilePart,
     TensorTimings,
     save_profile,
 )
 from realhf.profiling.call_bench import SEQUENCES, CallBench
 from realhf.profiling.communicator_bench import communicator_bytes
+from realhf.profiling.constants_bench import ConstantsBench
 from realhf.profiling.job import JOB_FILE, ProfileJob, ProfileTarget
 from realhf.profiling.model_bench import ModelBench, Stopwatch
 from realhf.profiling.reallocation_bench import neighbours, reallocation
@@ -85,7 +89,9 @@ class Profiler:
     def profiles(self) -> list[LayerProfile]:
         """One profile a target of the job, in their order; those of rank 0 are complete."""
         of_communicator = communicator_bytes(self.device, self.job.timeout_s)
+        self.watch.take_spread()
         collectives = self._collectives()
+        of_collectives: dict[ProfilePart, float] = {"collectives": self.watch.take_spread()} if collectives else {}
         found: list[LayerProfile] = []
         measured: dict[tuple[DecoderConfig, DType], LayerProfile] = {}  # the first of those that differ in their heads
         for target in self.job.targets:
@@ -105,10 +111,32 @@ class Profiler:
             "communicator_bytes": of_communicator,
             "call_overhead_s": call_overhead_s,
         }
-        return [msgspec.structs.replace(profile, **of_machine) for profile in found]
+        return [
+            msgspec.structs.replace(profile, **of_machine, spread={**profile.spread, **of_collectives})
+            for profile in found
+        ]
+
+    def constants(self) -> MeasuredConstants:
+        """What the job asks for of the machine's constants; that of rank 0 is complete."""
+        exchange = self._there_and_back if self.rank // 2 < len(self.pairs) else None
+        bench = ConstantsBench(
+            self.job.dtypes,
+            self.table.groups(self.layouts[1]),
+            exchange,
+            self.job.num_workers,
+            self.device,
+            self.watch,
+        )
+        found: dict[str, MeasuredConstant] = {}
+        for measurement in self.job.constants:
+            self.set_activity(f"measuring {measurement}")
+            found |= bench.found(measurement)
+        return MeasuredConstants(hardware=self.job.hardware, constants=found, measured=self._circumstances())
 
     def _measure(self, target: ProfileTarget) -> LayerProfile:
         """The profile of a model type, without what `profiles` measures of the machine once."""
+        spread: dict[ProfilePart, float] = {}
+        self.watch.take_spread()
         tensor = tuple(self._tensor(target, tp) for tp in self.layouts if _is_legal(target.model, tp))
         self.set_activity(f"measuring sampling and the optimizer, {target.dtype}")
         bench = self._bench(target, 1)
@@ -116,12 +144,15 @@ class Profiler:
         sequences = max(1, self.job.batch_size // self.job.num_workers)
         sampling_s = bench.sampling(sequences, self.job.sequence_length)
         optimizer_s = self._optimizer_s_per_parameter(target)
+        spread["layers"] = self.watch.take_spread()
         self.set_activity(f"measuring whole calls, {target.dtype}")
         overheads = self._overheads(target, optimizer_s)
+        spread["overheads"] = self.watch.take_spread()
         self.set_activity(f"measuring reallocation, {target.dtype}")
         moved = None
         if self.job.num_workers > 1:
             moved = reallocation(target, self.neighbours, self.table, self.rank, self.device, self.watch)
+            spread["reallocation"] = self.watch.take_spread()
         return LayerProfile(
             hardware=self.job.hardware,
             model=target.model,
@@ -134,6 +165,7 @@ class Profiler:
             sampling_s=sampling_s,
             overheads=overheads,
             reallocation=moved,
+            spread=spread,
             measured=self._circumstances(),
         )
 
@@ -184,12 +216,12 @@ class Profiler:
         parameters = torch.zeros(count, dtype=getattr(torch, target.dtype), device=self.device)
         config = OptimizerConfig()
         gradients = torch.ones(count, dtype=gradient_dtype(parameters.dtype, config), device=self.device)
-        optimizer = FlatAdamW(parameters, config, total_steps=1)
+        optimizer = FlatAdamW([parameters], config, total_steps=1)
 
         def step() -> None:
             gradients.zero_()
             square_sum(gradients).item()
-            optimizer.step(gradients, 0.5)
+            optimizer.step([gradients], 0.5)
 
         return self.watch.seconds(step) / count
 
@@ -227,19 +259,22 @@ class Profiler:
             if size == 1:
                 continue
             self.set_activity(f"measuring collectives of {size}")
-            all_reduce: Run | None = None
-            broadcast: Run | None = None
-            if self.rank in layout.mesh.devices:
-                group = self.table.groups(layout).tensor
-                root = self.rank // size * size
-                all_reduce = partial(dist.all_reduce, group=group)
-                broadcast = partial(dist.broadcast, src=root, group=group)
-            found.append(self._collective("all_reduce", size, all_reduce))
-            found.append(self._collective("broadcast", size, broadcast))
+            group = self.table.groups(layout).tensor if self.rank in layout.mesh.devices else None
+            for kind, run in self._works(size).items():
+                found.append(self._collective(kind, size, None if group is None else partial(run, group=group)))
         if self.job.num_workers > 1:
             has_peer = self.rank // 2 < len(self.pairs)
             found.append(self._collective("send", 2, self._there_and_back if has_peer else None))
         return tuple(found)
+
+    def _works(self, size: int) -> dict[CollectiveKind, Callable[..., object]]:
+        """What a run does with a tensor in a group of neighbours: tensor parallelism sums, data parallelism divides."""
+        return {
+            "all_reduce": dist.all_reduce,
+            "all_gather": all_gather,
+            "reduce_scatter": reduce_scatter,
+            "broadcast": partial(dist.broadcast, src=self.rank // size * size),
+        }
 
     def _collective(self, kind: CollectiveKind, size: int, run: Run | None) -> CollectiveTimings:
         seconds = []
@@ -319,8 +354,12 @@ def main() -> int:
             world_size=job.num_workers,
             timeout=timedelta(seconds=job.timeout_s),
         )
-        profiles = Profiler(job, rank, device, directory.path / "round_trip", activity.set).profiles()
+        profiler = Profiler(job, rank, device, directory.path / "round_trip", activity.set)
+        constants = profiler.constants() if job.constants else None
+        profiles = profiler.profiles() if job.targets else []
         if rank == 0:
+            if constants is not None:
+                save_constants(constants, Path(job.constants_path))
             activity.set("writing the profiles")
             for target, profile in zip(job.targets, profiles, strict=True):
                 save_profile(profile, target.path)

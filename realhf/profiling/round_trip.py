@@ -12,6 +12,7 @@ from realhf.base.errors import RunError
 from realhf.engine.batch import Batch, concatenate
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.transport.client import Client
+from realhf.transport.clock import now_s
 from realhf.transport.codec import Codec
 from realhf.transport.keys import load_master_keys, load_worker_keys, make_run_keys
 from realhf.transport.messages import (
@@ -111,13 +112,13 @@ def _answer(directory: Path, worker: int, batch_size: int, timeout_s: float) -> 
 
 def _execute(store: SampleStore, request: CallFunction) -> Reply:
     """What a model worker does around the computation of a call, with its inputs as the outputs."""
-    start = time.time()
+    start = now_s()
     parts = [store.add_columns(request.batch, Batch(ids, {}), INPUTS) for ids in request.mini_batches]
     samples = concatenate(parts)
     for key in OUTPUTS:
         store.put(request.batch, key, samples.ids, samples.data["seq"])
     outputs = {key: describe(samples.ids, samples.data["seq"]) for key in OUTPUTS}
-    span = Span("compute", "empty", start, time.time())
+    span = Span("compute", "empty", start, now_s())
     return Reply(request_id=request.request_id, span=span, outputs=outputs)
 
 

@@ -12,8 +12,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from realhf.api.generation import DecodeGraphs, GenerationOptions
-from realhf.architecture.decoding import graphs_refusal
+from realhf.api.generation import GenerationOptions
+from realhf.architecture.decoding import GraphLife, graphs_refusal
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
@@ -149,7 +149,7 @@ def _check_replays(model: ShardedModel, batch: Batch, dtype: torch.dtype) -> Non
     """Raises ArithmeticError where graphs, just recorded or replayed, generate something else."""
     is_exact = dtype == torch.float64
 
-    def rollouts(graphs: DecodeGraphs) -> list[torch.Tensor]:
+    def rollouts(graphs: GraphLife) -> list[torch.Tensor]:
         options = GenerationOptions(max_new_tokens=16, eos_token=-1, decode_graphs=graphs)
         forced = None if is_exact else batch.data["response"]
         output = model.generate(batch, GenerationRequest(options, sample_key=(SEED, 0), forced=forced))

@@ -120,13 +120,13 @@ CASES: dict[str, Case] = {
         f"search problem.json --evaluations 5000 --seed 6 {SOLVE} found.json",
     ),
     "sharded_operators": plan(
-        f"{SFT} --cluster h100-1x8 --model-type sft=llama3-7b --features sharded-operators --memory-gb 30 {OUT}",
-        f"plan {PPO} --cluster h100-1x4 {SEVEN} --features sharded-operators "
+        f"{SFT} --cluster h100-1x8 --model-type sft=llama3-7b --memory-gb 30 {OUT}",
+        f"plan {PPO} --cluster h100-1x4 {SEVEN} "
         "--memory-gb 90 --evaluations 1500 --json ppo.json --dump-problem problem.json",
     ),
     "ppo_fully_sharded_recomputing": plan(
         f"{PPO} --cluster h100-2x4 --actor llama3-13b --critic llama3-7b --compute.data-parallel fsdp "
-        f"--compute.recomputation full --compute.sequence-parallel {OUT} --compare --dump-problem problem.json",
+        f"--compute.recomputation full --compute.sequence-parallel True {OUT} --compare --dump-problem problem.json",
     ),
     "ppo_another_engine": plan(
         f"{PPO} --cluster h200-1x8 {SEVEN} --features no-zero1,no-fp32-gradients,"

@@ -80,8 +80,9 @@ def anywhere(text: str, folder: Path) -> str:
 
 
 def script_lines(text: str) -> list[str]:
-    """The lines of a batch script without comments; #SBATCH is none."""
-    lines = (line for line in text.splitlines() if not re.match(r"\s*#(?!SBATCH|!)", line))
+    """The lines of a batch script without comments, #SBATCH is none, and without the environment of who made it."""
+    unwanted = r"\s*#(?!SBATCH|!)|export (?!REALHF_EXITS=)\w+="
+    lines = (line for line in text.splitlines() if not re.match(unwanted, line))
     return [re.sub(r"\s+# .*", "", line) for line in lines if line.strip()]
 
 

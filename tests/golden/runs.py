@@ -58,7 +58,7 @@ RUNS: dict[str, GoldenRun] = {
     "reward_searched": GoldenRun(words=f"{REWARD} {SEARCH} --no-evaluate --record sample"),
     "ppo_one_worker": GoldenRun(words=f"{PPO} {DRAWN}", given="single"),
     "ppo_dp4": GoldenRun(words=f"{PPO} {DRAWN} --compute.recomputation full", given="dp4"),
-    "ppo_tp4": GoldenRun(words=f"{PPO} {DRAWN} --compute.sequence-parallel", given="tp4"),
+    "ppo_tp4": GoldenRun(words=f"{PPO} {DRAWN} --compute.sequence-parallel True", given="tp4"),
     "ppo_pp4": GoldenRun(words=f"{PPO} {DRAWN}", given="pp4"),
     "ppo_offloaded": GoldenRun(words=f"{PPO} {DRAWN}", given="mixed_disjoint", edits={"offload": MODELS}),
     "ppo_reallocated": GoldenRun(words=f"{PPO} {DRAWN}", given="generate_dp4_train_tp2_pp2"),

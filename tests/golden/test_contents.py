@@ -86,5 +86,5 @@ def test_renamed_keys(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_printed() -> None:
     assert numbers_in("0-7 dp2 8,625 -1.5e-3 +3.6% (a 4)") == [0, 7, 2, 8625, -0.0015, 3.6, 4]
     assert table_rows("1 x 8 h100\nplan\n\n call  zero1 \n ─────\n a     1.50\n b  2\n3 plans\n") == [[1.5], [2]]
-    text = "#!/bin/bash\n#SBATCH --nodes=2\n# why\n\nsrun a  # why\n  # why\n"
+    text = "#!/bin/bash\n#SBATCH --nodes=2\n# why\nexport HOME=/home/me\n\nsrun a  # why\n  # why\n"
     assert script_lines(text) == ["#!/bin/bash", "#SBATCH --nodes=2", "srun a"]

@@ -3,38 +3,66 @@ people, as data, and as the rationale that is kept with the plan."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from itertools import groupby, product
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from realhf.base.errors import UserError
-from realhf.dataflow.plan import CallPlan, ExecutionPlan
-from realhf.dataflow.rationale import DeviceMemory, Instead, Rationale
+from realhf.dataflow.plan import CallCompute, CallPlan, ExecutionPlan, updates_text
+from realhf.dataflow.rationale import DeviceMemory, Instead, Rationale, Worth
+from realhf.geometry.layout import Layout
+from realhf.planning.certificate import Certificate
+from realhf.planning.copies import copies_worth, with_best_copies, with_sources
+from realhf.planning.dominance import worthwhile
 from realhf.planning.explain.analysis import Analysis, analyse
 from realhf.planning.model.features import differences
-from realhf.planning.options import call_options, option_of
-from realhf.planning.predict import predict, predict_in_best_order
+from realhf.planning.options import Option, num_layouts, option_of
+from realhf.planning.predict import Prediction, predict, predict_in_best_order
 from realhf.planning.presets import PresetResult, evaluate_preset, evaluate_presets
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem
 from realhf.planning.problem.simulation import DeviceNeed
-from realhf.planning.search import Certificate, SearchResult
+from realhf.planning.search import SearchResult
 from realhf.planning.task import PlanningTask
+
+if TYPE_CHECKING:
+    from realhf.planning.explain.hinges import Hinge
+    from realhf.planning.intervals import Draws
 
 
 @dataclass(frozen=True, kw_only=True)
 class Candidate:
-    """A plan and what is known of it; `problem` says why it cannot run (`analysis` is None where there is no plan)."""
+    """A plan and what is known of it; `problem` says why it cannot run (`analysis` is None where there is no plan).
+
+    `slower` is the probability that its step takes longer than that of the plan it is compared with.
+    """
 
     name: str
     analysis: Analysis | None
     problem: str = ""
+    slower: float | None = None
+
+    @property
+    def step_interval_s(self) -> tuple[float, float] | None:
+        """In which its step lies, nine times of ten."""
+        intervals = self.analysis.prediction.plan.intervals if self.analysis else None
+        return intervals.step_s if intervals else None
+
+    @property
+    def slower_text(self) -> str:
+        """For tables: `97%`; what no draw or every draw says is not certain."""
+        if self.slower is None:
+            return "-"
+        return ">99%" if self.slower > 0.99 else "<1%" if self.slower < 0.01 else f"{self.slower:.0%}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Alternative:
-    """The fastest other layout of `call` while all other calls stay; `step_s` is the step's time then.
+    """The fastest of the `num_layouts` other layouts of `call` while all other calls stay; `step_s` is the step's time
+    then. `num_too_large` of them do not fit into memory in any way to run the call. `worth` has, for each feature of
+    the call, the best of its options without.
 
     `planned_step_s` is the plan's, simulated in the same way (each call as soon as it can, no given order).
     None if no other layout of the call fits into memory.
@@ -44,8 +72,9 @@ class Alternative:
     option: CallPlan | None
     step_s: float
     planned_step_s: float
-    num_options: int
+    num_layouts: int
     num_too_large: int
+    worth: tuple[Worth, ...] = ()
 
     @property
     def slower_by(self) -> float:
@@ -54,45 +83,115 @@ class Alternative:
 
 
 def best_alternatives(task: PlanningTask, plan: ExecutionPlan) -> list[Alternative]:
-    """For each call: every other mesh and strategy of it is evaluated with the rest of the plan as it is."""
+    """For each call: every other mesh and strategy of it is evaluated with the rest of the plan as it is, but that all
+    copies of parameters come from home."""
     return [_best(task, plan, name) for name in plan.calls]
 
 
 def _best(task: PlanningTask, plan: ExecutionPlan, name: str) -> Alternative:
     chosen = {call: [option_of(entry)] for call, entry in plan.calls.items()}
     planned = chosen[name][0]
-    call = task.graph.model_calls[name]
-    rows = call_options(call, task.batch_size, task.cluster, task.graph.pools.get(call.model_name))
-    options = [planned, *(option for option in rows if option.layout != planned.layout)]
-    native = native_problem(build_problem(replace(task, offload=plan.offload), {**chosen, name: options}))
+    model = task.call_models[name]
+    within = task.varied(offload=plan.offload)
+    options = [planned, *(option for option in worthwhile(within, name) if option != planned)]
+    native = native_problem(build_problem(within, {**chosen, name: options}))
     place = list(task.graph.model_calls).index(name)
     (planned_step_s, _), *evaluations = native.evaluate_all([0] * len(task.graph.model_calls), place)
-    others = zip(options[1:], evaluations, strict=True)
-    fitting = [(step_s, option) for option, (step_s, feasible) in others if feasible]
+    found = list(zip(options[1:], evaluations, strict=True))
+    own = Layout(planned.layout.mesh, msgspec.structs.replace(planned.layout.strategy, micro_dp=(1, 1)))
+    fitting = [
+        (step_s, option) for option, (step_s, fits) in found if fits and option.layout not in (planned.layout, own)
+    ]
     best_s, best = min(fitting, key=lambda entry: entry[0], default=(float("inf"), None))
     return Alternative(
         call=name,
-        option=best.call_plan(predicted_s=task.call_models[name].seconds(*best.shape)) if best else None,
+        option=best.call_plan(predicted_s=model.under(best.compute).seconds(*best.shape)) if best else None,
         step_s=best_s,
         planned_step_s=planned_step_s,
-        num_options=len(evaluations),
-        num_too_large=len(evaluations) - len(fitting),
+        num_layouts=num_layouts(within, name) - 1,
+        num_too_large=num_layouts(within, name) - 1 - len({option.layout for _, option in fitting}),
+        worth=tuple(
+            Worth(
+                of=name,
+                feature=feature,
+                without_s=min((s for option, (s, fits) in found if fits and lacks(option)), default=None),
+            )
+            for feature, lacks in _features(planned).items()
+        ),
     )
+
+
+def _features(planned: Option) -> dict[str, Callable[[Option], bool]]:
+    """By its name each feature that a plan chose for a call, with a test for options that lack it."""
+    found: dict[str, Callable[[Option], bool]] = {}
+    if planned.layout.strategy.chunks > 1:
+        found[f"{planned.layout.strategy.chunks} chunks"] = lambda option: option.layout.strategy.chunks == 1
+    for field, value in planned.compute.chosen.items():
+        if field == "prefetch" and isinstance(planned.compute.data_parallel, tuple):
+            continue  # chosen with the modes
+        only = CallCompute(**{field: value})  # type: ignore[arg-type]  # one of its own fields
+        found[str(only)] = partial(_lacks, field, value)
+    return found
+
+
+def _lacks(field: str, value: object, option: Option) -> bool:
+    """Other modes of operators are no lack of them, nor is another number of layers one of that choice."""
+    other = getattr(option.compute, field)
+    if field == "recomputed_layers":
+        return other is None
+    return not isinstance(other, tuple) if isinstance(value, tuple) else bool(other != value)
+
+
+def offload_worth(task: PlanningTask, prediction: Prediction) -> list[Worth]:
+    """What it is worth that each model of the plan's `offload` waits in host memory."""
+    plan, found = prediction.plan, []
+    for model in plan.offload:
+        rest = tuple(other for other in plan.offload if other != model)
+        there = predict_in_best_order(task, msgspec.structs.replace(plan, offload=rest, order=()))
+        without_s = there.step_s if there.fits else None
+        found.append(Worth(of=model, feature="waits in host memory", without_s=without_s))
+    return found
+
+
+def staleness_worth(result: SearchResult) -> list[Worth]:
+    """What each step of staleness is worth that a search chose for rollouts, beside the best plan found with less."""
+    return [
+        Worth(
+            of="rollouts",
+            feature=f"by weights {updates_text(result.plan.staleness)} old, not {fresher}",
+            without_s=step_s,
+        )
+        for fresher, step_s in result.fresher.items()
+    ]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
     """A plan, the search that found it (None: it was given), and the heuristic plan.
 
-    `presets`, in their own order, and `alternatives` are empty where only the plan itself was asked for.
+    `presets`, in their own order, `alternatives`, `offloading` and `copying` are empty where only the plan itself was
+    asked for.
+    All plans are re-priced in the same `draws`. `hinges`: constants that decide whether a plan by rule is faster.
     """
 
     task: PlanningTask
+    draws: "Draws"
     analysis: Analysis
     result: SearchResult | None
     heuristic: PresetResult
+    hinges: tuple["Hinge", ...] = ()
     presets: tuple[Candidate, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    offloading: tuple[Worth, ...] = ()
+    copying: tuple[Worth, ...] = ()
+
+    @property
+    def worth(self) -> list[Worth]:
+        """What each choice is worth that the plan made of how calls compute, of models that wait in host memory, of
+        copies that serve several calls, and of the staleness of rollouts."""
+        of_calls = [worth for alternative in self.alternatives for worth in alternative.worth]
+        stale = staleness_worth(self.result) if self.result else ()
+        return [*of_calls, *self.offloading, *self.copying, *stale]
 
     @property
     def plan(self) -> ExecutionPlan:
@@ -123,19 +222,60 @@ class Comparison:
 
 def describe(task: PlanningTask, plan: SearchResult | ExecutionPlan) -> Comparison:
     """The plan of a search, or a given one, beside the heuristic alone. Raises UserError as `predict`."""
+    # numpy takes long to import, and the help of a command comes without it: so do `compare` and `sure`.
+    from realhf.planning.explain.hinges import hinges
+    from realhf.planning.intervals import drawn
+
     result = plan if isinstance(plan, SearchResult) else None
+    task = task.of(plan.plan if isinstance(plan, SearchResult) else plan)
     prediction = plan.prediction if isinstance(plan, SearchResult) else predict(task, plan)
-    heuristic = evaluate_preset("heuristic", task)
-    return Comparison(task=task, analysis=analyse(task, prediction), result=result, heuristic=heuristic)
+    known = {rule.name: rule for rule in result.rules} if result else {}
+    heuristic, draws = known.get("heuristic") or evaluate_preset("heuristic", task), drawn(task)
+    analysis = analyse(task, sure(draws, prediction))
+    rules = {name: rule.prediction for name, rule in known.items() if not rule.problem and rule.prediction}
+    return Comparison(
+        task=task,
+        draws=draws,
+        analysis=analysis,
+        result=result,
+        heuristic=heuristic,
+        hinges=tuple(hinges(draws, prediction, rules)),
+    )
+
+
+def sure(draws: "Draws", prediction: Prediction) -> Prediction:
+    """With intervals in its plan."""
+    from realhf.planning.intervals import intervals_of
+
+    intervals = intervals_of(draws, prediction)
+    return replace(prediction, plan=msgspec.structs.replace(prediction.plan, intervals=intervals))
 
 
 def compare(alone: Comparison) -> Comparison:
     """With all presets, and with the best other layout of every call of the plan."""
-    task, presets = alone.task, []
+    from realhf.planning.intervals import probability_faster
+
+    task, draws, presets = alone.task, alone.draws, []
+    planned = draws.of(alone.analysis.prediction)
     for preset in alone.result.rules if alone.result else evaluate_presets(task):
-        analysis = analyse(task, preset.prediction) if preset.prediction else None
-        presets.append(Candidate(name=preset.name, analysis=analysis, problem=preset.problem))
-    return replace(alone, presets=tuple(presets), alternatives=tuple(best_alternatives(task, alone.plan)))
+        analysis, slower = None, None
+        if preset.prediction:
+            analysis = analyse(task, sure(draws, preset.prediction))
+            slower = probability_faster(planned, draws.of(preset.prediction))
+        presets.append(Candidate(name=preset.name, analysis=analysis, problem=preset.problem, slower=slower))
+    return replace(_explained(alone), presets=tuple(presets))
+
+
+def _explained(alone: Comparison) -> Comparison:
+    """Beside the plan of a search what it looked at; nothing, where there was no time for one."""
+    task, prediction = alone.task, alone.analysis.prediction
+    if alone.result and not alone.result.num_options:
+        return alone
+    is_everywhere = alone.certificate is not None and alone.certificate.num_meshes is None
+    within = task.varied(breadth=alone.certificate.breadth) if alone.certificate and is_everywhere else task
+    alternatives = tuple(best_alternatives(within, alone.plan))
+    offloading, copying = tuple(offload_worth(task, prediction)), tuple(copies_worth(task, prediction))
+    return replace(alone, alternatives=alternatives, offloading=offloading, copying=copying)
 
 
 def explain(alone: Comparison) -> ExecutionPlan:
@@ -144,7 +284,10 @@ def explain(alone: Comparison) -> ExecutionPlan:
     origin = "given to the run"
     if result:
         options = " x ".join(map(str, result.num_options.values()))
-        origin = f"the best of {result.evaluations:,} plans that a search looked at, out of {options} options"
+        origin = "the best plan by rule; no time was left to search"
+        if options:
+            origin = f"the best of {result.evaluations:,} plans that a search looked at, out of {options} options"
+    explained = _explained(alone)
     rationale = Rationale(
         origin=origin,
         hardware=task.cluster.hardware.name,
@@ -155,7 +298,8 @@ def explain(alone: Comparison) -> ExecutionPlan:
         heuristic_fits=not simple.problem,
         device_memory_bytes=task.cluster.device_memory_bytes,
         memory=_memory(alone.analysis.prediction.needs),
-        instead=tuple(_instead(alternative) for alternative in best_alternatives(task, alone.plan)),
+        instead=tuple(map(_instead, explained.alternatives)),
+        worth=tuple(explained.worth),
     )
     return msgspec.structs.replace(alone.plan, rationale=rationale)
 
@@ -172,13 +316,12 @@ def _memory(needs: list[DeviceNeed]) -> tuple[DeviceMemory, ...]:
 
 def _instead(alternative: Alternative) -> Instead:
     option = alternative.option
-    plural = "es" if option and option.micro_batches != 1 else ""
     return Instead(
         call=alternative.call,
-        layout=f"{option.layout}, {option.micro_batches} micro-batch{plural}" if option else "",
+        layout=f"{option.layout}, {option.way_text}" if option else "",
         slower_by=alternative.slower_by if option else 0.0,
         num_too_large=alternative.num_too_large,
-        num_others=alternative.num_options,
+        num_others=alternative.num_layouts,
     )
 
 
@@ -188,6 +331,9 @@ def summary(comparison: Comparison) -> dict[str, Any]:
     certificate = asdict(result.certificate) if result else None
     if certificate:
         del certificate["feasible"]  # a search without a plan is an error
+        for name in ("wider_s", "num_meshes"):  # of large clusters alone
+            if certificate[name] is None:
+                del certificate[name]
     return {
         "cluster": {
             "hardware": task.cluster.hardware.name,
@@ -199,17 +345,20 @@ def summary(comparison: Comparison) -> dict[str, Any]:
             "batch_size": task.batch_size,
             "prompt_tokens": task.workload.prompt_tokens,
             "new_tokens": task.workload.new_tokens,
+            "longest_response": task.workload.longest_response(task.batch_size),
             "tokens_per_step": task.tokens_per_step,
             "dtype": task.dtype,
         },
         "features": differences(task.costs.features),
         "certificate": certificate,
+        "hinges": [asdict(hinge) for hinge in comparison.hinges],
         "search_trace": result.trace if result else (),
         "plans": [_candidate(task, candidate) for candidate in comparison.candidates],
         "alternatives": [
             asdict(alternative) | ({} if alternative.option else {"step_s": None})
             for alternative in comparison.alternatives
         ],
+        "worth": comparison.worth,
     }
 
 
@@ -221,6 +370,8 @@ def _candidate(task: PlanningTask, candidate: Candidate) -> Mapping[str, Any]:
     prediction = analysis.prediction
     return result | {
         "step_s": prediction.step_s,
+        "step_interval_s": candidate.step_interval_s,
+        "probability_slower": candidate.slower,
         "tokens_per_s": analysis.tokens_per_s,
         "gpu_hours_per_million_tokens": analysis.gpu_hours_per_million_tokens,
         "peak_bytes": prediction.peak_bytes,
@@ -230,7 +381,7 @@ def _candidate(task: PlanningTask, candidate: Candidate) -> Mapping[str, Any]:
         "busiest_device": analysis.busiest_device,
         "busy": analysis.busy,
         "plan": prediction.plan,
-        "sharded": {name: str(found) for name, found in task.shardings(prediction.plan).items()},
+        "modes": task.modes(prediction.plan),
     }
 
 
@@ -253,8 +404,10 @@ def solve_cases(
             continue
         if is_one_cluster and fresher:
             in_flight = task.max_steps_in_flight
-            plan = msgspec.structs.replace(fresher, order=(), max_steps_in_flight=in_flight, predicted_step_s=None)
-            predictions = (result.prediction, predict_in_best_order(task, plan))
+            plan = msgspec.structs.replace(fresher, max_steps_in_flight=in_flight, predicted_step_s=None)
+            # A copy may have the wrong version for another call where one of them is staler.
+            known = with_best_copies(task, predict_in_best_order(task, with_sources(plan, {})))
+            predictions = (result.prediction, known)
             result = replace(result, prediction=min(predictions, key=lambda each: each.step_s))
         fresher = result.plan
         results[name] = describe(task, result)

@@ -1,15 +1,22 @@
 """The smallest changes that make an infeasible planning task feasible."""
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from realhf.base.errors import UserError
 from realhf.base.numbers import DEVICES
-from realhf.geometry.layout import DeviceMesh
+from realhf.dataflow.graph import ModelFunctionCallDef
+from realhf.dataflow.plan import CallCompute
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.planning.mixes import smallest_mix
 from realhf.planning.model.cluster import halves
 from realhf.planning.model.hardware import GIB
-from realhf.planning.options import Option, options_on, pool_meshes
+from realhf.planning.options import Option, options_on, pool_meshes, ways_to_compute
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.native import native_problem
+from realhf.planning.problem.option_rows import row_of
+from realhf.planning.search import offloads
 from realhf.planning.task import PlanningTask
 
 MAX_TIMES_NODES = 64
@@ -45,27 +52,54 @@ class Remedies:
 
 def find_remedies(task: PlanningTask) -> Remedies:
     """Looks for plans that spread every model over all devices or half of them, or of its pool: each remedy is one that
-    a plan has."""
+    a plan has. Models to offload are none where the search has tried them."""
     return Remedies(smallest_peak_bytes(task), _batch(task), _nodes(task), _offload(task))
 
 
 def smallest_peak_bytes(task: PlanningTask) -> float | None:
-    """Peak memory of the smallest plan found on all devices or half of them, or of a model's pool; None if no plan is
-    legal."""
+    """Peak memory of the smallest plan found on all devices or half of them, or of a model's pool, with all that a
+    search may choose to save memory; None if no plan is legal."""
+    found = [_smallest_peak_bytes(replace(task, offload=models)) for models in offloads(task)]
+    return min((peak for peak in found if peak is not None), default=None)
+
+
+def _smallest_peak_bytes(task: PlanningTask) -> float | None:
+    """The same with these models in host memory."""
     everywhere = [DeviceMesh(0, task.cluster.num_devices), *halves(task.cluster)]
     options: dict[str, list[Option]] = {}
-    for call in task.graph.model_calls.values():
-        try:
-            mini_batch = call.mini_batch_size(task.batch_size)
-        except UserError:
-            return None
+    calls = task.graph.model_calls.values()
+    try:
+        mini_batches = [call.mini_batch_size(task.batch_size) for call in calls]
+    except UserError:
+        return None
+    for call, mini_batch in zip(calls, mini_batches, strict=True):
         pool = task.graph.pools.get(call.model_name)
         meshes = everywhere if pool is None else pool_meshes(task.cluster, pool)
         options[call.name] = options_on(meshes, call, mini_batch)
         if not options[call.name]:
             return None
+        options[call.name] += _smallest_computations(task, call, options[call.name])
     native = native_problem(build_problem(task, options))
     return float(native.evaluate(native.smallest_plan(SEED))["peak_bytes"])
+
+
+def _smallest_computations(task: PlanningTask, call: ModelFunctionCallDef, plain: Sequence[Option]) -> Iterator[Option]:
+    """On every mesh and in every strategy the smallest of the ways to compute that the plan may choose, where there are
+    any, in the most micro-batches: these are the smallest ones."""
+    counts: dict[Layout, int] = {}
+    for option in plain:
+        counts[option.layout] = max(option.micro_batches, counts.get(option.layout, 0))
+
+    def size_bytes(strategy: ParallelStrategy, count: int, compute: CallCompute) -> float:
+        row = row_of(task, call, strategy, count, compute)
+        return row.static_bytes + row.dynamic_bytes
+
+    for layout, count in counts.items():
+        ways = ways_to_compute(task, call, layout.strategy)
+        sharded = [(layout.strategy, count, way) for way in ways if way.data_parallel == "fsdp"]
+        ways += [mix for mix in (smallest_mix(task, call, way) for way in sharded) if mix]
+        if len(ways) > 1:
+            yield Option(layout, count, min(ways, key=partial(size_bytes, layout.strategy, count)))
 
 
 def _fits(task: PlanningTask) -> bool:
@@ -85,6 +119,8 @@ def _batch(task: PlanningTask) -> int | None:
 
 def _offload(task: PlanningTask) -> tuple[str, ...] | None:
     """Models that nobody trains, which only come and never go, or else all but those that follow another."""
+    if task.may_offload:
+        return None
     trained = {call.model_name for call in task.graph.model_calls.values() if call.trains}
     followers = {follow.target for follow in task.graph.follows.values()}
     resting = tuple(model for model in task.graph.models if model not in trained | followers)

@@ -4,6 +4,9 @@
 4); a = i on a GPU and w on the CPU, where training attends in float32 at least (`realhf/models/attention.py`).
 """
 
+from dataclasses import replace
+from typing import NamedTuple
+
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.planning.model.features import ENGINE, EngineFeatures
 
@@ -52,19 +55,47 @@ def kept_selective_bytes(model: DecoderConfig, dtype: DType, tp: int, features: 
     return (kept_input + (1 + experts) * model.hidden_size) * item + divided / tp
 
 
-def kept_bytes(model: DecoderConfig, dtype: DType, tp: int, layers: int, features: EngineFeatures = ENGINE) -> float:
-    """A token's bytes that `layers` layers, each counted once a micro-batch in flight, keep for the backward passes;
-    with recomputation also one whole layer while it is run again (Korthikanti et al., 2022, section 5)."""
-    layer = kept_layer_bytes(model, dtype, tp, features)
+class InFlight(NamedTuple):
+    """Layers that wait for their backward pass, each counted once a micro-batch: those that keep all that they need,
+    and those that are recomputed."""
+
+    whole: int
+    recomputed: int
+
+
+def kept_bytes(
+    model: DecoderConfig, dtype: DType, tp: int, layers: InFlight, features: EngineFeatures = ENGINE
+) -> float:
+    """A token's bytes that these layers keep for the backward passes."""
+    whole = layers.whole * kept_layer_bytes(model, dtype, tp, features)
+    return whole + layers.recomputed * _kept_recomputed_bytes(model, dtype, tp, features)
+
+
+def _kept_recomputed_bytes(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures) -> float:
     match features.recomputation:
         case "off":
-            return layers * layer
+            return kept_layer_bytes(model, dtype, tp, features)
         case "selective":
-            kept = kept_selective_bytes(model, dtype, tp, features)
-            return layers * kept + max(layer - kept, 0)
+            return kept_selective_bytes(model, dtype, tp, features)
         case "full":
-            kept = model.hidden_size / (tp if features.sequence_parallel else 1) * DTYPE_BYTES[dtype]  # its input
-            return layers * kept + layer
+            return model.hidden_size / (tp if features.sequence_parallel else 1) * DTYPE_BYTES[dtype]  # its input
+
+
+def beyond_kept_bytes(
+    model: DecoderConfig, dtype: DType, tp: int, whole_layers: int, features: EngineFeatures = ENGINE
+) -> float:
+    """What the backward pass of a model chunk has a token beyond what all layers in flight keep.
+
+    With recomputation one whole layer while it is run again (Korthikanti et al., 2022, section 5). What the
+    `whole_layers` behind the recomputed ones kept is freed before that.
+    """
+    kept_all = backward_bytes(model, dtype, tp, replace(features, recomputation="off"))
+    if features.recomputation == "off":
+        return kept_all
+    layer, backward = kept_layer_bytes(model, dtype, tp, features), backward_bytes(model, dtype, tp, features)
+    kept = kept_selective_bytes(model, dtype, tp, features) if features.recomputation == "selective" else 0
+    again = max(layer - kept, 0) + backward
+    return max(kept_all, again - whole_layers * layer) if whole_layers else again
 
 
 def backward_bytes(model: DecoderConfig, dtype: DType, tp: int, features: EngineFeatures = ENGINE) -> float:

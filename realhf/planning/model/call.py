@@ -1,19 +1,25 @@
 """What one call of a planning task takes under an option: seconds, and bytes on each of its devices, the same wherever
 its mesh lies (within a node, or from the begin of one)."""
 
+import math
+from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
+from realhf.architecture.compute import ModeRules
 from realhf.architecture.model import DType
 from realhf.dataflow.graph import ModelFunctionCallDef
+from realhf.dataflow.plan import AS_SET_UP, CallCompute
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.communicators import Key, axes_used, group_key, of_all_devices
+from realhf.planning.model.experience import CallError, RunTimes, expected
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.rank_work import RankWork
 from realhf.planning.model.seconds import RankSeconds, crossings
-from realhf.planning.model.sharding import Sharding, shard
+from realhf.planning.model.sharding import Chooser
 from realhf.planning.model.timings import Timings
 from realhf.planning.model.workload import Workload
 
@@ -30,6 +36,7 @@ class CallModel:
     hardware: the cluster's, with what was measured of its communicators.
     versions: of the model's parameters that its home keeps.
     factor: by which a run measured the call to be slower than it is computed here.
+    seen: finished runs with calls of this model; error: a call's before that (`Costs.call_error`).
     shares_devices: other calls may run on the same devices (`realhf.planning.model.sharding.rooms`).
     """
 
@@ -44,62 +51,143 @@ class CallModel:
     versions: int = 1
     factor: float = 1.0
     shares_devices: bool = True
-    _shardings: dict[tuple[ParallelStrategy, int], Sharding | None] = field(default_factory=dict, init=False)
+    seen: tuple[RunTimes, ...] = ()
+    error: float = 0.0
+    # What was computed: the search and the plans by rule ask for the same again and again.
+    _errors: dict[str, CallError] = field(default_factory=dict, init=False)
+    _placed: dict[ParallelStrategy, PlacedModel] = field(default_factory=dict, init=False)
+    _known: dict[Hashable, float] = field(default_factory=dict, init=False)
+    _known_of_options: dict[Hashable, dict[Hashable, float]] = field(default_factory=dict, init=False)
+    _under: dict[CallCompute, "CallModel"] = field(default_factory=dict, init=False)
+    _works: dict[tuple[ParallelStrategy, int], RankWork] = field(default_factory=dict, init=False)
+    _seconds: dict[tuple[ParallelStrategy, int], float] = field(default_factory=dict, init=False)
+    _static_bytes: dict[ParallelStrategy, int] = field(default_factory=dict, init=False)
+
+    def under(self, compute: CallCompute) -> "CallModel":
+        """The call as a plan has it computed."""
+        if compute == AS_SET_UP:
+            return self
+        if compute not in self._under:
+            lengths = replace(self.lengths, decode_graphs=compute.decode_graphs or self.lengths.decode_graphs)
+            features = features_during(self.call, lengths, self.features.under(compute))
+            changed = replace(self, lengths=lengths, features=features, timings=self.timings.under(features))
+            for shared in ("_known", "_known_of_options"):
+                object.__setattr__(changed, shared, getattr(self, shared))
+            self._under[compute] = changed
+        return self._under[compute]
 
     def seconds(self, strategy: ParallelStrategy, micro_batches: int) -> float:
         """Seconds from the request's arrival to the result. Of a call that does not use its model only the overhead is
         known."""
+        key = (strategy, micro_batches)
+        if key not in self._seconds:
+            self._seconds[key] = self._computed_s(strategy, micro_batches)
+        return self._seconds[key]
+
+    def _computed_s(self, strategy: ParallelStrategy, micro_batches: int) -> float:
         if not self.call.uses_model:
             return self.factor * self.timings.hardware.call_overhead_s
+        factor = self.factor
+        if self.seen:
+            factor *= math.exp(self.expected(strategy, micro_batches).mean)
         work = self.work(strategy, micro_batches)
         body = RankSeconds(work, self.timings, crossings(strategy, self.cluster)).total_s()
         if self.call.trains:
-            sharding = self.sharding(strategy, micro_batches)
-            body = self.call.optimizer_steps * (body + (sharding.plan.added_s if sharding else 0.0))
-        return self.factor * (self.timings.hardware.call_overhead_s + body)
+            body *= self.call.optimizer_steps
+        return factor * (self.timings.hardware.call_overhead_s + body)
+
+    def expected(self, strategy: ParallelStrategy, micro_batches: int) -> CallError:
+        """By what measured seconds are expected to differ from those computed here."""
+        option = self.option_text(strategy, micro_batches) if self.seen else ""
+        if option not in self._seen_options:
+            option = ""  # all that no run has had are alike
+        if option not in self._errors:
+            self._errors[option] = expected(self.seen, self.call.interface_type.value, option, self.error)
+        return self._errors[option]
+
+    @cached_property
+    def _seen_options(self) -> frozenset[str]:
+        return frozenset(call.option for run in self.seen for call in run.calls)
+
+    def option_text(self, strategy: ParallelStrategy, micro_batches: int) -> str:
+        """What tells options of calls apart, in other runs too."""
+        return (
+            f"{strategy}, {micro_batches} micro-batches of {self.samples} samples of {self.lengths.tokens:.0f} tokens"
+        )
+
+    def gathering_s(self, strategy: ParallelStrategy, micro_batches: int) -> float:
+        """Seconds in which an inference or a generation at a sharded home gathers the parameters: for every
+        micro-batch, or once. A training has them in `seconds`."""
+        work = self.work(strategy, micro_batches)
+        if self.call.trains or not self.call.uses_model or not work.placed.is_divided:
+            return 0.0
+        crosses = crossings(strategy, self.cluster)
+        gathers = 1 if self.call.generates else work.parts
+        # An all-gather is half of the ring of an all-reduce.
+        stages = work.placed.stages
+        sharded_bytes = max(stage.sharded for stage in stages) * work.placed.item if stages else None
+        gathered_bytes = (work.placed.parameter_bytes() if sharded_bytes is None else sharded_bytes) / 2
+        once_s = self.timings.all_reduce(
+            gathered_bytes, strategy.dp, crosses_nodes=crosses.data, per_node=crosses.data_per_node
+        )
+        return self.factor * gathers * once_s
 
     def work(self, strategy: ParallelStrategy, micro_batches: int) -> RankWork:
         """The work of a data-parallel rank in one mini-batch."""
-        return RankWork(
-            call=self.call,
-            samples=self.samples // strategy.dp,
-            lengths=self.lengths,
-            placed=self.placed(strategy),
-            micro_batches=micro_batches,
-        )
+        key = (strategy, micro_batches)
+        if key not in self._works:
+            self._works[key] = RankWork(
+                call=self.call,
+                samples=self.samples // strategy.dp,
+                lengths=self.lengths,
+                placed=self.placed(strategy),
+                micro_batches=micro_batches,
+                known=self._known,
+                known_of_options=self._known_of_options,
+            )
+        return self._works[key]
 
     def placed(self, strategy: ParallelStrategy) -> PlacedModel:
         """The call's model under a strategy."""
-        return PlacedModel(self.call.config, strategy, self.dtype, self.features)
+        if strategy not in self._placed:
+            self._placed[strategy] = PlacedModel(self.call.config, strategy, self.dtype, self.features)
+        return self._placed[strategy]
 
     def static_bytes(self, strategy: ParallelStrategy) -> int:
         """What a home in this strategy keeps on each device: with the optimizer's states, if the call trains."""
-        return self.placed(strategy).static_bytes(trained=self.call.trains, versions=self.versions)
+        if strategy not in self._static_bytes:
+            static = self.placed(strategy).static_bytes(trained=self.call.trains, versions=self.versions)
+            self._static_bytes[strategy] = static
+        return self._static_bytes[strategy]
 
     def least_bytes(self, strategy: ParallelStrategy, micro_batches: int) -> float:
         """Bytes that every plan with this option needs: wherever the model lives, its parameters are here too, with the
-        optimizer's states for a training. 0 where operators are sharded so that they fit."""
-        if self.sharding(strategy, micro_batches):
-            return 0.0
+        optimizer's states for a training; at a sharded home a share of them, and what the call gathers, unless a copy
+        is less."""
         work = self.work(strategy, micro_batches)
-        stays = self.static_bytes(strategy) if self.call.trains else work.placed.parameter_bytes()
-        return stays + work.dynamic_bytes()
+        if self.call.trains:
+            return self.static_bytes(strategy) + work.dynamic_bytes()
+        copy_bytes = work.placed.parameter_bytes()
+        home_bytes = work.placed.static_bytes(trained=False) + work.gathered_bytes()
+        return min(copy_bytes, home_bytes) + work.dynamic_bytes()
 
-    def sharding(self, strategy: ParallelStrategy, micro_batches: int) -> Sharding | None:
-        """What is sharded over dp because it would not fit otherwise; None: nothing, or it would not fit even so."""
-        if not self.features.sharded_operators or not self.call.trains or strategy.dp == 1:
-            return None
-        key = (strategy, micro_batches)
-        if key not in self._shardings:
-            crosses = crossings(strategy, self.cluster)
-            link = self.hardware.link(crosses.data, crosses.data_per_node)
-            room_bytes = self._room_bytes(strategy)
-            self._shardings[key] = shard(self.work(*key), room_bytes, link, shares_devices=self.shares_devices)
-        return self._shardings[key]
+    def mix_within(self, strategy: ParallelStrategy, micro_batches: int, room_bytes: int) -> ModeRules | None:
+        """The modes of operators with which this training, computed otherwise as here with ZeRO-1, takes the least time
+        while states, and what is gathered of them, take no more than `room_bytes`; None: there are none."""
+        return self._chooser(strategy, micro_batches).within(room_bytes)
+
+    def smallest_mix(self, strategy: ParallelStrategy, micro_batches: int) -> ModeRules | None:
+        """The modes of operators with which this training needs the least memory."""
+        return self._chooser(strategy, micro_batches).smallest()
+
+    def _chooser(self, strategy: ParallelStrategy, micro_batches: int) -> Chooser:
+        work = self.work(strategy, micro_batches)
+        seconds = RankSeconds(work, self.timings, crossings(strategy, self.cluster))
+        return Chooser(work, tuple(seconds.exchange(stage) for stage in range(strategy.pp)))
 
     def communicators(self, layout: Layout, *, at_home: bool = True) -> list[Key]:
         """The communicators that the call needs, each once; away from home it finds whole parameters."""
-        gathers = at_home and self.features.fully_sharded
+        gathers = at_home and self.features.divides_parameters
         axes = axes_used(self.call, layout.strategy, gathers_parameters=gathers)
         return list(dict.fromkeys(group_key(layout, axis) for axis in axes))
 
@@ -114,7 +202,7 @@ class CallModel:
         size_bytes = keys * batch_size / parts * self.lengths.tokens * BYTES_PER_TOKEN
         return self.hardware.send_s(size_bytes, crosses_nodes=crosses_nodes)
 
-    def _room_bytes(self, strategy: ParallelStrategy) -> int:
+    def room_bytes(self, strategy: ParallelStrategy) -> int:
         """What is left of a device beside its communicators: the call's, and those of all devices."""
         own = self.communicators(Layout(DeviceMesh(0, strategy.size), strategy))
         common = of_all_devices(self.cluster.num_devices, moves=self.shares_devices)

@@ -50,26 +50,35 @@ def halves(cluster: Cluster) -> list[DeviceMesh]:
     return [DeviceMesh(0, half), DeviceMesh(half, half)] if is_mesh and not rest else []
 
 
+# Of a cluster of so many nodes at most every mesh is looked at; of a larger one, runs of so many blocks.
+ALL_MESHES, MANY_NODES, BLOCKS, FEW_BLOCKS = 16, 32, 16, 8
+
+
 def has_all_meshes(cluster: Cluster) -> bool:
-    """Whether the search has every mesh: on larger clusters, meshes of several nodes are aligned powers of two."""
-    return cluster.num_nodes <= 32
+    """Whether the search has every mesh: on larger clusters, meshes of several nodes are those of `node_runs`."""
+    return cluster.num_nodes <= ALL_MESHES
+
+
+def node_runs(cluster: Cluster) -> list[tuple[int, int]]:
+    """(first, number) of nodes: all runs of neighbours, the shortest first; without `has_all_meshes` the aligned powers
+    of two, and runs of blocks, a sixteenth of the cluster each (an eighth above 32 nodes), in whole nodes."""
+    nodes = cluster.num_nodes
+    if has_all_meshes(cluster):
+        return [(first, number) for number in range(1, nodes + 1) for first in range(nodes - number + 1)]
+    block = -(-nodes // (BLOCKS if nodes <= MANY_NODES else FEW_BLOCKS))
+    edges = [*range(0, nodes, block), nodes]
+    runs = {(first, end - first) for i, first in enumerate(edges) for end in edges[i + 1 :]}
+    for power in range(nodes.bit_length()):
+        runs |= {(first, 2**power) for first in range(0, nodes - 2**power + 1, 2**power)}
+    return sorted(runs, key=lambda run: (run[1], run[0]))
 
 
 def device_meshes(cluster: Cluster) -> list[DeviceMesh]:
-    """Aligned power-of-two parts of one node, and whole consecutive nodes (ReaL, section 3); without `has_all_meshes`
-    of these only aligned powers of two of nodes and the whole cluster."""
+    """Aligned power-of-two parts of one node, and whole consecutive nodes, `node_runs` (ReaL, section 3)."""
     per_node = cluster.devices_per_node
     meshes, size = [], 1
     while size < per_node:
         for first in range(0, cluster.num_devices, per_node):
             meshes += [DeviceMesh(first + start, size) for start in range(0, per_node - size + 1, size)]
         size *= 2
-    for nodes in range(1, cluster.num_nodes + 1):
-        if has_all_meshes(cluster):
-            firsts = range(cluster.num_nodes - nodes + 1)
-        elif nodes & (nodes - 1) == 0 or nodes == cluster.num_nodes:
-            firsts = range(0, cluster.num_nodes - nodes + 1, nodes)
-        else:
-            continue
-        meshes += [DeviceMesh(node * per_node, nodes * per_node) for node in firsts]
-    return meshes
+    return meshes + [DeviceMesh(first * per_node, number * per_node) for first, number in node_runs(cluster)]

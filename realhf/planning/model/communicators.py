@@ -4,7 +4,8 @@ Process groups are made at the start, in one order on all ranks; NCCL makes the 
 buffers on the device, when it is first used (`realhf.parallel.groups`). Groups of the same ranks are one.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from functools import lru_cache
 from typing import Literal
 
 from realhf.dataflow.graph import ModelFunctionCallDef
@@ -19,20 +20,23 @@ Key = tuple[bool, Digits, int]
 WORLD, MOVES, DATA = 0, 1, 2
 
 
-def axes_used(call: ModelFunctionCallDef, strategy: ParallelStrategy, *, gathers_parameters: bool) -> Iterator[Axis]:
+def axes_used(call: ModelFunctionCallDef, strategy: ParallelStrategy, *, gathers_parameters: bool) -> tuple[Axis, ...]:
     """The axes of more than one rank along which `call` communicates under `strategy`; `gathers_parameters`: it finds
     them divided over the data-parallel ranks."""
-    s = strategy
-    if s.tp > 1:
-        yield "tensor"
-    if s.pp > 1:
-        yield "stages"
-    if s.dp > 1 and (call.trains or gathers_parameters):
-        yield "data"
-    if s.size > 1 and call.trains:
-        yield "model"  # the norm of the gradients
-    if s.pp > 1 and call.trains and call.config.tied_embeddings:
-        yield "tied"
+    return _axes_used(strategy, call.trains, gathers_parameters, call.config.tied_embeddings)
+
+
+@lru_cache(maxsize=65536)
+def _axes_used(s: ParallelStrategy, trains: bool, gathers_parameters: bool, is_tied: bool) -> tuple[Axis, ...]:
+    norm: Axis = "model"  # of the gradients
+    used: dict[Axis, bool] = {
+        "tensor": s.tp > 1,
+        "stages": s.pp > 1,
+        "data": s.dp > 1 and (trains or gathers_parameters),
+        norm: s.size > 1 and trains,
+        "tied": s.pp > 1 and trains and is_tied,
+    }
+    return tuple(axis for axis, is_used in used.items() if is_used)
 
 
 def group_key(layout: Layout, axis: Axis) -> Key:
@@ -42,7 +46,7 @@ def group_key(layout: Layout, axis: Axis) -> Key:
     to multiples of the largest stride x count. Messages between stages have communicators of their own. Of `tied` this
     is an upper bound: stages between the first and the last have none.
     """
-    digits = _merged(_digits(layout, axis))
+    digits = _digits(layout.strategy, axis)
     stride, count = digits[-1]
     return axis == "stages", digits, layout.mesh.first % (stride * count)
 
@@ -69,9 +73,14 @@ def of_all_devices(num_devices: int, *, moves: bool) -> tuple[int, ...]:
     return (WORLD, MOVES, DATA) if moves else (WORLD, DATA)
 
 
-def _digits(layout: Layout, axis: Axis) -> Digits:
+@lru_cache(maxsize=65536)
+def _digits(strategy: ParallelStrategy, axis: Axis) -> Digits:
     """Which digits of a rank's place in the mesh differ within a group; see `Layout.device`."""
-    s, (places, stages) = layout.strategy, layout.strategy.micro_dp
+    return _merged(_unmerged(strategy, axis))
+
+
+def _unmerged(s: ParallelStrategy, axis: Axis) -> Digits:
+    places, stages = s.micro_dp
     replicas = s.dp // stages
     match axis:
         case "tensor":

@@ -4,13 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from realhf.api.computation import computation_of
 from realhf.api.experiment import ModelSetup
-from realhf.api.generation import DecodeGraphs
-from realhf.architecture.compute import Recomputation
-from realhf.architecture.decoding import graphs_refusal, page_tokens
+from realhf.architecture.compute import DataParallel, ModeRules, Recomputation, Recomputed
+from realhf.architecture.decoding import GraphLife, graphs_refusal, page_tokens
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
 from realhf.base.errors import UserError
+from realhf.dataflow.plan import CallCompute
 from realhf.planning.model.hardware import Hardware
 
 
@@ -23,9 +24,14 @@ class EngineFeatures:
         all-gathered once a mini-batch (ZeRO, Rajbhandari et al., 2020, section 5.1). Else every rank has all of it.
     fully_sharded: parameters and gradients are divided over dp as well; a layer's are gathered for its forward and
         again for its backward pass (ZeRO, section 5.3).
+    modes: of operators, where they have modes of their own (OSDP, IJCAI 2023; `realhf.geometry.operators`); None: all
+        are as `zero1` and `fully_sharded` say.
+    prefetch: while one gathered part is in use, the next is gathered: it takes memory for both, and on GPUs no time as
+        far as computation lasts. In a host's memory the cores that compute also copy, and nothing is hidden.
     fp32_gradients: gradients of parameters below fp32 are kept, summed and reduced in fp32.
     recomputation: "full": a layer keeps only its input, and the backward pass runs its forward again (Chen et al.,
         2016; Korthikanti et al., 2022, section 5); "selective": it runs all but products and attention again.
+    recomputed_layers: the first layers of every model chunk alone do so; None: all.
     on_gpus: the KV cache has the pages that flash-attn needs, the larger ones, where it takes the dtype and the heads.
     cuda_graphs: on GPUs, a decode step is replayed as a graph, where the call asks for it
         (`GenerationOptions.decode_graphs`) and the model allows it (`realhf.architecture.decoding`).
@@ -38,8 +44,9 @@ class EngineFeatures:
     sequence_parallel: in training, what lies between the tensor-parallel products is divided over tp along the
         tokens; an all-gather and a reduce-scatter replace every all-reduce (Korthikanti et al., 2022, section 4.2),
         and between stages every rank sends its own tokens.
+    regathers_inputs: with sequence parallelism the backward pass gathers the inputs of products again, which are kept
+        divided (Korthikanti et al., 2022, section 4.2.2). This engine keeps them whole.
     blocking_sends: a pipeline stage does not compute while it sends, as it never does while it receives.
-    sharded_operators: see `realhf.planning.model.sharding` (OSDP, IJCAI 2023).
     offloads_states: the optimizer's states and master copy wait in host memory, and pass through the device in chunks
         once a mini-batch.
     packs_weights: generation also keeps the linears' weights in the order of its kernels (CPU, float32 and bfloat16).
@@ -51,8 +58,11 @@ class EngineFeatures:
 
     zero1: bool = True
     fully_sharded: bool = False
+    modes: ModeRules | None = None
+    prefetch: bool = True
     fp32_gradients: bool = True
     recomputation: Recomputation = "off"
+    recomputed_layers: int | None = None
     on_gpus: bool = False
     cuda_graphs: bool = True
     full_logits: bool = False
@@ -60,13 +70,22 @@ class EngineFeatures:
     gathers_drawn_logits: bool = True
     logits_chunk_bytes: int | None = 4 << 20  # as in realhf/parallel/vocabulary.py
     sequence_parallel: bool = False
+    regathers_inputs: bool = False
     blocking_sends: bool = False
-    sharded_operators: bool = False
     offloads_states: bool = False
     packs_weights: bool = False
     in_host_memory: bool = False
     fuses_training: bool = False
     copies_checkpoints: bool = False
+
+    @property
+    def recomputed(self) -> Recomputed:
+        return Recomputed(self.recomputation, self.recomputed_layers)
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether some parameters may lie divided over dp, and are gathered for each use."""
+        return self.fully_sharded or any("sharded" in modes for _, modes in self.modes or ())
 
     def gradient_bytes(self, dtype: DType) -> int:
         """Of the gradient of one element of parameters."""
@@ -90,17 +109,37 @@ class EngineFeatures:
             copies_checkpoints=self.copies_checkpoints and in_host,
         )
 
+    def under(self, compute: CallCompute) -> "EngineFeatures":
+        """What holds for a model that a plan computes so."""
+        chosen: dict[str, Any] = {
+            "recomputation": compute.recomputation,
+            "recomputed_layers": compute.recomputed_layers,
+            "sequence_parallel": compute.sequence_parallel,
+            "prefetch": compute.prefetch,
+            "offloads_states": compute.offload_states and not self.in_host_memory,
+        }
+        chosen = {field: value for field, value in chosen.items() if value is not None}
+        return replace(self, **chosen, **_division(compute.data_parallel))
+
     def page_tokens(self, model: DecoderConfig, dtype: DType) -> int:
         """Tokens in a page of the KV cache."""
         return page_tokens(dtype, model.head_dim, has_flash=self.on_gpus)
 
-    def replays(self, model: DecoderConfig, decode_graphs: DecodeGraphs) -> bool:
+    def replays(self, model: DecoderConfig, decode_graphs: GraphLife) -> bool:
         """Whether the decode steps of a call with this option are graphs."""
         return self.cuda_graphs and decode_graphs != "off" and graphs_refusal(model, on_gpu=self.on_gpus) is None
 
-    def keeps_cache(self, model: DecoderConfig, decode_graphs: DecodeGraphs) -> bool:
+    def keeps_cache(self, model: DecoderConfig, decode_graphs: GraphLife) -> bool:
         """Whether a call with this option leaves its KV cache where it is, for the graphs of the next one."""
-        return decode_graphs == "kept" and self.replays(model, decode_graphs) and not self.fully_sharded
+        return decode_graphs == "kept" and self.replays(model, decode_graphs) and not self.divides_parameters
+
+
+def _division(data_parallel: DataParallel | None) -> dict[str, Any]:
+    """The features that say what data parallelism divides."""
+    if data_parallel is None:
+        return {}
+    modes = data_parallel if isinstance(data_parallel, tuple) else None
+    return {"fully_sharded": data_parallel == "fsdp", "modes": modes}
 
 
 ENGINE = EngineFeatures()
@@ -118,22 +157,22 @@ FEATURES: dict[str, tuple[str, Any, Any]] = {
     "chunked-logits": ("logits_chunk_bytes", EngineFeatures.logits_chunk_bytes, None),
     "sequence-parallel": ("sequence_parallel", True, False),
     "overlapped-sends": ("blocking_sends", False, True),
-    "sharded-operators": ("sharded_operators", True, False),
 }
 WITHOUT = "no-"
 
 
 def of_setup(setup: ModelSetup, engine: EngineFeatures = ENGINE) -> EngineFeatures:
     """What `engine` does for a model of this setup: the one place where a setup's choices become costs."""
-    optimizer = setup.optimizer
+    optimizer, compute = setup.optimizer, computation_of("", setup)
     if setup.backend == TRANSFORMERS:  # its logits are whole tensors, and no decode step is recorded
         engine = replace(engine, full_logits=True, response_logits=False, logits_chunk_bytes=None, cuda_graphs=False)
     return replace(
         engine,
-        fully_sharded=setup.compute.data_parallel == "fsdp",
-        sequence_parallel=setup.compute.sequence_parallel,
-        recomputation=setup.compute.recomputation,
-        offloads_states=optimizer is not None and optimizer.offload_states,
+        **_division(compute.data_parallel),
+        prefetch=compute.prefetch,
+        sequence_parallel=compute.sequence_parallel,
+        recomputation=compute.recomputation,
+        offloads_states=compute.offload_states,
         fp32_gradients=engine.fp32_gradients if optimizer is None else optimizer.fp32_gradients,
     )
 

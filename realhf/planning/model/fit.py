@@ -19,7 +19,10 @@ from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.features import EngineFeatures
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.timings import Timings
+from realhf.planning.model.uncertainty import constant, with_constants
 from realhf.planning.model.workload import Workload
+
+NUDGE = 1e-4  # of a logarithm, for slopes
 
 
 class MeasuredCall(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,7 +87,8 @@ class Residual:
 @dataclass(frozen=True)
 class Constant:
     """A number of the description that is fitted: within bounds, and near `prior` where the rows leave it open. `name`:
-    a field, or `matmul_flops[DTYPE]`. `spread`: exp of the standard deviation of the number's logarithm."""
+    a field, or `matmul_flops[DTYPE]`. `spread`: exp of the standard deviation of the number's logarithm. `why`: where
+    the prior comes from."""
 
     name: str
     prior: float
@@ -93,20 +97,20 @@ class Constant:
     why: str
     spread: float = 2.0
 
-    @property
-    def place(self) -> tuple[str, str]:
-        """The field, and the key in it or ""."""
-        field, _, key = self.name.rstrip("]").partition("[")
-        return field, key
-
     def get(self, hardware: Hardware) -> float:
-        field, key = self.place
-        value = getattr(hardware, field)
-        return float(value[key] if key else value)
+        return constant(hardware, self.name)
 
     def put(self, hardware: Hardware, value: float) -> Hardware:
-        field, key = self.place
-        return msgspec.structs.replace(hardware, **{field: {**getattr(hardware, field), key: value} if key else value})
+        return with_constants(hardware, {self.name: value})
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """The most probable constants, in `hardware`, and the covariance [constants, constants] of their logarithms:
+    Laplace's approximation, the inverse of the least squares' normal matrix at the optimum."""
+
+    hardware: Hardware
+    covariance: np.ndarray
 
 
 def load_tables(path: str | Path) -> list[MeasuredTable]:
@@ -187,8 +191,8 @@ def fit(
     *,
     row_error: float = 0.08,
     iterations: int = 60,
-) -> Hardware:
-    """`hardware` with the constants that fit the rows best; the same for the same input.
+) -> Fitted:
+    """The constants that fit the rows best; the same for the same input.
 
     The most probable ones, if a row's logarithm is off by `row_error` and a constant's by log(spread) from its prior
     (standard deviations): least squares by Gauss-Newton steps with Levenberg's damping, clipped to the bounds.
@@ -197,20 +201,20 @@ def fit(
     spread = np.log([c.spread for c in constants])
 
     def described(x: np.ndarray) -> Hardware:
-        result = hardware
-        for constant, value in zip(constants, np.exp(x), strict=True):
-            result = constant.put(result, float(value))
-        return result
+        values = map(float, np.exp(x))
+        return with_constants(hardware, {c.name: value for c, value in zip(constants, values, strict=True)})
 
     def misfit(x: np.ndarray) -> np.ndarray:
-        rows = [math.log(r.predicted_s / r.measured_s) / row_error for r in residuals(tables, described(x))]
-        return np.concatenate([np.array(rows), (x - prior) / spread])
+        return np.concatenate([log_errors(tables, described(x)) / row_error, (x - prior) / spread])
+
+    def slopes(x: np.ndarray, at_x: np.ndarray) -> np.ndarray:
+        nudged = np.eye(len(x)) * NUDGE
+        return np.stack([(misfit(x + d) - at_x) / NUDGE for d in nudged], axis=1)  # [rows + constants, constants]
 
     x, damping = np.clip(prior, low, high), 1e-2
     now = misfit(x)
     for _ in range(iterations):
-        nudged = np.eye(len(x)) * 1e-4
-        jacobian = np.stack([(misfit(x + d) - now) / 1e-4 for d in nudged], axis=1)  # [rows + constants, constants]
+        jacobian = slopes(x, now)
         slope = jacobian.T @ now
         # A constant that its bound holds stays there.
         free = ~(((x <= low) & (slope > 0)) | ((x >= high) & (slope < 0)))
@@ -226,4 +230,33 @@ def fit(
             damping *= 5
         if np.abs(step).max() < 1e-7:
             break
-    return described(x)
+    jacobian = slopes(x, now)
+    return Fitted(described(x), np.linalg.inv(jacobian.T @ jacobian))
+
+
+def log_errors(tables: Sequence[MeasuredTable], hardware: Hardware) -> np.ndarray:
+    """Of every row log(predicted / measured), [rows]."""
+    return np.array([math.log(row.predicted_s / row.measured_s) for row in residuals(tables, hardware)])
+
+
+def error_beyond_constants(
+    held_out: MeasuredTable, fitted: Fitted, constants: Sequence[Constant]
+) -> tuple[np.ndarray, np.ndarray]:
+    """(log errors [rows], their standard deviations [rows] as far as the constants' spread explains them) on a table
+    that the constants were not fitted to."""
+    tables, hardware = [held_out], fitted.hardware
+    errors = log_errors(tables, hardware)
+    slopes = [
+        (log_errors(tables, c.put(hardware, c.get(hardware) * math.exp(NUDGE))) - errors) / NUDGE for c in constants
+    ]
+    jacobian = np.stack(slopes, axis=1)  # [rows, constants]
+    return errors, np.sqrt(np.einsum("rc,cd,rd->r", jacobian, fitted.covariance, jacobian))
+
+
+def call_error(errors: np.ndarray, explained: np.ndarray) -> float:
+    """The most probable standard deviation of what errors [rows] have beside the `explained` one: normal, independent,
+    of mean 0, looked for from 0 to 1 in steps of 0.001."""
+    candidates = np.arange(1000)[:, None] / 1000
+    variance = explained**2 + candidates**2 + 1e-12  # [candidates, rows]
+    likelihood = -0.5 * (errors**2 / variance + np.log(variance)).sum(1)
+    return float(candidates[likelihood.argmax(), 0])

@@ -8,6 +8,7 @@ import msgspec
 from realhf.architecture.model import DType
 from realhf.base.errors import UserError
 from realhf.base.numbers import DEVICES, check_fields
+from realhf.planning.model.uncertainty import Uncertainty, is_constant
 
 RATES = (1.0, 1e24)  # of bytes and operations a second
 DELAYS_S = (0.0, 1e4)
@@ -48,7 +49,11 @@ def mismatch(hardware: "Hardware", device_name: str | None, memory_bytes: int) -
 class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What one device and its links achieve: reached rates, not peaks. Bandwidths are per device and direction.
 
+    inter_node_send_bandwidth: of a message between two devices of different nodes, which takes fewer channels than a
+        collective; by default `inter_node_bandwidth`.
     layer_launch_s: of a layer's forward whatever its size (kernel launches, the interpreter), beside its compute.
+    train_launch_s: the same in training, which also records for the backward pass; by default `layer_launch_s`.
+    mini_batch_s: of a mini-batch of a training, beside its passes and the optimizer's (packing, statistics, the host).
     decode_launch_s, decode_graph_launch_s: of a layer of one decode step, eager and replayed as a CUDA graph.
     call_overhead_s: a request's way from the master to the workers and back, with what a call prepares.
     sampling_s: drawing the tokens of one decode step of one micro-batch, with what the step costs the host.
@@ -57,6 +62,7 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     communicator_bytes: that a communicator takes on each of its devices, beside what it sends.
     shares_host_memory: the devices of a node send over the memory of their host.
     device_names: what the driver calls these devices; empty: the description does not say.
+    uncertainty: of these constants; None: as `realhf.planning.model.uncertainty.uncertainty_of` assumes.
     threads: of a worker on a CPU; host_memory_bytes, host_cores: of the machine, where its workers share those.
     """
 
@@ -76,18 +82,23 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     call_overhead_s: float
     sampling_s: float
     packs_weights: bool = False
+    inter_node_send_bandwidth: float | None = None
+    train_launch_s: float | None = None
+    mini_batch_s: float = 0.0
     host_bandwidth: float = 2.4e10
     communicator_bytes: float = 0.0
     shares_host_memory: bool = False
     device_names: tuple[str, ...] = ()
+    uncertainty: Uncertainty | None = None
     threads: int = 1
     host_memory_bytes: int | None = None
     host_cores: int | None = None
 
     def __post_init__(self) -> None:
-        rates = ("matmul_flops", "memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth", "host_bandwidth")
-        delays = ("intra_node_latency_s", "inter_node_latency_s", "layer_launch_s", "decode_launch_s",
-                  "decode_graph_launch_s", "call_overhead_s", "sampling_s")  # fmt: skip
+        rates = ("matmul_flops", "memory_bandwidth", "intra_node_bandwidth", "inter_node_bandwidth",
+                 "inter_node_send_bandwidth", "host_bandwidth")  # fmt: skip
+        delays = ("intra_node_latency_s", "inter_node_latency_s", "layer_launch_s", "train_launch_s", "mini_batch_s",
+                  "decode_launch_s", "decode_graph_launch_s", "call_overhead_s", "sampling_s")  # fmt: skip
         memory = {"device_memory_bytes": MEMORY_BYTES, "communicator_bytes": (0, 2**40), "devices_per_node": DEVICES}
         of_host = {"host_memory_bytes": MEMORY_BYTES, "host_cores": CORES, "threads": CORES}
         check_fields("", self, {**dict.fromkeys(rates, RATES), **dict.fromkeys(delays, DELAYS_S), **memory, **of_host})
@@ -95,6 +106,12 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise UserError(
                 f"name {self.name!r} is no name of a folder, where profiles lie; take letters, digits and -"
             )
+        for constant in self.uncertainty.spread if self.uncertainty else ():
+            if not is_constant(self, constant):
+                raise UserError(
+                    f"uncertainty: spread has {constant!r}, which is no constant of this description; take names of "
+                    "its fields, and matmul_flops[DTYPE]"
+                )
         if not self.matmul_flops:
             raise UserError("matmul_flops must give a rate for at least one dtype")
 
@@ -113,10 +130,20 @@ class Hardware(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise UserError(f"hardware {self.name}: no matmul_flops for dtype {dtype!r}; it has {known}")
         return self.matmul_flops[dtype]
 
+    @property
+    def send_bandwidth(self) -> float:
+        """Bytes/s of one message between nodes."""
+        return self.inter_node_send_bandwidth or self.inter_node_bandwidth
+
+    def launch_s(self, *, trains: bool) -> float:
+        """Of a layer's forward."""
+        return self.train_launch_s if trains and self.train_launch_s is not None else self.layer_launch_s
+
     def send_s(self, size_bytes: float, *, crosses_nodes: bool) -> float:
         """One message: latency + bytes / bandwidth."""
-        latency_s, bandwidth = self.link(crosses_nodes, per_node=1)
-        return latency_s + size_bytes / bandwidth
+        if crosses_nodes:
+            return self.inter_node_latency_s + size_bytes / self.send_bandwidth
+        return self.intra_node_latency_s + size_bytes / self.intra_node_bandwidth
 
     def all_reduce_s(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
         """The faster of a ring and a tree, as NCCL and gloo choose by size; 0 for one member. `per_node`: see `link`.

@@ -2,12 +2,14 @@
 
 import math
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.geometry.layout import ParallelStrategy, stage_layers
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.sizes import linear_elements, model_sizes
 from realhf.planning.model.timings import kv_bytes_per_token_layer
+from realhf.planning.model.units import StageUnits, by_stage
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
 
 OFFLOADED_CHUNK = 2**26  # elements, as in realhf/engine/train/optimizer.py
@@ -30,7 +32,15 @@ class PlacedModel:
     @property
     def is_divided(self) -> bool:
         """Whether the parameters lie divided over dp, and are gathered for each use."""
+        if self.stages:
+            return any(stage.gathered for stage in self.stages)
         return self.features.fully_sharded and self.strategy.dp > 1
+
+    @cached_property
+    def stages(self) -> tuple[StageUnits, ...]:
+        """The devices of every stage, where operators have modes of their own; else none."""
+        modes = self.features.modes
+        return () if modes is None or self.strategy.dp == 1 else by_stage(self.model, self.strategy, modes)
 
     def parameter_bytes(self) -> int:
         return self.elements() * self.item
@@ -46,17 +56,18 @@ class PlacedModel:
         of AdamW (at least in fp32), and below fp32 a master copy in fp32 (ReaL, section 5.1, "static memory"). Every
         rank of a data-parallel group has all of it; ZeRO-1 divides states and master copy over the group (16 or 4 + 12
         / dp bytes a parameter in bf16, 2 more with gradients in fp32; ZeRO, section 5.1), full sharding divides all.
+        With modes by operator each keeps what its mode says (OSDP, section 3), on the stage with the most bytes.
         States that wait in host memory count nothing. `copies_checkpoints` adds what this device writes, a part of a
         data-parallel group's.
         """
         features, state_bytes = self.features, self.features.state_bytes(self.dtype)
-        elements = self.elements(is_divided=features.fully_sharded)
+        kept = self._kept_elements(trained=trained)
         if not trained:
-            return versions * elements * self.item
-        states = 0 if features.offloads_states else self._updated_elements() * state_bytes
+            return versions * kept * self.item
+        states = 0 if features.offloads_states else self.updated_elements() * state_bytes
         written = self.elements(is_divided=True) if features.copies_checkpoints else 0
         return (
-            elements * (self.item + features.gradient_bytes(self.dtype))
+            kept * (self.item + features.gradient_bytes(self.dtype))
             + states + written * (self.item + state_bytes)
         )  # fmt: skip
 
@@ -64,22 +75,40 @@ class PlacedModel:
         """What goes from a device to host memory and back: `static_bytes` without gradients and copies."""
         without_copies = replace(self, features=replace(self.features, copies_checkpoints=False))
         kept = without_copies.static_bytes(trained=trained, versions=versions)
-        elements = self.elements(is_divided=self.features.fully_sharded) if trained else 0
+        elements = self._kept_elements(trained=True) if trained else 0
         return kept - elements * self.features.gradient_bytes(self.dtype)
 
     def elements(self, *, is_divided: bool = False) -> int:
         """Parameters, whole or divided over dp."""
-        return math.ceil(model_sizes(self.model).largest(self.strategy) / (self.strategy.dp if is_divided else 1))
+        return math.ceil(self._whole_elements / (self.strategy.dp if is_divided else 1))
 
-    def _updated_elements(self) -> int:
+    @cached_property
+    def _whole_elements(self) -> int:
+        return model_sizes(self.model).largest(self.strategy)
+
+    def _kept_elements(self, *, trained: bool) -> int:
+        """Parameters that the device keeps, and of a training their gradients."""
+        if self.stages:
+            return self._fullest(trained=trained).kept
+        return self.elements(is_divided=self.features.fully_sharded)
+
+    def updated_elements(self) -> int:
         """Parameters whose optimizer states the device has."""
+        if self.stages:
+            return self._fullest(trained=True).updated
         return self.elements(is_divided=self.features.zero1 or self.features.fully_sharded)
+
+    def _fullest(self, *, trained: bool) -> StageUnits:
+        """The stage whose devices keep the most bytes."""
+        states = 0 if self.features.offloads_states else self.features.state_bytes(self.dtype)
+        kept = self.item + self.features.gradient_bytes(self.dtype)
+        return max(self.stages, key=lambda stage: kept * stage.kept + states * stage.updated if trained else stage.kept)
 
     def chunk_bytes(self) -> int:
         """What an optimizer step has on the device of states that wait in host memory."""
         if not self.features.offloads_states:
             return 0
-        return min(self._updated_elements(), OFFLOADED_CHUNK) * self.features.state_bytes(self.dtype)
+        return min(self.updated_elements(), OFFLOADED_CHUNK) * self.features.state_bytes(self.dtype)
 
     def packed_bytes(self) -> int:
         """The second copy of the linears' weights while a call generates

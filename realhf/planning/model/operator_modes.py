@@ -13,6 +13,7 @@ from typing import Literal
 
 from realhf.base.errors import UserError
 from realhf.planning import _search
+from realhf.planning.model.collective_costs import CollectiveCosts
 from realhf.planning.model.hardware import GIB, Hardware
 
 Mode = Literal["replicated", "zero1", "sharded"]
@@ -20,6 +21,7 @@ Mode = Literal["replicated", "zero1", "sharded"]
 MODES: tuple[Mode, ...] = ("replicated", "zero1", "sharded")
 PAPER_MODES: tuple[Mode, ...] = ("replicated", "sharded")
 SMALLEST_SLICED_BYTES = 2**20  # smaller operators stay whole: slicing them only adds latency
+MOST_SLICES = 64  # of an operator, for the solver
 MOST_PARTS = 2**61  # of bytes, on one device: what 64 bits hold with room for a sum that is over the limit
 
 
@@ -29,6 +31,12 @@ class Operator:
 
     `kind` is what operators of all layers have in common ("q", "embedding", ...). Each of the
     `slices` has a mode of its own, and only one slice is gathered at a time (OSDP, operator splitting).
+
+    update_s: what the optimizer takes for all of it on one device; divided where its states are.
+    accumulate_s: what adding a gradient of all of it to the one that is kept takes; divided where that one is.
+    modes: those that it can be in; `most_slices`: into how many it can be cut.
+    gathers: how often a slice that is sharded is gathered in a step; None: for the forward and the backward pass, and
+        once more with recomputation.
     """
 
     name: str
@@ -39,6 +47,11 @@ class Operator:
     activation_bytes: int = 0
     compute_s: float = 0.0
     slices: int = 1
+    update_s: float = 0.0
+    accumulate_s: float = 0.0
+    modes: tuple[Mode, ...] = MODES
+    most_slices: int = MOST_SLICES
+    gathers: int | None = None
 
     @property
     def state_bytes(self) -> int:
@@ -51,19 +64,26 @@ class Links:
     """The data-parallel group and its ring: a message of x bytes takes `latency_s` + x `seconds_per_byte`.
 
     `launch_s` is what each collective costs besides; the paper has none.
+
+    measured: what the group's collectives cost, where that was measured: it holds instead of the ring. The latency of
+        operators that are not gathered is then not counted: the engine sums all of them in one vector.
+    handling_s: what the engine takes for each gather and each reduction of a sharded slice beside its collective, with
+        `measured`.
     """
 
     num_devices: int
     latency_s: float
     seconds_per_byte: float
     launch_s: float = 0.0
+    measured: CollectiveCosts | None = None
+    handling_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.num_devices < 1:
             raise UserError(f"num_devices={self.num_devices} must be at least 1")
-        for name, value in vars(self).items():
-            if value < 0:
-                raise UserError(f"{name}={value} must not be negative")
+        for name in ("latency_s", "seconds_per_byte", "launch_s", "handling_s"):
+            if getattr(self, name) < 0:
+                raise UserError(f"{name}={getattr(self, name)} must not be negative")
 
     @classmethod
     def ring(cls, hardware: Hardware, num_devices: int, *, launch_s: float = 0.0) -> "Links":
@@ -71,10 +91,32 @@ class Links:
         latency_s, bandwidth = hardware.link(num_devices > hardware.devices_per_node, per_node=1)
         return cls(num_devices=num_devices, latency_s=latency_s, seconds_per_byte=1 / bandwidth, launch_s=launch_s)
 
+    @classmethod
+    def of_group(cls, num_devices: int, measured: CollectiveCosts, handling_s: float = 0.0) -> "Links":
+        """A group whose collectives were measured."""
+        return cls(
+            num_devices=num_devices, latency_s=0.0, seconds_per_byte=0.0, measured=measured, handling_s=handling_s
+        )
+
     def pass_s(self, size_bytes: float) -> float:
         """One pass around the ring (an all-gather or a reduce-scatter): (N - 1)(alpha + S beta / N)."""
         n = self.num_devices
         return (n - 1) * (self.latency_s + size_bytes * self.seconds_per_byte / n)
+
+    def mode_s(self, mode: Mode, size_bytes: float, gathers: int) -> float:
+        """Communication of `size_bytes` in a step: see `OsdpProblem.slice_seconds`."""
+        if self.num_devices == 1:
+            return 0.0
+        if self.measured is None:
+            passes, collectives = {"replicated": (2, 1), "zero1": (2, 2), "sharded": (gathers + 1, gathers + 1)}[mode]
+            return passes * self.pass_s(size_bytes) + collectives * self.launch_s
+        gather, scatter = self.measured.all_gather, self.measured.reduce_scatter
+        if mode == "sharded":
+            handling_s = (gathers + 1) * self.handling_s
+            return gathers * gather.seconds(size_bytes) + scatter.seconds(size_bytes) + handling_s
+        if mode == "zero1":
+            return size_bytes * (gather.seconds_per_byte + scatter.seconds_per_byte)
+        return size_bytes * self.measured.all_reduce.seconds_per_byte
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,7 +125,9 @@ class OsdpProblem:
 
     `recompute`: activations are recomputed in the backward pass, for which sharded parameters are
     gathered once more. `prefetch`: the next gather runs while one slice is in use, so two are held.
-    `extra_bytes_per_sample` are needed whatever the modes are.
+    `extra_bytes_per_sample`, `extra_seconds_per_sample` and `extra_bytes` are needed whatever the modes are.
+    `reduces_whole`: while the gradients of a sharded slice are reduced, all of them are in memory; the paper does not
+    count them.
     """
 
     operators: tuple[Operator, ...]
@@ -93,6 +137,9 @@ class OsdpProblem:
     recompute: bool = False
     prefetch: bool = False
     extra_bytes_per_sample: int = 0
+    extra_seconds_per_sample: float = 0.0
+    extra_bytes: int = 0
+    reduces_whole: bool = False
 
     def __post_init__(self) -> None:
         if self.memory_bytes < 1:
@@ -101,8 +148,13 @@ class OsdpProblem:
         if unknown or not self.modes or len(set(self.modes)) < len(self.modes):
             raise UserError(f"modes={','.join(self.modes)} must be some of {', '.join(MODES)}, each once")
         for op in self.operators:
-            if op.slices < 1:
-                raise UserError(f"operator {op.name}: slices={op.slices} must be at least 1")
+            if not 1 <= op.slices <= op.most_slices:
+                raise UserError(f"operator {op.name}: slices={op.slices} must be at least 1, at most {op.most_slices}")
+            if not set(op.modes) & set(self.modes):
+                raise UserError(
+                    f"operator {op.name} can be {', '.join(op.modes)}, and modes={','.join(self.modes)} has none of "
+                    "these; add one"
+                )
 
     @property
     def bytes_per_sample(self) -> int:
@@ -110,23 +162,23 @@ class OsdpProblem:
 
     @property
     def seconds_per_sample(self) -> float:
-        return sum(op.compute_s for op in self.operators)
+        return self.extra_seconds_per_sample + sum(op.compute_s for op in self.operators)
 
     def slice_seconds(self, op: Operator, mode: Mode) -> float:
-        """Communication of one slice in a step (the paper's T_i without compute).
+        """Communication of one slice in a step (the paper's T_i without compute), its part of the update, and of
+        adding its gradient to the one that is kept.
 
         Replicated: an all-reduce, which is two passes. ZeRO-1: a reduce-scatter of gradients and an
         all-gather of the updated parameters, the same two passes in two collectives. Sharded: two
         all-gathers and a reduce-scatter; one all-gather more with recomputation.
         """
-        passes, collectives = {
-            "replicated": (2, 1),
-            "zero1": (2, 2),
-            "sharded": (4, 4) if self.recompute else (3, 3),
-        }[mode]
-        if self.links.num_devices == 1:
-            return 0.0
-        return passes * self.links.pass_s(op.parameter_bytes / op.slices) + collectives * self.links.launch_s
+        n = self.links.num_devices
+        update_s = op.update_s / (1 if mode == "replicated" else n) + op.accumulate_s / (n if mode == "sharded" else 1)
+        return self.links.mode_s(mode, op.parameter_bytes / op.slices, self.gathers_of(op)) + update_s / op.slices
+
+    def gathers_of(self, op: Operator) -> int:
+        """How often a sharded slice is gathered in a step."""
+        return (3 if self.recompute else 2) if op.gathers is None else op.gathers
 
     @cached_property
     def parts_per_byte(self) -> int:
@@ -145,8 +197,13 @@ class OsdpProblem:
         return -(-(whole * n + divided) * self.parts_per_byte // (n * op.slices))
 
     def gather_bytes(self, op: Operator) -> int:
-        """The whole parameters of a slice while it is in use, twice with prefetch."""
-        return (2 if self.prefetch else 1) * -(-op.parameter_bytes // op.slices)
+        """The whole parameters of a slice while it is in use, twice with prefetch, and perhaps its gradients."""
+        gradient_bytes = -(-op.gradient_bytes // op.slices) if self.reduces_whole else 0
+        return (2 if self.prefetch else 1) * -(-op.parameter_bytes // op.slices) + gradient_bytes
+
+    def possible(self, op: Operator, mode: Mode) -> Mode:
+        """`mode`, or what stands for it where the operator cannot be in it."""
+        return mode if mode in op.modes else next(other for other in reversed(self.modes) if other in op.modes)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,6 +233,25 @@ class OsdpPlan:
         return sum(count * self.problem.slice_seconds(op, mode) for op, mode, count in self.counts())
 
     @property
+    def sent_bytes(self) -> float:
+        """Of a device in a step, each pass of S bytes around the ring S (N - 1) / N.
+
+        The slice that the forward pass gathers last, two with prefetch, is still there when the backward pass begins.
+        The solver leaves that out, since it hangs on which operators are sharded.
+        """
+        problem, passes, still_there = self.problem, 0.0, 2 if self.problem.prefetch else 1
+        for op, mode, count in reversed(list(self.counts())):
+            slice_bytes = op.parameter_bytes / op.slices
+            if mode != "sharded":
+                passes += 2 * count * slice_bytes
+                continue
+            gathers = problem.gathers_of(op)
+            kept = min(count, still_there) if gathers > 1 else 0
+            still_there -= kept
+            passes += ((gathers + 1) * count - kept) * slice_bytes
+        return passes * (problem.links.num_devices - 1) / problem.links.num_devices
+
+    @property
     def step_s(self) -> float:
         """Seconds of one step: sum of T_i."""
         return self.communication_s + self.batch * self.problem.seconds_per_sample
@@ -199,7 +275,7 @@ class OsdpPlan:
             if count and mode == "sharded":
                 gather = max(gather, problem.gather_bytes(op))
         states = -(-states // problem.parts_per_byte)
-        return states + gather + self.batch * problem.bytes_per_sample
+        return states + gather + problem.extra_bytes + self.batch * problem.bytes_per_sample
 
     @cached_property
     def added_s(self) -> float:
@@ -209,13 +285,6 @@ class OsdpPlan:
             count * (problem.slice_seconds(op, mode) - problem.slice_seconds(op, first))
             for op, mode, count in self.counts()
         )
-
-    def slices_by_kind(self) -> dict[str, dict[Mode, int]]:
-        """How many slices of each kind of operator are in each mode."""
-        counts: dict[str, dict[Mode, int]] = {}
-        for op, mode, count in self.counts():
-            counts.setdefault(op.kind, dict.fromkeys(self.problem.modes, 0))[mode] += count
-        return counts
 
 
 def solve(problems: Sequence[OsdpProblem], batches: range, *, time_limit_s: float = 1.0) -> OsdpPlan:
@@ -255,21 +324,29 @@ def _solution(problem: OsdpProblem, batches: range, time_limit_s: float) -> "_se
         (
             op.slices,
             problem.gather_bytes(op) * parts,
+            # The solver knows operators by numbers of equal modes best: another mode stands for one that cannot be.
             [(problem.slice_seconds(op, mode), problem.slice_parts(op, mode), mode == "sharded")
-             for mode in problem.modes],
+             for mode in (problem.possible(op, asked) for asked in problem.modes)],
         )
         for op in problem.operators
     ]  # fmt: skip
     found = _search.solve_osdp(
         operators=rows,
-        memory_bytes=problem.memory_bytes * parts,
+        memory_bytes=(problem.memory_bytes - problem.extra_bytes) * parts,
         bytes_per_sample=problem.bytes_per_sample * parts,
         seconds_per_sample=problem.seconds_per_sample,
         min_batch=batches[0],
         max_batch=batches[-1],
         time_limit_s=time_limit_s,
     )
-    found["smallest_fixed_bytes"] = -(-found["smallest_fixed_bytes"] // parts)
+    found["smallest_fixed_bytes"] = -(-found["smallest_fixed_bytes"] // parts) + problem.extra_bytes
+    found["slices"] = [
+        [
+            sum(count for asked, count in zip(problem.modes, row, strict=True) if problem.possible(op, asked) == mode)
+            for mode in problem.modes
+        ]
+        for op, row in zip(problem.operators, found["slices"], strict=False)  # no rows where nothing fits
+    ]
     return found
 
 
@@ -279,21 +356,34 @@ def _remedy(solved: Sequence[tuple[OsdpProblem, "_search.OsdpSolution"]], batch:
     fixed = found["smallest_fixed_bytes"]
     smallest = fixed + batch * problem.bytes_per_sample
     text = (
-        f"memory_bytes={problem.memory_bytes} ({problem.memory_bytes / GIB:.2f} GiB) holds no choice of modes with "
+        f"memory_bytes={problem.memory_bytes} ({problem.memory_bytes / GIB:.4g} GiB) holds no choice of modes with "
         f"batch={batch} on each of {problem.links.num_devices} devices; the smallest memory that does is "
-        f"{smallest} bytes ({smallest / GIB:.2f} GiB)"
+        f"{smallest} bytes ({gib_above(smallest)} GiB)"
     )
     largest = (problem.memory_bytes - fixed) // problem.bytes_per_sample if problem.bytes_per_sample else 0
     return text + (f", and the largest batch that fits is {largest}" if largest >= 1 else "")
 
 
+def gib_above(size_bytes: int) -> str:
+    """In four digits behind the point, rounded up, so that it is enough."""
+    return f"{math.ceil(1e4 * size_bytes / GIB) / 1e4:g}"
+
+
 def uniform_plan(problem: OsdpProblem, mode: Mode, batches: range) -> OsdpPlan | None:
-    """All operators in one mode, with the largest batch of `batches` that fits (the fastest per sample).
+    """All operators that can be in one mode, the others in ZeRO-1, with the largest batch of `batches` that fits (the
+    fastest per sample).
 
     None if no batch fits.
     """
-    problem = replace(problem, modes=(mode,))
-    slices = tuple((op.slices,) for op in problem.operators)
+    has_others = any(mode not in op.modes for op in problem.operators)
+    problem = replace(problem, modes=(mode, "zero1") if has_others and mode != "zero1" else (mode,))
+    modes = [[problem.possible(op, mode)] * op.slices for op in problem.operators]
+    return given_plan(problem, modes, batches)
+
+
+def given_plan(problem: OsdpProblem, modes: Sequence[Sequence[Mode]], batches: range) -> OsdpPlan | None:
+    """The slices of each operator in given modes, with the largest batch of `batches` that fits; None if none does."""
+    slices = tuple(tuple(list(of_op).count(mode) for mode in problem.modes) for of_op in modes)
     for batch in reversed(batches):
         plan = OsdpPlan(problem=problem, batch=batch, slices=slices)
         if plan.memory_bytes <= problem.memory_bytes:
@@ -306,6 +396,7 @@ def sliced(problem: OsdpProblem, slices: int) -> OsdpProblem:
     return replace(
         problem,
         operators=tuple(
-            replace(op, slices=slices if op.parameter_bytes >= SMALLEST_SLICED_BYTES else 1) for op in problem.operators
+            replace(op, slices=min(slices, op.most_slices) if op.parameter_bytes >= SMALLEST_SLICED_BYTES else 1)
+            for op in problem.operators
         ),
     )

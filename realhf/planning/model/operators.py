@@ -1,15 +1,16 @@
 """The operators of a decoder that is trained, for a choice of their modes."""
 
-from collections import defaultdict
 from dataclasses import dataclass
+from functools import partial
 
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.base.errors import UserError
-from realhf.geometry.parameters import ParameterSpec, decoder_parameters
+from realhf.geometry.operators import EMBEDDING, HEAD, NORMS, can_be_cut, kind_of, operators
+from realhf.geometry.parameters import ParameterSpec
 from realhf.planning.model.features import ENGINE
-from realhf.planning.model.operator_modes import MODES, Links, Mode, Operator, OsdpProblem
+from realhf.planning.model.operator_modes import MODES, MOST_SLICES, Links, Mode, Operator, OsdpProblem
 
-OUTSIDE = ("embedding", "head")  # kinds of operators that lie in no layer
+OUTSIDE = (EMBEDDING, "positions", HEAD, NORMS)  # kinds of operators that lie in no layer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,30 +37,26 @@ class Training:
 def decoder_problem(model: DecoderConfig, training: Training) -> OsdpProblem:
     """The training of a decoder, its operators not sliced yet (`sliced`).
 
-    Norms belong to the projection that follows them. Compute: 6 FLOPs a parameter and token (8 with recomputation),
-    and causal attention.
+    The operators are those of the engine (`realhf.geometry.operators`). Compute: 6 FLOPs a parameter and token (8 with
+    recomputation), and causal attention.
     """
     item = DTYPE_BYTES[training.dtype]
-    sizes: dict[tuple[str, str], int] = defaultdict(int)
-    active: dict[tuple[str, str], float] = defaultdict(float)  # of these, what a token goes through
-    for spec in decoder_parameters(model):
-        key = operator_of(spec, model)
-        sizes[key] += spec.size
-        active[key] += (model.experts.per_token / model.experts.count if ".experts." in spec.name else 1) * spec.size
     kept = _activation_elements(model)
     layer_bytes = training.sequence_length * sum(kept.values()) * item
     return OsdpProblem(
         operators=tuple(
             Operator(
                 name=name,
-                kind=kind,
-                parameter_bytes=size * item,
+                kind=kind_of(name),
+                parameter_bytes=(size := sum(spec.size for spec in specs)) * item,
                 gradient_bytes=size * item,
                 optimizer_bytes=size * ENGINE.state_bytes(training.dtype),
-                activation_bytes=_activation_bytes(model, training, kind, kept.get(kind, 0)),
-                compute_s=_compute_s(model, training, kind, active[name, kind]),
+                activation_bytes=_activation_bytes(model, training, kind_of(name), kept.get(kind_of(name), 0)),
+                compute_s=_compute_s(model, training, kind_of(name), sum(map(partial(_active, model), specs))),
+                modes=MODES if name != NORMS else ("replicated", "zero1"),
+                most_slices=MOST_SLICES if can_be_cut(name, model) else 1,
             )
-            for (name, kind), size in sizes.items()
+            for name, specs in operators(model).items()
         ),
         links=training.links,
         memory_bytes=training.memory_bytes,
@@ -71,12 +68,13 @@ def decoder_problem(model: DecoderConfig, training: Training) -> OsdpProblem:
 
 
 def _activation_bytes(model: DecoderConfig, training: Training, kind: str, kept: int) -> int:
-    """Of a sample, kept for the backward pass. With recomputation a layer keeps its input alone."""
+    """Of a sample, kept for the backward pass. With recomputation a layer keeps its input alone. What the norms of the
+    layers keep counts with the projection behind each."""
     if training.recompute and kind not in OUTSIDE:
         kept = model.hidden_size if kind == "q" else 0
     item = DTYPE_BYTES[training.dtype]
     activations = training.sequence_length * kept * item
-    if kind == "head":
+    if kind == _head_of(model):
         outputs = model.vocab_size if model.head == "lm" else 1
         activations += 3 * training.sequence_length * outputs * max(item, 4)  # logits, probabilities, gradient
     return activations
@@ -84,26 +82,22 @@ def _activation_bytes(model: DecoderConfig, training: Training, kind: str, kept:
 
 def _compute_s(model: DecoderConfig, training: Training, kind: str, active: float) -> float:
     """Of a sample. `active`: the operator's parameters that a token goes through."""
-    is_lookup = kind == "embedding" and not model.tied_embeddings  # a tied one is the head's weight, too
-    flops_per_token = 0 if is_lookup else (8 if training.recompute and kind not in OUTSIDE else 6) * active
+    # A tied embedding is the head's weight, too.
+    has_no_product = kind == "positions" or (kind == EMBEDDING and not model.tied_embeddings)
+    flops_per_token = 0 if has_no_product else (8 if training.recompute and kind not in OUTSIDE else 6) * active
     if kind == "o":  # scores and their product with the values, half of each masked
         flops_per_token += (8 if training.recompute else 6) * training.sequence_length * model.query_size
     return flops_per_token * training.sequence_length / training.flops
 
 
-def operator_of(spec: ParameterSpec, model: DecoderConfig) -> tuple[str, str]:
-    """(name, kind) of the operator that a parameter belongs to: a bias to its projection, a norm to what follows it."""
-    if spec.place in OUTSIDE:
-        return spec.place, spec.place
-    module = spec.name.rsplit(".", 2)[-2]
-    norms = {
-        "input_layernorm": "q",
-        "q_norm": "q",
-        "k_norm": "k",
-        "post_attention_layernorm": "gate" if model.mlp == "gated" else "up",
-    }
-    kind = norms.get(module, module.removesuffix("_proj"))
-    return f"layers.{spec.layer}.{kind}", kind
+def _active(model: DecoderConfig, spec: ParameterSpec) -> float:
+    """Of a parameter the elements that a token goes through."""
+    return (model.experts.per_token / model.experts.count if ".experts." in spec.name else 1) * spec.size
+
+
+def _head_of(model: DecoderConfig) -> str:
+    """The operator that gives the logits."""
+    return EMBEDDING if model.tied_embeddings else HEAD
 
 
 def _activation_elements(model: DecoderConfig) -> dict[str, int]:
@@ -117,4 +111,6 @@ def _activation_elements(model: DecoderConfig) -> dict[str, int]:
     if model.mlp == "plain":
         return attention | {"up": 2 * hidden + inner, "down": inner}
     routed = 2 * model.experts.per_token * hidden
-    return attention | {"gate": 2 * hidden + routed + inner, "up": inner, "down": 2 * inner}
+    if model.experts.count:
+        return attention | {"experts": 2 * hidden + routed + 4 * inner}
+    return attention | {"gate": 2 * hidden + inner, "up": inner, "down": 2 * inner}

@@ -1,9 +1,10 @@
 """Measured layer timings: the file format and the interpolation."""
 
 import hashlib
+import math
 from bisect import bisect_right
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 import msgspec
 import platformdirs
@@ -14,10 +15,16 @@ from realhf.base.errors import UserError
 from realhf.base.files import decode_json, read_file, write_atomically
 from realhf.base.numbers import BYTES, DEVICES, SECONDS, TOKENS, check_fields
 from realhf.planning.model.hardware import RATES
+from realhf.planning.model.uncertainty import SPREAD
 
 FORMAT = "layer-profile/1"
 
-CollectiveKind = Literal["all_reduce", "broadcast", "send"]
+CollectiveKind = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "send"]
+# What was measured together, and is off together: layers, embeddings, heads and the optimizer; messages and
+# collectives; calls beyond these; moves of parameters.
+ProfilePart = Literal["layers", "collectives", "overheads", "reallocation"]
+PARTS: tuple[ProfilePart, ...] = get_args(ProfilePart)
+UNSTATED_ERROR = 0.1  # of a part whose profile does not say how its readings spread
 
 
 class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -75,7 +82,8 @@ class TensorTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class CollectiveTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One collective over `group_size` devices of one node (2 for a send); the sizes are bytes of the tensor."""
+    """One collective over `group_size` devices of one node (2 for a send); the sizes are bytes of the whole tensor. A
+    profile of before all-gathers and reduce-scatters were measured has none of these."""
 
     kind: CollectiveKind
     group_size: int
@@ -117,7 +125,10 @@ class ReallocationTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 
 
 class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was measured of one model type in one dtype on one machine. `profiles/README.md` describes every field."""
+    """What was measured of one model type in one dtype on one machine. `profiles/README.md` describes every field.
+
+    `spread`: of each part the standard deviation of the logarithm of repeated readings.
+    """
 
     hardware: str
     model: DecoderConfig
@@ -131,6 +142,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     overheads: CallOverheads = CallOverheads()
     reallocation: ReallocationTimings | None = None
     communicator_bytes: int | None = None
+    spread: dict[ProfilePart, float] = {}
     measured: dict[str, str | int | float] = {}
     format: str = FORMAT
 
@@ -139,7 +151,14 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if degrees != sorted(set(degrees)) or degrees[:1] != [1]:
             raise ValueError(f"tensor has tp={degrees}; it needs tp=1 and increasing degrees")
         seconds = dict.fromkeys(("optimizer_s_per_parameter", "call_overhead_s", "sampling_s"), SECONDS)
-        check_fields("", self, {**seconds, "sequence_length": TOKENS, "communicator_bytes": BYTES})
+        check_fields("", self, {**seconds, "sequence_length": TOKENS, "communicator_bytes": BYTES, "spread": SPREAD})
+
+    def error_of(self, part: ProfilePart) -> float:
+        """How far the profile may be off in all that it says of a part: the standard error of a median of readings."""
+        if part not in self.spread:
+            return UNSTATED_ERROR
+        readings = self.measured.get("repetitions", 1)
+        return self.spread[part] * math.sqrt(math.pi / 2 / max(float(readings), 1.0))
 
     def collective(self, kind: CollectiveKind) -> list[CollectiveTimings]:
         """The measured group sizes of a collective, the smallest first."""

@@ -2,16 +2,21 @@
 allocates."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import replace
 from functools import cached_property, lru_cache
-from itertools import accumulate
 
+import msgspec
+
+from realhf.architecture.compute import Recomputed
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.geometry.layout import ParallelStrategy, chunk_layers
 from realhf.geometry.pipeline_schedule import training_order
-from realhf.planning.model.activations import activation_elements, backward_bytes, kept_bytes
+from realhf.planning.model.activations import InFlight, activation_elements, beyond_kept_bytes, kept_bytes
+from realhf.planning.model.lengths import DecodePhase
 from realhf.planning.model.memory import PlacedModel
 from realhf.planning.model.sizes import largest_units, largest_weight
+from realhf.planning.model.units import StageUnits
 from realhf.planning.model.workload import Workload
 
 # Of a worker on a CPU, beside tensors. Measured: 12 MiB that torch and oneDNN take when they first compute, and 4 MiB
@@ -27,10 +32,10 @@ HOLES = 1 / 8
 # On a CPU an inference or a training computes what neighbours begin with once, from so many tokens on
 # (`realhf.engine.packing`).
 SHORTEST_SHARED = 8
+KEEPS_ALL = Recomputed()
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankWork:
+class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
     """What seconds and bytes of a call depend on, for one option: as in `CallModel`, but `samples` are of one rank."""
 
     call: ModelFunctionCallDef
@@ -38,6 +43,23 @@ class RankWork:
     lengths: Workload
     placed: PlacedModel
     micro_batches: int
+    known: dict[Hashable, float] = msgspec.field(default_factory=dict)
+    known_of_options: dict[Hashable, dict[Hashable, float]] = msgspec.field(default_factory=dict)
+
+    def once(self, what: Hashable, compute: Callable[[], float]) -> float:
+        """`compute()`, which does not depend on how data parallelism divides the model, on where its states lie, nor,
+        beyond `what`, on chunks: options that differ in these alone share what is known of a training."""
+        if not self.call.trains:
+            return compute()
+        if what not in self._shared:
+            self._shared[what] = compute()
+        return self._shared[what]
+
+    @cached_property
+    def _shared(self) -> dict[Hashable, float]:
+        strategy, features = self.placed.strategy, self.placed.features
+        degrees = (strategy.dp, strategy.tp, strategy.pp, self.micro_batches)
+        return self.known_of_options.setdefault((degrees, features.recomputed, features.sequence_parallel), {})
 
     @cached_property
     def parts(self) -> int:
@@ -81,6 +103,27 @@ class RankWork:
             return 1.0
         return max(1.0, self._cache_tokens() / (parts * max(given // parts // page, 1) * page))
 
+    @cached_property
+    def decode_phases(self) -> tuple[DecodePhase, ...]:
+        """The decode steps of a generation, each of all its micro-batches.
+
+        Without a distribution all sequences decode up to the limit. With one, sequences that wait for room, or for the
+        stages of a pipeline, take the places of those that end, so that the batch stays full; the last of them shrink
+        to the longest response of all ranks, which the call waits for.
+        """
+        responses = self.lengths.responses
+        if responses is None:
+            limit = self.lengths.max_new_tokens
+            return (DecodePhase(self.cache_turns * max(limit - 1, 0), 1.0, limit / 2),)
+        rounds = self.parts / self.parts_in_flight
+        turns = self.cache_turns * rounds
+        at_once = self.samples / turns * self.placed.strategy.dp
+        phases = [replace(each, steps=each.steps / rounds) for each in responses.decode_phases(at_once)]
+        if turns > 1 and responses.mean > 1:
+            middle = (responses.mean_square - responses.mean) / (2 * (responses.mean - 1))
+            phases.insert(0, DecodePhase((turns - 1) / rounds * (responses.mean - 1), 1.0, middle))
+        return tuple(phases)
+
     def _cache_tokens(self) -> float:
         """Places for keys and values, in whole pages, of all sequences in flight at their longest.
 
@@ -116,9 +159,13 @@ class RankWork:
         In host memory also HOLES, WORKER_BYTES and, with several stages, STAGES_BYTES. A call that does not use its
         model: nothing.
         """
+        return self._dynamic_bytes
+
+    @cached_property
+    def _dynamic_bytes(self) -> float:
         if not self.call.uses_model:
             return 0.0
-        allocated = self._generation_bytes() if self.call.generates else self._pass_bytes()
+        allocated = self._generation_bytes() if self.call.generates else self._passes_bytes()
         if not self.placed.features.in_host_memory:
             return allocated
         return WORKER_BYTES + (STAGES_BYTES if self.placed.strategy.pp > 1 else 0) + allocated * (1 + HOLES)
@@ -132,16 +179,29 @@ class RankWork:
 
     def gathered_bytes(self) -> int:
         """Parameters that the call gathers at a fully sharded home: a generation all of the device's stage, any other
-        two units at a time; for training also gradients of one unit, once as the backward pass gives them and once as a
-        vector to reduce."""
+        one unit at a time or, with prefetch, two that follow one another; for training also gradients of one unit, once
+        as the backward pass gives them and once as a vector to reduce."""
         placed = self.placed
         if not placed.is_divided:
             return 0
+        if placed.stages:
+            return max(map(self._gathered_on, placed.stages))
         if self.call.generates:
             return placed.parameter_bytes()
         first, second = largest_units(placed.model, placed.strategy.tp)
-        gradients = 2 * first * placed.features.gradient_bytes(placed.dtype) if self.call.trains else 0
-        return (first + second) * placed.item + gradients
+        # The head and an embedding that is tied to it are needed together.
+        units = first + second if placed.features.prefetch or placed.model.tied_embeddings else first
+        return units * placed.item + self._reduced_bytes(first)
+
+    def _gathered_on(self, stage: StageUnits) -> int:
+        """On a device of one stage, where operators have modes of their own."""
+        if self.call.generates:
+            return stage.sharded * self.placed.item
+        one, two = stage.in_use
+        return (two if self.placed.features.prefetch else one) * self.placed.item + self._reduced_bytes(one)
+
+    def _reduced_bytes(self, elements: int) -> int:
+        return 2 * elements * self.placed.features.gradient_bytes(self.placed.dtype) if self.call.trains else 0
 
     def _generation_bytes(self) -> float:
         placed, per_part = self.placed, math.ceil(self.samples / self.parts)
@@ -158,6 +218,11 @@ class RankWork:
         spare = self.parts_in_flight * placed.page_tokens if replays else 0
         return placed.cache_bytes(self._cache_tokens() / self.cache_turns + spare)
 
+    def _passes_bytes(self) -> float:
+        """An inference, or the passes of a training with what they gather, or its optimizer's step."""
+        passes = self.once(("bytes", self.placed.strategy.chunks), self._pass_bytes)
+        return max(passes + self.gathered_bytes(), self.placed.chunk_bytes()) if self.call.trains else passes
+
     def _pass_bytes(self) -> float:
         """An inference, or a forward and a backward pass."""
         placed, model, strategy = self.placed, self.placed.model, self.placed.strategy
@@ -166,17 +231,19 @@ class RankWork:
         if not self.call.trains:
             return tokens * (activation_elements(model, strategy.tp) * placed.item) + 2 * logits
 
-        behind = backward_bytes(model, placed.dtype, strategy.tp, placed.features)
-        backward = tokens * behind + largest_weight(model, strategy.tp) * placed.item
+        features, item_and_tp = placed.features, (placed.dtype, strategy.tp)
+        gradient = largest_weight(model, strategy.tp) * placed.item
 
         def stage_bytes(stage: int) -> float:
-            layers = layers_in_flight(model.num_layers, strategy, stage, self.micro_batches)
-            kept = kept_bytes(model, placed.dtype, strategy.tp, layers, placed.features)
-            return tokens * kept + backward + (3 * logits if stage == strategy.pp - 1 else 0)
+            in_flight = layers_in_flight(model.num_layers, strategy, stage, self.micro_batches, features.recomputed)
+            kept = max(kept_bytes(model, *item_and_tp, layers, features) for layers in in_flight)
+            sizes = map(len, chunk_layers(model.num_layers, strategy, stage))
+            whole = min(size - features.recomputed.count(size) for size in sizes)
+            beyond = tokens * beyond_kept_bytes(model, *item_and_tp, whole, features)
+            return tokens * kept + (beyond + gradient) + (3 * logits if stage == strategy.pp - 1 else 0)
 
         # The first stage has the most layers and micro-batches in flight, the last one the logits.
-        passes = max(stage_bytes(0), stage_bytes(strategy.pp - 1)) + self.gathered_bytes()
-        return max(passes, placed.chunk_bytes())
+        return max(stage_bytes(0), stage_bytes(strategy.pp - 1))
 
     def _logits_bytes(self, tokens: float) -> float:
         """One array of the logits of `tokens` tokens that exist at once, fp32 at least: of the whole vocabulary, or 1 /
@@ -190,18 +257,35 @@ class RankWork:
         return size_bytes if chunk is None else min(size_bytes, chunk)
 
 
-def layers_in_flight(num_layers: int, strategy: ParallelStrategy, stage: int, micro_batches: int) -> int:
-    """The most layers, each counted once a micro-batch, that wait on a stage for their backward pass.
+def layers_in_flight(
+    num_layers: int, strategy: ParallelStrategy, stage: int, micro_batches: int, recomputed: Recomputed = KEEPS_ALL
+) -> tuple[InFlight, ...]:
+    """The most layers that wait on a stage for their backward pass: no moment has more of one kind and no less of the
+    other than each of these.
 
     (Interleaved) 1F1B: without chunks those of pp - stage micro-batches, at most of all (Narayanan et al., 2021,
     section 2.2); with chunks those of pp micro-batches on the first stage too, but more on the others.
     """
     # The third pp micro-batches find as many in flight as the second.
-    return _layers_in_flight(num_layers, strategy.pp, strategy.chunks, stage, min(micro_batches, 2 * strategy.pp))
+    rounds = min(micro_batches, 2 * strategy.pp)
+    return _layers_in_flight(num_layers, strategy.pp, strategy.chunks, stage, rounds, recomputed)
 
 
 @lru_cache(maxsize=4096)
-def _layers_in_flight(num_layers: int, pp: int, chunks: int, stage: int, micro_batches: int) -> int:
-    layers = [len(chunk) for chunk in chunk_layers(num_layers, ParallelStrategy(pp=pp, chunks=chunks), stage)]
-    order = training_order(pp, stage, chunks, micro_batches)
-    return max(accumulate(layers[run.chunk] if run.is_forward else -layers[run.chunk] for run in order))
+def _layers_in_flight(
+    num_layers: int, pp: int, chunks: int, stage: int, micro_batches: int, recomputed: Recomputed
+) -> tuple[InFlight, ...]:
+    sizes = [len(chunk) for chunk in chunk_layers(num_layers, ParallelStrategy(pp=pp, chunks=chunks), stage)]
+    again = [recomputed.count(size) for size in sizes]
+    moments, whole, computed_again = set[InFlight](), 0, 0
+    for run in training_order(pp, stage, chunks, micro_batches):
+        sign = 1 if run.is_forward else -1
+        whole += sign * (sizes[run.chunk] - again[run.chunk])
+        computed_again += sign * again[run.chunk]
+        moments.add(InFlight(whole, computed_again))
+    most, found = -1, []
+    for moment in sorted(moments, reverse=True):
+        if moment.recomputed > most:
+            most = moment.recomputed
+            found.append(moment)
+    return tuple(found)

@@ -4,9 +4,9 @@ Groups (HybridFlow, section 5.3) are no options of their own. They are never wor
 and takes as long. So the search prices calls on the devices of their home as grouped, and its plans have the groups.
 """
 
-from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from msgspec.structs import replace
 
@@ -16,6 +16,7 @@ from realhf.dataflow.plan import CallPlan
 from realhf.dataflow.protocols import THREE_D_PROTO
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, held_layers
 from realhf.geometry.micro_dp import contains, grouped_like
+from realhf.geometry.shards import Placement
 from realhf.planning.model.cluster import Cluster, share_a_node
 from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.sizes import model_sizes
@@ -45,28 +46,34 @@ class Reallocation:
         sent = (min(total, model_sizes(self.model).total) if self.forwarding else total) / source.size
         return self.links.send_s(max(worst, sent) * self.item, crosses_nodes=crosses_nodes)
 
-    def table(self, sources: Sequence[Layout], targets: Sequence[Layout]) -> list[float]:
+    def table(self, sources: Sequence[Placement], targets: Sequence[Layout]) -> list[float]:
         """`seconds` of sources x targets, row-major: for a few pairs. For the millions of a search there is C++."""
         return [
             self.seconds(
                 moved_elements(self.model, source, target),
-                source.mesh,
-                crosses_nodes=not share_a_node(self.cluster, source.mesh, target.mesh),
+                source.layout.mesh,
+                crosses_nodes=not share_a_node(self.cluster, source.layout.mesh, target.mesh),
             )
             for source in sources
             for target in targets
         ]
 
 
-def moved_elements(model: DecoderConfig, source: Layout, target: Layout) -> tuple[int, int]:
+@lru_cache(maxsize=4096)
+def moved_elements(model: DecoderConfig, source: Placement, target: Layout) -> tuple[int, int]:
     """(elements that the worst device of `target` lacks, elements that all of its devices lack): the boxes that each
-    needs under `target` less those it holds under `source` (`realhf.geometry.boxes.device_boxes`), in closed form. The
-    same formula in C++ knows neither model chunks nor micro data-parallel groups."""
-    worst = total = 0
+    needs under `target` less those it holds under `source` (`realhf.geometry.boxes.device_boxes`), in closed form.
+
+    Of a source whose parameters are divided over data parallelism a device holds an equal share of these. The same
+    formula in C++ knows no micro data-parallel groups.
+    """
+    worst = needed_by_all = held_by_all = 0
     for device in target.mesh.devices:
-        lacking = _held_by_both(model, (target, target), device) - _held_by_both(model, (source, target), device)
-        worst, total = max(worst, lacking), total + lacking
-    return worst, total
+        needed = _held_by_both(model, (target, target), device)
+        held = _held_by_both(model, (source.layout, target), device)
+        worst = max(worst, needed - held // source.divided)
+        needed_by_all, held_by_all = needed_by_all + needed, held_by_all + held
+    return worst, needed_by_all - held_by_all // source.divided
 
 
 def _held_by_both(model: DecoderConfig, layouts: tuple[Layout, Layout], device: int) -> int:
@@ -136,22 +143,26 @@ def moved_to_groups(model: DecoderConfig, home: ParallelStrategy, target: Parall
 
 
 def grouped_reallocations(
-    seconds: Sequence[float], move: Reallocation, homes: Sequence[Layout], targets: Sequence[Layout]
-) -> "array[float]":
-    """The table `seconds` of homes x targets, row-major, with the times of grouped layouts where there are such."""
-    table = array("d", seconds)
-    on_mesh: dict[object, list[int]] = {}
+    move: Reallocation, homes: Sequence[Placement], targets: Sequence[Layout]
+) -> Iterator[tuple[int, float]]:
+    """Where a table of homes x targets, row-major, has grouped layouts: the place, and the seconds that they take."""
+    on_mesh: dict[object, list[tuple[int, int]]] = {}  # (column, number of the strategy)
+    numbers: dict[ParallelStrategy, int] = {}
     for column, target in enumerate(targets):
-        on_mesh.setdefault(target.mesh, []).append(column)
-    moved: dict[tuple[ParallelStrategy, ParallelStrategy], tuple[int, int] | None] = {}
-    for row, home in enumerate(homes):
-        crosses = move.cluster.crosses_nodes(home.mesh.devices)
-        for column in on_mesh.get(home.mesh, []):
-            target = targets[column]
-            pair = (home.strategy, target.strategy)
-            if pair not in moved:
+        number = numbers.setdefault(target.strategy, len(numbers))
+        on_mesh.setdefault(target.mesh, []).append((column, number))
+    taken: dict[tuple[int, int, bool], float | None] = {}  # wherever the mesh lies
+    for row, (home, divided) in enumerate((placement.layout, placement.divided) for placement in homes):
+        if divided > 1:
+            continue  # it moves nearly all, with groups or without
+        crosses, first = move.cluster.crosses_nodes(home.mesh.devices), row * len(targets)
+        from_number = numbers.setdefault(home.strategy, len(numbers))
+        for column, number in on_mesh.get(home.mesh, []):
+            key = (from_number, number, crosses)
+            if key not in taken:
+                target = targets[column]
                 has_groups = target != home and grouped(home, target, move.model.num_layers, move.cluster)
-                moved[pair] = moved_to_groups(move.model, *pair) if has_groups else None
-            if (elements := moved[pair]) is not None:
-                table[row * len(targets) + column] = move.seconds(elements, home.mesh, crosses_nodes=crosses)
-    return table
+                moved = moved_to_groups(move.model, home.strategy, target.strategy) if has_groups else None
+                taken[key] = None if moved is None else move.seconds(moved, home.mesh, crosses_nodes=crosses)
+            if (seconds := taken[key]) is not None:
+                yield first + column, seconds

@@ -1,15 +1,21 @@
 """Seconds of the work of a data-parallel rank in a call."""
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache, partial
 
-from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, stage_layers
+from realhf.architecture.compute import Recomputation
+from realhf.architecture.decoding import num_buckets
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, chunk_layers, stage_layers
+from realhf.geometry.operators import EMBEDDING, HEAD
 from realhf.planning.model.cluster import Cluster
+from realhf.planning.model.exchange import Exchange
+from realhf.planning.model.lengths import DecodePhase
 from realhf.planning.model.rank_work import RankWork
-from realhf.planning.model.sizes import model_sizes
-from realhf.planning.model.timings import Timings
+from realhf.planning.model.sizes import model_sizes, operator_parts
+from realhf.planning.model.timings import ProfiledTimings, Timings
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class RankSeconds:
         self.sequences = work.samples / work.parts  # of one micro-batch
 
     def total_s(self) -> float:
-        """The whole call, but one mini-batch of a training, without its reduction of sharded operators."""
+        """The whole call, but one mini-batch of a training."""
         if self.work.call.generates:
             return self.generate_s()
         return self.mini_batch_train_s() if self.work.call.trains else self.inference_s()
@@ -58,35 +64,99 @@ class RankSeconds:
     def inference_s(self) -> float:
         """A forward pipeline over the micro-batches; the last stage has the head."""
         tokens = self.work.rows
-        length = self.lengths.tokens
+        length = self.lengths.attended
         pipeline = self._pipeline_s(self._stages(lambda stage: self._stage_s(stage, tokens, length, train=False)))
         return pipeline + self.timings.overheads.forward_s
 
     def mini_batch_train_s(self) -> float:
-        """Forward and backward of the micro-batches (1F1B), reduction of gradients over dp, AdamW.
+        """Forward and backward of the micro-batches (1F1B), what data parallelism exchanges, AdamW."""
+        tokens, strategy, length = self.work.rows, self.strategy, self.lengths.attended
+        pipeline = self.work.once(
+            ("pipeline", strategy.chunks),
+            lambda: self._pipeline_s(self._stages(lambda stage: self._stage_s(stage, tokens, length, train=True))),
+        )
+        overheads_s = self.timings.overheads.train_s + self.timings.hardware.mini_batch_s
+        return pipeline + self._exchange_s() + self._optimizer_s(self._updated()) + overheads_s
+
+    def _exchange_s(self) -> float:
+        """Gradients and parameters over dp, of the stage that takes longest, and gradients of tied embeddings.
 
         With ZeRO-1 gradients are reduce-scattered, 1 / dp of the parameters updated and all-gathered: the bytes of the
         ring all-reduce that it replaces (ZeRO, section 7.2.1).
         """
-        tokens = self.work.rows
-        strategy, sizes = self.strategy, model_sizes(self.model)
-        length = self.lengths.tokens
-        pipeline = self._pipeline_s(self._stages(lambda stage: self._stage_s(stage, tokens, length, train=True)))
-        parameters = self.placed.elements()
+        strategy, sizes, stages = self.strategy, model_sizes(self.model), self.placed.stages
         gradient = self.features.gradient_bytes(self.placed.dtype)
+        if stages:
+            exchange_s = max(self.exchange(number).mini_batch_s(stage) for number, stage in enumerate(stages))
+        else:
+            exchange_s = self._of_all_s(gradient)
+        if sizes.tied and strategy.pp > 1:  # both copies of the embedding need the sum of their gradients
+            embedding_bytes = sizes.embedding_sharded // strategy.tp * gradient
+            exchange_s += self.timings.all_reduce(embedding_bytes, 2, crosses_nodes=self.crosses.pipeline)
+        return exchange_s
+
+    def _of_all_s(self, gradient: int) -> float:
+        """Where all operators are in one mode."""
+        parameters = self.placed.elements()
         # Half of the ring's bytes are gradients; the other half are parameters with ZeRO-1, else gradients too.
         size_bytes = parameters * ((gradient + self.placed.item) / 2 if self.features.zero1 else gradient)
         if self.features.fully_sharded:  # for every micro-batch, gathered twice and reduced once
             size_bytes = self.micro_batches * parameters * (2 * self.placed.item + gradient) / 2
-        reduce = self.timings.all_reduce(
-            size_bytes, strategy.dp, crosses_nodes=self.crosses.data, per_node=self.crosses.data_per_node
+        return self._over_data(self.timings.all_reduce)(size_bytes)
+
+    def exchange(self, stage: int) -> Exchange:
+        """What data parallelism exchanges on a stage where operators have modes of their own. Behind computation a
+        gather is hidden on GPUs alone (`EngineFeatures.prefetch`)."""
+        hides = self.features.prefetch and self.features.on_gpus
+        return Exchange(
+            all_reduce=self._over_data(self.timings.all_reduce),
+            all_gather=self._over_data(self.timings.all_gather),
+            reduce_scatter=self._over_data(self.timings.reduce_scatter),
+            micro_batches=self.micro_batches,
+            item=self.placed.item,
+            gradient=self.features.gradient_bytes(self.placed.dtype),
+            recomputes=self.recomputed_layers(stage) if self.features.recomputation == "full" else frozenset(),
+            forward_s=self._operators_s(stage, backward=False) if hides else {},
+            backward_s=self._operators_s(stage, backward=True) if hides else {},
         )
-        if sizes.tied and strategy.pp > 1:  # both copies of the embedding need the sum of their gradients
-            embedding_bytes = sizes.embedding_sharded // strategy.tp * gradient
-            reduce += self.timings.all_reduce(embedding_bytes, 2, crosses_nodes=self.crosses.pipeline)
+
+    def recomputed_layers(self, stage: int) -> frozenset[int]:
+        """The layers of a stage whose forward pass is run again."""
+        chunks, recomputed = chunk_layers(self.model.num_layers, self.strategy, stage), self.features.recomputed
+        return frozenset(layer for chunk in chunks for layer in chunk[: recomputed.count(len(chunk))])
+
+    def _num_recomputed(self, stage: int, layers: int) -> int:
+        """Of a stage with so many layers."""
+        recomputed = self.features.recomputed
+        return recomputed.count(layers) if recomputed.layers is None else len(self.recomputed_layers(stage))
+
+    def _over_data(self, collective: Callable[..., float]) -> Callable[[float], float]:
+        """A collective of the data-parallel group."""
+        crosses = self.crosses
+        return partial(
+            collective, group_size=self.strategy.dp, crosses_nodes=crosses.data, per_node=crosses.data_per_node
+        )
+
+    def _operators_s(self, stage: int, *, backward: bool) -> dict[str, float]:
+        """What an operator of each kind takes of one micro-batch: a layer's seconds by the parameters that a token goes
+        through."""
+        tp, crosses, tokens = self.strategy.tp, self.crosses.tensor, self.work.rows
+        layer_s = self.timings.layer(
+            tokens, self.lengths.attended, tp, backward=backward, tp_crosses_nodes=crosses, trains=True
+        )
+        seconds = {kind: part * layer_s for kind, part in operator_parts(self.model).items()}
+        if stage == 0:
+            seconds[EMBEDDING] = self.timings.embedding(tokens, tp, backward=backward, tp_crosses_nodes=crosses)
+        if stage == self.strategy.pp - 1:
+            seconds[HEAD] = self.timings.head(self._head_tokens, tp, backward=backward, tp_crosses_nodes=crosses)
+        return seconds
+
+    def _updated(self) -> float:
+        """Parameters that a device updates."""
+        if self.placed.stages:
+            return max(stage.updated for stage in self.placed.stages)
         is_divided = self.features.zero1 or self.features.fully_sharded
-        updated = parameters / strategy.dp if is_divided else parameters
-        return pipeline + reduce + self._optimizer_s(updated) + self.timings.overheads.train_s
+        return self.placed.elements() / self.strategy.dp if is_divided else self.placed.elements()
 
     def _optimizer_s(self, updated: float) -> float:
         """A step on `updated` parameters of a device; states that wait in host memory come and go for it."""
@@ -94,25 +164,37 @@ class RankSeconds:
         return self.timings.optimizer(updated) + moved / self.timings.links.host_bandwidth
 
     def generate_s(self) -> float:
-        """Prefill, which gives the first token, then a decode step for each further token of the longest response. The
-        samples of a prompt compute it once.
+        """Prefill, which gives the first token, then a decode step for each further token of the longest response,
+        while the batch shrinks as responses end. The samples of a prompt compute it once.
 
         With m >= pp micro-batches, pp of them in flight, a decode step of all takes m times the slowest stage: a
         micro-batch's next token waits for its last one to have passed all pp stages, which meanwhile work on the
         others. Fewer samples than stages leave stages idle. Where the KV cache has no room for all, they take turns.
         """
-        prompts, length = self.work.prompts, self.lengths.prompt_tokens
+        tokens, length = self.work.prompts * self.lengths.prompt_tokens, self.lengths.attended_prompt
         stages = self._stages(
-            lambda stage: self._stage_s(stage, prompts * length, length, train=False, head_tokens=self.sequences)
+            lambda stage: self._stage_s(stage, tokens, length, train=False, head_tokens=self.sequences)
         )
         prefill = self._pipeline_s(stages)
-        slowest = max(self._stages(self._decode_stage_s))
-        decode_step = max(self.micro_batches, self.strategy.pp) * slowest
         overheads = self.timings.overheads
         parameters = self.placed.elements()
         prefill += overheads.generate_s + parameters * overheads.generate_s_per_parameter
-        decode_steps = self.work.cache_turns * max(self.lengths.max_new_tokens - 1, 0)
-        return prefill + self.timings.hardware.sampling_s + decode_steps * decode_step
+        decodes = 0.0
+        for phase in self.work.decode_phases:
+            slowest = max(self._stages(partial(self._decode_stage_s, phase)))
+            decodes += phase.steps * (max(self.micro_batches, self.strategy.pp) * slowest)
+        prefill += self._recording_s
+        return prefill + self.timings.hardware.sampling_s + decodes
+
+    @property
+    def _recording_s(self) -> float:
+        """What graphs cost that live for one call: for each its kernels are launched twice one by one, to run and to be
+        recorded. A batch that shrinks needs one for every number of rows."""
+        if not (self.features.cuda_graphs and self.lengths.decode_graphs == "call"):
+            return 0.0
+        number = num_buckets(math.ceil(self.sequences)) if self.lengths.responses else 1
+        layers = len(stage_layers(self.model.num_layers, self.strategy.pp, 0))
+        return self.work.parts_in_flight * number * 2 * layers * self.timings.hardware.decode_launch_s
 
     def _stages(self, seconds: Callable[[int], float]) -> list[float]:
         """`seconds` of every stage; those within the pipeline with equally many layers are alike."""
@@ -137,33 +219,72 @@ class RankSeconds:
     ) -> float:
         """One micro-batch of sequences of `length` on one stage: forward, and backward for training; with the messages
         that it receives. The embedding and the head are not recomputed."""
+        pp, message_s = self.strategy.pp, self._send_s(tokens) + self.timings.overheads.message_s
+        hops = self._hops(stage, 0, pp - 1) + (self._hops(stage, pp - 1, 0) if train else 0)
+        return self._computed_s(stage, tokens, length, train=train, head_tokens=head_tokens) + hops * message_s
+
+    def _computed_s(self, stage: int, tokens: float, length: float, *, train: bool, head_tokens: float | None) -> float:
+        """`_stage_s` without messages: the same for many options, as for twice dp and half the micro-batches."""
+        tp, pp, features = self.strategy.tp, self.strategy.pp, self.features
+        layers = len(stage_layers(self.model.num_layers, pp, stage))
+        head = self._head_tokens if head_tokens is None else head_tokens
+        place = (layers, stage == 0, head if stage == pp - 1 else None, tp, self.crosses.tensor)
+        recomputed = self._num_recomputed(stage, layers) if train else 0
+        key = (place, tokens, length, train, features.recomputation, recomputed, features.sequence_parallel)
+        if key not in self.work.known:
+            self.work.known[key] = self._uncached_s(stage, tokens, length, train=train, head=head)
+        return self.work.known[key]
+
+    def _uncached_s(self, stage: int, tokens: float, length: float, *, train: bool, head: float) -> float:
         tp, pp, crosses = self.strategy.tp, self.strategy.pp, self.crosses.tensor
         layers = len(stage_layers(self.model.num_layers, pp, stage))
         overheads = self.timings.overheads
         seconds = overheads.train_micro_batch_s if train else overheads.forward_micro_batch_s
+        recomputed = self._num_recomputed(stage, layers) if train else 0
+        if recomputed:
+            seconds += recomputed * self._layer_s(tokens, length, train, self.features.recomputation)
+        if layers > recomputed:
+            seconds += (layers - recomputed) * self._layer_s(tokens, length, train, "off")
         for backward in (False, True) if train else (False,):
-            seconds += layers * self.timings.layer(tokens, length, tp, backward=backward, tp_crosses_nodes=crosses)
-            if backward:
-                seconds += layers * self._recomputation_s(tokens, length)
             if stage == 0:
                 seconds += self.timings.embedding(tokens, tp, backward=backward, tp_crosses_nodes=crosses)
             if stage == pp - 1:
-                head = self._head_tokens if head_tokens is None else head_tokens
                 seconds += self.timings.head(head, tp, backward=backward, tp_crosses_nodes=crosses)
-            first, last = (pp - 1, 0) if backward else (0, pp - 1)
-            seconds += self._hops(stage, first, last) * (self._send_s(tokens) + overheads.message_s)
         return seconds
 
-    def _recomputation_s(self, tokens: float, length: float) -> float:
+    def _layer_s(self, tokens: float, length: float, train: bool, recomputation: Recomputation) -> float:
+        """One layer, forward, and backward with what it computes again for training: much the same for many options."""
+        tp, crosses, features = self.strategy.tp, self.crosses.tensor, self.features
+        key = ("layer", tokens, length, tp, crosses, train, recomputation, features.sequence_parallel)
+        if key not in self.work.known:
+            seconds = 0.0
+            for backward in (False, True) if train else (False,):
+                seconds += self.timings.layer(
+                    tokens, length, tp, backward=backward, tp_crosses_nodes=crosses, trains=train
+                )
+                if train:
+                    seconds += self._unmeasured_s
+            self.work.known[key] = seconds + (self._recomputation_s(tokens, length, recomputation) if train else 0.0)
+        return self.work.known[key]
+
+    def _recomputation_s(self, tokens: float, length: float, recomputation: Recomputation) -> float:
         """What the backward pass of one layer computes again."""
         tp, crosses = self.strategy.tp, self.crosses.tensor
-        match self.features.recomputation:
+        match recomputation:
             case "full":
-                return self.timings.layer(tokens, length, tp, backward=False, tp_crosses_nodes=crosses)
+                return self.timings.layer(tokens, length, tp, backward=False, tp_crosses_nodes=crosses, trains=True)
             case "selective":
                 return self.timings.recomputed(tokens, tp, tp_crosses_nodes=crosses)
             case "off":
                 return 0.0
+
+    @cached_property
+    def _unmeasured_s(self) -> float:
+        """What sequence parallelism adds to a layer that was measured without, each way: each of its two all-reduces
+        becomes an all-gather and a reduce-scatter of the same bytes, so that ranks wait for one another once more."""
+        if not (self.features.sequence_parallel and isinstance(self.timings, ProfiledTimings)):
+            return 0.0
+        return 2 * self.timings.all_reduce(0.0, self.strategy.tp, crosses_nodes=self.crosses.tensor)
 
     @property
     def _head_tokens(self) -> float:
@@ -171,12 +292,12 @@ class RankSeconds:
         only_responses = self.features.response_logits and self.model.head == "lm" and self.lengths.new_tokens > 0
         return self.sequences * (self.lengths.new_tokens if only_responses else self.lengths.tokens)
 
-    def _decode_stage_s(self, stage: int) -> float:
+    def _decode_stage_s(self, phase: DecodePhase, stage: int) -> float:
         """One decode step of one micro-batch on one stage."""
         tp, pp, crosses = self.strategy.tp, self.strategy.pp, self.crosses.tensor
         layers = len(stage_layers(self.model.num_layers, pp, stage))
-        context = self.lengths.prompt_tokens + self.lengths.max_new_tokens / 2  # in the middle of the response
-        sequences = self.sequences / self.work.cache_turns
+        context = self.lengths.prompt_tokens + phase.tokens
+        sequences = self.sequences / self.work.cache_turns * phase.share
         layer_s = self.timings.decode_layer(sequences, context, tp, tp_crosses_nodes=crosses)
         seconds = self.timings.overheads.decode_step_s + layers * layer_s
         if stage == 0:

@@ -1,149 +1,298 @@
-"""OSDP within the plan search: where the states of a training do not fit, parameters and gradients of some operators
-are sharded over dp and gathered for each use.
+"""Modes of operators for a training whose states do not fit as ZeRO-1 has them: some operators, or slices of them, are
+sharded over dp, those that cost the least time (OSDP, IJCAI 2023). The choice is exact (csrc/search/osdp.h)."""
 
-Only with the engine feature `sharded_operators`, which this project's engine has not: such plans are what-ifs.
-"""
-
-import contextlib
+import math
 from collections import Counter
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import groupby
+from typing import NamedTuple
 
-from realhf.base.errors import UserError
-from realhf.geometry.layout import held_layers
-from realhf.geometry.parameters import decoder_parameters
-from realhf.planning.model.memory import PlacedModel
-from realhf.planning.model.operator_modes import Links, Mode, Operator, OsdpPlan, OsdpProblem, sliced, solve
-from realhf.planning.model.operators import operator_of
-from realhf.planning.model.rank_work import RankWork
-from realhf.planning.model.sizes import model_sizes
+from realhf.architecture.compute import ModeRules, modes_text
+from realhf.architecture.model import DecoderConfig
+from realhf.geometry.layout import ParallelStrategy
+from realhf.geometry.operators import EMBEDDING, NORMS, can_be_cut, cut_dim, kind_of, operators
+from realhf.planning import _search
+from realhf.planning.model.exchange import Exchange
+from realhf.planning.model.operator_modes import SMALLEST_SLICED_BYTES
+from realhf.planning.model.rank_work import HOLES, RankWork
+from realhf.planning.model.units import Modes, Shapes, by_stage, operators_on, slice_elements, vector_elements
 
-SLICES = 4  # of large operators, if that is better than whole ones: then less is gathered at a time
-SHARED_PART = 0.5  # of a device, for the states of a call that is not alone
+SLICES = (1, 2, 4, 8)  # of large operators; which is best depends on what has to be gathered at a time
+SAVED_PARTS = (0.25, 0.5, 0.75)  # of what sharding all states would save, where other calls share the devices
+MOST_SLICES = 64  # of operators that are alike, in one row of the solver
+TIME_LIMIT_S = 1.0
+_ZERO1: Modes = ("zero1",)
+_SHARDED: Modes = ("sharded",)
+
+
+def rooms(left_bytes: float, zero1_bytes: int, least_bytes: int, *, shares_devices: bool) -> list[int]:
+    """Bytes that states may take, with what is gathered of them: choices of their own, the largest first.
+
+    A call that is alone (supervised training) gets what its activations leave (`left_bytes`), since sharding more only
+    costs time. Where other calls share the devices, what they need is not known before a plan is chosen: some of what
+    sharding can save, between `zero1_bytes` and `least_bytes` with all states divided, is a choice of its own.
+    """
+    if not shares_devices:
+        return [int(left_bytes)]
+    saved = [round(part * (zero1_bytes - least_bytes)) for part in SAVED_PARTS]
+    levels = [min(left_bytes, zero1_bytes - part) for part in saved]
+    return list(dict.fromkeys(int(level) for level in levels))
 
 
 @dataclass(frozen=True)
-class Sharding:
-    """The modes of the operators on the fullest device of a train call, and what they change. `plan` is of one
-    mini-batch, its links those of `added_links`; `links` are the group's own."""
+class _Alike:
+    """Operators of one kind with tensors of the same shapes, by name in the order of their layers; all of them in
+    layers that are recomputed, or none."""
 
-    plan: OsdpPlan
-    links: Links
-
-    @property
-    def regather_s(self) -> float:
-        """Gathers all that is sharded once more: for a copy that another call of the model takes."""
-        return self.links.pass_s(self.sharded_bytes)
-
-    @cached_property
-    def gather_bytes(self) -> int:
-        """Whole parameters of the largest sharded slice, while it is in use."""
-        return max((self.plan.problem.gather_bytes(op) for op, _ in self.sharded), default=0)
+    kind: str
+    names: tuple[str, ...]
+    shapes: Shapes
+    can_be_cut: bool
+    is_recomputed: bool
 
     @property
-    def sharded_bytes(self) -> float:
-        """Of the parameters before they were sharded."""
-        return sum(op.parameter_bytes * count / op.slices for op, count in self.sharded)
+    def in_layers(self) -> bool:
+        return self.names[0].startswith("layers.")
 
-    @property
-    def static_bytes(self) -> int:
-        """Parameters, gradients and optimizer states that stay on the device."""
-        return self.plan.memory_bytes - self.gather_bytes
 
-    def __str__(self) -> str:
-        operators = self.plan.problem.operators
-        part = self.sharded_bytes / sum(op.parameter_bytes for op in operators)
-        return (
-            f"{len(self.sharded)} of {len(operators)} operators of a device sharded over "
-            f"dp={self.links.num_devices}, {part:.0%} of its parameters"
+@dataclass(frozen=True)
+class _Slice:
+    """Of one of several equal slices: seconds in a mini-batch and bytes in both modes, and the bytes of its use."""
+
+    zero1: tuple[float, int]
+    sharded: tuple[float, int]
+    gather_bytes: int
+
+
+_Row = tuple[int, int, tuple[tuple[float, int, bool], ...]]  # as `_search.solve_osdp` takes an operator
+
+
+class _Cut(NamedTuple):
+    """The operators of a stage, each group in a number of slices: what a slice takes, and the rows of the solver."""
+
+    numbers: Mapping[_Alike, int]
+    parts: Mapping[_Alike, _Slice]
+    rows: tuple[_Row, ...]
+
+
+class Chooser:
+    """Chooses modes of the operators of a training. `work`: of the training as ZeRO-1 has it, with the `exchanges` of
+    the stages of its pipeline."""
+
+    def __init__(self, work: RankWork, exchanges: tuple[Exchange, ...]):
+        self._work, self._exchanges = work, exchanges
+        placed = work.placed
+        self._model, self._strategy, self._features = placed.model, placed.strategy, placed.features
+        self._item, self._gradient = placed.item, placed.features.gradient_bytes(placed.dtype)
+        self._slices: dict[tuple[str, Shapes, bool, int, int], _Slice] = {}
+        self._state = 0 if self._features.offloads_states else placed.features.state_bytes(placed.dtype)
+
+    def within(self, room_bytes: int) -> ModeRules | None:
+        """The modes that take the least time with states, and what is gathered of them, in `room_bytes`; None where
+        none are so small."""
+        return self._choice(room_bytes)
+
+    def smallest(self) -> ModeRules | None:
+        """The modes that need the least memory."""
+        return self._choice(None)
+
+    def _choice(self, room_bytes: int | None) -> ModeRules | None:
+        """Of all stages: those with the same tied embedding have it in one mode, which the fuller of them chooses."""
+        last = self._strategy.pp - 1
+        ends = sorted({0, last}, key=lambda stage: -self._elements(stage))
+        found: dict[str, Modes] = {}
+        for stage in [*ends, *range(1, last)]:
+            modes = self._on_stage(stage, room_bytes, found.get(EMBEDDING) if stage in ends[1:] else None)
+            if modes is None:
+                return None
+            found |= modes
+        return compact(found, self._model)
+
+    def _elements(self, stage: int) -> int:
+        shapes = operators_on(self._model, self._strategy, stage).values()
+        return sum(math.prod(shape) for tensors in shapes for shape in tensors)
+
+    def _on_stage(self, stage: int, room_bytes: int | None, of_embedding: Modes | None) -> dict[str, Modes] | None:
+        """By operator of a stage. The tied embedding has the modes of the other stage that has it."""
+        if room_bytes is None:
+            limit = min(_solution(cut.rows, 0)["smallest_fixed_bytes"] for cut in self._cuts(stage, of_embedding))
+        else:
+            limit = room_bytes - self._fixed_bytes(stage)
+        best: tuple[float, dict[str, Modes]] | None = None
+        for cut in self._cuts(stage, of_embedding):
+            solved = _solved(cut.rows, limit)
+            if solved is not None:
+                if best is not None and solved[0] >= best[0]:
+                    break  # with more slices, more messages
+                best = solved[0], self._modes(cut, solved[1], stage)
+        return None if best is None else best[1]
+
+    def _cuts(self, stage: int, of_embedding: Modes | None) -> Iterator[_Cut]:
+        """The operators of a stage in each number of slices, the fewest first, as long as some can be cut so far."""
+        for slices in SLICES:
+            numbers = {group: self._slices_of(group, slices) for group in self._groups(stage)}
+            if slices > 1 and max(numbers.values(), default=1) < slices:
+                break
+            parts = {group: self._slice(group, number, stage) for group, number in numbers.items()}
+            rows = tuple(
+                row
+                for group, number in numbers.items()
+                for row in _rows(group, number, parts[group], of_embedding if group.kind == EMBEDDING else None)
+            )
+            yield _Cut(numbers, parts, rows)
+
+    def _groups(self, stage: int) -> "tuple[_Alike, ...]":
+        return _alike(self._model, self._strategy, stage, self._exchanges[stage].recomputes)
+
+    def _slices_of(self, group: _Alike, slices: int) -> int:
+        """Into how many an operator is cut, at most `slices`."""
+        size_bytes = sum(math.prod(shape) for shape in group.shapes) * self._item
+        has_so_many = group.can_be_cut and group.shapes[0][cut_dim(group.kind)] >= slices
+        return slices if has_so_many and size_bytes >= SMALLEST_SLICED_BYTES else 1
+
+    def _slice(self, group: _Alike, number: int, stage: int) -> _Slice:
+        """What a slice takes; the operators of a layer take the same on every stage."""
+        key = (group.kind, group.shapes, group.is_recomputed, number, -1 if group.in_layers else stage)
+        if key not in self._slices:
+            self._slices[key] = self._computed_slice(group, number, self._exchanges[stage])
+        return self._slices[key]
+
+    def _computed_slice(self, group: _Alike, number: int, exchange: Exchange) -> _Slice:
+        dp = self._strategy.dp
+        plain = max(slice_elements(group.shapes, _ZERO1 * number, dp, cut_dim(group.kind)))
+        sharded = max(slice_elements(group.shapes, _SHARDED * number, dp, cut_dim(group.kind)))
+        kept = self._item + self._gradient
+        held = 2 if self._features.prefetch else 1
+        gather = sharded * (held * self._item + 2 * self._gradient)
+        return _Slice(
+            zero1=(exchange.zero1_s(plain), math.ceil(plain * kept + plain * self._state / dp)),
+            sharded=(
+                exchange.sharded_s(sharded, group.kind, 1 / number, recomputed=group.is_recomputed),
+                sharded // dp * (kept + self._state),
+            ),
+            gather_bytes=math.ceil(gather * (1 + HOLES if self._features.in_host_memory else 1)),
         )
 
-    @cached_property
-    def sharded(self) -> list[tuple[Operator, int]]:
-        """Operators of which something is sharded, and how many slices of each."""
-        return [(op, count) for op, mode, count in self.plan.counts() if mode == "sharded" and count]
+    def _fixed_bytes(self, stage: int) -> int:
+        """What no choice changes: norms, what pads the vector that they are in, and copies for checkpoints."""
+        dp, placed = self._strategy.dp, self._work.placed
+        norms = operators_on(self._model, self._strategy, stage).get(NORMS, ())
+        elements = vector_elements(sum(slice_elements(norms, _ZERO1, dp)), dp) + vector_elements(1, dp)
+        written = placed.elements(is_divided=True) if self._features.copies_checkpoints else 0
+        state = placed.features.state_bytes(placed.dtype)
+        return math.ceil(elements * (self._item + self._gradient + self._state / dp)) + written * (self._item + state)
+
+    def _modes(self, cut: _Cut, sharded: tuple[int, ...], stage: int) -> dict[str, Modes]:
+        """By operator, from the numbers of sharded slices in the solver's rows. Slices of operators that are alike are
+        alike: the first layers are sharded, each in as few slices as the largest gather allows."""
+        counts: Counter[_Alike] = Counter()
+        left = iter(sharded)
+        for group, number in cut.numbers.items():
+            counts[group] = sum(next(left) for _ in _in_rows(group, number))
+        most = max((cut.parts[group].gather_bytes for group, count in counts.items() if count), default=0)
+        modes: dict[str, Modes] = {}
+        for group, number in cut.numbers.items():
+            fewest = next(
+                few
+                for few in (*(each for each in SLICES if each < number), number)
+                if few == number or self._slice(group, few, stage).gather_bytes <= most
+            )
+            whole, rest = divmod(counts[group], number)
+            mixed: Modes = _SHARDED * rest + _ZERO1 * (number - rest)
+            for place, name in enumerate(group.names):
+                modes[name] = _SHARDED * fewest if place < whole else mixed if place == whole and rest else _ZERO1
+        return modes
 
 
-def rooms(dynamic_bytes: float, memory_bytes: float, *, shares_devices: bool) -> list[int]:
-    """Bytes that states may take, in the order in which they are tried: the first that holds a choice is taken.
-
-    A call that is alone (supervised training) gets what its activations leave, since sharding more only costs time.
-    Where other calls share the devices, states that fill them would rule out every such plan for a few seconds less:
-    they get half of a device at most, and only if no choice is that small all that is left. What the others need is not
-    known before a plan is chosen, and every further level would multiply the options.
-    """
-    left = memory_bytes - dynamic_bytes
-    levels = [min(SHARED_PART * memory_bytes, left), left] if shares_devices else [left]
-    return [int(level) for level in dict.fromkeys(levels) if level >= 1]
-
-
-def added_links(work: RankWork, link: tuple[float, float]) -> Links:
-    """Links by which one pass of an operator takes as long as sharding adds to a mini-batch of it. `link`: (latency,
-    bandwidth) of the group's ring.
-
-    Sharded has one pass more than ZeRO-1 or replication (OSDP: ZDP to DP is 3 to 2). It stands for what this engine
-    would do: parameters gathered forward and backward (and for recomputation) and gradients reduce-scattered for every
-    micro-batch, in place of the bytes of one all-reduce a mini-batch, whose latency stays.
-    """
-    latency_s, bandwidth = link
-    item, features = work.placed.item, work.placed.features
-    gradient = features.gradient_bytes(work.placed.dtype)
-    gathers = 3 if features.recomputation == "full" else 2
-    before = (item if features.zero1 else gradient) + gradient
-    added = work.micro_batches * (gathers * item + gradient) - before
-    return Links(
-        num_devices=work.placed.strategy.dp,
-        latency_s=work.micro_batches * (gathers + 1) * latency_s,
-        seconds_per_byte=added / item / bandwidth,
-    )
+@lru_cache(maxsize=1024)
+def _alike(
+    model: DecoderConfig, strategy: ParallelStrategy, stage: int, recomputed: frozenset[int]
+) -> tuple[_Alike, ...]:
+    """The operators of a stage that can be sharded; `recomputed`: the layers whose operators are gathered once more."""
+    names: dict[tuple[str, Shapes, bool, bool], list[str]] = {}
+    for name, shapes in operators_on(model, strategy, stage).items():
+        if name != NORMS:
+            again = name.startswith("layers.") and int(name.split(".")[1]) in recomputed
+            names.setdefault((kind_of(name), shapes, can_be_cut(name, model), again), []).append(name)
+    return tuple(_Alike(kind, tuple(each), shapes, *alike) for (kind, shapes, *alike), each in names.items())
 
 
-def shard(work: RankWork, memory_bytes: int, link: tuple[float, float], *, shares_devices: bool) -> Sharding | None:
-    """What a training shards over dp to fit into `memory_bytes`; None if it fits as it is, or no choice of modes fits.
-    `link`: of the ring of a data-parallel group (`Hardware.link`)."""
-    dynamic = work.dynamic_bytes()
-    if work.placed.static_bytes(trained=True) + dynamic <= memory_bytes:
+def _in_rows(group: _Alike, number: int) -> Iterator[int]:
+    """How many slices of a group each of its rows has."""
+    operators_a_row = MOST_SLICES // number
+    for first in range(0, len(group.names), operators_a_row):
+        yield number * min(operators_a_row, len(group.names) - first)
+
+
+def _rows(group: _Alike, number: int, part: _Slice, fixed: Modes | None) -> Iterator[_Row]:
+    """With both modes, or the one that is fixed."""
+    modes: tuple[tuple[float, int, bool], ...] = ((*part.zero1, False), (*part.sharded, True))
+    if fixed:
+        modes = modes[1:] if fixed == _SHARDED else modes[:1]
+    for slices in _in_rows(group, number):
+        yield slices, part.gather_bytes, modes
+
+
+@lru_cache(maxsize=65536)
+def _solved(rows: tuple[_Row, ...], memory_bytes: int) -> tuple[float, tuple[int, ...]] | None:
+    """Seconds of the best choice within memory, and how many slices of each row are sharded. None: nothing fits."""
+    if memory_bytes < 0:
         return None
-    links = added_links(work, link)
-    for room in rooms(dynamic, memory_bytes, shares_devices=shares_devices):
-        plan = choose_modes(work.placed, links, room)
-        if plan is not None:
-            return Sharding(plan, replace(links, latency_s=link[0], seconds_per_byte=1 / link[1]))
-    return None
-
-
-@lru_cache(maxsize=4096)
-def choose_modes(placed: PlacedModel, links: Links, room_bytes: int) -> OsdpPlan | None:
-    """The modes, ZeRO-1 (replicated without it) or sharded, that add the least time with states in `room_bytes`: exact,
-    of the pipeline stage that holds the most; None if nothing fits."""
-    modes: tuple[Mode, ...] = ("zero1" if placed.features.zero1 else "replicated", "sharded")
-    problem = OsdpProblem(operators=stage_operators(placed), links=links, memory_bytes=room_bytes, modes=modes)
-    plans = []
-    for slicing in (problem, sliced(problem, SLICES)):
-        with contextlib.suppress(UserError):  # nothing fits
-            plans.append(solve([slicing], range(1, 2)))
-    # Not by their communication: what is not sharded is one message in this engine, however it is sliced.
-    return min(plans, key=lambda plan: plan.added_s, default=None)
-
-
-@lru_cache(maxsize=256)
-def stage_operators(placed: PlacedModel) -> tuple[Operator, ...]:
-    """What a device holds of each operator, on the pipeline stage that holds the most (`ModelSizes.largest`)."""
-    model, tp, pp = placed.model, placed.strategy.tp, placed.strategy.pp
-    sizes = model_sizes(model)
-    stage = max((0, pp - 1), key=lambda number: sizes.on_stage(tp, pp, number))
-    layers = held_layers(model.num_layers, placed.strategy, stage)
-    elements: Counter[tuple[str, str]] = Counter()
-    for spec in decoder_parameters(model):
-        if spec.is_on_stage(layers, stage, pp):
-            elements[operator_of(spec, model)] += spec.size if spec.shard_dim is None else spec.size // tp
-    return tuple(
-        Operator(
-            name=name,
-            kind=kind,
-            parameter_bytes=size * placed.item,
-            gradient_bytes=size * placed.features.gradient_bytes(placed.dtype),
-            optimizer_bytes=size * placed.features.state_bytes(placed.dtype),
-        )
-        for (name, kind), size in elements.items()
+    found = _solution(rows, memory_bytes)
+    if not found["feasible"]:
+        return None
+    sharded = (
+        sum(count for count, (_, _, gathers) in zip(counts, modes, strict=True) if gathers)
+        for counts, (_, _, modes) in zip(found["slices"], rows, strict=True)
     )
+    return found["step_s"], tuple(sharded)
+
+
+def _solution(rows: tuple[_Row, ...], memory_bytes: int) -> "_search.OsdpSolution":
+    return _search.solve_osdp(
+        operators=rows,
+        memory_bytes=memory_bytes,
+        bytes_per_sample=0,
+        seconds_per_sample=0.0,
+        min_batch=1,
+        max_batch=1,
+        time_limit_s=TIME_LIMIT_S,
+    )
+
+
+def compact(modes: Mapping[str, Modes], model: DecoderConfig) -> ModeRules:
+    """Few and plain rules that give operators these modes, and leave all that is not named to ZeRO-1."""
+    texts = {name: modes_text(each) for name, each in modes.items() if each != _ZERO1}
+    known = [name for name in operators(model) if name != NORMS]
+    if texts and set(texts) == set(known) and len(set(texts.values())) == 1:
+        return (("*", texts[known[0]]),)
+    kinds = {kind_of(name): None for name in known if name.startswith("layers.")}
+    runs: dict[tuple[str, str], list[str]] = {}  # of layers in one mode: the kinds that have it
+    for kind in kinds:
+        for layers, text in _runs({n: texts.get(f"layers.{n}.{kind}") for n in range(model.num_layers)}):
+            runs.setdefault((layers, text), []).append(kind)
+    found = [(name, text) for name, text in texts.items() if not name.startswith("layers.")]
+    for (layers, text), having in runs.items():
+        found += [(f"layers.{layers}.{kind}", text) for kind in (["*"] if len(having) == len(kinds) else having)]
+    return tuple(found)
+
+
+def _runs(texts: Mapping[int, str | None]) -> Iterator[tuple[str, str]]:
+    """Layers that follow one another in one mode, as rules name them."""
+    for text, run in groupby(texts.items(), key=lambda entry: entry[1]):
+        layers = [layer for layer, _ in run]
+        if text is not None:
+            first, last = layers[0], layers[-1]
+            is_one, is_all = first == last, len(layers) == len(texts)
+            yield "*" if is_all and not is_one else str(first) if is_one else f"{first}-{last}", text
+
+
+def sharded_text(rules: ModeRules, model: DecoderConfig, strategy: ParallelStrategy) -> str:
+    """For people: the rules, and how much of the model they shard."""
+    stages = by_stage(model, strategy, rules)
+    sharded = sum(stage.sharded for stage in stages)
+    whole = sum(stage.replicated + stage.zero1 for stage in stages) + sharded
+    named = ", ".join(f"{pattern} {modes}" for pattern, modes in rules)
+    return f"{named}; the other operators zero1; {sharded / whole:.0%} of the parameters sharded over dp={strategy.dp}"

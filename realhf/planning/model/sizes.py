@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.layout import ParallelStrategy, stage_layers
+from realhf.geometry.operators import kind_of, operators
 from realhf.geometry.parameters import decoder_parameters
 
 
@@ -83,6 +84,18 @@ def largest_weight(model: DecoderConfig, tp: int) -> int:
     """Elements of the largest weight of a layer on a tensor-parallel rank."""
     weights = [spec for spec in decoder_parameters(model) if spec.place == "layer"]
     return max(spec.size if spec.shard_dim is None else spec.size // tp for spec in weights)
+
+
+@lru_cache(maxsize=64)
+def operator_parts(model: DecoderConfig) -> dict[str, float]:
+    """By kind of a layer's operator its part of the parameters that a token goes through."""
+    active: Counter[str] = Counter()
+    for name, specs in operators(model).items():
+        kind = kind_of(name)
+        if name.startswith("layers."):
+            routed = model.experts.per_token / model.experts.count if kind == "experts" else 1.0
+            active[kind] += sum(spec.size for spec in specs) * routed  # type: ignore[assignment]
+    return {kind: elements / active.total() for kind, elements in active.items()}
 
 
 def largest_units(model: DecoderConfig, tp: int) -> tuple[int, int]:

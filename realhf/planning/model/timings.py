@@ -1,19 +1,32 @@
 """Seconds of the parts of a call: from a measured profile where there is one, else from a model of the hardware."""
 
+import math
 from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.base.errors import UserError
 from realhf.planning.model import profile as profiles
+from realhf.planning.model.experience import RunTimes, load_runs
 from realhf.planning.model.features import ENGINE, EngineFeatures
 from realhf.planning.model.hardware import Hardware
-from realhf.planning.model.profile import CallOverheads, Curve, LayerProfile, TensorTimings
+from realhf.planning.model.measured import with_measured
+from realhf.planning.model.profile import (
+    PARTS,
+    CallOverheads,
+    CollectiveKind,
+    Curve,
+    LayerProfile,
+    ProfilePart,
+    TensorTimings,
+)
+from realhf.planning.model.uncertainty import constant, uncertainty_of, with_constants
 
 # `Hardware.call_overhead_s` has what a call prepares, and launches are in the layers.
 NO_OVERHEADS = CallOverheads()
@@ -24,9 +37,11 @@ LOGITS_PASSES = 4  # fp32 reads and writes of all logits each way; see `Timings.
 class Timings:
     """Seconds on one device for one model type, by a model of the hardware.
 
-    Nothing hides anything: compute, element-wise passes, all-reduces and launches add up. Compute is a roofline of
-    FLOPs and bytes. FLOPs: 2 a weight and token forward, twice that backward (Kaplan et al., 2020, section 2.1); causal
-    attention 2 x sequence x hidden a token forward (QK and AV over half the positions). `docs/cost_model.md` has all.
+    Nothing hides anything: compute, element-wise passes, all-reduces and launches add up. Compute is FLOPs and the
+    bytes that products read and write, one after the other: so a product that tensor parallelism makes narrow, with few
+    FLOPs a byte, reaches less. FLOPs: 2 a weight and token forward, twice that backward (Kaplan et al., 2020, section
+    2.1); causal attention 2 x sequence x hidden a token forward (QK and AV over half the positions).
+    `docs/cost_model.md` has all.
 
     `tokens` are those of one micro-batch on one data-parallel rank. `tp_crosses_nodes`: the tensor-parallel group lies
     on several nodes. Its all-reduces are part of the times of layers, embedding and head.
@@ -38,20 +53,32 @@ class Timings:
     features: EngineFeatures = ENGINE
     overheads: CallOverheads = NO_OVERHEADS
 
-    def layer(self, tokens: float, sequence_length: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
-        """Forward, or backward without recomputation: twice the compute, passes and launches, the same all-reduces."""
+    def layer(
+        self,
+        tokens: float,
+        sequence_length: float,
+        tp: int,
+        *,
+        backward: bool,
+        tp_crosses_nodes: bool,
+        trains: bool = False,
+    ) -> float:
+        """Forward, or backward without recomputation: twice the compute, passes and launches, the same all-reduces,
+        and half of them again where the engine gathers inputs again. `trains`: as part of a training."""
         weights = self._layer_weights(self.model.experts.per_token or 1)
         flops = tokens * (2 * weights + 2 * sequence_length * self.model.query_size) / tp
         passes = 2 if backward else 1
-        compute = self._roofline(passes * flops, passes * self._layer_read_elements(tokens) / tp * self._item)
+        moved = (self._layer_read_elements(tokens) / tp + tokens * self._product_elements(tp)) * self._item
+        compute = self._products(passes * flops, passes * moved)
         elementwise = passes * tokens * self.elementwise_bytes(tp) / self.hardware.memory_bandwidth
-        reduces = 2 * self._reduce(tokens, tp, tp_crosses_nodes)
-        return passes * self.hardware.layer_launch_s + compute + elementwise + reduces
+        reduces = 3 if backward and self.features.sequence_parallel and self.features.regathers_inputs else 2
+        launches = passes * self.hardware.launch_s(trains=trains or backward)
+        return launches + compute + elementwise + reduces * self._reduce(tokens, tp, tp_crosses_nodes)
 
     def recomputed(self, tokens: float, tp: int, *, tp_crosses_nodes: bool) -> float:
         """What selective recomputation makes again of one layer: all of its forward but products and attention."""
         elementwise = tokens * self.elementwise_bytes(tp) / self.hardware.memory_bandwidth
-        return self.hardware.layer_launch_s + elementwise + 2 * self._reduce(tokens, tp, tp_crosses_nodes)
+        return self.hardware.launch_s(trains=True) + elementwise + 2 * self._reduce(tokens, tp, tp_crosses_nodes)
 
     def elementwise_bytes(self, tp: int) -> float:
         """Memory traffic of one layer's forward beside its products, a token; every kernel reads and writes its arrays.
@@ -89,7 +116,7 @@ class Timings:
         weights = self.model.vocab_size * self.model.hidden_size / tp
         full, chunk = self.features.full_logits, self.features.logits_chunk_bytes
         is_projected_again = backward and not full and chunk is not None and logits_bytes / tp > chunk
-        compute = (passes + is_projected_again) * self._roofline(2 * tokens * weights, weights * self._item)
+        compute = (passes + is_projected_again) * self._products(2 * tokens * weights, weights * self._item)
         compute += LOGITS_PASSES * logits_bytes / (1 if full else tp) / self.hardware.memory_bandwidth
         if backward:
             return compute + self._reduce(tokens, tp, tp_crosses_nodes)
@@ -105,8 +132,8 @@ class Timings:
         weights = self._layer_weights(self.model.experts.per_token or 1) / tp
         cache_bytes = sequences * context * kv_bytes_per_token_layer(self.model, self.dtype) / tp
         flops = sequences * (2 * weights + 4 * context * self.model.query_size / tp)
-        read = self._layer_read_elements(sequences) / tp
-        compute = self._roofline(flops, read * self._item + cache_bytes)
+        moved = self._layer_read_elements(sequences) / tp + sequences * self._product_elements(tp)
+        compute = self._products(flops, moved * self._item + cache_bytes)
         elementwise = sequences * self.elementwise_bytes(tp) / self.hardware.memory_bandwidth
         graphs = self.features.cuda_graphs
         launch = self.hardware.decode_graph_launch_s if graphs else self.hardware.decode_launch_s
@@ -122,8 +149,20 @@ class Timings:
     def all_reduce(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
         return self.hardware.all_reduce_s(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
 
+    def all_gather(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
+        """Of a vector of `size_bytes` in all: half of a ring all-reduce."""
+        return self.hardware.all_gather_s(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
+
+    def reduce_scatter(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
+        """Of a vector of `size_bytes` in all: half of a ring all-reduce."""
+        return self.hardware.all_gather_s(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
+
     def send(self, size_bytes: float, *, crosses_nodes: bool) -> float:
         return self.hardware.send_s(size_bytes, crosses_nodes=crosses_nodes)
+
+    def under(self, features: EngineFeatures) -> "Timings":
+        """With other features."""
+        return replace(self, features=features)
 
     @property
     def links(self) -> Hardware:
@@ -146,8 +185,16 @@ class Timings:
         touched = min(tokens * experts.per_token, experts.count) if experts.count else 1
         return self._layer_weights(touched)
 
-    def _roofline(self, flops: float, size_bytes: float) -> float:
-        return max(flops / self.hardware.flops(self.dtype), size_bytes / self.hardware.memory_bandwidth)
+    def _product_elements(self, tp: int) -> float:
+        """Elements that the products of one layer read and write beside weights, a token: their inputs, whole before
+        column-parallel and divided before row-parallel ones, and their outputs."""
+        model = self.model
+        inner = model.active_intermediate_size
+        divided = 2 * model.query_size + 2 * model.kv_size + (3 if model.mlp == "gated" else 2) * inner
+        return 4 * model.hidden_size + divided / tp
+
+    def _products(self, flops: float, size_bytes: float) -> float:
+        return flops / self.hardware.flops(self.dtype) + size_bytes / self.hardware.memory_bandwidth
 
     def _reduce(self, tokens: float, tp: int, crosses_nodes: bool) -> float:
         """One all-reduce of hidden states (Megatron-LM, section 3: two a layer forward, two backward), or with sequence
@@ -167,67 +214,141 @@ class ProfiledTimings(Timings):
 
     A degree of tensor parallelism that was not measured takes the compute of the next smaller one, divided by the
     ratio, and the all-reduces of the whole group. `recomputed` is the description's: layers are measured whole.
+
+    `factors` scale the seconds of the profile's parts (1 where there is none).
     """
 
     profile: LayerProfile
+    factors: Mapping[ProfilePart, float] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, profile: LayerProfile, hardware: Hardware) -> "ProfiledTimings":
+    def of(
+        cls, profile: LayerProfile, hardware: Hardware, factors: Mapping[ProfilePart, float] | None = None
+    ) -> "ProfiledTimings":
         """On `hardware`, with the measured seconds of a call and of sampling in place of its own."""
-        hardware = msgspec.structs.replace(
-            hardware, call_overhead_s=profile.call_overhead_s, sampling_s=profile.sampling_s
-        )
+        factors = factors or {}
+        scale = factors.get("overheads", 1.0)
+        overheads = {name: scale * seconds for name, seconds in msgspec.structs.asdict(profile.overheads).items()}
         return cls(
-            model=profile.model, dtype=profile.dtype, hardware=hardware, overheads=profile.overheads, profile=profile
+            model=profile.model,
+            dtype=profile.dtype,
+            hardware=msgspec.structs.replace(
+                hardware,
+                call_overhead_s=scale * profile.call_overhead_s,
+                sampling_s=scale * profile.sampling_s,
+                mini_batch_s=0.0,
+            ),
+            overheads=CallOverheads(**overheads),
+            profile=profile,
+            factors=factors,
         )
 
-    def layer(self, tokens: float, sequence_length: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
+    def layer(
+        self,
+        tokens: float,
+        sequence_length: float,
+        tp: int,
+        *,
+        backward: bool,
+        tp_crosses_nodes: bool,
+        trains: bool = False,
+    ) -> float:
         measured = self._measured(tp)
         curve = measured.layer_backward if backward else measured.layer_forward
-        return self._with_reduces(curve.at(tokens), tokens, tp, 2, tp_crosses_nodes)
+        longer = self._attention_s(tokens, sequence_length - self.profile.sequence_length, tp, backward=backward)
+        seconds = max(self._layers * curve.at(tokens) + longer, 0.0)
+        return self._with_reduces(seconds, tokens, tp, 2, tp_crosses_nodes)
+
+    def _attention_s(self, tokens: float, attended: float, tp: int, *, backward: bool) -> float:
+        """What attention to so many more tokens adds to a layer, or to fewer takes off, at the FLOP/s that the layer
+        was measured with at sequences of the profile's length."""
+        measured = self.profile.tensor[0]
+        curve = measured.layer_backward if backward else measured.layer_forward
+        attention = 2 * self.model.query_size  # FLOPs for each token that is attended to
+        flops = 2 * self._layer_weights(self.model.experts.per_token or 1) + attention * self.profile.sequence_length
+        return self._layers * curve.at(tokens) * attention * attended / flops / tp
 
     def embedding(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
         measured = self._measured(tp)
         curve = measured.embedding_backward if backward else measured.embedding_forward
-        return self._with_reduces(curve.at(tokens), tokens, tp, 0 if backward else 1, tp_crosses_nodes)
+        seconds = self._layers * curve.at(tokens)
+        return self._with_reduces(seconds, tokens, tp, 0 if backward else 1, tp_crosses_nodes)
 
     def head(self, tokens: float, tp: int, *, backward: bool, tp_crosses_nodes: bool) -> float:
         measured = self._measured(tp)
         curve = measured.head_backward if backward else measured.head_forward
-        return self._with_reduces(curve.at(tokens), tokens, tp, 1, tp_crosses_nodes)
+        return self._with_reduces(self._layers * curve.at(tokens), tokens, tp, 1, tp_crosses_nodes)
 
     def decode_layer(self, sequences: float, context: float, tp: int, *, tp_crosses_nodes: bool) -> float:
         points = [
             (float(timings.context), timings.seconds.at(sequences)) for timings in self._measured(tp).layer_decode
         ]
-        return self._with_reduces(profiles.interpolate(points, context), sequences, tp, 2, tp_crosses_nodes)
+        seconds = self._layers * profiles.interpolate(points, context)
+        return self._with_reduces(seconds, sequences, tp, 2, tp_crosses_nodes)
 
     def optimizer(self, parameters: float) -> float:
-        return parameters * self.profile.optimizer_s_per_parameter
+        return self._layers * parameters * self.profile.optimizer_s_per_parameter
 
     def all_reduce(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
-        if group_size == 1 or crosses_nodes or not self._all_reduces:
+        if group_size == 1 or crosses_nodes or not self._curves["all_reduce"]:
             return super().all_reduce(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node)
-        return profiles.interpolate([(n, curve.at(size_bytes)) for n, curve in self._all_reduces], group_size)
+        return self._measured_s("all_reduce", size_bytes, group_size)
+
+    def all_gather(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
+        return self._half("all_gather", size_bytes, group_size, crosses_nodes, per_node)
+
+    def reduce_scatter(self, size_bytes: float, group_size: int, *, crosses_nodes: bool, per_node: int = 1) -> float:
+        return self._half("reduce_scatter", size_bytes, group_size, crosses_nodes, per_node)
+
+    def _half(
+        self, kind: CollectiveKind, size_bytes: float, group_size: int, crosses_nodes: bool, per_node: int
+    ) -> float:
+        """Of a collective that the profile may have; a profile that is older than they are has all-reduces alone."""
+        if group_size > 1 and not crosses_nodes and self._curves[kind]:
+            return self._measured_s(kind, size_bytes, group_size)
+        return self.all_reduce(size_bytes, group_size, crosses_nodes=crosses_nodes, per_node=per_node) / 2
+
+    def _measured_s(self, kind: CollectiveKind, size_bytes: float, group_size: int) -> float:
+        seconds = profiles.interpolate([(n, curve.at(size_bytes)) for n, curve in self._curves[kind]], group_size)
+        return self._collectives * seconds
 
     def send(self, size_bytes: float, *, crosses_nodes: bool) -> float:
         measured = self.profile.collective("send")
         if crosses_nodes or not measured:
             return super().send(size_bytes, crosses_nodes=crosses_nodes)
-        return measured[0].seconds.at(size_bytes)
+        return self._collectives * measured[0].seconds.at(size_bytes)
+
+    def under(self, features: EngineFeatures) -> "Timings":
+        """What was measured stays as it is."""
+        return self
 
     @property
     def links(self) -> Hardware:
         measured = self.profile.reallocation
         if measured is None:
             return self.hardware
+        scale = self.factors.get("reallocation", 1.0)
         return msgspec.structs.replace(
-            self.hardware, intra_node_latency_s=measured.latency_s, intra_node_bandwidth=measured.bandwidth
+            self.hardware,
+            intra_node_latency_s=scale * measured.latency_s,
+            intra_node_bandwidth=measured.bandwidth / scale,
         )
 
+    @property
+    def _layers(self) -> float:
+        return self.factors.get("layers", 1.0)
+
+    @property
+    def _collectives(self) -> float:
+        return self.factors.get("collectives", 1.0)
+
     @cached_property
-    def _all_reduces(self) -> list[tuple[float, Curve]]:
-        return [(float(c.group_size), c.seconds) for c in self.profile.collective("all_reduce")]
+    def _curves(self) -> dict[CollectiveKind, list[tuple[float, Curve]]]:
+        """By group size, those of each collective that the profile may have."""
+        return {
+            kind: [(float(c.group_size), c.seconds) for c in self.profile.collective(kind)]
+            for kind in get_args(CollectiveKind)
+        }
 
     def _measured(self, tp: int) -> TensorTimings:
         return self.profile.tensor[bisect_right(self.profile.tensor, tp, key=lambda timings: timings.tp) - 1]
@@ -253,7 +374,8 @@ class Costs:
     """What the cost model knows.
 
     `of_models`: the features that the setups of single models choose, by name. `call_factors`: a call's measured over
-    its predicted seconds, by name; they scale all options of the call.
+    its predicted seconds, by name; they scale all options of the call. `seen`: finished runs with calls of a
+    model.
     """
 
     hardware: Hardware
@@ -261,6 +383,7 @@ class Costs:
     features: EngineFeatures = ENGINE
     of_models: Mapping[str, EngineFeatures] = field(default_factory=dict)
     call_factors: Mapping[str, float] = field(default_factory=dict)
+    seen: Mapping[DecoderConfig, tuple[RunTimes, ...]] = field(default_factory=dict)
 
     def features_of(self, model_name: str) -> EngineFeatures:
         return self.of_models.get(model_name, self.features)
@@ -268,9 +391,35 @@ class Costs:
     def of(self, model: DecoderConfig, features: EngineFeatures | None = None) -> Timings:
         """The timings of a model under `features`; what was measured stays as it is."""
         timings = self.timings[model]
-        if features is None or isinstance(timings, ProfiledTimings):
-            return timings
-        return replace(timings, features=features)
+        return timings if features is None else timings.under(features)
+
+    @property
+    def part_spread(self) -> dict[ProfilePart, float]:
+        """How sure the profiles are of their parts: the least sure of those there are."""
+        profiles = [timings.profile for timings in self.timings.values() if isinstance(timings, ProfiledTimings)]
+        return {part: max(profile.error_of(part) for profile in profiles) for part in PARTS if profiles}
+
+    def scaled(self, factors: Mapping[str, float]) -> "Costs":
+        """With the named constants of the hardware and parts of profiles times these factors."""
+        hardware, measured = self.hardware, {part: factors[part] for part in PARTS if part in factors}
+        hardware = with_constants(
+            hardware, {n: f * constant(hardware, n) for n, f in factors.items() if n not in measured}
+        )
+        timings = {
+            model: ProfiledTimings.of(known.profile, hardware, measured)
+            if isinstance(known, ProfiledTimings)
+            else replace(known, hardware=hardware)
+            for model, known in self.timings.items()
+        }
+        return replace(self, hardware=hardware, timings=timings)
+
+    def call_error(self, model: DecoderConfig) -> float:
+        """The standard deviation of the logarithm of measured / predicted seconds of a call of this model, where the
+        constants or the profile are right. A run is disturbed as the readings of its profile were."""
+        stated, timings = uncertainty_of(self.hardware), self.timings.get(model)
+        if isinstance(timings, ProfiledTimings):
+            return math.hypot(stated.profiled_error, timings.profile.spread.get("layers", 0.0))
+        return stated.call_error
 
     @property
     def profiled(self) -> bool:
@@ -286,15 +435,19 @@ def load_costs(
     root: Path | None = None,
     features: EngineFeatures = ENGINE,
     of_models: Mapping[str, EngineFeatures] | None = None,
+    ignores_runs: bool = False,
 ) -> Costs:
     """Measured timings where `ROOT/HARDWARE` has a profile of the model type, else the analytic model.
 
     `features` and `of_models`: see `Costs`; what depends on the hardware is taken from it (`EngineFeatures.on`). Raises
-    UserError for a broken profile, or a profile of another model.
+    UserError for a broken profile, or a profile of another model. `ignores_runs`: what finished runs measured beside
+    the profiles is not read.
     """
+    hardware = with_measured(hardware, root)
     features = features.on(hardware)
     of_models = {name: own.on(hardware) for name, own in (of_models or {}).items()}
     timings: dict[DecoderConfig, Timings] = {}
+    seen: dict[DecoderConfig, tuple[RunTimes, ...]] = {}
     measured_bytes: list[int] = []  # of communicators
     for model in models.values():
         path = profiles.profile_path(model, dtype, hardware.name, root)
@@ -305,8 +458,9 @@ def load_costs(
         if (profile.model, profile.dtype) != (model, dtype):
             raise UserError(f"{path}: the profile is of another model or dtype; measure it again with `realhf profile`")
         timings[model] = ProfiledTimings.of(profile, hardware)
+        seen[model] = () if ignores_runs else load_runs(path)
         if profile.communicator_bytes is not None:
             measured_bytes.append(profile.communicator_bytes)
     if measured_bytes:
         hardware = msgspec.structs.replace(hardware, communicator_bytes=float(max(measured_bytes)))
-    return Costs(hardware, timings, features, of_models)
+    return Costs(hardware, timings, features, of_models, seen=seen)

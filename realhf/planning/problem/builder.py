@@ -1,11 +1,14 @@
 """From a dataflow graph, options and costs to the tables of a planning problem."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
+from realhf.dataflow.copies import running_beside, takers_of, with_copies
+from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.planning.options import Option
 from realhf.planning.problem.native import reallocation_table
 from realhf.planning.problem.option_rows import Numbering, OptionRows
-from realhf.planning.problem.tables import CallTable, Problem
+from realhf.planning.problem.tables import CallTable, KeptCopy, Parents, Problem
 from realhf.planning.problem.transfers import ParameterTransfers, ReallocationTable, beside_table, data_transfer
 from realhf.planning.task import PlanningTask
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
@@ -14,12 +17,18 @@ STEPS = 4  # unrolled steps: the objective is their makespan / STEPS, so that ov
 MANY_STEPS = 16  # where more than two steps overlap: filling and draining such a pipeline must not outweigh its overlap
 
 
+def steps_of(max_steps_in_flight: int) -> int:
+    """How many steps are unrolled where so many may be in flight."""
+    return STEPS if max_steps_in_flight <= 2 else MANY_STEPS
+
+
 def build_problem(
     task: PlanningTask,
     options: Mapping[str, Sequence[Option]],
     *,
     reallocations: ReallocationTable = reallocation_table,
     groups: bool = False,
+    copies: Mapping[str, str] | None = None,
 ) -> Problem:
     """The tables for a choice among `options` of every call.
 
@@ -36,8 +45,13 @@ def build_problem(
     With `groups`, calls on the devices of their home count as grouped like it where they can be
     (`realhf.planning.model.reallocation`). A copy that contains the home's part counts without it; where the home has
     several layouts to choose from, bytes of an option cannot depend on which, and all of it counts.
+
+    `copies` has the source of each call that takes its copy from another call's (`realhf.dataflow.copies`); the calls
+    have one option each then.
     """
-    numbers, graph = Numbering(task, options, groups), task.graph
+    if copies:
+        task = replace(task, graph=with_copies(task.graph, copies))
+    numbers, graph = Numbering(task, options, groups, copies or {}), task.graph
     rows, parameters = OptionRows(numbers), ParameterTransfers(numbers, reallocations)
     host_copies, loads = parameters.host_copies()
     transfers = [beside_table(numbers, call) for call in graph.beside.values()]
@@ -51,27 +65,42 @@ def build_problem(
             own.append(parameters.reallocation(call, home, loads[call.name]))
         transfers += own
         versions = [(edge.parent, edge.steps_back) for edge in edges if edge.kind != "data"]
-        calls.append(
-            CallTable(
-                name=call.name,
-                model=call.model_name,
-                trains=call.trains,
-                home=home,
-                parents=[*versions, *loads[call.name], *((transfer.name, 0) for transfer in own)],
-                options=rows.rows(call),
-                spared=list(rows.spared(call)),
-            )
-        )
+        waits = [*versions, *loads[call.name], *((transfer.name, 0) for transfer in own)]
+        calls.append(_call_table(rows, call, home, waits))
     return Problem(
         num_devices=task.cluster.num_devices,
         devices_per_node=task.cluster.devices_per_node,
         device_memory_bytes=task.cluster.device_memory_bytes,
-        steps=STEPS if task.max_steps_in_flight <= 2 else MANY_STEPS,
+        steps=steps_of(task.max_steps_in_flight),
         max_steps_in_flight=task.max_steps_in_flight,
         calls=calls,
         transfers=transfers,
         communicator_bytes=task.costs.hardware.communicator_bytes,
         sending_bytes=_sending_bytes(task),
+        kept=[_kept(numbers, source) for source in dict.fromkeys(numbers.copies.values())],
+    )
+
+
+def _call_table(rows: OptionRows, call: ModelFunctionCallDef, home: str, parents: Parents) -> CallTable:
+    return CallTable(
+        name=call.name,
+        model=call.model_name,
+        trains=call.trains,
+        home=home,
+        parents=parents,
+        options=rows.rows(call),
+        spared=list(rows.spared(call)),
+    )
+
+
+def _kept(numbers: Numbering, source: str) -> KeptCopy:
+    task, copies, (option,) = numbers.task, numbers.copies, numbers.options[source]
+    beside = running_beside(task.graph, copies, source)
+    return KeptCopy(
+        source=source,
+        takers=takers_of(copies, source),
+        beside=[name for name in task.graph.model_calls if name in beside],
+        size_bytes=float(task.call_models[source].placed(option.layout.strategy).parameter_bytes()),
     )
 
 

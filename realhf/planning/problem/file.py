@@ -46,7 +46,7 @@ class PlannedFile(Tables[PlannedTransfer], frozen=True, kw_only=True, tag_field=
     def of(cls, problem: Problem) -> "PlannedFile":
         """The same problem as a file: every plan has the same time and memory, to the last bit."""
         fields = asdict(problem)
-        del fields["unit_us"]
+        del fields["unit_us"], fields["kept"]
         return cls(**fields | {"transfers": [PlannedTransfer.of(transfer) for transfer in problem.transfers]})
 
     def problem(self) -> Problem:

@@ -12,6 +12,7 @@ from msgspec.structs import asdict
 
 from realhf.base.options import Options, option
 from realhf.geometry.layout import Layout
+from realhf.geometry.shards import Placement
 from realhf.planning import _search
 from realhf.planning.model.reallocation import Reallocation
 from realhf.planning.model.sizes import model_sizes
@@ -68,6 +69,11 @@ class Found:
         return self.full_evaluations + self.early_rejections
 
 
+def num_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
 def native_problem(problem: Problem) -> _search.Problem:
     """The problem in the searcher's memory.
 
@@ -99,7 +105,7 @@ def search_problem(native: _search.Problem, request: SearchRequest, watch: Watch
             seed=request.seed,
             evaluations=0 if seconds else evaluations,
             seconds=seconds or 0.0,
-            threads=request.threads or len(os.sched_getaffinity(0)),
+            threads=request.threads or num_cores(),
             single_moves=request.single_moves,
             proves=request.proves,
             starts=request.starts,
@@ -140,27 +146,29 @@ def _text(best_s: float, evaluations: int) -> str:
     return f"{best} after {evaluations:,} plans"
 
 
-def reallocation_table(move: Reallocation, sources: Sequence[Layout], targets: Sequence[Layout]) -> Sequence[float]:
-    """As `Reallocation.table`, computed in C++; a buffer of doubles in its memory.
+def reallocation_table(
+    move: Reallocation, sources: Sequence[Placement], targets: Sequence[Layout]
+) -> list[float] | _search.Table:
+    """As `Reallocation.table`, computed in C++, which keeps each number once; a problem made of it shares them.
 
-    Layouts with model chunks or micro data-parallel groups, which only given plans have, are left to Python: C++ does
-    not know them.
+    Layouts with micro data-parallel groups, which only given plans have, are left to Python: C++ does not know them.
     """
-    if any(layout.strategy.chunks > 1 or layout.strategy.micro_dp != (1, 1) for layout in (*sources, *targets)):
+    layouts = (*(source.layout for source in sources), *targets)
+    if any(layout.strategy.micro_dp != (1, 1) for layout in layouts):
         return move.table(sources, targets)
     links = move.links
-    table = _search.reallocation_table(
+    return _search.reallocation_table(
         dataclasses.asdict(model_sizes(move.model)),
-        [_layout_row(s) for s in sources],
-        [_layout_row(t) for t in targets],
+        [_layout_row(s.layout, s.divided) for s in sources],
+        [_layout_row(t, 1) for t in targets],
         within_node=(links.intra_node_latency_s, move.item / links.intra_node_bandwidth),
-        across_nodes=(links.inter_node_latency_s, move.item / links.inter_node_bandwidth),
+        across_nodes=(links.inter_node_latency_s, move.item / links.send_bandwidth),
         devices_per_node=move.cluster.devices_per_node,
         forwarding=move.forwarding,
+        threads=num_cores(),
     )
-    return memoryview(table).cast("B").cast("d")  # its bytes are doubles
 
 
-def _layout_row(layout: Layout) -> tuple[int, int, int, int, int]:
-    strategy = layout.strategy
-    return (layout.mesh.first, layout.mesh.size, strategy.dp, strategy.tp, strategy.pp)
+def _layout_row(layout: Layout, divided: int) -> tuple[int, int, int, int, int, int, int]:
+    mesh, strategy = layout.mesh, layout.strategy
+    return (mesh.first, mesh.size, strategy.dp, strategy.tp, strategy.pp, strategy.chunks, divided)

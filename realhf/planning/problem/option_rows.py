@@ -1,15 +1,18 @@
 """The options of a call as rows of a planning problem: what each takes, and what it needs on its devices."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cache, cached_property, partial
-from itertools import product
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from math import inf
 from typing import TypeVar
 
 from msgspec.structs import replace
 
+from realhf.architecture.compute import DataParallel
 from realhf.dataflow.graph import ModelFunctionCallDef
+from realhf.dataflow.plan import CallCompute
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.shards import Placement
 from realhf.planning.model.call import CallModel
 from realhf.planning.model.communicators import CommunicatorLabels, of_all_devices
 from realhf.planning.model.memory import PlacedModel
@@ -20,20 +23,48 @@ from realhf.planning.task import PlanningTask
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
 
 K = TypeVar("K")
-Numbered = tuple[list[Layout], list[int]]  # distinct layouts, and for every option the number of its own
+Numbered = tuple[list[K], list[int]]  # what is distinct, and for every option the number of its own
 
 
 @dataclass(frozen=True)
 class Numbering:
-    """Of a task and options of its calls. groups: see `build_problem`."""
+    """Of a task and options of its calls. groups, copies: see `build_problem`."""
 
     task: PlanningTask
     options: Mapping[str, Sequence[Option]]
     groups: bool
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     @cached_property
-    def layouts(self) -> dict[str, Numbered]:
+    def kept(self) -> set[str]:
+        """The calls whose copy is kept for others, and those that take it over: the home lends it nothing."""
+        over = {call for call, of in self.copies.items() if self.options[call][0].layout == self.options[of][0].layout}
+        return {*self.copies.values(), *over}
+
+    @cached_property
+    def layouts(self) -> dict[str, Numbered[Layout]]:
         return {name: _layouts(self.options[name]) for name in self.task.graph.model_calls}
+
+    def homes(self, model: str) -> Numbered[Placement]:
+        """Where a model's parameters lie under each option of the call that is its home."""
+        call = self.home_call(model)
+        features = self.task.call_models[call.name].features
+        set_up: DataParallel = "fsdp" if features.divides_parameters else "zero1"
+        numbers: dict[tuple[int, DataParallel], int] = {}
+        (layouts, of_options), rows = self.layouts[call.name], list[int]()
+        for option, number in zip(self.options[call.name], of_options, strict=True):
+            how = option.compute.data_parallel or set_up
+            if isinstance(how, tuple):  # a device lacks no more than if all operators were sharded
+                how = "fsdp" if any("sharded" in modes for _, modes in how) else "zero1"
+            rows.append(numbers.setdefault((number, how), len(numbers)))
+        return [Placement(layouts[number], how) for number, how in numbers], rows
+
+    def sources(self, call: str) -> Numbered[Placement]:
+        """Where the parameters lie that others take from a call: in its model's home, or in its copy."""
+        if self.task.homes[call] == call:
+            return self.homes(self.task.graph.model_calls[call].model_name)
+        layouts, rows = self.layouts[call]
+        return [Placement(layout) for layout in layouts], rows
 
     def parents(self, node: str) -> list[tuple[str, int]]:
         """What a node of the graph waits for in the graph."""
@@ -44,7 +75,7 @@ class Numbering:
         return self.task.graph.model_calls[self.task.homes[self.task.graph.calls_of(model)[0].name]]
 
 
-def _layouts(options: Sequence[Option]) -> Numbered:
+def _layouts(options: Sequence[Option]) -> Numbered[Layout]:
     """Options of one layout usually follow one another, and share it: few have to be compared."""
     numbers: dict[Layout, int] = {}
     of_options: list[int] = []
@@ -57,7 +88,7 @@ def _layouts(options: Sequence[Option]) -> Numbered:
     return list(numbers), of_options
 
 
-def distinct(numbered: Numbered, key: Callable[[Layout], K]) -> tuple[list[K], list[int]]:
+def distinct(numbered: Numbered[Layout], key: Callable[[Layout], K]) -> Numbered[K]:
     """The distinct keys of the layouts, and for every option the number of its own."""
     layouts, of_options = numbered
     numbers: dict[K, int] = {}
@@ -75,94 +106,150 @@ class OptionRows:
 
     def rows(self, call: ModelFunctionCallDef) -> list[OptionRow]:
         """Where the mesh lies changes nothing: what is known of a strategy holds for all meshes of its size."""
-        model = self._task.call_models[call.name]
-        loaded_bytes = self._loaded_bytes(model) if call.model_name in self._task.offload else None
-        row_of = cache(partial(self._row, model, loaded_bytes))
-        layouts, numbers = self._numbers.layouts[call.name]
-        places = [((lay.mesh.first, lay.mesh.size), self._communicators(model, lay)) for lay in layouts]
+        is_loaded = call.model_name in self._task.offload
+        loaded_bytes = self._loaded_bytes(call) if is_loaded else 0.0
         rows = []
-        for option, number in zip(self._numbers.options[call.name], numbers, strict=True):
-            devices, communicators = places[number]
-            rows.append(replace(row_of(*option.shape), devices=devices, communicators=communicators))
+        for option, communicators in zip(self._numbers.options[call.name], self._communicators(call), strict=True):
+            row, mesh = row_of(self._task, call, *option.shape, option.compute), option.layout.mesh
+            if is_loaded:
+                row = replace(row, static_bytes=0.0, dynamic_bytes=row.dynamic_bytes + row.static_bytes + loaded_bytes)
+            rows.append(replace(row, devices=(mesh.first, mesh.size), communicators=communicators))
         return rows
 
     def spared(self, call: ModelFunctionCallDef) -> Iterator[tuple[str, str, float]]:
         """See `CallTable.spared`: the home's parameters, and the two buckets that fill the copy.
 
-        None where the home is loaded for each call, or keeps shards of its own choice, which has another label.
+        None where the home is loaded for each call, or keeps shards of its own choice, which has another label; none of
+        a copy that is kept for other calls.
         """
         numbers, task, home = self._numbers, self._task, self._numbers.home_call(call.model_name)
-        if home is call or call.trains or call.model_name in task.offload:
+        if home is call or call.trains or call.model_name in task.offload or call.name in numbers.kept:
             return
         model = task.call_models[call.name]
-        homes, copies = (
-            {layout.strategy: None for layout in numbers.layouts[name][0]} for name in (home.name, call.name)
+        homes = dict.fromkeys(
+            (option.layout.strategy, option.compute.data_parallel) for option in numbers.options[home.name]
         )
-        for kept, copied in product(homes, copies):
-            if kept.size != copied.size or kept == copied:
+        found: dict[tuple[str, str], float] = {}
+        copies: dict[int, dict[ParallelStrategy, None]] = {}  # by their number of devices
+        for layout in numbers.layouts[call.name][0]:
+            copies.setdefault(layout.mesh.size, {})[layout.strategy] = None
+        pairs = ((home, copied) for home in homes for copied in copies.get(home[0].size, ()))
+        for (kept, data_parallel), copied in pairs:
+            if kept == copied:
                 continue
             mesh = DeviceMesh(0, kept.size)  # wherever it lies
             source, target = Layout(mesh, kept), Layout(mesh, copied)
             groups = grouped(source, target, call.config.num_layers, task.cluster) if numbers.groups else None
             if contains_home(call.config, source, groups or target):
-                at_home = model.placed(kept)
-                spared = at_home.static_bytes(trained=False) + 2 * DEFAULT_BUCKET_BYTES
-                yield _home_label(at_home), str(copied), float(spared)
+                at_home = model.under(CallCompute(data_parallel=data_parallel)).placed(kept)
+                key = (_home_label(task, home, at_home), str(copied))
+                found[key] = min(at_home.static_bytes(trained=False) + 2 * DEFAULT_BUCKET_BYTES, found.get(key, inf))
+        yield from ((kept, copied, spared) for (kept, copied), spared in found.items())
 
-    def _row(
-        self, model: CallModel, loaded_bytes: float | None, strategy: ParallelStrategy, micro_batches: int
-    ) -> OptionRow:
-        """The row of an option, on devices to be filled in.
-
-        loaded_bytes: at home for a call that is not the home, where the model waits in host memory; else None.
-        """
-        call, is_home, work = model.call, self._is_home(model), model.work(strategy, micro_batches)
-        time_s, label, copied = model.seconds(strategy, micro_batches), str(strategy), 0.0
-        static = work.kept_cache_bytes()
-        dynamic = work.dynamic_bytes() - static
-        sharding = model.sharding(strategy, micro_batches) if is_home else None
-        if sharding:
-            # No call finds whole parameters in such a home: a label of its own makes each take a copy, and the time to
-            # gather what it is made of is added here, once a copy.
-            time_s += (len(self._task.graph.calls_of(call.model_name)) - 1) * sharding.regather_s
-            label, static = f"{strategy} sharded", float(sharding.static_bytes)
-            dynamic += sharding.gather_bytes
-        elif is_home:
-            label, static = _home_label(work.placed), static + model.static_bytes(strategy)
-            dynamic += 0 if call.trains else work.gathered_bytes()
-        elif call.trains:
-            # The optimizer's states stay at home, so that every training of a model has one layout.
-            copied = 2.0 * self._task.cluster.device_memory_bytes
-        else:
-            copied = float(work.placed.copy_bytes())
-        if loaded_bytes is not None:
-            static, dynamic = 0.0, dynamic + (static + (0.0 if is_home else loaded_bytes))
-        return OptionRow(
-            devices=(0, strategy.size),
-            strategy=label,
-            micro_batches=micro_batches,
-            time_s=time_s,
-            static_bytes=static,
-            dynamic_bytes=dynamic,
-            copy_bytes=copied,
-        )
-
-    def _is_home(self, model: CallModel) -> bool:
-        return self._task.homes[model.call.name] == model.call.name
-
-    def _communicators(self, model: CallModel, layout: Layout) -> tuple[int, ...]:
+    def _communicators(self, call: ModelFunctionCallDef) -> list[tuple[int, ...]]:
+        """Of each option."""
+        model, is_home = self._task.call_models[call.name], self._task.homes[call.name] == call.name
+        options = self._numbers.options[call.name]
         if model.hardware.communicator_bytes == 0:
-            return ()
-        return self._labels.of(model.communicators(layout, at_home=self._is_home(model)))
+            return [()] * len(options)
 
-    def _loaded_bytes(self, model: CallModel) -> float:
+        @cache
+        def of(layout: Layout, compute: CallCompute) -> tuple[int, ...]:
+            return self._labels.of(model.under(compute).communicators(layout, at_home=is_home))
+
+        return [of(option.layout, option.compute) for option in options]
+
+    def _loaded_bytes(self, call: ModelFunctionCallDef) -> float:
         """The most that is loaded at home for a call that is not the home, under the homes that fit into memory."""
-        home = self._task.call_models[self._task.homes[model.call.name]]
-        strategies = {layout.strategy for layout in self._numbers.layouts[home.call.name][0]}
+        if self._task.homes[call.name] == call.name:
+            return 0.0
+        model, home = self._task.call_models[call.name], self._task.call_models[self._task.homes[call.name]]
+        forms = {(option.layout.strategy, option.compute) for option in self._numbers.options[home.call.name]}
         limit = self._task.cluster.device_memory_bytes
-        fitting = [strategy for strategy in strategies if home.static_bytes(strategy) <= limit]
-        return float(max(model.static_bytes(strategy) for strategy in fitting or strategies))
+        fitting = [form for form in forms if home.under(form[1]).static_bytes(form[0]) <= limit]
+        return float(max(_in_home(model, compute).static_bytes(strategy) for strategy, compute in fitting or forms))
 
 
-def _home_label(home: PlacedModel) -> str:
-    return f"{home.strategy} sharded" if home.is_divided else str(home.strategy)
+def row_of(
+    task: PlanningTask, call: ModelFunctionCallDef, strategy: ParallelStrategy, micro_batches: int, compute: CallCompute
+) -> OptionRow:
+    """The row of an option of a call whose model does not wait in host memory, on devices and with communicators to be
+    filled in. The task keeps it."""
+    key = (call.name, strategy, micro_batches, compute)
+    known: dict[object, OptionRow] = task.known
+    if key not in known:
+        known[key] = _row_of(task, task.call_models[call.name].under(compute), strategy, micro_batches)
+    return known[key]
+
+
+def seconds_of(
+    task: PlanningTask, call: ModelFunctionCallDef, strategy: ParallelStrategy, micro_batches: int, compute: CallCompute
+) -> float:
+    """Of a call in an option, with what it gathers where the model's home is divided."""
+    model = task.call_models[call.name].under(compute)
+    if task.homes[call.name] != call.name:
+        return model.seconds(strategy, micro_batches)
+    return _seconds_at_home(model, strategy, micro_batches, _readers(task, model, strategy))
+
+
+def _seconds_at_home(
+    model: CallModel, strategy: ParallelStrategy, micro_batches: int, readers: Sequence[CallModel]
+) -> float:
+    gathered_s = sum(other.gathering_s(strategy, 1) for other in readers)
+    return model.seconds(strategy, micro_batches) + model.gathering_s(strategy, micro_batches) + gathered_s
+
+
+def _row_of(task: PlanningTask, model: CallModel, strategy: ParallelStrategy, micro_batches: int) -> OptionRow:
+    call, work = model.call, model.work(strategy, micro_batches)
+    label, copied = str(strategy), 0.0
+    static = work.kept_cache_bytes()
+    dynamic = work.dynamic_bytes() - static
+    if task.homes[call.name] == call.name:
+        readers = _readers(task, model, strategy)
+        time_s = _seconds_at_home(model, strategy, micro_batches, readers)
+        label, static = _home_label(task, call, work.placed), static + model.static_bytes(strategy)
+        dynamic += 0 if call.trains else work.gathered_bytes()
+        static += max((other.work(strategy, 1).gathered_bytes() for other in readers), default=0)
+    else:
+        time_s = model.seconds(strategy, micro_batches)
+        # The optimizer's states stay at home, so that every training of a model has one layout.
+        copied = 2.0 * task.cluster.device_memory_bytes if call.trains else float(work.placed.copy_bytes())
+    return OptionRow(
+        devices=(0, strategy.size),
+        strategy=label,
+        micro_batches=micro_batches,
+        time_s=time_s,
+        static_bytes=static,
+        dynamic_bytes=dynamic,
+        copy_bytes=copied,
+    )
+
+
+def _in_home(model: CallModel, home: CallCompute) -> CallModel:
+    """A call of a model whose home is computed as `home`: what divides the parameters there divides them for it."""
+    return model.under(CallCompute(data_parallel=home.data_parallel, prefetch=home.prefetch))
+
+
+def _readers(task: PlanningTask, home: CallModel, strategy: ParallelStrategy) -> list[CallModel]:
+    """The other calls of a model that gather in its home what they use, where that is sharded: inferences, where no
+    call generates. What this takes, at most, is counted as the home's."""
+    if not home.placed(strategy).is_divided:
+        return []
+    calls = [other for other in task.graph.calls_of(home.call.model_name) if other.name != home.call.name]
+    if any(other.generates for other in calls):
+        return []
+    of_home = CallCompute(data_parallel=_data_parallel(home), prefetch=home.features.prefetch)
+    return [task.call_models[other.name].under(of_home) for other in calls if other.uses_model and not other.trains]
+
+
+def _data_parallel(home: CallModel) -> DataParallel:
+    return home.features.modes or ("fsdp" if home.features.fully_sharded else "zero1")
+
+
+def _home_label(task: PlanningTask, home: ModelFunctionCallDef, placed: PlacedModel) -> str:
+    """A generation would gather all of a sharded home: a label of its own makes it, and all calls beside it, take a
+    copy."""
+    if not placed.is_divided:
+        return str(placed.strategy)
+    generates = any(other.generates for other in task.graph.calls_of(home.model_name) if other.name != home.name)
+    return f"{placed.strategy} sharded" if generates else str(placed.strategy)

@@ -9,7 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from realhf.planning.model.communicators import MOVES
-from realhf.planning.problem.tables import CallTable, OptionRow, Problem
+from realhf.planning.problem.tables import CallTable, KeptCopy, OptionRow, Problem
+
+_Placed = tuple[CallTable, OptionRow, OptionRow]  # a call, its option, and that of its home
 
 
 @dataclass(frozen=True)
@@ -100,12 +102,14 @@ def device_needs(problem: Problem, choice: Sequence[int]) -> list[DeviceNeed]:
     communicators, and what it takes to send copies.
 
     A call whose layout is not that of its home holds a copy of its parameters while it runs (`CallTable.spared`), and
-    keeps nothing: the copy is freed. Where there is one, copies move, which takes a communicator of all devices.
+    keeps nothing: the copy is freed, unless others take theirs from it (`Problem.kept`). Where there is one, copies
+    move, which takes a communicator of all devices.
     """
     placed = _placed(problem, choice)
     moves = any(not _same_layout(option, home) for _, option, home in placed)
     kept = [option.static_bytes if _same_layout(option, home) else 0.0 for _, option, home in placed]
-    needed = [_needed_bytes(*each) for each in placed]
+    sources = _sources(problem, placed)
+    alone = [_needed_bytes(*each, []) for each in zip(placed, sources, strict=True)]
     needs = []
     for device in range(problem.num_devices):
         here = [i for i, (_, option, _) in enumerate(placed) if device in _range(option)]
@@ -115,19 +119,36 @@ def device_needs(problem: Problem, choice: Sequence[int]) -> list[DeviceNeed]:
         static = communicators = problem.communicator_bytes * len(labels)
         for i in here:
             static += kept[i]
-        sends = any(device in _range(home) and device not in _range(option) for _, option, home in placed)
-        peak = static + max((needed[i] for i in here), default=0.0) + (problem.sending_bytes if sends else 0.0)
+        sends = any(
+            device in _range(source) and device not in _range(option)
+            for source, (_, option, _) in zip(sources, placed, strict=True)
+        )
+        waiting = [copy for copy in problem.kept if device in _range(_option_of(placed, copy.source))]
+        needed = max(
+            (_needed_bytes(placed[i], sources[i], waiting) if waiting else alone[i] for i in here), default=0.0
+        )
+        peak = static + needed + (problem.sending_bytes if sends else 0.0)
         needs.append(DeviceNeed(communicators, static, peak))
     return needs
 
 
-def _needed_bytes(call: CallTable, option: OptionRow, home: OptionRow) -> float:
-    """Beside what stays: while the copy is filled, or while the call runs."""
-    if _same_layout(home, option):
-        return option.dynamic_bytes
-    spared = {(of_home, of_copy): saved for of_home, of_copy, saved in call.spared if home.devices == option.devices}
-    copied = max(option.copy_bytes - spared.get((home.strategy, option.strategy), 0.0), 0.0)
-    return max(option.static_bytes + option.dynamic_bytes + copied, option.copy_bytes)
+def _needed_bytes(placed: _Placed, source: OptionRow, waiting: Sequence[KeptCopy]) -> float:
+    """Beside what stays: while the copy is filled from `source`, or while the call runs; with the copies `waiting` here
+    that others take theirs from."""
+    call, option, home = placed
+    filling, running = 0.0, option.dynamic_bytes
+    if not _same_layout(home, option):
+        spared = {
+            (of_home, of_copy): saved for of_home, of_copy, saved in call.spared if home.devices == option.devices
+        }
+        copied = max(option.copy_bytes - spared.get((home.strategy, option.strategy), 0.0), 0.0)
+        filling, running = option.copy_bytes, option.static_bytes + option.dynamic_bytes + copied
+    for copy in waiting:
+        if call.name not in copy.beside or (call.name in copy.takers and _same_layout(source, option)):
+            continue  # what it takes over is its own copy
+        filling += copy.size_bytes
+        running += copy.size_bytes if copy.takers != [call.name] else 0.0  # its only taker finds it freed
+    return max(filling, running)
 
 
 def _same_layout(one: OptionRow, other: OptionRow) -> bool:
@@ -138,7 +159,17 @@ def makespan_s(events: Iterable[Event]) -> float:
     return max(event.end_s for event in events)
 
 
-def _placed(problem: Problem, choice: Sequence[int]) -> list[tuple[CallTable, OptionRow, OptionRow]]:
+def _sources(problem: Problem, placed: Sequence[_Placed]) -> list[OptionRow]:
+    """For every call the option from whose devices its parameters come: of its home, or of the call with the copy."""
+    of_takers = {taker: copy.source for copy in problem.kept for taker in copy.takers}
+    return [_option_of(placed, of_takers[call.name]) if call.name in of_takers else home for call, _, home in placed]
+
+
+def _option_of(placed: Sequence[_Placed], name: str) -> OptionRow:
+    return next(option for call, option, _ in placed if call.name == name)
+
+
+def _placed(problem: Problem, choice: Sequence[int]) -> list[_Placed]:
     """Every call with its option and that of its home."""
     chosen = {call.name: call.options[index] for call, index in zip(problem.calls, choice, strict=True)}
     return [(call, chosen[call.name], chosen[call.home]) for call in problem.calls]

@@ -5,6 +5,8 @@ from typing import Annotated, Generic, TypeVar
 
 import msgspec
 
+from realhf.planning._search import Table
+
 # The limits of every version of the file, which are those of csrc/search/problem.h.
 MAX_CALLS, MAX_TRANSFERS = 64, 4096
 MAX_INSTANCES = 8192  # calls and transfers x steps
@@ -71,13 +73,13 @@ class Transfer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TransferTable(Transfer, frozen=True, kw_only=True):
-    """`seconds` are row-major. There can be millions: a list, or a buffer of doubles.
+    """`seconds` are row-major: a list, a buffer of doubles, or what C++ has of many millions.
 
     `free_if_unmoved`: it takes no time between two options of one layout, whatever `seconds` says.
     """
 
     num_columns: int
-    seconds: Sequence[float]
+    seconds: Sequence[float] | Table
     free_if_unmoved: bool = False
 
 
@@ -103,11 +105,23 @@ class Tables(msgspec.Struct, Generic[T], frozen=True, kw_only=True):
     sending_bytes: Amount = 0.0
 
 
+class KeptCopy(msgspec.Struct, frozen=True, kw_only=True):
+    """The copy of call `source` is kept until the calls `takers` have theirs from it: `size_bytes` on each of the
+    source's devices, also while one of the calls `beside` runs there (`realhf.dataflow.copies.running_beside`)."""
+
+    source: str
+    takers: list[str]
+    beside: list[str]
+    size_bytes: float
+
+
 class Problem(Tables[TransferTable], frozen=True, kw_only=True):
     """`unit_us`: microseconds in one unit of all times. It is a second, but for problems from planning-problem/1 files:
-    their times stay in whole microseconds, whose sums are exact."""
+    their times stay in whole microseconds, whose sums are exact. `kept`: of a given plan, whose calls have one option
+    each; a search and a file have none."""
 
     unit_us: float = 1e6
+    kept: list[KeptCopy] = []
 
     @property
     def nodes(self) -> list[CallTable | TransferTable]:

@@ -3,6 +3,7 @@
 from array import array
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import cast
 
 from msgspec.structs import replace
 
@@ -10,8 +11,10 @@ from realhf.architecture.model import DTYPE_BYTES, DecoderConfig
 from realhf.dataflow.follow import FollowNode
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.offload import Load, loads_of
-from realhf.dataflow.plan import beside_s
-from realhf.geometry.layout import Layout
+from realhf.dataflow.plan import CallCompute, beside_s
+from realhf.geometry.layout import Layout, ParallelStrategy
+from realhf.geometry.shards import Placement
+from realhf.planning._search import Table
 from realhf.planning.model.call import CallModel
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.reallocation import Reallocation, grouped_reallocations
@@ -19,7 +22,9 @@ from realhf.planning.problem.option_rows import Numbering, distinct
 from realhf.planning.problem.tables import Parents, TransferTable
 
 # Seconds of a reallocation from each of the sources to each of the targets, row-major.
-ReallocationTable = Callable[[Reallocation, Sequence[Layout], Sequence[Layout]], Sequence[float]]
+# Moves between the same strategies, whose meshes lie alike to one another, take the same.
+Seconds = list[float] | Table
+ReallocationTable = Callable[[Reallocation, Sequence[Placement], Sequence[Layout]], Seconds]
 _Place = tuple[int | None, int | None]  # the device if the mesh is one, the node that it lies in if it is within one
 
 
@@ -64,25 +69,47 @@ class ParameterTransfers:
         table = self._move(node.name, source, target, parents, forwarding=False)
         if node.every_steps == 1:
             return table
-        return replace(table, seconds=array("d", [seconds / node.every_steps for seconds in table.seconds]))
+        if not isinstance(table.seconds, Table):
+            return replace(table, seconds=[seconds / node.every_steps for seconds in table.seconds])
+        table.seconds.divide(node.every_steps)
+        return table
 
     def reallocation(self, call: ModelFunctionCallDef, home: str, loads: Parents) -> TransferTable:
-        """From the model's home to the call, when the call's parents have ended and `loads` have."""
-        name, parents = f"{call.model_name}: {home} -> {call.name}", [*self._numbers.parents(call.name), *loads]
-        table = self._move(name, home, call.name, parents)
-        if not self._numbers.groups:
-            return table
-        layouts = (self._numbers.layouts[name][0] for name in (home, call.name))
-        return replace(table, seconds=grouped_reallocations(table.seconds, self._model(call.config), *layouts))
+        """From the model's home, or the copy that the call's comes from, when the call's parents have ended and `loads`
+        have."""
+        source = self._numbers.copies.get(call.name, home)
+        name, parents = f"{call.model_name}: {source} -> {call.name}", [*self._numbers.parents(call.name), *loads]
+        table = self._move(name, source, call.name, parents, takes_groups=self._numbers.groups)
+        if not any(other.generates for other in self._task.graph.calls_of(call.model_name)):
+            # A call in the layout of a sharded home gathers there what it uses (`option_rows`).
+            seconds = cast(Seconds, table.seconds)  # as `_move` made it
+            places = {layout: column for column, layout in enumerate(self._numbers.layouts[call.name][0])}
+            for row, placement in enumerate(self._numbers.sources(source)[0]):
+                if placement.divided > 1 and placement.layout in places:
+                    seconds[row * table.num_columns + places[placement.layout]] = 0.0
+        return table
 
-    def _move(self, name: str, source: str, target: str, parents: Parents, *, forwarding: bool = True) -> TransferTable:
-        """Parameters go from the layout of call `source` to that of call `target`.
+    def _move(
+        self,
+        name: str,
+        source: str,
+        target: str,
+        parents: Parents,
+        *,
+        forwarding: bool = True,
+        takes_groups: bool = False,
+    ) -> TransferTable:
+        """Parameters go from the layout of call `source`, which is their home or has a copy, to that of call `target`.
 
         Devices that only send do so beside what they compute (`realhf.worker.move_thread`), unless the model waits in
         host memory: then they load it, send, and send it back.
         """
-        calls, layouts = self._task.graph.model_calls, self._numbers.layouts
-        (sources, rows), (targets, columns) = layouts[source], layouts[target]
+        calls = self._task.graph.model_calls
+        (sources, rows), (targets, columns) = self._numbers.sources(source), self._numbers.layouts[target]
+        move = self._model(calls[target].config, forwarding=forwarding)
+        seconds = self._seconds_of(move, sources, targets)
+        for place, grouped_s in grouped_reallocations(move, sources, targets) if takes_groups else ():
+            seconds[place] = grouped_s
         return TransferTable(
             name=name,
             source=source,
@@ -92,7 +119,7 @@ class ParameterTransfers:
             rows=rows,
             columns=columns,
             num_columns=len(targets),
-            seconds=self._seconds_of(self._model(calls[target].config, forwarding=forwarding), sources, targets),
+            seconds=seconds,
         )
 
     def _model(self, model: DecoderConfig, *, forwarding: bool = True) -> Reallocation:
@@ -103,7 +130,9 @@ class ParameterTransfers:
     def _host_copy(self, load: Load, name: str, parents: Parents, *, is_free: bool = False) -> TransferTable:
         """Between the devices of a model's home and their host's memory, all at once; in no time if it `is_free`."""
         home = self._numbers.home_call(load.model)
-        layouts, rows = self._numbers.layouts[home.name]
+        forms: dict[tuple[ParallelStrategy, CallCompute], int] = {}
+        options = self._numbers.options[home.name]
+        rows = [forms.setdefault((option.layout.strategy, option.compute), len(forms)) for option in options]
         bandwidth, model = self._task.costs.hardware.host_bandwidth, self._task.call_models[home.name]
         return TransferTable(
             name=name,
@@ -116,7 +145,7 @@ class ParameterTransfers:
             num_columns=1,
             seconds=[
                 0.0 if is_free else home.offloaded_bytes(trained=load.states, versions=model.versions) / bandwidth
-                for home in (model.placed(layout.strategy) for layout in layouts)
+                for home in (model.under(compute).placed(strategy) for strategy, compute in forms)
             ],
         )
 

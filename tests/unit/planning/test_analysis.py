@@ -9,15 +9,21 @@ from msgspec.structs import replace as changed
 
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
+from realhf.geometry.layout import Layout
 from realhf.planning.explain.analysis import COMPUTE, analyse
 from realhf.planning.explain.comparison import best_alternatives
 from realhf.planning.explain.remedies import find_remedies, smallest_peak_bytes
-from realhf.planning.options import Option, call_options
+from realhf.planning.model.cluster import Cluster
+from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.model.timings import load_costs
+from realhf.planning.options import Option, options_to_search
 from realhf.planning.predict import predict, predict_in_best_order
 from realhf.planning.problem.builder import STEPS, build_problem
 from realhf.planning.problem.simulation import device_needs, makespan_s, simulate
+from realhf.planning.request import SearchBudget
+from realhf.planning.search import search_plan
 from realhf.planning.task import PlanningTask, with_staleness
-from tests.unit.planning.graphs import cpu_cluster, ppo, settings, with_memory
+from tests.unit.planning.graphs import cpu_cluster, ppo, settings, task_of, with_memory
 
 
 def task(devices: int, num_nodes: int = 1, memory: int = 2**32) -> PlanningTask:
@@ -84,25 +90,29 @@ def test_spans_of_a_device_do_not_overlap() -> None:
     assert sorted(computed) == sorted((name, step) for name in of.graph.calls for step in range(STEPS))
 
 
-def test_alternatives_are_the_best_changes_of_one_call() -> None:
+@pytest.mark.parametrize("memory", [2**32, 90 * 2**20])
+def test_alternatives_are_the_best_changes_of_one_call(memory: int) -> None:
     """Against the plain simulation of every change."""
-    of = task(2)
-    plan = split_plan(of)
+    of = task(2, memory=memory)
+    plan, num_too_large = split_plan(of), 0
     for alternative in best_alternatives(of, plan):
         chosen = {name: [Option(entry.layout, entry.micro_batches)] for name, entry in plan.calls.items()}
-        times, too_large = [], 0
-        others = call_options(of.graph.calls[alternative.call], of.batch_size, of.cluster)
-        others = [option for option in others if option.layout != plan.layout(alternative.call)]
-        for option in others:
+        of_layouts: dict[Layout, list[float]] = {}
+        for option in options_to_search(of, alternative.call):
+            if option.layout == plan.layout(alternative.call):
+                continue
+            times = of_layouts.setdefault(option.layout, [])
             problem = build_problem(of, {**chosen, alternative.call: [option]})
             choice = [0] * len(problem.calls)
-            if max(need.peak_bytes for need in device_needs(problem, choice)) > of.cluster.device_memory_bytes:
-                too_large += 1
-            else:
+            if max(need.peak_bytes for need in device_needs(problem, choice)) <= of.cluster.device_memory_bytes:
                 times.append(makespan_s(simulate(problem, choice, STEPS)) / STEPS)
-        assert (alternative.num_options, alternative.num_too_large) == (len(others), too_large)
-        assert alternative.step_s == pytest.approx(min(times), rel=1e-5)
-        assert alternative.option is not None
+        too_large = [layout for layout, times in of_layouts.items() if not times]
+        assert (alternative.num_layouts, alternative.num_too_large) == (len(of_layouts), len(too_large))
+        best = min((min(times) for times in of_layouts.values() if times), default=None)
+        assert (alternative.option is None) == (best is None)
+        assert best is None or alternative.step_s == pytest.approx(best, rel=1e-5)
+        num_too_large += len(too_large)
+    assert (num_too_large > 0) == (memory < 2**32)
 
 
 def test_remedies_are_enough_and_the_least() -> None:
@@ -129,6 +139,24 @@ def test_remedies_are_enough_and_the_least() -> None:
     assert str(remedies).endswith(
         f"or a batch of {remedies.batch_size} samples, or 2 nodes of this kind, or --offload {offload}"
     )
+
+
+def test_remedies_know_what_a_search_may_choose() -> None:
+    """The search finds a plan in the memory that is named, which no plan has that computes as the models are set up."""
+    graph = ppo("llama7b", "llama7b-critic")
+    cluster = Cluster(devices_per_node=4, hardware=load_hardware("h100"))
+    costs = load_costs(graph.models, dtype="bfloat16", hardware=cluster.hardware)
+    of = task_of(graph, **{**settings(graph, cluster), "costs": costs, "dtype": "bfloat16"})
+    choices = ("recomputation", "sequence_parallel", "data_parallel", "offload_states")
+    opened = replace(of, open_choices=dict.fromkeys(graph.models, choices), may_offload=True)
+    plain_bytes, smallest_bytes = smallest_peak_bytes(of), smallest_peak_bytes(opened)
+    assert plain_bytes
+    assert smallest_bytes
+    assert smallest_bytes < plain_bytes / 2
+    tight = replace(opened, cluster=with_memory(cluster, round(smallest_bytes)))
+    assert search_plan(tight, SearchBudget(evaluations=20_000), 0).prediction.fits
+    less = replace(opened, cluster=with_memory(cluster, round(smallest_bytes * 0.9)))
+    assert find_remedies(less).offload is None
 
 
 def test_no_remedy() -> None:

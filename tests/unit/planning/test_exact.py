@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.planning.search import Certificate
+from realhf.planning.certificate import Certificate
 from tests.unit.planning.evaluate_plan import evaluate
 from tests.unit.planning.problem_files import (
     NAMES,

@@ -51,7 +51,7 @@ def test_what_moves_to_groups_is_what_the_planner_moves(tied: bool) -> None:
             continue
         found += 1
         elements = moved_to_groups(model, home.strategy, target.strategy)
-        assert elements == moved_elements(model, home, with_micro_dp)
+        assert elements == moved_elements(model, Placement(home), with_micro_dp)
         lacking = plan_between(model, Placement(home), Placement(with_micro_dp)).lacking_bytes
         assert elements == (max(lacking.values()) // 4, sum(lacking.values()) // 4)
     assert found > 10
@@ -92,7 +92,7 @@ def test_the_tables_of_the_search_count_groups_and_its_plans_have_them() -> None
             place = table.rows[i] * table.num_columns + table.columns[j]
             assert table.seconds[place] <= before.seconds[place]
             assert table.seconds[place] == Reallocation(TINY, 4, cluster, CPU).seconds(
-                moved_elements(TINY, source.layout, arranged.layout), source.layout.mesh, crosses_nodes=False
+                moved_elements(TINY, Placement(source.layout), arranged.layout), source.layout.mesh, crosses_nodes=False
             )
     assert seen == 3  # to tp2 from dp2 tp4, and to tp2 with and without pp2 from tp4 pp2: all others contain their home
 

@@ -65,7 +65,7 @@ def test_descriptions_are_of_this_world(name: str) -> None:
 
 
 def test_an_unknown_dtype() -> None:
-    only_half = structs.replace(ROUND, matmul_flops={"bfloat16": 1.0})
+    only_half = structs.replace(ROUND, matmul_flops={"bfloat16": 1.0}, uncertainty=None)
     with pytest.raises(UserError, match="no matmul_flops for dtype 'float32'; it has bfloat16"):
         only_half.flops("float32")
 

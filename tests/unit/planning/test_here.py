@@ -111,7 +111,9 @@ def test_a_described_h100_is_the_fitted_one(monkeypatch, tmp_path):
 )
 def test_unknown_devices_reach_the_same_part_of_their_peaks(device, flops, bandwidth, monkeypatch, tmp_path):
     found = described(gpus_of(device, monkeypatch, tmp_path), load_hardware("h100"))
-    of_products, of_memory = 4.46e14 / (989e12 * 1980 / 1830), 2.66e12 / 3.352e12
+    h100 = load_hardware("h100")
+    of_products = h100.flops("bfloat16") / (989e12 * 1980 / 1830)
+    of_memory = h100.memory_bandwidth / 3.352e12
     assert found.flops("bfloat16") == pytest.approx(of_products * flops, rel=0.07)
     assert found.memory_bandwidth == pytest.approx(of_memory * bandwidth, rel=0.03)
     assert found.flops("bfloat16") > found.flops("float32") >= found.flops("float64")

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import check_plan
@@ -105,7 +106,7 @@ def test_groups_are_placed_on_aligned_devices(sizes: tuple[int, ...]) -> None:
     groups = [
         Colocated(
             size,
-            {f"call{i}": replace(option, layout=Layout(DeviceMesh(0, size), ParallelStrategy(dp=size)))},
+            {f"call{i}": structs.replace(option, layout=Layout(DeviceMesh(0, size), ParallelStrategy(dp=size)))},
             (0.0, 0.0, 0.0),
         )
         for i, size in enumerate(sizes)

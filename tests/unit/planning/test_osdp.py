@@ -337,7 +337,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert result["proven"]
     assert result["memory_bytes"] <= result["memory_limit_bytes"] == 48 * GIB
     assert result["uniform"]["replicated"] is None
-    assert len(result["slices"]) == 2 + 7 * 32
+    assert len(result["slices"]) == 3 + 7 * 32  # embedding, norms, head, and those of layers
     assert result["samples_per_s"] == pytest.approx(8 * result["batch"] / result["step_s"])
     name, *rest = words
     assert cli.main(["plan", *rest, f"--osdp={name}"]) == 0

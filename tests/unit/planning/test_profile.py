@@ -154,6 +154,29 @@ def test_measured_times_are_used() -> None:
     assert timings.all_reduce(100, 1, crosses_nodes=False) == 0.0
 
 
+def test_gathers_and_scatters_are_those_of_the_profile() -> None:
+    gathers = CollectiveTimings(kind="all_gather", group_size=2, seconds=Curve((0, 100), (0.5, 1.5)))
+    measured = structs.replace(profile(), collectives=(*profile().collectives, gathers))
+    hardware = load_hardware("cpu")
+    timings = profiled(measured, hardware)
+    assert timings.all_gather(50, 2, crosses_nodes=False) == pytest.approx(1.0)
+    assert timings.reduce_scatter(50, 2, crosses_nodes=False) == pytest.approx(0.1 / 2)  # none: half of the all-reduce
+    assert timings.all_gather(50, 1, crosses_nodes=False) == 0.0
+    across = timings.all_gather(1e6, 2, crosses_nodes=True)
+    assert across == pytest.approx(hardware.all_reduce_s(1e6, 2, crosses_nodes=True) / 2)
+    doubled = ProfiledTimings.of(measured, hardware, {"collectives": 2.0})
+    assert doubled.all_gather(50, 2, crosses_nodes=False) == pytest.approx(2.0)
+
+
+def test_a_profile_of_all_reduces_alone_still_loads(tmp_path: Path) -> None:
+    path = tmp_path / "old.json"
+    save_profile(profile(), path)
+    assert "all_gather" not in path.read_text()
+    timings = profiled(load_profile(path), load_hardware("cpu"))
+    for collective in (timings.all_gather, timings.reduce_scatter):
+        assert collective(256, 4, crosses_nodes=False) == pytest.approx(0.3 / 2)
+
+
 def test_links_are_those_of_the_hardware_but_for_a_measured_reallocation() -> None:
     hardware = load_hardware("cpu")
     described = profiled(profile(), hardware).links
@@ -199,7 +222,7 @@ def test_the_memory_of_a_communicator_is_the_most_that_was_measured(tmp_path: Pa
     assert costs.hardware.communicator_bytes == 300_000_000
 
 
-@pytest.mark.parametrize("name", ["a100-80g", "h100", "h200", "cpu"])
+@pytest.mark.parametrize("name", ["a100-80g", "h100", "h100-modern", "h200", "cpu"])
 def test_hardware_descriptions(name: str) -> None:
     hardware = load_hardware(name)
     assert hardware.flops("bfloat16") > hardware.flops("float32") > hardware.flops("float64")
@@ -207,7 +230,7 @@ def test_hardware_descriptions(name: str) -> None:
 
 
 def test_broken_hardware(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="choose one of a100-80g, cpu, h100, h200"):
+    with pytest.raises(UserError, match="choose one of a100-80g, cpu, h100, h100-modern, h200"):
         load_hardware("b300")
     text = (DESCRIPTIONS / "cpu.yaml").read_text()
     for old, new, message in [

@@ -12,17 +12,20 @@ from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.timings import LOGITS_PASSES, Timings
 from tests.unit.planning.graphs import TINY
 
-CPU = load_hardware("cpu")
+CPU = structs.replace(load_hardware("cpu"), uncertainty=None)  # its constants are replaced
 H100 = load_hardware("h100")
 WEIGHTS = 4 * 64 * 64 + 3 * 64 * 128  # of TINY's products in a layer: 40960
 # fp32, tp 1, a token: two norms of 7 passes of 4 bytes and two sums of 3 over 64; 12 passes over q and k (64
 # each, grouped heads none) and 5 over 128.
 ELEMENTWISE = 2 * (7 * 4 + 3 * 4) * 64 + 4 * (12 * (64 + 64) + 5 * 128)
+# What its products read and write beside weights, a token: the inputs of q, k and v, and of gate and up, the outputs of
+# o and down (64 each); q, k, v and o's input (64, 64 in all, 64); gate, up and down's input (128 each).
+PRODUCTS = 4 * 64 + (64 + 64 + 64 + 64) + 3 * 128
 COMPUTE_BOUND = {"matmul_flops": {"float32": 1e6}, "memory_bandwidth": 1e12, "layer_launch_s": 0.5}
 
 
 def analytic(features: EngineFeatures | None = None, **fields: object) -> Timings:
-    hardware = structs.replace(CPU, **fields)
+    hardware = structs.replace(CPU, uncertainty=None, **fields)
     return Timings(model=TINY, dtype="float32", hardware=hardware, features=features or EngineFeatures())
 
 
@@ -49,9 +52,41 @@ def test_layer_bound_by_compute() -> None:
 
 def test_launches_passes_and_compute_add_up() -> None:
     timings = analytic(matmul_flops={"float32": 1e6}, memory_bandwidth=1e6, layer_launch_s=0.25)
-    compute = 10 * (2 * WEIGHTS + 640) / 1e6
+    compute = 10 * (2 * WEIGHTS + 640) / 1e6 + 4 * (WEIGHTS + 10 * PRODUCTS) / 1e6
     assert layer(timings, 1) == pytest.approx(0.25 + compute + 10 * ELEMENTWISE / 1e6)
     assert layer(timings, 1, backward=True) == pytest.approx(0.5 + 2 * compute + 20 * ELEMENTWISE / 1e6)
+
+
+def test_training_launches_by_itself() -> None:
+    timings = analytic(**COMPUTE_BOUND, train_launch_s=2.0)
+    forward = timings.layer(10, 5, 1, backward=False, tp_crosses_nodes=False)
+    trained = timings.layer(10, 5, 1, backward=False, tp_crosses_nodes=False, trains=True)
+    assert trained - forward == pytest.approx(2.0 - 0.5)
+    backward = layer(timings, 1, backward=True)
+    assert backward == pytest.approx(2 * trained)
+
+
+def test_narrow_products_reach_less() -> None:
+    """The same FLOPs take longer on more tensor-parallel ranks: more bytes a FLOP."""
+    timings = Timings(model=LLAMA["llama70b"], dtype="bfloat16", hardware=structs.replace(H100, layer_launch_s=0.0))
+    timings = replace(timings, hardware=structs.replace(timings.hardware, intra_node_latency_s=0.0))
+
+    def products_s(tp: int) -> float:
+        moved = timings._layer_weights(1) / tp + 4096 * timings._product_elements(tp)
+        return tp * timings._products(4096 * 2 * timings._layer_weights(1) / tp, 2 * moved)
+
+    assert products_s(1) < products_s(2) < products_s(8) < 1.5 * products_s(1)
+
+
+def test_inputs_that_are_gathered_again() -> None:
+    """Half of an all-reduce for each of a layer's two inputs of column-parallel products, in the backward pass."""
+    fields = {"sequence_parallel": True}
+    kept, again = (analytic(EngineFeatures(**fields, regathers_inputs=regathers)) for regathers in (False, True))
+    assert layer(again, 2) == layer(kept, 2)
+    assert layer(again, 2, backward=True) - layer(kept, 2, backward=True) == pytest.approx(reduce_s(CPU, 2560))
+    assert layer(analytic(EngineFeatures(regathers_inputs=True)), 2, backward=True) == pytest.approx(
+        layer(analytic(), 2, backward=True)
+    )
 
 
 def test_elementwise_bytes() -> None:
@@ -68,8 +103,8 @@ def test_decode_is_bound_by_memory() -> None:
     fields = {"matmul_flops": {"float32": 1e15}, "memory_bandwidth": 1e6}
     eager = EngineFeatures(cuda_graphs=False)
     timings = analytic(eager, decode_launch_s=0.5, decode_graph_launch_s=0.125, **fields)
-    # The layer's weights, keys and values of 3 sequences of 7 tokens, and the passes of 3 tokens.
-    seconds = (4 * (WEIGHTS + 3 * 7 * 2 * 64) + 3 * ELEMENTWISE) / 1e6
+    # The layer's weights, keys and values of 3 sequences of 7 tokens, and inputs, outputs and passes of 3 tokens.
+    seconds = (4 * (WEIGHTS + 3 * 7 * 2 * 64 + 3 * PRODUCTS) + 3 * ELEMENTWISE) / 1e6
     assert timings.decode_layer(3, 7, 1, tp_crosses_nodes=False) == pytest.approx(0.5 + seconds)
     graphs = analytic(EngineFeatures(cuda_graphs=True), decode_launch_s=0.5, decode_graph_launch_s=0.125, **fields)
     assert graphs.decode_layer(3, 7, 1, tp_crosses_nodes=False) == pytest.approx(0.125 + seconds)
@@ -82,8 +117,9 @@ def test_head_passes_over_fp32_logits() -> None:
     def head(tp: int, features: EngineFeatures | None = None, *, backward: bool = False) -> float:
         return analytic(features, **fields).head(10, tp, backward=backward, tp_crosses_nodes=False)
 
-    # Bound by reading 32 x 64 weights of 4 bytes, since 2 x 10 x 2048 FLOPs take less.
-    projection, passes = 32 * 64 * 4 / 1e3, LOGITS_PASSES * logits_bytes / 1e3
+    # Reading 32 x 64 weights of 4 bytes, and 2 x 10 x 2048 FLOPs.
+    flops_s = 2 * 10 * 2048 / 1e6
+    projection, passes = 32 * 64 * 4 / 1e3 + flops_s, LOGITS_PASSES * logits_bytes / 1e3
     assert head(1) == pytest.approx(projection + passes)
     assert head(1, backward=True) == pytest.approx(2 * projection + passes)
     gather = CPU.intra_node_latency_s + logits_bytes / 2 / CPU.intra_node_bandwidth
@@ -94,7 +130,9 @@ def test_head_passes_over_fp32_logits() -> None:
     assert head(1, chunks, backward=True) == pytest.approx(3 * projection + passes)
     # bf16 logits are widened before the passes: half the weights to read, as many bytes of logits.
     half = Timings(model=TINY, dtype="bfloat16", hardware=structs.replace(CPU, **fields))
-    assert half.head(10, 1, backward=False, tp_crosses_nodes=False) == pytest.approx(projection / 2 + passes)
+    assert half.head(10, 1, backward=False, tp_crosses_nodes=False) == pytest.approx(
+        32 * 64 * 2 / 1e3 + flops_s + passes
+    )
 
 
 def test_a_scalar_head_has_no_logits() -> None:
@@ -117,6 +155,14 @@ def test_a_tensor_group_over_nodes_uses_the_links_of_all_its_members() -> None:
     timings = Timings(model=LLAMA["llama70b"], dtype="bfloat16", hardware=H100)
     sixteen = timings.embedding(1e6, 16, backward=False, tp_crosses_nodes=True)
     copy_s = 2 * 1e6 * 8192 * 2 / H100.memory_bandwidth
-    rails = 8 * H100.inter_node_bandwidth
+    # As fast as a device can send within its node, since its eight links together are faster.
+    rails = min(8 * H100.inter_node_bandwidth, H100.intra_node_bandwidth)
     latency_s = 30 * (H100.inter_node_latency_s + 7 * H100.intra_node_latency_s) / 8
     assert sixteen == pytest.approx(copy_s + 30 / 16 * 1e6 * 8192 * 2 / rails + latency_s)
+
+
+def test_gathers_and_scatters_are_half_of_a_ring() -> None:
+    timings = analytic()
+    for collective in (timings.all_gather, timings.reduce_scatter):
+        assert collective(2560, 2, crosses_nodes=False) == pytest.approx(reduce_s(CPU, 2560) / 2)
+        assert collective(2560, 1, crosses_nodes=False) == 0.0

@@ -1,0 +1,104 @@
+"""Trainings whose operators have modes of their own: those that a search looks at beside ZeRO-1 and full sharding."""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from msgspec.structs import replace
+
+from realhf.dataflow.graph import ModelFunctionCallDef
+from realhf.dataflow.plan import CallCompute
+from realhf.geometry.layout import ParallelStrategy
+from realhf.planning.model.call import CallModel
+from realhf.planning.model.sharding import rooms
+from realhf.planning.task import PlanningTask
+
+Way = tuple[ParallelStrategy, int, CallCompute]  # a strategy, in so many micro-batches, computed so
+
+
+def mixed_ways(task: PlanningTask, call: ModelFunctionCallDef, ways: Sequence[Way]) -> Iterator[Way]:
+    """Of `ways`, all in one (dp, tp, pp), those that are fully sharded, but with modes of operators in place of that.
+
+    Within each room that states may have (`rooms`) those that may be the fastest. Modes are taken to make a way no
+    faster than ZeRO-1 does: so a way gets none where a faster one is known, with modes, or with ZeRO-1 that fits. (With
+    one micro-batch and all gathers hidden behind computation, sharding would save an all-gather.)
+    """
+    if not has_modes(task, call):
+        return
+    model = task.call_models[call.name]
+    candidates = sorted(_candidates(model, ways), key=lambda candidate: candidate.zero1_s)
+    for level in range(max((len(candidate.rooms) for candidate in candidates), default=0)):
+        fastest_s = float("inf")
+        for candidate in candidates:
+            room_bytes = candidate.rooms[min(level, len(candidate.rooms) - 1)]
+            if candidate.zero1_s >= fastest_s or candidate.zero1_bytes <= room_bytes:
+                break
+            if candidate.least_bytes > room_bytes:
+                continue
+            strategy, count, _ = candidate.way
+            mixed = _mix(task, model, candidate.way, room_bytes)
+            if mixed is not None:
+                yield strategy, count, mixed
+                fastest_s = min(fastest_s, model.under(mixed).seconds(strategy, count))
+
+
+class _Candidate(NamedTuple):
+    """A way as ZeRO-1 has it: its seconds, the bytes of its states so and with all of them divided, and the rooms that
+    they may have."""
+
+    zero1_s: float
+    zero1_bytes: int
+    least_bytes: int
+    rooms: list[int]
+    way: Way
+
+
+def _candidates(model: CallModel, ways: Sequence[Way]) -> Iterator[_Candidate]:
+    """Those that fit with all states divided."""
+    room_bytes = {strategy: model.room_bytes(strategy) for strategy in {strategy for strategy, _, _ in ways}}
+    for strategy, count, compute in ways:
+        if compute.data_parallel != "fsdp":
+            continue
+        plain = replace(compute, data_parallel=None)
+        of_way, least_bytes = model.under(plain), model.under(compute).static_bytes(strategy)
+        dynamic = of_way.work(strategy, count).dynamic_bytes()
+        left_bytes, zero1_bytes = room_bytes[strategy] - dynamic, of_way.static_bytes(strategy)
+        if least_bytes <= left_bytes:
+            levels = rooms(left_bytes, zero1_bytes, least_bytes, shares_devices=model.shares_devices)
+            zero1_s = of_way.seconds(strategy, count)
+            yield _Candidate(zero1_s, zero1_bytes, least_bytes, levels, (strategy, count, plain))
+
+
+def smallest_mix(task: PlanningTask, call: ModelFunctionCallDef, sharded: Way) -> CallCompute | None:
+    """As a fully sharded training, but with the modes of operators that need the least memory; None where a plan may
+    choose none."""
+    if not has_modes(task, call):
+        return None
+    strategy, count, compute = sharded
+    way = replace(compute, data_parallel=None, prefetch=_prefetches(task, call)[-1])
+    rules = task.call_models[call.name].under(way).smallest_mix(strategy, count)
+    return replace(way, data_parallel=rules) if rules else None
+
+
+def _mix(task: PlanningTask, model: CallModel, way: Way, room_bytes: int) -> CallCompute | None:
+    strategy, count, compute = way
+    for prefetch in _prefetches(task, model.call):
+        plain = replace(compute, prefetch=prefetch)
+        rules = model.under(plain).mix_within(strategy, count, room_bytes)
+        if rules:
+            return replace(plain, data_parallel=rules)
+    return None
+
+
+def has_modes(task: PlanningTask, call: ModelFunctionCallDef) -> bool:
+    """Whether a plan may choose modes of the operators that a call trains, in an engine that has ZeRO-1."""
+    is_open = task.searched == "all" and call.model_name in task.mixed
+    return call.trains and is_open and task.call_models[call.name].features.zero1
+
+
+def _prefetches(task: PlanningTask, call: ModelFunctionCallDef) -> list[bool | None]:
+    """Whether the next gather begins early, in the order in which it is tried: memory for two gathers is taken only
+    where it saves time, and is there."""
+    features = task.call_models[call.name].features
+    if "prefetch" not in task.open_choices.get(call.model_name, ()) or not features.prefetch:
+        return [None]
+    return [None, False] if features.on_gpus else [False]

@@ -1,0 +1,68 @@
+"""Times the collectives of data parallelism in one group: all-reduce, all-gather and reduce-scatter, each by itself."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from realhf.parallel.collectives import all_gather, all_reduce, reduce_scatter
+from realhf.planning.model.collective_costs import NO_COSTS, CollectiveCost, CollectiveCosts, fitted
+
+__all__ = ["CollectiveCost", "CollectiveCosts", "measure_collectives"]
+
+SIZES_BYTES = tuple(2**k for k in (12, 15, 18, 21, 24))
+READINGS = 5
+# Small vectors are repeated within one reading of the clock.
+READING_BYTES, MOST_LOOPS = 2**20, 4
+COLLECTIVES = (all_reduce, all_gather, reduce_scatter)
+
+
+def measure_collectives(
+    group: dist.ProcessGroup | None,
+    device: torch.device,
+    dtype: torch.dtype,
+    clock: Callable[[], float] = time.perf_counter,
+) -> CollectiveCosts:
+    """What the engine's collectives cost in `group` on vectors of `dtype`: lines through the times of 4 KiB to 16 MiB.
+
+    A time is the median of READINGS, each of the slowest rank. All ranks of the group call this together, and all get
+    the same numbers. None is a group of one rank, where nothing costs anything. `clock` tells seconds.
+    """
+    if group is None or group.size() == 1:
+        return NO_COSTS
+    # In rounds over everything: what else the machine does comes and goes, and strikes all alike. The first warms up.
+    rounds = [
+        [_reading(work, size_bytes, group, torch.empty(0, dtype=dtype, device=device), clock)
+         for work in COLLECTIVES for size_bytes in SIZES_BYTES]
+        for _ in range(1 + READINGS)
+    ][1:]  # fmt: skip
+    slowest = torch.tensor(rounds, dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group=group)
+    medians = [statistics.median(readings) for readings in slowest.T.tolist()]
+    count = len(SIZES_BYTES)
+    costs = [fitted(SIZES_BYTES, medians[i * count : (i + 1) * count]) for i in range(len(COLLECTIVES))]
+    return CollectiveCosts(all_reduce=costs[0], all_gather=costs[1], reduce_scatter=costs[2])
+
+
+def _reading(
+    work: Callable[[Tensor, dist.ProcessGroup], object],
+    size_bytes: int,
+    group: dist.ProcessGroup,
+    like: Tensor,
+    clock: Callable[[], float],
+) -> float:
+    """Seconds of one `work` on a vector of about `size_bytes`, of the dtype and device of `like`, on this rank."""
+    loops = max(1, min(MOST_LOOPS, READING_BYTES // size_bytes))
+    flat = like.new_zeros(-(-size_bytes // like.itemsize // group.size()) * group.size())
+    together = torch.zeros(1, device=like.device)
+    dist.all_reduce(together, group=group)
+    together.item()  # waits for the device
+    start = clock()
+    for _ in range(loops):
+        work(flat, group)
+    if like.device.type == "cuda":
+        torch.cuda.synchronize(like.device)
+    return (clock() - start) / loops

@@ -1,0 +1,100 @@
+"""Measured collectives, operators that cannot be in every mode, and the table of a plan."""
+
+from dataclasses import replace
+
+import pytest
+
+from realhf.base.errors import UserError
+from realhf.planning.model.collective_costs import CollectiveCost, CollectiveCosts
+from realhf.planning.model.hardware import GIB
+from realhf.planning.model.operator_modes import Links, Operator, OsdpPlan, OsdpProblem, solve, uniform_plan
+from realhf.planning.model.operator_rows import operator_rows, plan_text
+
+COSTS = CollectiveCosts(
+    all_reduce=CollectiveCost(latency_s=1.0, seconds_per_byte=0.5),
+    all_gather=CollectiveCost(latency_s=2.0, seconds_per_byte=0.25),
+    reduce_scatter=CollectiveCost(latency_s=4.0, seconds_per_byte=0.125),
+)
+
+
+def operator(name: str, **changes: object) -> Operator:
+    values = {"parameter_bytes": 800, "gradient_bytes": 800, "optimizer_bytes": 1600, "kind": "linear"}
+    return Operator(name=name, **{**values, **changes})  # type: ignore[arg-type]
+
+
+def problem(*operators: Operator, **changes: object) -> OsdpProblem:
+    given = {"links": Links.of_group(4, COSTS), "memory_bytes": GIB, **changes}
+    return OsdpProblem(operators=operators, **given)  # type: ignore[arg-type]
+
+
+# By hand, for a slice of 400 bytes whose update takes 8 s, 2 s where 4 ranks divide it, and adding its gradient 4, 1
+# where it is sharded. What is not gathered is one vector, whose latency is not the operator's.
+@pytest.mark.parametrize(
+    ("mode", "gathers", "seconds"),
+    [
+        ("replicated", None, 400 * 0.5 + 8 + 4),
+        ("zero1", None, 400 * 0.375 + 2 + 4),
+        ("sharded", None, 2 * (2 + 100) + 4 + 50 + 2 + 1),
+        ("sharded", 1, 2 + 100 + 4 + 50 + 2 + 1),
+    ],
+)
+def test_measured_collectives_by_hand(mode: str, gathers: int | None, seconds: float) -> None:
+    op = operator("op", slices=2, update_s=16.0, accumulate_s=8.0, gathers=gathers)
+    assert problem(op).slice_seconds(op, mode) == pytest.approx(seconds)  # type: ignore[arg-type]
+
+
+def test_handling_is_of_gathers_and_reductions_by_hand() -> None:
+    links = Links.of_group(4, COSTS, handling_s=10.0)
+    assert links.mode_s("sharded", 400, gathers=2) == 2 * (2 + 100) + 4 + 50 + 3 * 10
+    assert links.mode_s("zero1", 400, gathers=2) == 400 * 0.375
+
+
+def test_memory_by_hand() -> None:
+    op = operator("op", slices=2)
+    cut = problem(op, extra_bytes=7, extra_bytes_per_sample=10, prefetch=True, reduces_whole=True)
+    plan = OsdpPlan(problem=cut, batch=3, slices=((0, 1, 1),))
+    # A slice with ZeRO-1 has 400 + 400 + 800 / 4, a sharded one 1600 / 4; two slices are gathered, one is reduced.
+    assert plan.memory_bytes == 1000 + 400 + 3 * 400 + 7 + 30
+
+
+def test_an_operator_that_is_never_sharded() -> None:
+    others = operator("others", modes=("replicated", "zero1"), most_slices=1)
+    # A sharded one has 3200 / 4 and 800 more while it is gathered, others 1600 + 1600 / 4.
+    tight = problem(operator("a"), operator("b"), others, memory_bytes=4500, extra_bytes=100)
+    plan = solve([tight], range(1, 2))
+    assert plan.slices == ((0, 0, 1), (0, 0, 1), (0, 1, 0))
+    assert plan.memory_bytes == 2 * 800 + 800 + 2000 + 100
+    with pytest.raises(UserError, match="the smallest memory that does is 4500 bytes"):
+        solve([replace(tight, memory_bytes=3000)], range(1, 2))
+    with pytest.raises(UserError, match="operator others can be replicated, zero1"):
+        replace(tight, modes=("sharded",))
+    uniform = uniform_plan(replace(tight, memory_bytes=GIB), "sharded", range(1, 2))
+    assert uniform is not None
+    assert {op.name: mode for op, mode, count in uniform.counts() if count} == {
+        "a": "sharded", "b": "sharded", "others": "zero1",
+    }  # fmt: skip
+
+
+def test_layers_that_are_alike_share_a_row() -> None:
+    names = [*(f"layers.{n}.up" for n in range(6)), "head"]
+    several = problem(*(operator(name, slices=2) for name in names))
+    modes = [(0, 2, 0)] * 3 + [(0, 1, 1)] + [(0, 2, 0)] * 2 + [(2, 0, 0)]
+    plan = OsdpPlan(problem=several, batch=1, slices=tuple(modes))
+    rows = operator_rows(plan)
+    assert [(row.operators, row.count, row.modes) for row in rows] == [
+        ("layers.0-2,4-5.up", 5, "2 zero1"),
+        ("layers.3.up", 1, "1 zero1 + 1 sharded"),
+        ("head", 1, "2 replicated"),
+    ]
+    assert sum(row.seconds for row in rows) == pytest.approx(plan.communication_s)
+    assert rows[0].bytes == 5 * (800 + 800 + 1600 / 4)
+    assert rows[2].bytes == 3200
+    lines = plan_text(plan, {"sharded": None}).splitlines()
+    assert "4 ranks, batch 1" in lines[0]
+    assert lines[-1].split() == ["all", "sharded", "-", "-", "-", "-", "too", "large", "-"]
+
+
+def test_a_table_is_at_most_100_columns_wide() -> None:
+    op = operator(f"layers.{'x' * 90}.up", slices=64)
+    plan = OsdpPlan(problem=problem(op), batch=1, slices=((21, 21, 22),))
+    assert max(map(len, plan_text(plan, {"zero1": plan}).splitlines())) <= 100

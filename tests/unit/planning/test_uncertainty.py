@@ -1,0 +1,187 @@
+"""What is thought of constants, and what measurements and finished runs add to it, against closed forms."""
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec import structs
+
+from realhf.base.errors import UserError
+from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.model.experience import (
+    KEPT_RUNS,
+    RunTimes,
+    SeenCall,
+    digest_of,
+    expected,
+    load_runs,
+    runs_folder,
+    save_run_times,
+)
+from realhf.planning.model.gaussian import covariance_of, narrowed, observed, of_covariance, standard_draws
+from realhf.planning.model.measured import (
+    FOUND_BY,
+    MeasuredConstant,
+    MeasuredConstants,
+    constants_path,
+    measurement_of,
+    save_constants,
+    with_measured,
+)
+from realhf.planning.model.profile import PARTS
+from realhf.planning.model.uncertainty import Uncertainty, constant, uncertainty_of, with_constants
+
+CPU, H100 = load_hardware("cpu"), load_hardware("h100")
+spreads = st.floats(0.05, 2.0)
+
+
+@given(spreads, spreads, st.integers(1, 20))
+def test_the_posterior_of_readings_of_one_number(prior: float, noise: float, count: int) -> None:
+    """Precisions add up, and the mean is weighted with them."""
+    readings = np.linspace(0.5, 1.5, count)
+    mean, covariance = observed(
+        np.zeros(1), np.array([[prior**2]]), np.ones((count, 1)), readings, np.full(count, noise)
+    )
+    precision = 1 / prior**2 + count / noise**2
+    assert covariance[0, 0] == pytest.approx(1 / precision, rel=1e-5)
+    assert mean[0] == pytest.approx(readings.sum() / noise**2 / precision, rel=1e-5)
+
+
+def test_draws_have_the_spread_and_come_in_pairs() -> None:
+    draws = standard_draws(3, 4000, seed=1)
+    assert np.abs(draws.mean(0)).max() < 1e-12
+    assert draws.std(0) == pytest.approx(np.ones(3), abs=0.05)
+    assert np.array_equal(draws[:, :2], standard_draws(2, 4000, seed=1))
+
+
+def test_a_measured_constant_moves_those_that_go_with_it() -> None:
+    """Two constants with correlation -0.8: the measured one comes nearer, the other goes the other way."""
+    stated = Uncertainty(spread={"layer_launch_s": 0.4, "decode_launch_s": 0.2}, correlation=((-0.8,),), call_error=0.1)
+    hardware = structs.replace(H100, layer_launch_s=1e-4, decode_launch_s=2e-4, uncertainty=stated)
+    found = narrowed(hardware, {"layer_launch_s": (2e-4, 0.1)})
+    weight = 0.4**2 / (0.4**2 + 0.1**2)
+    assert found.layer_launch_s == pytest.approx(1e-4 * math.exp(weight * math.log(2)))
+    slope = -0.8 * 0.4 * 0.2 / (0.4**2 + 0.1**2)
+    assert found.decode_launch_s == pytest.approx(2e-4 * math.exp(slope * math.log(2)))
+    spread = uncertainty_of(found).spread
+    assert spread["layer_launch_s"] == pytest.approx(0.4 * math.sqrt(1 - weight))
+    assert spread["decode_launch_s"] < 0.2
+    assert uncertainty_of(found).call_error == 0.1
+
+
+def test_a_covariance_and_back() -> None:
+    matrix = covariance_of(uncertainty_of(H100))
+    names = list(uncertainty_of(H100).spread)
+    again = of_covariance(names, matrix, call_error=0.1)
+    assert covariance_of(again) == pytest.approx(matrix)
+    assert np.linalg.eigvalsh(matrix).min() > -1e-4
+
+
+def test_what_no_distribution_has() -> None:
+    with pytest.raises(UserError, match=r"spread.*rows|rows of \[2\]"):
+        Uncertainty(spread={"a": 0.1, "b": 0.1}, correlation=((0.1, 0.2),))
+    with pytest.raises(UserError, match=r"uncertainty: a -0.1 is not from 0"):
+        Uncertainty(spread={"a": -0.1})
+    with pytest.raises(UserError, match="no distribution"):
+        covariance_of(Uncertainty(spread={"a": 0.1, "b": 0.1}, correlation=((1.5,),)))
+    with pytest.raises(UserError, match=r"'speed', which is no constant"):
+        structs.replace(CPU, uncertainty=Uncertainty(spread={"speed": 0.1}))
+    with pytest.raises(UserError, match=r"'matmul_flops\[float16\]'"):
+        structs.replace(CPU, uncertainty=Uncertainty(spread={"matmul_flops[float16]": 0.1}))
+
+
+def test_constants_by_name() -> None:
+    assert constant(H100, "matmul_flops[bfloat16]") == H100.flops("bfloat16")
+    assert constant(CPU, "train_launch_s") == CPU.layer_launch_s
+    assert constant(CPU, "inter_node_send_bandwidth") == CPU.inter_node_bandwidth
+    changed = with_constants(CPU, {"matmul_flops[float32]": 1e9, "matmul_flops[float64]": 2e9, "sampling_s": 3.0})
+    assert changed.matmul_flops == {**CPU.matmul_flops, "float32": 1e9, "float64": 2e9}
+    assert changed.sampling_s == 3.0
+
+
+def test_every_constant_has_a_measurement_but_links_between_nodes() -> None:
+    without = {name for name in uncertainty_of(H100).spread if measurement_of(name) is None}
+    assert without == {"inter_node_bandwidth", "inter_node_send_bandwidth", "inter_node_latency_s"}
+    assert {measurement_of(part) for part in PARTS} == {"layers"}
+    fields = {field for found in FOUND_BY.values() for field in found}
+    assert fields <= set(CPU.__struct_fields__)
+
+
+def test_measured_constants_are_kept_and_taken(tmp_path: Path) -> None:
+    path = constants_path("cpu", tmp_path)
+    assert with_measured(CPU, tmp_path) == CPU
+    for name, value in (("memory_bandwidth", 2e10), ("matmul_flops[float32]", 3e10)):
+        found = {name: MeasuredConstant(value=value, spread=0.01)}
+        save_constants(MeasuredConstants(hardware="cpu", constants=found), path)
+    taken = with_measured(CPU, tmp_path)
+    assert taken.memory_bandwidth == pytest.approx(2e10, rel=0.01)
+    assert taken.flops("float32") == pytest.approx(3e10, rel=0.01)
+    assert taken.intra_node_bandwidth == pytest.approx(CPU.intra_node_bandwidth)
+    assert uncertainty_of(taken).spread["memory_bandwidth"] < 0.02
+    path.write_text("{}")
+    with pytest.raises(UserError, match="measure them again"):
+        with_measured(CPU, tmp_path)
+
+
+def seen(log_ratio: float, interface: str = "inference", option: str = "a", noise: float = 0.02) -> SeenCall:
+    return SeenCall(interface=interface, option=option, log_ratio=log_ratio, noise=noise)
+
+
+def times(*calls: SeenCall, run: str = "run", profile: str = "") -> RunTimes:
+    return RunTimes(run=run, profile=profile, calls=calls)
+
+
+def total(error) -> float:  # type: ignore[no-untyped-def]
+    return math.sqrt(error.run**2 + error.call**2 + error.option**2)
+
+
+def test_one_call_of_one_run_by_hand() -> None:
+    """Three equal parts: two of them are the option's and the call's, the third is the run's own."""
+    sigma = 0.3
+    part = sigma**2 / 3
+    error = expected([times(seen(0.4))], "inference", "a", sigma)
+    gain = 2 * part / (3 * part + 0.02**2)
+    assert error.mean == pytest.approx(gain * 0.4)
+    assert error.run == pytest.approx(math.sqrt(part))
+    assert error.call**2 + error.option**2 == pytest.approx(2 * part - 2 * part * gain)
+    other = expected([times(seen(0.4))], "inference", "b", sigma)
+    assert other.mean == pytest.approx(error.mean / 2)
+    assert total(error) < total(other) < sigma
+    assert expected([times(seen(0.4))], "generate", "a", sigma).mean == 0.0
+
+
+@given(st.integers(1, 8), st.floats(-0.5, 0.5))
+def test_more_runs_narrow_and_come_nearer(count: int, ratio: float) -> None:
+    runs = [times(seen(ratio), run=str(number)) for number in range(count + 1)]
+    fewer, more = (expected(runs[:number], "inference", "a", 0.3) for number in (count, count + 1))
+    assert total(more) < total(fewer)
+    assert abs(ratio - more.mean) <= abs(ratio - fewer.mean)
+
+
+def test_calls_that_are_slow_alike_tell_of_the_machine() -> None:
+    alone = expected([times(seen(0.4))], "inference", "a", 0.3)
+    alike = [times(seen(0.4), seen(0.4, "generate"), seen(0.4, "train_step"))]
+    assert 0 < expected(alike, "inference", "a", 0.3).mean < alone.mean
+
+
+def test_runs_belong_to_their_profile(tmp_path: Path) -> None:
+    profile = tmp_path / "1234.json"
+    profile.write_text("first")
+    first = times(seen(0.1), run="one", profile=digest_of(profile))
+    path = save_run_times(first, profile)
+    assert load_runs(profile) == (first,)
+    again = times(seen(0.2), run="one", profile=digest_of(profile))
+    assert save_run_times(again, profile) == path  # a run has one file
+    assert load_runs(profile) == (again,)
+    profile.write_text("measured again")
+    assert load_runs(profile) == ()
+    for number in range(KEPT_RUNS + 3):
+        save_run_times(times(seen(0.1), run=f"run {number}", profile=digest_of(profile)), profile)
+    assert len(load_runs(profile)) == KEPT_RUNS
+    path.write_text("{")
+    with pytest.raises(UserError, match="remove it"):
+        load_runs(profile)
+    assert not list(runs_folder(tmp_path / "5678.json").parent.glob("5678*"))
