@@ -1,0 +1,259 @@
+"""HybridFlow: placements, other systems, the transition to generation, and its mapping algorithm."""
+
+import json
+import statistics
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from lib.common import ROOT
+from lib.hybridflow_transition import Engine, transition
+from lib.papers.cells import HYBRIDFLOW_ENGINE, Cell
+from lib.papers.plans import fastest
+from lib.papers.rows import Row, side_by_side
+from lib.papers.simulated import SEARCHED, Done, Simulated
+from lib.papers.svg import Bars, Lines
+
+from realhf.architecture.named import architecture
+from realhf.base.errors import UserError
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.parameters import parameter_count
+from realhf.planning.mapping import Mapper
+from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.options import options_on
+
+HARDWARE, ITEM = "a100-80g", 2
+# The numbers of GPUs of Figures 9 and 12; the first is the least on which all four models fit.
+CLUSTERS = {"7b": (8, 16, 32, 64, 128), "13b": (16, 32, 64, 96, 128), "34b": (32, 64, 96, 128), "70b": (64, 96, 128)}
+MIXED = (64, 96, 128)  # of Figure 13
+MAPPING, DEEPSPEED, OPENRLHF = "hybridflow", "DeepSpeed-Chat", "OpenRLHF"
+PLACEMENTS = (SEARCHED, MAPPING, "colocate", "split", "standalone")
+# (p, t) of training, and of generation.
+TRANSITIONS = {"7b": ((1, 8), (1, 2)), "13b": ((1, 8), (1, 4)), "34b": ((2, 8), (1, 4)), "70b": ((4, 8), (1, 8))}
+ENGINES: dict[Engine, str] = {
+    "deepspeed-chat": "DeepSpeed-Chat", "hybridflow-v": "HybridFlow-V", "hybridflow": "HybridFlow"
+}  # fmt: skip
+MAPPED = {"7b": 16, "13b": 32, "34b": 64, "70b": 128}  # of Figure 16
+
+
+def setting(algorithm: str, actor: str, critic: str, num_devices: int) -> Cell:
+    """PPO is searched and has all placements; of the others there is the paper's mapping beside OpenRLHF."""
+    is_ppo = algorithm == "PPO"
+    return Cell(
+        algorithm=algorithm, actor=f"llama2-{actor}", critic=f"llama2-{critic}", num_devices=num_devices,
+        batch_size=1024, prompt_tokens=1024, new_tokens=1024, mini_batches=8, hardware=HARDWARE,
+        engine=HYBRIDFLOW_ENGINE, searches=is_ppo,
+        systems=(*PLACEMENTS[1:], DEEPSPEED, OPENRLHF) if is_ppo else (MAPPING, OPENRLHF),
+    )  # fmt: skip
+
+
+def clusters(quick: bool) -> dict[str, tuple[int, ...]]:
+    return {"7b": (8, 16)} if quick else CLUSTERS
+
+
+def ppo(quick: bool) -> dict[tuple[str, int], Cell]:
+    return {(size, n): setting("PPO", size, size, n) for size, each in clusters(quick).items() for n in each}
+
+
+def mixed(quick: bool) -> dict[int, Cell]:
+    return {16: setting("PPO", "7b", "7b", 16)} if quick else {n: setting("PPO", "13b", "70b", n) for n in MIXED}
+
+
+def ends(algorithm: str, quick: bool) -> dict[str, tuple[Cell, Cell]]:
+    """By size the smallest and the largest cluster."""
+    return {
+        size: (setting(algorithm, size, size, each[0]), setting(algorithm, size, size, each[-1]))
+        for size, each in clusters(quick).items()
+    }
+
+
+ALGORITHMS = ("PPO", "ReMax", "Safe-RLHF")
+
+
+def cells(quick: bool) -> list[Cell]:
+    others = [cell for name in ALGORITHMS for pair in ends(name, quick).values() for cell in pair]
+    return [*ppo(quick).values(), *mixed(quick).values(), *others]
+
+
+def rows(done: Done, quick: bool) -> Iterator[Row]:
+    yield from speed_ups(done, quick)
+    yield from throughput("hf-fig9", {f"{s.upper()}, {n} GPUs": c for (s, n), c in ppo(quick).items()}, done,
+                          (SEARCHED, MAPPING, DEEPSPEED, OPENRLHF))  # fmt: skip
+    sizes = ("7b",) if quick else ("13b", "34b")
+    chosen = {f"{s.upper()}, {n} GPUs": cell for (s, n), cell in ppo(quick).items() if s in sizes}
+    yield from throughput("hf-fig12", chosen, done, PLACEMENTS)
+    yield from throughput("hf-fig13", {f"{n} GPUs": cell for n, cell in mixed(quick).items()}, done, PLACEMENTS)
+    yield from shares(done, quick)
+    yield from table_2()
+    yield from transitions(quick)
+    yield from transitions_here()
+    yield from tensor_parallelism(quick)
+
+
+def tokens_per_s(cell: Cell, found: Simulated, name: str) -> float | None:
+    step_s = found.step_s(name)
+    return cell.tokens / step_s if step_s else None
+
+
+def throughput(figure: str, chosen: dict[str, Cell], done: Done, plans: tuple[str, ...]) -> Iterator[Row]:
+    for case, cell in chosen.items():
+        each = {name: tokens_per_s(cell, done[cell], name) for name in plans}
+        columns = {name: value and value / 1000 for name, value in each.items()}
+        yield from side_by_side(figure, case, columns, "1000 tokens/s")
+
+
+def speed_ups(done: Done, quick: bool) -> Iterator[Row]:
+    """Figures 9 to 11 and the ranges of section 8.2."""
+    gains = {
+        (size, n, other): gain
+        for (size, n), cell in ppo(quick).items()
+        for other in (DEEPSPEED, OPENRLHF)
+        if (gain := done[cell].gain(MAPPING, other))
+    }
+    for other in (DEEPSPEED, OPENRLHF):
+        of_other = [gain for (*_, name), gain in gains.items() if name == other]
+        yield Row(figure="hf-fig9", case=f"over {other}, mean", value=statistics.mean(of_other), unit="x")
+        yield Row(figure="hf-fig9", case=f"over {other}, greatest", value=max(of_other), unit="x")
+    for algorithm in ALGORITHMS:
+        largest = ends(algorithm, quick)["7b"][1]
+        yield Row(figure="hf-fig11", case=algorithm, value=done[largest].gain(MAPPING, OPENRLHF), unit="x")
+    of_8, of_70b = (
+        [gain for (size, n, _), gain in gains.items() if chosen in (size, n)] for chosen in (8, "70b")
+    )  # fmt: skip
+    yield Row(figure="hf-range", case="least on 8 GPUs", value=min(of_8), unit="x")
+    yield Row(figure="hf-range", case="least of all", value=min(gains.values()), unit="x")
+    yield Row(figure="hf-range", case="70B, mean", value=statistics.mean(of_70b) if of_70b else None, unit="x")
+
+
+def shares(done: Done, quick: bool) -> Iterator[Row]:
+    """Section 8.2's efficiency, and what sections 1 and 2 say of a step."""
+    efficiencies = []
+    for algorithm in ALGORITHMS:
+        for small, large in ends(algorithm, quick).values():
+            pair = [tokens_per_s(cell, done[cell], MAPPING) for cell in (small, large)]
+            if pair[0] and pair[1]:
+                efficiencies.append(pair[1] / pair[0] / (large.num_devices / small.num_devices))
+    yield Row(figure="hf-efficiency", case="hybridflow, mean", value=100 * statistics.mean(efficiencies), unit="%")
+    found = done[setting("PPO", "7b", "7b", 16)]
+    together, apart = found.plans["colocate"], found.plans["split"]
+    assert together, "7B does not fit on 16 GPUs"
+    assert apart
+    own_s = together.call("actor_generate").seconds + together.call("actor_train_step").seconds
+    yield Row(figure="hf-share", case="colocated", value=100 * own_s / together.step_s, unit="%")
+    yield Row(figure="hf-fig3", case="idle", value=100 * apart.shares["idle"], unit="%")
+    size = "7b" if quick else "70b"
+    moved = parameter_count(architecture(f"llama2-{size}")) * ITEM / 1e9
+    yield Row(figure="hf-disjoint", case="gigabytes a step", value=moved, unit="GB")
+    plan = done[ends("PPO", quick)[size][1]].plans[OPENRLHF]
+    part = 100 * plan.reallocation_s / plan.step_s if plan else None
+    yield Row(figure="hf-disjoint", case="percent of the step", value=part, unit="%")
+
+
+def table_2() -> Iterator[Row]:
+    model, devices = architecture("llama2-7b"), range(8)
+    training = Layout(DeviceMesh(0, 8), ParallelStrategy(dp=2, tp=4))
+    for engine, name in ENGINES.items():
+        moves = replace(transition(engine, model, training, tp=2, pp=1), element_bytes=ITEM)
+        received = max(map(moves.received_bytes, devices)) / 1e9
+        yield Row(figure="hf-table2", case=f"{name}: received", value=received, unit="GB")
+        twice = max(map(moves.unused_bytes, devices)) / 1e9
+        yield Row(figure="hf-table2", case=f"{name}: kept twice", value=twice, unit="GB")
+
+
+def transition_s(size: str, num_devices: int) -> dict[str, float]:
+    """Seconds by engine. HybridFlow gathers in micro-dp groups of neighbours, over nodes where stages are joined;
+    DeepSpeed-Chat over all devices; OpenRLHF gathers the actor's half of them, and sends the model once."""
+    hardware, crosses = load_hardware(HARDWARE), num_devices > 8
+    model_bytes = float(parameter_count(architecture(f"llama2-{size}")) * ITEM)
+    (p, t), (generation_p, generation_t) = TRANSITIONS[size]
+    group, per_node = p * t // (generation_p * generation_t), t // generation_t
+    joins_stages = crosses and p > generation_p
+    return {
+        MAPPING: hardware.all_gather_s(
+            model_bytes / (generation_p * generation_t), group, crosses_nodes=joins_stages, per_node=per_node
+        ),
+        DEEPSPEED: hardware.all_gather_s(model_bytes, num_devices, crosses_nodes=crosses, per_node=8),
+        OPENRLHF: hardware.all_gather_s(model_bytes, num_devices // 2, crosses_nodes=num_devices > 16, per_node=8)
+        + hardware.send_s(model_bytes, crosses_nodes=crosses),
+    }
+
+
+def transitions(quick: bool) -> Iterator[Row]:
+    reductions: dict[str, list[float]] = {DEEPSPEED: [], OPENRLHF: []}
+    for size, each in clusters(quick).items():
+        for num_devices in each:
+            p, t = TRANSITIONS[size][0]
+            if num_devices < 16 or num_devices % (p * t):
+                continue
+            seconds = transition_s(size, num_devices)
+            yield from side_by_side("hf-fig14", f"{size.upper()}, {num_devices} GPUs", seconds, "s")
+            for other, found in reductions.items():
+                found.append(100 * (1 - seconds[MAPPING] / seconds[other]))
+    yield Row(
+        figure="hf-fig14", case="mean", value=statistics.mean([*reductions[DEEPSPEED], *reductions[OPENRLHF]]), unit="%"
+    )
+    for other, found in reductions.items():
+        yield Row(figure="hf-fig14", case=f"greatest over {other}", value=max(found), unit="%")
+
+
+def transitions_here() -> Iterator[Row]:
+    """From the file of `benchmarks/transition.py`."""
+    for row in json.loads((ROOT / "benchmarks/results/transition.json").read_text())["results"]:
+        engine, _, what = row["case"].partition(": ")
+        if what == "and back":
+            yield Row(figure="hf-fig14-here", case=engine, value=1000 * row["value"], unit="ms", kind="measured")
+
+
+def tensor_parallelism(quick: bool) -> Iterator[Row]:
+    """Figure 15: every call with the strategy of training but generation."""
+    for size in ("7b",) if quick else ("7b", "13b"):
+        task, seconds = setting("PPO", size, size, 16).task(), {}
+        mesh = DeviceMesh(0, 16)
+        options = {name: options_on([mesh], call, task.call_models[name].samples)
+                   for name, call in task.graph.model_calls.items()}  # fmt: skip
+        for tp in (1, 2, 4, 8):
+            wanted = {name: ParallelStrategy(dp=2, tp=8) for name in options}
+            wanted["actor_generate"] = ParallelStrategy(dp=16 // tp, tp=tp)
+            chosen = {name: [o for o in each if o.layout.strategy == wanted[name]] for name, each in options.items()}
+            plan = fastest(task, chosen)
+            call = plan.calls["actor_generate"] if plan else None
+            seconds[tp] = (
+                task.call_models["actor_generate"].seconds(call.layout.strategy, call.micro_batches) if call else None
+            )
+        yield from side_by_side(
+            "hf-fig15", size.upper(), {f"tp {tp}": value for tp, value in seconds.items()}, "s"
+        )  # fmt: skip
+        fitting = [value for value in seconds.values() if value]
+        cut = 100 * (1 - min(fitting) / max(fitting))
+        yield Row(figure="hf-fig15", case=f"{size.upper()}, best against slowest", value=cut, unit="%")
+
+
+def mapping_times(quick: bool) -> Iterator[Row]:
+    """Figure 16, for a machine that does nothing else meanwhile."""
+    for size, num_devices in list(MAPPED.items())[: 1 if quick else None]:
+        task = setting("PPO", size, size, num_devices).task()
+        start = time.perf_counter()
+        try:
+            Mapper(task).best()
+        except UserError:
+            continue
+        seconds = time.perf_counter() - start
+        yield Row(figure="hf-fig16", case=f"{size.upper()} on {num_devices}", value=seconds, unit="s", kind="measured")
+
+
+def pictures(done: Done, quick: bool, folder: Path) -> None:
+    lines = Lines(title="PPO, all models of one size", x="GPUs", y="tokens/s", log_x=True, log_y=True)
+    for size in clusters(quick):
+        for name in (MAPPING, DEEPSPEED, OPENRLHF):
+            of_size = [(n, cell) for (s, n), cell in ppo(quick).items() if s == size]
+            lines.add(f"{size.upper()}, {name}", [(n, tokens_per_s(cell, done[cell], name)) for n, cell in of_size])
+    lines.write(folder / "hybridflow_throughput.svg")
+    bars = Bars(title="placements, seconds of a step", axis="step / searched step")
+    for (size, n), cell in ppo(quick).items():
+        if quick or size in ("13b", "34b"):
+            ours = done[cell].step_s()
+            for name in PLACEMENTS:
+                step_s = done[cell].step_s(name)
+                bars.add(f"{size.upper()}, {n} GPUs", name, step_s / ours if step_s and ours else None)
+    bars.write(folder / "hybridflow_placements.svg")

@@ -1,0 +1,256 @@
+"""The page of the papers' figures: complete for what the papers print, and made from its results file alone."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from lib.papers import hybridflow, osdp, systems
+from lib.papers.cells import REAL_ENGINE, Cell
+from lib.papers.large import fewer_options
+from lib.papers.page import error, number, of_results, page
+from lib.papers.published import Limit, Paper, load_papers
+from lib.papers.svg import Axis, Bars, Lines
+
+from realhf.architecture.named import architecture
+from realhf.base.errors import UserError
+from realhf.geometry.layout import Layout
+from realhf.geometry.parameters import parameter_count
+from realhf.planning.model.call import CallModel
+from realhf.planning.options import Option, all_options
+from tests.waiting import PATIENCE_S
+
+ROOT = Path(__file__).parents[2]
+PAPERS = load_papers()
+FIGURES = {figure.id: figure for paper in PAPERS for figure in paper.figures}
+
+
+def check_complete(result: dict[str, Any]) -> None:
+    """Every figure has rows, or says why not; every row has a label and the published value that its figure has."""
+    rows = of_results(result["results"])
+    assert {row.figure for row in rows} == {id for id, figure in FIGURES.items() if not figure.not_reproduced}
+    assert {row.kind for row in rows} == {"simulated", "measured"}
+    for row, case in zip(rows, result["results"], strict=True):
+        known = FIGURES[row.figure].values.get(row.case)
+        assert case["baseline"] == (0.0 if known is None else known.number if isinstance(known, Limit) else known)
+        assert case["value"] == (row.value or 0.0)
+    assert sum(case["baseline"] > 0 for case in result["results"]) > 30
+
+
+def check_pictures(folder: Path) -> None:
+    """Those that the figures name, and no others; each has a drawing."""
+    names = {name for figure in FIGURES.values() for name in figure.pictures}
+    assert {path.stem for path in folder.glob("*")} == names
+    for name in names:
+        tags = [element.tag.rpartition("}")[2] for element in ElementTree.parse(folder / f"{name}.svg").iter()]
+        assert len([tag for tag in tags if tag in ("rect", "polyline")]) > 2, name
+
+
+def test_the_page_says_what_its_results_file_says() -> None:
+    result = json.loads((ROOT / "benchmarks/results/papers.json").read_bytes())
+    check_complete(result)
+    check_pictures(ROOT / "docs/images/papers")
+    made = page(PAPERS, result)
+    assert (ROOT / "docs/papers.md").read_text() == made, "make it again: python benchmarks/papers.py"
+
+
+def test_every_published_value_has_one_of_ours_beside_it() -> None:
+    rows = of_results(json.loads((ROOT / "benchmarks/results/papers.json").read_bytes())["results"])
+    ours = {(row.figure, row.case) for row in rows if not row.column}
+    published = {(figure.id, case) for figure in FIGURES.values() for case in figure.values}
+    assert published <= ours
+
+
+def test_the_page_is_made_in_quick_form(tmp_path: Path) -> None:
+    command = [sys.executable, "benchmarks/papers.py", "--quick", "--out", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    assert result == json.loads((tmp_path / "benchmarks/results/papers.json").read_bytes())
+    check_complete(result)
+    check_pictures(tmp_path / "docs/images/papers")
+    made = (tmp_path / "docs/papers.md").read_text()
+    for figure in FIGURES.values():
+        assert f"### {figure.title}\n" in made
+        assert f"**Not reproduced.** {figure.not_reproduced[:20]}" in made or not figure.not_reproduced
+    [row] = [row for row in of_results(result["results"]) if row.case == "ReMax"]
+    assert row.value
+    assert f"| ReMax | simulated | 1.53 x | {number(row.value)} x | {100 * (row.value / 1.53 - 1):+.0f} % |" in made
+
+
+@pytest.mark.parametrize(
+    ("known", "ours", "said"),
+    [
+        (2.0, 3.0, "+50 %"),
+        (100.0, 1.0, "-99 %"),
+        (0.0, 0.0, "0 %"),
+        (0.0, 1.0, "-"),
+        (None, 1.0, "-"),
+        (2.0, None, "-"),
+        (Limit(at_most=2.0), 2.0, "holds"),
+        (Limit(at_most=2.0), 2.1, "does not hold"),
+        (Limit(at_least=2.0), 1.9, "does not hold"),
+    ],
+)
+def test_errors_by_hand(known: float | Limit | None, ours: float | None, said: str) -> None:
+    assert error(known, ours) == said
+
+
+def test_figures_have_one_id_each(tmp_path: Path) -> None:
+    text = "{name: a, source: b, testbed: c, figures: [{id: x, title: t, setting: s}, {id: x, title: t, setting: s}]}"
+    (tmp_path / "a.yaml").write_text(text)
+    with pytest.raises(UserError, match="figures x occur twice"):
+        load_papers(tmp_path)
+    (tmp_path / "a.yaml").write_text("{name: a, unknown: 1}")
+    with pytest.raises(UserError, match=r"a\.yaml.*lib\.papers\.published\.Paper"):
+        load_papers(tmp_path)
+
+
+def test_papers_are_in_order() -> None:
+    assert [paper.name for paper in PAPERS] == ["ReaL", "ReaL, later version", "HybridFlow", "OSDP"]
+    assert all(isinstance(paper, Paper) and paper.figures for paper in PAPERS)
+
+
+SMALL = Cell(
+    algorithm="PPO", actor="llama2-7b", critic="llama2-7b", num_devices=16, batch_size=512, prompt_tokens=128,
+    new_tokens=128, mini_batches=4, hardware="a100-80g", engine=REAL_ENGINE,
+)  # fmt: skip
+
+
+def test_deepspeed_chat_has_all_calls_on_all_devices() -> None:
+    plan = systems.deepspeed_chat(SMALL)
+    assert plan
+    for call in plan.calls:
+        assert (call.first, call.num_devices, call.pp) == (0, 16, 1)
+        assert call.tp == 1 or call.name == "actor_generate"
+        # Sharded parameters are gathered for every call.
+        assert call.communication_s > 0, call.name
+
+
+def test_openrlhf_has_a_group_for_each_model_and_one_that_generates() -> None:
+    plan = systems.openrlhf(SMALL)
+    assert plan
+    groups = {call.name: (call.first, call.num_devices) for call in plan.calls}
+    assert groups["critic_inference"] == groups["critic_train_step"]
+    assert len(set(groups.values())) == 5
+    assert sorted(d for first, size in set(groups.values()) for d in range(first, first + size)) == list(range(16))
+    # The actor's weights travel every step.
+    assert plan.reallocation_s > 0
+
+
+def test_an_impossible_system_is_none() -> None:
+    """A batch of 512 in 4 mini-batches is not divided by 128 x 3 devices, and 70B does not fit on 8."""
+    assert systems.deepspeed_chat(replaced(num_devices=384)) is None
+    large = replaced(num_devices=8, actor="llama2-70b", critic="llama2-70b")
+    assert systems.deepspeed_chat(large) is None
+    assert systems.openrlhf(large) is None
+
+
+def replaced(**changes: Any) -> Cell:
+    fields = {name: getattr(SMALL, name) for name in SMALL.__dataclass_fields__}
+    return Cell(**(fields | changes))
+
+
+def test_published_bytes_of_transitions_are_the_formulas() -> None:
+    """HybridFlow, Table 2, with M of LLaMA-2 7B in bf16, training (p, t, d) = (1, 4, 2), generation (1, 2)."""
+    model = 2 * parameter_count(architecture("llama2-7b")) / 1e9
+    values = FIGURES["hf-table2"].values
+    expected = {
+        "DeepSpeed-Chat: received": 7 / 8 * model,
+        "HybridFlow-V: received": 3 / 4 * model,
+        "HybridFlow: received": 2 / 8 * model,
+        "DeepSpeed-Chat: kept twice": model / 8,
+        "HybridFlow-V: kept twice": model / 4,
+        "HybridFlow: kept twice": 0.0,
+    }
+    assert values == pytest.approx(expected, rel=1e-3)
+
+
+def test_a_transition_within_micro_groups_by_hand() -> None:
+    """7B on 16 A100: 4 ranks of a node gather a half of the model, 3 messages of an eighth each over NVLink."""
+    hardware = osdp.load_hardware("a100-80g")
+    model_bytes = 2 * parameter_count(architecture("llama2-7b"))
+    expected = 3 * (hardware.intra_node_latency_s + model_bytes / 8 / hardware.intra_node_bandwidth)
+    assert hybridflow.transition_s("7b", 16)["hybridflow"] == pytest.approx(expected)
+
+
+def test_large_clusters_have_fewer_options_and_no_worse_ones() -> None:
+    """Of each mesh and strategy, no option that is left out is faster and smaller than all that are kept."""
+    task = SMALL.task()
+    everything, kept = all_options(task), fewer_options(task)
+    for name, rows in kept.items():
+        model = task.call_models[name]
+        assert set(rows) < set(everything[name])
+        by_layout: dict[Layout, list[tuple[float, float]]] = {}
+        for option in rows:
+            by_layout.setdefault(option.layout, []).append(cost(model, option))
+        for option in everything[name]:
+            if option.layout in by_layout:
+                seconds, size = cost(model, option)
+                static = model.static_bytes(option.layout.strategy) if task.homes[name] == name else 0
+                fits = size + static <= task.cluster.device_memory_bytes
+                assert not fits or any(s <= seconds and b <= size for s, b in by_layout[option.layout])
+
+
+def cost(model: CallModel, option: Option) -> tuple[float, float]:
+    return model.seconds(*option.shape), model.work(*option.shape).dynamic_bytes()
+
+
+TINY = osdp.Setting(family="N&D", parts=((8, 512), (8, 1024)), num_devices=8, memory_gib=8)
+
+
+def test_an_osdp_stage_of_data_parallelism_is_the_plain_problem() -> None:
+    best = osdp.uniform(TINY, "sharded", 8, 1, 1)
+    assert best
+    assert best.samples_per_s == pytest.approx(best.plan.samples_per_s)
+    assert sum(op.parameter_bytes for op in best.plan.problem.operators) == pytest.approx(4 * TINY.parameters)
+
+
+@pytest.mark.parametrize(("dp", "tp", "pp"), [(1, 1, 8), (2, 2, 2), (1, 8, 1)])
+def test_osdp_stages_divide_the_model(dp: int, tp: int, pp: int) -> None:
+    stages = osdp.stages(TINY, dp, tp, pp)
+    held = sum(op.parameter_bytes for stage in stages for op in stage.problem.operators)
+    assert held == pytest.approx(4 * TINY.parameters / tp, rel=1e-6)
+    assert [size for stage in stages for size in stage.hidden] == [512] * 8 + [1024] * 8
+
+
+def test_osdp_is_no_slower_than_what_it_contains() -> None:
+    columns = osdp.run(TINY)
+    rates = {name: best.samples_per_s for name, best in columns.best.items() if best}
+    slack = 1 + 1e-9
+    assert rates["OSDP"] * slack >= rates["OSDP-base"] >= rates["FSDP"] / slack
+    assert rates["OSDP"] * slack >= rates["DP"]
+    assert rates["3D+OSDP"] * slack >= max(rates["3D"], rates["OSDP"], rates["PP"], rates["TP"])
+    assert columns.gain("OSDP", "FSDP") == pytest.approx(100 * (rates["OSDP"] / rates["FSDP"] - 1))
+
+
+def test_pipelined_rate_by_hand() -> None:
+    """Two equal stages without data parallelism: batch 3 takes 4 slots."""
+    setting = osdp.Setting(family="N&D", parts=((2, 512),), num_devices=8, memory_gib=8)
+    stages = osdp.stages(setting, 1, 1, 2)
+    plan = osdp.uniform_plan(stages[0].problem, "replicated", range(3, 4))
+    assert plan
+    slot_s = max(stage.work_s(1) for stage in stages)
+    assert osdp.rate(stages, [plan, plan], 3) == pytest.approx(3 / (4 * slot_s))
+
+
+def test_axes_have_round_ticks() -> None:
+    assert Axis(0, 60, 0, 1).ticks == [0, 10, 20, 30, 40, 50, 60]
+    assert Axis(8, 1024, 0, 1, log=True).ticks == [10, 100, 1000]
+    assert Axis(0, 10, 100, 0).at(5) == 50
+
+
+def test_missing_values_are_marked(tmp_path: Path) -> None:
+    bars = Bars(title="a < b", axis="s")
+    bars.add("one", "x", 2.0)
+    bars.add("one", "y", None)
+    bars.write(tmp_path / "bars.svg")
+    texts = [element.text for element in ElementTree.parse(tmp_path / "bars.svg").iter() if element.text]
+    assert {"a < b", "x", "y", "one"} <= set(texts)
+    assert texts.count("x") == 2  # the cross and the legend
+    lines = Lines(title="t", x="x", y="y")
+    lines.add("a", [(1.0, 2.0), (2.0, None), (3.0, 4.0)])
+    assert lines.lines == {"a": [(1.0, 2.0), (3.0, 4.0)]}
