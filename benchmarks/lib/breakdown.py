@@ -6,7 +6,7 @@ from realhf.planning.problem.simulation import Event, Simulation, makespan_s
 from realhf.planning.problem.tables import Problem
 
 REALLOCATION, DATA_TRANSFER, IDLE = "reallocation", "data transfer", "idle"
-_DATA = "data: "  # what the name of a data transfer begins with (`realhf.planning.problem.transfers`)
+DATA = "data: "  # what the name of a data transfer begins with (`realhf.planning.problem.transfers`)
 
 
 def device_time_shares(problem: Problem, choice: Sequence[int], events: Sequence[Event]) -> dict[str, float]:
@@ -29,4 +29,4 @@ def _kind(problem: Problem, node: int) -> str:
     name = problem.nodes[node].name
     if node < len(problem.calls):
         return name
-    return DATA_TRANSFER if name.startswith(_DATA) else REALLOCATION
+    return DATA_TRANSFER if name.startswith(DATA) else REALLOCATION

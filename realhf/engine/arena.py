@@ -29,8 +29,12 @@ class Arena:
 
     def views(self) -> dict[str, Tensor]:
         """Every name's view of `flat`."""
-        shapes = self.layout.shapes
-        return {
-            name: self.flat[start : start + prod(shapes[name])].view(shapes[name])
-            for name, start in self.layout.starts.items()
-        }
+        return views_in(self.flat, self.layout)
+
+
+def views_in(flat: Tensor, layout: FlatLayout) -> dict[str, Tensor]:
+    """Every name's view of a vector that is laid out so."""
+    return {
+        name: flat[start : start + prod(layout.shapes[name])].view(layout.shapes[name])
+        for name, start in layout.starts.items()
+    }

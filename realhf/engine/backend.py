@@ -13,7 +13,7 @@ import torch
 
 from realhf.api.backends import implementation_of
 from realhf.api.experiment import OptimizerConfig
-from realhf.architecture.compute import ComputeConfig
+from realhf.architecture.compute import Computation
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.interface import Model
 from realhf.engine.residency.residency import Boxes, Residency
@@ -38,7 +38,7 @@ class ModelSpec:
     device: torch.device | str = "cpu"
     optimizer: OptimizerConfig | None = field(default=None, kw_only=True)
     total_optimizer_steps: int = field(default=0, kw_only=True)
-    compute: ComputeConfig = field(default_factory=ComputeConfig, kw_only=True)
+    compute: Computation = field(default_factory=Computation, kw_only=True)
     versions: Sequence[int] = field(default=(0,), kw_only=True)
     timeout_s: float = field(default=600.0, kw_only=True)
 

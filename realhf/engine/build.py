@@ -15,6 +15,7 @@ from realhf.geometry.shards import flat_layout
 from realhf.models.decoder import Decoder
 from realhf.parallel.gradients import let_add_to_grad
 from realhf.parallel.groups import ParallelGroups
+from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from realhf.realloc.execute.held import by_name
 
 _INITIAL_STD = 0.02
@@ -42,9 +43,19 @@ def build_decoder(
 
 
 def decoder_on(config: DecoderConfig, groups: ParallelGroups, views: dict[str, Tensor]) -> Decoder:
-    """This rank's part of a model, whose parameters are `views`, by name."""
+    """This rank's part of a model, whose parameters are `views`, by name: `NAME.slices.0.weight` and so on of a weight
+    that is cut."""
+    slices: dict[str, dict[int, tuple[int, ...]]] = {}
+    for name, view in views.items():  # in the order of the units, which modes mix
+        owner, is_cut, place = name.partition(".slices.")
+        if is_cut:
+            slices.setdefault(owner, {})[int(place.partition(".")[0])] = tuple(view.shape)
     with torch.device("meta"):
         decoder = Decoder(config, groups)
+        for owner, shapes in slices.items():
+            operator = decoder.get_submodule(owner)
+            assert isinstance(operator, ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding)
+            operator.cut([shapes[number] for number in range(len(shapes))])
     views = dict(views)
     for name, placeholder in list(decoder.named_parameters()):
         owner, leaf = name.rsplit(".", 1)

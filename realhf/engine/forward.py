@@ -3,14 +3,14 @@
 import torch
 from torch import Tensor
 
-from realhf.architecture.compute import Recomputation
+from realhf.architecture.compute import Recomputed
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Postprocess
 from realhf.engine.packing import PackedMicroBatch, pack_micro_batch
 from realhf.engine.pipeline import Neighbours, run_forward
 from realhf.engine.returned import check_columns
 from realhf.geometry.pipeline_schedule import Pass
-from realhf.models.decoder import Decoder
+from realhf.models.decoder import KEEPS_ALL, Decoder
 from realhf.parallel.sequence import TokenShards
 from realhf.parallel.vocabulary import Logits
 
@@ -20,7 +20,7 @@ def run_stage(
     micro_batch: PackedMicroBatch,
     hidden: Tensor | None,
     shards: TokenShards | None = None,
-    recomputation: Recomputation = "off",
+    recomputed: Recomputed = KEEPS_ALL,
     chunk: int = 0,
 ) -> Tensor | Logits:
     """A model chunk of this stage on `hidden` (on the tokens, the first chunk of the first stage).
@@ -29,7 +29,7 @@ def run_stage(
     model's last layers the head's output in the order of the batch.
     """
     x = micro_batch.tokens if hidden is None else hidden
-    return decoder(x, micro_batch.positions, micro_batch.attend, micro_batch.restore, shards, recomputation, chunk)
+    return decoder(x, micro_batch.positions, micro_batch.attend, micro_batch.restore, shards, recomputed, chunk)
 
 
 @torch.no_grad()

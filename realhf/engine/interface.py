@@ -8,6 +8,7 @@ import numpy as np
 from torch import Tensor
 
 from realhf.api.generation import GenerationOptions
+from realhf.architecture.decoding import DECODE_GRAPHS, GraphLife
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.batch import Batch
 
@@ -45,6 +46,7 @@ class GenerationRequest:
     limits: the longest response of each sample, where it is below `options.max_new_tokens`.
     return_logits: whether to give back the logits of every drawn token.
     is_end: finds `options.stop_strings` in a response, because the engine knows no text.
+    planned_graphs: what the plan says of graphs of decode steps, where the options leave it open.
     """
 
     options: GenerationOptions
@@ -55,6 +57,12 @@ class GenerationRequest:
     limits: Sequence[int] | None = field(default=None, kw_only=True)
     return_logits: bool = field(default=False, kw_only=True)
     is_end: EndCheck | None = field(default=None, kw_only=True)
+    planned_graphs: GraphLife | None = field(default=None, kw_only=True)
+
+    @property
+    def decode_graphs(self) -> GraphLife:
+        """The life of graphs of decode steps."""
+        return self.options.decode_graphs or self.planned_graphs or DECODE_GRAPHS
 
     def of_samples(self, samples: range) -> "GenerationRequest":
         """The same request for a run of the samples."""
@@ -116,6 +124,8 @@ class Context(Protocol):
     seed: int
     step: int
     micro_batches: int
+    decode_graphs: GraphLife | None
+    """What the plan says of graphs of decode steps."""
     holds_outputs: bool
     """True on the one rank of each data-parallel group whose outputs and statistics are taken."""
     record: frozenset[str]

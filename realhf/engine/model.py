@@ -14,8 +14,7 @@ from realhf.engine.generate.loop import generate
 from realhf.engine.interface import GenerationOutput, GenerationRequest, LossFunction, Postprocess, Stats
 from realhf.engine.pipeline import Neighbours
 from realhf.engine.residency.residency import Boxes, Residency
-from realhf.engine.train.data_parallel import Parameters, ReplicatedParameters
-from realhf.engine.train.fsdp import ShardedParameters
+from realhf.engine.train.data_parallel import NativeParameters, Parameters, place_of
 from realhf.engine.train.step import Trainer
 from realhf.geometry.boxes import Box
 from realhf.geometry.shards import shard_boxes
@@ -55,9 +54,10 @@ class ShardedModel:
 
     def make_parameters(self, spec: ModelSpec) -> Parameters:
         """The parameters, zeros, with the decoder that computes with them."""
-        is_sharded = spec.compute.data_parallel == "fsdp" and spec.groups.data is not None
-        kind = ShardedParameters if is_sharded else ReplicatedParameters
-        return kind(spec.config, spec.groups, spec.dtype, torch.device(spec.device))
+        device, compute = torch.device(spec.device), spec.compute
+        return NativeParameters(
+            spec.config, spec.groups, spec.dtype, device, compute.data_parallel, prefetch=compute.prefetch
+        )
 
     @property
     def trains(self) -> bool:
@@ -82,7 +82,7 @@ class ShardedModel:
         self._kept.forget()
 
     def state(self) -> Boxes:
-        groups, start = self.groups, self.parameters.shard.storage_offset()
+        groups, updated = self.groups, self.parameters.updated
         counted = shard_boxes(self.config, groups.layout, groups.rank, self.parameters.data_parallel, only_counted=True)
         kinds = 0 if self.trainer is None else len(self.trainer.optimizer.state)
         states = [] if self.trainer is None else self.trainer.state(only_counted=True)
@@ -93,7 +93,8 @@ class ShardedModel:
         ]
         pieces = []
         for i, (box, at) in enumerate(counted):
-            here = slice(start + at, start + at + box.size)
+            start = place_of(at, updated)
+            here = slice(start, start + box.size)
             pieces += [(of_kind(box, kind), flat[here].view(box.shape)) for kind, flat in flat_of_kind]
             pieces += states[i * kinds : (i + 1) * kinds]
         return pieces
@@ -134,7 +135,7 @@ class ShardedModel:
     def generate(self, batch: Batch, request: GenerationRequest) -> GenerationOutput:
         self.residency.check_here()
         with self.parameters.whole():
-            workspace = self._kept.of_call(self.decoder, request.options)
+            workspace = self._kept.of_call(self.decoder, request.decode_graphs)
             output, _ = generate(self.decoder, batch, request, workspace)
         self._count(output.sequences)
         return output

@@ -106,8 +106,7 @@ class WholeParameters:
         for name, places in self.decoder.network.places().items():
             self.decoder.network.set_parameter(places, self._parameters[name])
         shard = self.arena.layout.shard(groups.dp_index)
-        self._shard = slice(shard.start, shard.stop)
-        self.shard = self.flat[self._shard]
+        self.updated = [slice(shard.start, shard.stop)]
         self._boxes = device_boxes(config, groups.layout, groups.rank)
 
     def held(self) -> list[tuple[Box, Tensor]]:
@@ -132,9 +131,8 @@ class WholeParameters:
     def zero_gradients(self) -> None:
         self.gradient.zero_()
 
-    def reduce_gradients(self, *, sequence_parallel: bool) -> Tensor:
+    def reduce_gradients(self, *, sequence_parallel: bool) -> None:
         reduce_scatter(self.gradient, self._groups.data)
-        return self.gradient[self._shard]
 
     def publish(self) -> None:
         all_gather(self.flat, self._groups.data)
@@ -151,7 +149,8 @@ class FullyShardedParameters:
         self._boxes = shard_boxes(config, groups.layout, groups.rank, self.data_parallel)
         self._shapes = {spec.name: spec.shape for spec in decoder_parameters(config)}
         last, start = self._boxes[-1]
-        self.flat = self.shard = torch.zeros(start + last.size, dtype=dtype, device=device)
+        self.flat = torch.zeros(start + last.size, dtype=dtype, device=device)
+        self.updated = [slice(0, len(self.flat))]
         self.decoder = TransformersDecoder(config, groups, dtype, device)
         self._mesh = DeviceMesh.from_group(groups.data, device.type)
         network = self.decoder.network
@@ -188,7 +187,7 @@ class FullyShardedParameters:
         return [(box, vector[at : at + box.size].view(box.shape)) for box, at in self._boxes]
 
     def held(self) -> list[tuple[Box, Tensor]]:
-        return self._views(self.shard)
+        return self._views(self.flat)
 
     @contextmanager
     def whole(self) -> Iterator[None]:
@@ -211,7 +210,7 @@ class FullyShardedParameters:
                 unit.reshard()
 
     def attach_gradients(self, dtype: torch.dtype) -> None:
-        self.gradient = torch.zeros_like(self.shard, dtype=dtype)
+        self.gradient = torch.zeros_like(self.flat, dtype=dtype)
         for name, part in self._parts(self.gradient):
             parameter = self._parameters[name].requires_grad_(True)
             parameter.grad_dtype, parameter.grad = dtype, part
@@ -219,8 +218,8 @@ class FullyShardedParameters:
     def zero_gradients(self) -> None:
         self.gradient.zero_()
 
-    def reduce_gradients(self, *, sequence_parallel: bool) -> Tensor:
-        return self.gradient  # the backward pass has reduced them
+    def reduce_gradients(self, *, sequence_parallel: bool) -> None:
+        """The backward pass has reduced them."""
 
     def publish(self) -> None:
         """Nothing is gathered between steps."""

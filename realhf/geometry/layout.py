@@ -1,14 +1,16 @@
-"""Where a call runs: a device mesh, and how a model is divided over it."""
+"""Where a call runs: a device mesh, and how a model is divided over it. A search makes and compares ten thousands of
+these, which is why they are structs."""
 
-from dataclasses import dataclass
+from functools import lru_cache
+
+import msgspec
 
 from realhf.architecture.model import DecoderConfig
 from realhf.architecture.transformers_config import TransformersConfig
 from realhf.base.errors import UserError
 
 
-@dataclass(frozen=True, order=True)
-class DeviceMesh:
+class DeviceMesh(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     """`size` consecutive devices from global device index `first` (ReaL, section 3)."""
 
     first: int
@@ -22,8 +24,7 @@ class DeviceMesh:
         return self.first < other.first + other.size and other.first < self.first + self.size
 
 
-@dataclass(frozen=True, order=True)
-class ParallelStrategy:
+class ParallelStrategy(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     """Degrees of data, tensor and pipeline parallelism; their product is the mesh size.
 
     chunks: above 1 the pipeline is interleaved. Each stage holds that many model chunks; the layers of a chunk are
@@ -49,8 +50,7 @@ class ParallelStrategy:
         return f"dp{self.dp} tp{self.tp} pp{self.pp}{chunks}{micro_dp}"
 
 
-@dataclass(frozen=True, order=True)
-class Layout:
+class Layout(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     """A model divided by `strategy` over `mesh`.
 
     Rank r of the mesh (device `mesh.first + r`) has tensor index r % tp, data index r // tp % dp and pipeline stage
@@ -116,9 +116,10 @@ def chunk_layers(num_layers: int, strategy: ParallelStrategy, stage: int) -> tup
     return tuple(stage_layers(num_layers, virtual, first + stage) for first in range(0, virtual, strategy.pp))
 
 
-def held_layers(num_layers: int, strategy: ParallelStrategy, stage: int) -> set[int]:
+@lru_cache(maxsize=65536)
+def held_layers(num_layers: int, strategy: ParallelStrategy, stage: int) -> frozenset[int]:
     """The layers of all chunks of a pipeline stage."""
-    return {layer for chunk in chunk_layers(num_layers, strategy, stage) for layer in chunk}
+    return frozenset(layer for chunk in chunk_layers(num_layers, strategy, stage) for layer in chunk)
 
 
 def divisors(n: int) -> list[int]:

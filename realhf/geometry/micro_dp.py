@@ -6,16 +6,28 @@ pipeline peers are t / t_g and p / p_g ranks apart, it never does: a device rece
 twice.
 """
 
-from dataclasses import replace
+from functools import lru_cache
 
-from realhf.geometry.layout import Layout, held_layers
+from msgspec.structs import replace
+
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, held_layers
 
 
 def contains(outer: Layout, inner: Layout, num_layers: int) -> bool:
     """Whether every device of `inner` holds under `outer` all of the model that it holds under `inner`."""
+    if outer.mesh == inner.mesh:
+        return _contains(outer.strategy, inner.strategy, num_layers)
     return all(
         device in outer.mesh.devices and _contains_on(device, outer, inner, num_layers) for device in inner.mesh.devices
     )
+
+
+@lru_cache(maxsize=65536)
+def _contains(outer: ParallelStrategy, inner: ParallelStrategy, num_layers: int) -> bool:
+    """Where both are on the same devices it does not matter on which."""
+    mesh = DeviceMesh(0, inner.size)
+    of_outer, of_inner = Layout(mesh, outer), Layout(mesh, inner)
+    return all(_contains_on(device, of_outer, of_inner, num_layers) for device in mesh.devices)
 
 
 def _contains_on(device: int, outer: Layout, inner: Layout, num_layers: int) -> bool:
@@ -35,12 +47,19 @@ def grouped_like(home: Layout, layout: Layout, num_layers: int) -> Layout | None
     There is none on other devices, with degrees that do not divide those of the home, and if stages of the home reach
     beyond those of the layout (six layers lie 2, 2, 1, 1 on four stages, and 3, 3 on two).
     """
-    inner, outer = home.strategy, layout.strategy
-    if layout.mesh != home.mesh or inner.tp % outer.tp or inner.pp % outer.pp or outer.chunks > 1:
+    if layout.mesh != home.mesh:
+        return None
+    strategy = _grouped_like(home.strategy, layout.strategy, num_layers)
+    return Layout(layout.mesh, strategy) if strategy else None
+
+
+@lru_cache(maxsize=65536)
+def _grouped_like(inner: ParallelStrategy, outer: ParallelStrategy, num_layers: int) -> ParallelStrategy | None:
+    if inner.tp % outer.tp or inner.pp % outer.pp or outer.chunks > 1:
         return None
     interval = inner.pp // outer.pp
     nests = all(
         held_layers(num_layers, inner, stage) <= held_layers(num_layers, outer, stage // interval)
         for stage in range(inner.pp)
     )
-    return Layout(layout.mesh, replace(outer, micro_dp=(inner.tp // outer.tp, interval))) if nests else None
+    return replace(outer, micro_dp=(inner.tp // outer.tp, interval)) if nests else None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from realhf.architecture.compute import Recomputation
+from realhf.architecture.compute import Recomputed
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.layout import chunk_layers
 from realhf.models.attention import Attention
@@ -29,8 +29,11 @@ from realhf.parallel.tensor import (
     JoinedLinears,
     RowParallelLinear,
     VocabParallelEmbedding,
+    VocabParallelHead,
 )
 from realhf.parallel.vocabulary import Logits
+
+KEEPS_ALL = Recomputed()
 
 
 class SelfAttention(nn.Module):
@@ -125,7 +128,7 @@ class Decoder(nn.Module):
         if config.head == "scalar":
             self.score = ColumnParallelLinear((1, config.hidden_size))
         elif not config.tied_embeddings:
-            self.lm_head = ColumnParallelLinear((config.vocab_size // strategy.tp, config.hidden_size))
+            self.lm_head = VocabParallelHead((config.vocab_size // strategy.tp, config.hidden_size))
         elif not groups.is_first_stage:
             # The second copy of the tied embedding; training sums the gradients of both copies.
             self.model.embed_tokens = VocabParallelEmbedding(
@@ -139,7 +142,7 @@ class Decoder(nn.Module):
         attend: Attention,
         head_rows: Tensor | None = None,
         shards: TokenShards | None = None,
-        recomputation: Recomputation = "off",
+        recomputed: Recomputed = KEEPS_ALL,
         chunk: int = 0,
     ) -> Tensor | Logits:
         """One stage, or one of its model chunks.
@@ -150,7 +153,7 @@ class Decoder(nn.Module):
             positions: position of every token in its sequence [tokens].
             head_rows: the rows that the head runs on, in the order of its output (last stage; None: all).
             shards: with sequence parallelism: hidden states between layers and stages have this rank's tokens.
-            recomputation: see `realhf.models.recomputation.run_layer`.
+            recomputed: the layers of which `realhf.models.recomputation.run_layer` keeps less.
             chunk: which of `chunks`.
 
         Returns:
@@ -160,11 +163,11 @@ class Decoder(nn.Module):
         if self.groups.is_first_stage and chunk == 0:
             x = self.embed(x, positions, shards)
         cos, sin = rotary_tables(positions, self.config, x.dtype)
-        for i in self.chunks[chunk]:
+        for place, i in enumerate(self.chunks[chunk]):
             layer = self.model.layers[str(i)]
             replacement = self.trains_layer if torch.is_grad_enabled() else self.infers_layer
             compute = layer if replacement is None else partial(replacement, layer)
-            x = run_layer(recomputation, compute, x, cos, sin, attend, shards)
+            x = run_layer(recomputed.of(place), compute, x, cos, sin, attend, shards)
         if not self.has_head(chunk):
             return x
         return self.output(x, head_rows, shards)
@@ -192,8 +195,9 @@ class Decoder(nn.Module):
         x = enter(x, self.groups.tensor, shards)
         x = x if rows is None else x.index_select(0, rows)
         if self.config.tied_embeddings:
+            assert self.model.embed_tokens.weight is not None, "a tied embedding is not cut"
             return Logits(x, self.model.embed_tokens.weight, self.groups.tensor)
-        return Logits(x, self.lm_head.weight, self.groups.tensor, self.lm_head.packed)
+        return Logits(x, self.lm_head.weights(), self.groups.tensor, self.lm_head.packed)
 
     def head(self, x: Tensor) -> Tensor:
         """As `output`, with the logits complete on every tensor-parallel rank."""

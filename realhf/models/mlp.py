@@ -41,7 +41,9 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor, shards: TokenShards | None = None) -> Tensor:
         x = enter(x, self.group, shards)
-        if self.activation == "silu" and fused.takes(x, self.gate_proj.weight):
+        # Weights that are gathered for their use are gathered once, not for some tokens after others.
+        weights = [each.weight for each in (self.gate_proj, self.up_proj, self.down_proj) if each.weight is not None]
+        if self.activation == "silu" and len(weights) == 3 and fused.takes(x, *weights):
             parts = [self.down_proj.product(fused.gated_silu(*self.joined(rows))) for rows in x.split(_ROWS_AT_ONCE)]
             return self.down_proj.finished(parts[0] if len(parts) == 1 else torch.cat(parts), shards)
         gate, up = self.joined(x)

@@ -5,6 +5,11 @@ through a second vector. So with gloo, ranks exchange shards as messages, and ea
 the bytes of half a ring all-reduce (ZeRO, Rajbhandari et al., 2020, section 7.2.1), in place.
 """
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -15,6 +20,36 @@ HAS_BOTH = (dist.Backend.NCCL, host_group.BACKEND)
 BUCKET_BYTES = 16 * 2**20  # received at once with gloo
 
 
+@dataclass(eq=False)
+class Traffic:
+    """What this rank sent in collectives, by their names: how often, and how many bytes.
+
+    A reduce-scatter or an all-gather of x bytes among n ranks sends x (n - 1) / n from each of them.
+    """
+
+    calls: Counter[str] = field(default_factory=Counter)
+    sent_bytes: Counter[str] = field(default_factory=Counter)
+
+    def add(self, name: str, flat: Tensor, group: dist.ProcessGroup) -> None:
+        self.calls[name] += 1
+        self.sent_bytes[name] += flat.nbytes // group.size() * (group.size() - 1)
+
+
+# Those that count at the moment. Of the process: a backward pass may run in another thread than who asks.
+_counting: list[Traffic] = []
+
+
+@contextmanager
+def traffic() -> Iterator[Traffic]:
+    """Within it the collectives of this process are counted."""
+    counted = Traffic()
+    _counting.append(counted)
+    try:
+        yield counted
+    finally:
+        _counting.remove(counted)
+
+
 def reduce_scatter(flat: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """Sums this rank's shard of `flat` over the group; returns it, a view. The other shards are overwritten.
 
@@ -23,6 +58,8 @@ def reduce_scatter(flat: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """
     if group is None:
         return flat
+    for counted in _counting:
+        counted.add("reduce_scatter", flat, group)
     shards = flat.chunk(group.size())
     own = shards[group.rank()]
     if dist.get_backend(group) in HAS_BOTH:
@@ -42,10 +79,18 @@ def all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> None:
         work.wait()
 
 
+def all_reduce(flat: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Sums `flat` over the group: the two halves of a ring all-reduce, each as above."""
+    reduce_scatter(flat, group)
+    all_gather(flat, group)
+
+
 def start_all_gather(flat: Tensor, group: dist.ProcessGroup | None) -> list[dist.Work]:
     """Starts `all_gather`; `flat` is filled when all returned works have been waited for."""
     if group is None:
         return []
+    for counted in _counting:
+        counted.add("all_gather", flat, group)
     shards = flat.chunk(group.size())
     if dist.get_backend(group) in HAS_BOTH:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor

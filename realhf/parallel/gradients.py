@@ -1,8 +1,10 @@
-"""Weights whose gradient a backward pass adds to `grad` itself, without autograd."""
+"""Weights that operations read and whose gradients they add up without autograd: where autograd would hold too much."""
+
+from collections.abc import Callable
 
 from torch import Tensor
 
-_SINK = "realhf_gradient_sink"
+_SINK, _USE = "realhf_gradient_sink", "realhf_before_use"
 
 
 def let_add_to_grad(parameter: Tensor) -> None:
@@ -15,6 +17,26 @@ def let_add_to_grad(parameter: Tensor) -> None:
     setattr(parameter, _SINK, True)
 
 
+def give_on_use(parameter: Tensor, use: Callable[[], None], sink: Callable[[], Tensor]) -> None:
+    """Has operations that read `parameter` part by part call `use` before they do, and add its gradient, when the
+    backward pass has come to it, to what `sink` gives. So one slice after another can be there for its use alone."""
+    setattr(parameter, _USE, use)
+    setattr(parameter, _SINK, sink)
+
+
+def before_use(parameter: Tensor) -> None:
+    """To be called before the values of `parameter` are read."""
+    use = getattr(parameter, _USE, None)
+    if use is not None:
+        use()
+
+
+def has_sink(parameter: Tensor) -> bool:
+    """Whether gradients of `parameter` go to `gradient_sink`, not to autograd."""
+    return bool(getattr(parameter, _SINK, False))
+
+
 def gradient_sink(parameter: Tensor) -> Tensor | None:
-    """`parameter.grad` where gradients may be added to it; None: the gradient goes to autograd."""
-    return parameter.grad if getattr(parameter, _SINK, False) else None
+    """Where the gradient of `parameter` may be added now; None: it goes to autograd."""
+    sink = getattr(parameter, _SINK, False)
+    return parameter.grad if sink is True else sink() if sink else None

@@ -1,5 +1,6 @@
 """Process groups of the layouts of a run, made once and in one order on every rank."""
 
+import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -189,3 +190,28 @@ def _collective_groups(layout: Layout) -> list[tuple[int, ...]]:
     groups += [_tied_group(layout, dp, tp) for dp in range(s.dp) for tp in range(s.tp)]
     groups.append(list(layout.mesh.devices))
     return [tuple(ranks) for ranks in groups]
+
+
+class GroupReference:
+    """A process group that this reference does not keep alive: it ends, with its threads, when it is destroyed.
+
+    Gloo's threads take the interpreter's lock to let go of tensors. One that does so when the interpreter ends aborts
+    the process, so a script's last `destroy_process_group` has to end them.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None):
+        """`group`: None for a group of one member."""
+        self._found = None if group is None else weakref.ref(group)
+
+    def __call__(self) -> dist.ProcessGroup | None:
+        """The group.
+
+        Raises:
+            RuntimeError: it is destroyed.
+        """
+        if self._found is None:
+            return None
+        group = self._found()
+        if group is None:
+            raise RuntimeError("the process group is destroyed; destroy it after the last use of the model")
+        return group

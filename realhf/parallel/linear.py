@@ -73,8 +73,8 @@ def pack(weight: Tensor) -> Packed | None:
 
 
 def pack_for_onednn(weight: Tensor) -> Tensor | None:
-    """As `pack`, for oneDNN's kernels on any processor."""
-    if weight.device.type != "cpu" or weight.dtype not in (torch.float32, torch.bfloat16) or not _has_onednn():
+    """As `pack`, for oneDNN's kernels on any processor that has them in this dtype."""
+    if weight.device.type != "cpu" or not _has_onednn(weight.dtype):
         return None
     return torch.ops.mkldnn._reorder_linear_weight(weight.detach())
 
@@ -83,6 +83,8 @@ def weight_gradient(grad: Tensor, x: Tensor) -> Tensor:
     """grad^T x [out, in], the gradient of the weight of `linear`, from grad [rows, out] and x [rows, in]."""
     if not _is_for_onednn(x) or computes_in_halves():
         return grad.t() @ x
+    # Of rows that do not follow one another in memory, as those of a slice's input, oneDNN computes 500 times slower.
+    grad, x = grad.contiguous(), x.contiguous()
     total = None
     for grad_rows, x_rows in zip(grad.split(_GRADIENT_ROWS), x.split(_GRADIENT_ROWS), strict=True):
         part = _onednn(grad_rows.t(), x_rows.t(), None)
@@ -97,7 +99,7 @@ def _takes_gradient(*tensors: Tensor) -> bool:
 
 def _is_for_onednn(x: Tensor) -> bool:
     is_candidate = x.device.type == "cpu" and x.dtype == torch.float32 and x.dim() == 2
-    return is_candidate and x.shape[0] >= _FEWEST_ROWS and _has_onednn()
+    return is_candidate and x.shape[0] >= _FEWEST_ROWS and _has_onednn(x.dtype)
 
 
 @lru_cache(maxsize=1)
@@ -112,8 +114,11 @@ def computes_in_halves(processor: Path = Path("/proc/cpuinfo")) -> bool:
     return fields.get("vendor_id") == "AuthenticAMD" and fields.get("cpu family") == "25"
 
 
-def _has_onednn() -> bool:
-    return torch.backends.mkldnn.is_available()
+def _has_onednn(dtype: torch.dtype) -> bool:
+    """oneDNN refuses bfloat16 on processors that have neither AVX-512 nor AVX-NE-CONVERT."""
+    if not torch.backends.mkldnn.is_available():
+        return False
+    return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 def _onednn(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -3,6 +3,7 @@
 A `group` of None means one rank: the same classes are then the ordinary layers.
 """
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,57 +17,104 @@ from realhf.parallel.linear import Packed, linear, linear_packed, pack, takes_pa
 from realhf.parallel.sequence import TokenShards, leave
 
 
-class ColumnParallelLinear(nn.Module):
-    """x W^T + b with the rows of W (the outputs) and b divided over the group. The caller copies x to the group."""
+def sum_of_products(slices: Iterable[nn.Module], x: Tensor) -> Tensor:
+    """x W^T, [..., out], of the slices of W along its columns, one after the other: what is gathered for one product
+    can be freed before the next."""
+    parts = list(slices)
+    columns = [part.get_parameter("weight").shape[1] for part in parts]
+    total = None
+    for part, columns_of_x in zip(parts, x.split(columns, dim=-1), strict=True):
+        product = part(columns_of_x)  # not added in place: selective recomputation keeps it
+        total = product if total is None else total + product
+    assert total is not None
+    return total
+
+
+class WeightSlice(nn.Module):
+    """Some columns of a linear's weight [out, columns], as a linear of its own: what is gathered for its use."""
+
+    def __init__(self, weight_shape: tuple[int, ...]):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(weight_shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight)  # [tokens, out]
+
+
+class _Linear(nn.Module):
+    """x W^T + b over a local weight, which may be cut into slices (OSDP, IJCAI 2023, operator splitting)."""
 
     def __init__(self, weight_shape: tuple[int, ...], *, bias: bool = False):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(weight_shape))  # [out / tp, in]
-        self.bias = nn.Parameter(torch.empty(weight_shape[0])) if bias else None  # [out / tp]
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(weight_shape))
+        self.bias = nn.Parameter(torch.empty(weight_shape[0])) if bias else None
+        self.slices: nn.ModuleList | None = None
         self.packed: Packed | None = None
 
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias, packed=self.packed)  # [tokens, out / tp]
+    def cut(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Replaces the weight by slices of these shapes, one after the other."""
+        [weight] = self.weights()
+        assert sum(columns for _, columns in shapes) == weight.shape[1], f"{shapes} are not {weight.shape}"
+        self.slices, self.weight = nn.ModuleList(map(WeightSlice, shapes)), None
+
+    def weights(self) -> list[Tensor]:
+        """The weight, or its slices."""
+        return [self.weight] if self.weight is not None else list(self.slices.parameters() if self.slices else ())
+
+    def product(self, x: Tensor) -> Tensor:
+        """x W^T, [tokens, out]: of slices one after the other, and their sum."""
+        if self.weight is not None:
+            return linear(x, self.weight, packed=self.packed)
+        assert self.slices is not None
+        return sum_of_products(self.slices, x)
 
     def pack(self) -> None:
-        """Keeps a packed copy of the weight until `unpack`, for many steps with one weight."""
-        self.packed = pack(self.weight)
+        """Keeps a packed copy of a weight that is whole until `unpack`, for many steps with one weight."""
+        self.packed = None if self.weight is None else pack(self.weight)
 
     def unpack(self) -> None:
         self.packed = None
 
 
-class RowParallelLinear(nn.Module):
-    """x W^T + b with the columns of W (the inputs) divided over the group; the partial products are summed.
+class ColumnParallelLinear(_Linear):
+    """x W^T + b with the rows of W [out / tp, in] (the outputs) and b divided over the group. The caller copies x to
+    the group."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.weight is not None:
+            return linear(x, self.weight, self.bias, packed=self.packed)  # [tokens, out / tp]
+        product = self.product(x)
+        return product if self.bias is None else product + self.bias
+
+
+class VocabParallelHead(ColumnParallelLinear):
+    """The weight of a language model's head; `realhf.parallel.vocabulary.Logits` computes with it, by parts of the
+    vocabulary, along which it is cut."""
+
+    def cut(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        [weight] = self.weights()
+        assert sum(rows for rows, _ in shapes) == len(weight), f"{shapes} are not the rows of a weight {weight.shape}"
+        self.slices, self.weight = nn.ModuleList(map(WeightSlice, shapes)), None
+
+
+class RowParallelLinear(_Linear):
+    """x W^T + b with the columns of W [out, in / tp] (the inputs) divided over the group; the partial products are
+    summed.
 
     Every rank holds b and adds it to the sum.
     """
 
     def __init__(self, weight_shape: tuple[int, ...], group: dist.ProcessGroup | None, *, bias: bool = False):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(weight_shape))  # [out, in / tp]
-        self.bias = nn.Parameter(torch.empty(weight_shape[0])) if bias else None  # [out]
-        self.packed: Packed | None = None
+        super().__init__(weight_shape, bias=bias)
         self.group = group
 
     def forward(self, x: Tensor, shards: TokenShards | None = None) -> Tensor:
         return self.finished(self.product(x), shards)
 
-    def product(self, x: Tensor) -> Tensor:
-        """This rank's term of x W^T, [tokens, out]."""
-        return linear(x, self.weight, packed=self.packed)
-
     def finished(self, product: Tensor, shards: TokenShards | None = None) -> Tensor:
         """x W^T + b from all ranks' products."""
         total = leave(product, self.group, shards)
         return total if self.bias is None else total + self.bias
-
-    def pack(self) -> None:
-        """As `ColumnParallelLinear.pack`."""
-        self.packed = pack(self.weight)
-
-    def unpack(self) -> None:
-        self.packed = None
 
 
 class JoinedLinears:
@@ -79,14 +127,17 @@ class JoinedLinears:
 
     def __call__(self, x: Tensor) -> tuple[Tensor, ...]:
         """[tokens, out / tp] each."""
-        if self.packed is None or not takes_packed(self.packed, x, *(each.weight for each in self.linears)):
+        weights = [weight for each in self.linears for weight in each.weights()]
+        if self.packed is None or not takes_packed(self.packed, x, *weights):
             return tuple(each(x) for each in self.linears)
-        sizes = [each.weight.shape[0] for each in self.linears]
+        sizes = [weight.shape[0] for weight in weights]
         return linear_packed(x, self.packed, self.bias).split(sizes, dim=-1)
 
     def pack(self) -> None:
-        """As `ColumnParallelLinear.pack`, for all weights together."""
-        self.packed = pack(torch.cat([each.weight.detach() for each in self.linears]))
+        """As `pack` of a linear, for all weights together."""
+        if any(each.weight is None for each in self.linears):
+            return
+        self.packed = pack(torch.cat([weight.detach() for each in self.linears for weight in each.weights()]))
         biases = [each.bias.detach() for each in self.linears if each.bias is not None]
         assert len(biases) in (0, len(self.linears))
         self.bias = torch.cat(biases) if biases else None
@@ -100,23 +151,46 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, weight_shape: tuple[int, ...], group: dist.ProcessGroup | None):
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(weight_shape))  # [vocab / tp, hidden]
-        self.group = group
+        self.weight: nn.Parameter | None = nn.Parameter(torch.empty(weight_shape))  # [vocab / tp, hidden]
+        self.slices: nn.ModuleList | None = None
+        self.group, self.rows = group, weight_shape[0]
         self.first = 0 if group is None else dist.get_rank(group) * weight_shape[0]
+
+    def cut(self, shapes: Sequence[tuple[int, ...]]) -> None:
+        """Replaces the weight by slices of these shapes, some columns each, one after the other."""
+        self.slices, self.weight = nn.ModuleList(map(EmbeddingSlice, shapes)), None
 
     def forward(self, tokens: Tensor, shards: TokenShards | None = None) -> Tensor:
         if self.group is None:
             return self._rows(tokens)  # [tokens, hidden]
         local = tokens - self.first
-        is_elsewhere = (local < 0) | (local >= self.weight.shape[0])
+        is_elsewhere = (local < 0) | (local >= self.rows)
         embedded = self._rows(local.masked_fill(is_elsewhere, 0))
         return leave(embedded.masked_fill(is_elsewhere[:, None], 0.0), self.group, shards)
 
     def _rows(self, tokens: Tensor) -> Tensor:
-        # On a GPU rows would be added to `grad` in an order that varies between runs.
-        if self.weight.device.type == "cpu" and torch.is_grad_enabled() and gradient_sink(self.weight) is not None:
-            return _EmbeddingIntoGrad.apply(self.weight, tokens)
-        return F.embedding(tokens, self.weight)
+        if self.slices is not None:
+            return torch.cat([part(tokens) for part in self.slices], dim=-1)
+        assert self.weight is not None
+        return _rows_of(self.weight, tokens)
+
+
+class EmbeddingSlice(nn.Module):
+    """Some columns of an embedding [vocab / tp, columns]."""
+
+    def __init__(self, weight_shape: tuple[int, ...]):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(weight_shape))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return _rows_of(self.weight, tokens)  # [tokens, columns]
+
+
+def _rows_of(weight: Tensor, tokens: Tensor) -> Tensor:
+    # On a GPU rows would be added to `grad` in an order that varies between runs.
+    if weight.device.type == "cpu" and torch.is_grad_enabled() and gradient_sink(weight) is not None:
+        return _EmbeddingIntoGrad.apply(weight, tokens)
+    return F.embedding(tokens, weight)
 
 
 class _EmbeddingIntoGrad(torch.autograd.Function):

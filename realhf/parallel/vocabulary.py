@@ -5,6 +5,7 @@ one tile at a time: some tokens and some of the vocabulary. Their memory depends
 of sequences. The backward pass computes each tile again.
 """
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.cpu import fused
-from realhf.parallel.gradients import gradient_sink
+from realhf.parallel.gradients import before_use, gradient_sink
 from realhf.parallel.linear import Packed, linear, weight_gradient
 from realhf.parallel.regions import gather_last_dim
 
@@ -44,13 +45,13 @@ class Logits:
 
     hidden: [n, hidden], after the final norm, equal on all ranks of `group`. Its gradient is the part that comes
         through this rank's vocabulary; `realhf.parallel.sequence.enter` sums it over the group.
-    weight: [vocab / tp, hidden], this rank's rows.
+    weight: [vocab / tp, hidden], this rank's rows; or slices of these, which are used one after the other.
     packed: see `realhf.parallel.linear.pack`; `full` uses it.
     chunk_bytes: the size of a tile's logits; None: a size that suits the device.
     """
 
     hidden: Tensor
-    weight: Tensor
+    weight: Tensor | Sequence[Tensor]
     group: dist.ProcessGroup | None = None
     packed: Packed | None = None
     chunk_bytes: int | None = None
@@ -66,9 +67,18 @@ class Logits:
     def device(self) -> torch.device:
         return self.hidden.device
 
+    @property
+    def slices(self) -> list[Tensor]:
+        """Of this rank's rows of the weight; one where it is whole."""
+        return [self.weight] if isinstance(self.weight, Tensor) else list(self.weight)
+
     def full(self) -> Tensor:
         """All logits [n, vocab] in the dtype of the weights, equal on every rank; they take their full memory."""
-        return gather_last_dim(linear(self.hidden, self.weight, packed=self.packed), self.group)
+        parts = []
+        for weight in self.slices:
+            before_use(weight)
+            parts.append(linear(self.hidden, weight, packed=self.packed))
+        return gather_last_dim(torch.cat(parts, dim=-1) if len(parts) > 1 else parts[0], self.group)
 
     def of_tokens(self, tokens: Tensor, temperature: float = 1.0, *, with_entropy: bool = False) -> TokenLogprobs:
         """Log-probabilities of `tokens` [n] int64, without holding all logits.
@@ -80,17 +90,17 @@ class Logits:
         """
         assert tokens.shape == self.hidden.shape[:1], f"{tuple(tokens.shape)} tokens for {len(self)} rows of logits"
         self._check(tokens)
-        keeps = torch.is_grad_enabled() and (self.hidden.requires_grad or self.weight.requires_grad)
+        keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (self.hidden, *self.slices))
         chunk_bytes = self.chunk_bytes or (CHUNK_BYTES if self.device.type == "cpu" else GPU_CHUNK_BYTES)
         logprob, entropy, is_top = _TokenLogprobs.apply(
-            self.hidden, self.weight, tokens, _Softmax(temperature, self.group, chunk_bytes, with_entropy), keeps
+            self.hidden, tokens, _Softmax(temperature, self.group, chunk_bytes, with_entropy), keeps, *self.slices
         )
         return TokenLogprobs(logprob, is_top, entropy if with_entropy else None)
 
     def _check(self, tokens: Tensor) -> None:
         if not len(tokens):
             return
-        vocab_size = len(self.weight) * (1 if self.group is None else dist.get_world_size(self.group))
+        vocab_size = sum(map(len, self.slices)) * (1 if self.group is None else dist.get_world_size(self.group))
         least, most = (int(bound) for bound in tokens.aminmax())
         if not 0 <= least <= most < vocab_size:
             wrong = least if least < 0 else most
@@ -155,7 +165,7 @@ class _Softmax:
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """(hidden, weight, tokens) -> (log-probability, entropy or zeros, is_top), each [n].
+    """(hidden, tokens, slices of the weight) -> (log-probability, entropy or zeros, is_top), each [n].
 
     With p = softmax(z), z = logits / temperature, the gradients of z are, Kronecker's delta at the token t,
 
@@ -164,99 +174,140 @@ class _TokenLogprobs(torch.autograd.Function):
 
     Both passes go through the vocabulary once, and through all rows for each part of it. So the weight is read once and
     its gradient written once. With a vocabulary of 76,000 and 512 tokens, a pass over the whole weight for every 13
-    tokens took a third of a step.
+    tokens took a third of a step. Slices
+    that are there for their use alone are used one after the other, forward and backward.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, tokens: Tensor, softmax: _Softmax, keeps: bool
+        ctx: Any, hidden: Tensor, tokens: Tensor, softmax: _Softmax, keeps: bool, *weights: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        wide, rows, vocab = _wide(hidden.dtype), len(hidden), len(weight)
+        wide, rows = _wide(hidden.dtype), len(hidden)
         rank = 0 if softmax.group is None else dist.get_rank(softmax.group)
-        local = tokens - rank * vocab
-        is_fused = fused.trains(hidden, weight) if keeps else fused.takes(hidden, weight)
-        in_vocab, in_rows = softmax.tiles(rows, vocab, wide.itemsize)
+        local = tokens - rank * sum(map(len, weights))
+        is_fused = fused.trains(hidden, *weights) if keeps else fused.takes(hidden, *weights)
         asked = 4 if softmax.with_entropy else 3
         total = kept = None
-        for columns in in_vocab:
-            # For this part of the vocabulary: logsumexp, greatest logit, the token's logit (0 if it is elsewhere), mean
-            # logit under the softmax.
-            own = hidden.new_zeros((4, rows), dtype=wide)
-            there, is_there = _within(local, columns)
-            for at in in_rows:
-                if is_fused:
-                    kept = linear(hidden[at], weight[columns])
-                    fused.vocabulary_statistics(kept, there[at], softmax.temperature, own[:asked, at])
-                    continue
-                z = softmax.scaled(hidden[at], weight[columns])
-                torch.logsumexp(z, -1, out=own[0, at])
-                torch.amax(z, -1, out=own[1, at])
-                own[2, at] = z.gather(-1, there[at, None])[:, 0]
-                if softmax.with_entropy:
-                    own[3, at] = ((z - own[0, at, None]).exp_() * z).sum(-1)
-                kept = z
-            own[2].masked_fill_(~is_there, 0.0)
-            total = own if total is None else _joined(torch.stack([total, own]))
+        first = 0
+        for weight in weights:
+            before_use(weight)
+            in_vocab, in_rows = softmax.tiles(rows, len(weight), wide.itemsize)
+            for columns in in_vocab:
+                # For this part of the vocabulary: logsumexp, greatest logit, the token's logit (0 if it is elsewhere),
+                # mean logit under the softmax.
+                own = hidden.new_zeros((4, rows), dtype=wide)
+                there, is_there = _within(local - first, columns)
+                for at in in_rows:
+                    if is_fused:
+                        kept = linear(hidden[at], weight[columns])
+                        fused.vocabulary_statistics(kept, there[at], softmax.temperature, own[:asked, at])
+                        continue
+                    z = softmax.scaled(hidden[at], weight[columns])
+                    torch.logsumexp(z, -1, out=own[0, at])
+                    torch.amax(z, -1, out=own[1, at])
+                    own[2, at] = z.gather(-1, there[at, None])[:, 0]
+                    if softmax.with_entropy:
+                        own[3, at] = ((z - own[0, at, None]).exp_() * z).sum(-1)
+                    kept = z
+                own[2].masked_fill_(~is_there, 0.0)
+                total = own if total is None else _joined(torch.stack([total, own]))
+            first += len(weight)
         assert total is not None, "a vocabulary has parts"
         logsumexp, greatest, picked, mean = _over_ranks(total, softmax.group)
         entropy = logsumexp - mean if softmax.with_entropy else torch.zeros_like(logsumexp)
         if keeps:
-            # The last tile's logits are kept, so a batch of one tile is projected once.
-            ctx.save_for_backward(hidden, weight, local, logsumexp, entropy, kept)
-            ctx.softmax, ctx.is_fused, ctx.sink = softmax, is_fused, gradient_sink(weight)
+            # The last tile's logits are kept, so a batch of one tile is projected once. Slices that are there for their
+            # use alone are not saved as tensors, which would all be asked for at once.
+            ctx.save_for_backward(hidden, local, logsumexp, entropy, kept, *(weights if len(weights) == 1 else ()))
+            ctx.softmax, ctx.is_fused, ctx.slices = softmax, is_fused, weights
         is_top = picked >= greatest
         ctx.mark_non_differentiable(is_top)
         return picked - logsumexp, entropy, is_top
 
     @staticmethod
-    def backward(
-        ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor, _: Tensor
-    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
-        hidden, weight, local, logsumexp, entropy, kept = ctx.saved_tensors
-        softmax, rows, vocab = ctx.softmax, len(hidden), len(weight)
-        in_vocab, in_rows = softmax.tiles(rows, vocab, logsumexp.dtype.itemsize)
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+    def backward(ctx: Any, grad_logprob: Tensor, grad_entropy: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, local, logsumexp, entropy, kept, *whole = ctx.saved_tensors
+        given = _Given(ctx.softmax, ctx.is_fused, hidden, logsumexp, entropy, grad_logprob, grad_entropy)
+        weights: Sequence[Tensor] = whole or ctx.slices
+        of_weights: list[Tensor | None] = []
         # Parts of the vocabulary add up in float32 at least.
-        sum_dtype = hidden.dtype if len(in_vocab) == 1 else logsumexp.dtype
-        grad_hidden = torch.zeros_like(hidden, dtype=sum_dtype) if needs_hidden else None
-        sink = ctx.sink if needs_weight else None
-        grad_weight = torch.empty_like(weight) if needs_weight and sink is None else None
+        is_one = len(weights) == 1 and len(given.tiles(weights[0])[0]) == 1
+        grad_hidden: Tensor | None = None
+        if ctx.needs_input_grad[0]:
+            grad_hidden = torch.zeros_like(hidden, dtype=hidden.dtype if is_one else logsumexp.dtype)
+        first = sum(map(len, weights))
+        for weight, leaf, needs in reversed(list(zip(weights, ctx.slices, ctx.needs_input_grad[4:], strict=True))):
+            first -= len(weight)
+            before_use(leaf)
+            sink = gradient_sink(leaf) if needs else None
+            grad_weight = torch.empty_like(weight) if needs and sink is None else None
+            last = kept if leaf is ctx.slices[-1] else None
+            for columns, of_columns in given.gradients(weight, local - first, grad_hidden, needs, last):
+                if sink is not None:
+                    sink[columns] += of_columns
+                elif grad_weight is not None:
+                    grad_weight[columns] = of_columns
+            of_weights.insert(0, grad_weight)
+        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), None, None, None, *of_weights
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the backward pass of `_TokenLogprobs` has for all tiles."""
+
+    softmax: _Softmax
+    is_fused: bool
+    hidden: Tensor
+    logsumexp: Tensor
+    entropy: Tensor
+    grad_logprob: Tensor
+    grad_entropy: Tensor
+
+    def tiles(self, weight: Tensor) -> tuple[list[slice], list[slice]]:
+        return self.softmax.tiles(len(self.hidden), len(weight), self.logsumexp.dtype.itemsize)
+
+    def gradients(
+        self, weight: Tensor, local: Tensor, grad_hidden: Tensor | None, needs_weight: bool, kept: Tensor | None
+    ) -> Iterator[tuple[slice, Tensor]]:
+        """Adds to the gradient of `hidden` what comes through a slice of the weight; gives the slice's own, part by
+        part, if that is needed. `kept`: the logits of its last tile."""
+        hidden = self.hidden
+        in_vocab, in_rows = self.tiles(weight)
         for columns in in_vocab:
             there, is_there = _within(local, columns)
-            at_token = grad_logprob * is_there
+            at_token = self.grad_logprob * is_there
             of_columns: Tensor | None = None  # the gradient of these rows of the weight
             for at in in_rows:
                 is_last = columns is in_vocab[-1] and at is in_rows[-1]
-                if ctx.is_fused:
-                    logits = kept if is_last else linear(hidden[at], weight[columns])
-                    of_rows = (logsumexp[at], grad_logprob[at], at_token[at])
-                    entropies = (entropy[at], grad_entropy[at]) if softmax.with_entropy else None
-                    grad = fused.logprob_gradient(logits, there[at], softmax.temperature, *of_rows, entropies)
-                else:
-                    z = kept if is_last else softmax.scaled(hidden[at], weight[columns])
-                    log_p = z - logsumexp[at, None]
-                    scale = grad_logprob[at, None]
-                    if softmax.with_entropy:
-                        scale = scale + grad_entropy[at, None] * (log_p + entropy[at, None])
-                    grad = log_p.exp_().mul_(scale).neg_()  # [rows, vocab / tp], of a tile
-                    grad.scatter_add_(-1, there[at, None], at_token[at, None])
-                    if softmax.temperature != 1.0:
-                        grad.div_(softmax.temperature)
-                    grad = grad.to(hidden.dtype)
+                grad = self._of_logits(weight[columns], at, there[at], at_token[at], kept if is_last else None)
                 if grad_hidden is not None:
                     grad_hidden[at] += linear(grad, weight[columns].T)
                 if needs_weight:
                     product = weight_gradient(grad, hidden[at])
                     if len(in_rows) > 1:
-                        product = product.to(logsumexp.dtype)  # rows add up in float32 at least too
+                        product = product.to(self.logsumexp.dtype)  # rows add up in float32 at least too
                     of_columns = product if of_columns is None else of_columns.add_(product)
-            if of_columns is None:
-                continue
-            if sink is not None:
-                sink[columns] += of_columns
-            elif grad_weight is not None:
-                grad_weight[columns] = of_columns
-        return None if grad_hidden is None else grad_hidden.to(hidden.dtype), grad_weight, None, None, None
+            if of_columns is not None:
+                yield columns, of_columns
+
+    def _of_logits(self, weight: Tensor, at: slice, there: Tensor, at_token: Tensor, kept: Tensor | None) -> Tensor:
+        """The gradient of a tile's logits, [rows, vocabulary of the tile]."""
+        softmax, hidden = self.softmax, self.hidden[at]
+        if self.is_fused:
+            logits = linear(hidden, weight) if kept is None else kept
+            of_rows = (self.logsumexp[at], self.grad_logprob[at], at_token)
+            entropies = (self.entropy[at], self.grad_entropy[at]) if softmax.with_entropy else None
+            return fused.logprob_gradient(logits, there, softmax.temperature, *of_rows, entropies)
+        z = softmax.scaled(hidden, weight) if kept is None else kept
+        log_p = z - self.logsumexp[at, None]
+        scale = self.grad_logprob[at, None]
+        if softmax.with_entropy:
+            scale = scale + self.grad_entropy[at, None] * (log_p + self.entropy[at, None])
+        grad = log_p.exp_().mul_(scale).neg_()
+        grad.scatter_add_(-1, there[:, None], at_token[:, None])
+        if softmax.temperature != 1.0:
+            grad.div_(softmax.temperature)
+        return grad.to(hidden.dtype)
 
 
 def _slices(length: int, size: int) -> list[slice]:

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from realhf.api.experiment import OptimizerConfig
-from realhf.architecture.compute import ComputeConfig
+from realhf.architecture.compute import Computation
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
@@ -30,7 +30,7 @@ class Case:
     dp: int = 1
     tp: int = 1
     pp: int = 1
-    compute: ComputeConfig = field(default_factory=ComputeConfig)
+    compute: Computation = field(default_factory=Computation)
 
     @property
     def layout(self) -> Layout:

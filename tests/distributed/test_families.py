@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from realhf.architecture.compute import ComputeConfig
+from realhf.architecture.compute import Computation
 from realhf.models.checkpoint import CheckpointReader
 from realhf.models.checkpoint_index import finish
 from tests.distributed.family_ranks import OPTIMIZER, SAMPLES, Case, Outcome, run_cases
@@ -50,7 +50,7 @@ CHANGES = {
 }
 GPT2 = {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 32, "vocab_size": 24, "tie_word_embeddings": True}
 
-SEQUENCE = ComputeConfig(sequence_parallel=True, recomputation="full")
+SEQUENCE = Computation(sequence_parallel=True, recomputation="full")
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2": {"tp": 2},
     "tp4": {"tp": 4},
@@ -61,7 +61,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "tp2 sequence": {"tp": 2, "compute": SEQUENCE},
     "tp4 sequence": {"tp": 4, "compute": SEQUENCE},
     "tp2 pp2 sequence": {"tp": 2, "pp": 2, "compute": SEQUENCE},
-    "fsdp2": {"dp": 2, "compute": ComputeConfig(data_parallel="fsdp")},
+    "fsdp2": {"dp": 2, "compute": Computation(data_parallel="fsdp")},
 }
 ALL_CASES = {f"{family} {name}": Case(family=family, **sizes) for family in FAMILIES for name, sizes in LAYOUTS.items()}
 # Every family, and every layout, at least once.

@@ -11,18 +11,17 @@ import pytest
 import torch
 
 from realhf.api.generation import GenerationOptions
-from realhf.architecture.compute import ComputeConfig
-from realhf.engine.backend import ModelSpec
+from realhf.architecture.compute import Computation
 from realhf.engine.interface import GenerationRequest
 from realhf.engine.model import ShardedModel
-from realhf.engine.train import fsdp
-from realhf.engine.train.fsdp import GATHERED_UNITS, ShardedParameters
+from realhf.engine.train.data_parallel import NativeParameters, place_of
+from realhf.engine.train.gathering import GatheredUnit
 from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.shards import shard_boxes, units
 from realhf.parallel.groups import GroupTable, ParallelGroups
 from tests.distributed.pool import run_distributed
-from tests.distributed.test_training_compute import FAMILIES, OPTIMIZER, Case, alone, built, oracle, relative
-from tests.unit.engine.losses import ONE_RANK, next_token_loss, split_like, tiny, trained_tokens, value_loss
+from tests.distributed.test_training_compute import FAMILIES, Case, alone, built, oracle, relative
+from tests.unit.engine.losses import next_token_loss, split_like, tiny, trained_tokens, value_loss
 
 pytestmark = pytest.mark.distributed
 
@@ -30,12 +29,15 @@ WORLD_SIZE = 4
 TIED = tiny(tied_embeddings=True, num_layers=3)
 
 
-def way(**changes: Any) -> ComputeConfig:
-    return ComputeConfig(data_parallel="fsdp", **changes)
+def way(**changes: Any) -> Computation:
+    return Computation(data_parallel="fsdp", **changes)
 
 
 DEFAULT = {
     "dp2": Case(dp=2, micro_batches=2, compute=way()),
+    "dp2, first": Case(
+        dp=2, micro_batches=2, config=tiny(num_layers=4), compute=way(recomputation="full", recomputed_layers=2)
+    ),
     "dp2 tp2, sequence selective": Case(dp=2, tp=2, compute=way(sequence_parallel=True, recomputation="selective")),
     "tied, dp2 pp2": Case(dp=2, pp=2, micro_batches=4, config=TIED, compute=way()),
 }
@@ -120,17 +122,17 @@ def run_all(rank: int, cases: dict[str, Case]) -> dict[str, Outcome]:
 def run_both(case: Case, groups: ParallelGroups, *, is_measured: bool, dtype: torch.dtype = torch.float64) -> Outcome:
     live_bytes = bytes_of_all_tensors if is_measured else lambda: 0
     gathered: list[int] = []
-    start = fsdp._Unit.start_gather
+    start = GatheredUnit.start_gather
     before = live_bytes()
     model = built(case.config, groups, case.compute, dtype)
     parameters = model.parameters
-    assert isinstance(parameters, ShardedParameters)
+    assert isinstance(parameters, NativeParameters)
 
     def gather(unit: Any, *args: Any) -> None:
         start(unit, *args)
         gathered.append(memory_of_units(parameters))
 
-    with mock.patch.object(fsdp._Unit, "start_gather", gather):
+    with mock.patch.object(GatheredUnit, "start_gather", gather):
         sharded = one_step(model, case)
     afterwards, kept = memory_of_units(parameters), live_bytes() - before
     sharded.sequences = generated(model, case)
@@ -143,14 +145,17 @@ def run_both(case: Case, groups: ParallelGroups, *, is_measured: bool, dtype: to
     return Outcome(sharded, zero1, (kept, kept_by_zero1), gathered, afterwards)
 
 
-def memory_of_units(parameters: ShardedParameters) -> int:
+def memory_of_units(parameters: NativeParameters) -> int:
     """Elements."""
-    return sum(u.arena.flat.untyped_storage().nbytes() // u.arena.flat.itemsize for u in parameters._units.values())
+    flats = [unit.arena.flat for unit in parameters.vectors.gathered.values()]
+    return sum(flat.untyped_storage().nbytes() // flat.itemsize for flat in flats)
 
 
 def bytes_of_all_tensors() -> int:
     gc.collect()
-    tensors = [x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter) and x.device.type == "cpu"]
+    tensors = [
+        x for x in gc.get_objects() if type(x) in (torch.Tensor, torch.nn.Parameter) and x.layout == torch.strided
+    ]
     return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in tensors}.values())
 
 
@@ -162,27 +167,33 @@ def one_step(model: ShardedModel, case: Case) -> Step:
     seen: list[torch.Tensor] = []
     reduce_gradients = parameters.reduce_gradients
 
-    def keep(**options: bool) -> torch.Tensor:
-        seen.append(reduce_gradients(**options))
-        seen.append(seen[0].clone())  # before clipping
-        return seen[0]
+    def keep(**options: bool) -> None:
+        reduce_gradients(**options)
+        seen.append(parameters.gradient.clone())  # before clipping
 
     with mock.patch.object(parameters, "reduce_gradients", keep):
         stats = model.train_step(batch, "tokens", loss, trained_tokens, case.micro_batches)
-    boxes = shard_boxes(case.config, groups.layout, groups.rank, parameters.data_parallel)
+    boxes = [
+        (box, place_of(at, parameters.updated))
+        for box, at in shard_boxes(case.config, groups.layout, groups.rank, parameters.data_parallel)
+    ]
+
+    def parts(vector: torch.Tensor) -> list[tuple[Box, np.ndarray]]:
+        return [(box, vector[at : at + box.size].view(box.shape).numpy().copy()) for box, at in boxes]
+
     return Step(
         [output.numpy() for output in outputs],
         stats["loss"][0] if stats else None,
         stats["grad_norm"][0] if stats else None,
-        [(box, seen[1][at : at + box.size].view(box.shape).numpy().copy()) for box, at in boxes],
-        [(box, parameters.shard[at : at + box.size].view(box.shape).numpy().copy()) for box, at in boxes],
+        parts(seen[0]),
+        parts(parameters.flat),
     )
 
 
 def generated(model: ShardedModel, case: Case) -> list[list[int]]:
     if case.config.head == "scalar" or case.chunks > 1:
         return []
-    prompts = case.batch.split(case.dp)[model.groups.dp_index]
+    prompts = case.batch.split(model.groups.layout.strategy.dp)[model.groups.dp_index]
     output = model.generate(prompts, GenerationRequest(GENERATION, prompt_key="tokens", sample_key=(1, 0)))
     return [sequence.tolist() for sequence in output.sequences]
 
@@ -235,8 +246,8 @@ def test_a_rank_gathers_two_units_at_most(name: str, ranks: list[dict[str, Outco
     case = DEFAULT[name]
     for rank in case.layout.mesh.devices:
         outcome = ranks[rank][name]
-        sizes = sorted(unit.size for unit in units(case.config, case.layout, rank, "fsdp").values())
-        assert 0 < max(outcome.gathered) <= sum(sizes[-GATHERED_UNITS:])
+        sizes = sorted(unit.flat.size for unit in units(case.config, case.layout, rank, "fsdp"))
+        assert 0 < max(outcome.gathered) <= sum(sizes[-2:])
         assert outcome.gathered_afterwards == 0
 
 
@@ -248,11 +259,6 @@ def test_all_that_is_kept_between_steps_is_divided(ranks: list[dict[str, Outcome
         # Parameters, gradients and the two states of AdamW, 8 bytes each; shards are padded.
         assert 8 * 4 * held / case.dp <= kept <= 1.05 * 8 * 4 * held / case.dp
         assert by_zero1 >= 8 * (2 * held + 2 * held / case.dp)
-
-
-def test_without_data_parallelism_nothing_is_divided() -> None:
-    model = ShardedModel(ModelSpec(tiny(), ONE_RANK, torch.float32, optimizer=OPTIMIZER, compute=way()))
-    assert model.parameters.flat.data_ptr() == model.parameters.flat.data_ptr()
 
 
 def whole(like: dict[str, np.ndarray], pieces: list[tuple[Box, np.ndarray]]) -> dict[str, np.ndarray]:

@@ -1,4 +1,5 @@
-"""What is verified of the moves of a worker: bits that change on the way to a follower, or in a copy during a call."""
+"""Moves of a worker: bits that change on the way to a follower, or in a copy during a call, are noticed; a copy that
+others take theirs from is kept for them, and no longer."""
 
 from types import SimpleNamespace
 
@@ -11,10 +12,11 @@ from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP
 from realhf.dataflow.plan import CallPlan, ExecutionPlan
 from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
+from realhf.engine.residency.residency import Where
 from realhf.parallel.groups import GroupTable
 from realhf.realloc.execute.verification import VerificationError
 from realhf.rundir.run import Run, RunSpec
-from realhf.transport.messages import BatchKey, FollowParameters, PrepareMove, Reallocate, Release
+from realhf.transport.messages import BatchKey, FollowParameters, PrepareMove, Reallocate, Release, Split
 from realhf.worker.parameter_moves import ParameterMoves
 from tests.distributed.pool import run_distributed
 from tests.distributed.test_realloc import FlipsABit
@@ -141,3 +143,129 @@ def test_a_home_notices_that_its_copy_has_changed(said: list[dict[str, list[str]
     assert home[1].startswith("actor: rank 0 took other values back than it had lent to a copy, of parameter model.")
     assert "a memory changed them while the call in the copy's layout ran" in home[1]
     assert said[0]["lent, none"] == [""]
+
+
+# The actor lives on device 0 and generates on both. A judge takes its copy from there to device 1, a critique takes
+# over the copy as it is.
+SHARING = [
+    call("actor", GENERATE, ["prompt"], ["seq"]),
+    call("actor", INFERENCE, ["seq"], ["judged"], name="judge"),
+    call("actor", INFERENCE, ["seq"], ["critique"], name="critique"),
+    call("actor", TRAIN_STEP, ["seq", "judged", "critique"]),
+]
+SHARED = ExecutionPlan(
+    num_devices=2,
+    calls={
+        "actor_generate": CallPlan(devices=(0, 2), dp=2),
+        "judge": CallPlan(devices=(1, 1), copy_from="actor_generate"),
+        "critique": CallPlan(devices=(0, 2), dp=2, copy_from="actor_generate"),
+        "actor_train_step": CallPlan(devices=(0, 1)),
+    },
+)
+
+
+class SharingWorker(Worker):
+    """Carries out the requests of calls of the actor, and tells of each of its layouts what is there."""
+
+    def __init__(self, rank: int, table: GroupTable):
+        run = run_with(1.0, every=1)
+        experiment = SimpleNamespace(
+            rpcs=SHARING, dataset=SimpleNamespace(keys=("prompt",)), models={"actor": run.models["actor"]}
+        )
+        super().__init__(rank, Run(run.spec, experiment, SHARED), table)
+        for model in self.models.values():  # the home
+            model.residency.held()[0][1].fill_(0.5)
+
+    def prepare(self, step: int, name: str, split: Split = "train") -> None:
+        layout, batch = SHARED.layout(name), BatchKey(split, step)
+        self.moves.prepare(PrepareMove(request_id=0, batch=batch, name=name, model="actor", layout=layout))
+
+    def move(self, step: int, name: str, split: Split = "train") -> None:
+        batch, layout = BatchKey(split, step), SHARED.layout(name)
+        self.moves.carry_out(
+            Reallocate(request_id=0, batch=batch, call=name, model="actor", layout=layout, version=step)
+        )
+
+    def release(self, name: str) -> None:
+        if self.rank in SHARED.layout(name).mesh.devices:
+            self.moves.release(Release(model="actor", layout=SHARED.layout(name)))
+
+    def tell(self) -> dict[str, str]:
+        """Of every layout here whether its parameters are, and their first value."""
+        found = {}
+        for name in ("actor_train_step", "actor_generate", "judge"):
+            if model := self.models.get(("actor", SHARED.layout(name))):
+                residency = model.residency
+                here = residency.where is Where.HERE
+                found[name] = f"{residency.held()[0][1].flatten()[0]:.4f}" if here else residency.where.name
+        return found
+
+
+def shared_copies(rank: int) -> list[dict[str, str]]:
+    """What is told after the requests of three steps and an evaluation, whose copies are for one call. In the first
+    step the copy is taken over at last, in the second it is moved from at last, when the next step has prepared for it.
+    """
+    table = GroupTable([SHARED.layout(call) for call in SHARED.calls], rank)
+    worker = SharingWorker(rank, table)
+    copy, told = ("actor", SHARED.layout("actor_generate")), []
+
+    def fill(step: int) -> None:
+        worker.move(step, "actor_generate")
+        worker.models[copy].residency.held()[0][1].fill_(step + 1)  # not what is at home
+        told.append(worker.tell())
+
+    def judge(step: int) -> None:
+        worker.prepare(step, "judge")
+        worker.move(step, "judge")
+        told.append(worker.tell())
+        worker.release("judge")
+
+    worker.prepare(0, "actor_generate")
+    fill(0)
+    worker.release("actor_generate")
+    told.append(worker.tell())
+    judge(0)
+    worker.release("critique")
+    told.append(worker.tell())
+    if rank == 0:
+        worker.models["actor", SHARED.layout("actor_train_step")].residency.begin_at_version(1)
+    worker.prepare(1, "actor_generate")
+    fill(1)
+    worker.release("actor_generate")
+    worker.release("critique")
+    worker.prepare(2, "actor_generate")
+    judge(1)
+    if rank == 0:
+        worker.models["actor", SHARED.layout("actor_train_step")].residency.begin_at_version(2)
+    fill(2)
+    worker.release("actor_generate")
+    worker.release("critique")
+    judge(2)
+    worker.prepare(2, "actor_generate", "evaluation")
+    worker.move(2, "actor_generate", "evaluation")
+    told.append(worker.tell())
+    worker.release("actor_generate")
+    told.append(worker.tell())
+    return told
+
+
+def test_a_copy_is_kept_until_all_have_theirs_of_it() -> None:
+    home, other = run_distributed(shared_copies, 2)
+    states = [told.pop("actor_train_step") for told in home]
+    assert states == [*["0.5000"] * 8, "LENT", "0.5000"], "the home lends nothing to a copy that is kept"
+    kept, second, third = ({"actor_generate": f"{step}.0000"} for step in (1, 2, 3))
+    evaluated, freed = {"actor_generate": "0.5000"}, {"actor_generate": "FREED"}
+    assert home == [kept, kept, kept, freed, second, freed, third, freed, evaluated, freed]
+    gone = {"judge": "FREED"}
+    assert other == [
+        kept,
+        kept,
+        kept | {"judge": "1.0000"},
+        freed | gone,
+        second | gone,
+        freed | {"judge": "2.0000"},
+        third | gone,
+        freed | {"judge": "3.0000"},
+        evaluated | gone,
+        freed | gone,
+    ]

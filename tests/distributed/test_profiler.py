@@ -16,8 +16,10 @@ from realhf.architecture.model import DecoderConfig
 from realhf.cli import main
 from realhf.launch.local import LocalLauncher
 from realhf.planning.model.descriptions import load_hardware
+from realhf.planning.model.measured import constants_path, load_constants
 from realhf.planning.model.profile import LayerProfile, load_profile, profile_path
 from realhf.planning.model.timings import load_costs
+from realhf.profiling.model_bench import spread_of
 from tests.distributed.pool import run_distributed
 
 pytestmark = pytest.mark.distributed
@@ -30,7 +32,7 @@ EXPERIMENT = """
 from dataclasses import dataclass, field
 from realhf.algorithms.ppo.config import PPOActor, PPOHyperparameters
 from realhf.algorithms.reward.config import SequenceReward
-from realhf.api.experiment import auto
+from realhf.api.experiment import KeyLengths, auto
 from realhf.dataflow.graph import GENERATE, INFERENCE, ModelFunctionCallDef
 from realhf.architecture.model import DecoderConfig
 from realhf.planning.model.descriptions import load_hardware
@@ -44,7 +46,7 @@ class Prompts:
         return 8
 
     def lengths(self):
-        return {"prompt": (5.5, 8)}
+        return {"prompt": KeyLengths(5.5, 8, 35.0)}
 
 
 @auto(batch_size=8)
@@ -134,6 +136,8 @@ def test_every_model_type_has_a_profile(root):
     assert profile.optimizer_s_per_parameter > 0
     assert profile.call_overhead_s > 0
     assert min(structs.astuple(profile.overheads)) >= 0
+    assert set(profile.spread) == {"layers", "collectives", "overheads", "reallocation"}
+    assert all(0 <= spread < 3 for spread in profile.spread.values())
 
 
 @pytest.mark.measures
@@ -157,7 +161,7 @@ def test_measured_times_are_those_of_the_work(root):
 
 def test_collectives_of_two_are_measured(root):
     found = {(timings.kind, timings.group_size): timings.seconds for timings in profile_of(MODEL, root).collectives}
-    assert set(found) == {("all_reduce", 2), ("broadcast", 2), ("send", 2)}
+    assert set(found) == {(kind, 2) for kind in ("all_reduce", "all_gather", "reduce_scatter", "broadcast", "send")}
     for kind, curve in found.items():
         assert min(curve.seconds) > 0, kind
 
@@ -194,6 +198,34 @@ def test_what_was_measured_is_kept(experiment, root, capsys, monkeypatch):
     assert capsys.readouterr().out.count("kept ") == 3
 
 
+def test_constants_of_the_machine_are_measured_alone(experiment, tmp_path, capsys):
+    only = ("--only", "launches,links, memory,products")
+    assert main(words(experiment, tmp_path, *only)) == 0
+    printed = capsys.readouterr().out
+    found = load_constants(constants_path("cpu", tmp_path))
+    assert set(found.constants) == {
+        "intra_node_bandwidth", "intra_node_latency_s", "memory_bandwidth", "matmul_flops[float32]", "layer_launch_s",
+        "train_launch_s", "decode_launch_s",
+    }  # fmt: skip
+    for name, constant in found.constants.items():
+        assert constant.value > 0, name
+        assert 0 <= constant.spread < 3, name
+        assert name in printed
+    assert [path.name for path in sorted((tmp_path / "cpu").iterdir())] == ["constants.json"], "no profile was made"
+    # Plans without a profile take them.
+    hardware = load_hardware("cpu")
+    costs = load_costs({"actor": MODEL}, dtype="float32", hardware=hardware, root=tmp_path)
+    measured = found.constants["memory_bandwidth"]
+    assert abs(math.log(costs.hardware.memory_bandwidth / measured.value)) < abs(
+        math.log(hardware.memory_bandwidth / measured.value)
+    )
+
+
+def test_the_spread_of_readings_by_hand():
+    assert spread_of([2.0]) == 0.0
+    assert spread_of([math.exp(x) for x in (0.0, 0.1, 0.2, 0.3, 5.0)]) == pytest.approx(0.2 / 1.349)
+
+
 def test_a_deadline_ends_the_workers_and_writes_nothing(experiment, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert main(words(experiment, tmp_path / "profiles", "--timeout-s", "0.5")) == 1
@@ -207,6 +239,7 @@ def test_a_deadline_ends_the_workers_and_writes_nothing(experiment, tmp_path, ca
         (["--max-tokens", "5"], "--max-tokens 5 is not from 64"),
         (["--repetitions", "0"], "--repetitions 0 is not from 1"),
         (["--hardware", "abacus"], "hardware='abacus' is not known"),
+        (["--only", "links,weather"], "--only weather: choose from links, memory, products, launches, layers"),
     ],
 )
 def test_user_errors_exit_with_2(experiment, tmp_path, capsys, more, message):

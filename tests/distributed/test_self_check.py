@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from realhf.api.generation import GenerationOptions
+from realhf.architecture.decoding import GraphLife
 from realhf.engine.generate import decode_graphs
 from realhf.models.decoder import Decoder
 from realhf.profiling import self_check
@@ -78,8 +78,8 @@ def replaying(rank: int, wrong: bool) -> tuple[str, set[torch.dtype]]:
     """The check of graphs with stand-ins for them, and the dtypes that it has replayed."""
     captures: list[Rescaled] = []
 
-    def capture(decoder: Decoder, options: GenerationOptions) -> Rescaled | None:
-        if options.decode_graphs == "off":
+    def capture(decoder: Decoder, graphs: GraphLife) -> Rescaled | None:
+        if graphs == "off":
             return None
         captures.append(Rescaled(decoder, wrong))
         return captures[-1]

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from realhf.api.experiment import OptimizerConfig
-from realhf.architecture.compute import ComputeConfig
+from realhf.architecture.compute import Computation
 from realhf.architecture.model import DecoderConfig, Experts
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
@@ -22,6 +22,7 @@ from tests.distributed.pool import run_distributed
 from tests.unit.engine.losses import (
     ONE_RANK,
     boxes_of,
+    gradients_of,
     next_token_loss,
     random_batch,
     split_like,
@@ -38,12 +39,12 @@ OPTIMIZER = OptimizerConfig(lr=1e-2, weight_decay=0.1, max_grad_norm=1e9)
 PLAIN = tiny()
 ADAMW = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 WAYS = {
-    "plain": ComputeConfig(),
-    "full": ComputeConfig(recomputation="full"),
-    "selective": ComputeConfig(recomputation="selective"),
-    "sequence": ComputeConfig(sequence_parallel=True),
-    "sequence full": ComputeConfig(sequence_parallel=True, recomputation="full"),
-    "sequence selective": ComputeConfig(sequence_parallel=True, recomputation="selective"),
+    "plain": Computation(),
+    "full": Computation(recomputation="full"),
+    "selective": Computation(recomputation="selective"),
+    "sequence": Computation(sequence_parallel=True),
+    "sequence full": Computation(sequence_parallel=True, recomputation="full"),
+    "sequence selective": Computation(sequence_parallel=True, recomputation="selective"),
 }
 
 
@@ -55,7 +56,7 @@ class Case:
     pp: int = 1
     chunks: int = 1
     micro_batches: int = 2
-    compute: ComputeConfig = WAYS["plain"]
+    compute: Computation = WAYS["plain"]
     # Every micro-batch has an odd number of tokens at least once; with up to 3, one may have fewer than ranks.
     lengths: tuple[int, int] = (2, 11)
 
@@ -84,6 +85,13 @@ CASES = {
     if case.tp > 1 or not compute.sequence_parallel
 }
 SEQUENCE = WAYS["sequence full"]
+FIRST = Computation(recomputation="full", recomputed_layers=1)
+CASES |= {
+    "dp2 tp2, first": replace(LAYOUTS["dp2 tp2"], compute=FIRST),
+    "pp3 uneven, first": replace(LAYOUTS["pp3 uneven"], compute=FIRST),
+    "tp2, first": replace(LAYOUTS["tp2"], compute=replace(FIRST, sequence_parallel=True, recomputation="selective")),
+    "pp2, 2 uneven chunks, first": Case(pp=2, chunks=2, config=tiny(num_layers=5), micro_batches=3, compute=FIRST),
+}
 CASES |= {
     "tied, tp2 pp2": Case(tp=2, pp=2, config=tiny(tied_embeddings=True), compute=SEQUENCE),
     "fewer tokens than ranks, tp4": Case(tp=4, lengths=(2, 4), micro_batches=8, compute=SEQUENCE),
@@ -124,7 +132,7 @@ class Outcome:
 
 
 def built(
-    config: DecoderConfig, groups: ParallelGroups, compute: ComputeConfig, dtype: torch.dtype = torch.float64
+    config: DecoderConfig, groups: ParallelGroups, compute: Computation, dtype: torch.dtype = torch.float64
 ) -> ShardedModel:
     model = ShardedModel(ModelSpec(config, groups, dtype, optimizer=OPTIMIZER, compute=compute))
     model.initialise(seed=5)
@@ -143,7 +151,7 @@ def run_case(case: Case, groups: ParallelGroups) -> Outcome:
     outputs = model.forward(batch, "tokens", split_like, case.micro_batches).get("output", [])
     loss = value_loss if case.config.head == "scalar" else next_token_loss
     stats = model.train_step(batch, "tokens", loss, trained_tokens, case.micro_batches)
-    gradients = {name: view.numpy().copy() for name, view in model.parameters.gradients.views().items()}
+    gradients = {box.name: view.numpy().copy() for box, view in gradients_of(model)}
     return Outcome(
         [output.numpy() for output in outputs],
         stats["loss"][0] if stats else None,
@@ -228,11 +236,11 @@ def oracle(config: DecoderConfig, lengths: tuple[int, int]) -> Oracle:
     from tests.unit.models.llama import llama, llama_logits  # slow to import, and not for the ranks
 
     batch = Case(config=config, lengths=lengths).batch
-    model = built(config, ONE_RANK, ComputeConfig())
+    model = built(config, ONE_RANK, Computation())
     before = {name: local.clone() for name, (_, local) in boxes_of(model).items()}
     tokens, in_loss = targets(batch)
     if config.head == "scalar":
-        language_model = built(replace(config, head="lm"), ONE_RANK, ComputeConfig())
+        language_model = built(replace(config, head="lm"), ONE_RANK, Computation())
         for name, (_, local) in boxes_of(language_model).items():
             if name in before:
                 local.copy_(before[name])
@@ -300,6 +308,22 @@ def test_recomputation_changes_no_bit(layout: str, ranks: list[Ranks]) -> None:
                     np.testing.assert_array_equal(got[name][1], local, err_msg=f"{name}, {way}")
                     compared += 1
     assert compared > 0
+
+
+PLAIN_OF = {
+    "dp2 tp2, first": "dp2 tp2, plain",
+    "pp3 uneven, first": "pp3 uneven, plain",
+    "tp2, first": "tp2, sequence",
+    "pp2, 2 uneven chunks, first": "pp2, 2 uneven chunks",
+}
+
+
+@pytest.mark.parametrize("first", PLAIN_OF)
+def test_recomputing_the_first_layers_changes_no_bit(first: str, ranks: list[Ranks]) -> None:
+    for rank in CASES[first].layout.mesh.devices:
+        expected, found = (ranks[rank].cases[name].parameters for name in (PLAIN_OF[first], first))
+        for name, (_, local) in expected.items():
+            np.testing.assert_array_equal(found[name][1], local, err_msg=name)
 
 
 def test_replicas_hold_the_same_bits(ranks: list[Ranks]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
-from realhf.architecture.compute import ComputeConfig, DataParallel
+from realhf.architecture.compute import Computation, DataParallel
 from realhf.architecture.model import DType, Head
 from realhf.engine.interface import GenerationRequest
 from realhf.geometry.boxes import Box
@@ -43,7 +43,7 @@ class Seen:
 def one_rank(groups: ParallelGroups, directory: Path, case: "Case") -> Seen:
     head, kind = case.head, case.kind
     config = described(directory).with_head(head)
-    arguments = {"optimizer": OPTIMIZER, "total_optimizer_steps": 10, "compute": ComputeConfig(data_parallel=kind)}
+    arguments = {"optimizer": OPTIMIZER, "total_optimizer_steps": 10, "compute": Computation(data_parallel=kind)}
     batch = random_batch(config, 6).split(groups.layout.strategy.dp)[groups.dp_index]
     loss = value_loss if head == "scalar" else next_token_loss
     seen = Seen([], [], [], [], 0)

@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from realhf.api.experiment import OptimizerConfig
-from realhf.architecture.compute import ComputeConfig, DataParallel
+from realhf.architecture.compute import Computation, DataParallel
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
@@ -160,7 +160,7 @@ def build(case: Case, where: Layout, how: DataParallel, table: GroupTable) -> Sh
             getattr(torch, case.dtype),
             optimizer=OPTIMIZER,
             total_optimizer_steps=STEPS,
-            compute=ComputeConfig(data_parallel=how),
+            compute=Computation(data_parallel=how),
         )
     )
 

@@ -8,7 +8,7 @@ import torch
 
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
-from realhf.architecture.compute import ComputeConfig, DataParallel
+from realhf.architecture.compute import Computation, DataParallel
 from realhf.engine.backend import ModelSpec
 from realhf.engine.interface import GenerationRequest
 from realhf.engine.model import ShardedModel
@@ -74,7 +74,7 @@ EIGHT = {
 
 
 def built(groups: ParallelGroups, data_parallel: DataParallel = "zero1") -> ShardedModel:
-    compute = ComputeConfig(data_parallel=data_parallel)
+    compute = Computation(data_parallel=data_parallel)
     optimizer = OptimizerConfig(lr=1e-2)
     model = ShardedModel(
         ModelSpec(CONFIG, groups, torch.float64, optimizer=optimizer, total_optimizer_steps=9, compute=compute)

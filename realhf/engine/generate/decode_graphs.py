@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from realhf.api.generation import GenerationOptions
-from realhf.architecture.decoding import graphs_refusal
+from realhf.architecture.decoding import GraphLife, graphs_refusal, power_of_two, rows_bucket
 from realhf.engine.generate.kv_cache import KVCache, StepAttention
 from realhf.engine.generate.paged_attention import DecodeRows, PagedKernels
 from realhf.models.decoder import Decoder
@@ -24,23 +23,10 @@ from realhf.parallel.vocabulary import Logits
 Capture = Callable[[Callable[[], None]], Callable[[], None]]
 
 
-def rows_bucket(rows: int) -> int:
-    """The rows that a step of so many is padded to: 1, 2, 4, 8, then multiples of 8, beyond 128 of 32."""
-    if rows <= 8:
-        return power_of_two(rows)
-    multiple = 8 if rows <= 128 else 32
-    return -(-rows // multiple) * multiple
-
-
-def power_of_two(number: int) -> int:
-    """The least one that is not below `number`."""
-    return 1 << (number - 1).bit_length()
-
-
-def capture_of(decoder: Decoder, options: GenerationOptions) -> "Capture | None":
+def capture_of(decoder: Decoder, graphs: GraphLife) -> "Capture | None":
     """What records the decode steps of this rank's part of a model; None where they are not recorded."""
     on_gpu = next(decoder.parameters()).is_cuda
-    if options.decode_graphs == "off" or graphs_refusal(decoder.config, on_gpu=on_gpu):
+    if graphs == "off" or graphs_refusal(decoder.config, on_gpu=on_gpu):
         return None
     return CudaCapture()
 
@@ -214,21 +200,21 @@ class DecodeWorkspace:
 
 
 class KeptWorkspace:
-    """The workspace of the calls so far, where `GenerationOptions.decode_graphs` asks to keep it."""
+    """The workspace of the calls so far, where these ask to keep it (`GenerationOptions.decode_graphs`)."""
 
     def __init__(self, *, is_possible: bool, timeout_s: float):
         """`is_possible`: whether the parameters lie at the same place in every call."""
         self._is_possible, self._timeout_s = is_possible, timeout_s
         self.workspace: DecodeWorkspace | None = None
 
-    def of_call(self, decoder: Decoder, options: GenerationOptions) -> DecodeWorkspace:
-        """The workspace for a call with `options`."""
-        if options.decode_graphs != "kept" or not self._is_possible:
+    def of_call(self, decoder: Decoder, graphs: GraphLife) -> DecodeWorkspace:
+        """The workspace for a call whose graphs live so long."""
+        if graphs != "kept" or not self._is_possible:
             self.forget()
         if self.workspace is not None:
             return self.workspace
-        workspace = DecodeWorkspace(capture_of(decoder, options), self._timeout_s)
-        if options.decode_graphs == "kept" and self._is_possible:
+        workspace = DecodeWorkspace(capture_of(decoder, graphs), self._timeout_s)
+        if graphs == "kept" and self._is_possible:
             self.workspace = workspace
         return workspace
 

@@ -46,7 +46,7 @@ def decode_layers(decoder: Decoder) -> DecodeLayers | None:
         weights = _weights(decoder, layer)
         if weights is not None:
             attention = layer.self_attn
-            kv_heads = attention.k_proj.weight.shape[0] // attention.head_dim
+            kv_heads = attention.k_proj.weights()[0].shape[0] // attention.head_dim
             kernels[attention.layer] = LayerKernel(
                 weights, kv_heads=kv_heads, head_dim=attention.head_dim, window=attention.window
             )

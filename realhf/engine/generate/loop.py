@@ -65,7 +65,7 @@ def generate(
     groups, pp = decoder.groups, decoder.groups.layout.strategy.pp
     weight = next(decoder.parameters())  # for its dtype and device
     runs = _even_runs(len(batch), pp)
-    workspace = workspace or DecodeWorkspace(capture_of(decoder, request.options))
+    workspace = workspace or DecodeWorkspace(capture_of(decoder, request.decode_graphs))
     with torch.inference_mode(), packed_weights(decoder):
         batches = [_running_batch(decoder, batch, request, workspace, runs, place) for place in range(len(runs))]
         Ring(groups, batches, weight.new_empty(0, decoder.config.hidden_size), workspace.timeout_s).run()

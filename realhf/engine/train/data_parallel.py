@@ -1,23 +1,27 @@
-"""A rank's parameters and their gradients as data parallelism has them: on every rank (ZeRO-1), or one behind the seam
-of `Parameters` in shards (`realhf.engine.train.fsdp`)."""
+"""A rank's parameters and their gradients as data parallelism has them: on every rank, with optimizer states on every
+rank (OSDP's data parallelism) or divided (ZeRO-1), or in shards that are gathered for their use (ZeRO-3), each operator
+in its mode."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from realhf.architecture.compute import DataParallel
 from realhf.architecture.model import DecoderConfig
 from realhf.engine import build
-from realhf.engine.arena import Arena
+from realhf.engine.train.divided import DividedParameters
+from realhf.engine.train.gathering import GatheredUnit, Gathering
 from realhf.geometry.boxes import Box
 from realhf.geometry.parameters import decoder_parameters, sees_own_tokens
+from realhf.geometry.shards import Unit, boxes_in, units
 from realhf.models.decoder import Decoder
-from realhf.parallel.collectives import all_gather, reduce_scatter
 from realhf.parallel.groups import ParallelGroups
+
+_EMBEDDING, _HEAD = "model.embed_tokens", "model.norm"
 
 
 class Parameters(Protocol):
@@ -26,14 +30,14 @@ class Parameters(Protocol):
     data_parallel: how `realhf.geometry.shards` divides them.
     decoder: computes with them, within `computing` or `whole`.
     flat: all that this rank keeps, a vector.
-    shard: the part of it that this rank updates, a vector too, of the boxes `shard_boxes`.
-    gradient: what backward passes add up to, a vector, after `attach_gradients`; arbitrary between steps.
+    updated: the parts of it that this rank updates, one after the other the boxes of `shard_boxes`.
+    gradient: what backward passes add up to, a vector like `flat`, after `attach_gradients`; arbitrary between steps.
     """
 
     data_parallel: DataParallel
     decoder: Decoder
     flat: Tensor
-    shard: Tensor
+    updated: list[slice]
 
     @property
     def gradient(self) -> Tensor: ...
@@ -48,64 +52,117 @@ class Parameters(Protocol):
         """Within it the decoder's forward, and backward passes of it, find the parameters that they need."""
 
     def attach_gradients(self, dtype: torch.dtype) -> None:
-        """From now on backward passes add gradients of `dtype` to what `reduce_gradients` gives."""
+        """From now on backward passes add gradients of `dtype` to what `reduce_gradients` completes."""
 
     def zero_gradients(self) -> None:
         """Before the first micro-batch."""
 
-    def reduce_gradients(self, *, sequence_parallel: bool) -> Tensor:
-        """The gradient of `shard`, summed over the layout, after the last micro-batch; to be changed in place."""
+    def reduce_gradients(self, *, sequence_parallel: bool) -> None:
+        """After the last micro-batch: `gradient` has the sums over the layout in the parts that are `updated`, to be
+        changed in place."""
 
     def publish(self) -> None:
-        """Takes note that `shard` was updated."""
+        """Takes note that what is `updated` was."""
 
 
-class ReplicatedParameters:
-    """Every data-parallel rank has all of its stage's parameters and gradients, and updates a shard of them (ZeRO-1:
-    Rajbhandari et al., 2020, section 5.1). Implements `Parameters`."""
+class NativeParameters:
+    """The parameters of this project's decoder, each operator in its mode. Implements `Parameters`."""
 
-    data_parallel: DataParallel = "zero1"
-
-    def __init__(self, config: DecoderConfig, groups: ParallelGroups, dtype: torch.dtype, device: torch.device):
-        self.arena = build.build_arena(config, groups, dtype, device)
-        self.decoder = build.build_decoder(config, groups, dtype, device, self.arena)
-        self.flat = self.arena.flat
-        shard = self.arena.layout.shard(groups.dp_index)
-        self._shard = slice(shard.start, shard.stop)
-        self.shard = self.flat[self._shard]
+    def __init__(
+        self,
+        config: DecoderConfig,
+        groups: ParallelGroups,
+        dtype: torch.dtype,
+        device: torch.device,
+        data_parallel: DataParallel = "zero1",
+        *,
+        prefetch: bool = True,
+    ):
+        self.data_parallel, index = data_parallel, groups.dp_index
+        self._groups = groups
+        of_rank = units(config, groups.layout, groups.rank, data_parallel)
+        self.vectors = DividedParameters(of_rank, groups.data, index, dtype, device)
+        self.flat, self.updated = self.vectors.flat, self.vectors.updated
+        self.decoder = build.decoder_on(config, groups, self.vectors.views())
+        self._named: dict[str, nn.Parameter] = dict(self.decoder.named_parameters())
+        self._held = [
+            (box, kept.start + at)
+            for unit, kept in self.vectors.kept.items()
+            for box, at in _from_start(unit, unit.kept(index))
+        ]
+        self.vectors.connect(self._named, prefetch=prefetch)
+        if self.vectors.gathering is not None:
+            self._connect(self.vectors.gathering)
 
     def held(self) -> list[tuple[Box, Tensor]]:
-        return list(build.boxes(self.decoder).values())
+        return [(box, _view(self.flat, box, at)) for box, at in self._held]
 
     def whole(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return nullcontext() if self.vectors.gathering is None else self.vectors.gathering.whole()
 
     def computing(self) -> AbstractContextManager[None]:
-        return nullcontext()
+        return nullcontext() if self.vectors.gathering is None else self.vectors.gathering.computing()
 
     def attach_gradients(self, dtype: torch.dtype) -> None:
-        self.gradients = Arena(self.arena.layout, dtype, self.flat.device)
-        build.attach_gradients(self.decoder, self.gradients)
+        self.vectors.attach_gradients(self._named, dtype)
 
     @property
     def gradient(self) -> Tensor:
-        return self.gradients.flat
+        return self.vectors.gradient
 
     def zero_gradients(self) -> None:
-        self.gradients.flat.zero_()
+        self.vectors.zero_gradients()
 
-    def reduce_gradients(self, *, sequence_parallel: bool) -> Tensor:
-        config, groups = self.decoder.config, self.decoder.groups
+    def reduce_gradients(self, *, sequence_parallel: bool) -> None:
+        config, groups = self.decoder.config, self._groups
+        self.vectors.reduce_gathered()
         if sequence_parallel and groups.tensor is not None:
-            names = own_token_names(config)
-            sum_over(groups.tensor, [view for name, view in self.gradients.views().items() if name in names])
+            sum_over(groups.tensor, self._gradients(own_token_names(config)))
         if config.tied_embeddings and groups.tied is not None:
-            dist.all_reduce(self.decoder.model.embed_tokens.weight.grad, group=groups.tied)
-        reduce_scatter(self.gradients.flat, groups.data)
-        return self.gradients.flat[self._shard]
+            sum_over(groups.tied, self._gradients([f"{_EMBEDDING}.weight"]))
+        self.vectors.reduce_others()
 
     def publish(self) -> None:
-        all_gather(self.flat, self.decoder.groups.data)
+        self.vectors.publish()
+
+    def _gradients(self, names: Collection[str]) -> list[Tensor]:
+        """What this rank has of the gradients of some parameters."""
+        return [_view(self.gradient, box, at) for box, at in self._held if box.name in names]
+
+    def _connect(self, gathering: Gathering) -> None:
+        """Lets modules find the units that they need."""
+        config = self.decoder.config
+        needed: dict[str, list[GatheredUnit]] = {}
+        for unit, gathered in self.vectors.gathered.items():
+            needed.setdefault(unit.module, []).append(gathered)
+        embedding = needed.get(_EMBEDDING)
+        if embedding and config.tied_embeddings and self._groups.is_last_stage:
+            needed[_HEAD] = [*needed.get(_HEAD, []), *embedding]
+        for module, of_module in needed.items():
+            if module.startswith("lm_head."):
+                gathering.connect_weight(self._named[f"{module}.weight"], *of_module)
+                continue
+            # The gradient of an embedding is of the rows alone, and that of a norm comes after that of its head.
+            needs_values = module != _HEAD and "embed_" not in module
+            gathering.connect(self.decoder.get_submodule(module), of_module, backward=needs_values)
+
+
+def place_of(at: int, updated: Sequence[slice]) -> int:
+    """Where the element `at` of what is updated lies in all that is kept."""
+    for part in updated:
+        if at < part.stop - part.start:
+            return part.start + at
+        at -= part.stop - part.start
+    raise AssertionError("a box lies in what is updated")
+
+
+def _view(vector: Tensor, box: Box, at: int) -> Tensor:
+    return vector[at : at + box.size].view(box.shape)
+
+
+def _from_start(unit: Unit, elements: range) -> list[tuple[Box, int]]:
+    """The boxes of some elements of a unit, each with its offset from the first."""
+    return [(box, at - elements.start) for box, at in boxes_in(unit.flat, unit.boxes, elements)]
 
 
 def own_token_names(config: DecoderConfig) -> set[str]:
@@ -115,7 +172,9 @@ def own_token_names(config: DecoderConfig) -> set[str]:
 
 def sum_over(group: dist.ProcessGroup, views: Sequence[Tensor]) -> None:
     """Leaves in every view the sum over the group, with one collective for all of them."""
-    if views:
+    if len(views) == 1:
+        dist.all_reduce(views[0], group=group)
+    elif views:
         total = torch.cat([view.flatten() for view in views])
         dist.all_reduce(total, group=group)
         for view, part in zip(views, total.split([view.numel() for view in views]), strict=True):

@@ -1,7 +1,7 @@
 """AdamW on a flat vector of parameters, and its learning rate."""
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -51,26 +51,26 @@ def square_sum(vector: Tensor) -> Tensor:
 
 
 class FlatAdamW:
-    """AdamW (Loshchilov and Hutter 2019, algorithm 2) on `parameters`, a vector that it changes in place.
+    """AdamW (Loshchilov and Hutter 2019, algorithm 2) on `parameters`, vectors that it changes in place.
 
-    The vector may be any part of a model's arena. Moments have its dtype; below float32 they
-    are float32, and so is a master copy of the parameters, which the vector is then rounded from
+    They may be any parts of a model's arena. Moments have their dtype and are vectors of all parts, end to end; below
+    float32 they are float32, and so is a master copy of the parameters, which these are then rounded from
     (Micikevicius et al. 2018, section 3.1). With `offload_states`, all of these lie in host memory between steps.
     """
 
-    def __init__(self, parameters: Tensor, config: OptimizerConfig, total_steps: int):
+    def __init__(self, parameters: Sequence[Tensor], config: OptimizerConfig, total_steps: int):
         self.config, self.total_steps = config, total_steps
-        self.parameters = parameters.detach()
+        self.parameters = [part.detach() for part in parameters]
         self.step_count = 0
-        wide = torch.promote_types(parameters.dtype, torch.float32)
-        self.has_master = wide != parameters.dtype
+        dtype, device = parameters[0].dtype, parameters[0].device
+        wide = torch.promote_types(dtype, torch.float32)
+        self.has_master = wide != dtype
         kinds = ["exp_avg", "exp_avg_sq", *(["master"] if self.has_master else [])]
         # Made here, not at the first step, so that a checkpoint can be loaded into them.
-        device = torch.device("cpu") if config.offload_states else parameters.device
-        is_pinned = config.offload_states and parameters.device.type == "cuda"  # copies need not wait then
-        self.state = {
-            kind: torch.zeros(parameters.shape, dtype=wide, device=device, pin_memory=is_pinned) for kind in kinds
-        }
+        size = sum(map(len, parameters))
+        is_pinned = bool(config.offload_states) and device.type == "cuda"  # copies need not wait then
+        host = torch.device("cpu") if config.offload_states else device
+        self.state = {kind: torch.zeros(size, dtype=wide, device=host, pin_memory=is_pinned) for kind in kinds}
         self.parameters_changed()
 
     @property
@@ -85,17 +85,27 @@ class FlatAdamW:
     def parameters_changed(self) -> None:
         """Takes over parameters that were written from outside, where a master copy would undo that."""
         if self.has_master:
-            self.state["master"].copy_(self.parameters)
+            for part, at in self._parts():
+                self.state["master"][at].copy_(part)
 
-    def step(self, gradients: Tensor, scale: float = 1.0) -> None:
-        """One update with `scale` times `gradients`, a vector like the parameters, which stays as it is.
+    def step(self, gradients: Sequence[Tensor], scale: float = 1.0) -> None:
+        """One update with `scale` times `gradients`, vectors like the parameters, which stay as they are.
 
         Beyond the states it needs memory for a chunk alone.
         """
-        for part in chunks(self.parameters):
-            kept = {kind: state[part] for kind, state in self.state.items()}
-            self._step(self.parameters[part], gradients[part], scale, kept)
+        for (parameters, at), gradient in zip(self._parts(), gradients, strict=True):
+            states = {kind: state[at] for kind, state in self.state.items()}
+            for chunk in chunks(parameters):
+                kept = {kind: state[chunk] for kind, state in states.items()}
+                self._step(parameters[chunk], gradient[chunk], scale, kept)
         self.step_count += 1
+
+    def _parts(self) -> Iterator[tuple[Tensor, slice]]:
+        """Every vector of parameters, with its place in the states."""
+        start = 0
+        for part in self.parameters:
+            yield part, slice(start, start + len(part))
+            start += len(part)
 
     def _step(self, parameters: Tensor, gradients: Tensor, scale: float, kept: dict[str, Tensor]) -> None:
         state = kept

@@ -9,14 +9,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.api.experiment import OptimizerConfig
-from realhf.architecture.compute import ComputeConfig
+from realhf.architecture.compute import Computation
 from realhf.engine.batch import Batch
 from realhf.engine.forward import run_stage
 from realhf.engine.interface import LossFunction, Stats
 from realhf.engine.packing import pack_micro_batch
 from realhf.engine.pipeline import Neighbours, run_training
 from realhf.engine.returned import check_loss
-from realhf.engine.train.data_parallel import Parameters
+from realhf.engine.train.data_parallel import Parameters, place_of
 from realhf.engine.train.optimizer import FlatAdamW, gradient_dtype, square_sum
 from realhf.geometry.boxes import Box
 from realhf.geometry.pipeline_schedule import Pass
@@ -41,8 +41,8 @@ class _Sums:
 
 
 class Trainer:
-    """The training state of one rank's part of a model: the optimizer of the shard of the parameters that this
-    data-parallel rank updates (ZeRO: Rajbhandari et al., 2020, section 5)."""
+    """The training state of one rank's part of a model: the optimizer of what this data-parallel rank updates of the
+    parameters (ZeRO: Rajbhandari et al., 2020, section 5)."""
 
     def __init__(
         self,
@@ -50,12 +50,13 @@ class Trainer:
         neighbours: Neighbours,
         config: OptimizerConfig,
         total_optimizer_steps: int,
-        compute: ComputeConfig,
+        compute: Computation,
     ):
         self.parameters, self.decoder, self.neighbours = parameters, parameters.decoder, neighbours
         self.compute = compute
         parameters.attach_gradients(gradient_dtype(parameters.flat.dtype, config))
-        self.optimizer = FlatAdamW(parameters.shard, config, total_optimizer_steps)
+        parts = [parameters.flat[part] for part in parameters.updated]
+        self.optimizer = FlatAdamW(parts, config, total_optimizer_steps)
         groups = self.decoder.groups
         self._counted = counted_slices(self.decoder.config, groups.layout, groups.rank, parameters.data_parallel)
 
@@ -77,9 +78,10 @@ class Trainer:
                 f"{global_weight}, which must be finite and above 0; is there any token to train on?"
             )
         sums = self._accumulate(parts, tokens_key, loss, global_weight)
-        gradients = self.parameters.reduce_gradients(sequence_parallel=self.compute.sequence_parallel)
+        self.parameters.reduce_gradients(sequence_parallel=self.compute.sequence_parallel)
+        gradients = [self.parameters.gradient[part] for part in self.parameters.updated]
         lr = self.optimizer.lr
-        norm = self._norm(gradients)
+        norm = self._norm()
         self._check(norm, sums)
         limit = self.optimizer.config.max_grad_norm
         self.optimizer.step(gradients, min(1.0, limit / (norm + 1e-6)))  # the guard is torch's clip_grad_norm_'s
@@ -97,8 +99,8 @@ class Trainer:
         """The optimizer's vectors as boxes of their parameters, views to be read or written in place: `NAME@exp_avg`,
         `NAME@exp_avg_sq` and, where parameters are below float32, `NAME@master`.
 
-        They cover this rank's shard, so that a parameter may have several boxes here or none; with `only_counted`, the
-        part of it that no other rank has (`counted_range`).
+        They cover what this rank updates, so that a parameter may have several boxes here or none; with `only_counted`,
+        the part of it that no other rank has (`counted_range`).
         """
         groups = self.decoder.groups
         boxes = shard_boxes(
@@ -120,7 +122,7 @@ class Trainer:
 
         def run(forward: Pass, hidden: Tensor | None) -> Tensor:
             i, chunk = forward.micro_batch, forward.chunk
-            output = run_stage(self.decoder, packed[i], hidden, shards[i], self.compute.recomputation, chunk)
+            output = run_stage(self.decoder, packed[i], hidden, shards[i], self.compute.recomputed, chunk)
             if not self.decoder.has_head(chunk):
                 assert isinstance(output, Tensor)
                 return output
@@ -137,12 +139,15 @@ class Trainer:
         group = self.decoder.groups.tensor
         return TokenShards(group, tokens) if self.compute.sequence_parallel and group is not None else None
 
-    def _norm(self, gradients: Tensor) -> float:
-        """The Euclidean norm of the whole model's gradient, of which this is the shard's; the same on every rank.
+    def _norm(self) -> float:
+        """The Euclidean norm of the whole model's gradient, of which this rank counts a part; the same on every rank.
 
         In float64: a float32 sum depends on the layout in the fifth digit.
         """
-        square = torch.stack([square_sum(gradients[part]) for part in self._counted]).sum()
+        gradient, updated = self.parameters.gradient, self.parameters.updated
+        parts = [(part, place_of(part.start, updated)) for part in self._counted if part.stop > part.start]
+        squares = [square_sum(gradient[start : start + part.stop - part.start]) for part, start in parts]
+        square = torch.stack(squares).sum() if squares else gradient.new_zeros((), dtype=torch.float64)
         if self.decoder.groups.model is not None:
             dist.all_reduce(square, group=self.decoder.groups.model)
         return math.sqrt(square.item())

@@ -9,6 +9,8 @@ from realhf.architecture.model import DecoderConfig
 from realhf.engine.backend import EngineModel
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Stats
+from realhf.engine.model import ShardedModel
+from realhf.engine.train.data_parallel import NativeParameters
 from realhf.geometry.boxes import Box
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import ParallelGroups
@@ -27,6 +29,13 @@ def tiny(**changes: object) -> DecoderConfig:
 def boxes_of(model: EngineModel) -> dict[str, tuple[Box, Tensor]]:
     """The parameters of a rank by name, where no parameter is in several parts."""
     return {box.name: (box, tensor) for box, tensor in model.residency.held()}
+
+
+def gradients_of(model: ShardedModel) -> list[tuple[Box, Tensor]]:
+    """The gradients of what a rank holds."""
+    parameters = model.parameters
+    assert isinstance(parameters, NativeParameters)
+    return [(box, parameters.gradient[at : at + box.size].view(box.shape)) for box, at in parameters._held]
 
 
 def random_batch(config: DecoderConfig, samples: int, seed: int = 0, lengths: tuple[int, int] = (2, 11)) -> Batch:

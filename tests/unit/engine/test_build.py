@@ -13,7 +13,7 @@ from realhf.engine.build import attach_gradients, boxes, build_arena, build_deco
 from realhf.engine.tensor_bytes import PeakMemory
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.parameters import decoder_parameters, parameter_count
-from realhf.geometry.shards import FlatLayout, counted_range
+from realhf.geometry.shards import FlatLayout, counted_range, units
 from realhf.parallel.groups import ParallelGroups
 from tests.unit.engine.losses import ONE_RANK, tiny
 
@@ -86,7 +86,8 @@ def test_every_global_element_is_counted_once(config: DecoderConfig, strategy: P
     counted = {spec.name: torch.zeros(spec.shape) for spec in decoder_parameters(config)}
     for groups in ranks(strategy):
         arena = build_arena(config, groups, torch.float32, CPU)
-        part = counted_range(config, groups.layout, groups.rank, arena.layout)
+        [unit] = units(config, groups.layout, groups.rank)
+        part = counted_range(config, groups.layout, groups.rank, unit)
         arena.flat[part.start : part.stop] = 1.0
         for name, (box, local) in boxes(build_decoder(config, groups, torch.float32, arena=arena)).items():
             where = tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))

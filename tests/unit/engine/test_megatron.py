@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from realhf.api.experiment import ModelSetup, OptimizerConfig
-from realhf.architecture.compute import ComputeConfig
+from realhf.architecture.compute import Computation
 from realhf.architecture.model import DecoderConfig, Experts
 from realhf.base.errors import UserError
 from realhf.engine import megatron_backend as megatron
@@ -127,7 +127,7 @@ def alone(tmp_path):
 
 
 def model_of(config: DecoderConfig, recomputation: str) -> ShardedModel:
-    compute = ComputeConfig(recomputation=recomputation)
+    compute = Computation(recomputation=recomputation)
     optimizer = OptimizerConfig(lr=1e-3)
     model = ShardedModel(
         ModelSpec(config, ONE_RANK, torch.float64, optimizer=optimizer, total_optimizer_steps=3, compute=compute)

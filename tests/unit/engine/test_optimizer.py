@@ -32,7 +32,7 @@ def test_steps_equal_torch_adamw(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(50, dtype=dtype, generator=generator)
     parameters, reference = start.clone(), torch.nn.Parameter(start.clone())
-    ours = FlatAdamW(parameters, config, total_steps=8)
+    ours = FlatAdamW([parameters], config, total_steps=8)
     theirs = torch.optim.AdamW([reference], betas=(0.8, 0.9), eps=1e-6, weight_decay=0.2, foreach=False, fused=False)
     for step in range(6):
         gradient = torch.randn(50, dtype=dtype, generator=generator)
@@ -40,7 +40,7 @@ def test_steps_equal_torch_adamw(dtype: torch.dtype) -> None:
         reference.grad = gradient.clone()
         theirs.step()
         assert ours.lr == learning_rate(config, step, 8)
-        ours.step(gradient)
+        ours.step([gradient])
     tolerance = 1e-13 if dtype == torch.float64 else 1e-6
     torch.testing.assert_close(parameters, reference.detach(), rtol=tolerance, atol=tolerance)
     state = theirs.state[reference]
@@ -52,14 +52,14 @@ def test_steps_equal_torch_adamw(dtype: torch.dtype) -> None:
 def test_bfloat16_parameters_follow_a_float32_master() -> None:
     config = OptimizerConfig(lr=1e-4, final_lr_ratio=1.0)
     parameters = torch.ones(8, dtype=torch.bfloat16)
-    optimizer = FlatAdamW(parameters, config, total_steps=1)
+    optimizer = FlatAdamW([parameters], config, total_steps=1)
     for _ in range(5):  # one step of 1e-4 alone is lost in bfloat16, whose numbers below 1 are 0.004 apart
-        optimizer.step(torch.ones(8, dtype=torch.bfloat16))
+        optimizer.step([torch.ones(8, dtype=torch.bfloat16)])
         assert (parameters == 1.0).all()
     assert optimizer.state["master"].dtype == optimizer.state["exp_avg"].dtype == torch.float32
     torch.testing.assert_close(optimizer.state["master"], torch.full((8,), 1 - 5e-4), rtol=0, atol=1e-6)
     for _ in range(25):
-        optimizer.step(torch.ones(8, dtype=torch.bfloat16))
+        optimizer.step([torch.ones(8, dtype=torch.bfloat16)])
     assert (parameters < 1.0).all()
     parameters.fill_(3.0)
     optimizer.parameters_changed()
@@ -72,16 +72,16 @@ def test_offloaded_states_give_the_same_steps(dtype: torch.dtype, monkeypatch: p
     generator = torch.Generator().manual_seed(2)
     start, gradients = torch.randn(150, generator=generator).to(dtype), torch.randn(4, 150, generator=generator)
     here, there = (
-        FlatAdamW(start.clone(), OptimizerConfig(lr=1e-2, weight_decay=0.1, offload_states=offload), total_steps=4)
+        FlatAdamW([start.clone()], OptimizerConfig(lr=1e-2, weight_decay=0.1, offload_states=offload), total_steps=4)
         for offload in (False, True)
     )
     kept = dict(there.state)
     for gradient in gradients:
-        here.step(gradient)
-        there.step(gradient)
+        here.step([gradient])
+        there.step([gradient])
         assert all(there.state[kind] is tensor and tensor.device.type == "cpu" for kind, tensor in kept.items())
-    assert not torch.equal(here.parameters, start)
-    assert torch.equal(here.parameters, there.parameters)
+    assert not torch.equal(here.parameters[0], start)
+    assert torch.equal(here.parameters[0], there.parameters[0])
     assert all(torch.equal(tensor, there.state[kind]) for kind, tensor in here.state.items())
 
 
@@ -91,28 +91,28 @@ def test_resumes_from_state_and_step() -> None:
 
     def steps(optimizer: FlatAdamW, rows: range) -> None:
         for row in rows:
-            optimizer.step(gradients[row])
+            optimizer.step([gradients[row]])
 
-    straight = FlatAdamW(torch.ones(20), config, total_steps=6)
+    straight = FlatAdamW([torch.ones(20)], config, total_steps=6)
     steps(straight, range(6))
-    first = FlatAdamW(torch.ones(20), config, total_steps=6)
+    first = FlatAdamW([torch.ones(20)], config, total_steps=6)
     steps(first, range(3))
-    second = FlatAdamW(first.parameters.clone(), config, total_steps=6)
+    second = FlatAdamW([first.parameters[0].clone()], config, total_steps=6)
     for key, value in second.state.items():
         value.copy_(first.state[key])
     second.step_count = first.step_count
     steps(second, range(3, 6))
-    assert torch.equal(second.parameters, straight.parameters)
+    assert torch.equal(second.parameters[0], straight.parameters[0])
 
 
 def test_a_step_and_the_norm_take_memory_for_a_chunk_alone() -> None:
     """Not a copy of the gradients in the precision of the states, nor in that of the norm."""
     parameters = torch.zeros(40 * 1024, dtype=torch.bfloat16)
     gradients = torch.ones(40 * 1024, dtype=torch.bfloat16)
-    optimizer = FlatAdamW(parameters, OptimizerConfig(), total_steps=1)
+    optimizer = FlatAdamW([parameters], OptimizerConfig(), total_steps=1)
     with mock.patch.object(optimizer_module, "CPU_CHUNK", 1024), PeakMemory() as memory:
         assert square_sum(gradients).item() == 40 * 1024
-        optimizer.step(gradients, 0.5)
+        optimizer.step([gradients], 0.5)
     assert 0 < memory.peak_bytes <= 3 * 8 * 1024
     assert (gradients == 1.0).all()
 
@@ -120,9 +120,9 @@ def test_a_step_and_the_norm_take_memory_for_a_chunk_alone() -> None:
 def test_scaled_gradients_give_the_step_of_scaled_gradients() -> None:
     generator = torch.Generator().manual_seed(3)
     start, gradients = torch.randn(100, generator=generator), torch.randn(3, 100, generator=generator)
-    ours, theirs = (FlatAdamW(start.clone(), OptimizerConfig(lr=1e-2), total_steps=3) for _ in range(2))
+    ours, theirs = (FlatAdamW([start.clone()], OptimizerConfig(lr=1e-2), total_steps=3) for _ in range(2))
     for gradient in gradients:
-        ours.step(gradient, 0.25)
-        theirs.step(gradient * 0.25)
-    assert torch.equal(ours.parameters, theirs.parameters)
-    assert not torch.equal(ours.parameters, start)
+        ours.step([gradient], 0.25)
+        theirs.step([gradient * 0.25])
+    assert torch.equal(ours.parameters[0], theirs.parameters[0])
+    assert not torch.equal(ours.parameters[0], start)

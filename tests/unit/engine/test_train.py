@@ -57,7 +57,7 @@ def test_clipping_limits_the_gradient() -> None:
     batch = random_batch(CONFIG, 4)
     norm = step(free, batch)["grad_norm"]
     assert step(clipped, batch)["grad_norm"] == norm  # of the gradient before clipping
-    assert free.parameters.gradients.flat.norm().item() == pytest.approx(norm[0])
+    assert free.parameters.gradient.norm().item() == pytest.approx(norm[0])
     assert used_gradient(clipped).norm().item() == pytest.approx(1e-3, rel=1e-2)
 
 
@@ -127,7 +127,7 @@ def test_bfloat16_follows_a_loop_written_out(wide: bool) -> None:
             with torch.no_grad():
                 parameters[name].copy_(boxes_of(trained)[name][1])
     state = {box.name: local for box, local in trained.trainer.state()}
-    assert trained.parameters.gradients.flat.dtype == (torch.float32 if wide else torch.bfloat16)
+    assert trained.parameters.gradient.dtype == (torch.float32 if wide else torch.bfloat16)
     for name, master in masters.items():
         is_embedding = name == "model.embed_tokens.weight"
         within = {"rtol": 2**-6, "atol": 1e-4} if is_embedding else {"rtol": 1e-5, "atol": 5e-6}

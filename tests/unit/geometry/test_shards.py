@@ -1,5 +1,6 @@
 """The division of a device's flat vector: shards of equal size, cut into boxes that cover every parameter once."""
 
+import re
 from dataclasses import replace
 
 import numpy as np
@@ -7,10 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realhf.architecture.compute import DataParallel
+from realhf.architecture.compute import MODES, DataParallel, ModeRules, modes_text
 from realhf.architecture.model import DecoderConfig
+from realhf.base.errors import UserError
 from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.operators import can_be_cut, kind_of, operators
 from realhf.geometry.parameters import decoder_parameters
 from realhf.geometry.shards import (
     ALIGNMENT,
@@ -60,61 +63,130 @@ def test_a_cut_matrix_by_hand(first: int, last: int, expected: list) -> None:
     assert [at for _, at in found] == [start + first + sum(sizes[:i]) for i in range(len(found))]
 
 
-@pytest.mark.parametrize("data_parallel", ["zero1", "fsdp"])
+@pytest.mark.parametrize("kind", ["zero1", "fsdp", "modes"])
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_shards_hold_the_elements_of_their_boxes(data_parallel: DataParallel, data: st.DataObject) -> None:
-    """Every parameter numbered element by element: what lies in the shards is what their boxes say, a data-parallel
-    group has all elements of its device boxes, and what is counted is every element of the model once."""
+def test_shards_hold_the_elements_of_their_boxes(kind: str, data: st.DataObject) -> None:
+    """Every parameter numbered element by element: what lies in the updated parts is what their boxes say, a
+    data-parallel group has all elements of its device boxes, and what is counted is every element of the model once."""
     model = data.draw(models())
     where = data.draw(layouts(model))
+    data_parallel: DataParallel = data.draw(mode_rules(model)) if kind == "modes" else kind
     numbers = {spec.name: np.arange(1, spec.size + 1).reshape(spec.shape) for spec in decoder_parameters(model)}
     counts = {name: np.zeros_like(values) for name, values in numbers.items()}
-    in_group: dict[tuple[int, int], int] = {}
+    in_group: dict[tuple[int, int, str], np.ndarray] = {}
 
     def cut(box: Box) -> tuple[slice, ...]:
         return tuple(slice(o, o + n) for o, n in zip(box.offset, box.shape, strict=True))
 
     for device in where.mesh.devices:
         dp, tp, stage = where.coordinates(device)
-        held = device_boxes(model, where, device)
-        parts = []
-        for flat in units(model, where, device, data_parallel).values():
-            vector = np.zeros(flat.size, dtype=np.int64)
-            for box in held:
-                if box.name in flat.starts:
-                    start = flat.starts[box.name]
-                    vector[start : start + box.size] = numbers[box.name][cut(box)].ravel()
-            shard = flat.shard(dp)
-            assert len(shard) % ALIGNMENT == 0
-            parts.append(vector[shard.start : shard.stop])
-        kept = np.concatenate(parts)
+        held = {box.name: box for box in device_boxes(model, where, device)}
+        vectors, updated = [], []
+        for unit in units(model, where, device, data_parallel):
+            vector = np.zeros(unit.flat.size, dtype=np.int64)
+            for tensor, start in unit.flat.starts.items():
+                box = unit.boxes[tensor]
+                assert held[box.name].contains(box)
+                vector[start : start + box.size] = numbers[box.name][cut(box)].ravel()
+            assert len(unit.flat.shard(dp)) % ALIGNMENT == 0
+            vectors.append(vector[unit.kept(dp).start : unit.kept(dp).stop])
+            updated.append(vector[unit.updated(dp).start : unit.updated(dp).stop])
+        ours = np.concatenate(updated)
         found = shard_boxes(model, where, device, data_parallel)
         for box, at in found:
-            np.testing.assert_array_equal(kept[at : at + box.size], numbers[box.name][cut(box)].ravel())
-        assert sum(box.size for box, _ in found) == np.count_nonzero(kept)
-        in_group[tp, stage] = in_group.get((tp, stage), 0) + np.count_nonzero(kept)
-        if dp == where.strategy.dp - 1:
-            assert in_group[tp, stage] == sum(box.size for box in held)
+            np.testing.assert_array_equal(ours[at : at + box.size], numbers[box.name][cut(box)].ravel())
+        assert sum(box.size for box, _ in found) == np.count_nonzero(ours)
+        assert sum(box.size for box in held_boxes(model, where, device, data_parallel)) == np.count_nonzero(
+            np.concatenate(vectors)
+        )
+        for name, whole in held.items():
+            seen = in_group.setdefault((tp, stage, name), np.zeros(numbers[name].shape, dtype=bool))
+            for box in held_boxes(model, where, device, data_parallel):
+                if box.name == name:
+                    seen[cut(box)] = True
+            if dp == where.strategy.dp - 1:
+                assert seen[cut(whole)].all()
         counted = shard_boxes(model, where, device, data_parallel, only_counted=True)
-        for box, _ in counted:
+        for box, at in counted:
             counts[box.name][cut(box)] += 1
-        in_slices = [kept[part] for part in counted_slices(model, where, device, data_parallel)]
+            np.testing.assert_array_equal(ours[at : at + box.size], numbers[box.name][cut(box)].ravel())
+        in_slices = [ours[part] for part in counted_slices(model, where, device, data_parallel)]
         assert sum(box.size for box, _ in counted) == np.count_nonzero(np.concatenate(in_slices))
     assert all((count == 1).all() for count in counts.values())
+
+
+@st.composite
+def mode_rules(draw: st.DrawFn, model: DecoderConfig) -> ModeRules:
+    """A mode for some of the operators, projections in up to three slices."""
+    rules = []
+    for name in draw(st.lists(st.sampled_from(list(operators(model))), unique=True)):
+        modes = st.sampled_from(["replicated", "zero1"] if name == "norms" else MODES)
+        slices = draw(st.lists(modes, min_size=1, max_size=3 if can_be_cut(name, model) else 1))
+        extents = {"o": model.query_size, "down": model.intermediate_size, "head": model.vocab_size}
+        columns = extents.get(kind_of(name), model.hidden_size)
+        if columns // 6 >= len(slices):  # tp is at most 6
+            rules.append((name, modes_text(slices)))
+    return tuple(rules)
 
 
 def test_units_are_used_together_and_cut_alike_over_tensor_parallelism() -> None:
     model = replace(SMALL, num_layers=2, tied_embeddings=True)
     where = Layout(DeviceMesh(0, 8), ParallelStrategy(dp=2, tp=2, pp=2))
-    found = {device: units(model, where, device, "fsdp") for device in where.mesh.devices}
+    found = {
+        device: {unit.name: unit.flat.shapes for unit in units(model, where, device, "fsdp")}
+        for device in where.mesh.devices
+    }
     assert list(found[0]) == ["model.embed_tokens", "model.layers.0"]
     assert list(found[7]) == ["model.embed_tokens", "model.layers.1", "model.norm"]
-    assert found[0]["model.embed_tokens"].shapes == found[7]["model.embed_tokens"].shapes  # of both stages
-    assert list(found[0]["model.layers.0"].shapes)[-2:] == [
+    assert found[0]["model.embed_tokens"] == found[7]["model.embed_tokens"]  # of both stages
+    assert list(found[0]["model.layers.0"])[-2:] == [
         "model.layers.0.input_layernorm.weight",
         "model.layers.0.post_attention_layernorm.weight",
     ]
     one = Layout(DeviceMesh(0, 2), ParallelStrategy(tp=2))
-    assert list(units(model, one, 0, "fsdp")) == [""]
+    assert [unit.name for unit in units(model, one, 0, "fsdp")] == [""]
     assert held_boxes(model, one, 0, "fsdp") == device_boxes(model, one, 0)
+
+
+def test_units_of_modes_by_hand() -> None:
+    """What is replicated, what is divided without being gathered, then each sharded slice, in the order of use."""
+    model = replace(SMALL, num_layers=2)
+    rules = (("layers.*.*", "sharded"), ("layers.1.gate", "3 sharded + 1 zero1"), ("layers.1.up", "replicated"))
+    where = Layout(DeviceMesh(0, 2), ParallelStrategy(dp=2))
+    found = units(model, where, 1, (*rules, ("head", "2 sharded"), ("embedding", "2 sharded")))
+    first, second = ([f"layers.{n}.{kind}" for kind in ["q", "k", "v", "o", "gate", "up", "down"]] for n in (0, 1))
+    gates = [f"layers.1.gate:{n}" for n in range(3)]
+    assert [(unit.mode, unit.name) for unit in found] == [
+        ("replicated", ""),
+        ("zero1", ""),
+        *(
+            ("sharded", name)
+            for name in ["embedding:0", "embedding:1", *first, *second[:4], *gates, second[6], "head:0", "head:1"]
+        ),
+    ]
+    by_name = {unit.name: unit for unit in found}
+    gate = by_name["layers.1.gate:1"]
+    assert gate.module == "model.layers.1.mlp.gate_proj.slices.1"
+    assert gate.boxes == {f"{gate.module}.weight": Box("model.layers.1.mlp.gate_proj.weight", (0, 3), (4, 3))}
+    assert by_name["head:1"].boxes == {"lm_head.slices.1.weight": Box("lm_head.weight", (3, 0), (3, 12))}
+    assert list(found[0].flat.shapes) == ["model.layers.1.mlp.up_proj.weight"]
+    assert "model.layers.1.mlp.gate_proj.slices.3.weight" in found[1].flat.shapes
+    assert (found[0].kept(1), found[0].updated(1)) == (range(128), range(128))  # 48 elements, padded
+    assert gate.kept(1) == gate.updated(1) == range(64, 128)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        (("layers.7.q", "sharded"), "'layers.7.q' names no operator of this model; its operators are embedding, norms"),
+        (("norms", "sharded"), "'norms' cannot be sharded"),
+        (("norms", "2 zero1"), "'norms' cannot have 2 slices"),
+        (("layers.0.q", "13 sharded"), "'layers.0.q' has 12 columns on a device, fewer than 13 slices"),
+        (("layers.0.q", "2 shared"), "'2 shared' is no mode of an operator; write one of replicated, zero1, sharded"),
+        (("layers.0.q", "0 sharded"), "'0 sharded' is no mode of an operator"),
+    ],
+)
+def test_modes_that_cannot_be(rule: tuple[str, str], message: str) -> None:
+    with pytest.raises(UserError, match=re.escape(message)):
+        units(SMALL, Layout(DeviceMesh(0, 2), ParallelStrategy(dp=2)), 0, (rule,))

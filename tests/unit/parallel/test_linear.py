@@ -6,7 +6,7 @@ import torch.nn.functional as F
 
 from realhf.cpu import products
 from realhf.parallel import linear as module
-from realhf.parallel.linear import computes_in_halves, linear, pack, takes_packed
+from realhf.parallel.linear import computes_in_halves, linear, pack, pack_for_onednn, takes_packed
 from tests.unit.packing import PACKERS
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -30,7 +30,7 @@ def assert_plain_product(x, weight, bias, packed=None):
 def test_values_are_those_of_the_plain_product(dtype, rows, has_onednn, monkeypatch):
     """Builds of torch for other processors may come without oneDNN."""
     if not has_onednn:
-        monkeypatch.setattr(module, "_has_onednn", lambda: False)
+        monkeypatch.setattr(module, "_has_onednn", lambda dtype: False)
     assert_plain_product(*operands(rows, dtype))
 
 
@@ -41,7 +41,10 @@ def test_values_of_packed_weights_are_those_of_the_plain_product(dtype, rows, pa
     """Each kernel on every processor that has it, not only where it is the best one; at the bounds of its rows too."""
     x, weight, bias = operands(rows, dtype)
     packed = packer(weight)
-    assert packed is not None
+    if packed is None:
+        assert (packer, dtype) == (pack_for_onednn, torch.bfloat16)
+        assert not torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        return
     assert takes_packed(packed, x, weight) == (rows <= 256 if packer is products.pack else rows >= 2)
     assert_plain_product(x, weight, bias, packed)
 
@@ -90,3 +93,22 @@ def test_packed_weights_are_of_no_use_to_a_gradient():
 
 def test_float64_is_not_packed():
     assert pack(torch.zeros(4, 4, dtype=torch.float64)) is None
+
+
+def test_a_gradient_reads_rows_that_follow_one_another(monkeypatch):
+    """Those of a slice's input do not, and oneDNN would compute with them 500 times slower."""
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("torch has no oneDNN here")
+    product, given = module._onednn, []
+
+    def seen(x, weight, bias):
+        given.extend((x, weight))
+        return product(x, weight, bias)
+
+    monkeypatch.setattr(module, "computes_in_halves", lambda: False)
+    monkeypatch.setattr(module, "_onednn", seen)
+    wide, grad = torch.randn(8, 32), torch.randn(8, 6)
+    found = module.weight_gradient(grad, wide[:, 4:20])
+    torch.testing.assert_close(found, grad.T @ wide[:, 4:20])
+    assert len(given) == 2
+    assert all(x.t().is_contiguous() for x in given)

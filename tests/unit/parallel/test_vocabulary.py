@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from realhf.cpu import fused
-from realhf.parallel.gradients import let_add_to_grad
+from realhf.parallel.gradients import give_on_use, let_add_to_grad
 from realhf.parallel.tensor import VocabParallelEmbedding
 from realhf.parallel.vocabulary import Logits
 
@@ -181,3 +181,44 @@ def test_gradients_of_a_tied_weight_add_up_in_its_grad(grad_dtype: torch.dtype) 
     theirs = -F.cross_entropy(F.linear(F.embedding(tokens, plain), plain), tokens.flip(0), reduction="none")
     (theirs * factor.double()).sum().backward()
     torch.testing.assert_close(grad.double(), plain.grad + 1.0, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_a_weight_in_slices_gives_the_values_and_gradients_of_a_whole_one(with_entropy: bool) -> None:
+    """Slices are used one after the other, the gradient of each goes where it is wanted, and only when it is there."""
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(5, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    weight = torch.randn(12, 8, generator=generator, dtype=torch.float64).requires_grad_()
+    factors, tokens = torch.randn(5, generator=generator, dtype=torch.float64), torch.tensor([0, 4, 5, 11, 7])
+    seen: list[str] = []
+
+    def gradients(logits: Logits) -> None:
+        found = logits.of_tokens(tokens, 0.7, with_entropy=with_entropy)
+        total = (found.logprob * factors).sum()
+        (total + found.entropy.square().sum() if found.entropy is not None else total).backward()
+
+    gradients(Logits(hidden, weight, chunk_bytes=3 * 5 * 8))
+    expected_hidden, hidden.grad = hidden.grad, None
+    slices = [part.detach().clone().requires_grad_() for part in weight.split([5, 1, 6])]
+    sinks = [torch.zeros_like(part) for part in slices]
+    for number, (part, sink) in enumerate(zip(slices, sinks, strict=True)):
+
+        def use(number: int = number) -> None:
+            seen.append(f"use {number}")
+
+        def give(number: int = number, sink: torch.Tensor = sink) -> torch.Tensor:
+            seen.append(f"gradient {number}")
+            return sink
+
+        give_on_use(part, use, give)
+    logits = Logits(hidden, slices, chunk_bytes=3 * 5 * 8)
+    gradients(logits)
+    torch.testing.assert_close(hidden.grad, expected_hidden, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(torch.cat(sinks), weight.grad, rtol=1e-12, atol=1e-14)
+    assert all(part.grad is None for part in slices)
+    forward, backward = (
+        [f"use {n}" for n in range(3)],
+        [f"{what} {n}" for n in (2, 1, 0) for what in ("use", "gradient")],
+    )
+    assert seen == forward + backward
+    torch.testing.assert_close(logits.full(), hidden @ weight.T, rtol=1e-12, atol=1e-14)

@@ -1,0 +1,233 @@
+"""Units of parameters that have memory only while they are used: a rank keeps a shard of each, and gathers it for its
+use (ZeRO-3: Rajbhandari et al., 2020, section 5.3; the order of gathering after Zhao et al., 2023, sections 3 and 4).
+
+The parameters of a unit are views of a vector that has memory only while the unit is gathered: neither the modules nor
+autograd need know. What a unit is, a layer, an operator or a slice of one, is said elsewhere.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import _disable_current_modes
+
+from realhf.engine.arena import Arena
+from realhf.geometry.shards import FlatLayout
+from realhf.parallel.collectives import reduce_scatter, start_all_gather
+from realhf.parallel.gradients import give_on_use
+from realhf.parallel.groups import GroupReference
+
+
+class GatheredUnit:
+    """Parameters that are gathered, freed and reduced together."""
+
+    def __init__(self, layout: FlatLayout, shard: Tensor):
+        """`shard`: what this rank keeps of the unit, a view."""
+        self.shard = shard
+        self.arena = Arena(layout, shard.dtype, shard.device)
+        self.views = self.arena.views()  # made while there is memory, and good for all that comes later
+        self.arena.free()
+        self.parameters: dict[str, nn.Parameter] = {}
+        self.gradient: Tensor | None = None  # of the shard
+        self._arriving: list[dist.Work] = []
+
+    def start_gather(self, group: dist.ProcessGroup) -> None:
+        self.arena.allocate()
+        # Past autograd's version counter: what it saved of the unit is the same again.
+        flat = self.arena.flat.data
+        flat.chunk(group.size())[group.rank()].copy_(self.shard)
+        self._arriving = start_all_gather(flat, group)
+
+    def wait(self) -> None:
+        while self._arriving:
+            self._arriving.pop().wait()
+
+    def free(self) -> None:
+        self.wait()
+        self.arena.free()
+
+    def reduce_gradients(self, group: dist.ProcessGroup) -> None:
+        """Adds the sum over the group to the shard's gradient, and frees what the parameters have."""
+        assert self.gradient is not None
+        self.gradient.add_(reduce_scatter(self._whole_gradient(self.gradient), group))
+
+    def _whole_gradient(self, like: Tensor) -> Tensor:
+        """The gradients of all parameters as one vector, taken from them; without a copy where one has no padding."""
+        first, *others = self.parameters.values()
+        if not others and first.grad is not None and first.grad.numel() == self.arena.layout.size:
+            only, first.grad = first.grad.flatten(), None
+            return only
+        whole = Arena(self.arena.layout, like.dtype, like.device)
+        for name, view in whole.views().items():
+            gradient = self.parameters[name].grad
+            if gradient is not None:  # an expert may have seen no token
+                view.copy_(gradient)
+                self.parameters[name].grad = None
+        return whole.flat
+
+
+# The two units that were used last, and whether a forward pass with gradients asked for the second one.
+_History = tuple[GatheredUnit | None, GatheredUnit | None, bool]
+
+
+class Gathering:
+    """The units of one rank, in the order of their use.
+
+    A unit is gathered by the forward pass of its first module, and again by the first of its saved tensors that the
+    backward pass asks for, or by the forward pass that is computed again. With `prefetch` the next one is started with
+    it: the one that followed the last time, so that nothing is gathered in vain. A unit's gradients are reduced when
+    the backward pass has come to the next unit. All ranks of a data-parallel group run the same schedule, hence gather
+    and reduce in the same order.
+    """
+
+    def __init__(self, units: Sequence[GatheredUnit], group: dist.ProcessGroup, *, prefetch: bool = True):
+        self._reference, self._in_order, self._prefetch = GroupReference(group), list(units), prefetch
+        self._history: _History = (None, None, False)
+        self._next: dict[_History, GatheredUnit | None] = {}  # what followed the last time
+        self._in_use: list[GatheredUnit] = []
+        self._gathered: dict[int, GatheredUnit] = {}  # by the address of its memory, the oldest first
+        self._with_gradients: dict[GatheredUnit, None] = {}  # in the order in which the backward pass came to them
+
+    @property
+    def _group(self) -> dist.ProcessGroup:
+        group = self._reference()
+        assert group is not None
+        return group
+
+    def connect(self, module: nn.Module, needed: Sequence[GatheredUnit], *, backward: bool) -> None:
+        """From now on the units are there when a forward pass of `module` begins, and where its gradients need them
+        (`backward`), when its backward pass does. Gradients of others are reduced before it makes its own."""
+
+        def before_backward(_: nn.Module, __: Any, output: Any) -> None:
+            # What is computed again is computed by the operations of the first time, whose saved tensors come from
+            # elsewhere than `_unpack`.
+            if isinstance(output, Tensor) and output.grad_fn is not None:
+                output.grad_fn.register_prehook(lambda _: use(needed))
+
+        use = self._use if backward else self._reduce_others
+        module.register_forward_pre_hook(lambda *_: self._use(needed))
+        module.register_forward_hook(before_backward)
+
+    def connect_weight(self, parameter: nn.Parameter, unit: GatheredUnit) -> None:
+        """From now on the unit is there when an operation asks for its only parameter (`realhf.parallel.gradients`)."""
+
+        def sink() -> Tensor:
+            assert unit.gradient is not None
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter, dtype=unit.gradient.dtype)
+            self._with_gradients.setdefault(unit, None)
+            return parameter.grad
+
+        give_on_use(parameter, lambda: self._use([unit]), sink)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Within it all units have their memory."""
+        try:
+            for unit in self._in_order:
+                self._start(unit, at_most=len(self._in_order))
+            for unit in self._in_order:
+                unit.wait()
+            self._in_use = self._in_order
+            yield
+        finally:
+            self.release()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Within it forward passes, and backward passes of them, find the parameters that they need."""
+        try:
+            with self.recording():
+                yield
+        finally:
+            self.release()
+
+    def recording(self) -> AbstractContextManager[object]:
+        """Within it forward passes find the parameters that they need, and so do backward passes of them at any time
+        until `release`."""
+        return saved_tensors_hooks(self._pack, self._unpack)
+
+    def attach_gradients(self, gradients: Mapping[GatheredUnit, Tensor]) -> None:
+        """From now on backward passes leave the gradients of each unit's shard in its vector."""
+        for unit, gradient in gradients.items():
+            unit.gradient = gradient
+            for parameter in unit.parameters.values():
+                parameter.requires_grad_(True)
+                parameter.grad_dtype = gradient.dtype
+                parameter.register_post_accumulate_grad_hook(
+                    lambda _, unit=unit: self._with_gradients.setdefault(unit, None)
+                )
+
+    def forget_gradients(self) -> None:
+        """Drops what a backward pass that failed has left."""
+        for unit in self._in_order:
+            for parameter in unit.parameters.values():
+                parameter.grad = None
+        self._with_gradients.clear()
+
+    def reduce(self, but: Sequence[GatheredUnit] = ()) -> None:
+        """Sums the gradients that are there over the group, except those of units that may get more."""
+        for unit in [unit for unit in self._with_gradients if unit not in but]:
+            del self._with_gradients[unit]
+            unit.reduce_gradients(self._group)
+
+    def _use(self, needed: Sequence[GatheredUnit]) -> None:
+        """Returns when the parameters of the units may be read."""
+        if all(unit in self._in_use for unit in needed):
+            return
+        with _disable_current_modes():  # selective recomputation would take these operations for the layer's
+            self._gather(needed)
+
+    def _reduce_others(self, needed: Sequence[GatheredUnit]) -> None:
+        with _disable_current_modes():  # as above
+            self.reduce(but=needed)
+
+    def _gather(self, needed: Sequence[GatheredUnit]) -> None:
+        """Gathers the units and starts the following one; reduces gradients that are there."""
+        self.reduce(but=needed)
+        self._next[self._history] = needed[0]
+        self._history = (self._history[1], needed[0], torch.is_grad_enabled())
+        self._in_use = list(needed)
+        at_most = max(len(needed), 2 if self._prefetch else 1)
+        for unit in needed:
+            self._start(unit, at_most)
+        for unit in needed:
+            unit.wait()
+        following = self._next.get(self._history)
+        if len(needed) < at_most and following is not None:
+            self._start(following, at_most)
+
+    def _start(self, unit: GatheredUnit, at_most: int) -> None:
+        """Begins to gather a unit that is not there, in the place of the one that has been there longest."""
+        if unit in self._gathered.values():
+            return
+        while len(self._gathered) >= at_most:
+            address, oldest = next((a, u) for a, u in self._gathered.items() if u not in self._in_use)
+            del self._gathered[address]
+            oldest.free()
+        unit.start_gather(self._group)
+        self._gathered[unit.arena.flat.untyped_storage().data_ptr()] = unit
+
+    def release(self) -> None:
+        """Frees all units: the shards may be written, and are gathered anew for their next use."""
+        for unit in self._gathered.values():
+            unit.free()
+        self._gathered.clear()
+        self._next[self._history] = None
+        self._history, self._in_use = (None, None, False), []
+
+    def _pack(self, tensor: Tensor) -> Any:
+        """What autograd keeps for the backward pass: of a parameter, which unit to gather before it is read."""
+        unit = self._gathered.get(tensor.untyped_storage().data_ptr())
+        return tensor if unit is None else (unit, tensor.detach())
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        unit, tensor = packed
+        self._use([unit])
+        return tensor

@@ -1,0 +1,240 @@
+"""Which mode every operator of a module is in: chosen by the exact solver from what this group measured, or given."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from realhf.architecture.compute import Mode, ModeRules, modes_in, modes_text
+from realhf.base.errors import UserError
+from realhf.base.numbers import check_fields
+from realhf.geometry.operators import names_operator
+from realhf.planning.model.hardware import GIB
+from realhf.planning.model.operator_modes import (
+    MODES,
+    MOST_SLICES,
+    Links,
+    Operator,
+    OsdpPlan,
+    OsdpProblem,
+    gib_above,
+    given_plan,
+    sliced,
+    solve,
+    uniform_plan,
+)
+from realhf.planning.model.operator_rows import OperatorRow, operator_rows, plan_text
+from realhf.wrapping.measuring import OptimizerCosts, SampleCosts
+from realhf.wrapping.operators import ModuleOperator
+
+MOST_SAMPLES = 2**16
+
+
+@dataclass(frozen=True, kw_only=True)
+class OsdpOptions:
+    """What may be said besides.
+
+    modes: fixes what is otherwise chosen: the modes of all operators ("sharded", "4 sharded", "2 sharded + 2 zero1"),
+        or pairs (operators, modes), of which the last that names an operator holds; operators by their path in the
+        model, with "*" and "0-3" for parts of it, and "others". `plan.modes` of another wrapping can be given.
+    slices: large weights are cut into up to so many.
+    prefetch: the next slice is gathered while one is in use.
+    max_batch: the largest batch that is considered where `batch_size` is None.
+    """
+
+    modes: str | ModeRules | None = None
+    slices: int = 4
+    prefetch: bool = True
+    max_batch: int = 512
+
+    def __post_init__(self) -> None:
+        check_fields("", self, {"slices": (1, MOST_SLICES), "max_batch": (1, MOST_SAMPLES)})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModulePlan:
+    """The modes of a module's operators with what they are predicted to cost, beside one mode for all. `str()` is a
+    table."""
+
+    chosen: OsdpPlan
+    slice_modes: Mapping[str, tuple[Mode, ...]]
+    uniform: Mapping[Mode, OsdpPlan | None]
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of a rank and forward pass."""
+        return self.chosen.batch
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of a rank."""
+        return self.chosen.memory_bytes
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.chosen.step_s
+
+    @property
+    def modes(self) -> ModeRules:
+        """The modes as rules, for `modes=` of another wrapping."""
+        return tuple((name, modes_text(modes)) for name, modes in self.slice_modes.items())
+
+    @property
+    def rows(self) -> list[OperatorRow]:
+        """The table: operators that are alike in one row, with their modes, seconds of a step and bytes of a rank."""
+        return operator_rows(self.chosen)
+
+    def __str__(self) -> str:
+        return plan_text(self.chosen, self.uniform)
+
+
+def problem_of(
+    operators: Sequence[ModuleOperator],
+    itemsize: int,
+    measured: tuple[SampleCosts, OptimizerCosts],
+    links: Links,
+    memory_bytes: int,
+) -> OsdpProblem:
+    """The choice of modes, operators whole. `memory_bytes`: what is left for them, gathers and activations."""
+    sample, optimizer = measured
+    return OsdpProblem(
+        operators=tuple(
+            Operator(
+                name=op.name,
+                kind=op.kind,
+                parameter_bytes=op.elements * itemsize,
+                gradient_bytes=op.elements * itemsize,
+                optimizer_bytes=round(op.elements * optimizer.state_bytes),
+                update_s=op.elements * optimizer.update_s,
+                accumulate_s=op.elements * optimizer.accumulate_s,
+                modes=op.modes,
+                most_slices=op.most_slices,
+                gathers=_gathers(op, sample),
+            )
+            for op in operators
+        ),
+        links=links,
+        memory_bytes=memory_bytes,
+        extra_bytes_per_sample=sample.bytes_per_sample,
+        extra_seconds_per_sample=sample.seconds_per_sample,
+        reduces_whole=True,
+    )
+
+
+def _gathers(op: ModuleOperator, sample: SampleCosts) -> int:
+    """For every forward pass, and for the backward pass of a product, whose other gradient needs the weight."""
+    return sum(sample.uses[path] for path in op.modules) + (op.kind == "linear")
+
+
+def choose(
+    problem: OsdpProblem, options: OsdpOptions, batch_size: int | None, group: dist.ProcessGroup | None
+) -> ModulePlan:
+    """The plan of all ranks: rank 0's, which others get as numbers.
+
+    Raises:
+        UserError: nothing fits, with the smallest memory that would do; or `options.modes` cannot be.
+    """
+    batches = range(1, options.max_batch + 1) if batch_size is None else range(batch_size, batch_size + 1)
+    rules = "replicated" if group is None else options.modes  # one rank has nobody to share with
+    if rules is not None:
+        chosen, modes = _given(problem, rules_of(rules), batches)
+    else:
+        slicings = sorted({1, options.slices, *(2**i for i in range(options.slices.bit_length()))})
+        chosen = joined(_decided([sliced(problem, slices) for slices in slicings], batches, group))
+        modes = {op.name: () for op in problem.operators}
+        for op, mode, count in chosen.counts():
+            modes[op.name] = (*modes[op.name], *[mode] * count)
+    uniform = {mode: uniform_plan(problem, mode, batches) for mode in MODES}
+    return ModulePlan(chosen=chosen, slice_modes=modes, uniform=uniform)
+
+
+def joined(plan: OsdpPlan) -> OsdpPlan:
+    """The same plan with operators whole where all slices have one mode and none is gathered: cutting them would only
+    cost time."""
+    operators, slices = [], []
+    for op, row in zip(plan.problem.operators, plan.slices, strict=True):
+        is_one = max(row) == op.slices and not any(
+            count for mode, count in zip(plan.problem.modes, row, strict=True) if mode == "sharded"
+        )
+        operators.append(replace(op, slices=1) if is_one else op)
+        slices.append(tuple(count // op.slices for count in row) if is_one else row)
+    return replace(plan, problem=replace(plan.problem, operators=tuple(operators)), slices=tuple(slices))
+
+
+def _decided(problems: Sequence[OsdpProblem], batches: range, group: dist.ProcessGroup | None) -> OsdpPlan:
+    """What rank 0 of the group finds, sent as one vector of numbers: which problem, batch, bound, and all counts."""
+    cells = len(problems[0].operators) * len(problems[0].modes)
+    if group is None or group.size() == 1:
+        return solve(problems, batches)
+    device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else "cpu"
+    numbers = torch.zeros(5 + cells, dtype=torch.float64, device=device)
+    if group.rank() == 0:
+        try:
+            plan = solve(problems, batches)
+        except UserError:
+            dist.broadcast(numbers, group=group, group_src=0)  # zeros: nothing fits
+            raise
+        counts = [count for row in plan.slices for count in row]
+        head = [problems.index(plan.problem), plan.batch, plan.lower_bound_s, float(plan.proven), plan.search_s]
+        numbers.copy_(torch.tensor([*head, *counts], dtype=torch.float64))
+        dist.broadcast(numbers, group=group, group_src=0)
+        return plan
+    dist.broadcast(numbers, group=group, group_src=0)
+    if not numbers[1]:
+        solve(problems, batches)  # raises what rank 0 has
+    index, batch, lower_bound_s, proven, search_s, *counts = numbers.tolist()
+    problem, modes = problems[int(index)], len(problems[0].modes)
+    return OsdpPlan(
+        problem=problem,
+        batch=int(batch),
+        slices=tuple(tuple(map(int, counts[i * modes : (i + 1) * modes])) for i in range(len(problem.operators))),
+        lower_bound_s=lower_bound_s,
+        proven=bool(proven),
+        search_s=search_s,
+    )
+
+
+def rules_of(modes: str | ModeRules) -> ModeRules:
+    """One text for all operators is a rule, too."""
+    return (("*", modes),) if isinstance(modes, str) else tuple(modes)
+
+
+def _given(problem: OsdpProblem, rules: ModeRules, batches: range) -> tuple[OsdpPlan, dict[str, tuple[Mode, ...]]]:
+    """The plan of rules, with the largest batch that fits."""
+    modes = _ruled(problem.operators, rules)
+    cut = replace(problem, operators=tuple(replace(op, slices=len(modes[op.name])) for op in problem.operators))
+    plan = given_plan(cut, [modes[op.name] for op in cut.operators], batches)
+    if plan is None:
+        smallest = given_plan(replace(cut, memory_bytes=2**60), list(modes.values()), batches[:1])
+        assert smallest is not None
+        raise UserError(
+            f"memory_gb={problem.memory_bytes / GIB:.4g} is too little for the given modes with batch {batches[0]}; "
+            f"the smallest memory that does is {smallest.memory_bytes} bytes ({gib_above(smallest.memory_bytes)} GiB). "
+            "Shard more operators, cut them into more slices, or leave `modes` out"
+        )
+    return plan, modes
+
+
+def _ruled(operators: Sequence[Operator], rules: ModeRules) -> dict[str, tuple[Mode, ...]]:
+    """The modes of every operator's slices. A pattern with "*" asks of each operator what it can do."""
+    modes: dict[str, tuple[Mode, ...]] = {op.name: ("zero1",) for op in operators}
+    for pattern, text in rules:
+        wanted = modes_in(text)
+        named = [op for op in operators if names_operator(pattern, op.name)]
+        if not named:
+            raise UserError(
+                f"modes: {pattern!r} names no operator of the model; they are "
+                f"{', '.join(op.name for op in operators)}, or '*' for all"
+            )
+        for op in named:
+            is_possible = len(wanted) <= op.most_slices and set(wanted) <= set(op.modes)
+            if not is_possible and "*" not in pattern:
+                raise UserError(
+                    f"modes: {op.name!r} can be {', '.join(op.modes)} in at most {op.most_slices} slices, not "
+                    f"{text!r}; write what it can be"
+                )
+            first = wanted[0] if wanted[0] in op.modes else "zero1"
+            modes[op.name] = wanted if is_possible else (first,)
+    return modes

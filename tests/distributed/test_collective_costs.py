@@ -1,0 +1,53 @@
+"""The measured costs of collectives: the same on all ranks, those of the slowest; and that an all-reduce sums."""
+
+import itertools
+from dataclasses import astuple
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from realhf.cpu import host_group
+from realhf.parallel.collectives import all_reduce
+from realhf.planning.model.collective_costs import NO_COSTS, fitted
+from realhf.profiling.collectives import SIZES_BYTES, measure_collectives
+from tests.distributed.pool import run_distributed
+
+pytestmark = pytest.mark.distributed
+
+WORLD_SIZE = 3  # divides no power of two
+BACKENDS = ("gloo", host_group.BACKEND)
+
+
+def costs_of(rank: int, backend: str) -> tuple[tuple[tuple[float, float], ...], list[float]]:
+    """What a rank measures with a clock that goes on by rank + 1 seconds whenever it is read; and a sum."""
+    group = dist.new_group(backend=backend)
+    ticks = itertools.count(0.0, rank + 1.0)
+    costs = measure_collectives(group, torch.device("cpu"), torch.float32, lambda: next(ticks))
+    numbers = torch.full((2 * WORLD_SIZE,), 10.0**rank)
+    all_reduce(numbers, group)
+    return astuple(costs), numbers.tolist()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_all_ranks_have_the_costs_of_the_slowest(backend: str) -> None:
+    ranks = run_distributed(costs_of, WORLD_SIZE, backend)
+    loops = [4, 4, 4, 1, 1]  # in a reading of 4 KiB, 32 KiB, 256 KiB, 2 MiB, 16 MiB
+    expected = astuple(fitted(SIZES_BYTES, [WORLD_SIZE / n for n in loops]))
+    for costs, summed in ranks:
+        assert costs == (expected, expected, expected)
+        assert summed == [111.0] * 2 * WORLD_SIZE
+
+
+def measured_for_real(rank: int) -> tuple[tuple[float, float], ...]:
+    return astuple(measure_collectives(dist.group.WORLD, torch.device("cpu"), torch.bfloat16))
+
+
+def test_real_times_are_above_zero_and_equal() -> None:
+    first, second = run_distributed(measured_for_real, 2)
+    assert first == second
+    assert all(seconds_per_byte > 0 for _, seconds_per_byte in first)
+
+
+def test_one_rank_costs_nothing() -> None:
+    assert measure_collectives(None, torch.device("cpu"), torch.float32) == NO_COSTS
