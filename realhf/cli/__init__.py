@@ -1,4 +1,4 @@
-"""The command line: `realhf run | status | plan | replan | search | profile | convert | report | compare | doctor`."""
+"""The command line: `realhf COMMAND`, with the commands of `COMMANDS`."""
 
 import argparse
 import importlib
@@ -8,10 +8,13 @@ from collections.abc import Sequence
 
 import realhf
 from realhf.base.errors import RunError, UserError
+from realhf.lifecycle.interruption import Stopped
 
 COMMANDS = {
     "run": "plan an experiment, start its workers, and train",
     "status": "say where a run stands",
+    "attach": "watch a run that another process has started",
+    "stop": "end a run with a checkpoint",
     "plan": "find the fastest execution plan, or predict a given one",
     "replan": "search a run's plan again, with measured times",
     "search": "find the fastest plan of a planning problem given as a file",
@@ -48,7 +51,8 @@ def parser(command: str | None = None, *, osdp: bool = False) -> argparse.Argume
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command. Its exit code: 0 all of it worked, 1 it failed, 2 the input was wrong, 130 interrupted."""
+    """Runs one command. Its exit code: 0 all of it worked, 1 it failed, 2 the input was wrong, 130 interrupted;
+    that of a process of the run which ended by itself with another one."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         command = next((word for word in words if word in COMMANDS), None)
@@ -61,11 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return code
     except (UserError, RunError) as error:
         _print_error(f"error: {error}", error)
-        return 2 if isinstance(error, UserError) else 1
-    except KeyboardInterrupt as error:
+        return 2 if isinstance(error, UserError) else error.returncode
+    except (KeyboardInterrupt, Stopped) as error:
         if argv is None:  # this process ends now: a second Ctrl-C must not turn its exit code into a signal's
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _print_error("interrupted", error)
+        _print_error(str(error) or "interrupted", error)
         return 130
 
 

@@ -12,7 +12,8 @@ from realhf.base.errors import UserError
 from realhf.base.options import options_in
 from realhf.cli.output import Output
 from realhf.experiments import ready_experiments, ready_file
-from realhf.planning.request import DevicesRequest, PlanRequest, SearchBudget
+from realhf.planning.presets import PRESETS
+from realhf.planning.request import DevicesRequest, Measured, PlanRequest, SearchBudget
 
 T = TypeVar("T")
 
@@ -56,10 +57,19 @@ def add_experiment_arguments(command: argparse.ArgumentParser) -> None:
     """The arguments that name an experiment and the devices it may use."""
     add_experiment(command)
     command.add_argument("--plan", type=Path, help="take this plan.json instead of searching for one")
+    command.add_argument(
+        "--rule", choices=tuple(PRESETS), help="take the plan of this rule instead of searching for one"
+    )
     add_options(command, DevicesRequest)
+    add_options(command, PlanRequest)
     add_options(command.add_mutually_exclusive_group(), SearchBudget)
     command.add_argument(
-        "--offload", metavar="MODELS", help="models that wait in host memory while nothing needs them: NAME,NAME"
+        "--offload",
+        metavar="MODELS",
+        help="models that wait in host memory while nothing needs them: NAME,NAME, or none (default: as is searched)",
+    )
+    command.add_argument(
+        "--ignore-runs", action="store_true", help="predict without the times that finished runs have left"
     )
 
 
@@ -105,11 +115,21 @@ def _experiment_file(word: str) -> str:
     )
 
 
+def _offload(names: str | None) -> tuple[str, ...] | None:
+    if not names:
+        return None
+    return () if names == "none" else tuple(names.split(","))
+
+
 def plan_request(arguments: argparse.Namespace) -> PlanRequest:
     """What the arguments of `add_experiment_arguments` ask of the planner. Raises UserError as `PlanRequest` does."""
-    return PlanRequest(
+    return options_of(
+        PlanRequest,
+        arguments,
         devices=options_of(DevicesRequest, arguments),
         plan=arguments.plan,
+        rule=arguments.rule,
         budget=options_of(SearchBudget, arguments),
-        offload=tuple(arguments.offload.split(",")) if arguments.offload else (),
+        offload=_offload(arguments.offload),
+        measured=Measured(ignores_runs=arguments.ignore_runs),
     )

@@ -12,6 +12,7 @@ from realhf.cli.output import Output, table_of
 from realhf.geometry.parameters import parameter_count
 from realhf.planning.model.hardware import GIB
 from realhf.planning.model.operator_modes import MODES, Mode, OsdpPlan
+from realhf.planning.model.operator_rows import COLUMNS, PLAN_COLUMNS, operator_rows, plan_rows
 from realhf.planning.osdp import OsdpRequest, choose
 
 DESCRIPTION = """Chooses for every operator of a model whether data parallelism replicates it, shards only its
@@ -22,8 +23,6 @@ EXAMPLE = """examples:
   realhf plan --osdp llama3-7b --devices 8 --memory-gb 40
   realhf plan --osdp llama3-7b --devices 64 --memory-gb 80 --batch 2 --recompute --json osdp.json
   realhf plan --osdp path/to/config.json --devices 8 --memory-gb 16 --sequence-length 512"""
-
-NAMES: dict[Mode, str] = {"replicated": "all replicated", "zero1": "all ZeRO-1", "sharded": "all sharded"}
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -44,7 +43,7 @@ def execute(arguments: argparse.Namespace) -> int:
         f"{request.model}: {parameter_count(architecture(request.model)):,} parameters on {request.devices} x "
         f"{request.hardware}, samples of {request.sequence_length} tokens, {request.dtype}"
     )
-    out.print(comparison_table(plan, uniform), modes_table(plan))
+    out.print(comparison_table(plan, uniform), operators_table(plan))
     gap = plan.seconds_per_sample / plan.lower_bound_s - 1
     verdict = "proven: no other choice is faster" if plan.proven else f"no choice is more than {gap:.2e} faster"
     out.say(f"{verdict}; found in {1e3 * plan.search_s:.1f} ms")
@@ -56,26 +55,20 @@ def execute(arguments: argparse.Namespace) -> int:
 def comparison_table(plan: OsdpPlan, uniform: dict[Mode, OsdpPlan | None]) -> Table:
     """The chosen plan beside the plans with one mode for all operators."""
     limit = plan.problem.memory_bytes / GIB
-    columns = ("plan", "batch", "step s", "comm. s", "samples/s", f"GiB of {limit:g}", "ratio")
+    columns = [f"GiB of {limit:g}" if column == "GiB" else column for column in PLAN_COLUMNS]
     table = table_of("operator-sharded data parallelism", *columns)
-    rows = {"chosen": plan, **{NAMES[mode]: other for mode, other in uniform.items()}}
-    for name, row in rows.items():
-        if row is None:
-            table.add_row(name, "-", "-", "-", "-", "too large", "-")
-            continue
-        seconds = (f"{row.step_s:.4f}", f"{row.communication_s:.4f}", f"{row.samples_per_s:.2f}")
-        ratio = row.seconds_per_sample / plan.seconds_per_sample
-        table.add_row(name, str(row.batch), *seconds, f"{row.memory_bytes / GIB:.2f}", f"{ratio:.3f}")
+    for row in plan_rows(plan, uniform):
+        table.add_row(*row)
     return table
 
 
-def modes_table(plan: OsdpPlan) -> Table:
-    """How many slices of each kind of operator are in each mode."""
+def operators_table(plan: OsdpPlan) -> Table:
+    """The operators with their modes, communication and memory; those of layers that are alike in one row."""
     slices = max((op.slices for op in plan.problem.operators), default=1)
-    title = "whole operators in each mode" if slices == 1 else f"slices in each mode (large operators have {slices})"
-    table = table_of(title, "operator", *plan.problem.modes)
-    for kind, counts in plan.slices_by_kind().items():
-        table.add_row(kind, *(str(counts[mode]) for mode in plan.problem.modes))
+    title = "whole operators" if slices == 1 else f"operators, large ones in {slices} slices"
+    table = table_of(title, *COLUMNS, words=2)
+    for row in operator_rows(plan):
+        table.add_row(*row.cells)
     return table
 
 

@@ -14,6 +14,8 @@ from rich.table import Table
 from realhf.base.errors import UserError
 from realhf.base.files import write_atomically
 
+STANDARD_OUTPUT = Path("-")  # where a file is to be named
+
 
 class Output(Console):
     """A console whose lines are neither broken nor coloured by what they contain."""
@@ -23,7 +25,11 @@ class Output(Console):
             self.print(line, highlight=False, soft_wrap=True)
 
     def write(self, path: Path, content: bytes) -> None:
-        """Writes a file and says so. Raises UserError if it cannot be written."""
+        """Writes a file and says so; or to standard output, for "-". Raises UserError if it cannot be written."""
+        if path == STANDARD_OUTPUT:
+            sys.stdout.buffer.write(content)
+            sys.stdout.buffer.flush()
+            return
         try:
             write_atomically(path, content)
         except OSError as error:
@@ -32,6 +38,11 @@ class Output(Console):
 
     def write_json(self, path: Path, content: Any) -> None:
         self.write(path, json.dumps(content, indent=2).encode() + b"\n")
+
+
+def output_beside(path: Path | None) -> Output:
+    """An output that leaves standard output to what is written to `path`, if that is "-"."""
+    return Output(stderr=path == STANDARD_OUTPUT)
 
 
 def wide_output() -> Output:

@@ -10,17 +10,26 @@ import msgspec
 from realhf.api.experiment import models_of
 from realhf.base.errors import UserError
 from realhf.cli.options import add_experiment_arguments, add_options, options_of, plan_request
-from realhf.cli.output import Output, Phases
-from realhf.cli.plan_tables import alternatives_table, case_table, comparison_table, plan_table, setting_text, totals
+from realhf.cli.output import Output, Phases, output_beside
+from realhf.cli.plan_tables import (
+    alternatives_table,
+    case_table,
+    choice_lines,
+    comparison_table,
+    plan_table,
+    setting_text,
+    totals,
+    worth_lines,
+)
 from realhf.dataflow.plan import save_plan
 from realhf.lifecycle.request import experiment_of
 from realhf.planning.explain.comparison import Comparison, compare, describe, solve_cases, summary
-from realhf.planning.options import all_options
-from realhf.planning.planner import search_for, tasks_of
+from realhf.planning.planner import given_plan, search_for, tasks_of
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.file import PlannedFile, problem_bytes
 from realhf.planning.problem.version_1 import ProblemFile
 from realhf.planning.request import PlanRequest
+from realhf.planning.search import worthwhile_options
 from realhf.planning.task import PlanningTask
 from realhf.planning.what_if import WhatIf, WhatIfRequest
 
@@ -30,6 +39,7 @@ EXAMPLE = """examples:
   realhf plan experiments/ppo.py --num-workers 4
   realhf plan experiments/ppo.py --nodes 2 --gpus-per-node 8 --hardware h100 --output plan.json
   realhf plan experiments/ppo.py --plan plan.json
+  realhf plan experiments/ppo.py --num-workers 4 --rule colocate --output plan.json
   realhf plan experiments/ppo.py --cluster h100-16x8 --actor llama3-70b --critic llama3-7b --compare
   realhf plan experiments/ppo.py --cluster h100-4x8,h200-4x8 --actor llama3-70b --critic llama3-7b
   realhf plan --osdp llama7b --devices 8 --memory-gb 40    (one model's operators: `realhf plan --osdp MODEL --help`)"""
@@ -41,7 +51,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--compare", action="store_true", help="compare with rule-made plans, and say why not otherwise"
     )
-    command.add_argument("--json", type=Path, metavar="FILE", help="write all numbers to this file")
+    command.add_argument(
+        "--json",
+        type=Path,
+        metavar="FILE",
+        help="write all numbers to this file (-: standard output, and all else to standard error)",
+    )
     command.add_argument("--html", type=Path, metavar="FILE", help="write a page with timeline, memory and comparison")
     command.add_argument(
         "--dump-problem", type=Path, metavar="FILE", help="write what is searched as a planning problem, too"
@@ -61,7 +76,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 def execute(arguments: argparse.Namespace) -> int:
     request = plan_request(arguments)
     asked = options_of(WhatIfRequest, arguments, given=options_of(WhatIf, arguments))
-    experiment, out = experiment_of(arguments.experiment, arguments.overrides), Output()
+    experiment, out = experiment_of(arguments.experiment, arguments.overrides), output_beside(arguments.json)
     tasks = tasks_of(experiment, request, asked)
     if len(tasks) > 1:
         compare_cases(out, experiment, request, tasks, arguments)
@@ -75,11 +90,11 @@ def execute(arguments: argparse.Namespace) -> int:
             "other time and memory than predicted"
         )
     if arguments.dump_problem:
-        problem = build_problem(task, all_options(task))
+        problem = build_problem(task, worthwhile_options(task))
         file = PlannedFile.of(problem) if arguments.dump_version == 2 else ProblemFile.of(problem, task.graph)
         out.write(arguments.dump_problem, problem_bytes(file))
     with Phases() as watch:
-        plan = request.given or search_for(experiment, task, request.budget, watch)
+        plan = given_plan(task, request) or search_for(experiment, task, request.budget, watch)
     comparison = describe(task, plan)
     _print_plan(out, comparison)
     if arguments.compare or arguments.html:
@@ -92,6 +107,7 @@ def execute(arguments: argparse.Namespace) -> int:
         out.print(comparison_table(comparison))
         out.say(*(f"{preset.name}: {preset.problem}" for preset in comparison.presets if preset.problem))
         out.print(alternatives_table(comparison))
+        out.say(*worth_lines(comparison))
     _write(out, arguments, comparison)
     return 0
 
@@ -101,11 +117,12 @@ def _print_plan(out: Output, comparison: Comparison) -> None:
     if result:
         options = " x ".join(str(number) for number in result.num_options.values())
         rate = f"{result.evaluations} plans evaluated at {result.evaluations_per_s:,.0f} a second"
-        out.say(f"{rate}, out of {options} options")
+        out.say(f"{rate}, out of {options} options" if options else "no time was left to search: the best plan by rule")
     elif not prediction.fits:
         out.say("warning: this plan does not fit into the memory of the devices")
     out.print(plan_table(prediction.plan))
-    out.say(*(f"{name}: {found}" for name, found in comparison.task.shardings(prediction.plan).items()))
+    out.say(*choice_lines(prediction.plan))
+    out.say(*(f"{name}: {found}" for name, found in comparison.task.modes(prediction.plan).items()))
     out.say(*totals(comparison))
 
 
@@ -113,10 +130,10 @@ def compare_cases(
     out: Output, experiment: Any, request: PlanRequest, tasks: dict[str, PlanningTask], arguments: argparse.Namespace
 ) -> None:
     """Searches a plan for each task, and shows the plans side by side."""
-    if any(getattr(arguments, name) for name in ("plan", "compare", "html", "output", "dump_problem")):
+    if any(getattr(arguments, name) for name in ("plan", "rule", "compare", "html", "output", "dump_problem")):
         raise UserError(
             "several clusters or values of --staleness are compared by their searched plans alone: give one of each "
-            "with --plan, --compare, --html, --output or --dump-problem"
+            "with --plan, --rule, --compare, --html, --output or --dump-problem"
         )
     with Phases() as watch:
         results = solve_cases(tasks, partial(search_for, experiment, budget=request.budget, watch=watch))

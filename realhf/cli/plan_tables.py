@@ -6,7 +6,7 @@ from rich.table import Table
 
 from realhf.base.errors import UserError
 from realhf.cli.output import table_of
-from realhf.dataflow.plan import ExecutionPlan
+from realhf.dataflow.plan import ExecutionPlan, interval_text, updates_text
 from realhf.planning.clusters import hardware_text
 from realhf.planning.explain.comparison import Comparison
 from realhf.planning.model.hardware import GIB, in_gib
@@ -17,34 +17,51 @@ SAME = 5e-4  # relative differences below it are not worth a number
 
 def plan_table(plan: ExecutionPlan) -> Table:
     """The calls of a plan in the order in which they are issued."""
-    table = table_of("execution plan", "call", "devices", "dp", "tp", "pp", "micro-batches", "predicted s")
+    table = table_of("execution plan", "call", "devices", "dp", "tp", "pp", "micro-batches", "predicted s (90 %)")
+    ranges = plan.intervals.call_s if plan.intervals else {}
     known = {*plan.calls, *plan.beside}
     order = [entry.call for entry in plan.order if entry.call in known] or [*plan.calls, *plan.beside]
     for name in order:
         if name in plan.beside:
-            table.add_row(name, "beside", *["-"] * 4, f"{plan.beside[name]:.3f}")
+            table.add_row(name, "beside", *["-"] * 4, sure_text(f"{plan.beside[name]:.3f}", ranges.get(name)))
             continue
         call = plan.calls[name]
         predicted = "-" if call.predicted_s is None else f"{call.predicted_s:.3f}"
         degrees = (call.replicas_text, str(call.tp), call.stages_text)
-        table.add_row(name, mesh_text(call.devices), *degrees, str(call.micro_batches), predicted)
+        seconds = sure_text(predicted, ranges.get(name))
+        table.add_row(name, mesh_text(call.devices), *degrees, str(call.micro_batches), seconds)
     return table
 
 
+def choice_lines(plan: ExecutionPlan) -> Iterator[str]:
+    """What the plan says beside layouts and micro-batches."""
+    computed = [f"{name} ({call.compute})" for name, call in plan.calls.items() if call.compute.chosen]
+    if computed:
+        yield f"computed with: {', '.join(computed)}"
+    if plan.copies:
+        yield f"parameters not from home: {plan.copies_text}"
+    if plan.offload:
+        yield f"in host memory while nothing needs them: {', '.join(plan.offload)}"
+    if plan.staleness:
+        yield f"rollouts by weights {updates_text(plan.staleness)} old"
+
+
 def comparison_table(comparison: Comparison) -> Table:
-    """The plan and the presets: times, memory, the busiest device, and the largest part of the longest chain."""
-    table = table_of("comparison", "plan", "s/step", "x", "tokens/s", "peak GiB", "busiest", "limited by")
+    """The plan and the presets: times, how probably each is slower than the plan, memory, and the largest part of the
+    longest chain."""
+    table = table_of("comparison", "plan", "s/step (90 %)", "x", "slower", "tokens/s", "GiB", "limited by")
     base = comparison.analysis
     for candidate in comparison.candidates:
         analysis = candidate.analysis
         if analysis is None:
             table.add_row(candidate.name, *["-"] * 6)
         elif candidate.problem:  # the times of a plan that cannot run say nothing
-            table.add_row(candidate.name, "-", "-", "-", f"{analysis.prediction.peak_bytes / GIB:.1f}", "-", "memory")
+            table.add_row(candidate.name, *["-"] * 4, f"{analysis.prediction.peak_bytes / GIB:.1f}", "memory")
         else:
-            speed = (f"{analysis.step_s:.4g}", f"{analysis.step_s / base.step_s:.2f}", f"{analysis.tokens_per_s:,.0f}")
-            use = (f"{analysis.prediction.peak_bytes / GIB:.1f}", f"{analysis.busy:.0%}")
-            table.add_row(candidate.name, *speed, *use, analysis.bottleneck)
+            ratio = (f"{analysis.step_s / base.step_s:.2f}", candidate.slower_text)
+            step = sure_text(f"{analysis.step_s:.3g}", candidate.step_interval_s)
+            use = (f"{analysis.tokens_per_s:,.0f}", f"{analysis.prediction.peak_bytes / GIB:.1f}")
+            table.add_row(candidate.name, step, *ratio, *use, analysis.bottleneck)
     return table
 
 
@@ -53,7 +70,7 @@ def alternatives_table(comparison: Comparison) -> Table:
     title = "why not: the best other layout of each call, all else as it is"
     table = table_of(title, "call", "instead", "s/step", "slower by", "too large", words=2)
     for alternative in comparison.alternatives:
-        refused = f"{alternative.num_too_large / max(alternative.num_options, 1):.0%}"
+        refused = f"{alternative.num_too_large / max(alternative.num_layouts, 1):.0%}"
         other = ("nothing else fits", "-", "-")
         if (call := alternative.option) is not None:
             layout = f"{mesh_text(call.devices)} {call.strategy} mb{call.micro_batches}"
@@ -63,15 +80,27 @@ def alternatives_table(comparison: Comparison) -> Table:
     return table
 
 
+def worth_lines(comparison: Comparison) -> Iterator[str]:
+    """For each choice that the plan made of how calls compute, a step of the best plan found without it."""
+    for worth in comparison.worth:
+        without = "nothing that was found fits without it"
+        if worth.without_s is not None:
+            longer = worth.without_s / comparison.analysis.step_s - 1
+            without = f"{worth.without_s:.4g} s a step without it, {longer:+.1%}"
+        yield f"{worth.of}: {worth.feature}: {without}"
+
+
 def case_table(results: Mapping[str, Comparison | UserError]) -> Table:
     """Clusters, or values of staleness, side by side."""
-    table = table_of("side by side", "case", "s/step", "tokens/s", "GPU-h/Mtok", "peak GiB", "limited by")
+    table = table_of("side by side", "case", "s/step (90 %)", "tokens/s", "GPU-h/Mtok", "peak GiB", "limited by")
     for name, found in results.items():
         if isinstance(found, UserError):
             table.add_row(name, *["-"] * 5)
             continue
         analysis = found.analysis
-        speed = (f"{analysis.step_s:.4g}", f"{analysis.tokens_per_s:,.0f}")
+        intervals = found.plan.intervals
+        step = sure_text(f"{analysis.step_s:.4g}", intervals.step_s if intervals else None)
+        speed = (step, f"{analysis.tokens_per_s:,.0f}")
         cost = (f"{analysis.gpu_hours_per_million_tokens:.3g}", f"{analysis.prediction.peak_bytes / GIB:.1f}")
         table.add_row(name, *speed, *cost, analysis.bottleneck)
     return table
@@ -79,8 +108,7 @@ def case_table(results: Mapping[str, Comparison | UserError]) -> Table:
 
 def setting_text(task: PlanningTask) -> str:
     """The cluster and the workload in one line."""
-    cluster, workload = task.cluster, task.workload
-    tokens = f"{workload.prompt_tokens:.4g}" + (f" + {workload.new_tokens:.4g}" if workload.new_tokens else "")
+    cluster, tokens = task.cluster, task.workload.text(task.batch_size)
     group = f", {task.graph.samples_per_prompt} to a prompt" if task.graph.samples_per_prompt > 1 else ""
     planned_for = hardware_text(cluster.hardware, cluster.num_nodes, cluster.devices_per_node)
     return f"{planned_for}; {task.batch_size} samples of {tokens} tokens a step{group}, {task.dtype}"
@@ -90,13 +118,16 @@ def totals(comparison: Comparison) -> Iterator[str]:
     """What a step takes in time and memory, what limits it, and the heuristic plan beside it."""
     analysis, costs = comparison.analysis, comparison.task.costs
     source = "measured layer timings" if costs.profiled else "the analytic model (no profile; see `realhf profile`)"
-    yield f"predicted step: {analysis.step_s:.3f} s, from {source}"
+    intervals = comparison.plan.intervals
+    range_text = f", nine times of ten {interval_text(intervals.step_s)} s" if intervals else ""
+    yield f"predicted step: {analysis.step_s:.3f} s{range_text}, from {source}"
     hours = f"{analysis.gpu_hours_per_million_tokens:.3g} GPU-hours per million tokens"
     yield f"{analysis.tokens_per_s:,.0f} tokens/s, {hours}"
     fullest, each = max(analysis.prediction.needs, key=lambda need: need.peak_bytes), comparison.task.cluster
     memory = f"at most {in_gib(fullest.peak_bytes)} of the {in_gib(each.device_memory_bytes)} of a device"
     yield f"memory: {memory}, {in_gib(fullest.static_bytes)} of them from step to step"
     yield f"limited by {analysis.limits}"
+    yield from map(str, comparison.hinges[:1])
     pools = comparison.task.graph.pools
     for pool in dict.fromkeys(pools.values()):
         yield f"{pool}: {', '.join(model for model, its in pools.items() if its == pool)}"
@@ -106,6 +137,11 @@ def totals(comparison: Comparison) -> Iterator[str]:
         words = f"{step_s:.3f} s, {step_s / analysis.step_s:.2f} x this one"
         words += f", but it {simple.problem}" if simple.problem else ""
     yield f"heuristic plan (all calls alike on all devices): {words}"
+
+
+def sure_text(seconds: str, interval: tuple[float, float] | None) -> str:
+    """`0.25 (0.21-0.29)`."""
+    return f"{seconds} ({interval_text(interval)})" if interval else seconds
 
 
 def mesh_text(devices: tuple[int, int]) -> str:

@@ -2,16 +2,27 @@
 
 import argparse
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from rich.markup import escape
 from rich.table import Table
 
 from realhf.cli.options import add_experiment, add_options, options_of
 from realhf.cli.output import Output, Phases, table_of
 from realhf.lifecycle.request import experiment_of
 from realhf.planning.clusters import cluster_of, hardware_text
+from realhf.planning.model.hardware import Hardware
+from realhf.planning.model.measured import (
+    MeasuredConstants,
+    Measurement,
+    constants_path,
+    load_constants,
+    measurement_of,
+)
 from realhf.planning.model.profile import LayerProfile, load_profile
+from realhf.planning.model.uncertainty import constant as constant_of
+from realhf.planning.model.uncertainty import is_constant
 from realhf.planning.request import DevicesRequest
 from realhf.profiling.measure import ProfileRequest, measure, targets_of
 
@@ -23,6 +34,7 @@ Any field of the experiment can be given as --field value."""
 EXAMPLE = """examples:
   realhf profile experiments/ppo.py
   realhf profile experiments/ppo.py --num-workers 2 --force
+  realhf profile experiments/ppo.py --only links,memory    (constants of the machine, in seconds)
   realhf profile experiments/ppo.py --architecture.hidden-size 512 --max-tokens 8192"""
 
 
@@ -39,24 +51,38 @@ def execute(arguments: argparse.Namespace) -> int:
     devices = DevicesRequest(num_workers=arguments.num_workers, hardware=arguments.hardware, place="here")
     experiment = experiment_of(arguments.experiment, arguments.overrides)
     cluster, out = cluster_of(devices), Output()
-    targets = targets_of(experiment, cluster, request)
+    targets = targets_of(experiment, cluster, request) if request.models else []
     missing = [target for target in targets if arguments.force or not Path(target.path).is_file()]
     for target in targets:
         if target not in missing:
             load_profile(target.path)
             out.say(f"kept {target.path} (--force measures again)")
-    if not missing:
+    if not missing and not request.constants:
         return 0
     out.say(f"measuring {hardware_text(cluster.hardware, 1, cluster.num_devices)}")
     started = time.monotonic()
     with Phases() as watch:
         measure(experiment, cluster, missing, request, watch)
+    if request.constants:
+        path = constants_path(cluster.hardware.name, request.profiles_dir)
+        out.print(constants_table(load_constants(path), cluster.hardware, request.constants))
+        out.say(f"written to {path}; plans take these constants as long as the file is there")
     for target in missing:
         profile = load_profile(target.path)
         out.print(timings_table(profile))
         out.say(*overhead_lines(profile), f"written to {target.path}")
     out.say(f"measured in {time.monotonic() - started:.0f} s")
     return 0
+
+
+def constants_table(found: MeasuredConstants, described: Hardware, asked: Sequence[Measurement]) -> Table:
+    """The constants that were asked for, beside the description's."""
+    table = table_of(f"constants of {found.hardware}", "constant", "measured", "+-", "described")
+    for name, constant in found.constants.items():
+        if measurement_of(name) in asked:
+            before = f"{constant_of(described, name):.3g}" if is_constant(described, name) else "-"
+            table.add_row(escape(name), f"{constant.value:.3g}", f"{constant.spread:.0%}", before)
+    return table
 
 
 def timings_table(profile: LayerProfile) -> Table:

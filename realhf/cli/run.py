@@ -2,17 +2,22 @@
 
 import argparse
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings
 from realhf.base.errors import UserError
 from realhf.base.options import options_in
+from realhf.cli.detach import detached, how_to_watch
 from realhf.cli.options import add_experiment_arguments, add_options, options_of, plan_request
 from realhf.cli.progress import Progress, print_summary
 from realhf.launch.launcher import LAUNCHERS, Launcher, find_launcher
-from realhf.lifecycle.controller import preview, resume, start
+from realhf.lifecycle.controller import default_run_directory, preview, resume, start
+from realhf.lifecycle.interruption import Detached
 from realhf.lifecycle.new import new_run
 from realhf.lifecycle.request import CheckpointOptions, RecoveryRequest, ReplanRequest, RunOptions, RunRequest
+from realhf.rundir.run import load_experiment_class
 
 DESCRIPTION = """Runs an experiment: finds a plan, starts one master and one worker a device, and trains.
 Any field of the experiment can be given as --field value; `realhf run FILE --fields` lists them."""
@@ -40,12 +45,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--launcher",
         metavar="NAME",
-        default="local",
-        help=f"what starts the processes: {names} or one of your own, MODULE:CLASS or FILE.py:CLASS (default local)",
+        help=f"what starts the processes: {names} or one of your own, MODULE:CLASS or FILE.py:CLASS (default: that of "
+        "@auto, else local)",
     )
     for name in LAUNCHERS:
         if options_in(options := find_launcher(name).options_type):
             add_options(command.add_argument_group(f"--launcher {name}"), options)
+    command.add_argument(
+        "--detach",
+        action="store_true",
+        help="leave the run alone once it has started: a SLURM job in its queue, a local run without this terminal",
+    )
     command.add_argument(
         "--dry-run", action="store_true", help="print what the launcher would start, and start nothing"
     )
@@ -53,8 +63,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     request = run_request(arguments)
+    if arguments.detach and not request.launcher.is_remote:
+        return detached(request)
     if arguments.resume and arguments.dry_run:
         raise UserError("--dry-run shows a new run's batch script; leave out --resume, or see launcher/job.sbatch")
+    if not arguments.dry_run:
+        request.launcher(request.launcher_options).check()
     with Progress(has_bar=not request.launcher.uses_terminal) as progress:
         if not arguments.resume:
             run = new_run(request, progress.search)
@@ -62,13 +76,20 @@ def execute(arguments: argparse.Namespace) -> int:
                 print(preview(run, request))
                 return 0
         began = time.monotonic()
-        directory = resume(request, progress) if arguments.resume else start(run, request, progress)
+        try:
+            directory = resume(request, progress) if arguments.resume else start(run, request, progress)
+        except Detached:
+            progress.say(how_to_watch(request.run_dir))
+            return 0
     print_summary(directory, time.monotonic() - began)
     return 0
 
 
 def run_request(arguments: argparse.Namespace) -> RunRequest:
     """What the command line asks for. Raises UserError for a number out of its range."""
+    if arguments.detach and arguments.run_dir is None:  # it is named at the end
+        arguments.run_dir = default_run_directory(arguments.experiment)
+    take_place_of_auto(arguments)
     launcher, launcher_options = launcher_of(arguments)  # it takes its own options from the overrides
     return RunRequest(
         experiment=arguments.experiment,
@@ -82,7 +103,35 @@ def run_request(arguments: argparse.Namespace) -> RunRequest:
         recovery=options_of(RecoveryRequest, arguments),
         replan=options_of(ReplanRequest, arguments),
         words=tuple(arguments.words),
+        detached=arguments.detach,
     )
+
+
+def request_of_words(words: Sequence[str]) -> RunRequest:
+    """What a command line of `realhf run` asked for, given in its working directory."""
+    from realhf.cli import parser  # which imports this module
+
+    arguments, others = parser("run").parse_known_args(words)
+    arguments.overrides, arguments.words = others, words
+    return run_request(arguments)
+
+
+def take_place_of_auto(arguments: argparse.Namespace) -> None:
+    """Has the launcher, the nodes and their devices be those of `@auto`, as far as the command line says nothing else.
+    A run that is resumed, or has a plan, has its devices."""
+    settings = AutoSettings(batch_size=1)
+    if Path(arguments.experiment).is_file():
+        settings = getattr(load_experiment_class(arguments.experiment), SETTINGS_ATTRIBUTE)
+    if arguments.launcher is None:
+        arguments.launcher = settings.launcher or "local"
+    given = {word.partition("=")[0] for word in arguments.words}
+    is_elsewhere = settings.launcher not in (None, arguments.launcher)
+    if is_elsewhere or arguments.resume or given & {"--plan", "--num-workers"}:
+        return
+    if settings.nodes is not None and "--nodes" not in given:
+        arguments.nodes = settings.nodes
+    if settings.gpus_per_node is not None and "--gpus-per-node" not in given:
+        arguments.gpus_per_node = settings.gpus_per_node
 
 
 def launcher_of(arguments: argparse.Namespace) -> tuple[type[Launcher], Any]:

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from realhf.cli.options import add_options, options_of
-from realhf.cli.output import Output, table_of
+from realhf.cli.output import output_beside, table_of
 from realhf.cli.plan_tables import mesh_text
+from realhf.planning.certificate import Certificate
 from realhf.planning.model.hardware import GIB
 from realhf.planning.problem.file import load_problem
 from realhf.planning.problem.native import Found, SearchRequest, native_problem, search_problem
 from realhf.planning.problem.tables import Problem
 from realhf.planning.request import SearchBudget
-from realhf.planning.search import Certificate
 
 DEFAULT_SECONDS = 10.0
 
@@ -42,7 +42,12 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         default="all",
         help="single: Metropolis-Hastings that changes one call at a time and nothing else, without a proof",
     )
-    command.add_argument("--json", type=Path, metavar="OUT", help="write the result to this file")
+    command.add_argument(
+        "--json",
+        type=Path,
+        metavar="OUT",
+        help="write the result to this file (-: standard output, and all else to standard error)",
+    )
 
 
 def execute(arguments: argparse.Namespace) -> int:
@@ -51,7 +56,7 @@ def execute(arguments: argparse.Namespace) -> int:
     if budget == SearchBudget():
         budget = SearchBudget(seconds=DEFAULT_SECONDS)
     request = options_of(SearchRequest, arguments, budget=budget, single_moves=is_single, proves=not is_single)
-    out, problem = Output(), load_problem(arguments.file)
+    out, problem = output_beside(arguments.json), load_problem(arguments.file)
     found = search_problem(native_problem(problem), request)
     result = as_json(problem, found, request.seed)
     if arguments.json:

@@ -1,7 +1,6 @@
 """`realhf status`: how far a run is, how fast, what it has learnt, and what each of its processes is doing."""
 
 import argparse
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -10,16 +9,20 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from realhf.base.errors import UserError
 from realhf.cli.output import Output, duration, number_text, table_of, wide_output
 from realhf.cli.trends import trends_table
-from realhf.report.run_status import ENDED, FINISHED, RunStatus, read_run_status
+from realhf.launch.slurm.state import job_state
+from realhf.report.run_status import ENDED, FINISHED, RunStatus, read_run_status, run_now_s
 from realhf.report.sample_texts import heading, shortened, visible
+from realhf.rundir.launched import read_launched
 from realhf.rundir.paths import RunDirectory, workers_in_words
 from realhf.rundir.samples import Sample, read_samples, title_of
 
 DESCRIPTION = """Says where a run stands: steps, speed, time left, reward and other statistics from the first steps to
-the last, evaluations, what each process is doing, memory, checkpoints and restarts. Reads the run
-directory alone: works from any machine that sees it, while the run goes on and after it."""
+the last, evaluations, what each process is doing, memory, checkpoints and restarts; of a SLURM job its state, why
+it waits, and its nodes. Reads the run directory: works from any machine that sees it, while the run goes on and after
+it."""
 
 EXAMPLE = """examples:
   realhf status runs/ppo-20260101-120000
@@ -27,6 +30,8 @@ EXAMPLE = """examples:
   watch -n 5 realhf status runs/ppo-20260101-120000"""
 
 MIB = 2**20
+# How long SLURM may take to answer.
+QUEUE_S = 10.0
 SAMPLES, SAMPLE_CHARACTERS = 4, 2000
 
 
@@ -40,23 +45,44 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     directory = RunDirectory(arguments.run_dir)
-    status = read_run_status(directory, now_s=time.time())
+    status = read_run_status(directory, now_s=run_now_s(directory))
     damaged: list[str] = []
     samples = newest_samples(directory, damaged) if arguments.samples else []
     if arguments.json:
         content = msgspec.to_builtins(status) | ({"samples": samples} if arguments.samples else {})
+        content |= {"job": job} if (job := job_line(directory)) else {}
         print(msgspec.json.encode(content).decode())
         return 0
+    job = job_line(directory)
     out = wide_output()
     if arguments.samples:
         print_samples(samples, directory, out)
         out.say(*damaged)
         return 0
-    out.print(*summary(status), sep="\n", highlight=False, markup=False, soft_wrap=True)
+    lines = summary(status)
+    out.print(lines[0], *([job] if job else []), *lines[1:], sep="\n", highlight=False, markup=False, soft_wrap=True)
     for table in (trends_table(status.trends), evaluations_table(status), process_table(status)):
         if table.columns:
             out.print(table)
     return 0
+
+
+def job_line(directory: RunDirectory) -> str:
+    """The run's job as its cluster shows it: its state, why it waits, its nodes. "" for a run that is no job."""
+    launched = read_launched(directory.launched)
+    if launched is None or not launched.job:
+        return ""
+    if launched.launcher != "slurm":
+        return f"job {launched.job} of the launcher {launched.launcher}"
+    try:
+        state, said = job_state(launched.job, timeout_s=QUEUE_S)
+    except UserError:
+        return f"job {launched.job} of SLURM, of which this machine has no commands"
+    if state is None:
+        return f"job {launched.job}: SLURM does not say how it is ({said})"
+    nodes = f", on {state.nodes}" if state.nodes else ""
+    restarts = f", started {state.restarts + 1} times" if state.restarts else ""
+    return f"job {launched.job}: {state.in_words}{nodes}{restarts}"
 
 
 def newest_samples(directory: RunDirectory, damaged: list[str]) -> list[Sample]:

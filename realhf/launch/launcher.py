@@ -52,6 +52,10 @@ class Launcher(Protocol):
     def __init__(self, options: Any) -> None:
         """`options`: of `options_type`."""
 
+    def check(self) -> None:
+        """Raises UserError where no job could be started, whatever its plan: before one is searched."""
+        return None
+
     def preview(self, job: Job) -> str:
         """What `start` would do, as text: the batch script, for example. Raises UserError as `start` does."""
         return "".join(f"{process.name}: {' '.join(process.argv)}\n" for process in job.processes)
@@ -63,7 +67,8 @@ class Launcher(Protocol):
     def poll(self) -> list[Exit]:
         """The processes that have ended since the last poll, the first ones first. Does not wait.
 
-        Raises RunError where the launcher has lost sight of them or gives up; then none is left.
+        Raises RunError where the launcher has lost sight of them or gives up, UserError where it finds that they
+        cannot run as they were asked for; then none is left.
         """
         raise NotImplementedError
 
@@ -78,6 +83,22 @@ class Launcher(Protocol):
         """One line for the user about the job, such as "job 17: PENDING (Resources)"; empty if there is nothing."""
         return ""
 
+    def job_id(self) -> str:
+        """The cluster's name for the last job; "" where there is none."""
+        return ""
+
+    def adopt(self, job: Job, job_id: str) -> None:
+        """As `start`, for a job that was started by another process, and goes on or has ended since."""
+        raise UserError(f"{type(self).__name__} cannot watch a job that another process has started")
+
+    def leave(self) -> None:
+        """Forgets the last job, which goes on: `stop` ends nothing of it."""
+        raise UserError(f"the processes of {type(self).__name__} do not outlive this one")
+
+    def is_waiting(self) -> bool:
+        """Whether no process of the last job runs, since the cluster will start them, for the first time or again."""
+        return False
+
     def place(self, worker: int) -> str | None:
         """Where a worker of the last job was; None: not known."""
         return None
@@ -89,6 +110,12 @@ class Launcher(Protocol):
     def room(self, avoided: frozenset[str]) -> int:
         """How many workers of the last job there is room for now, without the places `avoided`; by default all."""
         return MAX_DEVICES
+
+
+def launcher_name(launcher: type[Launcher]) -> str:
+    """The name that `find_launcher` knows it by."""
+    place = f"{launcher.__module__}:{launcher.__qualname__}"
+    return next((name for name, known in LAUNCHERS.items() if known == place), place)
 
 
 LAUNCHERS: Mapping[str, str] = {

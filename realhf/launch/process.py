@@ -11,11 +11,16 @@ from realhf.base.code_files import python_command
 from realhf.launch.devices import WITHOUT_GPU
 from realhf.rundir.paths import MASTER, RunDirectory, worker_name, worker_of
 from realhf.rundir.run import Run
+from realhf.rundir.starts import START_VARIABLE, current_start
 
 WORKER_INDEX_VARIABLE = "REALHF_WORKER_INDEX"
 
+# The exit code of `Job.again` where there is nothing left to do.
+AGAIN_ENDED = 3
 # The exit code of a worker that has told the master what failed. A worker that ends with another one died silently.
 TOLD_RETURNCODE = 86
+# Of a worker that has not heard its master for too long. The cause is elsewhere.
+MASTERLESS_RETURNCODE = 87
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +48,10 @@ class ProcessSpec:
 class Job:
     """One start of a run. `processes` are the master, if there is one, and the workers by index, node by node.
 
+    `start_id` is the start's own (`realhf.rundir.starts`; "" where nothing is started yet, or that is no run).
     `nodelist` names the nodes that the experiment asks for (None: any), `avoided` places where something has failed.
+    `again` is a command that makes the run directory ready where a cluster starts the job once more by itself.
+    `takes_notice`: its processes end at SIGUSR2, also where they ignore SIGTERM; the run can be asked to end (`stop`).
     """
 
     name: str = "realhf"
@@ -52,11 +60,19 @@ class Job:
     workers_per_node: int
     nodelist: str | None = None
     avoided: frozenset[str] = frozenset()
+    again: tuple[str, ...] = ()
+    takes_notice: bool = False
+    start_id: str = ""
 
     def __post_init__(self) -> None:
         indices = [process.index for process in self.processes if process.name != MASTER]
         assert indices == [*range(len(indices))], f"workers {indices}"
         assert len(self.processes) - len(indices) <= 1, "several masters"
+
+    @property
+    def exits(self) -> Path:
+        """Where its tasks leave their exit codes: those of another start lie elsewhere."""
+        return self.directory.exits / self.start_id
 
     @property
     def workers(self) -> tuple[ProcessSpec, ...]:
@@ -69,15 +85,20 @@ def job_of(run: Run, directory: RunDirectory, *, is_remote: bool) -> Job:
     `is_remote`: workers are on other machines than the master, so it listens on its host's address.
     """
     command = python_command("realhf.master", str(directory.path), *([] if is_remote else ["127.0.0.1"]))
-    master = ProcessSpec(name=MASTER, argv=command, env={**process_environment(), **WITHOUT_GPU})
+    start_id = current_start(directory)
+    env = {START_VARIABLE: start_id} if start_id else {}
+    master = ProcessSpec(name=MASTER, argv=command, env={**process_environment(), **WITHOUT_GPU, **env})
     threads = run.spec.hardware.threads if run.spec.hardware else 1
     return Job(
         name=f"realhf-{Path(run.spec.experiment_file).stem}",
         directory=directory,
-        processes=(master, *workers_of("realhf.worker", directory, run.spec.num_workers, threads)),
+        processes=(master, *workers_of("realhf.worker", directory, run.spec.num_workers, threads, **env)),
         workers_per_node=run.spec.devices_per_node,
         nodelist=run.settings.nodelist,
         avoided=frozenset(run.spec.avoided),
+        again=python_command("realhf.lifecycle.again", str(directory.path)),
+        takes_notice=True,
+        start_id=start_id,
     )
 
 

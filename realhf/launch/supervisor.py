@@ -8,12 +8,14 @@ from collections.abc import Callable, Sequence
 from realhf.base.errors import RunError
 from realhf.base.files import last_lines
 from realhf.launch.launcher import UNKNOWN_RETURNCODE, Exit, Launcher
-from realhf.launch.process import TOLD_RETURNCODE, Job
+from realhf.launch.process import MASTERLESS_RETURNCODE, TOLD_RETURNCODE, Job
 from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.paths import MASTER, RunDirectory, worker_of
 from realhf.rundir.status import known_status
 
 POLL_S = 0.1
+# Returncodes of workers that have said to the master what failed, or of which something else is the cause.
+_NOT_THE_CAUSE = (0, TOLD_RETURNCODE, MASTERLESS_RETURNCODE, UNKNOWN_RETURNCODE)
 # After a first bad end, the others get this long to end as well: the first to be seen is not always the cause, and the
 # master takes a few seconds to find it out (more on a busy machine).
 SETTLE_S = 30.0
@@ -22,6 +24,11 @@ SILENT_SETTLE_S = 1.0
 WORKERS_END_S = 120.0
 STOP_GRACE_S = 3.0
 LOG_LINES = 8
+# A message has at most twenty lines.
+_DESCRIBED = 2
+_NAMED = 8
+# Exit codes that have a meaning of their own, here or for the command line.
+_NOT_PASSED_ON = (2, 130, TOLD_RETURNCODE, UNKNOWN_RETURNCODE, MASTERLESS_RETURNCODE)
 # The master writes its status every second, on a busy machine too. One that does not for this long is given up.
 MASTER_SILENCE_S = 60.0
 # Shared file systems may show a file late, up to a minute with NFS's defaults.
@@ -30,16 +37,24 @@ FILES_LATE_S = 90.0
 STOOD_STILL_S = 5.0
 
 
-def supervise(launcher: Launcher, job: Job, on_poll: Callable[[], None]) -> None:
-    """Starts the processes of a job and returns when all have ended well; `on_poll` is called ten times a second.
+def supervise(
+    launcher: Launcher,
+    job: Job,
+    on_poll: Callable[[], None],
+    start: Callable[[], None] | None = None,
+    *,
+    leaves: bool = False,
+) -> None:
+    """Starts the processes of a job (`start`: in its own way), and returns when all have ended well; `on_poll` is
+    called ten times a second.
 
     Raises:
-        RunError: one ended badly. Whatever is raised (Ctrl-C too), all are stopped first.
+        RunError: one ended badly. Whatever is raised (Ctrl-C too, unless that `leaves` them), all are stopped first.
     """
     exits: dict[str, Exit] = {}
     master = _SignsOfLife(job.directory, MASTER_SILENCE_S + launcher.is_remote * FILES_LATE_S)
     try:
-        launcher.start(job)
+        start() if start else launcher.start(job)
         deadline = math.inf
         while len(exits) < len(job.processes):
             exits |= {end.name: end for end in sorted(launcher.poll(), key=lambda end: end.returncode >= 0)}
@@ -50,15 +65,21 @@ def supervise(launcher: Launcher, job: Job, on_poll: Callable[[], None]) -> None
             deadline = min(deadline, time.monotonic() + _patience_s(bad, MASTER in exits))
             if time.monotonic() > deadline:
                 break
-            if MASTER not in exits:
+            if launcher.is_waiting():
+                master.wait()
+            elif MASTER not in exits:
                 master.check()
             time.sleep(POLL_S)
         on_poll()
+    except KeyboardInterrupt:
+        if leaves:
+            launcher.leave()
+        raise
     finally:
         _stop(launcher)
     bad = [end for end in exits.values() if end.returncode != 0]
     if bad:
-        raise _explain(bad, job.directory)
+        raise _explain(bad, job.directory, launcher)
     if late := [process.name for process in job.processes if process.name not in exits]:
         raise RunError(
             f"the master ended but {', '.join(late)} did not within {WORKERS_END_S:g} s; logs in {job.directory.logs}"
@@ -83,6 +104,10 @@ class _SignsOfLife:
         self._directory, self._silence_s = directory, silence_s
         self._first = self._last = self._updated()
         self._seen_s = self._checked_s = time.monotonic()
+
+    def wait(self) -> None:
+        """Notes that there is no master yet, or none any more until the job starts again."""
+        self._first = self._last = self._updated()
 
     def check(self) -> None:
         """To be called often. Raises RunError when the master is silent for too long."""
@@ -117,10 +142,10 @@ def _is_silent(end: Exit) -> bool:
     """Whether a process ended badly without a word: it was killed, or is a worker that ended by itself."""
     if end.returncode < 0:
         return True
-    return end.name != MASTER and end.returncode not in (0, TOLD_RETURNCODE, UNKNOWN_RETURNCODE)
+    return end.name != MASTER and end.returncode not in _NOT_THE_CAUSE
 
 
-def _explain(bad: Sequence[Exit], directory: RunDirectory) -> RunError:
+def _explain(bad: Sequence[Exit], directory: RunDirectory, launcher: Launcher) -> RunError:
     """The most telling of several bad ends: the silent ones, else what the master heard, else all.
 
     Of the silent ones, those that ended as the first did: the others may be a consequence.
@@ -132,18 +157,39 @@ def _explain(bad: Sequence[Exit], directory: RunDirectory) -> RunError:
         return RunError(status.message, status.blamed)
     blamed = silent or bad
     workers = [index for end in blamed if (index := worker_of(end.name)) is not None]
-    return RunError("\n".join(_describe(end, directory) for end in blamed), workers)
+    code = next((end.returncode for end in blamed if end.returncode > 0 and end.returncode not in _NOT_PASSED_ON), 1)
+    return RunError(_described(blamed, directory, launcher), workers, code)
 
 
-def _describe(end: Exit, directory: RunDirectory) -> str:
+def _described(blamed: Sequence[Exit], directory: RunDirectory, launcher: Launcher) -> str:
+    """At most `_DESCRIBED` ends in full; those of which only the job's state is known are one."""
+    unknown = [end for end in blamed if end.returncode == UNKNOWN_RETURNCODE and end.note]
+    known = [end for end in blamed if end not in unknown]
+    texts = [_describe(end, directory, launcher) for end in known[:_DESCRIBED]]
+    if rest := known[_DESCRIBED:]:
+        texts.append(f"ended badly too: {', '.join(end.name for end in rest)}")
+    if unknown:
+        notes = "; ".join(dict.fromkeys(end.note for end in unknown))
+        names = ", ".join(end.name for end in unknown[:_NAMED]) + (", ..." if len(unknown) > _NAMED else "")
+        log = "" if known else f"; log: {directory.job_log}{last_lines(directory.job_log, LOG_LINES)}"
+        texts.append(f"{notes}: ended {names}{_last_activity(directory, unknown[0].name)}{log}")
+    return "\n".join(texts)
+
+
+def _describe(end: Exit, directory: RunDirectory, launcher: Launcher) -> str:
     if end.returncode < 0:
         names = {number.value: f" ({number.name})" for number in signal.Signals}  # most real-time signals have none
         how = f"was killed by signal {-end.returncode}{names.get(-end.returncode, '')}"
     else:
         how = f"ended with exit code {end.returncode}"
     note = f" ({end.note})" if end.note else ""
-    log = directory.log(end.name)
-    return f"{end.name} {how}{_last_activity(directory, end.name)}{note}; log: {log}{last_lines(log, LOG_LINES)}"
+    log, on = directory.log(end.name), _on_host(end.name, launcher)
+    return f"{end.name} {how}{on}{_last_activity(directory, end.name)}{note}; log: {log}{last_lines(log, LOG_LINES)}"
+
+
+def _on_host(process: str, launcher: Launcher) -> str:
+    host = launcher.place(worker_of(process) or 0) if launcher.is_remote else None  # the master is on the first host
+    return f" on {host}" if host else ""
 
 
 def _last_activity(directory: RunDirectory, process: str) -> str:

@@ -8,26 +8,30 @@ from typing import Literal
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import delete, writing_a_run
 from realhf.dataflow.plan import DIGEST_LENGTH, plan_digest
-from realhf.launch.launcher import Launcher
-from realhf.launch.process import job_of
+from realhf.launch.launcher import Launcher, launcher_name
+from realhf.launch.process import Job, job_of
 from realhf.launch.supervisor import supervise
 from realhf.lifecycle.advice import going_on
-from realhf.lifecycle.interruption import Interruption
+from realhf.lifecycle.interruption import Detached, Interruption, Stopped
+from realhf.lifecycle.kept_times import keep_times
 from realhf.lifecycle.new import said_of_data, said_of_hardware
 from realhf.lifecycle.replanner import Replanner
 from realhf.lifecycle.request import RunRequest
 from realhf.lifecycle.resume import resumed_run
 from realhf.lifecycle.shrink import Suspects, elsewhere
 from realhf.lifecycle.tokenizer import keep_tokenizer
-from realhf.rundir.checkpoints import Choice, newest_good, remove_unfinished
-from realhf.rundir.events import EventKind, note
-from realhf.rundir.lines import read_lines, step_line
+from realhf.rundir.checkpoints import Choice, newest_good, remove_unfinished, saved_steps
+from realhf.rundir.ending import requested_end
+from realhf.rundir.events import EventKind, event_line, note
+from realhf.rundir.launched import write_launched
+from realhf.rundir.lines import Tail, read_lines, step_line
 from realhf.rundir.paths import MASTER, RunDirectory, workers_in_words
 from realhf.rundir.prepare import prepare
-from realhf.rundir.run import Run
+from realhf.rundir.run import Run, load_run
 from realhf.rundir.status import Status, read_status, write_status
 
 LAUNCHER_LOCK = "launcher"
+WHILE_WAITING = "ended while its job waited in the queue, as was asked"
 
 
 class Listener:
@@ -58,11 +62,12 @@ def start(run: Run, request: RunRequest, listener: Listener) -> RunDirectory:
     directory = run_directory(request)
     launcher, _ = _launcher(run, request, directory)
     RunDirectory.create(directory.path)
-    with directory.lock(LAUNCHER_LOCK):
+    with contextlib.ExitStack() as held:
         try:
+            held.enter_context(directory.lock(LAUNCHER_LOCK))
             prepare(run, directory)
             keep_tokenizer(run, directory)
-        except RunError:  # there is nothing that --resume could go on with
+        except (RunError, UserError):  # there is nothing that --resume could go on with
             with contextlib.suppress(OSError):
                 delete(directory.path)
             raise
@@ -103,15 +108,28 @@ def _launcher(run: Run, request: RunRequest, directory: RunDirectory) -> tuple[L
 
 def run_directory(request: RunRequest) -> RunDirectory:
     """Of a new run: the request's directory, or one that is named after the experiment and the time."""
-    name = f"{Path(request.experiment).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return RunDirectory((request.run_dir or Path("runs") / name).absolute())
+    return RunDirectory((request.run_dir or default_run_directory(request.experiment)).absolute())
+
+
+def default_run_directory(experiment: str) -> Path:
+    return Path("runs") / f"{Path(experiment).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 class Controller:
     """Carries out a run whose directory has been prepared. The directory keeps what is known of the run, but for the
-    number of restarts and the workers to blame."""
+    number of restarts and the workers to blame. `adopted`: a job of the launcher that runs already; Ctrl-C
+    then leaves it alone."""
 
-    def __init__(self, run: Run, request: RunRequest, directory: RunDirectory, launcher: Launcher, listener: Listener):
+    def __init__(
+        self,
+        run: Run,
+        request: RunRequest,
+        directory: RunDirectory,
+        launcher: Launcher,
+        listener: Listener,
+        adopted: str = "",
+    ):
+        self._adopted, self._is_attached = adopted, bool(adopted)
         self._run, self._request, self._directory, self._launcher = run, request, directory, launcher
         self._listener = listener
         self._interruption = Interruption()
@@ -125,12 +143,19 @@ class Controller:
             try:
                 self.run_to_end()
                 note(self._directory.events, "ended", self._run.experiment.steps)
+            except Detached:
+                raise
             except (KeyboardInterrupt, Exception) as error:
                 with self._interruption.ignored():
-                    self._end_badly(error)
+                    if isinstance(error, UserError) and not self._has_begun():
+                        self._listener.watched("")
+                        with contextlib.suppress(OSError):  # the corrected command may name the same directory
+                            delete(self._directory.path)
+                    else:
+                        self._end_badly(error)
+                        self._write_report()
                 raise
-            finally:
-                self._write_report()
+            self._write_report()
 
     @writing_a_run()
     def run_to_end(self) -> None:
@@ -143,6 +168,9 @@ class Controller:
             try:
                 other = self._started(reason)
                 if other is None:
+                    # The run is good whether or not the next one can learn from it.
+                    with contextlib.suppress(UserError, OSError):
+                        keep_times(self._run, self._directory)
                     return
                 reason = ""
                 self._run = gone_on(before, other, self._directory)
@@ -157,37 +185,76 @@ class Controller:
                 try:
                     self._run = gone_on(before, moved or before, self._directory, reason)
                 except RunError as cannot:
-                    raise RunError(f"{reason}\nthe run cannot be restarted: {cannot}") from error
+                    text = f"{reason}\nthe run cannot be restarted: {cannot}"
+                    raise RunError(text, returncode=error.returncode) from error
 
     def _started(self, reason: str | None) -> Run | None:
         """Watches the processes from start to end; returns the run under the plan that they ended for, if any."""
         with Replanner(self._run, self._directory, self._request.replan, self._listener.say) as replanner:
             self._listener.starting(self._run, self._directory, reason)
 
+            requeued = Tail(self._directory.events, event_line, lambda _: None)
+
             def look() -> None:
                 self._interruption.check()
+                for event in requeued.read():
+                    if event.event == "requeued":
+                        again = load_run(self._directory.experiment, self._directory.plan)
+                        self._listener.starting(again, self._directory, "SLURM has started the job once more")
+                if self._launcher.is_waiting():
+                    request = requested_end(self._directory.stop)
+                    if request is not None and request.reason == "asked":
+                        raise Stopped(WHILE_WAITING)
                 self._listener.watched(self._launcher.status())
                 replanner.poll()
 
             job = job_of(self._run, self._directory, is_remote=self._launcher.is_remote)
-            supervise(self._launcher, job, look)
+            leaves = self._is_attached or self._request.detached
+            try:
+                supervise(self._launcher, job, look, lambda: self._start(job), leaves=leaves)
+            except KeyboardInterrupt:
+                if leaves:
+                    raise Detached from None
+                raise
             try:
                 status = read_status(self._directory.status)
             except UserError as error:
                 raise RunError(f"the processes have ended, but {error}") from None
+            if status is not None and status.state in ("stopped", "requeued"):
+                raise Stopped(status.message)
             return replanner.next_run() if status is not None and status.state == "replan" else None
+
+    def _start(self, job: Job) -> None:
+        """Starts the processes, or adopts those that run, and leaves in the directory what they are."""
+        if self._adopted:
+            self._launcher.adopt(job, self._adopted)
+            self._adopted = ""
+        else:
+            self._launcher.start(job)
+        name, job_id = launcher_name(self._request.launcher), self._launcher.job_id()
+        write_launched(self._directory.launched, name, job_id, self._request.words)
+        if self._request.detached:
+            raise Detached
+
+    def _has_begun(self) -> bool:
+        """Whether there is anything of the run to keep: a process has said a word, or a checkpoint is there."""
+        said = any(log.stat().st_size for log in self._directory.logs.glob("*"))
+        return said or bool(saved_steps(self._directory.checkpoints))
 
     def _end_badly(self, error: BaseException) -> None:
         """Leaves the last word in the directory, since the master may have been killed, or ended for another's end."""
         self._listener.watched("")
         directory, step = self._directory, last_step(self._directory)
-        state: Literal["failed", "interrupted"] = "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
-        is_told = isinstance(error, KeyboardInterrupt | RunError | UserError)
+        state: Literal["failed", "interrupted", "stopped"] = "failed"
+        if isinstance(error, KeyboardInterrupt | Stopped):
+            state = "stopped" if isinstance(error, Stopped) else "interrupted"
+        is_told = isinstance(error, KeyboardInterrupt | Stopped | RunError | UserError)
         text = str(error) if is_told else f"{type(error).__name__}: {error}"
         note(directory.events, state, step, text)
         error.add_note(going_on(self._run, directory, self._request, step))
         message = "\n".join(filter(None, [text, *error.__notes__]))
-        status = Status(state=state, step=step, steps=self._run.experiment.steps, message=message)
+        code = error.returncode if isinstance(error, RunError) else 2 if isinstance(error, UserError) else 1
+        status = Status(state=state, step=step, steps=self._run.experiment.steps, message=message, returncode=code)
         with contextlib.suppress(OSError):  # on a full disk: what went wrong is said by the error
             remove_unfinished(directory.checkpoints)
             write_status(directory.status, status)
@@ -234,6 +301,13 @@ def note_start(run: Run, directory: RunDirectory, event: EventKind, choice: Choi
     texts = [f"{workers_in_words(run.spec.num_workers)}, from {begin}"]
     texts += [f"step {bad} is not good: {reason}" for bad, reason in (choice.damaged if choice else {}).items()]
     note(directory.events, event, step, "; ".join(texts))
+
+
+def note_stopped(directory: RunDirectory, steps: int) -> None:
+    """Notes the end of a run whose job waits, and has no process."""
+    step = last_step(directory)
+    note(directory.events, "stopped", step, WHILE_WAITING)
+    write_status(directory.status, Status(state="stopped", step=step, steps=steps, message=WHILE_WAITING))
 
 
 def last_step(directory: RunDirectory) -> int:

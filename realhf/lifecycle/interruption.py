@@ -5,6 +5,16 @@ import signal
 from collections.abc import Iterator
 from types import FrameType
 
+
+class Stopped(Exception):  # noqa: N818  (no error: somebody asked for it)
+    """The run has ended early, with a checkpoint if it had made a step, because somebody asked for that; the text says
+    who. It can be resumed."""
+
+
+class Detached(KeyboardInterrupt):
+    """This process no longer watches the run, which goes on."""
+
+
 _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from realhf.api.experiment import auto_settings, follows_of, pools_of
+from realhf.api.experiment import auto_settings
+from realhf.api.staleness import graph_of
 from realhf.base.errors import UserError
 from realhf.base.numbers import Bounds, check_fields
 from realhf.data.fit import check_fit, check_replay
@@ -60,7 +61,7 @@ def check_experiment(experiment: Any) -> None:
     check_fields("", experiment, EXPERIMENT_RANGES)
     _check_finite("", msgspec.to_builtins(experiment))
     extent, batch_size = experiment.dataset.check(), auto_settings(experiment).batch_size
-    graph = DataflowGraph(experiment.rpcs, experiment.dataset.keys, follows_of(experiment), pools_of(experiment))
+    graph = graph_of(experiment)
     rows = graph.rows_per_step(batch_size)
     if extent.rows < rows:
         each = _per_prompt(graph)
@@ -97,7 +98,8 @@ def check_run(run: Run, request: RunRequest) -> None:
         home = run.homes[name]
         if setup.backend == "megatron" and setup.optimizer is not None:
             check_megatron(run.graph.models[name], home.strategy, "cuda" if with_gpus else "cpu")
-        shard_boxes(run.graph.models[name], home, home.mesh.first, setup.compute.data_parallel)  # may be impossible
+        data_parallel = run.computations[name].data_parallel
+        shard_boxes(run.graph.models[name], home, home.mesh.first, data_parallel)  # may be impossible
         if setup.checkpoint is not None:  # one that does not fit is found now
             check_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)
             initial_optimizer_steps(setup)
@@ -132,6 +134,11 @@ def _check_recovery(run: Run, request: RunRequest) -> None:
             raise UserError(
                 f"--fallback-plan {path} is for {plan.num_devices} devices, which are no whole nodes of "
                 f"{run.spec.devices_per_node}; nodes are lost as a whole, so make one for fewer --nodes"
+            )
+        if plan.staleness != run.plan.staleness:
+            raise UserError(
+                f"--fallback-plan {path} says staleness={plan.staleness} and the run's plan {run.plan.staleness}; make "
+                "one with the same, whose models the run's checkpoints have"
             )
         check_plan(plan, run.graph, run.settings.batch_size)
 

@@ -12,7 +12,7 @@ from realhf.planning.here import divided, hardware_here
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.planner import search_for, task_of
 from realhf.planning.predict import predict
-from realhf.planning.request import SearchBudget
+from realhf.planning.request import Measured, SearchBudget
 from realhf.planning.task import PlanningTask
 from realhf.report.run_data import lines_under
 from realhf.rundir.lines import read_lines, step_line
@@ -84,9 +84,18 @@ def or_default(budget: SearchBudget) -> SearchBudget:
     return SearchBudget(evaluations=EVALUATIONS) if budget == SearchBudget() else budget
 
 
-def planned_task(run: Run, factors: dict[str, float]) -> PlanningTask:
-    """The planning of a run on the devices that it has, its calls' times scaled."""
+def planned_task(run: Run, factors: dict[str, float], *, ignores_runs: bool = False) -> PlanningTask:
+    """The planning of a run on the devices that it has, its calls' times scaled; with what finished runs measured, if
+    the run was planned so, unless `ignores_runs`."""
     hardware = run.spec.hardware or divided(hardware_here(), run.spec.num_workers)
     per_node = run.spec.devices_per_node
     cluster = Cluster(num_nodes=run.spec.num_workers // per_node, devices_per_node=per_node, hardware=hardware)
-    return task_of(run.experiment, cluster, offload=run.plan.offload, call_factors=factors, saves=run.spec.saves)
+    measured = Measured(call_factors=factors, ignores_runs=ignores_runs or run.spec.ignores_runs)
+    return task_of(
+        run.experiment,
+        cluster,
+        offload=run.plan.offload,
+        saves=run.spec.saves,
+        measured=measured,
+        stalenesses=(run.plan.staleness,),
+    )

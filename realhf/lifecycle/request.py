@@ -14,7 +14,7 @@ from realhf.base.options import Options, option
 from realhf.dataflow.plan import ExecutionPlan, load_plan
 from realhf.launch.launcher import Launcher, NoOptions
 from realhf.launch.local import LocalLauncher
-from realhf.planning.request import PlannedHardware, PlanRequest
+from realhf.planning.request import Measured, PlannedHardware, PlanRequest
 from realhf.rundir.run import MAX_DEVICES, RANGES, YEAR_S, RunSpec, load_experiment_class, saved_experiment
 
 Mode = Literal["off", "suggest", "switch"]
@@ -45,7 +45,13 @@ class RunOptions(_SpecOptions):
         None, "how many times its predicted time a longer call may take (default 20)"
     )
     setup_timeout_s: float | None = option(None, "longest the start may take (default 300)")
-    network_interface: str | None = option(None, "interface for gloo and NCCL (default: loopback on one machine)")
+    master_timeout_s: float | None = option(
+        None, "how long the master may be silent until a worker ends by itself (default 90)"
+    )
+    network_interface: str | None = option(
+        None, "interface of the master, gloo and NCCL (default: loopback on one machine)"
+    )
+    master_address: str | None = option(None, "where the master listens (default: on that interface)")
     samples: int | None = option(
         None, "write N completions of each step to samples.jsonl, with their rewards (default 3; 0: none)", metavar="N"
     )
@@ -146,7 +152,8 @@ class RunRequest:
     """A run of the experiment in the file `experiment`: a new one, or one to be resumed from `run_dir`.
 
     `fields` are words (`--steps 10`) that set fields of the experiment. `run_dir` is by default runs/NAME-TIME.
-    `words` is the command line, from which the advice on how to go on is made.
+    `words` is the command line, from which the advice on how to go on is made. `detached`: this process only starts
+    the run's job, and leaves it to the cluster.
     """
 
     experiment: str
@@ -160,6 +167,7 @@ class RunRequest:
     recovery: RecoveryRequest = field(default_factory=RecoveryRequest)
     replan: ReplanRequest = field(default_factory=ReplanRequest)
     words: tuple[str, ...] = ()
+    detached: bool = False
 
     @property
     def cpu_only(self) -> bool:
@@ -170,6 +178,7 @@ class RunRequest:
     def spec_fields(self) -> dict[str, Any]:
         """The fields of the run's specification that the request sets."""
         given = vars(self.options) | vars(self.checkpoints) | {"drift_threshold": self.replan.drift_threshold}
+        given["ignores_runs"] = self.plan.measured.ignores_runs or None
         if self.options.replay:
             given["replay"] = str(self.options.replay.resolve())
         given["network_interface"] = self.options.network_interface or (None if self.launcher.is_remote else "lo")
@@ -188,7 +197,10 @@ class RunRequest:
         devices = replace(self.plan.devices, place=place, cpu_only=self.cpu_only, planned=planned)
         every = self.checkpoints.checkpoint_every_steps or self.checkpoints.checkpoint_every_minutes
         saves = bool(every) or (saved is not None and saved.saves)
-        return replace(self.plan, devices=devices, saves=saves, call_factors=saved.call_factors if saved else {})
+        request = replace(self.plan, devices=devices, saves=saves)
+        if saved is None:
+            return request
+        return replace(request, measured=Measured(call_factors=saved.call_factors, ignores_runs=saved.ignores_runs))
 
 
 def experiment_of(path: str, words: Sequence[str] = (), saved: RunSpec | None = None) -> Any:

@@ -7,14 +7,14 @@ from typing import Any
 import msgspec
 
 from realhf.base.errors import UserError
-from realhf.dataflow.plan import ExecutionPlan, load_plan
+from realhf.dataflow.plan import ExecutionPlan, load_plan, updates_text
 from realhf.lifecycle.new import check_experiment, check_run, spec_fields
 from realhf.lifecycle.request import RunRequest, experiment_of
 from realhf.models.checkpoint_index import check_architecture, read_index
 from realhf.planning.clusters import cluster_of
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.planner import plan_for
-from realhf.planning.request import Watch, unwatched
+from realhf.planning.request import PlanRequest, Watch, unwatched
 from realhf.rundir.checkpoints import Choice, RunState, newest_good, step_folder
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run, RunSpec, read_spec
@@ -48,7 +48,7 @@ def resumed_run(request: RunRequest, directory: RunDirectory, watch: Watch = unw
     check_experiment(experiment)
     plan, cluster = _plan(experiment, request, saved, directory, watch)
     fields = spec_fields(request, experiment, cluster) | {"resume_step": choice.state.step}
-    if request.plan.plan is not None or request.names_devices:
+    if request.plan.plan or request.plan.rule or request.names_devices:
         fields["avoided"] = ()  # a user who names devices knows which are good
     run = Run(msgspec.structs.replace(saved, **fields), experiment, plan)
     check_run(run, request)
@@ -94,12 +94,25 @@ def _plan(
     if not request.names_devices and not wanted.plan:
         nodes, per_node = saved.num_workers // saved.devices_per_node, saved.devices_per_node
         wanted = replace(wanted, devices=replace(wanted.devices, nodes=nodes, gpus_per_node=per_node))
-    if not wanted.plan:
+    if not wanted.plan and not wanted.rule:
         cluster = cluster_of(wanted.devices)
         before = (saved.num_workers, saved.devices_per_node, saved.hardware or cluster.hardware)
         if (cluster.num_devices, cluster.devices_per_node, cluster.hardware) == before:
             return load_plan(directory.plan), cluster
-    return plan_for(experiment, wanted, watch)
+    return plan_for(experiment, _as_stale(wanted, load_plan(directory.plan).staleness), watch)
+
+
+def _as_stale(wanted: PlanRequest, staleness: int) -> PlanRequest:
+    """The request for a plan of the run's staleness: copies that keep old weights are in its checkpoints. Raises
+    UserError if it asks for another."""
+    asked = wanted.given.staleness if wanted.given else staleness
+    if wanted.staleness_up_to or asked != staleness:
+        option = f"--plan says staleness={asked}" if asked != staleness else "--staleness-up-to is for new runs"
+        raise UserError(
+            f"{option}, and the run's rollouts are by weights {updates_text(staleness)} old, of which its checkpoints "
+            "have copies; leave it out, or start a new run"
+        )
+    return replace(wanted, staleness=staleness)
 
 
 def _check_state(run: Run, state: RunState, directory: RunDirectory) -> None:

@@ -76,6 +76,9 @@ def plan_for_fewer(run: Run, request: RunRequest, num_workers: int, watch: Watch
     devices = replace(wanted.devices, num_workers=None, nodes=num_workers // per_node, gpus_per_node=per_node)
     devices = replace(devices, hardware=None, memory_gb=None)  # those of the run
     offload = () if path else run.plan.offload
-    wanted = replace(wanted, devices=devices, plan=path, budget=or_default(wanted.budget), offload=offload)
+    rule = None if path else wanted.rule
+    # Copies for stale rollouts are models of the run, and in its checkpoints.
+    wanted = replace(wanted, staleness=run.plan.staleness, staleness_up_to=0)
+    wanted = replace(wanted, devices=devices, plan=path, rule=rule, budget=or_default(wanted.budget), offload=offload)
     plan, cluster = plan_for(run.experiment, wanted, watch)
     return plan, cluster.hardware

@@ -1,11 +1,10 @@
-"""Entry of the master process: `python -m realhf.master RUN_DIR [HOST]`; it listens on HOST, else on this host."""
+"""Entry of the master process: `python -m realhf.master RUN_DIR [HOST]`; it listens on HOST, else as the run says."""
 
 import asyncio
 import contextlib
 import contextvars
 import logging
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Callable, Generator
@@ -14,10 +13,12 @@ from pathlib import Path
 
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import writing_a_run
+from realhf.machine.network import own_address
 from realhf.master.master import Master
 from realhf.rundir.logs import logging_to, start_logging
 from realhf.rundir.paths import MASTER, RunDirectory
 from realhf.rundir.run import Run, load_run
+from realhf.rundir.starts import check_start, own_start
 from realhf.transport.codec import Codec
 from realhf.transport.keys import load_master_keys
 from realhf.transport.messages import ToMaster, ToWorker
@@ -33,13 +34,16 @@ TERMINATED = 128 + signal.SIGTERM
 
 async def serve(directory: RunDirectory, run: Run, host: str, begun: Callable[[asyncio.Task[None]], None]) -> None:
     """Runs the experiment, listening on `host`. `begun` gets the task; whoever cancels it ends the run."""
+    start_id = own_start()
     keys = load_master_keys(directory.keys, num_workers=run.spec.num_workers)
+    check_start(directory, start_id)  # so that these are not the keys of another
     server: Server[ToMaster, ToWorker] = Server(
         host, keys, incoming=Codec[ToMaster](ToMaster), outgoing=Codec[ToWorker](ToWorker)
     )
+    address = MasterAddress(address=server.address, public_key=keys.own.public.decode())
     try:
-        publish_master(directory.rendezvous, MasterAddress(address=server.address, public_key=keys.own.public.decode()))
-        master = Master(run, directory, server)
+        publish_master(directory.rendezvous, address)
+        master = Master(run, directory, server, start_id)
         task = asyncio.ensure_future(master.run())
         begun(task)
         try:
@@ -48,7 +52,7 @@ async def serve(directory: RunDirectory, run: Run, host: str, begun: Callable[[a
             master.interrupted()
             raise
     finally:
-        withdraw_master(directory.rendezvous)
+        withdraw_master(directory.rendezvous, address)
         server.close()
 
 
@@ -102,10 +106,19 @@ def main() -> int:
     except UserError as error:
         logger.error("%s", error)
         return 1
-    host = sys.argv[2] if len(sys.argv) > 2 else socket.gethostname()
-    return carry_out(
-        directory, run, host, lambda task: asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    )
+    try:
+        host = sys.argv[2] if len(sys.argv) > 2 else run.spec.master_address or own_address(run.spec.network_interface)
+    except UserError as error:
+        logger.error("%s", error)
+        return 1
+    return carry_out(directory, run, host, _ends_at_signals)
+
+
+def _ends_at_signals(task: asyncio.Task[None]) -> None:
+    """SIGTERM ends the run, unless it is ignored, as in a SLURM job, where it may be a notice; there SIGUSR2 does."""
+    is_ignored = signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
+    for number in (signal.SIGUSR2, *([] if is_ignored else [signal.SIGTERM])):
+        asyncio.get_running_loop().add_signal_handler(number, task.cancel)
 
 
 if __name__ == "__main__":

@@ -47,6 +47,7 @@ class CallRecord:
     stats: dict[str, tuple[float, float]] = field(default_factory=dict)
     tokens: int = 0
     peak_bytes: dict[int, int] = field(default_factory=dict)
+    sent_bytes: dict[int, dict[str, int]] = field(default_factory=dict)
     weights_version: int = 0
     state: tuple[int, dict[str, float]] | None = None  # and a worker that has left it
     completions: list[Completion] = field(default_factory=list)
@@ -125,7 +126,8 @@ class PlannedGraph:
     @cached_property
     def movers(self) -> dict[str, frozenset[int]]:
         """The devices that take part in moving the parameters of each node, by name."""
-        return {name: movers_of(self.graph, name, self._layouts, self.homes) for name in self.graph.nodes}
+        copies = {name: call.copy_from for name, call in self.calls.items() if call.copy_from is not None}
+        return {name: movers_of(self.graph, name, self._layouts, self.homes, copies) for name in self.graph.nodes}
 
     @cached_property
     def _layouts(self) -> dict[str, Layout]:
@@ -170,6 +172,11 @@ class Dispatcher:
         self._moves = Moves(send, self._open)
         self.states: dict[str, dict[str, float]] = {}
         self._replies: asyncio.Queue[tuple[int, Request, Reply]] = asyncio.Queue()
+        self._ends_soon = False
+
+    def end_soon(self) -> None:
+        """From now on no further step is begun."""
+        self._ends_soon = True
 
     def reply(self, worker: int, reply: Reply) -> None:
         """Hands over a worker's reply.
@@ -197,8 +204,10 @@ class Dispatcher:
         order: list[tuple[str, int]],
         max_steps_in_flight: int,
         on_step: Callable[[int, list[CallRecord]], None],
-    ) -> None:
-        """Runs all calls of `order`; `on_step` gets the calls of a step when all of them have ended."""
+    ) -> bool:
+        """Runs all calls of `order`; `on_step` gets the calls of a step when all of them have ended. Returns whether
+        it was all: after `end_soon` only the steps that have begun are ended."""
+        is_whole = True
         queue = CallQueue(planned.graph, with_loads(order, planned.loads), planned.devices, max_steps_in_flight)
         directories: dict[int, DataDirectory] = {}
         records: dict[Node, CallRecord] = {}
@@ -219,6 +228,8 @@ class Dispatcher:
         await perform(queue.start())
         while not queue.finished:
             worker, request, reply = await self._replies.get()
+            if self._ends_soon and queue.cut():
+                is_whole = False
             if request.prepares:
                 await self._moves.prepared(worker, request.prepares)
             node = request.node
@@ -228,6 +239,7 @@ class Dispatcher:
             record.spans[worker] = reply.span
             record.tokens += reply.tokens
             record.peak_bytes[worker] = reply.peak_bytes
+            record.sent_bytes[worker] = reply.sent_bytes
             record.weights_version = reply.weights_version
             record.completions += reply.completions
             if request.returns_state:
@@ -244,6 +256,7 @@ class Dispatcher:
                 await self._push(planned, node, directories[node.step])
                 await perform(queue.ended(node))
         await self._drain()
+        return is_whole
 
     async def save(self, directory: str, writers: dict[int, tuple[str, ...]], *, is_last: bool) -> None:
         """Has every worker in `writers` write its boxes of the given models; returns when training may go on."""
@@ -268,7 +281,7 @@ class Dispatcher:
         definition, plan = planned.graph.calls[node.call], planned.calls[node.call]
         batch, layout = BatchKey(planned.split, node.step), plan.layout
         version, is_copy = planned.version(node), planned.is_copy(definition)
-        if is_copy:
+        if is_copy and planned.movers[node.call]:  # else it takes over another call's copy
             message = Reallocate(
                 request_id=0, batch=batch, call=node.call, model=definition.model_name, layout=layout, version=version
             )
@@ -371,6 +384,7 @@ class Dispatcher:
                     mini_batches=tuple(mini_batches),
                     micro_batches=plan.micro_batches,
                     version=version,
+                    decode_graphs=plan.compute.decode_graphs,
                     state=self.states.get(node.call, {}) if batch.split == "train" else {},
                 ),
             )

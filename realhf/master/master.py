@@ -3,19 +3,19 @@
 import asyncio
 import contextlib
 import logging
-import time
 from collections.abc import Iterable
 from functools import cached_property
 
-from msgspec.structs import asdict
+from msgspec.structs import asdict, replace
 
 from realhf.base.errors import RunError
 from realhf.base.files import writing_a_run
 from realhf.data.merged import MergedDataset
 from realhf.data.rows import DatasetRows
 from realhf.data.text_dataset import TextDataset
+from realhf.dataflow.copies import with_copies
 from realhf.dataflow.plan import DIGEST_LENGTH, plan_digest
-from realhf.master.clock import ListeningClock
+from realhf.master.clocks import WorkerClocks
 from realhf.master.drift import DriftWatch, told_calls
 from realhf.master.loop import CallRecord, Dispatcher, PlannedGraph
 from realhf.master.milestones import Milestones
@@ -24,14 +24,18 @@ from realhf.master.saver import Saver
 from realhf.master.trackers import Trackers
 from realhf.master.vital_signs import VitalSigns
 from realhf.rundir.checkpoints import read_state, step_folder
+from realhf.rundir.ending import EndRequest, requested_end
 from realhf.rundir.events import note, read_events
 from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.rundir.lines import append_line, evaluation_line, read_lines
 from realhf.rundir.paths import MASTER, RunDirectory, worker_name
 from realhf.rundir.run import Run
 from realhf.rundir.samples import Sample, append_samples
+from realhf.rundir.starts import StaleStartError, check_start
 from realhf.rundir.status import RunState, Status, write_status
+from realhf.transport.clock import ListeningClock, now_s
 from realhf.transport.messages import (
+    Alive,
     CheckpointWritten,
     DumpStacks,
     Failure,
@@ -53,6 +57,8 @@ logger = logging.getLogger(__name__)
 HEARTBEAT_TIMEOUT_S = 60.0
 SUSPICIOUS_SILENCE_S = 3.0
 WATCH_EVERY_S = 1.0
+# Workers end by themselves when they have heard nothing for long (`RunSpec.master_timeout_s`).
+ALIVE_EVERY_S = 5.0
 # How long the master waits for further failures after the first. The first report often comes from a peer of the
 # worker that failed, which itself may have fallen silent.
 FAILURE_GRACE_S = 8.0
@@ -61,32 +67,35 @@ STACKS_S = 2.0
 
 
 class Master:
-    """Runs one experiment over workers that connect to `server`."""
+    """Runs one experiment over workers that connect to `server`, all of the start `start_id` (`rundir.starts`)."""
 
-    def __init__(self, run: Run, directory: RunDirectory, server: "Server[ToMaster, ToWorker]"):
-        self._run, self._directory, self._server = run, directory, server
+    def __init__(self, run: Run, directory: RunDirectory, server: "Server[ToMaster, ToWorker]", start_id: str = ""):
+        self._run, self._directory, self._server, self._start_id = run, directory, server, start_id
         self._num_workers = run.spec.num_workers
         self._recorder = ActivityWriter(directory.activity(MASTER))
         self._trace = Trace(directory.trace, self._num_workers)
         self._trackers = Trackers(run.spec, directory.path)
         self._clock = ListeningClock(WATCH_EVERY_S)
+        self._clocks = WorkerClocks()
         self._dispatcher = Dispatcher(server.send, self._num_workers, self._trace.add, self._clock.now, run.deadlines)
         self._signs = VitalSigns(self._clock.now, self._dispatcher, directory, server.garbage)
         self._ready: dict[int, str] = {}  # worker -> its device, for workers that are ready
         self._all_ready = asyncio.Event()
-        self._saver = Saver(run, directory, self._dispatcher)
+        self._saver = Saver(run, directory, self._dispatcher, start_id)
         self._state: RunState = "starting"
         self._ending: RunState = "done"
+        self._end_request: EndRequest | None = None
+        self._why_early = ""
         self._drift = DriftWatch(run.spec.drift_threshold, told_calls(read_events(directory.events)))
         self._step = run.spec.resume_step
         self._statistics: dict[str, float] = {}  # of the last step, and of an evaluation after it
-        self._previous_end = time.time()
+        self._previous_end = now_s()
 
     async def run(self) -> None:
         """Runs to the end.
 
         Raises:
-            RunError: a worker failed, fell silent, or did not answer in time.
+            RunError: a worker failed, fell silent, or did not answer in time; or the run goes on with another start.
         """
         self._write_status("starting")
         self._record_setup()
@@ -103,8 +112,9 @@ class Master:
                 for task in (receiver, watchdog, saver, driver):
                     if task in done:
                         task.result()
-                self._write_status(self._ending)
+                self._write_status(self._ending, self._why_early)
         except RunError as error:
+            check_start(self._directory, self._start_id)  # what it says is nothing of the present start
             try:
                 self._write_status("failed", str(error), error.workers)
             except OSError:  # the disk is full; the flight recorder's file has its space, and the launcher reads it
@@ -121,7 +131,8 @@ class Master:
 
     def interrupted(self) -> None:
         """Notes that the run was interrupted from outside."""
-        with contextlib.suppress(OSError):  # the disk is full; the person who ended the run knows
+        with contextlib.suppress(OSError, StaleStartError):  # the disk is full; the person who ended the run knows
+            check_start(self._directory, self._start_id)
             self._write_status("interrupted", "the run was interrupted")
 
     async def _drive(self) -> None:
@@ -135,13 +146,19 @@ class Master:
             await self._evaluate(step)
         milestones = Milestones(self._run)
         while step < steps:
-            first, step = step, milestones.next(step)
-            self._previous_end = time.time()
-            self._recorder.set(f"training, {f'steps {first + 1} to' if step > first + 1 else 'step'} {step}")
-            await self._train(first, step)
-            milestones.reached(first, step)
-            if milestones.evaluates_after(step):
-                await self._evaluate(step)
+            first, last = step, milestones.next(step)
+            self._previous_end = now_s()
+            if self._end_request is None:
+                self._recorder.set(f"training, {f'steps {first + 1} to' if last > first + 1 else 'step'} {last}")
+                await self._train(first, last)
+                step = self._step
+            if self._end_request is None:
+                milestones.reached(first, step)
+                if milestones.evaluates_after(step):
+                    await self._evaluate(step)
+            if self._end_request is not None and not (step == steps and self._is_evaluated(step)):
+                await self._end_early(self._end_request, step)
+                break
             if milestones.saves_after(step):
                 self._recorder.set(f"checkpoint after step {step}")
                 await self._saver.begin(step, self._statistics)
@@ -156,6 +173,16 @@ class Master:
         await self._saver.settle()
         for worker in range(self._num_workers):
             await self._server.send(worker, Shutdown())
+
+    async def _end_early(self, request: EndRequest, step: int) -> None:
+        """Saves the run after `step`, unless that was done. An evaluation that is due is left to whoever goes on."""
+        logger.info("ending after step %d, %s", step, request.in_words)
+        await self._saver.settle()
+        if step not in (self._run.spec.resume_step, self._saver.saved_step):
+            self._recorder.set(f"checkpoint after step {step}, the last one")
+            await self._saver.begin(step, self._statistics)
+        self._ending = "requeued" if request.goes_on else "stopped"
+        self._why_early = f"ended after step {step}, {request.in_words}"
 
     def _record_setup(self) -> None:
         """Records how far the start is: how many workers are there, and what the first one that is not ready does."""
@@ -202,15 +229,22 @@ class Master:
         run = self._run
         calls = {name: run.training_plan(call) for name, call in run.graph.calls.items()}
         planned = PlannedGraph(
-            "train", run.graph, calls, run.homes, run.settings.batch_size, self._rows, run.plan.offload,
+            "train",
+            with_copies(run.graph, run.plan.copies),
+            calls,
+            run.homes,
+            run.settings.batch_size,
+            self._rows,
+            run.plan.offload,
             devices_per_node=run.spec.devices_per_node,
-        )  # fmt: skip
+        )
         steps = [(name, first + step) for name, step in run.plan.unrolled(run.graph, last - first)]
         follows = run.graph.follows
         order = [(name, step) for name, step in steps if name not in follows or follows[name].is_due(step)]
         await self._dispatcher.run_steps(planned, order, run.plan.max_steps_in_flight, self._record_step)
 
     def _record_step(self, step: int, records: list[CallRecord]) -> None:
+        check_start(self._directory, self._start_id)
         metrics = step_metrics(step + 1, records, self._run.plan, self._previous_end)
         self._previous_end = max(record.end for record in records)
         metrics |= {"num_workers": self._num_workers, "plan": self._plan_digest}
@@ -277,7 +311,8 @@ class Master:
                     old = totals.get(name, (0.0, 0.0))
                     totals[name] = (old[0] + total, old[1] + weight)
 
-        await self._dispatcher.run_steps(planned, order, 1, add)
+        if not await self._dispatcher.run_steps(planned, order, 1, add):
+            return  # the run ends; whoever goes on with it makes the evaluation
         means = {name: total / weight for name, (total, weight) in totals.items() if weight}
         self._statistics |= means
         line = {"step": step, **means}
@@ -288,6 +323,11 @@ class Master:
     async def _receive(self) -> None:
         while True:
             worker, message = await self._server.recv()
+            if isinstance(message, Hello) and message.start_id != self._start_id:
+                which = f"process {message.pid} on {message.host} is worker {worker} of start {message.start_id}"
+                logger.warning("%s, not of this one; it is not heard", which)
+                self._server.refuse(worker)
+                continue
             self._signs.heard(worker)
             match message:
                 case Reply() | CheckpointWritten():
@@ -296,10 +336,13 @@ class Master:
                     except ValueError as error:
                         logger.warning("worker %d sent %s", worker, error)
                         self._server.reject(worker)
-                case Heartbeat(activity=activity):
+                case Heartbeat(activity=activity, sent_s=sent_s):
+                    if sent_s is not None:
+                        self._clocks.heard(worker, sent_s)
                     self._signs.heard(worker, activity=activity)
                 case Hello(host=host):
                     self._signs.heard(worker, host=host)
+                    await self._say_alive([worker])
                 case Ready(device=device):
                     self._ready[worker] = device
                     if len(self._ready) == self._num_workers:
@@ -311,11 +354,13 @@ class Master:
                 self._record_setup()
 
     def _take(self, worker: int, message: Reply | CheckpointWritten) -> None:
+        span = self._clocks.corrected(worker, message.span)
         if isinstance(message, Reply):
-            self._dispatcher.reply(worker, message)
+            wait = self._clocks.corrected(worker, message.wait) if message.wait else None
+            self._dispatcher.reply(worker, replace(message, span=span, wait=wait))
         else:
             self._saver.written(worker, message)
-            self._trace.add(worker, message.span)
+            self._trace.add(worker, span)
 
     async def _explain(self, worker: int, failure: Failure) -> RunError:
         """Waits for further failures. The cause is one that does not blame a peer, else a silent worker."""
@@ -333,11 +378,25 @@ class Master:
         cause = min(failures, key=lambda w: (failures[w].blames_peer, w))
         return self._signs.failure(cause, failures[cause])
 
+    async def _say_alive(self, workers: Iterable[int]) -> None:
+        for worker in workers:
+            with contextlib.suppress(GoneError):  # it may come back
+                await self._server.send(worker, Alive())
+
     async def _watch(self) -> None:
+        said_s = 0.0
         while True:
             await asyncio.sleep(WATCH_EVERY_S)
+            if self._clock.now() - said_s >= ALIVE_EVERY_S:
+                said_s = self._clock.now()
+                await self._say_alive(self._server.known_workers)
             self._clock.tick()
+            check_start(self._directory, self._start_id)
             self._write_status(self._state)  # a sign of life, for the supervisor
+            if self._end_request is None and (request := requested_end(self._directory.stop)):
+                logger.info("no further step is begun: the run ends %s", request.in_words)
+                self._end_request = request
+                self._dispatcher.end_soon()
             late = {worker: request.deadline_s for worker, request in self._dispatcher.late().items()}
             if silent := self._signs.silent(SUSPICIOUS_SILENCE_S if late else HEARTBEAT_TIMEOUT_S):
                 raise await self._with_stacks(self._signs.silence(silent))

@@ -1,8 +1,8 @@
 """Files of a run for people to read: the lines of metrics.jsonl, and trace.json."""
 
 import logging
-import time
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ from realhf.base.files import naming
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.master.loop import CallRecord
 from realhf.rundir.logs import at
+from realhf.transport.clock import now_s
 from realhf.transport.messages import Phase, Span
 
 logger = logging.getLogger(__name__)
@@ -30,7 +31,7 @@ class Trace:
 
     def __init__(self, path: Path, num_workers: int):
         self._path, self._file = path, path.open("wb")
-        self._start = time.time()
+        self._start = now_s()
         self._file.write(b"[\n")
         names = [
             {"name": "thread_name", "ph": "M", "pid": 0, "tid": i, "args": {"name": f"worker-{i}"}}
@@ -72,6 +73,7 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
     tokens: the tokens of the sequences of the global batch, each counted once.
     peak_bytes: for each worker the most that models and data took in one of the step's calls, 0 if it had none; in
         `calls`, the peak of the call's fullest worker.
+    sent_bytes: in `calls`, by collective of data parallelism, what the worker that sent most sent.
     A statistic keeps its name if one call has it; else the model's name stands before it.
     """
     end = max(record.end for record in records)
@@ -93,6 +95,7 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
             "seconds": record.end - record.start,
             "predicted_s": predictions.get(record.node.call),
             "peak_bytes": max(record.peak_bytes.values(), default=0),
+            "sent_bytes": _most_sent(record.sent_bytes.values()),
         }
         for record in records
     }
@@ -108,6 +111,13 @@ def step_metrics(step: int, records: Sequence[CallRecord], plan: ExecutionPlan, 
             for worker in range(plan.num_devices)
         ],
     }
+
+
+def _most_sent(of_workers: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    most: Counter[str] = Counter()
+    for sent in of_workers:
+        most |= Counter(sent)
+    return dict(sorted(most.items()))
 
 
 def log_step(metrics: dict[str, Any]) -> None:

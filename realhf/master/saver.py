@@ -18,6 +18,7 @@ from realhf.rundir.checkpoints import RunState, step_folder
 from realhf.rundir.events import note
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run
+from realhf.rundir.starts import check_start
 from realhf.transport.messages import CheckpointWritten
 
 logger = logging.getLogger(__name__)
@@ -33,8 +34,8 @@ class Saver:
     failure is noted, and training goes on. The last checkpoint of a run must be written.
     """
 
-    def __init__(self, run: Run, directory: RunDirectory, dispatcher: Dispatcher):
-        self._run, self._directory, self._dispatcher = run, directory, dispatcher
+    def __init__(self, run: Run, directory: RunDirectory, dispatcher: Dispatcher, start_id: str = ""):
+        self._run, self._directory, self._dispatcher, self._start_id = run, directory, dispatcher, start_id
         self._writing: set[int] = set()  # workers
         self._under_way, self._step = "", 0
         self._all_written = asyncio.Event()
@@ -140,6 +141,7 @@ class Saver:
 
     def _complete(self, state: RunState) -> None:
         """Checks the files of the workers and gives the checkpoint its name. It runs in a thread, as disks are slow."""
+        check_start(self._directory, self._start_id)
         run, staging = self._run, self._staging(state.step)
         for model, owners in sorted(self._owners.items()):
             metadata = {"step": state.step, "seed": state.seed}
@@ -180,7 +182,7 @@ class Saver:
                 run.graph.models[model],
                 run.homes[model],
                 run.models[model].dtype,
-                run.models[model].compute.data_parallel,
+                run.computations[model].data_parallel,
                 with_optimizer=run.optimizer_steps(model) > 0,
                 versions=run.graph.versions_kept(model),
             )
@@ -189,7 +191,8 @@ class Saver:
 
     def _staging(self, step: int) -> Path:
         target = step_folder(self._directory.checkpoints, step)
-        return target.with_name(f".{target.name}.part")
+        # What is left of another start may still write its own.
+        return target.with_name(f".{'.'.join(filter(None, [target.name, self._start_id, 'part']))}")
 
 
 def _not_complete(step: int, error: Exception) -> RunError:

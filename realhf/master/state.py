@@ -62,6 +62,7 @@ class CallQueue:
         self._waiting = [node for node in nodes if devices[node.call]]
         self._beside = sorted((node for node in nodes if not devices[node.call]), key=lambda node: node.step)
         self._window = max_steps_in_flight
+        self._last_begun = -1
         self._unfinished: dict[int, set[str]] = {}
         for node in nodes:
             self._unfinished.setdefault(node.step, set()).add(node.call)
@@ -85,7 +86,21 @@ class CallQueue:
             actions.append(FinishStep(node.step))
         return [*actions, *self._issue()]
 
+    def cut(self) -> bool:
+        """Takes out the steps behind the last one that has begun; returns whether there were any."""
+        later = [step for step in self._unfinished if step > self._last_begun]
+        for step in later:
+            del self._unfinished[step]
+        self._waiting = [node for node in self._waiting if node.step <= self._last_begun]
+        self._beside = [node for node in self._beside if node.step <= self._last_begun]
+        return bool(later)
+
     def _issue(self) -> Iterator[Issue]:
+        for issue in self._issuable():
+            self._last_begun = max(self._last_begun, issue.node.step)
+            yield issue
+
+    def _issuable(self) -> Iterator[Issue]:
         oldest = min(self._unfinished, default=0)
         # First, for what they read was made just now, and workers only hand them on.
         yield from self._issue_beside(oldest + self._window)
@@ -146,12 +161,20 @@ def occupied(
 
 
 def movers_of(
-    graph: DataflowGraph, node: str, layouts: Mapping[str, Layout], homes: Mapping[str, Layout]
+    graph: DataflowGraph,
+    node: str,
+    layouts: Mapping[str, Layout],
+    homes: Mapping[str, Layout],
+    copies: Mapping[str, str] | None = None,
 ) -> frozenset[int]:
-    """The devices that take part in moving the parameters of `node`; none if they need not move."""
+    """The devices that take part in moving the parameters of `node`; none if they need not move. `copies`: by call the
+    one whose copy it takes its own from (`realhf.dataflow.copies`)."""
     if node in graph.beside:
         return frozenset()
     sources, target = _sources_and_target(graph, node, layouts, homes)
+    if copies and node in copies:
+        source = layouts[copies[node]]
+        return frozenset({*target.mesh.devices, *source.mesh.devices} if source != target else ())
     if all(homes[model] == target for model in sources) and node not in graph.follows:
         return frozenset()
     return frozenset({*target.mesh.devices, *_devices(homes[model] for model in sources)})

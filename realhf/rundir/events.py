@@ -16,6 +16,8 @@ EventKind = Literal[
     "unsaved",  # a checkpoint could not be written, and the run goes on
     "failed",
     "interrupted",
+    "stopped",  # ended with a checkpoint, as was asked
+    "requeued",  # its job has started once more
     "resumed",
     "restarted",
     "drift",  # calls do not take what was predicted

@@ -62,8 +62,12 @@ class RunDirectory:
     keys = _Below("keys")  # the run's CURVE keys (0700)
     rendezvous = _Below("rendezvous")  # the master's address, torch's file store (0700)
     launcher = _Below("launcher")  # the launcher's own files, such as a batch script
-    exits = _Below("launcher/exits")  # where each task of a SLURM job leaves its exit code, in a file of its name
+    script = _Below("launcher/job.sbatch")  # of a SLURM job
+    start = _Below("launcher/start")  # the id of the newest start (`realhf.rundir.starts`)
+    exits = _Below("launcher/exits")  # by start: where each task of a SLURM job leaves its exit code, in a file
     job_log = _Below("launcher/slurm.log")  # what the batch script and srun say
+    launched = _Below("launcher/job.json")  # what was started last (`realhf.rundir.launched`)
+    stop = _Below("launcher/stop")  # asks the master to end with a checkpoint (`realhf.rundir.ending`)
     switch = _Below("launcher/switch")  # asks the master to end after the next checkpoint, for another plan
 
     def __post_init__(self) -> None:
@@ -78,8 +82,13 @@ class RunDirectory:
             raise UserError(f"the run directory {path} exists and is not empty; give a new one with --run-dir")
         try:
             path.mkdir(parents=True, exist_ok=True)
-            for name in _FOLDERS:
-                (path / name).mkdir()
+            first, *others = (path / name for name in _FOLDERS)
+            try:
+                first.mkdir()
+            except FileExistsError:  # by a command that was started at the same time, as the tasks of an array are
+                raise UserError(f"another run has just begun in {path}; give each a --run-dir of its own") from None
+            for folder in others:
+                folder.mkdir()
             for folder in (directory.keys, directory.rendezvous):  # whoever writes here can join the run
                 folder.chmod(0o700)
         except OSError as error:
@@ -101,7 +110,7 @@ class RunDirectory:
         """For a process that must be alone: the run's supervisor ("launcher"), its master. Ends with the process.
 
         Raises:
-            UserError: another process has it, after `wait_s` still.
+            UserError: another process has it, after `wait_s` still; or the file system has no locks.
             RunError: its file cannot be written.
         """
         deadline = time.monotonic() + wait_s
@@ -120,11 +129,27 @@ class RunDirectory:
                             "wait for its end or stop it"
                         ) from None
                     time.sleep(0.2)
+                except OSError as error:  # as of Lustre that is mounted without them; torch's FileStore needs them too
+                    raise UserError(
+                        f"the file system of {self.path} has no locks (flock: {error.strerror}); give --run-dir on one "
+                        "that has, such as NFS 4, or Lustre mounted with -o flock"
+                    ) from None
             with contextlib.suppress(OSError):  # on a full disk: the lock holds whatever the file says
                 file.truncate(0)
                 file.write(f"process {os.getpid()} on {socket.gethostname()}")
                 file.flush()
             yield
+
+    def is_locked(self, holder: str) -> bool:
+        """Whether a process has the lock of `holder`."""
+        try:
+            with (self.launcher / f"{holder}.lock").open("a") as file:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return False
+        except BlockingIOError:
+            return True
+        return False
 
     def log(self, process: str) -> Path:
         """What the process printed: "master" or "worker-3"."""

@@ -14,19 +14,23 @@ from realhf.rundir.lines import evaluation_line, read_lines, step_line
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run
 from realhf.rundir.samples import sample_line
+from realhf.rundir.starts import begin_start, current_start
 from realhf.rundir.status import Status, write_status
 from realhf.transport.keys import make_run_keys
 
 
 @writing_a_run()
 def prepare(run: Run, directory: RunDirectory) -> None:
-    """Leaves the directory as the run had it after `run.spec.resume_step` steps, with new keys.
+    """Leaves the directory as the run had it after `run.spec.resume_step` steps, with a new start id and new keys.
 
     Metrics, evaluations, samples and rollouts of later steps go. Earlier traces stay as trace-1.json, trace-2.json,
-    earlier plans as plan-1.json and so on. The caller holds the directory's lock. Raises RunError if a file cannot be
-    written.
+    earlier plans as plan-1.json and so on, the logs of earlier starts in folders of their ids. The caller holds the
+    directory's lock. Raises RunError if a file cannot be written.
     """
     step = run.spec.resume_step
+    checkpoints.remove_unfinished(directory.checkpoints)  # on a full disk this makes room
+    _put_logs_aside(directory)
+    begin_start(directory)  # before there are new keys: who finds his start unchanged after reading keys has his own
     checkpoints.tidy(directory.checkpoints, step)
     for path, step_of in (
         (directory.metrics, lambda line: step_line(line)["step"]),
@@ -43,7 +47,11 @@ def prepare(run: Run, directory: RunDirectory) -> None:
     for folder in (directory.keys, directory.rendezvous, directory.activity("master").parent):
         for path in folder.iterdir():
             delete(path)
-    for path in (directory.switch, *directory.path.glob(".*.part")):  # and what a crash left half-written
+    for path in (
+        directory.stop,
+        directory.switch,
+        *directory.path.glob(".*.part"),
+    ):  # and what a crash left half-written
         delete(path)
     write_atomically(directory.experiment, msgspec.json.format(msgspec.json.encode(run.spec), indent=2) + b"\n")
     if directory.plan.exists() and digest_in(directory.plan) != plan_digest(run.plan):
@@ -51,6 +59,16 @@ def prepare(run: Run, directory: RunDirectory) -> None:
     save_plan(run.plan, directory.plan)
     make_run_keys(directory.keys, num_workers=run.spec.num_workers)
     write_status(directory.status, Status(state="starting", step=step, steps=run.experiment.steps))
+
+
+def _put_logs_aside(directory: RunDirectory) -> None:
+    """Moves the logs of the start before: what is left of it goes on writing there, and not into those of the next."""
+    logs = [path for path in directory.logs.iterdir() if path.is_file()]
+    folder = directory.logs / (current_start(directory) or "earlier")
+    if logs:
+        folder.mkdir(exist_ok=True)
+    for path in logs:
+        path.replace(folder / path.name)
 
 
 def _next_name(path: Path) -> Path:

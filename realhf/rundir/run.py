@@ -8,16 +8,16 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from realhf.api.computation import computation_of
 from realhf.api.experiment import (
     SETTINGS_ATTRIBUTE,
     AutoSettings,
     Evaluation,
     ModelSetup,
     auto_settings,
-    follows_of,
-    models_of,
-    pools_of,
 )
+from realhf.api.staleness import graph_of, setups_of
+from realhf.architecture.compute import Computation
 from realhf.base.code_files import load_code_file
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, OtherVersionError, decode_versioned
@@ -26,6 +26,7 @@ from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionC
 from realhf.dataflow.interface import check_implementation
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, beside_plan, check_plan, load_plan
 from realhf.geometry.layout import Layout
+from realhf.geometry.shards import Placement
 from realhf.planning.model.hardware import Hardware
 
 T = TypeVar("T")
@@ -52,6 +53,7 @@ RANGES = {
     "call_timeout_s": Range("--call-timeout-s", 0.001, YEAR_S, "seconds"),
     "deadline_factor": Range("--deadline-factor", 1, 10**4, "times what was predicted"),
     "setup_timeout_s": Range("--setup-timeout-s", 0.001, YEAR_S, "seconds"),
+    "master_timeout_s": Range("--master-timeout-s", 1, YEAR_S, "seconds"),
 }
 
 
@@ -90,9 +92,12 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     all), and the best one by the statistic `keep_best` (see `checkpoints.retain`). The run ends when more than
     `checkpoint_failures` in a row cannot be written. It goes on from the checkpoint after `resume_step` steps.
     `avoided` are devices of this machine or nodes of a cluster that the run does without, after failures there.
-    `call_factors` are the measured over the predicted times of calls, where the plan was made with them. Deadlines:
-    see `Deadlines`. An event says where measured and predicted times differ by more than `drift_threshold` times.
+    `call_factors` are the measured over the predicted times of calls, where the plan was made with them;
+    `ignores_runs`: it was made without what finished runs measured of theirs. Deadlines: see `Deadlines`. An event says
+    where measured and predicted times differ by more than `drift_threshold` times.
+    A worker ends by itself when it has heard nothing of its master for `master_timeout_s`.
     `samples` completions of a step, and of an evaluation, are written as texts.
+    The master listens on `master_address`, else on that of `network_interface`, else of its host's name.
     `hardware` is what was planned for; planning again is for the same, and workers check that they are on it.
 
     Raises:
@@ -115,12 +120,15 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     resume_step: int = 0
     avoided: tuple[str, ...] = ()
     call_factors: dict[str, float] = {}
+    ignores_runs: bool = False
     drift_threshold: float = 1.5
     verify_reallocations_every: int = 100
     call_timeout_s: float = Deadlines.floor_s
     deadline_factor: float = Deadlines.factor
     setup_timeout_s: float = 300.0
+    master_timeout_s: float = 90.0
     network_interface: str | None = None
+    master_address: str | None = None
     hardware: Hardware | None = None
     samples: int = 3
     tensorboard: bool = False
@@ -154,12 +162,11 @@ class Run:
 
     @cached_property
     def graph(self) -> DataflowGraph:
-        experiment = self.experiment
-        return DataflowGraph(experiment.rpcs, experiment.dataset.keys, follows_of(experiment), pools_of(experiment))
+        return graph_of(self.experiment, self.plan.staleness)
 
     @cached_property
     def models(self) -> dict[str, ModelSetup]:
-        return models_of(self.experiment)
+        return setups_of(self.experiment, self.plan.staleness)
 
     @cached_property
     def evaluation(self) -> Evaluation | None:
@@ -173,6 +180,16 @@ class Run:
     def homes(self) -> dict[str, Layout]:
         """The layout in which each model's parameters live between calls."""
         return {model: self.plan.layout(self.plan.home(self.graph, model)) for model in self.graph.models}
+
+    @cached_property
+    def computations(self) -> dict[str, Computation]:
+        """By name how each model is computed in its home. Raises UserError where plan and experiment contradict."""
+        homes = {model: self.plan.calls[self.plan.home(self.graph, model)] for model in self.graph.models}
+        return {name: computation_of(name, setup, homes[name].compute) for name, setup in self.models.items()}
+
+    def placement(self, model: str) -> Placement:
+        """Where a model's parameters lie between calls."""
+        return Placement(self.homes[model], self.computations[model].data_parallel)
 
     def optimizer_steps(self, model: str) -> int:
         """Optimizer steps of a model in each step of the run; 0: it is not trained."""
@@ -190,7 +207,7 @@ class Run:
 
     def without_deadlines(self) -> "Run":
         """The run under a debugger: no request is late within a week."""
-        return self.changed(call_timeout_s=WEEK_S, setup_timeout_s=WEEK_S)
+        return self.changed(call_timeout_s=WEEK_S, setup_timeout_s=WEEK_S, master_timeout_s=WEEK_S)
 
     @property
     def changing_models(self) -> list[str]:
@@ -211,7 +228,7 @@ class Run:
             return beside_plan(self.evaluation_plan(place), self.evaluation.batch_size)
         twin = self.plan.calls[evaluation_twin(self.graph, call)]
         chunks = 1 if call.generates else twin.chunks
-        return msgspec.structs.replace(twin, micro_batches=1, chunks=chunks)
+        return msgspec.structs.replace(twin, micro_batches=1, chunks=chunks, copy_from=None)
 
     def calls_with_layouts(self) -> list[tuple[ModelFunctionCallDef, Layout]]:
         """All calls of training and evaluation, and where they run."""

@@ -8,18 +8,20 @@ from typing import Literal
 import msgspec
 
 from realhf.base.errors import UserError
-from realhf.base.files import BadContentError, decode_versioned, write_atomically
+from realhf.base.files import read_versioned, write_atomically
 from realhf.rundir.lines import Step, Time
 
 FORMAT = "run-status/1"
 
-RunState = Literal["starting", "running", "done", "failed", "interrupted", "replan"]
+RunState = Literal["starting", "running", "done", "failed", "interrupted", "stopped", "requeued", "replan"]
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
     """`message` says what went wrong, and `blamed` are the workers that it blames.
 
-    "replan": the run has ended after a checkpoint, to go on under another plan.
+    "replan": the run has ended after a checkpoint, to go on under another plan; "stopped": because somebody or a notice
+    asked for its end; "requeued": so that its job starts once more. `returncode`: of a failed run, what its launching
+    process ends with.
     """
 
     state: RunState
@@ -27,6 +29,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     steps: Step
     message: str = ""
     blamed: tuple[int, ...] = ()
+    returncode: int = 1
     updated: Time = 0.0
     format: str = FORMAT
 
@@ -37,14 +40,7 @@ def write_status(path: Path, status: Status) -> None:
 
 def read_status(path: Path) -> Status | None:
     """The status, None before the first one. Raises UserError where the file is damaged, or another version's."""
-    try:
-        return decode_versioned(path.read_bytes(), Status, FORMAT)
-    except FileNotFoundError:
-        return None
-    except OSError as error:
-        raise UserError(f"{path} cannot be read ({error.strerror}); remove it") from None
-    except BadContentError as error:
-        raise UserError(f"{path} is damaged ({error}); remove it") from None
+    return read_versioned(path, Status, FORMAT)
 
 
 def known_status(path: Path) -> Status | None:

@@ -8,10 +8,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Generic, TypeVar
+from urllib.parse import urlsplit
 
 import zmq
 
+from realhf.transport.clock import ListeningClock
 from realhf.transport.codec import Codec, UndecodableError
 from realhf.transport.keys import WorkerKeys
 
@@ -21,13 +24,23 @@ Outgoing = TypeVar("Outgoing")
 _ENVELOPE_BYTES = 256
 
 
+@dataclass(frozen=True)
+class Silence:
+    """Of the master: how long it may last, before its first message and after it, and what is called then. It gets the
+    seconds, and whether the master had been heard at all. Time in which this process did not run does not count."""
+
+    first_s: float
+    later_s: float
+    call: Callable[[float, bool], object]
+
+
 class Client(Generic[Incoming, Outgoing]):
     """One connection to the master; `send` and `receive` may be called from any thread.
 
     Every `heartbeat_s` the network thread calls `heartbeat`, which must be quick, and sends its result. That thread
     passes each message to `urgent` first, so that some are handled while the main thread computes; if `urgent` returns
-    True, `receive` does not return the message. A broken connection is restored automatically; messages that were under
-    way may be lost.
+    True, `receive` does not return the message. A broken connection is restored automatically; messages that were
+    under way may be lost.
     """
 
     def __init__(
@@ -42,12 +55,15 @@ class Client(Generic[Incoming, Outgoing]):
         urgent: Callable[[Incoming], bool] = lambda _: False,
     ) -> None:
         self.num_dropped = 0
-        self._address = address
+        self.address = address
         self._incoming = incoming
         self._outgoing = outgoing
         self._heartbeat = heartbeat
         self._heartbeat_s = heartbeat_s
         self._urgent = urgent
+        self._silence: Silence | None = None
+        self._clock = ListeningClock(heartbeat_s)
+        self._heard_s: float | None = None
         self._outbox: deque[bytes] = deque()
         self._inbox: queue.SimpleQueue[Incoming | _Ended] = queue.SimpleQueue()
         self._closing = threading.Event()
@@ -68,16 +84,16 @@ class Client(Generic[Incoming, Outgoing]):
         socket.setsockopt(zmq.RCVHWM, 0)
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 2000)
-        if "[" in self._address:
+        if "[" in self.address:
             socket.setsockopt(zmq.IPV6, 1)
-        socket.connect(self._address)
+        socket.connect(self.address)
         return socket
 
     def send(self, message: Outgoing) -> None:
         """Queues `message`. Raises ValueError if it is over the size limit."""
         data = self._outgoing.encode(message)
         if self._closing.is_set():
-            raise RuntimeError(f"the connection to {self._address} was closed")
+            raise RuntimeError(f"the connection to {self.address} was closed")
         self._outbox.append(data)
         self._wake()
 
@@ -92,8 +108,12 @@ class Client(Generic[Incoming, Outgoing]):
             return None
         if isinstance(message, _Ended):
             self._inbox.put(message)  # for the next call
-            raise RuntimeError(f"the connection to {self._address} has ended") from message.cause
+            raise RuntimeError(f"the connection to {self.address} has ended") from message.cause
         return message
+
+    def watch(self, silence: Silence) -> None:
+        """Has the network thread look from now on for a silence of the master."""
+        self._silence = silence
 
     def close(self, *, flush_s: float = 10.0) -> None:
         """Ends the connection after sending what is queued, for at most `flush_s` seconds."""
@@ -131,9 +151,11 @@ class Client(Generic[Incoming, Outgoing]):
             now_s = time.monotonic()
             if now_s >= next_beat_s:
                 next_beat_s = now_s + self._heartbeat_s
-                socket.send(self._outgoing.encode(self._heartbeat()))
+                self._clock.tick()
+                self._check_silence()
+                self._send(self._outgoing.encode(self._heartbeat()))
             while self._outbox:
-                socket.send(self._outbox.popleft())
+                self._send(self._outbox.popleft())
             if closing:
                 return
             ready = dict(poller.poll(max(0, math.ceil(1000 * (next_beat_s - time.monotonic())))))
@@ -142,7 +164,27 @@ class Client(Generic[Incoming, Outgoing]):
             if socket in ready:
                 self._drain()
 
+    def _send(self, data: bytes) -> None:
+        """Without waiting: queues have no limit, and a connection that is being restored has one. Only a refused one,
+        which libzmq does not try again, has none, and to wait for it would be for ever."""
+        try:
+            self._socket.send(data, zmq.DONTWAIT)
+        except zmq.Again:
+            raise ConnectionRefusedError(
+                f"{self.address} refused this worker's key: another run's master listens there, or the keys in the "
+                "run directory are of another start"
+            ) from None
+
+    def _check_silence(self) -> None:
+        if self._silence is None:
+            return
+        silent_s = self._clock.now() - (self._heard_s or 0.0)
+        has_heard = self._heard_s is not None
+        if silent_s > (self._silence.later_s if has_heard else self._silence.first_s):
+            self._silence.call(silent_s, has_heard)
+
     def _drain(self) -> None:
+        self._heard_s = self._clock.now()
         while True:
             try:
                 frames = self._socket.recv_multipart(zmq.DONTWAIT)
@@ -158,6 +200,11 @@ class Client(Generic[Incoming, Outgoing]):
                 continue
             if not self._urgent(message):
                 self._inbox.put(message)
+
+
+def host_of(address: str) -> str:
+    """The host in `tcp://host:port`."""
+    return urlsplit(address).hostname or ""
 
 
 class _Ended:

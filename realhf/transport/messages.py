@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from realhf.architecture.decoding import GraphLife
 from realhf.dataflow.interface import SampleDType
 from realhf.geometry.layout import Layout
 
@@ -90,8 +91,8 @@ class PrepareMove(Message, frozen=True, kw_only=True):
 
 
 class Reallocate(Message, frozen=True, kw_only=True):
-    """Copies version `version` of a model's parameters from its home into `layout`. It is sent when all workers that
-    must prepare for it have done so."""
+    """Copies version `version` of a model's parameters from its home, or from the copy that the plan names
+    (`CallPlan.copy_from`), into `layout`. It is sent when all workers that must prepare for it have done so."""
 
     request_id: int
     batch: BatchKey
@@ -130,8 +131,9 @@ class OffloadModel(Message, frozen=True, kw_only=True):
 class CallFunction(Message, frozen=True, kw_only=True):
     """Runs a model function call on this worker's samples: `mini_batches[j]` are the ids of mini-batch j.
 
-    `version` is the version of the parameters to use, see `DataflowGraph.weights_version`; `state` has the numbers
-    that the call left in the step before (`realhf.engine.interface.Context.state`).
+    `version` is the version of the parameters to use, see `DataflowGraph.weights_version`; `decode_graphs` what the
+    plan says of them; `state` has the numbers that the call left in the step before
+    (`realhf.engine.interface.Context.state`).
     """
 
     request_id: int
@@ -141,11 +143,13 @@ class CallFunction(Message, frozen=True, kw_only=True):
     mini_batches: tuple[tuple[Count, ...], ...]
     micro_batches: Count
     version: int
+    decode_graphs: GraphLife | None = None
     state: dict[str, float] = {}
 
 
 class Release(Message, frozen=True, kw_only=True):
-    """Frees the copy of a model's parameters that `Reallocate` made."""
+    """A call is done with the copy of a model's parameters that `Reallocate` made. It is freed, unless other calls are
+    still to take theirs from it."""
 
     model: str
     layout: Layout
@@ -174,6 +178,10 @@ class DumpStacks(Message, frozen=True, kw_only=True):
     """Has the worker write the Python stacks of its threads into the run directory at once, even while it computes."""
 
 
+class Alive(Message, frozen=True, kw_only=True):
+    """The master is there: the answer to `Hello`, and then sent every few seconds."""
+
+
 class Shutdown(Message, frozen=True, kw_only=True):
     """Ends the worker's process."""
 
@@ -182,11 +190,12 @@ class Shutdown(Message, frozen=True, kw_only=True):
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """The first message of a worker."""
+    """The first message of a worker, with the id of the start that it belongs to."""
 
     worker: int
     pid: int
     host: str
+    start_id: str = ""
 
 
 class Ready(Message, frozen=True, kw_only=True):
@@ -196,9 +205,11 @@ class Ready(Message, frozen=True, kw_only=True):
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):
-    """Sent every second, also while the worker computes; `activity` describes what it does."""
+    """Sent every second, also while the worker computes; `activity` describes what it does. `sent_s`: when, in seconds
+    since the epoch by the worker's clock; None: not told."""
 
     activity: str
+    sent_s: float | None = None
 
 
 class Completion(msgspec.Struct, frozen=True, kw_only=True):
@@ -230,6 +241,8 @@ class Reply(Message, frozen=True, kw_only=True):
     weights_version: Count = 0
     # Peak memory of models and data on this worker since its last call (`realhf.worker.memory_use`); 0: not known.
     peak_bytes: Count = 0
+    # What this worker sent in collectives of data parallelism, by their names (`realhf.parallel.collectives.Traffic`).
+    sent_bytes: dict[str, Count] = {}
 
 
 class CheckpointWritten(Message, frozen=True, kw_only=True):
@@ -251,5 +264,5 @@ class Failure(Message, frozen=True, kw_only=True):
 
 Move = Reallocate | FollowParameters
 Parameters = PrepareMove | LoadModel | OffloadModel | Release
-ToWorker = Move | Parameters | Transfer | CallFunction | FreeBatch | SaveCheckpoint | DumpStacks | Shutdown
+ToWorker = Move | Parameters | Transfer | CallFunction | FreeBatch | SaveCheckpoint | DumpStacks | Alive | Shutdown
 ToMaster = Hello | Ready | Heartbeat | Reply | CheckpointWritten | Failure

@@ -1,5 +1,6 @@
 """How workers find the master: one small file in the run directory, written atomically."""
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -24,9 +25,12 @@ def publish_master(directory: Path, master: MasterAddress) -> None:
     write_atomically(directory / _FILE, msgspec.json.encode(master))
 
 
-def withdraw_master(directory: Path) -> None:
-    """Removes the address, so that workers of the next start do not connect to the port of a dead master."""
-    (directory / _FILE).unlink(missing_ok=True)
+def withdraw_master(directory: Path, master: MasterAddress) -> None:
+    """Removes the address, so that workers of the next start do not connect to the port of a dead master. That of
+    another master stays."""
+    with contextlib.suppress(OSError, BadContentError):
+        if decode_json((directory / _FILE).read_bytes(), MasterAddress) == master:
+            (directory / _FILE).unlink()
 
 
 def wait_for_master(directory: Path, *, timeout_s: float, public_key: bytes | None = None) -> MasterAddress:

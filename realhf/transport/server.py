@@ -54,6 +54,7 @@ class Server(Generic[Incoming, Outgoing]):
         self._outgoing = outgoing
         self._num_workers = len(keys.workers)
         self._routes: dict[int, bytes] = {}  # worker -> the route of the connection it was last heard on
+        self._refused: set[bytes] = set()  # routes
         # A context of its own, since libzmq has one authenticator per context.
         self._context = zmq.asyncio.Context()
         self._context.set(zmq.BLOCKY, False)  # a process that ends without `close` must not hang
@@ -108,6 +109,10 @@ class Server(Generic[Incoming, Outgoing]):
         """Counts a message of a worker as invalid, because its content makes no sense."""
         self._garbage[worker] += 1
 
+    def refuse(self, worker: int) -> None:
+        """Ignores from now on the connection on which a worker was heard last, but not its next one."""
+        self._refused.add(self._routes.pop(worker))
+
     async def recv(self) -> tuple[int, Incoming]:
         """The next message and the index of the worker it came from. Safe to cancel."""
         while True:
@@ -116,6 +121,8 @@ class Server(Generic[Incoming, Outgoing]):
             if len(frames) == 2 and self._garbage[worker] <= MAX_GARBAGE:
                 with contextlib.suppress(UndecodableError):
                     message = self._incoming.decode(frames[1].buffer)
+                    if frames[0].bytes in self._refused:
+                        continue
                     self._routes[worker] = frames[0].bytes
                     return worker, message
             self._garbage[worker] += 1

@@ -16,17 +16,21 @@ import torch
 import torch.distributed as dist
 
 from realhf.base.errors import RunError
-from realhf.cpu.host_group import PeerError
+from realhf.cpu.host_group import PeerError, host_identity
 from realhf.engine.generate.paged_attention import describe_attention
-from realhf.launch.process import TOLD_RETURNCODE, worker_index
+from realhf.launch.process import MASTERLESS_RETURNCODE, TOLD_RETURNCODE, worker_index
+from realhf.machine.network import addresses, in_words, interface_of, source_of
 from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.rundir.logs import logging_to, start_logging
 from realhf.rundir.paths import RunDirectory, worker_name
 from realhf.rundir.run import Run, load_run
-from realhf.transport.client import Client
+from realhf.rundir.starts import StaleStartError, check_start, own_start
+from realhf.transport.client import Client, Silence, host_of
+from realhf.transport.clock import now_s
 from realhf.transport.codec import Codec
 from realhf.transport.keys import load_worker_keys
 from realhf.transport.messages import (
+    Alive,
     DumpStacks,
     Failure,
     FollowParameters,
@@ -46,26 +50,41 @@ from realhf.worker.device import device_name, own_device
 from realhf.worker.device_check import check_device
 from realhf.worker.interfaces import explain
 from realhf.worker.model_worker import ModelWorker
+from realhf.worker.reachability import check_reachability
 from realhf.worker.requests import refusal
 from realhf.worker.stacks import write_stacks
 
 logger = logging.getLogger("realhf.worker")
 
 RECEIVE_TIMEOUT_S = 3600.0
+LOOPBACK = "lo"
+CONNECT_S = 45.0  # in which a master that has published its address has to answer
 IN_PROCESS_WAIT_S = 0.02  # how long the master, which shares the process, is waited for at a time
 
 
-def join_world(directory: RunDirectory, run: Run, rank: int, device: torch.device) -> None:
-    """Makes the process group of all workers, who meet through a file in the run directory."""
-    if run.spec.network_interface:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", run.spec.network_interface)
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", run.spec.network_interface)
+def join_world(directory: RunDirectory, run: Run, rank: int, device: torch.device, interface: str) -> None:
+    """Makes the process group of all workers, who meet through a file in the run directory.
+
+    `interface`: that on which the master is reached, which gloo takes where the run names none. NCCL, which knows more
+    kinds of networks, then chooses by itself.
+    """
+    store = dist.FileStore(str(directory.rendezvous / "torch"), run.spec.num_workers)
+    named = run.spec.network_interface
+    if named:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", named)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", named)
+    elif interface:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    checked = os.environ.get("GLOO_SOCKET_IFNAME", "")
+    if checked in addresses() and checked != LOOPBACK and (named or device.type == "cpu"):
+        store.set_timeout(timedelta(seconds=run.spec.setup_timeout_s))
+        check_reachability(store, rank, run.spec.num_workers, host_identity(), checked)
     timeout_s = run.spec.setup_timeout_s
     if device.type == "cuda":  # stages send through this group while they compute, and NCCL ends who waits longer
         timeout_s = max(timeout_s, 2 * run.deadlines.longest_s)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        store=dist.FileStore(str(directory.rendezvous / "torch"), run.spec.num_workers),
+        store=store,
         rank=rank,
         world_size=run.spec.num_workers,
         timeout=timedelta(seconds=timeout_s),
@@ -83,23 +102,17 @@ def blames_peer(error: BaseException) -> bool:
     return isinstance(error, RuntimeError | TimeoutError | RunError) and any(sign in text for sign in signs)
 
 
-# The id of the request that failed is known of calls beside the devices.
-Fail = Callable[["Client[ToWorker, ToMaster]", ActivityWriter, BaseException, int | None], None]
-
-
-def carry_out(
-    directory: RunDirectory, run: Run, rank: int, activity: ActivityWriter, fail: Fail, wait_s: float
-) -> Generator[None, None, None]:
-    """Executes the master's requests until told to stop; moves of parameters on a thread of their own.
-
-    Yields after each request, and every `wait_s` seconds while none comes. `fail` is told, from any thread, what was
-    raised. If it returns, what the calling thread raised goes on.
-    """
+def _connected(
+    directory: RunDirectory, run: Run, rank: int, activity: ActivityWriter, moves: "queue.SimpleQueue[Move | None]"
+) -> "Client[ToWorker, ToMaster]":
+    """The connection to the master, which puts what it is to do of moves there."""
     keys = load_worker_keys(directory.keys, worker=rank)
-    moves: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
+    check_start(directory, own_start())  # so that these are not the keys of another
 
     def do_at_once(message: ToWorker) -> bool:
         match message:
+            case Alive():
+                pass
             case DumpStacks():
                 write_stacks(directory.stacks(worker_name(rank)), activity.text)
             case _ if why := refusal(message, run, directory.checkpoints):
@@ -116,18 +129,43 @@ def carry_out(
         keys,
         incoming=Codec[ToWorker](ToWorker),
         outgoing=Codec[ToMaster](ToMaster),
-        heartbeat=lambda: Heartbeat(activity=activity.text),
+        heartbeat=lambda: _heartbeat(activity),
         urgent=do_at_once,
     )
+    longest_s = run.spec.master_timeout_s
+    gone = partial(end_without_master, rank, master.address, activity)
+    client.watch(Silence(min(CONNECT_S, longest_s), longest_s, gone))
+    return client
+
+
+def _heartbeat(activity: ActivityWriter) -> Heartbeat:
+    return Heartbeat(activity=activity.text, sent_s=now_s())
+
+
+# The id of the request that failed is known of calls beside the devices.
+Fail = Callable[["Client[ToWorker, ToMaster]", ActivityWriter, BaseException, int | None], None]
+
+
+def carry_out(
+    directory: RunDirectory, run: Run, rank: int, activity: ActivityWriter, fail: Fail, wait_s: float
+) -> Generator[None, None, None]:
+    """Executes the master's requests until told to stop; moves of parameters on a thread of their own.
+
+    Yields after each request, and every `wait_s` seconds while none comes. `fail` is told, from any thread, what was
+    raised. If it returns, what the calling thread raised goes on.
+    """
+    moves: queue.SimpleQueue[Move | None] = queue.SimpleQueue()
+    start_id = own_start()
+    client = _connected(directory, run, rank, activity, moves)
     with contextlib.ExitStack() as held:
         held.callback(client.close)
-        client.send(Hello(worker=rank, pid=os.getpid(), host=socket.gethostname()))
+        client.send(Hello(worker=rank, pid=os.getpid(), host=socket.gethostname(), start_id=start_id))
         try:
             device = own_device()
             check_device(run.spec.hardware, rank, device)
             logger.info("attention on %s: %s", device.type, "; ".join(describe_attention(device.type)))
             activity.set("setup: joining the other workers")
-            join_world(directory, run, rank, device)
+            join_world(directory, run, rank, device, interface_of(source_of(host_of(client.address))))
             held.callback(dist.destroy_process_group)
 
             def fail_beside(error: BaseException, request_id: int | None = None, /) -> None:
@@ -137,6 +175,7 @@ def carry_out(
             worker = ModelWorker(run, rank, device, directory, channels)
             held.callback(worker.close)
             give_back_freed_memory()
+            client.send(_heartbeat(activity))  # so that the master knows this host's clock before the first reply
             client.send(Ready(device=device_name(device)))
             logger.info("ready")
             activity.set("waiting for the first request")
@@ -157,7 +196,7 @@ def _requests(client: "Client[ToWorker, ToMaster]", worker: ModelWorker, wait_s:
                     raise TimeoutError(f"no request from the master for {RECEIVE_TIMEOUT_S:g} s")
             case Shutdown():
                 return
-            case DumpStacks() | Reallocate() | FollowParameters():
+            case Alive() | DumpStacks() | Reallocate() | FollowParameters():
                 raise AssertionError(f"{type(request).__name__} is taken as it comes in")
             case _:
                 waited_s = 0.0
@@ -214,15 +253,40 @@ def end_process(
         os._exit(TOLD_RETURNCODE)
 
 
+def end_without_master(rank: int, address: str, activity: ActivityWriter, silent_s: float, has_heard: bool) -> None:
+    """Ends the process, whose master is gone or cannot be reached: others may need the device."""
+    host = host_of(address)
+    who, source = f"worker {rank} on {socket.gethostname()}", in_words(source_of(host))
+    if has_heard:
+        text = f"{who} ends: nothing was heard of the master at {address} for {silent_s:.0f} s (from {source})"
+    else:
+        own = "; ".join(f"{name} {', '.join(each)}" for name, each in addresses().items() if name != "lo")
+        text = (
+            f"{who} ends: the master at {address} did not answer within {silent_s:.0f} s, asked from {source}; if "
+            "the hosts have several networks, name the interface of one between them by --network-interface "
+            f"(here: {own})"
+        )
+    logger.error("%s; it was in %s", text, activity.text)
+    activity.set(text)
+    sys.stderr.flush()
+    os._exit(MASTERLESS_RETURNCODE)  # nothing is to be saved, and groups whose peers are gone can block for minutes
+
+
 def main() -> int:
     keep_freed_memory()
     directory = RunDirectory.open(Path(sys.argv[1]))
     rank = worker_index()
-    run = load_run(directory.experiment, directory.plan)
-    activity = ActivityWriter(directory.activity(worker_name(rank)))
-    start_logging(worker_name(rank), lambda: activity.main)
-    for _ in carry_out(directory, run, rank, activity, partial(end_process, threading.Lock()), RECEIVE_TIMEOUT_S):
-        pass
+    try:
+        check_start(directory, own_start())  # before it opens any file of the run
+        run = load_run(directory.experiment, directory.plan)
+        activity = ActivityWriter(directory.activity(worker_name(rank)))
+        start_logging(worker_name(rank), lambda: activity.main)
+        logger.info("start %s", own_start() or "without an id")
+        for _ in carry_out(directory, run, rank, activity, partial(end_process, threading.Lock()), RECEIVE_TIMEOUT_S):
+            pass
+    except StaleStartError as error:
+        print(error, file=sys.stderr)
+        return 1
     return 0
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from realhf.architecture.decoding import GraphLife
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.protocols import THREE_D_PROTO
 from realhf.engine.returned import InterfaceError
@@ -73,6 +74,7 @@ class CallContext:
     batch_size: int
     samples_per_prompt: int = 1
     micro_batches: int = 1
+    decode_graphs: GraphLife | None = None
     record: frozenset[str] = frozenset()
     state: dict[str, float] = field(default_factory=dict)
     records: Records = _no_records

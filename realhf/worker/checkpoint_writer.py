@@ -1,13 +1,13 @@
 """Writes a worker's part of a checkpoint from a thread of its own, while the worker goes on."""
 
 import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch import Tensor
 
 from realhf.models.checkpoint import write_snapshot
+from realhf.transport.clock import now_s
 from realhf.transport.messages import CheckpointWritten, Span
 
 Snapshots = Mapping[str, Mapping[str, Tensor]]  # by model, then as `realhf.models.checkpoint.snapshot` makes them
@@ -32,11 +32,11 @@ class CheckpointWriter:
         self._thread.start()
 
     def _write(self, directory: str, snapshots: Snapshots) -> None:
-        start, error = time.time(), ""
+        start, error = now_s(), ""
         try:
             for model, content in snapshots.items():
                 write_snapshot(Path(directory) / model, self._rank, content, hashed=True)
         except Exception as caught:  # whatever it is, the master must hear of it, or it would wait
             error = f"{type(caught).__name__}: {caught}"
-        span = Span("writing", f"writing {Path(directory).name}", start, time.time())
+        span = Span("writing", f"writing {Path(directory).name}", start, now_s())
         self._report(CheckpointWritten(directory=directory, span=span, error=error))

@@ -2,7 +2,6 @@
 
 import logging
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -23,10 +22,12 @@ from realhf.engine.batch import Batch
 from realhf.geometry.layout import Layout
 from realhf.models.checkpoint import snapshot
 from realhf.models.checkpoint_index import initial_optimizer_steps
+from realhf.parallel.collectives import traffic
 from realhf.parallel.groups import GroupTable, group_of_all_ranks
 from realhf.parallel.waiting import waits_on
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run
+from realhf.transport.clock import now_s
 from realhf.transport.messages import (
     BatchKey,
     CallFunction,
@@ -167,9 +168,9 @@ class ModelWorker:
     def _timed(self, phase: Phase, name: str) -> Iterator[Callable[[], Span]]:
         """Says what is done, and logs how long it took; gives what makes the span once it is done."""
         self._set_activity(f"{name}: {phase}")
-        start = time.time()
-        yield lambda: Span(phase, name, start, time.time())
-        logger.info("%s took %.3f s", phase, time.time() - start)
+        start = now_s()
+        yield lambda: Span(phase, name, start, now_s())
+        logger.info("%s took %.3f s", phase, now_s() - start)
         self._set_activity(f"waiting, after {name}: {phase}")
 
     def _load_interfaces(self) -> dict[tuple[Split, str], Any]:
@@ -184,7 +185,7 @@ class ModelWorker:
         return loaded
 
     def _build_home(self, name: str, home: Layout) -> EngineModel:
-        run, setup = self._run, self._run.models[name]
+        run, setup, computation = self._run, self._run.models[name], self._run.computations[name]
         steps = run.experiment.steps * run.optimizer_steps(name)
         oldest = run.graph.weights_version(name, run.spec.resume_step)
         spec = ModelSpec(
@@ -192,9 +193,9 @@ class ModelWorker:
             self._groups.groups(home),
             getattr(torch, setup.dtype),
             self._device,
-            optimizer=setup.optimizer if steps else None,
+            optimizer=setup.optimizer.run_with(computation) if steps and setup.optimizer else None,
             total_optimizer_steps=initial_optimizer_steps(setup) + steps,
-            compute=setup.compute,
+            compute=computation,
             timeout_s=self._timeout_s,
             versions=range(oldest, oldest + run.graph.versions_kept(name)),
         )
@@ -210,7 +211,7 @@ class ModelWorker:
         mini_batches = [self._inputs(request.batch, definition, ids) for ids in request.mini_batches]
         model = self._models[definition.model_name, request.layout]
         self._moves.select(model, definition.model_name, request.version)
-        with self._timed("compute", f"{request.call} of {request.batch}") as span:
+        with self._timed("compute", f"{request.call} of {request.batch}") as span, traffic() as sent:
             tokens_before = model.tokens_processed
             result = run_interface(self._interfaces[split, definition.name], definition, model, mini_batches, context)
             if definition.trains:
@@ -223,6 +224,7 @@ class ModelWorker:
             wait=wait,
             weights_version=max(0, request.version),
             peak_bytes=self._memory.take_peak(),
+            sent_bytes=dict(sent.sent_bytes),
         )
         if not context.holds_outputs:
             return reply
@@ -243,11 +245,11 @@ class ModelWorker:
         inputs = [self._inputs(request.batch, definition, ids).to(torch.device("cpu")) for ids in request.mini_batches]
 
         def run() -> Reply:
-            start = time.time()
+            start = now_s()
             result = run_interface(self._interfaces[split, definition.name], definition, None, inputs, context)
             outputs = {key: [value.to(self._device) for value in column] for key, column in result.outputs.items()}
             described = self._keep(request, definition, outputs)
-            span = Span("beside", what, start, time.time())
+            span = Span("beside", what, start, now_s())
             return Reply(
                 request_id=request.request_id,
                 span=span,
@@ -269,6 +271,7 @@ class ModelWorker:
             batch_size=self._readers[split].batch_size,
             samples_per_prompt=self._graphs[split].samples_per_prompt,
             micro_batches=request.micro_batches,
+            decode_graphs=request.decode_graphs,
             record=frozenset(self._run.spec.record),
             state=dict(request.state),
             records=partial(self._records, split),

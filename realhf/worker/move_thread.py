@@ -8,6 +8,7 @@ from collections.abc import Callable
 import torch
 
 from realhf.rundir.logs import place_of
+from realhf.transport.clock import now_s
 from realhf.transport.messages import BatchKey, Move, PrepareMove, Reallocate, Reply, Span
 from realhf.worker.channels import Channels
 
@@ -103,7 +104,7 @@ class MoveThread:
         is_prepared = self._prepared == (batch, name)  # then calls wait, and say what for
         what = f"{name} of {batch}"
         self._channels.activity.set_beside("" if is_prepared else f"{what}: sending")
-        start = time.time()
+        start = now_s()
         if self._stream is None:
             self._carry_out(move)
         else:
@@ -112,7 +113,7 @@ class MoveThread:
                 self._stream.wait_event(self._computed)
                 self._carry_out(move)
             self._stream.synchronize()
-        span = Span("reallocation" if is_prepared else "sending", what, start, time.time())
+        span = Span("reallocation" if is_prepared else "sending", what, start, now_s())
         logger.info("%s took %.3f s", span.phase, span.end - start, extra={"place": place_of(f"{what}: {span.phase}")})
         self._channels.activity.set_beside("")
         return Reply(request_id=move.request_id, span=span)

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 
 import torch
 
+from realhf.dataflow.copies import takers_of
 from realhf.engine.backend import EngineModel, ModelSpec, build_model
 from realhf.engine.residency.residency import Boxes, Where
 from realhf.geometry.layout import Layout
@@ -45,6 +46,8 @@ class ParameterMoves:
         self._timeout_s = run.deadlines.longest_s
         self._verification = VerificationSchedule(run.spec.verify_reallocations_every)
         self._lent: dict[str, LentParts] = {}  # by model, where the move into the copy was verified
+        # Of copies that other calls take theirs from: how many calls are not done with it, its own among them.
+        self._uses: dict[tuple[str, Layout], int] = {}
         self._at_rest = {name: threading.Lock() for name in run.homes}
         # Its own deadline comes after that of a bucket, which says what was waited for.
         is_needed = groups.spans_hosts and _moves_anything(run)
@@ -56,7 +59,8 @@ class ParameterMoves:
         if layout == self._run.homes[name] or self._rank not in layout.mesh.devices:
             return
         if copy := self._models.get((name, layout)):
-            copy.residency.allocate()
+            if (name, layout) not in self._uses:  # else the other thread may be about to free it, before it allocates
+                copy.residency.allocate()
             return
         setup = self._run.models[name]
         dtype, groups = getattr(torch, setup.dtype), self._groups.groups(layout)
@@ -70,19 +74,22 @@ class ParameterMoves:
             ReallocationError: a peer did not do its part, or values came that were not sent.
         """
         match move:
-            case Reallocate(model=model, layout=layout, batch=batch, version=version):
-                self._reallocate(model, layout, batch.step, version)
+            case Reallocate():
+                self._reallocate(move)
             case FollowParameters(name=name, batch=batch):
                 self._follow(name, batch.step)
 
     def release(self, request: Release) -> None:
-        """Frees a copy; the home has its parameters again.
+        """Frees a copy; the home has its parameters again. A copy that others take theirs from is freed by the last.
 
         Raises:
             VerificationError: they are not as they were lent, which is looked at where the move was verified.
         """
         copy = self._models[request.model, request.layout]
         with self._resting(request.model):
+            if (request.model, request.layout) in self._uses:
+                self._used(request.model, request.layout)
+                return
             if home := self._models.get((request.model, self._run.homes[request.model])):
                 home.residency.take_back_from(copy.residency)
                 if lent := self._lent.pop(request.model, None):
@@ -98,42 +105,63 @@ class ParameterMoves:
                 model.residency.select_version(version)
                 self._finish_on_device()
 
-    def _reallocate(self, name: str, layout: Layout, step: int, version: int) -> None:
-        home, dtype = self._run.homes[name], getattr(torch, self._run.models[name].dtype)
-        source, target = self._models.get((name, home)), self._models.get((name, layout))
+    def _reallocate(self, move: Reallocate) -> None:
+        run, name, layout = self._run, move.model, move.layout
+        trains = move.batch.split == "train"
+        from_layout = self._source_layout(move)
+        home, source, target = (self._models.get((name, at)) for at in (run.homes[name], from_layout, layout))
+        is_home = from_layout == run.homes[name]
         plan = plan_between(
-            self._run.graph.models[name],
-            Placement(home, self._run.models[name].compute.data_parallel),
+            run.graph.models[name],
+            run.placement(name) if is_home else Placement(from_layout),
             Placement(layout),
-            self._run.spec.devices_per_node,
-            element_bytes=dtype.itemsize,
+            run.spec.devices_per_node,
+            element_bytes=getattr(torch, run.models[name].dtype).itemsize,
         )
-        carrier = self._carrier(home, layout)
+        carrier = self._carrier(from_layout, layout)
+        takers = takers_of(run.plan.copies, move.call) if trains else []
         with self._resting(name):
             if target is not None:
-                target.residency.begin_at_version(version)
-                if source is not None:
-                    source.residency.select_version(version)  # which it may lend; nothing computes here now
-            boxes = _boxes(source, version), _boxes(target)
+                target.residency.allocate()  # the last who took from it may have freed it only now
+                target.residency.begin_at_version(move.version)
+                if home is not None:
+                    home.residency.select_version(move.version)  # which it may lend; nothing computes here now
+            boxes = _boxes(source, move.version), _boxes(target)
             part = Reallocation(plan, self._rank, *boxes, carrier, name, self._timeout_s)
             execute(part)
-            if is_verified := self._verification.is_due(name, layout, step):
+            if is_verified := self._verification.is_due(name, layout, move.batch.step):
                 verify(part)
             self._finish_on_device()
-            if source is not None and target is not None:
-                source.residency.lend_to(target.residency)
-                if is_verified and source.residency.where is Where.LENT:
-                    self._lent[name] = LentParts(source.residency.readable())
+            if source is not None and not is_home:
+                self._used(name, from_layout)
+            if target is not None and takers:
+                self._uses[name, layout] = 1 + len(takers)
+            elif home is not None and target is not None:
+                home.residency.lend_to(target.residency)
+                if is_verified and home.residency.where is Where.LENT:
+                    self._lent[name] = LentParts(home.residency.readable())
+
+    def _source_layout(self, move: Reallocate) -> Layout:
+        copied = self._run.plan.copies.get(move.call) if move.batch.split == "train" else None
+        return self._run.plan.layout(copied) if copied else self._run.homes[move.model]
+
+    def _used(self, name: str, layout: Layout) -> None:
+        """Notes that a call is done with a copy that others take theirs from; frees it behind the last one.
+
+        The home has lent it nothing: calls may run at home while such a copy is kept.
+        """
+        self._uses[name, layout] -= 1
+        if not self._uses[name, layout]:
+            self._finish_on_device()
+            self._models[name, layout].residency.free()
+            del self._uses[name, layout]  # at last: see `prepare`
 
     def _follow(self, name: str, step: int) -> None:
         run, node = self._run, self._run.graph.follows[name]
         source, target = (self._models.get((model, run.homes[model])) for model in (node.source, node.target))
         plan = plan_between(
             run.graph.models[node.target],
-            *(
-                Placement(run.homes[name], run.models[name].compute.data_parallel)
-                for name in (node.source, node.target)
-            ),
+            *(run.placement(name) for name in (node.source, node.target)),
             run.spec.devices_per_node,
             element_bytes=getattr(torch, run.models[node.target].dtype).itemsize,
             forwarding=False,  # a device would send on its average

@@ -45,6 +45,8 @@ def refusal(request: ToWorker, run: Run, checkpoints: Path) -> str | None:
             definition = _call(run, batch.split, call)
             if definition is None or (model, layout) != (definition.model_name, _layout(run, batch.split, definition)):
                 return f"a reallocation for {call} that the plan does not have"
+            if batch.split == "train" and run.plan.takes_over(call):
+                return f"a reallocation for {call}, which takes over the copy of another call"
             return _no_batch(run, batch)
         case Release(model=model, layout=layout):
             if not any(

@@ -1,4 +1,4 @@
-"""A real SLURM of two virtual nodes, brought up once for all tests that ask for it."""
+"""Real SLURMs, brought up once for all tests that ask for one: of virtual nodes, and of hosts of their own."""
 
 import os
 import sys
@@ -10,8 +10,11 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from hosts.cluster import Hosts, why_none
 from testbed.cluster import Testbed, missing_programs
 from testbed.configuration import TestbedShape
+
+from tests.slurm.new_testbed import new_testbed
 
 
 @pytest.fixture(scope="session")
@@ -25,12 +28,26 @@ def slurm_testbed() -> Iterator[Testbed]:
         if os.environ.get("REALHF_REQUIRE_SLURM") == "1":
             pytest.fail(text)
         pytest.skip(text)
-    with tempfile.TemporaryDirectory(prefix="slurm_") as folder, pytest.MonkeyPatch.context() as environment:
-        Path(folder).chmod(0o755)  # munge wants its socket within everyone's reach
-        cluster = Testbed(Path(folder) / "testbed")
-        cluster.up(TestbedShape(nodes=2, cpus=8, gpus=2))
-        environment.setenv("SLURM_CONF", str(cluster.slurm_conf))
+    with new_testbed() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def hosts() -> Iterator[Hosts]:
+    """Three hosts of their own beside host0, with a SLURM over them; a test leaves them as they were.
+
+    Where hosts cannot be made the test is skipped, or fails if REALHF_REQUIRE_HOSTS=1.
+    """
+    missing = missing_programs()
+    if why := f"not found: {', '.join(missing)}" if missing else why_none():
+        if os.environ.get("REALHF_REQUIRE_HOSTS") == "1":
+            pytest.fail(why)
+        pytest.skip(why)
+    with tempfile.TemporaryDirectory(prefix="hosts_") as folder:
+        Path(folder).chmod(0o755)
+        made = Hosts(Path(folder) / "hosts")
+        made.up(TestbedShape(nodes=3, gpus=0, node_prefix="host", slurmd_timeout_s=30), ends_with_caller=True)
         try:
-            yield cluster
+            yield made
         finally:
-            cluster.down()
+            made.down()

@@ -12,17 +12,18 @@ import sys
 import threading
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
 from testbed.cluster import Testbed
 
 from realhf.base.code_files import python_command
+from realhf.base.errors import UserError
 from realhf.launch.launcher import Exit, Launcher, find_launcher
 from realhf.launch.process import Job, ProcessSpec
 from realhf.launch.slurm.script import SlurmOptions
-from realhf.rundir.paths import MASTER, RunDirectory, worker_name
+from realhf.rundir.paths import MASTER, RunDirectory, worker_name, worker_of
 from tests.waiting import PATIENCE_S, wait_until
 
 OUTSIDE = f"{Path(__file__).parents[1]}/e2e/nice_launcher.py:NiceLauncher"
@@ -57,10 +58,11 @@ class Bench:
 
     def start(self, *, master: str, worker: str) -> None:
         """Starts what has a name in SHELL, or other shell commands, in the places of the master and of each worker."""
+        self.launcher.start(self.job(master=master, worker=worker))
+
+    def job(self, *, master: str, worker: str) -> Job:
         processes = tuple(self.spec(name, master if name == MASTER else worker) for name in self.names)
-        self.launcher.start(
-            Job(directory=self.directory, processes=processes, workers_per_node=(self.num_workers + 1) // 2)
-        )
+        return Job(directory=self.directory, processes=processes, workers_per_node=(self.num_workers + 1) // 2)
 
     def spec(self, name: str, command: str) -> ProcessSpec:
         env = {TOKEN: self.token, "PLACE": str(self.directory.path)}
@@ -149,6 +151,20 @@ def queued(cluster: Testbed) -> list[str]:
     return cluster.run("squeue", "-h", "-o", "%i").stdout.split()
 
 
+def test_before_a_start_there_is_nothing(bench: Bench) -> None:
+    """And a look at what would be started starts nothing."""
+    bench.launcher.check()
+    shown = bench.launcher.preview(bench.job(master="ends", worker="ends"))
+    assert "master" in shown
+    assert "worker" in shown
+    assert bench.launcher.poll() == []
+    assert bench.launcher.status() == ""
+    bench.launcher.stop()
+    bench.launcher.stop(grace_s=0)
+    assert not any(bench.directory.logs.iterdir())
+    bench.check_clean()
+
+
 def test_a_normal_end(bench: Bench) -> None:
     bench.start(master="ends", worker="ends")
     exits = bench.exits(1 + bench.num_workers)
@@ -198,6 +214,16 @@ def test_after_stop_it_starts_the_next_job(bench: Bench) -> None:
     assert {found.returncode for found in bench.exits(1 + bench.num_workers).values()} == {0}
 
 
+def test_logs_of_earlier_starts_stay(bench: Bench) -> None:
+    for _ in range(2):
+        bench.start(master="ends", worker="ends")
+        bench.exits(1 + bench.num_workers)
+        assert "\n" not in bench.launcher.status()
+        bench.launcher.stop()
+    for name in bench.names:
+        assert bench.log(name).count(f"{name} of {bench.directory.path}\n") == 2
+
+
 def test_places(bench: Bench) -> None:
     bench.start(master="goes on", worker="goes on")
     for name in bench.names:
@@ -215,6 +241,38 @@ def test_kill_9_of_a_worker_is_told_from_an_exit(bench: Bench) -> None:
     os.kill(pids[1], signal.SIGKILL)
     first = next(iter(bench.exits(1).values()))
     assert (first.name, first.returncode) == ("worker-1", -signal.SIGKILL)
+
+
+@pytest.mark.parametrize("bench", WITH_PROCESSES, indirect=True)
+def test_a_process_has_its_own_environment_and_exit_code(bench: Bench) -> None:
+    show = 'echo "${REALHF_WORKER_INDEX-none} $REALHF_TEST_TOKEN"'
+    bench.start(master=f"{show}; exit 17", worker=f"{show}; exit 0")
+    exits = bench.exits(1 + bench.num_workers)
+    assert {name: end.returncode for name, end in exits.items()} == {
+        name: 17 if name == MASTER else 0 for name in bench.names
+    }
+    for index, name in enumerate(bench.names, start=-1):
+        assert bench.log(name) == f"{index if index >= 0 else 'none'} {bench.token}\n"
+
+
+@pytest.mark.parametrize("bench", WITH_PROCESSES, indirect=True)
+def test_a_program_that_is_missing_is_an_error_and_nothing_is_left(bench: Bench) -> None:
+    """Of the launcher, or the end of the process; the next job starts."""
+    job = bench.job(master=FOR_EVER, worker="ends")
+    missing = [replace(spec, argv=("/no/such/program",)) if spec.index is not None else spec for spec in job.processes]
+    said = ""
+    try:
+        bench.launcher.start(replace(job, processes=tuple(missing)))
+        first = next(iter(bench.exits(1).values()))
+        assert (worker_of(first.name) is not None, first.returncode) == (True, 127)
+        said = bench.log(first.name)
+    except UserError as error:
+        said = str(error)
+    assert "/no/such/program" in said
+    bench.launcher.stop(grace_s=1)
+    bench.check_clean()
+    bench.start(master="ends", worker="ends")
+    assert {found.returncode for found in bench.exits(1 + bench.num_workers).values()} == {0}
 
 
 @pytest.mark.parametrize("bench", WITH_PROCESSES, indirect=True)

@@ -1,7 +1,9 @@
 """What only SLURM does: placement and GPUs, the job's own end, the queue, the cluster's failures."""
 
 import re
+import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +68,23 @@ def told(launcher: SlurmLauncher, number: int = NUM_WORKERS + 1) -> dict[str, Ex
 
     wait_until(are_told, lambda: f"only {sorted(found)} ended; {launcher.status()}")
     return found
+
+
+def test_ends_of_an_earlier_start_are_not_told(make: Make, directory: RunDirectory) -> None:
+    """Its tasks may end after the next start has begun, as where a partition heals."""
+    earlier = replace(job(directory, master="exit 0", worker="exit 0"), start_id="aaaa1111")
+    present = replace(
+        job(directory, master=FOR_EVER, worker=f"touch {directory.path}/up; {FOR_EVER}"), start_id="bbbb2222"
+    )
+    first = make()
+    first.start(earlier)
+    told(first)
+    second = make()
+    second.start(present)
+    wait_for_file(directory.path / "up")
+    late = f"mkdir -p {earlier.exits}; echo 143 > {earlier.exits}/worker-1"  # more than the script would do
+    assert subprocess.run(["bash", "-c", late]).returncode == 0
+    assert second.poll() == []
 
 
 def wait_for_file(path: Path) -> None:

@@ -1,12 +1,18 @@
 """A run as one job of a SLURM cluster, on nodes of which SLURM says whether they can be used."""
 
+import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from realhf.base.errors import UserError
 from realhf.launch.launcher import Exit, Launcher
 from realhf.launch.process import Job
-from realhf.launch.slurm.job import SubmittedJob, slurm_command
+from realhf.launch.slurm.commands import slurm_command
+from realhf.launch.slurm.defaults import with_environment
+from realhf.launch.slurm.job import SubmittedJob
+from realhf.launch.slurm.offer import Offer, ask
+from realhf.launch.slurm.refusal import unknown_names
 from realhf.launch.slurm.script import SlurmOptions, sbatch_text
 
 # States of a node that takes jobs, now or when the ones before have ended. Whatever else is shown counts as lost.
@@ -28,6 +34,13 @@ class SlurmLauncher(Launcher):
         self._options = options
         self._job: Job | None = None
         self._submitted: SubmittedJob | None = None
+        self._offer: Offer | None = None
+
+    def check(self) -> None:
+        slurm_command("sbatch", "--version")
+        self._offer = ask()
+        if wrong := list(unknown_names(with_environment(self._options, os.environ), self._offer)):
+            raise UserError("SLURM has no such job: " + "\n".join(wrong))
 
     def preview(self, job: Job) -> str:
         return sbatch_text(self._options_of(job), job)
@@ -35,6 +48,18 @@ class SlurmLauncher(Launcher):
     def start(self, job: Job) -> None:
         self._job, self._submitted = job, None
         self._submitted = SubmittedJob(self._options_of(job), job)
+
+    def adopt(self, job: Job, job_id: str) -> None:
+        self._job, self._submitted = job, SubmittedJob(self._options_of(job), job, job_id)
+
+    def job_id(self) -> str:
+        return self._submitted.id if self._submitted else ""
+
+    def leave(self) -> None:
+        self._submitted = None
+
+    def is_waiting(self) -> bool:
+        return self._submitted is not None and self._submitted.is_waiting
 
     def poll(self) -> list[Exit]:
         return self._submitted.poll() if self._submitted else []
@@ -65,7 +90,11 @@ class SlurmLauncher(Launcher):
     def _options_of(self, job: Job) -> SlurmOptions:
         """What is asked of SLURM for a job."""
         nodelist, exclude = without_nodes(self._options.nodelist or job.nodelist, sorted(job.avoided))
-        return replace(self._options, nodelist=nodelist, exclude=exclude)
+        asked = replace(with_environment(self._options, os.environ), nodelist=nodelist, exclude=exclude)
+        if asked.cpus_per_worker is None and not asked.cpu_only:
+            self._offer = self._offer or ask()
+            return replace(asked, cpus_per_worker=self._offer.cpus_per_gpu(asked.partition, asked.gpu_type))
+        return asked
 
     def _nodes(self) -> list[str]:
         """The nodes of the last job in the order of its tasks; [] where SLURM has forgotten it."""

@@ -28,7 +28,8 @@ from testbed.processes import descendants, process_state, read_text, write_text
 FOLDERS = ("etc", "run", "log", "state", "spool", "dev", "db")
 MARK = "testbed.json"  # in a directory: this is a testbed, of this shape
 PROGRAMS = ("munged", "slurmctld", "slurmd", "srun")
-ACCOUNTING_PROGRAMS = ("slurmdbd", "mariadbd", "mariadb-install-db")
+ACCOUNTING_PROGRAMS = ("slurmdbd", "mariadbd", "mariadb-install-db", "my_print_defaults")
+ACCOUNTING_PACKAGES = "slurmdbd mariadb-server-core mariadb-client-core"
 PATIENCE_S = 300.0  # for what takes seconds where nothing else runs
 MAX_PATH_LENGTH = 80  # munge's socket has a short limit
 ENDED_LAST = ("munged", "mariadb", "slurmdbd")  # the others need them for an orderly end
@@ -127,12 +128,13 @@ class Testbed:
 
     # -- faults
 
-    def crash(self, name: str) -> None:
-        """Kills one daemon, such as "slurmctld" or "node2"; its tasks live on."""
+    def crash(self, name: str, number: signal.Signals = signal.SIGKILL) -> None:
+        """Ends one daemon, such as "slurmctld" or "node2"; its tasks live on. With SIGTERM slurmctld saves what it
+        knows: killed, it forgets its newest jobs, and gives their numbers to others."""
         keeper = self._keeper(name)
         daemon = live_daemon(self.directory, name, keeper)
         if daemon:
-            os.kill(daemon, signal.SIGKILL)
+            os.kill(daemon, number)
         self._wait(f"crash of {name}", lambda: not live_daemon(self.directory, name, keeper))
 
     def fail(self, name: str) -> None:
@@ -146,6 +148,21 @@ class Testbed:
         keeper = self._keeper(name)
         os.kill(keeper, signal.SIGHUP)
         self._wait(f"start of {name}", lambda: bool(live_daemon(self.directory, name, keeper)))
+
+    def hide(self, name: str, folder: Path) -> None:
+        """Puts an empty file system over a folder, for what runs on one node from now on."""
+        self._on_node(name, "mount", "-t", "tmpfs", "none", str(folder))
+
+    def show(self, name: str, folder: Path) -> None:
+        """Undoes `hide`."""
+        self._on_node(name, "umount", str(folder))
+
+    def _on_node(self, name: str, *command: str) -> None:
+        user = ("--user", "--preserve-credentials") if os.geteuid() else ()
+        enter = ("nsenter", "--target", str(self._keeper(name)), "--mount", *user)
+        done = subprocess.run([*enter, *command], capture_output=True, text=True, timeout=PATIENCE_S)
+        if done.returncode:
+            raise TestbedError(f"{name}: {' '.join(command)}: {done.stderr}")
 
     # -- looking
 
@@ -181,7 +198,7 @@ class Testbed:
         if missing := missing_programs(with_accounting=shape.with_accounting):
             raise TestbedError(
                 f"not found: {', '.join(missing)}; apt-get install munge slurmctld slurmd slurm-client"
-                + (" slurmdbd mariadb-server-core" if shape.with_accounting else "")
+                + (f" {ACCOUNTING_PACKAGES}" if shape.with_accounting else "")
             )
 
     def _write_files(self, shape: TestbedShape) -> None:
@@ -200,7 +217,7 @@ class Testbed:
         etc = self.directory / "etc"
         write_text(etc / "munge.key", os.urandom(64).hex(), mode=0o600)
         write_text(etc / "slurmdbd.conf", slurmdbd_conf(self._place), mode=0o600)
-        write_text(etc / "hosts", hosts_file(shape, read_text(Path("/etc/hosts"))))
+        write_text(etc / "hosts", hosts_file(shape, self._place, read_text(Path("/etc/hosts"))))
         for gpu in range(shape.gpus):  # slurmd wants character devices, links will do
             (self.directory / f"dev/gpu{gpu}").symlink_to("/dev/null")
         write_text(etc / "gres.conf", gres_conf(shape, self._place))

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+GPU_TYPE = "toy"
+
 
 @dataclass(frozen=True, kw_only=True)
 class TestbedShape:
@@ -16,6 +18,9 @@ class TestbedShape:
     gpus: int = 8
     memory_mb: int = 16_000
     with_accounting: bool = False
+    node_prefix: str = "node"
+    tells_of_preemption: bool = True  # by the signal of --signal; else by SIGTERM to the steps
+    slurmd_timeout_s: int = 600  # on a busy machine daemons answer late, and are not lost
 
     def __post_init__(self) -> None:
         if not (1 <= self.nodes <= 200 and self.cpus >= 1 and self.gpus >= 0):
@@ -23,7 +28,12 @@ class TestbedShape:
 
     @property
     def node_names(self) -> tuple[str, ...]:
-        return tuple(f"node{i}" for i in range(1, self.nodes + 1))
+        return tuple(f"{self.node_prefix}{i}" for i in range(1, self.nodes + 1))
+
+    @property
+    def all_nodes(self) -> str:
+        """As SLURM writes them."""
+        return f"{self.node_prefix}[1-{self.nodes}]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +44,7 @@ class Place:
     host: str
     user: str
     port: int
+    controller_address: str = "127.0.0.1"
 
     @property
     def accounting_port(self) -> int:
@@ -46,17 +57,16 @@ class Place:
     def node_port(self, number: int) -> int:
         return self.port + 2 + number
 
-
-def node_address(number: int) -> str:
-    """The loopback address of node `number`, which counts from 1."""
-    return f"127.0.1.{number}"
+    def node_address(self, number: int) -> str:
+        """The loopback address of node `number`, which counts from 1."""
+        return f"127.0.1.{number}"
 
 
 def slurm_conf(shape: TestbedShape, place: Place) -> str:
     d = place.directory
     lines = [
         "ClusterName=testbed",
-        f"SlurmctldHost={place.host}(127.0.0.1)",
+        f"SlurmctldHost={place.host}({place.controller_address})",
         f"SlurmctldPort={place.port}",
         f"SlurmUser={place.user}",
         f"SlurmdUser={place.user}",
@@ -82,8 +92,7 @@ def slurm_conf(shape: TestbedShape, place: Place) -> str:
         "PropagateResourceLimits=NONE",
         "SlurmdParameters=config_overrides",
         "ReturnToService=2",
-        # On a busy machine daemons answer late, and are not lost.
-        "SlurmdTimeout=600",
+        f"SlurmdTimeout={shape.slurmd_timeout_s}",
         "BatchStartTimeout=600",
         "MessageTimeout=30",
         "UnkillableStepTimeout=600",
@@ -91,8 +100,9 @@ def slurm_conf(shape: TestbedShape, place: Place) -> str:
         "MinJobAge=86400",
         "PreemptType=preempt/partition_prio",
         "PreemptMode=REQUEUE",
-        "SlurmctldParameters=preempt_send_user_signal",
     ]
+    if shape.tells_of_preemption:
+        lines.append("SlurmctldParameters=preempt_send_user_signal")
     if shape.gpus:
         lines.append("GresTypes=gpu")
     if shape.with_accounting:
@@ -102,14 +112,15 @@ def slurm_conf(shape: TestbedShape, place: Place) -> str:
             f"AccountingStoragePort={place.accounting_port}",
             f"AccountingStoragePass={d}/run/munge.sock",
             "AccountingStorageTRES=gres/gpu",
+            "AccountingStorageEnforce=associations,qos,limits",
         ]
-    gres = f" Gres=gpu:{shape.gpus}" if shape.gpus else ""
+    gres = f" Gres=gpu:{GPU_TYPE}:{shape.gpus}" if shape.gpus else ""
     lines += [
-        f"NodeName={name} NodeAddr={node_address(i)} Port={place.node_port(i)} CPUs={shape.cpus} Boards=1 "
+        f"NodeName={name} NodeAddr={place.node_address(i)} Port={place.node_port(i)} CPUs={shape.cpus} Boards=1 "
         f"SocketsPerBoard=1 CoresPerSocket={shape.cpus} ThreadsPerCore=1 RealMemory={shape.memory_mb}{gres}"
         for i, name in enumerate(shape.node_names, 1)
     ]
-    nodes = f"Nodes=node[1-{shape.nodes}] DefaultTime=60"
+    nodes = f"Nodes={shape.all_nodes} DefaultTime=60"
     lines += [
         f"PartitionName=main {nodes} Default=YES PriorityTier=1 GraceTime=10",
         f"PartitionName=urgent {nodes} Default=NO PriorityTier=10 GraceTime=0",
@@ -121,7 +132,7 @@ def gres_conf(shape: TestbedShape, place: Place) -> str:
     if not shape.gpus:
         return ""
     files = f"{place.directory}/dev/gpu[0-{shape.gpus - 1}]"
-    return _text([f"NodeName=node[1-{shape.nodes}] Name=gpu File={files}"])
+    return _text([f"NodeName={shape.all_nodes} Name=gpu Type={GPU_TYPE} File={files}"])
 
 
 def slurmdbd_conf(place: Place) -> str:
@@ -144,10 +155,10 @@ def slurmdbd_conf(place: Place) -> str:
     )
 
 
-def hosts_file(shape: TestbedShape, machine_hosts: str) -> str:
+def hosts_file(shape: TestbedShape, place: Place, machine_hosts: str) -> str:
     """The machine's /etc/hosts with the nodes added."""
     return _text(
-        [machine_hosts.rstrip("\n"), *(f"{node_address(i)} {name}" for i, name in enumerate(shape.node_names, 1))]
+        [machine_hosts.rstrip("\n"), *(f"{place.node_address(i)} {name}" for i, name in enumerate(shape.node_names, 1))]
     )
 
 

@@ -20,14 +20,18 @@ BAD = {
     "--keep-checkpoints": ("0", HUGE),
     "--checkpoint-failures": ("-1", HUGE),
     "--samples": ("-1", HUGE),
+    "--staleness-up-to": ("-1", HUGE),
     "--verify-reallocations-every": ("-1", HUGE),
     "--call-timeout-s": ("0", "-1", "1e30", "inf", "nan"),
     "--setup-timeout-s": ("0", "-1", "1e30", "inf", "nan"),
+    "--master-timeout-s": ("0", "-1", "1e30", "inf", "nan"),
     "--deadline-factor": ("0.5", "1e30", "inf", "nan"),
     "--drift-threshold": ("1", "0", "-2", "1e30", "inf", "nan"),
     "--max-restarts": ("0", HUGE),
     "--min-workers": ("0", HUGE),
     "--switch-cost-s": ("-1", "1e30", "inf", "nan"),
+    "--cpus-per-worker": ("0", "-1", HUGE),
+    "--notice-s": ("0", "1e30", "inf", "nan"),
     "--queue-timeout-s": ("-1", "1e30", "inf", "nan"),
 }
 FIELDS = {"--steps", "--seed"}  # of the experiment

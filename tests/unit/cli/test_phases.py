@@ -33,7 +33,18 @@ def test_a_plan_tells_its_phases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    words = ["--actor", "llama3-7b", "--critic", "llama3-7b", "--batch-size", "64", "--cluster", "h200-1x8"]
+    words = [
+        "--actor",
+        "llama3-7b",
+        "--critic",
+        "llama3-7b",
+        "--batch-size",
+        "64",
+        "--cluster",
+        "h200-1x8",
+        "--offload",
+        "none",
+    ]
     assert main(["plan", PPO, *words, "--evaluations", "500", "--compare"]) == 0
     captured = capsys.readouterr()
     lines = [line.rpartition(" (")[0] for line in captured.err.splitlines()]

@@ -7,12 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from realhf.api.experiment import ModelSetup
 from realhf.architecture.compute import ComputeConfig
 from realhf.cli import main
-from realhf.planning.options import all_options
+from realhf.dataflow.plan import CallPlan
+from realhf.planning.options import all_options, option_of
 from realhf.planning.planner import task_of
 from realhf.planning.problem.builder import build_problem
 from realhf.planning.problem.file import load_problem
@@ -42,6 +44,25 @@ def test_a_plan_says_how_many_samples_share_a_prompt(capsys: pytest.CaptureFixtu
     assert "64 samples of 1024 + 1024 tokens a step, 8 to a prompt, bfloat16" in capsys.readouterr().out
 
 
+def test_responses_that_differ(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """64 responses of 100 and 4,000 tokens: 2,050 on average, and the longest of a batch is one of 4,000."""
+    (empty_folder / "lengths.txt").write_text("100\n4000\n")
+    long, differing = ["--new-tokens", "4000"], ["--response-lengths", "lengths.txt", "--json", "differing.json"]
+    assert main([*ON_8, *long, "--rule", "colocate", "--output", "plan.json", "--json", "long.json"]) == 0
+    assert "samples of 1024 + 4000 tokens a step" in capsys.readouterr().out
+    assert main([*ON_8, "--plan", "plan.json", *differing, "--html", "page.html"]) == 0
+    words = "64 samples of 1024 + 2050 (longest 4000) tokens a step"
+    assert words in capsys.readouterr().out
+    assert words in (empty_folder / "page.html").read_text()
+    slow, fast = (json.loads((empty_folder / f"{name}.json").read_bytes()) for name in ("long", "differing"))
+    assert (slow["workload"]["longest_response"], fast["workload"]["longest_response"]) == (4000, pytest.approx(4000))
+    assert fast["workload"]["tokens_per_step"] == pytest.approx(64 * (1024 + 2050))
+    assert fast["plans"][0]["step_s"] < slow["plans"][0]["step_s"]
+    assert fast["plans"][0]["peak_bytes"] == slow["plans"][0]["peak_bytes"]  # any response may reach the limit
+    assert main([*ON_8, "--response-lengths", "none.txt"]) == 2
+    assert "none.txt: cannot read the file of the lengths of responses" in capsys.readouterr().err
+
+
 def test_compare(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ON_8, "--compare", "--json", "out.json", "--html", "out.html", "--output", "plan.json"]) == 0
     printed = capsys.readouterr().out
@@ -69,6 +90,29 @@ def test_compare(empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert not (empty_folder / "runs").exists(), "the data set was made or read"
 
 
+def test_the_plan_of_a_rule_is_written_and_predicted_alike(
+    empty_folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With `--json -` standard output is the JSON and nothing else."""
+    assert main([*ON_8, "--compare", "--json", "-"]) == 0
+    compared = json.loads(capsys.readouterr().out)
+    assert not (empty_folder / "-").exists()
+    assert main([*ON_8, "--rule", "colocate", "--output", "plan.json", "--json", "-"]) == 0
+    streams = capsys.readouterr()
+    [plan] = json.loads(streams.out)["plans"]
+    by_name = {each["name"]: each for each in compared["plans"]}
+    assert plan["step_s"] == by_name["colocate"]["step_s"]
+    assert {tuple(call["devices"]) for call in plan["plan"]["calls"].values()} == {(0, 8)}
+    assert "written to plan.json" in streams.err
+    assert main([*ON_8, "--plan", "plan.json", "--json", "-"]) == 0
+    assert json.loads(capsys.readouterr().out)["plans"][0]["step_s"] == plan["step_s"]
+
+
+def test_a_rule_beside_a_plan_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ON_8, "--rule", "split", "--plan", "plan.json"]) == 2
+    assert "--rule split and --plan plan.json are both plans: give one of them" in capsys.readouterr().err
+
+
 def test_a_plan_that_was_written_is_predicted_alike(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*ON_8, "--output", "plan.json", "--json", "first.json"]) == 0
     assert main([*ON_8, "--plan", "plan.json", "--json", "second.json"]) == 0
@@ -78,15 +122,20 @@ def test_a_plan_that_was_written_is_predicted_alike(capsys: pytest.CaptureFixtur
 
 
 def test_the_dumped_problem_is_the_one_that_was_solved() -> None:
-    assert main([*ON_8, "--dump-problem", "problem.json", "--json", "plan.json"]) == 0
+    assert main([*ON_8, "--offload", "none", "--dump-problem", "problem.json", "--json", "plan.json"]) == 0
     assert main(["search", "problem.json", "--evaluations", "2000", "--json", "found.json"]) == 0
     planned, found = (json.loads(Path(name).read_bytes()) for name in ("plan.json", "found.json"))
     problem = load_problem("problem.json")
     searched, choice = planned["plans"][0], []
     for call in problem.calls:
         plan = searched["plan"]["calls"][call.name]
-        wanted = (tuple(plan["devices"]), "dp{dp} tp{tp} pp{pp}".format_map(plan), plan["micro_batches"])
-        choice.append([(o.devices, o.strategy, o.micro_batches) for o in call.options].index(wanted))
+        option = option_of(msgspec.convert(plan, CallPlan))
+        # A home that is sharded has a label of its own where another call of the model generates.
+        is_actors = call.name == "actor_train_step" and option.compute.data_parallel not in (None, "zero1")
+        label = str(option.layout.strategy) + (" sharded" if is_actors else "")
+        # Options that differ in how they compute differ in their seconds.
+        wanted = (tuple(plan["devices"]), label, plan["micro_batches"], plan["predicted_s"])
+        choice.append([(o.devices, o.strategy, o.micro_batches, o.time_s) for o in call.options].index(wanted))
     evaluation = native_problem(problem).evaluate(choice)
     assert evaluation["step_time"] == pytest.approx(planned["certificate"]["cost_s"], abs=1e-9)
     assert evaluation["peak_bytes"] == pytest.approx(searched["peak_bytes"], abs=1)
@@ -100,7 +149,7 @@ def test_the_dumped_problem_is_the_one_that_was_solved() -> None:
 
 def test_a_budget_in_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     words = [word for word in ON_8 if word not in ("--evaluations", "2000")]
-    assert main([*words, "--seconds", "0.3", "--json", "out.json"]) == 0
+    assert main([*words, "--seconds", "5", "--json", "out.json"]) == 0
     trace = json.loads(Path("out.json").read_bytes())["search_trace"]
     assert trace, "something was found in that time"
     assert main([*words, "--seconds", "0"]) == 2
@@ -145,13 +194,14 @@ def test_what_if_the_engine_had_other_features(capsys: pytest.CaptureFixture[str
     # The optimizer's states are divided over dp, and activations are fewer.
     needs = []
     for names in ("no-zero1,no-recomputation", "zero1, recomputation"):
-        assert main([*WHAT_IF, "--cluster", "h100-1x8", "--memory-gb", "10", "--features", names]) == 2
+        small = ("--cluster", "h100-1x8", "--memory-gb", "2", "--offload", "none")
+        assert main([*WHAT_IF, *small, "--features", names]) == 2
         needs.append(float(capsys.readouterr().err.split(" GiB on a device")[0].rsplit(" ", 1)[1]))
     assert needs[1] < needs[0]
 
 
 def test_clusters_side_by_side(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*WHAT_IF, "--cluster", "h100-1x1,h200-1x8", "--json", "out.json"]) == 0
+    assert main([*WHAT_IF, "--offload", "none", "--cluster", "h100-1x1,h200-1x8", "--json", "out.json"]) == 0
     printed = capsys.readouterr().out
     assert "h100-1x1: no plan fits into memory" in printed
     assert "GPU-h/Mtok" in printed
@@ -191,13 +241,20 @@ def test_one_model_by_name_and_from_a_file(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_what_does_not_fit_is_told_what_would(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*WHAT_IF, "--cluster", "h100-1x2"]) == 2
+    small = [*WHAT_IF, "--memory-gb", "24"]
+    assert main([*small, "--cluster", "h100-1x2"]) == 2
     error = capsys.readouterr().err
     assert "\nerror: no plan fits into memory: " in error
     assert "the smallest change that is enough: " in error
     assert "GiB of memory a device" in error
+    smallest = "the smallest one found, with actor, reward, reference, critic in host memory while nothing needs them,"
+    assert smallest in error
+    assert main([*small, "--cluster", "h100-1x2", "--offload", "none"]) == 2
+    without = capsys.readouterr().err
+    needs = [float(text.split(" GiB on a device")[0].rsplit(" ", 1)[1]) for text in (error, without)]
+    assert needs[0] < needs[1]
     nodes = int(error.rsplit(" node", 1)[0].rsplit(" ", 1)[1])
-    assert main([*WHAT_IF, "--cluster", f"h100-{nodes}x2"]) == 0
+    assert main([*small, "--cluster", f"h100-{nodes}x2"]) == 0
 
 
 @pytest.mark.parametrize(

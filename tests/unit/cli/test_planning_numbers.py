@@ -22,7 +22,7 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "plan": (
         ["plan", PPO, "--actor", "llama3-7b"],
         ["--num-workers", "--nodes", "--gpus-per-node", "--evaluations", "--seconds", "--memory-gb", "--prompt-tokens",
-         "--new-tokens", "--batch-size", "--staleness"],
+         "--new-tokens", "--batch-size", "--staleness", "--staleness-up-to"],
     ),
     "search": (["search", PROBLEM], ["--seconds", "--evaluations", "--seed", "--threads"]),
     "osdp": (
@@ -33,7 +33,7 @@ COMMANDS: dict[str, tuple[list[str], list[str]]] = {
     "profile": (["profile", PPO], ["--num-workers", "--repetitions", "--max-tokens", "--timeout-s"]),
     "replan": (["replan", "no-run"], ["--evaluations", "--seconds"]),
 }  # fmt: skip
-ZERO_IS_GOOD = {"--staleness", "--seed", "--launch-us", "osdp --seconds"}
+ZERO_IS_GOOD = {"--staleness", "--staleness-up-to", "--seed", "--launch-us", "osdp --seconds"}
 CASES = [
     (name, option, value)
     for name, (_, options) in COMMANDS.items()

@@ -68,7 +68,7 @@ def test_one_from_elsewhere_is_a_module_or_a_file(folder: Path) -> None:
         ("good_launcher:Lacking", r"Lacking in .*good_launcher.py has no poll, stop; see realhf.launch.launcher"),
         (
             "good_launcher:Foreign",
-            r"Foreign in .* has no preview, start, poll, stop, status, place, lost, room, option",
+            r"Foreign in .* has no check, preview, start, poll, stop, status, job_id, adopt, leave, is_waiting, ",
         ),
         ("importing_launcher:Good", r"cannot be imported: No module named 'no_such_package'"),
         ("broken_launcher:Good", r"broken_launcher cannot be imported: ZeroDivisionError: division by zero"),

@@ -14,7 +14,7 @@ from realhf.launch.process import Job, ProcessSpec
 from realhf.launch.slurm.script import SlurmOptions, sbatch_text
 from realhf.rundir.paths import RunDirectory, worker_name
 
-GOLDEN = Path(__file__).parent / "job.sbatch.golden"
+FOLDER = Path(__file__).parent
 RECORD = "REALHF_RECORD_GOLDEN"
 
 OPTIONS = SlurmOptions(
@@ -23,7 +23,12 @@ OPTIONS = SlurmOptions(
     account="lab",
     time_limit="1-00:00:00",
     nodelist="node[01-02]",
+    mem="64G",
+    gpu_type="a100",
+    setup_lines=("module load cuda/12.4", "source '/opt/my env/activate'"),
+    srun=("--mpi=none", "apptainer exec --nv '/images/my image.sif'"),
     sbatch=("--qos=high",),
+    environment=(("HF_HOME", "/shared/hf"), ("PATH", "/opt/it's here:/usr/bin")),
 )
 DIRECTORY = RunDirectory(Path("/shared/runs/100% mine"))
 
@@ -39,14 +44,19 @@ def job(num_workers: int = 4) -> Job:
     workers = (
         ProcessSpec(name=name, argv=command("realhf.worker"), env=env) for name in map(worker_name, range(num_workers))
     )
-    return Job(name="ppo", directory=DIRECTORY, processes=(master, *workers), workers_per_node=2)
+    processes = (master, *workers)
+    return Job(name="ppo", directory=DIRECTORY, processes=processes, workers_per_node=2, takes_notice=True)
 
 
-def test_the_text_is_as_recorded() -> None:
-    text = sbatch_text(OPTIONS, job())
+@pytest.mark.parametrize(
+    ("golden", "options"),
+    [("job.sbatch.golden", OPTIONS), ("job_plain.sbatch.golden", SlurmOptions(cpu_only=True))],
+)
+def test_the_text_is_as_recorded(golden: str, options: SlurmOptions) -> None:
+    file, text = FOLDER / golden, sbatch_text(options, job())
     if os.environ.get(RECORD):
-        GOLDEN.write_text(text)
-    diff = "".join(difflib.unified_diff(GOLDEN.read_text().splitlines(True), text.splitlines(True), "recorded", "now"))
+        file.write_text(text)
+    diff = "".join(difflib.unified_diff(file.read_text().splitlines(True), text.splitlines(True), "recorded", "now"))
     assert not diff, (
         f"{diff}\nif this is intended, record it: {RECORD}=1 pytest {Path(__file__).name}; then read the diff"
     )
@@ -59,7 +69,7 @@ def test_bash_accepts_it() -> None:
 
 
 def test_machines_without_gpus_are_asked_for_none() -> None:
-    text = sbatch_text(replace(OPTIONS, cpu_only=True), job())
+    text = sbatch_text(replace(OPTIONS, cpu_only=True, gpu_type=None, srun=()), job())
     assert "gres" not in text
     assert "gpu" not in text
 
@@ -80,3 +90,26 @@ def test_the_number_of_workers_has_to_fit() -> None:
 def test_options_are_checked_when_made(wrong: dict[str, int]) -> None:
     with pytest.raises(UserError):
         replace(OPTIONS, **wrong)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("1:30:00", 5400), ("1-2", 93_600), ("1-02:30", 95_400), ("UNLIMITED", None)],
+)
+def test_a_time_limit_is_read_as_slurm_does(limit: str, seconds: float | None) -> None:
+    assert SlurmOptions(time_limit=limit).limit_s == seconds
+
+
+def test_the_notice_comes_within_the_time_limit() -> None:
+    assert "#SBATCH --signal=B:USR1@120\n" in sbatch_text(SlurmOptions(), job())
+    assert "#SBATCH --signal=B:USR1@75\n" in sbatch_text(SlurmOptions(time_limit="5"), job())
+    assert "#SBATCH --signal=B:USR1@200\n" in sbatch_text(SlurmOptions(time_limit="5", notice_s=200), job())
+    with pytest.raises(UserError, match=r"--notice-s 300 is not within --time-limit 5; lower it"):
+        SlurmOptions(time_limit="5", notice_s=300)
+
+
+def test_a_run_until_its_end_may_be_requeued() -> None:
+    text = sbatch_text(SlurmOptions(until_done=True), replace(job(), again=("python", "-m", "again")))
+    assert "#SBATCH --requeue\n" in text
+    assert r"\"goes_on\":true" in text
+    assert "    python -m again\n    code=$?\n" in text

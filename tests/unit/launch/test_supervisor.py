@@ -146,6 +146,7 @@ def test_a_worker_that_ends_without_a_word_is_seen_at_once_and_named_alone(
         f"log: {directory.log('worker-1')}"
     )
     assert error.value.workers == {1}
+    assert error.value.returncode == 7
     with pytest.raises(RunError, match=r"^worker-1 ended with exit code 7; last activity: reward_"):
         watch([("worker-1", 7)], [("worker-0", TOLD_RETURNCODE)])
     assert clock.now_s < 2
@@ -194,3 +195,13 @@ def test_a_second_interruption_shortens_the_grace(directory: RunDirectory) -> No
     with pytest.raises(KeyboardInterrupt):
         supervise(launcher, job(directory, spec), lambda: None)
     assert launcher.graces_s == (supervisor.STOP_GRACE_S, 0)
+
+
+def test_a_job_s_own_end_is_told_once(watch: Watch, directory: RunDirectory) -> None:
+    directory.job_log.write_text("".join(f"line {i}\n" for i in range(30)))
+    with pytest.raises(RunError) as error:
+        watch([("master", 255), ("worker-0", 255), ("worker-1", 255)], note="job 7: CANCELLED on node[1-2]")
+    first, *rest = str(error.value).splitlines()
+    assert first == f"job 7: CANCELLED on node[1-2]: ended master, worker-0, worker-1; log: {directory.job_log}"
+    assert rest == [f"  | line {i}" for i in range(22, 30)]
+    assert error.value.returncode == 1

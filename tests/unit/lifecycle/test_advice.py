@@ -19,8 +19,19 @@ from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run, RunSpec
 from tests.unit.lifecycle.requests import request_of
 
-OF_THIS_START = {"experiment", "run_dir", "resume", "dry_run"}
-IN_THE_PLAN_OR_ITS_DEVICES = {"plan", "offload", "num_workers", "nodes", "gpus_per_node", "hardware", "memory_gb"}
+OF_THIS_START = {"experiment", "run_dir", "resume", "dry_run", "detach"}
+IN_THE_PLAN_OR_ITS_DEVICES = {
+    "plan",
+    "rule",
+    "ignore_runs",
+    "offload",
+    "staleness_up_to",
+    "num_workers",
+    "nodes",
+    "gpus_per_node",
+    "hardware",
+    "memory_gb",
+}
 
 
 def asked(*words: str) -> RunRequest:

@@ -32,7 +32,9 @@ from tests.unit.report.run_directories import metrics_line
 
 
 @pytest.fixture
-def run() -> Run:
+def run(monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Of an experiment without calls, whose times nobody could keep."""
+    monkeypatch.setattr("realhf.lifecycle.controller.keep_times", lambda *_: [])
     spec = RunSpec(
         experiment_file="", experiment_class="", values={}, working_directory="", num_workers=2, devices_per_node=2
     )
@@ -213,9 +215,10 @@ def test_a_directory_that_cannot_be_written_is_said_and_nothing_is_left(
 
     ActivityWriter(directory.activity(MASTER)).set("the master's last word")
     monkeypatch.setattr(files.os, "fsync", refuse)
+    monkeypatch.setattr("realhf.lifecycle.controller.write_launched", lambda *_: None)  # when there was room yet
     match = (
         r"master ended with exit code 1; last activity: the master's last word(.|\n)*the run cannot be restarted: "
-        rf".*metrics.jsonl cannot be written \({reason}, then go on with --resume"
+        rf".*launcher/start cannot be written \({reason}, then go on with --resume"
     )
     with pytest.raises(RunError, match=match):
         carry_out(run, directory, [1], max_restarts=3)

@@ -59,3 +59,26 @@ def test_a_number_out_of_its_range_is_no_request() -> None:
         ReplanRequest(switch_cost_s=float("nan"))
     with pytest.raises(UserError, match="are for --recover auto; give it, or leave them out"):
         RecoveryRequest(min_workers=2)
+
+
+def test_where_it_runs_may_stand_at_the_experiment(tmp_path: Path) -> None:
+    text = (
+        Path(EXPERIMENT)
+        .read_text()
+        .replace("@auto(", '@auto(launcher="slurm", nodes=2, gpus_per_node=4, nodelist="node[01-02]", ', 1)
+    )
+    (tmp_path / "mine.py").write_text(text)
+
+    def where(*words: str) -> tuple[str, int, int | None]:
+        asked = request_of(tmp_path / "mine.py", *words)
+        return asked.launcher.__name__, asked.plan.devices.nodes, asked.plan.devices.gpus_per_node
+
+    assert where() == ("SlurmLauncher", 2, 4)
+    assert where("--nodes", "3") == ("SlurmLauncher", 3, 4)
+    assert where("--gpus-per-node=8") == ("SlurmLauncher", 2, 8)
+    assert where("--num-workers", "2") == ("SlurmLauncher", 1, None)
+    assert where("--launcher", "local") == ("LocalLauncher", 1, None)
+    assert where("--launcher", "slurm") == ("SlurmLauncher", 2, 4)
+    (tmp_path / "mine.py").write_text(text.replace("nodes=2", "nodes=0"))
+    with pytest.raises(UserError, match=r"@auto: nodes 0 is not from 1 to 4,096"):
+        where()

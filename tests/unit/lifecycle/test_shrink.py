@@ -7,6 +7,7 @@ import pytest
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, plan_digest, save_plan
 from realhf.lifecycle.new import new_run
+from realhf.lifecycle.replan import planned_task
 from realhf.lifecycle.request import RunRequest
 from realhf.lifecycle.shrink import Suspects, plan_for_fewer
 from realhf.planning.request import unwatched
@@ -16,10 +17,10 @@ CALLS = ("actor_generate", "actor_train_step", "reference_inference", "reward_in
 PLAN = "tests/plans/dp4.json"
 
 
-def fallback(path: Path, num_devices: int) -> Path:
+def fallback(path: Path, num_devices: int, staleness: int = 0) -> Path:
     """All calls on the first device."""
     calls = {name: CallPlan(devices=(0, 1)) for name in (*CALLS, "critic_train_step")}
-    save_plan(ExecutionPlan(num_devices=num_devices, calls=calls), path)
+    save_plan(ExecutionPlan(num_devices=num_devices, calls=calls, staleness=staleness), path)
     return path
 
 
@@ -44,6 +45,20 @@ def test_the_largest_fallback_plan_that_fits_else_a_search(tmp_path: Path) -> No
     assert searched.num_devices == 2
     assert searched.rationale is not None
     assert plan_digest(searched) != plan_digest(plans[2])
+
+
+def test_fewer_workers_make_rollouts_as_stale(tmp_path: Path) -> None:
+    stale, fresh = (fallback(tmp_path / f"{k}.json", 3 - k, staleness=k) for k in (1, 0))
+    run = new_run(asked("--plan", stale, "--recover", "auto", "--min-workers", "1", "--batch-size", "8"))
+    resumed = asked("--recover", "auto", "--staleness-up-to", "2", "--evaluations", "200", "--batch-size", "8")
+    plan, _ = plan_for_fewer(run, resumed, 1, unwatched)
+    assert (plan.num_devices, plan.staleness) == (1, 1)
+    assert "actor_rollout" in plan.models
+    again = planned_task(run, {})
+    assert (again.staleness, again.staler) == (1, ()), "and so does a run that is planned again"
+    words = ("--plan", fresh, "--recover", "auto", "--fallback-plan", stale)
+    with pytest.raises(UserError, match=r"1\.json says staleness=1 and the run's plan 0; make one with the same"):
+        new_run(asked(*words))
 
 
 def test_fewer_workers_keep_the_memory_that_was_given() -> None:

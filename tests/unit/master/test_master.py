@@ -6,6 +6,7 @@ import itertools
 import os
 import re
 import selectors
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,6 @@ import pytest
 
 from realhf.base.errors import RunError
 from realhf.dataflow.plan import ExecutionPlan
-from realhf.master import clock as awake
 from realhf.master import master as master_module
 from realhf.master.loop import CallRecord
 from realhf.master.master import Master
@@ -23,8 +23,10 @@ from realhf.master.state import Node
 from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Deadlines, RunSpec
-from realhf.rundir.status import Status, read_status
-from realhf.transport.messages import DumpStacks, Failure, Heartbeat, Hello, Ready, Reply, Span, ToMaster
+from realhf.rundir.starts import begin_start, current_start
+from realhf.rundir.status import Status, read_status, write_status
+from realhf.transport import clock as awake
+from realhf.transport.messages import Alive, DumpStacks, Failure, Heartbeat, Hello, Ready, Reply, Span, ToMaster
 from realhf.transport.server import GoneError
 from tests.unit.api.calls import ppo_graph
 
@@ -45,7 +47,8 @@ class Clock(selectors.DefaultSelector):
 
 STANDS_STILL = None  # the master, for the seconds given
 
-Script = list[tuple[float, int, ToMaster | None]]
+# A function is called when its turn comes.
+Script = list[tuple[float, int, ToMaster | Callable[[], ToMaster] | None]]
 
 
 class ScriptedServer:
@@ -54,6 +57,9 @@ class ScriptedServer:
     def __init__(self, script: Script, clock: Clock):
         self.script, self.clock = list(script), clock
         self.rejected: list[int] = []
+        self.refused: list[int] = []
+
+    known_workers: frozenset[int] = frozenset()
 
     def garbage(self, worker: int) -> int:
         return self.rejected.count(worker)
@@ -70,16 +76,19 @@ class ScriptedServer:
                 continue
             await asyncio.sleep(pause_s)
             self.script.pop(0)
-            return worker, message
+            return worker, message() if callable(message) else message
         await asyncio.Event().wait()
         raise AssertionError
 
     async def send(self, worker: int, message: Any) -> None:
         pass
 
+    def refuse(self, worker: int) -> None:
+        self.refused.append(worker)
+
 
 async def _run(run: Any, directory: RunDirectory, server: Any) -> None:
-    await Master(run, directory, server).run()
+    await Master(run, directory, server, current_start(directory)).run()
 
 
 def failure_of(directory: RunDirectory, script: Script, **spec: float) -> str:
@@ -156,6 +165,33 @@ def test_devices_of_several_kinds_are_refused(directory: RunDirectory) -> None:
     assert "--sbatch=--constraint=FEATURE" in text
 
 
+def test_a_worker_of_another_start_is_not_heard(directory: RunDirectory) -> None:
+    begin_start(directory)
+    now = [(0.0, i, Hello(worker=i, pid=i, host="h", start_id=current_start(directory))) for i in range(2)]
+    late = (0.0, 2, Hello(worker=2, pid=2, host="h", start_id="0" * 8))
+    text = failure_of(directory, [*now, late], setup_timeout_s=20)
+    assert text.startswith("not ready within 20 s: worker 0 (never heard of), worker 1 (never heard of), worker 2 (")
+    activity = read_activity(directory.activity("master"))
+    assert activity is not None
+    assert activity.text.startswith("setup: 2 of 3 workers connected")
+
+
+def test_a_master_of_an_earlier_start_ends_and_writes_nothing(directory: RunDirectory) -> None:
+    begin_start(directory)
+    master_id = current_start(directory)
+
+    def next_start() -> ToMaster:
+        begin_start(directory)
+        write_status(directory.status, Status(state="starting", step=3, steps=7))
+        return Heartbeat(activity="computing")
+
+    text = end_of(directory, [(1.0, 0, next_start)])
+    assert text.startswith(f"this process belongs to start {master_id} of the run in {directory.path}, which goes on")
+    status = read_status(directory.status)
+    assert status is not None
+    assert (status.state, status.step) == ("starting", 3)
+
+
 def test_a_failure_is_told_at_once_with_its_text(directory: RunDirectory) -> None:
     text = failure_of(directory, [*HELLO, (0.0, 2, Failure(request_id=None, text="ValueError: bad weights\n"))])
     assert text == f"worker 2 failed in its start; log: {directory.log('worker-2')} (host h)\nValueError: bad weights"
@@ -227,6 +263,8 @@ def test_where_a_run_is_stuck_the_stacks_of_those_that_answer_are_written(
     directory: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def send(_: ScriptedServer, worker: int, message: Any) -> None:
+        if message == Alive():
+            return
         assert message == DumpStacks()
         if worker == 0:
             directory.stacks("worker-0").write_text("stacks")

@@ -19,7 +19,8 @@ def record(call: str, start: float, end: float, tokens: int = 0, **stats: tuple[
     middle = (start + end) / 2
     spans = {0: Span("compute", call, start, middle), 1: Span("compute", call, middle, end)}
     peak_bytes = {0: round(10 * (end - start)), 1: tokens}
-    return CallRecord(Node(3, call), call.partition("_")[0], spans, dict(stats), tokens, peak_bytes)
+    sent_bytes = {0: {"all_gather": 8, "reduce_scatter": 4}, 1: {"all_gather": tokens}}
+    return CallRecord(Node(3, call), call.partition("_")[0], spans, dict(stats), tokens, peak_bytes, sent_bytes)
 
 
 PLAN = ExecutionPlan(
@@ -44,7 +45,11 @@ def test_a_line_of_metrics() -> None:
         previous_end=11.0,
     )
     assert step_line(msgspec.json.encode(line)) == line, "readers take it"
-    assert line.pop("calls") == {
+    calls = line.pop("calls")
+    # Of each collective, what the worker that sent most sent.
+    sent = {name: times.pop("sent_bytes") for name, times in calls.items()}
+    assert sent == {name: {"all_gather": times["peak_bytes"], "reduce_scatter": 4} for name, times in calls.items()}
+    assert calls == {
         "actor_generate": {"start": 10.0, "end": 12.0, "seconds": 2.0, "predicted_s": 2.5, "peak_bytes": 900},
         "actor_train_step": {"start": 12.0, "end": 13.0, "seconds": 1.0, "predicted_s": None, "peak_bytes": 600},
         "critic_train_step": {"start": 12.0, "end": 14.0, "seconds": 2.0, "predicted_s": None, "peak_bytes": 600},

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from realhf.api.experiment import ModelSetup, OptimizerConfig
+from realhf.architecture.compute import Computation
 from realhf.base.errors import RunError
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
@@ -64,6 +65,7 @@ def play(tmp_path: Path, scenario: Scenario, call_timeout_s: float = 600.0, **sp
         homes={"actor": HOME},
         deadlines=Deadlines(floor_s=call_timeout_s),
         models={"actor": ModelSetup(optimizer=OptimizerConfig())},
+        computations={"actor": Computation()},
         changing_models=["actor"],
         optimizer_steps=lambda _: 3,
     )

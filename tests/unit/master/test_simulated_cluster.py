@@ -13,7 +13,7 @@ from realhf.master.state import Node
 from realhf.planning.problem.simulation import simulate
 from realhf.planning.problem.tables import CallTable, OptionRow, Problem, TransferTable
 from tests.unit.master.cluster import VirtualCluster, planned_graph
-from tests.unit.master.test_state import random_graph, random_plan
+from tests.unit.master.test_state import random_copies, random_graph, random_plan
 from tests.unit.master.workers import GRAPH
 
 STEPS = 4
@@ -104,7 +104,10 @@ def workers_of(graph: DataflowGraph, plan: ExecutionPlan, name: str) -> frozense
 def test_the_master_runs_what_the_planner_simulates(seed: int) -> None:
     random = Random(seed)
     graph = random_graph(random)
-    plan = replace(random_plan(graph, random), offload=())
+    plan = random_plan(graph, random)
+    if random.random() < 0.5:
+        graph, plan = random_copies(random)
+    plan = replace(plan, offload=())
     seconds = {name: float(random.randint(1, 5)) for name in graph.nodes}  # whole numbers: many ends at one time
     planned = planned_graph(graph, plan, 4)
     move_seconds = {name: float(random.randint(0, 3)) for name in graph.calls if planned.movers[name]}
@@ -128,6 +131,8 @@ def test_with_one_move_at_a_time_the_order_on_every_worker_is_the_plans(seed: in
     random = Random(seed)
     graph = random_graph(random)
     plan = random_plan(graph, random)
+    if random.random() < 0.5:
+        graph, plan = random_copies(random)
 
     def seconds(_: Node) -> float:
         return random.expovariate(1.0)

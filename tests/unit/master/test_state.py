@@ -11,8 +11,10 @@ from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from realhf.base.errors import UserError
+from realhf.dataflow.copies import with_copies
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.offload import loads_of, with_loads
@@ -153,10 +155,10 @@ def queue_of(graph: DataflowGraph, plan: ExecutionPlan, order: list[tuple[str, i
     return CallQueue(graph, with_loads(order, planned.loads), planned.devices, plan.max_steps_in_flight)
 
 
-def random_graph(random: Random) -> DataflowGraph:
+def random_graph(random: Random, num_models: int = 4) -> DataflowGraph:
     """A few calls of a few models; each reads outputs of earlier ones, the last of a model may train it."""
     num_calls = random.randint(1, 7)
-    models = [f"m{random.randrange(4)}" for _ in range(num_calls)]
+    models = [f"m{random.randrange(num_models)}" for _ in range(num_calls)]
     trained = {model for model in sorted(set(models)) if random.random() < 0.7}
     calls = []
     for i, model in enumerate(models):
@@ -233,6 +235,31 @@ def random_plan(graph: DataflowGraph, random: Random) -> ExecutionPlan:
     return plan
 
 
+def random_copies(random: Random) -> tuple[DataflowGraph, ExecutionPlan]:
+    """A random plan in which some calls take their copies from others', and the graph that waits for these."""
+    while not (found := _with_copies(random_graph(random, num_models=2), random))[1].copies:
+        pass
+    return found
+
+
+def _with_copies(graph: DataflowGraph, random: Random) -> tuple[DataflowGraph, ExecutionPlan]:
+    plan = random_plan(graph, random)
+    for name, definition in random.sample(list(graph.calls.items()), len(graph.calls)):
+        of_model = [call.name for call in graph.calls_of(definition.model_name)]
+        source, calls = random.choice(of_model), dict(plan.calls)
+        layout = calls[source] if random.random() < 0.5 else calls[name]
+        calls[name] = replace(layout, copy_from=source)
+        for other in of_model:
+            if other != source and calls[other].layout == calls[source].layout:
+                calls[other] = replace(calls[other], copy_from=source)
+        changed = replace(plan, calls=calls, offload=tuple(m for m in plan.offload if m != definition.model_name))
+        for order in ((), plan.order):
+            with contextlib.suppress(UserError):
+                check_plan(replace(changed, order=order), graph, 4)
+                plan = replace(changed, order=order)
+    return with_copies(graph, plan.copies), plan
+
+
 @settings(max_examples=250, deadline=None)
 @given(st.integers(0, 2**62))
 def test_any_plan_on_any_graph_under_any_timing(seed: int) -> None:
@@ -276,8 +303,8 @@ def check_execution(simulation: Simulation, nodes: list[Node]) -> None:
 
 
 def test_the_random_cases_are_not_all_trivial() -> None:
-    """They have overlapping steps, trained models, those that follow them, and reallocations."""
-    overlapping = trained = following = stale = offloading = reallocating = 0
+    """They have overlapping steps, trained models, those that follow them, reallocations, and copies from copies."""
+    overlapping = trained = following = stale = offloading = reallocating = taking_over = 0
     for seed in range(200):
         random = Random(seed)
         graph = random_graph(random)
@@ -290,7 +317,9 @@ def test_the_random_cases_are_not_all_trivial() -> None:
         reallocating += any(
             plan.layout(name) != plan.layout(plan.home(graph, c.model_name)) for name, c in graph.calls.items()
         )
-    assert min(overlapping, trained, following, offloading, reallocating) > 40
+        _, plan = random_copies(random)
+        taking_over += any(plan.layout(name) == plan.layout(source) for name, source in plan.copies.items())
+    assert min(overlapping, trained, following, offloading, reallocating, taking_over, 200 - taking_over) > 40
     assert stale > 20
 
 
@@ -432,4 +461,21 @@ def test_a_call_waits_for_that_of_the_step_before_since_it_may_keep_numbers() ->
 def test_nothing_to_do() -> None:
     queue = queue_of(ppo_graph(), ExecutionPlan(num_devices=2, calls=DISJOINT), [])
     assert queue.start() == []
+    assert queue.finished
+
+
+def test_after_a_cut_only_the_steps_that_have_begun_are_ended() -> None:
+    graph = DataflowGraph([call("a", INFERENCE, ["x"], ["y"]), call("b", INFERENCE, ["y"], ["z"])], ["x"])
+    plan = ExecutionPlan(
+        num_devices=2, calls={"a_inference": CallPlan(devices=(0, 1)), "b_inference": CallPlan(devices=(1, 1))}
+    )
+    queue = queue_of(graph, plan, plan.unrolled(graph, 4))
+    assert queue.start() == [Issue(Node(0, "a_inference"))]
+    issued = queue.ended(Node(0, "a_inference"))
+    assert sorted(action.node for action in issued) == [Node(0, "b_inference"), Node(1, "a_inference")]
+    assert queue.cut(), "steps 2 and 3"
+    assert not queue.cut(), "there are no more"
+    assert queue.ended(Node(1, "a_inference")) == []
+    assert queue.ended(Node(0, "b_inference")) == [FinishStep(0), Issue(Node(1, "b_inference"))]
+    assert queue.ended(Node(1, "b_inference")) == [FinishStep(1)]
     assert queue.finished

@@ -3,6 +3,7 @@
 from pathlib import Path
 from types import SimpleNamespace
 
+import msgspec
 import pytest
 
 from realhf.base.errors import RunError
@@ -39,8 +40,10 @@ def test_waiting_ends_and_names_the_file(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"master\.json within 0\.1 s \(it was not written\)"):
         wait_for_master(tmp_path, timeout_s=0.1)
     publish_master(tmp_path, MASTER)
-    withdraw_master(tmp_path)
-    withdraw_master(tmp_path)  # nothing left to take back
+    withdraw_master(tmp_path, msgspec.structs.replace(MASTER, public_key="l" * 40))  # that of another start stays
+    assert wait_for_master(tmp_path, timeout_s=1) == MASTER
+    withdraw_master(tmp_path, MASTER)
+    withdraw_master(tmp_path, MASTER)  # nothing left to take back
     with pytest.raises(RunError, match="it was not written"):
         wait_for_master(tmp_path, timeout_s=0.1)
 

@@ -1,6 +1,7 @@
 """Server and clients over real sockets: identity, silence towards strangers, garbage, heartbeats."""
 
 import asyncio
+import queue
 import random
 import socket
 import subprocess
@@ -18,10 +19,11 @@ import zmq
 from realhf.base.errors import RunError, UserError
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.transport import server as server_module
-from realhf.transport.client import Client
+from realhf.transport.client import Client, Silence
 from realhf.transport.codec import Codec
 from realhf.transport.keys import WorkerKeys, load_master_keys, load_worker_keys, make_run_keys
 from realhf.transport.messages import (
+    Alive,
     DumpStacks,
     Failure,
     Heartbeat,
@@ -156,6 +158,54 @@ def test_the_identity_comes_from_the_key(keys: Path) -> None:
     run(scenario())
 
 
+def test_a_refused_connection_is_not_heard_and_the_next_one_is(keys: Path) -> None:
+    async def scenario() -> None:
+        server = serve(keys)
+        stale, present = (connect(server, load_worker_keys(keys, worker=0)) for _ in range(2))
+        stale.send(Hello(worker=0, pid=1, host="here", start_id="old"))
+        assert await recv(server) == (0, Hello(worker=0, pid=1, host="here", start_id="old"))
+        server.refuse(0)
+        assert server.known_workers == frozenset()
+        stale.send(Hello(worker=0, pid=1, host="here", start_id="old"))
+        present.send(Hello(worker=0, pid=2, host="here", start_id="new"))
+        assert await recv(server) == (0, Hello(worker=0, pid=2, host="here", start_id="new"))
+        await server.send(0, Echo(7))  # type: ignore[arg-type]
+        assert await asyncio.to_thread(present.receive, PATIENCE_S) == Echo(7)
+        stale.close()
+        present.close()
+        server.close()
+
+    run(scenario())
+
+
+def test_a_master_that_is_not_heard_is_told(keys: Path) -> None:
+    async def scenario() -> None:
+        server = serve(keys)
+        told: queue.SimpleQueue[tuple[float, bool]] = queue.SimpleQueue()
+        silence = Silence(0.3, 0.6, lambda silent_s, has_heard: told.put((silent_s, has_heard)))
+        client: WorkerEnd = Client(
+            server.address,
+            load_worker_keys(keys, worker=0),
+            incoming=Codec[ToWorker](ToWorker),
+            outgoing=Codec[ToMaster](ToMaster),
+            heartbeat=lambda: Heartbeat(activity="waiting"),
+            heartbeat_s=0.05,
+        )
+        client.watch(silence)
+        silent_s, has_heard = await asyncio.to_thread(told.get, timeout=PATIENCE_S)
+        assert (silent_s > 0.3, has_heard) == (True, False)
+        assert await recv(server) == (0, Heartbeat(activity="waiting"))
+        await server.send(0, Alive())
+        assert await asyncio.to_thread(client.receive, PATIENCE_S) == Alive()
+        while not has_heard:  # what was told before it came
+            silent_s, has_heard = await asyncio.to_thread(told.get, timeout=PATIENCE_S)
+        assert silent_s > 0.6
+        client.close()
+        server.close()
+
+    run(scenario())
+
+
 def test_strangers_get_no_answer_and_change_nothing(keys: Path, tmp_path: Path) -> None:
     other_run = make_keys(tmp_path / "other")
     mine, theirs = load_worker_keys(keys, worker=1), load_worker_keys(other_run, worker=1)
@@ -197,6 +247,27 @@ def test_strangers_get_no_answer_and_change_nothing(keys: Path, tmp_path: Path) 
         assert await asyncio.to_thread(honest.receive, PATIENCE_S) == Shutdown()
         plain.close()
         honest.close()
+        server.close()
+
+    run(scenario())
+
+
+def test_a_worker_that_was_refused_is_told_and_can_be_closed(keys: Path, tmp_path: Path) -> None:
+    theirs = load_worker_keys(make_keys(tmp_path / "other"), worker=1)
+    theirs = replace(theirs, master=load_worker_keys(keys, worker=1).master)
+
+    async def scenario() -> None:
+        server = serve(keys)
+        stranger = connect(server, theirs)
+        while server.num_refused == 0:
+            await asyncio.sleep(0.01)
+        for _ in range(3):  # its end hears of it a little later
+            stranger.send(Ready(device="CPU"))
+            await asyncio.sleep(SILENCE_S)
+        with pytest.raises(RuntimeError, match="has ended") as ended:
+            stranger.receive(PATIENCE_S)
+        assert "refused this worker's key" in str(ended.value.__cause__)
+        await asyncio.to_thread(stranger.close)
         server.close()
 
     run(scenario())
@@ -305,7 +376,7 @@ import sys
 from pathlib import Path
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.transport import server as server_module
-from realhf.transport.client import Client
+from realhf.transport.client import Client, Silence
 from realhf.transport.codec import Codec
 from realhf.transport.keys import load_worker_keys
 from realhf.transport.messages import Heartbeat, Ready, ToMaster, ToWorker

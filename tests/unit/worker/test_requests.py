@@ -139,6 +139,18 @@ def test_what_the_plan_does_not_have_is_refused(
     assert refusal(request_, run, Path("checkpoints")) is not None
 
 
+def test_a_move_for_a_call_that_takes_over_a_copy_is_refused(run: Run, tmp_path: Path) -> None:
+    """It would write into a copy that others compute with."""
+    calls = {**run.plan.calls, "actor_generate": change(ELSEWHERE, copy_from="earlier"), "earlier": ELSEWHERE}
+    taking = run.changed(change(run.plan, calls=calls))
+    for request in (COPY, PREPARE):
+        assert refusal(request, taking, tmp_path) == (
+            "a reallocation for actor_generate, which takes over the copy of another call"
+        )
+    moved = run.changed(change(run.plan, calls={**calls, "earlier": HOME}))
+    assert refusal(COPY, moved, tmp_path) is None
+
+
 def test_ten_thousand_distorted_requests(run: Run, tmp_path: Path) -> None:
     """Each is refused, by codec or plan, or is one of this run: its calls, in their layouts, with their samples."""
     codec, dice = Codec[ToWorker](ToWorker), random.Random(5)

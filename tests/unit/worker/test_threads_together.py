@@ -30,10 +30,11 @@ from realhf.transport.messages import (
 from realhf.worker.channels import Channels
 from realhf.worker.move_thread import MoveThread
 from tests.unit.master.cluster import Answered, answer, planned_graph
-from tests.unit.master.test_state import random_graph, random_plan
+from tests.unit.master.test_state import random_copies, random_graph, random_plan
 from tests.waiting import PATIENCE_S
 
 STEPS = 4
+SEEDS = 12  # as many plans again have copies from copies
 SPAN = Span("compute", "", 0.0, 0.0)
 
 
@@ -114,7 +115,10 @@ async def run(seed: int) -> int:
     """Returns how many moves there were."""
     random = Random(seed)
     graph = random_graph(random)
-    plan = replace(random_plan(graph, random), offload=())
+    plan = random_plan(graph, random)
+    if seed >= SEEDS:
+        graph, plan = random_copies(random)
+    plan = replace(plan, offload=())
     planned, meetings, send = planned_graph(graph, plan, 4), Meetings(), Send()
     workers = [Worker(rank, planned, meetings, send, Random(rank)) for rank in range(plan.num_devices)]
 
@@ -148,14 +152,14 @@ def check_one_order(orders: list[list[Node]]) -> None:
         assert [node for node in one if node in common] == [node for node in other if node in common]
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(2 * SEEDS))
 def test_random_plans_come_to_their_end(seed: int) -> None:
     asyncio.run(run(seed))
 
 
 def test_the_random_plans_have_moves() -> None:
     counts: defaultdict[bool, int] = defaultdict(int)
-    for seed in range(12):
+    for seed in range(SEEDS):
         random = Random(seed)
         graph = random_graph(random)
         planned = planned_graph(graph, random_plan(graph, random), 4)

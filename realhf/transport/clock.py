@@ -1,6 +1,16 @@
-"""A clock for silence: it counts the time in which this process could receive messages."""
+"""Clocks of a run's processes: one for when something happened, one for silence."""
 
 import time
+
+_SET_AT_S = time.time() - time.monotonic()
+
+
+def now_s() -> float:
+    """Seconds since the epoch, by the host's clock as it was set when this process began.
+
+    A clock that is set while the process runs changes no duration and no order of what it measures.
+    """
+    return _SET_AT_S + time.monotonic()
 
 
 class ListeningClock:

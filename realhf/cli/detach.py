@@ -1,0 +1,67 @@
+"""`realhf run --detach` of a local run: the same command once more, in the background and without a terminal."""
+
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from realhf.base.code_files import python_command
+from realhf.base.errors import RunError
+from realhf.lifecycle.request import RunRequest
+from realhf.rundir.paths import RunDirectory
+
+POLL_S = 0.1
+# From the command to its started processes, the search of a plan included.
+START_S = 3600.0
+
+
+def how_to_watch(run_dir: Path | None) -> str:
+    return f"the run goes on by itself: realhf status | attach | stop {run_dir}"
+
+
+def detached(request: RunRequest) -> int:
+    """Starts the run in the background, and returns when its processes have started, with 0; if it ends before that,
+    with its exit code. What it prints is in the run directory, as logs/launcher.log."""
+    assert request.run_dir is not None
+    directory = RunDirectory(request.run_dir)
+    words = [word for word in request.words if word != "--detach"]
+    if "--run-dir" not in " ".join(words):
+        words += ["--run-dir", str(request.run_dir)]
+    before = _started_s(directory)
+    with tempfile.NamedTemporaryFile(prefix="realhf-", suffix=".log", dir=_existing(directory.path)) as printed:
+        child = subprocess.Popen(
+            python_command("realhf.cli", *words),
+            stdin=subprocess.DEVNULL,
+            stdout=printed,
+            stderr=printed,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + START_S
+        while child.poll() is None and _started_s(directory) == before:
+            if time.monotonic() > deadline:
+                child.terminate()
+                raise RunError(f"the run has not started within {START_S:g} s, and was ended")
+            time.sleep(POLL_S)
+        sys.stderr.write(Path(printed.name).read_text(errors="replace"))
+        if (code := child.poll()) is not None:
+            return code
+        log = directory.log("launcher")
+        log.unlink(missing_ok=True)
+        os.link(printed.name, log)
+    print(how_to_watch(request.run_dir), file=sys.stderr)
+    return 0
+
+
+def _started_s(directory: RunDirectory) -> float:
+    """When the run's processes were started last; 0.0: never."""
+    try:
+        return directory.launched.stat().st_mtime
+    except FileNotFoundError:
+        return 0.0
+
+
+def _existing(path: Path) -> Path:
+    """The nearest folder above that is there: on the same file system, so that the file can stay."""
+    return next(parent for parent in path.parents if parent.is_dir())

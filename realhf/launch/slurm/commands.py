@@ -1,0 +1,35 @@
+"""SLURM's commands, run with a deadline and without what the environment would tell them behind our back."""
+
+import os
+import shutil
+import subprocess
+
+from realhf.base.errors import UserError
+
+TIMEOUT_S = 60.0
+
+
+def slurm_command(*command: str, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
+    """Runs a SLURM command, with a deadline. Raises UserError where there is no such command."""
+    if shutil.which(command[0]) is None:
+        raise UserError(f"{command[0]} was not found: is this a machine of a SLURM cluster? else use --launcher local")
+    try:
+        return subprocess.run(
+            command, env=_environment(), stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=timeout_s
+        )
+    except subprocess.TimeoutExpired:
+        return subprocess.CompletedProcess(command, 1, "", f"no answer within {timeout_s:g} s")
+
+
+def output_of(ended: subprocess.CompletedProcess[str]) -> str:
+    """What a command has said, in one line."""
+    return " ".join((ended.stderr.strip() or ended.stdout.strip()).split())
+
+
+def _environment() -> dict[str, str]:
+    """Without what an enclosing job has set, which would speak for that job, and without defaults for sbatch: these
+    would win over the lines of a batch script, which has those that count (`defaults.py`)."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SRUN_", "SBATCH_"))}
+    if "SLURM_CONF" in os.environ:
+        env["SLURM_CONF"] = os.environ["SLURM_CONF"]
+    return env

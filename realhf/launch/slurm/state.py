@@ -1,0 +1,75 @@
+"""What SLURM's controller says of a job."""
+
+import re
+from dataclasses import dataclass
+
+from realhf.launch.slurm.commands import TIMEOUT_S, output_of, slurm_command
+
+# States a job does not leave again, unless it is requeued. Whatever else is shown, in this or a later SLURM, counts as
+# unfinished.
+_FINAL_STATES = frozenset(
+    {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED"}
+    | {"REVOKED", "TIMEOUT"}
+)
+_WAITING_STATES = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobState:
+    """`name` is "" where the controller has forgotten the job; it does so some minutes after its end.
+
+    `reason`: why it waits. `restarts`: how often SLURM has started it once more. `exit_code` as SLURM writes it, "3:0".
+    `comment`: what the batch script has left (`reasons.py`).
+    """
+
+    name: str
+    reason: str = ""
+    nodes: str = ""
+    restarts: int = 0
+    exit_code: str = ""
+    comment: str = ""
+
+    @property
+    def is_over(self) -> bool:
+        return not self.name or self.name in _FINAL_STATES
+
+    @property
+    def is_waiting(self) -> bool:
+        return self.name in _WAITING_STATES
+
+    @property
+    def is_ending(self) -> bool:
+        """Whether SLURM is about to kill what is left of this start of the job, or has done so."""
+        return self.is_over or self.is_waiting or self.name == "COMPLETING"
+
+    @property
+    def in_words(self) -> str:
+        """PENDING (Resources)"""
+        details = [self.reason, f"exit code {self.exit_code}" if self.exit_code and self.is_over else ""]
+        text = ", ".join(filter(None, details))
+        return (self.name or "over") + (f" ({text})" if text else "")
+
+
+def parsed(shown: str) -> JobState | None:
+    """The state in a line of `scontrol show job --oneliner`; None where it has none."""
+    found = {name: value for name, value in re.findall(r"\b(\w+)=(\S*)", shown) if value not in ("(null)", "None")}
+    if not (name := re.match(r"[A-Z_]+", found.get("JobState", ""))):
+        return None
+    # NodeList is also the end of ReqNodeList and ExcNodeList, which are words of their own here.
+    return JobState(
+        name=name[0],
+        reason=found.get("Reason", ""),
+        nodes=found.get("NodeList", ""),
+        restarts=int(found.get("Restarts", "0")),
+        exit_code=found.get("ExitCode", ""),
+        comment=found.get("Comment", ""),
+    )
+
+
+def job_state(job: str, timeout_s: float = TIMEOUT_S) -> tuple[JobState | None, str]:
+    """The job's state, or None and what SLURM said instead. Raises UserError where there is no SLURM."""
+    shown = slurm_command("scontrol", "show", "job", "--oneliner", job, timeout_s=timeout_s)
+    state = parsed(shown.stdout) if shown.returncode == 0 else None
+    if state is None and "invalid job id" in output_of(shown).lower():
+        state = JobState(name="")  # it ended, and the controller forgets after its MinJobAge
+    return state, output_of(shown)

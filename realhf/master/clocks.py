@@ -1,0 +1,39 @@
+"""The clocks of the workers' hosts, by the master's own."""
+
+from collections import deque
+from collections.abc import Callable
+
+import msgspec
+
+from realhf.transport.clock import now_s
+from realhf.transport.messages import Span
+
+# Clocks that are kept by NTP differ by less, and so may what a busy machine needs to hand over a heartbeat.
+TOLERATED_S = 0.25
+_HEARTBEATS = 30
+
+
+class WorkerClocks:
+    """Puts what workers say of times by their clocks onto the master's.
+
+    A heartbeat names the time at which it was sent, and arrives a little later: of the last ones, the difference of the
+    fastest is the difference of the clocks. Smaller ones than TOLERATED_S are left alone.
+    """
+
+    def __init__(self, now: Callable[[], float] = now_s) -> None:
+        self._now = now
+        self._differences: dict[int, deque[float]] = {}
+
+    def heard(self, worker: int, sent_s: float) -> None:
+        """Notes a heartbeat that was sent at `sent_s` by the worker's clock."""
+        self._differences.setdefault(worker, deque(maxlen=_HEARTBEATS)).append(self._now() - sent_s)
+
+    def offset_s(self, worker: int) -> float:
+        """What is to be added to a worker's times."""
+        offset = min(self._differences.get(worker, ()), default=0.0)
+        return offset if abs(offset) > TOLERATED_S else 0.0
+
+    def corrected(self, worker: int, span: Span) -> Span:
+        """A worker's span by the master's clock."""
+        offset = self.offset_s(worker)
+        return msgspec.structs.replace(span, start=span.start + offset, end=span.end + offset) if offset else span

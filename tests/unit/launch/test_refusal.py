@@ -1,0 +1,113 @@
+"""Which settings a cluster does not offer, by its own words: recorded of SLURM 22.05, written by hand after the manuals
+of 23.11 (not tested on one)."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from realhf.launch.process import Job, ProcessSpec
+from realhf.launch.slurm.offer import Nodes, Offer, read_accounting, read_gpus, read_nodes, seconds_of
+from realhf.launch.slurm.refusal import refusal, unmet
+from realhf.launch.slurm.script import SlurmOptions
+from realhf.rundir.paths import RunDirectory, worker_name
+
+
+def offer(version: str) -> Offer:
+    text = (Path(__file__).parent / f"sinfo/{version}.txt").read_text()
+    return Offer(nodes=read_nodes(text.splitlines()))
+
+
+def job(nodes: int = 2, per_node: int = 8) -> Job:
+    names = ("master", *map(worker_name, range(nodes * per_node)))
+    processes = tuple(ProcessSpec(name=name, argv=("true",)) for name in names)
+    return Job(directory=RunDirectory(Path("/run")), processes=processes, workers_per_node=per_node)
+
+
+def test_what_sinfo_prints() -> None:
+    assert offer("22.05").nodes[0] == Nodes(
+        partition="main", is_default=True, count=2, cpus=8, memory_mb=16000, gpus={"toy": 2}
+    )
+    found = offer("23.11")
+    assert found.partitions == ("batch", "gpu", "old")
+    assert [(one.count, one.cpus, one.gpus, one.time_limit, one.is_up) for one in found.nodes[1:]] == [
+        (2, 128, {}, "1-00:00:00", True),
+        (4, 96, {"h100": 8}, "2-12:00:00", True),
+        (3, 64, {"a100": 4}, "2-12:00:00", True),
+        (1, 16, {"": 2}, "", False),
+    ]
+    assert found.nodes[2].features == {"h100", "ib"}
+    assert read_nodes(["", "Welcome to Alpha", "a|b|c|d|e|f|g|h"]) == ()
+    assert read_gpus("gpu:a100:4(S:0-1),gpu:a100_3g.20gb:8,gpu:tesla:no") == {"a100": 4, "a100_3g.20gb": 8}
+
+
+def test_a_gpu_s_share_of_the_cpus() -> None:
+    found = offer("23.11")
+    assert found.cpus_per_gpu("gpu", "h100") == 11
+    assert found.cpus_per_gpu("gpu", None) == 11
+    assert found.cpus_per_gpu("gpu", "a100") == 15
+    assert found.cpus_per_gpu(None, None) == 1  # the default partition has no GPUs
+    assert Offer().cpus_per_gpu(None, None) == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "asked", "says"),
+    [
+        ({"partition": "nonesuch"}, job(), ["--partition nonesuch: the cluster has batch, gpu, old"]),
+        (
+            {"partition": "gpu", "gpu_type": "v100"},
+            job(),
+            ["--gpu-type v100: partition gpu has 4 nodes with 96 CPUs, 1007 GiB, 8 GPUs of type h100; 3 nodes with 64 "
+             "CPUs, 502.9 GiB, 4 GPUs of type a100; its types are a100, h100"],
+        ),
+        ({"partition": "gpu", "gpu_type": "h100"}, job(1, 16), ["--gpus-per-node 16: partition gpu has 4 nodes"]),
+        ({}, job(2, 8), ["--gpus-per-node 8: partition batch has 6 nodes with 64 CPUs, 251 GiB, no GPU"]),
+        ({"partition": "gpu"}, job(9, 4), ["--nodes 9: partition gpu has", ", 7 in all"]),
+        (
+            {"partition": "gpu", "cpus_per_worker": 16},
+            job(2, 8),
+            ["--cpus-per-worker 16: 8 workers a node and the master need 129 CPUs", "give --cpus-per-worker 11"],
+        ),
+        ({"partition": "gpu", "mem": "2T"}, job(2, 8), ["--mem 2T: partition gpu has"]),
+        ({"partition": "gpu", "time_limit": "3-00"}, job(2, 8), ["--time-limit 3-00: partition gpu allows 2-12:00:00"]),
+        (
+            {"partition": "gpu", "sbatch": ("--qos=high", "-C [fast|ib]")},
+            job(2, 8),
+            ["--sbatch=--constraint=fast: partition gpu has a100, h100, ib"],
+        ),
+        ({"account": "nobody"}, job(), ["--account nobody: yours are lab, other"]),
+        ({"sbatch": ("--qos=low", "-q high")}, job(), ["--sbatch=--qos=high: yours are normal, short"]),
+        ({"sbatch": ("-q short",), "time_limit": "1:00:00"}, job(), ["--time-limit 1:00:00: QOS short allows"]),
+    ],
+)  # fmt: skip
+def test_the_setting_is_named_with_what_there_is(options: dict[str, object], asked: Job, says: list[str]) -> None:
+    there = offer("23.11")
+    if "account" in options or "-q " in str(options):
+        accounts, qos = read_accounting(
+            ["lab|normal,short", "other|normal", "Welcome"], ["normal|", "high|", "short|00:10:00"]
+        )
+        there = replace(there, accounts=accounts, qos=qos)
+    text = next(unmet(SlurmOptions(**options), asked, there))  # type: ignore[arg-type]
+    for part in says:
+        assert part in text
+
+
+def test_a_job_that_the_cluster_has_lacks_nothing() -> None:
+    options = SlurmOptions(partition="gpu", gpu_type="h100", cpus_per_worker=11, mem="900G", time_limit="2-12")
+    assert list(unmet(options, job(4, 8), offer("23.11"))) == []
+
+
+def test_where_no_setting_is_to_blame_all_is_listed() -> None:
+    text = refusal("no", SlurmOptions(partition="gpu", mem="9G"), job(), offer("23.11"))
+    assert text.startswith("SLURM refused the job: no; the job asks for 2 nodes with 9 CPUs, 9G of memory, 8 GPUs.")
+    assert "\n  gpu: 4 nodes with 96 CPUs, 1007 GiB, 8 GPUs of type h100; 3 nodes" in text
+    assert "\n  old (down): 1 node with 16 CPUs, 62.5 GiB, 2 GPUs" in text
+    assert "sinfo does not tell" in refusal("no", SlurmOptions(), job(), Offer())
+
+
+@pytest.mark.parametrize(
+    ("limit", "seconds"),
+    [("90", 5400), ("90:30", 5430), ("1:30:00", 5400), ("2-12", 216000), ("1-00:30", 88200), ("", None), ("x", None)],
+)
+def test_time_limits(limit: str, seconds: float | None) -> None:
+    assert seconds_of(limit) == seconds

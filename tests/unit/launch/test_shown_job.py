@@ -1,0 +1,41 @@
+"""What scontrol shows of a job: lines of SLURM 22.05, recorded and shortened, and of 23.11 and later, written after the
+manuals (not tested on one)."""
+
+from realhf.launch.slurm.state import parsed
+
+RUNNING = (
+    "JobId=1 JobName=realhf-ppo UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901759 Nice=0 "
+    "Account=(null) QOS=(null) JobState=RUNNING Reason=None Dependency=(null) Requeue=0 Restarts=0 BatchFlag=1 "
+    "Reboot=0 ExitCode=0:0 RunTime=00:00:02 TimeLimit=01:00:00 Partition=main ReqNodeList=(null) "
+    "ExcNodeList=(null) NodeList=node[1-2] BatchHost=node1 NumNodes=2 NumCPUs=6\n"
+)
+ENDED = RUNNING.replace("JobState=RUNNING Reason=None", "JobState=FAILED Reason=NonZeroExitCode").replace(
+    "ExitCode=0:0", "ExitCode=17:0"
+)
+PENDING = RUNNING.replace("RUNNING Reason=None", "PENDING Reason=Resources").replace("=node[1-2] BatchHost=node1", "=")
+NEWER = (
+    "JobId=9 JobName=realhf-ppo UserId=me(1000) GroupId=me(1000) Account=lab QOS=normal "
+    "JobState=PENDING Reason=ReqNodeNotAvail,_UnavailableNodes:n7 FailedNode=n7 Dependency=(null) ExitCode=0:0 "
+    "DerivedExitCode=0:0 NodeList= SchedNodeList=n[1-2] Comment=realhf-setup:Zm9v TresPerNode=gres/gpu:8\n"
+)
+
+
+def test_a_job_of_each_kind() -> None:
+    running, ended, pending = map(parsed, (RUNNING, ENDED, PENDING))
+    assert running is not None
+    assert (running.in_words, running.nodes, running.is_over) == ("RUNNING", "node[1-2]", False)
+    assert ended is not None
+    assert (ended.in_words, ended.is_over) == ("FAILED (NonZeroExitCode, exit code 17:0)", True)
+    assert pending is not None
+    assert (pending.in_words, pending.nodes) == ("PENDING (Resources)", "")
+
+
+def test_of_newer_versions() -> None:
+    state = parsed(NEWER)
+    assert state is not None
+    assert state.in_words == "PENDING (ReqNodeNotAvail,_UnavailableNodes:n7)"
+    assert (state.nodes, state.comment) == ("", "realhf-setup:Zm9v")
+
+
+def test_what_is_no_job() -> None:
+    assert parsed("slurm_load_jobs error: Unable to contact slurm controller\n") is None
