@@ -17,7 +17,7 @@ test: setup
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES)
 
 test-slow: setup
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) -m slow
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist worksteal -m slow
 
 lint: setup
 	$(BIN)/ruff check .

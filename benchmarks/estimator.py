@@ -56,7 +56,7 @@ class Setting:
         default = load_experiment_class(EXPERIMENT)()
         return replace(
             default,
-            model=replace(default.model, **self.model),
+            architecture=replace(default.architecture, **self.model),
             batch_size=self.batch_size,
             ppo=replace(default.ppo, max_new_tokens=self.new_tokens),
         )

@@ -7,22 +7,17 @@ over predicted. `--quick` profiles fewer sizes.
 """
 
 import statistics
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from lib.common import case, finish, parse_arguments
+from lib.rank_share import MODEL, predicted, processor_s, profiled
 from torch import Tensor
 
 from realhf.algorithms.responses import response_logprobs, response_tokens
 from realhf.api.experiment import OptimizerConfig
 from realhf.api.generation import GenerationOptions
-from realhf.architecture.model import DecoderConfig
-from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef, ModelInterfaceType
-from realhf.dataflow.interface import InterfaceConfig
+from realhf.dataflow.graph import GENERATE, TRAIN_STEP
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
 from realhf.engine.interface import GenerationRequest, Stats
@@ -30,48 +25,34 @@ from realhf.engine.model import ShardedModel
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.vocabulary import Logits
-from realhf.planning.model.call import CallModel, features_during
-from realhf.planning.model.cluster import Cluster
-from realhf.planning.model.descriptions import load_hardware
-from realhf.planning.model.features import ENGINE
-from realhf.planning.model.timings import ProfiledTimings
 from realhf.planning.model.workload import Workload
-from realhf.profiling.job import ProfileJob, ProfileTarget
-from realhf.profiling.model_bench import Stopwatch
-from realhf.profiling.profiler import Profiler
-from realhf.worker.allocator import keep_freed_memory
 
 SEQUENCES, PROMPT, RESPONSE, MINI_BATCHES = 32, 32, 64, 4
 TARGET = 0.15  # by how much a measured time may differ from the predicted one
-CPU = torch.device("cpu")
-MODEL = DecoderConfig(
-    hidden_size=256, intermediate_size=688, num_layers=4, num_heads=4, num_kv_heads=4, vocab_size=2048
-)
 
 
 def main() -> None:
     arguments = parse_arguments(__doc__)
-    keep_freed_memory()
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", 1), rank=0, world_size=1)
-        timings = profiled(Path(folder), quick=arguments.quick)
-        dist.destroy_process_group()
+    timings = profiled(
+        sequences=SEQUENCES,
+        sequence_length=PROMPT + RESPONSE,
+        max_tokens=1024 if arguments.quick else 4096,
+        repetitions=3 if arguments.quick else 5,
+    )
     share = Share()
     works: dict[str, tuple[Callable[[], object], float]] = {
         f"generation, {group} responses to a prompt": (
             lambda group=group: share.generate(group),
-            predicted(GENERATE, timings, group),
+            predicted(GENERATE, timings, lengths_of(group), SEQUENCES),
         )
         for group in (1, 8, SEQUENCES)
     }
-    works["training, four optimizer steps"] = share.train, predicted(TRAIN_STEP, timings, 8)
+    training_s = predicted(TRAIN_STEP, timings, lengths_of(8), SEQUENCES, MINI_BATCHES)
+    works["training, four optimizer steps"] = share.train, training_s
     taken: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(3 if arguments.quick else 7):
         for name, (work, _) in works.items():
-            start = time.process_time()
-            work()
-            taken[name].append(time.process_time() - start)
+            taken[name].append(processor_s(work))
     results = []
     for name, (_, expected) in works.items():
         measured = statistics.median(taken[name][1:])
@@ -81,49 +62,8 @@ def main() -> None:
     finish("groups", results, arguments.json)
 
 
-def profiled(folder: Path, *, quick: bool) -> ProfiledTimings:
-    """The profile of the model, in processor time."""
-    job = ProfileJob(
-        hardware="cpu",
-        targets=(ProfileTarget(model=MODEL, dtype="float32", path=""),),
-        num_workers=1,
-        batch_size=SEQUENCES,
-        sequence_length=PROMPT + RESPONSE,
-        length_spread=0,
-        max_tokens=1024 if quick else 4096,
-        max_sequences=SEQUENCES,
-        repetitions=3 if quick else 5,
-        timeout_s=900.0,
-    )
-    (folder / "round_trip").mkdir(mode=0o700)
-    profiler = Profiler(job, 0, CPU, folder / "round_trip", lambda _: None)
-    profiler.watch = Stopwatch(CPU, job.repetitions, time.process_time)
-    return ProfiledTimings.of(profiler.profiles()[0], load_hardware("cpu"))
-
-
-def predicted(kind: ModelInterfaceType, timings: ProfiledTimings, group: int) -> float:
-    """Seconds of a call on one device."""
-    mini_batches = MINI_BATCHES if kind is TRAIN_STEP else 1
-    call = ModelFunctionCallDef(
-        model_name="actor",
-        model_type=MODEL,
-        interface_type=kind,
-        interface_impl=InterfaceConfig(),
-        input_data=["prompt"],
-        mini_batches=mini_batches,
-    )
-    lengths = Workload(prompt_tokens=PROMPT, new_tokens=RESPONSE, samples_per_prompt=group)
-    model = CallModel(
-        call=call,
-        samples=SEQUENCES // mini_batches,
-        lengths=lengths,
-        dtype="float32",
-        features=features_during(call, lengths, ENGINE.on(timings.hardware)),
-        timings=timings,
-        cluster=Cluster(devices_per_node=1, hardware=timings.hardware),
-        hardware=timings.hardware,
-    )
-    return model.seconds(ParallelStrategy(), 1)
+def lengths_of(group: int) -> Workload:
+    return Workload(prompt_tokens=PROMPT, new_tokens=RESPONSE, samples_per_prompt=group)
 
 
 class Share:

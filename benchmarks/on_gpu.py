@@ -16,7 +16,8 @@ from torch import Tensor
 
 from realhf.algorithms.functional import predicting_positions, token_logprobs
 from realhf.api.experiment import OptimizerConfig
-from realhf.api.generation import DecodeGraphs, GenerationOptions
+from realhf.api.generation import GenerationOptions
+from realhf.architecture.decoding import GraphLife
 from realhf.architecture.model import DecoderConfig
 from realhf.engine.backend import ModelSpec
 from realhf.engine.batch import Batch
@@ -127,7 +128,7 @@ def best_seconds(work: Callable[[], object], device: str, repetitions: int = 5) 
     return best
 
 
-def _decode_case(model: ShardedModel, graphs: DecodeGraphs, bandwidth: float, sequences: int, device: str) -> dict:
+def _decode_case(model: ShardedModel, graphs: GraphLife, bandwidth: float, sequences: int, device: str) -> dict:
     """A step's seconds are the difference of two generations, over the difference of their steps."""
     prompts = list(_tokens(model.config, sequences, PROMPT, device))
     batch = Batch(tuple(range(sequences)), {"prompt": prompts})

@@ -4,15 +4,27 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar, cast, get_args, overload, runtime_checkable
+from typing import (
+    Any,
+    Literal,
+    NamedTuple,
+    Protocol,
+    TypedDict,
+    TypeVar,
+    Unpack,
+    cast,
+    get_args,
+    overload,
+    runtime_checkable,
+)
 
 from realhf.api.backends import NATIVE, implementation_of
-from realhf.architecture.compute import ComputeConfig
+from realhf.architecture.compute import Computation, ComputeConfig
 from realhf.architecture.model import DType
 from realhf.architecture.transformers_config import BACKEND as TRANSFORMERS
 from realhf.architecture.transformers_config import check_backend
 from realhf.base.errors import UserError
-from realhf.base.numbers import Range, check_ranges
+from realhf.base.numbers import DEVICES, Range, check_ranges
 from realhf.dataflow.follow import Follow
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.dataflow.pools import Pool
@@ -39,7 +51,8 @@ class OptimizerConfig:
 
     schedule: `constant`, or a `linear` or `cosine` decay to `final_lr_ratio` of `lr` at the end.
     fp32_gradients: gradients of parameters below float32 are summed in float32 over micro-batches and ranks.
-    offload_states: optimizer states and master copy lie in host memory between optimizer steps.
+    offload_states: optimizer states and master copy lie in host memory between optimizer steps; None: as the plan says,
+        otherwise not.
     """
 
     lr: float = 1e-4
@@ -52,7 +65,11 @@ class OptimizerConfig:
     final_lr_ratio: float = 0.1
     max_grad_norm: float = 1.0
     fp32_gradients: bool = True
-    offload_states: bool = False
+    offload_states: bool | None = None
+
+    def run_with(self, computation: Computation) -> "OptimizerConfig":
+        """As it is run: its states lie where the model's computation says."""
+        return dataclasses.replace(self, offload_states=computation.offload_states)
 
     def __post_init__(self) -> None:
         check_ranges(vars(self), OPTIMIZER_RANGES)
@@ -73,7 +90,7 @@ class ModelSetup:
     backend: a name of `realhf.api.backends`: "native", the engine of this project; "megatron", which has
         megatron-core compute the layers in passes with gradients, on GPUs; "transformers", for models that
         `transformers_model` describes.
-    compute: choices that change time and memory, not the result.
+    compute: choices that change time and memory, not the result; the plan makes those that are left open.
     follows: makes the parameters of a model that is not trained follow those of a trained one:
         `Follow("actor", eta=0.01, every_steps=1)`.
     """
@@ -101,7 +118,8 @@ class ModelSetup:
                 f"checkpoint ({self.checkpoint}) and optimizer, without new_head ({self.new_head}), or leave it out"
             )
         implementation_of(self.backend)
-        if self.backend == TRANSFORMERS and self.compute != ComputeConfig(data_parallel=self.compute.data_parallel):
+        compute = self.compute
+        if self.backend == TRANSFORMERS and (compute.sequence_parallel or compute.recomputation not in (None, "off")):
             raise UserError(
                 f"backend={TRANSFORMERS!r} knows data_parallel of {self.compute} alone; leave sequence_parallel and "
                 "recomputation out"
@@ -113,12 +131,25 @@ class ModelSetup:
             )
 
 
-@dataclass(frozen=True, kw_only=True)
-class KeyExtent:
-    """The tokens of a key over all rows: mean and largest number a row, and the largest id; with the places of both
-    (`FILE, line N`)."""
+class KeyLengths(NamedTuple):
+    """The tokens of a key a row: mean, largest number, and the mean of their squares, which attention grows with."""
 
     mean: float
+    longest: int
+    mean_square: float
+
+    @classmethod
+    def constant(cls, tokens: int) -> "KeyLengths":
+        return cls(float(tokens), tokens, float(tokens) ** 2)
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeyExtent:
+    """The tokens of a key over all rows: mean and largest number a row, the mean of their squares, and the largest id;
+    with the places of both largest (`FILE, line N`)."""
+
+    mean: float
+    mean_square: float
     longest: int
     longest_at: str
     largest: int
@@ -158,8 +189,8 @@ class Dataset(Protocol):
             UserError: naming the file, the line and the remedy.
         """
 
-    def lengths(self) -> dict[str, tuple[float, int]]:
-        """Mean and largest number of tokens of every key, for the planner. Raises as `check` does."""
+    def lengths(self) -> dict[str, KeyLengths]:
+        """The tokens of every key, for the planner. Raises as `check` does."""
 
     def describe(self) -> str:
         """A line for the user: file, rows, the columns that are read, lengths, what is left out. Raises as `check`."""
@@ -198,12 +229,18 @@ class Experiment(Protocol):
     def evaluation(self) -> Evaluation | None: ...
 
 
+AUTO_RANGES = {name: Range(f"@auto: {name}", *DEVICES) for name in ("nodes", "gpus_per_node")}
+
+
 @dataclass(frozen=True, kw_only=True)
 class AutoSettings:
     """The arguments of `@auto`."""
 
     batch_size: int
     nodelist: str | None = None
+    nodes: int | None = None
+    gpus_per_node: int | None = None
+    launcher: str | None = None
     max_steps_in_flight: int = 2
     search_evaluations: int | None = None
     pools: Mapping[str, Pool] = field(default_factory=dict)
@@ -211,10 +248,21 @@ class AutoSettings:
     def __post_init__(self) -> None:
         if self.batch_size < 1:
             raise UserError(f"batch_size={self.batch_size} must be at least 1")
+        check_ranges(vars(self), AUTO_RANGES)
 
 
 SETTINGS_ATTRIBUTE = "__realhf_auto__"
 T = TypeVar("T")
+
+
+class Place(TypedDict, total=False):
+    """Where an experiment runs, in the words of `realhf run`: --nodelist (`node[01-02]`), --nodes, --gpus-per-node and
+    --launcher."""
+
+    nodelist: str | None
+    nodes: int
+    gpus_per_node: int
+    launcher: str
 
 
 class Auto(Protocol):
@@ -229,21 +277,21 @@ class Auto(Protocol):
 def auto(
     *,
     batch_size: int,
-    nodelist: str | None = None,
     max_steps_in_flight: int = 2,
     search_evaluations: int | None = None,
     pools: Mapping[str, Pool] | None = None,
     steps: int | None = None,
     mini_batches: int | None = None,
+    **place: Unpack[Place],
 ) -> Auto:
     """Makes a dataclass an experiment that `realhf run` can plan, schedule and launch (ReaL, section 4); or a function
     whose body calls models one after the other, a script (HybridFlow, section 3), for which it makes the dataclass.
 
     Args:
         batch_size: samples a step (the global batch).
-        nodelist: the nodes to run on, in SLURM's notation (`node[01-02]`); None leaves it to the command line.
-        max_steps_in_flight: how many steps may overlap; the planner and the master share this bound. A searched plan
-            has at least k + 1 where a model follows another with a staleness of k.
+        place: where it runs, unless the command line says otherwise; see `Place`.
+        max_steps_in_flight: how many steps may overlap, at most; a searched plan has fewer where that is faster, and
+            at least k + 1 where a model follows another with a staleness of k.
         search_evaluations: the budget of the plan search as a number of plans, so that a plan can be reproduced; None:
             a budget that grows with the number of options.
         pools: by name, models that are confined to some of the devices. A property `pools` overrides it.
@@ -255,7 +303,7 @@ def auto(
     """
     settings = AutoSettings(
         batch_size=batch_size,
-        nodelist=nodelist,
+        **place,
         max_steps_in_flight=max_steps_in_flight,
         search_evaluations=search_evaluations,
         pools=pools or {},

@@ -2,13 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import get_args
 
+from realhf.architecture.decoding import GraphLife
 from realhf.base.errors import UserError
 from realhf.base.numbers import Range, check_range, check_ranges
-
-DecodeGraphs = Literal["kept", "call", "off"]
-DECODE_GRAPHS: DecodeGraphs = "kept"  # the default
 
 _MAX_TOKENS = 2**31
 RANGES = {
@@ -55,9 +53,10 @@ class GenerationOptions:
     kv_cache_tokens: int | None = None
     """The size of the KV cache on a device, in tokens. If it is full, sequences wait, or are recomputed later. None:
     large enough for every need."""
-    decode_graphs: DecodeGraphs = DECODE_GRAPHS
+    decode_graphs: GraphLife | None = None
     """CUDA graphs for decode steps on a GPU: "kept" from call to call with the KV cache, captured in each "call", or
-    "off". The tokens are the same; kept graphs and cache take memory during training too."""
+    "off"; None: what the plan says, else "kept". The tokens are the same; kept graphs and cache take memory during
+    training too."""
 
     @property
     def end_token(self) -> int:
@@ -83,6 +82,6 @@ class GenerationOptions:
                 f"tokenizer={self.tokenizer!r}: no such file, and stop_strings={self.stop_strings} are looked for in "
                 "the text of a response; give the path of the model's tokenizer.json"
             )
-        if self.decode_graphs not in get_args(DecodeGraphs):
-            known = ", ".join(get_args(DecodeGraphs))
+        if self.decode_graphs not in (None, *get_args(GraphLife)):
+            known = ", ".join(get_args(GraphLife))
             raise UserError(f"decode_graphs={self.decode_graphs!r} is not known; choose one of {known}")

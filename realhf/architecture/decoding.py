@@ -1,8 +1,14 @@
 """How decode steps run: pages of the KV cache, and graphs. The engine follows these rules, and the planner counts on
 them."""
 
+from functools import lru_cache
+from typing import Literal
+
 from realhf.architecture.model import DecoderConfig
 from realhf.architecture.transformers_config import TransformersConfig
+
+GraphLife = Literal["kept", "call", "off"]  # of graphs of decode steps (`GenerationOptions.decode_graphs`)
+DECODE_GRAPHS: GraphLife = "kept"  # where nobody says anything
 
 PAGE_TOKENS = 16  # of a page of the KV cache; a test holds the C++ kernels to it
 FLASH_PAGE_TOKENS = 256  # flash-attn 2 takes multiples of this
@@ -20,6 +26,25 @@ def takes_flash(dtype: str, head_dim: int) -> bool:
 def page_tokens(dtype: str, head_dim: int, *, has_flash: bool) -> int:
     """Tokens in a page of the KV cache, with flash-attn's kernel at hand or without."""
     return FLASH_PAGE_TOKENS if has_flash and takes_flash(dtype, head_dim) else PAGE_TOKENS
+
+
+def rows_bucket(rows: int) -> int:
+    """The rows that a recorded step of so many is padded to: 1, 2, 4, 8, then multiples of 8, beyond 128 of 32."""
+    if rows <= 8:
+        return power_of_two(rows)
+    multiple = 8 if rows <= 128 else 32
+    return -(-rows // multiple) * multiple
+
+
+@lru_cache(maxsize=4096)
+def num_buckets(rows: int) -> int:
+    """How many graphs a batch of so many rows needs at most, while its responses end."""
+    return len({rows_bucket(number) for number in range(1, rows + 1)})
+
+
+def power_of_two(number: int) -> int:
+    """The least one that is not below `number`."""
+    return 1 << (number - 1).bit_length()
 
 
 def graphs_refusal(config: DecoderConfig, *, on_gpu: bool) -> str | None:

@@ -13,9 +13,9 @@ class UserError(Exception):
 class RunError(Exception):
     """A started run failed: the text names the worker, the call and the log to read.
 
-    The command line prints it and exits with code 1. `workers` has the indices of the workers to blame, if any.
+    The command line prints it and exits with `returncode`. `workers` has the indices of the workers to blame, if any.
     """
 
-    def __init__(self, text: str, workers: Iterable[int] = ()):
+    def __init__(self, text: str, workers: Iterable[int] = (), returncode: int = 1):
         super().__init__(text)
-        self.workers = frozenset(workers)
+        self.workers, self.returncode = frozenset(workers), returncode

@@ -92,6 +92,19 @@ def decode_versioned(content: bytes | str, expected: type[T], version: str) -> T
     return decode_json(content, expected)
 
 
+def read_versioned(path: Path, expected: type[T], version: str) -> T | None:
+    """What `decode_versioned` finds in a file that can be made again; None where there is none. Raises UserError where
+    it is damaged, or another version's."""
+    try:
+        return decode_versioned(path.read_bytes(), expected, version)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); remove it") from None
+    except BadContentError as error:
+        raise UserError(f"{path} is damaged ({error}); remove it") from None
+
+
 def write_atomically(path: str | Path, content: bytes) -> None:
     """Writes a file, which is on the disk when this returns; a reader sees either the old or the new content.
 

@@ -11,6 +11,7 @@ Bounds = tuple[float, float]
 # Within these bounds a plan can be made in minutes.
 DEVICES: Bounds = (1, 4096)
 STEPS_IN_FLIGHT: Bounds = (1, 1024)
+STALENESS: Bounds = (0, 64)
 TOKENS: Bounds = (1, 2**24)
 SAMPLES: Bounds = (1, 2**20)
 SECONDS: Bounds = (0, 1e9)

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from realhf.api.experiment import DatasetExtent, KeyExtent
+from realhf.api.experiment import DatasetExtent, KeyExtent, KeyLengths
 from realhf.base.errors import UserError
 from realhf.data.text_dataset import TextDataset
 
@@ -53,7 +53,7 @@ class MergedDataset:
             columns=extents[0].columns,
         )
 
-    def lengths(self) -> dict[str, tuple[float, int]]:
+    def lengths(self) -> dict[str, KeyLengths]:
         """As `TextDataset.lengths`."""
         return {key: found for part in self.parts for key, found in part.lengths().items()}
 

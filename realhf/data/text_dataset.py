@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 
 from realhf.api.data_options import DataOptions
-from realhf.api.experiment import DatasetExtent, KeyExtent
+from realhf.api.experiment import DatasetExtent, KeyExtent, KeyLengths
 from realhf.base.errors import UserError
 from realhf.data.drafts import ChatWriter, Draft
 from realhf.data.encoding import DraftEncoder, EncodedRow, Limits
@@ -74,14 +74,19 @@ class TextDataset(DataOptions, ABC):
         """
         return self._scan().extent
 
-    def lengths(self) -> dict[str, tuple[float, int]]:
-        """Mean and largest number of tokens of every key, for the planner.
+    def lengths(self) -> dict[str, KeyLengths]:
+        """The tokens of every key, for the planner.
 
         Raises:
             UserError: as `check`.
         """
         found = self.check().keys
-        return {key: (found[key].mean, found[key].longest) if key in found else (1.0, 1) for key in self.keys}
+        return {
+            key: KeyLengths(extent.mean, extent.longest, extent.mean_square)
+            if (extent := found.get(key))
+            else KeyLengths.constant(1)
+            for key in self.keys
+        }
 
     def kept_rows(self) -> np.ndarray | None:
         """The rows [rows] of the file, from 0, that are not left out, in order; None: all.
@@ -213,15 +218,17 @@ class _Scan:
 
 
 @dataclass
-class _KeyLengths:
+class _KeyScan:
     """The tokens of a key over the rows so far, with the row of each maximum."""
 
     total: int = 0
+    squares: int = 0
     longest: tuple[int, int] = (-1, 0)
     largest: tuple[int, int] = (-1, 0)
 
     def add(self, row: int, tokens: Tokens) -> None:
         self.total += len(tokens)
+        self.squares += len(tokens) ** 2
         if len(tokens) > self.longest[0]:
             self.longest = len(tokens), row
         if (most := max(tokens, default=0)) > self.largest[0]:
@@ -232,7 +239,7 @@ class _KeyLengths:
 def _scan(dataset: TextDataset, stats: tuple[tuple[str, int, int], ...]) -> _Scan:
     """Reads a data set whose files have these sizes and times; several parts of the launcher ask for it."""
     opened = dataset.open()
-    keys = {key: _KeyLengths() for key in dataset.token_keys}
+    keys = {key: _KeyScan() for key in dataset.token_keys}
     kept, cut = array("q"), 0
     for number, row in opened.rows():
         if row is None:
@@ -255,6 +262,7 @@ def _scan(dataset: TextDataset, stats: tuple[tuple[str, int, int], ...]) -> _Sca
         keys={
             key: KeyExtent(
                 mean=lengths.total / len(kept),
+                mean_square=lengths.squares / len(kept),
                 longest=lengths.longest[0],
                 longest_at=opened.file.place(lengths.longest[1]),
                 largest=lengths.largest[0],

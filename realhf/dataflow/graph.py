@@ -186,7 +186,7 @@ class ModelFunctionCallDef:
 # tensor of one whole number.
 WEIGHTS_VERSION = "weights_version"
 
-EdgeKind = Literal["data", "version"]
+EdgeKind = Literal["data", "version", "copy"]  # the last: `realhf.dataflow.copies`
 
 
 @dataclass(frozen=True)

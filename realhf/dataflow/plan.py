@@ -2,25 +2,71 @@
 
 import contextlib
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
+from realhf.architecture.compute import DataParallel, ModeRules, Recomputation
+from realhf.architecture.decoding import GraphLife
 from realhf.architecture.model import DecoderConfig
 from realhf.base.errors import UserError
 from realhf.base.files import decode_json, read_file, write_atomically
-from realhf.base.numbers import DEVICES, SECONDS, STEPS_IN_FLIGHT, check_fields, check_range
-from realhf.dataflow.graph import DataflowGraph
+from realhf.base.numbers import DEVICES, SECONDS, STALENESS, STEPS_IN_FLIGHT, check_fields, check_range
+from realhf.dataflow.copies import check_copies, with_copies
+from realhf.dataflow.graph import DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.dataflow.offload import check_offload
 from realhf.dataflow.protocols import THREE_D_PROTO
 from realhf.dataflow.rationale import Rationale
-from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy, chunk_layers
 from realhf.geometry.micro_dp import contains, grouped_like
+from realhf.geometry.shards import shard_boxes
 
 FORMAT = "execution-plan/1"
 DIGEST_LENGTH = 12  # of a plan's digest, where people read it
+
+
+class CallCompute(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, cache_hash=True
+):
+    """How a call computes, where the plan decides; None: as the setup of its model says (`realhf.api.computation`).
+
+    recomputation, recomputed_layers, sequence_parallel, offload_states: of a train_step call; see `Computation`.
+    data_parallel, prefetch: of the call that is its model's home, for all of the model's calls.
+    decode_graphs: of a generate call; see `GenerationOptions`.
+    """
+
+    recomputation: Recomputation | None = None
+    recomputed_layers: int | None = None
+    sequence_parallel: bool | None = None
+    data_parallel: DataParallel | None = None
+    prefetch: bool | None = None
+    offload_states: bool | None = None
+    decode_graphs: GraphLife | None = None
+
+    @property
+    def chosen(self) -> dict[str, str | int | ModeRules]:
+        """The fields that say something, by name."""
+        return {field: value for field in self.__struct_fields__ if (value := getattr(self, field)) is not None}
+
+    def __str__(self) -> str:
+        """For tables: `full recomputation, fsdp`; empty where nothing is said."""
+        return ", ".join(_COMPUTE_TEXT[field](value) for field, value in self.chosen.items())
+
+
+_COMPUTE_TEXT: dict[str, Callable[[Any], str]] = {
+    "recomputation": lambda kind: f"{kind} recomputation" if kind != "off" else "no recomputation",
+    "recomputed_layers": lambda number: f"in the first {number} layers of a stage only",
+    "sequence_parallel": lambda on: "sequence parallel" if on else "not sequence parallel",
+    "data_parallel": lambda way: way if isinstance(way, str) else "modes by operator",
+    "prefetch": lambda on: "prefetch" if on else "no prefetch",
+    "offload_states": lambda on: "states in host memory" if on else "states on the device",
+    "decode_graphs": lambda life: {"kept": "graphs kept", "call": "graphs of a call", "off": "no graphs"}[life],
+}
+AS_SET_UP = CallCompute()
+_OF_HOMES = ("data_parallel", "prefetch")
 
 
 class CallPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -30,6 +76,9 @@ class CallPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     chunks: model chunks of each pipeline stage; above 1 the pipeline is interleaved.
     micro_dp: groups the ranks so that each one's part of the model contains its part in the home (`ParallelStrategy`).
     micro_batches: forward passes into which each data-parallel rank divides its part of a mini-batch.
+    compute: how it computes, where the plan decides.
+    copy_from: another call of its model, whose copy of the parameters its own comes from (`realhf.dataflow.copies`);
+        None: from the model's home.
     predicted_s: the planner's estimate of the call alone, without reallocation and transfer.
     """
 
@@ -40,6 +89,8 @@ class CallPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     chunks: int = 1
     micro_dp: tuple[int, int] = (1, 1)
     micro_batches: int = 1
+    compute: CallCompute = AS_SET_UP
+    copy_from: str | None = None
     predicted_s: float | None = None
 
     @property
@@ -53,6 +104,13 @@ class CallPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     @property
     def layout(self) -> Layout:
         return Layout(self.mesh, self.strategy)
+
+    @property
+    def way_text(self) -> str:
+        """Micro-batches and computation, for sentences: `2 micro-batches, full recomputation`."""
+        plural = "" if self.micro_batches == 1 else "es"
+        parts = [f"{self.micro_batches} micro-batch{plural}", str(self.compute)]
+        return ", ".join(part for part in parts if part)
 
     @property
     def replicas_text(self) -> str:
@@ -73,6 +131,23 @@ class OrderEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     steps_back: int = 0
 
 
+class Intervals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """In which seconds nine of ten runs would lie: of a step, and of calls by name; (least, most)."""
+
+    step_s: tuple[float, float]
+    call_s: dict[str, tuple[float, float]]
+
+
+def interval_text(interval: tuple[float, float] | None) -> str:
+    """For tables: `0.21-0.29`; `-` where there is none."""
+    return "-" if interval is None else "{:.3g}-{:.3g}".format(*interval)
+
+
+def updates_text(staleness: int) -> str:
+    """For sentences: `1 update`, `2 updates`."""
+    return f"{staleness} update{'' if staleness == 1 else 's'}"
+
+
 class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The plan of one experiment on one cluster.
 
@@ -81,6 +156,9 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     order: one period of the total order in which the master issues calls, every call once; empty: one step after the
         other.
     offload: models that wait in host memory while no call needs them.
+    staleness: rollouts are made by weights so many steps old, in an experiment that leaves it to the plan
+        (`realhf.api.staleness`).
+    intervals: how sure the predictions are; in plans that were predicted.
     models: the architectures that the plan was made for; a plan written by hand may leave them out.
     rationale: why the planner chose it; in the plan of a run.
     """
@@ -91,8 +169,10 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     devices_per_node: int | None = None
     order: tuple[OrderEntry, ...] = ()
     offload: tuple[str, ...] = ()
+    staleness: int = 0
     max_steps_in_flight: int = 2
     predicted_step_s: float | None = None
+    intervals: Intervals | None = None
     models: dict[str, DecoderConfig] = {}
     format: str = FORMAT
     notes: dict[str, str | int | float | bool] = {}
@@ -103,6 +183,21 @@ class ExecutionPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         if name in self.calls:
             return self.calls[name]
         return beside_plan(self.calls[graph.place_of(name)], batch_size, self.beside.get(name))
+
+    @property
+    def copies(self) -> dict[str, str]:
+        """By call whose copy of the parameters comes from another call's, that call."""
+        return {name: call.copy_from for name, call in self.calls.items() if call.copy_from is not None}
+
+    def takes_over(self, call: str) -> bool:
+        """Whether a call's copy is another call's, in the same layout: nothing moves."""
+        source = self.copies.get(call)
+        return source is not None and self.layout(source) == self.layout(call)
+
+    @property
+    def copies_text(self) -> str:
+        """For people: `greedy from the copy of rollout`, and so on."""
+        return ", ".join(f"{name} from the copy of {source}" for name, source in self.copies.items())
 
     def layout(self, call: str) -> Layout:
         return self.calls[call].layout
@@ -147,7 +242,14 @@ def plan_digest(plan: ExecutionPlan) -> str:
     calls = {name: msgspec.structs.replace(call, predicted_s=None) for name, call in plan.calls.items()}
     carried_out = msgspec.structs.replace(plan, calls=calls, predicted_step_s=None, models={}, notes={}, rationale=None)
     fields = msgspec.to_builtins(carried_out, order="deterministic")
-    del fields["beside"]  # predictions
+    del fields["beside"], fields["intervals"]  # predictions
+    if not plan.staleness:  # as in checkpoints of runs whose plans know none
+        del fields["staleness"]
+    for call in fields["calls"].values():
+        if not call["compute"]:  # as in checkpoints of runs whose plans know no such choices
+            del call["compute"]
+        if call["copy_from"] is None:
+            del call["copy_from"]
     return hashlib.sha256(msgspec.json.encode(fields)).hexdigest()
 
 
@@ -186,6 +288,7 @@ _CALL_RANGES = {
 def _check_numbers(plan: ExecutionPlan) -> None:
     """Raises UserError for a number out of range, before anything is computed with it."""
     ranges = {"num_devices": DEVICES, "devices_per_node": DEVICES, "max_steps_in_flight": STEPS_IN_FLIGHT}
+    ranges["staleness"] = STALENESS
     check_fields("", plan, {**ranges, "predicted_step_s": SECONDS})
     for name, call in plan.calls.items():
         check_fields(f"calls.{name}.", call, _CALL_RANGES)
@@ -252,7 +355,11 @@ def check_plan(plan: ExecutionPlan, graph: DataflowGraph, batch_size: int) -> No
                 f"{per_mini_batch} samples; choose a product that divides {per_mini_batch}"
             )
     _check_homes(plan, graph)
+    _check_compute(plan, graph)
     _check_micro_dp(plan, graph)
+    layouts = {name: call.layout for name, call in plan.calls.items()}
+    homes = {model: plan.home(graph, model) for model in graph.models}
+    check_copies(plan.copies, layouts, homes, graph, plan.offload)
     _check_order(plan, graph)
     check_offload(plan.offload, graph)
 
@@ -266,6 +373,65 @@ def _check_homes(plan: ExecutionPlan, graph: DataflowGraph) -> None:
                 f"{call.name} is planned as {plan.layout(call.name)} but {home} trains the same model as "
                 f"{plan.layout(home)}; give all train_step calls of one model the same devices, dp, tp, pp and chunks"
             )
+
+
+def _check_compute(plan: ExecutionPlan, graph: DataflowGraph) -> None:
+    """Each call says of its computation only what is its own to say."""
+    for name, call in plan.calls.items():
+        definition = graph.model_calls[name]
+        home = plan.home(graph, definition.model_name)
+        for field, value in call.compute.chosen.items():
+            says = f"{name}: compute has {field}={value!r}, which is for"
+            if field in _OF_HOMES and name != home and not definition.trains:
+                raise UserError(
+                    f"{says} the home of model {definition.model_name!r}; leave it out, or say it of {home}"
+                )
+            if field == "decode_graphs":
+                _check_graphs(definition, f"{says} generate calls", value)
+                continue
+            if field not in _OF_HOMES and not definition.trains:
+                raise UserError(f"{says} train_step calls, and this one trains nothing; leave it out")
+        if isinstance(call.compute.data_parallel, tuple):
+            _check_modes(name, call, definition.config)
+        if call.compute.recomputed_layers is not None:
+            _check_recomputed(name, call, definition.config)
+        if definition.trains and call.compute != plan.calls[home].compute:
+            raise UserError(
+                f"{name} is planned with compute={call.compute.chosen} but {home} trains the same model with "
+                f"compute={plan.calls[home].compute.chosen}; give all train_step calls of one model the same compute"
+            )
+
+
+def _check_modes(name: str, call: CallPlan, config: DecoderConfig) -> None:
+    try:
+        shard_boxes(config, call.layout, call.mesh.first, call.compute.data_parallel or "zero1")
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from None
+
+
+def _check_recomputed(name: str, call: CallPlan, config: DecoderConfig) -> None:
+    number, most = call.compute.recomputed_layers, len(chunk_layers(config.num_layers, call.strategy, 0)[0])
+    if number is None or not 0 <= number <= most:
+        raise UserError(
+            f"{name}: compute has recomputed_layers={number}, and each stage of this model (each of its chunks) has at "
+            f"most {most} layers; choose 0 to {most}, or leave it out for all"
+        )
+    if call.compute.recomputation in (None, "off"):
+        raise UserError(
+            f"{name}: compute has recomputed_layers={number} without what is recomputed in these layers; say "
+            'recomputation "selective" or "full" beside it, or leave it out'
+        )
+
+
+def _check_graphs(definition: ModelFunctionCallDef, says: str, value: object) -> None:
+    fixed = getattr(definition.interface_impl, "decode_graphs", None)
+    if not definition.generates:
+        raise UserError(f"{says}, and this one generates nothing; leave it out")
+    if fixed not in (None, value):
+        raise UserError(
+            f"{says} that leave it open, and the experiment fixes decode_graphs={fixed!r}; leave it out of the plan, "
+            "or out of the experiment"
+        )
 
 
 def _check_micro_dp(plan: ExecutionPlan, graph: DataflowGraph) -> None:
@@ -301,7 +467,7 @@ def _check_order(plan: ExecutionPlan, graph: DataflowGraph) -> None:
                 f"order: steps_back={entry.steps_back} of {entry.call} must be from 0 to "
                 f"{plan.max_steps_in_flight - 1}, since max_steps_in_flight={plan.max_steps_in_flight}"
             )
-    for edge in graph.edges:
+    for edge in with_copies(graph, plan.copies).edges:
         parent_back, parent_place = place[edge.parent]
         child_back, child_place = place[edge.child]
         # The parent of step t - edge.steps_back is issued in period t - edge.steps_back + parent_back.

@@ -26,6 +26,15 @@ class Instead(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     num_others: int
 
 
+class Worth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a feature of the plan is worth: `without_s` is a step of the best plan found that lacks it, as the plan is
+    otherwise; None: no such plan fits into memory. `of` names a call, or a model that waits in host memory."""
+
+    of: str
+    feature: str
+    without_s: float | None
+
+
 class Rationale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The planner's knowledge of a plan when the run began.
 
@@ -33,6 +42,7 @@ class Rationale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     limits: in words, what would have to become faster.
     heuristic_step_s: a step of the plan that treats all calls alike on all devices; None if none is legal.
     heuristic_fits: whether that plan fits into memory.
+    worth: of each choice that the plan made of how calls compute.
     """
 
     origin: str
@@ -45,6 +55,7 @@ class Rationale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     device_memory_bytes: int
     memory: tuple[DeviceMemory, ...]
     instead: tuple[Instead, ...]
+    worth: tuple[Worth, ...] = ()
 
     def memory_of(self, device: int) -> DeviceMemory | None:
         """The prediction for one device, None if there is none."""

@@ -9,7 +9,7 @@ from itertools import groupby
 from pathlib import Path
 
 from realhf.base.files import write_atomically
-from realhf.dataflow.plan import ExecutionPlan
+from realhf.dataflow.plan import ExecutionPlan, interval_text
 from realhf.report.curves import Curve, curves_of, evaluation_curves, split_curves
 from realhf.report.figures import curves_figure, timeline_figure, times_figure
 from realhf.report.html import document, figure_html, section, table
@@ -28,6 +28,8 @@ STATE_NAMES = {
     "done": "finished",
     "failed": "failed",
     "interrupted": "interrupted",
+    "stopped": "stopped with a checkpoint",
+    "requeued": "its job is to start once more",
     "replan": "between two plans",
 }
 
@@ -157,11 +159,16 @@ def metrics_section(
 
 def _times(run: RunData, plan: ExecutionPlan) -> str:
     times = call_times(plan, run.metrics)
-    rows = [[time.call, _seconds(time.predicted_s), _seconds(time.measured_s), _ratio(time.ratio)] for time in times]
+    rows = [
+        [time.call, _seconds(time.predicted_s), interval_text(time.interval_s), _seconds(time.measured_s),
+         _ratio(time.ratio)]
+        for time in times
+    ]  # fmt: skip
     predicted_s, step_s = plan.predicted_step_s, run.median_step_s
     ratio = step_s / predicted_s if predicted_s and step_s is not None else None
-    total = ["whole step", _seconds(predicted_s), _seconds(step_s), _ratio(ratio)]
-    header = ["call", "predicted, s", "measured, s", "measured / predicted"]
+    of_step = interval_text(plan.intervals.step_s if plan.intervals else None)
+    total = ["whole step", _seconds(predicted_s), of_step, _seconds(step_s), _ratio(ratio)]
+    header = ["call", "predicted, s", "90 %, s", "measured, s", "measured / predicted"]
     count = len(run.under_plan)
     steps = f"{count} step{'' if count == 1 else 's'}" + (" under this plan" if count < len(run.metrics) else "")
     note = f"Measured: the median of {steps}; reallocation and transfer count in the whole step only."

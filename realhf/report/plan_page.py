@@ -7,7 +7,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from realhf.dataflow.plan import CallPlan
+from realhf.dataflow.plan import CallPlan, interval_text
 from realhf.planning.explain.analysis import BESIDE, COMPUTE, Analysis, Span
 from realhf.planning.explain.comparison import Candidate, Comparison
 from realhf.planning.search import SearchResult
@@ -45,10 +45,10 @@ def device_groups(num_devices: int, key: Callable[[int], object]) -> list[range]
 
 def _head(comparison: Comparison, analysis: Analysis) -> str:
     task = comparison.task
-    cluster, workload = task.cluster, task.workload
-    tokens = f"{workload.prompt_tokens:.4g}" + (f" + {workload.new_tokens:.4g}" if workload.new_tokens else "")
+    cluster, tokens = task.cluster, task.workload.text(task.batch_size)
+    range_text = interval_text(comparison.candidates[0].step_interval_s)
     facts = [
-        (f"{analysis.step_s:.4g} s", "a step, predicted"),
+        (f"{analysis.step_s:.4g} s", f"a step, predicted (90 %: {range_text})"),
         (f"{analysis.tokens_per_s:,.0f}", "tokens/s"),
         (f"{analysis.gpu_hours_per_million_tokens:.3g}", "GPU-hours per million tokens"),
         (
@@ -194,7 +194,9 @@ def _by_device(figure: go.Figure, rows: Sequence[str], row_height: int) -> go.Fi
 
 def _calls(analysis: Analysis) -> str:
     plan = analysis.prediction.plan
-    header = ["call", "devices", "dp", "tp", "pp", "micro-batches", "predicted, s", "of the longest chain"]
+    header = ["call", "devices", "dp", "tp", "pp", "micro-batches", "computed with", "predicted, s", "90 %, s"]
+    header.append("of the longest chain")
+    ranges = plan.intervals.call_s if plan.intervals else {}
     rows = [
         [
             name,
@@ -203,13 +205,22 @@ def _calls(analysis: Analysis) -> str:
             str(call.tp),
             call.stages_text,
             str(call.micro_batches),
+            str(call.compute) or "-",
             "-" if call.predicted_s is None else f"{call.predicted_s:.3f}",
+            interval_text(ranges.get(name)),
             f"{analysis.chain.get(name, 0):.0%}",
         ]
         for name, call in plan.calls.items()
     ]
     rows += [
-        [name, BESIDE, *["-"] * 4, f"{seconds:.3f}", f"{analysis.chain.get(name, 0):.0%}"]
+        [
+            name,
+            BESIDE,
+            *["-"] * 5,
+            f"{seconds:.3f}",
+            interval_text(ranges.get(name)),
+            f"{analysis.chain.get(name, 0):.0%}",
+        ]
         for name, seconds in plan.beside.items()
     ]
     return section("Calls", table(header, rows))
@@ -219,7 +230,8 @@ def _compared(comparison: Comparison) -> str:
     if not comparison.presets:
         return ""
     candidates = comparison.candidates
-    header = ["plan", "s a step", "x", "tokens/s", "GPU-h per Mtok", "peak, GiB", "busiest device", "limited by"]
+    header = ["plan", "s a step", "90 %, s", "x", "slower", "tokens/s", "GPU-h per Mtok", "peak, GiB", "busiest device"]
+    header.append("limited by")
     rows = [[candidate.name, *_row(candidate, comparison.analysis.step_s)] for candidate in candidates]
     problems = "".join(
         f"<p><b>{escape(candidate.name)}</b> cannot run: {escape(candidate.problem)}</p>"
@@ -234,12 +246,14 @@ def _compared(comparison: Comparison) -> str:
 def _row(candidate: Candidate, base_step_s: float) -> list[str]:
     analysis = candidate.analysis
     if analysis is None:
-        return ["-"] * 7
+        return ["-"] * 9
     if candidate.problem:
-        return ["-", "-", "-", "-", f"{analysis.prediction.peak_bytes / GIB:.1f}", "-", "memory"]
+        return [*["-"] * 6, f"{analysis.prediction.peak_bytes / GIB:.1f}", "-", "memory"]
     return [
         f"{analysis.step_s:.4g}",
+        interval_text(candidate.step_interval_s),
         f"{analysis.step_s / base_step_s:.2f}",
+        candidate.slower_text,
         f"{analysis.tokens_per_s:,.0f}",
         f"{analysis.gpu_hours_per_million_tokens:.3g}",
         f"{analysis.prediction.peak_bytes / GIB:.1f}",
@@ -275,7 +289,7 @@ def _alternatives(comparison: Comparison) -> str:
         return ""
     rows = []
     for alternative in comparison.alternatives:
-        too_large = f"{alternative.num_too_large:,} of {alternative.num_options:,}"
+        too_large = f"{alternative.num_too_large:,} of {alternative.num_layouts:,}"
         if alternative.option is None:
             rows.append([alternative.call, "nothing else fits", "-", "-", too_large])
             continue
@@ -335,8 +349,7 @@ def _search_figure(result: SearchResult) -> go.Figure:
 
 
 def _option(call: CallPlan) -> str:
-    plural = "" if call.micro_batches == 1 else "es"
-    return f"{_range(call.mesh.devices)}: {call.strategy}, {call.micro_batches} micro-batch{plural}"
+    return f"{_range(call.mesh.devices)}: {call.strategy}, {call.way_text}"
 
 
 def _range(devices: Sequence[Any] | range) -> str:

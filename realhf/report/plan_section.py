@@ -1,6 +1,6 @@
 """The plan of a run on its page: where every call runs, and why."""
 
-from realhf.dataflow.plan import ExecutionPlan
+from realhf.dataflow.plan import ExecutionPlan, interval_text, updates_text
 from realhf.dataflow.rationale import Instead, Rationale
 from realhf.report.html import section, table
 
@@ -12,7 +12,8 @@ SAID = ("evaluations", "peak_memory_gib", "lower_bound_s", "proven_optimal", "ha
 def plan_section(plan: ExecutionPlan) -> str:
     """The section of the plan, with its reasons if it has a rationale."""
     why = plan.rationale
-    header = ["call", "devices", "dp", "tp", "pp", "micro-batches", "predicted, s"]
+    header = ["call", "devices", "dp", "tp", "pp", "micro-batches", "computed with", "predicted, s", "90 %, s"]
+    ranges = plan.intervals.call_s if plan.intervals else {}
     rows = [
         [
             name,
@@ -21,16 +22,27 @@ def plan_section(plan: ExecutionPlan) -> str:
             str(call.tp),
             call.stages_text,
             str(call.micro_batches),
+            str(call.compute) or "-",
             "-" if call.predicted_s is None else f"{call.predicted_s:.3f}",
+            interval_text(ranges.get(name)),
         ]
         for name, call in plan.calls.items()
     ]
-    rows += [[name, "beside", *["-"] * 4, f"{seconds:.3f}"] for name, seconds in plan.beside.items()]
+    rows += [
+        [name, "beside", *["-"] * 5, f"{seconds:.3f}", interval_text(ranges.get(name))]
+        for name, seconds in plan.beside.items()
+    ]
     words = [["order", _order(plan)], ["steps in flight", f"at most {plan.max_steps_in_flight}"]]
+    if plan.copies:
+        words.append(["parameters not from home", plan.copies_text])
+    if plan.staleness:
+        words.append(["rollouts", f"by weights {updates_text(plan.staleness)} old"])
     if why:
         words += _reasons(plan, why)
     words += [[name, _note(value)] for name, value in plan.notes.items() if not (why and name in SAID)]
     body = [table(header, rows), table([], words, style="words")]
+    if why and why.worth:
+        body.append(_worth(plan, why))
     if why and why.instead:
         body.append(_instead(why))
     return section("Execution plan and why", *body)
@@ -60,6 +72,19 @@ def _instead(why: Rationale) -> str:
     ]
     note = '<p class="muted">Each call in its best other layout, predicted, the rest of the plan as it is.</p>'
     return f"<details><summary>why not otherwise</summary>{note}{table(header, rows)}</details>"
+
+
+def _worth(plan: ExecutionPlan, why: Rationale) -> str:
+    """The table of what each choice of the plan was worth."""
+    rows = []
+    for one in why.worth:
+        without = "does not fit" if one.without_s is None else f"{one.without_s:.4g} s"
+        share = ""
+        if one.without_s is not None and plan.predicted_step_s:
+            share = f"{one.without_s / plan.predicted_step_s - 1:+.1%}"
+        rows.append([one.of, one.feature, without, share])
+    note = '<p class="muted">A step of the best plan found without it, the rest of the plan as it is.</p>'
+    return note + table(["call or model", "chosen", "step without it", "longer by"], rows)
 
 
 def _slower(instead: Instead) -> str:

@@ -74,11 +74,12 @@ class RunData:
 
 @dataclass(frozen=True, kw_only=True)
 class CallTime:
-    """Seconds of one call: the plan's prediction, if any, and the median over the measured steps."""
+    """Seconds of one call: the plan's prediction with its interval, if any, and the median over the measured steps."""
 
     call: str
     predicted_s: float | None
     measured_s: float | None
+    interval_s: tuple[float, float] | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -143,7 +144,8 @@ def call_times(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> list[C
     for name, predicted_s in predictions.items():
         seconds = [line["calls"][name]["seconds"] for line in lines if name in line["calls"]]
         measured_s = statistics.median(seconds) if seconds else None
-        times.append(CallTime(call=name, predicted_s=predicted_s, measured_s=measured_s))
+        interval_s = plan.intervals.call_s.get(name) if plan.intervals else None
+        times.append(CallTime(call=name, predicted_s=predicted_s, measured_s=measured_s, interval_s=interval_s))
     return times
 
 

@@ -2,6 +2,7 @@
 
 import re
 import socket
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from realhf.rundir.events import Event, event_line
 from realhf.rundir.flight_recorder import read_activity
 from realhf.rundir.lines import evaluation_line, read_spread, step_line
 from realhf.rundir.paths import MASTER, RunDirectory, worker_name
+from realhf.rundir.status import known_status
 
 # The speed is that of the last steps, so that a change of plan, nodes or response lengths shows soon.
 SPEED_STEPS = 20
@@ -23,9 +25,11 @@ SPREAD_PLACES, SPREAD_BYTES = 48, 2**16
 LAST_EVALUATIONS = 5
 # The master writes its status every second; the supervisor gives up one that is silent for this long.
 SILENCE_S = 60.0
-STARTS = ("started", "resumed", "restarted")
+CLOCKS_DIFFER_S = 5.0
+LOOKED_AT_S = 2.5
+STARTS = ("started", "resumed", "restarted", "requeued")
 FINISHED = "finished"
-ENDED = (FINISHED, "failed", "interrupted")
+ENDED = (FINISHED, "failed", "interrupted", "stopped")
 # If the launching process is gone, a shorter silence is enough: a living master would write every second.
 ORPHAN_SILENCE_S = 5.0
 
@@ -64,6 +68,7 @@ class RunStatus:
     trends: the statistics that matter most, from the run's first steps to its last.
     evaluations: the statistics of the first and the last evaluations, by their names, with the step.
     last_failure: the first line of the newest failure's message.
+    returncode: of a failed run, what its launching process has ended with.
     damaged: a sentence about every file that could not be read as a whole.
     """
 
@@ -84,8 +89,26 @@ class RunStatus:
     checkpoint_age_s: float | None
     restarts: int
     last_failure: str
+    returncode: int
     memory_limit_bytes: int | None
     damaged: tuple[str, ...]
+
+
+def run_now_s(directory: RunDirectory) -> float:
+    """The present by the clock of the run's master, which may be on another host whose clock differs.
+
+    Where the status seems old, or of the future, it is looked at for a few seconds: a living master writes another one.
+    """
+    before = known_status(directory.status)
+    if before is None or before.state in ENDED or abs(time.time() - before.updated) < CLOCKS_DIFFER_S:
+        return time.time()
+    deadline_s = time.monotonic() + LOOKED_AT_S
+    while time.monotonic() < deadline_s:
+        time.sleep(0.1)
+        after = known_status(directory.status)
+        if after is not None and after.updated != before.updated:
+            return after.updated
+    return time.time()
 
 
 def read_run_status(directory: RunDirectory, now_s: float) -> RunStatus:
@@ -132,8 +155,9 @@ def read_run_status(directory: RunDirectory, now_s: float) -> RunStatus:
         processes=_processes(directory, plan, metrics, now_s, was_good=state == FINISHED),
         checkpoints=tuple(checkpoints),
         checkpoint_age_s=max(0.0, now_s - written[-1].time_s) if written else None,
-        restarts=sum(event.event == "restarted" for event in events),
+        restarts=sum(event.event in ("restarted", "requeued") for event in events),
         last_failure=failures[-1].message.partition("\n")[0] if failures else "",
+        returncode=status.returncode if status else 1,
         memory_limit_bytes=plan.rationale.device_memory_bytes if plan and plan.rationale else None,
         damaged=tuple(damaged),
     )

@@ -1,4 +1,4 @@
-"""The files that docs/data.md speaks of: a tokenizer, questions, chats and pairs."""
+"""The files that docs/data.md and docs/plans.md speak of: a tokenizer, questions, chats, pairs and lengths."""
 
 import json
 from pathlib import Path
@@ -11,6 +11,7 @@ from tests.unit.data.tokenizers_of_families import write_qwen
 
 def write_data_files(folder: Path) -> None:
     write_qwen(folder / "my-model")
+    (folder / "lengths.txt").write_text("120\n800\n310\n4000\n")
     questions = [{"question": f"What is {i} + {i}?", "solution": str(2 * i)} for i in range(5)]
     _lines(folder / "questions.jsonl", questions)
     roles = ["user", "assistant"] * 2

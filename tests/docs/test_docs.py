@@ -30,11 +30,15 @@ FEW = "--evaluations 1000"
 RUN_HERE = {
     "realhf plan experiments/ppo.py --num-workers 4": FEW,
     "realhf plan experiments/ppo.py --num-workers 4 --output plan.json": FEW,
+    "realhf profile experiments/ppo.py --num-workers 2 --only links,memory": "",
     "realhf plan experiments/ppo.py --plan plan.json": "",
+    "realhf plan experiments/ppo.py --num-workers 2 --batch-size 8 --ppo.max-new-tokens 128 --staleness-up-to 2": FEW,
     "realhf plan experiments/ppo.py --nodes 2 --gpus-per-node 8 --hardware h100 --output h100.json": FEW,
     "realhf plan experiments/ppo.py --cluster h100-4x8,h100-8x8,h200-4x8 --actor llama3-70b --critic llama3-7b": FEW,
     "realhf plan experiments/ppo.py --cluster h100-1x8 --actor llama3-7b --critic llama3-7b "
     "--dump-problem problem.json": FEW,
+    "realhf plan experiments/ppo.py --cluster h100-4x8 --actor llama3-7b --critic llama3-7b --new-tokens 4096 "
+    "--response-lengths lengths.txt": FEW,
     "realhf search problem.json --seconds 5": "--seconds 1",
     "realhf plan experiments/ppo.py --cluster h100-8x8 --actor llama3-70b --critic llama3-7b --compare "
     "--html plan.html --json plan-numbers.json": FEW,
@@ -60,13 +64,25 @@ RUN_HERE = {
     "--run-dir runs/counted": "",
     "realhf --version": "",
     "realhf doctor": "",
+    "torchrun --standalone --nproc-per-node 2 train_osdp.py": "",
+    "torchrun --standalone --nproc-per-node 2 train_fully_shard.py": "",
+    "realhf plan --osdp llama3-7b --devices 8 --memory-gb 40": "",
     "make run": "--dry-run",
     "make test": "--dry-run",
     "cd tests/slurm && ../../.venv/bin/python -m testbed --help": "",
+    "cd tests/slurm && ../../.venv/bin/python -m hosts --help": "",
 }
 
 # Commands that another test runs for real: the file, and words of the command that are in it.
 RUN_ELSEWHERE = {
+    "realhf run experiments/ppo.py --run-dir runs/first --detach": (
+        "tests/e2e/test_resume.py",
+        ['realhf("run"', '"--detach")'],
+    ),
+    "realhf attach runs/first": ("tests/e2e/test_resume.py", ['realhf("attach", run_dir)']),
+    "realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8 --hardware h100 --time-limit 24:00:00 "
+    "--until-done": ("tests/slurm/test_life_of_a_job.py", ['command("run"', "--until-done", "--time-limit"]),
+    "realhf stop runs/first": ("tests/e2e/test_resume.py", ['command("stop", run_dir)']),
     "realhf plan experiments/ppo.py --cluster h100-16x8 --actor llama3-70b --critic llama3-7b --compare": (
         "tests/e2e/test_plan_command.py",
         ["experiments/ppo.py --cluster h100-16x8 --actor llama3-70b --critic llama3-7b --compare", "main(['plan'"],
@@ -91,6 +107,10 @@ RUN_ELSEWHERE = {
     "--reward-model path/to/tiny --new-value-head": (
         "tests/e2e/test_transformers.py",
         ["finished(", "--backend transformers", "--model", "--reward-model", "--new-value-head"],
+    ),
+    "python benchmarks/papers.py": (
+        "tests/benchmarks/test_papers.py",
+        ['"benchmarks/papers.py"', '"--quick"', "subprocess.run("],
     ),
     "python -m build": ("tests/packaging/builds.py", ['"-m", "build"']),
     "python -m pip install dist/realhf-0.1.0.tar.gz": (
@@ -141,11 +161,12 @@ RUN_ELSEWHERE = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A user's folder: the ready experiments, the files of docs/experiments.md, docs/scripts.md and docs/data.md."""
+    """A user's folder: the ready experiments, the files of docs/experiments.md, docs/scripts.md, docs/osdp.md
+    and docs/data.md."""
     path = tmp_path_factory.mktemp("docs")
     write_data_files(path)
     shutil.copytree(ROOT / "experiments", path / "experiments", ignore=shutil.ignore_patterns("__pycache__"))
-    pages = [Document(ROOT / f"docs/{name}.md") for name in ("experiments", "scripts")]
+    pages = [Document(ROOT / f"docs/{name}.md") for name in ("experiments", "scripts", "osdp")]
     for block in (block for page in pages for block in page.blocks("python")):
         first, _, code = block.partition("\n")
         assert first.startswith("# file: "), f"a python block begins with '# file: NAME', not {first!r}"
@@ -265,7 +286,7 @@ def test_every_module_folder_is_described() -> None:
 
 
 def test_the_example_of_a_plan_is_one(folder: Path) -> None:
-    [block] = Document(ROOT / "docs/plans.md").blocks("json")
+    [block] = [block for block in Document(ROOT / "docs/plans.md").blocks("json") if "num_devices" in block]
     plan = msgspec.json.decode(block, type=ExecutionPlan)
     assert plan.num_devices == 2
     (folder / "by_hand.json").write_text(block)

@@ -20,7 +20,7 @@ FILES = sorted(RESULTS.glob("*.json"))
 # Older than the mark: whether the checkout was clean was not written down, and the command is that of the script's
 # page. A file that is measured again leaves this set.
 BEFORE_THE_MARK = {
-    "estimator", "generation", "generation_busy_host", "planner",
+    "estimator", "generation", "generation_busy_host",
     "reallocation", "search", "training",
 }  # fmt: skip
 
@@ -154,14 +154,6 @@ def measurements_row(case: Case) -> str:
         f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}" for number in (case.value, case.baseline)
     )
     return f"| {case.case} | {f'{value} {case.unit}'.strip()} | {baseline} | {case.ratio:.2f} |"
-
-
-@pytest.mark.parametrize("row", json.loads((RESULTS / "scaling.json").read_bytes())["results"], ids=lambda r: r["case"])
-def test_the_scaling_page_has_the_rows_of_its_file(row: dict[str, Any]) -> None:
-    cells = [row["study"], *(f"{row[key]:,}" for key in ("devices", "batch_size", "context"))]
-    numbers = f"{row['value']:,.0f} | {row['baseline']:,.0f} | {row['ratio']:.2f}"
-    expected = f"| {' | '.join(cells)} | {numbers if row['value'] else 'does not fit | does not fit | -'} |"
-    assert expected in (ROOT / "docs/scaling.md").read_text(), "`python benchmarks/scaling_plots.py` prints the table"
 
 
 def test_every_benchmark_ends_with_its_result() -> None:

@@ -40,7 +40,7 @@ class BigramModel:
             self._gradient = Arena(layout, spec.dtype, device)
             for name, view in self._gradient.views().items():
                 self._parameters[name].grad = view
-            self._optimizer = FlatAdamW(self._arena.flat, spec.optimizer, spec.total_optimizer_steps)
+            self._optimizer = FlatAdamW([self._arena.flat], spec.optimizer, spec.total_optimizer_steps)
         self.residency = Residency(
             [self._arena.flat],
             lambda: [(self._boxes[name], parameter.detach()) for name, parameter in self._parameters.items()],
@@ -107,7 +107,7 @@ class BigramModel:
             for name, (more, weight_of_more) in stats.items():
                 sums[name] = sums[name][0] + more, sums[name][1] + weight_of_more
         norm, lr = self._gradient.flat.norm().item(), self._optimizer.lr
-        self._optimizer.step(self._gradient.flat, min(1.0, self._optimizer.config.max_grad_norm / (norm + 1e-6)))
+        self._optimizer.step([self._gradient.flat], min(1.0, self._optimizer.config.max_grad_norm / (norm + 1e-6)))
         return {**sums, "loss": (total_loss, total_weight), "grad_norm": (norm, 1.0), "lr": (lr, 1.0)}
 
     @torch.no_grad()

@@ -157,7 +157,7 @@ class Runs:
 
     def run(self, folder: Path, name: str, pattern: Pattern, *words: str) -> FinishedRun:
         job, folder = ALL_JOBS[name], folder.resolve()
-        own = self._options(job)
+        own = self.options(name)
         folder.mkdir(parents=True, exist_ok=True)
         save_plan(pattern.plan(graph_of(job, own)), folder / "plan.json")
         recorded = ("--call-timeout-s", "60", *(("--record", "seq") if is_drawn(job) else ()))
@@ -167,13 +167,15 @@ class Runs:
 
     def models(self, name: str) -> dict[str, Any]:
         job = ALL_JOBS[name]
-        return {model: graph_of(job, self._options(job)).models[model] for model in job.models}
+        return {model: graph_of(job, self.options(name)).models[model] for model in job.models}
 
     def _reference(self, name: str, steps: int = STEPS) -> FinishedRun:
         folder = self._folder / f"{name.replace(' ', '-')}-{steps}"
         return self.run(folder, name, ONE, "--steps", str(steps), "--checkpoint-every", "1")
 
-    def _options(self, job: Job) -> tuple[str, ...]:
+    def options(self, name: str) -> tuple[str, ...]:
+        """The words of its command, but for the plan."""
+        job = ALL_JOBS[name]
         words = (*SMALL, "--seed", str(SEED), "--dtype", "float64", "--mini-batches", "2")
         words = (*words, "--data", str(self.data / job.data), "--tokenizer", str(self.data / "tokenizer.json"))
         for model in job.models:

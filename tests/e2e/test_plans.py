@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -9,16 +10,20 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.ppo.config import PPOHyperparameters
+from realhf.architecture.model import DecoderConfig
+from realhf.dataflow.plan import load_plan
 from realhf.engine.generate.sampling import draw, uniform
+from realhf.geometry.shards import units
 from realhf.report.run_data import read_trace
+from realhf.rundir.run import load_experiment_class
 from tests.e2e.forked import quickly_finished
 from tests.e2e.runs import ROOT, SMALL, SMALL_ACTOR, SMALL_CRITIC, FinishedRun, finished, initial_parameters, realhf
 
 # On two workers: the actor trains in an interleaved pipeline and generates in groups of its home, the critic and the
-# reward model are fully sharded, and the reference is interleaved.
+# reward model are fully sharded, and the reference is interleaved. In `computed` the plan says how each model computes.
 MINIATURE = "miniature"
 SHARDED = ("--compute.data-parallel", "fsdp")
-PLANS = [MINIATURE, "generate_dp4_train_tp2_pp2", "mixed_disjoint"]
+PLANS = [MINIATURE, "computed", "generate_dp4_train_tp2_pp2", "mixed_disjoint"]
 SLOW_PLANS = ["dp4", "tp4", "pp4", "generate_on_two_critic_on_two", "interleaved", "grouped"]
 ALL_PLANS = [*PLANS, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_PLANS)]
 # In float32 a plan says little that it does not say in float64.
@@ -63,6 +68,111 @@ def test_float64_rollouts_are_identical_and_parameters_agree(
 ) -> None:
     words = SHARDED if plan == MINIATURE else ()
     check_float64(run_plan(tmp_path / "run", plan, *IN_FLOAT64, *words), reference64)
+
+
+@pytest.fixture(scope="module")
+def modes64(tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """On two workers the operators of actor, critic and reward model have all modes, some in slices."""
+    return run_plan(tmp_path_factory.mktemp("modes") / "run", "modes", *IN_FLOAT64)
+
+
+@pytest.mark.distributed
+def test_operators_in_all_modes_compute_the_same(modes64: FinishedRun, reference64: FinishedRun) -> None:
+    check_float64(modes64, reference64)
+
+
+@pytest.mark.distributed
+def test_bytes_of_all_modes_are_those_of_the_paper(modes64: FinishedRun) -> None:
+    """OSDP, IJCAI 2023: an all-reduce is two passes of what a rank sends, a sharded operator has three for each
+    micro-batch, and one more with recomputation. Less by what is still there when it is needed again."""
+    plan = load_plan(ROOT / "tests/plans/modes.json")
+    calls = modes64.metrics[0]["calls"]
+
+    optimizer_steps = {
+        call.name: call.optimizer_steps for call in load_experiment_class(ROOT / "experiments/ppo.py")().rpcs
+    }
+
+    def bytes_of(call: str, config: DecoderConfig, *names: str) -> dict[str, int]:
+        planned = plan.calls[call]
+        found = dict.fromkeys(("always", "sharded", *names), 0)
+        for unit in units(config, planned.layout, 0, planned.compute.data_parallel):
+            sent = optimizer_steps[call] * unit.flat.size * 8 // 2  # of float64, by each of two ranks
+            found["sharded" if unit.mode == "sharded" else "always"] += sent
+            for name in names:
+                found[name] += sent if re.fullmatch(name, unit.name) else 0
+        return found
+
+    # Actor: two micro-batches. The head's backward pass begins when its forward pass has ended, that of the embedding
+    # reads no value, and of two micro-batches the second begins where at most two units of the first are left.
+    sent, of = calls["actor_train_step"]["sent_bytes"], bytes_of("actor_train_step", SMALL_ACTOR, "head", "embedding")
+    left = bytes_of("actor_train_step", SMALL_ACTOR, r"layers\.0\.[kv]")[r"layers\.0\.[kv]"]
+    assert sent["reduce_scatter"] == of["always"] + 2 * of["sharded"]
+    gathered = of["always"] + 2 * (2 * of["sharded"] - of["head"] - of["embedding"])
+    assert gathered - left <= sent["all_gather"] <= gathered
+    # Critic: one micro-batch, its layers recomputed.
+    sent = calls["critic_train_step"]["sent_bytes"]
+    of = bytes_of("critic_train_step", SMALL_CRITIC, "head", r"embedding:\d")
+    assert sent["reduce_scatter"] == of["always"] + of["sharded"]
+    once = of["head"] + of[r"embedding:\d"]
+    assert sent["all_gather"] == of["always"] + once + 3 * (of["sharded"] - once)
+
+
+@pytest.mark.distributed
+def test_a_search_recomputes_where_memory_is_short_and_the_run_computes_the_same(
+    reference64: FinishedRun, tmp_path: Path
+) -> None:
+    """With 22 MiB a worker, of which 16 are those of libraries, the activations of a training do not fit. Those of some
+    of the four layers do."""
+    tight = ("--num-workers", "2", "--hardware", "cpu", "--memory-gb", "0.0212", "--evaluations", "5000")
+    run = quickly_finished(tmp_path / "run", "ppo", *tight, *COMMON, *IN_FLOAT64)
+    calls = json.loads((tmp_path / "run/plan.json").read_text())["calls"]
+    chosen = {name: call["compute"].get("recomputation") for name, call in calls.items()}
+    assert {name for name, kind in chosen.items() if kind} == {"actor_train_step", "critic_train_step"}
+    numbers = [call["compute"].get("recomputed_layers") for call in calls.values() if call["compute"]]
+    assert numbers
+    assert all(number in (1, 2, 3) for number in numbers)
+    worth = json.loads((tmp_path / "run/plan.json").read_text())["rationale"]["worth"]
+    assert {one["of"] for one in worth} == {"actor_train_step", "critic_train_step"}
+    check_float64(run, reference64)
+
+
+@pytest.mark.distributed
+def test_a_search_shards_operators_where_memory_is_short_and_the_run_computes_the_same(tmp_path: Path) -> None:
+    """The critic has one layer and one head, which data parallelism alone divides: as ZeRO-1 it does not fit."""
+    quickly_finished(tmp_path / "sft", "sft", "--num-workers", "1", "--steps", "1", "--no-evaluate", *SMALL[2:])
+    shape = {"num-layers": 1, "num-heads": 1, "num-kv-heads": 1, "hidden-size": 512, "intermediate-size": 1536}
+    sizes = [word for name, size in shape.items() for word in (f"--architecture.{name}", str(size))]
+    job: tuple[str, ...] = (
+        "--model",
+        str(tmp_path / "sft"),
+        "--batch-size",
+        "8",
+        *sizes,
+        "--no-evaluate",
+        "--seed",
+        "7",
+    )
+    job = (*job, "--evaluations", "5000")
+    # Checkpoints are written from copies, which need memory, too.
+    tight = ("--num-workers", "2", "--hardware", "cpu", "--memory-gb", "0.084", "--checkpoint-every", "2")
+    run = quickly_finished(tmp_path / "run", "ppo", *job, *tight, "--steps", "4")
+    plan = json.loads((tmp_path / "run/plan.json").read_text())
+    chosen = plan["calls"]["critic_train_step"]["compute"]["data_parallel"]
+    assert isinstance(chosen, list)
+    assert any("sharded" in modes for _, modes in chosen)
+    [worth] = [one for one in plan["rationale"]["worth"] if one["of"] == "critic_train_step"]
+    assert worth["without_s"] is None, "nothing fits without"
+    whole = quickly_finished(tmp_path / "whole", "ppo", *job, "--num-workers", "1", "--steps", "4")
+    for name in ("critic_loss", "critic_grad_norm", "actor_loss"):
+        found, expected = ([line[name] for line in each.metrics] for each in (run, whole))
+        assert found == pytest.approx(expected, rel=2e-3, abs=1e-5), name
+
+    quickly_finished(tmp_path / "half", "ppo", *job, *tight, "--steps", "2")
+    resumed = quickly_finished(tmp_path / "half", "ppo", "--resume", "--steps", "4")
+    assert json.loads((tmp_path / "half/plan.json").read_text())["calls"] == plan["calls"]
+    measured = {"calls", "time_s", "tokens_per_s", "peak_bytes"}
+    of_both = [[{k: v for k, v in line.items() if k not in measured} for line in r.metrics] for r in (resumed, run)]
+    assert of_both[0] == of_both[1], "bit for bit"
 
 
 @pytest.mark.distributed
@@ -177,7 +287,7 @@ def test_heads_that_four_workers_cannot_split_are_refused(tmp_path: Path) -> Non
 
 
 def test_every_plan_of_the_folder_is_run_or_the_reference() -> None:
-    assert {path.stem for path in (ROOT / "tests/plans").glob("*.json")} == {*PLANS, *SLOW_PLANS, "single"}
+    assert {path.stem for path in (ROOT / "tests/plans").glob("*.json")} == {*PLANS, *SLOW_PLANS, "modes", "single"}
 
 
 @pytest.mark.slow

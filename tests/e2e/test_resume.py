@@ -1,16 +1,19 @@
 """A run that was interrupted goes on as if it had not been: the same metrics and parameters, bit for bit."""
 
 import json
+import os
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from realhf.dataflow.plan import CallPlan, ExecutionPlan, save_plan
+from realhf.dataflow.plan import CallCompute, CallPlan, ExecutionPlan, save_plan
 from realhf.rundir.run import load_experiment_class
-from tests.e2e.runs import ROOT, FinishedRun, finished, realhf
+from tests.e2e.runs import ROOT, FinishedRun, command, finished, realhf
+from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = pytest.mark.distributed
 
@@ -24,8 +27,11 @@ MODELS: Any = {
     for call in load_experiment_class(ROOT / "benchmarks/jobs/fault_job.py")().rpcs
     if call.model_name in CHANGING
 }
-BOTH, FIRST, SECOND = CallPlan(devices=(0, 2), dp=2), CallPlan(devices=(0, 1)), CallPlan(devices=(1, 1))
-# A reallocation before every generation, and devices that work on different calls of two steps.
+FIRST, SECOND = CallPlan(devices=(0, 1)), CallPlan(devices=(1, 1))
+MODES = (("*", "sharded"), ("layers.*.up", "3 sharded + 1 zero1"), ("layers.0.gate", "replicated"))
+BOTH = CallPlan(devices=(0, 2), dp=2, compute=CallCompute(data_parallel=MODES))
+# A reallocation before every generation, from a home whose operators are in all modes, and devices that work on
+# different calls of two steps.
 TWO = ExecutionPlan(
     num_devices=2,
     calls={
@@ -101,6 +107,57 @@ def last_step(message: str, found: list[tuple[str, int]]) -> int:
     (step,) = [step for event, step in found if event == "failed"]
     assert step in (3, 4), message
     return step
+
+
+def test_a_stopped_run_goes_on_bit_for_bit(reference: FinishedRun, plan: Path, tmp_path: Path) -> None:
+    """It ends by `realhf stop` from elsewhere, after the steps that had begun, with a checkpoint that was not due."""
+    fault, run_dir, output = tmp_path / "fault", tmp_path / "run", tmp_path / "output.txt"
+    fault.write_text("hold 2")  # the third of six; the fourth begins meanwhile, the fifth may not
+    words = ("--checkpoint-every", "6", *COMMON[2:], "--plan", plan, "--fault-file", fault)
+    with output.open("wb") as file:
+        run = subprocess.Popen(
+            command("run", f"experiments/{JOB}.py", "--run-dir", run_dir, *words),
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            stderr=file,
+        )
+    log = run_dir / "logs/master.log"
+    try:
+        wait_until(lambda: (run_dir / "metrics.jsonl").exists(), output.read_text)
+        stop = subprocess.Popen(command("stop", run_dir), cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        wait_until(lambda: "no further step is begun" in log.read_text(), log.read_text)
+        fault.unlink()
+        said, _ = stop.communicate(timeout=PATIENCE_S)
+    finally:
+        fault.unlink(missing_ok=True)
+        code = run.wait(PATIENCE_S)
+    text = output.read_text()
+    assert code == 130, text
+    (step,) = [step for event, step in events(run_dir) if event == "stopped"]
+    assert step in (3, 4)
+    assert f"ended after step {step}, as was asked\nsaved: the checkpoint after step {step}" in text
+    assert said == f"stopped after step {step} of {STEPS}; the last checkpoint is that after step {step}\n"
+    again = realhf("stop", run_dir)
+    assert again.returncode == 2
+    assert "does not go on: it is stopped" in again.stderr
+    check_equal(finished(run_dir, JOB, "--resume"), reference)
+
+
+def test_a_detached_run_needs_no_terminal(reference: FinishedRun, plan: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    started = realhf("run", f"experiments/{JOB}.py", "--run-dir", run_dir, *COMMON, "--plan", plan, "--detach")
+    assert started.returncode == 0, started.stderr
+    assert "starting the master and 2 workers" in started.stderr
+    attached = realhf("attach", run_dir)
+    assert attached.returncode == 0, attached.stderr
+    assert f"run directory: {run_dir}" in attached.stdout
+    check_equal(FinishedRun(run_dir), reference)
+    log = run_dir / "logs/launcher.log"
+    wait_until(lambda: "for transformers" in log.read_text(), log.read_text)
+    wrong = realhf("run", f"experiments/{JOB}.py", "--run-dir", tmp_path / "other", "--steps", "0", "--detach")
+    assert wrong.returncode == 2
+    assert "steps" in wrong.stderr
+    assert not list(tmp_path.glob("*.log"))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -12,11 +13,15 @@ from realhf.dataflow.plan import CallPlan, ExecutionPlan, OrderEntry, save_plan
 from realhf.engine.backend import ModelSpec
 from realhf.engine.model import ShardedModel
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.lifecycle.request import experiment_of
 from realhf.parallel.groups import ParallelGroups
+from realhf.planning.planner import search_for, task_of
+from realhf.planning.request import Measured, SearchBudget
 from realhf.rundir.run import load_experiment_class
 from tests.e2e.forked import quickly_finished
-from tests.e2e.runs import ACTOR, ROOT, FinishedRun, initial_parameters
+from tests.e2e.runs import ACTOR, ROOT, FinishedRun, initial_parameters, realhf
 from tests.unit.models.llama import llama, llama_logits
+from tests.unit.planning.graphs import cpu_cluster
 
 pytestmark = pytest.mark.distributed
 
@@ -64,6 +69,38 @@ def test_rollouts_are_made_by_the_weights_before_the_last_update(tmp_path: Path)
         assert all(torch.equal(one[i], other[i]) for i in one)
     difference = sequential.parameters("actor", ACTOR) - overlapping.parameters("actor", ACTOR)
     assert difference.abs().max() < 1e-9
+
+
+def test_a_plan_makes_rollouts_as_stale_as_an_experiment_that_asks_for_it(tmp_path: Path) -> None:
+    """The oracle is the experiment's own staleness: the same rollouts and weights, which those of a plan without are
+    not. The plan comes from a search that may choose it."""
+    words = ["--batch-size", "8", "--no-evaluate", "--ppo.max-new-tokens", "128"]
+    experiment = experiment_of("experiments/ppo.py", words)
+    unmeasured = Measured(profiles=tmp_path, ignores_runs=True)
+    task = task_of(experiment, cpu_cluster(2), measured=unmeasured, stalenesses=(0, 1))
+    plan = search_for(experiment, task, SearchBudget(evaluations=4000)).plan
+    assert plan.staleness == 1
+    save_plan(plan, tmp_path / "plan.json")
+    save_plan(msgspec.structs.replace(plan, staleness=0, order=(), models={}), tmp_path / "fresh.json")
+    words += f"--steps {STEPS} --seed {SEED} --dtype float64 --record seq".split()
+    planned, fresh = (
+        quickly_finished(tmp_path / name, "ppo", "--plan", tmp_path / f"{name}.json", *words)
+        for name in ("plan", "fresh")
+    )
+    own = quickly_finished(tmp_path / "own", "ppo", "--plan", tmp_path / "fresh.json", "--staleness", "1", *words)
+    versions = [line["calls"]["actor_generate"]["weights_version"] for line in planned.metrics]
+    assert versions == [0, 0, 1, 2]
+    for step in range(STEPS):
+        rollouts = [run.recorded(step, "seq") for run in (planned, own)]
+        assert rollouts[0].keys() == rollouts[1].keys()
+        assert all(torch.equal(rollouts[0][i], rollouts[1][i]) for i in rollouts[0])
+    difference = [planned.parameters("actor", ACTOR) - run.parameters("actor", ACTOR) for run in (own, fresh)]
+    assert difference[0].abs().max() < 1e-9
+    assert difference[1].norm() > 1e-3
+    again = ("--resume", "--plan", tmp_path / "fresh.json", "--steps", str(STEPS + 1))
+    refused = realhf("run", "experiments/ppo.py", "--run-dir", tmp_path / "plan", *again)
+    assert refused.returncode == 2
+    assert "--plan says staleness=0, and the run's rollouts are by weights 1 update" in refused.stderr
 
 
 def is_of_reference(made: FinishedRun, step: int) -> bool:

@@ -24,6 +24,7 @@ IMPORTS = {"import_module", "spec_from_file_location", "exec_module"}
 # The experiment and the launcher, which are the user's code, and what the code itself names: never a message or a
 # checkpoint.
 MAY_IMPORT_BY_NAME = {
+    "realhf/__init__.py",
     "realhf/api/script/data.py",
     "realhf/api/script/functions.py",
     "realhf/base/code_files.py",

@@ -5,8 +5,8 @@ from typing import ClassVar
 
 from realhf.algorithms.choices import KLController, KLEstimator, check_choice
 from realhf.algorithms.options import PolicyOptions, check_dual_clip
-from realhf.api.generation import DecodeGraphs
 from realhf.api.script.functions import BoundLoss, loss_function, tensor_function
+from realhf.architecture.decoding import GraphLife
 from realhf.base.errors import UserError
 from realhf.base.numbers import Range, check_ranges
 from realhf.dataflow.interface import InterfaceConfig
@@ -125,7 +125,7 @@ class PPOActor(InterfaceConfig):
         return self.ppo.kv_cache_tokens
 
     @property
-    def decode_graphs(self) -> DecodeGraphs:
+    def decode_graphs(self) -> GraphLife | None:
         return self.ppo.decode_graphs
 
 

@@ -20,6 +20,7 @@ def generate(
         options,
         sample_key=(context.seed ^ draw, context.step),
         micro_batches=context.micro_batches,
+        planned_graphs=context.decode_graphs,
         forced=batch.data.get("forced_response"),
         return_logits="logits" in context.record,
         is_end=stop_strings(options.tokenizer, options.stop_strings) if options.stop_strings else None,

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from realhf.architecture.decoding import GraphLife
 from realhf.engine.batch import Batch, concatenate
 from realhf.engine.interface import GenerationOutput, GenerationRequest, Stats
 
@@ -108,6 +109,7 @@ class SingleContext:
     seed: int = 0
     step: int = 0
     micro_batches: int = 1
+    decode_graphs: GraphLife | None = None
     holds_outputs: bool = True
     record: frozenset[str] = frozenset()
     batch_size: int = 4

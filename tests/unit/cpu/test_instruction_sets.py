@@ -11,8 +11,14 @@ from torch.utils.cpp_extension import include_paths
 from tests.e2e.runs import ROOT
 from tests.waiting import PATIENCE_S
 
-# All that the kernels compute, and generation with them; without AVX-512 weights are packed for oneDNN.
-TESTS = ("tests/unit/cpu", "tests/unit/engine/test_kv_cache.py", "tests/unit/engine/test_generate.py")
+# All that the kernels compute, and generation with them; without AVX-512 weights are packed for oneDNN, which then has
+# no bfloat16.
+TESTS = (
+    "tests/unit/cpu",
+    "tests/unit/parallel/test_linear.py",
+    "tests/unit/engine/test_kv_cache.py",
+    "tests/unit/engine/test_generate.py",
+)
 # Puts the module of the first argument in the place of the built one, and runs the tests of the others.
 RUN = """
 import importlib.util, sys, pytest
@@ -34,12 +40,22 @@ def test_kernels_compute_the_same_with_fewer_instructions(instructions: str, tmp
     # torch has pybind11's headers
     folders = [ROOT / "csrc/kernels", sysconfig.get_paths()["include"], *include_paths()]
     flags = ["-std=c++17", "-O1", "-fPIC", "-shared", "-Wno-psabi", "-ffp-contract=fast", "-fvisibility=hidden"]
-    words = ["g++", *flags, f"-march={instructions}", "-DKERNELS_NO_CLONES", *(f"-I{folder}" for folder in folders)]
-    built = run(*words, *map(str, sorted((ROOT / "csrc/kernels").glob("*.cpp"))), "-o", str(module))
+    compiler = ["g++", *flags, f"-march={instructions}", "-DKERNELS_NO_CLONES", *(f"-I{folder}" for folder in folders)]
+    built = run(*compiler, *map(str, sorted((ROOT / "csrc/kernels").glob("*.cpp"))), "-o", str(module))
     assert built.returncode == 0, built.stderr[-4000:]
-    done = run(sys.executable, "-c", RUN, str(module), *TESTS, "-k", "not instruction_sets")
+    words = ("env", "ONEDNN_MAX_CPU_ISA=AVX2", sys.executable, "-c", RUN, str(module))
+    done = run(*words, *TESTS, "-k", "not instruction_sets")
     assert done.returncode == 0, done.stdout[-4000:]
     assert done.stdout.count(".") > 100, "tests that passed"
+
+
+def test_bfloat16_where_onednn_has_none() -> None:
+    """Processors with AVX2 alone: the weights are not packed, and products are torch's own."""
+    code = "import torch; from realhf.parallel.linear import linear, pack_for_onednn as pack\n"
+    code += "x = torch.eye(8, dtype=torch.bfloat16)\nassert pack(x) is None and pack(x.float()) is not None\n"
+    code += "assert torch.equal(linear(x, 3 * x, None, pack(x)), 3 * x)"
+    done = run("env", "ONEDNN_MAX_CPU_ISA=AVX2", sys.executable, "-c", code)
+    assert done.returncode == 0, done.stderr[-4000:]
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

@@ -59,7 +59,7 @@ def test_they_are_data_sets_and_count_their_rows(folder):
 
 def test_lengths_are_mean_and_maximum(folder):
     dataset = make(folder, PromptDataset, [GOOD, {"prompt": "a>", "answer": "a"}], with_answer=True)
-    assert dataset.lengths() == {"prompt": (3.5, 4), "answer": (2.5, 3)}
+    assert dataset.lengths() == {"prompt": (3.5, 4, (9 + 16) / 2), "answer": (2.5, 3, (4 + 9) / 2)}
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_dropped_rows_are_counted_and_named_nowhere(folder: Path) -> None:
     extent = dataset.check()
     assert (extent.rows, extent.dropped, extent.truncated) == (3, 2, 0)
     assert (extent.keys["prompt"].longest, extent.keys["prompt"].longest_at) == (5, f"{folder}/data.jsonl, line 3")
-    assert dataset.lengths() == {"prompt": (11 / 3, 5)}
+    assert dataset.lengths() == {"prompt": (11 / 3, 5, 15.0)}
     assert dataset.describe() == (
         f"data set {folder}/data.jsonl: 3 rows; columns prompt; prompt: 3.7 tokens on average, at most 5; 2 too long "
         "and dropped"

@@ -12,6 +12,7 @@ import pytest
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import GENERATE, INFERENCE, TRAIN_STEP, DataflowGraph
 from realhf.dataflow.plan import (
+    CallCompute,
     CallPlan,
     ExecutionPlan,
     OrderEntry,
@@ -33,9 +34,9 @@ def plan_of(**changes: Any) -> ExecutionPlan:
     return ExecutionPlan(**{"num_devices": 4, "calls": dict.fromkeys(GRAPH.calls, ALL), **changes})
 
 
-def with_call(**changes: Any) -> ExecutionPlan:
-    """A plan that is right but for actor_generate."""
-    return plan_of(calls={**plan_of().calls, "actor_generate": msgspec.structs.replace(ALL, **changes)})
+def with_call(name: str = "actor_generate", **changes: Any) -> ExecutionPlan:
+    """A plan that is right but for one call."""
+    return plan_of(calls={**plan_of().calls, name: msgspec.structs.replace(ALL, **changes)})
 
 
 def order(*entries: str | tuple[str, int]) -> tuple[OrderEntry, ...]:
@@ -56,8 +57,13 @@ def test_what_is_saved_is_what_is_loaded(tmp_path: Path) -> None:
         predicted_step_s=1.5,
         notes={"seed": 3, "gpu": "none", "exact": True, "cost": 0.1},
     )
+    computed = CallCompute(recomputation="selective", sequence_parallel=False, data_parallel="fsdp")
+    plan.calls["actor_train_step"] = msgspec.structs.replace(ALL, compute=computed)
     save_plan(plan, tmp_path / "plan.json")
     assert load_plan(tmp_path / "plan.json") == plan
+    saved = json.loads((tmp_path / "plan.json").read_text())["calls"]
+    assert saved["actor_train_step"]["compute"] == computed.chosen, "what it does not say is not written"
+    assert saved["actor_generate"]["compute"] == {}
     assert [path.name for path in tmp_path.iterdir()] == ["plan.json"], "no temporary file stays"
 
 
@@ -222,6 +228,38 @@ BAD_PLANS: dict[str, tuple[ExecutionPlan, str]] = {
         with_call(micro_batches=8),
         "actor_generate: dp=4 x micro_batches=8 does not divide the mini-batch of 16 samples",
     ),
+    "recomputation of a call that trains nothing": (
+        with_call(compute=CallCompute(recomputation="full")),
+        "actor_generate: compute has recomputation='full', which is for train_step calls, and this one trains nothing; "
+        "leave it out",
+    ),
+    "more recomputed layers than a stage has": (
+        with_call("actor_train_step", compute=CallCompute(recomputation="full", recomputed_layers=5)),
+        "actor_train_step: compute has recomputed_layers=5, and each stage of this model (each of its chunks) has at "
+        "most 4 layers; choose 0 to 4, or leave it out for all",
+    ),
+    "recomputed layers without a kind": (
+        with_call("actor_train_step", compute=CallCompute(recomputed_layers=2)),
+        "actor_train_step: compute has recomputed_layers=2 without what is recomputed in these layers; say",
+    ),
+    "graphs of a call that generates nothing": (
+        with_call("reward_inference", compute=CallCompute(decode_graphs="call")),
+        "reward_inference: compute has decode_graphs='call', which is for generate calls, and this one generates "
+        "nothing; leave it out",
+    ),
+    "sharding of what is not the home": (
+        with_call(compute=CallCompute(data_parallel="fsdp")),
+        "actor_generate: compute has data_parallel='fsdp', which is for the home of model 'actor'; leave it out, or "
+        "say it of actor_train_step",
+    ),
+    "modes of an operator that the model does not have": (
+        with_call("actor_train_step", compute=CallCompute(data_parallel=(("layers.99.q", "sharded"),))),
+        "actor_train_step: data_parallel: 'layers.99.q' names no operator of this model; its operators are embedding, ",
+    ),
+    "more slices than columns": (
+        with_call("actor_train_step", compute=CallCompute(data_parallel=(("layers.*.q", "1000 sharded"),))),
+        "actor_train_step: data_parallel: 'layers.0.q' has ",
+    ),
     "no steps in flight": (plan_of(max_steps_in_flight=0), "max_steps_in_flight=0 must be at least 1"),
     "an order that lacks a call": (
         plan_of(order=order(*ORDER[:-1])),
@@ -338,3 +376,9 @@ def test_all_training_of_one_model_is_in_one_place() -> None:
     apart = ExecutionPlan(num_devices=2, calls={"first_lesson": here, "second_lesson": CallPlan(devices=(0, 2), tp=2)})
     with pytest.raises(UserError, match=r"second_lesson .* first_lesson trains the same model .*give all train_step"):
         check_plan(apart, graph, 8)
+    full = msgspec.structs.replace(here, compute=CallCompute(recomputation="full"))
+    check_plan(ExecutionPlan(num_devices=2, calls=dict.fromkeys(graph.calls, full)), graph, 8)
+    for one, other in ((here, full), (full, here)):
+        unlike = ExecutionPlan(num_devices=2, calls={"first_lesson": one, "second_lesson": other})
+        with pytest.raises(UserError, match=r"second_lesson .* the same model .*give all .* the same compute"):
+            check_plan(unlike, graph, 8)

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from realhf.architecture import transformers_config
-from realhf.architecture.compute import ComputeConfig
+from realhf.architecture.compute import Computation
 from realhf.architecture.transformers_config import TransformersConfig, transformers_model
 from realhf.engine.backend import ModelSpec
 from realhf.engine.transformers_backend import TransformersModel
@@ -59,7 +59,7 @@ def loaded(
     **arguments: Any,
 ) -> TransformersModel:
     """Our model with the weights of a checkpoint of either kind, under a fresh head with `new_head`."""
-    arguments.setdefault("compute", ComputeConfig())
+    arguments.setdefault("compute", Computation())
     with computing_in(dtype):
         model = TransformersModel(ModelSpec(config, groups, dtype, **arguments))
     reader = open_checkpoint(directory, config, new_head)

@@ -14,6 +14,7 @@ PLAN = {
     "order": [{"call": "actor_generate"}, {"call": "actor_train_step"}, {"call": "critic_train_step", "steps_back": 1}],
     "max_steps_in_flight": 2,
     "predicted_step_s": 2.0,
+    "intervals": {"step_s": [1.6, 2.8], "call_s": {"actor_generate": [0.4, 0.7]}},
     "notes": {"search": "<seeded>", "evaluations": 20000},
 }
 

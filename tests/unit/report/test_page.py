@@ -36,11 +36,11 @@ def test_a_finished_run(tmp_path: Path) -> None:
         "run (PPOExperiment) finished",
         "4 of 4 steps",
         "1,250 tokens/s",
-        "actor_generate 0.500 1.500 3.00",
-        "critic_train_step - 0.250 -",
-        "whole step 2.000 2.000 1.00",
+        "actor_generate 0.500 0.4-0.7 1.500 3.00",
+        "critic_train_step - - 0.250 -",
+        "whole step 2.000 1.6-2.8 2.000 1.00",
         "Timeline of steps 3 and 4",
-        "actor_train_step 0-1 1 2 1 4 1.000",
+        "actor_train_step 0-1 1 2 1 4 - 1.000",
         "critic_train_step 1 1 1 1 1 -",
         "actor_generate → actor_train_step → critic_train_step (of 1 step before)",
         "at most 2",
@@ -103,7 +103,7 @@ def test_a_run_of_one_call_without_predictions(tmp_path: Path) -> None:
     calls = {"sft_train_step": {"start": 0.0, "end": 0.5, "seconds": 0.5, "predicted_s": None}}
     metrics = [{"step": 1, "time_s": 0.5, "tokens": 100, "tokens_per_s": 200.0, "loss": 3.0, "calls": calls}]
     text = report_of(write_run(tmp_path / "run", plan=plan, metrics=metrics))
-    assert "sft_train_step - 0.500 -" in text
+    assert "sft_train_step - - 0.500 -" in text
     assert "The plan carries no predictions" in text
     assert "one step after the other" in text
     assert "Nothing was measured yet." in text  # a run of an earlier version has no memory in its metrics

@@ -6,6 +6,7 @@ import socket
 import struct
 import subprocess
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -13,6 +14,7 @@ import pytest
 
 from realhf import cli
 from realhf.cli.output import duration
+from realhf.report import run_status
 from realhf.report.run_status import METRICS_TAIL_BYTES, Speed, read_run_status
 from realhf.rundir.flight_recorder import ActivityWriter
 from realhf.rundir.paths import RunDirectory
@@ -265,3 +267,29 @@ def test_the_course_of_a_long_run_is_read_from_its_beginning_on(tmp_path: Path) 
     assert (kl.first, kl.last) == (5.5, 3995.5)
     assert None not in kl.parts
     assert kl.parts[11] == pytest.approx(1917, rel=0.1)  # between steps 1834 and 2000
+
+
+def test_now_is_by_the_clock_of_a_master_that_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = RunDirectory.create(tmp_path / "run")
+
+    def says(updated: float, state: str = "running") -> None:
+        status = {"state": state, "step": 1, "steps": 9, "updated": updated, "format": "run-status/1"}
+        directory.status.write_bytes(msgspec.json.encode(status))
+
+    clock = SimpleNamespace(now_s=5000.0, written=[1001.0])
+
+    def sleep(seconds: float) -> None:
+        clock.now_s += seconds
+        if clock.written:
+            says(clock.written.pop())
+
+    fake = SimpleNamespace(time=lambda: clock.now_s, monotonic=lambda: clock.now_s, sleep=sleep)
+    monkeypatch.setattr(run_status, "time", fake)
+    says(1000.0)
+    assert run_status.run_now_s(directory) == 1001.0
+    assert run_status.run_now_s(directory) == clock.now_s > 5002.0  # nothing is written any more
+    says(clock.now_s - 1)
+    assert run_status.run_now_s(directory) == clock.now_s
+    says(1000.0, "failed")
+    before = clock.now_s
+    assert run_status.run_now_s(directory) == before == clock.now_s

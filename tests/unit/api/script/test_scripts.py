@@ -283,7 +283,7 @@ def test_the_options_of_data_reach_the_data_set(data: Path, tmp_path: Path) -> N
     words = ["--data", str(tmp_path / "rows.jsonl"), "--tokenizer", str(data / "tokenizer.json")]
     words += ["--prompt-field", "q", "--response-field", "a", "--max-prompt-tokens", "4", "--too-long", "drop"]
     found = experiment_of(str(script), words).dataset
-    assert (found.check().rows, found.check().dropped, found.lengths()["tokens"]) == (1, 1, (5.0, 5))
+    assert (found.check().rows, found.check().dropped, found.lengths()["tokens"]) == (1, 1, (5.0, 5, 25.0))
     assert experiment_of(str(script), [*words, "--loss-on", "all"]).rpcs[0].input_data[-1] == "loss_mask"
 
 

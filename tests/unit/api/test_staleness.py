@@ -1,0 +1,71 @@
+"""Copies of trained models generate where a plan says how old their weights may be."""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from experiments.ppo import PPOExperiment
+from realhf.api import Pool
+from realhf.api.staleness import graph_of, setups_of, stale_calls
+from realhf.base.errors import UserError
+from realhf.dataflow.follow import Follow
+
+PPO = PPOExperiment(batch_size=8, evaluate=False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooled(PPOExperiment):
+    @property
+    def pools(self) -> dict[str, Pool]:
+        return {"actor": Pool("left", devices=range(0, 2))}
+
+
+def test_a_copy_generates_under_the_calls_name_by_weights_of_k_steps_before() -> None:
+    graph, setups = graph_of(PPO, 2), setups_of(PPO, 2)
+    assert {name: call.model_name for name, call in graph.calls.items()} == {
+        "actor_generate": "actor_rollout",
+        "reward_inference": "reward",
+        "reference_inference": "reference",
+        "critic_inference": "critic",
+        "actor_train_step": "actor",
+        "critic_train_step": "critic",
+    }
+    assert [graph.weights_version("actor_rollout", step) for step in (2, 3, 9)] == [0, 1, 7]
+    assert setups["actor_rollout"] == replace(
+        setups["actor"], optimizer=None, follows=Follow("actor", eta=1.0, staleness=2)
+    )
+    assert graph_of(PPO).follows == {}
+    assert setups_of(PPO).keys() == setups.keys() - {"actor_rollout"}
+    assert stale_calls(PPO.rpcs, 0) == PPO.rpcs
+
+
+def test_the_graph_is_that_of_an_experiment_which_asks_for_it() -> None:
+    """experiments/ppo.py has a field for it, and a copy of another name."""
+    planned, own = graph_of(PPO, 1), graph_of(replace(PPO, staleness=1))
+
+    def edges(graph: object, copy: str) -> set[tuple[str, ...]]:
+        return {
+            (*(name.replace(copy, "COPY") for name in (edge.parent, edge.child)), str(edge.steps_back), edge.kind)
+            for edge in graph.edges  # type: ignore[attr-defined]
+        }
+
+    assert edges(planned, "actor_rollout") == edges(own, "rollout")
+
+
+def test_a_copy_stays_in_the_pool_of_its_model() -> None:
+    graph = graph_of(Pooled(batch_size=8), 1)
+    assert graph.pools["actor_rollout"] == graph.pools["actor"]
+
+
+def test_what_cannot_be_stale() -> None:
+    with pytest.raises(
+        UserError, match=r"staleness 1 is for generation by a model that the experiment trains.* copy may"
+    ):
+        graph_of(replace(PPO, staleness=1), 1)
+    taken = [
+        replace(call, model_name="actor_rollout") if call.name == "reference_inference" else call for call in PPO.rpcs
+    ]
+    with pytest.raises(UserError, match="staleness 1 makes a model 'actor_rollout', and the experiment has one"):
+        stale_calls(taken, 1)
+    with pytest.raises(UserError, match="staleness 65 is not from 0 to 64"):
+        stale_calls(PPO.rpcs, 65)
