@@ -29,8 +29,9 @@ def stale_calls(calls: Sequence[ModelFunctionCallDef], staleness: int) -> list[M
     moved = _generating(calls)
     if not moved:
         raise UserError(
-            f"staleness {staleness} is for generation by a model that the experiment trains, and it has no such call "
-            "(a copy may generate already, by the experiment's own staleness); take a staleness of 0"
+            f"staleness {staleness} is for generation by a model that the experiment trains, and it has no such "
+            "call (a copy may generate already, by the experiment's own staleness); leave out --staleness and "
+            "--staleness-up-to"
         )
     for call in calls:
         if call.model_name in map(copy_name, moved):

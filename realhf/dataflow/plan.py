@@ -139,8 +139,8 @@ class Intervals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 def interval_text(interval: tuple[float, float] | None) -> str:
-    """For tables: `0.21-0.29`; `-` where there is none."""
-    return "-" if interval is None else "{:.3g}-{:.3g}".format(*interval)
+    """In two digits, for tables: `0.21-0.29`; `-` where there is none."""
+    return "-" if interval is None else "-".join(f"{end:.0f}" if end >= 10 else f"{end:.2g}" for end in interval)
 
 
 def updates_text(staleness: int) -> str:

@@ -65,5 +65,5 @@ class Certificate:
     def _others(self) -> str:
         """In words, where the plan is none of those that all this is about."""
         if self.wider_s is not None:
-            return f"this one is none of these and takes {self.wider_s:.4g} s"
-        return "" if self.copying_s is None else f"this one has others and takes {self.copying_s:.4g} s"
+            return f"this plan is not one of them and takes {self.wider_s:.4g} s"
+        return "" if self.copying_s is None else f"this plan has other copies and takes {self.copying_s:.4g} s"

@@ -204,7 +204,7 @@ def test_a_search_says_what_its_proof_is_about() -> None:
 def test_the_words_of_a_certificate() -> None:
     proven = Certificate(cost_s=2.0, lower_bound_s=2.0, proven=True, copying_s=1.5)
     assert str(proven) == (
-        "no plan with copies from home alone takes less than 2 s a step; this one has others and takes 1.5 s"
+        "no plan with copies from home alone takes less than 2 s a step; this plan has other copies and takes 1.5 s"
     )
     assert "takes less than 1 s a step" in str(replace(proven, lower_bound_s=1.0, proven=False))
     assert str(replace(proven, lower_bound_s=0.0, proven=False)) == "no lower bound was proven"

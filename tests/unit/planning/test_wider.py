@@ -50,7 +50,7 @@ def test_above_64_devices_chunks_and_moved_states_are_found(memory_gib: int, sta
     assert chosen.compute.offload_states is states
     assert found.prediction.step_s < 0.9 * without.prediction.step_s
     assert found.certificate.lower_bound_s == pytest.approx(without.certificate.lower_bound_s)
-    assert str(found.certificate).endswith(f"this one is none of these and takes {found.prediction.step_s:.4g} s")
+    assert str(found.certificate).endswith(f"this plan is not one of them and takes {found.prediction.step_s:.4g} s")
     assert "proven_optimal" not in found.plan.notes
     assert found.evaluations <= (BUDGET.evaluations or 0)
 
