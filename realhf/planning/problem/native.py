@@ -100,8 +100,11 @@ def search_problem(native: _search.Problem, request: SearchRequest, watch: Watch
     start = time.perf_counter()
     progress, evaluations, seconds = _search.Progress(), request.budget.evaluations or 0, request.budget.seconds
 
-    def solve() -> "_search.Solution":
-        return native.solve(
+    phase = f"searching for {seconds:g} s" if seconds else f"searching, {evaluations:,} plans"
+    watch(phase, "")
+    with ThreadPoolExecutor(1) as pool:
+        future = pool.submit(
+            native.solve,
             seed=request.seed,
             evaluations=0 if seconds else evaluations,
             seconds=seconds or 0.0,
@@ -111,11 +114,6 @@ def search_problem(native: _search.Problem, request: SearchRequest, watch: Watch
             starts=request.starts,
             progress=progress,
         )
-
-    phase = f"searching for {seconds:g} s" if seconds else f"searching, {evaluations:,} plans"
-    watch(phase, "")
-    with ThreadPoolExecutor(1) as pool:
-        future = pool.submit(solve)
         try:
             while not wait([future], timeout=UPDATES_EVERY_S).done:
                 watch(phase, _text(progress.cost, progress.evaluations))
