@@ -12,9 +12,11 @@ import pytest
 from testbed.cluster import Testbed
 
 from realhf.rundir.events import read_events
-from tests.e2e.runs import FinishedRun
+from tests.e2e.runs import FinishedRun, realhf
+from tests.e2e.test_resume import JOB, statistics
 from tests.slurm.new_testbed import new_testbed
-from tests.slurm.test_life_of_a_job import UNTIL_DONE, HeldRun, holding, plan, reference
+from tests.slurm.test_life_of_a_job import JOB_WORDS, UNTIL_DONE, HeldRun, holding, plan, reference
+from tests.slurm.test_restarts import SLURM
 from tests.waiting import PATIENCE_S, wait_until
 
 pytestmark = [pytest.mark.slurm, pytest.mark.slow]
@@ -117,6 +119,25 @@ def test_the_controller_is_away_in_the_middle(
     assert one.run.process.wait(PATIENCE_S) == 0, one.run.text
     assert one.events() == ["started", "ended"]
     one.check_end(reference)
+
+
+def test_the_controller_is_away_at_submission(
+    cluster: Testbed, plan: Path, reference: FinishedRun, tmp_path: Path
+) -> None:
+    words = ("run", f"experiments/{JOB}.py", "--run-dir", tmp_path / "run", "--plan", plan, *JOB_WORDS, *SLURM)
+    cluster.crash("slurmctld", signal.SIGTERM)
+    try:
+        refused = realhf(*words)
+    finally:
+        cluster.heal("slurmctld")
+    assert refused.returncode == 2, refused.stderr
+    error = refused.stderr[refused.stderr.index("error: ") :]
+    assert error.startswith("error: SLURM's controller does not answer, and nothing was submitted (")
+    assert len(error.splitlines()) == 1
+    assert not (tmp_path / "run").exists()
+    done = realhf(*words)  # the same command works when it is back
+    assert done.returncode == 0, done.stderr
+    assert statistics(FinishedRun(tmp_path / "run")) == statistics(reference)
 
 
 def preempt(one: HeldRun) -> None:
