@@ -113,11 +113,15 @@ class Phases:
         if self._status:
             self._status.update(self._text())
 
+    def say(self, text: str) -> None:
+        """A line of its own, at once."""
+        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+
     def _text(self) -> str:
         return f"{self._phase}: {self._detail}" if self._detail else self._phase
 
     def _end(self) -> None:
         if self._phase:
             took = duration(self._clock() - self._begun_s)
-            self._console.print(f"{self._text()} ({took})", highlight=False, soft_wrap=True, markup=False)
+            self.say(f"{self._text()} ({took})")
         self._phase = self._detail = ""

@@ -10,6 +10,7 @@ from realhf.dataflow.plan import ExecutionPlan, interval_text, updates_text
 from realhf.planning.clusters import hardware_text
 from realhf.planning.explain.comparison import Comparison
 from realhf.planning.model.hardware import GIB, in_gib
+from realhf.planning.model.measured import network_text
 from realhf.planning.task import PlanningTask
 
 SAME = 5e-4  # relative differences below it are not worth a number
@@ -126,6 +127,8 @@ def totals(comparison: Comparison) -> Iterator[str]:
     fullest, each = max(analysis.prediction.needs, key=lambda need: need.peak_bytes), comparison.task.cluster
     memory = f"at most {in_gib(fullest.peak_bytes)} of the {in_gib(each.device_memory_bytes)} of a device"
     yield f"memory: {memory}, {in_gib(fullest.static_bytes)} of them from step to step"
+    if each.num_nodes > 1 and (links := network_text(each.hardware)):
+        yield links
     yield f"limited by {analysis.limits}"
     yield from map(str, comparison.hinges[:1])
     pools = comparison.task.graph.pools

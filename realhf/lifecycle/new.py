@@ -25,6 +25,7 @@ from realhf.models.hugging_face_files import check_checkpoint
 from realhf.planning.clusters import hardware_text
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.hardware import GIB, in_gib
+from realhf.planning.model.measured import network_text
 from realhf.planning.planner import plan_for
 from realhf.planning.request import Watch, unwatched
 from realhf.rundir.run import MAX_STEPS, Run, RunSpec
@@ -164,6 +165,8 @@ def said_of_hardware(run: Run, given: Path | None) -> list[str]:
         return []
     per_node = run.spec.devices_per_node
     lines = [f"planned for {hardware_text(hardware, workers // per_node, per_node)}"]
+    if workers > per_node and (links := network_text(hardware)):
+        lines.append(links)
     there, each = read_host().memory_bytes / GIB, hardware.device_memory_bytes / GIB
     needs = [memory.peak_bytes / GIB for memory in run.plan.rationale.memory] if run.plan.rationale else []
     if needs:

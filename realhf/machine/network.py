@@ -8,6 +8,9 @@ import psutil
 
 from realhf.base.errors import UserError
 
+BY_INTERFACE = "name the one between the hosts by --network-interface"
+BY_ADDRESS = f"{BY_INTERFACE}, or the master's address by --master-address"
+
 
 def addresses() -> dict[str, list[str]]:
     """The addresses of each interface: IPv4 before IPv6, without those that are valid on a link alone."""
@@ -42,18 +45,24 @@ def in_words(address: str) -> str:
     return f"{address} ({interface_of(address) or 'no interface of this host'})"
 
 
-def own_address(interface: str | None) -> str:
+def own_address(interface: str | None, remedy: str = BY_ADDRESS) -> str:
     """The address of this host that others are to use: that of an interface, or else of the host's name. Raises
-    UserError where that is not known, and names what to give."""
+    UserError where that is not known, with the `remedy`."""
     name = socket.gethostname()
     try:
         resolved = [str(entry[4][0]) for entry in socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)]
     except OSError:
         resolved = []
-    return choose_address(name, interface, resolved, addresses())
+    return choose_address(name, interface, resolved, addresses(), remedy)
 
 
-def choose_address(name: str, interface: str | None, resolved: list[str], interfaces: dict[str, list[str]]) -> str:
+def choose_address(
+    name: str,
+    interface: str | None,
+    resolved: list[str],
+    interfaces: dict[str, list[str]],
+    remedy: str = BY_ADDRESS,
+) -> str:
     """As `own_address`, of a host whose name resolves to these addresses and which has these interfaces."""
     others = {own: texts for own, texts in interfaces.items() if not all(map(_is_loopback, texts))}
     here = "; ".join(f"{own} {', '.join(texts)}" for own, texts in others.items()) or "none"
@@ -71,8 +80,7 @@ def choose_address(name: str, interface: str | None, resolved: list[str], interf
         return texts[0]
     what = f"resolves to {', '.join(dict.fromkeys(resolved))} only" if resolved else "does not resolve"
     raise UserError(
-        f"the host name {name} {what}, and other hosts could not use that; its interfaces are {here}: name the one "
-        "between the hosts by --network-interface, or the master's address by --master-address"
+        f"the host name {name} {what}, and other hosts could not use that; its interfaces are {here}: {remedy}"
     )
 
 

@@ -154,5 +154,6 @@ def _of_nodes(cpu_only: bool) -> Hardware:
     kinds = f"profiles of {', '.join(one.name for one in profiled)}" if profiled else "no profile of any"
     raise UserError(
         f"this machine has no GPU and {kinds}, so that the kind of the nodes' GPUs is not known; give it with "
-        "--hardware (h100, or the path of a .yaml file), or --cpu-only for nodes without GPUs"
+        "--hardware (h100, or the path of a .yaml file), or --cpu-only for nodes without GPUs, or have a job find it "
+        "and measure it: realhf profile EXPERIMENT --launcher slurm"
     )

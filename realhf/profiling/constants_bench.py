@@ -52,6 +52,8 @@ class ConstantsBench:
                 return dict(self._links()) if self.num_workers > 1 else {}
             case "launches":
                 return dict(self._launches())
+            case "network":
+                raise AssertionError("links between nodes are measured by NetworkBench")
 
     def _products(self) -> Iterator[tuple[str, MeasuredConstant]]:
         size = PRODUCT_SIZE[self.device.type]

@@ -16,13 +16,13 @@ from realhf.base.errors import RunError, UserError
 from realhf.base.files import write_atomically
 from realhf.base.options import Options, option
 from realhf.dataflow.graph import DataflowGraph
-from realhf.launch.launcher import NoOptions
+from realhf.launch.launcher import Launcher, NoOptions
 from realhf.launch.local import LocalLauncher
 from realhf.launch.process import Job, workers_of
 from realhf.launch.supervisor import supervise
 from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import leave_description
-from realhf.planning.model.measured import LAYERS, MEASUREMENTS, Measurement, constants_path
+from realhf.planning.model.measured import LAYERS, MEASUREMENTS, NETWORK, Measurement, constants_path
 from realhf.planning.model.profile import profile_path
 from realhf.planning.request import Watch
 from realhf.profiling.job import JOB_FILE, ProfileJob, ProfileTarget
@@ -42,8 +42,9 @@ class ProfileRequest(Options):
     profiles_dir: Path | None = option(None, "write below this folder (default: where plans look)")
     only: str = option(
         "",
-        f"measure this alone: {', '.join(MEASUREMENTS)} (constants of the machine), {LAYERS} (the models' profiles); "
-        "several with commas (default: layers)",
+        f"measure this alone: {', '.join(MEASUREMENTS)} (constants of the machine; {NETWORK}: between nodes), {LAYERS} "
+        "(the models' profiles); several with commas (default: layers; under SLURM the links within and between nodes "
+        "as well)",
         metavar="WHAT",
     )
     repetitions: int = option(5, "readings of the clock a size (default 5)", bounds=(1, 1000))
@@ -75,14 +76,15 @@ class ProfileRequest(Options):
         return not self.words or LAYERS in self.words
 
 
-def targets_of(experiment: Any, cluster: Cluster, request: ProfileRequest) -> list[ProfileTarget]:
-    """Every model type with its dtype once, in the order of the calls, but for those that transformers computes.
+def targets_of(experiment: Any, hardware: str, request: ProfileRequest) -> list[ProfileTarget]:
+    """Every model type with its dtype once, in the order of the calls, but for those that transformers computes; their
+    profiles are of the `hardware`.
 
     Raises:
         UserError: transformers computes all of them.
     """
     models = DataflowGraph(experiment.rpcs, experiment.dataset.keys).models
-    setups, hardware, root = models_of(experiment), cluster.hardware.name, request.profiles_dir
+    setups, root = models_of(experiment), request.profiles_dir
     pairs = dict.fromkeys(
         (model, setups[name].dtype) for name, model in models.items() if not isinstance(model, TransformersConfig)
     )
@@ -98,22 +100,18 @@ def targets_of(experiment: Any, cluster: Cluster, request: ProfileRequest) -> li
     ]
 
 
-def measure(
-    experiment: Any, cluster: Cluster, targets: list[ProfileTarget], request: ProfileRequest, watch: Watch
-) -> None:
-    """Writes the profiles of `targets`, the constants that the request asks for, and a description of the hardware
-    beside them.
-
-    Raises RunError if a worker failed or the request's timeout is over; what the workers printed is then kept.
-    """
+def profile_job(
+    experiment: Any, hardware: str, num_workers: int, targets: list[ProfileTarget], request: ProfileRequest
+) -> ProfileJob:
+    """What `num_workers` of a machine are to measure of an experiment."""
     batch_size = auto_settings(experiment).batch_size
     responses = [getattr(call.interface_impl, "max_new_tokens", 0) for call in experiment.rpcs]
     of_data = max(experiment.dataset.lengths().values())  # of the longest key
     mean, longest = max(1, round(of_data.mean) + max(responses)), of_data.longest + max(responses)
-    job = ProfileJob(
-        hardware=cluster.hardware.name,
+    return ProfileJob(
+        hardware=hardware,
         targets=tuple(targets),
-        num_workers=cluster.num_devices,
+        num_workers=num_workers,
         batch_size=batch_size,
         sequence_length=mean,
         length_spread=min(longest - mean, mean - 1),
@@ -123,8 +121,19 @@ def measure(
         timeout_s=request.timeout_s,
         constants=request.constants,
         dtypes=tuple(dict.fromkeys(setup.dtype for setup in models_of(experiment).values())),
-        constants_path=str(constants_path(cluster.hardware.name, request.profiles_dir).absolute()),
+        constants_path=str(constants_path(hardware, request.profiles_dir).absolute()),
     )
+
+
+def measure(
+    experiment: Any, cluster: Cluster, targets: list[ProfileTarget], request: ProfileRequest, watch: Watch
+) -> None:
+    """Writes the profiles of `targets`, the constants that the request asks for, and a description of the hardware
+    beside them.
+
+    Raises RunError if a worker failed or the request's timeout is over; what the workers printed is then kept.
+    """
+    job = profile_job(experiment, cluster.hardware.name, cluster.num_devices, targets, request)
     folder = Path(tempfile.mkdtemp(prefix="realhf-profile-"))  # mode 0700
     try:
         directory = RunDirectory.create(folder)
@@ -132,7 +141,8 @@ def measure(
         count, loopback = job.num_workers, {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
         workers = workers_of(WORKER_MODULE, directory, count, cluster.hardware.threads, **loopback)
         of_profiler = Job(directory=directory, processes=workers, workers_per_node=count)
-        supervise(LocalLauncher(NoOptions()), of_profiler, _on_poll(job, directory, watch))
+        launcher = LocalLauncher(NoOptions())
+        supervise(launcher, of_profiler, on_poll(job, directory, launcher, watch))
     except RunError:
         raise
     except BaseException:
@@ -142,13 +152,16 @@ def measure(
     leave_description(cluster.hardware, request.profiles_dir)
 
 
-def _on_poll(job: ProfileJob, directory: RunDirectory, watch: Watch) -> Callable[[], None]:
-    """Says what worker 0 measures, and ends the waiting after the timeout."""
+def on_poll(job: ProfileJob, directory: RunDirectory, launcher: Launcher, watch: Watch) -> Callable[[], None]:
+    """Says what worker 0 measures, and ends the waiting after the timeout, of which a job's wait for nodes is no
+    part."""
     deadline = time.monotonic() + job.timeout_s
     measuring = "starting the workers"
 
     def update() -> None:
-        nonlocal measuring
+        nonlocal measuring, deadline
+        if launcher.is_waiting():
+            deadline = time.monotonic() + job.timeout_s
         activity = read_activity(directory.activity(worker_name(0)))
         measuring = activity.text if activity else measuring
         watch(measuring, "")

@@ -32,7 +32,7 @@ from realhf.launch.process import worker_index
 from realhf.parallel.collectives import all_gather, reduce_scatter
 from realhf.parallel.groups import GroupTable
 from realhf.parallel.waiting import end_process, waits_on
-from realhf.planning.model.measured import MeasuredConstant, MeasuredConstants, save_constants
+from realhf.planning.model.measured import NETWORK, MeasuredConstant, MeasuredConstants, save_constants
 from realhf.planning.model.profile import (
     CallOverheads,
     CollectiveKind,
@@ -49,6 +49,8 @@ from realhf.profiling.communicator_bench import communicator_bytes
 from realhf.profiling.constants_bench import ConstantsBench
 from realhf.profiling.job import JOB_FILE, ProfileJob, ProfileTarget
 from realhf.profiling.model_bench import ModelBench, Stopwatch
+from realhf.profiling.network_bench import there_and_back
+from realhf.profiling.nodes import Nodes, on_found, stay_within_node
 from realhf.profiling.reallocation_bench import neighbours, reallocation
 from realhf.profiling.round_trip import median_round_trip_s
 from realhf.rundir.flight_recorder import ActivityWriter
@@ -129,6 +131,8 @@ class Profiler:
         )
         found: dict[str, MeasuredConstant] = {}
         for measurement in self.job.constants:
+            if measurement == NETWORK:
+                continue  # `Nodes` has measured it
             self.set_activity(f"measuring {measurement}")
             found |= bench.found(measurement)
         return MeasuredConstants(hardware=self.job.hardware, constants=found, measured=self._circumstances())
@@ -285,11 +289,7 @@ class Profiler:
         return CollectiveTimings(kind=kind, group_size=size, seconds=_curve(COLLECTIVE_BYTES, seconds))
 
     def _there_and_back(self, buffer: Tensor) -> None:
-        groups = self.table.groups(self.pairs[self.rank // 2])
-        peer, group = groups.stage_rank(1 - groups.stage), groups.pipeline
-        first, second = (dist.send, dist.recv) if groups.is_first_stage else (dist.recv, dist.send)
-        first(buffer, peer, group)
-        second(buffer, peer, group)
+        there_and_back(self.table.groups(self.pairs[self.rank // 2]), buffer)
 
     def _circumstances(self) -> dict[str, str | int | float]:
         is_gpu = self.device.type == "cuda"
@@ -338,37 +338,61 @@ def _curve(sizes: Sequence[int], seconds: Sequence[float]) -> Curve:
     return Curve(tuple(map(float, sizes)), tuple(round(s, 9) for s in seconds))
 
 
+def carry_out(job: ProfileJob, directory: RunDirectory, rank: int, set_activity: Callable[[str], None]) -> None:
+    """This rank's part of a job: first the network between nodes, if it is asked for, then on the first node the rest.
+    Rank 0 writes what was found."""
+    set_activity("joining the other workers")
+    device = own_device()
+    job, network = on_found(job, rank, device), None
+    nodes = Nodes(job, directory, rank, device) if job.num_nodes > 1 else None
+    if nodes and NETWORK in job.constants:
+        set_activity("measuring network")
+        network = nodes.network()
+    if nodes and not nodes.is_on_first:
+        nodes.wait_for_first()
+        return
+    if nodes:
+        stay_within_node()
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.FileStore(str(directory.rendezvous / "torch"), job.num_workers),
+        rank=rank,
+        world_size=job.num_workers,
+        timeout=timedelta(seconds=job.timeout_s),
+    )
+    profiler = Profiler(job, rank, device, directory.path / "round_trip", set_activity)
+    constants = profiler.constants() if job.constants else None
+    profiles = profiler.profiles() if job.targets else []
+    if rank == 0:
+        if constants is not None and network is not None:
+            constants = msgspec.structs.replace(
+                constants,
+                constants={**constants.constants, **network.constants},
+                measured={**constants.measured, NETWORK: network.source},
+            )
+        if constants is not None:
+            save_constants(constants, Path(job.constants_path))
+        set_activity("writing the profiles")
+        for target, profile in zip(job.targets, profiles, strict=True):
+            save_profile(profile, target.path)
+        if nodes:
+            nodes.tell_end()
+    dist.destroy_process_group()
+
+
 def main() -> int:
     keep_freed_memory()
     directory = RunDirectory.open(Path(sys.argv[1]))
     rank = worker_index()
     job = decode_json((directory.path / JOB_FILE).read_bytes(), ProfileJob)
     activity = ActivityWriter(directory.activity(worker_name(rank)))
-    activity.set("joining the other workers")
     try:
-        device = own_device()
-        dist.init_process_group(
-            "nccl" if device.type == "cuda" else "gloo",
-            store=dist.FileStore(str(directory.rendezvous / "torch"), job.num_workers),
-            rank=rank,
-            world_size=job.num_workers,
-            timeout=timedelta(seconds=job.timeout_s),
-        )
-        profiler = Profiler(job, rank, device, directory.path / "round_trip", activity.set)
-        constants = profiler.constants() if job.constants else None
-        profiles = profiler.profiles() if job.targets else []
-        if rank == 0:
-            if constants is not None:
-                save_constants(constants, Path(job.constants_path))
-            activity.set("writing the profiles")
-            for target, profile in zip(job.targets, profiles, strict=True):
-                save_profile(profile, target.path)
+        carry_out(job, directory, rank, activity.set)
     except Exception:
         traceback.print_exc()
         # Groups whose peers are gone can block an orderly end for minutes; there is nothing left to save.
         sys.stderr.flush()
         os._exit(1)
-    dist.destroy_process_group()
     return 0
 
 

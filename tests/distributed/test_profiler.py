@@ -239,7 +239,7 @@ def test_a_deadline_ends_the_workers_and_writes_nothing(experiment, tmp_path, ca
         (["--max-tokens", "5"], "--max-tokens 5 is not from 64"),
         (["--repetitions", "0"], "--repetitions 0 is not from 1"),
         (["--hardware", "abacus"], "hardware='abacus' is not known"),
-        (["--only", "links,weather"], "--only weather: choose from links, memory, products, launches, layers"),
+        (["--only", "links,weather"], "--only weather: choose from links, memory, products, launches, network, layers"),
     ],
 )
 def test_user_errors_exit_with_2(experiment, tmp_path, capsys, more, message):

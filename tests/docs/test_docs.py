@@ -121,6 +121,10 @@ RUN_ELSEWHERE = {
         "tests/distributed/test_profiler.py",
         ['"profile"', "--num-workers", "main("],
     ),
+    "realhf profile experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8": (
+        "tests/slurm/test_profile_nodes.py",
+        ['user.realhf("profile"', '"--launcher", "slurm"', '"--gpus-per-node", "2"'],
+    ),
     "realhf convert path/to/Qwen3-0.6B converted/qwen3": (
         "tests/unit/models/test_convert.py",
         ['"realhf.cli", "convert"', "checkpoint of 1 file"],

@@ -61,6 +61,16 @@ class Offer:
         ]
         return max(1, min(shares, default=1))
 
+    def gpus_per_node(self, partition: str | None, gpu_type: str | None) -> int | None:
+        """How many GPUs the nodes of a partition have, if all that have any have as many; None where that is not
+        known."""
+        numbers = {
+            sum(one.gpus.values()) if gpu_type is None else one.gpus[gpu_type]
+            for one in self.nodes_of(partition)
+            if one.gpus and (gpu_type is None or gpu_type in one.gpus)
+        }
+        return numbers.pop() if len(numbers) == 1 else None
+
 
 def ask() -> Offer:
     """Asks SLURM. What it does not tell is missing."""

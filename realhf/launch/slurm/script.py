@@ -103,12 +103,11 @@ class SlurmOptions(Options):
 
 
 def sbatch_text(options: SlurmOptions, job: Job) -> str:
-    """The batch script that runs a job's master and workers, which differ in name only.
+    """The batch script that runs a job's master, if it has one, and its workers, which differ in name only.
 
     Its exit code is that of the process that failed first. Raises UserError where the workers are no whole nodes.
     """
-    master, *workers = job.processes
-    assert master.name == MASTER, "no master"
+    workers = job.workers
     for worker in workers:  # tasks of one step, told apart by their index
         assert (worker.argv, worker.env) == (workers[0].argv, workers[0].env), f"{worker.name} differs from worker-0"
     nodes, left = divmod(len(workers), job.workers_per_node)
@@ -128,6 +127,11 @@ def sbatch_text(options: SlurmOptions, job: Job) -> str:
         *("--nodes=1", "--ntasks=1", "--cpus-per-task=1", '--nodelist="$first_host"'),
         *(*no_gpus, "--kill-on-bad-exit=1", *map(shlex.quote, options.srun_words)),
     )
+    masters = [
+        _MASTER.format(master_step=master_step, master_command=_command(process))
+        for process in job.processes
+        if process.name == MASTER
+    ]
     worker_step = _srun(
         *every_step,
         *(f"--nodes={nodes}", f"--ntasks={len(workers)}"),
@@ -149,11 +153,11 @@ def sbatch_text(options: SlurmOptions, job: Job) -> str:
         check_step=check_step,
         # In a container there may be another one.
         interpreter=shlex.quote("" if options.srun_words else workers[0].argv[0]),
-        master_step=master_step,
-        master_command=_command(master),
+        master="".join(masters),
         worker_step=worker_step,
         worker_command=_command(workers[0]),
-        end_timeout_s=round(options.end_timeout_s),
+        wait_for=_WAIT_FOR if masters else "",
+        end=_END_OF_BOTH.format(end_timeout_s=round(options.end_timeout_s)) if masters else _END_OF_WORKERS,
         **_of_starts(options, job),
     )
 
@@ -243,6 +247,44 @@ terminated() {
 }
 trap terminated TERM"""
 
+_MASTER = """\
+first_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+
+{master_step} \\
+    /bin/bash -c "$task" master \\
+    {master_command} &
+master=$!
+"""
+_WAIT_FOR = """\
+wait_for() {  # process, seconds
+    local end=$((SECONDS + $2))
+    while alive "$1" && ((SECONDS < end)); do sleep 0.2; done
+}
+"""
+_END_OF_BOTH = """\
+while alive "$master" && alive "$workers"; do sleep 0.2; done
+if alive "$master"; then first=$workers other=$master; else first=$master other=$workers; fi
+wait "$first"
+code=$?
+# After a failure the other may still write down what it knows of it.
+if ((code == 0)); then wait_for "$other" {end_timeout_s}; else wait_for "$other" 60; fi
+if alive "$other"; then
+    echo "one step ended with exit code $code, the other did not end and is stopped" >&2
+    ((code == 0)) && code=1
+    kill -TERM "$other"
+    wait_for "$other" 10
+    kill -KILL "$other" 2>/dev/null
+fi
+wait "$other"
+other_code=$?
+((code == 0)) && code=$other_code
+"""
+_END_OF_WORKERS = """\
+while alive "$workers"; do sleep 0.2; done
+wait "$workers"
+code=$?
+"""
+
 _TEMPLATE = """\
 #!/bin/bash
 {header}
@@ -316,24 +358,14 @@ exit "$code"
 '
 
 {job_signals}
-first_host=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-
-{master_step} \\
-    /bin/bash -c "$task" master \\
-    {master_command} &
-master=$!
-
+{master}
 {worker_step} \\
     /bin/bash -c "$task" worker \\
     {worker_command} &
 workers=$!
 
 alive() {{ kill -0 "$1" 2>/dev/null; }}
-wait_for() {{  # process, seconds
-    local end=$((SECONDS + $2))
-    while alive "$1" && ((SECONDS < end)); do sleep 0.2; done
-}}
-first_failure() {{  # the exit code of the task that failed first, or else the code given
+{wait_for}first_failure() {{  # the exit code of the task that failed first, or else the code given
     local name code
     for name in $(ls -tr "$REALHF_EXITS"); do
         code=$(<"$REALHF_EXITS/$name")
@@ -342,23 +374,7 @@ first_failure() {{  # the exit code of the task that failed first, or else the c
     echo "$1"
 }}
 
-while alive "$master" && alive "$workers"; do sleep 0.2; done
-if alive "$master"; then first=$workers other=$master; else first=$master other=$workers; fi
-wait "$first"
-code=$?
-# After a failure the other may still write down what it knows of it.
-if ((code == 0)); then wait_for "$other" {end_timeout_s}; else wait_for "$other" 60; fi
-if alive "$other"; then
-    echo "one step ended with exit code $code, the other did not end and is stopped" >&2
-    ((code == 0)) && code=1
-    kill -TERM "$other"
-    wait_for "$other" 10
-    kill -KILL "$other" 2>/dev/null
-fi
-wait "$other"
-other_code=$?
-((code == 0)) && code=$other_code
-((code == 0)) || code=$(first_failure "$code")  # srun's may be that of a task which it killed itself
+{end}((code == 0)) || code=$(first_failure "$code")  # srun's may be that of a task which it killed itself
 if ((code == 0)) && [ -z "$is_ended" ] && grep -qs '"state":"requeued"' {status}; then
     scontrol requeue "$SLURM_JOB_ID" || echo "SLURM does not let the job start once more; resume the run" >&2
 fi

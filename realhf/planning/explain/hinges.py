@@ -7,7 +7,7 @@ from statistics import NormalDist
 import numpy as np
 
 from realhf.planning.intervals import LEVEL, Draws, at_ends, doubt_of, probability_faster, rounded
-from realhf.planning.model.measured import LAYERS, measurement_of
+from realhf.planning.model.measured import LAYERS, NETWORK, measurement_of
 from realhf.planning.model.profile import PARTS
 from realhf.planning.model.uncertainty import constant
 from realhf.planning.predict import Prediction
@@ -23,8 +23,7 @@ class Hinge:
     measured), `rival` turns from slower to faster than the plan, or back, all else as predicted. CALLS: no constant
     does so alone, and calls of models without a profile may take `low` to `high` times what is predicted.
 
-    slower: the probability that the rival is slower. measurement: of `realhf profile --only`; None: one machine cannot
-    measure it.
+    slower: the probability that the rival is slower. measurement: of `realhf profile --only`.
     """
 
     rival: str
@@ -32,7 +31,7 @@ class Hinge:
     constant: str
     low: float
     high: float
-    measurement: str | None
+    measurement: str
 
     def __str__(self) -> str:
         what = f"{self.constant} ({self.low:.3g} to {self.high:.3g})"
@@ -40,11 +39,8 @@ class Hinge:
             what = f"what no constant says of the calls ({self.low:.2f} to {self.high:.2f} times what is predicted)"
         elif self.constant in PARTS:
             what = f"the measured {self.constant} ({self.low:.2f} to {self.high:.2f} times what the profile has)"
-        remedy = (
-            f"`realhf profile EXPERIMENT --only {self.measurement}` measures that in a few minutes"
-            if self.measurement
-            else "measure it between two nodes (nccl-tests) and give a description with it (--hardware FILE.yaml)"
-        )
+        where = "--launcher slurm " if self.measurement == NETWORK else ""
+        remedy = f"`realhf profile EXPERIMENT {where}--only {self.measurement}` measures that in a few minutes"
         return f"{self.rival} is slower with a probability of {self.slower:.0%} only; it hinges on {what}: {remedy}"
 
 

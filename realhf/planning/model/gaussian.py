@@ -68,7 +68,7 @@ def square_root(covariance: np.ndarray) -> np.ndarray:
 
 def narrowed(hardware: Hardware, measured: Mapping[str, tuple[float, float]]) -> Hardware:
     """The description after constants were measured: by name (value, standard deviation of its logarithm). What is
-    correlated with them moves along."""
+    correlated with them moves along. A constant of which nobody says how sure it is takes the measured value."""
     stated = uncertainty_of(hardware)
     names = list(stated.spread)
     known = [name for name in measured if name in stated.spread]
@@ -80,5 +80,6 @@ def narrowed(hardware: Hardware, measured: Mapping[str, tuple[float, float]]) ->
     noise = np.array([max(measured[name][1], 1e-6) for name in known])
     mean, covariance = observed(mean, covariance_of(stated), weights, values, noise)
     narrower = of_covariance(names, covariance, call_error=stated.call_error, profiled_error=stated.profiled_error)
-    values_by_name = dict(zip(names, map(float, np.exp(mean)), strict=True))
+    values_by_name = {name: value for name, (value, _) in measured.items() if name not in known}
+    values_by_name |= dict(zip(names, map(float, np.exp(mean)), strict=True))
     return msgspec.structs.replace(with_constants(hardware, values_by_name), uncertainty=narrower)

@@ -10,19 +10,21 @@ from realhf.base.files import decode_json, read_file, write_atomically
 from realhf.base.numbers import check_fields
 from realhf.planning.model.hardware import RATES, Hardware
 from realhf.planning.model.profile import PARTS, profiles_root
-from realhf.planning.model.uncertainty import SPREAD, place_of
+from realhf.planning.model.uncertainty import SPREAD, place_of, uncertainty_of, with_constants
 
 CONSTANTS_FILE = "constants.json"  # in the folder of the hardware's profiles
 
-Measurement = Literal["links", "memory", "products", "launches"]
+Measurement = Literal["links", "memory", "products", "launches", "network"]
 MEASUREMENTS: tuple[Measurement, ...] = get_args(Measurement)
-# Fields of the description that each measurement finds on one machine.
+# Fields of the description that each measurement finds: on one machine, but for NETWORK.
 FOUND_BY: dict[Measurement, tuple[str, ...]] = {
     "links": ("intra_node_bandwidth", "intra_node_latency_s"),
     "memory": ("memory_bandwidth", "host_bandwidth"),
     "products": ("matmul_flops",),
     "launches": ("layer_launch_s", "train_launch_s", "decode_launch_s", "decode_graph_launch_s"),
+    "network": ("inter_node_bandwidth", "inter_node_send_bandwidth", "inter_node_latency_s"),
 }
+NETWORK: Measurement = "network"  # needs two nodes
 LAYERS = "layers"  # the whole profile of the experiment's models
 OF_MODELS = ("sampling_s", "call_overhead_s", "mini_batch_s", *PARTS)  # known from that
 
@@ -38,7 +40,10 @@ class MeasuredConstant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
 
 class MeasuredConstants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What was measured of the hardware of a name, by the names of constants; `measured`: when, and on what."""
+    """What was measured of the hardware of a name, by the names of constants.
+
+    `measured`: when, and on what, the last time; under NETWORK the date and the nodes of the links between nodes.
+    """
 
     hardware: str
     constants: dict[str, MeasuredConstant]
@@ -46,13 +51,12 @@ class MeasuredConstants(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     format: Literal["measured-constants/1"] = "measured-constants/1"
 
 
-def measurement_of(constant: str) -> Measurement | Literal["layers"] | None:
-    """What `realhf profile --only` has to measure to know a constant or a part of a profile; None: one machine cannot
-    (links between nodes)."""
+def measurement_of(constant: str) -> Measurement | Literal["layers"]:
+    """What `realhf profile --only` has to measure to know a constant or a part of a profile."""
     field, _ = place_of(constant)
     if field in OF_MODELS:
         return "layers"
-    return next((name for name, fields in FOUND_BY.items() if field in fields), None)
+    return next(name for name, fields in FOUND_BY.items() if field in fields)
 
 
 def constants_path(hardware: str, root: Path | None = None) -> Path:
@@ -69,18 +73,44 @@ def load_constants(path: Path) -> MeasuredConstants:
 def save_constants(found: MeasuredConstants, path: Path) -> None:
     """Writes constants atomically; others that the file has stay in it."""
     if path.is_file():
-        found = msgspec.structs.replace(found, constants={**load_constants(path).constants, **found.constants})
+        before = load_constants(path)
+        found = msgspec.structs.replace(
+            found,
+            constants={**before.constants, **found.constants},
+            measured={**before.measured, **found.measured},
+        )
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
 
 
 def with_measured(hardware: Hardware, root: Path | None = None) -> Hardware:
-    """The description with what was measured of its constants on this machine, and surer of them. Raises UserError for
-    a broken file."""
+    """The description with what was measured of its constants, and surer of them. Raises UserError for a broken file.
+
+    What a description says of a device counts beside the measurement. Of the network between the nodes of a cluster it
+    knows nothing: what was measured there takes its place.
+    """
     path = constants_path(hardware.name, root)
     if not path.is_file():
         return hardware
     from realhf.planning.model.gaussian import narrowed  # numpy takes long to import
 
     found = load_constants(path).constants
-    return narrowed(hardware, {name: (constant.value, constant.spread) for name, constant in found.items()})
+    values = {name: (one.value, one.spread) for name, one in found.items() if name not in FOUND_BY[NETWORK]}
+    hardware = narrowed(hardware, values) if values else hardware
+    between = {name: one for name, one in found.items() if name in FOUND_BY[NETWORK]}
+    stated = uncertainty_of(hardware)
+    spread = {name: between[name].spread if name in between else of for name, of in stated.spread.items()}
+    hardware = with_constants(hardware, {name: one.value for name, one in between.items()})
+    return msgspec.structs.replace(hardware, uncertainty=msgspec.structs.replace(stated, spread=spread))
+
+
+def network_text(hardware: Hardware, root: Path | None = None) -> str:
+    """`links between nodes: 21.4 GB/s a device, 18 us; measured 2026-11-24 between node1, node2`, as plans take them;
+    "" where they were not measured. Raises UserError for a broken file."""
+    path = constants_path(hardware.name, root)
+    source = load_constants(path).measured.get(NETWORK) if path.is_file() else None
+    if source is None:
+        return ""
+    taken = with_measured(hardware, root)
+    rate, delay = taken.inter_node_bandwidth / 1e9, taken.inter_node_latency_s * 1e6
+    return f"links between nodes: {rate:.3g} GB/s a device, {delay:.3g} us; measured {source}"

@@ -48,12 +48,20 @@ def job(num_workers: int = 4) -> Job:
     return Job(name="ppo", directory=DIRECTORY, processes=processes, workers_per_node=2, takes_notice=True)
 
 
+def without_master() -> Job:
+    return replace(job(), processes=job().workers, takes_notice=False)
+
+
 @pytest.mark.parametrize(
-    ("golden", "options"),
-    [("job.sbatch.golden", OPTIONS), ("job_plain.sbatch.golden", SlurmOptions(cpu_only=True))],
+    ("golden", "options", "of"),
+    [
+        ("job.sbatch.golden", OPTIONS, job()),
+        ("job_plain.sbatch.golden", SlurmOptions(cpu_only=True), job()),
+        ("job_workers.sbatch.golden", SlurmOptions(cpu_only=True), without_master()),
+    ],
 )
-def test_the_text_is_as_recorded(golden: str, options: SlurmOptions) -> None:
-    file, text = FOLDER / golden, sbatch_text(options, job())
+def test_the_text_is_as_recorded(golden: str, options: SlurmOptions, of: Job) -> None:
+    file, text = FOLDER / golden, sbatch_text(options, of)
     if os.environ.get(RECORD):
         file.write_text(text)
     diff = "".join(difflib.unified_diff(file.read_text().splitlines(True), text.splitlines(True), "recorded", "now"))
@@ -62,8 +70,9 @@ def test_the_text_is_as_recorded(golden: str, options: SlurmOptions) -> None:
     )
 
 
-def test_bash_accepts_it() -> None:
-    text = sbatch_text(OPTIONS, job())
+@pytest.mark.parametrize("of", [job(), without_master()], ids=["with master", "workers alone"])
+def test_bash_accepts_it(of: Job) -> None:
+    text = sbatch_text(OPTIONS, of)
     checked = subprocess.run(["bash", "-n"], input=text, text=True, capture_output=True)
     assert (checked.returncode, checked.stderr) == (0, "")
 

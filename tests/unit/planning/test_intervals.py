@@ -144,10 +144,16 @@ def test_an_interval_by_hand() -> None:
     assert interval(draws, 99.0) == pytest.approx((5.0, 99.0))
 
 
-def test_a_plan_that_hinges_on_a_link() -> None:
+@pytest.mark.parametrize(
+    ("nodes", "where", "measurement", "words"),
+    [(1, "intra_node", "links", "--only links"), (2, "inter_node", "network", "--launcher slurm --only network")],
+)
+def test_a_plan_that_hinges_on_a_link(nodes: int, where: str, measurement: str, words: str) -> None:
     """Two plans that differ in what they send: a link that may be ten times slower or faster decides."""
-    of = with_uncertainty(task(), Uncertainty(spread={"intra_node_bandwidth": 1.5}, call_error=0.0))
-    slow = structs.replace(of.costs.hardware, intra_node_bandwidth=2e6, intra_node_latency_s=1e-6)
+    of = task(nodes=nodes, devices=2 // nodes)
+    of = with_uncertainty(of, Uncertainty(spread={f"{where}_bandwidth": 1.5}, call_error=0.0))
+    links = {f"{where}_bandwidth": 2e6, f"{where}_latency_s": 1e-6}
+    slow = structs.replace(of.costs.hardware, **links)
     of = replace(of, costs=load_costs(of.graph.models, dtype="float32", hardware=slow))
     predictions = {str(seed): predict(of, random_plan(of, seed)) for seed in range(40)}
     ends = at_ends(of)
@@ -161,9 +167,9 @@ def test_a_plan_that_hinges_on_a_link() -> None:
     assert found, "no pair of plans hinges on the link"
     name, other = found[0]
     [hinge] = hinges(drawn(of), predictions[name], {other: predictions[other]})
-    assert (hinge.rival, hinge.constant, hinge.measurement) == (other, "intra_node_bandwidth", "links")
+    assert (hinge.rival, hinge.constant, hinge.measurement) == (other, f"{where}_bandwidth", measurement)
     assert hinge.low == pytest.approx(2e6 / np.exp(1.6449 * 1.5), rel=1e-3)
-    assert "--only links" in str(hinge)
+    assert f"`realhf profile EXPERIMENT {words}` measures that" in str(hinge)
     assert hinges(drawn(with_uncertainty(of, SURE)), predictions[name], {other: predictions[other]}) == []
 
 

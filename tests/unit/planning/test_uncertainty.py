@@ -22,12 +22,14 @@ from realhf.planning.model.experience import (
     save_run_times,
 )
 from realhf.planning.model.gaussian import covariance_of, narrowed, observed, of_covariance, standard_draws
+from realhf.planning.model.hardware import Hardware
 from realhf.planning.model.measured import (
     FOUND_BY,
     MeasuredConstant,
     MeasuredConstants,
     constants_path,
     measurement_of,
+    network_text,
     save_constants,
     with_measured,
 )
@@ -102,9 +104,10 @@ def test_constants_by_name() -> None:
     assert changed.sampling_s == 3.0
 
 
-def test_every_constant_has_a_measurement_but_links_between_nodes() -> None:
-    without = {name for name in uncertainty_of(H100).spread if measurement_of(name) is None}
-    assert without == {"inter_node_bandwidth", "inter_node_send_bandwidth", "inter_node_latency_s"}
+def test_every_constant_has_a_measurement() -> None:
+    found = {name: measurement_of(name) for name in uncertainty_of(H100).spread}
+    between_nodes = {name for name, measurement in found.items() if measurement == "network"}
+    assert between_nodes == {"inter_node_bandwidth", "inter_node_send_bandwidth", "inter_node_latency_s"}
     assert {measurement_of(part) for part in PARTS} == {"layers"}
     fields = {field for found in FOUND_BY.values() for field in found}
     assert fields <= set(CPU.__struct_fields__)
@@ -124,6 +127,44 @@ def test_measured_constants_are_kept_and_taken(tmp_path: Path) -> None:
     path.write_text("{}")
     with pytest.raises(UserError, match="measure them again"):
         with_measured(CPU, tmp_path)
+
+
+def test_a_constant_that_is_measured_and_has_no_spread_is_taken_as_it_is() -> None:
+    """`cpu` has no launches of a training of its own, and does not say how sure it would be of them."""
+    assert "train_launch_s" not in uncertainty_of(CPU).spread
+    taken = narrowed(CPU, {"layer_launch_s": (2e-4, 0.01), "train_launch_s": (9e-4, 0.01)})
+    assert taken.layer_launch_s == pytest.approx(2e-4, rel=0.01)
+    assert taken.launch_s(trains=True) == 9e-4
+
+
+@pytest.mark.parametrize("hardware", [CPU, H100], ids=["cpu", "h100"])
+def test_a_measured_network_takes_the_place_of_the_described_one(hardware: Hardware, tmp_path: Path) -> None:
+    """Forty times slower than was thought, from readings that differed by a tenth."""
+    values = {"inter_node_bandwidth": 1.2e7, "inter_node_send_bandwidth": 1.1e7, "inter_node_latency_s": 1e-4}
+    found = {name: MeasuredConstant(value=value, spread=0.1) for name, value in values.items()}
+    found["memory_bandwidth"] = MeasuredConstant(value=2e10, spread=0.01)
+    path = constants_path(hardware.name, tmp_path)
+    save_constants(MeasuredConstants(hardware=hardware.name, constants=found), path)
+    taken = with_measured(hardware, tmp_path)
+    assert {name: constant(taken, name) for name in values} == values
+    assert taken.memory_bandwidth == pytest.approx(2e10, rel=0.1)
+    stated, before = uncertainty_of(taken), uncertainty_of(hardware)
+    assert stated.spread["inter_node_bandwidth"] == 0.1
+    assert stated.spread["memory_bandwidth"] < 0.02
+    assert list(stated.spread) == list(before.spread)
+    np.linalg.cholesky(covariance_of(stated))
+
+
+def test_links_between_nodes_name_their_source(tmp_path: Path) -> None:
+    """Also after another measurement of the machine."""
+    path = constants_path("cpu", tmp_path)
+    assert network_text(CPU, tmp_path) == ""
+    network = {"inter_node_bandwidth": 2e8, "inter_node_latency_s": 5e-5}
+    for values, source in ((network, {"network": "2026-11-24 between node1, node2"}), ({"memory_bandwidth": 2e10}, {})):
+        constants = {name: MeasuredConstant(value=value, spread=0.0) for name, value in values.items()}
+        save_constants(MeasuredConstants(hardware="cpu", constants=constants, measured={"host": "a", **source}), path)
+    text = "links between nodes: 0.2 GB/s a device, 50 us; measured 2026-11-24 between node1, node2"
+    assert network_text(CPU, tmp_path) == text
 
 
 def seen(log_ratio: float, interface: str = "inference", option: str = "a", noise: float = 0.02) -> SeenCall:

@@ -1,0 +1,151 @@
+"""`realhf profile --launcher slurm`: measure on the nodes of a cluster, from its login node."""
+
+import argparse
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+
+from realhf.api.experiment import AutoSettings, auto_settings
+from realhf.base.errors import UserError
+from realhf.base.numbers import DEVICES, check_range
+from realhf.cli.options import add_options, options_of
+from realhf.cli.output import Output, Phases
+from realhf.cli.profile_tables import missing_of, show
+from realhf.launch.slurm.launcher import SlurmLauncher
+from realhf.launch.slurm.offer import ask
+from realhf.launch.slurm.script import SlurmOptions
+from realhf.lifecycle.interruption import Interruption
+from realhf.lifecycle.request import experiment_of
+from realhf.planning.clusters import cluster_of
+from realhf.planning.model.hardware import Hardware
+from realhf.planning.model.measured import LAYERS, NETWORK
+from realhf.planning.request import DevicesRequest
+from realhf.profiling.measure import ProfileRequest, profile_job, targets_of
+from realhf.profiling.on_nodes import Measuring, measure_on_nodes, measured_before
+
+SLURM = "slurm"
+
+
+def add_node_arguments(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("--launcher slurm")
+    group.add_argument("--nodes", type=int, help="nodes to measure on (default: that of @auto, else 2)")
+    group.add_argument(
+        "--gpus-per-node", type=int, help="devices a node (default: that of @auto, else a node's GPUs, as sinfo tells)"
+    )
+    group.add_argument("--network-interface", help="the interface between the nodes, for gloo and NCCL")
+    group.add_argument(
+        "--run-dir",
+        type=Path,
+        help="where the job's files lie meanwhile, which its nodes have to see (default runs/profile-NAME-TIME)",
+    )
+    add_options(group, SlurmOptions)
+
+
+def profile_nodes(arguments: argparse.Namespace) -> int:
+    """Submits a job, waits for it, and puts what it has measured where plans look for it."""
+    options = slurm_options(arguments)
+    experiment = experiment_of(arguments.experiment, arguments.overrides)
+    launcher, settings, out = SlurmLauncher(options), auto_settings(experiment), Output()
+    launcher.check()
+    num_nodes, per_node = size_of(arguments, options, settings)
+    request = with_links(options_of(ProfileRequest, arguments), num_nodes, per_node)
+    hardware = described(arguments.hardware, options, num_nodes, per_node)
+    targets = targets_of(experiment, hardware.name if hardware else "", request) if request.models else []
+    if hardware:
+        targets = missing_of(targets, arguments.force, out)
+        if not targets and not request.constants:
+            return 0
+    job = msgspec.structs.replace(
+        profile_job(experiment, hardware.name if hardware else "", per_node, targets, request),
+        num_nodes=num_nodes,
+        network_interface=arguments.network_interface,
+        described=hardware,
+        kept=() if arguments.force else measured_before(request.profiles_dir),
+    )
+    name = f"profile-{Path(arguments.experiment).stem}"
+    directory = arguments.run_dir or Path("runs") / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+    started, shown = time.monotonic(), ""
+    with Interruption() as interruption, Phases() as watch:
+        watch.say(f"measuring on {num_nodes} x {per_node} {hardware.name if hardware else 'GPUs'}; logs in {directory}")
+
+        def look() -> None:
+            nonlocal shown
+            interruption.check()
+            if (status := launcher.status()) != shown:
+                shown = status
+                watch.say(status)
+
+        measuring = Measuring(
+            launcher=launcher,
+            directory=directory,
+            name=f"realhf-{name}",
+            nodelist=settings.nodelist,
+            watch=watch,
+            look=look,
+        )
+        found, profiles = measure_on_nodes(job, measuring, request.profiles_dir)
+    if not hardware:
+        out.say(f"the nodes have {found.name} ({found.description})")
+        known = targets_of(experiment, found.name, request) if request.models else []
+        missing_of([one for one in known if Path(one.path) not in profiles], False, out)
+    show(out, found, request, profiles)
+    out.say(f"measured in {time.monotonic() - started:.0f} s")
+    return 0
+
+
+def slurm_options(arguments: argparse.Namespace) -> SlurmOptions:
+    """Raises UserError for options that are a run's."""
+    options = options_of(SlurmOptions, arguments)
+    if options.until_done or options.notice_s is not None:
+        name = "--until-done" if options.until_done else "--notice-s"
+        raise UserError(
+            f"{name} is for a run, which goes on from a checkpoint; a profile is measured anew: leave it out"
+        )
+    if arguments.num_workers is not None:
+        raise UserError(
+            f"--num-workers {arguments.num_workers} is for this machine; with --launcher {SLURM} give --nodes and "
+            "--gpus-per-node"
+        )
+    return options
+
+
+def size_of(arguments: argparse.Namespace, options: SlurmOptions, settings: AutoSettings) -> tuple[int, int]:
+    """(nodes, devices of each). Raises UserError for a number out of its range, and where that of a node's devices is
+    not known."""
+    if settings.launcher not in (None, SLURM):
+        settings = replace(settings, nodes=None, gpus_per_node=None)
+    only = options_of(ProfileRequest, arguments)
+    is_between = not only.words or NETWORK in only.words
+    nodes = settings.nodes if arguments.nodes is None else arguments.nodes
+    nodes = (2 if is_between else 1) if nodes is None else nodes
+    if NETWORK in only.words and nodes == 1:
+        raise UserError(f"--only {NETWORK} measures between two nodes, and --nodes is 1; give --nodes 2")
+    per_node = settings.gpus_per_node if arguments.gpus_per_node is None else arguments.gpus_per_node
+    if per_node is None and not options.cpu_only:
+        per_node = ask().gpus_per_node(options.partition, options.gpu_type)
+    if per_node is None:
+        what = "how many workers a node is to have" if options.cpu_only else "one number of GPUs for all nodes"
+        raise UserError(f"SLURM does not tell {what}; give --gpus-per-node")
+    for flag, number in (("--nodes", nodes), ("--gpus-per-node", per_node), ("devices:", nodes * per_node)):
+        check_range(flag, number, *DEVICES)
+    return nodes, per_node
+
+
+def with_links(request: ProfileRequest, num_nodes: int, per_node: int) -> ProfileRequest:
+    """The request with what is measured where nothing is named: layers, and the links that there are."""
+    if request.words:
+        return request
+    words = [*(["links"] if per_node > 1 else []), *([NETWORK] if num_nodes > 1 else []), LAYERS]
+    return replace(request, only=",".join(words))
+
+
+def described(name: str | None, options: SlurmOptions, num_nodes: int, per_node: int) -> Hardware | None:
+    """The hardware that is named, or that nodes without GPUs are planned as; None: the nodes will tell."""
+    if name is None and not options.cpu_only:
+        return None
+    request = DevicesRequest(
+        nodes=num_nodes, gpus_per_node=per_node, hardware=name, place="nodes", cpu_only=options.cpu_only
+    )
+    return cluster_of(request).hardware
