@@ -36,12 +36,12 @@ class Hinge:
     def __str__(self) -> str:
         what = f"{self.constant} ({self.low:.3g} to {self.high:.3g})"
         if self.constant == CALLS:
-            what = f"what no constant says of the calls ({self.low:.2f} to {self.high:.2f} times what is predicted)"
+            what = f"how far calls are from their predictions ({self.low:.2f} to {self.high:.2f} times)"
         elif self.constant in PARTS:
             what = f"the measured {self.constant} ({self.low:.2f} to {self.high:.2f} times what the profile has)"
         where = "--launcher slurm " if self.measurement == NETWORK else ""
         remedy = f"`realhf profile EXPERIMENT {where}--only {self.measurement}` measures that in a few minutes"
-        return f"{self.rival} is slower with a probability of {self.slower:.0%} only; it hinges on {what}: {remedy}"
+        return f"{self.rival} is slower with a probability of {self.slower:.0%} only; which is faster hinges on {what}: {remedy}"
 
 
 def hinges(draws: Draws, plan: Prediction, rivals: dict[str, Prediction]) -> list[Hinge]:
