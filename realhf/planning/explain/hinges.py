@@ -41,7 +41,8 @@ class Hinge:
             what = f"the measured {self.constant} ({self.low:.2f} to {self.high:.2f} times what the profile has)"
         where = "--launcher slurm " if self.measurement == NETWORK else ""
         remedy = f"`realhf profile EXPERIMENT {where}--only {self.measurement}` measures that in a few minutes"
-        return f"{self.rival} is slower with a probability of {self.slower:.0%} only; which is faster hinges on {what}: {remedy}"
+        slower = f"{self.rival} is slower with a probability of {self.slower:.0%} only"
+        return f"{slower}; which is faster hinges on {what}: {remedy}"
 
 
 def hinges(draws: Draws, plan: Prediction, rivals: dict[str, Prediction]) -> list[Hinge]:
