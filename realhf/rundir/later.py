@@ -50,7 +50,10 @@ def why_not(later: LaterRun) -> tuple[str, int] | None:
     state = status.state if status else "gone"
     if state == "done":
         return None
-    return f"not started, since the stage before, {later.after}, {_ENDS.get(state, f'is {state}')}", _code(status)
+    return (
+        f"not started, since the stage before, {later.after}, {_ENDS.get(state, f'has not ended well: it is {state}')}",
+        _code(status),
+    )
 
 
 _ENDS = {"failed": "failed", "stopped": "was stopped", "interrupted": "was interrupted"}
