@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import delete
@@ -214,8 +215,11 @@ def check_all(requests: Sequence[RunRequest]) -> None:
         seen.add(directory.path)
         directory.check_new()
         check_later(request)
-    for request in requests[:1]:
-        request.launcher(request.launcher_options).check()
+    options: list[Any] = []
+    for request in requests:
+        if request.launcher_options not in options:
+            options.append(request.launcher_options)
+            request.launcher(request.launcher_options).check()
 
 
 def show(requests: Sequence[RunRequest]) -> None:
