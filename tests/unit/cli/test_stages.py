@@ -53,20 +53,6 @@ def test_words_that_are_no_stage(line: str, message: str) -> None:
 def test_a_sweep_has_a_run_for_each_combination() -> None:
     line = "run ppo.py --seeds 2 --sweep ppo.kl-coef=0.01,0.1 --run-dir runs/x --steps 3 --at-most 2 --detach"
     words = line.split()
-        "run",
-        "ppo.py",
-        "--seeds",
-        "2",
-        "--sweep",
-        "ppo.kl-coef=0.01,0.1",
-        "--run-dir",
-        "runs/x",
-        "--steps",
-        "3",
-        "--at-most",
-        "2",
-        "--detach",
-    ]
     sweep = SweepOptions(seeds="2", sweep=("ppo.kl-coef=0.01,0.1",), at_most=2)
     assert {name: " ".join(line) for name, line in members(words, sweep).items()} == {
         "ppo.kl-coef-0.01_seed-0": "run ppo.py --steps 3 --ppo.kl-coef 0.01 --seed 0",
