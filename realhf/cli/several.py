@@ -11,7 +11,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import count
+from itertools import count, zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +28,11 @@ from realhf.launch.slurm.launcher import SlurmLauncher
 from realhf.lifecycle.advice import split_words
 from realhf.lifecycle.controller import default_run_directory, preview, start
 from realhf.lifecycle.interruption import Detached, Interruption, Stopped
-from realhf.lifecycle.new import new_run
-from realhf.lifecycle.queued import QueuedRun, check_later, later_job, planned_now, queued_run
-from realhf.lifecycle.request import RunRequest
+from realhf.lifecycle.new import check_values, new_run
+from realhf.lifecycle.queued import QueuedRun, later_job, planned_now, plans_in_job, queued_run
+from realhf.lifecycle.request import RunRequest, experiment_of
 from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Run
 
 PAGE = "compare.html"
 
@@ -48,9 +49,9 @@ def run_chain(arguments: argparse.Namespace, request: RunRequest) -> int:
     _check(arguments, requests)
     if len({one.launcher for one in requests}) > 1:
         raise UserError("the stages of a chain have one launcher; give --launcher before the first --then")
-    check_all(requests)
+    check_all(requests, waits=True)
     if arguments.dry_run:
-        show(requests)
+        show(requests, waits=True)
     elif is_queued(requests[0]):
         return run_queued(requests, leaves=arguments.detach)
     elif arguments.detach:
@@ -84,7 +85,7 @@ def run_sweep(arguments: argparse.Namespace, request: RunRequest) -> int:
         _named(request_of_words(line), _short(folder) / name) for name, line in members(arguments.words, sweep).items()
     ]
     _check(arguments, requests)
-    check_all(requests)
+    check_all(requests, waits=False)
     if arguments.dry_run:
         show(requests)
         return 0
@@ -118,16 +119,16 @@ def carry_out(request: RunRequest, title: str) -> None:
 def run_queued(requests: Sequence[RunRequest], *, leaves: bool) -> int:
     """Submits jobs that wait for each other, and watches one after the other, unless it `leaves` them."""
     with contextlib.ExitStack() as held:
-        made: list[QueuedRun] = []
+        planned, made = _planned(requests[:1]), list[QueuedRun]()
         with Interruption() as interruption:
             try:
-                for request in requests:
-                    made.append(_made(request, held, made[-1].directory if made else None))
+                for request, run in zip_longest(requests, planned):
+                    made.append(queued_run(request, run, held, made[-1].directory if made else None))
                 for stage, one in enumerate(made):
                     one.submit(replace(one.job(), after=made[stage - 1].job_id if stage else ""))
                 interruption.check()
             except BaseException:
-                _withdraw(made)
+                _withdraw(made, removes=True)
                 raise
         if leaves:
             _say_how(made)
@@ -145,11 +146,11 @@ def run_queued(requests: Sequence[RunRequest], *, leaves: bool) -> int:
 
 def _run_array(requests: Sequence[RunRequest], folder: Path, at_most: int | None, *, leaves: bool) -> int:
     with contextlib.ExitStack() as held:
-        made: list[QueuedRun] = []
+        planned, made = _planned(requests), list[QueuedRun]()
         with Interruption() as interruption:
             try:
-                for request in requests:
-                    made.append(_made(request, held, None))
+                for request, run in zip(requests, planned, strict=True):
+                    made.append(queued_run(request, run, held))
                 launcher = made[0].launcher
                 assert isinstance(launcher, SlurmLauncher)
                 ids = launcher.start_array([one.job() for one in made], folder, at_most)
@@ -157,7 +158,7 @@ def _run_array(requests: Sequence[RunRequest], folder: Path, at_most: int | None
                     one.submitted(job_id)
                 interruption.check()
             except BaseException:
-                _withdraw(made)
+                _withdraw(made, removes=True)
                 with contextlib.suppress(OSError):
                     delete(folder)
                 raise
@@ -174,10 +175,9 @@ def _run_array(requests: Sequence[RunRequest], folder: Path, at_most: int | None
     return _compared(requests, folder, codes)
 
 
-def _made(request: RunRequest, held: contextlib.ExitStack, after: RunDirectory | None) -> QueuedRun:
+def _planned(requests: Sequence[RunRequest]) -> list[Run | None]:
     with Progress() as progress:
-        run = None if after else planned_now(request, progress)
-    return queued_run(request, run, held, after)
+        return [planned_now(request, progress) for request in requests]
 
 
 def _watch(queued: QueuedRun, title: str) -> None:
@@ -188,12 +188,12 @@ def _watch(queued: QueuedRun, title: str) -> None:
     print_summary(queued.directory, time.monotonic() - began)
 
 
-def _withdraw(runs: Sequence[QueuedRun]) -> None:
+def _withdraw(runs: Sequence[QueuedRun], *, removes: bool = False) -> None:
     """Takes back what has not ended; who has interrupted this command cannot do it once more."""
     with Interruption().ignored():
         for one in reversed(runs):
             with contextlib.suppress(RunError, UserError):
-                one.withdraw()
+                one.withdraw(removes=removes)
 
 
 def _say_how(runs: Sequence[QueuedRun]) -> None:
@@ -204,8 +204,9 @@ def _say_how(runs: Sequence[QueuedRun]) -> None:
 # -- what they have in common
 
 
-def check_all(requests: Sequence[RunRequest]) -> None:
-    """Raises UserError for what can be known to be wrong with any of the runs before the first one is started."""
+def check_all(requests: Sequence[RunRequest], *, waits: bool) -> None:
+    """Raises UserError for what can be known to be wrong with any of the runs before the first one is started. `waits`:
+    each run waits for the one before."""
     seen: set[Path] = set()
     for request in requests:
         assert request.run_dir is not None
@@ -214,7 +215,9 @@ def check_all(requests: Sequence[RunRequest]) -> None:
             raise UserError(f"two runs have --run-dir {request.run_dir}; give each its own")
         seen.add(directory.path)
         directory.check_new()
-        check_later(request)
+        check_values(experiment_of(request.experiment, request.fields))
+        if is_queued(request) and (plans_in_job(request) or (waits and request is not requests[0])):
+            later_job(request, directory)
     options: list[Any] = []
     for request in requests:
         if request.launcher_options not in options:
@@ -222,20 +225,20 @@ def check_all(requests: Sequence[RunRequest]) -> None:
             request.launcher(request.launcher_options).check()
 
 
-def show(requests: Sequence[RunRequest]) -> None:
-    """Prints what would be started. Of runs that are planned when others have ended only SLURM's scripts are known."""
+def show(requests: Sequence[RunRequest], *, waits: bool = False) -> None:
+    """Prints what would be started. A run that `waits` for the one before is planned later: only its job is known."""
     for number, request in enumerate(requests):
         assert request.run_dir is not None
-        if not is_queued(request):
-            print(preview(new_run(request), request))
+        is_later = waits and number > 0
+        if is_queued(request) and (is_later or plans_in_job(request)):
+            job = later_job(request, RunDirectory(request.run_dir))
+            print(request.launcher(request.launcher_options).preview(job))
+        elif is_later:
+            print(f"{_stage(number, requests)}: planned when the stage before has ended well")
         else:
             with Progress() as progress:
-                run = None if number else planned_now(request, progress)
-            if run:
-                print(preview(run, request))
-            else:
-                job = later_job(request, RunDirectory(request.run_dir))
-                print(request.launcher(request.launcher_options).preview(job))
+                run = new_run(request, progress.search)
+            print(preview(run, request))
 
 
 def _check(arguments: argparse.Namespace, requests: Sequence[RunRequest]) -> None:

@@ -26,7 +26,7 @@ from realhf.lifecycle.controller import (
     run_directory,
 )
 from realhf.lifecycle.interruption import Detached, Interruption, Stopped
-from realhf.lifecycle.new import check_experiment, check_values, new_run
+from realhf.lifecycle.new import check_experiment, new_run
 from realhf.lifecycle.request import RunRequest, experiment_of
 from realhf.lifecycle.tokenizer import keep_tokenizer
 from realhf.planning.clusters import cluster_of, devices_per_node, is_unknown_here
@@ -73,16 +73,16 @@ class QueuedRun:
         adopted = self.job_id
         Controller(run, self.request, self.directory, self.launcher, listener, adopted, leaves=leaves).carry_out()
 
-    def withdraw(self) -> None:
-        """Cancels the job, if there is one, and removes the run's directory, if it has not begun."""
+    def withdraw(self, *, removes: bool = False) -> None:
+        """Cancels the job, if there is one, and removes the directory of a run that has not begun, or of any."""
         status = known_status(self.directory.status)
-        if status is not None and status.state in ("done", "failed", "stopped"):
+        if not removes and status is not None and status.state in ("done", "failed", "stopped"):
             return
         if self.job_id:
             self.launcher.adopt(self.job(), self.job_id)
             self.launcher.stop(grace_s=0)
         with contextlib.suppress(OSError):
-            if any(log.stat().st_size for log in self.directory.logs.glob("*")):
+            if not removes and any(log.stat().st_size for log in self.directory.logs.glob("*")):
                 note_interrupted(self.directory, _steps(self.directory))
             else:
                 delete(self.directory.path)
@@ -179,20 +179,12 @@ def planned_now(request: RunRequest, listener: Listener) -> Run | None:
     as far as that can be known here."""
     if not plans_in_job(request):
         return new_run(request, listener.search)
-    check_later(request)
     check_experiment(experiment_of(request.experiment, request.fields))
     return None
 
 
 def plans_in_job(request: RunRequest) -> bool:
     return request.launcher_options.plan_in_job or is_unknown_here(request.plan_request().devices)
-
-
-def check_later(request: RunRequest) -> None:
-    """Raises UserError for what is wrong with a run that is planned later, before its models and data are there."""
-    check_values(experiment_of(request.experiment, request.fields))
-    if request.launcher.is_remote:
-        later_job(request, run_directory(request))
 
 
 def later_job(request: RunRequest, directory: RunDirectory) -> Job:
@@ -202,7 +194,7 @@ def later_job(request: RunRequest, directory: RunDirectory) -> Job:
     if per_node is None:
         raise UserError(
             "the run is planned in its job, and nothing here tells the devices of the job's nodes: give "
-            "--gpus-per-node, or --hardware to plan it now"
+            "--gpus-per-node (or, for a run by itself, --hardware to plan it now)"
         )
     threads = 1 if is_unknown_here(asked) else cluster_of(asked, asked.nodes * per_node).hardware.threads
     return Job(

@@ -195,8 +195,6 @@ def _job_args(options: SlurmOptions, job: Job, nodes: int, gpus: list[str], cpus
         "--cpus-per-task=1",
         # Not --gpus-per-node: a step could then not refuse GPUs.
         *gpus,
-        # A job that waits for one that has failed would wait for ever.
-        *([f"--dependency=afterok:{job.after}", "--kill-on-invalid-dep=yes"] if job.after else []),
         "--requeue" if options.until_done else "--no-requeue",
         f"--signal=B:USR1@{_notice_s(options)}",
         # SLURM would not start the script where it cannot write; the script finds out itself, and says so.
@@ -205,7 +203,9 @@ def _job_args(options: SlurmOptions, job: Job, nodes: int, gpus: list[str], cpus
     for name in ("mem", "partition", "account", "time_limit", "nodelist", "exclude"):
         if value := getattr(options, name):
             args.append(f"--{name.removesuffix('_limit')}={value}")
-    return [*map(shlex.quote, args), *options.sbatch]
+    # The last word counts, and the job before waits for what the user names. One that has failed is not waited for.
+    waits = [f"--dependency=afterok:{job.after}", "--kill-on-invalid-dep=yes"] if job.after else []
+    return [*map(shlex.quote, args), *options.sbatch, *waits]
 
 
 def _notice_s(options: SlurmOptions) -> int:
