@@ -171,6 +171,7 @@ def test_a_stage_that_is_stopped_in_the_queue(
     assert realhf("attach", run_dir).returncode == 130
 
 
+@pytest.mark.slow
 def test_a_run_that_its_job_plans_has_the_plan_of_the_login_node(
     slurm_testbed: Testbed, small: tuple[str, ...], tmp_path: Path
 ) -> None:
