@@ -81,7 +81,9 @@ def _end_waiting_job(directory: RunDirectory, steps: int) -> None:
     state, _ = job_state(launched.job)
     was_waiting = state is not None and state.is_waiting
     if was_waiting:
-        slurm_command("scancel", "--state=PENDING", launched.job)
+        # Of a task of an array SLURM 22.05 would take all that wait.
+        only_waiting = () if "_" in launched.job else ("--state=PENDING",)
+        slurm_command("scancel", *only_waiting, launched.job)
         state, _ = job_state(launched.job)
     # It has not begun in this moment; or it never will, since the job that it waits for has failed.
     if state is not None and state.is_over and (was_waiting or is_to_be_planned(directory)):

@@ -227,6 +227,21 @@ def test_a_run_of_an_array_that_fails_leaves_the_others(
     assert (folder / "compare.html").exists()
 
 
+def test_a_run_of_an_array_that_is_stopped_in_the_queue_leaves_the_others(
+    slurm_testbed: Testbed, small: tuple[str, ...], tmp_path: Path
+) -> None:
+    folder = tmp_path / "sweep"
+    words = (SFT, *small, "--run-dir", folder, "--seeds", "3", "--at-most", "1", *SLURM, *NEVER, "--plan-in-job")
+    done = realhf("run", *words, "--detach")
+    assert done.returncode == 0, done.stderr[-4000:]
+    assert "#SBATCH --array=0-2%1\n" in (folder / "array.sbatch").read_text()
+    assert realhf("stop", folder / "seed-1").stdout == "stopped after step 0 of 2; nothing saved\n"
+    assert realhf("attach", folder / "seed-1").returncode == 130
+    array = job_of(folder / "seed-0").partition("_")[0]
+    assert slurm_testbed.run("squeue", "-h", "-r", "--format=%i").stdout.split() == [f"{array}_0", f"{array}_2"]
+    slurm_testbed.run("scancel", array)
+
+
 @pytest.mark.slow
 def test_a_run_of_an_array_starts_once_more_by_itself(
     slurm_testbed: Testbed, small: tuple[str, ...], tmp_path: Path
