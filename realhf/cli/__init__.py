@@ -25,6 +25,7 @@ COMMANDS = {
     "doctor": "check the installation and this machine",
 }
 OSDP = "--osdp"  # makes `realhf plan` one of a model's operators, with arguments of its own
+THEN = "--then"  # of `realhf run`: what is behind it is another run, which begins when the one before has ended well
 WITH_EXPERIMENT = ("run", "plan", "profile")  # options that they do not know are fields of the experiment
 
 
@@ -57,22 +58,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         command = next((word for word in words if word in COMMANDS), None)
         top = parser(command, osdp=any(word == OSDP or word.startswith(f"{OSDP}=") for word in words))
-        arguments, rest = top.parse_known_args(words)
+        # A chain is parsed stage by stage (`realhf.cli.several`).
+        own = words[: words.index(THEN)] if command == "run" and THEN in words else words
+        arguments, rest = top.parse_known_args(own)
         if rest and not arguments.takes_experiment_fields:
             top.error(f"unknown arguments: {' '.join(rest)}")
-        arguments.overrides, arguments.words = rest, words
+        arguments.overrides, arguments.words, arguments.all_words = rest, own, words
         code: int = arguments.execute(arguments)
         return code
-    except (UserError, RunError) as error:
-        _print_error(f"error: {error}", error)
-        return 2 if isinstance(error, UserError) else error.returncode
-    except (KeyboardInterrupt, Stopped) as error:
-        if argv is None:  # this process ends now: a second Ctrl-C must not turn its exit code into a signal's
+    except (UserError, RunError, KeyboardInterrupt, Stopped) as error:
+        if argv is None and isinstance(error, KeyboardInterrupt | Stopped):
+            # This process ends now: a second Ctrl-C must not turn its exit code into a signal's.
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-        _print_error(str(error) or "interrupted", error)
+        print_error(error)
+        return returncode_of(error)
+
+
+def returncode_of(error: BaseException) -> int:
+    """The exit code of a command that has ended with one of the errors for users."""
+    if isinstance(error, KeyboardInterrupt | Stopped):
         return 130
+    return error.returncode if isinstance(error, RunError) else 2
 
 
-def _print_error(text: str, error: BaseException) -> None:
+def print_error(error: BaseException) -> None:
     """With the notes of the error behind it: what was saved, and how to go on."""
+    is_end = isinstance(error, KeyboardInterrupt | Stopped)
+    text = (str(error) or "interrupted") if is_end else f"error: {error}"
     print(text, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import dataclasses
+import os
 import sys
 import time
 from pathlib import Path
@@ -10,10 +11,12 @@ from pathlib import Path
 from realhf.base.errors import RunError, UserError
 from realhf.cli.progress import Progress, print_summary
 from realhf.cli.run import request_of_words
-from realhf.lifecycle.controller import LAUNCHER_LOCK, Controller
+from realhf.lifecycle.controller import LAUNCHER_LOCK
 from realhf.lifecycle.interruption import Detached, Stopped
+from realhf.lifecycle.queued import QueuedRun
 from realhf.report.run_status import ENDED, FINISHED, RunStatus, read_run_status
 from realhf.rundir.events import read_events
+from realhf.rundir.later import is_to_be_planned, read_later
 from realhf.rundir.launched import read_launched
 from realhf.rundir.paths import MASTER, RunDirectory
 from realhf.rundir.run import load_run
@@ -64,7 +67,7 @@ def _follow(directory: RunDirectory, progress: Progress) -> None:
                     f"no process of the run in {directory.path} has been started, and nobody is about to start one; "
                     "begin a new run with another --run-dir"
                 )
-        if not is_shown and status.state != "not started":
+        if not is_shown and status.state != "not started" and not is_to_be_planned(directory):
             progress.starting(load_run(directory.experiment, directory.plan), directory, None)
             is_shown = True
         progress.watched("")
@@ -81,11 +84,18 @@ def _adopts(directory: RunDirectory, progress: Progress) -> bool:
             held.enter_context(directory.lock(LAUNCHER_LOCK))
         except UserError:  # another process has just done so
             return False
-        run = load_run(directory.experiment, directory.plan)  # from here on in the run's working directory
+        _enter_working_directory(directory)
         request = dataclasses.replace(request_of_words(launched.words), run_dir=directory.path, detached=False)
-        launcher = request.launcher(request.launcher_options)
-        Controller(run, request, directory, launcher, progress, launched.job).carry_out()
+        QueuedRun(request, directory, launched.job).carry_out(progress, leaves=True)
     return True
+
+
+def _enter_working_directory(directory: RunDirectory) -> None:
+    """The command line of the run was given there."""
+    if is_to_be_planned(directory):
+        os.chdir(read_later(directory).working_directory)
+    else:
+        load_run(directory.experiment, directory.plan)
 
 
 def _tell_end(status: RunStatus) -> None:

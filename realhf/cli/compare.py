@@ -1,9 +1,10 @@
 """`realhf compare`: several runs in one HTML page."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
-from realhf.cli.output import Output, table_of
+from realhf.cli.output import table_of, wide_output
 
 DESCRIPTION = """Draws the metrics of several runs in one page, with what differs in their experiments, and prints their
 figures side by side. Works while runs go on and after they failed."""
@@ -18,12 +19,17 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 
 def execute(arguments: argparse.Namespace) -> int:
+    compare(arguments.run_dirs, arguments.html)
+    return 0
+
+
+def compare(run_dirs: Sequence[Path], page: Path) -> None:
+    """Prints the figures of runs side by side, and writes the page. Raises UserError as `read_runs`."""
     from realhf.report.compared_runs import comparison_page, read_runs, side_by_side  # plotly takes a while to import
 
-    runs, out = read_runs(arguments.run_dirs), Output()
+    runs, out = read_runs(run_dirs), wide_output()
     table = table_of("runs", "", *runs)
     for row in side_by_side(runs):
         table.add_row(*row)
     out.print(table)
-    out.write(arguments.html, comparison_page(runs).encode())
-    return 0
+    out.write(page, comparison_page(runs).encode())

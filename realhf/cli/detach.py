@@ -5,11 +5,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from realhf.base.code_files import python_command
 from realhf.base.errors import RunError
-from realhf.lifecycle.request import RunRequest
 from realhf.rundir.paths import RunDirectory
 
 POLL_S = 0.1
@@ -21,14 +21,14 @@ def how_to_watch(run_dir: Path | None) -> str:
     return f"the run goes on by itself: realhf status | attach | stop {run_dir}"
 
 
-def detached(request: RunRequest) -> int:
-    """Starts the run in the background, and returns when its processes have started, with 0; if it ends before that,
-    with its exit code. What it prints is in the run directory, as logs/launcher.log."""
-    assert request.run_dir is not None
-    directory = RunDirectory(request.run_dir)
-    words = [word for word in request.words if word != "--detach"]
+def detached(given: Sequence[str], run_dir: Path) -> int:
+    """Starts a run of the command line `given` in the background, and returns when the processes of the run in
+    `run_dir` have started, with 0; if it ends before that, with its exit code. What it prints is in that directory, as
+    logs/launcher.log."""
+    directory = RunDirectory(run_dir)
+    words = [word for word in given if word != "--detach"]
     if "--run-dir" not in " ".join(words):
-        words += ["--run-dir", str(request.run_dir)]
+        words += ["--run-dir", str(run_dir)]
     before = _started_s(directory)
     with tempfile.NamedTemporaryFile(prefix="realhf-", suffix=".log", dir=_existing(directory.path)) as printed:
         child = subprocess.Popen(
@@ -50,7 +50,7 @@ def detached(request: RunRequest) -> int:
         log = directory.log("launcher")
         log.unlink(missing_ok=True)
         os.link(printed.name, log)
-    print(how_to_watch(request.run_dir), file=sys.stderr)
+    print(how_to_watch(run_dir), file=sys.stderr)
     return 0
 
 

@@ -9,13 +9,16 @@ from typing import Any
 from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings
 from realhf.base.errors import UserError
 from realhf.base.options import options_in
+from realhf.cli import THEN
 from realhf.cli.detach import detached, how_to_watch
 from realhf.cli.options import add_experiment_arguments, add_options, options_of, plan_request
 from realhf.cli.progress import Progress, print_summary
+from realhf.cli.stages import SweepOptions
 from realhf.launch.launcher import LAUNCHERS, Launcher, find_launcher
 from realhf.lifecycle.controller import default_run_directory, preview, resume, start
 from realhf.lifecycle.interruption import Detached
 from realhf.lifecycle.new import new_run
+from realhf.lifecycle.queued import plans_in_job
 from realhf.lifecycle.request import CheckpointOptions, RecoveryRequest, ReplanRequest, RunOptions, RunRequest
 from realhf.rundir.run import load_experiment_class
 
@@ -27,7 +30,9 @@ EXAMPLE = """examples:
   realhf run experiments/ppo.py --steps 10 --ppo.kl-coef 0.02
   realhf run experiments/ppo.py --plan plan.json --run-dir runs/mine
   realhf run experiments/ppo.py --run-dir runs/mine --resume
-  realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8"""
+  realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8
+  realhf run experiments/sft.py --run-dir runs/sft --then experiments/ppo.py --model runs/sft
+  realhf run experiments/ppo.py --seeds 4 --sweep ppo.kl-coef=0.01,0.1"""
 
 
 def add_arguments(command: argparse.ArgumentParser) -> None:
@@ -56,15 +61,34 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
         action="store_true",
         help="leave the run alone once it has started: a SLURM job in its queue, a local run without this terminal",
     )
+    several = command.add_argument_group("several runs")
+    # Only for the help: the words of a chain are parsed stage by stage.
+    several.add_argument(
+        THEN,
+        metavar="EXPERIMENT ...",
+        default=argparse.SUPPRESS,
+        help="another run, with its own options, that begins when the one before has ended well; may be repeated",
+    )
+    add_options(several, SweepOptions)
     command.add_argument(
         "--dry-run", action="store_true", help="print what the launcher would start, and start nothing"
     )
 
 
 def execute(arguments: argparse.Namespace) -> int:
+    from realhf.cli import several  # which imports this module
+
     request = run_request(arguments)
+    is_sweep, is_chain = bool(options_of(SweepOptions, arguments).fields), THEN in arguments.all_words
+    if is_sweep and is_chain:
+        raise UserError("a stage of a chain is one run: give --seeds and --sweep without --then")
+    if is_sweep or is_chain:
+        return several.run_sweep(arguments, request) if is_sweep else several.run_chain(arguments, request)
     if arguments.detach and not request.launcher.is_remote:
-        return detached(request)
+        assert request.run_dir is not None
+        return detached(request.words, request.run_dir)
+    if several.is_queued(request) and not arguments.resume and plans_in_job(request):
+        return several.run_in_job(request, leaves=arguments.detach, is_shown=arguments.dry_run)
     if arguments.resume and arguments.dry_run:
         raise UserError("--dry-run shows a new run's batch script; leave out --resume, or see launcher/job.sbatch")
     if not arguments.dry_run:

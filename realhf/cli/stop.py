@@ -13,6 +13,7 @@ from realhf.launch.slurm.state import job_state
 from realhf.lifecycle.controller import LAUNCHER_LOCK, note_stopped
 from realhf.report.run_status import ENDED, RunStatus, read_run_status
 from realhf.rundir.ending import EndRequest, request_end
+from realhf.rundir.later import is_to_be_planned
 from realhf.rundir.launched import read_launched
 from realhf.rundir.paths import MASTER, RunDirectory
 from realhf.rundir.run import YEAR_S
@@ -78,11 +79,15 @@ def _end_waiting_job(directory: RunDirectory, steps: int) -> None:
     if launched is None or launched.launcher != "slurm" or directory.is_locked(LAUNCHER_LOCK):
         return
     state, _ = job_state(launched.job)
-    if state is not None and state.is_waiting:
-        slurm_command("scancel", "--state=PENDING", launched.job)
+    was_waiting = state is not None and state.is_waiting
+    if was_waiting:
+        # Of a task of an array SLURM 22.05 would take all that wait.
+        only_waiting = () if "_" in launched.job else ("--state=PENDING",)
+        slurm_command("scancel", *only_waiting, launched.job)
         state, _ = job_state(launched.job)
-        if state is not None and state.is_over:  # it has not begun in this moment
-            note_stopped(directory, steps)
+    # It has not begun in this moment; or it never will, since the job that it waits for has failed.
+    if state is not None and state.is_over and (was_waiting or is_to_be_planned(directory)):
+        note_stopped(directory, steps)
 
 
 def _status(directory: RunDirectory) -> RunStatus:

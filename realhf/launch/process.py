@@ -50,7 +50,8 @@ class Job:
 
     `start_id` is the start's own (`realhf.rundir.starts`; "" where nothing is started yet, or that is no run).
     `nodelist` names the nodes that the experiment asks for (None: any), `avoided` places where something has failed.
-    `again` is a command that makes the run directory ready where a cluster starts the job once more by itself.
+    `again` is a command that makes the run directory ready where a cluster starts the job once more by itself, and at
+    its first start too if `is_made_ready_there`. `after`: the cluster's id of a job that has to end well before.
     `takes_notice`: its processes end at SIGUSR2, also where they ignore SIGTERM; the run can be asked to end (`stop`).
     """
 
@@ -61,6 +62,8 @@ class Job:
     nodelist: str | None = None
     avoided: frozenset[str] = frozenset()
     again: tuple[str, ...] = ()
+    is_made_ready_there: bool = False
+    after: str = ""
     takes_notice: bool = False
     start_id: str = ""
 
@@ -84,22 +87,33 @@ def job_of(run: Run, directory: RunDirectory, *, is_remote: bool) -> Job:
 
     `is_remote`: workers are on other machines than the master, so it listens on its host's address.
     """
-    command = python_command("realhf.master", str(directory.path), *([] if is_remote else ["127.0.0.1"]))
-    start_id = current_start(directory)
-    env = {START_VARIABLE: start_id} if start_id else {}
-    master = ProcessSpec(name=MASTER, argv=command, env={**process_environment(), **WITHOUT_GPU, **env})
     threads = run.spec.hardware.threads if run.spec.hardware else 1
     return Job(
-        name=f"realhf-{Path(run.spec.experiment_file).stem}",
+        name=job_name(run.spec.experiment_file),
         directory=directory,
-        processes=(master, *workers_of("realhf.worker", directory, run.spec.num_workers, threads, **env)),
+        processes=processes_of(directory, run.spec.num_workers, threads, is_remote=is_remote),
         workers_per_node=run.spec.devices_per_node,
         nodelist=run.settings.nodelist,
         avoided=frozenset(run.spec.avoided),
         again=python_command("realhf.lifecycle.again", str(directory.path)),
         takes_notice=True,
-        start_id=start_id,
+        start_id=current_start(directory),
     )
+
+
+def job_name(experiment_file: str) -> str:
+    return f"realhf-{Path(experiment_file).stem}"
+
+
+def processes_of(
+    directory: RunDirectory, num_workers: int, threads: int, *, is_remote: bool
+) -> tuple[ProcessSpec, ...]:
+    """The master and the workers of the newest start of a run."""
+    command = python_command("realhf.master", str(directory.path), *([] if is_remote else ["127.0.0.1"]))
+    start_id = current_start(directory)
+    env = {START_VARIABLE: start_id} if start_id else {}
+    master = ProcessSpec(name=MASTER, argv=command, env={**process_environment(), **WITHOUT_GPU, **env})
+    return (master, *workers_of("realhf.worker", directory, num_workers, threads, **env))
 
 
 def workers_of(module: str, directory: RunDirectory, count: int, threads: int, **env: str) -> tuple[ProcessSpec, ...]:

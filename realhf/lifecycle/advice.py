@@ -43,7 +43,7 @@ def export_command(directory: RunDirectory) -> str | None:
 
 def resume_command(request: RunRequest, directory: RunDirectory) -> str:
     """The command that goes on with the run in `directory`, with the options of the one that began it."""
-    again, _ = _split(request.words, not_kept(request.launcher))
+    again, _ = split_words(request.words, not_kept(request.launcher))
     where = ("--run-dir", _short(directory.path), "--resume")
     return shlex.join(["realhf", "run", request.experiment, *where, *again])
 
@@ -53,6 +53,7 @@ def not_kept(launcher: type[Launcher]) -> dict[str, bool]:
     own = dict.fromkeys(("--launcher", "--network-interface", "--evaluations", "--seconds"), True)
     found = own | flags(RecoveryRequest) | flags(ReplanRequest) | flags(launcher.options_type)
     del found["--drift-threshold"]
+    found.pop("--plan-in-job", None)  # it has been planned
     return found
 
 
@@ -73,11 +74,11 @@ def _new_command(request: RunRequest, directory: RunDirectory) -> str:
         return shlex.join(["realhf", *words])
     path = directory.path
     free = next(other for n in count(2) if not (other := path.with_name(f"{path.name}-{n}")).exists())
-    _, others = _split(words, {"--run-dir": True})
+    _, others = split_words(words, {"--run-dir": True})
     return shlex.join(["realhf", *others, "--run-dir", _short(free)])
 
 
-def _split(words: Sequence[str], options: Mapping[str, bool]) -> tuple[list[str], list[str]]:
+def split_words(words: Sequence[str], options: Mapping[str, bool]) -> tuple[list[str], list[str]]:
     """The words of these options with their values, and the other words. `options`: whether each takes a value."""
     chosen: list[str] = []
     others: list[str] = []

@@ -31,6 +31,7 @@ from realhf.rundir.run import Run, load_run
 from realhf.rundir.status import Status, read_status, write_status
 
 LAUNCHER_LOCK = "launcher"
+CANCELLED = "its job was cancelled with those that were started with it"
 WHILE_WAITING = "ended while its job waited in the queue, as was asked"
 
 
@@ -117,8 +118,8 @@ def default_run_directory(experiment: str) -> Path:
 
 class Controller:
     """Carries out a run whose directory has been prepared. The directory keeps what is known of the run, but for the
-    number of restarts and the workers to blame. `adopted`: a job of the launcher that runs already; Ctrl-C
-    then leaves it alone."""
+    number of restarts and the workers to blame. `adopted`: a job of the launcher that was started already. `leaves`:
+    Ctrl-C leaves the job alone."""
 
     def __init__(
         self,
@@ -128,8 +129,10 @@ class Controller:
         launcher: Launcher,
         listener: Listener,
         adopted: str = "",
+        *,
+        leaves: bool = False,
     ):
-        self._adopted, self._is_attached = adopted, bool(adopted)
+        self._adopted, self._leaves = adopted, leaves or request.detached
         self._run, self._request, self._directory, self._launcher = run, request, directory, launcher
         self._listener = listener
         self._interruption = Interruption()
@@ -209,11 +212,10 @@ class Controller:
                 replanner.poll()
 
             job = job_of(self._run, self._directory, is_remote=self._launcher.is_remote)
-            leaves = self._is_attached or self._request.detached
             try:
-                supervise(self._launcher, job, look, lambda: self._start(job), leaves=leaves)
+                supervise(self._launcher, job, look, lambda: self._start(job), leaves=self._leaves)
             except KeyboardInterrupt:
-                if leaves:
+                if self._leaves:
                     raise Detached from None
                 raise
             try:
@@ -308,6 +310,13 @@ def note_stopped(directory: RunDirectory, steps: int) -> None:
     step = last_step(directory)
     note(directory.events, "stopped", step, WHILE_WAITING)
     write_status(directory.status, Status(state="stopped", step=step, steps=steps, message=WHILE_WAITING))
+
+
+def note_interrupted(directory: RunDirectory, steps: int) -> None:
+    """Notes the end of a run whose job was cancelled while nobody watched it."""
+    step = last_step(directory)
+    note(directory.events, "interrupted", step, CANCELLED)
+    write_status(directory.status, Status(state="interrupted", step=step, steps=steps, message=CANCELLED))
 
 
 def last_step(directory: RunDirectory) -> int:

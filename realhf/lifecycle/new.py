@@ -59,8 +59,7 @@ def spec_fields(request: RunRequest, experiment: Any, cluster: Cluster) -> dict[
 
 def check_experiment(experiment: Any) -> None:
     """Raises UserError for what is wrong with an experiment whatever its plan is."""
-    check_fields("", experiment, EXPERIMENT_RANGES)
-    _check_finite("", msgspec.to_builtins(experiment))
+    check_values(experiment)
     extent, batch_size = experiment.dataset.check(), auto_settings(experiment).batch_size
     graph = graph_of(experiment)
     rows = graph.rows_per_step(batch_size)
@@ -68,6 +67,12 @@ def check_experiment(experiment: Any) -> None:
         each = _per_prompt(graph)
         raise UserError(f"the data set has {extent.rows} rows, fewer than batch_size={batch_size}{each}; add rows")
     check_fit(graph, extent)
+
+
+def check_values(experiment: Any) -> None:
+    """As `check_experiment`, of what can be judged before models and data are there."""
+    check_fields("", experiment, EXPERIMENT_RANGES)
+    _check_finite("", msgspec.to_builtins(experiment))
 
 
 def _per_prompt(graph: DataflowGraph) -> str:

@@ -21,6 +21,10 @@ MEMORY_GB = (1e-6, 2**20)  # a kilobyte is for tests
 EXAMPLE = "groups: [{hardware: h100, nodes: 16, devices_per_node: 8}]"
 
 
+class UnknownNodesError(UserError):
+    """Nothing tells what the nodes of a cluster are."""
+
+
 class NodeGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`nodes` equal nodes. `device_memory_gb` (GiB) replaces the hardware description's."""
 
@@ -50,14 +54,10 @@ class ClusterFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 def cluster_of(request: DevicesRequest, num_devices: int | None = None) -> Cluster:
     """The cluster of a request, with `num_devices` (a given plan's) where it has no number of devices. Raises UserError
     if the numbers contradict each other, or the hardware is not known or not what is here."""
-    total, per_node = request.num_workers, request.gpus_per_node
+    per_node = devices_per_node(request, num_devices)
     if per_node is None:
-        total = total or num_devices or count_gpus() or read_host().cores
-        per_node = total // request.nodes
-    if per_node < 1 or (total is not None and per_node * request.nodes != total):
-        raise UserError(
-            f"--num-workers {total} is not --nodes {request.nodes} x --gpus-per-node {per_node}; give any two of them"
-        )
+        per_node = devices_per_node(request, count_gpus() or read_host().cores)
+    assert per_node is not None
     hardware = with_memory(_hardware(request), request.memory_gb)
     sharing = request.nodes * per_node if request.place == "here" else per_node
     if PlannedHardware(hardware, sharing) != request.planned:
@@ -65,6 +65,33 @@ def cluster_of(request: DevicesRequest, num_devices: int | None = None) -> Clust
     if request.place == "here":
         check_here(hardware, is_given=bool(request.hardware))
     return Cluster(num_nodes=request.nodes, devices_per_node=per_node, hardware=hardware)
+
+
+def devices_per_node(request: DevicesRequest, num_devices: int | None) -> int | None:
+    """Devices a node by the numbers of a request and of a given plan; None where neither says. Raises UserError if the
+    numbers contradict each other."""
+    total, per_node = request.num_workers, request.gpus_per_node
+    if per_node is None:
+        total = total or num_devices
+        if total is None:
+            return None
+        per_node = total // request.nodes
+    if per_node < 1 or (total is not None and per_node * request.nodes != total):
+        raise UserError(
+            f"--num-workers {total} is not --nodes {request.nodes} x --gpus-per-node {per_node}; give any two of them"
+        )
+    return per_node
+
+
+def is_unknown_here(request: DevicesRequest) -> bool:
+    """Whether nothing on this machine tells the hardware of the nodes that are asked for."""
+    if request.place != "nodes" or request.hardware or request.planned:
+        return False
+    try:
+        _of_nodes(request.cpu_only)
+    except UnknownNodesError:
+        return True
+    return False
 
 
 def hardware_text(hardware: Hardware, num_nodes: int, devices_per_node: int) -> str:
@@ -143,7 +170,8 @@ def _hardware(request: DevicesRequest) -> Hardware:
 
 
 def _of_nodes(cpu_only: bool) -> Hardware:
-    """What a machine that may be unlike a cluster's nodes knows of them. Raises UserError if it is not their GPUs."""
+    """What a machine that may be unlike a cluster's nodes knows of them. Raises UnknownNodesError if it is not their
+    GPUs."""
     if cpu_only:
         return load_hardware(CPU)
     if gpus := gpus_here():
@@ -152,7 +180,7 @@ def _of_nodes(cpu_only: bool) -> Hardware:
     if len(profiled) == 1:
         return profiled[0]
     kinds = f"profiles of {', '.join(one.name for one in profiled)}" if profiled else "no profile of any"
-    raise UserError(
+    raise UnknownNodesError(
         f"this machine has no GPU and {kinds}, so that the kind of the nodes' GPUs is not known; give it with "
         "--hardware (h100, or the path of a .yaml file), or --cpu-only for nodes without GPUs, or have a job find it "
         "and measure it: realhf profile EXPERIMENT --launcher slurm"

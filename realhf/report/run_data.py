@@ -13,6 +13,7 @@ from realhf.base.errors import UserError
 from realhf.base.files import decode_json
 from realhf.dataflow.plan import DIGEST_LENGTH, ExecutionPlan, load_plan, plan_digest
 from realhf.rundir.events import Event, event_line
+from realhf.rundir.later import is_to_be_planned
 from realhf.rundir.lines import evaluation_line, read_lines, step_line
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import OtherRunVersionError, read_spec
@@ -150,7 +151,10 @@ def call_times(plan: ExecutionPlan, metrics: Sequence[dict[str, Any]]) -> list[C
 
 
 def plan_of(directory: RunDirectory, damaged: list[str]) -> ExecutionPlan | None:
-    """The plan of a run; None, with a sentence in `damaged`, if it cannot be read. Raises UserError without a file."""
+    """The plan of a run; None before its job has made one, or, with a sentence in `damaged`, if it cannot be read.
+    Raises UserError without a file."""
+    if is_to_be_planned(directory):
+        return None
     if not directory.plan.exists():
         raise UserError(f"{directory.path} is no run directory: it has no plan.json; give the --run-dir of a run")
     return _or_damaged(lambda: load_plan(directory.plan), damaged)
@@ -162,11 +166,14 @@ def status_of(directory: RunDirectory, damaged: list[str]) -> Status | None:
 
 
 def experiment_of(directory: RunDirectory, damaged: list[str]) -> dict[str, Any]:
-    """The content of `experiment.json`; {}, with a sentence in `damaged`, if it cannot be read.
+    """The content of `experiment.json`; {} before the run's job has written it, or, with a sentence in `damaged`, if it
+    cannot be read.
 
     Raises:
         UserError: another version of realhf has written the directory.
     """
+    if is_to_be_planned(directory):
+        return {}
     return _or_damaged(lambda: read_spec(directory.experiment, dict[str, Any]), damaged) or {}
 
 

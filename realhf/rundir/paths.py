@@ -67,6 +67,7 @@ class RunDirectory:
     exits = _Below("launcher/exits")  # by start: where each task of a SLURM job leaves its exit code, in a file
     job_log = _Below("launcher/slurm.log")  # what the batch script and srun say
     launched = _Below("launcher/job.json")  # what was started last (`realhf.rundir.launched`)
+    request = _Below("launcher/request.json")  # of a run that its job plans (`realhf.rundir.later`)
     stop = _Below("launcher/stop")  # asks the master to end with a checkpoint (`realhf.rundir.ending`)
     switch = _Below("launcher/switch")  # asks the master to end after the next checkpoint, for another plan
 
@@ -78,8 +79,7 @@ class RunDirectory:
         """Makes the directory and its folders. Raises UserError if something is there already."""
         directory = cls(path)
         path = directory.path
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(f"the run directory {path} exists and is not empty; give a new one with --run-dir")
+        directory.check_new()
         try:
             path.mkdir(parents=True, exist_ok=True)
             first, *others = (path / name for name in _FOLDERS)
@@ -96,6 +96,11 @@ class RunDirectory:
                 delete(path)
             raise UserError(f"cannot make the run directory {path}: {error}; give another with --run-dir") from error
         return directory
+
+    def check_new(self) -> None:
+        """Raises UserError if something is there already."""
+        if self.path.exists() and (not self.path.is_dir() or any(self.path.iterdir())):
+            raise UserError(f"the run directory {self.path} exists and is not empty; give a new one with --run-dir")
 
     @classmethod
     def open(cls, path: Path) -> "RunDirectory":

@@ -82,6 +82,11 @@ RUN_ELSEWHERE = {
     "realhf attach runs/first": ("tests/e2e/test_resume.py", ['realhf("attach", run_dir)']),
     "realhf run experiments/ppo.py --launcher slurm --nodes 2 --gpus-per-node 8 --hardware h100 --time-limit 24:00:00 "
     "--until-done": ("tests/slurm/test_life_of_a_job.py", ['command("run"', "--until-done", "--time-limit"]),
+    "realhf run experiments/sft.py --run-dir runs/sft --launcher slurm --nodes 2 --gpus-per-node 8 --then "
+    "experiments/reward.py --run-dir runs/reward --then experiments/ppo.py --model runs/sft --reward-model "
+    "runs/reward": ("tests/slurm/test_chains.py", ["experiments/sft.py", '"--then", SFT', '"--model", first']),
+    "realhf run experiments/ppo.py --seeds 4 --sweep ppo.kl-coef=0.01,0.1 --at-most 2 --launcher slurm --nodes 1 "
+    "--gpus-per-node 8 --hardware h100": ("tests/slurm/test_chains.py", ['realhf("run"', '"--seeds"', '"--at-most"']),
     "realhf stop runs/first": ("tests/e2e/test_resume.py", ['command("stop", run_dir)']),
     "realhf plan experiments/ppo.py --cluster h100-16x8 --actor llama3-70b --critic llama3-7b --compare": (
         "tests/e2e/test_plan_command.py",

@@ -30,6 +30,7 @@ def _environment() -> dict[str, str]:
     """Without what an enclosing job has set, which would speak for that job, and without defaults for sbatch: these
     would win over the lines of a batch script, which has those that count (`defaults.py`)."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SRUN_", "SBATCH_"))}
+    env["SLURM_BITSTR_LEN"] = "0"  # the tasks of an array are shown in full
     if "SLURM_CONF" in os.environ:
         env["SLURM_CONF"] = os.environ["SLURM_CONF"]
     return env

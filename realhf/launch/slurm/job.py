@@ -178,7 +178,8 @@ class SubmittedJob:
 
     def _exits(self) -> Path | None:
         """Where the tasks of the job's present start leave their exit codes; None until that has begun."""
-        self._start = (current_start(self._directory) if self._restarts else "") or self._start
+        if self._restarts or self._job.is_made_ready_there:
+            self._start = current_start(self._directory) or self._start
         folder = self._directory.exits / self._start
         return folder if self._start != self._ended_start and folder.is_dir() else None
 

@@ -4,16 +4,19 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from realhf.base.errors import UserError
 from realhf.launch.launcher import Exit, Launcher
 from realhf.launch.process import Job
+from realhf.launch.slurm.array import ARRAY_SCRIPT, array_text
 from realhf.launch.slurm.commands import slurm_command
 from realhf.launch.slurm.defaults import with_environment
 from realhf.launch.slurm.job import SubmittedJob
 from realhf.launch.slurm.offer import Offer, ask
 from realhf.launch.slurm.refusal import unknown_names
 from realhf.launch.slurm.script import SlurmOptions, sbatch_text
+from realhf.launch.slurm.submission import submit_script, write_script
 
 # States of a node that takes jobs, now or when the ones before have ended. Whatever else is shown counts as lost.
 _USABLE = frozenset({"idle", "mixed", "allocated", "completing", "planned", "reserved"})
@@ -48,6 +51,16 @@ class SlurmLauncher(Launcher):
     def start(self, job: Job) -> None:
         self._job, self._submitted = job, None
         self._submitted = SubmittedJob(self._options_of(job), job)
+
+    def start_array(self, jobs: Sequence[Job], folder: Path, at_most: int | None) -> list[str]:
+        """Starts jobs of one size as an array, whose script lies in `folder`; the cluster's ids of the jobs. Raises
+        UserError as `start`."""
+        options = self._options_of(jobs[0])
+        texts = [write_script(options, job) for job in jobs]
+        script = folder / ARRAY_SCRIPT
+        script.write_text(array_text(texts, [job.directory.script for job in jobs], at_most))
+        array = submit_script(script, options, jobs[0])
+        return [f"{array}_{task}" for task in range(len(jobs))]
 
     def adopt(self, job: Job, job_id: str) -> None:
         self._job, self._submitted = job, SubmittedJob(self._options_of(job), job, job_id)

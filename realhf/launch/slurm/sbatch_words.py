@@ -4,7 +4,7 @@ from realhf.base.errors import UserError
 
 # What of sbatch's options would make the job another one than the launcher watches, and what to give instead.
 _TAKEN = {
-    **dict.fromkeys(("--array", "-a"), "a run is one job; start `realhf run` for each, with its own --run-dir"),
+    **dict.fromkeys(("--array", "-a"), "a run is one job; give --seeds or --sweep for several runs as an array"),
     **dict.fromkeys(("--clusters", "-M"), "submit on a login node of that cluster"),
     **dict.fromkeys(("--wait", "-W", "--wrap", "--test-only"), "leave it out"),
     **dict.fromkeys(("--cpus-per-task", "-c"), "give --cpus-per-worker"),

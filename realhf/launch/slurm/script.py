@@ -58,6 +58,9 @@ class SlurmOptions(Options):
         bounds=(1, 86_400),
         unit="seconds",
     )
+    plan_in_job: bool = option(
+        False, "the job plans the run on its first node (default where nothing here tells the nodes' hardware)"
+    )
     queue_timeout_s: float | None = option(
         86_400.0, "longest to wait for the job to start (default a day)", bounds=(0, YEAR_S), unit="seconds"
     )
@@ -173,6 +176,7 @@ def _of_starts(options: SlurmOptions, job: Job) -> dict[str, object]:
         "stop": shlex.quote(str(directory.stop)),
         "status": shlex.quote(str(directory.status)),
         "goes_on": "true" if options.until_done else "false",
+        "makes_ready": "true" if job.is_made_ready_there else "((${SLURM_RESTART_COUNT:-0} > 0))",
         "again": shlex.join(job.again) or ":",
         "again_ended": AGAIN_ENDED,
         "task_signals": _TASK_NOTICED if job.takes_notice else "trap : TERM",
@@ -199,7 +203,9 @@ def _job_args(options: SlurmOptions, job: Job, nodes: int, gpus: list[str], cpus
     for name in ("mem", "partition", "account", "time_limit", "nodelist", "exclude"):
         if value := getattr(options, name):
             args.append(f"--{name.removesuffix('_limit')}={value}")
-    return [*map(shlex.quote, args), *options.sbatch]
+    # The last word counts, and the job before waits for what the user names. One that has failed is not waited for.
+    waits = [f"--dependency=afterok:{job.after}", "--kill-on-invalid-dep=yes"] if job.after else []
+    return [*map(shlex.quote, args), *options.sbatch, *waits]
 
 
 def _notice_s(options: SlurmOptions) -> int:
@@ -240,7 +246,7 @@ trap quit USR2
 trap terminated TERM"""
 _JOB_NOTICED = """\
 terminated() {
-    case $(timeout 10 scontrol show job --oneliner "$SLURM_JOB_ID") in
+    case $(timeout 10 scontrol show job --oneliner "$job") in
         *" JobState=RUNNING "*) notice ;;
         *) is_ended=1; kill -USR2 ${master-} ${workers-} ;;  # srun passes it on to the tasks
     esac
@@ -290,12 +296,14 @@ _TEMPLATE = """\
 {header}
 run={script}
 [ -d {logs} ] && exec >> {log} 2>&1
-echo "job $SLURM_JOB_ID on $SLURM_JOB_NODELIST"
+job=${{SLURM_ARRAY_JOB_ID:+${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID}}  # a number alone may mean the whole array
+job=${{job:-$SLURM_JOB_ID}}
+echo "job $job on $SLURM_JOB_NODELIST"
 
 # Ends the job, and tells the launcher why by the job's comment: the run directory may not be there.
 stop() {{  # kind, what
     echo "the job ends: $1 $2" >&2
-    scontrol update JobId="$SLURM_JOB_ID" Comment="realhf-$1:$(base64 -w 0 <<< "$2")"
+    scontrol update JobId="$job" Comment="realhf-$1:$(base64 -w 0 <<< "$2")"
     exit 1
 }}
 
@@ -330,7 +338,7 @@ done
 # failed first nor of a node that was lost. It writes its log itself: what passes through srun may
 # come later than the exit code.
 export REALHF_EXITS={exits} REALHF_LOGS={logs} {start_variable}={start_id}
-if ((${{SLURM_RESTART_COUNT:-0}} > 0)); then  # SLURM has started the job once more
+if {makes_ready}; then  # SLURM has started the job once more, or the job plans its run
     {again}
     code=$?
     ((code == {again_ended})) && exit 0  # there is nothing left to do
@@ -376,7 +384,7 @@ alive() {{ kill -0 "$1" 2>/dev/null; }}
 
 {end}((code == 0)) || code=$(first_failure "$code")  # srun's may be that of a task which it killed itself
 if ((code == 0)) && [ -z "$is_ended" ] && grep -qs '"state":"requeued"' {status}; then
-    scontrol requeue "$SLURM_JOB_ID" || echo "SLURM does not let the job start once more; resume the run" >&2
+    scontrol requeue "$job" || echo "SLURM does not let the job start once more; resume the run" >&2
 fi
 exit "$code"
 """

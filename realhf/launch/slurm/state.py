@@ -66,10 +66,22 @@ def parsed(shown: str) -> JobState | None:
     )
 
 
+def _is_of_task(job: str, shown: str) -> bool:
+    """Whether a line of `scontrol show job` is of this task, if the job is one of an array: 17_3."""
+    task = job.partition("_")[2]
+    found = re.search(r"\bArrayTaskId=([\d,-]+)(?=[%\s]|$)", shown)
+    if not task or found is None:
+        return True
+    ranges = (part.partition("-") for part in found[1].split(",") if part)
+    return any(int(first) <= int(task) <= int(last or first) for first, _, last in ranges)
+
+
 def job_state(job: str, timeout_s: float = TIMEOUT_S) -> tuple[JobState | None, str]:
     """The job's state, or None and what SLURM said instead. Raises UserError where there is no SLURM."""
     shown = slurm_command("scontrol", "show", "job", "--oneliner", job, timeout_s=timeout_s)
     state = parsed(shown.stdout) if shown.returncode == 0 else None
-    if state is None and "invalid job id" in output_of(shown).lower():
+    if state is not None and not _is_of_task(job, shown.stdout):
+        state = JobState(name="CANCELLED")  # while it waited with others, which are shown in its place
+    if state is None and re.search(r"invalid job id|^job \S+ not found", output_of(shown).lower()):
         state = JobState(name="")  # it ended, and the controller forgets after its MinJobAge
     return state, output_of(shown)

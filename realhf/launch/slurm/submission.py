@@ -22,11 +22,22 @@ def submit(options: SlurmOptions, job: Job) -> str:
 
     Raises UserError where SLURM refuses it or does not say its number. Whatever is raised: no job is left.
     """
+    write_script(options, job)
+    return submit_script(job.directory.script, options, job)
+
+
+def write_script(options: SlurmOptions, job: Job) -> str:
+    """Leaves the batch script of a job in its run directory, and returns it."""
     if job.directory.exits.exists():  # of earlier starts; what is left of them cannot write there any more
         delete(job.directory.exits)
     job.exits.mkdir(parents=True)
-    script = job.directory.script
-    script.write_text(sbatch_text(options, job))
+    text = sbatch_text(options, job)
+    job.directory.script.write_text(text)
+    return text
+
+
+def submit_script(script: Path, options: SlurmOptions, job: Job) -> str:
+    """As `submit`, of a script that is written: that of `job`, or of several like it."""
     try:
         submitted = slurm_command("sbatch", "--parsable", str(script))
         if submitted.returncode == 0 and (job_id := job_number(submitted.stdout) or _only(_jobs_of(script))):

@@ -31,6 +31,7 @@ BAD = {
     "--min-workers": ("0", HUGE),
     "--switch-cost-s": ("-1", "1e30", "inf", "nan"),
     "--cpus-per-worker": ("0", "-1", HUGE),
+    "--at-most": ("0", "-1", HUGE),
     "--notice-s": ("0", "1e30", "inf", "nan"),
     "--queue-timeout-s": ("-1", "1e30", "inf", "nan"),
 }

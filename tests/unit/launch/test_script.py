@@ -11,6 +11,7 @@ import pytest
 from realhf.base.code_files import python_command
 from realhf.base.errors import UserError
 from realhf.launch.process import Job, ProcessSpec
+from realhf.launch.slurm.array import array_text
 from realhf.launch.slurm.script import SlurmOptions, sbatch_text
 from realhf.rundir.paths import RunDirectory, worker_name
 
@@ -52,16 +53,40 @@ def without_master() -> Job:
     return replace(job(), processes=job().workers, takes_notice=False)
 
 
+def later() -> Job:
+    """Of a stage of a chain, which its job plans."""
+    again = ("python", "-P", "-m", "realhf.cli.in_job", "/run")
+    return replace(job(), after="17", is_made_ready_there=True, again=again)
+
+
 @pytest.mark.parametrize(
     ("golden", "options", "of"),
     [
         ("job.sbatch.golden", OPTIONS, job()),
         ("job_plain.sbatch.golden", SlurmOptions(cpu_only=True), job()),
         ("job_workers.sbatch.golden", SlurmOptions(cpu_only=True), without_master()),
+        ("job_later.sbatch.golden", SlurmOptions(cpu_only=True), later()),
     ],
 )
 def test_the_text_is_as_recorded(golden: str, options: SlurmOptions, of: Job) -> None:
-    file, text = FOLDER / golden, sbatch_text(options, of)
+    check_recorded(golden, sbatch_text(options, of))
+
+
+def test_the_text_of_an_array_is_as_recorded() -> None:
+    text = sbatch_text(OPTIONS, job())
+    scripts = [Path(f"/shared/runs/100% mine/seed-{seed}/launcher/job.sbatch") for seed in range(3)]
+    check_recorded("array.sbatch.golden", array_text([text] * 3, scripts, at_most=2))
+
+
+def test_the_runs_of_an_array_have_one_size() -> None:
+    texts = [sbatch_text(SlurmOptions(cpu_only=True), job(workers)) for workers in (2, 4)]
+    scripts = [Path(f"/runs/{name}/launcher/job.sbatch") for name in ("a", "b")]
+    with pytest.raises(UserError, match=r"b differs from a: #SBATCH --nodes=1, #SBATCH --nodes=2; start them by"):
+        array_text(texts, scripts)
+
+
+def check_recorded(golden: str, text: str) -> None:
+    file = FOLDER / golden
     if os.environ.get(RECORD):
         file.write_text(text)
     diff = "".join(difflib.unified_diff(file.read_text().splitlines(True), text.splitlines(True), "recorded", "now"))

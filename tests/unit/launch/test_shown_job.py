@@ -1,7 +1,12 @@
 """What scontrol shows of a job: lines of SLURM 22.05, recorded and shortened, and of 23.11 and later, written after the
 manuals (not tested on one)."""
 
-from realhf.launch.slurm.state import parsed
+import subprocess
+
+import pytest
+
+from realhf.launch.slurm import state as state_module
+from realhf.launch.slurm.state import job_state, parsed
 
 RUNNING = (
     "JobId=1 JobName=realhf-ppo UserId=root(0) GroupId=root(0) MCS_label=N/A Priority=4294901759 Nice=0 "
@@ -39,3 +44,39 @@ def test_of_newer_versions() -> None:
 
 def test_what_is_no_job() -> None:
     assert parsed("slurm_load_jobs error: Unable to contact slurm controller\n") is None
+
+
+@pytest.mark.parametrize(
+    ("tasks", "job", "name"),
+    [
+        ("0-3%2", "20_3", "PENDING"),
+        ("1-2,7,9-12%1", "20_7", "PENDING"),
+        ("1-2,7,9-12%1", "20_11", "PENDING"),
+        ("1-2%1", "20_0", "CANCELLED"),
+        ("2", "20_2", "PENDING"),
+        ("1", "20", "PENDING"),
+    ],
+)
+def test_a_task_that_is_not_among_those_that_wait_was_cancelled(
+    tasks: str, job: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SLURM shows the tasks of an array that wait as one job, whichever is asked for."""
+    shown = PENDING.replace("JobId=1 ", f"JobId=20 ArrayJobId=20 ArrayTaskId={tasks} ")
+    answered(monkeypatch, 0, shown)
+    found, _ = job_state(job)
+    assert found is not None
+    assert found.name == name
+
+
+def test_a_task_that_slurm_has_forgotten_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    answered(monkeypatch, 1, "Job 20_0 not found")
+    found, _ = job_state("20_0")
+    assert found is not None
+    assert found.is_over
+
+
+def answered(monkeypatch: pytest.MonkeyPatch, code: int, text: str) -> None:
+    """Has SLURM's commands print a text."""
+    monkeypatch.setattr(
+        state_module, "slurm_command", lambda *words, **_: subprocess.CompletedProcess(words, code, text, "")
+    )

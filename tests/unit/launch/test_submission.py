@@ -58,7 +58,7 @@ def test_defaults_of_the_environment_become_options_and_what_is_given_counts() -
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--array=0-1", "--array is not for a run: a run is one job; start `realhf run` for each"),
+        ("--array=0-1", "--array is not for a run: a run is one job; give --seeds or --sweep"),
         ("-a 0-1", "-a is not for a run"),
         ("--qos=high --arr=0-1", "--array is not for a run"),
         ("--clusters=b", "submit on a login node of that cluster"),

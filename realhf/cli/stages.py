@@ -1,0 +1,129 @@
+"""The command lines of several runs from one: those of a chain (`--then`), and of a sweep (`--seeds`, `--sweep`)."""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+
+from realhf.base.errors import UserError
+from realhf.base.options import Options, flags, option
+from realhf.cli import THEN
+from realhf.launch.slurm.script import SlurmOptions
+from realhf.lifecycle.advice import split_words
+from realhf.lifecycle.request import RecoveryRequest
+
+MOST_MEMBERS = 1000  # the longest array of most clusters (MaxArraySize)
+LONGEST_NAME = 200
+# Of the command as a whole, whatever its runs are.
+_OF_COMMAND = {"--detach": False, "--dry-run": False}
+# Of where and how all stages of a chain are launched, beside the launcher's own options and those of recovery.
+_WHERE = (
+    *("--launcher", "--nodes", "--gpus-per-node", "--num-workers", "--hardware", "--memory-gb"),
+    *("--network-interface", "--master-address", "--evaluations", "--seconds"),
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SweepOptions(Options):
+    """Runs that differ in their seeds, or in the values of fields. Raises UserError where they are no values."""
+
+    seeds: str | None = option(
+        None, "a run for each of N seeds, from 0, or for each of a list: 4, or 1,5,7", metavar="SEEDS"
+    )
+    sweep: tuple[str, ...] = option(
+        (), "a run for each of these values of a field; repeat it for all combinations", metavar="FIELD=VALUE,..."
+    )
+    at_most: int | None = option(
+        None, "so many runs of a sweep at a time, under SLURM", metavar="N", bounds=(1, MOST_MEMBERS)
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        number = 1
+        for values in self.fields.values():
+            number *= len(values)
+        if number > MOST_MEMBERS:
+            raise UserError(f"--sweep and --seeds ask for {number} runs, more than {MOST_MEMBERS}; give fewer values")
+        if self.at_most and not self.fields:
+            raise UserError(f"--at-most {self.at_most} is for a sweep; give --seeds or --sweep too")
+
+    @property
+    def fields(self) -> dict[str, tuple[str, ...]]:
+        """The values of each field that differs, in the order of the runs' names."""
+        found: dict[str, tuple[str, ...]] = {}
+        for text in self.sweep:
+            name, equals, values = text.lstrip("-").partition("=")
+            if not equals or not name or not all(values.split(",")):
+                raise UserError(f"--sweep {text}: give a field and its values: --sweep ppo.kl-coef=0.01,0.1")
+            if name in found:
+                raise UserError(f"--sweep names {name} twice; give all of its values at once")
+            found[name] = _unlike("--sweep", text, values.split(","))
+        if self.seeds is not None:
+            if "seed" in found:
+                raise UserError("--sweep seed=... and --seeds are the same; give one of them")
+            found["seed"] = self._seeds
+        return found
+
+    @property
+    def _seeds(self) -> tuple[str, ...]:
+        assert self.seeds is not None
+        words = [word for word in self.seeds.split(",") if word]
+        if not words or not all(re.fullmatch(r"\d{1,18}", word) for word in words):
+            raise UserError(f"--seeds {self.seeds}: give how many (4), or which: 1,5,7")
+        if "," in self.seeds:
+            return _unlike("--seeds", self.seeds, words)
+        number = int(self.seeds)
+        if not 1 <= number <= MOST_MEMBERS:
+            raise UserError(f"--seeds {number} is not from 1 to {MOST_MEMBERS}; for one seed give --seed {number}")
+        return tuple(map(str, range(number)))
+
+
+def _unlike(option: str, text: str, values: Sequence[str]) -> tuple[str, ...]:
+    if len({*values}) < len(values):
+        raise UserError(f"{option} {text} has a value twice; give each once")
+    return tuple(values)
+
+
+def members(words: Sequence[str], sweep: SweepOptions) -> dict[str, tuple[str, ...]]:
+    """The command line of each run of a sweep but for its directory, by the name of that. `words`: the command's."""
+    options = flags(SweepOptions) | _OF_COMMAND | {"--run-dir": True}
+    _, common = split_words(words, options)
+    found: dict[str, tuple[str, ...]] = {}
+    for values in product(*sweep.fields.values()):
+        chosen = dict(zip(sweep.fields, values, strict=True))
+        name = re.sub(r"[^\w.+-]+", "-", "_".join(f"{field}-{value}" for field, value in chosen.items()))
+        if name in found or len(name) > LONGEST_NAME:
+            raise UserError(f"the runs of the sweep have no names of their own: {name}; give values that differ in it")
+        found[name] = (*common, *(word for field, value in chosen.items() for word in (f"--{field}", value)))
+    return found
+
+
+def chain(words: Sequence[str], launcher_options: type) -> list[tuple[str, ...]]:
+    """The command line of each run of a chain. Those behind the first have its options of where and how to launch, as
+    far as they do not give them. `launcher_options`: the launcher's type of options."""
+    parts: list[list[str]] = [[]]
+    for word in words:
+        if word == THEN:
+            parts.append([])
+        else:
+            parts[-1].append(word)
+    _, first = split_words(parts[0], _OF_COMMAND)
+    inherited, _ = split_words(first, _inherited(launcher_options))
+    found = [tuple(first)]
+    for part in parts[1:]:
+        given = {word.partition("=")[0] for word in part}
+        if not part:
+            raise UserError("--then names no experiment; give the words of a run: --then ppo.py --steps 10")
+        if wrong := sorted(given & {*_OF_COMMAND, *flags(SweepOptions), "--resume"}):
+            raise UserError(
+                f"{wrong[0]} behind --then: a stage of a chain is one new run; give it before the first one"
+            )
+        kept = {name: takes for name, takes in _inherited(launcher_options).items() if name not in given}
+        found.append(("run", *part, *split_words(inherited, kept)[0]))
+    return found
+
+
+def _inherited(launcher_options: type) -> Mapping[str, bool]:
+    """The options of where and how to launch; with each, whether it takes a value."""
+    own = dict.fromkeys(_WHERE, True)
+    return own | flags(RecoveryRequest) | flags(SlurmOptions) | flags(launcher_options)
