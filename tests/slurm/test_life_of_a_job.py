@@ -137,8 +137,10 @@ def holding(cluster: Testbed, plan: Path, tmp_path: Path) -> Iterator[Callable[.
         one.go_on()
         one.run.process.kill()
         one.run.process.wait()
-        cluster.run("scancel", "--signal=KILL", "--full", one.job)
-        cluster.run("scancel", one.job)
+        launched = read_launched(one.run.path / "launcher/job.json")
+        if launched is not None and launched.launcher == "slurm":  # not one that has been resumed elsewhere
+            cluster.run("scancel", "--signal=KILL", "--full", launched.job)
+            cluster.run("scancel", launched.job)
     wait_until(lambda: not cluster.run("squeue", "-h").stdout, "the queue is empty")
 
 
