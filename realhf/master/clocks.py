@@ -1,5 +1,6 @@
 """The clocks of the workers' hosts, by the master's own."""
 
+import socket
 from collections import deque
 from collections.abc import Callable
 
@@ -17,16 +18,24 @@ class WorkerClocks:
     """Puts what workers say of times by their clocks onto the master's.
 
     A heartbeat names the time at which it was sent, and arrives a little later: of the last ones, the difference of the
-    fastest is the difference of the clocks. Smaller ones than TOLERATED_S are left alone.
+    fastest is the difference of the clocks. Smaller ones than TOLERATED_S are left alone. Workers on the master's host
+    have its clock, however late a busy host hands over their first heartbeats.
     """
 
     def __init__(self, now: Callable[[], float] = now_s) -> None:
-        self._now = now
+        self._now, self._host = now, socket.gethostname()
         self._differences: dict[int, deque[float]] = {}
+        self._here: set[int] = set()
+
+    def met(self, worker: int, host: str) -> None:
+        """Notes the name of a worker's host."""
+        if host == self._host:
+            self._here.add(worker)
 
     def heard(self, worker: int, sent_s: float) -> None:
         """Notes a heartbeat that was sent at `sent_s` by the worker's clock."""
-        self._differences.setdefault(worker, deque(maxlen=_HEARTBEATS)).append(self._now() - sent_s)
+        if worker not in self._here:
+            self._differences.setdefault(worker, deque(maxlen=_HEARTBEATS)).append(self._now() - sent_s)
 
     def offset_s(self, worker: int) -> float:
         """What is to be added to a worker's times."""

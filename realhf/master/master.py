@@ -342,6 +342,7 @@ class Master:
                     self._signs.heard(worker, activity=activity)
                 case Hello(host=host):
                     self._signs.heard(worker, host=host)
+                    self._clocks.met(worker, host)
                     await self._say_alive([worker])
                 case Ready(device=device):
                     self._ready[worker] = device

@@ -1,5 +1,7 @@
 """Times of workers are put onto the master's clock, by the fastest of their heartbeats."""
 
+import socket
+
 from realhf.master.clocks import WorkerClocks
 from realhf.transport.messages import Span
 
@@ -21,6 +23,16 @@ def test_what_a_busy_machine_delays_is_no_difference() -> None:
     for now_s[0], sent_s in ((500.9, 500.0), (501.1, 501.0)):
         clocks.heard(1, sent_s)
     assert clocks.corrected(1, SPAN) == SPAN
+
+
+def test_workers_on_the_masters_host_have_its_clock() -> None:
+    clocks = WorkerClocks(lambda: 500.0)
+    clocks.met(0, socket.gethostname())
+    clocks.met(1, "elsewhere")
+    for worker in (0, 1):
+        clocks.heard(worker, 490.0)  # a busy host has kept it for ten seconds
+    assert clocks.corrected(0, SPAN) == SPAN
+    assert clocks.offset_s(1) == 10.0
 
 
 def test_a_clock_that_is_set_is_followed() -> None:
