@@ -1,5 +1,6 @@
 """What the calls of `beside_job.py` do."""
 
+import os
 from pathlib import Path
 
 import torch
@@ -12,9 +13,14 @@ from realhf.engine.interface import CallResult, Context, Model
 from tests.waiting import wait_until
 
 
-def begins(meeting: str, here: str, step: int) -> None:
+def rule_begins() -> str:
+    """Of this worker: the rule begins on every one, the reference runs on one of them."""
+    return f"rule begins on {os.getpid()}"
+
+
+def says(meeting: str, what: str, step: int) -> None:
     if meeting:
-        (Path(meeting) / f"{here} begins in {step}").touch()
+        (Path(meeting) / f"{what} in {step}").touch()
 
 
 def comes_after(meeting: str, what: str, step: int) -> None:
@@ -27,7 +33,7 @@ class RuleInterface:
         self._config = config
 
     def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
-        begins(self._config.meeting, "rule", context.step)
+        says(self._config.meeting, rule_begins(), context.step)
         trouble = Path(self._config.trouble)
         if trouble.is_file():
             step, kind = trouble.read_text().split()
@@ -73,8 +79,7 @@ class MeetingReferenceInterface(PPOReferenceInterface):
         self._meeting = config.meeting
 
     def inference(self, model: Model, batch: Batch, context: Context) -> CallResult:
-        comes_after(self._meeting, "rule begins", context.step)
+        comes_after(self._meeting, rule_begins(), context.step)
         result = super().inference(model, batch, context)
-        if self._meeting:
-            (Path(self._meeting) / f"reference ends in {context.step}").touch()
+        says(self._meeting, "reference ends", context.step)
         return result
