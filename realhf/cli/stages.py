@@ -115,9 +115,9 @@ def chain(words: Sequence[str], launcher_options: type) -> list[tuple[str, ...]]
         if not part:
             raise UserError("--then names no experiment; give the words of a run: --then ppo.py --steps 10")
         if wrong := sorted(given & {*_OF_COMMAND, *flags(SweepOptions), "--resume"}):
-            raise UserError(
-                f"{wrong[0]} behind --then: a stage of a chain is one new run; give it before the first one"
-            )
+            is_of_command = wrong[0] in _OF_COMMAND
+            remedy = "give it before the first --then" if is_of_command else "leave it out, or --then"
+            raise UserError(f"{wrong[0]} behind --then: a stage of a chain is one new run; {remedy}")
         kept = {name: takes for name, takes in _inherited(launcher_options).items() if name not in given}
         found.append(("run", *part, *split_words(inherited, kept)[0]))
     return found

@@ -40,8 +40,8 @@ def test_what_says_how_a_run_saves_or_trains_stays_with_its_stage() -> None:
     [
         ("run a.py --then", "--then names no experiment"),
         ("run a.py --then --then b.py", "--then names no experiment"),
-        ("run a.py --then b.py --detach", "--detach behind --then: a stage of a chain is one new run"),
-        ("run a.py --then b.py --seeds=3", "--seeds behind --then"),
+        ("run a.py --then b.py --detach", "--detach behind --then: .*; give it before the first --then"),
+        ("run a.py --then b.py --seeds=3", "--seeds behind --then: .*; leave it out, or --then"),
         ("run a.py --then b.py --resume", "--resume behind --then"),
     ],
 )
