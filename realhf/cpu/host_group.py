@@ -20,6 +20,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from realhf.architecture.chunks import RING_BYTES
 from realhf.cpu import _host
 from realhf.cpu._host import PeerError
 
@@ -27,9 +28,6 @@ __all__ = ["BACKEND", "HostProcessGroup", "Parts", "PeerError", "Rows", "host_id
 
 BACKEND = "host_memory"
 SLOT_BYTES = 2**20  # of each of the two slots of a rank; larger tensors go in pieces
-# The ring of messages from one rank to another; untouched pages take no memory. What does not fit waits until the
-# sender sends or waits again, since a rank that computes serves no messages.
-RING_BYTES = 2**24
 # The ring of messages in parts. Both ends wait for these, so a small ring is still in a cache when it is read.
 PARTS_RING_BYTES = 2**20
 

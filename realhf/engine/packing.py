@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from realhf.architecture.chunks import SHORTEST_SHARED
 from realhf.models.attention import PackedAttention
 from realhf.models.prefixed_attention import PrefixedAttention, Suffix
 
@@ -78,10 +79,6 @@ def _padding(tokens: int) -> int:
     return -tokens % (_FINE_MULTIPLE if tokens <= _FINE_ROWS else _COARSE_MULTIPLE)
 
 
-# Shorter prefixes are not shared: what they save is less than attention's calls for more shapes take.
-_SHORTEST_PREFIX = 8
-
-
 def shared_prefixes(sequences: Sequence[Tensor]) -> list[SharedPrefix]:
     """Runs of neighbours that begin alike, none overlapping, in order.
 
@@ -99,7 +96,7 @@ def shared_prefixes(sequences: Sequence[Tensor]) -> list[SharedPrefix]:
             most = most if run == 1 else min(most, length)
             differ = (one[:most] != other[:most]).nonzero()[0]
             common = int(differ[0]) if len(differ) else most
-        if common >= _SHORTEST_PREFIX and run * common >= (run - 1) * length:
+        if common >= SHORTEST_SHARED and run * common >= (run - 1) * length:
             length = common
             continue
         if run > 1:

@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from realhf.architecture.chunks import LOGITS_BYTES
 from realhf.cpu import fused
 from realhf.parallel.gradients import before_use, gradient_sink
 from realhf.parallel.linear import Packed, linear, weight_gradient
 from realhf.parallel.regions import gather_last_dim
 
-# The size of a tile's logits in the precision of the softmax. On a CPU a tile should stay in or near a core's cache,
-# and still be large enough for efficient products. A GPU's kernels need far more rows and columns at once.
-CHUNK_BYTES, GPU_CHUNK_BYTES = 4 << 20, 512 << 20
+# The size of a tile's logits on a GPU, in the precision of the softmax: its kernels need far more rows and columns at
+# once than a CPU's.
+GPU_CHUNK_BYTES = 512 << 20
 # Products with fewer rows in a tile are not efficient.
 _FEWEST_ROWS = 512
 
@@ -91,7 +92,7 @@ class Logits:
         assert tokens.shape == self.hidden.shape[:1], f"{tuple(tokens.shape)} tokens for {len(self)} rows of logits"
         self._check(tokens)
         keeps = torch.is_grad_enabled() and any(x.requires_grad for x in (self.hidden, *self.slices))
-        chunk_bytes = self.chunk_bytes or (CHUNK_BYTES if self.device.type == "cpu" else GPU_CHUNK_BYTES)
+        chunk_bytes = self.chunk_bytes or (LOGITS_BYTES if self.device.type == "cpu" else GPU_CHUNK_BYTES)
         logprob, entropy, is_top = _TokenLogprobs.apply(
             self.hidden, tokens, _Softmax(temperature, self.group, chunk_bytes, with_entropy), keeps, *self.slices
         )

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from realhf.architecture.chunks import RING_BYTES
 from realhf.cpu import _host, host_group
 from realhf.cpu.host_group import Parts
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
@@ -163,7 +164,7 @@ def message(number: int, sender: int, count: int) -> Tensor:
     return torch.arange(count, dtype=torch.int32) + 1_000_003 * number + sender
 
 
-RING = host_group.RING_BYTES
+RING = RING_BYTES
 
 
 def exchange_many(rank: int) -> None:

@@ -9,9 +9,7 @@ import pytest
 import realhf
 from realhf.architecture.decoding import PAGE_TOKENS
 from realhf.cpu.native import kernels
-from realhf.engine.generate.loop import MAX_PREFILL_TOKENS
 from realhf.planning.model.communicators import MOVES
-from realhf.planning.model.rank_work import PREFILL_TOKENS
 from realhf.planning.problem import tables
 
 PROBLEM = Path(realhf.__file__).parents[1] / "csrc/search/problem.h"
@@ -41,10 +39,19 @@ def test_limits_of_a_planning_problem(name: str, ours: int) -> None:
     assert constant(name) == ours
 
 
-def test_tokens_of_a_step_of_prefill() -> None:
-    assert PREFILL_TOKENS == MAX_PREFILL_TOKENS
-
-
 @pytest.mark.skipif(kernels is None, reason="the kernels are not built")
 def test_pages_of_the_kv_cache() -> None:
     assert kernels.PAGE == PAGE_TOKENS
+
+
+@pytest.mark.parametrize(
+    "name", ["PREFILL_TOKENS", "SHORTEST_SHARED", "OPTIMIZER_ELEMENTS", "LOGITS_BYTES", "RING_BYTES"]
+)
+def test_engine_and_planner_read_one_definition_of_what_both_follow(name: str) -> None:
+    package = Path(realhf.__file__).parent
+    taken = {
+        path.relative_to(package).parts[0]
+        for path in package.rglob("*.py")
+        if re.search(rf"^from realhf\.architecture\.chunks import .*\b{name}\b", path.read_text(), re.MULTILINE)
+    }
+    assert taken > {"planning"}, "the planner, and who computes"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from realhf.architecture.chunks import PREFILL_TOKENS
 from realhf.base.errors import UserError
 from realhf.engine.batch import Batch, check_positions, check_tokens
 from realhf.engine.generate.batching import Scheduler, pages_for
@@ -19,9 +20,6 @@ from realhf.engine.interface import GenerationOutput, GenerationRequest
 from realhf.models.decoder import Decoder, SelfAttention
 from realhf.models.mlp import GatedMLP
 from realhf.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-
-# Prompts are computed in steps of about so many tokens: enough for full speed, and activations stay small.
-MAX_PREFILL_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -119,7 +117,7 @@ def _running_batch(
         num_pages=num_pages,
         page_size=page,
         max_running=max_running,
-        max_prefill_tokens=MAX_PREFILL_TOKENS,
+        max_prefill_tokens=PREFILL_TOKENS,
         holds_all=num_pages == enough,
     )
     sizes = CacheSizes(num_pages, max_rows=max_running, width=largest)

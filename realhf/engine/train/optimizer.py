@@ -8,11 +8,12 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from realhf.api.experiment import OptimizerConfig
+from realhf.architecture.chunks import OPTIMIZER_ELEMENTS
 from realhf.cpu import fused
 
-# Elements that are updated at a time. On a CPU their gradients and states stay in a core's cache from the first
-# pass over them to the last; on a GPU they are enough for its rate, and bound what is brought from the host at once.
-CPU_CHUNK, GPU_CHUNK = 2**18, 2**26
+# Elements that are updated at a time on a CPU: their gradients and states stay in a core's cache from the first pass
+# over them to the last.
+CPU_CHUNK = 2**18
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:
@@ -38,7 +39,7 @@ def gradient_dtype(parameters: torch.dtype, config: OptimizerConfig) -> torch.dt
 
 def chunks(vector: Tensor) -> Iterator[slice]:
     """The parts of a vector that one pass after another is made over."""
-    size = CPU_CHUNK if vector.device.type == "cpu" else GPU_CHUNK
+    size = CPU_CHUNK if vector.device.type == "cpu" else OPTIMIZER_ELEMENTS
     return (slice(start, start + size) for start in range(0, len(vector), size))
 
 

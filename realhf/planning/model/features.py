@@ -6,6 +6,7 @@ from typing import Any
 
 from realhf.api.computation import computation_of
 from realhf.api.experiment import ModelSetup
+from realhf.architecture.chunks import LOGITS_BYTES
 from realhf.architecture.compute import DataParallel, ModeRules, Recomputation, Recomputed
 from realhf.architecture.decoding import GraphLife, graphs_refusal, page_tokens
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
@@ -68,7 +69,7 @@ class EngineFeatures:
     full_logits: bool = False
     response_logits: bool = True
     gathers_drawn_logits: bool = True
-    logits_chunk_bytes: int | None = 4 << 20  # as in realhf/parallel/vocabulary.py
+    logits_chunk_bytes: int | None = LOGITS_BYTES
     sequence_parallel: bool = False
     regathers_inputs: bool = False
     blocking_sends: bool = False

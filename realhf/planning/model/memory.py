@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from realhf.architecture.chunks import OPTIMIZER_ELEMENTS
 from realhf.architecture.model import DTYPE_BYTES, DecoderConfig, DType
 from realhf.geometry.layout import ParallelStrategy, stage_layers
 from realhf.planning.model.features import ENGINE, EngineFeatures
@@ -11,8 +12,6 @@ from realhf.planning.model.sizes import linear_elements, model_sizes
 from realhf.planning.model.timings import kv_bytes_per_token_layer
 from realhf.planning.model.units import StageUnits, by_stage
 from realhf.realloc.plan.planner import DEFAULT_BUCKET_BYTES
-
-OFFLOADED_CHUNK = 2**26  # elements, as in realhf/engine/train/optimizer.py
 
 
 @dataclass(frozen=True)
@@ -108,7 +107,7 @@ class PlacedModel:
         """What an optimizer step has on the device of states that wait in host memory."""
         if not self.features.offloads_states:
             return 0
-        return min(self.updated_elements(), OFFLOADED_CHUNK) * self.features.state_bytes(self.dtype)
+        return min(self.updated_elements(), OPTIMIZER_ELEMENTS) * self.features.state_bytes(self.dtype)
 
     def packed_bytes(self) -> int:
         """The second copy of the linears' weights while a call generates

@@ -8,6 +8,7 @@ from functools import cached_property, lru_cache
 
 import msgspec
 
+from realhf.architecture.chunks import PREFILL_TOKENS, RING_BYTES, SHORTEST_SHARED
 from realhf.architecture.compute import Recomputed
 from realhf.dataflow.graph import ModelFunctionCallDef
 from realhf.geometry.layout import ParallelStrategy, chunk_layers
@@ -22,16 +23,9 @@ from realhf.planning.model.workload import Workload
 # Of a worker on a CPU, beside tensors. Measured: 12 MiB that torch and oneDNN take when they first compute, and 4 MiB
 # that it shares with the workers of its tensor-parallel group.
 WORKER_BYTES = 16 << 20
-# The shared memory in which the stages of a pipeline on a host pass messages on.
-STAGES_BYTES = 16 << 20
-# Prompts are computed in steps of so many tokens at most, or of one prompt, as in realhf/engine/generate/loop.py.
-PREFILL_TOKENS = 4096
 # Of what malloc gave: between tensors of different sizes that come and go there are holes, of at most an eighth of them
 # where a hole's size fits again (`csrc/memory`); measured 4 to 9 %.
 HOLES = 1 / 8
-# On a CPU an inference or a training computes what neighbours begin with once, from so many tokens on
-# (`realhf.engine.packing`).
-SHORTEST_SHARED = 8
 KEEPS_ALL = Recomputed()
 
 
@@ -156,8 +150,8 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
           room that the call was given for it where that is less; prefill's activations of one layer, two arrays of
           logits of one token a sequence, and on a CPU the linears' weights once more.
 
-        In host memory also HOLES, WORKER_BYTES and, with several stages, STAGES_BYTES. A call that does not use its
-        model: nothing.
+        In host memory also HOLES, WORKER_BYTES and, with several stages, the RING_BYTES of their messages. A call that
+        does not use its model: nothing.
         """
         return self._dynamic_bytes
 
@@ -168,7 +162,7 @@ class RankWork(msgspec.Struct, frozen=True, kw_only=True, dict=True, eq=False):
         allocated = self._generation_bytes() if self.call.generates else self._passes_bytes()
         if not self.placed.features.in_host_memory:
             return allocated
-        return WORKER_BYTES + (STAGES_BYTES if self.placed.strategy.pp > 1 else 0) + allocated * (1 + HOLES)
+        return WORKER_BYTES + (RING_BYTES if self.placed.strategy.pp > 1 else 0) + allocated * (1 + HOLES)
 
     def kept_cache_bytes(self) -> float:
         """What of `dynamic_bytes` stays behind the call at its home: the KV cache, where its graphs are kept."""

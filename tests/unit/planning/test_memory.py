@@ -27,7 +27,7 @@ from realhf.planning.model.cluster import Cluster
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.features import ENGINE, EngineFeatures, of_setup
 from realhf.planning.model.memory import PlacedModel
-from realhf.planning.model.rank_work import HOLES, STAGES_BYTES, WORKER_BYTES, layers_in_flight
+from realhf.planning.model.rank_work import layers_in_flight
 from realhf.planning.model.sizes import model_sizes
 from realhf.planning.model.timings import load_costs
 from realhf.planning.model.workload import Workload
@@ -272,9 +272,9 @@ def test_a_process_on_a_cpu_takes_more_than_its_tensors() -> None:
     cpu = EngineFeatures(in_host_memory=True)
     train = call("m", TINY, TRAIN_STEP, "x")
     tensors = need(train, ParallelStrategy(), 2)
-    assert need(train, ParallelStrategy(), 2, cpu) == WORKER_BYTES + tensors * (1 + HOLES)
+    assert need(train, ParallelStrategy(), 2, cpu) == 16 * 2**20 + tensors * 9 / 8
     staged = need(train, ParallelStrategy(pp=2), 2)
-    assert need(train, ParallelStrategy(pp=2), 2, cpu) == WORKER_BYTES + STAGES_BYTES + staged * (1 + HOLES)
+    assert need(train, ParallelStrategy(pp=2), 2, cpu) == (16 + 16) * 2**20 + staged * 9 / 8
 
 
 def test_logits_in_parts_of_the_vocabulary() -> None:
