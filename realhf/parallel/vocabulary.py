@@ -241,7 +241,9 @@ class _TokenLogprobs(torch.autograd.Function):
             first -= len(weight)
             before_use(leaf)
             sink = gradient_sink(leaf) if needs else None
-            grad_weight = torch.empty_like(weight) if needs and sink is None else None
+            grad_weight = None
+            if needs and sink is None:  # without rows no part of it is written below
+                grad_weight = torch.empty_like(weight) if len(hidden) else torch.zeros_like(weight)
             last = kept if leaf is ctx.slices[-1] else None
             for columns, of_columns in given.gradients(weight, local - first, grad_hidden, needs, last):
                 if sink is not None:

@@ -1,5 +1,7 @@
 """Log-probabilities in chunks against torch's on full logits: values, gradients, memory."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -74,6 +76,33 @@ def test_the_kernels_of_one_thread_follow_float64(
         results.append((found.logprob, *torch.autograd.grad(loss, (given_hidden, given_weight))))
     for mine, expected in zip(*results, strict=True):
         assert (mine.double() - expected).norm() < 2e-6 * (1 + expected.norm())
+
+
+@pytest.fixture
+def nan_in_new_memory() -> Iterator[None]:
+    """Memory that nothing has written yet is NaN, in place of whatever lay there before."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("slices", [1, 3])
+@pytest.mark.parametrize("with_entropy", [False, True])
+def test_no_row_in_the_loss_gives_gradients_of_zero(
+    dtype: torch.dtype, slices: int, with_entropy: bool, nan_in_new_memory: None
+) -> None:
+    hidden, weight, tokens, _ = inputs(5, dtype)
+    parts = [part.detach().requires_grad_() for part in weight.chunk(slices)]
+    nowhere = torch.zeros(0, dtype=torch.int64)
+    found = Logits(hidden, parts)[nowhere].of_tokens(tokens[nowhere], with_entropy=with_entropy)
+    assert found.logprob.shape == found.is_top.shape == (0,)
+    loss = found.logprob.sum() + (found.entropy.sum() if found.entropy is not None else 0.0)
+    assert loss == 0.0
+    for gradient, of in zip(torch.autograd.grad(loss, (hidden, *parts)), (hidden, *parts), strict=True):
+        assert torch.equal(gradient, torch.zeros_like(of))
 
 
 def test_bfloat16_takes_its_softmax_in_float32() -> None:
