@@ -20,7 +20,6 @@ from realhf.lifecycle.request import RunRequest, experiment_of
 from realhf.machine.gpus import count_gpus
 from realhf.machine.host import read_host
 from realhf.master.trackers import check_trackers
-from realhf.models.checkpoint_index import initial_optimizer_steps
 from realhf.models.hugging_face_files import check_checkpoint
 from realhf.planning.clusters import hardware_text
 from realhf.planning.model.cluster import Cluster
@@ -108,7 +107,7 @@ def check_run(run: Run, request: RunRequest) -> None:
         shard_boxes(run.graph.models[name], home, home.mesh.first, data_parallel)  # may be impossible
         if setup.checkpoint is not None:  # one that does not fit is found now
             check_checkpoint(setup.checkpoint, run.graph.models[name], setup.new_head)
-            initial_optimizer_steps(setup)
+    _ = run.initial_steps  # of checkpoints that may have no optimizer states
     if run.evaluation:
         assert run.evaluation_graph
         extent = run.evaluation.dataset.check()

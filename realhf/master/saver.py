@@ -12,7 +12,7 @@ from realhf.base.errors import RunError, UserError
 from realhf.dataflow.plan import plan_digest
 from realhf.geometry.boxes import Box
 from realhf.master.loop import Dispatcher
-from realhf.models.checkpoint_index import STEPS_KEY, finish, initial_optimizer_steps, state_owners
+from realhf.models.checkpoint_index import STEPS_KEY, finish, state_owners
 from realhf.rundir import checkpoints
 from realhf.rundir.checkpoints import RunState, step_folder
 from realhf.rundir.events import note
@@ -36,6 +36,7 @@ class Saver:
 
     def __init__(self, run: Run, directory: RunDirectory, dispatcher: Dispatcher, start_id: str = ""):
         self._run, self._directory, self._dispatcher, self._start_id = run, directory, dispatcher, start_id
+        self._initial_steps = run.initial_steps  # now: the checkpoints that models start from may go during the run
         self._writing: set[int] = set()  # workers
         self._under_way, self._step = "", 0
         self._all_written = asyncio.Event()
@@ -162,7 +163,7 @@ class Saver:
             num_workers=run.spec.num_workers,
             plan_sha256=plan_digest(run.plan),
             optimizer_steps={
-                model: initial_optimizer_steps(run.models[model]) + step * run.optimizer_steps(model)
+                model: self._initial_steps[model] + step * run.optimizer_steps(model)
                 for model in self._owners
                 if run.optimizer_steps(model)
             },

@@ -27,6 +27,7 @@ from realhf.dataflow.interface import check_implementation
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, beside_plan, check_plan, load_plan
 from realhf.geometry.layout import Layout
 from realhf.geometry.shards import Placement
+from realhf.models.checkpoint_index import initial_optimizer_steps
 from realhf.planning.model.hardware import Hardware
 
 T = TypeVar("T")
@@ -190,6 +191,12 @@ class Run:
     def placement(self, model: str) -> Placement:
         """Where a model's parameters lie between calls."""
         return Placement(self.homes[model], self.computations[model].data_parallel)
+
+    @cached_property
+    def initial_steps(self) -> dict[str, int]:
+        """By model the optimizer steps that it starts with. Reads checkpoints once; they may go after that. Raises
+        UserError if one has no optimizer states."""
+        return {name: initial_optimizer_steps(setup) for name, setup in self.models.items()}
 
     def optimizer_steps(self, model: str) -> int:
         """Optimizer steps of a model in each step of the run; 0: it is not trained."""

@@ -21,7 +21,6 @@ from realhf.engine.backend import EngineModel, ModelSpec, build_model
 from realhf.engine.batch import Batch
 from realhf.geometry.layout import Layout
 from realhf.models.checkpoint import snapshot
-from realhf.models.checkpoint_index import initial_optimizer_steps
 from realhf.parallel.collectives import traffic
 from realhf.parallel.groups import GroupTable, group_of_all_ranks
 from realhf.parallel.waiting import waits_on
@@ -194,7 +193,7 @@ class ModelWorker:
             getattr(torch, setup.dtype),
             self._device,
             optimizer=setup.optimizer.run_with(computation) if steps and setup.optimizer else None,
-            total_optimizer_steps=initial_optimizer_steps(setup) + steps,
+            total_optimizer_steps=run.initial_steps[name] + steps,
             compute=computation,
             timeout_s=self._timeout_s,
             versions=range(oldest, oldest + run.graph.versions_kept(name)),
@@ -344,8 +343,7 @@ class ModelWorker:
     def _steps_through(self, call: ModelFunctionCallDef, step: int) -> int:
         """Optimizer steps of the call's model, from its first one to the last of the call in `step`."""
         trainings = self._trainings(call.model_name)
-        before = initial_optimizer_steps(self._run.models[call.model_name])
-        before += step * self._run.optimizer_steps(call.model_name)
+        before = self._run.initial_steps[call.model_name] + step * self._run.optimizer_steps(call.model_name)
         return before + sum(made.optimizer_steps for made in trainings[: trainings.index(call) + 1])
 
     def _save(self, request: SaveCheckpoint) -> None:

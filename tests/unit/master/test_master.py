@@ -106,7 +106,7 @@ def end_of(directory: RunDirectory, script: Script, **spec: float) -> str:
     run: Any = SimpleNamespace(
         spec=SimpleNamespace(**given), experiment=SimpleNamespace(steps=7), evaluation=None, evaluation_graph=None
     )
-    run.deadlines = Deadlines()
+    run.deadlines, run.initial_steps = Deadlines(), {}
     clock = Clock()
     loop = asyncio.SelectorEventLoop(clock)
     loop.time = lambda: clock.now_s  # type: ignore[method-assign]
@@ -330,7 +330,7 @@ def test_the_best_by_a_statistic_that_nothing_makes(
     )  # fmt: skip
     plan = ExecutionPlan(num_devices=1, calls={})
     run: Any = SimpleNamespace(spec=spec, plan=plan, graph=ppo_graph(), experiment=SimpleNamespace(steps=7))
-    run.deadlines = Deadlines()
+    run.deadlines, run.initial_steps = Deadlines(), {}
     directory.evaluations.write_text('{"step":0,"accuracy":0.5}\n')
     master = Master(run, directory, ScriptedServer([], Clock()))  # type: ignore[arg-type]
     record = CallRecord(Node(resume_step, "sft_train_step"), "sft", {0: Span("compute", "", 0.0, 1.0)}, STATISTICS)

@@ -1,6 +1,7 @@
 """Checkpoints beside training: what waits for what, and what is said when one cannot be written."""
 
 import asyncio
+import shutil
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,17 +16,19 @@ from realhf.base.errors import RunError
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.master.saver import Saver
-from realhf.models.checkpoint import write_pieces
-from realhf.models.checkpoint_index import state_owners
+from realhf.models.checkpoint import save_model, write_pieces
+from realhf.models.checkpoint_index import STEPS_KEY, initial_optimizer_steps, read_index, state_owners
 from realhf.rundir.checkpoints import check, saved_steps
 from realhf.rundir.events import read_events
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Deadlines
 from realhf.transport.messages import CheckpointWritten, Span
 from tests.unit.launch.saved_runs import MODEL
+from tests.unit.models.test_checkpoint import random_state
 
 HOME = Layout(DeviceMesh(0, 2), ParallelStrategy(dp=2))
 SPAN = Span("writing", "", 0.0, 0.0)
+TRAINED = ModelSetup(optimizer=OptimizerConfig())
 SPEC = {"keep_checkpoints": None, "keep_best": None, "checkpoint_failures": 0}
 
 
@@ -53,7 +56,13 @@ class Workers:
 Scenario = Callable[[Saver, Workers, asyncio.Task], Coroutine[Any, Any, None]]
 
 
-def play(tmp_path: Path, scenario: Scenario, call_timeout_s: float = 600.0, **spec: Any) -> RunDirectory:
+def play(
+    tmp_path: Path,
+    scenario: Scenario,
+    call_timeout_s: float = 600.0,
+    setup: ModelSetup = TRAINED,
+    **spec: Any,
+) -> RunDirectory:
     """Runs `scenario` beside the saver's own task."""
     directory = RunDirectory.create(tmp_path / "run")
     run: Any = SimpleNamespace(
@@ -64,10 +73,11 @@ def play(tmp_path: Path, scenario: Scenario, call_timeout_s: float = 600.0, **sp
         graph=SimpleNamespace(models={"actor": MODEL}, versions_kept=lambda _: 1),
         homes={"actor": HOME},
         deadlines=Deadlines(floor_s=call_timeout_s),
-        models={"actor": ModelSetup(optimizer=OptimizerConfig())},
+        models={"actor": setup},
         computations={"actor": Computation()},
         changing_models=["actor"],
         optimizer_steps=lambda _: 3,
+        initial_steps={"actor": initial_optimizer_steps(setup)},
     )
 
     async def main() -> None:
@@ -106,6 +116,23 @@ def test_training_goes_on_until_the_next_checkpoint_is_due(tmp_path: Path) -> No
     assert state.statistics == {"loss": 0.25}
     assert (directory.checkpoints / "latest").readlink() == Path("step-4")
     assert not list(directory.checkpoints.glob(".*"))
+
+
+def test_the_steps_of_a_model_count_from_the_checkpoint_that_it_started_from(tmp_path: Path) -> None:
+    """Which may have been tidied away since."""
+    save_model(tmp_path / "first", MODEL, random_state(MODEL), {STEPS_KEY: 7})
+    setup = ModelSetup(optimizer=OptimizerConfig(), checkpoint=str(tmp_path / "first"), with_optimizer=True)
+
+    async def scenario(saver: Saver, workers: Workers, _: asyncio.Task) -> None:
+        shutil.rmtree(tmp_path / "first")
+        await saver.begin(2, {})
+        for worker in (0, 1):
+            workers.write(saver, worker)
+        await saver.settle()
+
+    directory = play(tmp_path, scenario, setup=setup)
+    assert check(directory.checkpoints / "step-2").optimizer_steps == {"actor": 7 + 2 * 3}
+    assert read_index(directory.checkpoints / "step-2/actor").metadata[STEPS_KEY] == 7 + 2 * 3
 
 
 def test_nothing_is_copied_for_the_checkpoint_that_ends_the_run(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 """A worker builds each model as the plan says that it is computed, where the experiment leaves it open."""
 
+import shutil
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -10,9 +12,12 @@ from realhf.architecture.compute import Computation
 from realhf.base.errors import UserError
 from realhf.dataflow.plan import load_plan
 from realhf.engine.backend import ModelSpec
+from realhf.models.checkpoint import save_model
+from realhf.models.checkpoint_index import STEPS_KEY
 from realhf.rundir.run import Run, RunSpec, load_experiment_class
 from realhf.worker import model_worker
 from realhf.worker.model_worker import ModelWorker
+from tests.unit.models.test_checkpoint import MODEL, random_state
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -48,6 +53,30 @@ def test_the_specification_of_a_model_is_that_of_the_plan(monkeypatch: pytest.Mo
     assert built["reference"].compute == Computation()
     divided = {name: run.placement(name).divided for name in run.graph.models}
     assert divided == {"actor": 1, "critic": 2, "reward": 2, "reference": 1}
+
+
+def test_the_checkpoint_that_a_model_starts_from_is_read_at_the_start_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Six steps of 2 optimizer steps each, behind the 7 of the checkpoint: also when it has been tidied away."""
+    save_model(tmp_path / "first", MODEL, random_state(MODEL), {STEPS_KEY: 7})
+    run = run_of(steps=6)
+    actor = replace(run.models["actor"], checkpoint=str(tmp_path / "first"), with_optimizer=True)
+    run.__dict__["models"] = {**run.models, "actor": actor}
+    built: list[ModelSpec] = []
+    monkeypatch.setattr(model_worker, "build_model", lambda backend, spec: built.append(spec))
+    monkeypatch.setattr(model_worker, "fill", lambda *_: None)
+    worker = SimpleNamespace(
+        _run=run, _groups=SimpleNamespace(groups=lambda home: home), _device="cpu", _timeout_s=1.0,
+        _directory=SimpleNamespace(checkpoints=Path()),
+    )  # fmt: skip
+    worker._trainings = lambda model: ModelWorker._trainings(cast(ModelWorker, worker), model)
+    ModelWorker._build_home(cast(ModelWorker, worker), "actor", run.homes["actor"])
+    shutil.rmtree(tmp_path / "first")
+    assert [spec.total_optimizer_steps for spec in built] == [7 + 6 * 2]
+    [call] = worker._trainings("actor")
+    steps = [ModelWorker._steps_through(cast(ModelWorker, worker), call, step) for step in (0, 2)]
+    assert steps == [7 + 2, 7 + 3 * 2]
 
 
 def test_a_plan_that_contradicts_the_experiment_is_refused() -> None:
