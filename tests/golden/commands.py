@@ -10,7 +10,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from tests.waiting import PATIENCE_S
 ROOT = Path(__file__).parents[2]
 INPUTS = Path(__file__).parent / "inputs"
 FOLDERS = {"experiments": ROOT / "experiments", "plans": ROOT / "tests" / "plans", "inputs": INPUTS}
-FOLDERS |= {"problems": ROOT / "tests" / "data" / "planning_problems"}
 
 # What would change an answer from one shell to the next.
 LEFT_OUT = ("GLIBC_TUNABLES", "LD_PRELOAD", "COLUMNS", "XDG_DATA_HOME", "CUDA_VISIBLE_DEVICES")
@@ -45,19 +44,13 @@ def realhf(words: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=PATIENCE_S)
 
 
-def carried_out(commands: Iterable[str], folder: Path, edits: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def carried_out(commands: Iterable[str], folder: Path) -> dict[str, Any]:
     """Runs commands one after the other in a prepared folder.
 
-    `edits` change fields of a JSON file as soon as a command has written it. Returns the exit code of each command
-    with the tables that it printed, or the numbers of the error or the batch script; and the content of every JSON
-    file in the folder.
+    Returns the exit code of each command with the tables that it printed, or the numbers of the error or the batch
+    script; and the content of every JSON file in the folder.
     """
-    printed = []
-    for words in commands:
-        printed.append(_outcome(realhf(words, folder), folder))
-        for name in [name for name in edits if (folder / name).exists()]:
-            content = json.loads((folder / name).read_bytes()) | edits[name]
-            (folder / name).write_text(json.dumps(content))
+    printed = [_outcome(realhf(words, folder), folder) for words in commands]
     files = {path.name: compact(json.loads(path.read_bytes())) for path in sorted(folder.glob("*.json"))}
     return {"commands": printed, "files": files}
 

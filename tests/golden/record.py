@@ -1,13 +1,11 @@
 """The goldens: what `realhf plan`, `search`, `plan --osdp` and `run` answer, recorded so that no change is unseen.
 
-`tests/golden/planning/CASE.json` holds the outcome of a case of `cases.py`, `tests/golden/digests/RUN.json` the digest
-of a float64 run of `runs.py`, and `tests/golden/digests32/RUN.json` that of the same run in float32. The tests compare
-with the former two; the last are for one machine, and only this command compares with them.
+`tests/golden/planning/CASE.json` holds the outcome of a case of `cases.py`, and `tests/golden/digests/RUN.json` the
+digest of a float64 run of `runs.py`.
 
     python -m tests.golden.record                     shows what of the planning goldens changed
     python -m tests.golden.record ppo_stale osdp      of these cases or runs alone
     python -m tests.golden.record --runs              what of the runs changed
-    python -m tests.golden.record --runs-float32      the same in float32
     python -m tests.golden.record --most 200          with more lines for each
     python -m tests.golden.record --write             and writes the files that changed
 
@@ -28,14 +26,14 @@ from tests.golden.cases import CASES
 from tests.golden.contents import Difference, differences, lines_of, renamed
 
 HERE = Path(__file__).parent
-PLANNING, DIGESTS, DIGESTS32 = HERE / "planning", HERE / "digests", HERE / "digests32"
+PLANNING, DIGESTS = HERE / "planning", HERE / "digests"
 
 
 def changed_plans(name: str, folder: Path) -> tuple[Any, list[Difference]]:
     """The outcome of a planning case as the code of today gives it, and where it is not as recorded."""
     case = CASES[name]
     prepared = commands.prepared(folder / name, profiled=case.profiled)
-    now = commands.carried_out(case.commands, prepared, case.edits)
+    now = commands.carried_out(case.commands, prepared)
     return now, differences(_recorded(PLANNING, name), now)
 
 
@@ -43,12 +41,6 @@ def changed_run(name: str, folder: Path) -> tuple[Any, list[Difference]]:
     """The same of a run in float64, where rounding is no difference."""
     now = runs.carried_out(name, folder)
     return now, differences(_recorded(DIGESTS, name), now, runs.RELATIVE, runs.ABSOLUTE)
-
-
-def changed_run_in_float32(name: str, folder: Path) -> tuple[Any, list[Difference]]:
-    """The same of a run in float32, where every difference counts."""
-    now = runs.carried_out(name, folder, "float32")
-    return now, differences(_recorded(DIGESTS32, name), now)
 
 
 def _recorded(folder: Path, name: str) -> Any:
@@ -71,15 +63,11 @@ def main() -> int:
         prog="python -m tests.golden.record", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="of cases or runs (default: all of the kind)")
-    kind = parser.add_mutually_exclusive_group()
-    kind.add_argument("--runs", action="store_true", help="the runs in float64")
-    kind.add_argument("--runs-float32", action="store_true", help="the runs in float32, on the machine of the record")
+    parser.add_argument("--runs", action="store_true", help="the runs in float64")
     parser.add_argument("--most", type=int, default=20, metavar="N", help="lines to show of each (default 20)")
     parser.add_argument("--write", action="store_true", help="write the files that changed")
     arguments = parser.parse_args()
-    if arguments.runs_float32:
-        target, known, make = DIGESTS32, list(runs.RUNS), changed_run_in_float32
-    elif arguments.runs:
+    if arguments.runs:
         target, known, make = DIGESTS, list(runs.RUNS), changed_run
     else:
         target, known, make = PLANNING, list(CASES), changed_plans
