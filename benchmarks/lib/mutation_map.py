@@ -1,0 +1,247 @@
+"""Which tests execute a statement, and how long each takes: measured once in instrumented copies, kept in a folder.
+
+A test file is measured again where it has changed, or a file of the package that it executes (not where what it
+imports from other tests has).
+"""
+
+import gzip
+import hashlib
+import json
+import queue
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from lib.mutants import Mutant
+from lib.mutation_copies import python_of
+
+LEAST_LIMIT_S, LIMIT_FACTOR = 60.0, 20.0  # a test that takes longer hangs
+
+
+@dataclass(frozen=True, kw_only=True)
+class MappedTest:
+    """seconds: its own; fixtures: those of its file or session, with theirs. hits: lines by file, as bits."""
+
+    name: str
+    seconds: float
+    fixtures: Mapping[str, float]
+    hits: Mapping[str, int]
+
+    @property
+    def file(self) -> str:
+        return self.name.partition("::")[0]
+
+    @property
+    def limit_s(self) -> float:
+        return LEAST_LIMIT_S + LIMIT_FACTOR * (self.seconds + sum(self.fixtures.values()))
+
+
+class TestMap:
+    """The tests that pass without a mutation; `files` is the code that they were measured with."""
+
+    __test__ = False
+
+    def __init__(self, tests: Sequence[MappedTest], files: Mapping[str, bytes]) -> None:
+        self.tests, self._files = tests, files
+        self._words: dict[str, frozenset[str]] = {}
+
+    def of(self, mutant: Mutant, budget_s: float) -> tuple[list[MappedTest], int]:
+        """The tests that execute it, file by file, quick files first, in all about `budget_s` long; and the number of
+        all that do."""
+        found = self._of_import(mutant) if mutant.names else self._executing({mutant.path: _bits(mutant.runs)})
+        by_file: dict[str, list[MappedTest]] = {}
+        for test in found:
+            by_file.setdefault(test.file, []).append(test)
+        chosen: list[MappedTest] = []
+        left_s, fixtures = budget_s, set[str]()
+        for tests in sorted(by_file.values(), key=_mean_seconds):
+            for test in sorted(tests, key=lambda test: test.seconds):
+                cost_s = test.seconds + sum(s for name, s in test.fixtures.items() if name not in fixtures)
+                if chosen and cost_s > left_s:
+                    continue
+                chosen.append(test)
+                fixtures.update(test.fixtures)
+                left_s -= cost_s
+        return chosen, len(found)
+
+    def _executing(self, lines: Mapping[str, int]) -> list[MappedTest]:
+        return [test for test in self.tests if any(test.hits.get(path, 0) & bits for path, bits in lines.items())]
+
+    def _of_import(self, mutant: Mutant) -> list[MappedTest]:
+        """Those that run a statement or are in a file that has one of the mutant's names; else those that run the
+        file."""
+        lines, test_files = {mutant.path: _bits(mutant.runs)}, set()
+        names = set(mutant.names)
+        for path, content in self._files.items():
+            if path.endswith(".py") and names & self._words_of(path):
+                if path.startswith("tests/"):
+                    test_files.add(path)
+                else:
+                    numbers = [
+                        number
+                        for number, line in enumerate(content.decode().splitlines(), 1)
+                        if any(re.search(rf"\b{name}\b", line) for name in names)
+                    ]
+                    lines[path] = lines.get(path, 0) | _bits(numbers)
+        ran = self._executing(lines)
+        found = ran + [test for test in self.tests if test.file in test_files and test not in ran]
+        return found or self._executing({mutant.path: -1})
+
+    def _words_of(self, path: str) -> frozenset[str]:
+        if path not in self._words:
+            self._words[path] = frozenset(re.findall(r"\w+", self._files[path].decode()))
+        return self._words[path]
+
+
+def _mean_seconds(tests: Sequence[MappedTest]) -> float:
+    return sum(test.seconds + sum(test.fixtures.values()) for test in tests) / len(tests)
+
+
+def _bits(lines: Sequence[int]) -> int:
+    return sum(1 << line for line in set(lines))
+
+
+# --- processes
+
+
+class Worker:
+    """A warm process in a copy; see mutation_process.py."""
+
+    def __init__(self, copy: Path) -> None:
+        self.copy = copy
+        program = Path(__file__).with_name("mutation_process.py")
+        words = [str(python_of(copy)), "-P", str(program)]
+        self._process = subprocess.Popen(words, cwd=copy, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, **job: Any) -> dict[str, Any]:
+        assert self._process.stdin
+        assert self._process.stdout
+        self._process.stdin.write(json.dumps(job) + "\n")
+        self._process.stdin.flush()
+        if not (answer := self._process.stdout.readline()):
+            sys.exit(f"the process in {self.copy} ended with {self._process.wait()}")
+        return dict(json.loads(answer))
+
+    def close(self) -> None:
+        assert self._process.stdin
+        self._process.stdin.close()
+        self._process.wait()
+
+
+def for_each(items: Sequence[Any], copies: Sequence[Path], function: Callable[[Worker, Any], None]) -> None:
+    """Calls the function with each item and a worker that is free; one worker a copy."""
+    left: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    for item in items:
+        left.put(item)
+    failures: list[BaseException] = []
+
+    def work(copy: Path) -> None:
+        worker = Worker(copy)
+        try:
+            while not left.empty() and not failures:
+                function(worker, left.get_nowait())
+        except queue.Empty:
+            pass
+        except BaseException as failure:
+            failures.append(failure)
+        finally:
+            worker.close()
+
+    threads = [threading.Thread(target=work, args=(copy,)) for copy in copies[: len(items)]]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failures:
+        raise failures[0]
+
+
+# --- measuring
+
+
+def hits_of(copy: Path) -> Path:
+    """The folder of what an instrumented copy notes."""
+    return copy.with_name(f"{copy.name}.hits")
+
+
+def test_files(files: Mapping[str, bytes], chosen: Sequence[str]) -> list[str]:
+    """The files of tests below the chosen folders."""
+    return [
+        path for path in files
+        if Path(path).name.startswith("test_") and path.endswith(".py")
+        and any(path == part or path.startswith(f"{part.rstrip('/')}/") for part in chosen)
+    ]  # fmt: skip
+
+
+def read_map(folder: Path, files: Mapping[str, bytes], chosen: Sequence[str]) -> TestMap:
+    """What has been measured of the test files below `chosen`."""
+    tests = []
+    for path in test_files(files, chosen):
+        if (record := _record(folder, path)) is not None:
+            tests += [
+                MappedTest(
+                    name=name,
+                    seconds=test["seconds"],
+                    fixtures=test["fixtures"],
+                    hits={file: int(bits, 16) for file, bits in test["hits"].items()},
+                )
+                for name, test in record["tests"].items()
+                if test["outcome"] == "passed"
+            ]
+    return TestMap(tests, files)
+
+
+def stale(folder: Path, files: Mapping[str, bytes], chosen: Sequence[str]) -> list[str]:
+    """The test files that have to be measured."""
+    return [path for path in test_files(files, chosen) if not _holds(_record(folder, path), path, files)]
+
+
+def measure(
+    folder: Path, files: Mapping[str, bytes], paths: Sequence[str], copies: Sequence[Path], say: Callable[[str], None]
+) -> None:
+    """Runs these test files in instrumented copies and keeps what ran."""
+
+    def run(worker: Worker, path: str) -> None:
+        answer = worker.run(files=[path], tests=None, hits=str(hits_of(worker.copy)), first=False)
+        executed = sorted({file for test in answer["tests"].values() for file in test["hits"]})
+        record = {
+            "digest": _digest(files[path]),
+            "executes": {file: _digest(files[file]) for file in executed},
+            "tests": answer["tests"],
+        }
+        _write_record(folder, path, record)
+        bad = [test for test, about in answer["tests"].items() if about["outcome"] == "failed"]
+        seconds = sum(test["seconds"] for test in answer["tests"].values())
+        say(f"map: {path}: {len(answer['tests'])} tests, {seconds:.0f} s" + "".join(f"\n  fails: {b}" for b in bad))
+
+    for_each(paths, copies, run)
+
+
+def _holds(record: Mapping[str, Any] | None, path: str, files: Mapping[str, bytes]) -> bool:
+    if record is None or record["digest"] != _digest(files[path]):
+        return False
+    return all(file in files and _digest(files[file]) == digest for file, digest in record["executes"].items())
+
+
+def _record(folder: Path, path: str) -> Any:
+    file = _file_of(folder, path)
+    return json.loads(gzip.decompress(file.read_bytes())) if file.is_file() else None
+
+
+def _write_record(folder: Path, path: str, record: Mapping[str, Any]) -> None:
+    file = _file_of(folder, path)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(gzip.compress(json.dumps(record).encode()))
+
+
+def _file_of(folder: Path, path: str) -> Path:
+    return folder / "tests" / (path.replace("/", "-") + ".json.gz")
+
+
+def _digest(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
