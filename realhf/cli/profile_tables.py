@@ -41,7 +41,7 @@ def show(out: Output, hardware: Hardware, request: ProfileRequest, profiles: Seq
     for path in profiles:
         profile = load_profile(path)
         out.print(timings_table(profile))
-        out.say(*overhead_lines(profile), f"written to {path}")
+        out.say(*overhead_lines(profile), *noise_lines(profile), f"written to {path}")
 
 
 def constants_table(found: MeasuredConstants, described: Hardware, asked: Sequence[Measurement]) -> Table:
@@ -70,6 +70,17 @@ def timings_table(profile: LayerProfile) -> Table:
         seconds = [*(curve.at(tokens) for curve in curves), decode]
         table.add_row(str(timings.tp), *(f"{1000 * s:.3f}" for s in seconds))
     return table
+
+
+def noise_lines(profile: LayerProfile) -> Iterator[str]:
+    """The curves that noise spoiled, and what helps."""
+    if profile.noisy:
+        yield (
+            "noisy even after measuring again, so these are levelled and predictions with them are rough: "
+            + "; ".join(profile.noisy)
+        )
+        readings = 2 * int(profile.measured.get("repetitions", 1))
+        yield f"end other programs on this machine and measure again with --force --repetitions {readings}"
 
 
 def overhead_lines(profile: LayerProfile) -> Iterator[str]:

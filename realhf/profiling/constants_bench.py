@@ -10,6 +10,7 @@ from realhf.architecture.model import DecoderConfig, DType
 from realhf.parallel.groups import ParallelGroups
 from realhf.planning.model.measured import MeasuredConstant, Measurement
 from realhf.profiling.model_bench import ModelBench, Stopwatch
+from realhf.profiling.network_bench import LEAST_PART
 
 # A product and a copy that leave the caches behind.
 PRODUCT_SIZE = {"cpu": 1024, "cuda": 8192}
@@ -75,7 +76,7 @@ class ConstantsBench:
     def _links(self) -> Iterator[tuple[str, MeasuredConstant]]:
         small, large = (self._message_s(size_bytes) for size_bytes in MESSAGE_BYTES)
         yield "intra_node_latency_s", small
-        longer_s = max(large.value - small.value, 1e-9)
+        longer_s = max(large.value - small.value, LEAST_PART * large.value)
         rate = (MESSAGE_BYTES[1] - MESSAGE_BYTES[0]) / longer_s
         yield "intra_node_bandwidth", MeasuredConstant(value=rate, spread=large.spread)
 

@@ -72,14 +72,15 @@ class Stopwatch:
         """(seconds of `part`, what `whole` takes beyond it), means over the ranks that work.
 
         The two are read in turns, and the rest is the median of the differences: what else the machine does
-        comes and goes, and strikes both readings of a turn alike.
+        comes and goes, and strikes both readings of a turn alike. On a busy machine the rest may still be lost in
+        noise, even negative; `measured_curves` measures it again.
         """
         loops, readings = self._effort(whole)
         turns = [(self._read(part, loops), self._read(whole, loops)) for _ in range(readings)]
         self._spreads.append(spread_of([both for _, both in turns]))
         part_s = statistics.median(one for one, _ in turns)
         rest_s = statistics.median(both - one for one, both in turns)
-        return self._combine(part_s, part), max(self._combine(rest_s, whole), 0.0)
+        return self._combine(part_s, part), self._combine(rest_s, whole)
 
     def seconds_of_both(self, first: Work | None, second: Work | None) -> tuple[float, float]:
         """(seconds of `first`, how much longer `second` takes), of the slowest rank; read in turns, as above.

@@ -8,7 +8,7 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -47,6 +47,14 @@ from realhf.planning.model.profile import (
 from realhf.profiling.call_bench import SEQUENCES, CallBench
 from realhf.profiling.communicator_bench import communicator_bytes
 from realhf.profiling.constants_bench import ConstantsBench
+from realhf.profiling.curves import (
+    LEAST_OF_EMBEDDING,
+    Floors,
+    backward_floors,
+    clock_floors,
+    measured_curves,
+    noise_text,
+)
 from realhf.profiling.job import JOB_FILE, ProfileJob, ProfileTarget
 from realhf.profiling.model_bench import ModelBench, Stopwatch
 from realhf.profiling.network_bench import there_and_back
@@ -74,6 +82,7 @@ class Profiler:
         self.job, self.rank, self.device, self.directory = job, rank, device, directory
         self.set_activity = set_activity
         self.watch = Stopwatch(device, job.repetitions)
+        self.noisy: list[str] = []  # what `_curves` found since it was last taken
         workers = job.num_workers
         self.layouts = {
             size: Layout(DeviceMesh(0, workers // size * size), ParallelStrategy(dp=workers // size, tp=size))
@@ -94,13 +103,13 @@ class Profiler:
         self.watch.take_spread()
         collectives = self._collectives()
         of_collectives: dict[ProfilePart, float] = {"collectives": self.watch.take_spread()} if collectives else {}
+        noisy_collectives = self._take_noisy()
         found: list[LayerProfile] = []
         measured: dict[tuple[DecoderConfig, DType], LayerProfile] = {}  # the first of those that differ in their heads
         for target in self.job.targets:
             key = _trunk(target.model), target.dtype
             if key in measured:
-                tensor = self._with_head(measured[key].tensor, target)
-                found.append(msgspec.structs.replace(measured[key], model=target.model, tensor=tensor))
+                found.append(self._with_head(measured[key], target))
             else:
                 measured[key] = self._measure(target)
                 found.append(measured[key])
@@ -114,7 +123,12 @@ class Profiler:
             "call_overhead_s": call_overhead_s,
         }
         return [
-            msgspec.structs.replace(profile, **of_machine, spread={**profile.spread, **of_collectives})
+            msgspec.structs.replace(
+                profile,
+                **of_machine,
+                spread={**profile.spread, **of_collectives},
+                noisy=(*profile.noisy, *noisy_collectives),
+            )
             for profile in found
         ]
 
@@ -170,49 +184,75 @@ class Profiler:
             overheads=overheads,
             reallocation=moved,
             spread=spread,
+            noisy=self._take_noisy(),
             measured=self._circumstances(),
         )
 
     def _tensor(self, target: ProfileTarget, tp: int) -> TensorTimings:
-        bench, sizes = self._bench(target, tp), self._token_sizes
+        bench, of_embedding = self._bench(target, tp), partial(backward_floors, part=LEAST_OF_EMBEDDING)
         what = f"{target.model.head} model, {target.dtype}, tp={tp}"
         self.set_activity(f"measuring layer and embedding: {what}")
-        layer_forward, layer_backward = self._curves(bench.layer(self._lengths(tokens)) for tokens in sizes)
-        embedding_forward, embedding_backward = self._curves(map(bench.embedding, sizes))
+        layer = self._both_ways(f"tp={tp} layer", lambda tokens: bench.layer(self._lengths(tokens)))
+        embedding = self._both_ways(f"tp={tp} embedding", bench.embedding, of_embedding)
         self.set_activity(f"measuring head: {what}")
-        head_forward, head_backward = self._curves(map(bench.head, sizes))
+        head = self._both_ways(_head_name(tp), bench.head)
         self.set_activity(f"measuring decode: {what}")
-        batches = powers_of_two(1, self.job.max_sequences)
         length = self.job.sequence_length
-        decode = tuple(
-            DecodeTimings(context=context, seconds=_curve(batches, [bench.decode(n, context) for n in batches]))
-            for context in sorted({max(length // 2, 1), length, 2 * length})
-        )
+        contexts = sorted({max(length // 2, 1), length, 2 * length})
         return TensorTimings(
             tp=tp,
             includes_all_reduce=True,
-            layer_forward=layer_forward,
-            layer_backward=layer_backward,
-            embedding_forward=embedding_forward,
-            embedding_backward=embedding_backward,
-            head_forward=head_forward,
-            head_backward=head_backward,
-            layer_decode=decode,
+            layer_forward=layer[0],
+            layer_backward=layer[1],
+            embedding_forward=embedding[0],
+            embedding_backward=embedding[1],
+            head_forward=head[0],
+            head_backward=head[1],
+            layer_decode=tuple(self._decode(bench, tp, context) for context in contexts),
         )
 
-    def _with_head(self, tensor: Sequence[TensorTimings], target: ProfileTarget) -> tuple[TensorTimings, ...]:
-        """Timings of a model type whose trunk was measured: only the head is new."""
-        found = []
-        for timings in tensor:
-            self.set_activity(f"measuring head: {target.model.head} model, {target.dtype}, tp={timings.tp}")
-            forward, backward = self._curves(map(self._bench(target, timings.tp).head, self._token_sizes))
-            found.append(msgspec.structs.replace(timings, head_forward=forward, head_backward=backward))
-        return tuple(found)
+    def _decode(self, bench: ModelBench, tp: int, context: int) -> DecodeTimings:
+        name = f"tp={tp} layer_decode of context {context}"
+        batches = powers_of_two(1, self.job.max_sequences)
+        (seconds,) = self._curves([name], "sequences", batches, lambda sequences: (bench.decode(sequences, context),))
+        return DecodeTimings(context=context, seconds=seconds)
 
-    def _curves(self, seconds: Iterable[tuple[float, float]]) -> tuple[Curve, Curve]:
-        """Of forward and backward, from those of each number of tokens."""
-        forward, backward = zip(*seconds, strict=True)
-        return _curve(self._token_sizes, forward), _curve(self._token_sizes, backward)
+    def _with_head(self, measured: LayerProfile, target: ProfileTarget) -> LayerProfile:
+        """The profile of a model type whose trunk was measured: only the head is new."""
+        tensor = []
+        for timings in measured.tensor:
+            self.set_activity(f"measuring head: {target.model.head} model, {target.dtype}, tp={timings.tp}")
+            forward, backward = self._both_ways(_head_name(timings.tp), self._bench(target, timings.tp).head)
+            tensor.append(msgspec.structs.replace(timings, head_forward=forward, head_backward=backward))
+        heads = tuple(_head_name(timings.tp) for timings in measured.tensor)
+        of_trunk = (text for text in measured.noisy if not text.startswith(heads))
+        noisy = (*of_trunk, *self._take_noisy())
+        return msgspec.structs.replace(measured, model=target.model, tensor=tuple(tensor), noisy=noisy)
+
+    def _both_ways(
+        self, name: str, measure: Callable[[int], tuple[float, float]], floors: Floors = backward_floors
+    ) -> tuple[Curve, Curve]:
+        """The curves of forward and backward by tokens."""
+        sizes = powers_of_two(SMALLEST_TOKENS, self.job.max_tokens)
+        forward, backward = self._curves([f"{name}_forward", f"{name}_backward"], "tokens", sizes, measure, floors)
+        return forward, backward
+
+    def _curves(
+        self,
+        names: Sequence[str],
+        unit: str,
+        sizes: Sequence[int],
+        measure: Callable[[int], tuple[float, ...]],
+        floors: Floors = clock_floors,
+    ) -> tuple[Curve, ...]:
+        """Those that `measure` gives the seconds of; takes note of the noisy ones by their names."""
+        found = measured_curves(sizes, measure, floors)
+        self.noisy += [noise_text(name, unit, each) for name, each in zip(names, found, strict=True) if each.noisy]
+        return tuple(each.curve for each in found)
+
+    def _take_noisy(self) -> tuple[str, ...]:
+        noisy, self.noisy = tuple(self.noisy), []
+        return noisy
 
     def _optimizer_s_per_parameter(self, target: ProfileTarget) -> float:
         """What a mini-batch does to all parameters beside AdamW included: zeroing gradients, norm, clipping."""
@@ -249,10 +289,6 @@ class Profiler:
         groups = self.table.groups(layout) if self.rank in layout.mesh.devices else None
         return ModelBench(target.model, target.dtype, groups, self.device, self.watch)
 
-    @property
-    def _token_sizes(self) -> list[int]:
-        return powers_of_two(SMALLEST_TOKENS, self.job.max_tokens)
-
     def _lengths(self, tokens: int) -> list[int]:
         return spread_lengths(tokens, self.job.sequence_length, self.job.length_spread)
 
@@ -281,12 +317,13 @@ class Profiler:
         }
 
     def _collective(self, kind: CollectiveKind, size: int, run: Run | None) -> CollectiveTimings:
-        seconds = []
-        for size_bytes in COLLECTIVE_BYTES:
+        def measure(size_bytes: int) -> tuple[float]:
             buffer = torch.zeros(size_bytes // 4, device=self.device)  # float32
             taken = self.watch.seconds(None if run is None else partial(run, buffer), slowest=True)
-            seconds.append(taken / 2 if kind == "send" else taken)
-        return CollectiveTimings(kind=kind, group_size=size, seconds=_curve(COLLECTIVE_BYTES, seconds))
+            return (taken / 2 if kind == "send" else taken,)
+
+        (seconds,) = self._curves([f"{kind} of {size}"], "bytes", COLLECTIVE_BYTES, measure)
+        return CollectiveTimings(kind=kind, group_size=size, seconds=seconds)
 
     def _there_and_back(self, buffer: Tensor) -> None:
         there_and_back(self.table.groups(self.pairs[self.rank // 2]), buffer)
@@ -334,8 +371,8 @@ def _is_legal(model: DecoderConfig, tp: int) -> bool:
     return True
 
 
-def _curve(sizes: Sequence[int], seconds: Sequence[float]) -> Curve:
-    return Curve(tuple(map(float, sizes)), tuple(round(s, 9) for s in seconds))
+def _head_name(tp: int) -> str:
+    return f"tp={tp} head"
 
 
 def carry_out(job: ProfileJob, directory: RunDirectory, rank: int, set_activity: Callable[[str], None]) -> None:

@@ -17,10 +17,11 @@ from realhf.cli import main
 from realhf.launch.local import LocalLauncher
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.model.measured import constants_path, load_constants
-from realhf.planning.model.profile import LayerProfile, load_profile, profile_path
+from realhf.planning.model.profile import CallOverheads, LayerProfile, load_profile, profile_path
 from realhf.planning.model.timings import load_costs
 from realhf.profiling.model_bench import spread_of
 from tests.distributed.pool import run_distributed
+from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.distributed
 
@@ -297,6 +298,56 @@ def _stopwatch_on_two_ranks(rank: int) -> list[float]:
         *watch.seconds_and_rest(alone, clock.work(1.0)),
         *watch.seconds_of_both(clock.work(2.0), work),
     ]
+
+
+def _profiles_of_noise(rank: int) -> list[tuple[tuple[str, ...], float]]:
+    """What one worker keeps of readings that say that no backward pass takes any time."""
+    import torch
+
+    from realhf.profiling import profiler
+    from realhf.profiling.job import ProfileJob, ProfileTarget
+
+    class Bench(profiler.ModelBench):
+        def layer(self, lengths: list[int]) -> tuple[float, float]:
+            return float(sum(lengths)), -1.0
+
+        def embedding(self, tokens: int) -> tuple[float, float]:
+            return float(tokens), 10.0 + tokens
+
+        def head(self, tokens: int) -> tuple[float, float]:
+            return float(tokens), -2.0 if self.model.head == "lm" else 10.0 + tokens
+
+        def decode(self, sequences: int, context: int, *, replays: bool = True) -> float:
+            return float(context - sequences)
+
+    profiler.ModelBench = Bench
+    profiler.CallBench.overheads = lambda *_: CallOverheads()  # not of interest here, and slow
+    profiler.median_round_trip_s = lambda *_: 1.0
+    models = (ONE_KV_HEAD, ONE_KV_HEAD.with_head("scalar"))
+    with tempfile.TemporaryDirectory() as folder:
+        job = ProfileJob(
+            hardware="cpu",
+            targets=tuple(ProfileTarget(model=model, dtype="float32", path="") for model in models),
+            num_workers=1,
+            batch_size=2,
+            sequence_length=4,
+            length_spread=0,
+            max_tokens=64,
+            max_sequences=2,
+            repetitions=1,
+            timeout_s=PATIENCE_S,
+        )
+        found = profiler.Profiler(job, rank, torch.device("cpu"), Path(folder), lambda _: None).profiles()
+    return [(profile.noisy, min(profile.tensor[0].layer_backward.seconds)) for profile in found]
+
+
+def test_what_noise_spoiled_is_in_every_profile_that_it_belongs_to():
+    ((lm, lm_s), (scalar, scalar_s)) = run_distributed(_profiles_of_noise, 1)[0]
+    of_trunk = ["tp=1 layer_backward at 16, 32, 64 tokens"]
+    decode = [f"tp=1 layer_decode of context {context} at 1, 2 sequences" for context in (2, 4)]
+    assert sorted(lm) == sorted([*of_trunk, "tp=1 head_backward at 16, 32, 64 tokens", *decode])
+    assert sorted(scalar) == sorted([*of_trunk, *decode])
+    assert lm_s == scalar_s == 16 / 4
 
 
 def test_the_stopwatch_gives_all_ranks_the_mean_or_the_slowest_of_those_that_work():

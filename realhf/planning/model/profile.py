@@ -3,6 +3,7 @@
 import hashlib
 import math
 from bisect import bisect_right
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, get_args
 
@@ -41,10 +42,17 @@ class Curve(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         check_fields("", self, {"sizes": BYTES, "seconds": SECONDS})
 
     def at(self, size: float) -> float:
-        """Piecewise linear between measured sizes (ReaL, section 5.1), the outer pieces extended; never below 0."""
+        """Piecewise linear between measured sizes (ReaL, section 5.1), the outer pieces extended.
+
+        Below the smallest size this is at least its seconds for each of its tokens, and above the largest at least
+        the seconds of that one: noise in the outer pieces makes nothing free.
+        """
         right = min(max(bisect_right(self.sizes, size), 1), len(self.sizes) - 1)
         (x, next_x), (y, next_y) = self.sizes[right - 1 : right + 1], self.seconds[right - 1 : right + 1]
-        return max(y + (size - x) * (next_y - y) / (next_x - x), 0.0)
+        seconds = y + (size - x) * (next_y - y) / (next_x - x)
+        if size < self.sizes[0]:
+            return max(seconds, self.seconds[0] * size / self.sizes[0])
+        return max(seconds, self.seconds[-1]) if size > self.sizes[-1] else seconds
 
 
 class DecodeTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -79,6 +87,14 @@ class TensorTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         check_fields("", self, {"tp": DEVICES})
         if not contexts or contexts != sorted(set(contexts)):
             raise ValueError("layer_decode must have increasing contexts")
+
+    def curves(self) -> Iterator[tuple[str, Curve]]:
+        """All curves, by name."""
+        for name in self.__struct_fields__:
+            if isinstance(value := getattr(self, name), Curve):
+                yield name, value
+        for decode in self.layer_decode:
+            yield f"layer_decode of context {decode.context}", decode.seconds
 
 
 class CollectiveTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -127,7 +143,8 @@ class ReallocationTimings(msgspec.Struct, frozen=True, kw_only=True, forbid_unkn
 class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What was measured of one model type in one dtype on one machine. `profiles/README.md` describes every field.
 
-    `spread`: of each part the standard deviation of the logarithm of repeated readings.
+    `spread`: of each part the standard deviation of the logarithm of repeated readings. `noisy`: curves, and their
+    sizes, that were below what is possible or fell with the size even when they were measured again.
     """
 
     hardware: str
@@ -143,6 +160,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     reallocation: ReallocationTimings | None = None
     communicator_bytes: int | None = None
     spread: dict[ProfilePart, float] = {}
+    noisy: tuple[str, ...] = ()
     measured: dict[str, str | int | float] = {}
     format: str = FORMAT
 
@@ -166,7 +184,7 @@ class LayerProfile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def interpolate(points: list[tuple[float, float]], x: float) -> float:
-    """Piecewise linear through (x, y) points with increasing x; one point is a constant; never below 0."""
+    """Piecewise linear through (x, y) points with increasing x, as a `Curve`; one point is a constant."""
     if len(points) == 1:
         return points[0][1]
     return Curve(*zip(*points, strict=True)).at(x)
@@ -199,4 +217,12 @@ def load_profile(path: str | Path) -> LayerProfile:
     profile = read_file(path, lambda data: decode_json(data, LayerProfile), "layer profile", remedy)
     if profile.format != FORMAT:
         raise UserError(f"{path}: format {profile.format!r} is not {FORMAT!r}; {remedy}")
+    for timings in profile.tensor:
+        for name, curve in timings.curves():
+            if min(curve.seconds) <= 0:
+                size = curve.sizes[curve.seconds.index(min(curve.seconds))]
+                raise UserError(
+                    f"{path}: {name} at tp={timings.tp} takes 0 s at {size:g}, which noise of a busy machine made; "
+                    "measure it again with `realhf profile --force`"
+                )
     return profile

@@ -66,9 +66,27 @@ def test_interpolation() -> None:
     curve = Curve((1, 2, 4), (1.0, 3.0, 4.0))
     assert [curve.at(x) for x in (1, 1.5, 2, 3, 4)] == [1.0, 2.0, 3.0, 3.5, 4.0]
     assert curve.at(8) == 6.0  # the last piece goes on
-    assert curve.at(0.75) == 0.5  # and so does the first
-    assert curve.at(0) == 0.0  # though never below zero
+    assert Curve((2, 4), (3.0, 4.0)).at(1) == 2.5  # and so does the first
     assert interpolate([(2.0, 5.0)], 9) == 5.0
+
+
+def test_beyond_the_measured_sizes_nothing_is_free() -> None:
+    steep = Curve((2, 4), (1.0, 7.0))
+    assert [steep.at(x) for x in (0, 0.5, 1, 2)] == [0.0, 0.25, 0.5, 1.0]  # in proportion; the piece itself is below 0
+    falling = Curve((1, 2, 4), (1.0, 8.0, 6.0))
+    assert [falling.at(x) for x in (4, 5, 100)] == [6.0, 6.0, 6.0]
+
+
+def test_a_profile_with_a_time_of_zero_is_to_be_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "profile.json"
+    broken = structs.replace(tensor(1, 1.0), layer_backward=Curve((1, 4), (0.0, 8.0)))
+    save_profile(profile(broken), path)
+    with pytest.raises(UserError, match=r"layer_backward at tp=1 takes 0 s at 1, .* `realhf profile --force`"):
+        load_profile(path)
+    decode = DecodeTimings(context=10, seconds=Curve((1, 2), (1.0, 0.0)))
+    save_profile(profile(structs.replace(tensor(1, 1.0), layer_decode=(decode,))), path)
+    with pytest.raises(UserError, match="layer_decode of context 10 at tp=1 takes 0 s at 2"):
+        load_profile(path)
 
 
 @pytest.mark.parametrize(
