@@ -51,15 +51,17 @@ class TestMap:
         self._words: dict[str, frozenset[str]] = {}
 
     def of(self, mutant: Mutant, budget_s: float) -> tuple[list[MappedTest], int]:
-        """The tests that execute it, file by file, quick files first, in all about `budget_s` long; and the number of
-        all that do."""
+        """The tests that execute it, file by file, in all about `budget_s` long; and the number of all that do.
+
+        First the files of the same room, and of these and of others the quick ones.
+        """
         found = self._of_import(mutant) if mutant.names else self._executing({mutant.path: _bits(mutant.runs)})
         by_file: dict[str, list[MappedTest]] = {}
         for test in found:
             by_file.setdefault(test.file, []).append(test)
         chosen: list[MappedTest] = []
         left_s, fixtures = budget_s, set[str]()
-        for tests in sorted(by_file.values(), key=_mean_seconds):
+        for _, tests in sorted(by_file.items(), key=lambda item: (_distance(mutant.path, item[0]), _mean_s(item[1]))):
             for test in sorted(tests, key=lambda test: test.seconds):
                 cost_s = test.seconds + sum(s for name, s in test.fixtures.items() if name not in fixtures)
                 if chosen and cost_s > left_s:
@@ -98,7 +100,14 @@ class TestMap:
         return self._words[path]
 
 
-def _mean_seconds(tests: Sequence[MappedTest]) -> float:
+def _distance(path: str, test_file: str) -> int:
+    """How many folders of realhf/ROOM/FILE are not those of tests/unit/ROOM/test_FILE."""
+    rooms, others = path.split("/")[1:-1], test_file.split("/")[2:-1]
+    common = next((n for n, pair in enumerate(zip(rooms, others, strict=False)) if pair[0] != pair[1]), len(others))
+    return len(rooms) - min(common, len(rooms))
+
+
+def _mean_s(tests: Sequence[MappedTest]) -> float:
     return sum(test.seconds + sum(test.fixtures.values()) for test in tests) / len(tests)
 
 

@@ -161,6 +161,18 @@ def test_tests_of_a_line_quick_files_first_within_the_budget() -> None:
     assert found.of(mutant_at("return"), 9.0) == ([], 0)
 
 
+def test_tests_of_the_same_room_come_first() -> None:
+    files = [
+        "tests/unit/engine/train/test_a.py",
+        "tests/unit/engine/test_b.py",
+        "tests/unit/data/test_c.py",
+        "tests/e2e/test_d.py",
+    ]
+    distances = [maps._distance("realhf/engine/train/a.py", file) for file in files]
+    assert distances == [0, 1, 2, 2]
+    assert maps._distance("realhf/data/a.py", "tests/unit/data/script/test_e.py") == 0
+
+
 def test_tests_of_a_constant_run_a_line_that_has_its_name_or_are_in_a_file_that_has() -> None:
     files = {
         "realhf/a.py": SOURCE,
