@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from realhf.algorithms.functional import clipped_surrogate
+from realhf.algorithms.functional import clipped_surrogate, log_ratios
 from realhf.algorithms.options import ClippedOptions
 from realhf.algorithms.samples import drawn_by
 from realhf.algorithms.statistics import mean_of
@@ -18,7 +18,9 @@ def clipped_policy(logprob: Tensor, batch: Batch, options: ClippedOptions) -> tu
     Statistics: `clip_fraction`.
     """
     advantage = batch.packed("advantage").values
-    loss, is_clipped = clipped_surrogate(logprob - drawn_by(batch), advantage, options.clip_low, options.clip_high)
+    loss, is_clipped = clipped_surrogate(
+        log_ratios(logprob, drawn_by(batch)), advantage, options.clip_low, options.clip_high
+    )
     if "importance" in batch.data:
         loss = loss * batch.packed("importance").values
     return loss, {"clip_fraction": mean_of(is_clipped)}

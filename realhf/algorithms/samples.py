@@ -13,6 +13,7 @@ from realhf.api.script.columns import Columns
 from realhf.base.errors import UserError
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Context, Stats
+from realhf.engine.returned import InterfaceError
 
 
 def responses(rollout: Columns) -> list[Tensor]:
@@ -30,7 +31,32 @@ def validity(columns: Columns) -> Tensor:
     valid = columns.get("valid")
     if valid is None:
         return torch.ones(len(columns), dtype=torch.bool)
-    return torch.cat(valid).cpu() > 0
+    return of_responses("valid", valid, columns.ids).cpu() > 0
+
+
+def rewards_of(columns: Columns, key: str = "reward") -> Tensor:
+    """[batch] float64: the reward of each response, from the column `reward`. `key` names it in errors.
+
+    Raises:
+        InterfaceError: a sample has a reward of another shape than [1], such as one for each token.
+    """
+    return of_responses(key, columns.reward, columns.ids).double()
+
+
+def of_responses(key: str, column: Sequence[Tensor], ids: Sequence[int]) -> Tensor:
+    """[batch]: a column that has one number, [1], for each sample.
+
+    Raises:
+        InterfaceError: a sample has another shape; the text names key, sample, shape and remedy.
+    """
+    for sample, value in zip(ids, column, strict=True):
+        if value.shape != (1,):
+            raise InterfaceError(
+                f"{key!r} of sample {sample} has the shape {list(value.shape)}, must be [1]: one number for the whole "
+                "response; add up what its tokens have (.sum().view(1)), or give numbers of tokens under another key "
+                "to a tensor function of your own"
+            )
+    return torch.cat(list(column))
 
 
 def drawn_by(batch: Batch) -> Tensor:
@@ -60,7 +86,7 @@ def of_ids(grouped: Tensor, ids: Sequence[int]) -> Tensor:
 
 def at_tokens(of_samples: Tensor, lengths: Tensor) -> list[Tensor]:
     """One number a sample, [batch], at each token of its response: per sample [response]."""
-    return [x.expand(int(n)) for x, n in zip(of_samples, lengths, strict=True)]
+    return [x.expand(n) for x, n in zip(of_samples, lengths.tolist(), strict=True)]
 
 
 def is_whole(rollout: Columns, options: PolicyOptions) -> Tensor:

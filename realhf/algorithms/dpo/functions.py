@@ -5,6 +5,7 @@ from torch import Tensor
 
 from realhf.algorithms import functional as F
 from realhf.algorithms.dpo.config import DPO
+from realhf.algorithms.samples import of_responses
 from realhf.algorithms.statistics import mean_of
 from realhf.api.script.columns import Columns
 from realhf.engine.batch import Batch
@@ -34,8 +35,8 @@ def dpo_pairs(chosen: Tensor, rejected: Tensor, batch: Batch, dpo: DPO) -> tuple
         (chosen, rejected)
         if dpo.reference_free
         else (
-            chosen - torch.cat(batch.data["chosen_ref_logprob"]),
-            rejected - torch.cat(batch.data["rejected_ref_logprob"]),
+            chosen - of_responses("chosen_ref_logprob", batch.data["chosen_ref_logprob"], batch.ids),
+            rejected - of_responses("rejected_ref_logprob", batch.data["rejected_ref_logprob"], batch.ids),
         )
     )
     good_tokens, bad_tokens = _answer_tokens(batch, "chosen", chosen), _answer_tokens(batch, "rejected", rejected)

@@ -36,8 +36,7 @@ class SampledAccuracyInterface:
 
     def _finished(self, tokens: Tensor) -> str | None:
         """The text before the end token; None where no end token comes last."""
-        *before, last = tokens.tolist()
-        if last != self.config.end_token:
+        if tokens[-1:].tolist() != [self.config.end_token]:
             return None
-        text: str = self._tokenizer.decode(before, skip_special_tokens=False)
+        text: str = self._tokenizer.decode(tokens[:-1].tolist(), skip_special_tokens=False)
         return text

@@ -23,7 +23,9 @@ from realhf.algorithms.functional.divergence import (
     kl_k2,
     kl_k3,
 )
+from realhf.algorithms.functional.exponentials import bounded, log_ratios, ratios, wide
 from realhf.algorithms.functional.groups import (
+    centred_in_groups,
     first_groups,
     group_advantages,
     group_means,
@@ -39,9 +41,12 @@ from realhf.algorithms.functional.importance import (
     response_sums,
 )
 from realhf.algorithms.functional.moments import (
-    masked_moments,
+    Spread,
     mean_and_variance,
     moments,
+    sample_spreads,
+    spread_of,
+    standardised,
     whiten,
 )
 from realhf.algorithms.functional.policy import (
@@ -75,9 +80,12 @@ from realhf.algorithms.functional.values import (
 )
 
 __all__ = [
+    "Spread",
     "ValueScale",
     "adapted_kl_coef",
     "at_least_fp32",
+    "bounded",
+    "centred_in_groups",
     "cispo_loss",
     "clipped_surrogate",
     "clipped_value_loss",
@@ -99,23 +107,27 @@ __all__ = [
     "kl_penalised_rewards",
     "last_positions",
     "leave_one_out_advantages",
+    "log_ratios",
     "margin_loss",
-    "masked_moments",
     "mean_and_variance",
     "moments",
     "normalised",
     "pairwise_loss",
     "ppo_policy_loss",
     "predicting_positions",
+    "ratios",
     "response_means",
     "response_sums",
     "rewards_to_go",
     "safe_pairwise_loss",
+    "sample_spreads",
     "sapo_loss",
     "sequence_log_ratio",
     "sequence_log_weight",
     "sequence_token_log_ratio",
+    "spread_of",
     "standard_deviation",
+    "standardised",
     "standardised_score",
     "token_logprobs",
     "token_statistics",
@@ -123,4 +135,5 @@ __all__ = [
     "value_loss",
     "vespo_loss",
     "whiten",
+    "wide",
 ]

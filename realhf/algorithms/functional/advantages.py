@@ -24,16 +24,17 @@ def kl_penalised_rewards(
     with the estimate of the divergence from drawn tokens; k1 is logprob_j - ref_logprob_j.
 
     Args:
-        score: [1], of the whole response.
+        score: [1], of the whole response; an empty response has no token for it.
         logprob, ref_logprob: [response], of the drawn tokens under the policy that drew them and under the reference.
 
     Returns:
-        [response].
+        [response], float64.
 
     Source: Ouyang et al., "Training language models to follow instructions" (2022), section 3.5.
     """
-    rewards = -kl_coef * kl_estimate(estimator, logprob, ref_logprob)
-    rewards[-1] += score[0]
+    rewards = -kl_coef * kl_estimate(estimator, logprob.double(), ref_logprob.double())
+    if len(rewards):  # an empty response has no token to reward
+        rewards[-1] += score[0]
     return rewards
 
 

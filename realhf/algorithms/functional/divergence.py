@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from realhf.algorithms.choices import KLEstimator
+from realhf.algorithms.functional.exponentials import bounded, log_ratios
 
 
 def kl_k1(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
@@ -23,10 +24,12 @@ def kl_k2(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
 def kl_k3(logprob: Tensor, ref_logprob: Tensor) -> Tensor:
     """Per token r - 1 - log r with r = q / p, tokens drawn from p: unbiased for KL(p || q), never negative.
 
+    In float64: a small divergence is the small difference of numbers near 1.
+
     Source: J. Schulman, "Approximating KL Divergence" (2020); the estimate that GRPO uses.
     """
-    log_ratio = ref_logprob - logprob
-    return log_ratio.exp() - 1 - log_ratio
+    log_ratio = log_ratios(ref_logprob, logprob)
+    return (bounded(log_ratio).expm1() - log_ratio).clamp(min=0)
 
 
 def kl_estimate(estimator: KLEstimator, logprob: Tensor, ref_logprob: Tensor) -> Tensor:
@@ -44,13 +47,14 @@ def adapted_kl_coef(kl_coef: float, kl: float, target: float, samples: int, hori
     """The coefficient of the next step: it grows where the divergence is above its target, and shrinks where below.
 
         e  = clip(kl / target - 1, -0.2, 0.2)
-        c' = c * (1 + e * samples / horizon)
+        c' = c * (1 + e * min(samples / horizon, 1))
 
     Args:
         kl: of a sequence (a sum over its tokens), the mean over this step's samples.
-        samples: of the step; horizon: samples after which the coefficient has changed by a factor of about e^0.2.
+        samples: of the step; horizon: samples after which the coefficient has changed by a factor of about e^0.2. More
+            samples than the horizon count as many as it: the coefficient of a large step would become negative.
 
     Source: Ziegler et al., "Fine-tuning language models from human preferences" (2019), section 2.2.
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
-    return kl_coef * (1 + error * samples / horizon)
+    return kl_coef * (1 + error * min(samples / horizon, 1.0))

@@ -2,6 +2,9 @@
 
 All functions take what `Context.in_order` gives, the samples of the whole step in the order of their ids, so the result
 does not depend on where the samples lie. `is_valid` samples alone count; the others get an advantage of 0.
+
+Differences and squares are taken in float64, from one of the members: equal rewards of any size differ by exactly 0.
+Results have the dtype of the rewards.
 """
 
 import torch
@@ -14,8 +17,12 @@ SCALE_EPS = 1e-4  # TRL's and DeepSeekMath's code
 
 def group_means(x: Tensor, is_valid: Tensor) -> Tensor:
     """[groups, 1]: the mean of the valid members of each group; 0 where there are none. `x`, `is_valid` [groups, G]."""
-    count = is_valid.sum(1, keepdim=True)
-    return _kept(x, is_valid).sum(1, keepdim=True) / count.clamp(min=1)
+    return _mean(x.double(), is_valid, (1,)).to(x.dtype)
+
+
+def centred_in_groups(x: Tensor, is_valid: Tensor) -> Tensor:
+    """`x` less the mean of the valid members of its group, 0 at the others; `x`, `is_valid` [groups, G]."""
+    return _centred(x, is_valid, (1,)).to(x.dtype)
 
 
 def standard_deviation(x: Tensor, is_valid: Tensor, dim: int | None = None) -> Tensor:
@@ -24,11 +31,7 @@ def standard_deviation(x: Tensor, is_valid: Tensor, dim: int | None = None) -> T
     Args:
         x, is_valid: [groups, G].
     """
-    dims = (0, 1) if dim is None else (dim,)
-    count = is_valid.sum(dims, keepdim=True)
-    mean = _kept(x, is_valid).sum(dims, keepdim=True) / count.clamp(min=1)
-    square = _kept((x - mean).square(), is_valid).sum(dims, keepdim=True)
-    return (square / (count - 1).clamp(min=1)).sqrt()
+    return _deviation(x, is_valid, (0, 1) if dim is None else (dim,)).to(x.dtype)
 
 
 def group_advantages(rewards: Tensor, is_valid: Tensor, scale: RewardScale = "group") -> Tensor:
@@ -47,15 +50,15 @@ def group_advantages(rewards: Tensor, is_valid: Tensor, scale: RewardScale = "gr
     Sources: Shao et al., "DeepSeekMath" (2024), section 4.1.2 ("group"); Hu et al., "REINFORCE++" (2025), and Liu et
     al., "Part I: tricks or traps?" (2025) ("batch"); Liu et al., "Understanding R1-Zero-like training" (2025) ("none").
     """
-    advantage = rewards - group_means(rewards, is_valid)
+    advantage = _centred(rewards, is_valid, (1,))
     match scale:
         case "group":
-            advantage = advantage / (standard_deviation(rewards, is_valid, dim=1) + SCALE_EPS)
+            advantage = advantage / (_deviation(rewards, is_valid, (1,)) + SCALE_EPS)
         case "batch":
-            advantage = advantage / (standard_deviation(rewards, is_valid) + SCALE_EPS)
+            advantage = advantage / (_deviation(rewards, is_valid, (0, 1)) + SCALE_EPS)
         case "none":
             pass
-    return _kept(advantage, is_valid)
+    return advantage.to(rewards.dtype)
 
 
 def leave_one_out_advantages(rewards: Tensor, is_valid: Tensor) -> Tensor:
@@ -73,16 +76,16 @@ def leave_one_out_advantages(rewards: Tensor, is_valid: Tensor) -> Tensor:
 
     Source: Ahmadian et al., "Back to basics: REINFORCE style optimization" (2024), equation 8.
     """
-    total = _kept(rewards, is_valid).sum(1, keepdim=True)
+    # r_i - mean of the others = n / (n - 1) * (r_i - mean of all)
     count = is_valid.sum(1, keepdim=True)
-    others = (total - rewards) / (count - 1).clamp(min=1)
-    return _kept(rewards - others, is_valid & (count > 1))
+    advantage = _centred(rewards, is_valid, (1,)) * count / (count - 1).clamp(min=1)
+    return _kept(advantage, count > 1).to(rewards.dtype)
 
 
 def normalised(x: Tensor, is_valid: Tensor) -> Tensor:
     """(x - mean) / (std + 1e-4) over all valid elements, 0 at the others; `x`, `is_valid` [groups, G]."""
-    mean = _kept(x, is_valid).sum() / is_valid.sum().clamp(min=1)
-    return _kept((x - mean) / (standard_deviation(x, is_valid) + SCALE_EPS), is_valid)
+    everything = (0, 1)
+    return (_centred(x, is_valid, everything) / (_deviation(x, is_valid, everything) + SCALE_EPS)).to(x.dtype)
 
 
 def is_informative(rewards: Tensor, is_valid: Tensor) -> Tensor:
@@ -98,6 +101,26 @@ def is_informative(rewards: Tensor, is_valid: Tensor) -> Tensor:
 def first_groups(is_chosen: Tensor, count: int) -> Tensor:
     """[groups] bool: the first `count` of the chosen groups, in their order; all of them where there are fewer."""
     return is_chosen & (is_chosen.cumsum(0) <= count)
+
+
+def _centred(x: Tensor, is_valid: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """`x` less the mean of the valid elements along `dims`, float64; 0 where not valid."""
+    x = x.double()
+    return _kept(x - _mean(x, is_valid, dims), is_valid)
+
+
+def _mean(x: Tensor, is_valid: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """The mean of the valid elements along `dims` (kept), exactly theirs if they are equal; 0 where there are none."""
+    count = is_valid.sum(dims, keepdim=True)
+    origin = x.masked_fill(~is_valid, -torch.inf).amax(dims, keepdim=True)
+    origin = _kept(origin, count > 0)
+    return origin + _kept(x - origin, is_valid).sum(dims, keepdim=True) / count.clamp(min=1)
+
+
+def _deviation(x: Tensor, is_valid: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """See `standard_deviation`; float64, `dims` kept."""
+    squares = _centred(x, is_valid, dims).square().sum(dims, keepdim=True)
+    return (squares / (is_valid.sum(dims, keepdim=True) - 1).clamp(min=1)).sqrt()
 
 
 def _kept(x: Tensor, is_valid: Tensor) -> Tensor:

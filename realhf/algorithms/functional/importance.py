@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.choices import ImportanceCorrection
+from realhf.algorithms.functional.exponentials import log_ratios, ratios
 
 
 def importance_weights(
@@ -20,21 +21,21 @@ def importance_weights(
         drawn, old: [responses]; lengths: [batch] tokens of each response; bounds: the least and the largest weight.
 
     Returns:
-        [responses], without gradient.
+        [responses], without gradient, in the dtype of `old`.
 
     Sources: Yao et al., "Your efficient RL framework secretly brings you off-policy RL training" (2025) (TIS); Liu et
     al., "When speed kills stability" (2025) (MIS, and weights of sequences).
     """
     if correction == "none":
         return torch.ones_like(old)
-    log_weight = old.detach() - drawn.detach()
+    log_weight = log_ratios(old.detach(), drawn.detach())
     if correction.startswith("sequence"):
         log_weight = response_sums(log_weight, lengths)
-    weight = log_weight.exp()
+    weight = ratios(log_weight)
     low, high = bounds
     if correction.endswith("truncate"):
-        return weight.clamp(low, high)
-    return torch.where((weight >= low) & (weight <= high), weight, torch.zeros_like(weight))
+        return weight.clamp(low, high).to(old.dtype)
+    return torch.where((weight >= low) & (weight <= high), weight, 0.0).to(old.dtype)
 
 
 def is_near_policy(advantage: Tensor, logprob: Tensor, drawn: Tensor, lengths: Tensor, threshold: float) -> Tensor:
@@ -44,7 +45,7 @@ def is_near_policy(advantage: Tensor, logprob: Tensor, drawn: Tensor, lengths: T
 
     Source: DeepSeek-AI, "DeepSeek-V3.2" (2025), equation 9 (off-policy sequence masking).
     """
-    divergence = response_means(drawn - logprob.detach(), lengths)
+    divergence = response_means(log_ratios(drawn, logprob.detach()), lengths)
     return (advantage >= 0) | (divergence <= threshold)
 
 

@@ -1,7 +1,8 @@
 """Losses of a policy: surrogates of the advantage, per response token and not reduced.
 
 `log_ratio` is log(policy / old policy) with gradient, of a token or of a sequence (`sequence_log_ratio`), repeated for
-each of its tokens. `[responses]` are the response tokens of all samples end to end.
+each of its tokens. `[responses]` are the response tokens of all samples end to end. Losses are float64, see
+`realhf.algorithms.functional.exponentials`.
 """
 
 import math
@@ -9,6 +10,7 @@ import math
 import torch
 from torch import Tensor
 
+from realhf.algorithms.functional.exponentials import log_ratios, ratios, wide
 from realhf.algorithms.functional.importance import response_means, response_sums
 
 
@@ -32,7 +34,7 @@ def ppo_policy_loss(
     Sources: Schulman et al., "Proximal policy optimization algorithms" (2017), equation 7; Ye et al., "Mastering
     complex control in MOBA games" (2020), section "Dual-clip PPO".
     """
-    ratio = (logprob - old_logprob).exp()
+    ratio = ratios(log_ratios(logprob, old_logprob))
     free = -ratio * advantage
     clipped = -ratio.clamp(1 - clip, 1 + clip) * advantage
     loss, is_clipped = torch.maximum(free, clipped), clipped > free
@@ -60,7 +62,7 @@ def clipped_surrogate(
     Sources: Yu et al., "DAPO" (2025), equation 10 (clip-higher); Prime Intellect, "INTELLECT-2" (2025), section 3.4
     (two-sided clipping).
     """
-    ratio = log_ratio.exp()
+    ratio = ratios(log_ratio)
     free = ratio.clamp(max=delta) if delta else ratio
     loss = -torch.minimum(free * advantage, ratio.clamp(1 - clip_low, 1 + clip_high) * advantage)
     rounding = 16 * torch.finfo(advantage.dtype).eps
@@ -81,8 +83,8 @@ def cispo_loss(log_ratio: Tensor, logprob: Tensor, advantage: Tensor, ratio_cap:
 
     Source: MiniMax, "MiniMax-M1" (2025), equation 4.
     """
-    ratio = log_ratio.detach().exp()
-    return -ratio.clamp(max=ratio_cap) * advantage * logprob, (ratio > ratio_cap) & (advantage > 0)
+    ratio = ratios(log_ratio.detach())
+    return -ratio.clamp(max=ratio_cap) * advantage * wide(logprob), (ratio > ratio_cap) & (advantage > 0)
 
 
 def sapo_loss(log_ratio: Tensor, advantage: Tensor, temperature_up: float, temperature_down: float) -> Tensor:
@@ -95,8 +97,8 @@ def sapo_loss(log_ratio: Tensor, advantage: Tensor, temperature_up: float, tempe
 
     Source: Gao et al., "Soft adaptive policy optimization" (2025), equations 5 and 6.
     """
-    t = torch.where(advantage > 0, temperature_up, temperature_down).to(log_ratio.dtype)
-    return -torch.sigmoid(t * (log_ratio.exp() - 1)) * 4 / t * advantage
+    t = torch.where(advantage > 0, temperature_up, temperature_down).double()
+    return -torch.sigmoid(t * (ratios(log_ratio) - 1)) * 4 / t * advantage
 
 
 def vespo_loss(
@@ -115,12 +117,12 @@ def vespo_loss(
 
     Source: "VESPO: Variational sequence-level soft policy optimization" (2026), as TRL 1.12 computes it.
     """
-    log_w = log_weight.detach().clamp(math.log(1e-8), 20.0)
+    log_w = log_weight.detach().double().clamp(math.log(1e-8), 20.0)
     is_good = advantage >= 0
     k = torch.where(is_good, up[0], down[0]).to(log_w.dtype)
     lam = torch.where(is_good, up[1], down[1]).to(log_w.dtype)
     phi = (lam + k * log_w - lam * log_w.exp()).exp()
-    return -phi * advantage * logprob
+    return -phi * advantage * wide(logprob)
 
 
 def sequence_log_ratio(log_ratio: Tensor, lengths: Tensor) -> Tensor:
@@ -128,7 +130,7 @@ def sequence_log_ratio(log_ratio: Tensor, lengths: Tensor) -> Tensor:
 
     Source: Zheng et al., "Group sequence policy optimization" (2025), equation 7.
     """
-    return response_means(log_ratio, lengths)
+    return response_means(wide(log_ratio), lengths)
 
 
 def sequence_token_log_ratio(log_ratio: Tensor, logprob: Tensor, lengths: Tensor) -> Tensor:
@@ -136,7 +138,7 @@ def sequence_token_log_ratio(log_ratio: Tensor, logprob: Tensor, lengths: Tensor
 
     Source: Zheng et al. (2025), equation 14 (GSPO-token).
     """
-    return response_means(log_ratio, lengths).detach() + logprob - logprob.detach()
+    return response_means(log_ratio.detach().double(), lengths) + (wide(logprob) - logprob.detach())
 
 
 def sequence_log_weight(log_ratio: Tensor, log_importance: Tensor | None, lengths: Tensor) -> Tensor:
@@ -144,7 +146,7 @@ def sequence_log_weight(log_ratio: Tensor, log_importance: Tensor | None, length
 
     Each term is kept within +-20, so that one token cannot overflow the sum.
     """
-    total = response_sums(log_ratio.detach().clamp(-20, 20), lengths)
+    total = response_sums(log_ratio.detach().double().clamp(-20, 20), lengths)
     if log_importance is not None:
-        total = total + response_sums(log_importance.clamp(math.log(1e-8), 20), lengths)
+        total = total + response_sums(log_importance.double().clamp(math.log(1e-8), 20), lengths)
     return total

@@ -60,7 +60,8 @@ class ValueScale:
         )
 
     def normalise(self, x: Tensor) -> Tensor:
-        return (x - self.mean) / self.std
+        """(x - mean) / std, in the dtype of `x`."""
+        return ((x.double() - self.mean) / self.std).to(x.dtype)
 
     def restore(self, x: Tensor) -> Tensor:
         """The inverse of `normalise`."""

@@ -14,6 +14,7 @@ from realhf.algorithms.samples import (
     is_whole,
     lengths_of,
     of_ids,
+    rewards_of,
     valid_column,
     validity,
 )
@@ -45,9 +46,9 @@ def group_advantages(
         differ.
     """
     is_valid = validity(scores)
-    rewards, is_counted = in_groups(context, scores.ids, torch.cat(scores.reward), is_valid)
+    rewards, is_counted = in_groups(context, scores.ids, rewards_of(scores), is_valid)
     advantages = of_ids(F.group_advantages(rewards, is_counted, grpo.scale_rewards), scores.ids)
-    columns = {"advantage": at_tokens(advantages, lengths_of(rollout.logprob))}
+    columns = {"advantage": at_tokens(advantages.to(rollout.logprob[0].dtype), lengths_of(rollout.logprob))}
     columns |= importance_columns(rollout, old, grpo)
     informative = F.is_informative(rewards, is_counted)
     is_trained = is_valid
@@ -68,7 +69,7 @@ def grpo_policy(logprob: Tensor, batch: Batch, grpo: GRPO) -> tuple[Tensor, Stat
 
     Statistics: `clip_fraction`, and with beta `ref_kl` (k3, of the policy as it is now).
     """
-    advantage, old = batch.packed("advantage").values, drawn_by(batch)
+    logprob, advantage, old = F.wide(logprob), batch.packed("advantage").values, drawn_by(batch)
     log_ratio = _log_ratio(logprob, old, batch, grpo)
     importance = batch.packed("importance").values if "importance" in batch.data else None
     loss, is_clipped = _surrogate(log_ratio, logprob, batch, grpo, importance)
@@ -80,7 +81,7 @@ def grpo_policy(logprob: Tensor, batch: Batch, grpo: GRPO) -> tuple[Tensor, Stat
     stats = {"clip_fraction": mean_of(is_clipped)}
     if grpo.beta:
         kl = F.kl_k3(logprob, batch.packed("ref_logprob").values)
-        loss = loss + grpo.beta * (kl * log_ratio.exp() if grpo.unbiased_kl else kl)
+        loss = loss + grpo.beta * (kl * F.ratios(log_ratio) if grpo.unbiased_kl else kl)
         stats["ref_kl"] = mean_of(kl)
     return loss, stats
 
@@ -95,7 +96,7 @@ def grpo_policy_with_entropy(logprob: Tensor, batch: Batch, grpo: GRPO, *, entro
 
 def _log_ratio(logprob: Tensor, old: Tensor, batch: Batch, grpo: GRPO) -> Tensor:
     """[responses], of the level that the options name."""
-    log_ratio, lengths = logprob - old, lengths_of(batch.data["logprob"])
+    log_ratio, lengths = F.log_ratios(logprob, old), lengths_of(batch.data["logprob"])
     match grpo.ratio:
         case "token":
             return log_ratio
@@ -118,7 +119,7 @@ def _surrogate(
             return F.sapo_loss(log_ratio, advantage, grpo.sapo_temperature_up, grpo.sapo_temperature_down), never
         case "vespo":
             weight = F.sequence_log_weight(
-                logprob - drawn_by(batch),
+                F.log_ratios(logprob.detach(), drawn_by(batch)),
                 None if importance is None else importance.log(),
                 lengths_of(batch.data["logprob"]),
             )

@@ -11,14 +11,14 @@ from realhf.algorithms.functional import (
     adapted_kl_coef,
     clipped_value_loss,
     gae,
-    kl_k1,
     kl_penalised_rewards,
-    mean_and_variance,
-    moments,
+    log_ratios,
     ppo_policy_loss,
+    sample_spreads,
+    spread_of,
+    standardised,
     standardised_score,
     value_loss,
-    whiten,
 )
 from realhf.algorithms.ppo.config import PPOHyperparameters
 from realhf.algorithms.samples import (
@@ -27,6 +27,7 @@ from realhf.algorithms.samples import (
     importance_columns,
     in_groups,
     is_whole,
+    rewards_of,
     valid_column,
     validity,
 )
@@ -73,9 +74,9 @@ def ppo_advantages(
     """
     is_valid = validity(scores)
     kl_coef, stats = step_kl_coef(rollout, ref, is_valid, ppo, context)
-    score = [standardised_score(x, ppo.reward_mean, ppo.reward_std, ppo.reward_clip) for x in scores.reward]
+    score = standardised_score(rewards_of(scores), ppo.reward_mean, ppo.reward_std, ppo.reward_clip)
     rewards = penalised_rewards(score, rollout, ref, kl_coef, ppo)
-    estimates = ppo_estimates(rewards, values.value, is_valid, ppo, context)
+    estimates = ppo_estimates(rewards, values, is_valid, ppo, context)
     columns = {"advantage": estimates.advantages, "return": estimates.returns}
     columns |= importance_columns(rollout, old, ppo)
     if ppo.mask_truncated:
@@ -92,7 +93,7 @@ def step_kl_coef(
         return ppo.kl_coef, {}
     kl_coef = context.state.get("kl_coef", ppo.kl_coef)
     of_samples = torch.stack(
-        [kl_k1(p, q).sum() for p, q in zip(rollout.logprob, ref.ref_logprob, strict=True)]
+        [log_ratios(p, q).sum() for p, q in zip(rollout.logprob, ref.ref_logprob, strict=True)]
     )  # [batch]
     kl, is_counted = in_groups(context, rollout.ids, of_samples, is_valid)
     count = int(is_counted.sum())
@@ -103,45 +104,46 @@ def step_kl_coef(
 
 
 def penalised_rewards(
-    scores: list[Tensor], rollout: Columns, ref: Columns, kl_coef: float, ppo: PPOHyperparameters
+    scores: Tensor, rollout: Columns, ref: Columns, kl_coef: float, ppo: PPOHyperparameters
 ) -> list[Tensor]:
-    """The rewards of the tokens, per sample [response]; see `kl_penalised_rewards`."""
-    rows = zip(scores, rollout.logprob, ref.ref_logprob, strict=True)
+    """The rewards of the tokens, per sample [response] float64, from `scores` [batch]; see `kl_penalised_rewards`."""
+    rows = zip(scores.split(1), rollout.logprob, ref.ref_logprob, strict=True)
     return [kl_penalised_rewards(score, p, q, kl_coef, ppo.kl_estimator) for score, p, q in rows]
 
 
 def ppo_estimates(
-    rewards: list[Tensor], values: list[Tensor], is_valid: Tensor, ppo: PPOHyperparameters, context: Context
+    rewards: list[Tensor],
+    values: Columns,
+    is_valid: Tensor,
+    ppo: PPOHyperparameters,
+    context: Context,
 ) -> Estimates:
     """Estimates advantages once for the whole call, before any of its mini-batches changes the model.
 
-    Whitening uses the moments of the global batch, so the result does not depend on how its
-    samples lie on the data-parallel ranks. Every rank of the call takes part in the reduction.
+    Whitening uses mean and variance of the global batch, taken over its samples in the order of their ids, so the
+    result does not depend on how they lie on the data-parallel ranks. Every rank of the call takes part in the
+    reduction.
 
     Args:
-        rewards, values: per sample [response]; is_valid: [batch] bool, the samples that count.
+        rewards: per sample [response] float64; values: with the column `value` [response]; is_valid: [batch] bool, the
+            samples that count.
     """
     scale = _value_scale(context) if ppo.normalise_values else None
-    restored = values if scale is None else [scale.restore(value) for value in values]
-    advantages, returns = gae(rewards, restored, ppo.gamma, ppo.lam)
-    # advantage = return - value, so its variance is the part that the values do not explain.
-    sums = context.sum_over_data_parallel(
-        torch.cat([moments(_counted(advantages, is_valid)), moments(_counted(returns, is_valid))])
-    )
-    of_advantages, of_returns = sums[:3], sums[3:]
-    if not of_returns[2]:  # no sample counts
-        return Estimates(_or_zero(advantages, is_valid), _or_zero(returns, is_valid), 0.0)
-    unexplained, total = mean_and_variance(of_advantages)[1], mean_and_variance(of_returns)[1]
-    if ppo.whiten_advantages:
-        whitened = whiten(torch.cat(advantages), of_advantages)
-        advantages = list(whitened.split([len(a) for a in advantages]))
-    if scale is not None:
-        total_return, square, count = of_returns.tolist()
-        scale = scale.updated(total_return / count, square / count, ppo.value_decay)
+    wide = [value.double() for value in values.value]
+    advantages, returns = gae(rewards, wide if scale is None else [scale.restore(x) for x in wide], ppo.gamma, ppo.lam)
+    spreads = [sample_spreads(columns, is_valid) for columns in (advantages, returns)]
+    ordered = context.in_order(values.ids, torch.cat(spreads, 1))  # [samples of the step, 6]
+    of_advantages, of_returns = spread_of(ordered[:, :3]), spread_of(ordered[:, 3:])
+    if ppo.whiten_advantages and of_advantages.count:
+        advantages = [standardised(x, of_advantages.mean, of_advantages.variance) for x in advantages]
+    if scale is not None and of_returns.count:
+        scale = scale.updated(of_returns.mean, of_returns.variance + of_returns.mean**2, ppo.value_decay)
         _keep(scale, context)
-        returns = [scale.normalise(r) for r in returns]
-    explained = 1 - unexplained / total if total else 0.0
-    return Estimates(_or_zero(advantages, is_valid), _or_zero(returns, is_valid), explained)
+        returns = [scale.normalise(x) for x in returns]
+    # advantage = return - value, so its variance is the part that the values do not explain.
+    explained = 1 - of_advantages.variance / of_returns.variance if of_returns.variance else 0.0
+    dtype = values.value[0].dtype
+    return Estimates(_counted(advantages, is_valid, dtype), _counted(returns, is_valid, dtype), explained)
 
 
 def ppo_policy(logprob: Tensor, batch: Batch, ppo: PPOHyperparameters) -> tuple[Tensor, Stats]:
@@ -195,14 +197,7 @@ def _keep(scale: ValueScale, context: Context) -> None:
     context.state.update({f"value_{name}": number for name, number in dataclasses.asdict(scale).items()})
 
 
-def _counted(columns: list[Tensor], is_valid: Tensor) -> Tensor:
-    """All tokens of the samples that count."""
-    kept = [column for column, valid in zip(columns, is_valid.tolist(), strict=True) if valid]
-    return torch.cat(kept) if kept else columns[0][:0]
-
-
-def _or_zero(columns: list[Tensor], is_valid: Tensor) -> list[Tensor]:
-    if is_valid.all():
-        return columns
+def _counted(columns: list[Tensor], is_valid: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """The columns in `dtype`, 0 where a sample does not count."""
     pairs = zip(columns, is_valid.tolist(), strict=True)
-    return [column if valid else torch.zeros_like(column) for column, valid in pairs]
+    return [(column if valid else torch.zeros_like(column)).to(dtype) for column, valid in pairs]

@@ -14,6 +14,7 @@ from realhf.algorithms.samples import (
     is_whole,
     lengths_of,
     of_ids,
+    rewards_of,
     valid_column,
     validity,
 )
@@ -47,12 +48,12 @@ def reinforce_pp_advantages(
     Source: Hu et al., "REINFORCE++" (2025), equations 7 to 10.
     """
     is_valid = validity(scores)
-    score = torch.cat(scores.reward)
+    score = rewards_of(scores)
     if options.reward_clip:
         score = score.clamp(-options.reward_clip, options.reward_clip)
     if options.baseline == "group":
         grouped, is_counted = in_groups(context, scores.ids, score, is_valid)
-        centred = of_ids(grouped - F.group_means(grouped, is_counted), scores.ids)
+        centred = of_ids(F.centred_in_groups(grouped, is_counted), scores.ids)
         raw = at_tokens(centred, lengths_of(rollout.logprob))
     else:
         reference = rollout.logprob if ref is None else ref.ref_logprob
@@ -60,11 +61,12 @@ def reinforce_pp_advantages(
         raw = F.rewards_to_go(
             [F.kl_penalised_rewards(s, p, q, options.kl_coef, options.kl_estimator) for s, p, q in rows], options.gamma
         )
-    moments = context.in_order(scores.ids, F.masked_moments(raw, is_valid)).sum(0)
-    whitened = F.whiten(torch.cat(raw), moments).split([len(a) for a in raw])
-    columns = {
-        "advantage": [a if valid else torch.zeros_like(a) for a, valid in zip(whitened, is_valid.tolist(), strict=True)]
-    }
+    spread = F.spread_of(context.in_order(scores.ids, F.sample_spreads(raw, is_valid)))
+    advantages = [
+        (F.standardised(x, spread.mean, spread.variance) if valid else torch.zeros_like(x)).to(p.dtype)
+        for x, p, valid in zip(raw, rollout.logprob, is_valid.tolist(), strict=True)
+    ]
+    columns = {"advantage": advantages}
     columns |= importance_columns(rollout, old, options)
     if options.mask_truncated:
         columns["valid"] = valid_column(is_valid & is_whole(rollout, options), rollout.logprob[0])
@@ -74,6 +76,7 @@ def reinforce_pp_advantages(
 def reinforce_pp_policy(logprob: Tensor, batch: Batch, options: ReinforcePlusPlus) -> tuple[Tensor, Stats]:
     """As `realhf.algorithms.clipped.clipped_policy`; with the baseline of groups also kl_coef * k2 of `ref_logprob`.
     Statistics also: `ref_kl` (k2) with that baseline."""
+    logprob = F.wide(logprob)
     loss, stats = clipped_policy(logprob, batch, options)
     if options.baseline == "group" and options.kl_coef:
         kl = F.kl_k2(logprob, batch.packed("ref_logprob").values)

@@ -5,7 +5,14 @@ from torch import Tensor
 
 from realhf.algorithms import functional as F
 from realhf.algorithms.remax.config import ReMax
-from realhf.algorithms.samples import filtered_stats, importance_columns, is_whole, valid_column, validity
+from realhf.algorithms.samples import (
+    filtered_stats,
+    importance_columns,
+    is_whole,
+    rewards_of,
+    valid_column,
+    validity,
+)
 from realhf.algorithms.statistics import mean_of
 from realhf.api.script.columns import Columns
 from realhf.engine.interface import Stats
@@ -35,15 +42,16 @@ def remax_advantages(
     """
     is_valid = validity(scores) & validity(greedy_scores)
     reference = rollout.logprob if ref is None else ref.ref_logprob
-    rows = zip(scores.reward, rollout.logprob, reference, strict=True)
+    rewards, greedy_rewards = rewards_of(scores), rewards_of(greedy_scores, "reward of the greedy response")
+    rows = zip(rewards.split(1), rollout.logprob, reference, strict=True)
     to_go = F.rewards_to_go(
         [F.kl_penalised_rewards(score, p, q, options.kl_coef, options.kl_estimator) for score, p, q in rows]
     )
     columns = {
         "reward": scores.reward,  # not the greedy one's, which comes after it among the arguments
         "advantage": [
-            sums - greedy if valid else torch.zeros_like(sums)
-            for sums, greedy, valid in zip(to_go, greedy_scores.reward, is_valid.tolist(), strict=True)
+            (sums - greedy if valid else torch.zeros_like(sums)).to(p.dtype)
+            for sums, greedy, p, valid in zip(to_go, greedy_rewards, rollout.logprob, is_valid.tolist(), strict=True)
         ],
     }
     columns |= importance_columns(rollout, old, options)
@@ -51,8 +59,6 @@ def remax_advantages(
         is_valid = is_valid & is_whole(rollout, options)
     if not is_valid.all() or "valid" in greedy_scores:
         columns["valid"] = valid_column(is_valid, rollout.logprob[0])
-    greedy = [
-        score for score, valid in zip(greedy_scores.reward, validity(greedy_scores).tolist(), strict=True) if valid
-    ]
-    stats = {"greedy_reward_mean": mean_of(torch.cat(greedy))} if greedy else {}
+    greedy = greedy_rewards[validity(greedy_scores).to(greedy_rewards.device)]
+    stats = {"greedy_reward_mean": mean_of(greedy)} if len(greedy) else {}
     return columns, filtered_stats(columns, rollout, scores, ref) | stats

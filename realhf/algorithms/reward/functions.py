@@ -5,6 +5,7 @@ from torch import Tensor
 
 from realhf.algorithms import functional as F
 from realhf.algorithms.reward.config import PairLoss
+from realhf.algorithms.samples import of_responses
 from realhf.algorithms.statistics import mean_of
 from realhf.engine.batch import Batch
 from realhf.engine.interface import Stats
@@ -18,7 +19,7 @@ def pairwise(chosen: Tensor, rejected: Tensor, batch: Batch, pairs: PairLoss) ->
 
     Statistics: `pair_accuracy`, `chosen_score`, `rejected_score`.
     """
-    margin = torch.cat(batch.data["margin"]) if "margin" in batch.data else 0.0
+    margin = of_responses("margin", batch.data["margin"], batch.ids) if "margin" in batch.data else 0.0
     loss = F.margin_loss(chosen, rejected, margin, pairs.centre_coef)
     return loss + _pull(chosen, rejected, pairs), _stats(chosen, rejected)
 
@@ -32,7 +33,9 @@ def safe_pairwise(chosen: Tensor, rejected: Tensor, batch: Batch, pairs: PairLos
     `rejected_score`.
     """
     signs = [
-        2 * torch.cat(batch.data[name]).to(chosen) - 1 if name in batch.data else torch.zeros_like(chosen)
+        2 * of_responses(name, batch.data[name], batch.ids).to(chosen) - 1
+        if name in batch.data
+        else torch.zeros_like(chosen)
         for name in ("chosen_unsafe", "rejected_unsafe")
     ]
     loss = F.safe_pairwise_loss(chosen, rejected, *signs) + _pull(chosen, rejected, pairs)

@@ -14,6 +14,7 @@ from realhf.algorithms.samples import (
     is_whole,
     lengths_of,
     of_ids,
+    rewards_of,
     valid_column,
     validity,
 )
@@ -42,19 +43,20 @@ def rloo_advantages(
         Columns, and the statistics of `filtered_stats`.
     """
     is_valid = validity(scores)
-    score = torch.cat(scores.reward)
+    score = rewards_of(scores)
     if rloo.reward_clip:
         score = score.clamp(-rloo.reward_clip, rloo.reward_clip)
     if ref is not None:
         drawn = rollout.logprob if old is None else old.old_logprob
-        kl = torch.stack([F.kl_k1(p, q).sum() for p, q in zip(drawn, ref.ref_logprob, strict=True)])  # [batch]
+        kl = torch.stack([F.log_ratios(p, q).sum() for p, q in zip(drawn, ref.ref_logprob, strict=True)])  # [batch]
         score = score - rloo.kl_coef * kl
     rewards, is_counted = in_groups(context, scores.ids, score, is_valid)
     advantages = F.leave_one_out_advantages(rewards, is_counted)
     if rloo.normalise_advantages:
         has_others = is_counted & (is_counted.sum(1, keepdim=True) > 1)
         advantages = F.normalised(advantages, has_others)
-    columns = {"advantage": at_tokens(of_ids(advantages, scores.ids), lengths_of(rollout.logprob))}
+    advantage = of_ids(advantages, scores.ids).to(rollout.logprob[0].dtype)
+    columns = {"advantage": at_tokens(advantage, lengths_of(rollout.logprob))}
     columns |= importance_columns(rollout, old, rloo)
     if rloo.mask_truncated:
         columns["valid"] = valid_column(is_valid & is_whole(rollout, rloo), rollout.logprob[0])
@@ -70,7 +72,7 @@ def rloo_policy(logprob: Tensor, batch: Batch, rloo: RLOO) -> tuple[Tensor, Stat
     Statistics: `clip_fraction`.
     """
     lengths = lengths_of(batch.data["logprob"])
-    log_ratio = F.response_sums(logprob - drawn_by(batch), lengths)
+    log_ratio = F.response_sums(F.log_ratios(logprob, drawn_by(batch)), lengths)
     advantage = batch.packed("advantage").values
     loss, is_clipped = F.clipped_surrogate(log_ratio, advantage, rloo.clip_low, rloo.clip_high)
     if "importance" in batch.data:

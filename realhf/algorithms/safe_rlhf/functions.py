@@ -2,13 +2,20 @@
 
 import math
 
-import torch
 from torch import Tensor
 
 from realhf.algorithms import functional as F
 from realhf.algorithms.ppo.functions import penalised_rewards, ppo_estimates, ppo_value, step_kl_coef
 from realhf.algorithms.safe_rlhf.config import SafeRLHF
-from realhf.algorithms.samples import filtered_stats, importance_columns, in_groups, is_whole, valid_column, validity
+from realhf.algorithms.samples import (
+    filtered_stats,
+    importance_columns,
+    in_groups,
+    is_whole,
+    rewards_of,
+    valid_column,
+    validity,
+)
 from realhf.algorithms.statistics import mean_of, prefixed
 from realhf.api.script.columns import Columns
 from realhf.engine.batch import Batch
@@ -55,13 +62,11 @@ def safe_advantages(
     """
     is_valid = validity(reward) & validity(cost)
     kl_coef, stats = step_kl_coef(rollout, ref, is_valid, safe, context)
-    rewards = [F.standardised_score(x, safe.reward_mean, safe.reward_std, safe.reward_clip) for x in reward.reward]
-    costs = [F.standardised_score(x, 0.0, safe.cost_std, safe.reward_clip) for x in cost.reward]
-    of_reward = ppo_estimates(
-        penalised_rewards(rewards, rollout, ref, kl_coef, safe), reward.value, is_valid, safe, context
-    )
+    rewards = F.standardised_score(rewards_of(reward), safe.reward_mean, safe.reward_std, safe.reward_clip)
+    costs = F.standardised_score(rewards_of(cost, "cost"), 0.0, safe.cost_std, safe.reward_clip)
+    of_reward = ppo_estimates(penalised_rewards(rewards, rollout, ref, kl_coef, safe), reward, is_valid, safe, context)
     # The cost is taken away, so its penalty has the other sign.
-    of_cost = ppo_estimates(penalised_rewards(costs, rollout, ref, -kl_coef, safe), cost.value, is_valid, safe, context)
+    of_cost = ppo_estimates(penalised_rewards(costs, rollout, ref, -kl_coef, safe), cost, is_valid, safe, context)
     multiplier, of_costs = _multiplier(rollout, cost, is_valid, safe, context)
     columns = {
         "advantage": [
@@ -90,7 +95,7 @@ def _multiplier(
 ) -> tuple[float, Stats]:
     """The multiplier of this step; that of the next one is left in `context.state`."""
     log_multiplier = context.state.get(LOG_MULTIPLIER, math.log(safe.multiplier))
-    costs = torch.cat(cost.reward)
+    costs = rewards_of(cost, "cost")
     grouped, is_counted = in_groups(context, rollout.ids, costs, is_valid)
     if is_counted.any():
         mean_cost = float(grouped.sum()) / int(is_counted.sum())

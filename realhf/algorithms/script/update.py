@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from realhf.algorithms.functional import at_least_fp32, kl_k3, predicting_positions, token_statistics
-from realhf.algorithms.samples import rollout_stats
+from realhf.algorithms.samples import of_responses, rollout_stats
 from realhf.algorithms.script.evaluate import Evaluation, split_stats
 from realhf.algorithms.script.rows import as_rollouts, divided, pairs_of
 from realhf.algorithms.statistics import add_stats, mean_of, prefixed
@@ -96,8 +96,8 @@ class UpdateInterface:
             if not rows:
                 continue
             value, made = loss(head, part, rows, with_kl=number == 0 and self.config.max_kl is not None)
-            if number:
-                value = value * (term.coef * weights[0] / weights[number])
+            if number:  # a term whose rows have no token in the loss adds nothing
+                value = value * (term.coef * weights[0] / weights[number] if weights[number] else 0.0)
             total = value if total is None else total + value
             stats |= made
         if total is None:  # all are left out: a loss of zero that still takes part in the backward pass
@@ -247,7 +247,7 @@ def _merged(terms: Sequence[Batch]) -> Batch:
 def _with_term(batch: Batch, number: int) -> Batch:
     valid = [1.0] * len(batch)
     if "valid" in batch.data:
-        valid = torch.cat([value.double() for value in batch.data["valid"]]).tolist()
+        valid = of_responses("valid", [value.double() for value in batch.data["valid"]], batch.ids).tolist()
     terms = [torch.tensor([number if is_valid else _LEFT_OUT]) for is_valid in valid]
     return batch.with_data(**{_TERM: terms})
 

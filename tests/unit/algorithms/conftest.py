@@ -93,7 +93,7 @@ class SingleProcessModel:
                 token = drawn[row] if forced is None else forced[i][len(logprobs[i])]
                 logprobs[i].append(logprob[row, token])
                 sequences[i] = torch.cat([sequences[i], token.view(1)])
-        packed = [torch.stack(x) for x in logprobs]
+        packed = [torch.stack(x) if x else torch.zeros(0, dtype=torch.float64) for x in logprobs]
         return GenerationOutput(
             sequences=sequences,
             logprobs=packed,
@@ -112,7 +112,7 @@ class SingleContext:
     decode_graphs: GraphLife | None = None
     holds_outputs: bool = True
     record: frozenset[str] = frozenset()
-    batch_size: int = 4
+    batch_size: int = 64
     samples_per_prompt: int = 1
     state: dict[str, float] = field(default_factory=dict)
     peers: list[Tensor] = field(default_factory=list)

@@ -152,6 +152,9 @@ def test_kl_controller():
     assert F.adapted_kl_coef(0.1, 6.6, 6.0, 100, 1000) == pytest.approx(0.101)
     assert F.adapted_kl_coef(0.1, 0.0, 6.0, 100, 1000) == pytest.approx(0.098)
     assert F.adapted_kl_coef(0.1, 6.0, 6.0, 100, 1000) == 0.1
+    # More samples than the horizon count as many as it: at most 20 %, and never a negative coefficient.
+    assert F.adapted_kl_coef(0.1, 0.0, 6.0, 9000, 1000) == pytest.approx(0.08)
+    assert F.adapted_kl_coef(0.1, 12.0, 6.0, 1000, 1000) == pytest.approx(0.12)
 
 
 def test_multiplier():
@@ -180,9 +183,15 @@ def test_rewards_to_go():
     assert [x.tolist() for x in F.rewards_to_go([f64(1, 2, 4), f64(8)], 0.5)] == [[3, 4, 4], [8]]
 
 
-def test_masked_moments():
-    rows = F.masked_moments([f64(1, 2), f64(5)], tensor([True, False]))
-    assert rows.tolist() == [[3, 5, 2], [0, 0, 0]]
+def test_spreads_of_samples_make_that_of_all_their_tokens():
+    # 1, 2 and 6; the other samples do not count or have no token. Mean 3, squares 4 + 1 + 9.
+    samples = [f64(), f64(1, 2), f64(5), f64(6)]
+    rows = F.sample_spreads(samples, tensor([True, True, False, True]))
+    assert rows.tolist() == [[0, 0, 0], [2, 1.5, 0.5], [0, 0, 0], [1, 6, 0]]
+    assert F.spread_of(rows) == F.Spread(3.0, 14 / 3, 3.0)
+    assert F.spread_of(rows[[2]]) == F.Spread(0.0, 0.0, 0.0)
+    whitened = F.standardised(samples[1], 3.0, 14 / 3 - 1e-8)
+    assert_close(whitened, [-2 / math.sqrt(14 / 3), -1 / math.sqrt(14 / 3)])
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,13 @@ def test_a_mini_batch_without_a_valid_sample_makes_no_step(language_model: Any, 
     assert stats == {"actor_skipped_mini_batches": (1.0, 1.0)}
 
 
+def test_a_mark_of_validity_per_token_is_refused(language_model: Any, context: Any) -> None:
+    batch = rollouts(valid=[torch.ones(3), torch.ones(1), torch.ones(1), torch.ones(1)])
+    view = View((*ROLLOUT.columns, ("valid", "valid")))
+    with pytest.raises(InterfaceError, match=r"'valid' of sample 4 has the shape \[3\], must be \[1\]"):
+        update(language_model(), context, batch, term(view=view))
+
+
 def test_a_micro_batch_without_a_valid_sample(language_model: Any, context: Any) -> None:
     batch = rollouts(valid=[torch.tensor([v]) for v in (1.0, 1.0, 0.0, 0.0)])
     view = View((*ROLLOUT.columns, ("valid", "valid")))
@@ -192,6 +199,20 @@ def test_two_losses_make_one_step(language_model: Any, context: Any) -> None:
         UpdateInterface(config).train_step(model, [batch], context(micro_batches=parts))
         assert torch.allclose(gradient(model), right * min(1.0, 1.0 / (float(right.norm()) + 1e-6)), atol=1e-12)
         assert len(steps) == 1
+
+
+def test_a_second_loss_without_a_token_adds_nothing(language_model: Any, context: Any) -> None:
+    """The mask of every text is zero."""
+    tokens = [torch.tensor([1, 2, 3])] * 4
+    masked = {"loss_mask": [torch.zeros(3, dtype=torch.int64)] * 4}
+    batch = rollouts(tokens=tokens, prompt_length=[torch.tensor([1])] * 4, **masked)
+    examples = View(tuple((key, key) for key in ("tokens", "prompt_length", "loss_mask")))
+    model = language_model()
+    mean_over(model, ONES, 10).backward()
+    right = gradient(model)
+    terms = (term(), term(view=examples, rows="examples", coef=0.5))
+    UpdateInterface(Update(model="actor", view=ROLLOUT, terms=terms)).train_step(model, [batch], context())
+    assert torch.allclose(gradient(model), right * min(1.0, 1.0 / (float(right.norm()) + 1e-6)), atol=1e-12)
 
 
 def test_examples_with_a_mask(language_model: Any, context: Any) -> None:

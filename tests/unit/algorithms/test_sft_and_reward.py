@@ -200,8 +200,10 @@ def tokenizer(tmp_path):
         (([4, 3, 2], [3, 0, 1, 3, 2], [0, 1, 4, 2], [4, 0, 2]), ([5, 2], [3, 5, 2], [4, 4, 2], [4, 4, 2]), 3),
         # The text without the end token: in both, in the response, in the answer; and the end token alone.
         (([4, 3], [5], [5, 2], [2]), ([5], [5, 2], [5], [2]), 1),
+        # No token at all, in response and answer, and in one of them; an empty text is the end token alone.
+        (([], [], [2], [2]), ([], [2], [], [2]), 1),
     ],
-    ids=["same tokens", "same text", "unfinished"],
+    ids=["same tokens", "same text", "unfinished", "empty"],
 )
 def test_accuracy_counts_texts_with_their_end_token(
     language_model, context, prompts, tokenizer, forced, answers, right

@@ -9,6 +9,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from realhf.algorithms.ppo.config import PPOActor
+from realhf.algorithms.ppo.interface import PPOActorInterface
 from realhf.base.errors import UserError
 from realhf.dataflow.graph import TRAIN_STEP, WEIGHTS_VERSION
 from realhf.dataflow.interface import InterfaceConfig
@@ -151,6 +153,21 @@ def test_an_exception_is_told_with_the_users_frames_alone(module: Path) -> None:
     ]
     assert lines[-1] == "ValueError: no score"
     assert any(line.startswith("RuntimeError: judge_inference: the interface has uses_model=False") for line in lines)
+
+
+def test_a_reward_per_token_is_told_with_call_key_shape_and_remedy() -> None:
+    """What a call of another's made as `reward`, where an algorithm reads it."""
+    tokens = [torch.zeros(2), torch.zeros(1)]
+    batch = Batch((0, 1), dict.fromkeys(("logprob", "ref_logprob", "value", "reward"), tokens))
+    train = call("actor", interface_type=TRAIN_STEP, interface_impl=PPOActor(), outputs=[])
+    model: Any = "the model"
+    with pytest.raises(InterfaceError) as error:
+        run_interface(PPOActorInterface(PPOActor()), train, model, [batch], context())
+    assert re.fullmatch(
+        r"actor_train_step: PPOActorInterface.train_step \(.*\): 'reward' of sample 0 has the shape \[2\], must be "
+        r"\[1\]: one number for the whole response; add up what its tokens have \(.sum\(\).view\(1\)\), or give .*",
+        str(error.value),
+    )
 
 
 def test_an_exception_without_a_frame_of_the_users_is_told_whole() -> None:
