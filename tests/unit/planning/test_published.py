@@ -100,11 +100,26 @@ def test_residuals_of_the_stored_constants() -> None:
     """Of the fit, no evidence: see `test_a_table_that_was_not_fitted`."""
     rows = residuals(TABLES, H100)
     assert len(rows) == 14
-    assert mean_error(rows) <= 0.06
-    assert worst_error(rows) <= 0.15
+    assert mean_error(rows) <= 0.05
+    worst = max(rows, key=lambda row: abs(row.error))
+    # What the priors from publications cost: see `test_priors_are_what_keeps_the_worst_row_off`.
+    assert (worst.row, worst.table) == ("reference inference", TABLES[0].name)
+    assert worst_error(rows) <= 0.135
     steps = step_residuals(TABLES, H100)
     assert len(steps) == 4
     assert worst_error(steps) <= 0.12
+
+
+@pytest.mark.slow
+def test_priors_are_what_keeps_the_worst_row_off(script: ModuleType) -> None:
+    """Products are held near the 700 TFLOP/s that were published, within 12 %. Left open within a factor of 2, like the
+    memory and the links of a node, they would take 509 TFLOP/s, which no product of this size needs, for a worst row
+    of 9 %."""
+    rates = ("matmul_flops[bfloat16]", "memory_bandwidth", "intra_node_bandwidth")
+    wide = [replace(each, spread=2.0) if each.name in rates else each for each in script.CONSTANTS]
+    found = fit(TABLES, H100, wide).hardware
+    assert worst_error(residuals(TABLES, found)) <= 0.1
+    assert found.flops("bfloat16") < 0.85 * H100.flops("bfloat16")
 
 
 def test_the_stored_constants_are_those_of_the_script(script: ModuleType) -> None:
