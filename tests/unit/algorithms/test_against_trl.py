@@ -7,21 +7,18 @@ from dataclasses import replace
 import pytest
 import torch
 
-trl_oracle = pytest.importorskip(
-    "tests.unit.algorithms.trl_oracle", reason="TRL is not installed", exc_type=ImportError
-)
-
-from realhf.algorithms import functional as F  # noqa: E402
-from realhf.algorithms.dpo.config import DPO  # noqa: E402
-from realhf.algorithms.dpo.functions import dpo_pairs  # noqa: E402
-from realhf.algorithms.grpo.config import GRPO  # noqa: E402
-from realhf.algorithms.grpo.functions import group_advantages, grpo_policy  # noqa: E402
-from realhf.algorithms.ppo.config import PPOHyperparameters  # noqa: E402
-from realhf.algorithms.ppo.functions import ppo_advantages, ppo_policy, ppo_value  # noqa: E402
-from realhf.algorithms.rloo.config import RLOO  # noqa: E402
-from realhf.algorithms.rloo.functions import rloo_advantages, rloo_policy  # noqa: E402
-from realhf.engine.batch import Batch  # noqa: E402
-from tests.unit.algorithms.rollouts import LENGTHS, batch_of, columns_of, random_columns, reduced  # noqa: E402
+from realhf.algorithms import functional as F
+from realhf.algorithms.dpo.config import DPO
+from realhf.algorithms.dpo.functions import dpo_pairs
+from realhf.algorithms.grpo.config import GRPO
+from realhf.algorithms.grpo.functions import group_advantages, grpo_policy
+from realhf.algorithms.ppo.config import PPOHyperparameters
+from realhf.algorithms.ppo.functions import ppo_advantages, ppo_policy, ppo_value
+from realhf.algorithms.rloo.config import RLOO
+from realhf.algorithms.rloo.functions import rloo_advantages, rloo_policy
+from realhf.engine.batch import Batch
+from tests.unit.algorithms import trl_oracle
+from tests.unit.algorithms.rollouts import LENGTHS, batch_of, columns_of, random_columns, reduced
 
 TOLERANCE = 1e-9  # float64; the aim is 1e-5
 FLOAT32 = 1e-6  # some numbers of TRL's are float32: n / (n - 1) of a deviation, log-probabilities of a sampler
