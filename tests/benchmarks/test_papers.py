@@ -64,6 +64,7 @@ def test_every_published_value_has_one_of_ours_beside_it() -> None:
     assert published <= ours
 
 
+@pytest.mark.slow
 def test_the_page_is_made_in_quick_form(tmp_path: Path) -> None:
     command = [sys.executable, "benchmarks/papers.py", "--quick", "--out", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False)

@@ -120,7 +120,7 @@ RUN_ELSEWHERE = {
     "python -m build": ("tests/packaging/builds.py", ['"-m", "build"']),
     "python -m pip install dist/realhf-0.1.0.tar.gz": (
         "tests/packaging/test_wheel.py",
-        ['"-m", "pip", "install", built[0]'],
+        ['"-m", "pip", "install", sdist'],
     ),
     "realhf profile experiments/ppo.py --num-workers 2": (
         "tests/distributed/test_profiler.py",

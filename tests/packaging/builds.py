@@ -42,11 +42,20 @@ def copy_source(folder: Path) -> Path:
     return shutil.copytree(ROOT, folder / "source", ignore=NOT_SOURCE)
 
 
-def build(source: Path, folder: Path) -> tuple[Path, Path]:
-    """(sdist, wheel), the wheel built from the sdist, with what this environment has of build requirements."""
-    finished(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, source)
-    [sdist], [wheel] = folder.glob("*.tar.gz"), folder.glob("*.whl")
-    return sdist, wheel
+def build_sdist(source: Path, folder: Path) -> Path:
+    """The source distribution; nothing is compiled for it."""
+    finished(sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", folder, source)
+    [sdist] = folder.glob("*.tar.gz")
+    return sdist
+
+
+def build_wheel(sdist: Path, folder: Path) -> Path:
+    """A wheel from the source distribution, as an installation of that would build it, with the build requirements of
+    this environment."""
+    words = ("wheel", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir", folder, sdist)
+    finished(sys.executable, "-m", "pip", *words)
+    [wheel] = folder.glob("*.whl")
+    return wheel
 
 
 def site_packages(python: str | Path) -> Path:

@@ -10,7 +10,7 @@ import pytest
 
 import realhf
 from tests.docs.blocks import ROOT
-from tests.packaging.builds import User, build, copy_source, finished, install, lend, run
+from tests.packaging.builds import User, build_sdist, build_wheel, copy_source, finished, install, lend, run
 
 # Interpreters of environments that have torch: `REALHF_OTHER_PYTHONS=/a/bin/python3.12:/b/bin/python3.13`.
 OTHER_PYTHONS = [path for path in os.environ.get("REALHF_OTHER_PYTHONS", "").split(os.pathsep) if path]
@@ -22,21 +22,26 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def built(source: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(sdist, wheel)"""
-    return build(source, tmp_path_factory.mktemp("built"))
+def sdist(source: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_sdist(source, tmp_path_factory.mktemp("sdist"))
 
 
-def test_the_sdist_has_all_of_the_source(source: Path, built: tuple[Path, Path]) -> None:
-    with tarfile.open(built[0]) as sdist:
-        packed = {name.partition("/")[2] for name in sdist.getnames()}
+@pytest.fixture(scope="module")
+def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_wheel(sdist, tmp_path_factory.mktemp("wheel"))
+
+
+def test_the_sdist_has_all_of_the_source(source: Path, sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        packed = {name.partition("/")[2] for name in archive.getnames()}
     files = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
     assert not {file for file in files - packed if not file.startswith((".ci/", ".git", "realhf.egg-info/"))}
 
 
-def test_the_wheel_has_the_package_alone(built: tuple[Path, Path]) -> None:
-    with zipfile.ZipFile(built[1]) as wheel:
-        names = set(wheel.namelist())
+@pytest.mark.slow
+def test_the_wheel_has_the_package_alone(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
     assert {name.partition("/")[0] for name in names} == {"realhf", f"realhf-{realhf.__version__}.dist-info"}
     suffixes = (".py", ".typed", ".yaml")
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "realhf").rglob("*") if path.suffix in suffixes}
@@ -45,10 +50,11 @@ def test_the_wheel_has_the_package_alone(built: tuple[Path, Path]) -> None:
     assert sum(name.endswith(".so") for name in names) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-def test_a_wheel_runs_outside_the_checkout(built: tuple[Path, Path], tmp_path: Path) -> None:
+def test_a_wheel_runs_outside_the_checkout(wheel: Path, tmp_path: Path) -> None:
     environment = tmp_path / "environment"
-    python = install(built[1], environment)
+    python = install(wheel, environment)
     checked = run(sys.executable, "-m", "pip", "--python", python, "check").stdout
     assert "realhf " not in checked, "a requirement is missing or too old"
     user = User(environment, tmp_path)
@@ -63,12 +69,12 @@ def test_a_wheel_runs_outside_the_checkout(built: tuple[Path, Path], tmp_path: P
     OTHER_PYTHONS
     or [pytest.param("", marks=pytest.mark.skip("REALHF_OTHER_PYTHONS names no interpreters that have torch"))],
 )
-def test_an_sdist_runs_under_other_pythons(python: str, built: tuple[Path, Path], tmp_path: Path) -> None:
+def test_an_sdist_runs_under_other_pythons(python: str, sdist: Path, tmp_path: Path) -> None:
     """Torch is lent; all else is installed as for a user, from the package index."""
     environment = tmp_path / "environment"
     finished(python, "-m", "venv", environment)
     lend(python, environment / "bin/python")
-    finished(environment / "bin/python", "-m", "pip", "install", built[0])
+    finished(environment / "bin/python", "-m", "pip", "install", sdist)
     User(environment, tmp_path).check_all_commands()
 
 
