@@ -1,11 +1,13 @@
 """Rank order, groups and stages of a layout; what a model cannot be divided by."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from realhf.architecture.transformers_config import TransformersConfig
 from realhf.base.errors import UserError
 from realhf.geometry.layout import (
     DeviceMesh,
@@ -17,6 +19,8 @@ from realhf.geometry.layout import (
     stage_layers,
 )
 from tests.unit.api.calls import TINY
+
+_SIZES = ("hidden_size", "intermediate_size", "num_layers", "num_heads", "num_kv_heads", "vocab_size")
 
 
 def with_micro_groups(first: int, dp: int, tp: int, pp: int, micro_dp: tuple[int, int]) -> Layout:
@@ -135,6 +139,55 @@ def test_what_a_model_cannot_be_divided_by(name: str) -> None:
     strategy, message = BAD[name]
     with pytest.raises(UserError, match=re.escape(message)):
         check_strategy("c", TINY, strategy)
+
+
+@pytest.mark.parametrize(("size", "tp"), [("num_kv_heads", 4), ("intermediate_size", 4), ("vocab_size", 4)])
+def test_tensor_parallelism_divides_every_size(size: str, tp: int) -> None:
+    """Two more heads, columns or words than a multiple of four."""
+    model = replace(TINY, **{"num_heads": 12, "attention_head_dim": 4, size: getattr(TINY, size) + 2})
+    check_strategy("c", model, ParallelStrategy(tp=tp // 2))
+    with pytest.raises(UserError, match=f"c: tp={tp} does not divide {size}={getattr(model, size)}; choose tp from 1"):
+        check_strategy("c", model, ParallelStrategy(tp=tp))
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ParallelStrategy(pp=4),  # as many stages as layers
+        ParallelStrategy(pp=2, chunks=2),  # a layer for each chunk
+        ParallelStrategy(dp=4, micro_dp=(2, 2)),
+        ParallelStrategy(dp=4, micro_dp=(1, 2)),
+        ParallelStrategy(dp=3, tp=4, pp=4),
+    ],
+    ids=str,
+)
+def test_what_a_model_can_just_be_divided_by(strategy: ParallelStrategy) -> None:
+    check_strategy("c", TINY, strategy)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        ParallelStrategy(dp=4, micro_dp=(3, 1)),
+        ParallelStrategy(dp=4, micro_dp=(4, 2)),
+        ParallelStrategy(dp=4, micro_dp=(-1, -1)),
+        ParallelStrategy(dp=2, pp=2, chunks=2, micro_dp=(2, 1)),
+    ],
+    ids=str,
+)
+def test_micro_groups_that_cannot_be(strategy: ParallelStrategy) -> None:
+    micro_dp = re.escape(str(list(strategy.micro_dp)))
+    with pytest.raises(UserError, match=f"c: micro_dp={micro_dp} must be two numbers from 1 on .*dp={strategy.dp}"):
+        check_strategy("c", TINY, strategy)
+
+
+def test_transformers_divides_over_data_parallelism_alone() -> None:
+    sizes = {name: getattr(TINY, name) for name in _SIZES}
+    model = TransformersConfig(config="{}", parameters=(("a", (1,)),), **sizes)
+    check_strategy("c", model, ParallelStrategy(dp=2))
+    for strategy in (ParallelStrategy(tp=2), ParallelStrategy(pp=2), ParallelStrategy(tp=2, pp=2)):
+        with pytest.raises(UserError, match=f"c: tp={strategy.tp} pp={strategy.pp}, but transformers .* tp=1 and pp=1"):
+            check_strategy("c", model, strategy)
 
 
 def test_every_tp_that_an_error_offers_is_legal() -> None:
