@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from realhf.architecture.compute import MODES, DataParallel, ModeRules, modes_text
 from realhf.architecture.model import DecoderConfig
+from realhf.architecture.transformers_config import TransformersConfig
 from realhf.base.errors import UserError
 from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
@@ -190,3 +191,21 @@ def test_units_of_modes_by_hand() -> None:
 def test_modes_that_cannot_be(rule: tuple[str, str], message: str) -> None:
     with pytest.raises(UserError, match=re.escape(message)):
         units(SMALL, Layout(DeviceMesh(0, 2), ParallelStrategy(dp=2)), 0, (rule,))
+
+
+def test_transformers_divides_every_parameter_along_its_first_dimension_that_dp_divides() -> None:
+    """As torch's `fully_shard` is asked to: 3 x 4 by columns, 4 x 3 by rows; each part starts at a multiple of 64."""
+    sizes = {name: getattr(SMALL, name) for name in ("hidden_size", "intermediate_size", "num_layers", "num_heads")}
+    config = TransformersConfig(
+        config="{}", parameters=(("a", (3, 4)), ("b", (4, 3)), ("c", (130,))), num_kv_heads=2, vocab_size=6, **sizes
+    )
+    where = Layout(DeviceMesh(4, 2), ParallelStrategy(dp=2))
+    found = shard_boxes(config, where, 5, "fsdp")
+    assert found == [(Box("a", (0, 2), (3, 2)), 0), (Box("b", (2, 0), (2, 3)), 64), (Box("c", (65,), (65,)), 128)]
+    assert held_boxes(config, where, 5, "fsdp") == [box for box, _ in found]
+    assert [box.offset for box in held_boxes(config, where, 4, "fsdp")] == [(0, 0), (0, 0), (0,)]
+    assert counted_slices(config, where, 5, "fsdp") == [slice(0, 128 + 65)]
+    assert [unit.name for unit in units(config, where, 5, "zero1")] == [""]
+    message = "data_parallel='fsdp' with dp=7: dp divides no dimension of a, whose shape is [3, 4]; choose another dp"
+    with pytest.raises(UserError, match=re.escape(message)):
+        shard_boxes(config, Layout(DeviceMesh(0, 7), ParallelStrategy(dp=7)), 0, "fsdp")
