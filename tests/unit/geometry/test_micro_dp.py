@@ -1,12 +1,13 @@
 """Generation layouts that contain the training layout: HybridFlow's Figure 8, and every legal pair of small degrees."""
 
 from collections import defaultdict
+from fractions import Fraction
 from itertools import product
 
 import pytest
 
 from realhf.geometry.boxes import device_boxes
-from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
+from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, held_layers
 from realhf.geometry.micro_dp import contains, grouped_like
 from tests.unit.api.calls import TINY
 
@@ -129,3 +130,33 @@ def test_other_devices_and_chunks_have_no_groups() -> None:
     assert micro_dp_of(layout(4, tp=1, pp=2, chunks=2), training, 4) is None
     assert not contains(layout(2, tp=1, pp=1), training, 4)
     assert contains(layout(4, tp=1, pp=1), layout(2, tp=2, pp=1), 4)  # a home on some of the devices
+
+
+def test_what_contains_what_on_other_devices_too() -> None:
+    """Of all pairs of small layouts: a device's part begins and ends at fractions of every parameter."""
+    everywhere = [
+        layout(size, tp, pp, micro_dp, first)
+        for first, size, tp, pp, micro_dp in product(range(3), (1, 2, 4, 6), (1, 2, 3), (1, 2), ((1, 1), (2, 1)))
+        if size % (tp * pp * micro_dp[0]) == 0
+    ]
+
+    def lies_in(device: int, inner: Layout, outer: Layout) -> bool:
+        parts = [layout.coordinates(device)[1:] for layout in (inner, outer)]
+        (begin, end), (outer_begin, outer_end) = (
+            (Fraction(tp, of.strategy.tp), Fraction(tp + 1, of.strategy.tp))
+            for (tp, _), of in zip(parts, (inner, outer), strict=True)
+        )
+        layers, outer_layers = (
+            held_layers(4, of.strategy, stage) for (_, stage), of in zip(parts, (inner, outer), strict=True)
+        )
+        return outer_begin <= begin and end <= outer_end and layers <= outer_layers
+
+    found = []
+    for outer, inner in product(everywhere, repeat=2):
+        if set(inner.mesh.devices) <= set(outer.mesh.devices):
+            expected = all(lies_in(device, inner, outer) for device in inner.mesh.devices)
+            found.append(expected)
+            assert contains(outer, inner, 4) == expected, (outer, inner)
+        else:
+            assert not contains(outer, inner, 4)
+    assert 100 < sum(found) < len(found) - 100
