@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from realhf.architecture.model import DecoderConfig, Experts
+from realhf.architecture.transformers_config import TransformersConfig
 from realhf.geometry.boxes import Box, box_of
 from realhf.geometry.parameters import ParameterSpec, decoder_parameters, parameter_count, sees_own_tokens
 
@@ -125,3 +126,29 @@ def test_gradients_that_sequence_parallelism_sums() -> None:
     found = {spec.name for spec in decoder_parameters(replace(PLAIN, qk_norm=True)) if sees_own_tokens(spec)}
     norms = {f"model.layers.{n}.{kind}_layernorm.weight" for n in (0, 1) for kind in ("input", "post_attention")}
     assert found == {*norms, "model.norm.weight"}
+
+
+def test_stages_of_models_of_transformers() -> None:
+    """What stands before the first layer is of the embedding, what stands behind it of the head."""
+    names = ["wte.weight", "h.0.attn.weight", "h.1.mlp.weight", "ln_f.weight", "lm_head.2.weight", "lm_head.weight"]
+    sizes = {"hidden_size": 12, "intermediate_size": 10, "num_heads": 6, "num_kv_heads": 2, "vocab_size": 7}
+    model = TransformersConfig(
+        config="{}",
+        parameters=tuple((name, (3,)) for name in names),
+        head_parameters=("lm_head.weight",),
+        num_layers=2,
+        **sizes,
+    )
+    found = [(spec.name, spec.place, spec.layer) for spec in decoder_parameters(model)]
+    assert found == [
+        ("wte.weight", "embedding", -1),
+        ("h.0.attn.weight", "layer", 0),
+        ("h.1.mlp.weight", "layer", 1),
+        ("ln_f.weight", "head", -1),
+        ("lm_head.2.weight", "head", -1),
+        ("lm_head.weight", "head", -1),
+    ]
+    scalar = decoder_parameters(replace(model, head="scalar"))
+    assert scalar[-1] == ParameterSpec("score.weight", (1, 12), None, "head")
+    assert [spec.name for spec in scalar[:-1]] == names[:-1]
+    assert {spec.shard_dim for spec in scalar} == {None}
