@@ -1,8 +1,6 @@
 """The algorithm of docs/contributing.md, put into a folder as the page says, has passing tests and trains."""
 
-import os
-import subprocess
-import sys
+import importlib
 from pathlib import Path
 
 import pytest
@@ -21,13 +19,12 @@ def test_the_algorithm_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert {path.name for path in tmp_path.glob("*.py")} == {
         "best.py", "best_config.py", "best_functions.py", "test_best.py",
     }  # fmt: skip
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", ".", "test_best.py"]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((str(tmp_path), str(ROOT)))}
-    tested = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
-    assert tested.returncode == 0, tested.stdout + tested.stderr
-    assert "1 passed" in tested.stdout
-
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    tests = importlib.import_module("test_best")
+    [test] = [value for name, value in vars(tests).items() if name.startswith("test_")]
+    test()
+
     write_files(tmp_path)
     (tmp_path / "rewards.py").write_text("def length(prompt, response): return len(response)\n")
     write_tiny_model(tmp_path / "Qwen2.5-1.5B")

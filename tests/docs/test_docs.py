@@ -13,6 +13,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from realhf import cli
 from realhf.dataflow.plan import ExecutionPlan
 from tests.docs.blocks import DOCUMENTS, ROOT, Document
 from tests.docs.data_files import write_data_files
@@ -72,6 +73,21 @@ RUN_HERE = {
     "cd tests/slurm && ../../.venv/bin/python -m testbed --help": "",
     "cd tests/slurm && ../../.venv/bin/python -m hosts --help": "",
 }
+
+# These as a user runs them, by a shell; the other `realhf` commands in this process, runs with forked workers.
+BY_SHELL = ("realhf run experiments/ppo.py --steps 10 ", "realhf --version", "realhf doctor")
+FORKED = ("--launcher", "tests.e2e.forked:ForkedLauncher")
+
+# Of them these take long and need no other one: they run with the slow tests.
+TAKES_LONG = (
+    "realhf plan experiments/ppo.py --cluster h100-4x8,h100-8x8,h200-4x8 ",
+    "realhf plan experiments/ppo.py --cluster h100-8x8 --actor llama3-70b --critic llama3-7b --compare ",
+    "realhf plan experiments/ppo.py --num-workers 2 --batch-size 8 --ppo.max-new-tokens 128 --staleness-up-to 2",
+    "realhf profile ",
+    "realhf run counted.py ",
+    "realhf plan experiments/ppo.py --cluster h100-4x8 --actor llama3-7b --critic llama3-7b --new-tokens 4096 ",
+    "torchrun ",
+)
 
 # Commands that another test runs for real: the file, and words of the command that are in it.
 RUN_ELSEWHERE = {
@@ -201,12 +217,19 @@ def test_every_command_is_run_by_a_test() -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("command", RUN_HERE)
-def test_commands(command: str, folder: Path) -> None:
-    in_checkout = command.startswith(("make ", "cd "))
-    done = shell(f"{command} {RUN_HERE[command]}", ROOT if in_checkout else folder)
-    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+@pytest.mark.parametrize(
+    "command", [pytest.param(c, marks=pytest.mark.slow) if c.startswith(TAKES_LONG) else c for c in RUN_HERE]
+)
+def test_commands(command: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = shlex.split(command)
+    if words[0] == "realhf" and not command.startswith(BY_SHELL):
+        monkeypatch.chdir(folder)
+        forked = FORKED if words[1] == "run" and "--dry-run" not in words else ()
+        assert cli.main([*words[1:], *shlex.split(RUN_HERE[command]), *forked]) == 0
+    else:
+        in_checkout = command.startswith(("make ", "cd "))
+        done = shell(f"{command} {RUN_HERE[command]}", ROOT if in_checkout else folder)
+        assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
     for option in ("--output", "--run-dir", "--html", "--json"):
         if option in words:
             assert (folder / words[words.index(option) + 1]).exists()
@@ -214,6 +237,7 @@ def test_commands(command: str, folder: Path) -> None:
         assert (folder / words[2] / "report.html").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_tutorial_of_scripts(folder: Path) -> None:
     """GRPO in at most 60 lines goes on from a run's model."""
@@ -226,6 +250,7 @@ def test_the_tutorial_of_scripts(folder: Path) -> None:
         assert done.returncode == 0, done.stderr[-3000:]
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_the_example_trains_under_two_workers(folder: Path) -> None:
     words = "realhf run reinforce.py --num-workers 2"
@@ -240,10 +265,12 @@ def test_the_example_trains_under_two_workers(folder: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
-def test_the_example_of_a_pool_is_planned_within_it(folder: Path) -> None:
-    done = shell(f"realhf plan placed.py --num-workers 4 --output within.json {FEW}", folder)
-    assert done.returncode == 0, done.stderr
-    assert "pool 'left' (devices 0-1): actor" in done.stdout
+def test_the_example_of_a_pool_is_planned_within_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(folder)
+    assert cli.main(shlex.split(f"plan placed.py --num-workers 4 --output within.json {FEW}")) == 0
+    assert "pool 'left' (devices 0-1): actor" in capsys.readouterr().out
     plan = msgspec.json.decode((folder / "within.json").read_bytes(), type=ExecutionPlan)
     assert all(set(call.mesh.devices) <= {0, 1} for call in plan.calls.values())
     by_hand = msgspec.json.decode((folder / "within.json").read_bytes())
@@ -254,9 +281,8 @@ def test_the_example_of_a_pool_is_planned_within_it(folder: Path) -> None:
         ("--num-workers 1", "pool 'left' (devices 0-1) has device 1, and there are 1"),
         ("--num-workers 4 --plan outside.json", "devices=[2, 1] are not all of pool 'left' (devices 0-1)"),
     ):
-        refused = shell(f"realhf run placed.py --run-dir runs/refused {words}", folder)
-        assert refused.returncode == 2
-        assert message in refused.stderr
+        assert cli.main(shlex.split(f"run placed.py --run-dir runs/refused {words}")) == 2
+        assert message in " ".join(capsys.readouterr().err.split())
         assert not (folder / "runs/refused").exists()
 
 
@@ -294,13 +320,13 @@ def test_every_module_folder_is_described() -> None:
     assert not [folder for folder in folders if folder not in described]
 
 
-def test_the_example_of_a_plan_is_one(folder: Path) -> None:
+def test_the_example_of_a_plan_is_one(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [block] = [block for block in Document(ROOT / "docs/plans.md").blocks("json") if "num_devices" in block]
     plan = msgspec.json.decode(block, type=ExecutionPlan)
     assert plan.num_devices == 2
     (folder / "by_hand.json").write_text(block)
-    done = shell("realhf plan experiments/ppo.py --plan by_hand.json", folder)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(folder)
+    assert cli.main(["plan", "experiments/ppo.py", "--plan", "by_hand.json"]) == 0
 
 
 def test_the_fields_of_a_plan_are_all_described() -> None:

@@ -1,6 +1,7 @@
 """Figures that are kept name the code, the command and the machine they are from, and pages say what the files say."""
 
 import ast
+import functools
 import importlib
 import json
 import re
@@ -184,6 +185,7 @@ def test_what_benchmarks_import_is_there() -> None:
     assert names_of("realhf.planning.presets")
 
 
+@functools.cache
 def names_of(module: str) -> set[str] | None:
     """What a module of this repository has to import, submodules included; None for others."""
     for root in (ROOT, ROOT / "benchmarks"):

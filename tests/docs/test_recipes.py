@@ -14,6 +14,9 @@ from tests.docs.tiny_models import write_tiny_model
 from tests.unit.data.tokenizers_of_families import write_llama3, write_qwen
 
 PAGES = sorted((ROOT / "docs/recipes").glob("*.md"))
+FIRST_PAGE_QUICKLY = [
+    pytest.param(path, id=path.stem, marks=[] if path.stem == "one_gpu" else pytest.mark.slow) for path in PAGES
+]
 SMALL = "--steps 1 --batch-size 8 --mini-batches 1 --num-workers 1 --nodes 1 --hardware cpu"
 LAUNCHER = "--launcher tests.e2e.forked:ForkedLauncher --network-interface lo"
 # The shapes of the models that the pages plan for, as their config.json has them.
@@ -75,7 +78,7 @@ def run_small(command: str) -> None:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FIRST_PAGE_QUICKLY)
 def test_the_commands_of_a_recipe(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = Document(path)
     monkeypatch.chdir(tmp_path)
@@ -121,7 +124,7 @@ def write_shape(folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
-@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", FIRST_PAGE_QUICKLY)
 def test_the_figures_of_a_recipe(
     path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
