@@ -123,6 +123,12 @@ def test_importance_weights(correction, expected):
     assert not weights.requires_grad
 
 
+def test_weights_at_their_bounds_are_within_them():
+    for correction in ("token_mask", "sequence_mask"):
+        for bounds in ((1.0, 2.0), (0.0, 1.0)):
+            assert F.importance_weights(f64(-1.0), f64(-1.0), tensor([1]), correction, bounds).tolist() == [1.0]
+
+
 def test_responses_from_which_the_policy_has_moved_away():
     # The first response: mean of drawn - logprob is (1 + 3) / 2 = 2; the second 0.
     drawn, logprob = f64(1.0, 3.0, 0.0), f64(0.0, 0.0, 0.0)
@@ -130,6 +136,8 @@ def test_responses_from_which_the_policy_has_moved_away():
     assert F.is_near_policy(f64(-1, -1, -1), logprob, drawn, lengths, 1.5).tolist() == [False, False, True]
     assert F.is_near_policy(f64(1, 1, -1), logprob, drawn, lengths, 1.5).all()
     assert F.is_near_policy(f64(-1, -1, -1), logprob, drawn, lengths, 2.5).all()
+    assert F.is_near_policy(f64(-1, -1, -1), logprob, drawn, lengths, 2.0).all()  # no further than the threshold
+    assert F.is_near_policy(f64(0, 0, 0), logprob, drawn, lengths, 1.5).all()
 
 
 def test_estimates_of_the_divergence():

@@ -1,0 +1,244 @@
+"""The hyperparameters of the algorithms: their defaults, and the least and the largest value that each may have."""
+
+from dataclasses import fields
+from typing import Any
+
+import pytest
+
+from realhf.algorithms.dpo.config import DPO
+from realhf.algorithms.grpo.config import GRPO
+from realhf.algorithms.ppo.config import PPOActor, PPOCritic, PPOHyperparameters, PPOPtx
+from realhf.algorithms.reinforce_pp.config import ReinforcePlusPlus
+from realhf.algorithms.remax.config import ReMax
+from realhf.algorithms.reward.config import PairLoss, PairwiseReward
+from realhf.algorithms.rloo.config import RLOO
+from realhf.algorithms.safe_rlhf.config import SafeRLHF
+from realhf.algorithms.text_reward.config import TextReward
+from realhf.api.generation import GenerationOptions
+from realhf.base.errors import UserError
+
+POLICY: dict[str, Any] = {
+    **{"max_new_tokens": 256, "epochs": 1, "entropy_coef": 0.0, "mask_truncated": False},
+    **{"importance_correction": "none", "importance_low": 0.0, "importance_high": 2.0},
+}
+CLIPPED = {**POLICY, "clip_low": 0.2, "clip_high": 0.2}
+PPO = {
+    **POLICY,
+    **{"gamma": 1.0, "lam": 0.95, "kl_coef": 0.05, "kl_estimator": "k1", "kl_controller": "fixed", "kl_target": 6.0},
+    **{"kl_horizon": 10_000, "policy_clip": 0.2, "dual_clip": 0.0, "value_clip": 0.2, "normalise_values": False},
+    **{"value_decay": 0.99, "whiten_advantages": True, "max_kl": None},
+    **{"reward_mean": 0.0, "reward_std": 1.0, "reward_clip": 5.0},
+}
+DEFAULTS: dict[type, dict[str, Any]] = {
+    PPOHyperparameters: PPO,
+    PPOPtx: {**PPO, "ptx_coef": 1.0},
+    SafeRLHF: {
+        **PPO,
+        **{"cost_limit": 0.0, "cost_std": 1.0, "multiplier": 1.0, "max_multiplier": 100.0, "multiplier_lr": 0.1},
+    },
+    GRPO: {
+        **CLIPPED,
+        **{"samples_per_prompt": 8, "loss_type": "dapo", "scale_rewards": "group", "beta": 0.02, "unbiased_kl": True},
+        **{"delta": 0.0, "ratio": "token", "ratio_cap": 5.0, "sapo_temperature_up": 1.0, "sapo_temperature_down": 1.05},
+        **{"vespo_k_up": 2.0, "vespo_lambda_up": 3.0, "vespo_k_down": 3.0, "vespo_lambda_down": 2.0},
+        **{"off_policy_threshold": 0.0, "drop_uniform_groups": False, "groups_per_step": 0},
+    },
+    RLOO: {**CLIPPED, "samples_per_prompt": 4, "kl_coef": 0.05, "reward_clip": 0.0, "normalise_advantages": False},
+    ReinforcePlusPlus: {
+        **CLIPPED,
+        **{"baseline": "none", "kl_coef": 0.01, "kl_estimator": "k1", "gamma": 1.0, "reward_clip": 10.0},
+    },
+    ReMax: {**CLIPPED, "kl_coef": 0.05, "kl_estimator": "k1"},
+    DPO: {
+        **{"loss_type": "sigmoid", "beta": 0.1, "label_smoothing": 0.0, "reference_free": False, "sft_coef": 0.0},
+        "epochs": 1,
+    },
+    PairLoss: {"score_square_coef": 0.001, "centre_coef": 0.0, "epochs": 1},
+    PairwiseReward: {"score_square_coef": 0.001},
+}
+OF_GENERATION = {field.name for field in fields(GenerationOptions)}
+
+
+@pytest.mark.parametrize("options", DEFAULTS, ids=lambda options: options.__name__)
+def test_defaults(options: type) -> None:
+    made = options()
+    own = {field.name: getattr(made, field.name) for field in fields(options) if field.name not in OF_GENERATION}
+    assert own == {name: value for name, value in DEFAULTS[options].items() if name not in OF_GENERATION}
+    for name in OF_GENERATION & DEFAULTS[options].keys():
+        assert getattr(made, name) == DEFAULTS[options][name]
+
+
+TINY = 1e-12
+# By class and field: the least value and one below it, the largest and one above; None: no such bound is near.
+BOUNDS: list[tuple[type, str, Any, Any, Any, Any]] = [
+    *(
+        bound
+        for options in (GRPO, RLOO, ReinforcePlusPlus, ReMax)
+        for bound in (
+            (options, "clip_low", 1e-6, 9e-7, 1.0, 1.01),
+            (options, "clip_high", 1e-6, 9e-7, 1e6, 1.1e6),
+        )
+    ),
+    *(
+        bound
+        for options in (PPOHyperparameters, GRPO)
+        for bound in (
+            (options, "epochs", 1, 0, 1024, 1025),
+            (options, "entropy_coef", -1e3, -1.1e3, 1e3, 1.1e3),
+            (options, "importance_low", 0.0, -TINY, 1.0, 1.01),
+            (options, "importance_high", 1.0, 0.99, 1e6, 1.1e6),
+        )
+    ),
+    (PPOHyperparameters, "gamma", 0.0, -TINY, 1.0, 1.01),
+    (PPOHyperparameters, "lam", 0.0, -TINY, 1.0, 1.01),
+    (PPOHyperparameters, "kl_coef", 0.0, -TINY, 1e6, 1.1e6),
+    (PPOHyperparameters, "kl_target", 1e-9, 0.0, 1e6, 1.1e6),
+    (PPOHyperparameters, "kl_horizon", 1.0, 0.9, 1e12, 1.1e12),
+    (PPOHyperparameters, "policy_clip", 1e-6, 9e-7, 1e6, 1.1e6),
+    (PPOHyperparameters, "dual_clip", 1.01, 1.0, 1e6, 1.1e6),
+    (PPOHyperparameters, "value_clip", 0.0, -TINY, 1e6, 1.1e6),
+    (PPOHyperparameters, "value_decay", 0.0, -TINY, 0.999999, 1.0),
+    (PPOHyperparameters, "max_kl", 1e-9, 0.0, 1e6, 1.1e6),
+    (PPOHyperparameters, "reward_mean", -1e9, -1.1e9, 1e9, 1.1e9),
+    (PPOHyperparameters, "reward_std", 1e-9, 0.0, 1e9, 1.1e9),
+    (PPOHyperparameters, "reward_clip", 1e-9, 0.0, 1e9, 1.1e9),
+    (PPOPtx, "ptx_coef", 0.0, -TINY, 1e6, 1.1e6),
+    (SafeRLHF, "cost_limit", -1e9, -1.1e9, 1e9, 1.1e9),
+    (SafeRLHF, "cost_std", 1e-9, 0.0, 1e9, 1.1e9),
+    (SafeRLHF, "multiplier", 1e-6, 9e-7, 100.0, 100.1),
+    (SafeRLHF, "max_multiplier", 1.0, 0.99, 1e6, 1.1e6),
+    (SafeRLHF, "multiplier_lr", 0.0, -TINY, 1e6, 1.1e6),
+    (GRPO, "samples_per_prompt", 2, 1, None, None),
+    (GRPO, "beta", 0.0, -TINY, 1e6, 1.1e6),
+    (GRPO, "delta", 1.201, 1.2, 1e6, 1.1e6),
+    (GRPO, "ratio_cap", 1.0, 0.99, 1e6, 1.1e6),
+    (GRPO, "sapo_temperature_up", 1e-6, 9e-7, 1e6, 1.1e6),
+    (GRPO, "sapo_temperature_down", 1e-6, 9e-7, 1e6, 1.1e6),
+    (GRPO, "vespo_k_up", 0.0, -TINY, 1e6, 1.1e6),
+    (GRPO, "vespo_lambda_up", 0.0, -TINY, 1e6, 1.1e6),
+    (GRPO, "vespo_k_down", 0.0, -TINY, 1e6, 1.1e6),
+    (GRPO, "vespo_lambda_down", 0.0, -TINY, 1e6, 1.1e6),
+    (GRPO, "off_policy_threshold", 0.0, -TINY, 1e6, 1.1e6),
+    (GRPO, "groups_per_step", 0, -1, None, None),
+    (RLOO, "samples_per_prompt", 2, 1, None, None),
+    (RLOO, "kl_coef", 0.0, -TINY, 1e6, 1.1e6),
+    (RLOO, "reward_clip", 0.0, -TINY, 1e6, 1.1e6),
+    (ReinforcePlusPlus, "gamma", 0.0, -TINY, 1.0, 1.01),
+    (ReinforcePlusPlus, "kl_coef", 0.0, -TINY, 1e6, 1.1e6),
+    (ReinforcePlusPlus, "reward_clip", 0.0, -TINY, 1e6, 1.1e6),
+    (ReMax, "kl_coef", 0.0, -TINY, 1e6, 1.1e6),
+    (DPO, "beta", 1e-9, 0.0, 1e6, 1.1e6),
+    (DPO, "label_smoothing", 0.0, -TINY, 0.49, 0.5),
+    (DPO, "sft_coef", 0.0, -TINY, 1e6, 1.1e6),
+    (DPO, "epochs", 1, 0, 1024, 1025),
+    (PairLoss, "score_square_coef", 0.0, -TINY, 1e6, 1.1e6),
+    (PairLoss, "centre_coef", 0.0, -TINY, 1e6, 1.1e6),
+    (PairLoss, "epochs", 1, 0, 1024, 1025),
+    (PairwiseReward, "score_square_coef", 0.0, -TINY, 1e6, 1.1e6),
+]
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "least", "below", "largest", "above"),
+    [pytest.param(*bound, id=f"{bound[0].__name__}-{bound[1]}") for bound in BOUNDS],
+)
+def test_bounds(options: Any, name: str, least: Any, below: Any, largest: Any, above: Any) -> None:
+    for value in (least, largest):
+        if value is not None:
+            assert getattr(options(**{name: value}), name) == value
+    for value in (below, above, float("nan")):
+        if value is not None:
+            with pytest.raises(UserError, match=name):
+                options(**{name: value})
+
+
+def test_every_number_has_bounds() -> None:
+    bounded = {(options, name) for options, name, *_ in BOUNDS}
+    for options, defaults in DEFAULTS.items():
+        for name, value in defaults.items():
+            inherited = [*options.__mro__, GRPO, PPOHyperparameters]  # what all have is tried with these
+            if name not in OF_GENERATION and not isinstance(value, bool | str):
+                assert any((one, name) in bounded for one in inherited), (options, name)
+
+
+@pytest.mark.parametrize(
+    ("options", "name", "choices"),
+    [
+        (PPOHyperparameters, "kl_estimator", ("k1", "k2", "k3")),
+        (PPOHyperparameters, "kl_controller", ("fixed", "adaptive")),
+        (
+            PPOHyperparameters,
+            "importance_correction",
+            ("none", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+        ),
+        (GRPO, "loss_type", ("grpo", "bnpo", "dapo", "dr_grpo", "cispo", "sapo", "luspo", "vespo")),
+        (GRPO, "scale_rewards", ("group", "batch", "none")),
+        (GRPO, "ratio", ("token", "sequence", "sequence_token")),
+        (ReinforcePlusPlus, "kl_estimator", ("k1", "k2", "k3")),
+        (ReMax, "kl_estimator", ("k1", "k2", "k3")),
+        (DPO, "loss_type", ("sigmoid", "hinge", "ipo", "robust")),
+    ],
+)
+def test_choices(options: Any, name: str, choices: tuple[str, ...]) -> None:
+    for choice in choices:
+        assert getattr(options(**{name: choice}), name) == choice
+    with pytest.raises(UserError, match=f"{name}='other' is not known; choose one of {', '.join(choices)}"):
+        options(**{name: "other"})
+
+
+@pytest.mark.parametrize("options", [PPOHyperparameters, GRPO, RLOO, ReinforcePlusPlus, ReMax, SafeRLHF])
+def test_what_learns_draws_with_a_temperature(options: Any) -> None:
+    with pytest.raises(UserError, match=f"temperature=0 draws no samples to learn from; {options.__name__}"):
+        options(temperature=0.0)
+    assert options(temperature=1e-6).temperature == 1e-6
+
+
+def test_options_that_go_together_and_others() -> None:
+    assert ReinforcePlusPlus(baseline="group", samples_per_prompt=2).samples_per_prompt == 2
+    assert ReinforcePlusPlus(baseline="none", samples_per_prompt=1).samples_per_prompt == 1
+    assert GRPO(delta=1.29, clip_high=0.28).delta == 1.29
+    with pytest.raises(UserError, match=r"delta=1.27 must be above 1 \+ clip_high=1.28"):
+        GRPO(delta=1.27, clip_high=0.28)
+    assert GRPO(groups_per_step=3, drop_uniform_groups=True).groups_per_step == 3
+    for correction in ("token_truncate", "token_mask"):
+        assert GRPO(loss_type="vespo", importance_correction=correction).loss_type == "vespo"
+    for correction in ("sequence_truncate", "sequence_mask"):
+        assert GRPO(loss_type="dapo", importance_correction=correction).loss_type == "dapo"
+        with pytest.raises(UserError, match=f"'{correction}' does not go with loss_type='vespo'"):
+            GRPO(loss_type="vespo", importance_correction=correction)
+    assert SafeRLHF(multiplier=5.0, max_multiplier=5.0).multiplier == 5.0
+    for loss_type in ("sigmoid", "robust"):
+        assert DPO(loss_type=loss_type, label_smoothing=0.2).label_smoothing == 0.2
+    for loss_type in ("hinge", "ipo"):
+        with pytest.raises(UserError, match=r"label_smoothing=0.2 is for the losses sigmoid and robust"):
+            DPO(loss_type=loss_type, label_smoothing=0.2)
+
+
+def test_the_greedy_response_is_drawn_as_the_others_but_for_the_temperature() -> None:
+    options = ReMax(**{"max_new_tokens": 9, "eos_token": 3, "temperature": 0.7, "top_k": 5, "min_new_tokens": 2})
+    greedy = options.greedy
+    assert type(greedy) is GenerationOptions
+    assert greedy == GenerationOptions(max_new_tokens=9, eos_token=3, temperature=0.0, top_k=5, min_new_tokens=2)
+
+
+def test_calls_of_ppo_tell_the_planner_their_options() -> None:
+    ppo = PPOHyperparameters(
+        **{"epochs": 3, "max_new_tokens": 7, "samples_per_prompt": 2, "kv_cache_tokens": 99, "decode_graphs": "call"}
+    )
+    actor = PPOActor(ppo=ppo)
+    assert (actor.epochs, actor.max_new_tokens, actor.samples_per_prompt) == (3, 7, 2)
+    assert (actor.kv_cache_tokens, actor.decode_graphs, PPOCritic(ppo=ppo).epochs) == (99, "call", 3)
+    for options in ({"mask_truncated": True}, {"importance_correction": "token_mask"}):
+        with pytest.raises(UserError, match="write PPO as a script"):
+            PPOActor(ppo=PPOHyperparameters(**options))
+
+
+def test_bounds_of_rewards_on_texts() -> None:
+    for name, good, bad in (("processes", (0, 1024), (-1, 1025)), ("seconds_per_sample", (0.0, 1e6), (-TINY, 1.1e6))):
+        for value in good:
+            assert getattr(TextReward(rewards=("r.py:f",), tokenizer="t", **{name: value}), name) == value
+        for value in bad:
+            with pytest.raises(UserError, match=name):
+                TextReward(rewards=("r.py:f",), tokenizer="t", **{name: value})
+    assert TextReward(rewards=("r.py:f",), tokenizer="t").processes_per_worker == 1
+    assert TextReward(rewards=("r.py:f",), tokenizer="t", processes=5).processes_per_worker == 5
