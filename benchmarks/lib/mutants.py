@@ -42,6 +42,9 @@ _PAIRS = (
     ("exp", "log"), ("ceil_div", "floor_div"), ("cumsum", "cumprod"), ("isnan", "isinf"), ("first", "last"),
 )  # fmt: skip
 _SWAPPED = {name: other for pair in _PAIRS for name, other in (pair, pair[::-1])}
+_COMMUTATIVE = frozenset(
+    {"min", "max", "minimum", "maximum", "gcd", "lcm", "hypot", "isclose", "allclose", "logaddexp"}
+)
 _LOGS = re.compile(r"(log|logger|_log|_logger|logging|warnings|console)\.|print$|warn$")
 _WORDS = frozenset({"help", "metavar", "description", "epilog", "message", "title"})  # keywords that hold text
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -264,7 +267,8 @@ class _Finder:
                 yield self._span("name", node, start, start + len(name), _SWAPPED[name], place)
 
     def _of_call(self, node: ast.Call, place: _Place) -> Iterator[Mutant]:
-        for one, other in itertools.pairwise(node.args):
+        name = ast.unparse(node.func).rpartition(".")[2]
+        for one, other in itertools.pairwise(node.args) if name not in _COMMUTATIVE else ():
             if not isinstance(one, _APART) and not isinstance(other, _APART) and not _is_str(one, other):
                 yield from self._swapped(one, other, place)
         arguments = [*node.args, *node.keywords]
@@ -278,7 +282,7 @@ class _Finder:
                     yield self._span("keyword", keyword, start, end, "", place)
                 else:
                     yield self._edit("keyword", keyword, "", place)
-        if isinstance(node.func, ast.Name) and node.func.id == "sorted" and len(arguments) == 1:
+        if name == "sorted" and len(arguments) == 1:
             yield self._edit("name", node.func, "list", place)
 
     def _condition(self, test: ast.expr, place: _Place, values: tuple[str, ...]) -> Iterator[Mutant]:

@@ -84,8 +84,11 @@ def test_every_change_of_a_line() -> None:
         head.replace(", start=most", "") + tail,
         head.replace("most:", "most + 1:") + tail,
         head.replace(":width", ":width - 1") + tail,
-        "return max(sum(range(width)[most:width], start=most), width - 1)" + tail,
     } <= changes(line_of("return"))
+    assert "return max(sum(range(width)[most:width], start=most), width - 1)" + tail not in changes(line_of("return"))
+    pair = b"def f(a, b):\n    return g(a, b), a\n"
+    found = {mutant.after for mutant in mutants.mutants_of("a.py", pair)}
+    assert {"return g(b, a), a", "return a, g(a, b)"} <= found
 
 
 @pytest.mark.parametrize("text", ["Text with", "import", "TYPE_CHECKING:", "__all__", "class", "Whether", "print"])

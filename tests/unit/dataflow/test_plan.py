@@ -17,9 +17,12 @@ from realhf.dataflow.plan import (
     ExecutionPlan,
     OrderEntry,
     check_plan,
+    digest_in,
+    interval_text,
     load_plan,
     plan_digest,
     save_plan,
+    updates_text,
 )
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from tests.unit.api.calls import TINY, call, ppo_graph, ruled_graph
@@ -316,6 +319,107 @@ def test_predictions_of_calls_beside_the_devices_are_no_part_of_what_a_plan_does
     assert plan_digest(msgspec.structs.replace(plan, beside={"judge": 0.5})) == plan_digest(plan)
     known = "778d439a61c1ecbe6e645d793c581d3a4ca150c363a5f8fe6ff6a6b0e33e1992"
     assert plan_digest(plan) == known, "as in checkpoints of runs whose plans know no such calls"
+
+
+def test_how_calls_are_computed_in_words() -> None:
+    said = {
+        CallCompute(
+            recomputation="full", recomputed_layers=2
+        ): "full recomputation, in the first 2 layers of a stage only",
+        CallCompute(recomputation="off"): "no recomputation",
+        CallCompute(sequence_parallel=True): "sequence parallel",
+        CallCompute(sequence_parallel=False): "not sequence parallel",
+        CallCompute(data_parallel="fsdp", prefetch=True): "fsdp, prefetch",
+        CallCompute(data_parallel=(("*", "sharded"),), prefetch=False): "modes by operator, no prefetch",
+        CallCompute(offload_states=True): "states in host memory",
+        CallCompute(offload_states=False): "states on the device",
+        CallCompute(decode_graphs="kept"): "graphs kept",
+        CallCompute(decode_graphs="call"): "graphs of a call",
+        CallCompute(decode_graphs="off"): "no graphs",
+        CallCompute(): "",
+    }
+    assert [str(compute) for compute in said] == list(said.values())
+    assert ALL.way_text == "1 micro-batch"
+    two = msgspec.structs.replace(ALL, micro_batches=2, compute=CallCompute(recomputation="full"))
+    assert two.way_text == "2 micro-batches, full recomputation"
+    assert (ALL.stages_text, CallPlan(devices=(0, 2), pp=2).stages_text) == ("1", "2")
+    assert [updates_text(number) for number in (0, 1, 2)] == ["0 updates", "1 update", "2 updates"]
+    assert [interval_text(each) for each in (None, (0.214, 9.96), (9.99, 10.0))] == ["-", "0.21-10", "10-10"]
+    assert interval_text((1.26, 123.4)) == "1.3-123"
+
+
+def test_a_copy_is_taken_over_in_the_same_layout_alone() -> None:
+    apart = msgspec.structs.replace(ALL, dp=2, tp=2, copy_from="a")
+    plan = plan_of(calls={"a": ALL, "b": msgspec.structs.replace(ALL, copy_from="a"), "c": apart})
+    assert {name: plan.takes_over(name) for name in "abc"} == {"a": False, "b": True, "c": False}
+
+
+NUMBERS: list[tuple[dict[str, Any], str]] = [
+    ({"num_devices": 4096, "devices_per_node": 4096, "max_steps_in_flight": 1024, "staleness": 64}, ""),
+    ({"num_devices": 0}, "num_devices 0"),
+    ({"num_devices": 4097}, "num_devices 4097"),
+    ({"devices_per_node": 0}, "devices_per_node 0"),
+    ({"max_steps_in_flight": 0}, "max_steps_in_flight 0"),
+    ({"staleness": 65}, "staleness 65"),
+    ({"staleness": -1}, "staleness -1"),
+    ({"predicted_step_s": -0.1}, "predicted_step_s -0.1"),
+    ({"beside": {"judge": -1.0}}, "beside.judge -1"),
+    ({"order": (OrderEntry(call="a", steps_back=1024),)}, ""),
+    ({"order": (OrderEntry(call="a", steps_back=-1),)}, "order: steps_back of a -1"),
+    ({"order": (OrderEntry(call="a", steps_back=1025),)}, "order: steps_back of a 1025"),
+    ({"calls": {"a": CallPlan(devices=(0, 4096), micro_batches=2**20)}}, ""),
+    ({"calls": {"a": CallPlan(devices=(0, 4097))}}, "calls.a.devices"),
+    ({"calls": {"a": CallPlan(devices=(-1, 4))}}, "calls.a.devices"),
+    ({"calls": {"a": CallPlan(devices=(0, 1), dp=0)}}, "calls.a.dp 0"),
+    ({"calls": {"a": CallPlan(devices=(0, 1), micro_dp=(0, 1))}}, "calls.a.micro_dp"),
+    ({"calls": {"a": CallPlan(devices=(0, 1), micro_batches=0)}}, "calls.a.micro_batches 0"),
+    ({"calls": {"a": CallPlan(devices=(0, 1), micro_batches=2**20 + 1)}}, "calls.a.micro_batches 1048577"),
+    ({"calls": {"a": CallPlan(devices=(0, 1), predicted_s=-1.0)}}, "calls.a.predicted_s -1"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), NUMBERS, ids=lambda value: value if isinstance(value, str) else "")
+def test_numbers_of_a_plan_file_are_in_their_ranges(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    """Docs: a number that cannot be is refused when the file is read."""
+    save_plan(plan_of(**changes), tmp_path / "plan.json")
+    if not message:
+        load_plan(tmp_path / "plan.json")
+        return
+    with pytest.raises(UserError, match=re.escape(f"plan.json: {message}")):
+        load_plan(tmp_path / "plan.json")
+    assert digest_in(tmp_path / "plan.json") is None
+
+
+def test_the_digest_is_of_what_a_plan_does_alone(tmp_path: Path) -> None:
+    plan = plan_of()
+    save_plan(plan, tmp_path / "plan.json")
+    assert digest_in(tmp_path / "plan.json") == plan_digest(plan)
+    assert digest_in(tmp_path / "none.json") is None
+    predicted = dict.fromkeys(plan.calls, msgspec.structs.replace(ALL, predicted_s=3.0))
+    said = {"predicted_step_s": 2.0, "models": {"actor": TINY}, "notes": {"seed": 3}, "calls": predicted}
+    assert plan_digest(plan_of(**said)) == plan_digest(plan)
+    different = [
+        {"staleness": 1}, {"num_devices": 8}, {"devices_per_node": 2}, {"max_steps_in_flight": 1},
+        {"offload": ("actor",)}, {"order": order(*ORDER)},
+    ]  # fmt: skip
+    others = [plan_of(**changes) for changes in different]
+    others += [with_call(copy_from="x"), with_call(micro_batches=2), with_call(compute=CallCompute(prefetch=True))]
+    assert len({plan_digest(other) for other in (plan, *others)}) == 1 + len(others)
+
+
+def test_bounds_of_a_plan_that_just_fits() -> None:
+    layers = CallCompute(recomputation="full", recomputed_layers=4)  # of 4
+    none = CallCompute(recomputation="selective", recomputed_layers=0)
+    for compute in (layers, none):
+        check_plan(with_call("actor_train_step", compute=compute), GRAPH, BATCH_SIZE)
+    check_plan(with_call(micro_batches=4), GRAPH, BATCH_SIZE)  # 4 x 4 of 16
+    check_plan(with_call(compute=CallCompute(decode_graphs="call")), GRAPH, BATCH_SIZE)
+    without = CallCompute(recomputation="off", recomputed_layers=2)
+    with pytest.raises(UserError, match="recomputed_layers=2 without what is recomputed"):
+        check_plan(with_call("actor_train_step", compute=without), GRAPH, BATCH_SIZE)
+    few = CallCompute(recomputation="full", recomputed_layers=-1)
+    with pytest.raises(UserError, match="recomputed_layers=-1"):
+        check_plan(with_call("actor_train_step", compute=few), GRAPH, BATCH_SIZE)
 
 
 def test_mini_batches_have_to_divide_the_batch() -> None:
