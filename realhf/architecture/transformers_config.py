@@ -18,6 +18,7 @@ from realhf.architecture.model import DecoderConfig, Experts
 from realhf.base.code_files import python_command
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_json, write_atomically
+from realhf.base.reading import read_bytes
 
 # Of a config.json: what says nothing of the architecture.
 _UNUSED = ("architectures", "auto_map", "dtype", "torch_dtype", "transformers_version", "_name_or_path", "use_cache")
@@ -84,7 +85,7 @@ def transformers_model(directory: Path | str) -> TransformersConfig:
     path = Path(directory)
     path = path / "config.json" if path.is_dir() else path
     try:
-        content = decode_json(path.read_bytes(), dict[str, Any])
+        content = decode_json(read_bytes(path), dict[str, Any])
     except OSError as error:
         raise UserError(f"{path}: cannot read the architecture ({error.strerror}); give a config.json") from None
     except BadContentError as error:
@@ -124,7 +125,7 @@ def _described(config: str, path: Path) -> Description:
     digest = hashlib.sha256(f"{version}\n{config}".encode()).hexdigest()
     kept = platformdirs.user_cache_path("realhf") / "transformers" / f"{digest}.json"
     try:
-        return decode_json(kept.read_bytes(), Description)
+        return decode_json(read_bytes(kept), Description)
     except (OSError, BadContentError):
         pass  # not asked yet
     done = subprocess.run(

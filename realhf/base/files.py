@@ -1,16 +1,19 @@
 """Files that outlive a process: checked when they are read, and replaced as a whole when they are written."""
 
 import contextlib
+import datetime
 import errno
+import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import msgspec
 
 from realhf.base.errors import RunError, UserError
+from realhf.base.reading import is_too_deep, open_regular, read_bytes, why_not_plain
 
 T = TypeVar("T")
 
@@ -27,7 +30,11 @@ _REMEDIES = {
     errno.ENOTDIR: "see who put a file in a folder's place",
     errno.ENOTEMPTY: "see who put files there",
     errno.EEXIST: "see who put a file there",
+    errno.ENXIO: "see who put it there",
+    errno.ELOOP: "see who put a link there",
 }
+# A log's last lines lie in its last bytes.
+_LAST_BYTES = 2**16
 
 
 class BadContentError(Exception):
@@ -36,12 +43,34 @@ class BadContentError(Exception):
 
 def decode_json(content: bytes | str, expected: type[T]) -> T:
     """`content`, checked against `expected`. Raises BadContentError, for an unknown or ill-typed field too."""
+    _check_depth(content)
     return _decoded(lambda: msgspec.json.decode(content, type=expected))
+
+
+def decode_loose_json(content: bytes | str) -> Any:
+    """The values of JSON as Python's own module reads it, with NaN and halves of characters, as other programs write
+    it. Raises BadContentError; its cause is the ValueError of the module, where it raised one."""
+    _check_depth(content)
+    try:
+        return json.loads(content)
+    except RecursionError:
+        raise BadContentError("it is nested too deeply") from None
+    except ValueError as error:
+        raise BadContentError(str(error)) from error
+
+
+def _check_depth(content: bytes | str) -> None:
+    if is_too_deep(content if isinstance(content, bytes) else content.encode(errors="replace")):
+        raise BadContentError("it is nested too deeply")
 
 
 def decode_yaml(content: bytes | str, expected: type[T], *, strict: bool = True) -> T:
     """As `decode_json`, for YAML; without `strict`, numbers that YAML reads as strings (1e9) count as numbers."""
-    return _decoded(lambda: msgspec.yaml.decode(content, type=expected, strict=strict))
+    values = _decoded(lambda: msgspec.yaml.decode(content))
+    if reason := why_not_plain(values):
+        raise BadContentError(reason)
+    dates = (datetime.datetime, datetime.date)
+    return _decoded(lambda: msgspec.convert(values, type=expected, strict=strict, builtin_types=dates))
 
 
 def _decoded(decode: Callable[[], T]) -> T:
@@ -62,7 +91,7 @@ def read_file(path: str | Path, decode: Callable[[bytes], T], kind: str, remedy:
         UserError: the file cannot be read, or `decode` raises BadContentError; the text says that it is no `kind`.
     """
     try:
-        return decode(Path(path).read_bytes())
+        return decode(read_bytes(path))
     except OSError as error:
         raise UserError(f"{path}: cannot read the {kind} ({error.strerror}); {remedy}") from None
     except BadContentError as error:
@@ -96,7 +125,7 @@ def read_versioned(path: Path, expected: type[T], version: str) -> T | None:
     """What `decode_versioned` finds in a file that can be made again; None where there is none. Raises UserError where
     it is damaged, or another version's."""
     try:
-        return decode_versioned(path.read_bytes(), expected, version)
+        return decode_versioned(read_bytes(path), expected, version)
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -120,7 +149,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     part = path.with_name(f".{path.name}.{os.getpid()}.part")
     with naming(path):
         try:
-            with part.open("wb") as file:
+            part.unlink(missing_ok=True)  # a crash's, or a link that somebody put there
+            with open_regular(part, "xb") as file:
                 yield file
                 file.flush()
                 os.fsync(file.fileno())
@@ -158,7 +188,9 @@ def writing_a_run() -> Iterator[None]:
 def last_lines(path: Path, count: int) -> str:
     """The end of a log for a message, a line break and a bar before each line; "" where it cannot be read."""
     try:
-        lines = path.read_text(errors="replace").rstrip().splitlines()
+        with open_regular(path) as file:
+            file.seek(max(0, file.seek(0, 2) - _LAST_BYTES))
+            lines = file.read(_LAST_BYTES).decode(errors="replace").rstrip().splitlines()
     except OSError:
         return ""
     return "".join(f"\n  | {line}" for line in lines[-count:])

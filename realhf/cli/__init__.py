@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import realhf
 from realhf.base.errors import RunError, UserError
+from realhf.base.shown import visible
 from realhf.lifecycle.interruption import Stopped
 
 COMMANDS = {
@@ -85,4 +86,4 @@ def print_error(error: BaseException) -> None:
     """With the notes of the error behind it: what was saved, and how to go on."""
     is_end = isinstance(error, KeyboardInterrupt | Stopped)
     text = (str(error) or "interrupted") if is_end else f"error: {error}"
-    print(text, *getattr(error, "__notes__", ()), sep="\n", file=sys.stderr)
+    print(*map(visible, (text, *getattr(error, "__notes__", ()))), sep="\n", file=sys.stderr)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from realhf.base.code_files import python_command
 from realhf.base.errors import RunError
+from realhf.base.reading import read_text
+from realhf.base.shown import visible
 from realhf.rundir.paths import RunDirectory
 
 POLL_S = 0.1
@@ -44,7 +46,7 @@ def detached(given: Sequence[str], run_dir: Path) -> int:
                 child.terminate()
                 raise RunError(f"the run has not started within {START_S:g} s, and was ended")
             time.sleep(POLL_S)
-        sys.stderr.write(Path(printed.name).read_text(errors="replace"))
+        sys.stderr.write(visible(read_text(printed.name, errors="replace")))
         if (code := child.poll()) is not None:
             return code
         log = directory.log("launcher")

@@ -19,6 +19,7 @@ from realhf.base.errors import UserError
 from realhf.cli.doctor_devices import GIB, find_attention, find_cuda, find_gpu_matmul, find_gpus, find_nccl, find_ranks
 from realhf.cli.doctor_wire import find_curve, find_host_name, find_keys, find_loopback
 from realhf.cli.findings import Check, Finding, State
+from realhf.cli.output import Output
 from realhf.machine.host import read_host
 
 DESCRIPTION = (
@@ -42,7 +43,7 @@ def add_arguments(command: argparse.ArgumentParser) -> None:
 
 def execute(arguments: argparse.Namespace) -> int:
     checks = [*base_checks(arguments.runs_dir), *(gpu_checks() if arguments.gpu else ())]
-    return run_checks(checks, Console())
+    return run_checks(checks, Output())
 
 
 def run_checks(checks: Sequence[Check], console: Console) -> int:

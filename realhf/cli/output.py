@@ -3,22 +3,33 @@
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from rich import box
-from rich.console import Console
+from rich.console import Console, ConsoleOptions, RenderableType
+from rich.segment import Segment
 from rich.table import Table
 
 from realhf.base.errors import UserError
 from realhf.base.files import write_atomically
+from realhf.base.shown import visible
 
 STANDARD_OUTPUT = Path("-")  # where a file is to be named
 
 
 class Output(Console):
-    """A console whose lines are neither broken nor coloured by what they contain."""
+    """A console that shows texts as they are: what they contain neither breaks nor colours a line, is no markup, and
+    acts on no terminal."""
+
+    def __init__(self, **options: Any):
+        super().__init__(markup=False, emoji=False, **options)
+
+    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
+        """All that is printed comes through here, the cells of tables too."""
+        for segment in super().render(renderable, options):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
 
     def say(self, *lines: str) -> None:
         for line in lines:
@@ -89,7 +100,7 @@ class Phases:
     """
 
     def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic):
-        self._console, self._clock = console or Console(stderr=True), clock
+        self._console, self._clock = console or Output(stderr=True), clock
         self._phase = self._detail = ""
         self._begun_s = clock()
         self._status = self._console.status("") if self._console.is_terminal else None
@@ -115,7 +126,7 @@ class Phases:
 
     def say(self, text: str) -> None:
         """A line of its own, at once."""
-        self._console.print(text, highlight=False, soft_wrap=True, markup=False)
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def _text(self) -> str:
         return f"{self._phase}: {self._detail}" if self._detail else self._phase

@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bar
 from rich.table import Table
 
-from realhf.cli.output import Phases, duration, number_text, table_of, wide_output
+from realhf.base.shown import visible
+from realhf.cli.output import Output, Phases, duration, number_text, table_of, wide_output
 from realhf.cli.trends import trends_table
 from realhf.lifecycle.advice import export_command
 from realhf.lifecycle.controller import Listener
@@ -37,7 +37,7 @@ class Progress(Listener):
 
     def __init__(self, *, has_bar: bool = True, clock: Callable[[], float] = time.monotonic):
         self._has_bar, self._clock = has_bar, clock
-        self._console = Console(stderr=True)
+        self._console = Output(stderr=True)
         self._phases: Phases | None = None
         self._bar: Bar | None = None
         self._directory: RunDirectory | None = None
@@ -73,7 +73,7 @@ class Progress(Listener):
         self._evaluations = Tail(directory.evaluations, evaluation_line, self.say)
         if self._has_bar and self._console.is_terminal and self._bar is None:
             counts = (TextColumn("step"), MofNCompleteColumn(), BarColumn(bar_width=20))
-            self._bar = Bar(*counts, TextColumn("{task.description}"), console=self._console)
+            self._bar = Bar(*counts, TextColumn("{task.description}", markup=False), console=self._console)
             self._bar.start()
             self._task = self._bar.add_task("starting", total=self._steps)
         self._begun_s, self._silence_s = self._clock(), SILENCE_S
@@ -140,7 +140,7 @@ class Progress(Listener):
         if self._bar is not None:
             self._bar.console.print(text, highlight=False, soft_wrap=True)
         else:
-            print(text, file=sys.stderr, flush=True)
+            print(visible(text), file=sys.stderr, flush=True)
 
 
 def _format(values: dict[str, Any], names: Sequence[str] | None = None) -> str:

@@ -14,7 +14,7 @@ from realhf.cli.output import Output, duration, number_text, table_of, wide_outp
 from realhf.cli.trends import trends_table
 from realhf.launch.slurm.state import job_state
 from realhf.report.run_status import ENDED, FINISHED, RunStatus, read_run_status, run_now_s
-from realhf.report.sample_texts import heading, shortened, visible
+from realhf.report.sample_texts import heading, shortened, with_ends
 from realhf.rundir.later import is_to_be_planned, read_later, why_not
 from realhf.rundir.launched import read_launched
 from realhf.rundir.paths import RunDirectory, workers_in_words
@@ -61,7 +61,7 @@ def execute(arguments: argparse.Namespace) -> int:
         out.say(*damaged)
         return 0
     lines = summary(status)
-    out.print(lines[0], *([job] if job else []), *lines[1:], sep="\n", highlight=False, markup=False, soft_wrap=True)
+    out.print(lines[0], *([job] if job else []), *lines[1:], sep="\n", highlight=False, soft_wrap=True)
     for table in (trends_table(status.trends), evaluations_table(status), process_table(status)):
         if table.columns:
             out.print(table)
@@ -100,7 +100,7 @@ def print_samples(samples: Sequence[Sample], directory: RunDirectory, out: Outpu
         out.rule(f"{title_of(sample)}, {heading(sample)}", align="left", style="dim", characters="─")
         for name, text in (("prompt", sample.prompt), ("response", sample.response)):
             out.print(Text(f"{name}:", style="bold"))
-            body = Text(visible(shortened(text, SAMPLE_CHARACTERS)), overflow="fold", no_wrap=False)
+            body = Text(with_ends(shortened(text, SAMPLE_CHARACTERS)), overflow="fold", no_wrap=False)
             out.print(Padding(body, (0, 0, 0, 2)), highlight=False)
 
 

@@ -15,6 +15,7 @@ import numpy as np
 from platformdirs import user_cache_path
 
 from realhf.base.files import write_atomically
+from realhf.base.reading import read_bytes
 from realhf.data.files.arrow import content_digest
 from realhf.data.files.opening import data_files
 
@@ -35,7 +36,7 @@ _TOKENIZER_FILES = (
 def kept_on_disk(dataset: "TextDataset") -> np.ndarray | None:
     """The rows [rows], from 0, that another process has found; None if none has."""
     try:
-        content = _path(dataset).read_bytes()
+        content = read_bytes(_path(dataset))
         return np.frombuffer(content, np.dtype("<i8"))
     except (OSError, ValueError):
         return None

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from realhf.base.errors import UserError
+from realhf.base.files import BadContentError, decode_loose_json
+from realhf.base.reading import read_bytes
 
 MANIFEST = "manifest.json"
 
@@ -64,8 +66,8 @@ def make_by_command(
 
 def _check_same(target: Path, manifest: Mapping[str, object]) -> None:
     try:
-        found = json.loads((target / MANIFEST).read_text())
-    except (OSError, ValueError):
+        found = decode_loose_json(read_bytes(target / MANIFEST))
+    except (OSError, BadContentError):
         found = None
     task = manifest["task"]
     version = {"format_version": manifest["format_version"]}

@@ -1,6 +1,5 @@
 """Text to tokens and back, with the files that a Hugging Face model has for it. No torch here."""
 
-import json
 from collections.abc import Sequence
 from datetime import date as calendar_date
 from functools import cached_property
@@ -11,6 +10,8 @@ from tokenizers import AddedToken, Tokenizer
 
 from realhf.api.data_options import DEFAULT_DATE
 from realhf.base.errors import UserError
+from realhf.base.files import BadContentError, decode_loose_json
+from realhf.base.reading import read_bytes, read_text
 from realhf.data.chat_template import ChatTemplate, Message, TemplateError, TemplateInputs
 
 Tokens = list[int]
@@ -188,9 +189,9 @@ class TextTokenizer:
         folder = self.path.parent
         found = {}
         if (file := folder / "chat_template.jinja").is_file():
-            found["default"] = file.read_text(encoding="utf-8")
+            found["default"] = self._text(file)
         for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
-            found[file.stem] = file.read_text(encoding="utf-8")
+            found[file.stem] = self._text(file)
         if found:
             return found
         match self._config.get("chat_template"):
@@ -203,6 +204,12 @@ class TextTokenizer:
         return {}
 
     # --- Files.
+
+    def _text(self, path: Path) -> str:
+        try:
+            return read_text(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{path}: cannot be read as UTF-8 ({error}); correct it or take it away") from None
 
     def _load(self) -> Any:
         if not self.path.is_file():
@@ -229,8 +236,8 @@ class TextTokenizer:
         if not path.is_file():
             return {}
         try:
-            content = json.loads(path.read_bytes())
-        except (OSError, ValueError) as error:
+            content = decode_loose_json(read_bytes(path))
+        except (OSError, BadContentError) as error:
             raise UserError(f"{path}: not JSON ({error}); correct it or take it away") from None
         if not isinstance(content, dict):
             raise UserError(f"{path}: a {type(content).__name__} instead of an object; correct it or take it away")
@@ -297,7 +304,7 @@ def _template_of(given: str) -> str:
     if "{%" in given or "{{" in given:
         return given
     try:
-        return Path(given).read_text(encoding="utf-8")
+        return read_text(given)
     except (OSError, ValueError) as error:
         what = error.strerror.lower() if isinstance(error, OSError) and error.strerror else error
         raise UserError(

@@ -14,6 +14,7 @@ from itertools import islice
 from pathlib import Path
 
 from realhf.base.errors import RunError, UserError
+from realhf.base.reading import open_regular
 from realhf.launch.devices import Device, devices_of, gpus_for
 from realhf.launch.launcher import Exit, Launcher, NoOptions
 from realhf.launch.process import WORKER_INDEX_VARIABLE, Job, ProcessSpec
@@ -141,7 +142,7 @@ def start_child(
         if os.getppid() != parent:  # it ended before the request was made
             os.kill(os.getpid(), signal.SIGKILL)
 
-    with log_path.open("ab") as log:
+    with open_regular(log_path, "ab") as log:
         return subprocess.Popen(
             argv,
             env=env,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from realhf.base.code_files import python_command
 from realhf.base.files import BadContentError, decode_json, write_atomically
+from realhf.base.reading import read_bytes
 from realhf.dataflow.plan import DIGEST_LENGTH, digest_in, plan_digest
 from realhf.launch.local import start_child
 from realhf.lifecycle.replan import Proposal
@@ -72,7 +73,7 @@ class Replanner:
         if returncode:
             return f"the search for another plan failed; see {self._directory.log('replan')}"
         try:
-            found = decode_json(self._file.read_bytes(), Proposal)
+            found = decode_json(read_bytes(self._file), Proposal)
         except (OSError, BadContentError) as error:
             return f"the search for another plan left no proposal in {self._file}: {error}"
         digest = plan_digest(found.plan)

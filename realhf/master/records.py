@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from realhf.base.files import naming
+from realhf.base.reading import open_regular
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.master.loop import CallRecord
 from realhf.rundir.logs import at
@@ -30,7 +31,7 @@ class Trace:
     """
 
     def __init__(self, path: Path, num_workers: int):
-        self._path, self._file = path, path.open("wb")
+        self._path, self._file = path, open_regular(path, "wb")
         self._start = now_s()
         self._file.write(b"[\n")
         names = [

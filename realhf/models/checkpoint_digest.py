@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from realhf.base.errors import UserError
+from realhf.base.reading import open_regular
 from realhf.models.checkpoint_index import CheckpointIndex, SavedFile
 
 _THREADS = 8  # hashing is bound by one core a file
@@ -12,7 +13,7 @@ _THREADS = 8  # hashing is bound by one core a file
 
 def file_digest(path: Path) -> str:
     """The hexadecimal SHA-256 of a file's content."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 

@@ -20,6 +20,7 @@ from realhf.architecture.compute import DataParallel
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_json, sync_directory, write_atomically
+from realhf.base.reading import open_regular, read_bytes, read_text
 from realhf.geometry.boxes import Box, device_boxes
 from realhf.geometry.layout import Layout
 from realhf.geometry.parameters import decoder_parameters
@@ -192,7 +193,7 @@ def finish(
                 for box, key in zip(boxes, file_keys(boxes), strict=True)
             ]
             digest = staging / digest_file(rank)
-            sha256 = digest.read_text().strip() if digest.is_file() else ""
+            sha256 = read_text(digest).strip() if digest.is_file() else ""
             files.append(SavedFile(file=box_file(rank), size_bytes=size_bytes, boxes=saved, sha256=sha256))
     index = CheckpointIndex(
         format=FORMAT, architecture=asdict(model), dtype=dtype, files=files, metadata=dict(metadata or {})
@@ -216,10 +217,10 @@ def read_index(directory: Path | str) -> CheckpointIndex:
         reason = "has no index.json: it is no complete checkpoint" if directory.is_dir() else "does not exist"
         raise UserError(f"checkpoint {directory} {reason}; name the directory that a finished save made")
     try:
-        found = decode_json(path.read_bytes(), _AnyFormat).format
+        found = decode_json(read_bytes(path), _AnyFormat).format
         if found != FORMAT:
             raise UserError(f"{path} has format {found!r}, this version reads {FORMAT!r}; convert or save it again")
-        index = decode_json(path.read_bytes(), CheckpointIndex)
+        index = decode_json(read_bytes(path), CheckpointIndex)
     except (BadContentError, OSError) as error:
         raise UserError(f"{path} is damaged ({error}); use another checkpoint") from None
     for saved_file in index.files:
@@ -311,7 +312,7 @@ def read_header(path: Path) -> dict[str, HeaderEntry]:
     """
     _check_size(path, None)
     size_bytes = path.stat().st_size
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         header_bytes = int.from_bytes(file.read(8), "little")
         is_there = header_bytes <= min(size_bytes - 8, _MAX_HEADER_BYTES)
         try:

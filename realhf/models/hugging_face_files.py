@@ -16,6 +16,7 @@ from realhf.architecture.model import DecoderConfig
 from realhf.architecture.transformers_config import TransformersConfig, transformers_model
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_json
+from realhf.base.reading import open_regular, read_bytes
 from realhf.geometry.parameters import decoder_parameters
 from realhf.models.checkpoint_index import HeaderEntry, check_architecture, read_header, read_index
 
@@ -165,7 +166,7 @@ class HuggingFaceDirectory:
         if not path.is_file():
             return {}
         try:
-            weight_map = decode_json(path.read_bytes(), _WeightsIndex).weight_map
+            weight_map = decode_json(read_bytes(path), _WeightsIndex).weight_map
         except (BadContentError, OSError) as error:
             raise UserError(f"{path} is damaged ({error}); copy the checkpoint again") from None
         for file in set(weight_map.values()):
@@ -177,7 +178,7 @@ class HuggingFaceDirectory:
 def _content(path: Path, entry: HeaderEntry) -> Iterator[bytes]:
     """The bytes of a tensor, in parts whose sizes depend only on the tensor's size."""
     start, stop = entry.data_offsets
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         file.seek(8 + int.from_bytes(file.read(8), "little") + start)
         for at in range(start, stop, _CHUNK_BYTES):
             yield file.read(min(_CHUNK_BYTES, stop - at))

@@ -13,6 +13,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from realhf.base.reading import open_regular
+
 DTYPE_NAMES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16"}
 _CHUNK_BYTES = 2**24
 
@@ -32,7 +34,7 @@ def write_safetensors(path: Path, content: Mapping[str, Tensor]) -> str:
     tensors = dict(sorted(content.items(), key=lambda item: (-item[1].element_size(), item[0])))
     digest = hashlib.sha256()
     parts = chain([memoryview(_header(tensors))], *(_parts(tensor) for tensor in tensors.values()))
-    with path.open("wb") as file:
+    with open_regular(path, "wb") as file:
         for part in parts:
             file.write(part)
             digest.update(part)

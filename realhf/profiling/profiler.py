@@ -25,6 +25,7 @@ from realhf.api.experiment import OptimizerConfig
 from realhf.architecture.model import DecoderConfig, DType
 from realhf.base.errors import UserError
 from realhf.base.files import decode_json
+from realhf.base.reading import read_bytes
 from realhf.engine.train.optimizer import FlatAdamW, gradient_dtype, square_sum
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy, check_strategy
 from realhf.geometry.parameters import decoder_parameters
@@ -421,7 +422,7 @@ def main() -> int:
     keep_freed_memory()
     directory = RunDirectory.open(Path(sys.argv[1]))
     rank = worker_index()
-    job = decode_json((directory.path / JOB_FILE).read_bytes(), ProfileJob)
+    job = decode_json(read_bytes(directory.path / JOB_FILE), ProfileJob)
     activity = ActivityWriter(directory.activity(worker_name(rank)))
     try:
         carry_out(job, directory, rank, activity.set)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from realhf.base.reading import read_text
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.report.curves import Trends, trends_of
 from realhf.report.run_data import experiment_of, lines_of, plan_of, status_of
@@ -183,7 +184,7 @@ def _planned_steps(experiment: dict[str, Any]) -> int:
 def _is_orphan(directory: RunDirectory) -> bool:
     """Whether the launching process ran on this machine and is gone, with all that it started; SLURM jobs go on."""
     try:
-        holder = (directory.launcher / "launcher.lock").read_text(errors="replace")
+        holder = read_text(directory.launcher / "launcher.lock", errors="replace")
     except OSError:
         return False
     if (directory.launcher / "job.sbatch").exists():

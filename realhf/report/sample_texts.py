@@ -1,24 +1,12 @@
 """Texts of a model as people may read them: no character acts on the reader's terminal or page."""
 
-import unicodedata
-
+from realhf.base.shown import visible
 from realhf.rundir.samples import Sample
 
-# Control, format, private and unassigned characters, and line separators other than "\n": a terminal obeys some of
-# them, and others turn or hide the text around them. Two joiners belong to the spelling of words.
-_ACTING = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
-_JOINERS = "\u200c\u200d"
 
-
-def visible(text: str) -> str:
-    """The text with every acting character as its escape, such as "\\x1b"; line breaks stay, and the last ones are
-    marked, since they could not be seen."""
-    shown = "".join(
-        character
-        if character == "\n" or character in _JOINERS or unicodedata.category(character) not in _ACTING
-        else character.encode("unicode_escape").decode()
-        for character in text
-    )
+def with_ends(text: str) -> str:
+    """The text without characters that act (`visible`); its last line breaks, which could not be seen, are marked."""
+    shown = visible(text)
     body = shown.rstrip("\n")
     return body + "\\n" * (len(shown) - len(body))
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from html import escape
 
 from realhf.report.html import section
-from realhf.report.sample_texts import heading, shortened, visible
+from realhf.report.sample_texts import heading, shortened, with_ends
 from realhf.rundir.samples import StepSamples
 
 NEWEST_STEPS, EARLIER_STEPS = 10, 10
@@ -65,4 +65,4 @@ def _steps(steps: Sequence[StepSamples], limit: int) -> str:
 
 
 def _text(text: str, limit: int) -> str:
-    return escape(visible(shortened(text, limit)), quote=False) or '<span class="muted">(empty)</span>'
+    return escape(with_ends(shortened(text, limit)), quote=False) or '<span class="muted">(empty)</span>'

@@ -23,6 +23,9 @@ _FORM = re.compile(r"(?P<what>.+?:.+?)(?:=(?P<weight>[^=()'\"]*))?", re.DOTALL)
 _TAKEN = ("total", "failures", "seconds", "mean", "std")
 _EXPECTED = "give FILE.py:FUNCTION or ready:NAME(option=value), each with =WEIGHT behind it if it is not 1"
 
+_USER = re.compile(r"(?<=://)[^/?#\s]*@")
+_QUERY = re.compile(r"(?<=\w|/)\?[^'\"]*")
+
 
 @dataclass(frozen=True)
 class RewardSource:
@@ -154,7 +157,12 @@ def _ready(source: RewardSource) -> Function:
     try:
         return maker(**options)
     except (TypeError, ValueError) as error:
-        raise UserError(f"reward {source.text}: {error}; correct its options") from None
+        raise UserError(f"reward {without_secrets(source.text)}: {error}; correct its options") from None
+
+
+def without_secrets(text: str) -> str:
+    """The text with the users, passwords and queries of its addresses left out."""
+    return _QUERY.sub("?...", _USER.sub("...@", text))
 
 
 def _call_of(source: RewardSource) -> tuple[str, dict[str, Any]]:
@@ -162,7 +170,7 @@ def _call_of(source: RewardSource) -> tuple[str, dict[str, Any]]:
     wrong = UserError(f"reward {source.text} cannot be read; write {READY}:NAME(option=value, ...) with plain values")
     try:
         expression = ast.parse(source.function.strip(), mode="eval").body
-    except (SyntaxError, ValueError):
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # the last two where it is nested deeply
         raise wrong from None
     match expression:
         case ast.Name(id=name):

@@ -15,6 +15,7 @@ import msgspec
 
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_versioned, delete, sync_directory, write_atomically
+from realhf.base.reading import read_bytes
 from realhf.models.checkpoint_digest import check_content, file_digest
 from realhf.models.checkpoint_index import INDEX_FILE, read_index
 
@@ -163,7 +164,7 @@ def read_state(checkpoint: Path) -> RunState:
     """`run.json`, if it holds what was written. Raises UserError, and OSError where it cannot be read."""
     path = checkpoint / STATE_FILE
     try:
-        state = decode_versioned(path.read_bytes(), RunState, FORMAT)
+        state = decode_versioned(read_bytes(path), RunState, FORMAT)
     except BadContentError as error:
         raise UserError(f"{path} is damaged, or another version's ({error}); use another checkpoint") from None
     if state.sha256 != _digest(state):

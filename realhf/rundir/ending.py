@@ -7,6 +7,7 @@ from typing import Literal
 import msgspec
 
 from realhf.base.files import BadContentError, decode_json, write_atomically
+from realhf.base.reading import read_bytes
 
 EndReason = Literal["asked", "notice"]
 
@@ -35,7 +36,7 @@ def requested_end(path: Path) -> EndRequest | None:
     """What is asked; None where nothing is, and while the file cannot be read."""
     with contextlib.suppress(OSError):
         try:
-            return decode_json(path.read_bytes(), EndRequest)
+            return decode_json(read_bytes(path), EndRequest)
         except BadContentError:
             return EndRequest(reason="asked")  # whoever wrote a file of this name meant it
     return None

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from realhf.base.files import decode_json
+from realhf.base.shown import visible
 from realhf.rundir.lines import Step, Time, append_line, read_lines
 
 EventKind = Literal[
@@ -44,7 +45,7 @@ def note(path: Path, event: EventKind, step: int, message: str = "") -> None:
         append_line(path, value)
     except OSError as error:
         line = msgspec.json.encode(value).decode()
-        print(f"{path} cannot be written ({error.strerror}); not noted: {line}", file=sys.stderr)
+        print(f"{path} cannot be written ({error.strerror}); not noted: {visible(line)}", file=sys.stderr)
 
 
 def event_line(line: bytes) -> Event:

@@ -8,6 +8,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from realhf.base.reading import read_bytes
+
 # One byte that tells which of two slots is valid, padded; then the slots, each a time, a length and a text. A new text
 # goes to the other slot and the byte is flipped last: a process killed in the middle of it leaves the old text whole.
 _HEADER_BYTES = 8
@@ -84,7 +86,7 @@ class ActivityWriter:
 def read_activity(path: Path) -> Activity | None:
     """What was last recorded in `path`, by a process that may be alive or dead; None if no record can be read."""
     try:
-        data = path.read_bytes()
+        data = read_bytes(path, _FILE_BYTES)
     except OSError:
         return None
     if len(data) != _FILE_BYTES or data[0] > 1:

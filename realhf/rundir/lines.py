@@ -9,9 +9,11 @@ import msgspec
 from msgspec import Meta
 
 from realhf.base.files import BadContentError, decode_json, naming
+from realhf.base.reading import MAX_LINE_BYTES, lines_within, open_regular
 
 T = TypeVar("T")
 
+_TOO_LONG = f"it has more than {MAX_LINE_BYTES:,} bytes"
 # What arithmetic and the calendar can take: a number beyond is no step, no duration and no time of a run.
 Step = Annotated[int, Meta(ge=0, le=2**53)]
 Seconds = Annotated[float, Meta(ge=-1e9, le=1e9)]  # below 0 where somebody set the clock back
@@ -69,7 +71,7 @@ def append_line(path: Path, value: Any) -> None:
     Raises OSError naming the file; a part of the line may have been written.
     """
     line = msgspec.json.encode(value) + b"\n"
-    with naming(path), path.open("a+b") as file:
+    with naming(path), open_regular(path, "a+b") as file:
         if file.seek(0, 2):
             file.seek(-1, 2)
             if file.read(1) != b"\n":
@@ -87,15 +89,15 @@ def read_lines(path: Path, decode: Callable[[bytes], T], *, tail_bytes: int | No
     bad: list[tuple[int, BadContentError]] = []
     ended = 0  # lines that have their end
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             start = max(0, file.seek(0, 2) - tail_bytes) if tail_bytes is not None else 0
             file.seek(start)
-            for number, line in enumerate(file, start=1):
-                ended += line.endswith(b"\n")
+            for number, line in enumerate(lines_within(file), start=1):
+                ended += line is None or line.endswith(b"\n")
                 if start and number == 1:  # the seek has cut that one
                     continue
                 try:
-                    values.append(decode(line.removesuffix(b"\n")))
+                    values.append(decode(_whole(line).removesuffix(b"\n")))
                 except BadContentError as error:
                     if number == ended:
                         bad.append((number, error))
@@ -111,6 +113,12 @@ def read_lines(path: Path, decode: Callable[[bytes], T], *, tail_bytes: int | No
     return Lines(values, (f"{path} has lines that cannot be read and are left out: {where}: {reason}{others}",))
 
 
+def _whole(line: bytes | None) -> bytes:
+    if line is None:
+        raise BadContentError(_TOO_LONG)
+    return line
+
+
 def read_spread(
     path: Path, decode: Callable[[bytes], T], places: int, window_bytes: int, *, end: int | None = None
 ) -> Iterator[tuple[int, list[T]]]:
@@ -119,7 +127,7 @@ def read_spread(
     The file counts up to the byte `end`. A window may hold no whole line.
     """
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             stop = min(file.seek(0, 2), 2**62 if end is None else end)
             for place in range(places):
                 offset = stop * place // places
@@ -149,14 +157,14 @@ class Tail(Generic[T]):
     def read(self) -> Iterator[T]:
         if not self._path.is_file():
             return
-        with self._path.open("rb") as file:
+        with open_regular(self._path) as file:
             file.seek(self._offset)
-            for line in file:
-                if not line.endswith(b"\n"):
+            for line in lines_within(file):
+                if line is not None and not line.endswith(b"\n"):
                     break
-                self._offset += len(line)
+                self._offset = file.tell()
                 try:
-                    value = self._decode(line)
+                    value = self._decode(_whole(line))
                 except BadContentError as error:
                     self._say(f"{self._path} has gained a line that cannot be read and is left out: {error}")
                 else:

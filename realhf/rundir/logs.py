@@ -9,6 +9,9 @@ from contextvars import ContextVar
 from pathlib import Path
 from typing import IO, Any
 
+from realhf.base.reading import open_regular
+from realhf.base.shown import visible
+
 # What a worker's activity says while it executes a request, such as "actor_generate of step 3: compute".
 _REQUEST = re.compile(r"(?P<call>[^ ,]+) of (?P<batch>step|evaluation batch) (?P<number>\d+): \w+")
 
@@ -35,7 +38,7 @@ def logging_to(path: Path, process: str, activity: Callable[[], str] = lambda: "
     """Inside, records of one of several `processes` in this one are appended to `path`, as `start_logging` writes them:
     those of the present context (`contextvars`), for the worker also those of any other thread."""
     root = logging.getLogger()
-    with path.open("a") as file:
+    with open_regular(path, "a") as file:
         handler = logging.StreamHandler(file)
         handler.setFormatter(_LineFormatter(process, activity))
         handler.addFilter(lambda _: _PROCESS.get() == process)
@@ -82,4 +85,4 @@ class _LineFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         if not hasattr(record, "place"):
             record.place = place_of(_ACTIVITY.get() or self._activity())
-        return super().format(record)
+        return visible(super().format(record))  # a message may quote a response, or a file

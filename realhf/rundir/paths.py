@@ -11,6 +11,7 @@ from pathlib import Path
 
 from realhf.base.errors import UserError
 from realhf.base.files import delete, writing_a_run
+from realhf.base.reading import open_regular
 
 MASTER = "master"
 _FOLDERS = ("logs", "checkpoints", "keys", "rendezvous", "activity", "launcher")
@@ -120,7 +121,7 @@ class RunDirectory:
         """
         deadline = time.monotonic() + wait_s
         with writing_a_run():
-            file = (self.launcher / f"{holder}.lock").open("a+", errors="replace")
+            file = open_regular(self.launcher / f"{holder}.lock", "a+", errors="replace")
         with file:
             while True:
                 try:
@@ -148,7 +149,7 @@ class RunDirectory:
     def is_locked(self, holder: str) -> bool:
         """Whether a process has the lock of `holder`."""
         try:
-            with (self.launcher / f"{holder}.lock").open("a") as file:
+            with open_regular(self.launcher / f"{holder}.lock", "a") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except FileNotFoundError:
             return False

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 
 from realhf.base.files import delete, replacing, write_atomically, writing_a_run
+from realhf.base.shown import visible
 from realhf.dataflow.plan import digest_in, plan_digest, save_plan
 from realhf.rundir import checkpoints
 from realhf.rundir.events import note
@@ -39,7 +40,7 @@ def prepare(run: Run, directory: RunDirectory) -> None:
     ):
         for damaged in _keep_lines_up_to(path, step_of, step):
             note(directory.events, "damaged", step, damaged)
-            print(damaged, file=sys.stderr)
+            print(visible(damaged), file=sys.stderr)
     for later in (found for found in checkpoints.saved_steps(directory.rollouts) if found > step):
         delete(checkpoints.step_folder(directory.rollouts, later))
     if directory.trace.exists():

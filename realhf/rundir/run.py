@@ -22,6 +22,7 @@ from realhf.base.code_files import load_code_file
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, OtherVersionError, decode_versioned
 from realhf.base.numbers import Range, check_ranges
+from realhf.base.reading import read_bytes
 from realhf.dataflow.graph import WEIGHTS_VERSION, DataflowGraph, ModelFunctionCallDef
 from realhf.dataflow.interface import check_implementation
 from realhf.dataflow.plan import CallPlan, ExecutionPlan, beside_plan, check_plan, load_plan
@@ -325,7 +326,7 @@ def read_spec(path: Path, expected: type[T]) -> T:
     Raises OtherRunVersionError if another version of realhf has written it, UserError if it is missing or damaged.
     """
     try:
-        return decode_versioned(path.read_bytes(), expected, FORMAT)
+        return decode_versioned(read_bytes(path), expected, FORMAT)
     except OSError as error:
         raise UserError(f"{path} cannot be read ({error.strerror}): no run was started here") from None
     except OtherVersionError as error:

@@ -8,6 +8,7 @@ import secrets
 
 from realhf.base.errors import RunError
 from realhf.base.files import write_atomically
+from realhf.base.reading import read_text
 from realhf.rundir.paths import RunDirectory
 
 # Tells each process of which start it is.
@@ -26,8 +27,8 @@ def begin_start(directory: RunDirectory) -> None:
 def current_start(directory: RunDirectory) -> str:
     """The id of the run's newest start; "" where none is known."""
     try:
-        return directory.start.read_text().strip()
-    except OSError:
+        return read_text(directory.start).strip()
+    except (OSError, UnicodeDecodeError):
         return ""
 
 

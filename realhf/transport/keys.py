@@ -7,6 +7,9 @@ from pathlib import Path
 import zmq
 
 from realhf.base.errors import UserError
+from realhf.base.reading import open_regular
+
+_FILE_BYTES = 100  # more than a key has
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,11 +77,13 @@ def _write_new(path: Path, key: bytes) -> None:
 
 def _read(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             mode = os.fstat(file.fileno()).st_mode & 0o777
-            key = file.read()
+            key: bytes = file.read(_FILE_BYTES)
     except FileNotFoundError:
         raise UserError(f"{path} is missing: was the run directory made for this number of workers?") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read ({error.strerror}); start the run anew") from None
     if mode & 0o077:
         raise UserError(
             f"{path} has mode {mode:04o}, so others could read or replace this run's keys; a key file must have "

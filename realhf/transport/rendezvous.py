@@ -8,6 +8,7 @@ import msgspec
 
 from realhf.base.errors import RunError
 from realhf.base.files import BadContentError, decode_json, write_atomically
+from realhf.base.reading import read_bytes
 
 _FILE = "master.json"
 
@@ -29,7 +30,7 @@ def withdraw_master(directory: Path, master: MasterAddress) -> None:
     """Removes the address, so that workers of the next start do not connect to the port of a dead master. That of
     another master stays."""
     with contextlib.suppress(OSError, BadContentError):
-        if decode_json((directory / _FILE).read_bytes(), MasterAddress) == master:
+        if decode_json(read_bytes(directory / _FILE), MasterAddress) == master:
             (directory / _FILE).unlink()
 
 
@@ -45,7 +46,7 @@ def wait_for_master(directory: Path, *, timeout_s: float, public_key: bytes | No
     while True:
         seen = "it was not written"
         try:
-            master = decode_json(path.read_bytes(), MasterAddress)
+            master = decode_json(read_bytes(path), MasterAddress)
         except FileNotFoundError:
             pass
         except BadContentError as error:

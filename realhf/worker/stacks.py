@@ -3,11 +3,13 @@
 import faulthandler
 from pathlib import Path
 
+from realhf.base.reading import open_regular
+
 
 def write_stacks(path: Path, activity: str) -> None:
     """Writes what the process is doing and the Python stack of each thread; the file appears when it is whole."""
     part = path.with_name(f".{path.name}.part")
-    with part.open("w") as file:
+    with open_regular(part, "w") as file:
         file.write(f"{activity}\n\n")
         file.flush()  # faulthandler writes to the descriptor
         faulthandler.dump_traceback(file, all_threads=True)

@@ -17,6 +17,7 @@ import numpy as np
 from platformdirs import user_cache_path
 
 from realhf.base.errors import UserError
+from realhf.base.reading import open_regular
 from realhf.data.files.rows import BATCH_ROWS, Record, RowFile
 
 # Parquet files whose columns take less than this are held in memory.
@@ -109,7 +110,7 @@ def content_digest(paths: list[Path]) -> str:
     """Of the bytes of files, in this order: 32 hexadecimal digits. Raises OSError."""
     digest = hashlib.blake2b(digest_size=16)
     for path in paths:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             digest.update(hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest())
     return digest.hexdigest()
 

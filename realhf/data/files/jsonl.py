@@ -9,9 +9,12 @@ from typing import Any
 import numpy as np
 
 from realhf.base.errors import UserError
+from realhf.base.reading import is_too_deep, open_regular
 from realhf.data.files.rows import BATCH_ROWS, Record, RowFile
 
 CHUNK_BYTES = 2**24
+# A row is held as a whole, several times over; this is more than a sequence of any model's length.
+MAX_ROW_BYTES = 2**26
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -20,12 +23,21 @@ class JSONLFile(RowFile):
 
     Raises:
         OSError: the file cannot be read.
+        UserError: a line is longer than any row.
     """
 
     def __init__(self, path: Path):
         self.paths = (path,)
-        self._file = path.open("rb", buffering=0)
+        self._file = open_regular(path, buffering=0)
         self._borders = line_borders(self._file.fileno())  # [lines + 1]
+        if len(self):
+            sizes = np.diff(self._borders)
+            longest, size_bytes = int(sizes.argmax()), int(sizes.max())
+            if size_bytes > MAX_ROW_BYTES:
+                raise UserError(
+                    f"{self.place(longest)}: it has {size_bytes:,} bytes, and a row at most {MAX_ROW_BYTES:,}; put "
+                    "each row on a line of its own"
+                )
 
     def __len__(self) -> int:
         return len(self._borders) - 1
@@ -64,6 +76,8 @@ class JSONLFile(RowFile):
 
     def _parsed(self, row: int, line: bytes) -> Record:
         form = "every line is a JSON object with the row's columns"
+        if is_too_deep(line):
+            raise UserError(f"{self.place(row)}: it is nested too deeply; {form}; correct the line or delete it")
         try:
             record: Any = json.loads(line.removeprefix(_BYTE_ORDER_MARK if row == 0 else b"").decode())
         except UnicodeDecodeError:

@@ -1,11 +1,12 @@
 """Finds out what a data set's path is: a file of a known format, a folder of such files, or what `datasets` saved."""
 
 import glob
-import json
 import re
 from pathlib import Path
 
 from realhf.base.errors import UserError
+from realhf.base.files import BadContentError, decode_loose_json
+from realhf.base.reading import open_regular, read_bytes
 from realhf.data.files.arrow import open_arrow, open_parquet
 from realhf.data.files.jsonl import JSONLFile
 from realhf.data.files.rows import RowFile, Shards
@@ -90,14 +91,14 @@ def _shards(folder: Path) -> list[Path]:
 def _json_list(path: Path, name: str) -> list[str]:
     """A list of names in a file of `datasets`: texts, or objects with a `filename`."""
     try:
-        entries = json.loads(path.read_bytes())[name]
+        entries = decode_loose_json(read_bytes(path))[name]
         return [entry if isinstance(entry, str) else str(entry["filename"]) for entry in entries]
-    except (ValueError, KeyError, TypeError) as error:
+    except (BadContentError, KeyError, TypeError) as error:
         raise UserError(f"{path}: no file of `datasets` ({type(error).__name__}: {error}); save it again") from None
 
 
 def _open_file(path: Path) -> RowFile:
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         start = file.read(8)
     if start.startswith(b"PAR1"):
         return open_parquet(path)

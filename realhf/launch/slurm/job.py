@@ -5,6 +5,7 @@ import time
 from pathlib import Path
 
 from realhf.base.errors import RunError, UserError
+from realhf.base.reading import read_text
 from realhf.launch.launcher import UNKNOWN_RETURNCODE, Exit
 from realhf.launch.process import Job
 from realhf.launch.slurm.commands import slurm_command
@@ -155,7 +156,7 @@ class SubmittedJob:
         folder = self._exits()
         found = [path for path in folder.iterdir() if path.name in self._left] if folder else []
         found.sort(key=lambda path: (path.stat().st_mtime_ns, path.name))
-        return [end for path in found if (end := self._exit(path.name, int(path.read_text()))) is not None]
+        return [end for path in found if (end := self._exit(path.name, int(read_text(path)))) is not None]
 
     def _exit(self, name: str, code: int) -> Exit | None:
         """None for a task that was killed because its job is ending: only the job's state tells why that is."""

@@ -12,6 +12,7 @@ import msgspec
 
 from realhf.base.files import decode_json, read_file, write_atomically
 from realhf.base.numbers import SECONDS, check_fields
+from realhf.base.reading import read_bytes
 from realhf.planning.model.uncertainty import SPREAD
 
 KEPT_RUNS = 32  # of a profile; older ones are removed
@@ -56,7 +57,7 @@ class CallError:
 
 def digest_of(profile: Path) -> str:
     """SHA-256, in hexadecimal, of a profile's file."""
-    return hashlib.sha256(profile.read_bytes()).hexdigest()
+    return hashlib.sha256(read_bytes(profile)).hexdigest()
 
 
 def runs_folder(profile: Path) -> Path:

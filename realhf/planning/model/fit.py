@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 
 from realhf.architecture.model import DType
-from realhf.base.errors import UserError
+from realhf.base.files import decode_yaml, read_file
 from realhf.dataflow.graph import GENERATE, TRAIN_STEP, ModelFunctionCallDef, ModelInterfaceType
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.geometry.layout import ParallelStrategy
@@ -115,10 +115,8 @@ class Fitted:
 
 def load_tables(path: str | Path) -> list[MeasuredTable]:
     """Reads measured tables. Raises UserError if the file is missing or no list of tables; the text names the field."""
-    try:
-        return msgspec.yaml.decode(Path(path).read_bytes(), type=list[MeasuredTable])
-    except (OSError, msgspec.DecodeError) as error:
-        raise UserError(f"{path}: no tables of measured step times: {error}") from None
+    kind, remedy = "list of measured tables", "give a file such as tests/data/published_step_times.yaml"
+    return read_file(path, lambda data: decode_yaml(data, list[MeasuredTable]), kind, remedy)
 
 
 @dataclass(frozen=True, kw_only=True)

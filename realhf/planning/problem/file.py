@@ -17,6 +17,7 @@ from msgspec.structs import asdict
 
 from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_json
+from realhf.base.reading import read_bytes
 from realhf.planning.problem.tables import MAX_INSTANCES, Amount, Problem, Tables, Transfer, TransferTable
 from realhf.planning.problem.version_1 import ProblemFile
 
@@ -86,7 +87,7 @@ def load_problem(path: Path | str) -> Problem:
         UserError: the file cannot be read, or breaks the format; names the file and the field.
     """
     try:
-        data = Path(path).read_bytes()
+        data = read_bytes(path)
         is_planned = decode_json(data, _Header).format == "planning-problem/2"
         file = decode_json(data, PlannedFile) if is_planned else decode_json(data, ProblemFile)
     except OSError as error:

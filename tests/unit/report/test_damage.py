@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import os
 import random
 import shutil
 from collections.abc import Iterator
@@ -28,6 +29,7 @@ from tests.unit.lifecycle.requests import request_of
 from tests.unit.report.run_directories import good_run, metrics_line
 
 CHANGES = 3  # bytes changed, and places where a file is cut off
+NESTED = b'{"format":' + b'{"a":' * 500 + b"1" + b"}" * 501 + b"\n"
 REPORTED = (
     "samples.jsonl",
     "metrics.jsonl",
@@ -61,7 +63,7 @@ def damages(path: Path, number: int) -> Iterator[str]:
         value = at_random.randrange(256)
         path.write_bytes(content[:place] + bytes([value]) + content[place + 1 :])
         yield f"byte {place} is {value}"
-    for other in (b"", b"{}\n", b"[]\n", b"null\n", b"[" * 5000, b"\xff\xfe\n"):
+    for other in (b"", b"{}\n", b"[]\n", b"null\n", b"[" * 5000, NESTED, b"\xff\xfe\n"):
         path.write_bytes(other)
         yield f"is {other[:5]!r}"
     path.unlink()
@@ -69,6 +71,13 @@ def damages(path: Path, number: int) -> Iterator[str]:
     path.mkdir()
     yield "a folder"
     path.rmdir()
+    os.mkfifo(path)
+    yield "a pipe"
+    path.rename(pipe := path.with_name("pipe"))
+    path.symlink_to(pipe)
+    yield "a link to a pipe"
+    path.unlink()
+    pipe.unlink()
     path.write_bytes(content)
 
 
@@ -132,6 +141,10 @@ def resumed(tmp_path_factory: pytest.TempPathFactory) -> RunDirectory:
     return directory
 
 
+def copy_or_pipe(path: str, target: str) -> None:
+    os.mkfifo(target) if Path(path).is_fifo() else shutil.copy2(path, target)
+
+
 def words(directory: RunDirectory) -> list[str]:
     return ["experiments/ppo.py", "--plan", "tests/plans/single.json", "--run-dir", str(directory.path)]
 
@@ -146,7 +159,7 @@ def test_a_run_goes_on_or_says_why_not(
     for how in damages(resumed.path / file, 1):
         copy = RunDirectory(tmp_path / "copy")
         delete(copy.path)
-        shutil.copytree(resumed.path, copy.path, symlinks=True)
+        shutil.copytree(resumed.path, copy.path, symlinks=True, copy_function=copy_or_pipe)
         with contextlib.suppress(UserError):
             resumed_run(request, copy)
         with contextlib.suppress(RunError):

@@ -8,7 +8,7 @@ import pytest
 
 from realhf import cli
 from realhf.report.page import write_report
-from realhf.report.sample_texts import shortened, visible
+from realhf.report.sample_texts import shortened, with_ends
 from realhf.report.samples_section import EARLIER_STEPS, MAX_BYTES, NEWEST_STEPS, chosen_steps, samples_section
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.samples import Sample, StepSamples
@@ -42,7 +42,7 @@ def test_what_a_model_wrote_is_text_and_nothing_else() -> None:
     html = samples_section([step_of(1, HOSTILE)])
     plain = samples_section([step_of(1, "harmless")])
     assert Seen(html).tags == Seen(plain).tags
-    assert visible(HOSTILE) in Seen(html).text
+    assert with_ends(HOSTILE) in Seen(html).text
     assert "<script" not in html
     assert not [c for c in html if c != "\n" and unicodedata.category(c) in ("Cc", "Cf")]
 
@@ -59,7 +59,7 @@ def test_what_a_model_wrote_is_text_and_nothing_else() -> None:
     ],
 )
 def test_no_character_acts(text: str, shown: str) -> None:
-    assert visible(text) == shown
+    assert with_ends(text) == shown
 
 
 def test_of_a_long_text_beginning_and_end_are_shown() -> None:

@@ -1,17 +1,21 @@
 """Rewards from an HTTP server that answers well, late, wrongly, or not at all."""
 
 import json
+import socket
 import threading
+import urllib.parse
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
 
+from realhf.base.errors import UserError
 from realhf.rewards.jobs import RewardError
 from realhf.rewards.pool import PoolOptions, RewardPool
-from realhf.rewards.server import server
+from realhf.rewards.server import ServerError, _Address, _AgainError, _ask, server
+from realhf.rewards.sources import load_rewards
 from tests.unit.rewards.samples import sample
 from tests.waiting import PATIENCE_S
 
@@ -84,6 +88,8 @@ def test_what_may_pass_is_tried_again(status: int) -> None:
         (404, b"no such page", 1, "state 404: no such page"),
         (200, b"[1, 2, 3]", 1, "the reply is no"),
         (200, b"no json", 1, "the reply is no"),
+        (200, b'{"rewards": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", 1, "the reply is no"),
+        (404, b"no \x1b[31msuch page", 1, r"state 404: no \\x1b\[31msuch page"),
         (200, b'{"rewards": [1]}', 1, "1 rewards for a batch of 3"),
         (200, b'{"rewards": [1, 2, NaN]}', 1, "returned nan"),
         (200, b'{"rewards": [1, 2, "3"]}', 1, r"'3' \(str\)"),
@@ -102,7 +108,7 @@ def test_errors(status: int, content: bytes, attempts: int, words: str) -> None:
 def test_no_server() -> None:
     with serving(lambda number, asked: (200, b"")) as (url, _):
         pass
-    with pytest.raises(RewardError, match=r"no reply \(ConnectionRefusedError"):
+    with pytest.raises(RewardError, match=r"no whole reply within 30 s \(ConnectionRefusedError"):
         scores(f"url={url!r}, retries=0")
 
 
@@ -115,10 +121,64 @@ def test_a_server_that_does_not_answer() -> None:
 
     with serving(wait) as (url, _):
         try:
-            with pytest.raises(RewardError, match="no reply"):
+            with pytest.raises(RewardError, match="no whole reply"):
                 scores(f"url={url!r}, retries=0, timeout_s=0.2")
         finally:
             stop.set()
+
+
+@contextmanager
+def dripping(begin: bytes) -> Iterator[str]:
+    """The address of a server that begins a reply with `begin` and then sends a byte now and then, for ever."""
+    stop, listening = threading.Event(), socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        connection, _ = listening.accept()
+        with connection, suppress(OSError):
+            connection.sendall(begin)
+            while not stop.wait(0.02):
+                connection.sendall(b" ")
+
+    thread = threading.Thread(target=serve, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}/"
+    finally:
+        stop.set()
+        thread.join()
+        listening.close()
+
+
+@pytest.mark.parametrize("begin", [b"", b"HTTP/1.1 200 OK\r\nX:", b"HTTP/1.0 200 OK\r\n\r\n{"])
+def test_the_time_limit_is_for_the_whole_reply(begin: bytes) -> None:
+    """Each byte comes long before the limit."""
+    with dripping(begin) as url:
+        parts = urllib.parse.urlsplit(url)
+        with pytest.raises(_AgainError, match=r"no whole reply within 0\.3 s"):
+            _ask(_Address(parts, 0.3, ""), b"{}")
+
+
+def test_no_message_and_no_repr_has_a_secret() -> None:
+    with serving(lambda number, asked: (404, b"you sent hidden1")) as (url, _):
+        address = _Address(urllib.parse.urlsplit(f"{url}&c=hidden2"), PATIENCE_S, "hidden1")
+        with pytest.raises(ServerError) as refused:
+            _ask(address, b"{}")
+    assert "you sent ..." in str(refused.value)
+    assert "hidden" not in str(refused.value)
+    assert "hidden1" not in repr(address)
+    for url in (
+        "http://user:hidden@host/path",
+        "http://hidden@host/path",
+        "http://host/?token=hidden",
+        "http://host/?a=b&API_KEY=hidden",
+        "http://host/?password=hidden",
+        "http://user:hidden@host:port/",
+        "http://ho st/?token=hidden",
+    ):
+        with pytest.raises(UserError) as wrong:
+            load_rewards([f"ready:server(url={url!r})"])
+        assert "hidden" not in str(wrong.value)
+        assert "url" in str(wrong.value)
 
 
 def test_options() -> None:
