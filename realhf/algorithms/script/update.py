@@ -248,7 +248,7 @@ def _with_term(batch: Batch, number: int) -> Batch:
     valid = [1.0] * len(batch)
     if "valid" in batch.data:
         valid = of_responses("valid", [value.double() for value in batch.data["valid"]], batch.ids).tolist()
-    terms = [torch.tensor([number if is_valid else _LEFT_OUT]) for is_valid in valid]
+    terms = [torch.tensor([number if value > 0 else _LEFT_OUT]) for value in valid]
     return batch.with_data(**{_TERM: terms})
 
 

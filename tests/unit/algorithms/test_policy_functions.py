@@ -185,6 +185,8 @@ def test_value_scale():
     assert (scale.mean, scale.std) == pytest.approx((mean, math.sqrt(2.95 / 0.19 - mean**2)))
     x = f64(1.0, -2.0)
     assert_close(scale.restore(scale.normalise(x)), x)
+    assert scale.normalise(x.float()).dtype == torch.float32
+    assert F.standardised(x.float(), 0.5, 2.0).dtype == torch.float32
 
 
 def test_rewards_to_go():

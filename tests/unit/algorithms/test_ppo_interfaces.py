@@ -1,6 +1,7 @@
 """The calls of PPO: shapes, masks, whitening over ranks, replay and learning."""
 
 import dataclasses
+import math
 
 import pytest
 import torch
@@ -122,6 +123,57 @@ def test_critic_learns_the_returns(rollout, scalar_model, context):
     expected = 0.5 * (torch.cat(rollout.data["value"]) - returns).square().sum().item()
     assert losses[0] == pytest.approx((expected, len(returns)), rel=1e-9)
     assert losses[-1][0] < 0.5 * losses[0][0]
+
+
+def test_an_update_ends_where_the_actor_is_too_far_from_the_rollouts(rollout, language_model, scalar_model, context):
+    """After the first step in whose pass it was: of new / old - 1 - log(new / old) the mean over tokens. The critic
+    goes on."""
+    away = [x - 0.5 for x in rollout.data["logprob"]]  # log(new / old) is 1/2 at each token
+    batch = rollout.with_data(logprob=away)
+    kl, tokens = math.exp(0.5) - 1.5, sum(response_lengths(rollout))
+    for max_kl, made in ((1.001 * kl, 4), (0.999 * kl, 1)):
+        ppo = dataclasses.replace(PPO, max_kl=max_kl, epochs=4, policy_clip=1e-6, kl_coef=0.0, reward_std=1e9)
+        model, steps = language_model(0), []
+        model.optimizer.param_groups[0]["lr"] = 0.0
+        model.after_step = lambda steps=steps: steps.append(1)
+        stats = PPOActorInterface(PPOActor(ppo=ppo)).train_step(model, [batch], context()).stats
+        assert len(steps) == made
+        assert stats["actor_kl_from_rollout"] == pytest.approx((made * kl * tokens, made * tokens))
+        assert stats.get("actor_stopped_after") == (None if made == 4 else (1.0, 1.0))
+        critic, steps = scalar_model(2), []
+        critic.after_step = lambda steps=steps: steps.append(1)
+        PPOCriticInterface(PPOCritic(ppo=ppo)).train_step(critic, [batch], context())
+        assert len(steps) == 4
+
+
+def test_the_actor_s_entropy_and_adaptive_coefficient(rollout, language_model, context):
+    plain = PPOActorInterface(PPOActor(ppo=PPO)).train_step(language_model(0), [rollout], context()).stats
+    assert not {"policy_entropy", "kl_coef", "actor_stopped_after", "actor_kl_from_rollout"} & set(plain)
+    ppo = dataclasses.replace(PPO, entropy_coef=0.1, kl_controller="adaptive")
+    model, now = language_model(0), context()
+    with torch.no_grad():
+        entropies = []
+        for prompt, seq in zip(rollout.data["prompt"], rollout.data["seq"], strict=True):
+            logits = model.module(seq[None])[0, len(prompt) - 1 : -1] / PPO.temperature
+            entropies.append(torch.distributions.Categorical(logits=logits).entropy())
+    entropy = torch.cat(entropies).sum().item()
+    stats = PPOActorInterface(PPOActor(ppo=ppo)).train_step(model, [rollout], now).stats
+    assert stats["policy_entropy"] == pytest.approx((entropy, sum(response_lengths(rollout))))
+    assert stats["actor_loss"][0] == pytest.approx(plain["actor_loss"][0] - 0.1 * entropy)
+    assert stats["kl_coef"] == (PPO.kl_coef, 1.0)
+    assert set(now.state) == {"kl_coef"}
+
+
+def test_statistics_of_the_critic(rollout, scalar_model, context):
+    stats = PPOCriticInterface(PPOCritic(ppo=PPO)).train_step(scalar_model(2), rollout.split(2), context()).stats
+    assert set(stats) == {
+        *("critic_loss", "critic_grad_norm", "critic_lr"),
+        *("value_clip_fraction", "value_mean", "return_mean", "explained_variance"),
+    }
+    whole = add_advantages([rollout], PPO, context())
+    returns = torch.cat(whole.mini_batches[0].data["return"])
+    assert stats["return_mean"] == pytest.approx((returns.sum().item(), len(returns)))
+    assert stats["explained_variance"] == whole.stats["explained_variance"]
 
 
 def test_the_actor_learns_what_the_reward_likes(language_model, scalar_model, context, prompts):

@@ -1,17 +1,21 @@
 """The calls of scripts on the workers, against numbers worked out by hand from the model's own log-probabilities."""
 
+import math
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from realhf.algorithms.rollout.config import Rollout
+from realhf.algorithms.rollout.interface import RolloutInterface
 from realhf.algorithms.script.evaluate import Evaluation
 from realhf.algorithms.script.own_method import OwnMethodInterface
 from realhf.algorithms.script.rollouts import GenerateInterface, LogprobsInterface, ScoreInterface, ValuesInterface
-from realhf.algorithms.script.update import UpdateInterface
+from realhf.algorithms.script.rows import as_rollouts, divided, pairs_of
+from realhf.algorithms.script.update import MeasureInterface, UpdateInterface
 from realhf.api import SEQUENCE_MEAN, TOKEN_MEAN, Columns, loss_function, sequence_sum_over
-from realhf.api.script.config import Generate, Logprobs, OwnMethod, Score, Term, Update, Values
+from realhf.api.script.config import Generate, Logprobs, Measure, OwnMethod, Score, Term, Update, Values
 from realhf.api.script.views import Application, ColumnOf, View
 from realhf.engine.batch import Batch
 from realhf.engine.interface import CallResult
@@ -182,6 +186,113 @@ def test_epochs_and_the_end_by_divergence(language_model: Any, context: Any) -> 
     assert counts == [3, 2, 3]
 
 
+def test_the_divergence_that_ends_an_update_is_the_mean_of_new_over_old(language_model: Any, context: Any) -> None:
+    """KL(old || new) of the tokens that the old policy drew: new / old - 1 - log(new / old), by tokens that count."""
+    model, valid = language_model(), [1.0, 1.0, 0.0, 1.0]
+    now = [x.detach() for x in logprobs_of(model, rollouts().data["seq"], rollouts().data["prompt"])]
+    steps = [0.5, -1.0, 9.0, 0.25]  # log(new / old) of the samples' tokens
+    batch = rollouts(
+        logprob=[x - d for x, d in zip(now, steps, strict=True)], valid=[torch.tensor([v]).double() for v in valid]
+    )
+    view = View((*ROLLOUT.columns, ("logprob", "logprob"), ("valid", "valid")))
+    stats = update(model, context, batch, term(view=view), max_kl=1e9)
+    each = [math.exp(d) - 1 - d for d in steps]
+    assert stats["actor_kl_from_rollout"] == pytest.approx((3 * each[0] + each[1] + 4 * each[3], 8.0))
+    assert "actor_kl_from_rollout" not in update(language_model(), context, batch, term(view=view))
+    # Of the first loss alone, though the examples of another have a column of that name too.
+    terms = (term(view=view), term(view=view, coef=0.5))
+    config = Update(model="actor", view=view, terms=terms, max_kl=1e9)
+    stats = UpdateInterface(config).train_step(language_model(), [batch], context()).stats
+    assert stats["actor_kl_from_rollout"] == pytest.approx((3 * each[0] + each[1] + 4 * each[3], 8.0))
+
+
+def test_statistics_of_an_update_have_the_model_s_name(language_model: Any, context: Any) -> None:
+    def loss(logprob: Tensor, batch: Batch) -> Any:
+        return -logprob, {"mine": (1.0, 2.0)}
+
+    reward = [torch.tensor([float(r)]) for r in range(4)]
+    batch = rollouts(reward=reward)
+    view = View((*ROLLOUT.columns, ("reward", "reward")))
+    stats = update(language_model(), context, batch, term(loss_function(loss)(), view), rollout_statistics=True)
+    assert set(stats) == {*("actor_loss", "actor_grad_norm", "actor_lr", "mine", "reward_mean", "response_length")}
+    assert "reward_mean" not in update(language_model(), context, batch, term(view=view))
+
+    # A tensor function's statistics are of all samples, and take the place of those of what is trained on.
+    def filtered(rollout: Columns) -> Any:
+        return {"valid": [torch.tensor([float(i % 2)]) for i in range(4)]}, {"reward_mean": (6.0, 4.0)}
+
+    applied = View(view.columns, Application(0, filtered, (view,), ()))
+    chosen = term(view=applied)
+    stats = update(language_model(), context, batch, chosen, rollout_statistics=True, reports=(0,))
+    assert stats["reward_mean"] == (6.0, 4.0)
+    assert stats["response_length"] == (5.0, 2.0)
+    stats = update(language_model(), context, batch, chosen, rollout_statistics=True)
+    assert stats["reward_mean"] == (4.0, 2.0)
+
+
+def test_a_rank_with_nothing_to_learn_from_takes_the_step_of_the_others(language_model: Any, context: Any) -> None:
+    """Its gradient is zero, and it takes part in all that they do."""
+    made: list[Any] = []
+
+    def train_step(batch: Batch, key: str, loss: Any, weight: Any, micro_batches: int) -> Any:
+        model.optimizer.zero_grad()
+        value, stats = loss(model.head(batch, key), batch)
+        value.backward()
+        made.append((value.item(), weight(batch), stats))
+        return stats
+
+    model = language_model()
+    model.train_step = train_step
+    batch = rollouts(valid=[torch.zeros(1)] * 4)
+    view = View((*ROLLOUT.columns, ("valid", "valid")))
+    peers = [torch.tensor([[7.0]], dtype=torch.float64)]
+    update(model, lambda: context(peers=peers), batch, term(view=view))
+    assert made == [(0.0, 0.0, {})]
+    assert (gradient(model) == 0).all()
+
+
+def test_a_second_loss_is_divided_by_the_weight_of_all_ranks(language_model: Any, context: Any) -> None:
+    """Another rank has 30 tokens of the first loss and 12 of the second: the second counts 0.5 x 40 / 18."""
+    tokens = [torch.tensor([1, 6, 5])] * 3 + [torch.tensor([3])]
+    examples = View((("tokens", "tokens"), ("prompt_length", "prompt_length")))
+    batch = rollouts(tokens=tokens, prompt_length=[torch.tensor([1])] * 4)
+    losses: list[float] = []
+
+    def train_step(batch: Batch, key: str, loss: Any, weight: Any, micro_batches: int) -> Any:
+        losses.append(loss(model.head(batch, key), batch)[0].item())
+        assert weight(batch) == 10
+        return {}
+
+    model = language_model()
+    model.train_step = train_step
+    terms = (term(), term(view=examples, rows="examples", coef=0.5))
+    peers = [torch.tensor([[30.0, 12.0]], dtype=torch.float64)]
+    config = Update(model="actor", view=ROLLOUT, terms=terms)
+    UpdateInterface(config).train_step(model, [batch], context(peers=peers))
+    own = -sum(x.sum().item() for x in logprobs_of(model, batch.data["seq"], batch.data["prompt"]))
+    other = -sum(x.sum().item() for x in logprobs_of(model, tokens, [t[:1] for t in tokens]))
+    assert losses == [pytest.approx(own + 0.5 * 40 / 18 * other)]
+
+
+def test_measuring_a_loss_changes_nothing(language_model: Any, context: Any) -> None:
+    def loss(logprob: Tensor, batch: Batch) -> Any:
+        return -2 * logprob, {"mine": (float(len(batch)), 1.0)}
+
+    batch = rollouts(valid=[torch.tensor([v]) for v in (1.0, 0.0, 1.0, 0.0)])
+    view, model = View((*ROLLOUT.columns, ("valid", "valid"))), language_model()
+    before = model.module.head.weight.clone()
+    each = logprobs_of(model, batch.data["seq"], batch.data["prompt"])
+    config = Measure(view=view, model="actor", term=term(loss_function(loss)(), view))
+    for parts in (1, 2):
+        stats = MeasureInterface(config).inference(model, batch, context(micro_batches=parts)).stats
+        assert stats["actor_loss"] == pytest.approx((-2 * (each[0].sum() + each[2].sum()).item(), 5.0))
+        assert stats["mine"] == (2.0, parts)
+    assert torch.equal(model.module.head.weight, before)
+    nothing = rollouts(valid=[torch.zeros(1)] * 4)
+    assert MeasureInterface(config).inference(model, nothing, context()).stats == {}
+    assert MeasureInterface(config).inference(model, batch, context(holds_outputs=False)).stats == {}
+
+
 def test_two_losses_make_one_step(language_model: Any, context: Any) -> None:
     """The rollouts' mean plus 0.5 times the examples' mean, each over its own tokens."""
     tokens = [torch.tensor(t) for t in ([1, 2, 3], [1, 6, 5, 4], [1, 2, 2], [3, 3])]
@@ -232,6 +343,50 @@ def test_examples_with_a_mask(language_model: Any, context: Any) -> None:
         return -(first[0] + first[2] + second.sum()) / 4
 
     check_loss(language_model(), context, batch, term(view=view, rows="examples"), expected)
+
+
+def test_examples_with_a_mask_by_sequences(language_model: Any, context: Any) -> None:
+    """The mean over a text's own tokens in the loss, then over texts; one without any is a zero among them."""
+    tokens = [torch.tensor([1, 2, 3, 4]), torch.tensor([5, 6, 7]), torch.tensor([1, 2])]
+    masks = [[0, 1, 0, 1], [0, 0, 1], [0, 0]]
+    batch = Batch(
+        (0, 1, 2),
+        {
+            "tokens": tokens,
+            "prompt_length": [torch.tensor([1])] * 3,
+            "loss_mask": [torch.tensor(mask) for mask in masks],
+        },
+    )
+    view = View(tuple((key, key) for key in batch.data))
+
+    def expected(model: Any) -> Tensor:
+        first, second, _ = logprobs_of(model, tokens, [t[:1] for t in tokens])
+        return -((first[0] + first[2]) / 2 + second[1]) / 3
+
+    made = term(loss_function(negative, SEQUENCE_MEAN)(), view, rows="examples")
+    check_loss(language_model(), context, batch, made, expected)
+
+
+def test_rows_of_every_kind_as_rollouts() -> None:
+    batch, _ = pairs()
+    rows = as_rollouts(batch, "pairs")
+    assert (rows.ids, rows.together) == ((16, 17, 18, 19), 2)
+    assert [seq.tolist() for seq in rows.data["seq"]] == [[1, 3, 4], [1, 6], [1, 2, 5], [1, 2, 7, 7]]
+    assert [prompt.tolist() for prompt in rows.data["prompt"]] == [[1], [1], [1, 2], [1, 2]]
+    again = pairs_of(rows)
+    assert again.ids == (8, 9)
+    assert [x.item() for x in again.data["margin"]] == [0.5, 1.0]
+    assert "seq" not in again.data
+    # A text without a prompt begins with a token that nothing predicts.
+    tokens = [torch.tensor([5, 6, 7]), torch.tensor([1, 2, 3])]
+    examples = Batch((0, 1), {"tokens": tokens, "prompt_length": [torch.tensor([0]), torch.tensor([2])]})
+    rows = as_rollouts(examples, "examples")
+    assert [prompt.tolist() for prompt in rows.data["prompt"]] == [[5], [1, 2]]
+    assert (rows.ids, rows.together, "in_loss" in rows.data) == ((0, 1), 1, False)
+    masked = examples.with_data(loss_mask=[torch.tensor([1, 0, 1]), torch.tensor([1, 1, 0])])
+    assert [mask.tolist() for mask in as_rollouts(masked, "examples").data["in_loss"]] == [[0, 1], [0]]
+    assert as_rollouts(rollouts(), "rollout").ids == (4, 5, 6, 7)
+    assert [part.ids for part in divided(rollouts(), [1, 3])] == [(4,), (5, 6, 7)]
 
 
 def pairs() -> tuple[Batch, View]:
@@ -347,7 +502,58 @@ def test_a_function_that_gives_no_columns_is_named(context: Any) -> None:
         Evaluation(rollouts(), context(), ()).data(view)
 
 
+def test_a_function_whose_numbers_are_not_finite_is_named(context: Any) -> None:
+    def broken(rollout: Columns) -> Any:
+        return {"advantage": [torch.tensor([float("nan") if i == 2 else 0.0]) for i in range(4)]}
+
+    view = View(ROLLOUT.columns, Application(0, broken, (ROLLOUT,), ()))
+    with pytest.raises(InterfaceError, match=r"broken: column 'advantage', sample 6, has nan at \[0\]"):
+        Evaluation(rollouts(), context(), ()).data(view)
+
+
 # --- Generation and inference.
+
+
+def test_a_first_generation_has_the_random_numbers_of_the_seed(
+    language_model: Any, context: Any, prompts: Batch
+) -> None:
+    view = View((("prompt", "prompt"),))
+    config = Generate(max_new_tokens=4, eos_token=-1, view=view, outputs=(("seq", "seq"), ("logprob", "logprob")))
+    made = GenerateInterface(config).generate(language_model(), prompts, context(seed=5)).outputs
+    plain = RolloutInterface(Rollout(max_new_tokens=4, eos_token=-1)).generate(
+        language_model(), prompts, context(seed=5)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(made["seq"], plain.outputs["seq"], strict=True))
+    silent = context(holds_outputs=False)
+    assert GenerateInterface(config).generate(language_model(), prompts, silent).outputs == {}
+
+
+def test_ranks_that_hold_no_outputs_give_none(language_model: Any, scalar_model: Any, context: Any) -> None:
+    silent, batch = context(holds_outputs=False), rollouts()
+    both, view = pairs()
+    outputs = (("chosen_ref_logprob", "chosen_ref_logprob"), ("rejected_ref_logprob", "rejected_ref_logprob"))
+    for result in (
+        LogprobsInterface(Logprobs(view=ROLLOUT, outputs=(("x", "x"),))).inference(language_model(), batch, silent),
+        LogprobsInterface(Logprobs(view=view, outputs=outputs, rows="pairs")).inference(language_model(), both, silent),
+        ValuesInterface(Values(view=ROLLOUT, outputs=(("x", "x"),))).inference(scalar_model(), batch, silent),
+        ScoreInterface(Score(view=ROLLOUT, outputs=(("x", "x"),), statistic="x")).inference(
+            scalar_model(), batch, silent
+        ),
+        UpdateInterface(Update(model="actor", view=ROLLOUT, terms=(term(),))).train_step(
+            language_model(), [batch], silent
+        ),
+    ):
+        assert (result.outputs, result.stats) == ({}, {})
+
+
+def test_the_statistic_of_scores(scalar_model: Any, context: Any) -> None:
+    model = scalar_model()
+    score = ScoreInterface(Score(view=ROLLOUT, outputs=(("reward", "cost"),), statistic="cost_mean"))
+    result = score.inference(model, rollouts(), context(micro_batches=2))
+    assert set(result.outputs) == {"cost"}
+    assert result.stats["cost_mean"] == pytest.approx((float(torch.cat(result.outputs["cost"]).sum()), 4.0))
+    plain = ScoreInterface(Score(view=ROLLOUT, outputs=(("reward", "reward"),)))
+    assert plain.inference(model, rollouts(), context()).stats == {}
 
 
 def test_generation_under_a_name(language_model: Any, context: Any, prompts: Batch) -> None:
@@ -393,5 +599,21 @@ def test_a_method_of_ones_own(language_model: Any, context: Any) -> None:
         return CallResult(outputs={"surprise": [factor * seq.double().sum().view(1) for seq in batch.data["seq"]]})
 
     config = OwnMethod(view=ROLLOUT, outputs=(("surprise", "surprise"),), function=surprise, arguments=(2.0,))
-    found = OwnMethodInterface(config).inference(language_model(), rollouts(), context())
-    assert found.outputs["surprise"][1].item() == 2.0 * sum(PROMPTS[1] + ANSWERS[1])
+    for method in (OwnMethodInterface(config).inference, OwnMethodInterface(config).generate):
+        found = method(language_model(), rollouts(), context())
+        assert found.outputs["surprise"][1].item() == 2.0 * sum(PROMPTS[1] + ANSWERS[1])
+
+
+def test_a_method_of_ones_own_that_trains_gets_mini_batches(language_model: Any, context: Any) -> None:
+    def train(model: Any, mini_batches: list[Batch], context: Any, *, factor: float) -> Any:
+        assert [batch.ids for batch in mini_batches] == [(4,), (5, 6, 7)]
+        return CallResult(stats={"factor": (factor, 1.0)})
+
+    def nothing(*given: Any) -> None:
+        return None
+
+    config = OwnMethod(view=ROLLOUT, function=train, keywords=(("factor", 3.0),))
+    mini_batches = divided(rollouts(), [1, 3])
+    assert OwnMethodInterface(config).train_step(language_model(), mini_batches, context()).stats["factor"] == (3.0, 1)
+    with pytest.raises(InterfaceError, match="nothing returned a NoneType, must be a CallResult"):
+        OwnMethodInterface(OwnMethod(view=ROLLOUT, function=nothing)).inference(None, rollouts(), context())

@@ -1,16 +1,22 @@
 """Rewards on texts as a call: tokens become texts, rows give the other columns, scores become tensors."""
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tokenizers.decoders import Fuse
 
+from realhf.algorithms.script.texts import ScoreTextsInterface
+from realhf.algorithms.text_reward import interface
 from realhf.algorithms.text_reward.config import TextReward
 from realhf.algorithms.text_reward.interface import TextRewardInterface
+from realhf.api.script.config import ScoreTexts
+from realhf.api.script.views import View
 from realhf.base.errors import UserError
 from realhf.data import sort_task
 from realhf.engine.batch import Batch
@@ -104,6 +110,38 @@ def test_failures_are_counted(make: Any, policy: Any, total: tuple[float, float]
     assert result.stats["reward_total"] == total
     assert result.stats["reward_broken"] == (4, 2)
     assert result.stats["reward_failures"] == (2, 4)
+
+
+def test_a_call_of_a_script_has_names_of_its_own(make: Any) -> None:
+    """The columns under the call's keys, the statistics behind its name."""
+    batch = rollouts("abc.", "ab")
+    view = View((("prompt", "prompt"), ("seq", "second_seq")))
+    batch = Batch(batch.ids, {"prompt": batch.data["prompt"], "second_seq": batch.data["seq"]})
+    reward = make("broken", on_error="drop")
+    outputs = (("reward", "cost"), ("valid", "cost_valid"))
+    config = ScoreTexts(view=view, outputs=outputs, reward=reward, name="cost")
+    result = ScoreTextsInterface(config).inference(None, batch, RowContext())  # type: ignore[arg-type]
+    assert torch.cat(result.outputs["cost"]).tolist() == [2, 0]
+    assert torch.cat(result.outputs["cost_valid"]).tolist() == [1, 0]
+    assert set(result.stats) == {f"cost_reward_{name}" for name in ("total", "failures", "seconds", "broken")}
+    unnamed = ScoreTexts(view=view, outputs=outputs, reward=reward)
+    result = ScoreTextsInterface(unnamed).inference(None, batch, RowContext())  # type: ignore[arg-type]
+    assert result.stats["reward_failures"] == (1.0, 2.0)
+
+
+@pytest.mark.parametrize(("nodes", "cores", "processes"), [("2", 7, 2), ("1", 7, 1), ("5", 4, 4), ("3", 1, 1)])
+def test_a_worker_s_share_of_its_host(
+    make: Any, monkeypatch: pytest.MonkeyPatch, nodes: str, cores: int, processes: int
+) -> None:
+    """Five workers on the nodes; those that share one share its cores, with one process each at least."""
+    seen: list[Any] = []
+    monkeypatch.setenv("SLURM_NNODES", nodes)
+    monkeypatch.setattr(interface.dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(interface.dist, "get_world_size", lambda: 5)
+    monkeypatch.setattr(interface, "read_host", lambda: SimpleNamespace(cores=cores))
+    monkeypatch.setattr(interface, "RewardPool", lambda rewards, options: seen.append(options.processes))
+    interface._pool.__wrapped__(dataclasses.replace(make("seen"), processes=0))
+    assert seen == [processes]
 
 
 def test_ranks_that_hold_no_outputs_give_none(make: Any) -> None:
