@@ -94,6 +94,8 @@ def test_staleness_is_a_number_of_steps_and_above_1_of_copies_alone() -> None:
     for other in ({"eta": 0.5}, {"eta": 1.0, "every_steps": 2}):
         with pytest.raises(UserError, match="staleness=2 is for copies of the weights of single steps; give eta=1 and"):
             Follow("actor", staleness=2, **other)
+        assert Follow("actor", staleness=1, **other).staleness == 1
+    assert Follow("actor", eta=1.0, staleness=2).staleness == 2
 
 
 @pytest.mark.parametrize("eta", [0.0, -0.1, 1.5, float("nan")])

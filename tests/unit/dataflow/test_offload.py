@@ -46,6 +46,7 @@ def test_a_model_is_loaded_for_each_node_that_needs_it() -> None:
 )
 def test_what_cannot_be_offloaded(offload: list[str], message: str) -> None:
     check_offload(["actor"], GRAPH)
+    check_offload(["reference"], GRAPH)
     check_offload(["reference", "actor"], DataflowGraph(CALLS, ["prompt"]))
     with pytest.raises(UserError, match=re.escape(message)):
         check_offload(offload, GRAPH)

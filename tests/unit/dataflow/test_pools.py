@@ -55,6 +55,11 @@ def test_pools_that_do_not_fit_the_graph(pools: dict[str, Any], message: str) ->
         DataflowGraph(PPO_CALLS, ["prompt"], pools=pools)
 
 
+def test_models_may_share_a_pool() -> None:
+    graph = DataflowGraph(PPO_CALLS, ["prompt"], pools={"actor": TRAIN, "critic": TRAIN, "reward": ROLLOUT})
+    assert graph.pools == {"actor": TRAIN, "critic": TRAIN, "reward": ROLLOUT}
+
+
 def test_a_pool_has_devices_of_the_cluster() -> None:
     check_devices([TRAIN, ROLLOUT], 8)
     with pytest.raises(UserError, match=r"pool 'rollout' \(devices 4-7\) has device 7, and there are 6, .* 8 or more"):
