@@ -4,6 +4,7 @@ A test file is measured again where it has changed, or a file of the package tha
 imports from other tests has).
 """
 
+import difflib
 import gzip
 import hashlib
 import json
@@ -14,6 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +190,8 @@ def test_files(files: Mapping[str, bytes], chosen: Sequence[str]) -> list[str]:
 
 
 def read_map(folder: Path, files: Mapping[str, bytes], chosen: Sequence[str]) -> TestMap:
-    """What has been measured of the test files below `chosen`."""
+    """What has been measured of the test files below `chosen`. Where the code has changed since, its lines are found
+    again; those that are new count as run where the line before them was."""
     tests = []
     for path in test_files(files, chosen):
         if (record := _record(folder, path)) is not None:
@@ -197,7 +200,11 @@ def read_map(folder: Path, files: Mapping[str, bytes], chosen: Sequence[str]) ->
                     name=name,
                     seconds=test["seconds"],
                     fixtures=test["fixtures"],
-                    hits={file: int(bits, 16) for file, bits in test["hits"].items()},
+                    hits={
+                        file: _moved(int(bits, 16), folder, record["executes"][file], files[file])
+                        for file, bits in test["hits"].items()
+                        if file in files
+                    },
                 )
                 for name, test in record["tests"].items()
                 if test["outcome"] == "passed"
@@ -224,11 +231,38 @@ def measure(
             "tests": answer["tests"],
         }
         _write_record(folder, path, record)
+        for file, digest in record["executes"].items():
+            _source_of(folder, digest).write_bytes(files[file])
         bad = [test for test, about in answer["tests"].items() if about["outcome"] == "failed"]
         seconds = sum(test["seconds"] for test in answer["tests"].values())
         say(f"map: {path}: {len(answer['tests'])} tests, {seconds:.0f} s" + "".join(f"\n  fails: {b}" for b in bad))
 
     for_each(paths, copies, run)
+
+
+def _moved(bits: int, folder: Path, measured: str, now: bytes) -> int:
+    """Lines of the file that was measured, as bits, as lines of the file of today."""
+    if measured == _digest(now):
+        return bits
+    return sum(1 << new for new, old in enumerate(_lines_before(_source_of(folder, measured).read_bytes(), now), 1)
+               if bits >> old & 1)  # fmt: skip
+
+
+@cache
+def _lines_before(old: bytes, new: bytes) -> list[int]:
+    """For each line of `new`, the line of `old` that it was; for a new one, the last line before it that was there."""
+    lines = [0] * len(new.splitlines())
+    matcher = difflib.SequenceMatcher(a=old.splitlines(), b=new.splitlines(), autojunk=False)
+    for tag, old_first, old_end, first, end in matcher.get_opcodes():
+        for index in range(first, end):
+            same = old_first + index - first
+            lines[index] = same + 1 if tag == "equal" or (tag == "replace" and same < old_end) else old_first
+    return lines
+
+
+def _source_of(folder: Path, digest: str) -> Path:
+    (folder / "sources").mkdir(parents=True, exist_ok=True)
+    return folder / "sources" / digest
 
 
 def _holds(record: Mapping[str, Any] | None, path: str, files: Mapping[str, bytes]) -> bool:

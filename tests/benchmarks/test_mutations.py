@@ -201,6 +201,13 @@ def test_a_map_is_measured_again_where_code_that_it_runs_has_changed(tmp_path: P
     assert maps.stale(tmp_path, {**files, "tests/test_a.py": b""}, ["tests/test_a.py"]) == ["tests/test_a.py"]
 
 
+def test_lines_of_changed_code_are_found_again() -> None:
+    old = b"a\nb\nc\nd\ne\n"
+    assert maps._lines_before(old, old) == [1, 2, 3, 4, 5]
+    assert maps._lines_before(old, b"new\na\nb\nd\ne\n") == [0, 1, 2, 4, 5]
+    assert maps._lines_before(old, b"a\nb\nC\nd\nnew\nnew\ne\n") == [1, 2, 3, 4, 4, 4, 5]
+
+
 ENTRIES = """# A line to the reader.
 
 realhf/a.py
