@@ -27,6 +27,11 @@ from realhf.planning.model.fit import (
 )
 from realhf.planning.model.hardware import Hardware
 
+MEASURES = (
+    "realhf/planning/model",
+    "realhf/planning/descriptions/h100.yaml",
+    "scripts/calibrate_cost_model.py",
+)
 ROOT = Path(__file__).resolve().parent.parent
 MEAN_TARGET, WORST_TARGET = 0.15, 0.30
 REAL_COST_US = 200.0

@@ -5,9 +5,9 @@ open file descriptors, threads. The median of steps 51 to 100 is held against th
 reallocations, transfers, a model that follows another, two steps in flight, and checkpoints written beside training,
 of which two are kept. Linux only.
 
-What the interpreter takes in one piece, once, is allowed beside the growth: an arena for small objects (1 MiB), or its
-table of interned strings, which it lays anew when names of files have filled it (0.9 MiB in the master, after about 200
-steps). A leak goes on, so it is seen in more steps.
+A process may have 4 MiB more at the end. What the interpreter takes in one piece, once, is less: an arena for small
+objects (1 MiB), or its table of interned strings, which it lays anew when names of files have filled it (0.9 MiB in the
+master, after about 200 steps). A leak of 5 KB a step is more.
 
 It computes in float64, whose products on the CPU keep nothing. For float32, oneDNN keeps the kernels of every number of
 tokens that it has seen, up to 1,024 of some hundred kilobytes: there a worker grows until it has seen the lengths that
@@ -34,11 +34,25 @@ from realhf.base.code_files import python_command
 from realhf.dataflow.plan import save_plan
 from realhf.rundir.status import read_status
 
+MEASURES = (
+    "realhf/engine",
+    ":!realhf/engine/megatron_*.py",
+    ":!realhf/engine/transformers_backend.py",
+    "realhf/launch",
+    ":!realhf/launch/slurm",
+    "realhf/master",
+    "realhf/realloc",
+    "realhf/rundir",
+    "realhf/transport",
+    "realhf/worker",
+    "csrc/host",
+    "benchmarks/jobs/fault_job.py",
+    "benchmarks/jobs/fault_job_interface.py",
+)
 LAUNCHER = "launcher"
 # What is on its way while a process starts, and what the first steps fill (caches, the pools of allocators).
 WARM_UP_STEPS = 50
-GROWTH = 1.02
-ONE_PIECE_BYTES = 2**20
+GROWTH_TARGET_MIB = 4.0
 SAMPLE_EVERY_S = 0.1
 MIB = 2**20
 
@@ -62,13 +76,8 @@ class Comparison:
     last: Sample
 
     @property
-    def most_bytes(self) -> float:
-        """The memory that the last steps may have."""
-        return GROWTH * self.first.unique_bytes + ONE_PIECE_BYTES
-
-    @property
-    def is_flat(self) -> bool:
-        return self.last.unique_bytes < self.most_bytes
+    def growth_mib(self) -> float:
+        return (self.last.unique_bytes - self.first.unique_bytes) / MIB
 
     @property
     def is_constant(self) -> bool:
@@ -136,19 +145,19 @@ def _sample(process: psutil.Process, step: int) -> Sample | None:
 
 
 def cases(comparisons: Sequence[Comparison]) -> list[dict]:
-    """Two rows a process: its memory, and its files and threads."""
+    """Two rows a process: by how much its memory grew, and its files and threads."""
     rows = []
     for found in comparisons:
         first, last = found.first, found.last
         rows.append(
             case(
-                f"{found.name}: memory at the end, beside that after the warm-up",
-                last.unique_bytes / MIB,
+                f"{found.name}: growth of its memory, from {first.unique_bytes / MIB:.1f} MiB",
+                found.growth_mib,
                 "MiB",
-                baseline=first.unique_bytes / MIB,
-                ratio=first.unique_bytes / last.unique_bytes,
-                target=first.unique_bytes / found.most_bytes,
-                holds=found.is_flat,
+                baseline=None,
+                ratio=None,
+                target=GROWTH_TARGET_MIB,
+                holds=found.growth_mib <= GROWTH_TARGET_MIB,
             )
         )
         rows.append(

@@ -26,6 +26,23 @@ from lib.fault_campaign import Campaign, mount
 from lib.fault_injection import Fault, make_schedule, one_of_each
 from lib.fault_outcome import cases, read_rows, row, write_tables
 
+MEASURES = (
+    "realhf/launch",
+    ":!realhf/launch/slurm",
+    "realhf/lifecycle",
+    "realhf/master",
+    "realhf/rundir",
+    "realhf/transport",
+    "realhf/worker",
+    "realhf/models/checkpoint*.py",
+    "realhf/engine/save_state.py",
+    "benchmarks/lib/fault_campaign.py",
+    "benchmarks/lib/fault_checks.py",
+    "benchmarks/lib/fault_injection.py",
+    "benchmarks/lib/fault_outcome.py",
+    "benchmarks/jobs/fault_job.py",
+    "benchmarks/jobs/fault_job_interface.py",
+)
 FOLDER_BYTES, SHARED_BYTES = 2**31, 2**28
 SHARED_MEMORY = Path("/dev/shm")
 IN_NAMESPACE = "REALHF_FAULTS_IN_NAMESPACE"

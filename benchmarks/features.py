@@ -8,7 +8,7 @@ a device's memory: a setting holds if the plan before is slower by a tenth or mo
 chosen plan's measured step lies in its 90 % interval; and the plan before is slower as measured, too. The models are
 profiled first, except for `--quick`.
 
-A row's value is the chosen plan's measured step and its baseline that of the plan before (0: it does not fit).
+A row's value is the chosen plan's measured step and its baseline that of the plan before (none: it does not fit).
 Command: python benchmarks/features.py --json benchmarks/results/features.json
 """
 
@@ -38,6 +38,34 @@ from realhf.planning.task import PlanningTask
 from realhf.planning.what_if import WhatIf
 from realhf.rundir.lines import read_lines, step_line
 
+MEASURES = (
+    "realhf/algorithms/functional",
+    "realhf/algorithms/ppo",
+    "realhf/algorithms/reward",
+    "realhf/cpu",
+    "realhf/dataflow",
+    "realhf/engine",
+    ":!realhf/engine/megatron_*.py",
+    ":!realhf/engine/transformers_backend.py",
+    "realhf/geometry",
+    "realhf/master",
+    "realhf/models",
+    "realhf/parallel",
+    "realhf/planning",
+    ":!realhf/planning/explain",
+    ":!realhf/planning/mapping.py",
+    ":!realhf/planning/osdp.py",
+    ":!realhf/planning/what_if.py",
+    "realhf/profiling",
+    "realhf/realloc",
+    "realhf/transport",
+    "realhf/worker",
+    "csrc",
+    "experiments/ppo.py",
+    "benchmarks/jobs/features_job.py",
+    "benchmarks/jobs/features_rollouts_job.py",
+    "benchmarks/jobs/deep_critic_job.py",
+)
 NUM_WORKERS = 2
 BUDGET = SearchBudget(evaluations=12_000)
 MARGIN = 1.1  # by which the plan before is slower, as predicted
@@ -73,7 +101,7 @@ ROLLOUTS = Models(job="benchmarks/jobs/features_rollouts_job.py")
 # Mini-batches of one sample and three heads: each training has one device. A deep critic trains as long as the actor
 # takes to train and to generate, which two devices do not speed up.
 DEEP_CRITIC = Models(
-    job="benchmarks/jobs/overlap_job.py",
+    job="benchmarks/jobs/deep_critic_job.py",
     words=(
         *("--critic-layers", "8", "--mini-batches", "4", "--ppo.eos-token", "-1"),
         *("--architecture.num-heads", "3", "--architecture.num-kv-heads", "3"),
@@ -271,7 +299,7 @@ def judged(setting: Setting, chosen: Planned, before: Planned, seconds: tuple[fl
         str(setting),
         measured,
         "s a step",
-        baseline=measured_before,
+        baseline=measured_before or None,
         ratio=measured_before / measured,
         target=1.0,
         holds=all(says.values()),

@@ -1,12 +1,12 @@
 """Generation and inference on the CPU beside Hugging Face's, in the same run with the same number of threads.
 
-Two Llamas (4 M and 34 M parameters), 64 prompts of 32 tokens, responses of 64 tokens or of 8 to 64, float32 and
-bfloat16. Both sides take turns; the best processor time of each counts (one thread computes and waits for nothing: on
-an idle machine that is the time on the wall, and on a busy one it still says who needs less). Also: the share of what
-the machine could do (products at the rate of large ones, or weights, keys and values read once a step, whichever
-takes longer), memory beyond the weights, and in bfloat16 how far the log-probabilities of generation and of the
-training forward lie apart. `--quick` takes the small one. Where there is a GPU: how near decoding with 1.5 billion
-parameters comes to the bandwidth of its memory (`on_gpu.py`), and nothing else.
+Two Llamas (4 M parameters in float32, 34 M in bfloat16), 64 prompts of 32 tokens, responses of 64 tokens or of 8 to 64.
+Both sides take turns; the best processor time of each counts (one thread computes and waits for nothing: on an idle
+machine that is the time on the wall, and on a busy one it still says who needs less). Also: the share of what the
+machine could do (products at the rate of large ones, or weights, keys and values read once a step, whichever takes
+longer), memory beyond the weights, and in bfloat16 how far the log-probabilities of generation and of the training
+forward lie apart. `--quick` takes the small one. Where there is a GPU: how near decoding with 1.5 billion parameters
+comes to the bandwidth of its memory (`on_gpu.py`), and nothing else.
 """
 
 import ctypes
@@ -34,12 +34,26 @@ from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.parallel.groups import ParallelGroups
 from realhf.parallel.linear import linear
 
+MEASURES = (
+    "realhf/cpu",
+    "realhf/engine/arena.py",
+    "realhf/engine/batch.py",
+    "realhf/engine/forward.py",
+    "realhf/engine/generate",
+    "realhf/engine/model.py",
+    "realhf/engine/packing.py",
+    "realhf/models",
+    "realhf/parallel",
+    "csrc/kernels",
+    "csrc/memory",
+)
 BATCH, PROMPT, RESPONSE, SHORTEST = 64, 32, 64, 8
 VOCABULARY = 2048
 MODELS = {
     "4M": {"hidden_size": 256, "intermediate_size": 688, "num_layers": 4, "num_heads": 4},
     "34M": {"hidden_size": 512, "intermediate_size": 1376, "num_layers": 10, "num_heads": 8},
 }
+CASES = (("4M", torch.float32), ("34M", torch.bfloat16))
 # (kind of lengths, what is done) -> how many times Hugging Face's tokens/s
 TARGETS = {("fixed", "generation"): 2.0, ("fixed", "inference"): 1.1}
 TARGETS |= {("8 to 64", "generation"): 3.0, ("8 to 64", "inference"): 1.4}
@@ -52,11 +66,10 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     results: list[dict] = []
-    for name in ("4M",) if arguments.quick else MODELS:
-        for dtype in (torch.float32, torch.bfloat16):
-            kinds = [k for k in kinds_of_lengths() if f"{label(name, dtype)}, {k.kind}".startswith(arguments.case)]
-            if kinds:
-                results += Comparison(name, dtype, repetitions=2 if arguments.quick else 3).cases(kinds)
+    for name, dtype in (("4M", torch.float32),) if arguments.quick else CASES:
+        kinds = [k for k in kinds_of_lengths() if f"{label(name, dtype)}, {k.kind}".startswith(arguments.case)]
+        if kinds:
+            results += Comparison(name, dtype, repetitions=2 if arguments.quick else 3).cases(kinds)
     finish("generation", results, arguments.json, is_part=bool(arguments.case))
 
 

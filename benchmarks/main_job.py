@@ -20,6 +20,31 @@ from realhf.planning.presets import evaluate_presets
 from realhf.rundir.lines import read_lines, step_line
 from realhf.rundir.run import load_experiment_class
 
+MEASURES = (
+    "realhf/algorithms/functional",
+    "realhf/algorithms/ppo",
+    "realhf/algorithms/reward",
+    "realhf/cpu",
+    "realhf/dataflow",
+    "realhf/engine",
+    ":!realhf/engine/megatron_*.py",
+    ":!realhf/engine/transformers_backend.py",
+    "realhf/geometry",
+    "realhf/master",
+    "realhf/models",
+    "realhf/parallel",
+    "realhf/planning",
+    ":!realhf/planning/explain",
+    ":!realhf/planning/mapping.py",
+    ":!realhf/planning/osdp.py",
+    ":!realhf/planning/what_if.py",
+    "realhf/profiling",
+    "realhf/realloc",
+    "realhf/transport",
+    "realhf/worker",
+    "csrc",
+    "experiments/ppo.py",
+)
 EXPERIMENT = "experiments/ppo.py"
 NUM_WORKERS = 2
 WARM_UP_STEPS = 2

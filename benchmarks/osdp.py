@@ -46,6 +46,26 @@ from realhf.planning.model.operator_modes import (
 )
 from realhf.planning.model.operators import Training, decoder_problem
 
+MEASURES = (
+    "realhf/cpu/host_group.py",
+    "realhf/engine/train",
+    "realhf/geometry/operators.py",
+    "realhf/parallel",
+    "realhf/planning/model",
+    "realhf/planning/osdp.py",
+    "realhf/wrapping",
+    "csrc/host",
+    "csrc/search/knapsack.cpp",
+    "csrc/search/osdp.cpp",
+    "csrc/search/osdp.h",
+    "benchmarks/lib/osdp_cases.py",
+    "benchmarks/lib/osdp_ranks.py",
+    "benchmarks/lib/osdp_runs.py",
+    "benchmarks/lib/osdp_shapes.py",
+    "benchmarks/lib/osdp_ways.py",
+    "benchmarks/lib/paired.py",
+    "benchmarks/jobs/features_job.py",
+)
 BATCHES = range(1, 513)
 TARGET_MS = 10.0
 PAPER_SEARCH_S = 9.0  # the shortest search that the paper reports (9 to 307 s)

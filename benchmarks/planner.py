@@ -29,6 +29,13 @@ from realhf.planning.request import SearchBudget
 from realhf.planning.search import SearchResult, search_plan, without_collection, worthwhile_options
 from realhf.planning.task import PlanningTask
 
+MEASURES = (
+    "realhf/planning",
+    "realhf/geometry",
+    "csrc/search",
+    "benchmarks/lib/search_instances.py",
+    "tests/data/planning_problems",
+)
 P = ParamSpec("P")
 T = TypeVar("T")
 

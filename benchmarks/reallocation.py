@@ -1,20 +1,16 @@
-"""Reallocation of whole models between layouts, beside the bandwidth of the bare transport and two other ways.
+"""Reallocation of a whole model between layouts, beside the bandwidth of the bare transport and another way.
 
-Processes of one machine move float32 parameters by the executor, over gloo and over the host's memory, between six
-pairs of layouts. Beside each stand, of the same bytes and in the same processes:
+Four processes of one machine move a GB of float32 parameters by the executor, over gloo and over the host's memory,
+between six pairs of layouts. Beside each stand, of the same bytes and in the same processes:
 
 - raw: messages of the plan's sizes through the same transport, each one piece of memory, and one copy of as many
   bytes as a process copies within its own memory;
-- DCP: torch.distributed.checkpoint saves the source layout to /dev/shm and loads it into the target layout;
 - gather: every parameter is sent whole to every process, which cuts its part out, over the same transport.
 
-All memory was touched before; a time is the median over the repetitions, from barrier to barrier,
-the ways in turns. With `--json` cases measured before stay in the file, each with its commit:
-
-    python benchmarks/reallocation.py --model 144MB --processes 4 --json benchmarks/results/reallocation.json
+All memory was touched before; a time is the median over the repetitions, from barrier to barrier, the ways in turns.
+`--quick` moves 144 MB.
 """
 
-import json
 import multiprocessing
 import os
 import statistics
@@ -27,12 +23,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from lib.common import argument_parser, case, commit, finish
-from lib.reallocation_rivals import Checkpoint, RawMessages, gather_and_slice
+from lib.common import argument_parser, case, finish
+from lib.reallocation_rivals import RawMessages, gather_and_slice
 from torch import Tensor
 
 from realhf.architecture.model import DecoderConfig
@@ -47,16 +42,24 @@ from realhf.realloc.execute.executor import Reallocation, execute
 from realhf.realloc.plan.planner import plan_between
 from realhf.worker.allocator import keep_freed_memory
 
+MEASURES = (
+    "realhf/cpu/host_group.py",
+    "realhf/geometry",
+    "realhf/realloc",
+    "realhf/worker/allocator.py",
+    "csrc/host",
+    "benchmarks/lib/reallocation_rivals.py",
+)
 MODELS = {
     "144MB": DecoderConfig(hidden_size=512, intermediate_size=1408, num_layers=8, num_heads=8, num_kv_heads=8,
                            vocab_size=20480, tied_embeddings=True),
     "1GB": DecoderConfig(hidden_size=1024, intermediate_size=2816, num_layers=16, num_heads=16, num_kv_heads=16,
                          vocab_size=61440, tied_embeddings=True),
 }  # fmt: skip
-PROCESSES = (4, 8)
+PROCESSES = 4
 TRANSPORTS = {"gloo": 0.6, "host memory": 0.8}  # the least part of the raw bandwidth
 LEAST_BYTES = 100e6  # below that the part is not demanded
-REPETITIONS = 15
+REPETITIONS = 7
 DEADLINE_S = 160.0
 
 
@@ -70,7 +73,6 @@ class Measured:
     copied_bytes: int
     reallocation_s: float
     raw_s: float
-    checkpoint_s: float
     gather_s: float
 
 
@@ -100,26 +102,23 @@ def _name(layout: Layout) -> str:
 
 def main() -> None:
     parser = argument_parser(__doc__)
-    parser.add_argument("--model", choices=MODELS, help="default: both")
-    parser.add_argument("--processes", type=int, choices=PROCESSES, help="default: both")
+    parser.add_argument("--model", choices=MODELS, default="1GB", help="default: 1GB")
+    parser.add_argument("--processes", type=int, default=PROCESSES, help=f"default: {PROCESSES}")
     parser.add_argument("--pair", help="of the layouts' names, such as 'tp4 to pp4'; default: all six")
     parser.add_argument("--transport", choices=TRANSPORTS, help="default: both")
     parser.add_argument("--repetitions", type=int, default=REPETITIONS)
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.model, arguments.processes, arguments.repetitions = "144MB", 4, 1
-    known = _results_of(arguments.json)
-    for model in [arguments.model] if arguments.model else MODELS:
-        for processes in [arguments.processes] if arguments.processes else PROCESSES:
-            pairs = [arguments.pair] if arguments.pair else list(layout_pairs(processes))
-            transports = [arguments.transport] if arguments.transport else list(TRANSPORTS)
-            for measured in run(model, processes, pairs, transports, arguments.repetitions):
-                known.update({row["case"]: row for row in cases(model, processes, measured)})
-    finish("reallocation", list(known.values()), arguments.json)
+        arguments.model, arguments.repetitions = "144MB", 1
+    model, processes = arguments.model, arguments.processes
+    pairs = [arguments.pair] if arguments.pair else list(layout_pairs(processes))
+    transports = [arguments.transport] if arguments.transport else list(TRANSPORTS)
+    found = run(model, processes, pairs, transports, arguments.repetitions)
+    finish("reallocation", [row for each in found for row in cases(model, processes, each)], arguments.json)
 
 
 def cases(model: str, processes: int, measured: Measured) -> Iterator[dict]:
-    """The three comparisons of one measurement."""
+    """The two comparisons of one measurement."""
     name = f"{model}, {processes} processes, {measured.pair}, {measured.transport}"
     seconds, gigabytes = measured.reallocation_s, measured.moved_bytes / 1e9
     part = measured.raw_s / seconds
@@ -127,21 +126,13 @@ def cases(model: str, processes: int, measured: Measured) -> Iterator[dict]:
     yield {
         **case(f"{name}: of raw bandwidth", gigabytes / seconds, "GB/s", baseline=gigabytes / measured.raw_s,
                ratio=part, target=least, holds=part >= least),
-        "commit": commit(),
         "seconds": seconds,
         "bytes": measured.moved_bytes,
         "copied_locally_bytes": measured.copied_bytes,
     }  # fmt: skip
-    for rival, rival_s in (("DCP", measured.checkpoint_s), ("gather", measured.gather_s)):
-        ratio = rival_s / seconds
-        row = case(f"{name}: beside {rival}", seconds, "s", baseline=rival_s, ratio=ratio, target=1.0, holds=ratio > 1)
-        yield {**row, "commit": commit()}
-
-
-def _results_of(file: Path | None) -> dict[str, dict]:
-    """The cases of a file, by name."""
-    rows = json.loads(file.read_text())["results"] if file and file.exists() else []
-    return {row["case"]: row for row in rows}
+    ratio = measured.gather_s / seconds
+    yield case(f"{name}: beside gather", seconds, "s", baseline=measured.gather_s, ratio=ratio, target=1.0,
+               holds=ratio > 1)  # fmt: skip
 
 
 def run(
@@ -188,7 +179,7 @@ def _measure(
     measured = []
     for pair in pairs:
         source, target = layout_pairs(processes)[pair]
-        measured += measure_pair(rank, MODELS[model], pair, source, target, directory, groups, transports, repetitions)
+        measured += measure_pair(rank, MODELS[model], pair, source, target, groups, transports, repetitions)
     if results is not None:
         results.send([vars(each) for each in measured])
     dist.barrier()
@@ -196,7 +187,7 @@ def _measure(
 
 
 def measure_pair(
-    rank: int, model: DecoderConfig, pair: str, source: Layout, target: Layout, directory: str,
+    rank: int, model: DecoderConfig, pair: str, source: Layout, target: Layout,
     groups: Mapping[str, dist.ProcessGroup], transports: Sequence[str], repetitions: int,
 ) -> list[Measured]:  # fmt: skip
     plan = plan_between(model, Placement(source), Placement(target), None)
@@ -205,7 +196,6 @@ def measure_pair(
         tensor.normal_(generator=torch.Generator().manual_seed(zlib.crc32(repr(box).encode())))
     moved = sum(plan.sent_bytes.values())
     copied = sum(box.size * plan.element_bytes for boxes in plan.local_copies.values() for box in boxes)
-    checkpoint = Checkpoint(model, source, target, rank, held, wanted, directory)
     measured = []
     for transport in transports:
         group = groups[transport]
@@ -213,7 +203,6 @@ def measure_pair(
         ways = [
             partial(execute, Reallocation(plan, rank, held, wanted, carrier, timeout_s=DEADLINE_S)),
             RawMessages(plan, rank, carrier, source_flat, target_flat, DEADLINE_S),
-            checkpoint.save_and_load,
             partial(gather_and_slice, model, source, rank, held, wanted, group),
         ]
         _check([way for way in ways if not isinstance(way, RawMessages)], wanted)

@@ -1,17 +1,16 @@
 """A step of GRPO and of PPO beside TRL's trainers on the CPU: tokens/s, where our step goes, the machine's limit.
 
-Two Llamas (4 M and 34 M parameters, 2,048 tokens), 64 responses of 64 tokens to prompts of 32 (GRPO: eight to each),
-four optimizer steps, a reference model, a rule for a reward. The cores are the same: TRL has one process with two
-threads; ours has two workers with a thread each or one worker with two, whichever its planner predicts to be faster
-after a profile (`python benchmarks/lib/trl_steps.py` says what TRL is given). The two sides take turns, and the
-ratio is the median over the turns of the medians of their steps. Beside it: the phases of our step; the share of the
+Two Llamas (4 M and 34 M parameters, 2,048 tokens) in float32, 64 responses of 64 tokens to prompts of 32 (GRPO: eight
+to each), four optimizer steps, a reference model, a rule for a reward. The cores are the same: TRL has one process with
+two threads; ours has two workers with a thread each or one worker with two, whichever its planner predicts to be faster
+after a profile (`python benchmarks/lib/trl_steps.py` says what TRL is given). The two sides take turns, and the ratio
+is the median over the turns of the medians of their steps. Beside it: the phases of our step; the share of the
 machine's limit, which are the products of the step at the rate of a large product in both threads (prompts of a group
 counted once; for decoding, what must be read if that takes longer); the predicted step beside the measured one.
 
 `--case "grpo 4M float32"` takes one of the settings. `--quick` takes that one, one turn, a plan by rule and no profile.
-PPO is in TRL up to 1.12, which is the one that tests need; GRPO may be measured beside a later one:
-pip install --no-deps --target runs/trl trl==1.16.0
-Command: python benchmarks/rl_step.py --trl runs/trl --json benchmarks/results/rl_step.json
+TRL is the one that is installed, 1.12: PPO is in none that is later.
+Command: python benchmarks/rl_step.py --json benchmarks/results/rl_step.json
 """
 
 import argparse
@@ -37,6 +36,32 @@ sys.path.insert(0, str(Path(__file__).parent / "jobs"))
 
 from rl_step_job import BATCH, GROUP, NEW_TOKENS, PROMPT_TOKENS, SIZES, VOCABULARY, RLStepJob, ensure_data
 
+MEASURES = (
+    "realhf/algorithms/functional",
+    "realhf/algorithms/ppo",
+    "realhf/cpu",
+    "realhf/dataflow",
+    "realhf/engine",
+    ":!realhf/engine/megatron_*.py",
+    ":!realhf/engine/transformers_backend.py",
+    "realhf/geometry",
+    "realhf/master",
+    "realhf/models",
+    "realhf/parallel",
+    "realhf/planning",
+    ":!realhf/planning/explain",
+    ":!realhf/planning/mapping.py",
+    ":!realhf/planning/osdp.py",
+    ":!realhf/planning/what_if.py",
+    "realhf/profiling",
+    "realhf/realloc",
+    "realhf/transport",
+    "realhf/worker",
+    "csrc",
+    "benchmarks/jobs/rl_step_job.py",
+    "benchmarks/jobs/rl_step_job_interface.py",
+    "benchmarks/lib/trl_steps.py",
+)
 JOB = "benchmarks/jobs/rl_step_job.py"
 TRL = Path(__file__).parent / "lib" / "trl_steps.py"
 CORES = 2
@@ -55,6 +80,7 @@ class Setting:
     target: float
     ours: int
     theirs: int
+    turns: int
 
     def __str__(self) -> str:
         return f"{self.algorithm} {self.size} {self.dtype}"
@@ -69,14 +95,10 @@ class Setting:
         return ("--algorithm", self.algorithm, "--size", self.size, "--dtype", self.dtype)
 
 
-SETTINGS = tuple(
-    Setting(algorithm, size, dtype, target, *steps)
-    for algorithm in ("grpo", "ppo")
-    for size, dtype, target, steps in (
-        ("4M", "float32", 3.0, (8, 5)),
-        ("4M", "bfloat16", 3.0, (8, 5)),
-        ("34M", "float32", 2.6, (4, 3)),
-    )
+SETTINGS = (
+    Setting("grpo", "4M", "float32", target=3.0, ours=8, theirs=5, turns=3),
+    Setting("ppo", "4M", "float32", target=3.0, ours=8, theirs=5, turns=3),
+    Setting("grpo", "34M", "float32", target=2.6, ours=4, theirs=3, turns=2),
 )
 
 
@@ -105,9 +127,7 @@ class Turn:
 
 
 def main() -> None:
-    parser = case_parser(__doc__)
-    parser.add_argument("--trl", type=Path, metavar="DIR", help="GRPO beside the TRL that is installed in this folder")
-    arguments = parser.parse_args()
+    arguments = case_parser(__doc__).parse_args()
     chosen = [s for s in SETTINGS if str(s).startswith(arguments.case)]
     with tempfile.TemporaryDirectory() as folder:
         data = ensure_data(Path(folder) / "data")
@@ -123,9 +143,9 @@ def cases(setting: Setting, folder: Path, data: Path, arguments: argparse.Namesp
     folder.mkdir()
     plan, cores = by_rule(setting, folder) if arguments.quick else planned(setting, folder, data)
     turns, rates = [], [machine_rates(setting.dtype)]
-    for i in range(1 if arguments.quick else 3):
+    for i in range(1 if arguments.quick else setting.turns):
         ours_s, calls_s = our_steps(setting, folder / f"run-{i}", plan, cores, data)
-        theirs_s, version = their_step_s(setting, data, arguments.trl if setting.algorithm == "grpo" else None)
+        theirs_s, version = their_step_s(setting, data)
         turns.append(Turn(ours_s, theirs_s, calls_s, version))
         rates.append(machine_rates(setting.dtype))
     ours_s, theirs_s = (statistics.median(getattr(turn, side) for turn in turns) for side in ("ours_s", "theirs_s"))
@@ -200,12 +220,10 @@ def our_steps(setting: Setting, run_dir: Path, plan: Path, cores: Cores, data: P
     return statistics.median(after - before for before, after in pairwise(ends)), calls
 
 
-def their_step_s(setting: Setting, data: Path, trl: Path | None) -> tuple[float, str]:
-    """Median seconds of a step of TRL, without the first, and its version; of the one in the folder `trl`, if given."""
+def their_step_s(setting: Setting, data: Path) -> tuple[float, str]:
+    """Median seconds of a step of TRL, without the first, and its version."""
     words = (setting.algorithm, setting.size, setting.dtype, str(setting.theirs), str(data))
     environment = {**os.environ, "OMP_NUM_THREADS": str(CORES)}
-    if trl is not None:
-        environment["PYTHONPATH"] = str(trl.resolve())
     done = subprocess.run(
         [sys.executable, str(TRL), *words], env=environment, capture_output=True, text=True, check=False
     )

@@ -3,6 +3,7 @@
 import argparse
 import functools
 import json
+import math
 import os
 import platform
 import shlex
@@ -41,8 +42,15 @@ def case_parser(description: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-def case(name: str, value: float, unit: str, *, baseline: float, ratio: float, target: float, holds: bool) -> dict:
-    """One measured case; `ratio` says how many times better than the baseline of the same run."""
+def case(
+    name: str, value: float, unit: str, *, baseline: float | None, ratio: float | None, target: float, holds: bool
+) -> dict:
+    """One measured case; `ratio` says how many times better than the baseline of the same run. Both are None where
+    there is nothing to compare with, or where one of the two is 0."""
+    if not value or not baseline:
+        ratio = None
+    if ratio is not None and not math.isfinite(ratio):
+        raise ValueError(f"{name}: ratio={ratio} is no number")
     return {
         "case": name,
         "value": value,
@@ -68,7 +76,7 @@ def finish(benchmark: str, results: list[dict], json_file: Path | None, *, is_pa
     for column in ("case", "value", "unit", "baseline", "ratio", "target", "holds"):
         table.add_column(column)
     for row in results:
-        numbers = [f"{row[key]:.4g}" for key in ("baseline", "ratio", "target")]
+        numbers = ["-" if row[key] is None else f"{row[key]:.4g}" for key in ("baseline", "ratio", "target")]
         table.add_row(row["case"], f"{row['value']:.4g}", row["unit"], *numbers, "yes" if row["holds"] else "no")
     Console(stderr=True).print(table)
     result: dict[str, Any] = {

@@ -1,15 +1,10 @@
-"""What benchmarks/reallocation.py sets beside the executor: bare messages, a checkpoint, whole parameters for all."""
+"""What benchmarks/reallocation.py sets beside the executor: bare messages, and whole parameters for all."""
 
-import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import checkpoint
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from realhf.architecture.model import DecoderConfig
 from realhf.geometry.boxes import Box, device_boxes
@@ -59,42 +54,6 @@ class _Pieces:
         start = self._start if self._start + size <= len(self._flat) else 0
         self._start = start + size
         return self._flat[start : start + size]
-
-
-class Checkpoint:
-    """torch.distributed.checkpoint of DTensors: written under the source layout, read under the target layout."""
-
-    def __init__(
-        self, model: DecoderConfig, source: Layout, target: Layout, rank: int, held: Held, wanted: Held, directory: str
-    ):
-        self._directory = Path(directory) / "checkpoint"
-        self._held = _distributed(model, source, rank, held)
-        self._wanted = _distributed(model, target, rank, wanted)
-
-    def save_and_load(self) -> None:
-        with warnings.catch_warnings(action="ignore"):  # of names and threads, to the user
-            checkpoint.save(self._held, storage_writer=checkpoint.FileSystemWriter(self._directory, sync_files=False))
-            checkpoint.load(self._wanted, storage_reader=checkpoint.FileSystemReader(self._directory))
-
-
-def _distributed(model: DecoderConfig, layout: Layout, rank: int, held: Held) -> dict[str, DTensor]:
-    """The tensors of `held` as parts of DTensors over the (dp, tp) mesh of this rank's stage."""
-    strategy = layout.strategy
-    ranks = [
-        [[layout.device(dp, tp, stage) for tp in range(strategy.tp)] for dp in range(strategy.dp)]
-        for stage in range(strategy.pp)
-    ]
-    meshes = [DeviceMesh("cpu", torch.tensor(of_stage), mesh_dim_names=("dp", "tp")) for of_stage in ranks]
-    if rank not in layout.mesh.devices:
-        return {}
-    mesh = meshes[layout.coordinates(rank)[2]]
-    specs = {spec.name: spec for spec in decoder_parameters(model)}
-    result = {}
-    for box, tensor in held:
-        dim = specs[box.name].shard_dim
-        divided = Replicate() if dim is None else Shard(dim)
-        result[box.name] = DTensor.from_local(tensor, mesh, [Replicate(), divided], run_check=False)
-    return result
 
 
 def gather_and_slice(

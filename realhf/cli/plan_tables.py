@@ -120,7 +120,7 @@ def totals(comparison: Comparison) -> Iterator[str]:
     analysis, costs = comparison.analysis, comparison.task.costs
     source = "measured layer timings" if costs.profiled else "the analytic model (no profile; see `realhf profile`)"
     intervals = comparison.plan.intervals
-    range_text = f", nine times of ten {interval_text(intervals.step_s)} s" if intervals else ""
+    range_text = f", in 90 % of draws {interval_text(intervals.step_s)} s" if intervals else ""
     yield f"predicted step: {analysis.step_s:.3f} s{range_text}, from {source}"
     hours = f"{analysis.gpu_hours_per_million_tokens:.3g} GPU-hours per million tokens"
     yield f"{analysis.tokens_per_s:,.0f} tokens/s, {hours}"

@@ -132,7 +132,7 @@ class OrderEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 class Intervals(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """In which seconds nine of ten runs would lie: of a step, and of calls by name; (least, most)."""
+    """The middle 90 % of the planner's draws, in seconds: of a step, and of calls by name; (least, most)."""
 
     step_s: tuple[float, float]
     call_s: dict[str, tuple[float, float]]

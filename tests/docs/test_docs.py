@@ -129,6 +129,7 @@ RUN_ELSEWHERE = {
         "tests/e2e/test_transformers.py",
         ["finished(", "--backend transformers", "--model", "--reward-model", "--new-value-head"],
     ),
+    "python -m benchmarks.lib.pages": ("tests/docs/test_figures.py", ['"-m", "benchmarks.lib.pages"']),
     "python benchmarks/papers.py": (
         "tests/benchmarks/test_papers.py",
         ['"benchmarks/papers.py"', '"--quick"', "subprocess.run("],
@@ -265,6 +266,27 @@ def test_the_example_trains_under_two_workers(folder: Path) -> None:
     assert done.returncode == 0, done.stderr[-4000:]
 
 
+def test_the_plan_of_the_first_page_is_what_its_command_prints(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All but its speed and this machine's memory. What plans.md quotes is a line of it."""
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))  # without what other commands have measured
+    command = "realhf plan experiments/ppo.py --num-workers 4"
+    readme = Document(ROOT / "README.md")
+    assert command in readme.commands
+    [shown] = [block.splitlines() for block in readme.blocks("") if "\nexecution plan\n" in block]
+    monkeypatch.chdir(folder)
+    assert cli.main([*shlex.split(command)[1:], "--evaluations", "60000"]) == 0
+    printed = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    of_this_machine = re.compile(r"GiB|plans evaluated at")
+    assert [line for line in shown if not of_this_machine.search(line)] == [
+        line for line in printed if not of_this_machine.search(line)
+    ]
+    quoted = [block.strip() for block in Document(ROOT / "docs/plans.md").blocks("") if "is slower with" in block]
+    assert len(quoted) == 1
+    assert quoted[0] in printed
+
+
 def test_the_example_of_a_pool_is_planned_within_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -303,8 +325,9 @@ PATH = re.compile(r"\.?[\w.-]+(/[\w.-]*)+")
 FILE = re.compile(r"[\w-]+\.(py|cpp|h)")
 
 
-@pytest.mark.parametrize("document", DOCS, ids=lambda document: document.name)
+@pytest.mark.parametrize("document", [d for d in DOCS if d.name != "CHANGELOG.md"], ids=lambda document: document.name)
 def test_files_that_are_mentioned_exist(document: Document) -> None:
+    """The changelog names files of its time."""
     names = {path.name for folder in ("realhf", "csrc", "tests", "scripts") for path in (ROOT / folder).rglob("*.*")}
     names |= {block.split()[2] for page in DOCS for block in page.blocks("python") if block.startswith("# file: ")}
     for word in document.code_words:

@@ -9,21 +9,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import msgspec
 import pytest
 
+from benchmarks.lib import pages
 from tests.docs.blocks import ROOT
 
 RESULTS = ROOT / "benchmarks/results"
 FILES = sorted(RESULTS.glob("*.json"))
-# Older than the mark: whether the checkout was clean was not written down, and the command is that of the script's
-# page. A file that is measured again leaves this set.
-BEFORE_THE_MARK = {
-    "estimator", "generation", "generation_busy_host",
-    "reallocation", "search", "training",
-}  # fmt: skip
 
 
 class Case(msgspec.Struct, kw_only=True):
@@ -32,31 +26,25 @@ class Case(msgspec.Struct, kw_only=True):
     case: str
     value: float
     unit: str
-    baseline: float
-    ratio: float
+    baseline: float | None
+    ratio: float | None
     target: float
     holds: bool
-    commit: str | None = None  # of a case that is older than its file
 
 
 class Result(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
-    """A results file; `dirty` is None in those of `BEFORE_THE_MARK`. `note`: what else is to be said of the file."""
+    """A results file."""
 
     benchmark: str
     commit: str
-    dirty: bool | None
+    dirty: bool
     command: str
     hardware: str
     results: list[Case]
-    note: str = ""
 
 
 def read(path: Path) -> Result:
     return msgspec.json.decode(path.read_bytes(), type=Result)
-
-
-def rows_of_faults() -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (RESULTS / "faults.jsonl").read_text().splitlines()]
 
 
 def git(*words: str) -> subprocess.CompletedProcess[str]:
@@ -75,25 +63,23 @@ def whole_clone() -> None:
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_a_results_file_says_what_its_figures_are_of(path: Path, whole_clone: None) -> None:
     result = read(path)
-    assert path.stem.startswith(result.benchmark)
+    assert path.stem == result.benchmark
     assert (ROOT / f"benchmarks/{result.benchmark}.py").is_file()
     assert result.command.startswith(f"python benchmarks/{result.benchmark}.py")
     assert result.hardware
     assert result.results
-    assert result.dirty is (None if path.stem in BEFORE_THE_MARK else False), "measure it from a clean checkout"
-    for commit in {result.commit, *(row.commit for row in result.results if row.commit)}:
-        assert is_ancestor(commit), f"{commit} is not in the history of HEAD: measure it again from a landed commit"
+    assert not result.dirty, "measure it from a clean checkout"
+    assert is_ancestor(result.commit), f"{result.commit} is not in the history of HEAD: measure at a landed commit"
 
 
-def test_the_fault_campaign_is_of_one_commit(whole_clone: None) -> None:
-    """The table, its rows and the sums."""
-    result, rows = read(RESULTS / "faults.json"), rows_of_faults()
-    assert {row["commit"] for row in rows} == {result.commit}
-    assert result.results[0].baseline == len(rows)
-    assert result.results[0].value == sum(row["holds"] for row in rows)
-    table = (RESULTS / "faults.md").read_text()
-    assert table.count(f"| {result.commit} |") == len(rows)
-    assert f"{sum(row['holds'] for row in rows)} of {len(rows)} runs hold." in table
+def test_figures_are_newer_than_the_code_that_they_measure(whole_clone: None) -> None:
+    """Anything else is to be measured anew or taken out, of the pages as well."""
+    remedy = "measure again, or take it out: python -m benchmarks.lib.pages --drop-stale"
+    assert not {name: pages.some(changed) for name, changed in pages.stale().items()}, remedy
+
+
+def test_printed_outputs_are_newer_than_the_code_that_printed_them(whole_clone: None) -> None:
+    assert not {name: pages.some(changed) for name, changed in pages.stale_outputs().items()}, "print it anew"
 
 
 def test_commits_that_are_not_in_the_history_are_seen(whole_clone: None) -> None:
@@ -128,33 +114,202 @@ def test_a_changed_file_makes_a_checkout_dirty_and_a_result_does_not(
     assert common.is_dirty.__wrapped__()
 
 
-def test_no_file_is_listed_as_older_than_the_mark_without_need() -> None:
-    assert {path.stem for path in FILES} >= BEFORE_THE_MARK
-
-
 def is_ancestor(commit: str) -> bool:
     return git("merge-base", "--is-ancestor", commit, "HEAD").returncode == 0
 
 
-def test_the_measurements_page_says_what_the_files_say() -> None:
-    """Every row of its tables is a case of the file that stands above the table; every file stands on the page."""
-    file, named = "", set()
-    for block in (ROOT / "docs/measurements.md").read_text().split("\n\n"):
-        files = re.findall(r"benchmarks/results/(\w+)\.json", block)
-        named.update(files)
-        file = files[0] if files else file
-        if block.startswith("| case |"):
-            known = {measurements_row(case) for case in read(RESULTS / f"{file}.json").results}
-            assert not [row for row in block.splitlines()[2:] if row not in known], f"not what {file}.json says"
-    assert named == {path.stem for path in FILES}
+@pytest.mark.parametrize("page", list(pages.pages()), ids=lambda page: page.name)
+def test_pages_say_what_the_files_say(page: Path) -> None:
+    text = page.read_text()
+    assert pages.rendered(text) == text, "write it anew: python -m benchmarks.lib.pages"
 
 
-def measurements_row(case: Case) -> str:
-    """A case as `docs/measurements.md` shows it: value and unit, the value beside it, their ratio."""
-    value, baseline = (
-        f"{number:,.0f}" if abs(number) >= 100 else f"{number:.3g}" for number in (case.value, case.baseline)
-    )
-    return f"| {case.case} | {f'{value} {case.unit}'.strip()} | {baseline} | {case.ratio:.2f} |"
+def test_the_command_leaves_pages_that_are_up_to_date_as_they_are() -> None:
+    before = {page: page.stat().st_mtime_ns for page in pages.pages()}
+    command = [sys.executable, "-m", "benchmarks.lib.pages"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stderr == ""
+    assert {page: page.stat().st_mtime_ns for page in pages.pages()} == before
+
+
+def test_every_benchmark_is_on_a_page() -> None:
+    """Whether it was measured or not."""
+    shown = {name for page in pages.pages() for _, name, _, _, _ in pages.BLOCK.findall(page.read_text())}
+    assert shown == {path.stem for path in measuring()} - {"papers"}  # which has a page of its own: test_papers.py
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path.stem != "papers"], ids=lambda path: path.stem)
+def test_every_missed_target_is_said_on_a_page(path: Path) -> None:
+    lines = [line for page in pages.pages() for line in page.read_text().splitlines()]
+    for row in read(path).results:
+        said = [line for line in lines if line.startswith(f"| {row.case} |")]
+        assert row.holds or said, row.case
+        assert all(("**missed**" in line) != row.holds for line in said), row.case
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_ratios_have_a_denominator(path: Path) -> None:
+    for row in read(path).results:
+        if row.ratio is not None:
+            assert abs(row.ratio) < 1e6 or not row.value, row.case
+    text = (ROOT / "docs/measurements.md").read_text()
+    ratios = re.findall(r"^\|.*\| ([\d.]+) \|[^|]*\|$", text, re.MULTILINE)
+    assert all(float(ratio) < 1e6 for ratio in ratios)
+
+
+def test_what_algorithms_reach_is_what_a_test_demands() -> None:
+    table = (ROOT / "docs/algorithms.md").read_text().partition("| algorithm | options |")[2].partition("\n\n")[0]
+    said = re.findall(r"(\d+) %", table)
+    assert len(said) > 10
+    test = ast.parse((ROOT / "tests/e2e/test_algorithms_learn.py").read_text())
+    demanded = {node.value for node in ast.walk(test) if isinstance(node, ast.Constant)}
+    assert not [number for number in said if int(number) / 100 not in demanded]
+
+
+def test_what_benchmarks_measure_is_there() -> None:
+    for path in measuring():
+        for name in pages.measures(path.stem):
+            found = list(ROOT.glob(name.removeprefix(":!")))
+            assert found, f"{path.name} measures {name}, which is not there"
+
+
+ROWS = [
+    {"case": "a fast", "value": 2.0, "unit": "s", "baseline": 4.0, "ratio": 2.0, "target": 1.5, "holds": True},
+    {"case": "a slow", "value": 1234.5, "unit": "", "baseline": None, "ratio": None, "target": 0.0, "holds": True},
+    {"case": "b slow", "value": 3.0, "unit": "s", "baseline": 3.3, "ratio": 1.1, "target": 1.5, "holds": False},
+    {"case": "b none", "value": 0.0, "unit": "s", "baseline": 3.3, "ratio": 3e10, "target": 1.5, "holds": True},
+]
+
+
+def page_of(*markers: str) -> str:
+    return "before\n" + "".join(f"<!-- figures of one{words} -->\nold\n<!-- end figures -->\nx\n" for words in markers)
+
+
+def test_a_block_has_the_rows_that_it_asks_for_and_every_miss(tmp_path: Path) -> None:
+    result = {"commit": "abc", "command": "python benchmarks/one.py", "results": ROWS}
+    (tmp_path / "one.json").write_text(json.dumps(result))
+    made = pages.rendered(page_of(" | rows: ^a | beside: other | target: ratio, at least"), tmp_path)
+    assert made.splitlines() == [
+        "before",
+        "<!-- figures of one | rows: ^a | beside: other | target: ratio, at least -->",
+        "| case | measured | other | ratio | ratio, at least |",
+        "|---|---|---|---|---|",
+        "| a fast | 2 s | 4 | 2.00 | 1.5 |",
+        "| a slow | 1,234 | - | - |  |",
+        "| b slow | 3 s | 3.3 | 1.10 | **missed**: 1.5 |",
+        "",
+        "Measured at abc: `python benchmarks/one.py`.",
+        "<!-- end figures -->",
+        "x",
+    ]
+    assert pages.rendered(made, tmp_path) == made
+    two = pages.rendered(page_of(" | rows: slow", " | rows: none"), tmp_path)
+    assert two.count("b slow") == two.count("**missed**") == two.count("Measured at") == 1
+    assert "| b none | 0 s | 3.3 | - | 1.5 |" in two
+    assert "a fast" not in two
+    assert pages.rendered(page_of(""), tmp_path).count("| b ") == 2
+
+
+def test_a_block_without_results_says_so(tmp_path: Path) -> None:
+    made = pages.rendered(page_of(" | rows: ^a"), tmp_path)
+    assert "Not measured since the code changed. `python benchmarks/one.py --json FILE` measures it." in made
+    assert "| case |" not in made
+    with pytest.raises(ValueError, match="'row: a' is none of"):
+        pages.rendered(page_of(" | row: a"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "same"),
+    [
+        ("a.py", '"""Old."""\nx = 1  # one\n', '"""New."""\n\n\nx = 1\n', True),
+        ("a.py", 'def f():\n    """Old."""\n    return 1\n', "def f():\n    return 1\n", True),
+        ("a.py", "x = 1\n", "x = 2\n", False),
+        ("a.py", "x = 'one'\n", "x = 'two'\n", False),
+        ("a.py", "def f(a, b):\n    return a < b\n", "def f(a, b):\n    return a <= b\n", False),
+        ("a.py", 'MEASURES = ("a",)\nx = 1\n', 'MEASURES = ("b",)\nx = 1\n', True),
+        ("a.pyi", "def f() -> int: ...\n", "def f() -> str: ...\n", False),
+        ("a.cpp", "int x = 1;  // one\n", "/* a\n   b */ int x\n = 1;", True),
+        ("a.cpp", 'auto s = "// a";', 'auto s = "// b";', False),
+        ("a.h", "int x = 1;", "int x = 2;", False),
+        ("a.yaml", "a: 1  # one\n", "a: 1\n", True),
+        ("a.yaml", "a: 1\n", "a: 2\n", False),
+        ("a.json", '{"a": 1}', '{\n "a": 1\n}', True),
+        ("a.json", '{"a": 1}', '{"a": 2}', False),
+        ("Makefile", "a:\n", "a: \n", False),
+    ],
+)
+def test_what_counts_as_other_code(name: str, before: str, after: str, same: bool) -> None:
+    assert pages.same_code(name, before, after) is same
+
+
+class Repository:
+    """A small one with a benchmark `one` that measures the folder `code`, but for `code/other.py`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.git("init", "-q")
+        self.write("code/a.py", "x = 1\n")
+        self.write("code/other.py", "y = 1\n")
+        self.write("code/old.py", "z = 1\n")
+        self.write("csrc/search/test_a.cpp", "int x;\n")
+        self.write("benchmarks/one.py", 'MEASURES = ("code", ":!code/other.py", "csrc")\n')
+        self.write("README.md", "")
+        commit = self.commit()
+        self.write("benchmarks/results/one.json", json.dumps({"benchmark": "one", "commit": commit}))
+        self.write("docs/page.md", f"<!-- measured at {commit}: code/a.py code/other.py -->\n")
+        self.commit()
+
+    def git(self, *words: str) -> str:
+        command = ["git", "-c", "user.name=a", "-c", "user.email=a@b", *words]
+        return subprocess.run(command, cwd=self.folder, check=True, capture_output=True, text=True).stdout.strip()
+
+    def write(self, name: str, text: str) -> None:
+        (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.folder / name).write_text(text)
+
+    def commit(self) -> str:
+        self.git("add", ".")
+        self.git("commit", "-qm", "a")
+        return self.git("rev-parse", "--short", "HEAD")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "older", "output_older"),
+    [
+        ("code/a.py", '"""Said."""\n\nx = 1  # one\n', False, False),
+        ("code/a.py", "x = 2\n", True, True),
+        ("code/new.py", "x = 2\n", True, False),
+        ("code/old.py", None, True, False),
+        ("code/other.py", "y = 2\n", False, True),
+        ("csrc/search/test_a.cpp", "int y;\n", False, False),
+        ("benchmarks/one.py", 'MEASURES = ("code", ":!code/other.py", "csrc")\nSTEPS = 2\n', True, False),
+    ],
+)
+def test_results_are_stale_when_what_they_measure_changed(
+    name: str, text: str | None, older: bool, output_older: bool, tmp_path: Path
+) -> None:
+    repository = Repository(tmp_path)
+    assert pages.stale(tmp_path) == pages.stale_outputs(tmp_path) == {}
+    if text is None:
+        repository.git("rm", "-q", name)
+    else:
+        repository.write(name, text)
+    repository.commit()
+    assert pages.stale(tmp_path) == ({"one": [name]} if older else {})
+    assert list(pages.stale_outputs(tmp_path).values()) == ([[name]] if output_older else [])
+
+
+def test_a_change_that_is_not_committed_counts(tmp_path: Path) -> None:
+    repository = Repository(tmp_path)
+    repository.write("code/a.py", "x = 2\n")
+    assert pages.stale(tmp_path) == {"one": ["code/a.py"]}
+
+
+def test_a_benchmark_that_lists_nothing_is_refused(tmp_path: Path) -> None:
+    repository = Repository(tmp_path)
+    repository.write("benchmarks/one.py", "x = 1\n")
+    with pytest.raises(ValueError, match=r"benchmarks/one\.py has no constant MEASURES"):
+        pages.stale(tmp_path)
 
 
 def test_every_benchmark_ends_with_its_result() -> None:
@@ -204,3 +359,8 @@ def benchmarks() -> Iterator[Path]:
     for path in sorted((ROOT / "benchmarks").glob("*.py")):
         if "finish(" in path.read_text():
             yield path
+
+
+def measuring() -> Iterator[Path]:
+    """Those whose results are kept. `scripts/gpu_check.py` keeps what `on_gpu.py` finds, where there is a GPU."""
+    yield from (path for path in benchmarks() if path.stem != "on_gpu")

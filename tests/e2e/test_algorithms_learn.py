@@ -1,6 +1,6 @@
 """Every ready experiment learns the sorting task from its fine-tuned model; GRPO also the reversal task.
 
-docs/algorithms.md has what they reached. The bounds here lie below that by more than seeds differ.
+docs/algorithms.md has the bounds, which lie below what runs reach by more than seeds differ.
 """
 
 import json

@@ -10,14 +10,16 @@ from tests.e2e.runs import ROOT, finished
 
 @pytest.mark.parametrize(("dtype", "group"), [("bfloat16", 1), ("float32", 1), ("float32", 4)])
 def test_a_plan_that_is_said_to_fit_fits(tmp_path: Path, dtype: str, group: int) -> None:
-    """`benchmarks/real_size.py` in miniature: 4 million parameters, tp 2.
+    """GRPO with 4 million parameters, tp 2.
 
     Of a group the planner counts the prompt with each response, since a micro-batch may have parts of several groups;
     training computes it once where they are whole, and takes less.
     """
-    words = ("--plan", ROOT / "benchmarks/jobs/real_size_plan.json", "--steps", "3", "--dtype", dtype)
+    words = ("--plan", ROOT / "tests/e2e/memory_job/plan.json", "--steps", "3", "--dtype", dtype)
     words = (*words, "--rollout.samples-per-prompt", str(group))
-    run = finished(tmp_path / "run", ROOT / "benchmarks/jobs/real_size_job.py", *words, "--data-dir", tmp_path / "data")
+    run = finished(
+        tmp_path / "run", ROOT / "tests/e2e/memory_job/memory_job.py", *words, "--data-dir", tmp_path / "data"
+    )
     rationale = load_plan(run.path / "plan.json").rationale
     assert rationale is not None
     [memory] = rationale.memory

@@ -1,13 +1,10 @@
-"""HybridFlow: placements, other systems, the transition to generation, and its mapping algorithm."""
+"""HybridFlow: placements, other systems, and the transition to generation."""
 
-import json
 import statistics
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from lib.common import ROOT
 from lib.hybridflow_transition import Engine, transition
 from lib.papers.cells import HYBRIDFLOW_ENGINE, Cell
 from lib.papers.plans import fastest
@@ -16,10 +13,8 @@ from lib.papers.simulated import SEARCHED, Done, Simulated
 from lib.papers.svg import Bars, Lines
 
 from realhf.architecture.named import architecture
-from realhf.base.errors import UserError
 from realhf.geometry.layout import DeviceMesh, Layout, ParallelStrategy
 from realhf.geometry.parameters import parameter_count
-from realhf.planning.mapping import Mapper
 from realhf.planning.model.descriptions import load_hardware
 from realhf.planning.options import options_on
 
@@ -34,7 +29,6 @@ TRANSITIONS = {"7b": ((1, 8), (1, 2)), "13b": ((1, 8), (1, 4)), "34b": ((2, 8), 
 ENGINES: dict[Engine, str] = {
     "deepspeed-chat": "DeepSpeed-Chat", "hybridflow-v": "HybridFlow-V", "hybridflow": "HybridFlow"
 }  # fmt: skip
-MAPPED = {"7b": 16, "13b": 32, "34b": 64, "70b": 128}  # of Figure 16
 
 
 def setting(algorithm: str, actor: str, critic: str, num_devices: int) -> Cell:
@@ -87,7 +81,6 @@ def rows(done: Done, quick: bool) -> Iterator[Row]:
     yield from shares(done, quick)
     yield from table_2()
     yield from transitions(quick)
-    yield from transitions_here()
     yield from tensor_parallelism(quick)
 
 
@@ -197,14 +190,6 @@ def transitions(quick: bool) -> Iterator[Row]:
         yield Row(figure="hf-fig14", case=f"greatest over {other}", value=max(found), unit="%")
 
 
-def transitions_here() -> Iterator[Row]:
-    """From the file of `benchmarks/transition.py`."""
-    for row in json.loads((ROOT / "benchmarks/results/transition.json").read_text())["results"]:
-        engine, _, what = row["case"].partition(": ")
-        if what == "and back":
-            yield Row(figure="hf-fig14-here", case=engine, value=1000 * row["value"], unit="ms", kind="measured")
-
-
 def tensor_parallelism(quick: bool) -> Iterator[Row]:
     """Figure 15: every call with the strategy of training but generation."""
     for size in ("7b",) if quick else ("7b", "13b"):
@@ -227,19 +212,6 @@ def tensor_parallelism(quick: bool) -> Iterator[Row]:
         fitting = [value for value in seconds.values() if value]
         cut = 100 * (1 - min(fitting) / max(fitting))
         yield Row(figure="hf-fig15", case=f"{size.upper()}, best against slowest", value=cut, unit="%")
-
-
-def mapping_times(quick: bool) -> Iterator[Row]:
-    """Figure 16, for a machine that does nothing else meanwhile."""
-    for size, num_devices in list(MAPPED.items())[: 1 if quick else None]:
-        task = setting("PPO", size, size, num_devices).task()
-        start = time.perf_counter()
-        try:
-            Mapper(task).best()
-        except UserError:
-            continue
-        seconds = time.perf_counter() - start
-        yield Row(figure="hf-fig16", case=f"{size.upper()} on {num_devices}", value=seconds, unit="s", kind="measured")
 
 
 def pictures(done: Done, quick: bool, folder: Path) -> None:

@@ -224,7 +224,6 @@ class Columns:
     """The strategies of a setting by name; None: out of memory, or not applicable."""
 
     best: Mapping[str, Best | None]
-    search_s: float  # measured
 
     def gain(self, one: str, other: str) -> float | None:
         """By what percentage the throughput of `one` is higher; None where one of them does not fit."""
@@ -236,10 +235,8 @@ def run(setting: Setting) -> Columns:
     """With recomputation FSDP and OSDP alone, as in the paper's Figure 9."""
     n = setting.num_devices
     best: dict[str, Best | None] = {"FSDP": uniform(setting, "sharded", n, 1, 1), "OSDP": chosen(setting, n, 1, 1)}
-    osdp = best["OSDP"]
-    search_s = osdp.plan.search_s if osdp else 0.0
     if setting.recompute:
-        return Columns(best=best, search_s=search_s)
+        return Columns(best=best)
     strategies = [(n // tp // pp, tp, pp) for tp in divisors(n) for pp in divisors(n // tp) if pp <= setting.num_layers]
     best |= {
         "DP": uniform(setting, "replicated", n, 1, 1),
@@ -249,7 +246,7 @@ def run(setting: Setting) -> Columns:
         "3D": _fastest([uniform(setting, "replicated", *each) for each in strategies]),
         "3D+OSDP": _fastest([chosen(setting, *each, slices=FEW_SLICES) for each in strategies]),
     }
-    return Columns(best=best, search_s=search_s)
+    return Columns(best=best)
 
 
 def _fastest(found: Sequence[Best | None]) -> Best | None:
@@ -345,13 +342,6 @@ def splitting(found: Found) -> Iterator[Row]:
                 parts.append(100 * len(split) / len(operators))
         value = statistics.mean(parts) if parts else None
         yield Row(figure="osdp-fig8", case=f"operators split, {family}", value=value, unit="%")
-
-
-def search_times(found: Found) -> Iterator[Row]:
-    """Measured while other settings were searched beside it."""
-    each = [columns.search_s for setting, columns in found.items() if columns.search_s and not setting.recompute]
-    yield Row(figure="osdp-search", case="least", value=min(each), unit="s", kind="measured")
-    yield Row(figure="osdp-search", case="longest", value=max(each), unit="s", kind="measured")
 
 
 def pictures(found: Found, folder: Path) -> None:

@@ -9,29 +9,33 @@ from lib.papers.published import Figure, Limit, Paper
 from lib.papers.rows import Row
 
 ROUNDING = 1e-5  # less is shown as 0
+NO_PLAN = "no plan"
 
 TITLE = """\
 # The papers' figures, ours beside them
 
 Tables and figures of the papers that this project follows, each with what is printed and what this project has. Every
 number on this page is from `benchmarks/results/papers.json` or `benchmarks/published/*.yaml`, and the page is made from
-them by one command (about a quarter of an hour on two cores; `--quick` for a look):
+them by one command (about ten minutes on two cores; `--quick` for a look):
 
 ```sh
 python benchmarks/papers.py
 ```
 """
 
+NOTHING = "The planner has changed since that was last run, so there are no figures at the moment.\n"
+
 LABELS = """\
-**Simulated**: predicted by the [cost model](cost_model.md) and the simulator of the planner, the same on every machine;
-plans are searched with a fixed seed and number of evaluations. **Measured**: on {hardware}, if the section names no
-other results file. *Error* is ours over the published value, less 1; for a bound it says whether it holds. A dash: no
-value is printed, or none is at hand. Nothing was fitted to the values of this page but the constants of the H100, to
-ReaL's tables of calls; where these tables are shown, each is predicted from the others alone.
+Ours is simulated: predicted by the [cost model](cost_model.md) and the simulator of the planner, the same on every
+machine; plans are searched with a fixed seed and number of evaluations. What is measured stands on
+[measurements.md](measurements.md). *Error* is ours over the published value, less 1; for a bound it says whether it
+holds. A dash: no value is printed. *No plan*: none fits into memory, or no division of the batch or the model is legal.
+Nothing was fitted to the values of this page but the constants of the H100, to ReaL's tables of calls; where these
+tables are shown, each is predicted from the others alone.
 """
 
 LIMITS = """\
-What holds for all that is simulated:
+What holds for all of it:
 
 - **Only latencies get worse with size**: there is no contention for links, no topology above the node, no stragglers,
   no failures. Flat weak scaling is in part that assumption.
@@ -54,10 +58,12 @@ def of_results(results: Sequence[Mapping[str, Any]]) -> list[Row]:
     return [Row(**{name: row["row"][name] for name in names}) for row in results]
 
 
-def page(papers: Sequence[Paper], result: Mapping[str, Any]) -> str:
-    """The whole page. `result` is the object of `benchmarks/results/papers.json`."""
+def page(papers: Sequence[Paper], result: Mapping[str, Any] | None) -> str:
+    """The whole page. `result` is the object of `benchmarks/results/papers.json`, None where that is missing."""
+    if result is None:
+        return "\n".join([TITLE.replace("`benchmarks/results/papers.json`", "the command's results"), NOTHING])
     rows = of_results(result["results"])
-    parts = [TITLE, prose(LABELS.format(hardware=result["hardware"])) + "\n", LIMITS]
+    parts = [TITLE, prose(LABELS) + "\n", LIMITS]
     for paper in papers:
         parts += [f"## {paper.name}\n", prose(f"{paper.source}. {paper.testbed}") + "\n"]
         parts += [section(figure, [row for row in rows if row.figure == figure.id]) for figure in paper.figures]
@@ -82,28 +88,27 @@ def section(figure: Figure, rows: Sequence[Row]) -> str:
 
 
 def beside_published(figure: Figure, rows: Sequence[Row]) -> Iterator[str]:
-    yield "| | label | published | ours | error |"
-    yield "|---|---|---|---|---|"
+    yield "| | published | ours | error |"
+    yield "|---|---|---|---|"
     for row in rows:
         known = figure.values.get(row.case)
-        yield f"| {row.case} | {row.kind} | {published(known, row.unit)} | {shown(row)} | {error(known, row.value)} |"
+        yield f"| {row.case} | {published(known, row.unit)} | {shown(row)} | {error(known, row.value)} |"
 
 
 def side_by_side(rows: Sequence[Row]) -> Iterator[str]:
     """A line for each case, its columns in their order."""
     columns = list(dict.fromkeys(row.column for row in rows))
     unit = rows[0].unit
-    yield f"| {unit} | label | " + " | ".join(columns) + " |"
-    yield "|---" * (len(columns) + 2) + "|"
+    yield f"| {unit} | " + " | ".join(columns) + " |"
+    yield "|---" * (len(columns) + 1) + "|"
     for case in dict.fromkeys(row.case for row in rows):
         values = {row.column: number(row.value) for row in rows if row.case == case}
-        kind = next(row.kind for row in rows if row.case == case)
-        yield f"| {case} | {kind} | " + " | ".join(values.get(column, "") for column in columns) + " |"
+        yield f"| {case} | " + " | ".join(values.get(column, "") for column in columns) + " |"
 
 
 def number(value: float | None) -> str:
     if value is None:
-        return ""
+        return NO_PLAN
     if abs(value) < ROUNDING:
         return "0"
     if value == int(value) and abs(value) < 1e6:
@@ -112,7 +117,7 @@ def number(value: float | None) -> str:
 
 
 def shown(row: Row) -> str:
-    return f"{number(row.value)} {row.unit}".strip() if row.value is not None else "does not fit"
+    return f"{number(row.value)} {row.unit}".strip() if row.value is not None else NO_PLAN
 
 
 def published(known: float | Limit | None, unit: str) -> str:

@@ -8,7 +8,7 @@ from lib.papers.cells import REAL_ENGINE, Cell
 from lib.papers.plans import Planned
 from lib.papers.rows import Row, side_by_side
 from lib.papers.simulated import SEARCHED, Done, Simulated
-from lib.papers.svg import Bars, Lines, Timeline
+from lib.papers.svg import Bars, Timeline
 
 from realhf.geometry.layout import ParallelStrategy
 from realhf.planning.options import micro_batch_counts
@@ -66,7 +66,7 @@ def rows(done: Done, quick: bool) -> Iterator[Row]:
     yield from table_3(done, quick)
     yield from of_calls(done, quick)
     yield from device_time(done, quick)
-    yield from progress(done, quick)
+    yield from table_5(done, quick)
     yield from table_6(done[plan_cell(quick)])
 
 
@@ -149,12 +149,10 @@ def device_time(done: Done, quick: bool) -> Iterator[Row]:
                 yield from side_by_side("real-fig10", f"{name}: {kind}", columns, "%")
 
 
-def progress(done: Done, quick: bool) -> Iterator[Row]:
-    """Figure 12 and Table 5."""
+def table_5(done: Done, quick: bool) -> Iterator[Row]:
+    """Table 5."""
     for size, num_devices in list(zip(SIZES, SCALES["actor"], strict=True))[: 1 if quick else None]:
         found = done[setting(size, "7b", num_devices, 128)]
-        best_s = found.trace[-1][0] if found.trace else None
-        yield Row(figure="real-fig12", case=named(size, "7b"), value=best_s, unit="s", kind="measured")
         ours, heuristic = found.step_s(), found.step_s("heuristic")
         hours = (heuristic - ours) * STEPS / 3600 if ours and heuristic else None
         yield Row(figure="real-table5", case=f"{named(size, '7b')} on {num_devices}", value=hours, unit="h")
@@ -189,11 +187,6 @@ def pictures(done: Done, quick: bool, folder: Path) -> None:
                 for what, share in plan.by_kind.items():
                     shares.add(f"{name}, {kind}", what, 100 * share)
     shares.write(folder / "real_device_time.svg")
-    lines = Lines(title="progress of the search, response 128", x="seconds", y="step / best step", log_x=True)
-    for size, num_devices in list(zip(SIZES, SCALES["actor"], strict=True))[: 1 if quick else None]:
-        trace = done[setting(size, "7b", num_devices, 128)].trace
-        lines.add(named(size, "7b"), [(at_s, step_s / trace[-1][1]) for at_s, step_s in trace])
-    lines.write(folder / "real_search.svg")
     plan = done[plan_cell(quick)].plans[SEARCHED]
     assert plan
     timeline(plan).write(folder / "real_timeline.svg")

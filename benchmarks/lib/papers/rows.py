@@ -1,15 +1,12 @@
-"""A row of the papers' page: one figure of ours, and how it came to be."""
+"""A row of the papers' page: one figure of ours."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Literal
-
-Kind = Literal["simulated", "measured"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """`value` is ours, None where nothing fits; `kind`: simulated by the cost model, or measured on a machine.
+    """`value` is ours, None where there is no plan.
 
     `figure` and `case` name the published value (`lib.papers.published`). Rows of one case with a `column` each stand
     side by side on the page.
@@ -19,7 +16,6 @@ class Row:
     case: str
     value: float | None
     unit: str
-    kind: Kind = "simulated"
     column: str = ""
 
 

@@ -25,11 +25,10 @@ SEARCHED = "searched"
 @dataclass(frozen=True, kw_only=True)
 class Simulated:
     """The plans of a cell by name; None: it does not fit or is not legal. `gap`: how far the searched plan can be from
-    the best. `trace`, (seconds, seconds of a step), is measured; all else is the same on every machine."""
+    the best."""
 
     plans: Mapping[str, Planned | None]
     gap: float = 0.0
-    trace: tuple[tuple[float, float], ...] = ()
 
     def step_s(self, name: str = SEARCHED) -> float | None:
         plan = self.plans[name]
@@ -59,7 +58,7 @@ def _searched(cell: Cell, task: PlanningTask) -> Simulated:
         if not cell.large:
             found = search_plan(task, budget, SEED)
             plan, gap = found.prediction, found.certificate.gap
-            return Simulated(plans={SEARCHED: planned(cell, task, plan)}, gap=gap, trace=found.trace)
+            return Simulated(plans={SEARCHED: planned(cell, task, plan)}, gap=gap)
     except UserError:  # nothing fits
         return Simulated(plans={SEARCHED: None})
     options = fewer_options(task)
@@ -70,7 +69,7 @@ def _searched(cell: Cell, task: PlanningTask) -> Simulated:
         return Simulated(plans={SEARCHED: None})
     prediction = predict_in_best_order(task, task.plan(chosen(options, best.choice)))
     gap = max(best.step_s / best.lower_bound_s - 1, 0.0)
-    return Simulated(plans={SEARCHED: planned(cell, task, prediction)}, gap=gap, trace=best.trace)
+    return Simulated(plans={SEARCHED: planned(cell, task, prediction)}, gap=gap)
 
 
 def _by_rule(cell: Cell, task: PlanningTask, name: str) -> Planned | None:

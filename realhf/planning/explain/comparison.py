@@ -46,7 +46,7 @@ class Candidate:
 
     @property
     def step_interval_s(self) -> tuple[float, float] | None:
-        """In which its step lies, nine times of ten."""
+        """In which its step lies in the middle 90 % of the draws."""
         intervals = self.analysis.prediction.plan.intervals if self.analysis else None
         return intervals.step_s if intervals else None
 

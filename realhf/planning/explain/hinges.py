@@ -19,7 +19,7 @@ CALLS = "calls"
 
 @dataclass(frozen=True, kw_only=True)
 class Hinge:
-    """Within nine tenths of what is thought of `constant`, from `low` to `high` (of a part of a profile: times what was
+    """Within the middle 90 % of the draws of `constant`, from `low` to `high` (of a part of a profile: times what was
     measured), `rival` turns from slower to faster than the plan, or back, all else as predicted. CALLS: no constant
     does so alone, and calls of models without a profile may take `low` to `high` times what is predicted.
 

@@ -15,8 +15,8 @@ if TYPE_CHECKING:
     from realhf.planning.model.hardware import Hardware
 
 SPREAD = (0.0, 10.0)  # of a logarithm
-# Where nobody says how sure a description is: a constant within a factor 1.6, a call's time within 1.4, nine times of
-# ten.
+# Where nobody says how sure a description is: a constant within a factor 1.6, a call's time within 1.4, in 90 %
+# of the draws.
 UNSTATED, UNSTATED_ERROR = 0.3, 0.2
 KINDS = ("_bandwidth", "_s")  # of a description's fields: rates and delays
 # Constants that a description may leave out, and those that then stand for them.

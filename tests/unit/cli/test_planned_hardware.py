@@ -243,7 +243,16 @@ def trained_models(run):
 
 def test_half_a_billion_parameters_fit_a_machine_of_24_gigabytes(monkeypatch, capsys):
     monkeypatch.setattr(host.psutil, "virtual_memory", lambda: SimpleNamespace(total=25_276_502_016))
-    words = ["plan", "benchmarks/jobs/real_size_job.py", "--size", "0.5B", "--num-workers", "2", "--evaluations", "50"]
+    words = [
+        "plan",
+        "tests/e2e/memory_job/memory_job.py",
+        "--size",
+        "0.5B",
+        "--num-workers",
+        "2",
+        "--evaluations",
+        "50",
+    ]
     assert main(words) == 0
     assert "with 10.9 GiB each" in capsys.readouterr().out
     assert main([*words, "--hardware", "cpu"]) == 2  # 3.73 GiB, whatever there is

@@ -1,4 +1,4 @@
-"""PPO with a critic deeper than the actor, so that its training outlasts the actor's: for `benchmarks/overlap.py`."""
+"""PPO with a critic deeper than the actor, so that its training outlasts the actor's."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ PPOExperiment: Any = load_experiment_class(Path(__file__).parents[2] / "experime
 
 @auto(batch_size=128)
 @dataclass(frozen=True, kw_only=True)
-class OverlapJob(PPOExperiment):
+class DeepCriticJob(PPOExperiment):
     critic_layers: int = 8
     evaluate: bool = False
 

@@ -1,4 +1,4 @@
-"""GRPO on a model given by its size, with random weights: for benchmarks of memory and time.
+"""GRPO on a model given by its size, with random weights: for tests of the memory that it takes.
 
 Four prompts, four responses to each, all of full length; a rule gives the reward. `--size 0.5B` has the architecture
 of Qwen2.5-0.5B. Nothing is learned that anybody wants: what a step takes does not depend on it.
@@ -50,7 +50,7 @@ class GRPOActor(InterfaceConfig):
     section 4.1.
     """
 
-    implementation: ClassVar[str] = "real_size_job_interface:GRPOActorInterface"
+    implementation: ClassVar[str] = "memory_job_interface:GRPOActorInterface"
 
     kl_coef: float = 0.04
     policy_clip: float = 0.2
@@ -58,7 +58,7 @@ class GRPOActor(InterfaceConfig):
 
 @auto(batch_size=PROMPTS * GROUP)
 @dataclass(frozen=True, kw_only=True)
-class RealSizeJob:
+class MemoryJob:
     size: Size = "4M"
     dtype: DType = "bfloat16"
     seed: int = 0

@@ -1,9 +1,9 @@
-"""GRPO on the workers, for `real_size_job.py`."""
+"""GRPO on the workers, for `memory_job.py`."""
 
 from collections.abc import Sequence
 
 import torch
-from real_size_job import GRPOActor
+from memory_job import GRPOActor
 from torch import Tensor
 
 from realhf.algorithms.functional import kl_k3, ppo_policy_loss
