@@ -362,5 +362,6 @@ def benchmarks() -> Iterator[Path]:
 
 
 def measuring() -> Iterator[Path]:
-    """Those whose results are kept. `scripts/gpu_check.py` keeps what `on_gpu.py` finds, where there is a GPU."""
-    yield from (path for path in benchmarks() if path.stem != "on_gpu")
+    """Those whose results are kept here. `scripts/gpu_check.py` keeps what `on_gpu.py` finds, where there is a GPU, and
+    of mutations the survivors are read, not their number."""
+    yield from (path for path in benchmarks() if path.stem not in ("on_gpu", "mutations"))
