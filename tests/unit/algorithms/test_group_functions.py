@@ -49,6 +49,18 @@ def test_leave_one_out():
     assert_close(F.leave_one_out_advantages(rewards, ALL), [[4, 1 - 11 / 3, 2 - 10 / 3, 0], [0, 0, 0, 0]])
 
 
+def test_means_and_deviations_of_groups():
+    # 1, 3 with mean 2 and variance 2; 5 alone; none. All: 1, 3, 5 with variance 4.
+    x = f64([[1, 3, 99], [5, math.nan, 99], [7, 8, 9]])
+    valid = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
+    assert F.group_means(x, valid).tolist() == [[2], [5], [0]]
+    assert F.standard_deviation(x, valid, dim=1).tolist() == [[pytest.approx(math.sqrt(2))], [0], [0]]
+    assert F.standard_deviation(x, valid).tolist() == [[pytest.approx(2.0)]]
+    assert F.centred_in_groups(x, valid).tolist() == [[-1, 1, 0], [0, 0, 0], [0, 0, 0]]
+    for found in (F.group_means(x.float(), valid), F.standard_deviation(x.float(), valid)):
+        assert found.dtype == torch.float32
+
+
 def test_informative_groups_and_the_first_of_them():
     rewards = f64([[1, 1], [0, 1], [2, 2], [5, 3], [1, 0]])
     valid = torch.ones(5, 2, dtype=torch.bool)
@@ -57,6 +69,9 @@ def test_informative_groups_and_the_first_of_them():
     assert chosen.tolist() == [False, True, False, True, False]
     assert F.first_groups(chosen, 1).tolist() == [False, True, False, False, False]
     assert torch.equal(F.first_groups(chosen, 7), chosen)
+    assert not F.first_groups(chosen, 0).any()
+    odd = f64([[9, 3, 3], [-9, 3, 3], [0, 0, 0]])
+    assert not F.is_informative(odd, torch.tensor([[False, True, True], [False, True, True], [False] * 3])).any()
 
 
 groups = st.lists(st.lists(st.floats(-10, 10), min_size=4, max_size=4), min_size=2, max_size=5)

@@ -470,6 +470,66 @@ def test_normalised_values() -> None:
     assert_columns(made["advantage"], [[4 - 7], [8 - 5]])  # 0.5 stands for 7, -0.5 for 5
 
 
+def test_the_scale_of_returns_follows_them_by_its_decay() -> None:
+    """Returns 0 and 2, then 4 and 8: means and squares weighed by the decay, divided by the sum of the weights."""
+    samples, values = rollout([5], [5]), Columns((0, 1), {"value": [f64(0.0), f64(0.0)]})
+    ref = Columns((0, 1), {"ref_logprob": [f64(0.0), f64(0.0)]})
+    ppo = PPOHyperparameters(
+        normalise_values=True, value_decay=0.75, kl_coef=0.0, whiten_advantages=False, reward_clip=100
+    )
+    kept = context(2)
+    ppo_advantages(samples, rewards(0, 2), ref, values, ppo, context=kept)
+    assert kept.state == pytest.approx({"value_mean_sum": 0.25, "value_square_sum": 0.5, "value_weight": 0.25})
+    made, _ = ppo_advantages(samples, rewards(4, 8), ref, values, ppo, context=kept)
+    assert torch.cat(made["advantage"]).tolist() == pytest.approx([4.0 - 1.0, 8.0 - 1.0])  # a value of 0 stands for 1
+    weight, total, square = 0.4375, 0.75 * 0.25 + 0.25 * 6, 0.75 * 0.5 + 0.25 * 40
+    assert kept.state == pytest.approx({"value_mean_sum": total, "value_square_sum": square, "value_weight": weight})
+    mean = total / weight
+    deviation = math.sqrt(square / weight - mean**2)
+    assert torch.cat(made["return"]).tolist() == pytest.approx([(4 - mean) / deviation, (8 - mean) / deviation])
+
+
+def test_the_adaptive_coefficient_follows_the_samples_that_count() -> None:
+    """Divergences 1 and 3 of those that count, 100 of the other; a target of 2 is met, one of 1.9 exceeded by 1/19."""
+    samples = rollout([5], [5], [5], logprob=[[0.0]] * 3)
+    ref = Columns((0, 1, 2), {"ref_logprob": [f64(-1.0), f64(-3.0), f64(-100.0)]})
+    values = Columns((0, 1, 2), {"value": [f64(0.0)] * 3})
+    for target, expected in ((2.0, 0.1), (1.9, 0.1 * (1 + 0.1 / 1.9 * 2 / 10)), (9.0, 0.1 * (1 - 0.2 * 2 / 10))):
+        ppo = PPOHyperparameters(kl_controller="adaptive", kl_target=target, kl_horizon=10, kl_coef=0.1)
+        kept = context(3)
+        ppo_advantages(samples, rewards(1, 2, 3, valid=[1, 1, 0]), ref, values, ppo, context=kept)
+        assert kept.state["kl_coef"] == pytest.approx(expected)
+    kept = context(3)
+    ppo_advantages(samples, rewards(1, 2, 3, valid=[0, 0, 0]), ref, values, ppo, context=kept)
+    assert kept.state == {}
+
+
+def test_remax_with_other_estimators() -> None:
+    samples = rollout([5, 5], logprob=[[0.0, 0.0]])
+    ref = Columns((0,), {"ref_logprob": [f64(-2.0, 1.0)]})
+    for estimator, kl in (("k1", (2.0, -1.0)), ("k2", (2.0, 0.5)), ("k3", (math.exp(-2) + 1, math.e - 2))):
+        options = ReMax(kl_coef=0.1, kl_estimator=estimator)
+        made, _ = remax_advantages(samples, rewards(3), rewards(1), ref, options)
+        assert made["advantage"][0].tolist() == pytest.approx([2 - 0.1 * sum(kl), 2 - 0.1 * kl[1]])
+    made, _ = remax_advantages(samples, rewards(3), rewards(1), None, ReMax(kl_coef=0.0))
+    assert_columns(made["advantage"], [[2.0, 2.0]])
+
+
+def test_remax_counts_samples_whose_both_rewards_count() -> None:
+    samples = rollout([5], [5], [5])
+    scores, greedy = rewards(1, 2, 3, valid=[1, 0, 1]), rewards(4, 5, 6, valid=[1, 1, 0])
+    made, stats = remax_advantages(samples, scores, greedy, None, ReMax(kl_coef=0.0))
+    assert torch.cat(made["valid"]).tolist() == [1, 0, 0]
+    assert torch.cat(made["advantage"]).tolist() == [-3, 0, 0]
+    assert stats["greedy_reward_mean"] == (9.0, 2.0)
+    assert stats["reward_mean"] == (4.0, 2.0)  # of all that were scored
+    made, stats = remax_advantages(samples, rewards(1, 2, 3), rewards(4, 5, 6), None, ReMax(kl_coef=0.0))
+    assert "valid" not in made
+    assert set(stats) == {"greedy_reward_mean"}
+    nothing = rewards(4, 5, 6, valid=[0, 0, 0])
+    assert "greedy_reward_mean" not in remax_advantages(samples, scores, nothing, None, ReMax())[1]
+
+
 def test_ppo_losses_with_their_options() -> None:
     data = {
         **vars(rollout([5, 5]))["_data"],
