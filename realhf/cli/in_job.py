@@ -12,6 +12,7 @@ from pathlib import Path
 
 from realhf.base.errors import RunError, UserError
 from realhf.cli.run import request_of_words
+from realhf.data.inputs import keep_inputs
 from realhf.launch.process import AGAIN_ENDED
 from realhf.lifecycle import again
 from realhf.lifecycle.controller import note_start, note_stopped
@@ -49,6 +50,7 @@ def plan_here(directory: RunDirectory) -> bool:
             return False
         if asked is not None:
             raise RunError("the job was about to end before its run had begun; give a longer --time-limit")
+        keep_inputs(run, directory)
         keep_tokenizer(run, directory)
         prepare(run, directory)  # its last file but the keys is the plan, by which others know that this is done
     note_start(run, directory, "started")

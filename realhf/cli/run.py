@@ -14,6 +14,7 @@ from realhf.cli.detach import detached, how_to_watch
 from realhf.cli.options import add_experiment_arguments, add_options, options_of, plan_request
 from realhf.cli.progress import Progress, print_summary
 from realhf.cli.stages import SweepOptions
+from realhf.data.inputs import ACCEPT
 from realhf.launch.launcher import LAUNCHERS, Launcher, find_launcher
 from realhf.lifecycle.controller import default_run_directory, preview, resume, start
 from realhf.lifecycle.interruption import Detached
@@ -89,6 +90,8 @@ def execute(arguments: argparse.Namespace) -> int:
         return detached(request.words, request.run_dir)
     if several.is_queued(request) and not arguments.resume and plans_in_job(request):
         return several.run_in_job(request, leaves=arguments.detach, is_shown=arguments.dry_run)
+    if request.recovery.accept_changed_inputs and not arguments.resume:
+        raise UserError(f"{ACCEPT} is for a run that goes on; give --resume too, or leave it out")
     if arguments.resume and arguments.dry_run:
         raise UserError("--dry-run shows a new run's batch script; leave out --resume, or see launcher/job.sbatch")
     if not arguments.dry_run:

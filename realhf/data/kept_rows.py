@@ -16,21 +16,15 @@ from platformdirs import user_cache_path
 
 from realhf.base.files import write_atomically
 from realhf.base.reading import read_bytes
-from realhf.data.files.arrow import content_digest
+from realhf.data.files.digest import content_digest
 from realhf.data.files.opening import data_files
+from realhf.data.tokenizer import tokenizer_files
 
 if TYPE_CHECKING:
     from realhf.data.text_dataset import TextDataset
 
 # Raise it when the same files and options give other rows than before.
 FORMAT_VERSION = 1
-_TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
 
 
 def kept_on_disk(dataset: "TextDataset") -> np.ndarray | None:
@@ -52,13 +46,7 @@ def keep_on_disk(dataset: "TextDataset", rows: np.ndarray) -> None:
 
 def _path(dataset: "TextDataset") -> Path:
     options = msgspec.to_builtins(dataset) | {"path": "", "tokenizer": ""}
-    place = Path(dataset.tokenizer)
-    folder = place if place.is_dir() else place.parent
-    files = [path for name in _TOKENIZER_FILES if (path := folder / name).is_file()]
-    files += [] if place.is_dir() else [place]
-    template = Path(dataset.chat_template) if dataset.chat_template else None
-    with contextlib.suppress(OSError):  # a template's text may be too long for a name
-        files += [template] if template and template.is_file() else []
+    files = tokenizer_files(dataset.tokenizer, dataset.chat_template)
     known = [FORMAT_VERSION, type(dataset).__name__, options, version("tokenizers")]
     known += [content_digest(data_files(dataset.path)), [path.name for path in files], content_digest(files)]
     digest = hashlib.blake2b(msgspec.json.encode(known, order="sorted"), digest_size=16).hexdigest()

@@ -1,5 +1,6 @@
 """Text to tokens and back, with the files that a Hugging Face model has for it. No torch here."""
 
+import contextlib
 from collections.abc import Sequence
 from datetime import date as calendar_date
 from functools import cached_property
@@ -17,8 +18,24 @@ from realhf.data.chat_template import ChatTemplate, Message, TemplateError, Temp
 Tokens = list[int]
 
 TOKENIZER_FILE = "tokenizer.json"
+_TEMPLATES = "additional_chat_templates"
+_BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "chat_template.jinja")
 # A tokenizer.json alone does not say which of its special tokens ends a text; these names do.
 END_TOKENS = ("<eos>", "</s>", "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<end_of_turn>")
+
+
+def tokenizer_files(location: str, chat_template: str = "") -> list[Path]:
+    """The files that a tokenizer and its chat template are made from, as far as they are there. Arguments: see
+    `TextTokenizer`."""
+    place = Path(location)
+    folder, main = (place, place / TOKENIZER_FILE) if place.is_dir() else (place.parent, place)
+    files = [main, *(folder / name for name in _BESIDE), *sorted((folder / _TEMPLATES).glob("*.jinja"))]
+    files += [Path(chat_template)] if chat_template else []
+    found = []
+    for path in files:
+        with contextlib.suppress(OSError):  # a template's text may be too long for a name
+            found += [path] if path.is_file() else []
+    return found
 
 
 class TextTokenizer:
@@ -190,7 +207,7 @@ class TextTokenizer:
         found = {}
         if (file := folder / "chat_template.jinja").is_file():
             found["default"] = self._text(file)
-        for file in sorted((folder / "additional_chat_templates").glob("*.jinja")):
+        for file in sorted((folder / _TEMPLATES).glob("*.jinja")):
             found[file.stem] = self._text(file)
         if found:
             return found

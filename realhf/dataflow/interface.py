@@ -49,6 +49,12 @@ class InterfaceConfig:
     programs or compute on texts. Such a configuration has `uses_model = False`, and its calls have no model."""
 
     @property
+    def read_files(self) -> tuple[str, ...]:
+        """Files of the user's that its calls read, such as functions; a run does not go on with others than it began
+        with. A property of that name overrides it."""
+        return ()
+
+    @property
     def epochs(self) -> int:
         """How often its train_step goes through the mini-batches of a step; a field or a property of that name
         overrides it. The learning rate's schedule and the planner count `mini_batches` x `epochs` optimizer steps."""

@@ -11,6 +11,7 @@ from realhf.architecture.hugging_face import write_config
 from realhf.architecture.transformers_config import TransformersConfig
 from realhf.base.errors import UserError
 from realhf.base.options import flags
+from realhf.data.inputs import ACCEPT
 from realhf.launch.launcher import Launcher
 from realhf.lifecycle.request import RecoveryRequest, ReplanRequest, RunRequest
 from realhf.rundir.checkpoints import saved_steps, step_folder
@@ -52,7 +53,7 @@ def not_kept(launcher: type[Launcher]) -> dict[str, bool]:
     """The options to be given again, as a run's directory does not keep them; with each, whether it takes a value."""
     own = dict.fromkeys(("--launcher", "--network-interface", "--evaluations", "--seconds"), True)
     found = own | flags(RecoveryRequest) | flags(ReplanRequest) | flags(launcher.options_type)
-    del found["--drift-threshold"]
+    del found["--drift-threshold"], found[ACCEPT]  # each change is accepted by itself
     found.pop("--plan-in-job", None)  # it has been planned
     return found
 

@@ -7,6 +7,7 @@ from typing import Literal
 
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import delete, writing_a_run
+from realhf.data.inputs import check_inputs, keep_inputs
 from realhf.dataflow.plan import DIGEST_LENGTH, plan_digest
 from realhf.launch.launcher import Launcher, launcher_name
 from realhf.launch.process import Job, job_of
@@ -67,6 +68,7 @@ def start(run: Run, request: RunRequest, listener: Listener) -> RunDirectory:
         try:
             held.enter_context(directory.lock(LAUNCHER_LOCK))
             prepare(run, directory)
+            keep_inputs(run, directory)
             keep_tokenizer(run, directory)
         except (RunError, UserError):  # there is nothing that --resume could go on with
             with contextlib.suppress(OSError):
@@ -87,6 +89,7 @@ def resume(request: RunRequest, listener: Listener) -> RunDirectory:
             run, choice = resumed_run(request, directory, listener.search)
             launcher, _ = _launcher(run, request, directory)
             prepare(run, directory)
+            keep_inputs(run, directory, anew=request.recovery.accept_changed_inputs)
             keep_tokenizer(run, directory)
         note_start(run, directory, "resumed", choice)
         for step, reason in choice.damaged.items():
@@ -187,7 +190,7 @@ class Controller:
                     suspects = Suspects()
                 try:
                     self._run = gone_on(before, moved or before, self._directory, reason)
-                except RunError as cannot:
+                except (RunError, UserError) as cannot:
                     text = f"{reason}\nthe run cannot be restarted: {cannot}"
                     raise RunError(text, returncode=error.returncode) from error
 
@@ -273,12 +276,14 @@ class Controller:
 
 def gone_on(before: Run, run: Run, directory: RunDirectory, failure: str | None = None) -> Run:
     """`run` as it goes on from its newest good checkpoint or the beginning, its directory made ready. Notes what
-    differs from `before`: the number of workers, places, the plan. After a failure, notes it and the restart too."""
+    differs from `before`: the number of workers, places, the plan. After a failure, notes it and the restart too.
+    Raises RunError if a file cannot be written, UserError if what the run reads has changed."""
     if failure is not None:
         note(directory.events, "failed", last_step(directory), failure)
     choice = newest_good(directory.checkpoints)
     step = choice.state.step if choice.state else 0
     run = run.changed(resume_step=step)
+    check_inputs(run, directory)
     prepare(run, directory)
     old, new = (plan_digest(one.plan)[:DIGEST_LENGTH] for one in (before, run))
     texts = []

@@ -12,6 +12,7 @@ from realhf.api.experiment import SETTINGS_ATTRIBUTE
 from realhf.base.code_files import python_command
 from realhf.base.errors import RunError, UserError
 from realhf.base.files import delete, last_lines, writing_a_run
+from realhf.data.inputs import keep_inputs
 from realhf.launch.launcher import Exit, Launcher, launcher_name
 from realhf.launch.process import Job, job_name, job_of, processes_of
 from realhf.launch.supervisor import LOG_LINES, POLL_S
@@ -155,6 +156,7 @@ def queued_run(
         held.enter_context(queued.directory.lock(LAUNCHER_LOCK))
         if run:
             prepare(run, queued.directory)
+            keep_inputs(run, queued.directory)
             keep_tokenizer(run, queued.directory)
             note_start(run, queued.directory, "started")
         else:

@@ -102,6 +102,11 @@ class RecoveryRequest(Options):
         metavar="PLAN",
     )
 
+    accept_changed_inputs: bool = option(
+        False,
+        "--resume goes on although data, tokenizer or other files that the run reads have changed",
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.recover == "never" and (self.min_workers or self.fallback_plans):

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from realhf.base.errors import UserError
+from realhf.data.inputs import check_inputs
 from realhf.dataflow.plan import ExecutionPlan, load_plan, updates_text
 from realhf.lifecycle.new import check_experiment, check_run, spec_fields
 from realhf.lifecycle.request import RunRequest, experiment_of
@@ -28,7 +29,7 @@ def resumed_run(request: RunRequest, directory: RunDirectory, watch: Watch = unw
     """The run of `directory`, to go on from its newest good checkpoint; also which checkpoint that is.
 
     Fields and options that are not given are those of the run. Raises UserError if there is no good checkpoint, the
-    experiment is another one or was changed, or the run has ended.
+    experiment is another one or was changed, as is what it reads, or the run has ended.
     """
     saved = read_spec(directory.experiment, RunSpec)
     if os.getcwd() != saved.working_directory:
@@ -53,6 +54,8 @@ def resumed_run(request: RunRequest, directory: RunDirectory, watch: Watch = unw
     run = Run(msgspec.structs.replace(saved, **fields), experiment, plan)
     check_run(run, request)
     _check_state(run, choice.state, directory)
+    if not request.recovery.accept_changed_inputs:
+        check_inputs(run, directory)
     return run, choice
 
 

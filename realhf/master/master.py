@@ -8,8 +8,9 @@ from functools import cached_property
 
 from msgspec.structs import asdict, replace
 
-from realhf.base.errors import RunError
+from realhf.base.errors import RunError, UserError
 from realhf.base.files import writing_a_run
+from realhf.data.inputs import check_inputs
 from realhf.data.merged import MergedDataset
 from realhf.data.rows import DatasetRows
 from realhf.data.text_dataset import TextDataset
@@ -136,7 +137,7 @@ class Master:
             self._write_status("interrupted", "the run was interrupted")
 
     async def _drive(self) -> None:
-        await self._wait_until_ready()
+        await asyncio.gather(self._wait_until_ready(), self._check_inputs())
         logger.info("all %d workers are ready", self._num_workers)
         self._write_status("running")
         step, steps = self._step, self._run.experiment.steps
@@ -183,6 +184,15 @@ class Master:
             await self._saver.begin(step, self._statistics)
         self._ending = "requeued" if request.goes_on else "stopped"
         self._why_early = f"ended after step {step}, {request.in_words}"
+
+    async def _check_inputs(self) -> None:
+        """Raises RunError if what the run reads has changed since it began, as it may while a job waits."""
+        if not self._directory.inputs.exists():  # of a run that was made before they were noted
+            return
+        try:
+            await asyncio.to_thread(check_inputs, self._run, self._directory)
+        except UserError as error:
+            raise RunError(str(error)) from None
 
     def _record_setup(self) -> None:
         """Records how far the start is: how many workers are there, and what the first one that is not ready does."""

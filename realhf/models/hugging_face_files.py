@@ -18,7 +18,7 @@ from realhf.base.errors import UserError
 from realhf.base.files import BadContentError, decode_json
 from realhf.base.reading import open_regular, read_bytes
 from realhf.geometry.parameters import decoder_parameters
-from realhf.models.checkpoint_index import HeaderEntry, check_architecture, read_header, read_index
+from realhf.models.checkpoint_index import INDEX_FILE, HeaderEntry, check_architecture, read_header, read_index
 
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
@@ -202,6 +202,15 @@ def _check_same(directory: Path, model: TransformersConfig) -> None:
             f"checkpoint {directory} is of another architecture than the model; give its calls "
             f"model_type=transformers_model({str(directory)!r}), or choose another checkpoint"
         )
+
+
+def checkpoint_files(directory: Path | str) -> list[Path]:
+    """The files of a checkpoint of either kind that a model is read from. Raises UserError for no checkpoint."""
+    directory = Path(directory)
+    if not is_hugging_face(directory):
+        return [directory / INDEX_FILE, *(directory / saved.file for saved in read_index(directory).files)]
+    described = [directory / name for name in (CONFIG_FILE, WEIGHTS_INDEX_FILE)]
+    return [path for path in described if path.is_file()] + sorted(directory.glob("*.safetensors"))
 
 
 def check_checkpoint(directory: Path | str, model: DecoderConfig, new_head: bool = False) -> None:

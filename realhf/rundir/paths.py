@@ -49,6 +49,7 @@ class RunDirectory:
 
     plan = _Below("plan.json")
     experiment = _Below("experiment.json")  # with every default resolved
+    inputs = _Below("inputs.json")  # the digests of the files that the run reads (`realhf.data.inputs`)
     metrics = _Below("metrics.jsonl")  # one JSON object a step
     evaluations = _Below("evaluations.jsonl")  # one JSON object an evaluation
     samples = _Below("samples.jsonl")  # completions as texts, with `--samples`, one JSON object a sample

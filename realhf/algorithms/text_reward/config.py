@@ -10,7 +10,7 @@ from realhf.base.errors import UserError
 from realhf.base.numbers import check_range
 from realhf.dataflow.interface import InterfaceConfig
 from realhf.rewards.pool import BATCH_SAMPLES, CONCURRENCY, OnError, PoolOptions
-from realhf.rewards.sources import RewardSource, load_rewards, notes_of
+from realhf.rewards.sources import READY, RewardSource, load_rewards, notes_of
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,6 +78,11 @@ class TextReward(InterfaceConfig):
             concurrency=self.concurrency,
             batch_samples=self.batch_samples,
         )
+
+    @property
+    def read_files(self) -> tuple[str, ...]:
+        sources = map(RewardSource.parse, self.rewards)
+        return tuple(dict.fromkeys(source.module for source in sources if source.module != READY))
 
     def check_columns(self, columns: Collection[str]) -> None:
         """Loads the functions, and compares their parameters with the columns of the data. Prints what the kernel of

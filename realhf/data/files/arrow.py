@@ -4,7 +4,6 @@ Rows of Arrow files are read where they lie, in the mapped file. Parquet is comp
 small file is held in memory; a large one is written once as an Arrow file, under the digest of its content.
 """
 
-import hashlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -17,7 +16,7 @@ import numpy as np
 from platformdirs import user_cache_path
 
 from realhf.base.errors import UserError
-from realhf.base.reading import open_regular
+from realhf.data.files.digest import content_digest
 from realhf.data.files.rows import BATCH_ROWS, Record, RowFile
 
 # Parquet files whose columns take less than this are held in memory.
@@ -104,15 +103,6 @@ def open_parquet(path: Path) -> ArrowFile:
         raise UserError(f"data set {path}: cannot be read as parquet ({error}); write it again, or as JSONL") from None
     opened.paths = (path,)
     return opened
-
-
-def content_digest(paths: list[Path]) -> str:
-    """Of the bytes of files, in this order: 32 hexadecimal digits. Raises OSError."""
-    digest = hashlib.blake2b(digest_size=16)
-    for path in paths:
-        with open_regular(path) as file:
-            digest.update(hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).digest())
-    return digest.hexdigest()
 
 
 def _write_arrow(pyarrow: ModuleType, file: Any, target: Path) -> None:

@@ -63,6 +63,11 @@ def make(tmp_path: Path) -> Any:
     return config
 
 
+def test_the_files_of_functions_are_inputs_of_the_run() -> None:
+    rewards = ("rewards.py:one=0.5", "ready:exact_match", "other/more.py:two", "rewards.py:three")
+    assert TextReward(rewards=rewards, tokenizer="model").read_files == ("rewards.py", "other/more.py")
+
+
 def rollouts(*responses: str) -> Batch:
     """Responses to `cab>` in the vocabulary of the sorting task, with ids from 3 on; "." is the end token."""
     tokenizer = sort_task.make_tokenizer()

@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from realhf.cli import main
+from realhf.lifecycle import resume
 from realhf.lifecycle.controller import LAUNCHER_LOCK
 from realhf.lifecycle.new import new_run
+from realhf.rundir.checkpoints import Choice, RunState
 from realhf.rundir.paths import RunDirectory
 from realhf.rundir.prepare import prepare
 from tests.unit.lifecycle.requests import request_of
@@ -37,6 +39,41 @@ def test_the_directory_of_another_experiment(directory: RunDirectory, capsys: py
     message = refusal(directory, capsys, "sft")
     assert "experiments/sft.py has the experiment " in message
     assert "experiments/ppo.py; give that file" in message
+
+
+@pytest.fixture
+def began(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDirectory:
+    """A run whose processes have made one step, and a checkpoint that is good; no process is started."""
+    monkeypatch.setattr("realhf.lifecycle.controller.Controller.carry_out", lambda _: None)
+    monkeypatch.setattr("realhf.cli.run.print_summary", lambda *_: None)
+    state = RunState(step=1, seed=0, samples=128, num_workers=1, plan_sha256="", optimizer_steps={}, models={"sft": ""})
+    monkeypatch.setattr(resume, "newest_good", lambda _: Choice(state=state, damaged={}))
+    monkeypatch.setattr(resume, "read_index", lambda _: None)
+    monkeypatch.setattr(resume, "check_architecture", lambda *_: None)
+    words = ("--steps", "3", "--rule", "colocate", "--num-workers", "1", "--data-dir", str(tmp_path / "data"))
+    assert main(["run", "experiments/sft.py", "--run-dir", str(tmp_path / "run"), *words]) == 0
+    return RunDirectory.open(tmp_path / "run")
+
+
+def test_other_data_is_refused_unless_it_is_accepted(
+    began: RunDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    again = ["run", "experiments/sft.py", "--run-dir", str(began.path), "--resume"]
+    assert main(again) == 0, "nothing has changed"
+    rows = tmp_path / "data/sft.jsonl"
+    rows.write_text("".join(rows.read_text().splitlines(keepends=True)[:-10]))
+    message = refusal(began, capsys, "sft")
+    assert "the data set of the run in " in message
+    assert f"has changed since the run began: {rows} has other content (" in message
+    assert "--resume --accept-changed-inputs goes on with what is there now" in message
+    assert main([*again, "--accept-changed-inputs"]) == 0
+    assert main(again) == 0, "they are the run's from now on"
+
+
+def test_a_new_run_has_nothing_that_could_have_changed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "experiments/sft.py", "--run-dir", str(tmp_path / "run"), "--accept-changed-inputs"]) == 2
+    assert "--accept-changed-inputs is for a run that goes on; give --resume too" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize("holder", [LAUNCHER_LOCK, "master"])

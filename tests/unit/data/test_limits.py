@@ -130,6 +130,44 @@ def test_the_order_is_that_of_a_file_of_the_kept_rows(folder: Path, lengths, lim
     assert seen == [(alone.tokens(step, range(batch_size)), alone.records(step, range(batch_size))) for step in steps]
 
 
+def test_rows_are_kept_for_the_content_of_a_tokenizer_and_not_for_its_name(folder: Path, cache: Path) -> None:
+    """In the second tokenizer "ab" is one token, so that "abab" fits."""
+    dataset = make(folder, PromptDataset, [{"prompt": "abab"}, {"prompt": "a"}], max_prompt_tokens=3, too_long="drop")
+    assert dataset.kept_rows().tolist() == [1]
+    content = json.loads((folder / "tokenizer.json").read_text())
+    merged = {"content": "ab", "single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    content["added_tokens"].append(merged | {"id": 1 + max(content["model"]["vocab"].values()), "special": False})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    assert dataset.kept_rows().tolist() == [0, 1]
+    assert len(list(cache.iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "generation_config.json",
+        "chat_template.jinja",
+        "additional_chat_templates/tools.jinja",
+        "given.jinja",
+        "data.jsonl",
+    ],
+)
+def test_every_file_that_decides_which_rows_are_kept_is_in_the_name(name: str, folder: Path, cache: Path) -> None:
+    (folder / "additional_chat_templates").mkdir()
+    for each in ("given.jinja", "chat_template.jinja", "additional_chat_templates/tools.jinja"):
+        (folder / each).write_text("one")
+    options = {"max_prompt_tokens": 5, "too_long": "drop", "chat_template": str(folder / "given.jinja")}
+    dataset = make(folder, PromptDataset, [{"prompt": "abc"}], **options)
+    names = {kept_rows._path(dataset)}
+    for text in ("{}", "[]"):
+        (folder / name).write_text(text)
+        names.add(kept_rows._path(dataset))
+    assert len(names) == 3
+
+
 def test_processes_find_the_kept_rows_once(folder: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"prompt": text} for text in letters(3, 8, 4)]
     dataset = make(folder, PromptDataset, rows, max_prompt_tokens=5, too_long="drop")

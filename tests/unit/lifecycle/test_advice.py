@@ -19,7 +19,18 @@ from realhf.rundir.paths import RunDirectory
 from realhf.rundir.run import Run, RunSpec
 from tests.unit.lifecycle.requests import request_of
 
-OF_THIS_START = {"experiment", "run_dir", "resume", "dry_run", "detach", "plan_in_job", "seeds", "sweep", "at_most"}
+OF_THIS_START = {
+    "experiment",
+    "run_dir",
+    "resume",
+    "dry_run",
+    "detach",
+    "plan_in_job",
+    "seeds",
+    "sweep",
+    "at_most",
+    "accept_changed_inputs",
+}
 IN_THE_PLAN_OR_ITS_DEVICES = {
     "plan",
     "rule",

@@ -9,6 +9,7 @@ import pytest
 
 from realhf.base.errors import RunError, UserError
 from realhf.cli.in_job import main, plan_here
+from realhf.data.inputs import check_inputs
 from realhf.dataflow.plan import load_plan
 from realhf.lifecycle.new import new_run
 from realhf.lifecycle.queued import QueuedRun, plans_in_job, queued_run
@@ -60,6 +61,7 @@ def test_the_plan_is_that_of_a_login_node_that_knows_the_hardware(
     assert plan_here(queued.directory)
     run = load_run(queued.directory.experiment, queued.directory.plan)
     assert run.spec.hardware is not None
+    assert {"data set", "tokenizer of the data set"} <= json.loads(queued.directory.inputs.read_text())["files"].keys()
     assert run.spec.hardware.name == "nvidia-h100-80gb-hbm3"
     assert not is_to_be_planned(queued.directory)
     assert before != current_start(queued.directory) == queued.job().start_id
@@ -76,6 +78,18 @@ def test_hardware_that_is_given_is_planned_for_at_once_unless_the_job_is_to(tmp_
     assert not plans_in_job(asked(tmp_path, "--hardware", "h100"))
     assert not plans_in_job(asked(tmp_path, "--cpu-only"))
     assert plans_in_job(asked(tmp_path, "--hardware", "h100", "--plan-in-job"))
+
+
+def test_a_run_that_is_planned_now_notes_its_inputs_now(tmp_path: Path) -> None:
+    """Which the master compares when the job begins."""
+    words = ("--nodes", "1", "--gpus-per-node", "1", "--rule", "colocate")
+    request = asked(tmp_path, "--cpu-only", *words)
+    with contextlib.ExitStack() as held:
+        queued = queued_run(request, new_run(request), held)
+    check_inputs(load_run(queued.directory.experiment, queued.directory.plan), queued.directory)
+    (tmp_path / "data/sft.jsonl").write_text((tmp_path / "data/sft.jsonl").read_text().partition("\n")[2])
+    with pytest.raises(UserError, match=r"sft\.jsonl has other content"):
+        check_inputs(load_run(queued.directory.experiment, queued.directory.plan), queued.directory)
 
 
 def test_what_the_job_finds_wrong_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,12 +14,15 @@ import pytest
 from realhf.api.experiment import SETTINGS_ATTRIBUTE, AutoSettings
 from realhf.base import files
 from realhf.base.errors import RunError, UserError
+from realhf.data import sort_task
+from realhf.data.datasets import PromptDataset
+from realhf.data.inputs import keep_inputs
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.launch import supervisor
 from realhf.launch.launcher import Exit, Launcher
 from realhf.launch.process import Job, ProcessSpec
 from realhf.lifecycle import shrink
-from realhf.lifecycle.controller import Controller, Listener, last_step
+from realhf.lifecycle.controller import Controller, Listener, gone_on, last_step
 from realhf.lifecycle.request import RecoveryRequest, RunRequest
 from realhf.rundir.events import Event, note, read_events
 from realhf.rundir.flight_recorder import ActivityWriter
@@ -238,6 +241,27 @@ def test_without_a_checkpoint_it_starts_from_the_beginning(run: Run, directory: 
         damage(directory.checkpoints / f"step-{step}")
     assert carry_out(run, directory, [1, 0], max_restarts=1) == [0]
     assert directory.metrics.read_text() == ""
+
+
+def test_a_run_whose_data_has_changed_is_not_restarted(
+    run: Run, directory: RunDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sort_task.make_tokenizer().save(str(tmp_path / "tokenizer.json"))
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "one"}\n{"prompt": "two"}\n')
+    run.experiment.dataset = PromptDataset(path=str(rows), tokenizer=str(tmp_path))
+    monkeypatch.setattr(Run, "graph", SimpleNamespace(calls={}, models={}))
+    monkeypatch.setattr(Run, "models", {})
+    keep_inputs(run, directory)
+    assert carry_out(run, directory, [1, 0], max_restarts=3) == [4]
+    rows.write_text('{"prompt": "one"}\n')
+    match = (
+        r"(?s)^master ended with exit code 1.*the run cannot be restarted: the data set of the run .*rows\.jsonl has "
+    )
+    with pytest.raises(RunError, match=match):
+        carry_out(run, directory, [1], max_restarts=3)
+    with pytest.raises(UserError, match=r"the data set of the run .*rows\.jsonl has other content"):
+        gone_on(run, run, directory)  # as where SLURM starts the job once more
 
 
 def test_restarts_are_counted(run: Run, directory: RunDirectory) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from realhf.base.errors import RunError
+from realhf.base.errors import RunError, UserError
 from realhf.dataflow.plan import ExecutionPlan
 from realhf.master import master as master_module
 from realhf.master.loop import CallRecord
@@ -344,6 +344,27 @@ def test_the_best_by_a_statistic_that_nothing_makes(
         r"choose from accuracy, loss, time_s, token_accuracy, tokens_per_s",
         str(error.value),
     )
+
+
+def test_inputs_that_have_changed_end_the_start(directory: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As those of a job that has waited: on a thread, since large files take a while."""
+
+    def changed(run: object, of: RunDirectory) -> None:
+        assert (run, of) == ("the run", directory)
+        raise UserError("the data set of the run has changed")
+
+    monkeypatch.setattr("realhf.master.master.check_inputs", changed)
+    master: Any = SimpleNamespace(_run="the run", _directory=directory)
+    asyncio.run(Master._check_inputs(master))  # of a run that was made before inputs were noted
+    directory.inputs.write_text("{}")
+    with pytest.raises(RunError, match="the data set of the run has changed"):
+        asyncio.run(Master._check_inputs(master))
+
+    async def refuse(_: Master) -> None:
+        raise RunError("the data set of the run has changed")
+
+    monkeypatch.setattr(Master, "_check_inputs", refuse)
+    assert failure_of(directory, [*HELLO]) == "the data set of the run has changed"
 
 
 def test_a_mistake_that_the_master_finds_is_told_at_once(

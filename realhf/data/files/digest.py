@@ -1,0 +1,59 @@
+"""Digests of files: of what a run reads, and of what a cache was made from."""
+
+import hashlib
+import os
+import time
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
+
+from realhf.base.reading import open_regular
+
+# Of a larger file of weights as many parts are read as fit, evenly spread: training changes nearly all numbers.
+SAMPLED_BYTES = 2**24
+_PARTS = 64
+# A file that was written less long ago may change once more without another time of its last change.
+SETTLED_S = 2.0
+
+
+def content_digest(paths: Sequence[Path]) -> str:
+    """Of the bytes of files, in this order: 32 hexadecimal digits. Raises OSError."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in paths:
+        digest.update(bytes.fromhex(file_digest(path)))
+    return digest.hexdigest()
+
+
+def file_digest(path: Path) -> str:
+    """Of the bytes of a file: 32 hexadecimal digits. A process reads a file once, until it changes. Raises OSError."""
+    return _digest(path, sampled=False)
+
+
+def weights_digest(path: Path) -> str:
+    """As `file_digest`; of a file above SAMPLED_BYTES, its beginning, its end and parts between them are read."""
+    return _digest(path, sampled=True)
+
+
+def _digest(path: Path, *, sampled: bool) -> str:
+    found = path.stat()
+    is_settled = time.time() - max(found.st_mtime, found.st_ctime) > SETTLED_S
+    seen = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+    return _known(path, sampled, seen) if is_settled else _read(path, sampled)
+
+
+@lru_cache(maxsize=4096)
+def _known(path: Path, sampled: bool, seen: tuple[int, ...]) -> str:
+    return _read(path, sampled)
+
+
+def _read(path: Path, sampled: bool) -> str:
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if not sampled or size <= SAMPLED_BYTES:
+            return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+        digest = hashlib.blake2b(size.to_bytes(8, "little"), digest_size=16)
+        part_bytes = SAMPLED_BYTES // _PARTS
+        for part in range(_PARTS):
+            file.seek((size - part_bytes) * part // (_PARTS - 1))
+            digest.update(file.read(part_bytes))
+        return digest.hexdigest()

@@ -1,0 +1,129 @@
+"""`inputs.json`: what a run reads from outside of its directory, by the digests of the files. A run goes on with the
+inputs it began with. No torch here."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import msgspec
+
+from realhf.api.experiment import Dataset
+from realhf.base.errors import UserError
+from realhf.base.files import read_versioned, write_atomically, writing_a_run
+from realhf.data.files.digest import file_digest, weights_digest
+from realhf.data.files.opening import data_files
+from realhf.data.merged import MergedDataset
+from realhf.data.recorded import step_folder
+from realhf.data.text_dataset import TextDataset
+from realhf.data.tokenizer import tokenizer_files
+from realhf.models.hugging_face_files import checkpoint_files
+from realhf.rundir.paths import RunDirectory
+from realhf.rundir.run import Run
+
+FORMAT = "inputs/1"
+ACCEPT = "--accept-changed-inputs"
+_SHOWN = 3  # files with changes, in a message
+
+
+class InputFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A file as it was read: its size, and the digest of its content (`realhf.data.files.digest`)."""
+
+    size_bytes: int
+    digest: str
+
+
+Files = dict[str, InputFile]  # by path, as the experiment gives it
+
+
+class Inputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """By what they are for ("data set"), the files that a run reads."""
+
+    files: dict[str, Files]
+    format: str = FORMAT
+
+
+def keep_inputs(run: Run, directory: RunDirectory, *, anew: bool = False) -> None:
+    """Notes what this start of the run reads, where that is not noted yet; `anew`: in place of what is.
+
+    Raises UserError if a file cannot be read, RunError if the note cannot be written.
+    """
+    noted = _noted(directory)
+    found = inputs_of(run)
+    with writing_a_run():
+        content = msgspec.json.encode(Inputs(files=noted | found if anew else found | noted))
+        write_atomically(directory.inputs, msgspec.json.format(content, indent=2) + b"\n")
+
+
+def check_inputs(run: Run, directory: RunDirectory) -> None:
+    """Raises UserError if what this start of the run reads is not what the run began with, as far as that was noted."""
+    noted = _noted(directory)
+    if not noted:  # of a run that was made before inputs were noted
+        return
+    for what, files in inputs_of(run).items():
+        if what not in noted or files == noted[what]:
+            continue
+        changes = list(_changes(noted[what], files))
+        more = f", and {len(changes) - _SHOWN} more" if len(changes) > _SHOWN else ""
+        raise UserError(
+            f"the {what} of the run in {directory.path} has changed since the run began: "
+            f"{', '.join(changes[:_SHOWN])}{more}; put it back, or start a new run with another --run-dir "
+            f"(--resume {ACCEPT} goes on with what is there now)"
+        )
+
+
+def inputs_of(run: Run) -> dict[str, Files]:
+    """By what they are for, the files that a start of the run reads: not the checkpoints of models that come from the
+    run's own, nor the rollouts of steps that are made. Raises UserError if a file cannot be read."""
+    found: dict[str, Files] = {}
+    try:
+        for what, paths, digest in _read(run):
+            of_kind = found.setdefault(what, {})
+            for path in paths:
+                of_kind[str(path)] = InputFile(size_bytes=path.stat().st_size, digest=digest(path))
+    except OSError as error:
+        raise UserError(f"{error.filename} cannot be read ({error.strerror}); put it back") from None
+    return found
+
+
+def _read(run: Run) -> Iterator[tuple[str, list[Path], Callable[[Path], str]]]:
+    sets = [("data set", run.experiment.dataset)]
+    sets += [("evaluation's data set", run.evaluation.dataset)] if run.evaluation else []
+    for what, dataset in sets:
+        for part in _parts(dataset):
+            yield what, data_files(part.path), file_digest
+            yield f"tokenizer of the {what}", tokenizer_files(part.tokenizer, part.chat_template), file_digest
+    graphs = [run.graph, *([run.evaluation_graph] if run.evaluation_graph else [])]
+    for graph in graphs:
+        for call in graph.calls.values():
+            if call.interface_impl.read_files:
+                yield f"code of {call.name}", list(map(Path, call.interface_impl.read_files)), file_digest
+    for name, setup in run.models.items():
+        if setup.checkpoint is not None and not (run.spec.resume_step and name in run.changing_models):
+            yield f"checkpoint of model {name}", checkpoint_files(setup.checkpoint), weights_digest
+    if run.spec.replay:
+        for step in range(run.spec.resume_step, run.experiment.steps):
+            folder = step_folder(Path(run.spec.replay), step)
+            yield f"replayed step {step + 1}", sorted(folder.glob("*.safetensors")), file_digest
+
+
+def _parts(dataset: Dataset) -> tuple[TextDataset, ...]:
+    if isinstance(dataset, MergedDataset):
+        return dataset.parts
+    assert isinstance(dataset, TextDataset), "workers read no other"
+    return (dataset,)
+
+
+def _changes(before: Files, now: Files) -> Iterator[str]:
+    for path in sorted(before.keys() | now.keys()):
+        if path not in now:
+            yield f"{path} is gone"
+        elif path not in before:
+            yield f"{path} is new"
+        elif before[path] != now[path]:
+            old, new = before[path].size_bytes, now[path].size_bytes
+            sizes = f"{new:,} bytes, not {old:,}" if new != old else f"still {new:,} bytes"
+            yield f"{path} has other content ({sizes})"
+
+
+def _noted(directory: RunDirectory) -> dict[str, Files]:
+    found = read_versioned(directory.inputs, Inputs, FORMAT)
+    return found.files if found else {}

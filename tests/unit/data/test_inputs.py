@@ -1,0 +1,265 @@
+"""What a run reads is noted when it begins, and compared at every start."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from realhf.api.experiment import ModelSetup, OptimizerConfig
+from realhf.base.errors import UserError
+from realhf.data import sort_task
+from realhf.data.datasets import PromptDataset
+from realhf.data.files import digest
+from realhf.data.files.digest import content_digest, file_digest, weights_digest
+from realhf.data.inputs import check_inputs, keep_inputs
+from realhf.data.merged import MergedDataset
+from realhf.geometry.parameters import decoder_parameters
+from realhf.models.checkpoint import save_model
+from realhf.rundir.paths import RunDirectory
+from tests.unit.launch.saved_runs import MODEL
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> RunDirectory:
+    return RunDirectory.create(tmp_path / "run")
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("saved") / "model"
+    save_model(folder, MODEL, {spec.name: torch.ones(spec.shape) for spec in decoder_parameters(MODEL)})
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path, checkpoint: Path) -> Any:
+    """What of a run is asked: an actor that is trained, a reference that is not, a rule, and rollouts of five steps."""
+    dataset = PromptDataset(path=str(tmp_path / "data/*.jsonl"), tokenizer=str(data_of(tmp_path / "data")))
+    held_out = PromptDataset(path=str(data_of(tmp_path / "held out") / "a.jsonl"), tokenizer=dataset.tokenizer)
+    for name in ("actor", "reference"):
+        shutil.copytree(checkpoint, tmp_path / name)
+    (tmp_path / "rule.py").write_text("def right(prompt, response): return 1.0\n")
+    for step in range(1, 6):
+        folder = tmp_path / f"rollouts/step-{step}"
+        folder.mkdir(parents=True)
+        (folder / "actor_generate-0.safetensors").write_bytes(bytes([step] * 99))
+    rule = SimpleNamespace(name="score", interface_impl=SimpleNamespace(read_files=(str(tmp_path / "rule.py"),)))
+    return SimpleNamespace(
+        experiment=SimpleNamespace(dataset=dataset, steps=5),
+        spec=SimpleNamespace(resume_step=0, replay=str(tmp_path / "rollouts")),
+        graph=SimpleNamespace(calls={"score": rule}),
+        evaluation=SimpleNamespace(dataset=held_out),
+        evaluation_graph=SimpleNamespace(calls={}),
+        models={
+            "actor": ModelSetup(checkpoint=str(tmp_path / "actor"), optimizer=OptimizerConfig()),
+            "reference": ModelSetup(checkpoint=str(tmp_path / "reference")),
+        },
+        changing_models=["actor"],
+    )
+
+
+def data_of(folder: Path) -> Path:
+    """Two files of rows, and a tokenizer beside them."""
+    folder.mkdir()
+    sort_task.make_tokenizer().save(str(folder / "tokenizer.json"))
+    for name in ("a", "b"):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps({"prompt": name * n}) + "\n" for n in (1, 2, 3)))
+    return folder
+
+
+def edit(path: Path) -> None:
+    """Changes one byte, and neither the size nor the time."""
+    before, content = path.stat(), bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+
+
+def test_a_run_goes_on_with_the_inputs_it_began_with(run: Any, directory: RunDirectory) -> None:
+    keep_inputs(run, directory)
+    for run.spec.resume_step in (0, 3, 5):
+        check_inputs(run, directory)
+
+
+Change = Callable[[Path], object]
+
+
+@pytest.mark.parametrize(
+    ("change", "what", "how"),
+    [
+        (lambda at: edit(at / "data/b.jsonl"), "data set", r"data/b\.jsonl has other content \(still \d+ bytes\);"),
+        (lambda at: (at / "data/b.jsonl").write_text('{"prompt": "c"}\n'), "data set", r"b\.jsonl .* \(16 bytes, not"),
+        (lambda at: (at / "data/b.jsonl").unlink(), "data set", r"data/b\.jsonl is gone;"),
+        (lambda at: (at / "data/c.jsonl").write_text('{"prompt": "c"}\n'), "data set", r"data/c\.jsonl is new;"),
+        (lambda at: edit(at / "held out/a.jsonl"), "evaluation's data set", r"held out/a\.jsonl has other"),
+        (lambda at: edit(at / "data/tokenizer.json"), "tokenizer of the data set", r"tokenizer\.json has other"),
+        (
+            lambda at: (at / "data/generation_config.json").write_text("{}"),
+            "tokenizer of the data set",
+            r"generation_config\.json is new",
+        ),
+        (lambda at: edit(at / "rule.py"), "code of score", r"rule\.py has other content"),
+        (
+            lambda at: edit(at / "reference/boxes-0.safetensors"),
+            "checkpoint of model reference",
+            r"reference/boxes-0\.safetensors has other content",
+        ),
+        (
+            lambda at: edit(at / "rollouts/step-4/actor_generate-0.safetensors"),
+            "replayed step 4",
+            r"step-4/actor_generate-0\.safetensors has other content",
+        ),
+    ],
+)
+@pytest.mark.parametrize("resume_step", [0, 3])
+def test_what_has_changed_is_named_with_the_remedy(
+    change: Change, what: str, how: str, resume_step: int, run: Any, directory: RunDirectory, tmp_path: Path
+) -> None:
+    keep_inputs(run, directory)
+    change(tmp_path)
+    run.spec.resume_step = resume_step
+    with pytest.raises(UserError, match=rf"^the {what} of the run in .*/run has changed since the run began: .*{how}"):
+        check_inputs(run, directory)
+    with pytest.raises(UserError, match=r"put it back, or start a new run .*\(--resume --accept-changed-inputs goes"):
+        check_inputs(run, directory)
+
+
+def test_what_is_not_read_again_may_change_and_go(run: Any, directory: RunDirectory, tmp_path: Path) -> None:
+    """The trained model comes from the run's own checkpoint; the first three steps are made."""
+    keep_inputs(run, directory)
+    shutil.rmtree(tmp_path / "actor")
+    for step in (1, 2, 3):
+        edit(tmp_path / f"rollouts/step-{step}/actor_generate-0.safetensors")
+    run.spec.resume_step = 3
+    check_inputs(run, directory)
+    run.spec.resume_step = 2
+    with pytest.raises(UserError, match="the replayed step 3 of the run"):
+        check_inputs(run, directory)
+    run.spec.resume_step = 0
+    with pytest.raises(UserError, match="actor does not exist"):
+        check_inputs(run, directory)
+
+
+def test_changes_that_are_accepted_are_those_of_the_run_from_then_on(
+    run: Any, directory: RunDirectory, tmp_path: Path
+) -> None:
+    keep_inputs(run, directory)
+    began = directory.inputs.read_bytes()
+    edit(tmp_path / "data/a.jsonl")
+    keep_inputs(run, directory)
+    assert directory.inputs.read_bytes() == began, "what a run began with stays"
+    keep_inputs(run, directory, anew=True)
+    check_inputs(run, directory)
+    edit(tmp_path / "data/a.jsonl")
+    with pytest.raises(UserError, match=r"a\.jsonl has other content"):
+        check_inputs(run, directory)
+
+
+def test_more_steps_bring_more_rollouts_and_the_first_are_still_compared(
+    run: Any, directory: RunDirectory, tmp_path: Path
+) -> None:
+    run.experiment.steps = 4
+    keep_inputs(run, directory)
+    run.experiment.steps, run.spec.resume_step = 5, 2
+    check_inputs(run, directory)
+    keep_inputs(run, directory)
+    for step in (4, 5):
+        edit(tmp_path / f"rollouts/step-{step}/actor_generate-0.safetensors")
+        with pytest.raises(UserError, match=f"the replayed step {step} of"):
+            check_inputs(run, directory)
+        edit(tmp_path / f"rollouts/step-{step}/actor_generate-0.safetensors")
+
+
+def test_a_run_of_an_earlier_version_goes_on(run: Any, directory: RunDirectory, tmp_path: Path) -> None:
+    edit(tmp_path / "data/a.jsonl")
+    check_inputs(run, directory)
+    keep_inputs(run, directory)
+    check_inputs(run, directory)
+
+
+def test_all_parts_of_a_data_set_are_compared(run: Any, directory: RunDirectory, tmp_path: Path) -> None:
+    answered = PromptDataset(
+        path=str(tmp_path / "held out/b.jsonl"), tokenizer=run.experiment.dataset.tokenizer, with_answer=True
+    )
+    merged = object.__new__(MergedDataset)
+    object.__setattr__(merged, "parts", (run.experiment.dataset, answered))
+    run.experiment.dataset = merged
+    keep_inputs(run, directory)
+    for name in ("data/a", "held out/b"):
+        edit(tmp_path / f"{name}.jsonl")
+        with pytest.raises(UserError, match=rf"the data set of the run .*{name}\.jsonl has other content"):
+            check_inputs(run, directory)
+        edit(tmp_path / f"{name}.jsonl")
+
+
+def test_many_changes_are_counted(run: Any, directory: RunDirectory, tmp_path: Path) -> None:
+    for i in range(5):
+        (tmp_path / f"data/c{i}.jsonl").write_text("{}\n")
+    keep_inputs(run, directory)
+    for i in range(5):
+        edit(tmp_path / f"data/c{i}.jsonl")
+    with pytest.raises(UserError, match=r"c0\.jsonl .*c1\.jsonl .*c2\.jsonl [^,]*, and 2 more; put it back"):
+        check_inputs(run, directory)
+
+
+# --- Digests.
+
+
+def test_a_digest_is_of_bytes_and_their_order(tmp_path: Path) -> None:
+    contents = {"a": b"one", "b": b"two", "same": b"one", "both": b"onetwo"}
+    for name, content in contents.items():
+        (tmp_path / name).write_bytes(content)
+    a, b, same, both = (tmp_path / name for name in contents)
+    assert file_digest(a) == file_digest(same) != file_digest(b)
+    assert len({content_digest(files) for files in ([a, b], [b, a], [both], [a], [a, b, b])}) == 5
+    assert content_digest([a, b]) == content_digest([same, b])
+
+
+def test_a_file_is_read_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, reads = tmp_path / "data", []
+    path.write_bytes(b"some rows")
+    real, now_s = digest.hashlib.file_digest, time.time()
+    monkeypatch.setattr(digest.hashlib, "file_digest", lambda *args: reads.append(1) or real(*args))
+    monkeypatch.setattr(digest, "time", SimpleNamespace(time=lambda: now_s))
+    file_digest(path)
+    file_digest(path)
+    assert len(reads) == 2, "it may be written once more at the same time"
+    reads.clear()
+    now_s += 60.0
+    first = file_digest(path)
+    assert file_digest(path) == first
+    content_digest([path])
+    assert len(reads) == 1
+    edit(path)
+    assert file_digest(path) != first
+    assert len(reads) == 2
+
+
+@pytest.mark.parametrize("size", [1000, 4096, 4097, 50_000])
+def test_a_digest_of_weights_sees_both_ends_and_what_training_changes(
+    size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digest, "SAMPLED_BYTES", 4096)
+    path, found = tmp_path / "weights", set()
+    tensor = slice(size // 3, size // 3 + size // 20)  # of 5 % of the file
+    for changed in (slice(0), slice(0, 1), slice(size - 1, size), tensor):
+        content = bytearray(size)
+        content[changed] = b"\1" * len(content[changed])
+        path.write_bytes(content)
+        found.add(weights_digest(path))
+    path.write_bytes(bytes(size + 1))
+    found.add(weights_digest(path))
+    assert len(found) == 5
+
+
+def test_large_weights_are_not_read_whole(tmp_path: Path) -> None:
+    with (tmp_path / "weights").open("wb") as file:
+        file.truncate(2**40)  # a terabyte, of which nothing is on the disk
+    assert weights_digest(tmp_path / "weights")
