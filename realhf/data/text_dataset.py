@@ -23,7 +23,7 @@ from realhf.data.fields import Columns
 from realhf.data.files.opening import data_files, open_rows
 from realhf.data.files.rows import Record
 from realhf.data.kept_rows import keep_on_disk, kept_on_disk
-from realhf.data.tokenizer import TextTokenizer, Tokens
+from realhf.data.tokenizer import TextTokenizer, Tokens, tokenizer_files
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,7 +119,7 @@ class TextDataset(DataOptions, ABC):
 
     def _scan(self) -> "_Scan":
         try:
-            files = [*data_files(self.path), Path(self.tokenizer)]
+            files = [*data_files(self.path), *tokenizer_files(self.tokenizer, self.chat_template)]
             stats = tuple((str(path), *_stat(path)) for path in files)
         except OSError:
             stats = ()  # `open` says so

@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -225,7 +224,7 @@ def test_a_digest_is_of_bytes_and_their_order(tmp_path: Path) -> None:
 def test_a_file_is_read_once_until_it_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, reads = tmp_path / "data", []
     path.write_bytes(b"some rows")
-    real, now_s = digest.hashlib.file_digest, time.time()
+    real, now_s = digest.hashlib.file_digest, path.stat().st_ctime
     monkeypatch.setattr(digest.hashlib, "file_digest", lambda *args: reads.append(1) or real(*args))
     monkeypatch.setattr(digest, "time", SimpleNamespace(time=lambda: now_s))
     file_digest(path)
