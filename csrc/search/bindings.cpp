@@ -4,11 +4,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
+#include <limits>
 #include <map>
 #include <memory>
 #include <string>
 #include <tuple>
 
+#include "exact.h"
 #include "osdp.h"
 #include "problem.h"
 #include "reallocation.h"
@@ -332,6 +335,16 @@ PYBIND11_MODULE(_search, module) {
             },
             "full evaluations of plans that differ in one call from the one before, per second of CPU time",
             py::arg("plan"), py::arg("evaluations"))
+        .def(
+            "lower_bound",
+            [](const Problem& problem, const Plan& chosen, double limit) {
+                Plan plan = chosen;
+                for (int& option : plan) option = std::max(option, 0);
+                check_plan(problem, plan);
+                return lower_bound(problem, chosen, limit);
+            },
+            "on the step time of all plans with these options (-1: any); infinity if it is above the limit",
+            py::arg("chosen"), py::arg("limit") = std::numeric_limits<double>::infinity())
         .def("greedy_plan", &greedy_plan)
         .def("smallest_plan", [](const Problem& problem, std::uint64_t seed) { return smallest_plan(problem, seed); });
 

@@ -28,6 +28,12 @@ constexpr double kLastGap = 0.004;       // which is closed at once, if it can b
 
 using State = std::vector<Domain>;  // [calls]
 
+std::vector<double> prices_of(const Problem& problem, double step) {
+    std::vector<double> prices;
+    for (int k = 0; k < kPrices; ++k) prices.push_back(std::ldexp(step / problem.device_memory_bytes, -k));
+    return prices;
+}
+
 bool all_times_are_whole(const Problem& problem) {
     const auto is_whole = [](double time) { return time == std::floor(time) && time < 0x1.0p40; };
     bool whole = true;
@@ -276,11 +282,29 @@ bool exhaust(Shared& shared, std::vector<Worker>& workers, State& root) {
 
 }  // namespace
 
+double lower_bound(const Problem& problem, const Plan& chosen, double limit) {
+    const double step = std::isfinite(limit) ? limit : 1;
+    const std::vector<double> prices = prices_of(problem, step);
+    const std::vector<Segment> segments = segments_of(problem, kNegligible * step);
+    const Groups groups(problem, prices);
+    State state;
+    std::vector<Outlook> outlooks;
+    std::vector<Move> moves;
+    for (std::size_t call = 0; call < chosen.size(); ++call) {
+        state.push_back(chosen[call] < 0 ? groups.all(call) : Domain{Level::option, {chosen[call]}});
+        outlooks.push_back(groups.outlook(call, state[call]));
+    }
+    for (std::size_t i = 0; i < problem.transfers.size(); ++i) {
+        const Domain &source = state[problem.transfers[i].source], &target = state[problem.transfers[i].target];
+        moves.push_back(groups.least(i, source, target));
+    }
+    return Bound(problem, segments, prices)(outlooks, moves, limit * problem.steps) / problem.steps;
+}
+
 Certificate prove(const Problem& problem, const ExactLimits& limits, Incumbent& incumbent) {
     // Prices, and what is negligible, are relative to the plan that is known.
     const double step = std::isfinite(incumbent.cost()) ? incumbent.cost() : 1;
-    std::vector<double> prices;
-    for (int k = 0; k < kPrices; ++k) prices.push_back(std::ldexp(step / problem.device_memory_bytes, -k));
+    const std::vector<double> prices = prices_of(problem, step);
     const std::vector<Segment> segments = segments_of(problem, kNegligible * step);
     const Groups groups(problem, prices);
     Shared shared{problem, groups, segments, prices, limits, incumbent, 1e-9, all_times_are_whole(problem)};

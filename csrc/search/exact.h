@@ -36,4 +36,8 @@ struct Certificate {
 // on nothing but the problem, the incumbent and the number of bounds.
 Certificate prove(const Problem& problem, const ExactLimits& limits, Incumbent& incumbent);
 
+// The bound that `prove` works with, on a step of all plans with these options ([calls], -1: any); infinity if it is above
+// `limit`. A finite limit makes it prove more.
+double lower_bound(const Problem& problem, const Plan& chosen, double limit);
+
 }  // namespace realhf::search
